@@ -3,6 +3,7 @@
 The model has a published shape and random weights, whose values no time depends on. Its caches hold
 keys and values in bf16 and packed in 8 and 4 bits, up to a number of positions; a round takes a few
 steps behind them with each of the caches in turn. The step and its weights are the same for all.
+Steps behind nothing say what all else takes, and so how much faster a smaller cache can be at most.
 
 python speedrun/measure_kv.py --figures FILE.jsonl
 """
@@ -33,6 +34,7 @@ from qat.quant.spec import KvSpec
 app = App(help=__doc__)
 BYTES_GOAL, SPEED_GOAL = "<= 0.27", ">= 1.5"
 HEADLINE = 4
+NO_PAST = "bf16, no past"
 SPECS: dict[str, KvSpec | None] = {"bf16": None, "8 bits": KvSpec(bits=8), "4 bits": KvSpec(bits=4)}
 FILLED = 1024
 """Positions that are filled at a time."""
@@ -43,6 +45,7 @@ COLUMNS = (
     ("ms a step", "step_ms", "{:.3f}"),
     ("tokens/s", "tokens_per_s", "{:,.0f}"),
     ("over bf16", "speed", "{:.3f}"),
+    ("of it the past", "past_frac", "{:.3f}"),
 )
 
 
@@ -79,23 +82,28 @@ def measure(
     backend = select(device)
     config = MeasureConfig(device=backend.device.type, layers=layers)
     step = DecodeStep(LanguageModel(random_model(shape, config)))
+    more = steps * (rounds + 1)
     cases = [
-        opened(name, step, spec, batch=batch, positions=positions, more=steps * (rounds + 1))
+        opened(name, step, spec, batch=batch, positions=positions, more=more)
         for name, spec in SPECS.items()
     ]
+    cases.append(opened(NO_PAST, step, None, batch=batch, positions=0, more=more))
     for turn in range(rounds + 1):
         for case in cases:
             with timed(backend, case.seconds, steps):
                 for _ in range(steps):
                     case.run.advance()
         print("warm" if turn == 0 else f"round {turn} of {rounds}", flush=True)
-    base = cases[0]
+    base, *_, bare = cases
     ratios = {
         case.name: [a / b for a, b in zip(base.seconds[1:], case.seconds[1:], strict=True)]
         for case in cases
     }
-    show([row(case, base, ratios[case.name], batch) for case in cases], columns=COLUMNS)
-    conclude(cases, ratios, figures, has_speed=backend.records())
+    rows = [row(case, base, bare, ratios[case.name], batch) for case in cases]
+    show(rows, columns=COLUMNS)
+    limit = statistics.median(ratios[NO_PAST])
+    print(f"the past takes {rows[0]['past_frac']:.1%} of a bf16 step: {limit:.2f} times at most")
+    conclude(cases[:-1], ratios, figures, has_speed=backend.records())
 
 
 def opened(
@@ -129,7 +137,7 @@ def timed(backend: Backend, seconds: list[float], steps: int) -> Iterator[None]:
     seconds.append((time.perf_counter() - began) / steps)
 
 
-def row(case: Case, base: Case, ratios: list[float], batch: int) -> Row:
+def row(case: Case, base: Case, bare: Case, ratios: list[float], batch: int) -> Row:
     """A case's line of the table."""
     seconds = statistics.median(case.seconds[1:])
     return {
@@ -139,6 +147,7 @@ def row(case: Case, base: Case, ratios: list[float], batch: int) -> Row:
         "step_ms": 1e3 * seconds,
         "tokens_per_s": batch / seconds,
         "speed": statistics.median(ratios),
+        "past_frac": 1 - statistics.median(bare.seconds[1:]) / seconds,
     }
 
 

@@ -26,6 +26,7 @@ def test_the_tiny_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -
     assert [line["goal"] for line in lines] == ["", "<= 0.27"]
     said = capsys.readouterr().out
     assert "round 2 of 2" in said and "over bf16" in said
+    assert "bf16, no past" in said and "times at most" in said
 
 
 def test_speed_is_a_figure_where_steps_are_recorded(
