@@ -94,12 +94,12 @@ def measure(
                 for _ in range(steps):
                     case.run.advance()
         print("warm" if turn == 0 else f"round {turn} of {rounds}", flush=True)
-    base, *_, bare = cases
+    base = cases[0]
     ratios = {
         case.name: [a / b for a, b in zip(base.seconds[1:], case.seconds[1:], strict=True)]
         for case in cases
     }
-    rows = [row(case, base, bare, ratios[case.name], batch) for case in cases]
+    rows = [row(case, cases, ratios[case.name], batch) for case in cases]
     show(rows, columns=COLUMNS)
     limit = statistics.median(ratios[NO_PAST])
     print(f"the past takes {rows[0]['past_frac']:.1%} of a bf16 step: {limit:.2f} times at most")
@@ -137,8 +137,9 @@ def timed(backend: Backend, seconds: list[float], steps: int) -> Iterator[None]:
     seconds.append((time.perf_counter() - began) / steps)
 
 
-def row(case: Case, base: Case, bare: Case, ratios: list[float], batch: int) -> Row:
+def row(case: Case, cases: list[Case], ratios: list[float], batch: int) -> Row:
     """A case's line of the table."""
+    base, *_, bare = cases
     seconds = statistics.median(case.seconds[1:])
     return {
         "name": case.name,
