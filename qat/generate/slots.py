@@ -164,10 +164,9 @@ class SlotStep:
 
         Writes keys and values into `caches`. On a GPU nothing waits, so that it can be recorded.
         """
-        slots = torch.arange(len(ids), device=self.device)
 
         def attend(qkv: Tensor, cache: Cache, heads: Scoring) -> Tensor:
-            query = place_heads(qkv, cache, slots, positions, self._angles, heads)
+            query = place_heads(qkv, cache, None, positions, self._angles, heads)
             return slot_attention(query, cache, positions, heads.scaling)
 
         hidden = read(self._step.head, self._hidden(ids, caches, attend))

@@ -12,8 +12,12 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels themselves", allow_module_level=True)
 
 KINDS = [torch.bfloat16, torch.float16]
-GROUPS = [(3, 1, 64), (4, 2, 128), (6, 1, 64)]
-"""Query heads, key heads, width."""
+CASES = [
+    *((3, 1, 64, bits, kind) for bits in (8, 4) for kind in KINDS),
+    (2, 1, 128, 4, torch.bfloat16),
+    (6, 1, 64, 4, torch.bfloat16),
+]
+"""Query heads, key heads, width, bits and dtype."""
 
 
 def packed(B: int, J: int, N: int, D: int, kind: torch.dtype, bits: int) -> Cache:
@@ -24,14 +28,12 @@ def packed(B: int, J: int, N: int, D: int, kind: torch.dtype, bits: int) -> Cach
     return cache
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("heads", GROUPS)
+@pytest.mark.parametrize("case", CASES)
 def test_each_sequence_reads_up_to_its_position(
-    heads: tuple[int, int, int], bits: int, kind: torch.dtype
+    case: tuple[int, int, int, int, torch.dtype],
 ) -> None:
-    (H, J, D), B, N = heads, 3, 203
-    cache, positions = packed(B, J, N, D, kind, bits), torch.tensor([1, 63, 202])
+    (H, J, D, bits, kind), B, N = case, 2, 130
+    cache, positions = packed(B, J, N, D, kind, bits), torch.tensor([40, 129])
     query, out = torch.randn(B, H, D), torch.empty(B, H * D)
     assert is_read_packed(cache, H // J)
     found = packed_attention(out, query, cache, positions, D**-0.5, order=1)
