@@ -25,6 +25,8 @@ times the scale, each of which is exact but for the last rounding. All others co
 Shapes: B sequences, H query heads, J key heads, N positions of the cache, D width of a head.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -43,10 +45,23 @@ from qat.kernels.lut_rows import put_inputs
 from qat.quant.kv import PackedHeads
 
 WARPS = 4
-PROGRAMS = 3 * 132
-"""Programs that share the cache: what the multiprocessors of a large GPU have registers for."""
-TILES = 2
-"""Of 8 positions, that a warp takes in a turn."""
+
+
+class Cut(NamedTuple):
+    """How the positions are cut."""
+
+    tiles: int
+    """Of 8 positions, that a warp takes in a turn."""
+    programs: int
+    """That share the cache: what the multiprocessors of a large GPU have registers for."""
+    registers: int
+    """The most of a thread."""
+
+
+CUTS = {4: Cut(4, 3 * 132, 168), 8: Cut(2, 3 * 132, 168)}
+"""By bits."""
+WIDEST_CAPPED = 128
+"""Heads that are wider have as many registers as they need."""
 MOST_QUERIES = 8
 """Query heads of a key head."""
 LEAST_WIDTH = 64
@@ -81,13 +96,16 @@ def packed_attention(
     B, H, D = query.shape
     _, J, N, _ = cache.shape
     (keys, key_steps, values, value_steps), kept = cache.for_kernel()
-    splits = max(1, min(PROGRAMS // (B * J), triton.cdiv(N, 8 * TILES * WARPS)))
+    cut = CUTS[kept["BITS"]]
+    capped = {"maxnreg": cut.registers} if IS_COMPILED and D <= WIDEST_CAPPED else {}
+    splits = max(1, min(cut.programs // (B * J), triton.cdiv(N, 8 * cut.tiles * WARPS)))
     parts, peaks, sums = empty_parts(B * H, splits * WARPS, D, query.device)
     _packed_kernel[(B * J, splits)](
         parts, peaks, sums, query, keys.view(torch.int32), key_steps, values.view(torch.int32),
         value_steps, positions, N, scaling * LOG2_E,
-        H=H, J=J, D=D, TILES=TILES, W=WARPS, SPLITS=splits, STRIDE=int(len(positions) > 1),
-        ASSEMBLED=IS_COMPILED, **kept, num_warps=WARPS, num_stages=1, **overlapping(query.device),
+        H=H, J=J, D=D, TILES=cut.tiles, W=WARPS, SPLITS=splits, STRIDE=int(len(positions) > 1),
+        ASSEMBLED=IS_COMPILED, **kept, num_warps=WARPS, num_stages=1, **capped,
+        **overlapping(query.device),
     )  # fmt: skip
     return merge(out, parts, peaks, sums, order=order)
 
