@@ -67,7 +67,7 @@ warps, so that there is room for one.
 """
 SMALL = {96: 5 * 2**20, 128: 12 * 2**20}
 """Weights of a matrix below which it is formed, by width; `2**20` for others."""
-LEAST_TOGETHER, MOST_TOGETHER = 64, 512
+LEAST_TOGETHER, MOST_TOGETHER = 64, 256
 """Widths between which Hopper multiplies the rows of four warps as one."""
 SHARED_BYTES = 48 * 1024
 """The most that a program may declare."""
