@@ -93,8 +93,9 @@ PROBES = (1, 8)
 """The smaller trial of the memory model has the tokens that keep a device busy, or the eighth part
 of them where those do not fit: buffers of fixed size would pass for a cost per sequence of fewer,
 and so would what a recomputed layer holds for a slice of the batch."""
-REACH = 2
-"""The trial that says where to begin is one part in so many of what the small ones predict."""
+REACH, FARTHEST = 2, 3
+"""A trial that corrects a prediction is one part in so many of it; another follows while the
+prediction is more than so many times as large as the largest trial."""
 
 
 SPEED_TRIALS = 3
@@ -205,14 +206,23 @@ class Trials:
         return None
 
     def nearer(self, model: MemoryModel, memory_gib: float) -> MemoryModel:
-        """A model through larger trials, if need be a new one: it predicts from less far away."""
-        self.fits(max(1, model.largest(memory_gib) // REACH))
-        peaks = {size: trial.peak_gib for size, trial in self.done.items() if trial.fits}
-        high = max(peaks)
-        low = max((size for size in peaks if 2 * size <= high), default=high)
-        if peaks[high] <= peaks[low]:
-            return model
-        return MemoryModel.through((low, peaks[low]), (high, peaks[high]))
+        """A model through larger trials: it predicts from less far away.
+
+        A step's peak may be of one kind for small batches (what a recomputed layer holds for a
+        slice of them) and of another for large ones, which costs more for each sequence.
+        """
+        reached = 0
+        while (size := model.largest(memory_gib)) > FARTHEST * reached:
+            while (size := size // REACH) > reached and not self.fits(size):
+                pass
+            peaks = {size: trial.peak_gib for size, trial in self.done.items() if trial.fits}
+            high = max(peaks)
+            low = max((size for size in peaks if 2 * size <= high), default=high)
+            if high == reached or peaks[high] <= peaks[low]:
+                break
+            model = MemoryModel.through((low, peaks[low]), (high, peaks[high]))
+            reached = high
+        return model
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,8 @@
 """The search for the largest batch: its memory model, and trials that leave nothing behind."""
 
+from collections.abc import Callable
+from math import log2
+
 import pytest
 import torch
 
@@ -25,13 +28,16 @@ def searched(card: "Card", memory: float, *, survives: int = 10**9, **more: obje
 class Card(Backend):
     """A device of our own making: `peak = 2 + 0.25 * batch` GiB, and memory that can leak."""
 
-    def __init__(self, memory_gib: float) -> None:
+    def __init__(
+        self, memory_gib: float, peak: Callable[[int], float] = lambda size: 2 + 0.25 * size
+    ) -> None:
         super().__init__(torch.device("cpu"))
+        self.peak = peak
         self.facts = {"memory": memory_gib, "held": 2.0, "steps": []}
 
     def step(self, batch_size: int) -> Timing:
         self.facts["steps"].append(batch_size)
-        peak = 2 + 0.25 * batch_size
+        peak = self.peak(batch_size)
         if peak > self.facts["memory"]:
             raise torch.OutOfMemoryError("full")
         return Timing(0.0, (speed(batch_size) ** -1,), peak, peak + 1, 0.0, 1, 1, {})
@@ -56,6 +62,18 @@ def test_the_largest_is_exact_and_the_model_predicts_it(memory: float) -> None:
         assert found.predicted == found.largest
         assert found.model.fixed_gib == pytest.approx(2)
         assert found.model.per_sequence_gib == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("memory", [40.0, 400.0, 4000.0])
+def test_a_peak_of_another_kind_for_large_batches_is_predicted(memory: float) -> None:
+    def peak(batch_size: int) -> float:  # a slice's layer, or the inputs of all layers
+        return max(2 + 0.02 * batch_size, 0.05 * batch_size)
+
+    card = Card(memory, peak)
+    found = searched(card, memory)
+    assert found.largest == int(memory / 0.05)
+    assert found.predicted == pytest.approx(found.largest, rel=0.3)
+    assert len(card.facts["steps"]) <= 2 * log2(found.largest) + 6
 
 
 def test_a_wrong_prediction_is_overruled_by_trials() -> None:
