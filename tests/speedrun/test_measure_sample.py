@@ -40,3 +40,21 @@ def test_bytes_are_those_of_weights_and_of_what_was_said(monkeypatch: pytest.Mon
     # in the four steps a row sees 1, 2, 3 and 4 tokens
     expected = 4 * case.weight_bytes + 2 * (1 + 2 + 3 + 4) * case.token_bytes
     assert case.round_bytes(2) == expected
+
+
+def test_the_batch_that_is_served_has_a_figure_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(SPEEDRUN))
+    from measure_sample import HEADLINE, PACKED, Case, conclude
+
+    cases = [
+        Case(name, None, [], seconds=seconds, weight_bytes=1, token_bytes=1)
+        for name, seconds in ((HEADLINE, [3.0, 3.3, 3.0]), (PACKED, [2.0, 2.0, 2.4]))
+    ]
+    row = {"tokens_per_s": 1.0, "spread": 0.0, "limit_share": 0.5}
+    rows = {HEADLINE: row, PACKED: row}
+    conclude(cases, rows, tmp_path / "served.jsonl", is_served=True)
+    (line,) = map(json.loads, (tmp_path / "served.jsonl").read_text().splitlines())
+    assert (line["figure"], line["value"]) == ("generate_over_bf16_batch_64", 1.5)
+    assert (line["goal"], line["runs"]) == (">= 1.5", 3)
