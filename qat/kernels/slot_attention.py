@@ -27,7 +27,7 @@ from qat.kernels.dispatch import (
     use_triton,
 )
 from qat.kernels.lut_rows import empty_inputs, spread
-from qat.kernels.packed_attention import is_read_packed, packed_attention
+from qat.kernels.packed_attention import LOG2_E, is_read_packed, packed_attention
 
 TILE, WARPS, STAGES = 64, 4, 3
 """Positions of 16 bits that a program reads at a time, its warps, and the tiles under way."""
@@ -179,7 +179,7 @@ def _attend_by_kernel(
     tile = TILE * 2 // query.element_size()  # as many bytes of shared memory in float32
     _attend_kernel[(B * J,)](
         out, query, *tensors, positions.expand(B).contiguous(), N,
-        scaling * 1.4426950408889634,  # log2(e): powers of 2
+        scaling * LOG2_E,  # powers of 2
         H=H, J=J, D=D, WIDTH=max(D, LEAST), ROWS=max(triton.next_power_of_2(H // J), LEAST),
         TILE=tile, STAGES=STAGES, **kept, num_warps=WARPS,
     )  # fmt: skip
