@@ -313,8 +313,8 @@ def plan_within_budget(
         model: whose weights are quantized and whose output is kept; as before afterwards.
         plan: says which linears, and in which groups.
         calibration: what to judge on and to fit to, see `measure_sensitivities`.
-        levels: is tried too; a linear that cannot have the plan's form, or whose target cannot,
-            gets 2, 3 or 4 bits under this form of scale.
+        levels: a format that is tried beside those of `plan`. A linear whose shape or target cannot
+            have those gets 2, 3 or 4 bits of levels under this one's form of scale.
         wider_groups: linears may also have groups of the next size that divides their rows.
         bend: from a module's name, a format and `(O, I)` to the format that is tried instead.
 
