@@ -33,8 +33,7 @@ UNDER_WAY = 7
 """Exchanges of rows that nobody waits for yet: those of a dense layer's linears. A compiled layer
 gives all gradients at once, and they travel while the layer before runs backward."""
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Of one tensor, as torch 2.13 calls them or as it did before."""
+"""Of one tensor, as torch 2.13 calls it or as it did before."""
 
 T = TypeVar("T")
 Wait = Callable[[], object]
@@ -144,22 +143,19 @@ class Ranks:
 
     @torch.no_grad()
     def sum_rows(self, whole: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum all ranks' `whole` in float32; the result gives this rank's `rows` of it."""
-        wide, count = whole.float().contiguous(), len(whole)
-        most = -(-count // self.size)
-        total = wide.new_empty(most, *wide.shape[1:])
-        if count == most * self.size:
-            parts = wide
-        else:
-            every = (self.rows(count, rank) for rank in range(self.size))
-            parts = [_padded(wide[rows], most) for rows in every]
-        wait = self._reduce_scatter(total, parts)
-        self.bytes_moved += self.size * total.nbytes
-        mine = self.rows(count)
+        """Begin to sum all ranks' `whole`; the result gives this rank's `rows` of it in float32.
+
+        The rows travel in the dtype of `whole`, each to the rank that adds them up in float32.
+        """
+        sizes = [len(range(len(whole))[self.rows(len(whole), rank)]) for rank in range(self.size)]
+        count = sizes[self.rank]
+        found = whole.new_empty(self.size * count, *whole.shape[1:])
+        wait = self._all_to_all(found, whole.contiguous(), [count] * self.size, sizes)
+        self.bytes_moved += whole.nbytes
 
         def rows() -> Tensor:
             self._noted(wait)
-            return total[: mine.stop - mine.start]
+            return found.view(self.size, count, *whole.shape[1:]).sum(0, dtype=torch.float32)
 
         return rows
 
@@ -260,9 +256,11 @@ class Ranks:
         gather = ALL_GATHER if isinstance(out, Tensor) else dist.all_gather
         return gather(out, given, group=self._group_for(given), async_op=True).wait
 
-    def _reduce_scatter(self, total: Tensor, parts: Tensor | list[Tensor]) -> Wait:
-        scatter = REDUCE_SCATTER if isinstance(parts, Tensor) else dist.reduce_scatter
-        return scatter(total, parts, group=self._group_for(total), async_op=True).wait
+    def _all_to_all(
+        self, found: Tensor, given: Tensor, found_sizes: list[int], given_sizes: list[int]
+    ) -> Wait:
+        sizes, group = (found_sizes, given_sizes), self._group_for(given)
+        return dist.all_to_all_single(found, given, *sizes, group=group, async_op=True).wait
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
         return self._hosts if tensor.device.type == "cpu" else self._devices
@@ -286,10 +284,12 @@ class Rehearsal(Ranks):
         torch._foreach_copy_(list(pieces), [given] * self.size)
         return lambda: None
 
-    def _reduce_scatter(self, total: Tensor, parts: Tensor | list[Tensor]) -> Wait:
-        pieces = parts.chunk(self.size) if isinstance(parts, Tensor) else parts
-        total.copy_(pieces[0]).mul_(self.size)
-        return lambda: parts  # an exchange holds them as long
+    def _all_to_all(
+        self, found: Tensor, given: Tensor, found_sizes: list[int], given_sizes: list[int]
+    ) -> Wait:
+        first = given[: given_sizes[0]]
+        torch._foreach_copy_(list(found.split(found_sizes)), [first] * self.size)
+        return lambda: given  # an exchange holds it as long
 
 
 @contextmanager

@@ -111,8 +111,8 @@ class Told(Rehearsal):
     def _all_gather(self, out: Tensor | list[Tensor], given: Tensor) -> Wait:
         return self._told("gather", super()._all_gather(out, given))
 
-    def _reduce_scatter(self, total: Tensor, parts: Tensor | list[Tensor]) -> Wait:
-        return self._told("sum", super()._reduce_scatter(total, parts))
+    def _all_to_all(self, found: Tensor, given: Tensor, *sizes: list[int]) -> Wait:
+        return self._told("sum", super()._all_to_all(found, given, *sizes))
 
 
 FIRST = ["gather", "gather ends"]
