@@ -38,7 +38,14 @@ from qat.errors import CheckpointError, ConfigError
 from qat.kernels.attention import fits_tile, tile_attention
 from qat.kernels.glu import silu_mul
 from qat.kernels.joined_attention import joined_fits_tile, joined_tile_attention
-from qat.nn.step import form_by_layer, join_linears, part_linears
+from qat.nn.step import (
+    Arrivals,
+    form_by_layer,
+    form_moved_weights,
+    gathering,
+    join_linears,
+    part_linears,
+)
 from qat.nn.swap import decoder_layers
 from qat.nsa.attention import NSAAttention
 from qat.nsa.swap import is_all_sparse, nsa_config
@@ -365,6 +372,7 @@ class Regions:
         self.is_compiled = is_compiled
         self._recompute_every = recompute_every
         self._forms_by_layer = forms_by_layer
+        self._form: Callable[[torch.dtype], None] = partial(form_moved_weights, model)
         self._end_forming: Callable[[], None] = lambda: None
         self._is_refused = False
 
@@ -376,6 +384,9 @@ class Regions:
             join_projections(self._model)
         if self._forms_by_layer:
             self._end_forming = form_by_layer(decoder_layers(self._model))
+        elif gathering(self._model).size > 1:
+            arrivals = Arrivals(self._model, decoder_layers(self._model))
+            self._form, self._end_forming = arrivals.form, arrivals.end
         for index, layer in enumerate(decoder_layers(self._model)):
             every = self._recompute_every
             if every is None or index % every:
@@ -411,6 +422,10 @@ class Regions:
             return forward(*args, **kwargs)
 
         return run
+
+    def form(self, dtype: torch.dtype) -> None:
+        """Form the weights that moved since the last step (`qat.nn.step.form_moved_weights`)."""
+        self._form(dtype)
 
     def remove(self) -> None:
         """Let the layers run as their class says."""

@@ -150,11 +150,53 @@ def form_moved_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
     Between two optimizer steps nothing else has moved, so frozen linears cost nothing.
     """
-    with _gathering([model]).ahead() as end:
-        for unit in _units(model):
-            if unit.learns() or unit.formed is None or unit.formed.dtype != dtype:
-                unit.form_(dtype)
+    with gathering(model).ahead() as end:
+        _form_moved(_units(model), dtype)
     end()
+
+
+def _form_moved(units: Iterable[Unit], dtype: torch.dtype) -> None:
+    for unit in units:
+        if unit.learns() or unit.formed is None or unit.formed.dtype != dtype:
+            unit.form_(dtype)
+
+
+class Arrivals:
+    """Forms the weights that ranks gather before a step; each layer waits for its own as it begins.
+
+    So they travel while the layers before it run.
+    """
+
+    def __init__(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
+        self._ranks = gathering(model)
+        self._units_of = {layer: _units(layer) for layer in layers}
+        inside = {*chain.from_iterable(self._units_of.values())}
+        self._others = [unit for unit in _units(model) if unit not in inside]
+        self._waits: dict[nn.Module, Wait] = {}
+        self._handles = [layer.register_forward_pre_hook(self._wait) for layer in self._units_of]
+
+    def form(self, dtype: torch.dtype) -> None:
+        """As `form_moved_weights`, but the layers' weights are only begun, in the layers' order."""
+        self._wait_for_all()
+        with self._ranks.ahead() as end:
+            _form_moved(self._others, dtype)
+        for layer, units in self._units_of.items():
+            with self._ranks.ahead() as self._waits[layer]:
+                _form_moved(units, dtype)
+        end()
+
+    def end(self) -> None:
+        """Wait for all weights, and let layers begin as they did before."""
+        self._wait_for_all()
+        for handle in self._handles:
+            handle.remove()
+
+    def _wait(self, layer: nn.Module, _given: object) -> None:
+        self._waits.pop(layer, lambda: None)()
+
+    def _wait_for_all(self) -> None:
+        for layer in [*self._waits]:
+            self._wait(layer, ())
 
 
 def release_weights(model: nn.Module) -> None:
@@ -171,7 +213,7 @@ def form_by_layer(layers: Iterable[nn.Module]) -> Callable[[], None]:
     linear that several layers call keeps memory of its own. What this gives back ends it.
     """
     units_of = {layer: _units(layer) for layer in layers}
-    ranks = _gathering(units_of)
+    ranks = gathering(*units_of)
     callers = Counter(unit for units in units_of.values() for unit in units)
     rooms: list[dict[tuple[object, ...], Tensor]] = [{} for _ in range(min(2, ranks.size))]
     for index, (layer, units) in enumerate(units_of.items()):
@@ -239,7 +281,7 @@ def _write_before_backward(
             tensor.register_hook(partial(relay.write, index, again=True))
 
 
-def _gathering(modules: Iterable[nn.Module]) -> Ranks:
+def gathering(*modules: nn.Module) -> Ranks:
     """Who gather weights of `modules` together; this process alone if they lie whole."""
     linears = chain.from_iterable(quant_linears(module).values() for module in modules)
     return next((each.ranks for each in linears if isinstance(each, ShardedLutLinear)), ALONE)

@@ -206,7 +206,7 @@ class TrainingStep:
             else:
                 self.is_stop_agreed = stop is not None
             with self.backend.matmul_precision(self.config.dtype):
-                form_moved_weights(self.student.model, self.dtype)
+                self._regions[0].form(self.dtype)
                 sums = self._micro_steps(batches, valid.clamp(min=1), is_packed)
             norm = self.optimizer.step(step)
             self._taken += 1

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qat.nn.quant_linear import LutLinear
 from qat.nn.sharded import ShardedLutLinear
-from qat.nn.step import form_by_layer, form_moved_weights, form_weights, quant_linears
+from qat.nn.step import Arrivals, form_by_layer, form_moved_weights, form_weights, quant_linears
 from qat.quant.lora import random_lora
 from qat.quant.weight import dequantize
 from qat.ranks import ALONE, Ranks, Rehearsal, Wait
@@ -143,6 +143,23 @@ def test_a_layers_weights_travel_while_the_one_before_it_runs() -> None:
     ranks.catch_up()
     assert ranks.log[-3:] == ["sum ends"] * 3
     assert all(layer[0].weight.grad is not None for layer in layers)
+
+
+def test_all_layers_weights_travel_at_once_and_each_waits_for_its_own() -> None:
+    ranks, layers = _told_layers()
+    arrivals = Arrivals(layers, layers)
+    x, want = torch.randn(B, I), ["run 0", "run 1", "run 2"]
+    for _ in range(2):
+        arrivals.form(torch.float32)
+        out = layers(x)
+        ends = [each for number in range(3) for each in ("gather ends", f"run {number}")]
+        assert ranks.log == ["gather"] * 3 + ends
+        ranks.log.clear()
+    arrivals.form(torch.float32)
+    arrivals.end()
+    assert ranks.log == ["gather"] * 3 + ["gather ends"] * 3
+    ranks.log.clear()
+    assert torch.equal(layers(x), out) and ranks.log == want
 
 
 def test_weights_that_nobody_came_for_are_formed_anew() -> None:
