@@ -31,6 +31,7 @@ from qat.export.parts import float_model, logits_of
 from qat.models.checkpoint import load_checkpoint
 from qat.models.noise import hooked, signs
 from qat.models.stored_state import quantized_modules
+from qat.nn.swap import CACHE
 from qat.quant.activation import HIGHEST, LOWEST, Levels, token_levels
 
 EPS = torch.finfo(torch.float32).eps
@@ -264,7 +265,7 @@ def by_token(model: PreTrainedModel, row: Tensor) -> Tensor:
     cache, half = DynamicCache(), row.shape[1] // 2
     parts = [row[:, :half], *row[:, half:].split(1, dim=1)]
     return torch.cat(
-        [model(input_ids=part, past_key_values=cache, use_cache=True).logits for part in parts],
+        [model(input_ids=part, use_cache=True, **{CACHE: cache}).logits for part in parts],
         dim=1,
     )
 

@@ -31,7 +31,7 @@ from qat.export.parts import (
 )
 from qat.models.stored_state import quantized_modules
 from qat.nn.quant_linear import QuantLinear
-from qat.nn.swap import embedding_dtype
+from qat.nn.swap import CACHE, embedding_dtype
 from qat.quant.spec import LutSpec
 
 COMPARED = "sums"
@@ -190,7 +190,7 @@ class _Cached(nn.Module):
             )
             layer.cumulative_length = positions[0].clone()
             layer.device, layer.is_initialized = positions.device, True
-        return self.model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+        return self.model(input_ids=tokens, use_cache=True, **{CACHE: cache}).logits
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from qat.nn.activation import ActivationQuantizer, activation_of, read, read_ali
 from qat.nn.lut_embedding import FrozenLutTable, TiedLutHead
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
-from qat.nn.swap import decoder_layers, replace_module
+from qat.nn.swap import CACHE, decoder_layers, replace_module
 from qat.quant.weight import PackedIndices, Scales, from_stored, round_scales
 
 
@@ -234,7 +234,7 @@ class DecodeStep:
         with as_written(self.model.model):
             said = self.model.model.base_model(input_ids=ids, use_cache=True)
         caches = self.new_caches(ids.shape[0], num_positions)
-        for cache, layer in zip(caches, said.past_key_values.layers, strict=True):
+        for cache, layer in zip(caches, said[CACHE].layers, strict=True):
             cache.put(layer.keys, layer.values, EVERY, EVERY, slice(ids.shape[1]))
         last = spread(said.last_hidden_state[:, -1], self.head.order)
         return self.head(last), caches

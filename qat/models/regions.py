@@ -46,7 +46,7 @@ from qat.nn.step import (
     join_linears,
     part_linears,
 )
-from qat.nn.swap import decoder_layers
+from qat.nn.swap import CACHE, decoder_layers
 from qat.nsa.attention import NSAAttention
 from qat.nsa.swap import is_all_sparse, nsa_config
 from qat.quant.kv import fake_quantize_heads
@@ -270,7 +270,7 @@ def _attention(
             attention_mask=attention_mask,
             **kwargs,
         )
-    kwargs.pop("past_key_values", None)
+    kwargs.pop(CACHE, None)
     qkv = module.qkv(hidden_states)
     is_whole = position_embeddings[0].shape[-1] == module.head_dim  # all of a head is rotated
     is_fused = kwargs.get("tile_fits") and is_whole and kv_spec(module.config) is None

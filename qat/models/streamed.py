@@ -32,7 +32,7 @@ from qat.backend.device import on
 from qat.errors import CheckpointError
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.sites import reads_weight
-from qat.nn.swap import decoder_layers
+from qat.nn.swap import CACHE, decoder_layers
 
 if TYPE_CHECKING:
     from qat.models.language_model import LanguageModel
@@ -290,7 +290,7 @@ def record_block_inputs(model: LanguageModel, layers: nn.ModuleList, batch: Toke
                 first.append(args[0] if args else named["hidden_states"])
                 stand_in.append(forward(*args, **named))
             named |= zip([*inspect.signature(forward).parameters][1:], args[1:], strict=False)
-            left_out = ("hidden_states", "past_key_values")
+            left_out = ("hidden_states", CACHE)
             kwargs.append({key: value for key, value in named.items() if key not in left_out})
             return stand_in[0]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from qat.backend.device import on
 from qat.errors import CheckpointError, ConfigError
@@ -23,6 +24,12 @@ from qat.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:  # hf_quantizer needs this file while transformers is still being imported
     from transformers import PreTrainedModel
+
+CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
+"""What transformers calls the cache that models and layers take and models give back.
+
+`past_key_values` up to 5.23.
+"""
 
 
 def layer_config(config: Any, layer: int) -> Any:

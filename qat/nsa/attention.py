@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     apply_rotary_pos_emb,
@@ -25,6 +24,7 @@ from qat.errors import ConfigError
 from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.router import Route, attend, choose
 from qat.kernels.nsa.select import Inputs, pool
+from qat.nn.swap import CACHE
 from qat.nsa.cache import attend_cached
 from qat.nsa.rows import (
     TokenRows,
@@ -129,7 +129,6 @@ class NSAAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, None]:
         """Attention with the arguments and results of the family's own layer.
@@ -137,11 +136,12 @@ class NSAAttention(nn.Module):
         Raises:
             ConfigError: more positions than the rotary embedding was made for.
         """
-        past = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
+        cache = kwargs.pop(CACHE, None)
+        past = 0 if cache is None else cache.get_seq_length(self.layer_idx)
         self._check_length(past + hidden_states.shape[1])
         heads = self._heads(hidden_states, position_embeddings)
         gates = self.nsa.gates_of(hidden_states)
-        if past_key_values is None:
+        if cache is None:
             rows = _rows(attention_mask, **kwargs)
             out = self.attend(heads, gates, position_embeddings, rows)
         else:
@@ -150,7 +150,7 @@ class NSAAttention(nn.Module):
                 heads,
                 gates,
                 position_embeddings,
-                cache=past_key_values,
+                cache=cache,
                 padding=padding_of(attention_mask),
             )
         return self.o_proj(out.flatten(2)), None

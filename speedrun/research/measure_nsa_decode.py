@@ -31,6 +31,7 @@ from qat.kernels.dispatch import one_after_the_other
 from qat.kernels.nsa.config import PRESETS, NSAConfig
 from qat.kernels.nsa.decode import Past
 from qat.kernels.nsa.reads import KeyReads, predicted
+from qat.nn.swap import CACHE
 from qat.nsa.swap import nsa_modules, swap_attention
 
 READS_GOAL, SPEED_GOAL, DIFFERENCE_GOAL = 5.0, 2.0, 1e-5
@@ -251,7 +252,7 @@ def difference(model: PreTrainedModel, config: NSAConfig, length: int) -> float:
             ends = [0, *range(1, length + 1)]
         cache = DynamicCache(config=model.config)
         pieces = [
-            model(ids[:, start:end], past_key_values=cache).logits for start, end in pairwise(ends)
+            model(ids[:, start:end], **{CACHE: cache}).logits for start, end in pairwise(ends)
         ]
         told = torch.cat(pieces, 1)
         found = max(found, (told - whole[:, : told.shape[1]]).abs().max().item())

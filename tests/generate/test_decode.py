@@ -16,7 +16,7 @@ from qat.kernels.lut_rows import SPLIT
 from qat.models.language_model import LanguageModel
 from qat.models.regions import quantize_kv
 from qat.nn.quant_linear import FrozenLutLinear
-from qat.nn.swap import put_quantized, replace_module, table_names, weight_shape
+from qat.nn.swap import CACHE, put_quantized, replace_module, table_names, weight_shape
 from qat.quant.kv import PackedHeads, dequantize_heads, fake_quantize_heads
 from qat.quant.spec import ACTIVATION_KINDS, KvSpec, LutSpec
 
@@ -124,7 +124,7 @@ def test_logits_equal_the_models() -> None:
 def test_the_cache_holds_what_the_model_attends_to(bits: int) -> None:
     model, ids = LanguageModel(with_kv("qwen3", bits)), torch.randint(320, (2, 20))
     with torch.no_grad():
-        kept = model.model(ids).past_key_values.layers
+        kept = model.model(ids)[CACHE].layers
     step = DecodeStep(model)
     _, caches = step.prefill(ids, 64)
     for cache, layer in zip(caches, kept, strict=True):

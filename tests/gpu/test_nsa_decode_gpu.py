@@ -15,6 +15,7 @@ from qat.kernels.dispatch import computing_by
 from qat.kernels.nsa.config import PRESETS
 from qat.kernels.nsa.decode import Past, append, attend, choose, fill
 from qat.kernels.nsa.select import Inputs, select
+from qat.nn.swap import CACHE
 
 pytestmark = pytest.mark.gpu
 
@@ -106,6 +107,6 @@ def test_a_model_generates_as_without_a_cache() -> None:
     ids = torch.arange(100, device="cuda")[None] * 11 % 320
     whole = model(ids).logits
     cache = DynamicCache(config=model.config)
-    pieces = [model(ids[:, :37], past_key_values=cache).logits]
-    pieces += [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(37, 100)]
+    pieces = [model(ids[:, :37], **{CACHE: cache}).logits]
+    pieces += [model(ids[:, at : at + 1], **{CACHE: cache}).logits for at in range(37, 100)]
     assert (torch.cat(pieces, 1) - whole).abs().max() <= 1e-5

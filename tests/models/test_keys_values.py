@@ -161,7 +161,7 @@ def test_what_a_token_takes_is_counted() -> None:
         ("DeepseekV3ForCausalLM", "DeepseekV3ForCausalLM keeps latent vectors"),
         ("MambaForCausalLM", "MambaForCausalLM attends by"),
         ("Lfm2ForCausalLM", "2 of the 4 layers of Lfm2ForCausalLM keep keys and values of heads"),
-        ("GPTJForCausalLM", "GPTJForCausalLM attends by 'eager'"),
+        ("BloomForCausalLM", "BloomForCausalLM attends by 'eager'"),
         ("GptOssForCausalLM", "GptOssForCausalLM attends by 'eager'"),
     ],
 )

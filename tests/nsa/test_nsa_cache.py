@@ -4,9 +4,10 @@ import pytest
 import torch
 from nsa_model_case import SMALL, small, sparse_model
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from qat.errors import ConfigError
+from qat.nn.swap import CACHE
 from qat.nsa.cache import NSALayer
 
 CONFIGS = {
@@ -29,8 +30,10 @@ def opened(config: object = SMALL) -> PreTrainedModel:
     return model
 
 
-def logits(model: PreTrainedModel, ids: Tensor, **inputs: object) -> Tensor:
-    return model(ids, **inputs).logits
+def logits(
+    model: PreTrainedModel, ids: Tensor, cache: Cache | None = None, **inputs: object
+) -> Tensor:
+    return model(ids, **{CACHE: cache}, **inputs).logits
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -40,12 +43,12 @@ def test_token_by_token_equals_the_whole_row(config) -> None:
     whole = logits(model, IDS)
     for begin in (1, 8, 16, 63, 65):
         cache = DynamicCache(config=model.config)
-        pieces = [logits(model, IDS[:, :begin], past_key_values=cache)]
+        pieces = [logits(model, IDS[:, :begin], cache=cache)]
         middle = begin + 3  # several at once on a filled cache
-        pieces.append(logits(model, IDS[:, begin:middle], past_key_values=cache))
+        pieces.append(logits(model, IDS[:, begin:middle], cache=cache))
         for at in range(middle, {1: 40, 63: LENGTH}.get(begin, middle + 18)):
             assert cache.get_seq_length() == at
-            pieces.append(logits(model, IDS[:, at : at + 1], past_key_values=cache))
+            pieces.append(logits(model, IDS[:, at : at + 1], cache=cache))
         found = torch.cat(pieces, 1)
         assert (found - whole[:, : found.shape[1]]).abs().max() <= 1e-5
 
@@ -65,7 +68,7 @@ def test_padded_rows_go_on_as_each_alone(config, side: str) -> None:
         ids[row, mask[row].bool()] = IDS[0, :length]
     cache = DynamicCache(config=model.config)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits(model, ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    logits(model, ids, attention_mask=mask, position_ids=positions, cache=cache)
     whole = logits(model, IDS)
     for step in range(18):
         places = torch.tensor([[length + step] for length in lengths])
@@ -75,7 +78,7 @@ def test_padded_rows_go_on_as_each_alone(config, side: str) -> None:
             IDS[0, places],
             attention_mask=mask,
             position_ids=places,
-            past_key_values=cache,
+            cache=cache,
         )
         expected = torch.stack([whole[0, p] for p in places])
         assert (found - expected).abs().max() <= 1e-5
@@ -100,9 +103,9 @@ def test_a_cache_goes_back_and_its_rows_change_places() -> None:
     model = opened()
     whole = logits(model, torch.cat([IDS, IDS.flip(1)]))
     cache = DynamicCache(config=model.config)
-    logits(model, torch.cat([IDS, IDS.flip(1)])[:, :70], past_key_values=cache)
+    logits(model, torch.cat([IDS, IDS.flip(1)])[:, :70], cache=cache)
     for at in range(70, 84):  # beyond the end of a tile, and back
-        logits(model, torch.full((2, 1), at), past_key_values=cache)
+        logits(model, torch.full((2, 1), at), cache=cache)
     for layer in cache.layers:
         layer.crop(-14)
         layer.crop(60)
@@ -110,11 +113,11 @@ def test_a_cache_goes_back_and_its_rows_change_places() -> None:
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([3, 0]))
     assert cache.get_seq_length() == 60
-    found = logits(model, torch.cat([IDS, IDS.flip(1)])[:, 60:], past_key_values=cache)
+    found = logits(model, torch.cat([IDS, IDS.flip(1)])[:, 60:], cache=cache)
     assert (found - whole[:, 60:]).abs().max() <= 1e-5
     cache.reset()
     assert cache.get_seq_length() == 0
-    found = logits(model, IDS, past_key_values=cache)
+    found = logits(model, IDS, cache=cache)
     assert (found - whole[:1]).abs().max() <= 1e-5
 
 
@@ -122,13 +125,13 @@ def test_a_cache_goes_back_and_its_rows_change_places() -> None:
 def test_below_min_len_decoding_is_dense_too() -> None:
     model, dense = opened(small(min_len=80)), opened(small(num_selected=20))
     cache = DynamicCache(config=model.config)
-    logits(model, IDS[:, :1], past_key_values=cache)
+    logits(model, IDS[:, :1], cache=cache)
     assert isinstance(cache.layers[0], NSALayer)
     for layer in dense.modules():
         if hasattr(layer, "gates") and layer.gates is not None:
             nn.init.zeros_(layer.gates.weight)
             nn.init.zeros_(layer.gates.bias)
-    found = logits(model, IDS[:, 1:79], past_key_values=cache)
+    found = logits(model, IDS[:, 1:79], cache=cache)
     assert (found - logits(dense, IDS[:, :79])[:, 1:]).abs().max() <= 1e-5
 
 
@@ -137,14 +140,14 @@ def test_other_caches_are_refused() -> None:
     model = opened()
     static = StaticCache(config=model.config, max_cache_len=64)
     with pytest.raises(ConfigError, match="a cache of StaticLayer, but .* cache_implementation"):
-        logits(model, IDS[:, :4], past_key_values=static)
+        logits(model, IDS[:, :4], cache=static)
     offloaded = DynamicCache(config=model.config)
     offloaded.offloading = True
     with pytest.raises(ConfigError, match="an offloaded cache, but .* cache_implementation"):
-        logits(model, IDS[:, :4], past_key_values=offloaded)
+        logits(model, IDS[:, :4], cache=offloaded)
     model = opened(CONFIGS["pre"])
     cache = DynamicCache(config=model.config)
-    logits(model, IDS[:, :4], past_key_values=cache)
+    logits(model, IDS[:, :4], cache=cache)
     with pytest.raises(ConfigError, match="cmp_rope=pre, .* without an assistant"):
         cache.layers[0].crop(-1)
     with pytest.raises(ValueError, match="takes no other layer's keys"):

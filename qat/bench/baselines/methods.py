@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
 from qat.bench.baselines.reference import reference_lesson
@@ -37,7 +37,7 @@ from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, how_to_install
 from qat.models.language_model import LanguageModel
-from qat.nn.swap import decoder_layers
+from qat.nn.swap import CACHE, decoder_layers
 
 # torchao's own quantization-aware training: int2 or int4 weights in groups, straight-through.
 
@@ -143,6 +143,12 @@ def edgerazor_lesson(job: BaselineJob) -> Lesson:
             "method=edgerazor, but edgerazor is not installed; leave the method out, or: "
             f"{how_to_install('edgerazor')}"
         ) from None
+
+    class Rounded(QuantizedKVState):
+        def update(self, *heads: object, **_more: object) -> tuple[Tensor, Tensor]:
+            """Without what layers of transformers 5.24 hand over by name: it takes none."""
+            return super().update(*heads)
+
     settings, size = job.settings, job.settings.group_size
     for name in job.names:
         check_groups(job.model.get_submodule(name).in_features, size)
@@ -171,7 +177,7 @@ def edgerazor_lesson(job: BaselineJob) -> Lesson:
                 "quant_fn": own.config.function.kv_cache_function,
                 "kv_kwargs": {"epsilon": own.config.function.epsilon},
             }
-            wrap_caches(model, lambda cache: QuantizedKVState(cache, **rounding))
+            wrap_caches(model, lambda cache: Rounded(cache, **rounding))
 
     apply(job.model, is_w_quantized=False)
     linears = {name: job.model.get_submodule(name) for name in job.names}
@@ -215,15 +221,18 @@ def wrap_caches(model: PreTrainedModel, wrap: Callable[[object], object]) -> Non
         ConfigError: a layer takes no cache of keys and values.
     """
     layers, nothing_kept = decoder_layers(model), wrap(NothingKept())
-    if not all("past_key_values" in signature(layer.forward).parameters for layer in layers):
+    take_cache = all(CACHE in signature(layer.forward).parameters for layer in layers)
+    kept = DynamicCache(config=model.config).layers
+    if not take_cache or any(hasattr(each, "update_conv_state") for each in kept):
         raise ConfigError(
-            f"kv=int8, but layers of {type(model).__name__} take no past_key_values, expected "
-            "layers that keep keys and values in a cache, where EdgeRazor rounds them; leave kv out"
+            f"kv=int8, but layers of {type(model).__name__} do not keep keys and values in a cache "
+            "that they are given, expected all of them to, for EdgeRazor rounds them there; leave "
+            "kv out"
         )
 
     def hand_on(_layer: nn.Module, args: tuple, named: dict[str, object]) -> tuple[tuple, dict]:
-        given = named.get("past_key_values")
-        return args, named | {"past_key_values": nothing_kept if given is None else wrap(given)}
+        given = named.get(CACHE)
+        return args, named | {CACHE: nothing_kept if given is None else wrap(given)}
 
     for layer in layers:
         layer.register_forward_pre_hook(hand_on, with_kwargs=True)
