@@ -58,6 +58,7 @@ SIZES = {
     **EXPERTS,
     **STATE_SPACES,
     "vocab_size": VOCAB,
+    "unpadded_vocab_size": VOCAB,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "pad_token_id": 0,

@@ -298,8 +298,8 @@ def record_block_inputs(model: LanguageModel, layers: nn.ModuleList, batch: Toke
 
     with patched_forwards({layer: note(layer.forward) for layer in layers}):
         model.hidden(*(ids.to(model.device) for ids in batch))
-    if not first:
-        raise LookupError("they are not called")
+    if len(kwargs) != len(layers):
+        raise LookupError(f"{len(layers)} layers are called {len(kwargs)} times")
     return BlockInputs(first[0], kwargs)
 
 

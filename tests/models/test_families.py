@@ -222,6 +222,7 @@ REFUSED = {
     "MllamaForCausalLM": PART,
     "DbrxForCausalLM": "holds experts in one tensor",
     "HrmTextForCausalLM": "has no list of 32 decoder blocks",
+    "DoryForCausalLM": "cannot be run one by one",
     "ReformerModelWithLMHead": "cannot be run one by one",
     "XLMWithLMHeadModel": "keeps the parts of its 4 decoder blocks apart",
 }

@@ -287,6 +287,15 @@ def test_what_layers_cannot_do_alone_is_one_line() -> None:
         raise torch.OutOfMemoryError
 
 
+def test_layers_that_are_called_again_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LanguageModel(tiny_model())
+    body = model.model.base_model
+    once = body.forward
+    monkeypatch.setattr(body, "forward", lambda **inputs: once(**inputs) and once(**inputs))
+    with pytest.raises(CheckpointError, match=r"one by one \(2 layers are called 4 times\), which"):
+        next(hidden_layer_by_layer(model, BATCHES))
+
+
 def test_small_parts(tmp_path: Path) -> None:
     model = LanguageModel(tiny_model())
     layers = decoder_layers(model.model)
