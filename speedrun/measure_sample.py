@@ -5,7 +5,8 @@ row. A round samples a batch of rows of one length from nothing, from the first 
 of tokens; rounds of all cases take turns. The limit is the time of a large copy of as many bytes as
 the steps must read: every weight in each step, and of each row the keys and values so far.
 
-With 64 rows of the 4B shape the packed student beside bf16 is a figure of its own.
+Packed students are measured beside bf16: one that keeps keys and values as they are, and two that
+keep them in 8 and 4 bits. With 64 rows of the 4B shape their figures have names of their own.
 
 python speedrun/measure_sample.py --figures FILE.jsonl
 python speedrun/measure_sample.py --shape qwen3-4b --batch 64 --length 256 --figures FILE.jsonl
@@ -28,14 +29,18 @@ from qat.backend.device import select
 from qat.bench.config import MeasureConfig
 from qat.bench.measure import measure_roofline
 from qat.bench.student import quantize_at_random_, random_model
+from qat.convert.config import ConvertConfig, read_kv, read_plan
 from qat.generate.decode import Sampling
 from qat.generate.slots import Batch, Request, Sampler, open_sampler
+from qat.kernels.cache import Cache
 from qat.models.language_model import LanguageModel
-from qat.quant.spec import PRESETS
+from qat.models.regions import kv_spec, set_kv
 
 app = App(help=__doc__)
 GOAL, PACKED_GOAL = ">= 40000", ">= 1.2"
-HEADLINE, PACKED = "bf16", "q2a2, packed"
+HEADLINE = "bf16"
+PACKED = {"": "q2a2", "_kv8": "q2a2_kv8", "_kv4": "q2a2_kv4"}
+"""Formats of the packed students, by what their figures' names say of the cache."""
 SERVED, SERVED_GOAL = ("qwen3-4b", 64), ">= 1.5"
 """Shape and rows of the figure that is named after them."""
 COLUMNS = (
@@ -109,7 +114,7 @@ def measure(
     tell(f"{backend.name()}: a large copy moves {copy_rate / 1e9:,.0f} GB/s")
     cases = dense_cases(shape, batch, length, backend)
     if packed:
-        cases.append(packed_case(shape, batch, length, backend))
+        cases += [packed_case(shape, batch, length, backend, to=each) for each in PACKED.values()]
     for turn in range(rounds + 1):
         for case in cases:
             began = time.perf_counter()
@@ -127,22 +132,24 @@ def measure(
 def conclude(
     cases: list[Case], rows: dict[str, Row], figures: Path | None, *, is_served: bool = False
 ) -> None:
-    """Say and record the figures; where SERVED was measured, that of the packed student alone."""
+    """Say and record the figures; where SERVED was measured, those of the packed students alone."""
     runs, ours = len(cases[0].seconds), rows[HEADLINE]
     found = [
         ("sample_tok_s", round(ours["tokens_per_s"]), "tokens/s", GOAL, round(ours["spread"])),
         ("sample_bandwidth_frac", round(ours["limit_share"], 3), "fraction", "", None),
     ]
-    if PACKED in rows:
-        seconds = {case.name: case.seconds for case in cases}
-        pairs = zip(seconds[HEADLINE], seconds[PACKED], strict=True)
-        ratios = [dense / packed for dense, packed in pairs]
-        spread = round(statistics.stdev(ratios), 4) if runs > 1 else None
-        ratio = round(statistics.median(ratios), 3)
-        if is_served:
-            found = [("generate_over_bf16_batch_64", ratio, "times", SERVED_GOAL, spread)]
-        else:
-            found.append(("sample_packed_over_bf16", ratio, "times", PACKED_GOAL, spread))
+    if is_served:
+        found, over, goal = [], "generate_over_bf16_batch_64{}", SERVED_GOAL
+    else:
+        over, goal = "sample_packed{}_over_bf16", PACKED_GOAL
+    seconds = {case.name: case.seconds for case in cases}
+    for cache, student in PACKED.items():
+        if student in rows:
+            pairs = zip(seconds[HEADLINE], seconds[student], strict=True)
+            ratios = [dense / packed for dense, packed in pairs]
+            spread = round(statistics.stdev(ratios), 4) if runs > 1 else None
+            ratio = round(statistics.median(ratios), 3)
+            found.append((over.format(cache), ratio, "times", "" if cache else goal, spread))
     for name, value, unit, goal, spread in found:
         tell(f"{name}: {value} {unit} (goal {goal or 'none'}; spread {spread})")
         if figures is not None:
@@ -167,15 +174,17 @@ def dense_cases(shape: str, batch: int, length: int, backend: Backend) -> list[C
     ]
 
 
-def packed_case(shape: str, batch: int, length: int, backend: Backend) -> Case:
-    """A student whose linears hold 2 bits a weight."""
+def packed_case(shape: str, batch: int, length: int, backend: Backend, *, to: str) -> Case:
+    """A student in that format, whose linears hold 2 bits a weight."""
     model = random_model(shape, MeasureConfig(device=backend.device.type))
-    quantize_at_random_(model, PRESETS["q2a2"])
+    formats = ConvertConfig(to=to)
+    set_kv(model, read_kv(formats))
+    quantize_at_random_(model, read_plan(formats))
     student = LanguageModel(model)
     sampler = open_sampler(student, Batch(batch, 1 + length, length, Sampling(1.0), ()))
-    tell("the packed student is recorded")
+    tell(f"the student in {to} is recorded")
     sizes = {"weight_bytes": weight_bytes(student), "token_bytes": token_bytes(student)}
-    return Case(PACKED, sampler, asked(batch * [length]), seconds=[], **sizes)
+    return Case(to, sampler, asked(batch * [length]), seconds=[], **sizes)
 
 
 def asked(limits: list[int]) -> list[Request]:
@@ -194,9 +203,11 @@ def weight_bytes(model: LanguageModel) -> int:
 
 def token_bytes(model: LanguageModel) -> int:
     """Of the keys and values of a token, in all layers."""
-    config = model.config
-    heads = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return 2 * heads * model.dtype.itemsize
+    config, kv = model.config, kv_spec(model.config)
+    shape = (1, config.num_key_value_heads, 1, config.head_dim)
+    bits = None if kv is None else kv.bits
+    cache = Cache.empty(shape, model.dtype, torch.device("cpu"), bits)
+    return config.num_hidden_layers * sum(part.nbytes for part in cache)
 
 
 def show_kernels(case: Case, backend: Backend) -> None:

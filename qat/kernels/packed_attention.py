@@ -4,10 +4,12 @@ What is multiplied are the very numbers of `dequantize_heads` in 16 bits, formed
 other factor, queries or weights of the softmax, is what 16 bits have room for and what that leaves.
 Sums are float32.
 
-The kernel: positions are shared by programs, and within one by its warps, which never wait for each
-other: each takes 16 or 32 positions at a time with a softmax of its own, while those of its next
-turn are on their way. Codes go from memory to the lane that multiplies them, 16 bytes a lane, and
-no number passes shared memory. That works because the order within a sum is free. Lane 4 g + c:
+The kernel: each warp of a program takes a key head of its own; where there are fewer, warps share
+the positions of one, and where few sequences leave a GPU idle, so do programs: their softmaxes are
+then merged, else a warp writes the result. Warps never wait for each other. Each takes 16 or 32
+positions at a time, while those of its next turn are on their way. Codes go from memory to the lane
+that multiplies them, 16 bytes a lane, and no number passes shared memory. That works because the
+order within a sum is free. Lane 4 g + c:
 
     scores    `mma.m16n8k16`: rows are queries (g: upper parts, g + 8: what they leave), columns
               positions; the lane has column g, and of its key the c-th quarter of each half
@@ -25,6 +27,7 @@ times the scale, each of which is exact but for the last rounding. All others co
 Shapes: B sequences, H query heads, J key heads, N positions of the cache, D width of a head.
 """
 
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -98,16 +101,19 @@ def packed_attention(
     (keys, key_steps, values, value_steps), kept = cache.for_kernel()
     cut = CUTS[kept["BITS"]]
     capped = {"maxnreg": cut.registers} if IS_COMPILED and D <= WIDEST_CAPPED else {}
-    splits = max(1, min(cut.programs // (B * J), triton.cdiv(N, 8 * cut.tiles * WARPS)))
-    parts, peaks, sums = empty_parts(B * H, splits * WARPS, D, query.device)
-    _packed_kernel[(B * J, splits)](
-        parts, peaks, sums, query, keys.view(torch.int32), key_steps, values.view(torch.int32),
+    heads = gcd(J, WARPS)  # of a program
+    programs, sharing = B * J // heads, WARPS // heads
+    splits = max(1, min(cut.programs // programs, triton.cdiv(N, 8 * cut.tiles * sharing)))
+    is_whole = splits * sharing == 1
+    parts = (None,) * 3 if is_whole else empty_parts(B * H, splits * sharing, D, query.device)
+    _packed_kernel[(programs, splits)](
+        out, *parts, query, keys.view(torch.int32), key_steps, values.view(torch.int32),
         value_steps, positions, N, scaling * LOG2_E,
-        H=H, J=J, D=D, TILES=cut.tiles, W=WARPS, SPLITS=splits, STRIDE=int(len(positions) > 1),
-        ASSEMBLED=IS_COMPILED, **kept, num_warps=WARPS, num_stages=1, **capped,
-        **overlapping(query.device),
+        H=H, J=J, D=D, TILES=cut.tiles, W=WARPS, SHARING=sharing, SPLITS=splits,
+        STRIDE=int(len(positions) > 1), ORDER=order, ASSEMBLED=IS_COMPILED, **kept,
+        num_warps=WARPS, num_stages=1, **capped, **overlapping(query.device),
     )  # fmt: skip
-    return merge(out, parts, peaks, sums, order=order)
+    return out if is_whole else merge(out, *parts, order=order)
 
 
 def empty_parts(heads: int, splits: int, D: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -161,54 +167,59 @@ def _merge_kernel(
 
 @triton.jit
 def _packed_kernel(
-    parts, peaks, sums, query, keys, key_steps, values, value_steps, positions, N, scaling,
+    out, parts, peaks, sums, query, keys, key_steps, values, value_steps, positions, N, scaling,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, W: tl.constexpr,
-    SPLITS: tl.constexpr, STRIDE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
-    ASSEMBLED: tl.constexpr, OVERLAP: tl.constexpr,
+    SHARING: tl.constexpr, SPLITS: tl.constexpr, STRIDE: tl.constexpr, ORDER: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One split of the positions, for all query heads of a key head."""
+    """One split of the positions, for all query heads of `W / SHARING` key heads of a sequence."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     GROUP: tl.constexpr = H // J
     IS_FOLDED: tl.constexpr = GROUP <= 4
-    SPAN: tl.constexpr = 8 * TILES * W
+    SPAN: tl.constexpr = 8 * TILES * SHARING
     WORDS: tl.constexpr = D * BITS // 32
-    pair, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, j = pair // J, pair % J
+    pair, split = tl.program_id(0).to(tl.int64) * (W // SHARING), tl.program_id(1)
+    b, head = pair // J, pair * GROUP
     end = tl.load(positions + b * STRIDE).to(tl.int32) + 1
     lane = tl.arange(0, 32 * W)
     g, c = lane % 32 // 4, lane % 4
+    of_program, sharer = lane // (32 * SHARING), lane // 32 % SHARING
     keys, values = keys + pair * N * WORDS, values + pair * N * WORDS
     key_steps, value_steps = key_steps + pair * N, value_steps + pair * N
-    head = b * H + j * GROUP
     Q = _queries(
-        query + head * D, g % (4 if IS_FOLDED else 8), c, scaling, GROUP, D, KIND, ASSEMBLED
-    )
+        query + head * D + of_program * (GROUP * D), g % (4 if IS_FOLDED else 8), c, scaling,
+        GROUP, D, KIND, ASSEMBLED,
+    )  # fmt: skip
     peak = tl.full([32 * W], LOWEST, tl.float32)
     total = tl.zeros([32 * W], tl.float32)
-    out = ()
+    found = ()
     for _ in tl.static_range(D // 4):
-        out = out + (tl.zeros([32 * W], tl.float32),)
+        found = found + (tl.zeros([32 * W], tl.float32),)
     share = tl.cdiv(tl.cdiv(end, SPLITS), SPAN) * SPAN
     first, last = split * share, tl.minimum(end, (split + 1) * share)
-    begin = first + lane // 32 * (8 * TILES)
-    drawn = _ahead(keys, key_steps, values, value_steps, begin, last, g, c, TILES, D, BITS)
+    # the key heads of a program lie behind each other, N positions each
+    own = of_program * N + sharer * (8 * TILES)
+    last_own = of_program * N + last
+    drawn = _ahead(
+        keys, key_steps, values, value_steps, own + first, last_own, g, c, TILES, D, BITS
+    )
     for start in range(first, last, SPAN):
         key, key_step, value, value_step = drawn
-        begin = start + lane // 32 * (8 * TILES)
+        begin = own + start
         drawn = _ahead(
-            keys, key_steps, values, value_steps, begin + SPAN, last, g, c, TILES, D, BITS
+            keys, key_steps, values, value_steps, begin + SPAN, last_own, g, c, TILES, D, BITS
         )
         score, most = (), peak
         for t in tl.static_range(TILES):
-            found = _scores(Q, key[t], key_step[t], D, W, BITS, KIND, ASSEMBLED)
+            of_tile = _scores(Q, key[t], key_step[t], D, W, BITS, KIND, ASSEMBLED)
             seen = begin + 2 * TILES * c + 2 * t
             for e in tl.static_range(2):
-                one = tl.where(seen + e < last, found[e], float("-inf"))
+                one = tl.where(seen + e < last_own, of_tile[e], float("-inf"))
                 most = tl.maximum(most, one)
                 score = score + (one,)
-        most = _most_of_four(most, W, ASSEMBLED)
+        most = _of_four(most, W, False, ASSEMBLED)
         old, peak = tl.exp2(peak - most), most
         total *= old
         less = _by_column(old, W, ASSEMBLED)
@@ -223,7 +234,7 @@ def _packed_kernel(
                 mass, rest = mass + (upper,), rest + (left,)
         more = ()
         for k in tl.static_range(D // 4):
-            more = more + (out[k] * less[k % 2],)
+            more = more + (found[k] * less[k % 2],)
         for s in tl.static_range(TILES // 2):
             more = _add_values(
                 more, value, value_step, 4 * s, mass[2 * s], mass[2 * s + 1], D, W, BITS, KIND,
@@ -234,24 +245,32 @@ def _packed_kernel(
                     more, value, value_step, 4 * s, rest[2 * s], rest[2 * s + 1], D, W, BITS, KIND,
                     ASSEMBLED,
                 )  # fmt: skip
-        out = more
-    # a warp's softmax is a split of its own
-    of_query = tl.arange(0, 8 * W)
-    row = of_query % 8
-    place = (head + row) * (SPLITS * W) + split * W + of_query // 8
-    top = tl.max(tl.reshape(peak, [8 * W, 4]), axis=1) * 0.6931471805599453
-    tl.store(peaks + place, top, mask=row < GROUP)
-    tl.store(sums + place, tl.sum(tl.reshape(total, [8 * W, 4]), axis=1), mask=row < GROUP)
+        found = more
+    if parts is None:
+        whole = _by_column(_of_four(total, W, True, ASSEMBLED), W, ASSEMBLED)
+    else:  # a warp's softmax is a split of its own
+        ROOM: tl.constexpr = SPLITS * SHARING
+        of_query = tl.arange(0, 8 * W)
+        row, warp = of_query % 8, of_query // 8
+        place = (head + warp // SHARING * GROUP + row) * ROOM + split * SHARING + warp % SHARING
+        top = tl.max(tl.reshape(peak, [8 * W, 4]), axis=1) * 0.6931471805599453
+        tl.store(peaks + place, top, mask=row < GROUP)
+        tl.store(sums + place, tl.sum(tl.reshape(total, [8 * W, 4]), axis=1), mask=row < GROUP)
     for e in tl.static_range(2):
         of_column = 2 * c + e
-        place = (head + of_column) * (SPLITS * W) + split * W + lane // 32
-        at = parts + place * D + g * (D // 16)
+        own_head = head + of_program * GROUP + of_column
         for half in tl.static_range(2):
             for m in tl.static_range(D // 16):
-                found = out[4 * m + 2 * half + e]
+                number = g * (D // 16) + half * (D // 2) + m
+                y = found[4 * m + 2 * half + e]
                 if IS_FOLDED:
-                    found = _with_rest(found, W, ASSEMBLED)
-                tl.store(at + half * (D // 2) + m, found, mask=of_column < GROUP)
+                    y = _with_rest(y, W, ASSEMBLED)
+                if parts is None:
+                    column = (own_head - b * H) * D + number
+                    put_inputs(out, b, column, y / whole[e], of_column < GROUP, H * D, ORDER)
+                else:
+                    place = own_head * ROOM + split * SHARING + sharer
+                    tl.store(parts + place * D + number, y, mask=of_column < GROUP)
 
 
 @triton.jit
@@ -263,7 +282,7 @@ def _queries(
     found = ()
     for half in tl.static_range(2):
         place = row * D + half * (D // 2) + c * (D // 8)
-        at = query + place[:, None] + tl.arange(0, D // 8)[None, :]
+        at = (query + place)[:, None] + tl.arange(0, D // 8)[None, :]
         x = tl.load(at, mask=(row < GROUP)[:, None], other=0.0).to(tl.float32) * scaling
         x = columns(x, D // 8)
         for m in tl.static_range(D // 32):
@@ -419,10 +438,16 @@ NIBBLES = tl.constexpr("lop3.b32 $0, $1, 0x000F000F, $2, 0xEA;")  # a & b | c
 ONES, PLUS_128 = tl.constexpr(0x3F803F80), tl.constexpr(0x43004300)
 LESS_128 = tl.constexpr(0xC300C300 - 2**32)
 LARGE = tl.constexpr(0x47000000)
-MOST = tl.constexpr(
-    "{.reg .f32 other; shfl.sync.bfly.b32 other, $1, 1, 31, -1; max.f32 $0, $1, other;"
-    " shfl.sync.bfly.b32 other, $0, 2, 31, -1; max.f32 $0, $0, other;}"
-)
+
+
+def _of_lanes(operation: str) -> str:
+    return (
+        f"{{.reg .f32 other; shfl.sync.bfly.b32 other, $1, 1, 31, -1; {operation} $0, $1, other;"
+        f" shfl.sync.bfly.b32 other, $0, 2, 31, -1; {operation} $0, $0, other;}}"
+    )
+
+
+MOST, SUM = tl.constexpr(_of_lanes("max.f32")), tl.constexpr(_of_lanes("add.f32"))
 FROM = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 31, -1;")
 WITH_REST = tl.constexpr(
     "{.reg .f32 rest; shfl.sync.bfly.b32 rest, $1, 2, 31, -1; add.f32 $0, $1, rest;}"
@@ -537,15 +562,16 @@ def _fma(a, b, c, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
 
 
 @triton.jit
-def _most_of_four(x, W: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """The largest of four neighbouring lanes, in each of them."""
+def _of_four(x, W: tl.constexpr, IS_SUM: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """The sum or the largest of four neighbouring lanes, in each of them."""
     if ASSEMBLED:
         return tl.inline_asm_elementwise(
-            MOST, "=&f,f", [x], dtype=tl.float32, is_pure=False, pack=1
+            SUM if IS_SUM else MOST, "=&f,f", [x], dtype=tl.float32, is_pure=False, pack=1
         )
     else:
-        most = tl.max(tl.reshape(x, [8 * W, 4]), axis=1)
-        return tl.reshape(tl.broadcast_to(most[:, None], [8 * W, 4]), [32 * W])
+        fours = tl.reshape(x, [8 * W, 4])
+        one = tl.sum(fours, axis=1) if IS_SUM else tl.max(fours, axis=1)
+        return tl.reshape(tl.broadcast_to(one[:, None], [8 * W, 4]), [32 * W])
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from three_way import assert_no_worse_than_eager
 from tiny import tiny_model
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from qat.bench.config import MeasureConfig
 from qat.bench.student import random_model
@@ -18,8 +19,9 @@ from qat.kernels.dispatch import computing_by
 from qat.kernels.draw_next import draw_next
 from qat.kernels.slot_attention import place_heads, slot_attention
 from qat.models.language_model import LanguageModel
+from qat.models.regions import set_kv
 from qat.nn.step import form_weights
-from qat.quant.spec import LutSpec
+from qat.quant.spec import KvSpec, LutSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -91,17 +93,20 @@ def test_each_slot_attends_to_what_it_holds(
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("B", [7, 420])
 def test_packed_slots_hold_and_say_what_plain_pytorch_does(
-    heads: tuple[int, int, int], dtype: torch.dtype, bits: int
+    B: int, heads: tuple[int, int, int], dtype: torch.dtype, bits: int
 ) -> None:
-    (H, J, D), B, N = heads, 7, 300
+    """A few slots share a GPU's programs; of many a program has several heads."""
+    (H, J, D), N = heads, 300 if B == 7 else 70
     angle = torch.zeros(N, D, device="cuda")  # no rotation: keys are then equal to the bit
     angles, scoring = Angles(angle.cos(), angle.sin()), Scoring(D**-0.5)
     qkv = torch.randn(B * N, (H + 2 * J) * D, device="cuda").to(dtype)
     query = torch.randn(B, H, D, device="cuda").to(dtype)
     slots = torch.arange(B, device="cuda").repeat_interleave(N)
     places = torch.arange(N, device="cuda").repeat(B)
-    positions = torch.tensor([0, 1, 63, 64, 127, 200, 299], device="cuda")
+    ends = torch.tensor([0, 1, 63, 64, 127, 200, 299], device="cuda")
+    positions = ends.repeat(B // 7) % N
     found = []
     for is_kernel in (False, True):
         cache = Cache.empty((B, J, N, D), dtype, qkv.device, bits)
@@ -137,6 +142,12 @@ def test_draws_are_those_of_a_sort(V: int, temperature: float, top_p: float) -> 
     assert (held.gather(-1, rank) < top_p + 1e-4).all()
 
 
+def with_kv(model: PreTrainedModel, bits: int | None) -> PreTrainedModel:
+    """It keeps keys and values in so many bits."""
+    set_kv(model, None if bits is None else KvSpec(bits=bits))
+    return model
+
+
 def requests() -> list[Request]:
     lengths = [(1, 40), (5, 3), (90, 33), (2, 1), (17, 20), (60, 8), (3, 64), (5, 3), (33, 16)]
     return [
@@ -148,6 +159,7 @@ def requests() -> list[Request]:
 @pytest.mark.parametrize("build", [
     lambda: tiny_model("llama", initializer_range=0.3, attention_bias=True, mlp_bias=True),
     lambda: tiny_quantized("qwen3", PACKED, initializer_range=0.3),
+    lambda: with_kv(tiny_quantized("qwen3", PACKED, initializer_range=0.3), 8),
 ])  # fmt: skip
 def test_recorded_slots_say_what_the_models_own_loop_says(build: object) -> None:
     batch = Batch(4, 128, 64, Sampling(1.0, 0.9), {5, 9})
@@ -159,30 +171,34 @@ def test_recorded_slots_say_what_the_models_own_loop_says(build: object) -> None
     assert sampler.sample(requests()) == expected
 
 
-def test_the_same_rows_again_in_bf16() -> None:
-    model = tiny_model("qwen3", initializer_range=0.3).cuda().bfloat16()
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_the_same_rows_again_in_bf16(bits: int | None) -> None:
+    def model() -> LanguageModel:
+        whole = tiny_model("qwen3", initializer_range=0.3, head_dim=64)
+        return LanguageModel(with_kv(whole, bits).cuda().bfloat16())
+
     batch = Batch(4, 128, 64, Sampling(1.0), ())
-    sampler = open_sampler(LanguageModel(model), batch)
+    sampler = open_sampler(model(), batch)
     first = sampler.sample(requests())
     assert [len(row) for row in first] == [request.limit for request in requests()]
     assert sampler.sample(requests()) == first
-    other = tiny_model("qwen3", initializer_range=0.3).cuda().bfloat16()
-    assert open_sampler(LanguageModel(other), batch).sample(requests()) == first
+    assert open_sampler(model(), batch).sample(requests()) == first
 
 
+@pytest.mark.parametrize("bits", [None, 8, 4])
 @torch.no_grad()
-def test_logits_of_a_whole_model_in_bf16() -> None:
+def test_logits_of_a_whole_model_in_bf16(bits: int | None) -> None:
     """They are no further from float32 than the model's own in bf16."""
     config = MeasureConfig(device="cuda", layers=6)
-    whole = random_model("qwen3-0.6b", config)
+    whole = with_kv(random_model("qwen3-0.6b", config), bits)
     ids = torch.randint(0, 150_000, (3, 70), device="cuda")
     eager = whole(ids).logits[:, -1].float()
     exact = whole.float()(ids).logits[:, -1]
     step = SlotStep(LanguageModel(whole.bfloat16()))
-    caches = step.new_caches(5, 96)
-    slots = torch.tensor([4, 0, 2], device="cuda")
+    caches = step.new_caches(210, 96)  # so many that a program has several heads
+    slots = torch.tensor([204, 0, 2], device="cuda")
     step.prefill(ids[:, :-1], slots, caches)
-    token, positions = ids.new_zeros(5), ids.new_zeros(5)
+    token, positions = ids.new_zeros(210), ids.new_zeros(210)
     token[slots], positions[slots] = ids[:, -1], 69
     found = step.logits(token, positions, caches)[slots]
 

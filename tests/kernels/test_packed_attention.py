@@ -2,10 +2,19 @@
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
+from qat.kernels import packed_attention as module
 from qat.kernels.cache import EVERY, Cache
-from qat.kernels.packed_attention import empty_parts, is_read_packed, merge, packed_attention
+from qat.kernels.lut_rows import SPLIT, empty_inputs, gathered
+from qat.kernels.packed_attention import (
+    CUTS,
+    empty_parts,
+    is_read_packed,
+    merge,
+    packed_attention,
+)
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -16,8 +25,12 @@ CASES = [
     *((3, 1, 64, bits, kind) for bits in (8, 4) for kind in KINDS),
     (2, 1, 128, 4, torch.bfloat16),
     (6, 1, 64, 4, torch.bfloat16),
+    (4, 2, 64, 4, torch.bfloat16),
+    (4, 4, 64, 8, torch.bfloat16),
 ]
 """Query heads, key heads, width, bits and dtype."""
+# both factors' remainders are rounded: 2**-16 of a number in bfloat16, 2**-22 in float16
+SLACK = {torch.bfloat16: 2.0**-13, torch.float16: 2.0**-17}
 
 
 def packed(B: int, J: int, N: int, D: int, kind: torch.dtype, bits: int) -> Cache:
@@ -26,6 +39,16 @@ def packed(B: int, J: int, N: int, D: int, kind: torch.dtype, bits: int) -> Cach
     sizes = torch.logspace(-3, 1, N)[:, None]
     cache.put(*(torch.randn(2, B, J, N, D) * sizes).to(kind), EVERY, EVERY, EVERY)
     return cache
+
+
+def exact(query: Tensor, cache: Cache, positions: Tensor) -> Tensor:
+    """Attention over what the cache gives back, in float64."""
+    seen = (torch.arange(cache.shape[2]) <= positions[:, None])[:, None, None]
+    keys, values = (part.double() for part in cache.at(EVERY, EVERY, EVERY))
+    scale = query.shape[-1] ** -0.5
+    return F.scaled_dot_product_attention(
+        query[:, :, None].double(), keys, values, attn_mask=seen, scale=scale, enable_gqa=True
+    ).flatten(1)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -37,14 +60,24 @@ def test_each_sequence_reads_up_to_its_position(
     query, out = torch.randn(B, H, D), torch.empty(B, H * D)
     assert is_read_packed(cache, H // J)
     found = packed_attention(out, query, cache, positions, D**-0.5, order=1)
-    seen = (torch.arange(N) <= positions[:, None])[:, None, None]
-    keys, values = (part.double() for part in cache.at(EVERY, EVERY, EVERY))
-    exact = F.scaled_dot_product_attention(
-        query[:, :, None].double(), keys, values, attn_mask=seen, scale=D**-0.5, enable_gqa=True
-    ).flatten(1)
-    # both factors' remainders are rounded: 2**-16 of a number in bfloat16, 2**-22 in float16
-    slack = {torch.bfloat16: 2.0**-13, torch.float16: 2.0**-17}[kind]
-    assert (found - exact).abs().max() <= slack * exact.abs().max()
+    expected = exact(query, cache, positions)
+    assert (found - expected).abs().max() <= SLACK[kind] * expected.abs().max()
+
+
+@pytest.mark.parametrize("case", [(8, 4, 4, 1), (12, 12, 8, SPLIT), (20, 4, 4, 1)])
+def test_a_warp_may_have_all_of_a_head(
+    monkeypatch: pytest.MonkeyPatch, case: tuple[int, int, int, int]
+) -> None:
+    """With as many sequences as a GPU has room for, nothing is left to merge."""
+    monkeypatch.setattr(module, "CUTS", {b: cut._replace(programs=1) for b, cut in CUTS.items()})
+    monkeypatch.setattr(module, "merge", None)
+    (H, J, bits, order), B, N, D = case, 2, 70, 64
+    cache, positions = packed(B, J, N, D, torch.float16, bits), torch.tensor([69, 33])
+    query, out = torch.randn(B, H, D), empty_inputs(B, H * D, order, torch.device("cpu"))
+    found = packed_attention(out, query, cache, positions, D**-0.5, order=order)
+    expected = exact(query, cache, positions)
+    off = (gathered(found, order) - expected).abs().max()
+    assert off <= SLACK[torch.float16] * expected.abs().max()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,9 +21,9 @@ def test_the_tiny_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -
     out = tmp_path / "figures.jsonl"
     measure_sample.measure(shape="tiny", batch=2, length=9, rounds=2, device="cpu", figures=out)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    names = ["sample_tok_s", "sample_bandwidth_frac", "sample_packed_over_bf16"]
-    assert [line["figure"] for line in lines] == names
-    assert [line["goal"] for line in lines] == [">= 40000", "", ">= 1.2"]
+    ratios = [f"sample_packed{cache}_over_bf16" for cache in ("", "_kv8", "_kv4")]
+    assert [line["figure"] for line in lines] == ["sample_tok_s", "sample_bandwidth_frac", *ratios]
+    assert [line["goal"] for line in lines] == [">= 40000", "", ">= 1.2", "", ""]
     assert all(line["value"] > 0 and line["runs"] == 2 for line in lines)
     assert "rows of all lengths" in capsys.readouterr().out
 
@@ -40,21 +40,27 @@ def test_bytes_are_those_of_weights_and_of_what_was_said(monkeypatch: pytest.Mon
     # in the four steps a row sees 1, 2, 3 and 4 tokens
     expected = 4 * case.weight_bytes + 2 * (1 + 2 + 3 + 4) * case.token_bytes
     assert case.round_bytes(2) == expected
+    # a head of 4 bits has 16 bytes of codes, and 4 of scales and zeros
+    student = measure_sample.packed_case("tiny", 2, 4, select("cpu"), to="q2a2_kv4")
+    assert student.token_bytes == 2 * 2 * (16 + 4)
 
 
 def test_the_batch_that_is_served_has_a_figure_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.syspath_prepend(str(SPEEDRUN))
-    from measure_sample import HEADLINE, PACKED, Case, conclude
+    from measure_sample import HEADLINE, Case, conclude
 
     cases = [
         Case(name, None, [], seconds=seconds, weight_bytes=1, token_bytes=1)
-        for name, seconds in ((HEADLINE, [3.0, 3.3, 3.0]), (PACKED, [2.0, 2.0, 2.4]))
-    ]
+        for name, seconds in (
+            (HEADLINE, [3.0, 3.3, 3.0]), ("q2a2", [2.0, 2.0, 2.4]), ("q2a2_kv4", [1.5, 1.5, 1.5])
+        )
+    ]  # fmt: skip
     row = {"tokens_per_s": 1.0, "spread": 0.0, "limit_share": 0.5}
-    rows = {HEADLINE: row, PACKED: row}
+    rows = {case.name: row for case in cases}
     conclude(cases, rows, tmp_path / "served.jsonl", is_served=True)
-    (line,) = map(json.loads, (tmp_path / "served.jsonl").read_text().splitlines())
-    assert (line["figure"], line["value"]) == ("generate_over_bf16_batch_64", 1.5)
-    assert (line["goal"], line["runs"]) == (">= 1.5", 3)
+    lines = map(json.loads, (tmp_path / "served.jsonl").read_text().splitlines())
+    found = [[line[key] for key in ("figure", "value", "goal", "runs")] for line in lines]
+    name = "generate_over_bf16_batch_64"
+    assert found == [[name, 1.5, ">= 1.5", 3], [f"{name}_kv4", 2.0, "", 3]]
