@@ -5,13 +5,15 @@ import pytest
 import torch
 from quantized import tiny_adapted, tiny_quantized, with_rounded_inputs
 from tiny import tiny_model
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from qat.backend.cpu import CpuBackend
 from qat.generate import slots as module
-from qat.generate.decode import Sampling
+from qat.generate.decode import Decoder, Sampling
 from qat.generate.slots import Batch, Request, Slots, SlotStep, Waves, open_sampler
+from qat.kernels.dispatch import computing_by
 from qat.models.language_model import LanguageModel
 from qat.models.regions import quantize_kv
 from qat.nn.step import form_weights
@@ -21,9 +23,8 @@ PACKED = LutSpec(bits=2, group_size=16, scale_bits=8)
 RANGE = {"initializer_range": 0.3}
 
 
-def with_kv(architecture: str, bits: int) -> PreTrainedModel:
-    """One that keeps keys and values in so many bits."""
-    model = tiny_model(architecture, **RANGE)
+def with_kv(model: PreTrainedModel, bits: int) -> PreTrainedModel:
+    """It keeps keys and values in so many bits."""
     quantize_kv(model, KvSpec(bits=bits))
     return model
 
@@ -37,8 +38,8 @@ MODELS = {
         tiny_quantized("qwen3", PACKED, **RANGE), "int8-static"
     ),
     "another family": lambda: tiny_model("gemma3", **RANGE),
-    "keys and values of 4 bits": lambda: with_kv("qwen3", 4),
-    "another family of 8 bits": lambda: with_kv("gemma3", 8),
+    "keys and values of 4 bits": lambda: with_kv(tiny_model("qwen3", **RANGE), 4),
+    "another family of 8 bits": lambda: with_kv(tiny_model("gemma3", **RANGE), 8),
 }
 LENGTHS = [(1, 9), (5, 3), (30, 12), (2, 1), (17, 20), (40, 8), (3, 5), (5, 3)]
 """Tokens of prompts, and most new tokens."""
@@ -93,6 +94,52 @@ def test_known_families_have_slots_and_others_their_own_loop() -> None:
     kinds = {name: open_sampler(LanguageModel(MODELS[name]()), batch) for name in MODELS}
     waves = {name for name, kind in kinds.items() if isinstance(kind, Waves)}
     assert waves == {"another family", "another family of 8 bits"}
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_student_of_a_packed_cache_says_what_generate_says(bits: int) -> None:
+    def student() -> LanguageModel:
+        return LanguageModel(with_kv(tiny_quantized("qwen3", PACKED, **RANGE), bits))
+
+    sampler = open_sampler(student(), Batch(3, 60, 20, Sampling(0.0), ()))
+    decoder = Decoder(student())
+    expected = [
+        decoder.generate(torch.tensor([ids]), Sampling(0.0), max_new_tokens=limit)[0]
+        for ids, limit, _ in requests()
+    ]
+    assert sampler.sample(requests()) == expected
+
+
+@pytest.mark.parametrize("is_kernel", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bits", [8, 4])
+@torch.no_grad()
+def test_logits_over_a_packed_cache_are_the_models_own(bits: int, is_kernel: bool) -> None:
+    """In float16 they are as far from float64 as the model's own, whose codes differ as often."""
+    if is_kernel:
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("tests/gpu runs the kernels themselves")
+
+    def student(dtype: torch.dtype) -> LanguageModel:
+        heads = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+        model = tiny_model("qwen3", num_hidden_layers=1, **heads, **RANGE)
+        return LanguageModel(with_kv(model.to(dtype), bits))
+
+    ids, slots = torch.randint(1, 320, (2, 9)), torch.tensor([2, 0])
+    exact = student(torch.float64).model(ids).logits[:, -1]
+    eager = student(torch.float16).model(ids).logits[:, -1]
+    token, positions = ids.new_zeros(3), ids.new_zeros(3)
+    token[slots], positions[slots] = ids[:, -1], 8
+    with computing_by(kernel=is_kernel):
+        step = SlotStep(student(torch.float16))
+        caches = step.new_caches(3, 16)
+        step.prefill(ids[:, :-1], slots, caches)
+        found = step.logits(token, positions, caches)[slots]
+
+    def off(logits: Tensor) -> float:
+        return (logits - exact).square().mean().sqrt().item()
+
+    assert off(found) <= 1.2 * off(eager)
 
 
 def test_rows_of_one_shape_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
