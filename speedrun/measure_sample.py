@@ -21,7 +21,6 @@ import torch
 from cyclopts import App
 from figures import record
 from speed_case import Row, show
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from qat.backend.base import Backend
@@ -31,7 +30,7 @@ from qat.bench.measure import measure_roofline
 from qat.bench.student import quantize_at_random_, random_model
 from qat.convert.config import ConvertConfig, read_kv, read_plan
 from qat.generate.decode import Sampling
-from qat.generate.slots import Batch, Request, Sampler, open_sampler
+from qat.generate.slots import Batch, Request, Sampler, Slots, SlotStep, open_sampler
 from qat.kernels.cache import Cache
 from qat.models.language_model import LanguageModel
 from qat.models.regions import kv_spec, set_kv
@@ -160,10 +159,11 @@ def dense_cases(shape: str, batch: int, length: int, backend: Backend) -> list[C
     """The bf16 model: rows of one length; with a nucleus; and rows of all lengths up to that, of
     which each begins where another ended."""
     model = LanguageModel(random_model(shape, MeasureConfig(device=backend.device.type)))
-    sizes = {"weight_bytes": weight_bytes(model), "token_bytes": token_bytes(model)}
     whole = Batch(batch, 1 + length, length, Sampling(1.0), ())
     nucleus = replace(whole, sampling=Sampling(1.0, 0.95))
-    sampler = open_sampler(model, whole)
+    step = SlotStep(model, batch)
+    sizes = {"weight_bytes": step.read_bytes(), "token_bytes": token_bytes(model)}
+    sampler = Slots(step, whole)
     tell("the bf16 model is recorded")
     same = asked(batch * [length])
     mixed = asked([1 + 97 * row % length for row in range(2 * batch)])
@@ -181,24 +181,16 @@ def packed_case(shape: str, batch: int, length: int, backend: Backend, *, to: st
     set_kv(model, read_kv(formats))
     quantize_at_random_(model, read_plan(formats))
     student = LanguageModel(model)
-    sampler = open_sampler(student, Batch(batch, 1 + length, length, Sampling(1.0), ()))
+    step = SlotStep(student, batch)
+    sampler = Slots(step, Batch(batch, 1 + length, length, Sampling(1.0), ()))
     tell(f"the student in {to} is recorded")
-    sizes = {"weight_bytes": weight_bytes(student), "token_bytes": token_bytes(student)}
+    sizes = {"weight_bytes": step.read_bytes(), "token_bytes": token_bytes(student)}
     return Case(to, sampler, asked(batch * [length]), seconds=[], **sizes)
 
 
 def asked(limits: list[int]) -> list[Request]:
     """Rows from nothing of these lengths."""
     return [Request([0], limit, (0, row)) for row, limit in enumerate(limits)]
-
-
-def weight_bytes(model: LanguageModel) -> int:
-    """Of all weights that a step reads once: those of the layers, and the head."""
-    table = model.model.get_input_embeddings().weight
-    held: dict[int, Tensor] = {p.data_ptr(): p for p in model.model.parameters()}
-    head = model.head.weight
-    total = sum(tensor.nbytes for tensor in held.values())
-    return total if head.data_ptr() == table.data_ptr() else total - table.nbytes
 
 
 def token_bytes(model: LanguageModel) -> int:

@@ -25,17 +25,18 @@ from transformers import GenerationConfig, LogitsProcessor
 
 from qat.backend.device import on
 from qat.generate.decode import Sampling
-from qat.generate.step import DecodeLayer, DecodeStep, Together, dense_linear
+from qat.generate.step import DecodeLayer, DecodeStep, Together
 from qat.generate.text import continue_rows
 from qat.kernels.add_norm import add_norm_
 from qat.kernels.cache import EVERY, Cache, Scoring
 from qat.kernels.draw_next import draw_next
 from qat.kernels.glu import silu_mul
+from qat.kernels.lut_gemm import Part, is_one_product, lut_gemm
+from qat.kernels.lut_rows import LutRows
 from qat.kernels.slot_attention import place_heads, slot_attention
 from qat.models.language_model import HALVES, LanguageModel
 from qat.nn.activation import ActivationQuantizer, read
-from qat.nn.step import form_weights, quant_linears
-from qat.nn.swap import replace_module
+from qat.nn.step import form_weights
 
 LOOK_EVERY = 4
 """Steps between two looks at what ended."""
@@ -43,6 +44,10 @@ PREFILL_TOKENS = 2**14
 """Tokens of prompts that are read together."""
 UNIT = 16
 """Prompts that are read together are filled up to a multiple of it."""
+LEAST_WEIGHTS, WEIGHTS_A_SLOT, MOST_SLOTS = 2**23, 2**19, 64
+"""A packed weight of at least so many numbers, altogether and for each slot, and with no more slots
+is read as it is: with 2 bits then 1.01 to 1.6 times as fast as bfloat16 on an H200, 1.02 to 2 on an
+H100 (speedrun/records/2026-11-26_lut_gemm, 2026-11-25_lut_gemm); slower where one does not hold."""
 
 Attend = Callable[[Tensor, Cache, Scoring], Tensor]
 """What the heads of a layer say, `(T, H D)`, given its projections, its cache and its scoring."""
@@ -92,9 +97,9 @@ class Sampler(Protocol):
 
 
 def open_sampler(model: LanguageModel, batch: Batch) -> Sampler:
-    """The fastest way to sample from `model`, which it takes over; quantized weights are formed."""
+    """The fastest way to sample from `model`, which it takes over."""
     if not on(model.device).fixed_shapes() and DecodeStep.fits(model):
-        return Slots(SlotStep(model), batch)
+        return Slots(SlotStep(model, batch.num_slots), batch)
     form_weights(model.model, model.dtype)
     return Waves(model, batch)
 
@@ -109,54 +114,97 @@ class Dense(NamedTuple):
 
     @classmethod
     def of(cls, linears: Together, dtype: torch.dtype) -> Self:
-        """Linears that are dense and read the same input."""
-        (weight,), bias = linears.rows, linears.bias
-        return cls(weight, None if bias is None else bias.to(dtype), linears.activation)
+        """Linears that read the same input, as one whose weight is formed."""
+        members = [rows if isinstance(rows, Tensor) else rows.dense() for rows in linears.rows]
+        weight = members[0] if len(members) == 1 else torch.cat(members)
+        bias = None if linears.bias is None else linears.bias.to(dtype)
+        return cls(weight.to(dtype), bias, linears.activation)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weight."""
+        return self.weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """`(T, I)` to `(T, O)`."""
         return F.linear(read(self, x), self.weight, self.bias)
 
 
+class Packed(NamedTuple):
+    """A linear layer whose weight stays packed: the same numbers, looked up in each step."""
+
+    parts: list[Part]
+    bias: Tensor | None
+    activation: ActivationQuantizer | None
+    """What rounds the input."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of indices and scales."""
+        return sum(part.octets.nbytes + part.scales.nbytes for part in self.parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`(T, I)` to `(T, O)`."""
+        return lut_gemm(read(self, x), self.parts, self.bias)
+
+
+def linear_of(linears: Together, dtype: torch.dtype, num_slots: int) -> Dense | Packed:
+    """Linears that read the same input as one, which is packed where that is faster."""
+    rows = linears.rows[0]
+    if len(linears.rows) == 1 and isinstance(rows, LutRows):
+        parts, weights = Part.of(rows), rows.shape.numel()
+        is_large = weights >= max(LEAST_WEIGHTS, num_slots * WEIGHTS_A_SLOT)
+        if is_large and num_slots <= MOST_SLOTS and is_one_product(parts, dtype):
+            return Packed(parts, linears.bias, linears.activation)
+    return Dense.of(linears, dtype)
+
+
 class SlotLayer(NamedTuple):
     """What one layer is made of."""
 
-    qkv: Dense
+    qkv: Dense | Packed
     heads: Scoring
-    out: Dense
-    gate_up: Dense
-    down: Dense
+    out: Dense | Packed
+    gate_up: Dense | Packed
+    down: Dense | Packed
     before: Tensor
     """`(D,)` float32: the gain of the norm before the attention."""
     between: Tensor
     """The gain of the norm before the gated unit."""
 
     @classmethod
-    def of(cls, layer: DecodeLayer, dtype: torch.dtype) -> Self:
-        """The same layer, computed densely."""
-        return cls(*(Dense.of(p, dtype) if isinstance(p, Together) else p for p in layer))
+    def of(cls, layer: DecodeLayer, dtype: torch.dtype, num_slots: int) -> Self:
+        """The same layer for so many slots."""
+        members = (
+            linear_of(part, dtype, num_slots) if isinstance(part, Together) else part
+            for part in layer
+        )
+        return cls(*members)
 
 
 class SlotStep:
     """Computes one token of every slot; `prefill` reads the prompts.
 
     Equals the model within the order of summation and the rounding between layers, of which there
-    is less here: the residual stream is float32. Takes over the model, whose quantized linears are
-    formed once.
+    is less here: the residual stream is float32. Takes over the model, whose packed weights are
+    formed once, but for those that so many slots read faster as they are.
     """
 
-    def __init__(self, model: LanguageModel) -> None:
-        for name, linear in quant_linears(model.model).items():
-            replace_module(model.model, name, dense_linear(linear, model.dtype))
-        self._step = DecodeStep(model)
+    def __init__(self, model: LanguageModel, num_slots: int) -> None:
+        self._step, self._num_slots = DecodeStep(model), num_slots
         self.device, self.dtype = model.device, model.dtype
-        self._layers = [SlotLayer.of(block, model.dtype) for block in self._step.blocks]
+        self._layers = [SlotLayer.of(block, model.dtype, num_slots) for block in self._step.blocks]
         self._head = model.head_in(model.dtype)
 
-    def new_caches(self, num_slots: int, num_positions: int) -> list[Cache]:
+    def read_bytes(self) -> int:
+        """Bytes of weights that one step reads: all but the embedding's other rows."""
+        linears = [p for layer in self._layers for p in layer if isinstance(p, Dense | Packed)]
+        return self._head.weight.nbytes + sum(linear.nbytes for linear in linears)
+
+    def new_caches(self, num_positions: int) -> list[Cache]:
         """Empty caches of all layers; prepares the angles of so many positions."""
         self._angles = self._step.angles(num_positions)
-        return self._step.new_caches(num_slots, num_positions)
+        return self._step.new_caches(self._num_slots, num_positions)
 
     @torch.no_grad()
     def logits(self, ids: Tensor, positions: Tensor, caches: Sequence[Cache]) -> Tensor:
@@ -234,7 +282,7 @@ class Slots:
         B, M, device = batch.num_slots, batch.max_new_tokens, step.device
         self._lag = 1 if on(device).decision_lag() else 0
         N = -(-batch.num_positions // UNIT) * UNIT
-        self._caches = step.new_caches(B, N)
+        self._caches = step.new_caches(N)
         self._ends = torch.tensor(sorted(batch.ends), dtype=torch.int64, device=device)
         self._token = torch.zeros(B, dtype=torch.int64, device=device)
         self._position, self._count, self._left = (self._token.clone() for _ in range(3))

@@ -280,7 +280,7 @@ class Speaker:
             return
         with self._backend.matmul_precision(self._precision):
             dense = dense_copy(student.model, self._dtype)
-            self._sampler = Slots(SlotStep(LanguageModel(dense)), slotted)
+            self._sampler = Slots(SlotStep(LanguageModel(dense), slotted.num_slots), slotted)
         linears = quant_linears(student.model)
         self._formed = [
             (cast(Tensor, dense.get_submodule(name).weight), m) for name, m in linears.items()

@@ -2,13 +2,16 @@
 
 import pytest
 import torch
-from quantized import frozen_linear, rounding
+from quantized import SPECS, frozen_linear, rounding
+from torch import nn
 from torch.nn import functional as F
 
-from qat.generate.slots import Dense
+from qat.generate import slots
+from qat.generate.slots import Dense, Packed, linear_of
 from qat.generate.step import PackedLinear, Scratch, Together, dense_linear
 from qat.kernels.lut_matvec import MOST_VECTORS, Norm, matvec
 from qat.kernels.lut_rows import LutRows, order_of, spread
+from qat.nn.quant_linear import FrozenLutLinear
 from qat.quant.spec import ACTIVATION_KINDS, LutSpec
 
 
@@ -49,8 +52,8 @@ def test_inputs_are_rounded_to_the_bits_of_the_frozen_linear(kind: str, dtype: t
         for module in (packed, dense, linear):
             module.activation = quantizer
         assert all(map(torch.equal, (packed(x), dense(x), linear(x)), expected))
-        slots = Dense.of(Together.of([dense], dtype), dtype)
-        assert torch.equal(slots(x), F.linear(read, dense.weight, dense.bias))
+        together = Dense.of(Together.of([dense], dtype), dtype)
+        assert torch.equal(together(x), F.linear(read, dense.weight, dense.bias))
         for module in (packed, dense, linear):
             module.activation = None
     # one token of a stream: the norm comes first, then the rounding in the model's dtype
@@ -61,3 +64,46 @@ def test_inputs_are_rounded_to_the_bits_of_the_frozen_linear(kind: str, dtype: t
     read = spread(quantizer(normed.to(dtype)), order_of(packed.rows))
     assert together.order == 1
     assert torch.equal(together(stream, norm), matvec(read, packed.rows, bias=together.bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "spec", [LutSpec(bits=2, group_size=16, scale_bits=8), SPECS["fours8_s8"], SPECS["trellis2_s8"]]
+)
+def test_slots_form_the_weights_that_were_trained(spec: LutSpec, dtype: torch.dtype) -> None:
+    """Of linears that are packed alike, and beside one that is not."""
+    linears = [frozen_linear(16, 64, each, bias=True) for each in (spec, spec, SPECS["lut4"])]
+    expected = [linear.quantized_weight(dtype) for linear in linears]
+
+    def read(linear: FrozenLutLinear) -> nn.Module:
+        if linear.spec.group_size % 16:
+            return dense_linear(linear, dtype)
+        parts = linear.source(), linear.levels(), linear.scales_as_stored()
+        return PackedLinear(linear, LutRows.of(*parts), Scratch())
+
+    for members in (slice(2), slice(3)):
+        together = Together.of([read(linear) for linear in linears[members]], dtype)
+        formed = Dense.of(together, dtype)
+        assert torch.equal(formed.weight, torch.cat(expected[members]))
+        bias = torch.cat([linear.bias for linear in linears[members]])
+        assert torch.equal(formed.bias, bias.to(dtype))
+
+
+def test_few_slots_read_a_large_weight_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "LEAST_WEIGHTS", 16 * 64)
+    monkeypatch.setattr(slots, "WEIGHTS_A_SLOT", 2 * 64)
+    linear = frozen_linear(16, 64, LutSpec(bits=2, group_size=16, scale_bits=8), bias=True)
+    parts = linear.source(), linear.levels(), linear.scales_as_stored()
+    half = torch.float16
+    together = Together.of([PackedLinear(linear, LutRows.of(*parts), Scratch())], half)
+    few, many = (linear_of(together, half, slots) for slots in (8, 9))
+    assert isinstance(few, Packed) and isinstance(many, Dense)
+    assert few.nbytes == 16 * 64 // 4 + 16 * 4 and many.nbytes == 16 * 64 * 2
+    x = torch.randn(5, 64).to(half)
+    assert torch.equal(few(x), many(x))
+    assert isinstance(linear_of(together, torch.float32, 8), Dense)
+    monkeypatch.setattr(slots, "LEAST_WEIGHTS", 16 * 64 + 1)
+    assert isinstance(linear_of(together, half, 8), Dense)
+    monkeypatch.setattr(slots, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(slots, "MOST_SLOTS", 7)
+    assert isinstance(linear_of(together, half, 8), Dense)

@@ -131,8 +131,8 @@ def test_logits_over_a_packed_cache_are_the_models_own(bits: int, is_kernel: boo
     token, positions = ids.new_zeros(3), ids.new_zeros(3)
     token[slots], positions[slots] = ids[:, -1], 8
     with computing_by(kernel=is_kernel):
-        step = SlotStep(student(torch.float16))
-        caches = step.new_caches(3, 16)
+        step = SlotStep(student(torch.float16), 3)
+        caches = step.new_caches(16)
         step.prefill(ids[:, :-1], slots, caches)
         found = step.logits(token, positions, caches)[slots]
 
@@ -184,7 +184,7 @@ def test_a_host_that_looks_later_sees_the_same_rows(build: object) -> None:
 def test_a_row_that_ends_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two slots: a long row, and beside it four short ones, one after the other."""
     model = LanguageModel(tiny_model("qwen3", **RANGE))
-    sampler = Slots(SlotStep(model), Batch(2, 64, 40, Sampling(1.0), ()))
+    sampler = Slots(SlotStep(model, 2), Batch(2, 64, 40, Sampling(1.0), ()))
     begun: list[tuple[list[int], int]] = []
     begin = sampler._begin
     steps = [0]

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from qat.bench.config import MeasureConfig
-from qat.bench.student import random_model
+from qat.bench.student import quantize_at_random_, random_model
+from qat.generate import slots as slots_module
 from qat.generate.decode import Sampling
 from qat.generate.slots import Batch, Request, SlotStep, Waves, open_sampler
 from qat.kernels.add_norm import add_norm_
@@ -21,7 +22,7 @@ from qat.kernels.slot_attention import place_heads, slot_attention
 from qat.models.language_model import LanguageModel
 from qat.models.regions import set_kv
 from qat.nn.step import form_weights
-from qat.quant.spec import KvSpec, LutSpec
+from qat.quant.spec import PRESETS, KvSpec, LutSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -194,8 +195,8 @@ def test_logits_of_a_whole_model_in_bf16(bits: int | None) -> None:
     ids = torch.randint(0, 150_000, (3, 70), device="cuda")
     eager = whole(ids).logits[:, -1].float()
     exact = whole.float()(ids).logits[:, -1]
-    step = SlotStep(LanguageModel(whole.bfloat16()))
-    caches = step.new_caches(210, 96)  # so many that a program has several heads
+    step = SlotStep(LanguageModel(whole.bfloat16()), 210)  # so many that a program has many heads
+    caches = step.new_caches(96)
     slots = torch.tensor([204, 0, 2], device="cuda")
     step.prefill(ids[:, :-1], slots, caches)
     token, positions = ids.new_zeros(210), ids.new_zeros(210)
@@ -206,3 +207,30 @@ def test_logits_of_a_whole_model_in_bf16(bits: int | None) -> None:
         return (logits - exact).square().mean().sqrt().item()
 
     assert off(found) <= 1.1 * off(eager)
+
+
+@torch.no_grad()
+def test_logits_of_few_slots_whose_weights_stay_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no further from float32 than those over formed weights."""
+
+    def logits(dtype: torch.dtype, most: int) -> tuple[Tensor, int]:
+        monkeypatch.setattr(slots_module, "MOST_SLOTS", most)
+        monkeypatch.setattr(slots_module, "LEAST_WEIGHTS", 1)
+        monkeypatch.setattr(slots_module, "WEIGHTS_A_SLOT", 1)
+        model = random_model("qwen3-0.6b", MeasureConfig(device="cuda", layers=6))
+        quantize_at_random_(model, PRESETS["q2a2"])
+        step = SlotStep(LanguageModel(model.to(dtype)), 12)
+        caches, token = step.new_caches(32), torch.arange(12, device="cuda")
+        for at in range(3):
+            found = step.logits(token + at, torch.full_like(token, at), caches)
+        return found, step.read_bytes()
+
+    exact, _ = logits(torch.float32, 0)
+    formed, whole = logits(torch.bfloat16, 0)
+    packed, part = logits(torch.bfloat16, 64)
+    assert part < whole
+
+    def off(logits: Tensor) -> float:
+        return (logits - exact).square().mean().sqrt().item()
+
+    assert off(packed) <= 1.1 * off(formed)
