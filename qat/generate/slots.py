@@ -44,10 +44,10 @@ PREFILL_TOKENS = 2**14
 """Tokens of prompts that are read together."""
 UNIT = 16
 """Prompts that are read together are filled up to a multiple of it."""
-LEAST_WEIGHTS, WEIGHTS_A_SLOT, MOST_SLOTS = 2**23, 2**19, 64
+LEAST_WEIGHTS, WEIGHTS_A_SLOT, MOST_SLOTS = 2**23, 5 * 2**17, 48
 """A packed weight of at least so many numbers, altogether and for each slot, and with no more slots
-is read as it is: with 2 bits then 1.01 to 1.6 times as fast as bfloat16 on an H200, 1.02 to 2 on an
-H100 (speedrun/records/2026-11-26_lut_gemm, 2026-11-25_lut_gemm); slower where one does not hold."""
+is read as it is: with 2 bits its product is then 1.15 to 1.6 times as fast as bfloat16's on an H200
+and 1.3 to 2 on an H100 (speedrun/records/2026-11-26_lut_gemm, 2026-11-25_lut_gemm)."""
 
 Attend = Callable[[Tensor, Cache, Scoring], Tensor]
 """What the heads of a layer say, `(T, H D)`, given its projections, its cache and its scoring."""

@@ -8,13 +8,7 @@ from torch.nn import functional as F
 from qat.kernels import packed_attention as module
 from qat.kernels.cache import EVERY, Cache
 from qat.kernels.lut_rows import SPLIT, empty_inputs, gathered
-from qat.kernels.packed_attention import (
-    CUTS,
-    empty_parts,
-    is_read_packed,
-    merge,
-    packed_attention,
-)
+from qat.kernels.packed_attention import empty_parts, is_read_packed, merge, packed_attention
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -53,8 +47,9 @@ def exact(query: Tensor, cache: Cache, positions: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_sequence_reads_up_to_its_position(
-    case: tuple[int, int, int, int, torch.dtype],
+    case: tuple[int, int, int, int, torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "MERGED", 0)
     (H, J, D, bits, kind), B, N = case, 2, 130
     cache, positions = packed(B, J, N, D, kind, bits), torch.tensor([40, 129])
     query, out = torch.randn(B, H, D), torch.empty(B, H * D)
@@ -68,8 +63,7 @@ def test_each_sequence_reads_up_to_its_position(
 def test_a_warp_may_have_all_of_a_head(
     monkeypatch: pytest.MonkeyPatch, case: tuple[int, int, int, int]
 ) -> None:
-    """With as many sequences as a GPU has room for, nothing is left to merge."""
-    monkeypatch.setattr(module, "CUTS", {b: cut._replace(programs=1) for b, cut in CUTS.items()})
+    """Of many sequences, or of few positions: nothing is left to merge."""
     monkeypatch.setattr(module, "merge", None)
     (H, J, bits, order), B, N, D = case, 2, 70, 64
     cache, positions = packed(B, J, N, D, torch.float16, bits), torch.tensor([69, 33])
