@@ -25,7 +25,7 @@ from transformers import GenerationConfig, LogitsProcessor
 
 from qat.backend.device import on
 from qat.generate.decode import Sampling
-from qat.generate.step import DecodeLayer, DecodeStep, Together
+from qat.generate.step import DecodeLayer, DecodeStep, Together, form_rows
 from qat.generate.text import continue_rows
 from qat.kernels.add_norm import add_norm_
 from qat.kernels.cache import EVERY, Cache, Scoring
@@ -115,10 +115,14 @@ class Dense(NamedTuple):
     @classmethod
     def of(cls, linears: Together, dtype: torch.dtype) -> Self:
         """Linears that read the same input, as one whose weight is formed."""
-        members = [rows if isinstance(rows, Tensor) else rows.dense() for rows in linears.rows]
+        members = [
+            rows if isinstance(rows, Tensor)
+            else form_rows(rows, rows.scales.new_empty(rows.shape, dtype=dtype))
+            for rows in linears.rows
+        ]  # fmt: skip
         weight = members[0] if len(members) == 1 else torch.cat(members)
         bias = None if linears.bias is None else linears.bias.to(dtype)
-        return cls(weight.to(dtype), bias, linears.activation)
+        return cls(weight, bias, linears.activation)
 
     @property
     def nbytes(self) -> int:

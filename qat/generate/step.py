@@ -49,6 +49,17 @@ class Scratch:
         return self._memory[:size].view(shape)
 
 
+def form_rows(rows: LutRows, out: Tensor) -> Tensor:
+    """The weight `(O, I)` that packed rows stand for, into `out`, each number rounded once."""
+    bits, ends = 8 * rows.scales.element_size(), (*rows.starts[1:], rows.shape[0])
+    for index, (start, end) in enumerate(zip(rows.starts, ends, strict=True)):
+        part = rows.part(index)
+        scales = Scales(from_stored("scales", part.scales, bits), bits=bits)
+        source = PackedIndices(part.octets, part.bits, rows.shape[1], part.vector_size)
+        form(source, part.codebooks[0], scales, out.dtype, out=out[start:end])
+    return out
+
+
 class PackedLinear(nn.Module):
     """`y = x @ W.T + bias` with `W = codebook[indices] * S` of a frozen linear, read packed.
 
@@ -67,12 +78,8 @@ class PackedLinear(nn.Module):
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
         """`W`, `(O, I)` in `dtype`, until another layer of the model forms its own."""
-        rows, bits = self.rows, self.spec.scale_bits
-        scales = Scales(from_stored("scales", rows.scales, bits), bits=bits)
-        source = PackedIndices(rows.octets, rows.bits, self.in_features, rows.vector_size)
-        codebook = rows.codebooks[0, : self.spec.num_levels]
-        out = self._scratch.room(rows.shape, dtype, rows.octets.device)
-        return form(source, codebook, scales, dtype, out=out)
+        out = self._scratch.room(self.rows.shape, dtype, self.rows.octets.device)
+        return form_rows(self.rows, out)
 
     def forward(self, x: Tensor) -> Tensor:
         """`(..., I)` to `(..., O)`."""
