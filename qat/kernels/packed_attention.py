@@ -4,12 +4,12 @@ What is multiplied are the very numbers of `dequantize_heads` in 16 bits, formed
 other factor, queries or weights of the softmax, is what 16 bits have room for and what that leaves.
 Sums are float32.
 
-The kernel: each warp of a program takes a key head of its own; where there are fewer, warps share
-the positions of one, and where few sequences leave a GPU idle, so do programs: their softmaxes are
-then merged, else a warp writes the result. Warps never wait for each other. Each takes 16 or 32
-positions at a time, while those of its next turn are on their way. Codes go from memory to the lane
-that multiplies them, 16 bytes a lane, and no number passes shared memory. That works because the
-order within a sum is free. Lane 4 g + c:
+The kernel: where there are many sequences, or few positions, each warp of a program takes a key
+head of its own and writes the result. Else warps share the positions of a key head, and so do
+programs where a GPU has room; their softmaxes are merged. Warps never wait for each other. Each
+takes 16 or 32 positions at a time, while those of its next turn are on their way. Codes go from
+memory to the lane that multiplies them, 16 bytes a lane, and no number passes shared memory. That
+works because the order within a sum is free. Lane 4 g + c:
 
     scores    `mma.m16n8k16`: rows are queries (g: upper parts, g + 8: what they leave), columns
               positions; the lane has column g, and of its key the c-th quarter of each half
@@ -27,7 +27,6 @@ times the scale, each of which is exact but for the last rounding. All others co
 Shapes: B sequences, H query heads, J key heads, N positions of the cache, D width of a head.
 """
 
-from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -72,7 +71,10 @@ LEAST_WIDTH = 64
 TOGETHER = 32
 """Splits whose sums are added up at a time."""
 MERGED = 256
-"""Positions that a warp reads while what it shares would be merged: about 9 us on an H200."""
+"""Positions that a warp reads while a second kernel would merge what several have read of a head.
+
+64 slots of 32 query heads and up to 256 positions took 4 us less a layer so (one H200, 8 bits).
+"""
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e30)
 """Peak of a softmax over no keys: finite, so that differences are."""
@@ -103,19 +105,20 @@ def packed_attention(
     (keys, key_steps, values, value_steps), kept = cache.for_kernel()
     cut = CUTS[kept["BITS"]]
     capped = {"maxnreg": cut.registers} if IS_COMPILED and D <= WIDEST_CAPPED else {}
-    heads = gcd(J, WARPS)  # of a program
-    programs, sharing = B * J // heads, WARPS // heads
-    splits = max(1, min(cut.programs // programs, triton.cdiv(N, 8 * cut.tiles * sharing)))
-    if sharing == 1 and N - N // splits <= MERGED:
-        splits = 1
-    is_whole = splits * sharing == 1
-    parts = (None,) * 3 if is_whole else empty_parts(B * H, splits * sharing, D, query.device)
+    programs = B * J
+    splits = max(1, min(cut.programs // programs, triton.cdiv(N, 8 * cut.tiles * WARPS)))
+    is_busy = 2 * programs >= cut.programs * WARPS
+    is_whole = J % WARPS == 0 and (is_busy or N - N // (splits * WARPS) <= MERGED)
+    if is_whole:
+        programs, splits, parts = programs // WARPS, 1, (None,) * 3
+    else:
+        parts = empty_parts(B * H, splits * WARPS, D, query.device)
     _packed_kernel[(programs, splits)](
         out, *parts, query, keys.view(torch.int32), key_steps, values.view(torch.int32),
         value_steps, positions, N, scaling * LOG2_E,
-        H=H, J=J, D=D, TILES=cut.tiles, W=WARPS, SHARING=sharing, SPLITS=splits,
-        STRIDE=int(len(positions) > 1), ORDER=order, ASSEMBLED=IS_COMPILED, **kept,
-        num_warps=WARPS, num_stages=1, **capped, **overlapping(query.device),
+        H=H, J=J, D=D, TILES=cut.tiles, W=WARPS, SPLITS=splits, STRIDE=int(len(positions) > 1),
+        ORDER=order, ASSEMBLED=IS_COMPILED, **kept, num_warps=WARPS, num_stages=1, **capped,
+        **overlapping(query.device),
     )  # fmt: skip
     return out if is_whole else merge(out, *parts, order=order)
 
@@ -173,15 +176,17 @@ def _merge_kernel(
 def _packed_kernel(
     out, parts, peaks, sums, query, keys, key_steps, values, value_steps, positions, N, scaling,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, W: tl.constexpr,
-    SHARING: tl.constexpr, SPLITS: tl.constexpr, STRIDE: tl.constexpr, ORDER: tl.constexpr,
-    BITS: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLITS: tl.constexpr, STRIDE: tl.constexpr, ORDER: tl.constexpr, BITS: tl.constexpr,
+    KIND: tl.constexpr, ASSEMBLED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One split of the positions, for all query heads of `W / SHARING` key heads of a sequence."""
+    """One split of the positions, for all query heads of a key head; or, without `parts`, all of
+    them, for a key head of each warp."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     GROUP: tl.constexpr = H // J
     IS_FOLDED: tl.constexpr = GROUP <= 4
+    SHARING: tl.constexpr = 1 if parts is None else W
     SPAN: tl.constexpr = 8 * TILES * SHARING
     WORDS: tl.constexpr = D * BITS // 32
     pair, split = tl.program_id(0).to(tl.int64) * (W // SHARING), tl.program_id(1)
@@ -192,6 +197,10 @@ def _packed_kernel(
     of_program, sharer = lane // (32 * SHARING), lane // 32 % SHARING
     keys, values = keys + pair * N * WORDS, values + pair * N * WORDS
     key_steps, value_steps = key_steps + pair * N, value_steps + pair * N
+    Q = _queries(
+        query + head * D + of_program * (GROUP * D), g % (4 if IS_FOLDED else 8), c, scaling,
+        GROUP, D, KIND, ASSEMBLED,
+    )  # fmt: skip
     peak = tl.full([32 * W], LOWEST, tl.float32)
     total = tl.zeros([32 * W], tl.float32)
     found = ()
@@ -202,14 +211,9 @@ def _packed_kernel(
     # the key heads of a program lie behind each other, N positions each
     own = of_program * N + sharer * (8 * TILES)
     last_own = of_program * N + last
-    # before the queries, which wait for memory too
     drawn = _ahead(
         keys, key_steps, values, value_steps, own + first, last_own, g, c, TILES, D, BITS
     )
-    Q = _queries(
-        query + head * D + of_program * (GROUP * D), g % (4 if IS_FOLDED else 8), c, scaling,
-        GROUP, D, KIND, ASSEMBLED,
-    )  # fmt: skip
     for start in range(first, last, SPAN):
         key, key_step, value, value_step = drawn
         begin = own + start
@@ -257,7 +261,7 @@ def _packed_kernel(
         ROOM: tl.constexpr = SPLITS * SHARING
         of_query = tl.arange(0, 8 * W)
         row, warp = of_query % 8, of_query // 8
-        place = (head + warp // SHARING * GROUP + row) * ROOM + split * SHARING + warp % SHARING
+        place = (head + row) * ROOM + split * SHARING + warp
         top = tl.max(tl.reshape(peak, [8 * W, 4]), axis=1) * 0.6931471805599453
         tl.store(peaks + place, top, mask=row < GROUP)
         tl.store(sums + place, tl.sum(tl.reshape(total, [8 * W, 4]), axis=1), mask=row < GROUP)
