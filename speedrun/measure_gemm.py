@@ -30,9 +30,12 @@ from torch.nn import functional as F
 from qat.bench.kernels.tune import compiling_only, write_entries
 from qat.kernels.lut_gemm import (
     FORMED,
-    MOST_TOGETHER,
+    INPUTS,
     RESIDENT,
+    RESIDENT_TOGETHER,
     ROWS,
+    SMALL_TOGETHER,
+    UNIT,
     WIDTHS,
     GemmTile,
     Part,
@@ -40,9 +43,10 @@ from qat.kernels.lut_gemm import (
     splits_for,
     stages_for,
     tile_for,
+    units_ahead,
     width_for,
 )
-from qat.kernels.lut_wgmma import STAGES as SLICES
+from qat.kernels.lut_wgmma import STAGES
 from qat.kernels.tuned import forcing, named, table_path, used
 from qat.quant.weight import encode, packed_width, round_to_e5m3
 
@@ -81,25 +85,28 @@ CHECK_TILES = (
     GemmTile(16, 4, 3, 4),
     GemmTile(64, 2, 1, 3),
     GemmTile(128, 8, 2, 3),
-    GemmTile(16, 4, 3, 3, together=4),
-    GemmTile(64, 8, 1, 3, together=4),
-    GemmTile(128, 8, 2, 3, together=4),
+    GemmTile(16, 4, 3, together=4),
+    GemmTile(64, 8, 1, together=4),
+    GemmTile(128, 4, 2, together=4),
+    GemmTile(128, 16, 2, together=4),
+    GemmTile(256, 8, 2, together=4),
+    GemmTile(64, 4, 3, stages=16, together=4, own=1),
 )
 """Each is checked with two of the cases; tests/gpu has all."""
 CUTS = {
-    8: ((8, 2, 0, 1), (8, 4, 0, 1)),
-    16: ((16, 4, 0, 1), (16, 4, 0, 4)),
-    32: ((32, 4, 0, 1), (32, 4, 168, 1), (32, 4, 168, 4), (32, 8, 0, 4)),
-    48: ((48, 4, 0, 1), (48, 8, 0, 4)),
-    64: ((32, 4, 0, 1), (64, 4, 0, 4), (64, 8, 0, 4)),
-    96: ((48, 8, 0, 4), (96, 8, 0, 4)),
-    128: ((64, 4, 0, 4), (64, 8, 0, 4), (128, 8, 0, 4)),
+    8: ((8, 2, 1), (8, 4, 1)),
+    16: ((16, 4, 1), (16, 4, 4)),
+    32: ((32, 4, 1), (32, 8, 4)),
+    48: ((48, 4, 1), (48, 8, 4)),
+    64: ((64, 4, 4), (64, 8, 4), (64, 16, 4)),
+    96: ((96, 4, 4), (96, 16, 4)),
+    128: ((64, 4, 4), (128, 4, 4), (128, 16, 4)),
+    192: ((64, 8, 4), (96, 16, 4), (192, 8, 4)),
+    256: ((64, 8, 4), (128, 4, 4), (128, 16, 4), (256, 8, 4)),
 }
-"""Columns, warps, most registers and warps together to try by width; above 512 the last of 128.
-
-Without a limit nothing is spilled up to 96 columns. Room for one more program costs 0 to 32 loads
-of spilled registers in 256 inputs; tiles of half the width look every weight up twice.
-"""
+"""Columns, warps and warps together to try by width; above, the last two of 256."""
+OWN_WARPS = 8
+"""Of programs that lay out their own vectors, in matrices below `SMALL_TOGETHER`."""
 WORKERS = 8
 """Processes that compile: it takes seconds a kernel, many of them with a process's lock held."""
 
@@ -145,7 +152,9 @@ def main() -> None:
 def compile_one(case: Case, tile: GemmTile, *, has_bias: bool) -> None:
     """Leave the compiled kernel in Triton's cache on disk; nothing runs."""
     bits, dtype, group, scale = case
-    O, I = 64, 1024
+    # so many inputs that a program's own slices have as many stages
+    O, I = 64, tile.stages // units_ahead(bits) * 4 * UNIT * units_ahead(bits) * tile.splits
+    I = I if tile.own else 1024
     octets = torch.empty(O, packed_width(I, bits), dtype=torch.uint8, device="cuda")
     scales = torch.empty(O, I // group, dtype=scale, device="cuda")
     part = Part(octets, scales, torch.empty(2**bits, device="cuda"), bits)
@@ -211,14 +220,24 @@ def candidates(O: int, I: int, width: int) -> list[GemmTile]:
     """Tiles to try: the default, a formed weight, and of each cut the splits that seem best."""
     found = [tile_for(O, I, BITS, width, has_groups=True), FORMED]
     if width > WIDTHS[-1]:
-        found += [FORMED._replace(splits=slabs) for slabs in (2, 4, 8)]
-    cuts = CUTS[min(width, WIDTHS[-1])]
-    for columns, warps, registers, together in cuts[-1:] if width > MOST_TOGETHER else cuts:
-        blocks = -(-O // (ROWS * warps)) * -(-width // columns)
-        resident = {128: 4, 168: 3}.get(registers, RESIDENT.get(columns, 2)) * 4 // warps
-        for splits in splits_for(blocks, I, BITS, 132 * resident)[:3]:
-            stages = stages_for(columns) if together == 1 else SLICES
-            found.append(GemmTile(columns, warps, splits, stages, registers, together))
+        found += [FORMED._replace(splits=slabs) for slabs in (2, 4)]
+    spans = -(-I // (4 * UNIT * units_ahead(BITS)))
+    cuts = CUTS[width] if width in CUTS else CUTS[WIDTHS[-1]][-2:]
+    for columns, warps, together in cuts:
+        blocks = -(-O // (ROWS[together] * warps)) * -(-width // columns)
+        if together == 1:
+            resident = RESIDENT.get(columns, 2) * 4 // warps
+            tile = GemmTile(columns, warps, 1, stages_for(columns))
+        else:
+            resident = max(RESIDENT_TOGETHER.get(columns, 1) * 4 // warps, 1)
+            tile = GemmTile(columns, warps, 1, STAGES, 0, together)
+        every = splits_for(blocks, I, BITS, 132 * resident)
+        found += [tile._replace(splits=splits) for splits in every[: 3 if together == 1 else 2]]
+        if warps == OWN_WARPS and together > 1 and O * I < SMALL_TOGETHER:
+            # as many stages as declared memory holds, and one span a program where it holds none
+            stages = units_ahead(BITS) * max(2**15 // (2 * INPUTS * columns) // 4, 1)
+            fitting = [s for s in every if -(-spans // s) * units_ahead(BITS) <= stages]
+            found += [tile._replace(splits=s, stages=stages, own=1) for s in fitting[:1]]
     return list(dict.fromkeys(found))
 
 

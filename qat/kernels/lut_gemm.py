@@ -16,6 +16,10 @@ inputs of them, copied to shared memory a few slices ahead, in 16 bytes whose pl
 every other vector so that no two lanes need the same bank. Programs may share the inputs of a tile:
 each hands in its sums, and the last one adds them up in their order.
 
+On Hopper, from 64 vectors on, tensor cores take 64 rows of four warps as one, and read vectors from
+shared memory themselves (`lut_wgmma`). A kernel before lays them out, and where programs share the
+inputs of a tile, one behind adds up, on all multiprocessors at once.
+
 What bounds it, at 2.5 bits a weight: neither the memory, which would take 6 us of the 22 that one
 vector takes at 8192 x 8192 (one H100), nor the instructions, 8 us, but how long a warp waits for
 results of its own; from 64 vectors on the tensor cores too.
@@ -44,8 +48,21 @@ from qat.kernels.dispatch import (
 from qat.kernels.lut_mma import columns, decoded, half_of, shares_of, words_of
 from qat.kernels.lut_rows import MOST_PARTS, UNIT, LutRows
 from qat.kernels.lut_weight import form
-from qat.kernels.lut_wgmma import STAGES as SLICES
-from qat.kernels.lut_wgmma import begin, end, laid, lay, take
+from qat.kernels.lut_wgmma import (
+    BEHIND,
+    LAY_BLOCK,
+    STAGES,
+    arrived,
+    asked_for,
+    barriers,
+    begin,
+    end,
+    fetch,
+    lay_kernel,
+    lay_own,
+    release,
+    room_for,
+)
 from qat.kernels.tuned import chosen
 from qat.quant.weight import PackedIndices, Scales, from_stored
 
@@ -53,10 +70,12 @@ BITS = (2, 3, 4)
 """Of the indices that the kernel reads."""
 INPUTS = 64
 """Rows must be a multiple of so many."""
-ROWS = 32
-"""Rows of a warp."""
-WIDTHS = (8, 16, 32, 48, 64, 96, 128)
+ROWS = {1: 32, 4: 16}
+"""Rows of a warp, by how many are multiplied as one."""
+WIDTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Vectors of a tile; 24 took longer than 32 in all nine shapes that were timed."""
+WIDEST_APART = 128
+"""Vectors of a tile of warps whose rows are multiplied apart, at most."""
 RESIDENT = {8: 4, 16: 3}
 """Programs of four warps for which a multiprocessor has registers, by width; 2 for others.
 
@@ -67,8 +86,19 @@ warps, so that there is room for one.
 """
 SMALL = {96: 5 * 2**20, 128: 12 * 2**20}
 """Weights of a matrix below which it is formed, by width; `2**20` for others."""
-LEAST_TOGETHER, MOST_TOGETHER = 64, 256
+LEAST_TOGETHER, MOST_TOGETHER = 64, 512
 """Widths between which Hopper multiplies the rows of four warps as one."""
+SMALL_TOGETHER, SMALL_COLUMNS = 2**23, 64
+"""Weights of a matrix below which tiles there have so many vectors at most.
+
+With 128, programs were too few or too short: 10.9 us for 9.4 at 4096 x 1024 and 128 vectors, and
+18.0 for 12.7 with 256 of them (one NVIDIA H200).
+"""
+RESIDENT_TOGETHER = {16: 4, 32: 4, 48: 4, 64: 4, 96: 3, 128: 3}
+"""Programs of four warps for which a multiprocessor has registers there, by columns.
+
+Wider tiles have programs of eight warps, which share the vectors, and there is room for one.
+"""
 SHARED_BYTES = 48 * 1024
 """The most that a program may declare."""
 
@@ -122,6 +152,8 @@ class GemmTile(NamedTuple):
     """The most of a thread, or 0."""
     together: int = 1
     """Warps whose rows are multiplied as one: 4, which Hopper can, or 1."""
+    own: int = 0
+    """1: such a program lays out all its slices itself, each in a stage of its own."""
 
 
 FORMED = GemmTile(0, 0, 1, 0)
@@ -156,18 +188,20 @@ def tile_for(
     31.3 at 2560 x 4096, and 38.3 against 35.8 at 6144 x 2560. For up to 64 the kernel won in all
     nine shapes, from 1024 x 2048 on; smaller ones were not timed.
 
-    From `LEAST_TOGETHER` to `MOST_TOGETHER` vectors Hopper multiplies four warps' rows as one. A
-    multiprocessor has registers for one program there.
+    From `LEAST_TOGETHER` to `MOST_TOGETHER` vectors Hopper multiplies four warps' rows as one.
     """
     if has_groups and LEAST_TOGETHER <= width <= MOST_TOGETHER:
-        columns, warps = min(width, WIDTHS[-1]), 8
-        blocks = triton.cdiv(out_features, ROWS * warps) * triton.cdiv(width, columns)
-        splits = splits_for(blocks, in_features, bits, 132)[0]
-        return GemmTile(columns, warps, splits, SLICES, together=4)
-    if width > WIDTHS[-1] or out_features * in_features < SMALL.get(width, 2**20):
+        is_small = out_features * in_features < SMALL_TOGETHER
+        columns = min(width, SMALL_COLUMNS if is_small else WIDTHS[-1])
+        warps = 4 if columns in RESIDENT_TOGETHER else 8
+        blocks = triton.cdiv(out_features, ROWS[4] * warps) * triton.cdiv(width, columns)
+        resident = 132 * RESIDENT_TOGETHER.get(columns, 1)
+        splits = splits_for(blocks, in_features, bits, resident)[0]
+        return GemmTile(columns, warps, splits, STAGES, together=4)
+    if width > WIDEST_APART or out_features * in_features < SMALL.get(width, 2**20):
         return FORMED
     warps = 8 if width > 64 else 4
-    blocks = triton.cdiv(out_features, ROWS * warps)
+    blocks = triton.cdiv(out_features, ROWS[1] * warps)
     spans = triton.cdiv(in_features, 4 * UNIT * units_ahead(bits))
     programs = 132 * min(RESIDENT.get(width, 8 // warps), 3 if bits == 3 else 4)
     splits = max(min(programs // blocks, spans // 2, 16), 1)
@@ -283,30 +317,60 @@ def _multiplied(x: Tensor, parts: Sequence[Part], bias: Tensor | None, tile: Gem
     x = x if x.data_ptr() % 16 == 0 else x.clone()  # 16 bytes are copied at a time
     sizes = [part.shape[0] for part in parts]
     out = x.new_empty(M, sum(sizes))
-    blocks = [triton.cdiv(size, ROWS * tile.warps) for size in sizes]
-    grid = (sum(blocks), tile.splits, triton.cdiv(M, tile.columns))
+    together = tile.together if IS_COMPILED else 1
+    rows = ROWS[together] * tile.warps
+    grid = (sum(triton.cdiv(n, rows) for n in sizes), tile.splits, triton.cdiv(M, tile.columns))
     partials = arrivals = None
     if tile.splits > 1:
-        size = grid[0] * grid[1] * grid[2] * ROWS * tile.warps * tile.columns
+        size = grid[0] * grid[1] * grid[2] * rows * tile.columns
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
-        arrivals = _arrivals(x.device, grid[0] * grid[2])
+        arrivals = _arrivals(x.device, grid[0] * grid[2]) if together == 1 else None
     none = MOST_PARTS - len(parts)
     padded = [*parts, *parts[-1:] * none]
-    ends = torch.Size([*sizes, *[0] * none])
+    ends = dict(zip(("size_0", "size_1", "size_2"), [*sizes, *[0] * none], strict=True))
     capped = {"maxnreg": tile.registers} if IS_COMPILED and tile.registers else {}
-    length = I // parts[0].scales.shape[1] // UNIT
+    length, V = I // parts[0].scales.shape[1] // UNIT, units_ahead(bits)
+    laid = None
+    if together > 1:
+        spans = triton.cdiv(I, 4 * UNIT * V)
+        if not tile.own:
+            laid = _laid(x, tile.columns, V, is_spread=bits == 2)
+        elif tile.stages < V * triton.cdiv(spans, tile.splits):
+            raise ValueError(f"{tile} has too few stages for {I} inputs")
+        room, words = room_for(2 * INPUTS * tile.columns * tile.stages)
+    else:
+        room, words = _room(2 * INPUTS * tile.columns * tile.stages), 0
+    options = {"NT": tile.columns // 8, "W": tile.warps, "ASSEMBLED": IS_COMPILED}
+    options |= {"num_warps": tile.warps, **overlapping(x.device)}
     _gemm_kernel[grid](
-        out, partials, arrivals, x.view(torch.int32),
+        out, partials, arrivals, x.view(torch.int32), laid,
         *(part.octets.view(torch.int32) for part in padded), *(part.scales for part in padded),
         *(part.codebook for part in padded), bias,
-        num_vectors=M, num_out=out.shape[1], size_0=ends[0], size_1=ends[1], size_2=ends[2],
-        quads=I // INPUTS, BITS=bits, C=len(parts[0].codebook), LENGTH=length,
-        V=units_ahead(bits), NT=tile.columns // 8, W=tile.warps, STAGES=tile.stages,
-        ROOM=_room(2 * INPUTS * tile.columns * tile.stages), TOGETHER=tile.together,
-        ASSEMBLED=IS_COMPILED,
-        num_warps=tile.warps, num_stages=1, **capped, **overlapping(x.device),
+        num_vectors=M, num_out=out.shape[1], **ends, quads=I // INPUTS, BITS=bits,
+        C=len(parts[0].codebook), LENGTH=length, V=V, STAGES=tile.stages, ROOM=room, WORDS=words,
+        TOGETHER=together, num_stages=1, **capped, **options,
     )  # fmt: skip
+    if tile.splits > 1 and together > 1:
+        _add_kernel[(grid[0], tile.columns // 8, grid[2])](
+            out, partials, bias, num_vectors=M, num_out=out.shape[1], **ends, splits=tile.splits,
+            KIND="bf16" if x.dtype == torch.bfloat16 else "f16", **options,
+        )  # fmt: skip
     return out
+
+
+def _laid(x: Tensor, columns: int, V: int, *, is_spread: bool) -> Tensor:
+    """All slices of tiles of so many vectors, as `lut_wgmma` wants them in shared memory."""
+    M, I = x.shape
+    spans, tiles = triton.cdiv(I, 4 * UNIT * V), triton.cdiv(M, columns)
+    octets = tiles * spans * V * columns * 2 * INPUTS
+    laid = torch.empty(octets, dtype=torch.uint8, device=x.device)
+    tasks = octets // 64
+    lay_kernel[(triton.cdiv(tasks, LAY_BLOCK),)](
+        laid, x.view(torch.int32), num_vectors=M, units=I // UNIT, spans=spans, tasks=tasks,
+        N=columns, V=V, IS_SPREAD=is_spread, BLOCK=LAY_BLOCK, num_warps=LAY_BLOCK // 32,
+        **overlapping(x.device),
+    )  # fmt: skip
+    return laid
 
 
 MOST_TILES = 2**16
@@ -365,14 +429,21 @@ def _table(bits: int, kind: str) -> str:
     return "\n".join(["{", *lines, "}"])
 
 
-def _look_up_2() -> str:
-    """$0-$7 the weights 0 1, 2 3, ..., 14 15; $8 the word, $9 and $10 the table."""
+def _look_up_2(is_spread: bool) -> str:
+    """$0-$7 the weights 0 1, 2 3, ..., 14 15; $8 the word, $9 and $10 the table.
+
+    Or 0 4, ..., 3 7, 8 12, ..., 11 15, which is an instruction in four less.
+    """
     lines = [".reg .b32 sel;"]
     for k in range(4):
-        # two indices beside each other, of the lower and of the upper half of the word
-        lines += [f"shr.u32 sel, $8, {4 * k};", "and.b32 sel, sel, 0x000F000F;"]
+        if is_spread:
+            lines += [f"shr.u32 sel, $8, {2 * k};"]
+        else:
+            # two indices beside each other, of the lower and of the upper half of the word
+            lines += [f"shr.u32 sel, $8, {4 * k};", "and.b32 sel, sel, 0x000F000F;"]
+            lines += ["mul.lo.u32 sel, sel, 65;"]
         # one a byte; then the places of a level's two bytes among the table's eight
-        lines += ["mul.lo.u32 sel, sel, 65;", "and.b32 sel, sel, 0x03030303;"]
+        lines += ["and.b32 sel, sel, 0x03030303;"]
         lines += ["mad.lo.u32 sel, sel, 34, 0x10101010;", f"prmt.b32 ${k}, $9, $10, sel;"]
         lines += ["shr.u32 sel, sel, 16;", f"prmt.b32 ${4 + k}, $9, $10, sel;"]
     return "\n".join(["{", *lines, "}"])
@@ -431,8 +502,9 @@ def _steps(kind: str) -> str:
 
 
 LOOK_UP_2, LOOK_UP_3, LOOK_UP_4 = (
-    tl.constexpr(text) for text in (_look_up_2(), _look_up_3(), _look_up_4())
+    tl.constexpr(text) for text in (_look_up_2(False), _look_up_3(), _look_up_4())
 )
+SPREAD_2 = tl.constexpr(_look_up_2(True))
 
 
 @triton.constexpr_function
@@ -478,33 +550,34 @@ def _arrived(stages: int) -> str:
 
 @triton.jit(do_not_specialize=["num_vectors", "num_out", "size_0", "size_1", "size_2", "quads"])
 def _gemm_kernel(
-    out, partials, arrivals, x, source_0, source_1, source_2, scales_0, scales_1, scales_2,
+    out, partials, arrivals, x, laid, source_0, source_1, source_2, scales_0, scales_1, scales_2,
     levels_0, levels_1, levels_2, bias, num_vectors, num_out, size_0, size_1, size_2, quads,
     BITS: tl.constexpr, C: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr,
     NT: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, ROOM: tl.constexpr,
-    TOGETHER: tl.constexpr, ASSEMBLED: tl.constexpr, OVERLAP: tl.constexpr,
+    WORDS: tl.constexpr, TOGETHER: tl.constexpr, ASSEMBLED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
     lane = tl.arange(0, 32 * W)
+    R: tl.constexpr = 2 if TOGETHER > 1 else 4  # rows of a lane, eight apart
     # the part of which a program's rows are
     block, before, size = tl.program_id(0), 0, size_0
     source, scales, levels = source_0, scales_0, levels_0
-    blocks_0, blocks_1 = tl.cdiv(size_0, 32 * W), tl.cdiv(size_1, 32 * W)
+    blocks_0, blocks_1 = tl.cdiv(size_0, 8 * R * W), tl.cdiv(size_1, 8 * R * W)
     if block >= blocks_0 + blocks_1:
         block, before, size = block - blocks_0 - blocks_1, size_0 + size_1, size_2
         source, scales, levels = source_2, scales_2, levels_2
     elif block >= blocks_0:
         block, before, size = block - blocks_0, size_0, size_1
         source, scales, levels = source_1, scales_1, levels_1
-    row = block * (32 * W) + lane // 32 * 32 + lane % 32 // 4
+    row = block * (8 * R * W) + lane // 32 * (8 * R) + lane % 32 // 4
     column = tl.program_id(2) * (8 * NT)
     units = quads * 4  # of a row; a multiple of four, so that words are aligned
     spans, splits = tl.cdiv(units, 4 * V), tl.num_programs(1)
     first = tl.program_id(1) * spans // splits
     last = (tl.program_id(1) + 1) * spans // splits
     # what no kernel writes, so that it need not wait for the one before
-    drawn = _ahead(source, scales, row, size, first, lane, units, BITS, LENGTH, V)
+    drawn = _ahead(source, scales, row, size, first, lane, units, BITS, LENGTH, V, R)
     table = ()
     for k in tl.static_range(2**BITS):
         table = table + (tl.load(levels + (k if k < C else C - 1) + lane * 0),)
@@ -517,8 +590,8 @@ def _gemm_kernel(
         shared = tl.inline_asm_elementwise(ROOM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     if ASSEMBLED and TOGETHER > 1:
         sums = _sums_of_four_warps(
-            x, drawn, source, scales, row, size, first, last, table, levels, shared, column,
-            num_vectors, lane, units, BITS, LENGTH, V, NT, W, STAGES, KIND,
+            x, laid, drawn, source, scales, row, size, first, last, spans, table, levels, shared,
+            column, num_vectors, lane, units, BITS, LENGTH, V, NT, W, STAGES, KIND,
         )  # fmt: skip
     else:
         sums = _sums(
@@ -530,25 +603,31 @@ def _gemm_kernel(
         is_last = True
     else:
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        own = partials + tile.to(tl.int64) * (8 * NT * 32 * W) * splits + lane * 4
-        for k in tl.static_range(2 * NT):
-            place = own + (tl.program_id(1) * (2 * NT) + k) * (128 * W)
+        FOURS: tl.constexpr = R // 2 * NT
+        own = partials + tile.to(tl.int64) * (FOURS * 128 * W) * splits + lane * 4
+        for k in tl.static_range(FOURS):
+            place = own + (tl.program_id(1) * FOURS + k) * (128 * W)
             _leave(place, sums[k], ASSEMBLED)
-        is_last = _hand_in(arrivals + tile, shared, ASSEMBLED) == splits - 1
-        total = _zeros(2 * NT, W)
-        if is_last:
-            for split in range(splits):
-                added = ()
-                for k in tl.static_range(2 * NT):
-                    place = own + (split * (2 * NT) + k) * (128 * W)
-                    added = added + (_added(total[k], place, ASSEMBLED),)
-                total = added
-            tl.store(arrivals + tile, 0)
+        total = _zeros(FOURS, W)
+        is_last = False
+        if arrivals is not None:
+            is_last = _hand_in(arrivals + tile, shared, ASSEMBLED) == splits - 1
+            if is_last:
+                for split in range(splits):
+                    added = ()
+                    for k in tl.static_range(FOURS):
+                        place = own + (split * FOURS + k) * (128 * W)
+                        added = added + (_added(total[k], place, ASSEMBLED),)
+                    total = added
+                tl.store(arrivals + tile, 0)
     if is_last:
         _put(
             out, total, bias, row, size, before, column, num_vectors, num_out, lane,
-            NT, KIND, ASSEMBLED,
+            NT, R, KIND, ASSEMBLED,
         )  # fmt: skip
+    if WORDS > 0:
+        if num_vectors < 0:
+            asked_for(out, WORDS)
 
 
 @triton.jit
@@ -567,11 +646,12 @@ def _sums(
     sums = _zeros(2 * NT, W)
     for span in range(first, last):
         rows = drawn
-        drawn = _ahead(source, scales, row, size, span + 1, lane, units, BITS, LENGTH, V)
+        drawn = _ahead(source, scales, row, size, span + 1, lane, units, BITS, LENGTH, V, 4)
         for v in tl.static_range(V):
             weights = ()
             for r in tl.static_range(4):
-                weights = weights + (_weights(rows[r], v, table, levels, BITS, V, KIND, ASSEMBLED),)
+                looked_up = _weights(rows[r], v, table, levels, BITS, V, KIND, False, ASSEMBLED)
+                weights = weights + (looked_up,)
             here = room + slot
             if ASSEMBLED:
                 here = tl.inline_asm_elementwise(
@@ -598,53 +678,111 @@ def _sums(
 
 @triton.jit
 def _sums_of_four_warps(
-    x, drawn, source, scales, row, size, first, last, table, levels, shared, column, num_vectors,
-    lane, units, BITS: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr, NT: tl.constexpr,
-    W: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
+    x, laid, drawn, source, scales, row, size, first, last, spans, table, levels, shared, column,
+    num_vectors, lane, units, BITS: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr,
+    NT: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """The same, of four warps at a time (`lut_wgmma`): 64 rows, then the 64 others.
+    """The same, of four warps at a time (`lut_wgmma`): 64 rows.
 
-    While the one is multiplied, the other's next weights are looked up.
+    While a slice is multiplied, the next one's weights are looked up.
     """
     SLICE: tl.constexpr = 1024 * NT
-    # slices under way to registers
-    AHEAD: tl.constexpr = 2 if NT <= W else 1
-    lay(take(x, first, 0, column, num_vectors, lane, units, V, NT, W), shared, lane, NT, W)
-    taken = ()
-    for k in tl.static_range(AHEAD):
-        taken = taken + (take(x, first, 1 + k, column, num_vectors, lane, units, V, NT, W),)
+    IS_SPREAD: tl.constexpr = BITS == 2
+    # where there are registers for the weights of two slices
+    PENDING: tl.constexpr = 0 if W > 8 and NT > 12 else 1
+    count = (last - first) * V
+    slices, bars, thread = 0, 0, 0
+    if laid is None:
+        lay_own(x, shared, first, count, column, num_vectors, lane, units, V, IS_SPREAD, NT, W)
+    else:
+        begun = (tl.program_id(2) * spans + first).to(tl.int64)
+        slices = (laid + begun * (V * SLICE)).to(tl.int64)
+        bars, thread = barriers(STAGES, W)
+        for s in tl.static_range(STAGES):
+            fetch(slices, shared, bars, s, s, 1, thread, s < count, SLICE)
     none = tl.zeros([32 * W], tl.float32)
-    zeros, weights = (), ()
+    sums, used = (), ()
     for _ in tl.static_range(4 * NT):
-        zeros = zeros + (none,)
+        sums = sums + (none,)
     for _ in tl.static_range(16):
-        weights = weights + (lane * 0,)
-    sums, used, slot = (zeros, zeros), (weights, weights), 0
+        used = used + (lane * 0,)
+    turn, parity, passed = 0, 0, 0
     for span in range(first, last):
         rows = drawn
-        drawn = _ahead(source, scales, row, size, span + 1, lane, units, BITS, LENGTH, V)
+        drawn = _ahead(source, scales, row, size, span + 1, lane, units, BITS, LENGTH, V, 2)
         for v in tl.static_range(V):
-            here = laid(shared + slot)
-            slot = tl.where(slot == (STAGES - 1) * SLICE, 0, slot + SLICE)
-            lay(taken[0], shared + slot, lane, NT, W)
-            new = take(x, span, v + 1 + AHEAD, column, num_vectors, lane, units, V, NT, W)
-            taken = (taken[1], new) if AHEAD == 2 else (new,)
-            more, using = (), ()
-            for m in tl.static_range(2):
-                done = end(sums[m], used[m], 1, NT)
-                weights = ()
-                for r in tl.static_range(2):
-                    weights = weights + _weights(
-                        rows[2 * m + r], v, table, levels, BITS, V, KIND, True
-                    )
-                more = more + (begin(done, weights, here, KIND, NT),)
-                using = using + (weights,)
-            sums, used = more, using
-    upper, lower = end(sums[0], used[0], 0, NT), end(sums[1], used[1], 0, NT)
+            weights = ()
+            for r in tl.static_range(2):
+                weights = weights + _weights(
+                    rows[r], v, table, levels, BITS, V, KIND, IS_SPREAD, True
+                )
+            slot = turn * V + v
+            if laid is not None:
+                arrived(bars, slot, parity)
+            sums = begin(sums, weights, shared + slot * SLICE, KIND, NT)
+            if PENDING == 0:
+                sums = end(sums, weights, 0, NT)
+            else:
+                sums = end(sums, used, 1, NT)
+                used = weights
+            if laid is not None:
+                last_slot, free, free_parity = slot - 1, slot - 1 - BEHIND, parity
+                if v == 0:
+                    last_slot = tl.where(turn == 0, STAGES - 1, last_slot)
+                release(bars, last_slot, thread, passed + v > 0)
+                if v < 1 + BEHIND:  # it may be one of the round before
+                    free = tl.where(turn == 0, free + STAGES, free)
+                    free_parity = tl.where(turn == 0, parity ^ 1, parity)
+                index = passed + (v - 1 - BEHIND + STAGES)
+                is_due = (index >= STAGES) & (index < count)
+                fetch(slices, shared, bars, free, index, free_parity, thread, is_due, SLICE)
+        passed += V
+        is_round = turn == STAGES // V - 1
+        turn = tl.where(is_round, 0, turn + 1)
+        parity = tl.where(is_round, parity ^ 1, parity)
+    sums = end(sums, used, 0, NT)
     total = ()
     for n in tl.static_range(NT):
-        total = total + (_four(upper, n), _four(lower, n))
+        total = total + (_four(sums, n),)
     return total
+
+
+@triton.jit(do_not_specialize=["num_vectors", "num_out", "size_0", "size_1", "size_2", "splits"])
+def _add_kernel(
+    out, partials, bias, num_vectors, num_out, size_0, size_1, size_2, splits,
+    NT: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Add up in their order what the programs of a tile left for eight of its vectors."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    lane, e = tl.arange(0, 32 * W), tl.arange(0, 4)[None, :]
+    block, before, size = tl.program_id(0), 0, size_0
+    blocks_0, blocks_1 = tl.cdiv(size_0, 16 * W), tl.cdiv(size_1, 16 * W)
+    if block >= blocks_0 + blocks_1:
+        block, before, size = block - blocks_0 - blocks_1, size_0 + size_1, size_2
+    elif block >= blocks_0:
+        block, before, size = block - blocks_0, size_0, size_1
+    tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    own = partials + (tile.to(tl.int64) * splits * NT + tl.program_id(1)) * (128 * W)
+    place = own + lane[:, None] * 4 + e
+    total = tl.zeros([32 * W, 4], tl.float32)
+    for split in range(0, splits, 4):
+        fours = ()
+        for k in tl.static_range(4):  # all under way before the first is needed
+            at = place + (split + k) * (NT * 128 * W)
+            fours = fours + (tl.load(at, mask=split + k < splits, other=0),)
+        for k in tl.static_range(4):
+            total += fours[k]
+    row = block * (16 * W) + (lane // 32 * 16 + lane % 32 // 4)[:, None] + e // 2 * 8
+    vector = (tl.program_id(2) * NT + tl.program_id(1)) * 8 + (lane % 4 * 2)[:, None] + e % 2
+    if bias is not None:
+        total += tl.load(bias + before + row, mask=row < size, other=0).to(tl.float32)
+    tl.store(
+        out + vector.to(tl.int64) * num_out + before + row, _short(total, KIND, ASSEMBLED),
+        mask=(row < size) & (vector < num_vectors),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -704,12 +842,12 @@ def _added(total, place, ASSEMBLED: tl.constexpr):
 @triton.jit
 def _ahead(
     source, scales, row, size, span, lane, units,
-    BITS: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr,
+    BITS: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Words and scales of a lane's V units of each of its four rows; beyond all, zeros."""
+    """Words and scales of a lane's V units of each of its R rows; beyond all, zeros."""
     unit = span * (4 * V) + lane % 4 * V
     found = ()
-    for r in tl.static_range(4):
+    for r in tl.static_range(R):
         own = tl.minimum(row + 8 * r, size - 1)  # beyond the last the last again
         if BITS == 3:
             words = ()
@@ -728,9 +866,9 @@ def _ahead(
 @triton.jit
 def _weights(
     drawn, v: tl.constexpr, table, levels, BITS: tl.constexpr, V: tl.constexpr,
-    KIND: tl.constexpr, ASSEMBLED: tl.constexpr,
+    KIND: tl.constexpr, IS_SPREAD: tl.constexpr, ASSEMBLED: tl.constexpr,
 ):  # fmt: skip
-    """A row's unit v as eight pairs of numbers: `round(level * scale)` of neighbours."""
+    """A row's unit v as eight pairs of `round(level * scale)`: neighbours, or four apart."""
     words, shares = drawn
     GROUPS: tl.constexpr = len(shares)
     scale = decoded(shares[v * GROUPS // V])
@@ -751,8 +889,9 @@ def _weights(
             _table(BITS, KIND), _constraints(f"{COUNT}r", f"{2**BITS + 1}f"), (scale,) + table,
             dtype=_integers(COUNT), is_pure=True, pack=1,
         )  # fmt: skip
+        OF_TWO_BITS: tl.constexpr = SPREAD_2 if IS_SPREAD else LOOK_UP_2
         return tl.inline_asm_elementwise(
-            LOOK_UP_2 if BITS == 2 else LOOK_UP_3 if BITS == 3 else LOOK_UP_4,
+            OF_TWO_BITS if BITS == 2 else LOOK_UP_3 if BITS == 3 else LOOK_UP_4,
             _constraints("8r", f"{len(halves) + COUNT}r"), halves + scaled,
             dtype=INTEGERS_8, is_pure=True, pack=1,
         )  # fmt: skip
@@ -885,10 +1024,10 @@ def _short(value, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
 @triton.jit
 def _put(
     out, sums, bias, row, size, before, column, num_vectors, num_out, lane,
-    NT: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr,
+    NT: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr,
 ):  # fmt: skip
     """Write a tile: lane `4 g + c` has the rows g and g + 8 of vectors 2 c and 2 c + 1."""
-    for r in tl.static_range(4):
+    for r in tl.static_range(R):
         is_row = row + 8 * r < size
         place = before + row + 8 * r
         added = tl.zeros([lane.shape[0]], tl.float32)
@@ -897,7 +1036,7 @@ def _put(
         for n in tl.static_range(NT):
             for i in tl.static_range(2):
                 vector = column + 8 * n + lane % 4 * 2 + i
-                y = sums[2 * n + r // 2][r % 2 * 2 + i] + added
+                y = sums[R // 2 * n + r // 2][r % 2 * 2 + i] + added
                 at = out + vector.to(tl.int64) * num_out + place
                 is_there = is_row & (vector < num_vectors)
                 short = _short(y, KIND, ASSEMBLED)

@@ -4,42 +4,256 @@ Four warps hand in 64 rows of weights, 16 each, as `mma.m16n8k16` wants them, an
 with all vectors of a tile: nobody reads the vectors into registers, and no weight is looked up
 twice. The tensor cores read the vectors from shared memory while the next weights are looked up.
 
-A slice of 64 inputs of a vector is 128 bytes, of which each of four steps takes 32. In a step's
-place `2 c + i + 8 h` lies what meets the number `4 step + 2 h + i` of lane c's unit. So a thread
-reads 8 bytes of each of the four units, and writes what they say of h = 0 and of h = 1 as 16
-bytes each. Vector n's 16 bytes q lie at `128 n + 16 (q ^ n % 8)`, which the descriptor calls
-swizzled by 128 bytes: no two lanes that are served at once need the same bank.
+A slice of 64 inputs of a tile's vectors lies there as the tensor cores want it. A vector's 128
+bytes are eight chunks of 16, of which each of four steps takes two. What meets numbers 2 q and
+2 q + 1 of lane c's unit lies in word c of chunk q; where numbers are looked up four apart (2 bits),
+`8 (q / 4) + q % 4` and the number four behind. Vector n's chunk q lies at `128 n + 16 (q ^ n % 8)`,
+which the descriptor calls swizzled by 128 bytes: no two lanes that are served at once need the
+same bank.
+
+A kernel before the product lays slices out in memory, so that a copy engine can bring each whole;
+or a program lays out all that it needs itself, if there is room. A slot of shared memory has two
+barriers. The first opens when a slice has come, the second when all warps are done with it; then
+the first warp asks for the slice that takes its place.
 """
 
-from qat.kernels.dispatch import tl, triton
+from qat.kernels.dispatch import gdc_launch_dependents, gdc_wait, tl, triton
 
-STAGES = 3
-"""Slices in shared memory, no fewer: one is read, one may still be, and one is written."""
-PARTS = tl.constexpr(4)
-"""Threads that copy a vector's slice: a step each."""
+STAGES = 4
+"""Slots of slices: a multiple of a span's slices, so that a slice's slot is known to a compiler."""
+BEHIND = tl.constexpr(1)
+"""Slices that warps may lie behind the first one before it waits for them."""
+LAY_BLOCK = 128
+"""Threads of a program that lays out, each 16 bytes of four units."""
+MOST_DECLARED = 47 * 1024
+"""Shared memory that a program may declare beside its barriers."""
+BARRIER_BYTES = 1024
 DESCRIBED = tl.constexpr(0x40000040)
 """The upper half of a descriptor: swizzled by 128 bytes, eight vectors are 1,024."""
-INTEGERS_8 = tl.constexpr((tl.int32,) * 8)
+NO_THREAD = tl.constexpr(1 << 20)
+INTEGERS_16 = tl.constexpr((tl.int32,) * 16)
 
 
-def _take(distance: int) -> str:
-    """$0-$7: 8 bytes of each of four units that lie so far apart, from $8 on; $9 of them exist."""
-    lines = [".reg .pred is;"]
+@triton.constexpr_function
+def _turn(v: int, is_spread: bool) -> str:
+    """Assembly: $0-$15 four chunks, from 16 bytes of each of four units; $17 units exist.
+
+    Units lie `32 v` bytes apart from $16 on. Word c of a chunk is unit c's.
+    """
+    lines = [".reg .pred is; .reg .b32 " + ", ".join(f"w{k}" for k in range(16)) + ";"]
     for c in range(4):
-        words = f"${2 * c}, ${2 * c + 1}"
-        lines += [f"mov.b32 ${2 * c + half}, 0;" for half in (0, 1)]
-        lines += [f"setp.gt.s32 is, $9, {c};"]
-        lines += [f"@is ld.global.v2.b32 {{{words}}}, [$8 + {distance * c}];"]
+        words = ", ".join(f"w{4 * c + k}" for k in range(4))
+        lines += [f"mov.b32 w{4 * c + k}, 0;" for k in range(4)]
+        lines += [f"setp.gt.s32 is, $17, {c};"]
+        lines += [f"@is ld.global.v4.b32 {{{words}}}, [$16 + {32 * v * c}];"]
+    for k in range(4):
+        for c in range(4):
+            low, high = 4 * c + k // 2, 4 * c + 2 + k // 2
+            picked = f"prmt.b32 ${4 * k + c}, w{low}, w{high}, {'0x7632' if k % 2 else '0x5410'};"
+            lines += [picked if is_spread else f"mov.b32 ${4 * k + c}, w{4 * c + k};"]
     return "\n".join(["{", *lines, "}"])
 
 
-TAKE_2, TAKE_4 = tl.constexpr(_take(64)), tl.constexpr(_take(128))
-LAY = tl.constexpr(
-    "st.shared.v4.b32 [$1], {$3, $5, $7, $9}; st.shared.v4.b32 [$2], {$4, $6, $8, $10}; "
-    "mov.b32 $0, $1;"
-)
+TURNED = tl.constexpr(",".join(["=&r"] * 16 + ["l", "r"]))
+LAY_FAR = tl.constexpr("st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;")
+LAY_NEAR = tl.constexpr("st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, $1;")
 # tensor cores read past what orders plain accesses
 LAID = tl.constexpr("fence.proxy.async.shared::cta; bar.sync 0; mov.b32 $0, $1;")
+
+
+@triton.jit
+def _turned(
+    x, vector, unit, half, num_vectors, units, V: tl.constexpr, IS_SPREAD: tl.constexpr
+):  # fmt: skip
+    """Half of the chunks of a vector's slice whose first unit this is, four words each."""
+    there = tl.where(vector < num_vectors, (units - unit + V - 1) // V, 0)
+    place = tl.where(there > 0, (vector.to(tl.int64) * units + unit) * 8 + half * 4, 0)
+    return tl.inline_asm_elementwise(
+        _turn(V, IS_SPREAD), TURNED, [(x + place).to(tl.int64), there],
+        dtype=INTEGERS_16, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _chunk(begin, n, half, k: tl.constexpr):
+    """Where chunk `4 half + k` of vector n lies in a slice."""
+    return begin + (n * 128 + (4 * half + k ^ n % 8) * 16)
+
+
+@triton.jit(do_not_specialize=["num_vectors", "units", "spans", "tasks"])
+def lay_kernel(
+    laid, x, num_vectors, units, spans, tasks, N: tl.constexpr, V: tl.constexpr,
+    IS_SPREAD: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Lay all slices of tiles of N vectors out in memory, tile by tile."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    task = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    task = tl.where(task < tasks, task, 0)  # those beyond repeat the first
+    half, v, n = task % 2, task // 2 % V, task // (2 * V) % N
+    span, tile = task // (2 * V * N) % spans, task // (2 * V * N) // spans
+    words = _turned(
+        x, tile * N + n, span * (4 * V) + v, half, num_vectors, units, V, IS_SPREAD
+    )  # fmt: skip
+    begin = laid + ((tile * spans + span) * V + v).to(tl.int64) * (N * 128)
+    for k in tl.static_range(4):
+        at = _chunk(begin, n, half, k).to(tl.int64)
+        tl.inline_asm_elementwise(
+            LAY_FAR, "=r,l,r,r,r,r",
+            [at, words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3]],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def lay_own(
+    x, shared, first, count, column, num_vectors, lane, units, V: tl.constexpr,
+    IS_SPREAD: tl.constexpr, NT: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """Lay so many slices out in shared memory, from a span on."""
+    for k in range(0, tl.cdiv(count * (16 * NT), 32 * W)):
+        task = k * (32 * W) + lane
+        task = tl.where(task < count * (16 * NT), task, 0)
+        half, n, index = task % 2, task // 2 % (8 * NT), task // (16 * NT)
+        unit = (first + index // V) * (4 * V) + index % V
+        words = _turned(x, column + n, unit, half, num_vectors, units, V, IS_SPREAD)
+        for c in tl.static_range(4):
+            tl.inline_asm_elementwise(
+                LAY_NEAR, "=r,r,r,r,r,r",
+                [_chunk(shared + index * (1024 * NT), n, half, c), words[4 * c],
+                 words[4 * c + 1], words[4 * c + 2], words[4 * c + 3]],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+    tl.inline_asm_elementwise(LAID, "=r,r", [shared], dtype=tl.int32, is_pure=False, pack=1)
+
+
+# Where things lie. What a program declares is limited; more, Triton must ask for.
+
+
+def room_for(num_bytes: int) -> tuple[str, int]:
+    """Assembly that tells where slices are, and what `asked_for` takes; 0: the slices are declared.
+
+    Behind the barriers, which are declared, comes what Triton asked for.
+    """
+    if num_bytes <= MOST_DECLARED:
+        declared = f".shared .align 1024 .b8 slices[{num_bytes}]"
+        return f"{{{declared}; bar.warp.sync 0xffffffff; mov.u32 $0, slices;}}", 0
+    is_askew = "and.b32 rest, $0, 1023; setp.ne.u32 is, rest, 0; @is trap;"
+    asked = f"{{.reg .pred is; .reg .b32 rest; mov.u32 $0, global_smem; {is_askew}}}"
+    return asked, triton.next_power_of_2(num_bytes) // 4
+
+
+@triton.jit
+def asked_for(out, WORDS: tl.constexpr):
+    """A choice that no program makes: Triton asks for shared memory for all words to choose from.
+
+    Triton's product would do too, but there ptxas lets no product of ours run beside look-ups.
+    """
+    words = tl.arange(0, WORDS) * tl.program_id(0)
+    found = tl.gather(words, tl.arange(0, 128) * tl.program_id(1), 0)
+    tl.store(out + tl.arange(0, 128), found.to(out.dtype.element_ty))
+
+
+# The barriers: those of slot s lie at `16 s` and `16 s + 8`.
+
+BARRIERS = tl.constexpr(
+    f"{{.shared .align 1024 .b8 barriers[{BARRIER_BYTES}]; mov.u32 $0, barriers;}}"
+)
+THREAD = tl.constexpr("mov.u32 $0, %tid.x;")
+
+
+@triton.constexpr_function
+def _set_up(stages: int, warps: int) -> str:
+    """Assembly: what opens the barriers from $1 on: one warp and a slice's bytes; all warps."""
+    lines = [".reg .pred is; .reg .b32 t;", "mov.u32 t, %tid.x; setp.eq.u32 is, t, 0;"]
+    for s in range(stages):
+        lines += [f"@is mbarrier.init.shared::cta.b64 [$1 + {16 * s}], 1;"]
+        lines += [f"@is mbarrier.init.shared::cta.b64 [$1 + {16 * s + 8}], {warps};"]
+    lines += ["fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta; bar.sync 0;"]
+    return "\n".join(["{", *lines, "mov.b32 $0, $1;", "}"])
+
+
+@triton.jit
+def barriers(STAGES: tl.constexpr, W: tl.constexpr):
+    """Where they are, set up; and a thread's number."""
+    found = tl.inline_asm_elementwise(BARRIERS, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        _set_up(STAGES, W), "=r,r", [found], dtype=tl.int32, is_pure=False, pack=1
+    )
+    # a number, not one a lane, so that what follows from it is asked once a warp
+    thread = tl.inline_asm_elementwise(THREAD, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    return found, thread
+
+
+@triton.constexpr_function
+def _fetch(num_bytes: int) -> str:
+    """Assembly of the first warp: once barrier $3 + 8 was opened $4 times (modulo two), copy.
+
+    From $2 to $1; barrier $3 waits for the bytes. $5 is the thread, or more than any where there is
+    nothing to copy.
+    """
+    return f"""{{
+.reg .pred is, q; .reg .b64 state;
+setp.ge.u32 q, $5, 32;
+@q bra.uni DONE;
+WAIT:
+mbarrier.try_wait.parity.shared::cta.b64 q, [$3 + 8], $4;
+@!q bra.uni WAIT;
+elect.sync _|is, 0xffffffff;
+@is mbarrier.arrive.expect_tx.shared::cta.b64 state, [$3], {num_bytes};
+@is cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$1], [$2], {num_bytes}, [$3];
+DONE:
+mov.b32 $0, $1;
+}}"""
+
+
+ARRIVED = tl.constexpr("""{
+.reg .pred q;
+WAIT:
+mbarrier.try_wait.parity.shared::cta.b64 q, [$1], $2;
+@!q bra.uni WAIT;
+mov.b32 $0, $1;
+}""")
+RELEASE = tl.constexpr("""{
+.reg .pred is; .reg .b64 state;
+setp.eq.s32 is, $2, 0;
+@is mbarrier.arrive.shared::cta.b64 state, [$1 + 8];
+mov.b32 $0, $1;
+}""")
+
+
+@triton.jit
+def fetch(
+    source, shared, bars, slot, index, parity, thread, is_due, SLICE: tl.constexpr
+):  # fmt: skip
+    """Ask for a slice, once every warp is done with what lay in its slot."""
+    tl.inline_asm_elementwise(
+        _fetch(SLICE), "=r,r,l,r,r,r",
+        [shared + slot * SLICE, source + index * SLICE, bars + 16 * slot, parity,
+         tl.where(is_due, thread, NO_THREAD)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def arrived(bars, slot, parity):
+    """Wait until a slot's slice is there."""
+    tl.inline_asm_elementwise(
+        ARRIVED, "=r,r,r", [bars + 16 * slot, parity], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def release(bars, slot, thread, is_done):
+    """A warp is done with a slot's slice."""
+    tl.inline_asm_elementwise(
+        RELEASE, "=r,r,r", [bars + 16 * slot, tl.where(is_done, thread % 32, 1)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+# The products.
 
 
 @triton.constexpr_function
@@ -79,57 +293,6 @@ def _tied(nt: int, others: int) -> str:
 @triton.constexpr_function
 def _floats(count: int) -> tuple[object, ...]:
     return (tl.float32,) * count
-
-
-@triton.jit
-def take(
-    x, span, v: tl.constexpr, column, num_vectors, lane, units,
-    V: tl.constexpr, NT: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """A thread's part of slice v of a span, or of a span after it: eight words a round."""
-    found = ()
-    for k in tl.static_range((8 * NT * PARTS + 32 * W - 1) // (32 * W)):
-        n, step = _task(lane, k, NT, W)
-        unit = (span + v // V) * (4 * V) + v % V
-        there = tl.where(column + n < num_vectors, (units - unit + V - 1) // V, 0)
-        place = tl.where(there > 0, (column + n).to(tl.int64) * units + unit, 0) * 8 + step * 2
-        words = tl.inline_asm_elementwise(
-            TAKE_4 if V == 4 else TAKE_2, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,l,r",
-            [(x + place).to(tl.int64), there], dtype=INTEGERS_8, is_pure=False, pack=1,
-        )  # fmt: skip
-        found = found + (words,)
-    return found
-
-
-@triton.jit
-def lay(taken, room, lane, NT: tl.constexpr, W: tl.constexpr):
-    """Write it to a slice of shared memory."""
-    for k in tl.static_range(len(taken)):
-        n, step = _task(lane, k, NT, W)
-        at = room + _place(n, step)
-        tl.inline_asm_elementwise(
-            LAY, "=r,r,r,r,r,r,r,r,r,r,r", (at, at ^ 16) + taken[k],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
-def _task(lane, k: tl.constexpr, NT: tl.constexpr, W: tl.constexpr):
-    """Vector and step that a thread copies; threads beyond repeat others."""
-    task = (lane + k * 32 * W) % (8 * NT * PARTS)
-    return task // PARTS, task % PARTS
-
-
-@triton.jit
-def _place(n, step):
-    """Where a step of a vector begins in a slice: 16 bytes of h = 0; those of h = 1 at `^ 16`."""
-    return n * 128 + (2 * step ^ n % 8) * 16
-
-
-@triton.jit
-def laid(room):
-    """Where a slice is that every warp has written; what was read two slices ago is free."""
-    return tl.inline_asm_elementwise(LAID, "=r,r", [room], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

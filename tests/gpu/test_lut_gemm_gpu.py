@@ -25,11 +25,20 @@ SPECS = {
 }
 TILES = (GemmTile(8, 2, 3, 6), GemmTile(24, 4, 2, 4), GemmTile(64, 8, 1, 6), GemmTile(128, 8, 4, 3))
 TOGETHER = (
-    GemmTile(16, 4, 3, 3, together=4),
-    GemmTile(64, 8, 1, 3, together=4),
-    GemmTile(128, 8, 2, 3, together=4),
+    GemmTile(16, 4, 1, together=4),
+    GemmTile(64, 8, 3, together=4),
+    GemmTile(32, 4, 3, stages=16, together=4, own=1),
 )
-if torch.cuda.is_available() and has_warpgroups(torch.device("cuda")):
+WIDE = (
+    GemmTile(96, 16, 5, together=4),
+    GemmTile(128, 4, 2, together=4),
+    GemmTile(128, 16, 1, together=4),
+    GemmTile(192, 8, 1, together=4),
+    GemmTile(256, 8, 2, together=4),
+    GemmTile(256, 8, 5, together=4, own=1),
+)
+HAS_GROUPS = torch.cuda.is_available() and has_warpgroups(torch.device("cuda"))
+if HAS_GROUPS:
     TILES += TOGETHER
 
 LIBRARY = (FORMED, FORMED._replace(splits=3))
@@ -80,7 +89,23 @@ def test_errs_no_more_than_the_formed_weight(
                 assert torch.allclose(lut_gemm(x, [part], bias), eager, rtol=0.0, atol=atol)
 
 
-def test_three_matrices_in_a_recorded_graph() -> None:
+@pytest.mark.skipif(not HAS_GROUPS, reason="only Hopper multiplies four warps' rows as one")
+@pytest.mark.parametrize("tile", WIDE, ids=str)
+def test_wide_tiles_of_four_warps(tile: GemmTile) -> None:
+    O, I = 333, 1216
+    rows, _ = rows_of(SPECS["lut2_s8"], O, I, device="cuda")
+    (part,) = Part.of(rows)
+    bias, formed = torch.randn(O, device="cuda"), part.formed(torch.bfloat16)
+    for M in (65, 300, 513):
+        x = torch.randn(M, I, device="cuda").bfloat16()
+        with forcing("lut_gemm", (O, I, 2, width_for(M)), tile):
+            found = lut_gemm(x, [part], bias)
+            check_sums(found, x, formed, bias)
+            assert torch.equal(found, lut_gemm(x, [part], bias))
+
+
+@pytest.mark.parametrize("tile", [GemmTile(8, 4, 4, 6), *TILES[-2:]], ids=str)
+def test_three_matrices_in_a_recorded_graph(tile: GemmTile) -> None:
     spec, I = SPECS["lut2_s8"], 1024
     pairs = [rows_of(spec, O, I, device="cuda") for O in (256, 40, 64)]
     parts = [part for rows, _ in pairs for part in Part.of(rows)]
@@ -88,7 +113,7 @@ def test_three_matrices_in_a_recorded_graph() -> None:
     formed = torch.cat([part.formed(torch.bfloat16) for part in parts])
     bias = torch.randn(360, device="cuda").bfloat16().float()
     x = torch.randn(5, I, device="cuda").bfloat16()
-    with forcing("lut_gemm", (360, I, 2, 8), GemmTile(8, 4, 4, 6)):
+    with forcing("lut_gemm", (360, I, 2, 8), tile):
         lut_gemm(x, parts, bias)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -27,6 +27,7 @@ SPECS = {
     "e2m1": LutSpec(bits=4, codebook="e2m1", group_size=32),
 }
 I = 320
+APART = [width for width in lut_gemm.WIDTHS if width <= lut_gemm.WIDEST_APART]
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +107,7 @@ def test_a_linear_multiplies_packed_where_no_gradient_is_wanted() -> None:
     assert torch.equal(twice, 2 * found)
 
 
-@pytest.mark.parametrize(("M", "width"), [(1, 8), (8, 8), (17, 32), (128, 128), (129, 256)])
+@pytest.mark.parametrize(("M", "width"), [(1, 8), (17, 32), (129, 192), (257, 512)])
 def test_the_default_tile(M: int, width: int) -> None:
     assert width_for(M) == width
     tile = lut_gemm.tile_for(8192, 8192, 2, width)
@@ -115,10 +116,10 @@ def test_the_default_tile(M: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("width", lut_gemm.WIDTHS)
+@pytest.mark.parametrize("width", APART)
 def test_the_default_fills_a_large_gpu(width: int, bits: int) -> None:
     tile = lut_gemm.tile_for(8192, 8192, bits, width)
-    programs = 8192 // (lut_gemm.ROWS * tile.warps) * tile.splits
+    programs = 8192 // (lut_gemm.ROWS[1] * tile.warps) * tile.splits
     threads = 32 * tile.warps * programs / 132
     # 64 Ki registers, at most 128, 168 and 255 of a thread
     most = {8: 384 if bits == 3 else 512, 16: 384}.get(width, 256)
@@ -130,7 +131,7 @@ def test_the_default_fills_a_large_gpu(width: int, bits: int) -> None:
     [((1024, 512), 0), ((1024, 2048), 64), ((2560, 4096), 96), ((6144, 2560), 128)],
 )
 def test_the_weight_is_formed_where_that_was_faster(shape: tuple[int, int], most: int) -> None:
-    tiles = [lut_gemm.tile_for(*shape, 2, width) for width in (*lut_gemm.WIDTHS, 256)]
+    tiles = [lut_gemm.tile_for(*shape, 2, width) for width in lut_gemm.WIDTHS]
     assert max(tile.columns for tile in tiles) == most
     # once it is formed, it is so for more vectors too
     formed = [tile == lut_gemm.FORMED for tile in tiles]
@@ -138,15 +139,27 @@ def test_the_weight_is_formed_where_that_was_faster(shape: tuple[int, int], most
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("width", lut_gemm.WIDTHS)
-@pytest.mark.parametrize("O", [1024, 8192, 19456])
-def test_hopper_multiplies_four_warps_as_one_by_default(O: int, width: int, bits: int) -> None:
-    tile = lut_gemm.tile_for(O, 2560, bits, width, has_groups=True)
-    if width < lut_gemm.LEAST_TOGETHER:
-        assert tile == lut_gemm.tile_for(O, 2560, bits, width)
+@pytest.mark.parametrize("width", [*lut_gemm.WIDTHS, 1024, 1 << 20])
+def test_hopper_multiplies_four_warps_as_one_by_default(width: int, bits: int) -> None:
+    tile = lut_gemm.tile_for(19456, 2560, bits, width, has_groups=True)
+    if not lut_gemm.LEAST_TOGETHER <= width <= lut_gemm.MOST_TOGETHER:
+        assert tile == lut_gemm.tile_for(19456, 2560, bits, width)
         return
-    assert (tile.columns, tile.together, tile.warps) == (width, 4, 8)
-    assert 2 * lut_gemm.INPUTS * tile.columns * tile.stages <= lut_gemm.SHARED_BYTES
+    assert (tile.columns, tile.together, tile.own) == (min(width, 256), 4, 0)
+    small = lut_gemm.tile_for(4096, 1024, bits, width, has_groups=True)
+    assert (small.columns, small.together) == (min(width, lut_gemm.SMALL_COLUMNS), 4)
+    # a slice's slot is known to a compiler, and what `asked_for` takes is no less than slices
+    assert tile.stages % lut_gemm.units_ahead(bits) == 0
+    num_bytes = 2 * lut_gemm.INPUTS * tile.columns * tile.stages
+    words = lut_wgmma.room_for(num_bytes)[1]
+    assert num_bytes <= (4 * words or lut_wgmma.MOST_DECLARED)
+
+
+def test_too_few_stages_for_own_slices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lut_gemm, "IS_COMPILED", True)
+    rows, _ = rows_of(SPECS["lut2_s8"], 37, 576)
+    with pytest.raises(ValueError, match="too few stages for 576 inputs"):
+        multiplied(torch.randn(7, 576).bfloat16(), rows, GemmTile(8, 4, 2, 4, together=4, own=1))
 
 
 @pytest.mark.parametrize(
@@ -156,30 +169,39 @@ def test_as_many_programs_share_inputs_as_end_soonest(blocks: int, I: int, split
     assert lut_gemm.splits_for(blocks, I, 2, 132)[0] == splits
 
 
-@pytest.mark.parametrize("V", [2, 4])
-def test_tensor_cores_find_the_inputs_of_a_lanes_unit(V: int) -> None:
-    """What is copied to shared memory, read back as PTX says of a swizzle by 128 bytes."""
-    take = {2: lut_wgmma.TAKE_2, 4: lut_wgmma.TAKE_4}[V].value
-    distances = [int(text) for text in re.findall(r"\[\$8 \+ (\d+)\]", take)]
-    stored = [re.findall(r"\d+", s) for s in re.findall(r"\{(.*?)\}", lut_wgmma.LAY.value)]
+@pytest.mark.parametrize(("V", "is_spread"), [(2, False), (4, False), (4, True)])
+def test_tensor_cores_find_the_inputs_of_a_lanes_unit(V: int, is_spread: bool) -> None:
+    """What is laid out, read back as PTX says of a swizzle by 128 bytes."""
+    text = lut_wgmma._turn.fn(V, is_spread)
+    distances = [int(number) for number in re.findall(r"\[\$16 \+ (\d+)\]", text)]
+    turned = text[text.rindex("ld.global") :].partition(";")[2]
     N, v = 16, V - 1
     x = torch.arange(N * 4 * V * 16, dtype=torch.int16).view(N, -1)
-    octets, slices = x.view(torch.uint8), torch.zeros(128 * N, dtype=torch.uint8)
+    words, slices = x.view(torch.int32), torch.zeros(32 * N, dtype=torch.int32)
     for n in range(N):
-        for step in range(4):
-            begin = 32 * v + 8 * step
-            taken = [octets[n, begin + d :][:8].view(2, 4) for d in distances]
-            words = [word for pair in taken for word in pair]
-            for half, names in enumerate(stored):
-                at = lut_wgmma._place.fn(n, step) ^ 16 * half
-                slices[at : at + 16] = torch.cat([words[int(name) - 3] for name in names])
+        for half in (0, 1):
+            begin = 8 * v + 4 * half
+            taken = [words[n, begin + d // 4 :][:4].tolist() for d in distances]
+            known = {f"w{4 * c + k}": taken[c][k] for c in range(4) for k in range(4)}
+            chunks = run(turned, 16, [], known)
+            for k in range(4):
+                at = lut_wgmma._chunk.fn(0, n, half, k) // 4
+                slices[at : at + 4] = torch.tensor(chunks[4 * k : 4 * k + 4], dtype=torch.int32)
     numbers = slices.view(torch.int16)
     for n in range(N):
         for step in range(4):
             for c, h, i in ((c, h, i) for c in range(4) for h in (0, 1) for i in (0, 1)):
                 place = 128 * n + 32 * step + 2 * (2 * c + i + 8 * h)
                 place ^= (place >> 7 & 7) << 4
-                assert numbers[place // 2] == x[n, (c * V + v) * 16 + 4 * step + 2 * h + i]
+                number = order(is_spread)[2 * (2 * step + h) + i]
+                assert numbers[place // 2] == x[n, (c * V + v) * 16 + number]
+
+
+def order(is_spread: bool) -> list[int]:
+    """The numbers of a unit, pair by pair, as they are looked up."""
+    return [
+        8 * (q // 4) + q % 4 + 4 * i if is_spread else 2 * q + i for q in range(8) for i in (0, 1)
+    ]
 
 
 def test_a_group_of_products_takes_two_rows_of_weights_a_step() -> None:
@@ -220,9 +242,14 @@ OPERATIONS = {
 }
 
 
-def run(text: str, num_outputs: int, inputs: list[int | float]) -> list[int]:
+def run(
+    text: str,
+    num_outputs: int,
+    inputs: list[int | float],
+    known: dict[str, int | float] | None = None,
+) -> list[int]:
     """The outputs of straight-line assembly: arguments are `$0`, `$1`, ..., the outputs first."""
-    known = {f"${num_outputs + k}": value for k, value in enumerate(inputs)}
+    known = {f"${num_outputs + k}": value for k, value in enumerate(inputs)} | (known or {})
     for line in text.strip("{}").replace("\n", "").split(";"):
         operation, _, rest = line.strip().partition(" ")
         if operation in ("", ".reg"):
@@ -235,11 +262,12 @@ def run(text: str, num_outputs: int, inputs: list[int | float]) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_the_assembly_looks_up_rounded_products(bits: int, kind: str) -> None:
+@pytest.mark.parametrize(("bits", "is_spread"), [(2, False), (2, True), (3, False), (4, False)])
+def test_the_assembly_looks_up_rounded_products(bits: int, is_spread: bool, kind: str) -> None:
     dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[kind]
     size = 2 if bits == 2 else 2 ** (bits - 1)
-    look_up = {2: lut_gemm._look_up_2, 3: lut_gemm._look_up_3, 4: lut_gemm._look_up_4}[bits]()
+    two = lut_gemm._look_up_2(is_spread)
+    look_up = {2: two, 3: lut_gemm._look_up_3(), 4: lut_gemm._look_up_4()}[bits]
     for _ in range(20):
         levels, scale = torch.randn(2**bits), torch.rand(1)
         indices = torch.randint(2**bits, (16,))
@@ -251,4 +279,4 @@ def test_the_assembly_looks_up_rounded_products(bits: int, kind: str) -> None:
             words[0] |= int(torch.randint(256, (1,))) << 24  # what lies there of other indices
         pairs = run(look_up, 8, [*words, *table])
         found = torch.tensor(pairs, dtype=torch.int64).to(torch.int32).view(dtype)
-        assert torch.equal(found, (levels * scale).to(dtype)[indices])
+        assert torch.equal(found, (levels * scale).to(dtype)[indices][order(is_spread)])
