@@ -45,7 +45,7 @@ from qat.kernels.dispatch import (
     triton,
     use_triton,
 )
-from qat.kernels.lut_mma import columns, decoded, half_of, shares_of, words_of
+from qat.kernels.lut_mma import columns, decoded, number_of, rounded, shares_of, words_of
 from qat.kernels.lut_rows import MOST_PARTS, UNIT, LutRows
 from qat.kernels.lut_weight import form
 from qat.kernels.lut_wgmma import (
@@ -780,7 +780,7 @@ def _add_kernel(
     if bias is not None:
         total += tl.load(bias + before + row, mask=row < size, other=0).to(tl.float32)
     tl.store(
-        out + vector.to(tl.int64) * num_out + before + row, _short(total, KIND, ASSEMBLED),
+        out + vector.to(tl.int64) * num_out + before + row, rounded(total, KIND, ASSEMBLED),
         mask=(row < size) & (vector < num_vectors),
     )  # fmt: skip
 
@@ -902,7 +902,7 @@ def _weights(
             for i in tl.static_range(2):
                 half = halves[(2 * pair + i) * len(halves) // 16]
                 index = half >> (2 * pair + i) % (16 // len(halves)) * BITS & 2**BITS - 1
-                weight = _short(tl.load(levels + index) * scale, KIND, ASSEMBLED)
+                weight = rounded(tl.load(levels + index) * scale, KIND, ASSEMBLED)
                 both = both + (weight.to(tl.int16, bitcast=True).to(tl.int32),)
             found = found + (both[0] & 0xFFFF | both[1] << 16,)
         return found
@@ -986,9 +986,9 @@ def _product(weights, pairs, W: tl.constexpr, KIND: tl.constexpr):
     total = tl.zeros([W, 8, 8], tl.float32)
     for k in tl.static_range(8):
         for half in tl.static_range(2):
-            weight = tl.reshape(_number(weights[k], half, KIND), [W, 8, 1, 4])
+            weight = tl.reshape(number_of(weights[k], half, KIND), [W, 8, 1, 4])
             total += tl.sum(
-                weight * tl.reshape(_number(pairs[k], half, KIND), [W, 1, 8, 4]), axis=3
+                weight * tl.reshape(number_of(pairs[k], half, KIND), [W, 1, 8, 4]), axis=3
             )
     return tl.split(_in_lanes(total, W))
 
@@ -997,28 +997,6 @@ def _product(weights, pairs, W: tl.constexpr, KIND: tl.constexpr):
 def _in_lanes(total, W: tl.constexpr):
     """`(W, 8, 8)` as two numbers of each lane."""
     return tl.reshape(total, [32 * W, 2])
-
-
-@triton.jit
-def _number(pair, half: tl.constexpr, KIND: tl.constexpr):
-    """One of a pair of numbers, in float32."""
-    if KIND == "bf16":
-        return (pair >> 16 << 16 if half else pair << 16).to(tl.float32, bitcast=True)
-    else:
-        return half_of(pair, half)
-
-
-@triton.jit
-def _short(value, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """A float32 rounded to nearest even, which the interpreter does for no bfloat16."""
-    if KIND == "f16":
-        return value.to(tl.float16)
-    elif ASSEMBLED:
-        return value.to(tl.bfloat16)
-    else:
-        bits = value.to(tl.int32, bitcast=True)
-        bits += 0x7FFF + (bits >> 16 & 1)
-        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -1039,7 +1017,7 @@ def _put(
                 y = sums[R // 2 * n + r // 2][r % 2 * 2 + i] + added
                 at = out + vector.to(tl.int64) * num_out + place
                 is_there = is_row & (vector < num_vectors)
-                short = _short(y, KIND, ASSEMBLED)
+                short = rounded(y, KIND, ASSEMBLED)
                 if ASSEMBLED:
                     bits = short.to(tl.int16, bitcast=True)
                     tl.inline_asm_elementwise(

@@ -461,3 +461,25 @@ def _product(levels, inputs, W: tl.constexpr):
 def half_of(word, half: tl.constexpr):
     """One of the two float16 of a word, in float32."""
     return (word >> 16 * half).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def number_of(pair, half: tl.constexpr, KIND: tl.constexpr):
+    """One of a pair of numbers, in float32."""
+    if KIND == "bf16":
+        return (pair >> 16 << 16 if half else pair << 16).to(tl.float32, bitcast=True)
+    else:
+        return half_of(pair, half)
+
+
+@triton.jit
+def rounded(value, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """A float32 rounded to nearest even, which the interpreter does for no bfloat16."""
+    if KIND == "f16":
+        return value.to(tl.float16)
+    elif ASSEMBLED:
+        return value.to(tl.bfloat16)
+    else:
+        bits = value.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + (bits >> 16 & 1)
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
