@@ -176,7 +176,7 @@ def begin_to_compile(pool: ProcessPoolExecutor, widths: list[int]) -> dict[GemmT
 
 def kernel_of(tile: GemmTile) -> GemmTile:
     """The same for all tiles that one compiled kernel serves."""
-    return tile._replace(splits=min(tile.splits, 2))
+    return tile if tile.columns == 1 else tile._replace(splits=min(tile.splits, 2))
 
 
 def check(checks: list[tuple[Case, GemmTile]]) -> int:
@@ -222,7 +222,7 @@ def candidates(O: int, I: int, width: int) -> list[GemmTile]:
     if width > WIDTHS[-1]:
         found += [FORMED._replace(splits=slabs) for slabs in (2, 4)]
     spans = -(-I // (4 * UNIT * units_ahead(BITS)))
-    cuts = CUTS[width] if width in CUTS else CUTS[WIDTHS[-1]][-2:]
+    cuts = CUTS.get(max(width, 8), CUTS[WIDTHS[-1]][-2:])
     for columns, warps, together in cuts:
         blocks = -(-O // (ROWS[together] * warps)) * -(-width // columns)
         if together == 1:

@@ -1,9 +1,10 @@
 """Matrix times a batch, the matrix as packed indices: `y = x @ W.T`, `W = codebook[indices] * S`.
 
 `W` has the very numbers of `form` in the dtype of `x`, bfloat16 or float16, and sums are float32.
-They are looked up in registers and multiplied by tensor cores; no weight is written anywhere. Where
-a batch is so large that this is slower, `W` is formed once and a library multiplies: a table of the
-device says from which batch on (`tuned`).
+They are looked up in registers and multiplied by tensor cores; no weight is written anywhere. One
+vector may meet float32 weights instead, which errs less (`lut_sums`). Where a batch is so large
+that all this is slower, `W` is formed once and a library multiplies: a table of the device says
+from which batch on (`tuned`).
 
 The kernel: a warp takes 32 rows and 64 inputs at a time. Its lane 4 g + c holds the unit c (16
 weights, whose group has one scale) of the rows g, g + 8, g + 16 and g + 24, which is what
@@ -47,6 +48,8 @@ from qat.kernels.dispatch import (
 )
 from qat.kernels.lut_mma import columns, decoded, number_of, rounded, shares_of, words_of
 from qat.kernels.lut_rows import MOST_PARTS, UNIT, LutRows
+from qat.kernels.lut_sums import INPUTS as SUMMED
+from qat.kernels.lut_sums import MOST_STEPS, TABLE_WORDS, WARPS, sums_kernel
 from qat.kernels.lut_weight import form
 from qat.kernels.lut_wgmma import (
     BEHIND,
@@ -72,7 +75,7 @@ INPUTS = 64
 """Rows must be a multiple of so many."""
 ROWS = {1: 32, 4: 16}
 """Rows of a warp, by how many are multiplied as one."""
-WIDTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256)
+WIDTHS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Vectors of a tile; 24 took longer than 32 in all nine shapes that were timed."""
 WIDEST_APART = 128
 """Vectors of a tile of warps whose rows are multiplied apart, at most."""
@@ -141,11 +144,12 @@ class GemmTile(NamedTuple):
     """How a product is cut; no program multiplies where a tile has no columns."""
 
     columns: int
-    """Vectors of a tile; 0: the weight is formed, and a library multiplies."""
+    """Vectors of a tile; 1: sums are looked up; 0: the weight is formed, a library multiplies."""
     warps: int = 4
     """Warps of a program, 32 rows each."""
     splits: int = 1
-    """Programs that share the inputs of a tile; or slabs of rows that are formed one by one."""
+    """Programs that share the inputs of a tile; or how often a warp takes rows where sums are
+    looked up; or slabs of rows that are formed one by one."""
     stages: int = 4
     """Slices of 64 inputs in shared memory."""
     registers: int = 0
@@ -188,6 +192,8 @@ def tile_for(
     31.3 at 2560 x 4096, and 38.3 against 35.8 at 6144 x 2560. For up to 64 the kernel won in all
     nine shapes, from 1024 x 2048 on; smaller ones were not timed.
 
+    For one vector of 2-bit weights Hopper looks sums up in the shared memory that it has.
+
     From `LEAST_TOGETHER` to `MOST_TOGETHER` vectors Hopper multiplies four warps' rows as one.
     """
     if has_groups and LEAST_TOGETHER <= width <= MOST_TOGETHER:
@@ -200,12 +206,21 @@ def tile_for(
         return GemmTile(columns, warps, splits, STAGES, together=4)
     if width > WIDEST_APART or out_features * in_features < SMALL.get(width, 2**20):
         return FORMED
+    if has_groups and width == 1 and bits == 2:
+        return GemmTile(1, WARPS, steps_for(out_features, in_features), 0)
+    width = max(width, WIDTHS[1])
     warps = 8 if width > 64 else 4
     blocks = triton.cdiv(out_features, ROWS[1] * warps)
     spans = triton.cdiv(in_features, 4 * UNIT * units_ahead(bits))
     programs = 132 * min(RESIDENT.get(width, 8 // warps), 3 if bits == 3 else 4)
     splits = max(min(programs // blocks, spans // 2, 16), 1)
     return GemmTile(width, warps, splits, stages_for(width))
+
+
+def steps_for(out_features: int, in_features: int) -> int:
+    """Times 32 rows of a warp where sums are looked up: few programs wait for others to end."""
+    blocks = max(132 // triton.cdiv(in_features, SUMMED), 1)
+    return min(triton.cdiv(out_features, blocks * ROWS[1] * WARPS), MOST_STEPS)
 
 
 def splits_for(blocks: int, in_features: int, bits: int, resident: int) -> list[int]:
@@ -251,7 +266,10 @@ def lut_gemm(
     flat = x.reshape(-1, I)
     tile = _tile(flat, parts, O)
     if tile.columns:
-        return _multiplied(flat.contiguous(), parts, bias, tile).view(*x.shape[:-1], O)
+        flat = flat.contiguous()
+        flat = flat if flat.data_ptr() % 16 == 0 else flat.clone()  # 16 bytes are read at a time
+        multiplied = _summed if tile.columns == 1 else _multiplied
+        return multiplied(flat, parts, bias, tile).view(*x.shape[:-1], O)
     room = _own_room if room is None else room
     if tile.splits > 1:
         return _by_slabs(flat, parts, bias, -(-O // tile.splits), room).view(*x.shape[:-1], O)
@@ -314,7 +332,6 @@ def _tile(flat: Tensor, parts: Sequence[Part], O: int) -> GemmTile:
 
 def _multiplied(x: Tensor, parts: Sequence[Part], bias: Tensor | None, tile: GemmTile) -> Tensor:
     (M, I), bits = x.shape, parts[0].bits
-    x = x if x.data_ptr() % 16 == 0 else x.clone()  # 16 bytes are copied at a time
     sizes = [part.shape[0] for part in parts]
     out = x.new_empty(M, sum(sizes))
     together = tile.together if IS_COMPILED else 1
@@ -371,6 +388,33 @@ def _laid(x: Tensor, columns: int, V: int, *, is_spread: bool) -> Tensor:
         **overlapping(x.device),
     )  # fmt: skip
     return laid
+
+
+def _summed(x: Tensor, parts: Sequence[Part], bias: Tensor | None, tile: GemmTile) -> Tensor:
+    """By tables of what weights and inputs add up to (`lut_sums`)."""
+    sizes, rows = [part.shape[0] for part in parts], ROWS[1] * tile.splits * tile.warps
+    out = x.new_empty(1, sum(sizes))
+    blocks = sum(triton.cdiv(size, rows) for size in sizes)
+    grid = (triton.cdiv(x.shape[1], SUMMED), blocks)
+    partials = x.new_empty(grid[0] * blocks * rows, dtype=torch.float32)
+    count = grid[0] * blocks * TABLE_WORDS.value
+    tables = None if IS_COMPILED else x.new_empty(count, dtype=torch.float32)
+    length = x.shape[1] // parts[0].scales.shape[1] // UNIT
+    padded = [*parts, *parts[-1:] * (MOST_PARTS - len(parts))]
+    ends = [*sizes, *[0] * (MOST_PARTS - len(parts))]
+    scales = [part.scales for part in padded]
+    if length == 1 and scales[0].dtype == torch.uint8:
+        scales = [share.view(torch.int32) for share in scales]  # a lane needs four
+    sums_kernel[grid](
+        out, partials, _arrivals(x.device, blocks * tile.warps), tables, x.view(torch.int32),
+        *(part.octets.view(torch.int32) for part in padded), *scales,
+        *(part.codebook for part in padded), bias,
+        num_out=out.shape[1], size_0=ends[0], size_1=ends[1], size_2=ends[2],
+        quads=x.shape[1] // INPUTS, C=len(parts[0].codebook), LENGTH=length, W=tile.warps,
+        STEPS=tile.splits, ASSEMBLED=IS_COMPILED,
+        num_warps=tile.warps, num_stages=1, **overlapping(x.device),
+    )  # fmt: skip
+    return out
 
 
 MOST_TILES = 2**16

@@ -123,3 +123,49 @@ def test_three_matrices_in_a_recorded_graph(tile: GemmTile) -> None:
         graph.replay()
         check(found, x, W, formed, bias)
         check_sums(found, x, formed, bias)
+
+
+# 128 KiB of shared memory
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or not has_warpgroups(torch.device("cuda")),
+    reason="sums are looked up on Hopper",
+)
+
+
+@needs_hopper
+@pytest.mark.parametrize("shape", [(37, 320), (333, 2624), (1056, 1088)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spec", [spec for spec in SPECS.values() if spec.bits == 2])
+def test_sums_that_are_looked_up_are_rounded_once(
+    spec: LutSpec, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    (O, I), eps = shape, torch.finfo(dtype).eps
+    pairs = [rows_of(spec, size, I, device="cuda") for size in (O, 64, 40)]
+    parts = [part for rows, _ in pairs for part in Part.of(rows)]
+    W = torch.cat([W for _, W in pairs]).cuda()
+    bias = torch.randn(len(W), device="cuda")
+    for steps in (1, 2, 3, 4):
+        with forcing("lut_gemm", (len(W), I, 2, 1), GemmTile(1, 8, steps, 0)):
+            for _ in range(3):  # programs count how many of them are done, and begin anew
+                x = torch.randn(1, I, device="cuda").to(dtype)
+                exact = F.linear(x.double(), W, bias.double())
+                found = lut_gemm(x, parts, bias).double()
+                atol = 2e-6 * exact.abs().max().item()
+                assert torch.allclose(found, exact, rtol=0.501 * eps, atol=atol)
+
+
+@needs_hopper
+def test_one_vector_in_a_recorded_graph() -> None:
+    rows, W = rows_of(SPECS["lut2_s8"], 2048, 1024, device="cuda")
+    x = torch.randn(1, 1024, device="cuda").bfloat16()
+    with forcing("lut_gemm", (2048, 1024, 2, 1), GemmTile(1, 8, 2, 0)):
+        lut_gemm(x, Part.of(rows))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = lut_gemm(x, Part.of(rows))
+    for _ in range(3):
+        x.copy_(torch.randn(1, 1024))
+        graph.replay()
+        exact = x.double() @ W.cuda().T
+        atol = 2e-6 * exact.abs().max().item()
+        assert torch.allclose(found.double(), exact, rtol=0.501 * 2**-7, atol=atol)
