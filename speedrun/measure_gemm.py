@@ -247,7 +247,8 @@ def tune(widths: list[int], compiled: dict[GemmTile, Future], end: float, out: P
     for width, (O, I) in product(widths, SHAPES.values()):
         tiles = candidates(O, I, width)
         needed = [compiled[kernel_of(tile)] for tile in tiles if tile.columns]
-        if wait(needed, max(end - time.monotonic(), 0)).not_done:
+        left = end - time.monotonic()
+        if left < 0 or wait(needed, left).not_done:
             break
         key = (O, I, BITS, width)
         parts = copies(lambda: random_part(O, I, BITS), O * I * 5 // 16)  # noqa: B023
