@@ -109,7 +109,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def notebook_shell() -> InteractiveShell:
     """A session of a notebook that has just begun."""
     InteractiveShell.clear_instance()
-    return InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
+    # pytest may run by another environment than the one that is active, which IPython warns of
+    settings = {"HistoryManager": {"enabled": False}, "InteractiveShell": {"warn_venv": False}}
+    return InteractiveShell.instance(config=Config(settings))
 
 
 def test_the_first_cell_reuses_the_clone_of_an_earlier_session(elsewhere: Path) -> None:
