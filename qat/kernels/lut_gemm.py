@@ -22,7 +22,7 @@ shared memory themselves (`lut_wgmma`). A kernel before lays them out, and where
 inputs of a tile, one behind adds up, on all multiprocessors at once.
 
 What bounds it, at 2.5 bits a weight: neither the memory, which would take 6 us of the 22 that one
-vector takes at 8192 x 8192 (one H100), nor the instructions, 8 us, but how long a warp waits for
+vector took so at 8192 x 8192 (one H100), nor the instructions, 8 us, but how long a warp waits for
 results of its own; from 64 vectors on the tensor cores too.
 
 Shapes: M vectors, O out_features, I in_features, C levels, V units of a row that a lane reads.
