@@ -49,7 +49,7 @@ from qat.kernels.dispatch import (
 from qat.kernels.lut_mma import columns, decoded, number_of, rounded, shares_of, words_of
 from qat.kernels.lut_rows import MOST_PARTS, UNIT, LutRows
 from qat.kernels.lut_sums import INPUTS as SUMMED
-from qat.kernels.lut_sums import MOST_STEPS, TABLE_WORDS, WARPS, sums_kernel
+from qat.kernels.lut_sums import WARPS, Source, SumsTile, add_up, arrivals, steps_for
 from qat.kernels.lut_weight import form
 from qat.kernels.lut_wgmma import (
     BEHIND,
@@ -217,12 +217,6 @@ def tile_for(
     return GemmTile(width, warps, splits, stages_for(width))
 
 
-def steps_for(out_features: int, in_features: int) -> int:
-    """Times 32 rows of a warp where sums are looked up: few programs wait for others to end."""
-    blocks = max(132 // triton.cdiv(in_features, SUMMED), 1)
-    return min(triton.cdiv(out_features, blocks * ROWS[1] * WARPS), MOST_STEPS)
-
-
 def splits_for(blocks: int, in_features: int, bits: int, resident: int) -> list[int]:
     """Numbers of programs for the inputs of each block, fewest steps first.
 
@@ -337,11 +331,11 @@ def _multiplied(x: Tensor, parts: Sequence[Part], bias: Tensor | None, tile: Gem
     together = tile.together if IS_COMPILED else 1
     rows = ROWS[together] * tile.warps
     grid = (sum(triton.cdiv(n, rows) for n in sizes), tile.splits, triton.cdiv(M, tile.columns))
-    partials = arrivals = None
+    partials = counts = None
     if tile.splits > 1:
         size = grid[0] * grid[1] * grid[2] * rows * tile.columns
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
-        arrivals = _arrivals(x.device, grid[0] * grid[2]) if together == 1 else None
+        counts = arrivals(x.device, grid[0] * grid[2]) if together == 1 else None
     none = MOST_PARTS - len(parts)
     padded = [*parts, *parts[-1:] * none]
     ends = dict(zip(("size_0", "size_1", "size_2"), [*sizes, *[0] * none], strict=True))
@@ -360,7 +354,7 @@ def _multiplied(x: Tensor, parts: Sequence[Part], bias: Tensor | None, tile: Gem
     options = {"NT": tile.columns // 8, "W": tile.warps, "ASSEMBLED": IS_COMPILED}
     options |= {"num_warps": tile.warps, **overlapping(x.device)}
     _gemm_kernel[grid](
-        out, partials, arrivals, x.view(torch.int32), laid,
+        out, partials, counts, x.view(torch.int32), laid,
         *(part.octets.view(torch.int32) for part in padded), *(part.scales for part in padded),
         *(part.codebook for part in padded), bias,
         num_vectors=M, num_out=out.shape[1], **ends, quads=I // INPUTS, BITS=bits,
@@ -392,50 +386,10 @@ def _laid(x: Tensor, columns: int, V: int, *, is_spread: bool) -> Tensor:
 
 def _summed(x: Tensor, parts: Sequence[Part], bias: Tensor | None, tile: GemmTile) -> Tensor:
     """By tables of what weights and inputs add up to (`lut_sums`)."""
-    sizes, rows = [part.shape[0] for part in parts], ROWS[1] * tile.splits * tile.warps
-    out = x.new_empty(1, sum(sizes))
-    blocks = sum(triton.cdiv(size, rows) for size in sizes)
-    grid = (triton.cdiv(x.shape[1], SUMMED), blocks)
-    partials = x.new_empty(grid[0] * blocks * rows, dtype=torch.float32)
-    count = grid[0] * blocks * TABLE_WORDS.value
-    tables = None if IS_COMPILED else x.new_empty(count, dtype=torch.float32)
-    length = x.shape[1] // parts[0].scales.shape[1] // UNIT
-    padded = [*parts, *parts[-1:] * (MOST_PARTS - len(parts))]
-    ends = [*sizes, *[0] * (MOST_PARTS - len(parts))]
-    scales = [part.scales for part in padded]
-    if length == 1 and scales[0].dtype == torch.uint8:
-        scales = [share.view(torch.int32) for share in scales]  # a lane needs four
-    sums_kernel[grid](
-        out, partials, _arrivals(x.device, blocks * tile.warps), tables, x.view(torch.int32),
-        *(part.octets.view(torch.int32) for part in padded), *scales,
-        *(part.codebook for part in padded), bias,
-        num_out=out.shape[1], size_0=ends[0], size_1=ends[1], size_2=ends[2],
-        quads=x.shape[1] // INPUTS, C=len(parts[0].codebook), LENGTH=length, W=tile.warps,
-        STEPS=tile.splits, ASSEMBLED=IS_COMPILED,
-        num_warps=tile.warps, num_stages=1, **overlapping(x.device),
-    )  # fmt: skip
+    out = x.new_empty(1, sum(part.shape[0] for part in parts))
+    sources = [Source(part.octets, part.scales, part.codebook) for part in parts]
+    add_up(out, x, sources, bias, SumsTile(SUMMED, tile.splits, tile.warps))
     return out
-
-
-MOST_TILES = 2**16
-"""Whose arrivals are kept."""
-_ARRIVALS: dict[torch.device, Tensor] = {}
-
-
-def _arrivals(device: torch.device, count: int) -> Tensor:
-    """How many programs of each tile have handed in their sums: the last one resets it.
-
-    Kept, so that no call has to write zeros, and never replaced, since graphs know its address:
-    calls on one device must follow each other, as on one stream they do. In a capture nothing runs
-    yet that could write the zeros: there the graph gets its own.
-    """
-    if device in _ARRIVALS and count <= MOST_TILES:
-        return _ARRIVALS[device]
-    zeros = torch.zeros(max(count, MOST_TILES), dtype=torch.int32, device=device)
-    is_recorded = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if count <= MOST_TILES and not is_recorded:
-        _ARRIVALS[device] = zeros
-    return zeros
 
 
 # The assembly: a lane's registers in, a lane's registers out.

@@ -9,12 +9,14 @@ is R rows x U units. A thread decodes its units into float32 levels and adds up 
 x, which lies spread (`lut_rows`): the 16 inputs of all units side by side, so that a thread reads
 four units' inputs as 16 bytes. One scale multiplies a unit's sum. Where an index names a codeword,
 one load brings its weights. Where levels of 16 bits and inputs of 22 will do, the tensor cores
-multiply (`lut_mma`), with the same norm before and the same sums behind.
+multiply (`lut_mma`), with the same norm before and the same sums behind. One vector of such inputs
+meets no weight of 2 bits on Hopper: sums of four weights are looked up (`lut_sums`).
 
 Shapes: B sequences, O out_features, I in_features, C numbers of a codebook, P parts, D weights that
 an index names.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ from qat.kernels.dispatch import (
     IS_COMPILED,
     gdc_launch_dependents,
     gdc_wait,
+    has_warpgroups,
     overlapping,
     tl,
     triton,
@@ -34,6 +37,7 @@ from qat.kernels.lut_mma import decoded, mma_ahead, mma_dots, mma_tables
 from qat.kernels.lut_rows import (
     SPLIT,
     UNIT,
+    LutRows,
     Rows,
     empty_inputs,
     gathered,
@@ -41,6 +45,7 @@ from qat.kernels.lut_rows import (
     put_inputs,
     spread,
 )
+from qat.kernels.lut_sums import INPUTS, NO_SUMS, WARPS, Around, Source, SumsTile, add_up, steps_for
 from qat.kernels.tuned import chosen
 
 MOST_VECTORS = 8
@@ -111,7 +116,11 @@ def matvec_add(
     """`residual + W x + bias`, and what the next linear reads: times `gamma`, spread by `order`."""
     if use_triton(x):
         B, O = x.shape[0], rows.shape[0]
-        count = triton.cdiv(O, _tile(rows, O).rows)
+        tile = _tile(rows, O, B)
+        if isinstance(tile, SumsTile):
+            count = tile.warps * tile.blocks([len(part.octets) for part in _sources(rows)])
+        else:
+            count = triton.cdiv(O, tile.rows)
         squares = torch.empty(B, count, dtype=torch.float32, device=x.device)
         out, scaled = torch.empty_like(residual), empty_inputs(B, O, order, x.device)
         added = (scaled, squares, residual, gamma.contiguous())
@@ -209,7 +218,16 @@ def vectors_mma_tile_for(out_features: int, in_features: int, bits: int) -> MmaT
     return tile if out_features < 4096 else MmaTile(2, min(4, spans))
 
 
-def _tile(rows: Rows, out_features: int) -> Tile | MmaTile:
+def sums_tile_for(out_features: int, in_features: int, *, has_groups: bool) -> SumsTile:
+    """The default of one vector, by all rows: none but Hopper was tried."""
+    if not has_groups:
+        return NO_SUMS
+    return SumsTile(INPUTS, steps_for(out_features, in_features), WARPS)
+
+
+def _tile(
+    rows: Rows, out_features: int, B: int, *, is_gated: bool = False
+) -> Tile | MmaTile | SumsTile:
     bits = 16 if isinstance(rows, Tensor) else rows.weight_bits
     key = (out_features, rows.shape[1], bits)
     device = rows.device if isinstance(rows, Tensor) else rows.octets.device
@@ -217,10 +235,31 @@ def _tile(rows: Rows, out_features: int) -> Tile | MmaTile:
     if order_of(rows) == SPLIT:
         if is_vector:
             return chosen("vectors_mma", key, vectors_mma_tile_for(*key), device)
+        if B == 1 and bits == 2 and _are_sources(rows, is_gated=is_gated):
+            default = sums_tile_for(*rows.shape, has_groups=has_warpgroups(device))
+            tile = chosen("lut_sums", (*rows.shape, bits), default, device)
+            if tile != NO_SUMS:
+                return tile
         return chosen("lut_mma", key, mma_tile_for(*key), device)
     if is_vector:
         return chosen("vectors_matvec", key, vectors_tile_for(*key), device)
     return chosen("lut_matvec", key, tile_for(*key), device)
+
+
+def _are_sources(rows: LutRows, *, is_gated: bool) -> bool:
+    """Whether gates have one codebook, and so have ups."""
+    return not is_gated or rows.starts in ((0,), (0, rows.shape[0] // 2))
+
+
+def _sources(rows: LutRows, *, is_gated: bool = False) -> list[Source]:
+    """Rows of one codebook each; gates and ups apart."""
+    starts = (0, rows.shape[0] // 2) if is_gated else rows.starts
+    ends = pairwise((*starts, rows.shape[0]))
+    levels = [*rows.codebooks, rows.codebooks[-1]]
+    return [
+        Source(rows.octets[start:end], rows.scales[start:end], own)
+        for (start, end), own in zip(ends, levels, strict=False)
+    ]
 
 
 def _launch(
@@ -236,7 +275,12 @@ def _launch(
 ) -> None:
     scaled, squares_out, residual, gamma = added
     O, I = rows.shape[0] // (2 if is_gated else 1), rows.shape[1]
-    tile = _tile(rows, O)
+    tile = _tile(rows, O, x.shape[0], is_gated=is_gated)
+    if isinstance(tile, SumsTile):
+        squares, eps = (None, 0.0) if norm is None else norm
+        around = Around(squares, eps, is_gated, order, *added)
+        add_up(out, x, _sources(rows, is_gated=is_gated), bias, tile, around)
+        return
     parts = _parts(rows)
     # several vectors need all registers, and the interpreter knows none
     is_capped = IS_COMPILED and tile.registers and x.shape[0] == 1

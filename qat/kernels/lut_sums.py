@@ -1,11 +1,12 @@
-"""One vector times packed rows, for `lut_gemm`: sums of four weights are looked up, not weights.
+"""One vector times packed rows: sums of four weights are looked up, not weights.
 
 A byte of 2-bit indices names four levels, and what these add up to with the four inputs they meet
 is one of 256 numbers. A program writes such a table for each of the 128 bytes of 512 inputs to
-shared memory, 128 KiB in all, and then reads the same bytes of many rows. Everything is float32,
-and no level is rounded. A weight costs 1.3 instructions (compiled by Triton 3.6 for Hopper) where
-decoding it for tensor cores costs 3.4; what bounds it then is shared memory, of which each byte of
-indices reads four, and how soon rows arrive: a warp asks for 64 before it computes the first 32,
+shared memory, 128 KiB in all, and then reads the same bytes of many rows; or for 64 bytes of 256
+inputs, so that a multiprocessor has room for more than one program. Everything is float32, and no
+level is rounded. A weight costs 1.3 instructions (compiled by Triton 3.6 for Hopper) where decoding
+it for tensor cores costs 3.4; what bounds it then is shared memory, of which each byte of indices
+reads four, and how soon rows arrive: a warp asks for 64 or more before it computes the first 32,
 and for none beyond its own, which a warp that ends would wait for.
 
 A table is a column of 256 words, and 64 columns lie beside each other, so that an address is a byte
@@ -15,23 +16,163 @@ the words of a pair, in an order that depends on r. The column of byte b of word
 therefore `b + 4 (j % 2) + 8 q + 32 (j / 2)`; the other sixteen words have columns of their own.
 
 A row is shared by as many programs as it has times 512 inputs. A warp hands in the sums of its
-rows, and the last one adds them up in their order.
+rows, and the last one adds them up in their order. What a linear of a decoding step takes with it
+(the norm before, the gated unit or the residual sum behind) is done by that last one. Gates and ups
+have levels, and so tables and programs, of their own: warps of a gate's rows and of its ups' hand
+in at one place.
 """
 
-from qat.kernels.dispatch import gdc_launch_dependents, gdc_wait, tl, triton
-from qat.kernels.lut_mma import columns, decoded, number_of, rounded, shares_of
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qat.kernels.dispatch import (
+    IS_COMPILED,
+    gdc_launch_dependents,
+    gdc_wait,
+    overlapping,
+    tl,
+    triton,
+)
+from qat.kernels.lut_mma import columns, decoded, half_of, number_of, rounded, shares_of
+from qat.kernels.lut_rows import MOST_PARTS, SPLIT_FACTOR, UNIT, put_inputs
 from qat.kernels.lut_wgmma import asked_for
 
 INPUTS = 512
-"""Of which a program has tables."""
-TABLE_WORDS = tl.constexpr(2 * 64 * 256)
-"""Of a program's tables."""
+"""Of which a program has tables by default."""
 WARPS = 8
-"""Of a program, one of which a multiprocessor has room for."""
-AHEAD = tl.constexpr(2)
-"""Times 32 rows that a warp asks for before it computes the first."""
+"""Of a program, by default; of 512 inputs' a multiprocessor has room for one."""
 MOST_STEPS = 4
 """Times 32 rows of a warp: as many numbers a lane adds up in the end."""
+FACTOR = tl.constexpr(SPLIT_FACTOR)
+
+
+class SumsTile(NamedTuple):
+    """How rows are cut where sums are looked up."""
+
+    inputs: int
+    """Of which a program has tables, 256 bytes each: 256 or 512; 0: no sums are looked up."""
+    steps: int
+    """Times 32 rows of a warp."""
+    warps: int
+    """Of a program; at most one for 32 inputs."""
+    ahead: int = 2
+    """Times 32 rows that a warp asks for before it computes the first."""
+
+    @property
+    def rows(self) -> int:
+        """Of a program."""
+        return 32 * self.steps * self.warps
+
+    def blocks(self, sizes: Sequence[int]) -> int:
+        """Programs that have the same inputs, of parts of so many rows."""
+        return sum(triton.cdiv(size, self.rows) for size in sizes)
+
+
+NO_SUMS = SumsTile(0, 0, 0, 0)
+
+
+def steps_for(out_features: int, in_features: int) -> int:
+    """Times 32 rows of a warp: few programs wait for others to end."""
+    blocks = max(132 // triton.cdiv(in_features, INPUTS), 1)
+    return min(triton.cdiv(out_features, blocks * 32 * WARPS), MOST_STEPS)
+
+
+class Source(NamedTuple):
+    """Packed rows of one codebook."""
+
+    octets: Tensor
+    """`(O, I / 4)` uint8."""
+    scales: Tensor
+    """`(O, G)` as stored."""
+    levels: Tensor
+    """`(C,)` float32, C at most 4."""
+
+
+class Around(NamedTuple):
+    """What is done before and behind a product of a decoding step, all float32."""
+
+    norm: Tensor | None = None
+    """`(1, P)`: sums of squares of parts of the input, whose norm's gain is in it."""
+    eps: float = 0.0
+    is_gated: bool = False
+    """Whether the sources are gates and their ups."""
+    order: int = 1
+    """In which the next matrix reads the result (`lut_rows`)."""
+    scaled: Tensor | None = None
+    """Room for the new residual times `gamma` in that order; the result is the new residual."""
+    squares: Tensor | None = None
+    """Room for sums of its squares, one a warp."""
+    residual: Tensor | None = None
+    """`(1, O)`."""
+    gamma: Tensor | None = None
+
+
+def add_up(
+    out: Tensor,
+    x: Tensor,
+    sources: Sequence[Source],
+    bias: Tensor | None,
+    tile: SumsTile,
+    around: Around | None = None,
+) -> None:
+    """Write `x @ W.T + bias` to `out`, the rows of all sources below another.
+
+    `x` is `(1, I)` in bfloat16 or float16, and so is `out`; of a decoding step (`around`) it is
+    split (`lut_rows`).
+    """
+    is_split, around = around is not None, around or Around()
+    I = sources[0].octets.shape[1] * 4
+    sizes = [source.octets.shape[0] for source in sources]
+    none = MOST_PARTS - len(sources)
+    blocks = tile.blocks(sizes)
+    grid = (triton.cdiv(I, tile.inputs), blocks)
+    partials = torch.empty(grid[0] * blocks * tile.rows, dtype=torch.float32, device=x.device)
+    tables = None if IS_COMPILED else partials.new_empty(grid[0] * blocks * tile.inputs * 64)
+    length = I // sources[0].scales.shape[1] // UNIT
+    words, scales, levels = (
+        [*tensors, *tensors[-1:] * none] for tensors in map(list, zip(*sources, strict=True))
+    )
+    if length == 1 and scales[0].dtype == torch.uint8:
+        scales = [share.view(torch.int32) for share in scales]  # a lane needs four
+    num_squares = 0 if around.norm is None else around.norm.shape[1]
+    turns = max(triton.next_power_of_2(num_squares) // 32, 4)  # the same for most tiles before
+    size_0, size_1, size_2 = [*sizes, *[0] * none]
+    sums_kernel[grid](
+        out, around.scaled, around.squares, partials, arrivals(x.device, blocks * tile.warps),
+        tables, x.view(torch.int32), around.norm, *(octets.view(torch.int32) for octets in words),
+        *scales, *levels, bias, around.residual, around.gamma,
+        num_out=size_0 if around.is_gated else sum(sizes), num_squares=num_squares,
+        size_0=size_0, size_1=size_1, size_2=size_2, quads=I // (4 * UNIT), eps=around.eps,
+        C=len(levels[0]), LENGTH=length, W=tile.warps, STEPS=tile.steps,
+        AHEAD=min(tile.ahead, tile.steps), HALVES=tile.inputs // 256, SPLIT=is_split,
+        GLU=around.is_gated, SQUARES=turns, ORDER=around.order, ASSEMBLED=IS_COMPILED,
+        num_warps=tile.warps, num_stages=1,
+        **overlapping(x.device),
+    )  # fmt: skip
+
+
+MOST_TILES = 2**16
+"""Whose arrivals are kept."""
+_ARRIVALS: dict[torch.device, Tensor] = {}
+
+
+def arrivals(device: torch.device, count: int) -> Tensor:
+    """How many programs of each tile have handed in their sums: the last one resets it.
+
+    Kept, so that no call has to write zeros, and never replaced, since graphs know its address:
+    calls on one device must follow each other, as on one stream they do. In a capture nothing runs
+    yet that could write the zeros: there the graph gets its own.
+    """
+    if device in _ARRIVALS and count <= MOST_TILES:
+        return _ARRIVALS[device]
+    zeros = torch.zeros(max(count, MOST_TILES), dtype=torch.int32, device=device)
+    is_recorded = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if count <= MOST_TILES and not is_recorded:
+        _ARRIVALS[device] = zeros
+    return zeros
 
 
 def _write() -> str:
@@ -73,14 +214,18 @@ shfl.sync.idx.b32 $0, t, 0, 0x1f, 0xffffffff;
 }""")
 
 
-@triton.jit(do_not_specialize=["num_out", "size_0", "size_1", "size_2", "quads"])
+@triton.jit(
+    do_not_specialize=["num_out", "num_squares", "size_0", "size_1", "size_2", "quads", "eps"]
+)
 def sums_kernel(
-    out, partials, arrivals, tables, x, source_0, source_1, source_2, scales_0, scales_1, scales_2,
-    levels_0, levels_1, levels_2, bias, num_out, size_0, size_1, size_2, quads,
+    out, scaled, squares_out, partials, arrivals, tables, x, squares_in,
+    source_0, source_1, source_2, scales_0, scales_1, scales_2, levels_0, levels_1, levels_2,
+    bias, residual, gamma, num_out, num_squares, size_0, size_1, size_2, quads, eps,
     C: tl.constexpr, LENGTH: tl.constexpr, W: tl.constexpr, STEPS: tl.constexpr,
-    ASSEMBLED: tl.constexpr, OVERLAP: tl.constexpr,
+    AHEAD: tl.constexpr, HALVES: tl.constexpr, SPLIT: tl.constexpr, GLU: tl.constexpr,
+    SQUARES: tl.constexpr, ORDER: tl.constexpr, ASSEMBLED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program has 512 inputs, and each of its W warps STEPS times 32 rows."""
+    """A program has 256 or 512 inputs, and each of its W warps STEPS times 32 rows."""
     if OVERLAP:
         gdc_launch_dependents()
     ROWS: tl.constexpr = 32 * STEPS
@@ -99,16 +244,43 @@ def sums_kernel(
     units, split, splits = quads * 4, tl.program_id(0), tl.num_programs(0)
     # what no kernel writes, so that it need not wait for the one before
     drawn = ()
-    for step in tl.static_range(AHEAD if AHEAD < STEPS else STEPS):
-        drawn = drawn + (_ahead(source, scales, row + step * 32, size, split, lane, units, LENGTH),)
+    for step in tl.static_range(AHEAD):
+        after = row + step * 32
+        drawn = drawn + (_ahead(source, scales, after, size, split, lane, units, LENGTH, HALVES),)
     four = ()
     for k in tl.static_range(4):
         four = four + (tl.load(levels + (k if k < C else C - 1)),)
-    KIND: tl.constexpr = "bf16" if out.dtype.element_ty == tl.bfloat16 else "f16"
-    room = _room(tables, partials, num_out, ASSEMBLED)
+    # of the rows that a lane has in the end
+    result = (0 if GLU else before) + row + lane % 32 * STEPS
+    end = (0 if GLU else before) + size
+    biases, up_biases, gains = (), (), ()
+    for k in tl.static_range(STEPS):
+        is_row = result + k < end
+        if bias is not None:
+            biases = biases + (tl.load(bias + result + k, mask=is_row, other=0),)
+            if GLU:
+                other = bias + num_out + result + k
+                up_biases = up_biases + (tl.load(other, mask=is_row, other=0),)
+        if residual is not None:
+            gains = gains + (tl.load(gamma + result + k, mask=is_row, other=0.0),)
+    room = _room(tables, partials, num_out, HALVES, ASSEMBLED)
     if OVERLAP:
         gdc_wait()
-    room = _tables(x, room, four, lane, split, units, W, KIND, ASSEMBLED)
+    IS_BF16: tl.constexpr = out.dtype.element_ty == tl.bfloat16
+    KIND: tl.constexpr = "split" if SPLIT else "bf16" if IS_BF16 else "f16"
+    # all that is asked for arrives at once
+    squares = ()
+    if squares_in is not None:
+        for k in tl.static_range(SQUARES):
+            share = k * 32 + lane % 32
+            squares = squares + (tl.load(squares_in + share, mask=share < num_squares, other=0.0),)
+    inputs = _inputs(x, lane, split, units, W, HALVES, KIND)
+    room = _tables(inputs, room, four, lane, W, HALVES, ASSEMBLED)
+    if squares_in is not None:
+        total = squares[0]
+        for k in tl.static_range(1, SQUARES):
+            total += squares[k]
+        norm = tl.rsqrt(_over(total, 32, W, ASSEMBLED) / (units * 16) + eps)
     q, r = lane % 4, lane % 32 // 4
     places, selectors = _order(q, r)
     warp = tl.program_id(1) * W + lane // 32
@@ -116,71 +288,114 @@ def sums_kernel(
     for step in tl.static_range(STEPS):
         if step + AHEAD < STEPS:
             after = row + (step + AHEAD) * 32
-            drawn = drawn + (_ahead(source, scales, after, size, split, lane, units, LENGTH),)
+            more = _ahead(source, scales, after, size, split, lane, units, LENGTH, HALVES)
+            drawn = drawn + (more,)
         rows = drawn[step]
         total = tl.zeros([32 * W], tl.float32)
         for k in tl.static_range(4):
-            y = _row_sum(rows[2 * k], places, selectors, room, 0, r, ASSEMBLED)
-            y += _row_sum(rows[2 * k + 1], places, selectors, room, 1, r, ASSEMBLED)
-            total = tl.where(q == k, _over_four(y, W, ASSEMBLED), total)
+            y = tl.zeros([32 * W], tl.float32)
+            for half in tl.static_range(HALVES):
+                words = rows[HALVES * k + half]
+                y += _row_sum(words, places, selectors, room, half, r, ASSEMBLED)
+            total = tl.where(q == k, _over(y, 4, W, ASSEMBLED), total)
         tl.store(own + step * 32, total)
-    counter = arrivals + tl.program_id(1) * W
+    # gates and their ups are handed in at one place
+    first = (block if GLU else tl.program_id(1)) * W
+    hands = splits * (2 if GLU else 1)
+    counter = arrivals + first
     if ASSEMBLED:
         # a number, though one a warp: what follows is done by whole warps
         counter += tl.inline_asm_elementwise(WARP, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
         count = tl.inline_asm_elementwise(
-            HAND_IN, "=r,l,r", [counter.to(tl.int64), splits - 1],
+            HAND_IN, "=r,l,r", [counter.to(tl.int64), hands - 1],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
         count = tl.atomic_add(counter, 1)
-        tl.store(counter, 0, mask=count == splits - 1)
-    if count == splits - 1:
+        tl.store(counter, 0, mask=count == hands - 1)
+    if count == hands - 1:
         WIDE: tl.constexpr = triton.next_power_of_2(STEPS)
-        found = partials + warp * splits * ROWS + lane % 32 * STEPS
-        sums = columns(_added(found, splits, STEPS, WIDE, W), WIDE)
+        olds = ()
+        if residual is not None:
+            for k in tl.static_range(STEPS):
+                old = residual + result + k
+                olds = olds + (tl.load(old, mask=result + k < end, other=0.0),)
+        TILES: tl.constexpr = 2 if GLU else 1
+        found = partials + (first + lane // 32) * splits * ROWS + lane % 32 * STEPS
+        added = _added(found, blocks_0 * W * splits * ROWS, splits, TILES, STEPS, WIDE, W)
+        sums, ups = columns(added[0], WIDE), columns(added[TILES - 1], WIDE)
+        square = tl.zeros([32 * W], tl.float32)
         for k in tl.static_range(STEPS):
-            place = row + lane % 32 * STEPS + k
-            y, is_row = sums[k], place < size
+            y, place, is_row = sums[k], result + k, result + k < end
+            if squares_in is not None:
+                y *= norm
             if bias is not None:
-                y += tl.load(bias + before + place, mask=is_row, other=0).to(tl.float32)
-            tl.store(out + before + place, rounded(y, KIND, ASSEMBLED), mask=is_row)
+                y += biases[k].to(tl.float32)
+            if GLU:
+                up = ups[k]
+                if squares_in is not None:
+                    up *= norm
+                if bias is not None:
+                    up += up_biases[k].to(tl.float32)
+                y = y * tl.sigmoid(y) * up
+            if residual is not None:
+                y += olds[k]
+                tl.store(out + place, y, mask=is_row)
+                put_inputs(scaled, 0, place, y * gains[k], is_row, num_out, ORDER)
+                square += tl.where(is_row, y * y, 0.0)
+            elif SPLIT:
+                put_inputs(out, 0, place, y, is_row, num_out, ORDER)
+            else:
+                tl.store(out + place, rounded(y, KIND, ASSEMBLED), mask=is_row)
+        if residual is not None:
+            tl.store(squares_out + warp, _over(square, 32, W, ASSEMBLED), mask=lane % 32 == 0)
 
 
 @triton.jit
-def _room(tables, partials, num_out, ASSEMBLED: tl.constexpr):
+def _room(tables, partials, num_out, HALVES: tl.constexpr, ASSEMBLED: tl.constexpr):
     """Where a program's tables are: in shared memory; interpreted, behind each other."""
+    WORDS: tl.constexpr = HALVES * 64 * 256
     if ASSEMBLED:
         if num_out < 0:
-            asked_for(partials, TABLE_WORDS)
+            asked_for(partials, WORDS)
         return tl.inline_asm_elementwise(ROOM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     else:
         program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        return tables + program * TABLE_WORDS
+        return tables + program * WORDS
+
+
+@triton.jit
+def _inputs(
+    x, lane, split, units, W: tl.constexpr, HALVES: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """Four inputs of each table that a thread writes a part of."""
+    found = ()
+    for k in tl.static_range(8 * HALVES // W):
+        column, half = (lane + k * 32 * W) % 64, (lane + k * 32 * W) // 256
+        unit = half * 16 + column // 8 % 4 * 4 + column // 32 * 2 + column // 4 % 2
+        unit += split * (16 * HALVES)
+        found = found + _four_inputs(x, unit, column % 4, units, KIND)
+    return found
 
 
 @triton.jit
 def _tables(
-    x, room, levels, lane, split, units, W: tl.constexpr, KIND: tl.constexpr,
-    ASSEMBLED: tl.constexpr,
+    inputs, room, levels, lane, W: tl.constexpr, HALVES: tl.constexpr, ASSEMBLED: tl.constexpr
 ):  # fmt: skip
     """Write a program's tables: the room, when all are there."""
-    for k in tl.static_range(16 // W):
+    for k in tl.static_range(8 * HALVES // W):
         thread = lane + k * 32 * W
         column, quarter, half = thread % 64, thread // 64 % 4, thread // 256
-        unit = split * 32 + half * 16 + column // 8 % 4 * 4 + column // 32 * 2 + column // 4 % 2
-        place = (unit * 8 + column % 4 * 2)[:, None] + tl.arange(0, 2)[None, :]
-        pairs = columns(tl.load(x + place, mask=(unit < units)[:, None], other=0), 2)
         last = levels[3]
         for c in tl.static_range(3):
             last = tl.where(quarter == c, levels[c], last)
-        last *= number_of(pairs[1], 1, KIND)
+        last *= inputs[4 * k + 3]
         low, high = (), ()
         for c in tl.static_range(4):
-            high = high + (levels[c] * number_of(pairs[1], 0, KIND) + last,)
-            second = levels[c] * number_of(pairs[0], 1, KIND)
+            high = high + (levels[c] * inputs[4 * k + 2] + last,)
+            second = levels[c] * inputs[4 * k + 1]
             for first in tl.static_range(4):
-                low = low + (levels[first] * number_of(pairs[0], 0, KIND) + second,)
+                low = low + (levels[first] * inputs[4 * k] + second,)
         if ASSEMBLED:
             at = room + half * 65536 + quarter * 16384 + column * 4
             tl.inline_asm_elementwise(
@@ -201,6 +416,30 @@ def _tables(
 
 
 @triton.jit
+def _four_inputs(x, unit, byte, units, KIND: tl.constexpr):
+    """The inputs that a byte of a unit's indices meets, in float32."""
+    if KIND == "split":
+        # pairs of even places and of odd ones, and then what is left of each
+        at, is_unit = x + unit * 8 + byte, unit < units
+        even, odd = tl.load(at, mask=is_unit, other=0), tl.load(at + 4, mask=is_unit, other=0)
+        at += units * 8
+        rest, odd_rest = tl.load(at, mask=is_unit, other=0), tl.load(at + 4, mask=is_unit, other=0)
+        return (
+            (half_of(even, 0) + half_of(rest, 0)) * FACTOR,
+            (half_of(odd, 0) + half_of(odd_rest, 0)) * FACTOR,
+            (half_of(even, 1) + half_of(rest, 1)) * FACTOR,
+            (half_of(odd, 1) + half_of(odd_rest, 1)) * FACTOR,
+        )
+    else:
+        place = (unit * 8 + byte * 2)[:, None] + tl.arange(0, 2)[None, :]
+        pairs = columns(tl.load(x + place, mask=(unit < units)[:, None], other=0), 2)
+        return (
+            number_of(pairs[0], 0, KIND), number_of(pairs[0], 1, KIND),
+            number_of(pairs[1], 0, KIND), number_of(pairs[1], 1, KIND),
+        )  # fmt: skip
+
+
+@triton.jit
 def _order(q, r):
     """Places of a word's four columns, for a pair's even and its odd word, and their selectors."""
     even, odd, selectors = q * 0, q * 0, ()
@@ -214,13 +453,15 @@ def _order(q, r):
 
 
 @triton.jit
-def _ahead(source, scales, row, size, split, lane, units, LENGTH: tl.constexpr):
-    """A lane's eight words of each of four rows, and their scales; beyond the inputs, zeros."""
+def _ahead(
+    source, scales, row, size, split, lane, units, LENGTH: tl.constexpr, HALVES: tl.constexpr
+):  # fmt: skip
+    """A lane's words of each of four rows, and their scales; beyond the inputs, zeros."""
     found = ()
     for k in tl.static_range(4):
         own = tl.minimum(row + 8 * k + lane % 32 // 4, size - 1)  # beyond the last the last again
-        for half in tl.static_range(2):
-            unit = split * 32 + half * 16 + lane % 4 * 4
+        for half in tl.static_range(HALVES):
+            unit = split * (16 * HALVES) + half * 16 + lane % 4 * 4
             place = tl.multiple_of(own.to(tl.int64) * units + unit, 4)
             at = source + place[:, None] + tl.arange(0, 4)[None, :]
             words = columns(tl.load(at, mask=(unit < units)[:, None], other=0), 4)
@@ -304,30 +545,45 @@ def _word_sum(
 
 
 @triton.jit
-def _over_four(y, W: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """Each lane's sum over the four lanes of its row."""
+def _over(y, COUNT: tl.constexpr, W: tl.constexpr, ASSEMBLED: tl.constexpr):
+    """Each lane's sum over the COUNT lanes beside each other of which it is one."""
     if ASSEMBLED:
-        for apart in tl.static_range(1, 3):
-            y += tl.inline_asm_elementwise(
-                OTHER, "=f,f,r", [y, apart], dtype=tl.float32, is_pure=True, pack=1
-            )
+        for k in tl.static_range(5):
+            if 2**k < COUNT:
+                y += tl.inline_asm_elementwise(
+                    OTHER, "=f,f,r", [y, 2**k], dtype=tl.float32, is_pure=True, pack=1
+                )
         return y
     else:
-        total = tl.sum(tl.reshape(y, [8 * W, 4]), axis=1)
-        return tl.reshape(tl.broadcast_to(total[:, None], [8 * W, 4]), [32 * W])
+        total = tl.sum(tl.reshape(y, [32 * W // COUNT, COUNT]), axis=1)
+        return tl.reshape(tl.broadcast_to(total[:, None], [32 * W // COUNT, COUNT]), [32 * W])
 
 
 @triton.jit
-def _added(found, splits, STEPS: tl.constexpr, WIDE: tl.constexpr, W: tl.constexpr):
-    """What all programs handed in, sixteen of them at a time; past the first-level cache."""
+def _added(
+    found, apart, splits, TILES: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr,
+    W: tl.constexpr,
+):  # fmt: skip
+    """What all programs handed in, twenty at a time; past the first-level cache.
+
+    Of gates and ups, which lie so far apart, ten each.
+    """
+    TURN: tl.constexpr = 20 // TILES
     step = tl.arange(0, WIDE)[None, :] + tl.zeros([32 * W, 1], tl.int32)
-    total, places = tl.zeros([32 * W, WIDE], tl.float32), found[:, None] + step
-    for first in range(0, splits, 16):
-        more = ()
-        for k in tl.static_range(16):
-            at = places + (first + k) * (32 * STEPS)
-            is_there = (step < STEPS) & (first + k < splits)
+    totals, places = (), found[:, None] + step
+    for _ in tl.static_range(TILES):
+        totals = totals + (tl.zeros([32 * W, WIDE], tl.float32),)
+    for first in range(0, splits, TURN):
+        more, sums = (), ()
+        for k in tl.static_range(TILES * TURN):
+            split = first + k % TURN
+            at = places + k // TURN * apart + split * (32 * STEPS)
+            is_there = (step < STEPS) & (split < splits)
             more = more + (tl.load(at, mask=is_there, other=0.0, cache_modifier=".cg"),)
-        for k in tl.static_range(16):
-            total += more[k]
-    return total
+        for t in tl.static_range(TILES):
+            total = totals[t]
+            for k in tl.static_range(TURN):
+                total += more[t * TURN + k]
+            sums = sums + (total,)
+        totals = sums
+    return totals

@@ -15,8 +15,11 @@ from qat.generate.decode import Decoder, Sampling
 from qat.generate.step import DecodeStep
 from qat.kernels.cache import EVERY, Angles, Cache, Scoring
 from qat.kernels.decode_attention import decode_attention
+from qat.kernels.dispatch import has_warpgroups, one_after_the_other
 from qat.kernels.lut_matvec import Norm, matvec, matvec_add, stream
-from qat.kernels.lut_rows import gathered, order_of, spread, stack
+from qat.kernels.lut_rows import SPLIT, gathered, order_of, spread, stack
+from qat.kernels.lut_sums import SumsTile
+from qat.kernels.tuned import forcing
 from qat.models.language_model import LanguageModel
 from qat.models.regions import quantize_kv
 from qat.quant.kv import quantize_heads
@@ -102,6 +105,122 @@ def test_a_layer_of_linears(kind: str, B: int) -> None:
     assert torch.allclose(scaled, found.residual * after.cuda())
     squares = found.residual.square().sum(1)
     assert torch.allclose(found.squares.sum(1), squares, rtol=1e-4)
+
+
+def wanted(
+    W: Tensor, residual: Tensor, gamma: Tensor, bias: Tensor, *, is_gated: bool
+) -> tuple[Tensor, Tensor]:
+    """Behind a norm, by eager PyTorch in float32 and exactly."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        x = F.rms_norm(residual.to(dtype), residual.shape[1:], gamma.to(dtype), 1e-5)
+        y = F.linear(x, W.to(dtype), bias.to(dtype))
+        gate, up = y.chunk(2, 1)
+        found.append(F.silu(gate) * up if is_gated else y)
+    return tuple(found)
+
+
+def check(found: Tensor, eager: Tensor, exact: Tensor, slack: float = 2e-6) -> None:
+    """As of levels in float32: none is rounded."""
+    slack *= exact.abs().max().item()
+    assert_no_worse_than_eager(found.cpu(), eager.cpu(), exact.cpu(), slack)
+
+
+SUMS = [
+    SumsTile(512, 1, 8),
+    SumsTile(512, 4, 8, ahead=4),
+    SumsTile(512, 3, 4),
+    SumsTile(256, 1, 8),
+    SumsTile(256, 4, 8),
+    SumsTile(256, 3, 4, ahead=3),
+]
+# 128 KiB of shared memory
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or not has_warpgroups(torch.device("cuda")),
+    reason="sums are looked up on Hopper",
+)
+
+
+@needs_hopper
+@pytest.mark.parametrize("sizes", [(48, 16, 37), (1040, 256, 333), (2624,)])
+@pytest.mark.parametrize(
+    ("kind", "tile"),
+    [
+        *(("lut2_s8", tile) for tile in SUMS),
+        *((kind, tile) for kind in ("lut2_g48", "ternary") for tile in SUMS[::3]),
+    ],
+    ids=str,
+)
+def test_sums_of_a_decoding_step(kind: str, sizes: tuple[int, ...], tile: SumsTile) -> None:
+    I, O = 2112, sum(sizes)
+    pairs = [rows_of(SPECS[kind], size, I, device="cuda", is_short=True) for size in sizes]
+    rows, W = stack([rows for rows, _ in pairs]), torch.cat([W for _, W in pairs]).cuda()
+    gamma, bias = torch.rand(I, device="cuda") + 0.5, torch.randn(O, device="cuda")
+    gain = torch.rand(O, device="cuda") + 0.5
+    with forcing("lut_sums", (O, I, 2), tile):
+        for _ in range(3):  # programs count how many of them are done, and begin anew
+            residual, old = torch.randn(1, I, device="cuda"), torch.randn(1, O, device="cuda")
+            before = stream(residual, gamma, SPLIT)
+            norm = Norm(before.squares, 1e-5)
+            found = matvec(before.scaled, rows, norm=norm, bias=bias)
+            check(found, *wanted(W, residual, gamma, bias, is_gated=False))
+            if len(sizes) == 1:
+                found = matvec(before.scaled, rows, norm=norm, bias=bias, is_gated=True)
+                check(found, *wanted(W, residual, gamma, bias, is_gated=True))
+            order = SPLIT if O % 16 == 0 else 1
+            after = matvec_add(before.scaled, rows, old, gain, bias=bias, order=order)
+            x = residual * gamma
+            exact = old.double() + F.linear(x.double(), W, bias.double())
+            check(after.residual, old + F.linear(x, W.float(), bias), exact)
+            scaled = after.residual * gain
+            assert torch.allclose(gathered(after.scaled, order), scaled, rtol=1e-5, atol=1e-5)
+            squares = after.residual.square().sum(1)
+            assert torch.allclose(after.squares.sum(1), squares, rtol=1e-4)
+
+
+@needs_hopper
+@pytest.mark.parametrize("tile", SUMS, ids=str)
+def test_sums_of_two_layers_in_a_recorded_graph(tile: SumsTile) -> None:
+    D, width = 1088, 2048
+    shapes = ((width, D), (width, D), (D, width))
+    layers = []
+    for _ in range(2):
+        kinds = [
+            rows_of(SPECS["lut2_s8"], *shape, device="cuda", is_short=True) for shape in shapes
+        ]
+        gate, up, down = (rows for rows, _ in kinds)
+        layers.append((stack([gate, up]), down, [W.cuda() for _, W in kinds]))
+    gamma = torch.rand(D, device="cuda") + 0.5
+    residual = torch.zeros(1, D, device="cuda")
+
+    def step() -> Tensor:
+        flow = stream(residual, gamma, SPLIT)
+        for gate_up, down, _ in layers:
+            norm = Norm(flow.squares, 1e-5)
+            inside = matvec(flow.scaled, gate_up, norm=norm, is_gated=True, order=SPLIT)
+            flow = matvec_add(inside, down, flow.residual, gamma, order=SPLIT)
+        return flow.residual
+
+    def expected(dtype: torch.dtype) -> Tensor:
+        x = residual.to(dtype)
+        for _, _, weights in layers:
+            gate, up, down = (W.to(dtype) for W in weights)
+            normed = F.rms_norm(x, (D,), gamma.to(dtype), 1e-5)
+            x = x + (F.silu(normed @ gate.T) * (normed @ up.T)) @ down.T
+        return x
+
+    keys = ((2 * width, D, 2), (D, width, 2))
+    with forcing("lut_sums", keys[0], tile), forcing("lut_sums", keys[1], tile):
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        for _ in range(20):
+            residual.copy_(torch.randn(1, D))
+            graph.replay()
+            with one_after_the_other():
+                assert torch.equal(found, step())
+            check(found, expected(torch.float32), expected(torch.float64), slack=1e-5)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

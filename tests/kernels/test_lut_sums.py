@@ -3,12 +3,16 @@
 import pytest
 import torch
 from lut_matvec_case import rows_of
+from three_way import assert_no_worse_than_eager
+from torch import Tensor
 from torch.nn import functional as F
 
-from qat.kernels import lut_gemm
+from qat.kernels import lut_gemm, lut_matvec
 from qat.kernels.dispatch import tl, triton
 from qat.kernels.lut_gemm import GemmTile, Part
-from qat.kernels.lut_sums import _order
+from qat.kernels.lut_matvec import Norm, matvec, matvec_add
+from qat.kernels.lut_rows import SPLIT, LutRows, gathered, split, stack
+from qat.kernels.lut_sums import NO_SUMS, SumsTile, _order
 from qat.kernels.tuned import forcing
 from qat.quant.spec import LutSpec
 
@@ -25,7 +29,8 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("tests/gpu runs the kernel itself")
-    monkeypatch.setattr(lut_gemm, "use_triton", lambda tensor: True)
+    for module in (lut_gemm, lut_matvec):
+        monkeypatch.setattr(module, "use_triton", lambda tensor: True)
 
 
 @pytest.mark.parametrize(("I", "steps"), [(64, 1), (576, 3)])
@@ -83,3 +88,83 @@ def test_a_selector_takes_a_byte_and_its_column_and_no_two_lanes_need_a_bank() -
             assert (entry, column // 8, j) == (0xAA + 0x11 * byte, q, k ^ r // 4)
             columns.add(column)
         assert columns == set(range(32))
+
+
+TILES = [SumsTile(256, 1, 4), SumsTile(512, 3, 8, ahead=1)]
+
+
+def stacked(sizes: tuple[int, ...], I: int, kind: str = "lut2_s8") -> tuple[LutRows, Tensor]:
+    """Matrices with levels of their own, and the weight of all."""
+    pairs = [rows_of(SPECS[kind], size, I, is_short=True) for size in sizes]
+    return stack([rows for rows, _ in pairs]), torch.cat([W for _, W in pairs])
+
+
+def check(found: Tensor, eager: Tensor, exact: Tensor) -> None:
+    """As of levels in float32: none is rounded."""
+    assert_no_worse_than_eager(found, eager, exact, slack=2e-6 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    ("kind", "tile"), [*((kind, TILES[0]) for kind in SPECS), ("lut2_s8", TILES[1])], ids=str
+)
+def test_decoding_behind_a_norm(kind: str, tile: SumsTile) -> None:
+    I = 576
+    rows, W = stacked((144, 16, 37), I, kind)
+    residual, gamma, bias = torch.randn(1, I), torch.rand(I) + 0.5, torch.randn(197)
+    before = lut_matvec.stream(residual, gamma, SPLIT)
+    # more parts of the sum than lanes
+    squares = torch.cat([before.squares / 40] * 40, 1)
+    with forcing("lut_sums", (197, I, 2), tile):
+        found = matvec(before.scaled, rows, norm=Norm(squares, 1e-5), bias=bias)
+    normed = F.rms_norm(residual.double(), (I,), gamma.double(), 1e-5)
+    exact = F.linear(normed, W, bias.double())
+    check(found, F.linear(normed.float(), W.float(), bias), exact)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("sizes", [(144, 144), (96,)])
+def test_decoding_gates_and_ups(sizes: tuple[int, ...], tile: SumsTile) -> None:
+    I, O = 320, sum(sizes)
+    rows, W = stacked(sizes, I)
+    residual, bias = torch.randn(1, I), torch.randn(O)
+    norm = Norm(residual.square().sum(1, keepdim=True), 1e-5)
+
+    def expected(dtype: torch.dtype) -> Tensor:
+        x = F.rms_norm(residual.to(dtype), (I,), eps=1e-5)
+        gate, up = F.linear(x, W.to(dtype), bias.to(dtype)).chunk(2, 1)
+        return F.silu(gate) * up
+
+    with forcing("lut_sums", (O, I, 2), tile):
+        for _ in range(2):  # programs count how many of them are done, and begin anew
+            found = matvec(split(residual), rows, norm=norm, bias=bias, is_gated=True, order=SPLIT)
+            check(gathered(found, SPLIT), expected(torch.float32), expected(torch.float64))
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("order", [1, 16, SPLIT])
+def test_decoding_onto_the_stream(order: int, tile: SumsTile) -> None:
+    I, O = 320, 240
+    rows, W = stacked((144, 96), I)
+    x, residual = torch.randn(1, I), torch.randn(1, O)
+    gamma, bias = torch.rand(O) + 0.5, torch.randn(O)
+    with forcing("lut_sums", (O, I, 2), tile):
+        found = matvec_add(split(x), rows, residual, gamma, bias=bias, order=order)
+    exact = residual.double() + F.linear(x.double(), W, bias.double())
+    check(found.residual, residual + F.linear(x, W.float(), bias), exact)
+    assert torch.allclose(gathered(found.scaled, order), found.residual * gamma, atol=1e-5)
+    assert torch.allclose(found.squares.sum(1), found.residual.square().sum(1))
+    assert found.squares.shape == (1, tile.warps * tile.blocks([144, 96]))
+
+
+def test_what_is_decoded_by_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    added = []
+    monkeypatch.setattr(lut_matvec, "add_up", lambda *given: added.append(given))
+    monkeypatch.setattr(lut_matvec, "has_warpgroups", lambda device: True)
+    rows, _ = stacked((32, 16, 16), 192)
+    matvec(split(torch.randn(1, 192)), rows)
+    assert len(added) == 1 and added[0][4] == SumsTile(512, 1, 8)
+    matvec(split(torch.randn(2, 192)), rows)  # of several vectors
+    matvec(split(torch.randn(1, 192)), rows, is_gated=True)  # gates of two codebooks
+    with forcing("lut_sums", (64, 192, 2), NO_SUMS):
+        matvec(split(torch.randn(1, 192)), rows)
+    assert len(added) == 1
