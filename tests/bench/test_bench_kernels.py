@@ -170,6 +170,20 @@ def test_every_case_makes_its_inputs_and_its_reference_agrees_with_the_truth() -
             assert all(type(one) is type(space.default) for one in space.others)
 
 
+def test_hopper_tunes_sums_of_one_vector(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from qat.bench.kernels import tune as tuning
+    from qat.kernels.lut_sums import NO_SUMS
+
+    monkeypatch.setattr(tuning, "_is_hopper", lambda: True)
+    size = {"O": 9728, "I": 2560}
+    space = tuning.matvec_space(size, 2, is_short=True, is_gated=True)
+    assert (space.kernel, space.key) == ("lut_sums", (19456, 2560, 2))
+    assert NO_SUMS in space.others
+    assert tuning.matvec_space(size, 4, is_short=True).kernel == "lut_mma"
+    assert tuning.matvec_space(size, 2, is_short=False).kernel == "lut_matvec"
+
+
 @pytest.mark.slow
 def test_every_kernel_passes_in_the_interpreter() -> None:
     pytest.importorskip("triton")

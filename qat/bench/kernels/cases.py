@@ -483,7 +483,7 @@ def matvec_case(
         wide=({"O": 333, "I": 1040},),
         moved=_moved_rows,
         slack=_slack(bits, d),
-        space=lambda s: matvec_space(s, bits, is_short=True, d=d),
+        space=lambda s: matvec_space(s, bits, is_short=True, is_gated=is_gated, d=d),
     )
 
 

@@ -33,17 +33,20 @@ from qat.bench.measure import Clock, Row
 from qat.bench.stats import Interval, median_interval
 from qat.files import write_atomically
 from qat.kernels import tuned
+from qat.kernels.dispatch import has_warpgroups
 from qat.kernels.glu import LARGEST_BLOCK, Cut
 from qat.kernels.head import Gather
 from qat.kernels.lut_matvec import (
     MmaTile,
     Tile,
     mma_tile_for,
+    sums_tile_for,
     tile_for,
     vectors_mma_tile_for,
     vectors_tile_for,
 )
 from qat.kernels.lut_rows import UNIT, is_mma_format
+from qat.kernels.lut_sums import NO_SUMS, SumsTile
 from qat.kernels.lut_tiles import FormTile
 from qat.kernels.lut_vectors import ChooseTile, ReduceTile
 from qat.kernels.topk import BlockPass
@@ -61,14 +64,32 @@ PACKED = (
     (8, 128, 1, 8, 96),
 )
 """Rows, units, depth, warps and registers."""
+SUMS = (
+    *product((512, 256), (1, 2, 3, 4), (8,), (2,)),
+    *product((256,), (2, 3, 4), (4,), (2,)),
+    (512, 3, 8, 3),
+    (512, 4, 8, 4),
+    (256, 4, 8, 4),
+)
+"""Inputs, times 32 rows, warps, and times 32 rows ahead."""
 DENSE = ((4, 512, 1, 4), (4, 512, 5, 4), (8, 512, 1, 8), (2, 512, 5, 4), (4, 1024, 2, 4))
 
 
-def matvec_space(size: Size, bits: int, *, is_short: bool, d: int = 1) -> Space:
-    """Tiles of a matrix times a vector; with `is_short`, of tensor cores where they can."""
+def matvec_space(
+    size: Size, bits: int, *, is_short: bool, is_gated: bool = False, d: int = 1
+) -> Space:
+    """Tiles of a matrix times a vector; with `is_short`, of tensor cores where they can.
+
+    On Hopper of sums that are looked up, where they can, beside what tensor cores would take.
+    """
     I, is_dense = size["I"], bits == 16
     key = (size["O"], I, bits // d)
     if is_short and is_mma_format(bits, d, I):
+        rows = size["O"] * (2 if is_gated else 1)
+        default = sums_tile_for(rows, I, has_groups=_is_hopper())
+        if bits == 2 and default != NO_SUMS:
+            tiles = [*map(SumsTile._make, SUMS), NO_SUMS]
+            return _space("lut_sums", (rows, I, bits), default, tiles)
         cuts = [MmaTile(*one) for one in product((1, 2, 4), (1, 2, 4, 8, 16))]
         if d > 1:
             cuts += [MmaTile(units, 8, registers) for units in (2, 4) for registers in (96, 128)]
@@ -84,6 +105,10 @@ def matvec_space(size: Size, bits: int, *, is_short: bool, d: int = 1) -> Space:
     if d > 1:
         return _space("vectors_matvec", key, vectors_tile_for(*key), fitting)
     return _space("lut_matvec", key, tile_for(*key), fitting)
+
+
+def _is_hopper() -> bool:
+    return torch.cuda.is_available() and has_warpgroups(torch.device("cuda"))
 
 
 def form_space(size: Size, bits: int, d: int, *, is_packed: bool) -> Space:
