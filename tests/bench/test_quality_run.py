@@ -190,6 +190,26 @@ def test_a_job_that_was_stopped_goes_on(place: Path, monkeypatch) -> None:
     assert (stage / "metrics.jsonl").read_bytes() == metrics  # trained once
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_a_job_that_was_stopped_before_its_first_checkpoint_begins_anew(
+    place: Path, monkeypatch
+) -> None:
+    from qat.train.saver import Saver
+
+    write({"name": "a"}, max_steps=2)
+
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Saver, "save", stop)
+        assert call(patch) == 130
+    (stage,) = Path("out/runs").glob("a-s0-*/stage1")
+    assert read_json_lines(stage / "metrics.jsonl") and not (stage / "latest").exists()
+    assert call(monkeypatch) == 0
+    assert {row["recipe"] for row in read_json_lines(Path("out/results.jsonl"))} == {"teacher", "a"}
+
+
 @pytest.mark.slow
 def test_equal_time_in_a_run(place: Path, monkeypatch) -> None:
     seconds = {"slow": 3.0, "fast": 1.0}

@@ -135,7 +135,8 @@ def train_ours(job: QualityJob) -> Trained:
             student = str(converted)
         run = job.directory / f"stage{number}"
         config = train_config(stage, cache, job.seed, job.device)
-        student = str(train_student(config, student, run, resume=True).final)
+        trained = train_student(config, student, run, resume=True, begins_anew=True)
+        student = str(trained.final)
         seconds, peak_gib = heartbeat_facts(run, stage.steps)
         sequences += config.sequences_per_step * stage.steps
         times.append(seconds)
