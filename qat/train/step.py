@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 Settings = TypeVar("Settings", bound=StepConfig)
 
 EAGER_STEPS = 2
-"""Steps before recording: the compiler and the allocator must have seen everything once."""
+"""Steps of one shape before recording: the compiler and the allocator must have seen all once."""
 GRAPH_TOKENS = 2**16
 """Largest micro-batch worth recording: beyond, launches hide behind the work."""
 
@@ -151,7 +151,10 @@ class TrainingStep:
         self.is_stop_agreed = False
         """Whether all ranks stop after this step; where there are several, they say so alike."""
         self._graph: _Graph | None = None
-        self._waits: list[str] = []
+        self._ran: set[tuple[torch.Size, bool]] = set()
+        """Shapes of micro-batches, and whether rows were packed: what the compiler has seen."""
+        self._waits: list[str] | None = None
+        """Where the host waits for the device in a step; None until one was looked at."""
         self._end_precision = compute_in(student.model, self.dtype)
         for regions in self._regions:
             regions.install()
@@ -233,19 +236,23 @@ class TrainingStep:
         self._steadiness.expect_none()
 
     def _micro_steps(self, batches: list[Batch], valid: Tensor, is_packed: bool) -> Tensor:
+        kind = (batches[0].mask.shape, is_packed)
+        is_known = kind in self._ran
+        self._ran.add(kind)
         if self._taken == 0:
             return self._first(batches, valid, is_packed)
         is_small = batches[0].mask.numel() <= GRAPH_TOKENS
         is_whole = not self.optimizer.sharded  # a recorded graph would hold exchanges
         is_worth = is_small and is_whole and self.fallback is None and self.backend.records()
-        if self._taken == EAGER_STEPS - 1 and is_worth:
-            with self.backend.waits() as self._waits:
-                sums = self._run(batches, valid, is_packed)
-            if self._waits:
-                logger.info("steps are not recorded: the host waits in %s", self._waits[0])
-            return sums
-        if self._taken >= EAGER_STEPS and self._graph is None and is_worth and not self._waits:
-            self._graph = _Graph(self, batches[0], valid, is_packed)
+        if is_worth and is_known and self._graph is None:
+            if self._waits is None:
+                with self.backend.waits() as self._waits:
+                    sums = self._run(batches, valid, is_packed)
+                if self._waits:
+                    logger.info("steps are not recorded: the host waits in %s", self._waits[0])
+                return sums
+            if not self._waits:
+                self._graph = _Graph(self, batches[0], valid, is_packed)
         if self._graph is not None and self._graph.fits(batches, is_packed):
             return self._graph.run(batches, valid)
         return self._run(batches, valid, is_packed)

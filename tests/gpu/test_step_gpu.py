@@ -124,6 +124,13 @@ def test_a_recorded_step_is_the_step(
     assert found[-1] < found[0] or learn == "scales,norms"
 
 
+def test_lengths_that_were_never_run_are_compiled_before_one_is_recorded(tmp_path: Path) -> None:
+    step = step_of(tmp_path)
+    for number, length in enumerate((S, S - 16, S - 32, S - 32, S - 16, S)):
+        step([batch(number, length=length)], number)
+        assert step.compile_facts()["cuda_graph"] == (number >= 4)
+
+
 @pytest.mark.parametrize("preset", ["q2a4", "v2a2"])
 @pytest.mark.parametrize(
     "values",

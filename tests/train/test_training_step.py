@@ -163,6 +163,22 @@ def test_other_shapes_and_packed_rows_are_not_replayed(
     assert len(replays) == 2
 
 
+def test_a_shape_that_was_never_run_is_not_recorded(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recording it would compile within a recording, which a GPU refuses."""
+    trainer = trainer_of(place, tmp_path)
+    replays = pretend_recording(monkeypatch, trainer)
+    whole = batches(trainer)[0]
+    S = whole.mask.shape[1]
+    short = [type(whole)(*(t[:, : S - 4 * k] for t in whole)) for k in range(3)]
+    for step, batch in enumerate([*short, *short[::-1], short[1]]):
+        trainer.take_step([batch], step)
+        # the first that returns is looked at for waits, the next is recorded
+        assert trainer.take_step.compile_facts()["cuda_graph"] == (step >= 4)
+    assert len(replays) == 2
+
+
 def test_more_than_the_host_has_is_not_pinned(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
