@@ -44,9 +44,10 @@ def test_the_figures_are_of_the_square_and_of_the_slowest(
         {"O": O, "I": O, "M": M, "over_bf16": O / 8192 * M, "over_humming": 1.5}
         for O, M in product((8192, 4096), script.GOALS)
     ]
-    script.report(tmp_path / "figures.jsonl", rows)
+    script.report(tmp_path / "figures.jsonl", rows, {"commit": "abc"})
     lines = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
     found = {line["figure"]: line["value"] for line in lines}
     assert found["lut_gemm_over_bf16_m16"] == 16
     assert found["lut_gemm_over_bf16"] == 0.5
     assert found["lut_gemm_over_humming"] == 1.5
+    assert {line["commit"] for line in lines} == {"abc"}
