@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from qat import logs
+from qat.backend.device import select
 from qat.config import Settings
 from qat.errors import ConfigError, QatError
 from qat.files import locked, write_atomically
@@ -26,8 +28,8 @@ from qat.files import locked, write_atomically
 POLL_S = 0.02
 PATIENCE_S = 5.0
 """How long to wait for the last job of a comparison that was killed to notice."""
-ERROR = re.compile(r"[\w.]*(Error|Exception): \S")
-"""How the last line of a traceback begins; that of the launcher itself has nothing behind it."""
+ERROR = re.compile(r"(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception): \S.*)")
+"""What a traceback ends with, before what CUDA adds to it; the launcher's own says nothing."""
 GRACE_S = 2.0
 """Between asking a process to end, which lets it write its stack, and ending it."""
 
@@ -85,17 +87,15 @@ class Ended:
 
     @property
     def last_words(self) -> str:
-        """The last line that it said, or how it ended if it said nothing.
+        """Why it failed: a user's mistake, the last error of a traceback, or the last line.
 
-        A user's mistake before all else: a launcher tells of the end of its ranks after it.
+        More follows these: a launcher tells of the end of its ranks, CUDA of ways to debug.
         """
         log = self.job.log
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         lines = text.strip().splitlines()
         said = [line for line in lines if line.startswith("qat: ")]
-        if self.job.ranks > 1:
-            said = said or [line for line in lines if ERROR.match(line)]
-        said = said or lines
+        said = said or [found[1] for line in lines if (found := ERROR.match(line))] or lines
         return said[-1].removeprefix("qat: ") if said else f"exit status {self.status}"
 
 
@@ -227,6 +227,14 @@ def run_as_process(kind: type[Settings], do: Callable[[Any], object]) -> None:
         do(job)
     except QatError as error:
         sys.exit(f"qat: {error}")
+    except (RuntimeError, MemoryError) as error:
+        if not select("cpu").is_out_of_memory(error):
+            raise
+        traceback.print_exc()
+        sys.exit(
+            "qat: memory ran out; run fewer jobs side by side (--workers of qat bench quality, for "
+            "each GPU), or set a smaller batch_size"
+        )
 
 
 @contextmanager

@@ -1,4 +1,8 @@
-"""Jobs of a comparison: which begins when."""
+"""Jobs of a comparison: which begins when, and what one says that fails."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +40,21 @@ def test_a_job_waits_for_another_and_is_given_up_when_none_runs(
     done.clear()
     run_processes(every, lambda _: True, told=("running", "jobs"), side_by_side=2, placed=placed)
     assert begun == ["conversion", "teacher", "student"]
+
+
+def test_a_job_that_runs_out_of_memory_says_what_to_do(tmp_path: Path) -> None:
+    code = (
+        "import torch\nfrom qat.bench.jobs import run_as_process\nfrom qat.config import Settings\n"
+        "def do(_job):\n    raise torch.OutOfMemoryError('CUDA out of memory')\n"
+        "run_as_process(Settings, do)\n"
+    )
+    (tmp_path / "job.json").write_text("{}")
+    command = [sys.executable, "-c", code, str(tmp_path / "job.json")]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.wait() == 1
+    with process.stderr as said, process.stdin:
+        lines = said.read().splitlines()
+    assert lines[-1].startswith("qat: memory ran out; run fewer jobs side by side (--workers of")
+    assert "Traceback (most recent call last):" in lines  # for the log

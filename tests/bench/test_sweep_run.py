@@ -249,6 +249,7 @@ def test_a_mistake_is_told_before_what_the_launcher_says(tmp_path: Path) -> None
     said = {
         "qat: no such device\nRuntimeError: gone\n=====\n": "no such device",
         "x.OutOfMemoryError: full\nelastic.ChildFailedError: \n====\n": "x.OutOfMemoryError: full",
+        "[rank1]: E.Error: full\nCompile with `DSA` to see.\n====\n": "E.Error: full",
         "=====\n": "=====",
     }
     for log, expected in said.items():
