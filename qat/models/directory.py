@@ -208,11 +208,15 @@ def check_checksums(directory: Path, *, weights: bool) -> None:
         if not weights and name.endswith(WEIGHTS):
             continue
         file = files[name]
-        if not file.is_file() or _sha256(file) != digest:
-            what = "differs from its SHA-256" if file.is_file() else "is missing"
+        if not file.is_file():
             raise CheckpointError(
-                f"{file} {what} in {CHECKSUMS}, expected what was written; copy it anew, or, if "
-                f"you changed it yourself, delete {CHECKSUMS}"
+                f"{file} is missing, expected every file that {CHECKSUMS} lists; copy the "
+                f"checkpoint anew, or, if you removed it yourself, delete {CHECKSUMS}"
+            )
+        if _sha256(file) != digest:
+            raise CheckpointError(
+                f"{file} differs from its SHA-256 in {CHECKSUMS}, expected what was written; copy "
+                f"it anew, or, if you changed it yourself, delete {CHECKSUMS}"
             )
 
 
