@@ -72,11 +72,16 @@ def resolve(source: str) -> str:
     return _hub_id(source)
 
 
+def is_path(source: str) -> bool:
+    """Whether `source`, if nothing lies there, is a mistyped path and no `owner/name` of a hub."""
+    path = Path(source)
+    begins_so = source.startswith((".", "/", "~"))
+    return begins_so or path.parent.is_dir() or len(path.parts) != 2
+
+
 def _hub_id(source: str) -> str:
     """`source`, which is no path here, if a hub has it."""
-    path = Path(source)
-    is_path = source.startswith((".", "/", "~")) or path.parent.is_dir()
-    if is_path or len(path.parts) != 2:  # no `owner/name` of a hub
+    if is_path(source):
         hint = "check the path"
         if "://" in source:
             hint = "'qat cache' asks a teacher behind a server, and students learn from that cache"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
+from huggingface_hub.errors import HFValidationError
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,7 +22,7 @@ from qat.errors import CheckpointError, QatError
 from qat.kernels.lut_gemm import Part as GemmPart
 from qat.kernels.lut_gemm import is_format, is_one_product, lut_gemm
 from qat.kernels.lut_weight import form
-from qat.models.directory import resolve
+from qat.models.directory import GGUF, is_path, resolve
 from qat.models.hf_quantizer import (
     SPARSE_FORMAT,
     VECTORS,
@@ -294,17 +295,32 @@ class Experts(NamedTuple):
         return places[list(self.held), :, self.rank].flatten()
 
 
-def refused_path(command: Sequence[str]) -> QatError | None:
-    """Why the path in `PROGRAM serve PATH` is no model that an engine opens; None if it may be."""
+def refused_path(command: Sequence[str], error: BaseException | None = None) -> QatError | None:
+    """Why the path in `PROGRAM serve PATH` is no model that an engine opens; None if it may be.
+
+    `error` is what the engine ended with, if it was asked before. A path where nothing lies is then
+    refused only if the engine did not find it either.
+    """
     if len(command) < 3 or command[1] != "serve":
         return None
     source = command[2]
-    if not (source.startswith((".", "/", "~")) or Path(source).exists()):
+    is_unfound = (
+        error is None
+        or isinstance(error, HFValidationError)
+        or (isinstance(error, OSError) and error.errno is None)  # a port in use has a number
+    )
+    is_local = is_path(source) and not source.startswith("-") and "://" not in source
+    if not (Path(source).exists() or (is_unfound and is_local)):
         return None
     try:
         found = resolve(source)
-    except QatError as error:
-        return error
+    except QatError as refusal:
+        return refusal
+    if found.endswith(GGUF):
+        return CheckpointError(
+            f"{source} holds a GGUF file, expected a model directory; run it in llama.cpp, or make "
+            "a packed checkpoint of it with 'qat convert'"
+        )
     if Path(found) == Path(source):
         return None
     return CheckpointError(

@@ -92,7 +92,7 @@ def register() -> None:
 
 
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    refusal = error if isinstance(error, QatError) else refused_path(sys.argv)
+    refusal = error if isinstance(error, QatError) else refused_path(sys.argv, error)
     if refusal is None:
         sys.__excepthook__(kind, error, trace)
     else:

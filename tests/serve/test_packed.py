@@ -1,9 +1,11 @@
 """Packed tensors as an engine holds them: formed as the model's, cut for several processes."""
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import HFValidationError
 from quantized import ROUNDINGS, SPECS, frozen_linear, random_weight, rounding, with_adapter
 from torch import Tensor
 from torch.nn import functional as F
@@ -372,11 +374,40 @@ def test_what_no_engine_takes_is_refused(values: dict, message: str) -> None:
 def test_a_path_without_a_model_is_refused_and_a_run_names_its_checkpoint(tmp_path: Path) -> None:
     step = tmp_path / "checkpoints" / "step-000100"
     assert "does not exist" in str(refused_path(["vllm", "serve", f"{tmp_path}/none"]))
+    assert "does not exist" in str(refused_path(["vllm", "serve", "runs/q2/checkpoints/step-1"]))
     assert "holds neither config.json nor" in str(refused_path(["vllm", "serve", f"{tmp_path}"]))
     step.mkdir(parents=True)
     (step / "config.json").write_text("{}")
     (tmp_path / "best").write_text("checkpoints/step-000100")
     refusal = str(refused_path(["vllm", "serve", f"{tmp_path}", "--port", "1"]))
     assert refusal.endswith(f"expected a model directory; serve the one in it: {step}")
-    for words in (["serve", f"{step}"], ["serve", "owner/name"], ["serve"], ["bench", "x"], []):
+    for words in (
+        ["serve", f"{step}"],
+        ["serve", "owner/name"],
+        ["serve", "s3://bucket/runs/q2"],
+        ["serve", "--port"],
+        ["serve"],
+        ["bench", "x"],
+        [],
+    ):
         assert refused_path(["vllm", *words]) is None
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "model.gguf").touch()
+    for source in (tmp_path / "gguf", tmp_path / "gguf" / "model.gguf"):
+        assert "holds a GGUF file, expected" in str(refused_path(["vllm", "serve", f"{source}"]))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_refused"),
+    [
+        (HFValidationError("Repo id must be in the form"), True),
+        (OSError("none is not a local folder"), True),
+        (OSError(errno.EADDRINUSE, "Address already in use"), False),
+        (RuntimeError("Engine core initialization failed"), False),
+    ],
+)
+def test_a_path_without_a_model_is_refused_if_the_engine_missed_it(
+    error: Exception, is_refused: bool, tmp_path: Path
+) -> None:
+    command = ["vllm", "serve", f"{tmp_path}/none"]
+    assert (refused_path(command, error) is not None) == is_refused
