@@ -1,6 +1,7 @@
 """transformers alone, without our loop: it decodes from packed weights, and its server answers."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from served_case import NUM_TOKENS, PROMPTS, ask, chat, free_port, make, ours
 from tiny import tiny_tokenizer
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     ContinuousBatchingConfig,
     GenerationConfig,
     PreTrainedModel,
@@ -27,6 +29,8 @@ from qat.generate.decode import open_speaker
 from qat.generate.text import generate_text
 from qat.models.directory import CHECKSUMS
 from qat.nn.step import quant_linears
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +92,23 @@ def test_requests_that_come_and_go_say_the_same(student: Path) -> None:
         PROMPTS, generation_config=model.generation_config, continuous_batching_config=pages
     )
     assert [each.generated_tokens for each in said.values()] == expected
+
+
+@pytest.mark.slow
+def test_the_page_runs_as_written_without_a_token_to_pad_with(
+    student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = shutil.copytree(student, tmp_path / "student")
+    (path / CHECKSUMS).unlink()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(path)
+    page = (ROOT / "docs/serve.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    said = {}
+    exec(code.replace("checkpoints/q2", str(path)), said)
+    assert len(said["answers"]) == len(said["prompts"]) == 2
+    assert len(said["answer"].generated_tokens) <= 32 and capsys.readouterr().out
 
 
 def command(path: Path, port: int = 0) -> list[str]:
