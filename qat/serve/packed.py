@@ -22,6 +22,7 @@ from qat.errors import CheckpointError, QatError
 from qat.kernels.lut_gemm import Part as GemmPart
 from qat.kernels.lut_gemm import is_format, is_one_product, lut_gemm
 from qat.kernels.lut_weight import form
+from qat.models.checkpoint import is_packed
 from qat.models.directory import GGUF, is_path, resolve
 from qat.models.hf_quantizer import (
     SPARSE_FORMAT,
@@ -30,6 +31,7 @@ from qat.models.hf_quantizer import (
     check_input_scale,
     empty_weight,
 )
+from qat.models.opening import read_table
 from qat.models.stored_state import INPUT_SCALE, PACKED
 from qat.quant.activation import quantize_static, quantize_tokens
 from qat.quant.kv import fake_quantize_heads
@@ -322,9 +324,19 @@ def refused_path(command: Sequence[str], error: BaseException | None = None) -> 
             "a packed checkpoint of it with 'qat convert'"
         )
     if Path(found) == Path(source):
-        return None
+        return _refused_class(Path(found), error)
     return CheckpointError(
         f"{source} holds no config.json, expected a model directory; serve the one in it: {found}"
+    )
+
+
+def _refused_class(directory: Path, error: BaseException | None) -> QatError | None:
+    if not (is_packed(directory) and "Model architecture" in str(error)):  # as vLLM begins it
+        return None
+    config = read_table(directory / "config.json")
+    return CheckpointError(
+        f"{directory} has architectures={config.get('architectures')}, expected a class that vLLM "
+        f"has; serve it with 'python -m qat.serve.transformers serve {directory}'"
     )
 
 

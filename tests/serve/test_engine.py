@@ -364,19 +364,27 @@ def test_the_notebook_serves_a_run(tmp_path: Path) -> None:
     assert choice["message"]["content"] and choice["finish_reason"] in ("stop", "length")
 
 
-def test_a_checkpoint_of_a_newer_format_is_refused_in_one_line(tmp_path: Path) -> None:
-    path = make(tmp_path / "student")
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"]["format"] = 99
-    (path / "config.json").write_text(json.dumps(config))
-    (path / CHECKSUMS).unlink()
+def refused(path: Path) -> str:
     done = subprocess.run(
         serve(path, free_port()), capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("qat: quantization_config has format=99, expected format=1 to 12; use")
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_what_cannot_be_served_is_one_line(tmp_path: Path) -> None:
+    path = make(tmp_path / "student")
+    (path / CHECKSUMS).unlink()
+    config = json.loads((path / "config.json").read_text())
+    stored = config["quantization_config"]
+    for change, refusal in (
+        ({"quantization_config": stored | {"format": 99}}, "qat: quantization_config has format="),
+        ({"architectures": ["MoonForCausalLM"]}, f"qat: {path} has architectures=['MoonForCausal"),
+    ):
+        (path / "config.json").write_text(json.dumps(config | change))
+        assert refused(path).startswith(refusal)
+    assert refused(path.parent / "runs/none").startswith(f"qat: {path.parent}/runs/none does not")
 
 
 def test_experts_of_a_family_that_vllm_looks_for_elsewhere_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Packed tensors as an engine holds them: formed as the model's, cut for several processes."""
 
 import errno
+import json
 from pathlib import Path
 
 import pytest
@@ -395,6 +396,19 @@ def test_a_path_without_a_model_is_refused_and_a_run_names_its_checkpoint(tmp_pa
     (tmp_path / "gguf" / "model.gguf").touch()
     for source in (tmp_path / "gguf", tmp_path / "gguf" / "model.gguf"):
         assert "holds a GGUF file, expected" in str(refused_path(["vllm", "serve", f"{source}"]))
+
+
+def test_a_class_that_the_engine_lacks_is_one_line(tmp_path: Path) -> None:
+    error = ValueError("Value error, Model architectures ['MoonForCausalLM'] are not supported")
+    command = ["vllm", "serve", f"{tmp_path}"]
+    config = {"architectures": ["MoonForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert refused_path(command, error) is None  # a float model is the engine's to speak of
+    config["quantization_config"] = {"quant_method": "qat"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refusal = str(refused_path(command, error))
+    assert "has architectures=['MoonForCausalLM'], expected a class that vLLM has; serv" in refusal
+    assert refused_path(command, ValueError("max_model_len is 0")) is None
 
 
 @pytest.mark.parametrize(
