@@ -8,13 +8,14 @@ Shapes: O out_features, I in_features, R rank, d weights that an index names; N 
 with one of E experts.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
 from huggingface_hub.errors import HFValidationError
+from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -338,6 +339,38 @@ def _refused_class(directory: Path, error: BaseException | None) -> QatError | N
         f"{directory} has architectures={config.get('architectures')}, expected a class that vLLM "
         f"has; serve it with 'python -m qat.serve.transformers serve {directory}'"
     )
+
+
+def num_processes(command: Sequence[str]) -> int:
+    """How many processes `PROGRAM serve DIR --tensor-parallel-size N` shares every weight among."""
+    words = [word for each in command for word in each.split("=", 1)]
+    flags = ("--tensor-parallel-size", "--tensor_parallel_size", "-tp")
+    given = [after for flag, after in pairwise(words) if flag in flags and after.isdigit()]
+    return int(given[-1]) if given and command[1:2] == ["serve"] else 1
+
+
+def check_cut(directory: Path, modules: Mapping[str, Stored], size: int) -> None:
+    """Make sure that input features can be shared among `size` processes, before any is started.
+
+    Only linears are looked at whose inputs engines share in every family; each process checks all
+    that it is given.
+
+    Raises:
+        CheckpointError: a process would get a part of a group or of a vector.
+    """
+    shared = [
+        m for name, m in modules.items() if name.endswith(("self_attn.o_proj", "mlp.down_proj"))
+    ]
+    grouped = {
+        f"{m.name}.{SCALE_NAMES[0]}": m for m in shared if m.spec and m.spec.scale == "group"
+    }
+    for file in sorted(directory.glob("*.safetensors")) if size > 1 else ():
+        with safe_open(file, framework="pt") as tensors:
+            for key in sorted(grouped.keys() & set(tensors.keys())):
+                stored = grouped[key]
+                I = tensors.get_slice(key).get_shape()[-1] * stored.spec.group_size
+                if I % size == 0:  # else the engine says so
+                    Part.of(stored, 1, I, columns=I // size, rank=0)
 
 
 def in_one_line(refusal: QatError) -> str:

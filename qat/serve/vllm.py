@@ -49,10 +49,12 @@ from qat.serve.packed import (
     Experts,
     Part,
     Stored,
+    check_cut,
     in_one_line,
     lut_embedding,
     lut_experts,
     lut_linear,
+    num_processes,
     read_config,
     refused_path,
     rounded_heads,
@@ -144,10 +146,12 @@ class QatQuantization(QuantizationConfig):
         """Look at the directory and the model before anything is loaded.
 
         Raises:
-            CheckpointError: a file differs from what was written, or the family is not read.
+            CheckpointError: a file differs from what was written, the family is not read, or the
+                number of processes splits a group.
         """
         if Path(model_name).is_dir():
             check_checksums(Path(model_name), weights=True)
+            check_cut(Path(model_name), self.modules, num_processes(sys.argv))
         if hf_config is not None:
             if hf_config.model_type in REORDERED:
                 raise CheckpointError(

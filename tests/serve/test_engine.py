@@ -364,9 +364,9 @@ def test_the_notebook_serves_a_run(tmp_path: Path) -> None:
     assert choice["message"]["content"] and choice["finish_reason"] in ("stop", "length")
 
 
-def refused(path: Path) -> str:
+def refused(path: Path, *more: str) -> str:
     done = subprocess.run(
-        serve(path, free_port()), capture_output=True, text=True, timeout=200, check=False
+        [*serve(path, free_port()), *more], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
@@ -385,6 +385,11 @@ def test_what_cannot_be_served_is_one_line(tmp_path: Path) -> None:
         (path / "config.json").write_text(json.dumps(config | change))
         assert refused(path).startswith(refusal)
     assert refused(path.parent / "runs/none").startswith(f"qat: {path.parent}/runs/none does not")
+    narrow = make(tmp_path / "narrow", specs=[SPECS["lut3"]], intermediate_size=96)
+    words = refused(narrow, "--tensor-parallel-size", "2")
+    assert words.startswith(
+        "qat: model.layers.0.mlp.down_proj: tensor parallelism over 2 processes"
+    )
 
 
 def test_experts_of_a_family_that_vllm_looks_for_elsewhere_are_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from huggingface_hub.errors import HFValidationError
 from quantized import ROUNDINGS, SPECS, frozen_linear, random_weight, rounding, with_adapter
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,9 +26,11 @@ from qat.serve.packed import (
     Format,
     Part,
     Stored,
+    check_cut,
     lut_embedding,
     lut_experts,
     lut_linear,
+    num_processes,
     read_config,
     refused_path,
     rounded_heads,
@@ -425,3 +428,36 @@ def test_a_path_without_a_model_is_refused_if_the_engine_missed_it(
 ) -> None:
     command = ["vllm", "serve", f"{tmp_path}/none"]
     assert (refused_path(command, error) is not None) == is_refused
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("vllm serve d", 1),
+        ("vllm serve d -tp 2", 2),
+        ("vllm serve d --tensor-parallel-size=4 --port 8000", 4),
+        ("vllm serve d --tensor-parallel-size 2 -tp 3", 3),
+        ("vllm serve d -tp many", 1),
+        ("python ask.py -tp 2", 1),
+    ],
+)
+def test_the_number_of_processes_is_read_from_the_command(words: str, expected: int) -> None:
+    assert num_processes(words.split()) == expected
+
+
+def test_processes_that_split_a_group_are_refused_before_they_start(tmp_path: Path) -> None:
+    spec, name = LutSpec(bits=2, group_size=16), "model.layers.0.mlp.down_proj"
+    modules = {name: Stored(name, spec), "model.layers.0.mlp.up_proj": Stored("up", spec)}
+    scales = {
+        f"{name}.scales": torch.zeros(8, 6),
+        "model.layers.0.mlp.up_proj.scales": torch.ones(3, 7),
+    }
+    save_file(scales, tmp_path / "model.safetensors")
+    for size in (1, 2, 3, 6, 5):  # five do not divide 96 inputs, which is the engine's to say
+        check_cut(tmp_path, modules, size)
+    refusal = (
+        f"{name}: tensor parallelism over 4 processes gives each 24 of its 96 input features, "
+        "which splits a group of 16; choose a size that leaves each a multiple of 16"
+    )
+    with pytest.raises(CheckpointError, match=refusal):
+        check_cut(tmp_path, modules, 4)
