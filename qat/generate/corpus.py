@@ -41,6 +41,8 @@ SETTINGS = "settings.json"
 """Beside the shards: what decides their rows."""
 TOLD = ("thinking", "temperature", "top_p", "max_new_tokens", "seed")
 """Settings that every row says."""
+ROWS_TELL = ("teacher", "identity", "dtype", *TOLD[1:])
+"""Of what decides the rows, what each says as it was asked for."""
 
 
 class Corpus(NamedTuple):
@@ -192,9 +194,11 @@ def _is_done(out: Path, facts: dict[str, object], run: str) -> bool:
         raise ConfigError(
             f"out={out} was not written by 'qat sample', expected a new file; choose another --out"
         ) from None
+    # a row's own `format` and `thinking` are not those of the settings
+    told = {name: old.get(name, facts[name]) for name in ROWS_TELL}
     raise ConfigError(
-        f"out={out} holds rows of other settings{_differences(old, facts)}; choose another --out "
-        "or remove it"
+        f"out={out} holds rows of other prompts or settings{_differences(told, facts)}; choose "
+        "another --out or remove it"
     )
 
 

@@ -186,8 +186,11 @@ def test_other_settings_are_refused_and_named(teacher: Path, tmp_path: Path) -> 
         sample(teacher, out, **{**NOTHING, "rows": 9})
     sample(teacher, out, **NOTHING)
     kept = out.read_bytes()
-    with pytest.raises(ConfigError, match=r"other settings \(.*temperature=1.0, now .*2.0\)"):
+    with pytest.raises(ConfigError, match=r"or settings \(temperature=1.0, now .*2.0\);"):
         sample(teacher, out, **NOTHING, temperature=2.0)
+    # a row's version is no format of the prompts, and its mode may be one of several asked for
+    with pytest.raises(ConfigError, match=r"other prompts or settings; choose another --out or"):
+        sample(teacher, out, **NOTHING, format="plain")
     assert out.read_bytes() == kept
     out.write_text('{"text": "of somebody else"}\n')
     with pytest.raises(ConfigError, match="was not written by 'qat sample'"):
