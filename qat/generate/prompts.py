@@ -45,13 +45,14 @@ def open_prompts(
         asked = (p for each in documents for p in _prompts_of(each, settings, tokenizer))
         most = -(-settings.rows // settings.samples) if settings.rows else None
         prompts = list(islice(asked, most))
-    for number, prompt in enumerate(prompts):
-        if len(prompt.ids) >= model.longest:
-            raise ConfigError(
-                f"prompt {number + 1} ({prompt.said!r:.60}) has {len(prompt.ids)} tokens, but the "
-                f"model's window has {model.longest}, expected room for an answer; shorten it or "
-                "leave it out"
-            )
+    long = [n for n, prompt in enumerate(prompts) if len(prompt.ids) >= model.longest]
+    if long:
+        first, others = prompts[long[0]], len(long) - 1
+        raise ConfigError(
+            f"prompt {long[0] + 1} ({first.said!r:.60}) has {len(first.ids)} tokens, but the "
+            f"model's window has {model.longest}, expected room for an answer; shorten it or leave "
+            "it out" + (f", and {others} more that are too long" if others else "")
+        )
     return prompts
 
 

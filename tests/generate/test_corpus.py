@@ -271,6 +271,9 @@ def test_prompts_that_leave_no_room_are_refused(teacher: Path, tmp_path: Path) -
     said = r"prompt 2 \('the cat .*\) has \d+ tokens, but the model's window has 128"
     with pytest.raises(ConfigError, match=said):
         opened(teacher, prompts=str(path), raw=True)
+    path.write_text("the cat " * 100 + "\n\nshort\n\n" + "the cat " * 200)
+    with pytest.raises(ConfigError, match=r"prompt 1 \(.* it out, and 1 more that are too long"):
+        opened(teacher, prompts=str(path), raw=True)
     path.write_text("the cat " * 60)  # which leaves a little
     model, corpus = opened(teacher, prompts=str(path), raw=True, max_new_tokens=100)
     request = corpus.request(0)
