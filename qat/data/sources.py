@@ -193,7 +193,10 @@ def _parsed_lines(path: Path, lines: Iterable[str]) -> Rows:
 
 
 def _not_json(place: Place, error: json.JSONDecodeError) -> DataError:
-    return DataError(f"{place} is not JSON ({error.msg}); expected one value; mend it")
+    # some of Python's messages end in "at", for a place to follow
+    line = f"line {error.lineno}, " if error.lineno > 1 else ""
+    found = f"{error.msg.removesuffix(' at')} at {line}column {error.colno}"
+    return DataError(f"{place} is not JSON ({found}); expected one value; mend it")
 
 
 def _table_rows(path: Path) -> Rows:
