@@ -153,8 +153,8 @@ class Line:
                     "expected vLLM, SGLang or llama.cpp; check the address"
                 ) from None
         raise CacheError(
-            f"{url}: {reason}, {self._attempts} times; finished shards are kept: run the same "
-            "command again when the server answers"
+            f"{url}: {reason}, {self._attempts} times, expected an answer; check --teacher, or run "
+            "the same command again when the server answers: finished shards are kept"
         )
 
     def _attempt(self, url: str, content: bytes | None, most: int) -> bytes:

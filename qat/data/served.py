@@ -47,6 +47,8 @@ ROUNDING = 2.0**-23
 """Of a sum of probabilities in float32: a smaller tail is not told by 1 - sum."""
 TINY = 1e-45
 """No probability in float32 is smaller but 0."""
+SHOWN = 8
+"""Ids of a tokenizer that does not fit which a message shows: they differ early."""
 SAME_NATS = 0.02
 """Mean KL a token up to which a server answers as it did: ten times what bfloat16 costs
 (docs/cache.md), less than what 4 bits a weight do."""
@@ -302,9 +304,9 @@ class ServedTeacher:
                 return ids
             if ours != theirs:
                 raise ConfigError(
-                    f"{self._address} has another tokenizer: {text!r} is {str(theirs)[:200]} "
-                    f"there and {str(ours)[:200]} here; name the directory or hub id of what is "
-                    "served as --tokenizer"
+                    f"{self._address} has another tokenizer: {text!r} is {_shown(theirs)} there "
+                    f"and {_shown(ours)} here; name the directory or hub id of what is served as "
+                    "--tokenizer"
                 )
         return ids
 
@@ -342,6 +344,11 @@ def _answer(future: Future[dict[str, Tensor]]) -> Answer:
     """An answer whose rows are there once its `wait` has returned."""
     tensors: dict[str, Tensor] = {}
     return Answer(tensors, lambda: tensors.update(future.result()))
+
+
+def _shown(ids: list[int]) -> str:
+    """The first few ids, and how many there are."""
+    return f"{ids[:SHOWN]} ({len(ids)} in all)"
 
 
 def _at(said: Likeliest, ids_TK: np.ndarray) -> np.ndarray:
