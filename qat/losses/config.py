@@ -108,7 +108,7 @@ def reads_others(names: Iterable[str]) -> bool:
     return any(reads.others for name in names if (reads := reads_of(name)) is not None)
 
 
-def parse_losses(text: str) -> dict[str, float]:
+def parse_losses(text: str, setting: str = "loss") -> dict[str, float]:
     """Weights by loss name: `"tail"` is `{"tail": 1.0}`, `"tail:1.0,hard_ce:0.1"` a sum of two.
 
     Raises:
@@ -122,10 +122,11 @@ def parse_losses(text: str) -> dict[str, float]:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}?" if near else "write NAME or NAME:WEIGHT,NAME:WEIGHT"
             raise ConfigError(
-                f"loss={text!r} has no loss called {name!r}; there are {', '.join(names)}; {hint}"
+                f"{setting}={text!r} has no loss called {name!r}; there are {', '.join(names)}; "
+                f"{hint}"
             )
         if name in terms:
-            raise ConfigError(f"loss={text!r} names {name} twice; give each loss one weight")
+            raise ConfigError(f"{setting}={text!r} names {name} twice; give each loss one weight")
         terms[name] = _weight(weight, name) if colon else 1.0
     return terms
 

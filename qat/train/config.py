@@ -247,7 +247,7 @@ class TrainConfig(StepConfig):
     @property
     def own_losses(self) -> dict[str, float]:
         """Weight by name of loss on the student's own words."""
-        return parse_losses(self.on_policy_loss)
+        return parse_losses(self.on_policy_loss, "on_policy_loss")
 
     @property
     def own_rows(self) -> int:

@@ -479,7 +479,7 @@ def test_a_student_that_ends_at_once_is_told_and_taught(
         ({"on_policy": 1.5}, "on_policy=1.5"),
         ({"on_policy_loss": "tail"}, "names tail, expected.*choose among kl, reverse_kl"),
         ({"on_policy_loss": "hard_ce"}, "names hard_ce"),
-        ({"on_policy_loss": "revers_kl"}, "did you mean reverse_kl"),
+        ({"on_policy_loss": "revers_kl"}, "on_policy_loss='revers_kl'.*did you mean reverse_kl"),
         ({"rollout_tokens": 16}, "rollout_tokens=16, but the sequences of .* have 16.*15 or fewer"),
         ({"loss": "kl,tail:0.1"}, "tail reads the teacher from a cache"),
     ],
