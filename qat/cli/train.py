@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNTRACKED = TrackConfig()
+OF_ROLLOUTS = ("on_policy_loss", "rollout_every", "rollout_tokens", "rollout_temperature")
 STATE_COLOURS = {"look": "yellow", "bad": "bold red"}
 MEASURES = (
     ("kl_tail_nats", "KL, nats (top-K and tail)", "{:.4f}"),
@@ -66,6 +67,10 @@ def train(
     from qat.cli.inputs import check_inputs, with_fitting_loss
 
     parse_losses(config.loss)
+    if not config.on_policy:
+        for name in OF_ROLLOUTS:
+            if (value := getattr(config, name)) != TrainConfig.model_fields[name].default:
+                logger.warning("%s=%s does nothing without --on-policy SHARE", name, value)
     check_inputs(models=[student, config.teacher], caches=[config.cache_dir], out=out)
     if config.reads_cache:
         config = with_fitting_loss(config, config.cache_dir)

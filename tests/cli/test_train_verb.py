@@ -87,6 +87,14 @@ def test_a_run_says_what_it_does_and_what_it_came_to(
         assert call(monkeypatch, *command[1:]) == 0
 
 
+def test_settings_of_rollouts_that_nobody_asked_for_are_told(
+    place: Path, tmp_path: Path, monkeypatch, caplog
+) -> None:
+    words = ["train", tmp_path / "none", "--cache-dir", place / "cache", "--out", tmp_path / "run"]
+    assert call(monkeypatch, *words, "--rollout-every", 4) == 1
+    assert caplog.messages == ["rollout_every=4 does nothing without --on-policy SHARE"]
+
+
 def test_followers_are_no_part_of_the_recipe(
     place: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
