@@ -1,5 +1,6 @@
 """What a model costs: parameters, bits per weight, bytes, FLOPs, and what devices can do."""
 
+import difflib
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -463,8 +464,10 @@ def devices_named(names: tuple[str, ...]) -> tuple[Device, ...]:
     known = {device.name.lower(): device for device in DEVICES}
     for name in names:
         if name.strip().lower() not in known:
+            near = difflib.get_close_matches(name.strip().lower(), known, n=1, cutoff=0.4)
             raise ConfigError(
                 f"plan={name} is no device of the table; choose among "
                 f"{', '.join(device.name for device in DEVICES)}, or compile for v4, v5e, v5p, v6e"
+                + (f"; did you mean {known[near[0]].name}?" if near else "")
             )
     return tuple(known[name.strip().lower()] for name in names) or DEVICES
