@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -82,6 +83,7 @@ def test_a_shape_stands_for_a_student_and_the_fastest_is_told(tmp_path, monkeypa
     last = json.loads(printed.splitlines()[-1])
     assert last["max_batch"] == 4 and last["fastest_batch"] in (1, 2, 4)
     assert "fastest batch: " in printed and "TRIED" in printed
+    assert re.search(r"[12] timed in full: 4 at [\d,]+ t/s", printed)
     *_, largest, predicted = read_json_lines(tmp_path / "out" / "results.jsonl")
     assert largest["status"] == "MAX" and "peak_reserved_gib" in largest
     assert predicted["gradient_checkpointing"] and "yes" in printed
