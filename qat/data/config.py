@@ -106,7 +106,7 @@ class CacheConfig(CacheSettings, DeviceSettings):
     batch_size: Speed[int] = Field(0, ge=0)
     """Most sequences in one teacher forward, or asked about at once of a server; 0 takes as many as
     keep the device busy, of a server 32."""
-    device_map: Speed[str | None] = None
+    device_map: Speed[Literal["auto", "disk"] | None] = None
     """Spread the teacher over the devices (`auto`), or leave it on the disk (`disk`), from where
     each layer comes once a shard; by default it is in the memory of one."""
     trust_remote_code: Speed[bool] = False

@@ -24,6 +24,7 @@ WRONG = [
     (f"cache --teacher {MODEL} --data {{empty}}", "is empty, expected at least one row"),
     ("cache --teacher none --data {file}", "none does not exist; expected a model directory"),
     ("cache --teacher {file} --data {file}", "holds neither config.json nor"),
+    ("cache --teacher none --data {file} --device-map dsk", "Input should be 'auto' or 'disk'"),
     ("cache info none", "none is no directory, expected a teacher cache"),
     ("cache verify {tmp}", "holds no manifest.json"),
     ("cache import none", "none is no directory"),
