@@ -248,7 +248,9 @@ def _student(student: str | None, config: BenchConfig) -> str:
     """
     if student is None:
         found = config.shape or DEFAULT_SHAPE
-        logger.info("no student is named: measuring %s with random weights", found)
+        large = "; a CPU takes minutes for it: --shape tiny takes seconds"
+        told = large if config.shape is None else ""
+        logger.info("no student is named: measuring %s with random weights%s", found, told)
         return found
     if config.shape is not None:
         raise ConfigError(

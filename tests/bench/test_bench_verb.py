@@ -121,6 +121,16 @@ def test_the_largest_batch_of_a_small_machine(tmp_path: Path, place: Path) -> No
     assert report.rows[-1]["batch_size"] == report.search.largest
 
 
+def test_who_names_no_student_is_told_of_a_small_one(monkeypatch, caplog) -> None:
+    caplog.set_level("INFO", logger="qat")
+    assert call(monkeypatch, "--plan", "h300") == 1
+    assert "qwen3-0.6b with random weights; a CPU takes minutes for it: --shape" in caplog.text
+    caplog.clear()
+    assert call(monkeypatch, "--shape", "tiny", "--plan", "h300") == 1
+    assert "measuring tiny with random weights" in caplog.messages[0].split(": ", 1)[1]
+    assert "minutes" not in caplog.text
+
+
 @pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_a_row_beside_those_that_do(monkeypatch, tmp_path) -> None:
     from qat.bench.run import Setting
