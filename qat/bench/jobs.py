@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from qat import logs
-from qat.backend.device import select
 from qat.config import Settings
 from qat.errors import ConfigError, QatError
 from qat.files import locked, write_atomically
@@ -228,6 +227,8 @@ def run_as_process(kind: type[Settings], do: Callable[[Any], object]) -> None:
     except QatError as error:
         sys.exit(f"qat: {error}")
     except (RuntimeError, MemoryError) as error:
+        from qat.backend.device import select  # which brings torch: a plan is read without
+
         if not select("cpu").is_out_of_memory(error):
             raise
         traceback.print_exc()
