@@ -247,7 +247,7 @@ def _before_and_after(first: dict, best: dict) -> Table:
 
 
 def _next(final: Path, config: TrainConfig, facts: dict) -> list[list[str]]:
-    """Commands for the finished student: judge it beside its teacher, let it write, ship it."""
+    """Commands for the finished student: judge it beside its teacher, let it write, serve, ship."""
     from qat.export.targets import ships_to
 
     teacher = facts.get("teacher")
@@ -257,5 +257,6 @@ def _next(final: Path, config: TrainConfig, facts: dict) -> list[list[str]]:
     return [
         ["qat", "eval", str(final), "--cache-dir", config.cache_dir, *beside],
         ["qat", "generate", str(final), "--prompt", config.sample_prompt],
+        ["vllm", "serve", str(final)],
         ["qat", "export", str(final), "--to", to, "--out", f"{final}-{to}"],
     ]
