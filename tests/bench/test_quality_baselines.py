@@ -10,7 +10,7 @@ import pytest
 import torch
 from cache_case import TOKENIZER, build, teacher
 from tiny import tiny_model
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.bench.baselines import methods
@@ -336,6 +336,42 @@ def test_edgerazor_refuses_inputs_and_heads_that_it_does_not_reach(
     heads_alone = own.model_copy(update={"activations": None})
     found = train_baseline("edgerazor", mixture(), TOKENIZER, mixtures_cache, settings=heads_alone)
     assert 0 < kl(found.model, mixtures_cache)
+
+
+class Doubled:
+    """Hands values on to a cache, twice as large."""
+
+    def __init__(self, cache: object) -> None:
+        self.cache = cache
+
+    def update(self, key: Tensor, value: Tensor, *rest: object, **more: object) -> object:
+        return self.cache.update(key, 2 * value, *rest, **more)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.cache, name)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "Qwen3ForCausalLM",
+        "GPT2LMHeadModel",  # whose layers get the cache by its place
+        "Llama4ForCausalLM",  # whose layers ask it how long it is
+        "DeepseekV32ForCausalLM",  # whose layers keep what chooses tokens, too
+    ],
+)
+@torch.no_grad()
+def test_layers_hand_the_same_on_whether_they_keep_it_or_not(family: str) -> None:
+    model, ids = families.build(family), torch.arange(12).view(2, 6) * 23 % 320
+    plain = model(ids, use_cache=False).logits
+    wrap_caches(model, Doubled)
+    how = {"output_logits": True, "return_dict_in_generate": True, "do_sample": False}
+    # eight tokens are all attended to: of more, DeepSeek chooses by scores of which many are equal
+    how |= {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "min_new_tokens": 3}
+    found = model.generate(ids, **how)
+    whole = model(found.sequences, use_cache=False).logits
+    assert not torch.allclose(whole[:, :6], plain, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(torch.stack(found.logits, 1), whole[:, 5:-1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", PTQ)

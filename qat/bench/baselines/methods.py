@@ -5,13 +5,14 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from importlib.util import find_spec
-from inspect import signature
+from inspect import Signature, signature
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
 from qat.bench.baselines.reference import reference_lesson
@@ -204,12 +205,21 @@ def edgerazor_lesson(job: BaselineJob) -> Lesson:
     )
 
 
-class NothingKept:
-    """In the place of a cache: gives keys and values back as they come."""
+class NothingKept(Cache):
+    """In the place of a cache: gives back what it is to keep, as if nothing came before."""
 
-    def update(self, key: Tensor, value: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(
+        self, key: Tensor, value: Tensor, *_rest: object, **_more: object
+    ) -> tuple[Tensor, Tensor]:
         """Of one layer."""
         return key, value
+
+    def update_indexer(self, key: Tensor, *_rest: object, **_more: object) -> Tensor:
+        """Of what chooses the tokens that a layer attends to."""
+        return key
 
 
 def wrap_caches(model: PreTrainedModel, wrap: Callable[[object], object]) -> None:
@@ -221,21 +231,27 @@ def wrap_caches(model: PreTrainedModel, wrap: Callable[[object], object]) -> Non
         ConfigError: a layer takes no cache of keys and values.
     """
     layers, nothing_kept = decoder_layers(model), wrap(NothingKept())
-    take_cache = all(CACHE in signature(layer.forward).parameters for layer in layers)
+    calls = [signature(layer.forward) for layer in layers]
     kept = DynamicCache(config=model.config).layers
-    if not take_cache or any(hasattr(each, "update_conv_state") for each in kept):
+    if not all(CACHE in call.parameters for call in calls) or any(
+        hasattr(each, "update_conv_state") for each in kept
+    ):
         raise ConfigError(
             f"kv=int8, but layers of {type(model).__name__} do not keep keys and values in a cache "
             "that they are given, expected all of them to, for EdgeRazor rounds them there; leave "
             "kv out"
         )
 
-    def hand_on(_layer: nn.Module, args: tuple, named: dict[str, object]) -> tuple[tuple, dict]:
-        given = named.get(CACHE)
-        return args, named | {CACHE: nothing_kept if given is None else wrap(given)}
+    def hand_on(
+        call: Signature, _layer: nn.Module, args: tuple, named: dict[str, object]
+    ) -> tuple[tuple, dict]:
+        bound = call.bind(*args, **named)  # some models give the cache by its place
+        given = bound.arguments.get(CACHE)
+        bound.arguments[CACHE] = nothing_kept if given is None else wrap(given)
+        return bound.args, bound.kwargs
 
-    for layer in layers:
-        layer.register_forward_pre_hook(hand_on, with_kwargs=True)
+    for layer, call in zip(layers, calls, strict=True):
+        layer.register_forward_pre_hook(partial(hand_on, call), with_kwargs=True)
 
 
 LESSONS: dict[str, Callable[[BaselineJob], Lesson]] = {
