@@ -374,6 +374,23 @@ def test_layers_hand_the_same_on_whether_they_keep_it_or_not(family: str) -> Non
     torch.testing.assert_close(torch.stack(found.logits, 1), whole[:, 5:-1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["Llama4ForCausalLM", "GitForCausalLM"])
+def test_a_step_of_a_model_without_sdpa_and_of_one_that_is_its_own_base(
+    family: str, tmp_path: Path
+) -> None:
+    float_teacher = LanguageModel(families.build(family))
+    build(tmp_path / "cache", teacher=float_teacher)
+    own = settings(group_size=16, max_steps=1)
+    made = train_baseline(
+        "torchao_int2",
+        float_teacher,
+        TOKENIZER,
+        TeacherCache.open(tmp_path / "cache"),
+        settings=own,
+    )
+    assert made.steps == 1
+
+
 @pytest.mark.parametrize("method", PTQ)
 def test_quantizing_alone_takes_no_step(cache: TeacherCache, method: str) -> None:
     float_teacher = teacher()

@@ -33,7 +33,7 @@ from qat.models.language_model import LanguageModel, softcap_of
 from qat.models.regions import compile_facts
 from qat.nn.sites import StackedLinear, experts_of, open_sites
 from qat.nn.step import quant_linears
-from qat.nn.swap import decoder_layers, linear_names, replace_module
+from qat.nn.swap import body_of, decoder_layers, linear_names, replace_module
 from qat.train.optim import lr_share
 from qat.train.step import StepResult
 
@@ -211,7 +211,7 @@ class PlainStep:
             positions = batch.position_ids if is_packed else None
             is_mixed = self._autocast is not None
             with on(device).autocast(self._autocast) if is_mixed else nullcontext():
-                hidden = self._model.base_model(
+                hidden = body_of(self._model)(
                     input_ids=batch.input_ids, position_ids=positions, use_cache=False
                 ).last_hidden_state
             hidden = hidden.flatten(0, 1).to(self._autocast or hidden.dtype)
@@ -288,8 +288,11 @@ def dense_copy(student: LanguageModel, dtype: torch.dtype) -> PreTrainedModel:
     settings = deepcopy(student.model.config)
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config
+    attention = "sdpa" if student.model._supports_sdpa else "eager"
     with student.device:
-        model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            settings, dtype=dtype, attn_implementation=attention
+        )
         open_sites(model)
     linears = quant_linears(student.model)
     for name, linear in linears.items():
