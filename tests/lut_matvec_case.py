@@ -1,5 +1,9 @@
-"""Packed matrices for the tests of `qat.kernels.lut_matvec` on every path."""
+"""Packed matrices for the tests of `qat.kernels.lut_matvec`, and how its kernels run in them."""
 
+from types import ModuleType
+
+import pytest
+import torch
 from quantized import frozen_linear
 from torch import Tensor
 
@@ -36,3 +40,12 @@ def rows_of(
     linear = linear.to(device)
     source, scales = linear.source(), linear.scales_as_stored()
     return LutRows.of(source, linear.levels(), scales, is_short=is_short), weight
+
+
+def interpret(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """Let `modules` compute by their kernels in Triton's interpreter; skip where a GPU does."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu runs the kernel itself")
+    for module in modules:
+        monkeypatch.setattr(module, "use_triton", lambda tensor: True)

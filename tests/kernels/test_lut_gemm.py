@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from lut_matvec_case import rows_of
+from lut_matvec_case import interpret, rows_of
 from quantized import frozen_linear
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
@@ -32,10 +32,7 @@ APART = [width for width in lut_gemm.WIDTHS if 8 <= width <= lut_gemm.WIDEST_APA
 
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("tests/gpu runs the kernel itself")
-    monkeypatch.setattr(lut_gemm, "use_triton", lambda tensor: True)
+    interpret(monkeypatch, lut_gemm)
 
 
 def multiplied(x: Tensor, rows: LutRows, tile: GemmTile, bias: Tensor | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lut_matvec_case import SPECS, rows_of
+from lut_matvec_case import SPECS, interpret, rows_of
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
 from torch.nn import functional as F
@@ -33,10 +33,7 @@ O, I = 37, 192
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Compute by the plain reference, or by the kernel in Triton's interpreter."""
     if request.param == "kernel":
-        pytest.importorskip("triton")
-        if torch.cuda.is_available():
-            pytest.skip("tests/gpu runs the kernel itself")
-        monkeypatch.setattr(lut_matvec, "use_triton", lambda tensor: True)
+        interpret(monkeypatch, lut_matvec)
     return request.param
 
 
@@ -58,15 +55,12 @@ def test_packed_equals_the_formed_weight(spec: LutSpec, path: str) -> None:
 @pytest.mark.parametrize("tile", [(8, 4, 1, 1), (4, 8, 1, 1), (16, 4, 2, 1)])
 @pytest.mark.parametrize("bits", [2, 16])
 def test_no_tile_changes_the_result(bits: int, tile: tuple[int, ...], monkeypatch) -> None:
-    pytest.importorskip("triton")
+    interpret(monkeypatch, lut_matvec)
     from qat.kernels.lut_matvec import Tile
 
-    if torch.cuda.is_available():
-        pytest.skip("tests/gpu runs the kernel itself")
     rows, W = rows_of(SPECS["lut2_s8"], O, I)
     if bits == 16:
         rows, tile = W.float(), (tile[0], tile[1] * 16, *tile[2:])
-    monkeypatch.setattr(lut_matvec, "use_triton", lambda tensor: True)
     x = torch.randn(1, I)
     with forcing("lut_matvec", (O, I, bits), Tile(*tile)):
         found = matvec(spread(x, order_of(rows)), rows)

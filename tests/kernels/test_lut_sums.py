@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lut_matvec_case import rows_of
+from lut_matvec_case import interpret, rows_of
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,11 +26,7 @@ SPECS = {
 
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("tests/gpu runs the kernel itself")
-    for module in (lut_gemm, lut_matvec):
-        monkeypatch.setattr(module, "use_triton", lambda tensor: True)
+    interpret(monkeypatch, lut_gemm, lut_matvec)
 
 
 @pytest.mark.parametrize(("I", "steps"), [(64, 1), (576, 3)])
