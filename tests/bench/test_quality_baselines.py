@@ -374,10 +374,15 @@ def test_layers_hand_the_same_on_whether_they_keep_it_or_not(family: str) -> Non
     torch.testing.assert_close(torch.stack(found.logits, 1), whole[:, 5:-1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["Llama4ForCausalLM", "GitForCausalLM"])
-def test_a_step_of_a_model_without_sdpa_and_of_one_that_is_its_own_base(
-    family: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "family",
+    [
+        "GitForCausalLM",  # has no sdpa
+        "Llama4ForCausalLM",  # is its own base
+        "LlavaForConditionalGeneration",  # is opened as one of images and text
+    ],
+)
+def test_a_step_of_a_model_unlike_most(family: str, tmp_path: Path) -> None:
     float_teacher = LanguageModel(families.build(family))
     build(tmp_path / "cache", teacher=float_teacher)
     own = settings(group_size=16, max_steps=1)

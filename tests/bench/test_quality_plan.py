@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import families
 import pytest
 import tomli_w
 
@@ -15,7 +16,14 @@ from qat.bench.quality.plan import (
     shared_out,
     train_config,
 )
-from qat.bench.quality.prepare import measure, resolve, time_key, to_time, with_equal_time
+from qat.bench.quality.prepare import (
+    check_shapes,
+    measure,
+    resolve,
+    time_key,
+    to_time,
+    with_equal_time,
+)
 from qat.errors import ConfigError, DataError
 
 RECIPES = Path(__file__).parents[2] / "speedrun" / "recipes"
@@ -67,6 +75,13 @@ def test_conversions_calibrate_on_the_cache_unless_told(place: Path) -> None:
     found = [convert_config(plan.convert, Path("c")) for plan in (own, none, text)]
     assert [config.calibration for config in found] == ["c", None, "other.txt"]
     assert found[2].base == "TEACHER"
+
+
+def test_a_teacher_of_images_and_text_has_shapes_too(place: Path) -> None:
+    families.saved("LlavaForConditionalGeneration", place / "TEACHER")
+    recipe = QualityRecipe.parse(BASE, "case")
+    made, unmade = check_shapes(recipe, resolve(recipe))
+    assert [plan.name for plan in made] == ["ours"] and not unmade
 
 
 def test_stages_share_what_is_left(place: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from qat.backend.base import DTYPES, Backend
 from qat.backend.device import on, select
@@ -290,7 +290,7 @@ def dense_copy(student: LanguageModel, dtype: torch.dtype) -> PreTrainedModel:
         del settings.quantization_config
     attention = "sdpa" if student.model._supports_sdpa else "eager"
     with student.device:
-        model = AutoModelForCausalLM.from_config(
+        model = type(student.model)._from_config(
             settings, dtype=dtype, attn_implementation=attention
         )
         open_sites(model)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from qat.backend.device import select
 from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
@@ -51,6 +50,7 @@ from qat.logs import HEARTBEAT, read_json_lines
 from qat.losses.config import check_targets, check_with_teacher
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_config, load_teacher, model_identity
+from qat.models.opening import auto_class
 from qat.models.teacher_cache import cache_teacher
 from qat.train.start import train_student
 
@@ -257,8 +257,9 @@ def check_shapes(
     Raises:
         ConfigError: none does.
     """
+    config = load_config(recipe.teacher)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(recipe.teacher))
+        model = auto_class(config).from_config(config)
     teacher = LanguageModel(model)
 
     def check(plan: QualityPlan) -> None:
