@@ -133,7 +133,7 @@ class Trainer:
         devices = f"{self.ranks.size} x " if self.ranks.size > 1 else ""
         left = config.max_steps - self.step
         steps = f"{left:,} steps left of {config.max_steps:,}" if self.step else f"{left:,} steps"
-        return [
+        lines = [
             f"training on {devices}{self.backend.name()} in {config.dtype}: "
             f"{self.optimizer.num_learnable():,} values learn "
             f"({', '.join(self.optimizer.kinds)} of {linears} linears {where[config.scope]})",
@@ -142,6 +142,14 @@ class Trainer:
             f"{self.cache.sequence_length}): {left * sequences / count:.3g} passes "
             f"over the {count:,} sequences of {self.cache.directory}",
         ]
+        if self.rollouts is not None:
+            own = config.own_rows * sequences // config.batch_size
+            every = f"{config.rollout_every} steps" if config.rollout_every > 1 else "step"
+            lines.append(
+                f"{own} of the {sequences} sequences of a step hold the student's own words behind "
+                f"prompts, {self.rollouts.longest} at most, which it draws every {every}"
+            )
+        return lines
 
     def _begin(self) -> None:
         """Compile, judge the untrained student, or tell that the run goes on."""
