@@ -324,21 +324,18 @@ def refused_path(command: Sequence[str], error: BaseException | None = None) -> 
             f"{source} holds a GGUF file, expected a model directory; run it in llama.cpp, or make "
             "a packed checkpoint of it with 'qat convert'"
         )
-    if Path(found) == Path(source):
-        return _refused_class(Path(found), error)
-    return CheckpointError(
-        f"{source} holds no config.json, expected a model directory; serve the one in it: {found}"
-    )
-
-
-def _refused_class(directory: Path, error: BaseException | None) -> QatError | None:
-    if not (is_packed(directory) and "Model architecture" in str(error)):  # as vLLM begins it
-        return None
-    config = read_table(directory / "config.json")
-    return CheckpointError(
-        f"{directory} has architectures={config.get('architectures')}, expected a class that vLLM "
-        f"has; serve it with 'python -m qat.serve.transformers serve {directory}'"
-    )
+    if Path(found) != Path(source):
+        return CheckpointError(
+            f"{source} holds no config.json, expected a model directory; serve the one in it: "
+            f"{found}"
+        )
+    if is_packed(Path(found)) and "Model architecture" in str(error):  # as vLLM begins it
+        classes = read_table(Path(found) / "config.json").get("architectures")
+        return CheckpointError(
+            f"{found} has architectures={classes}, expected a class that vLLM has; serve it with "
+            f"'python -m qat.serve.transformers serve {found}'"
+        )
+    return None
 
 
 def num_processes(command: Sequence[str]) -> int:
