@@ -233,13 +233,14 @@ def _tile(
     device = rows.device if isinstance(rows, Tensor) else rows.octets.device
     is_vector = not isinstance(rows, Tensor) and rows.vector_size > 1
     if order_of(rows) == SPLIT:
-        if is_vector:
-            return chosen("vectors_mma", key, vectors_mma_tile_for(*key), device)
         if B == 1 and bits == 2 and _are_sources(rows, is_gated=is_gated):
+            kernel = "vectors_sums" if is_vector else "lut_sums"
             default = sums_tile_for(*rows.shape, has_groups=has_warpgroups(device))
-            tile = chosen("lut_sums", (*rows.shape, bits), default, device)
+            tile = chosen(kernel, (*rows.shape, bits), default, device)
             if tile != NO_SUMS:
                 return tile
+        if is_vector:
+            return chosen("vectors_mma", key, vectors_mma_tile_for(*key), device)
         return chosen("lut_mma", key, mma_tile_for(*key), device)
     if is_vector:
         return chosen("vectors_matvec", key, vectors_tile_for(*key), device)
@@ -255,10 +256,10 @@ def _sources(rows: LutRows, *, is_gated: bool = False) -> list[Source]:
     """Rows of one codebook each; gates and ups apart."""
     starts = (0, rows.shape[0] // 2) if is_gated else rows.starts
     ends = pairwise((*starts, rows.shape[0]))
-    levels = [*rows.codebooks, rows.codebooks[-1]]
+    given = rows.codebooks if rows.vector_size == 1 else rows.tables.view(torch.int32)
     return [
         Source(rows.octets[start:end], rows.scales[start:end], own)
-        for (start, end), own in zip(ends, levels, strict=False)
+        for (start, end), own in zip(ends, [*given, given[-1]], strict=False)
     ]
 
 

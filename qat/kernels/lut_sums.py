@@ -1,19 +1,27 @@
 """One vector times packed rows: sums of four weights are looked up, not weights.
 
-A byte of 2-bit indices names four levels, and what these add up to with the four inputs they meet
-is one of 256 numbers. A program writes such a table for each of the 128 bytes of 512 inputs to
-shared memory, 128 KiB in all, and then reads the same bytes of many rows; or for 64 bytes of 256
-inputs, so that a multiprocessor has room for more than one program. Everything is float32, and no
-level is rounded. A weight costs 1.3 instructions (compiled by Triton 3.6 for Hopper) where decoding
-it for tensor cores costs 3.4; what bounds it then is shared memory, of which each byte of indices
-reads four, and how soon rows arrive: a warp asks for 64 or more before it computes the first 32,
-and for none beyond its own, which a warp that ends would wait for.
+A byte of 2-bit indices names four levels, or one of 256 codewords of four weights, and what these
+add up to with the four inputs they meet is one of 256 numbers. A program writes such a table for
+each of the 128 bytes of 512 inputs to shared memory, 128 KiB in all, and then reads the same bytes
+of many rows; or for 64 bytes of 256 inputs, so that a multiprocessor has room for more than one
+program. Everything is float32, and nothing is rounded. A weight costs 1.3 instructions (compiled by
+Triton 3.6 for Hopper) where decoding it for tensor cores costs 3.4; what bounds it then is shared
+memory, of which each byte of indices reads four, and how soon rows arrive: a warp asks for 64 or
+more before it computes the first 32, and for none beyond its own, which a warp that ends would wait
+for.
 
 A table is a column of 256 words, and 64 columns lie beside each other, so that an address is a byte
 of indices above the column's: one byte permutation makes it. The 32 lanes of a warp need 32 banks.
 Lane 4 r + q has the words 4 q to 4 q + 3 of sixteen of row r, and takes the bytes of a word, and
 the words of a pair, in an order that depends on r. The column of byte b of word 4 q + j is
 therefore `b + 4 (j % 2) + 8 q + 32 (j / 2)`; the other sixteen words have columns of their own.
+
+A number of a table of levels is put together from two: one addition. One of codewords is four
+products, which tensor cores compute (`mma.m16n8k16`): of both parts of the inputs, whose rows are
+columns of a table, and of codewords as float16, which are exact. Lane 4 r + c gets what the rows r
+and r + 8 make with the codewords 2 c and 2 c + 1. For 32 lanes to need 32 banks, c must choose
+among columns as well: so the terms of a row are the inputs of four columns, 8 t + r with t from 0
+to 3, and a codeword has zeros for all but one t, which depends on c and takes turns.
 
 A row is shared by as many programs as it has times 512 inputs. A warp hands in the sums of its
 rows, and the last one adds them up in their order. What a linear of a decoding step takes with it
@@ -87,8 +95,8 @@ class Source(NamedTuple):
     """`(O, I / 4)` uint8."""
     scales: Tensor
     """`(O, G)` as stored."""
-    levels: Tensor
-    """`(C,)` float32, C at most 4."""
+    codebook: Tensor
+    """`(C,)` float32: levels, C at most 4; or `(512,)` int32: codewords (`short_codewords`)."""
 
 
 class Around(NamedTuple):
@@ -121,7 +129,7 @@ def add_up(
     """Write `x @ W.T + bias` to `out`, the rows of all sources below another.
 
     `x` is `(1, I)` in bfloat16 or float16, and so is `out`; of a decoding step (`around`) it is
-    split (`lut_rows`).
+    split (`lut_rows`), and so it is where there are codewords.
     """
     is_split, around = around is not None, around or Around()
     I = sources[0].octets.shape[1] * 4
@@ -132,7 +140,7 @@ def add_up(
     partials = torch.empty(grid[0] * blocks * tile.rows, dtype=torch.float32, device=x.device)
     tables = None if IS_COMPILED else partials.new_empty(grid[0] * blocks * tile.inputs * 64)
     length = I // sources[0].scales.shape[1] // UNIT
-    words, scales, levels = (
+    words, scales, codebooks = (
         [*tensors, *tensors[-1:] * none] for tensors in map(list, zip(*sources, strict=True))
     )
     if length == 1 and scales[0].dtype == torch.uint8:
@@ -143,10 +151,10 @@ def add_up(
     sums_kernel[grid](
         out, around.scaled, around.squares, partials, arrivals(x.device, blocks * tile.warps),
         tables, x.view(torch.int32), around.norm, *(octets.view(torch.int32) for octets in words),
-        *scales, *levels, bias, around.residual, around.gamma,
+        *scales, *codebooks, bias, around.residual, around.gamma,
         num_out=size_0 if around.is_gated else sum(sizes), num_squares=num_squares,
         size_0=size_0, size_1=size_1, size_2=size_2, quads=I // (4 * UNIT), eps=around.eps,
-        C=len(levels[0]), LENGTH=length, W=tile.warps, STEPS=tile.steps,
+        C=len(codebooks[0]), LENGTH=length, W=tile.warps, STEPS=tile.steps,
         AHEAD=min(tile.ahead, tile.steps), HALVES=tile.inputs // 256, SPLIT=is_split,
         GLU=around.is_gated, SQUARES=turns, ORDER=around.order, ASSEMBLED=IS_COMPILED,
         num_warps=tile.warps, num_stages=1,
@@ -198,6 +206,21 @@ def _look_up(offset: int) -> str:
     return "\n".join(["{", *lines, "add.rn.f32 $0, first, third;", "}"])
 
 
+@triton.constexpr_function
+def _put_products(offset: int) -> str:
+    """Assembly: to the place $1 and on, the products of pairs $2-$9 and codewords $10-$13."""
+    lines = [".reg .f32 none, s<4>;", "mov.f32 none, 0f00000000;"]
+    for step, before in ((0, "none, none, none, none"), (1, "s0, s1, s2, s3")):
+        first = ", ".join(f"${2 + 4 * step + k}" for k in range(4))
+        second = f"${10 + 2 * step}, ${11 + 2 * step}"
+        lines += ["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {s0, s1, s2, s3}, "]
+        lines += [f"{{{first}}}, {{{second}}}, {{{before}}};"]
+    for k in range(4):
+        # of two codewords, and of two columns
+        lines += [f"st.shared.f32 [$1 + {offset + k % 2 * 256 + k // 2 * 128}], s{k};"]
+    return "\n".join(["{", *lines, "mov.b32 $0, $1;", "}"])
+
+
 WRITE = tl.constexpr(_write())
 ROOM = tl.constexpr("mov.u32 $0, global_smem;")
 WRITTEN = tl.constexpr("bar.sync 0; mov.b32 $0, $1;")
@@ -219,7 +242,7 @@ shfl.sync.idx.b32 $0, t, 0, 0x1f, 0xffffffff;
 )
 def sums_kernel(
     out, scaled, squares_out, partials, arrivals, tables, x, squares_in,
-    source_0, source_1, source_2, scales_0, scales_1, scales_2, levels_0, levels_1, levels_2,
+    source_0, source_1, source_2, scales_0, scales_1, scales_2, codebook_0, codebook_1, codebook_2,
     bias, residual, gamma, num_out, num_squares, size_0, size_1, size_2, quads, eps,
     C: tl.constexpr, LENGTH: tl.constexpr, W: tl.constexpr, STEPS: tl.constexpr,
     AHEAD: tl.constexpr, HALVES: tl.constexpr, SPLIT: tl.constexpr, GLU: tl.constexpr,
@@ -232,14 +255,14 @@ def sums_kernel(
     lane = tl.arange(0, 32 * W)
     # the part of which a program's rows are
     block, before, size = tl.program_id(1), 0, size_0
-    source, scales, levels = source_0, scales_0, levels_0
+    source, scales, codebook = source_0, scales_0, codebook_0
     blocks_0, blocks_1 = tl.cdiv(size_0, ROWS * W), tl.cdiv(size_1, ROWS * W)
     if block >= blocks_0 + blocks_1:
         block, before, size = block - blocks_0 - blocks_1, size_0 + size_1, size_2
-        source, scales, levels = source_2, scales_2, levels_2
+        source, scales, codebook = source_2, scales_2, codebook_2
     elif block >= blocks_0:
         block, before, size = block - blocks_0, size_0, size_1
-        source, scales, levels = source_1, scales_1, levels_1
+        source, scales, codebook = source_1, scales_1, codebook_1
     row = (block * W + lane // 32) * ROWS
     units, split, splits = quads * 4, tl.program_id(0), tl.num_programs(0)
     # what no kernel writes, so that it need not wait for the one before
@@ -247,9 +270,15 @@ def sums_kernel(
     for step in tl.static_range(AHEAD):
         after = row + step * 32
         drawn = drawn + (_ahead(source, scales, after, size, split, lane, units, LENGTH, HALVES),)
-    four = ()
-    for k in tl.static_range(4):
-        four = four + (tl.load(levels + (k if k < C else C - 1)),)
+    HAS_LEVELS: tl.constexpr = codebook_0.dtype.element_ty == tl.float32
+    numbers = ()
+    if HAS_LEVELS:
+        for k in tl.static_range(4):
+            numbers = numbers + (tl.load(codebook + (k if k < C else C - 1)),)
+    else:
+        for k in tl.static_range(32 // W):
+            place = (lane // 32 * (32 // W) + k) * 16 + lane % 32 // 4 * 2 + lane % 2
+            numbers = numbers + (tl.load(codebook + place),)
     # of the rows that a lane has in the end
     result = (0 if GLU else before) + row + lane % 32 * STEPS
     end = (0 if GLU else before) + size
@@ -274,8 +303,17 @@ def sums_kernel(
         for k in tl.static_range(SQUARES):
             share = k * 32 + lane % 32
             squares = squares + (tl.load(squares_in + share, mask=share < num_squares, other=0.0),)
-    inputs = _inputs(x, lane, split, units, W, HALVES, KIND)
-    room = _tables(inputs, room, four, lane, W, HALVES, ASSEMBLED)
+    if HAS_LEVELS:
+        inputs = _inputs(x, lane, split, units, W, HALVES, KIND)
+        _write_sums(inputs, room, numbers, lane, W, HALVES, ASSEMBLED)
+    else:
+        pairs = _pairs(x, lane, split, units, HALVES)
+        _write_products(pairs, room, numbers, lane, W, HALVES, ASSEMBLED)
+    if ASSEMBLED:
+        # what is read from there needs this result, so that nothing is read before
+        room = tl.inline_asm_elementwise(
+            WRITTEN, "=r,r", [room], dtype=tl.int32, is_pure=False, pack=1
+        )
     if squares_in is not None:
         total = squares[0]
         for k in tl.static_range(1, SQUARES):
@@ -298,7 +336,7 @@ def sums_kernel(
                 words = rows[HALVES * k + half]
                 y += _row_sum(words, places, selectors, room, half, r, ASSEMBLED)
             total = tl.where(q == k, _over(y, 4, W, ASSEMBLED), total)
-        tl.store(own + step * 32, total)
+        tl.store(own + step * 32, total * FACTOR if SPLIT else total)
     # gates and their ups are handed in at one place
     first = (block if GLU else tl.program_id(1)) * W
     hands = splits * (2 if GLU else 1)
@@ -379,10 +417,10 @@ def _inputs(
 
 
 @triton.jit
-def _tables(
+def _write_sums(
     inputs, room, levels, lane, W: tl.constexpr, HALVES: tl.constexpr, ASSEMBLED: tl.constexpr
 ):  # fmt: skip
-    """Write a program's tables: the room, when all are there."""
+    """Write a program's tables of levels."""
     for k in tl.static_range(8 * HALVES // W):
         thread = lane + k * 32 * W
         column, quarter, half = thread % 64, thread // 64 % 4, thread // 256
@@ -406,18 +444,71 @@ def _tables(
             own = room + half * 16384 + quarter * 4096 + column
             for entry in tl.static_range(64):
                 tl.store(own + entry * 64, low[entry % 16] + high[entry // 16])
-    if ASSEMBLED:
-        # what is read from there needs this result, so that nothing is read before
-        return tl.inline_asm_elementwise(
-            WRITTEN, "=r,r", [room], dtype=tl.int32, is_pure=False, pack=1
-        )
-    else:
-        return room
+
+
+@triton.jit
+def _pairs(x, lane, split, units, HALVES: tl.constexpr):
+    """Pairs of split inputs: the first factor of products, of 64 columns or of twice as many."""
+    row, found = lane % 32 // 4, ()
+    first = split * (16 * HALVES) + row // 4
+    at = x + first * 8 + row % 4 + lane % 2 * 4 + lane % 4 // 2 * (units * 8)
+    for k in tl.static_range(8 * HALVES):
+        # of the column `8 (k // 2) + 32 (k % 2) + row`
+        unit = k // 8 * 16 + k // 2 % 4 * 4 + k % 2 * 2
+        found = found + (tl.load(at + unit * 8, mask=first + unit < units, other=0),)
+    return found
+
+
+@triton.jit
+def _write_products(
+    pairs, room, words, lane, W: tl.constexpr, HALVES: tl.constexpr, ASSEMBLED: tl.constexpr
+):  # fmt: skip
+    """Write a program's tables of codewords; a warp, of eight at a time."""
+    c, row = lane % 4, lane % 32 // 4
+    for eight in tl.static_range(32 // W):
+        entry = (lane // 32 * (32 // W) + eight) * 8 + 2 * c
+        own = ()
+        for t in tl.static_range(4):
+            own = own + (tl.where(row // 2 == t, words[eight], 0),)
+        for turn in tl.static_range(4):
+            second = ()
+            for t in tl.static_range(4):
+                second = second + (own[(4 + t - turn) % 4],)
+            place = entry * 64 + (c + turn) % 4 * 8 + row
+            for half in tl.static_range(HALVES):
+                first = ()
+                for k in tl.static_range(8):
+                    first = first + (pairs[8 * half + k],)
+                if ASSEMBLED:
+                    tl.inline_asm_elementwise(
+                        _put_products(65536 * half), "=r" + ",r" * 13,
+                        (room + place * 4,) + first + second,
+                        dtype=tl.int32, is_pure=False, pack=1,
+                    )  # fmt: skip
+                else:
+                    for lower in tl.static_range(2):
+                        sums = _products(first, second, lower, W)
+                        at = room + half * 16384 + place + 32 * lower
+                        tl.store(at, sums[0])
+                        tl.store(at + 64, sums[1])
+
+
+@triton.jit
+def _products(first, second, lower: tl.constexpr, W: tl.constexpr):
+    """A lane's two numbers in the upper or lower eight rows: what the interpreter runs."""
+    total = tl.zeros([W, 8, 8], tl.float32)
+    for t in tl.static_range(4):
+        for half in tl.static_range(2):
+            row = tl.reshape(half_of(first[2 * t + lower], half), [W, 8, 1, 4])
+            column = tl.reshape(half_of(second[t], half), [W, 1, 8, 4])
+            total += tl.sum(row * column, axis=3)
+    even, odd = tl.split(tl.reshape(total, [W, 8, 4, 2]))
+    return tl.reshape(even, [32 * W]), tl.reshape(odd, [32 * W])
 
 
 @triton.jit
 def _four_inputs(x, unit, byte, units, KIND: tl.constexpr):
-    """The inputs that a byte of a unit's indices meets, in float32."""
+    """The inputs that a byte of a unit's indices meets, in float32; split ones not yet larger."""
     if KIND == "split":
         # pairs of even places and of odd ones, and then what is left of each
         at, is_unit = x + unit * 8 + byte, unit < units
@@ -425,10 +516,10 @@ def _four_inputs(x, unit, byte, units, KIND: tl.constexpr):
         at += units * 8
         rest, odd_rest = tl.load(at, mask=is_unit, other=0), tl.load(at + 4, mask=is_unit, other=0)
         return (
-            (half_of(even, 0) + half_of(rest, 0)) * FACTOR,
-            (half_of(odd, 0) + half_of(odd_rest, 0)) * FACTOR,
-            (half_of(even, 1) + half_of(rest, 1)) * FACTOR,
-            (half_of(odd, 1) + half_of(odd_rest, 1)) * FACTOR,
+            half_of(even, 0) + half_of(rest, 0),
+            half_of(odd, 0) + half_of(odd_rest, 0),
+            half_of(even, 1) + half_of(rest, 1),
+            half_of(odd, 1) + half_of(odd_rest, 1),
         )
     else:
         place = (unit * 8 + byte * 2)[:, None] + tl.arange(0, 2)[None, :]

@@ -180,6 +180,9 @@ def test_hopper_tunes_sums_of_one_vector(monkeypatch: pytest.MonkeyPatch) -> Non
     space = tuning.matvec_space(size, 2, is_short=True, is_gated=True)
     assert (space.kernel, space.key) == ("lut_sums", (19456, 2560, 2))
     assert NO_SUMS in space.others
+    vectors = tuning.matvec_space(size, 8, is_short=True, is_gated=True, d=4)
+    assert (vectors.kernel, vectors.key) == ("vectors_sums", (19456, 2560, 2))
+    assert vectors.default == space.default
     assert tuning.matvec_space(size, 4, is_short=True).kernel == "lut_mma"
     assert tuning.matvec_space(size, 2, is_short=False).kernel == "lut_matvec"
 

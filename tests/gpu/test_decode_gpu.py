@@ -29,6 +29,10 @@ pytestmark = pytest.mark.gpu
 
 SHAPES = [(37, 192), (333, 2592), (6144, 2688), (2560, 9792)]
 PACKED = LutSpec(bits=2, group_size=16, scale_bits=8)
+FOURS = {
+    f"fours8_g{size}_s8": LutSpec(bits=8, vector_size=4, group_size=size, scale_bits=8)
+    for size in (16, 64)
+}
 
 
 def with_kv(model: PreTrainedModel, bits: int) -> PreTrainedModel:
@@ -121,7 +125,7 @@ def wanted(
 
 
 def check(found: Tensor, eager: Tensor, exact: Tensor, slack: float = 2e-6) -> None:
-    """As of levels in float32: none is rounded."""
+    """As of levels and codewords in float32: none is rounded."""
     slack *= exact.abs().max().item()
     assert_no_worse_than_eager(found.cpu(), eager.cpu(), exact.cpu(), slack)
 
@@ -134,6 +138,13 @@ SUMS = [
     SumsTile(256, 4, 8),
     SumsTile(256, 3, 4, ahead=3),
 ]
+
+
+def kernel_of(spec: LutSpec) -> str:
+    """Tiles of levels and those of codewords are chosen apart."""
+    return "vectors_sums" if spec.is_vector else "lut_sums"
+
+
 # 128 KiB of shared memory
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or not has_warpgroups(torch.device("cuda")),
@@ -148,16 +159,19 @@ needs_hopper = pytest.mark.skipif(
     [
         *(("lut2_s8", tile) for tile in SUMS),
         *((kind, tile) for kind in ("lut2_g48", "ternary") for tile in SUMS[::3]),
+        *((kind, tile) for kind in FOURS for tile in SUMS),
+        ("fours8_s8", SUMS[0]),
     ],
     ids=str,
 )
 def test_sums_of_a_decoding_step(kind: str, sizes: tuple[int, ...], tile: SumsTile) -> None:
     I, O = 2112, sum(sizes)
-    pairs = [rows_of(SPECS[kind], size, I, device="cuda", is_short=True) for size in sizes]
+    spec = (SPECS | FOURS)[kind]
+    pairs = [rows_of(spec, size, I, device="cuda", is_short=True) for size in sizes]
     rows, W = stack([rows for rows, _ in pairs]), torch.cat([W for _, W in pairs]).cuda()
     gamma, bias = torch.rand(I, device="cuda") + 0.5, torch.randn(O, device="cuda")
     gain = torch.rand(O, device="cuda") + 0.5
-    with forcing("lut_sums", (O, I, 2), tile):
+    with forcing(kernel_of(spec), (O, I, 2), tile):
         for _ in range(3):  # programs count how many of them are done, and begin anew
             residual, old = torch.randn(1, I, device="cuda"), torch.randn(1, O, device="cuda")
             before = stream(residual, gamma, SPLIT)
@@ -180,16 +194,15 @@ def test_sums_of_a_decoding_step(kind: str, sizes: tuple[int, ...], tile: SumsTi
 
 @needs_hopper
 @pytest.mark.parametrize("tile", SUMS, ids=str)
-def test_sums_of_two_layers_in_a_recorded_graph(tile: SumsTile) -> None:
-    D, width = 1088, 2048
+@pytest.mark.parametrize("kind", ["lut2_s8", *FOURS])
+def test_sums_of_two_layers_in_a_recorded_graph(kind: str, tile: SumsTile) -> None:
+    D, width, spec = 1088, 2048, (SPECS | FOURS)[kind]
     shapes = ((width, D), (width, D), (D, width))
     layers = []
     for _ in range(2):
-        kinds = [
-            rows_of(SPECS["lut2_s8"], *shape, device="cuda", is_short=True) for shape in shapes
-        ]
-        gate, up, down = (rows for rows, _ in kinds)
-        layers.append((stack([gate, up]), down, [W.cuda() for _, W in kinds]))
+        pairs = [rows_of(spec, *shape, device="cuda", is_short=True) for shape in shapes]
+        gate, up, down = (rows for rows, _ in pairs)
+        layers.append((stack([gate, up]), down, [W.cuda() for _, W in pairs]))
     gamma = torch.rand(D, device="cuda") + 0.5
     residual = torch.zeros(1, D, device="cuda")
 
@@ -210,7 +223,7 @@ def test_sums_of_two_layers_in_a_recorded_graph(tile: SumsTile) -> None:
         return x
 
     keys = ((2 * width, D, 2), (D, width, 2))
-    with forcing("lut_sums", keys[0], tile), forcing("lut_sums", keys[1], tile):
+    with forcing(kernel_of(spec), keys[0], tile), forcing(kernel_of(spec), keys[1], tile):
         step()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -304,9 +317,10 @@ def test_greedy_equals_whole_forwards(build: object) -> None:
     assert said == told[:, 11:].tolist()
 
 
-def test_bfloat16_logits_are_as_near_as_the_models() -> None:
+@pytest.mark.parametrize("spec", [PACKED, *FOURS.values()], ids=["levels", *FOURS])
+def test_bfloat16_logits_are_as_near_as_the_models(spec: LutSpec) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128}  # which tensor cores read
-    model = LanguageModel(tiny_quantized("qwen3", PACKED, initializer_range=0.3, **sizes).cuda())
+    model = LanguageModel(tiny_quantized("qwen3", spec, initializer_range=0.3, **sizes).cuda())
     ids = torch.randint(320, (1, 33), device="cuda")
     with torch.no_grad():
         exact = model.model(ids).logits[:, -1]

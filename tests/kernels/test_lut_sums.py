@@ -22,6 +22,10 @@ SPECS = {
     "lut2_g64_s8": LutSpec(bits=2, group_size=64, scale_bits=8),
     "ternary": LutSpec(bits=2, codebook="ternary", group_size=16, scale_bits=32),
 }
+CODEWORDS = {
+    "fours_s8": LutSpec(bits=8, vector_size=4, group_size=16, scale_bits=8),
+    "fours_g64_s8": LutSpec(bits=8, vector_size=4, group_size=64, scale_bits=8),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -87,21 +91,29 @@ def test_a_selector_takes_a_byte_and_its_column_and_no_two_lanes_need_a_bank() -
 
 
 TILES = [SumsTile(256, 1, 4), SumsTile(512, 3, 8, ahead=1)]
+BOTH = [("lut2_s8", TILES[0]), ("lut2_s8", TILES[1]), ("fours_s8", SumsTile(256, 1, 8))]
 
 
-def stacked(sizes: tuple[int, ...], I: int, kind: str = "lut2_s8") -> tuple[LutRows, Tensor]:
-    """Matrices with levels of their own, and the weight of all."""
-    pairs = [rows_of(SPECS[kind], size, I, is_short=True) for size in sizes]
+def kernel_of(kind: str) -> str:
+    """Tiles of levels and those of codewords are chosen apart."""
+    return "vectors_sums" if kind in CODEWORDS else "lut_sums"
+
+
+def stacked(sizes: tuple[int, ...], I: int, kind: str) -> tuple[LutRows, Tensor]:
+    """Matrices with codebooks of their own, and the weight of all."""
+    pairs = [rows_of((SPECS | CODEWORDS)[kind], size, I, is_short=True) for size in sizes]
     return stack([rows for rows, _ in pairs]), torch.cat([W for _, W in pairs])
 
 
 def check(found: Tensor, eager: Tensor, exact: Tensor) -> None:
-    """As of levels in float32: none is rounded."""
+    """As of levels and codewords in float32: none is rounded."""
     assert_no_worse_than_eager(found, eager, exact, slack=2e-6 * exact.abs().max().item())
 
 
 @pytest.mark.parametrize(
-    ("kind", "tile"), [*((kind, TILES[0]) for kind in SPECS), ("lut2_s8", TILES[1])], ids=str
+    ("kind", "tile"),
+    [*((kind, TILES[0]) for kind in SPECS), *BOTH[1:], ("fours_g64_s8", TILES[1])],
+    ids=str,
 )
 def test_decoding_behind_a_norm(kind: str, tile: SumsTile) -> None:
     I = 576
@@ -110,18 +122,18 @@ def test_decoding_behind_a_norm(kind: str, tile: SumsTile) -> None:
     before = lut_matvec.stream(residual, gamma, SPLIT)
     # more parts of the sum than lanes
     squares = torch.cat([before.squares / 40] * 40, 1)
-    with forcing("lut_sums", (197, I, 2), tile):
+    with forcing(kernel_of(kind), (197, I, 2), tile):
         found = matvec(before.scaled, rows, norm=Norm(squares, 1e-5), bias=bias)
     normed = F.rms_norm(residual.double(), (I,), gamma.double(), 1e-5)
     exact = F.linear(normed, W, bias.double())
     check(found, F.linear(normed.float(), W.float(), bias), exact)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize(("kind", "tile"), BOTH, ids=str)
 @pytest.mark.parametrize("sizes", [(144, 144), (96,)])
-def test_decoding_gates_and_ups(sizes: tuple[int, ...], tile: SumsTile) -> None:
+def test_decoding_gates_and_ups(sizes: tuple[int, ...], kind: str, tile: SumsTile) -> None:
     I, O = 320, sum(sizes)
-    rows, W = stacked(sizes, I)
+    rows, W = stacked(sizes, I, kind)
     residual, bias = torch.randn(1, I), torch.randn(O)
     norm = Norm(residual.square().sum(1, keepdim=True), 1e-5)
 
@@ -130,20 +142,20 @@ def test_decoding_gates_and_ups(sizes: tuple[int, ...], tile: SumsTile) -> None:
         gate, up = F.linear(x, W.to(dtype), bias.to(dtype)).chunk(2, 1)
         return F.silu(gate) * up
 
-    with forcing("lut_sums", (O, I, 2), tile):
+    with forcing(kernel_of(kind), (O, I, 2), tile):
         for _ in range(2):  # programs count how many of them are done, and begin anew
             found = matvec(split(residual), rows, norm=norm, bias=bias, is_gated=True, order=SPLIT)
             check(gathered(found, SPLIT), expected(torch.float32), expected(torch.float64))
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize(("kind", "tile"), BOTH, ids=str)
 @pytest.mark.parametrize("order", [1, 16, SPLIT])
-def test_decoding_onto_the_stream(order: int, tile: SumsTile) -> None:
+def test_decoding_onto_the_stream(order: int, kind: str, tile: SumsTile) -> None:
     I, O = 320, 240
-    rows, W = stacked((144, 96), I)
+    rows, W = stacked((144, 96), I, kind)
     x, residual = torch.randn(1, I), torch.randn(1, O)
     gamma, bias = torch.rand(O) + 0.5, torch.randn(O)
-    with forcing("lut_sums", (O, I, 2), tile):
+    with forcing(kernel_of(kind), (O, I, 2), tile):
         found = matvec_add(split(x), rows, residual, gamma, bias=bias, order=order)
     exact = residual.double() + F.linear(x.double(), W, bias.double())
     check(found.residual, residual + F.linear(x, W.float(), bias), exact)
@@ -152,15 +164,16 @@ def test_decoding_onto_the_stream(order: int, tile: SumsTile) -> None:
     assert found.squares.shape == (1, tile.warps * tile.blocks([144, 96]))
 
 
-def test_what_is_decoded_by_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["lut2_s8", "fours_s8"])
+def test_what_is_decoded_by_sums(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     added = []
     monkeypatch.setattr(lut_matvec, "add_up", lambda *given: added.append(given))
     monkeypatch.setattr(lut_matvec, "has_warpgroups", lambda device: True)
-    rows, _ = stacked((32, 16, 16), 192)
+    rows, _ = stacked((32, 16, 16), 192, kind)
     matvec(split(torch.randn(1, 192)), rows)
     assert len(added) == 1 and added[0][4] == SumsTile(512, 1, 8)
     matvec(split(torch.randn(2, 192)), rows)  # of several vectors
     matvec(split(torch.randn(1, 192)), rows, is_gated=True)  # gates of two codebooks
-    with forcing("lut_sums", (64, 192, 2), NO_SUMS):
+    with forcing(kernel_of(kind), (64, 192, 2), NO_SUMS):
         matvec(split(torch.randn(1, 192)), rows)
     assert len(added) == 1

@@ -87,9 +87,10 @@ def matvec_space(
     if is_short and is_mma_format(bits, d, I):
         rows = size["O"] * (2 if is_gated else 1)
         default = sums_tile_for(rows, I, has_groups=_is_hopper())
-        if bits == 2 and default != NO_SUMS:
+        if bits // d == 2 and default != NO_SUMS:
             tiles = [*map(SumsTile._make, SUMS), NO_SUMS]
-            return _space("lut_sums", (rows, I, bits), default, tiles)
+            kernel = "vectors_sums" if d > 1 else "lut_sums"
+            return _space(kernel, (rows, I, bits // d), default, tiles)
         cuts = [MmaTile(*one) for one in product((1, 2, 4), (1, 2, 4, 8, 16))]
         if d > 1:
             cuts += [MmaTile(units, 8, registers) for units in (2, 4) for registers in (96, 128)]
