@@ -32,6 +32,8 @@ MOST_SUMS = 2**16
 UNDER_WAY = 7
 """Exchanges of rows that nobody waits for yet: those of a dense layer's linears. A compiled layer
 gives all gradients at once, and they travel while the layer before runs backward."""
+EXCHANGING = 8
+"""Multiprocessors at most that an exchange takes from what computes beside it."""
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Of one tensor, as torch 2.13 calls it or as it did before."""
 
@@ -324,6 +326,12 @@ def meeting(launch: Launch, device: torch.device, place: str) -> Iterator[Ranks]
     """The ranks that meet at `place`, an address as `torch.distributed` takes it."""
     is_gpu = device.type == "cuda"
     store, _, _ = next(rendezvous(place, launch.rank, launch.world, timeout=TIMEOUT))
+    options = None
+    if is_gpu:
+        # before the rest of a matmul: a rank that waits for the other takes multiprocessors, too
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = TIMEOUT  # torch warns of any other
+        options.config.max_ctas = EXCHANGING
     dist.init_process_group(
         "nccl" if is_gpu else "gloo",
         # a launcher that starts the ranks anew keeps the store, with the addresses of the dead
@@ -332,6 +340,7 @@ def meeting(launch: Launch, device: torch.device, place: str) -> Iterator[Ranks]
         world_size=launch.world,
         timeout=TIMEOUT,
         device_id=device if is_gpu else None,
+        pg_options=options,
     )
     try:
         devices = dist.group.WORLD
