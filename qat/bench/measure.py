@@ -32,7 +32,8 @@ class Timing:
     reserved_gib: float | None
     """Most memory that PyTorch took from a GPU meanwhile, in use or not."""
     loss_nats: float
-    """Mean over valid tokens; the same student and data at every step."""
+    """Mean over valid tokens; the same student and data at every step. Of several ranks the part
+    that this one's tokens add to the mean over all."""
     valid_tokens: int
     positions: int
     """Tokens of one step, padding included."""

@@ -1,22 +1,25 @@
 """Documents of varied lengths as rows: what counts is text, whatever the layout."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from ranks_case import run_ranks
 
 from qat.backend.device import select
 from qat.bench.batches import STEPS, BatchSource, bucket_edges, document_lengths, make_batches
 from qat.bench.measure import Timing
 from qat.bench.run import prepare
-from qat.bench.sweep.plan import StepsConfig
-from qat.bench.sweep.work import _laid_out, rank_numbers
+from qat.bench.sweep.plan import StepsConfig, SweepRun
+from qat.bench.sweep.work import _laid_out, _time_ranks, rank_numbers
 from qat.data.packing import NO_LABEL
 from qat.errors import ConfigError
 from qat.ranks import ALONE, Ranks
 
 SOURCE = BatchSource(None, seq_len=64, top_k=4, draws=0, vocab_size=100, seed=0)
 BACKEND = select("cpu")
+QUICK = {"device": "cpu", "dtype": "fp32", "seq_len": 8, "batch_size": 2}
 
 
 def made(layout: str):
@@ -71,20 +74,33 @@ def test_rows_of_a_batch_are_of_one_bucket() -> None:
 
 
 def test_a_layout_is_for_random_data_in_single_micro_batches() -> None:
-    quick = {"device": "cpu", "dtype": "fp32", "seq_len": 8, "batch_size": 2}
-    config = StepsConfig(**quick, layout="slices", grad_accum_steps=2)
+    config = StepsConfig(**QUICK, layout="slices", grad_accum_steps=2)
     setting, _ = prepare(config, "tiny")
     with pytest.raises(ConfigError, match="expected random data in single micro-batches"):
         _laid_out(config, setting)
 
 
+def test_the_loss_is_a_mean_over_the_tokens_of_all_ranks(tmp_path: Path) -> None:
+    def loss(ranks: Ranks, **values: object) -> float | None:
+        group = {"sweep": "s", "verb": "bench", "student": "tiny", "command": (), "group": "-"}
+        run = SweepRun(**group, settings={}, repeat=0, out=tmp_path)
+        row = _time_ranks(run, StepsConfig(**QUICK, steps=1, warmup=1, **values), ranks)
+        return row and row["loss_nats"]
+
+    shared, other = run_ranks(2, loss, tmp_path)
+    assert other is None
+    # one rank with their micro-batches
+    assert shared == pytest.approx(loss(ALONE, grad_accum_steps=2), rel=1e-6)
+
+
 def test_ranks_tell_the_worst_memory_and_whose_work_is_waited_for(monkeypatch) -> None:
-    timing = Timing(0.0, (1.0, 3.0), 4.0, 5.0, 0.0, 8, 8, {})
+    timing = Timing(0.0, (1.0, 3.0), 4.0, 5.0, 1.5, 8, 8, {})
     monkeypatch.setattr(Ranks, "exchange_s", lambda _: 1.0)
-    others = [json.dumps([1.8, 6.0, 4.5])]
+    others = [json.dumps([1.8, 2.0, 6.0, 4.5])]
     monkeypatch.setattr(Ranks, "texts", lambda _, mine: [mine, *others])
     found = rank_numbers(timing, Ranks(0, 2, torch.device("cpu")))
     assert found["rank_work_s"] == (1.5, 1.8) and found["slowest_rank"] == 1
+    assert found["loss_nats"] == 3.5
     assert found["peak_gib"] == 6.0 and found["peak_reserved_gib"] == 5.0
     assert found["slowest_share"] == 0.9 and found["rank_spread"] == pytest.approx(0.2)
     assert rank_numbers(timing, ALONE) == {"ranks": 1}

@@ -110,7 +110,8 @@ def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | Non
 
 
 def rank_numbers(timing: Timing, ranks: Ranks) -> Facts:
-    """Of several ranks: the memory of the worst, and whose work the others wait for.
+    """Of several ranks: the loss over all their tokens, the memory of the worst, and whose work the
+    others wait for.
 
     A rank's work is a step without its exchanges, in which it waits for slower ranks as well. To be
     called by all ranks, behind the timed steps.
@@ -119,12 +120,13 @@ def rank_numbers(timing: Timing, ranks: Ranks) -> Facts:
         return {"ranks": 1}
     step_s = statistics.fmean(timing.steps_s)
     work_s = step_s - (ranks.exchange_s() or 0.0) / len(timing.steps_s)
-    mine = json.dumps([work_s, timing.peak_gib, timing.reserved_gib])
-    works_s, *memory = zip(*map(json.loads, ranks.texts(mine)), strict=True)
+    mine = json.dumps([work_s, timing.loss_nats, timing.peak_gib, timing.reserved_gib])
+    works_s, losses, *memory = zip(*map(json.loads, ranks.texts(mine)), strict=True)
     peak, reserved = (max((m for m in each if m is not None), default=None) for each in memory)
     slowest = works_s.index(max(works_s))
     return {
         "ranks": ranks.size,
+        "loss_nats": sum(losses),
         "peak_gib": peak,
         "peak_reserved_gib": reserved,
         "rank_work_s": works_s,
