@@ -212,9 +212,9 @@ class Setting:
             "batch_size": batch_size,
         }
 
-    def numbers(self, timing: Timing) -> dict[str, object]:
-        """A timing as a row holds it, with its shares of the peaks."""
-        speed, flops = timing.tokens_per_s, self.flops
+    def numbers(self, timing: Timing, devices: int = 1) -> dict[str, object]:
+        """A timing as a row holds it, with its shares of the peaks of the `devices` it is of."""
+        speed, flops = timing.tokens_per_s / devices, self.flops
         linears = self.roofline.mfu(flops.linears * speed)
         return {
             **timing.numbers(),

@@ -80,17 +80,21 @@ def test_a_layout_is_for_random_data_in_single_micro_batches() -> None:
         _laid_out(config, setting)
 
 
-def test_the_loss_is_a_mean_over_the_tokens_of_all_ranks(tmp_path: Path) -> None:
-    def loss(ranks: Ranks, **values: object) -> float | None:
+def test_the_loss_and_shares_of_the_peak_are_those_of_all_ranks(tmp_path: Path) -> None:
+    def row(ranks: Ranks, **values: object) -> dict | None:
         group = {"sweep": "s", "verb": "bench", "student": "tiny", "command": (), "group": "-"}
         run = SweepRun(**group, settings={}, repeat=0, out=tmp_path)
-        row = _time_ranks(run, StepsConfig(**QUICK, steps=1, warmup=1, **values), ranks)
-        return row and row["loss_nats"]
+        return _time_ranks(run, StepsConfig(**QUICK, steps=1, warmup=1, **values), ranks)
 
-    shared, other = run_ranks(2, loss, tmp_path)
+    shared, other = run_ranks(2, row, tmp_path)
     assert other is None
     # one rank with their micro-batches
-    assert shared == pytest.approx(loss(ALONE, grad_accum_steps=2), rel=1e-6)
+    alone = row(ALONE, grad_accum_steps=2)
+    assert shared["loss_nats"] == pytest.approx(alone["loss_nats"], rel=1e-6)
+    # of one device's peak, though tokens are counted of both
+    flops_per_s = shared["tokens_per_s"] / 2 * shared["flops_per_token_linears"]
+    share = flops_per_s / shared["matmul_tflops"] / 1e12
+    assert shared["linears_mfu_of_matmul_frac"] == pytest.approx(share)
 
 
 def test_ranks_tell_the_worst_memory_and_whose_work_is_waited_for(monkeypatch) -> None:

@@ -85,7 +85,7 @@ def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | Non
     laid_out, first_timed = _laid_out(config, setting), config.warmup
     subject = Diary(ours.subject(), setting.backend, laid_out, ranks=ranks, first_timed=first_timed)
     timing = setting.time(subject, config.batch_size)
-    numbers = {**setting.numbers(timing), **rank_numbers(timing, ranks)}
+    numbers = {**setting.numbers(timing, ranks.size), **rank_numbers(timing, ranks)}
     if not ranks.is_first:
         return None
     valid = [int(count) for count in subject.valid_tokens[-config.steps :]]
