@@ -30,16 +30,19 @@ from speed_case import (
 
 from qat.backend.device import select
 from qat.bench.find_max import unless_out_of_memory
-from qat.bench.run import prepare, time_ours
+from qat.bench.run import RESERVED_GIB, prepare, time_ours
 from qat.bench.student import Ours
 from qat.errors import ConfigError
 from qat.logs import configure
+from qat.models.cost import devices_named
 
 logger = logging.getLogger(__name__)
 app = App(help=__doc__)
 BF16 = {"latent_dtype": "bf16"}
 VECTORS = {"to": "v2a2"}
 """Groups of 64: in groups of 16 a 70B student's scales and their moments take 64 GiB."""
+(CARD,) = devices_named(("H100",))
+"""What the sizes of students speak of, whichever device measures."""
 RATIO = Figure("layerwise_over_whole", "x", "<= 1.05")
 
 
@@ -54,7 +57,7 @@ class Case:
     share: Figure | None = None
     """Of its MFU."""
     size: Figure | None = None
-    """Of its parameters, in billions."""
+    """Of its parameters, in billions, where what it reserved fits `CARD`."""
 
 
 CASES = (
@@ -170,7 +173,15 @@ def _record(out: Path, case: Case, row: Row) -> None:
     if case.share is not None and row["mfu_frac"] is not None:
         record(out, case.share, [row["mfu_frac"]], digits=3)
     if case.size is not None:
-        record(out, case.size, [row["parameters"] / 1e9], digits=2)
+        reserved, room = row["peak_reserved_gib"], CARD.memory_gib - RESERVED_GIB
+        if reserved is not None and reserved <= room:
+            record(out, case.size, [row["parameters"] / 1e9], digits=2)
+        else:
+            found = "no GPU" if reserved is None else f"{reserved:.1f} GiB"
+            print(
+                f"{case.size.name} is not written: {row['student']} reserved {found}, expected at "
+                f"most {room:.1f} GiB of one {CARD.name}; measure a smaller --shape there"
+            )
 
 
 if __name__ == "__main__":

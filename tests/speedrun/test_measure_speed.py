@@ -179,8 +179,8 @@ def test_forming_by_layer_takes_turns_with_forming_at_once(tmp_path: Path, capsy
     found = figures(out)
     assert found["layerwise_over_whole"]["runs"] == 2
     assert {"step_8b_latent_tok_s", "step_70b_frozen_tok_s"} < set(found)
-    assert found["max_model_one_h100_latent"]["value"] == 0.0  # billions
-    assert "70b_frozen" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "70b_frozen" in said and "max_model_one_h100_latent is not written" in said
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_the_largest_student_is_the_first_that_takes_its_steps(
     def full(setting: object, ours: object, batch_size: int) -> object:
         if setting.name == "TINY":
             raise torch.OutOfMemoryError("full")
-        return time_ours(setting, ours, batch_size)
+        return replace(time_ours(setting, ours, batch_size), reserved_gib=70.0)
 
     monkeypatch.setattr(measure_layerwise, "time_ours", full)
     out, sizes = tmp_path / "out", {"batch_size": 2, "seq_len": 8, "steps": 1}
@@ -207,3 +207,23 @@ def test_the_largest_student_is_the_first_that_takes_its_steps(
     tried = [(row["student"], row["status"]) for row in rows]
     assert tried == [("TINY", "OOM"), ("tiny", "OK")]
     assert set(figures(out)) == {"max_model_one_h100_latent"}
+
+
+@pytest.mark.parametrize(
+    ("reserved", "said"),
+    [(78.2, None), (78.4, "reserved 78.4 GiB, expected at most 78.3 GiB"), (None, "no GPU")],
+)
+def test_a_student_is_of_a_card_that_holds_what_it_reserved(
+    tmp_path: Path, capsys, reserved: float | None, said: str | None
+) -> None:
+    import measure_layerwise
+
+    case = measure_layerwise.CASES[-1]
+    row = {"student": "qwen3-14b", "parameters": 14.77e9, "peak_reserved_gib": reserved}
+    measure_layerwise._record(tmp_path, case, row)
+    printed = capsys.readouterr().out
+    if said is None:
+        assert figures(tmp_path)["max_model_one_h100_latent"]["value"] == 14.77
+    else:
+        assert said in printed and printed.count("\n") == 1
+        assert not list(tmp_path.iterdir())
