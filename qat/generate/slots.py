@@ -46,8 +46,8 @@ UNIT = 16
 """Prompts that are read together are filled up to a multiple of it."""
 LEAST_WEIGHTS, WEIGHTS_A_SLOT, MOST_SLOTS = 2**23, 5 * 2**17, 48
 """A packed weight of at least so many numbers, altogether and for each slot, and with no more slots
-is read as it is: with 2 bits its product is then 1.15 to 1.6 times as fast as bfloat16's on an H200
-and 1.3 to 2 on an H100 (speedrun/records/2026-11-26_lut_gemm, 2026-11-25_lut_gemm)."""
+is read as it is: with 2 bits its product is then faster than bfloat16's on an H200 and an H100 (the
+newest lut_gemm of speedrun/records)."""
 
 Attend = Callable[[Tensor, Cache, Scoring], Tensor]
 """What the heads of a layer say, `(T, H D)`, given its projections, its cache and its scoring."""
