@@ -50,6 +50,14 @@ class Refused(Exception):  # noqa: N818 - an answer; whoever asked knows what it
     """A server refuses a request as such, so that repeating it is of no use."""
 
 
+class NoRoute(Refused):
+    """A server has nothing at `url`."""
+
+    def __init__(self, told: str, url: str) -> None:
+        super().__init__(told)
+        self.url = url
+
+
 class _Broken(Exception):  # noqa: N818 - no error: another attempt follows
     """An answer that may be another one next time, after the seconds that the server names."""
 
@@ -187,6 +195,8 @@ class Line:
         if 300 <= code < 400:
             to = self._said(answer.headers.get("Location", "elsewhere"))
             raise ConfigError(f"{url} leads to {to}, which is not followed; name that as --teacher")
+        if code == HTTPStatus.NOT_FOUND:
+            raise NoRoute(told, url)
         raise Refused(told)
 
     def _said(self, words: str) -> str:

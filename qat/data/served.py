@@ -24,7 +24,18 @@ from transformers import PreTrainedTokenizerBase
 from qat.data import engines
 from qat.data.cache import Manifest
 from qat.data.codec import Signals, TopK
-from qat.data.engines import ANSWER_BYTES, CARDS, ENGINES, KEY, Engine, Line, Refused, Vllm, Word
+from qat.data.engines import (
+    ANSWER_BYTES,
+    CARDS,
+    ENGINES,
+    KEY,
+    Engine,
+    Line,
+    NoRoute,
+    Refused,
+    Vllm,
+    Word,
+)
 from qat.data.reader import TeacherCache
 from qat.data.shard import Answer, encode_signals
 from qat.data.stream import ShardBlock
@@ -316,6 +327,11 @@ class ServedTeacher:
         is_last = np.arange(len(ids)) == len(ids) - 1
         try:
             self.likeliest(line, np.array(ids), is_first, ~is_last, k=k)
+        except NoRoute as error:
+            raise ConfigError(
+                f"{error.url} answers {error}, expected {self._engine.name}'s route that gives "
+                "log-probs of a prompt; serve the teacher by vLLM, SGLang or llama.cpp"
+            ) from None
         except Refused as error:
             raise ConfigError(
                 f"{self._address}, asked for {k} log-probs at each token of a prompt, answers "

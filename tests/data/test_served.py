@@ -201,6 +201,15 @@ def test_a_lower_limit_is_told_with_what_raises_it(stage: Stage) -> None:
         ask(address, k=21)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
+def test_a_server_without_the_route_is_told_of_the_route(stage: Stage, engine: str) -> None:
+    stage.engine, stage.statuses = engine, [404]
+    route = {"vllm": "/v1/completions", "sglang": "/generate", "llamacpp": "/completion"}[engine]
+    words = f"{route} answers 404 Not Found .*, expected .*'s route that gives log-probs of a prom"
+    with played(stage) as address, refused(words):
+        ask(address)
+
+
 def test_another_model_tokenizer_or_vocabulary_is_refused(stage: Stage) -> None:
     with played(stage) as address:
         with refused("serves tiny, expected other; name one of them as --teacher-model"):
