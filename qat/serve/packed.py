@@ -298,15 +298,12 @@ class Experts(NamedTuple):
         return places[list(self.held), :, self.rank].flatten()
 
 
-def refused_path(command: Sequence[str], error: BaseException | None = None) -> QatError | None:
-    """Why the path in `PROGRAM serve PATH` is no model that an engine opens; None if it may be.
+def refused_path(source: str, error: BaseException | None = None) -> QatError | None:
+    """Why `source`, which is to be served, is no model that an engine opens; None if it may be.
 
     `error` is what the engine ended with, if it was asked before. A path where nothing lies is then
     refused only if the engine did not find it either.
     """
-    if len(command) < 3 or command[1] != "serve":
-        return None
-    source = command[2]
     is_unfound = (
         error is None
         or isinstance(error, HFValidationError)

@@ -16,8 +16,9 @@ def main() -> None:
     from transformers.utils.import_utils import is_serve_available
 
     try:
-        if refusal := refused_path(sys.argv):
-            raise refusal
+        match sys.argv:
+            case [_, "serve", source, *_] if refusal := refused_path(source):
+                raise refusal
         if not is_serve_available():
             raise ConfigError(
                 "the server of transformers misses packages of its own, expected fastapi, uvicorn "

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -94,7 +95,12 @@ def register() -> None:
 
 
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    refusal = error if isinstance(error, QatError) else refused_path(sys.argv, error)
+    refusal = error if isinstance(error, QatError) else None
+    if refusal is None:
+        # wherever the model stands on the command line, vLLM's `args` have what its parser found
+        parsed = [frame.f_locals.get("args") for frame, _ in walk_tb(trace)]
+        sources = [args.model_tag for args in parsed if getattr(args, "model_tag", None)]
+        refusal = refused_path(sources[0], error) if sources else None
     if refusal is None:
         sys.__excepthook__(kind, error, trace)
     else:

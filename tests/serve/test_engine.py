@@ -286,8 +286,8 @@ def test_a_number_of_processes_that_splits_a_group_is_refused(tmp_path: Path) ->
 
 def serve(path: Path, port: int) -> list[str]:
     return [
-        str(Path(sys.executable).parent / "vllm"), "serve", str(path), "--enforce-eager",
-        "--dtype", "float32", "--max-model-len", "64", "--host", "127.0.0.1", "--port", str(port),
+        str(Path(sys.executable).parent / "vllm"), "serve", "--enforce-eager", "--dtype",
+        "float32", "--max-model-len", "64", "--host", "127.0.0.1", "--port", str(port), str(path),
     ]  # fmt: skip
 
 
