@@ -57,6 +57,8 @@ VECTORS, TRELLISES = 2, 4
 (vectors or not): what older versions cannot read."""
 ACTIVATIONS = 6
 """Added to any of them where inputs are quantized."""
+Headers = dict[str, tuple[tuple[int, ...], str]]
+"""Shape and dtype of every tensor of some files, by name."""
 NEEDS_QAT = "none for transformers alone: run 'import qat' before from_pretrained"
 """What config.json names as its file of weights.
 
@@ -385,7 +387,7 @@ def check_tensors(model: PreTrainedModel, files: list[str]) -> None:
     Raises:
         CheckpointError: a file is damaged, or a tensor is missing, extra or of another shape.
     """
-    found = _read_headers(files)
+    found = read_headers(files)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     missing = expected.keys() - found.keys() - set(model.all_tied_weights_keys)
     _refuse("misses", sorted(missing))
@@ -530,8 +532,12 @@ def check_input_scale(name: str, scale: float) -> None:
         )
 
 
-def _read_headers(files: list[str]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of every tensor in `files`, by name; no data is read."""
+def read_headers(files: Iterable[str | Path]) -> Headers:
+    """Shape and dtype of every tensor in `files`, by name; no data is read.
+
+    Raises:
+        CheckpointError: a file is no table of tensors, or shorter than its own says.
+    """
     found = {}
     for file in files:
         try:

@@ -15,7 +15,6 @@ from typing import NamedTuple, Self
 
 import torch
 from huggingface_hub.errors import HFValidationError
-from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,6 +27,7 @@ from qat.models.directory import GGUF, is_path, resolve
 from qat.models.hf_quantizer import (
     SPARSE_FORMAT,
     VECTORS,
+    Headers,
     QatConfig,
     check_input_scale,
     empty_weight,
@@ -343,7 +343,7 @@ def num_processes(command: Sequence[str]) -> int:
     return int(given[-1]) if given and command[1:2] == ["serve"] else 1
 
 
-def check_cut(directory: Path, modules: Mapping[str, Stored], size: int) -> None:
+def check_cut(headers: Headers, modules: Mapping[str, Stored], size: int) -> None:
     """Make sure that input features can be shared among `size` processes, before any is started.
 
     Only linears are looked at whose inputs engines share in every family; each process checks all
@@ -358,13 +358,11 @@ def check_cut(directory: Path, modules: Mapping[str, Stored], size: int) -> None
     grouped = {
         f"{m.name}.{SCALE_NAMES[0]}": m for m in shared if m.spec and m.spec.scale == "group"
     }
-    for file in sorted(directory.glob("*.safetensors")) if size > 1 else ():
-        with safe_open(file, framework="pt") as tensors:
-            for key in sorted(grouped.keys() & set(tensors.keys())):
-                stored = grouped[key]
-                I = tensors.get_slice(key).get_shape()[-1] * stored.spec.group_size
-                if I % size == 0:  # else the engine says so
-                    Part.of(stored, 1, I, columns=I // size, rank=0)
+    for key in sorted(grouped.keys() & headers.keys()):
+        (*_, groups), _ = headers[key]
+        I = groups * grouped[key].spec.group_size
+        if I % size == 0:  # else the engine says so
+            Part.of(grouped[key], 1, I, columns=I // size, rank=0)
 
 
 def in_one_line(refusal: QatError) -> str:

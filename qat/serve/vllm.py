@@ -43,8 +43,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.utils import set_weight_attrs
 
 from qat.errors import CheckpointError, QatError
-from qat.models.directory import check_checksums
-from qat.models.hf_quantizer import QUANT_METHOD
+from qat.models.directory import WEIGHTS, check_checksums
+from qat.models.hf_quantizer import QUANT_METHOD, read_headers
 from qat.serve.packed import (
     BY_ROW,
     Experts,
@@ -152,12 +152,13 @@ class QatQuantization(QuantizationConfig):
         """Look at the directory and the model before anything is loaded.
 
         Raises:
-            CheckpointError: a file differs from what was written, the family is not read, or the
-                number of processes splits a group.
+            CheckpointError: a file is cut short or differs from what was written, the family is
+                not read, or the number of processes splits a group.
         """
         if Path(model_name).is_dir():
             check_checksums(Path(model_name), weights=True)
-            check_cut(Path(model_name), self.modules, num_processes(sys.argv))
+            headers = read_headers(sorted(Path(model_name).glob(f"*{WEIGHTS}")))
+            check_cut(headers, self.modules, num_processes(sys.argv))
         if hf_config is not None:
             if hf_config.model_type in REORDERED:
                 raise CheckpointError(

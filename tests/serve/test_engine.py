@@ -385,6 +385,10 @@ def test_what_cannot_be_served_is_one_line(tmp_path: Path) -> None:
         (path / "config.json").write_text(json.dumps(config | change))
         assert refused(path).startswith(refusal)
     assert refused(path.parent / "runs/none").startswith(f"qat: {path.parent}/runs/none does not")
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    (path / "config.json").write_text(json.dumps(config))
+    assert refused(path).startswith(f"qat: {weights} cannot be read (")
     narrow = make(tmp_path / "narrow", specs=[SPECS["lut3"]], intermediate_size=96)
     words = refused(narrow, "--tensor-parallel-size", "2")
     assert words.startswith(

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import qat.serve.packed
 from qat.errors import CheckpointError
-from qat.models.hf_quantizer import QatConfig
+from qat.models.hf_quantizer import QatConfig, read_headers
 from qat.models.stored_state import packed_state_dict
 from qat.nn.lut_embedding import FrozenLutEmbedding
 from qat.nn.quant_linear import QuantLinear
@@ -435,6 +435,16 @@ def test_the_number_of_processes_is_read_from_the_command(words: str, expected: 
     assert num_processes(words.split()) == expected
 
 
+@pytest.mark.parametrize("left", [0, 4, 60, -1])
+def test_weights_that_were_cut_short_are_refused_by_their_header(tmp_path: Path, left: int) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(8, 6)}, path)
+    assert read_headers([path]) == {"w": ((8, 6), "F32")}
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read .*: copy it anew"):
+        read_headers([path])
+
+
 def test_processes_that_split_a_group_are_refused_before_they_start(tmp_path: Path) -> None:
     spec, name = LutSpec(bits=2, group_size=16), "model.layers.0.mlp.down_proj"
     modules = {name: Stored(name, spec), "model.layers.0.mlp.up_proj": Stored("up", spec)}
@@ -443,11 +453,12 @@ def test_processes_that_split_a_group_are_refused_before_they_start(tmp_path: Pa
         "model.layers.0.mlp.up_proj.scales": torch.ones(3, 7),
     }
     save_file(scales, tmp_path / "model.safetensors")
+    headers = read_headers([tmp_path / "model.safetensors"])
     for size in (1, 2, 3, 6, 5):  # five do not divide 96 inputs, which is the engine's to say
-        check_cut(tmp_path, modules, size)
+        check_cut(headers, modules, size)
     refusal = (
         f"{name}: tensor parallelism over 4 processes gives each 24 of its 96 input features, "
         "which splits a group of 16; choose a size that leaves each a multiple of 16"
     )
     with pytest.raises(CheckpointError, match=refusal):
-        check_cut(tmp_path, modules, 4)
+        check_cut(headers, modules, 4)
