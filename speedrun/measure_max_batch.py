@@ -124,7 +124,7 @@ def search(place: Place, trials: Trials, gib: float, results: Results) -> Row:
     setting = place.setting
     known = set(trials.done)
     backend = setting.backend
-    limit = backend.limit_memory(gib) if gib else setting.memory_limit(is_searched=True)
+    limit = backend.limit_memory(gib) if gib else setting.memory_limit(may_outgrow=True)
     with limit as most:
         most = most or backend.memory_gib()
         timings: dict[int, Timing | None] = {}

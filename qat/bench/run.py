@@ -150,7 +150,7 @@ FACTS = (
 TRIAL_STEPS = 2
 """Timed steps of a trial: enough to rank sizes by, and the second needs what all others do."""
 SAFE_SHARE = 0.9
-"""Of the memory of a machine that overcommits: a search stays within it."""
+"""Of the memory of a machine that overcommits: a search or a plan stays within it."""
 
 
 @dataclass(frozen=True)
@@ -225,10 +225,10 @@ class Setting:
             "matmul_tflops": self.roofline.matmul_flops / 1e12,
         }
 
-    def memory_limit(self, *, is_searched: bool = False) -> AbstractContextManager:
-        """The emulated device, if one was asked for, or if a search would end in a kill."""
+    def memory_limit(self, *, may_outgrow: bool = False) -> AbstractContextManager:
+        """The emulated device, if one was asked for, or if too large a step would end in a kill."""
         gib = self.config.memory_limit_gib
-        if gib is None and is_searched and self.backend.overcommits():
+        if gib is None and may_outgrow and self.backend.overcommits():
             gib = SAFE_SHARE * self.backend.memory_gib()
         return nullcontext(gib) if gib is None else self.backend.limit_memory(gib)
 
@@ -261,7 +261,9 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
         bench = _Bench(setting, Ours(model, config), results)
         load_s = time.perf_counter() - began
         search, predictions = None, ()
-        with setting.memory_limit(is_searched=config.find_max_batch) as limit:
+        # a plan is often asked for where the student has no room
+        may_outgrow = config.find_max_batch or bool(devices)
+        with setting.memory_limit(may_outgrow=may_outgrow) as limit:
             if config.find_max_batch:
                 search = bench.find_max(config.sizes or backend.sizes_tried(), limit)
             else:

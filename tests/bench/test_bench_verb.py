@@ -13,7 +13,7 @@ from train_case import make_place
 from qat.backend import device as backend
 from qat.bench.config import BenchConfig
 from qat.bench.results import IN_EVERY_ROW, Results, as_csv
-from qat.bench.run import run_bench
+from qat.bench.run import SAFE_SHARE, run_bench
 from qat.cli import main
 from qat.errors import ConfigError
 from qat.logs import read_json_lines
@@ -119,6 +119,15 @@ def test_the_largest_batch_of_a_small_machine(tmp_path: Path, place: Path) -> No
     assert by_size[40000] is False
     assert report.rows[-1]["status"] == "MAX"
     assert report.rows[-1]["batch_size"] == report.search.largest
+
+
+def test_a_plan_stays_within_the_memory_of_a_machine(tmp_path: Path, monkeypatch) -> None:
+    cpu = backend.select("cpu")
+    free = (cpu.held_memory_gib() + 0.4) / SAFE_SHARE
+    monkeypatch.setattr(type(cpu), "memory_gib", lambda _: free)
+    config = BenchConfig(device="cpu", batch_size=2048, steps=1, warmup=1, plan="t4")
+    with pytest.raises(ConfigError, match="batch_size=2048 does not fit into memory; lower --bat"):
+        run_bench(config, "tiny", tmp_path / "out")
 
 
 def test_who_names_no_student_is_told_of_a_small_one(monkeypatch, caplog) -> None:
