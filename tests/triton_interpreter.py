@@ -2,7 +2,7 @@
 
 import inspect
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache
 from math import prod
 from types import FunctionType, ModuleType
 
@@ -80,8 +80,6 @@ def _know_types() -> None:
     """Keep one type of each element and shape, which knows its tensors' shape and size."""
     core, block_type = tl.core, tl.core.block_type
     make_type, make_dtype = block_type.__init__, interpreter._get_np_dtype
-    is_equal, unwrap = core.dtype.__eq__, core._unwrap_if_constexpr
-    plain = {core.tensor, core.dtype, core.pointer_type, block_type, int, float, bool}
     blocks, dtypes, of_scalar = {}, {}, _shape_and_size(())
 
     def new_type(cls: type, element: tl.dtype, shape: list) -> tl.block_type:
@@ -106,8 +104,6 @@ def _know_types() -> None:
 
     block_type.__new__, block_type.__init__ = new_type, lambda *given: None
     core.tensor.__init__, interpreter._get_np_dtype = init_tensor, np_dtype
-    core.dtype.__eq__ = lambda self, other: self is other or is_equal(self, other)
-    core._unwrap_if_constexpr = lambda one: one if type(one) in plain else unwrap(one)
 
 
 def _shape_and_size(sizes: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
@@ -128,7 +124,7 @@ def _know_constants() -> None:
             divides = len(given) > 2  # of half precision: in float32
             is_alike = lhs.type is rhs.type and not is_pointer and not divides
             return (lhs, rhs) if is_alike else check_types(lhs, rhs, *given)
-        key = lhs.type.name, rhs, type(rhs), given
+        key = lhs.type.name, type(rhs), repr(rhs), given  # -0.0 equals 0.0
         if key not in constants:
             constants[key] = check_types(lhs, rhs, *given)[1]
         constant = constants[key]
@@ -140,7 +136,6 @@ def _know_constants() -> None:
 
     semantic.binary_op_type_checking_impl = check_once
     semantic.broadcast_impl_value = broadcast_once
-    semantic.scalar_constant = lru_cache(None, typed=True)(semantic.scalar_constant)
 
 
 def without_waste() -> None:
