@@ -146,8 +146,8 @@ class Trainer:
             own = config.own_rows * sequences // config.batch_size
             every = f"{config.rollout_every} steps" if config.rollout_every > 1 else "step"
             lines.append(
-                f"{own} of the {sequences} sequences of a step hold the student's own words behind "
-                f"prompts, {self.rollouts.longest} at most, which it draws every {every}"
+                f"{own} of the {sequences} sequences of a step are prompts that the student goes "
+                f"on with, by {self.rollouts.longest} tokens at most, anew every {every}"
             )
         return lines
 

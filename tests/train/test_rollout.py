@@ -463,8 +463,8 @@ def test_a_student_that_ends_at_once_is_told_and_taught(
     monkeypatch.setattr(Speaker, "sample", lambda _, requests: [[0] for _ in requests])
     with caplog.at_level(logging.INFO):
         run(place, tmp_path / "run", max_steps=3)
-    words = "2 of the 4 sequences of a step hold the student's own words behind prompts, 12 at most"
-    assert f"{words}, which it draws every step" in caplog.messages
+    words = "2 of the 4 sequences of a step are prompts that the student goes on with"
+    assert f"{words}, by 12 tokens at most, anew every step" in caplog.messages
     told = [record.message for record in caplog.records if "at once" in record.message]
     assert len(told) == 1 and "step 0: the student ends all 2 rows" in told[0]
     for line in losses(tmp_path / "run"):
