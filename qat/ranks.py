@@ -328,7 +328,7 @@ def meeting(launch: Launch, device: torch.device, place: str) -> Iterator[Ranks]
     store, _, _ = next(rendezvous(place, launch.rank, launch.world, timeout=TIMEOUT))
     options = None
     if is_gpu:
-        # before the rest of a matmul: a rank that waits for the other takes multiprocessors, too
+        # what waits for another rank holds multiprocessors meanwhile, so none should begin late
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = TIMEOUT  # torch warns of any other
         options.config.max_ctas = EXCHANGING
