@@ -1,6 +1,7 @@
 """`qat bench quality` on a tiny teacher: rows, table, pictures; what is finished is kept."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,32 @@ def test_equal_time_in_a_run(place: Path, monkeypatch) -> None:
         "qat.bench.quality.prepare.time_plan", lambda *_: pytest.fail("timed twice")
     )
     assert call(monkeypatch) == 0
+
+
+@pytest.mark.slow
+def test_a_recipe_on_equal_time_runs_alone_and_stays(place: Path, monkeypatch) -> None:
+    """What gives it its time is timed with it and not run; its rows stay when others run."""
+    seconds = {"slow": 3.0, "fast": 1.0}
+    monkeypatch.setattr(
+        "qat.bench.quality.prepare.time_plan", lambda _, plan: [[seconds[plan.name]]]
+    )
+    fast = {"name": "fast", "train": {"lr": 0.1}, "equal_time_to": "slow"}
+    write({"name": "slow"}, fast, {"name": "third"}, max_steps=1)
+
+    def found(only: str) -> dict[str, int]:
+        assert call(monkeypatch, "--only", only) == 0
+        rows = read_json_lines(Path("out/results.jsonl"))
+        return {row["recipe"]: row["steps"] for row in rows}
+
+    assert found("fast") == {"teacher": 0, "fast": 3}
+    monkeypatch.setattr(
+        "qat.bench.quality.prepare.time_plan", lambda *_: pytest.fail("timed twice")
+    )
+    assert found("third") == {"teacher": 0, "fast": 3, "third": 1}
+    # with its time known and its rows there, nothing is converted for it again
+    shutil.rmtree(Path("out/students"))
+    assert found("fast") == {"teacher": 0, "fast": 3, "third": 1}
+    assert not Path("out/students").exists()
 
 
 @pytest.mark.slow

@@ -447,7 +447,7 @@ def measure(plans: Sequence[QualityPlan], timer: StepTimer) -> StepTimes:
 def with_equal_time(plans: Sequence[QualityPlan], times: StepTimes) -> list[QualityPlan]:
     """The plans, those on equal time with as many steps as the other's training time allows.
 
-    A recipe's steps are shared out among its stages as before.
+    A recipe's steps are shared out among its stages as before; one that was not timed keeps them.
     """
     by_name = {plan.name: plan for plan in plans}
 
@@ -459,9 +459,11 @@ def with_equal_time(plans: Sequence[QualityPlan], times: StepTimes) -> list[Qual
     def fitted(plan: QualityPlan) -> QualityPlan:
         if plan.equal_time_to is None:
             return plan
+        other = by_name[plan.equal_time_to]
+        if any(time_key(each) not in times for each in (plan, other)):
+            return plan
         own = seconds(plan) / plan.steps
-        steps = round(seconds(by_name[plan.equal_time_to]) / own)
-        return plan.with_steps(max(1, len(plan.stages), steps))
+        return plan.with_steps(max(1, len(plan.stages), round(seconds(other) / own)))
 
     return [fitted(plan) for plan in plans]
 

@@ -30,6 +30,7 @@ from qat.bench.quality.prepare import (
     Workshop,
     check_shapes,
     resolve,
+    time_key,
     to_time,
     with_equal_time,
 )
@@ -117,21 +118,27 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
     """
     spread = devices(config.device)
     shop = Workshop(read_quality(recipe), out, spread[0])
-    every, unmade = check_shapes(shop.recipe, resolve(shop.recipe))
-    plans = [plan for plan in every if config.wants(plan.name)]
-    if not plans:
+    resolved, unmade = check_shapes(shop.recipe, resolve(shop.recipe))
+    names = {plan.name for plan in resolved if config.wants(plan.name)}
+    if not names:
         raise ConfigError(
             f"only={config.only}, but no recipe's name holds that; choose among "
-            f"{', '.join(repr(plan.name) for plan in every)}, several joined by |"
+            f"{', '.join(repr(plan.name) for plan in resolved)}, several joined by |"
         )
     shop.claim()
-    shop.build_caches(plans)
+    known = shop.known_times()
+    every = with_equal_time(resolved, known)
+    plans = [plan for plan in every if plan.name in names]
+    # whose time another has is timed with it, and runs if it is wanted itself
+    clocks = {plan.equal_time_to for plan in plans}
+    prepared = [plan for plan in every if plan.name in names | clocks]
+    shop.build_caches(prepared)
     share = partial(make_jobs, shop.recipe, out=out, config=config, num_devices=len(spread))
     at_once = config.workers * len(spread)
     threads = max(1, cores() // at_once)
-    is_timed = bool(to_time(plans))
+    is_timed = any(time_key(plan) not in known for plan in to_time(prepared))
     # a recipe whose rows are there needs no conversion; steps tell how many rows on equal time are
-    wanting = plans if is_timed else [p for p in plans if _is_open(share([p])[1:])]
+    wanting = prepared if is_timed else [p for p in plans if _is_open(share([p])[1:])]
     missing = shop.missing(wanting, threads)
     refused: dict[str, str] = {}
     # one alone is left to this process, which has loaded already what a new one would have to
@@ -139,11 +146,12 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
     if is_timed and conversions:  # nothing else may run while steps are timed
         _, refused = run_jobs(conversions, spread, at_once)
     if is_timed or not conversions:
-        conversions, unmade = [], unmade | shop.convert(plans, wanting, refused)
-    plans = [plan for plan in plans if plan.name not in unmade]
-    plans = with_equal_time(plans, shop.step_times(plans))
-    jobs = share(plans)
-    others = share([plan for plan in every if not config.wants(plan.name)])
+        conversions, unmade = [], unmade | shop.convert(prepared, wanting, refused)
+    if is_timed:
+        made = [plan for plan in prepared if plan.name not in unmade]
+        every = with_equal_time(resolved, shop.step_times(made))
+    jobs = share([plan for plan in every if plan.name in names - unmade.keys()])
+    others = share([plan for plan in every if plan.name not in names])
 
     def write(failures: list[Failure]) -> QualityReport:
         return write_results(shop, [*jobs, *others[1:]], unmade, failures)
@@ -151,7 +159,7 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
     open_jobs = [job for job in jobs if not job.row.exists()]
     failures, refused = run_jobs([*conversions, *open_jobs], spread, at_once, write)
     if conversions:
-        unmade = unmade | shop.convert(plans, wanting, refused)
+        unmade = unmade | shop.convert(prepared, wanting, refused)
     return write(failures)
 
 
