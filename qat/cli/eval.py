@@ -37,7 +37,7 @@ def evaluate(
         folders=[config.tasks_dir],
     )
     if config.text is not None and holds_rows(config.text):
-        check_source(str(config.text), config.format, config.text_field)
+        check_source(str(config.text), config.format, config.text_field, setting="text")
     from qat.backend.device import select
     from qat.evaluate.judge import judge
 

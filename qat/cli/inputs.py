@@ -38,7 +38,7 @@ def check_inputs(
             read_manifest(Path(cache))
     _check_files(texts, folders)
     if calibration is not None and not (Path(calibration) / MANIFEST).exists():
-        check_source(calibration)
+        check_source(calibration, setting="calibration")
     for model in models:
         if model is not None:
             resolve(model)

@@ -38,7 +38,7 @@ def sample(
         raise ConfigError(f"out={out} {found}, expected a .jsonl file; choose another --out")
     check_inputs(models=[model], out=out.absolute().parent)
     if config.prompts is not None:
-        check_source(config.prompts, config.format, config.text_field)
+        check_source(config.prompts, config.format, config.text_field, setting="prompts")
     from qat.backend.device import select
     from qat.generate.corpus import open_corpus, write_corpus
     from qat.ranks import joined

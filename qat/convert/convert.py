@@ -314,7 +314,7 @@ def calibration_batches(
     if isinstance(calibration, TeacherCache):
         tokens = [_cached_tokens(calibration, config, student, tokenizer)]
     elif is_path:
-        documents = open_source(str(calibration)).documents
+        documents = open_source(str(calibration), setting="calibration").documents
         tokens = [_packed_text(documents, config, student, tokenizer)]
     elif any(isinstance(each, Tensor) for each in calibration):
         tokens = _own_tokens(calibration, config, student)

@@ -305,21 +305,28 @@ class DataSource(NamedTuple):
 
 
 def open_source(
-    data: str, data_format: DataFormat = "auto", text_field: str = "text"
+    data: str,
+    data_format: DataFormat = "auto",
+    text_field: str = "text",
+    *,
+    setting: str = "data",
 ) -> DataSource:
     """The documents of `data`; its existence and first row are checked now, the rest on reading.
 
-    `qat.data.sources` says which files are read, and how. Rows count from 1 in messages.
+    `qat.data.sources` says which files are read, and how. Rows count from 1 in messages, which call
+    `data` by its `setting`.
 
     Raises:
         DataError: nothing is there, it is empty, or a row lacks the fields of its format.
     """
     if data == "stdlib":
         data, data_format, text_field = str(STDLIB), "plain", "text"
-    rows = _placed_rows(data)
+    rows = _placed_rows(data, setting)
     first = next(rows, None)
     if first is None:
-        raise DataError(f"data={data} is empty, expected at least one row or paragraph of text")
+        raise DataError(
+            f"{setting}={data} is empty, expected at least one row or paragraph of text"
+        )
     if data_format == "auto":
         data_format = _detect(*first, text_field)
     _document(*first, data_format, text_field)
@@ -327,16 +334,22 @@ def open_source(
     return DataSource(documents, data_format, _name(data))
 
 
-def check_source(data: str, data_format: DataFormat = "auto", text_field: str = "text") -> None:
+def check_source(
+    data: str,
+    data_format: DataFormat = "auto",
+    text_field: str = "text",
+    *,
+    setting: str = "data",
+) -> None:
     """Refuse what `open_source` refuses; no row of a datasets id is fetched.
 
     Raises:
         DataError, HubError: see their messages.
     """
     if data == "stdlib" or Path(data).exists():
-        open_source(data, data_format, text_field)
+        open_source(data, data_format, text_field, setting=setting)
     else:
-        _hub_name(data)
+        _hub_name(data, setting)
 
 
 def _name(data: str) -> str:
@@ -344,40 +357,40 @@ def _name(data: str) -> str:
     return Path(data.partition(":")[0].removesuffix(".gz")).stem
 
 
-def _placed_rows(data: str) -> Rows:
+def _placed_rows(data: str, setting: str) -> Rows:
     path = Path(data)
     if path.is_dir():
         return directory_rows(path)
     if path.is_file():
         return file_rows(path)
-    return _hub_rows(data)
+    return _hub_rows(data, setting)
 
 
-def _hub_rows(data: str) -> Rows:
+def _hub_rows(data: str, setting: str) -> Rows:
     """Rows of a `datasets` id, written `owner/name[:config][@split]`."""
-    name, config, split = _hub_name(data)
+    name, config, split = _hub_name(data, setting)
     import datasets
 
     try:
         rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise DataError(
-            f"data={data} is no file, and datasets cannot load it: {error}; check the name"
+            f"{setting}={data} is no file, and datasets cannot load it: {error}; check the name"
         ) from None
     return ((Place(data, number), row) for number, row in enumerate(rows, start=1))
 
 
-def _hub_name(data: str) -> tuple[str, str, str]:
+def _hub_name(data: str, setting: str) -> tuple[str, str, str]:
     """Name, configuration and split of a datasets id, which a hub has."""
     name, _, split = data.partition("@")
     name, _, config = name.partition(":")
     looks_local = is_text_file(Path(data)) or ("/" in name and Path(name).parent.is_dir())
     if looks_local or not HUB_ID.fullmatch(name):
-        raise DataError(f"data={data} is no file or directory, expected one; check the path")
+        raise DataError(f"{setting}={data} is no file or directory, expected one; check the path")
     if find_spec("datasets") is None:
         raise DataError(
-            f"data={data} is no file or directory, and a datasets id needs the 'datasets' package; "
-            f"check the path or run: {how_to_install('datasets')}"
+            f"{setting}={data} is no file or directory, and a datasets id needs the 'datasets' "
+            f"package; check the path or run: {how_to_install('datasets')}"
         )
     is_online(name, "dataset")
     return name, config, split

@@ -72,7 +72,7 @@ def read_text(config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Text:
 
 
 def _rows_text(config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Text:
-    source = open_source(str(config.text), config.format, config.text_field)
+    source = open_source(str(config.text), config.format, config.text_field, setting="text")
     targets = chosen_targets(config.targets, source.format, f"text={config.text}")
     rendered = (
         render(document, tokenizer, config.thinking, targets) for document in source.documents

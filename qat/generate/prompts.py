@@ -41,7 +41,9 @@ def open_prompts(
     if settings.prompts is None:
         prompts = [_from_nothing(model, tokenizer)]
     else:
-        documents = open_source(settings.prompts, settings.format, settings.text_field).documents
+        documents = open_source(
+            settings.prompts, settings.format, settings.text_field, setting="prompts"
+        ).documents
         asked = (p for each in documents for p in _prompts_of(each, settings, tokenizer))
         most = -(-settings.rows // settings.samples) if settings.rows else None
         prompts = list(islice(asked, most))

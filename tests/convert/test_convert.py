@@ -210,7 +210,9 @@ def test_of_an_endless_text_only_so_much_is_read(
     monkeypatch.setattr(convert, "MOST_CHARACTERS", 20_000)
     read = itertools.count()
     endless = (f"the cat sat on the mat {number}" for number in read)
-    monkeypatch.setattr(convert, "open_source", lambda _: DataSource(endless, "plain", "endless"))
+    monkeypatch.setattr(
+        convert, "open_source", lambda _, setting: DataSource(endless, "plain", "endless")
+    )
     assert calibration(place, "owner/name", calibration_sequences=3).input_ids.shape == (3, 32)
     assert next(read) < 1000
 
@@ -329,7 +331,7 @@ def test_plan_files_that_are_wrong(place: Path, tmp_path: Path, text: bytes, mes
         ),
         ({"group_size": 24}, ConfigError, "gate_proj: group_size=24 does not divide its 32 input"),
         ({"base": "{}/nowhere"}, CheckpointError, "nowhere does not exist; expected a model dir"),
-        ({"calibration": "{}/no.txt"}, DataError, "no.txt is no file or directory"),
+        ({"calibration": "{}/no.txt"}, DataError, r"calibration=.*no.txt is no file or directory"),
         ({"calibration": "{}/float"}, DataError, "config.json holds a JSON dict"),
         ({"to": None}, ConfigError, "neither a plan nor a budget is given, expected one of them"),
         (
