@@ -322,7 +322,7 @@ def test_a_conversion_that_fails_is_a_row_too(place: Path, monkeypatch) -> None:
     gone = {"name": "gone", "train": False, "convert": {"calibration": "gone.txt"}}
     write(gone, {"name": "good", "train": False})
     assert call(monkeypatch) == 0
-    assert "data=gone.txt is no file" in Path("out/quality.md").read_text()
+    assert "calibration=gone.txt is no file" in Path("out/quality.md").read_text()
 
 
 def test_jobs_go_where_fewest_run() -> None:
@@ -370,7 +370,7 @@ def test_conversions_run_side_by_side(place: Path, monkeypatch) -> None:
         lambda words, **more: begun.append(words[-1]) or popen(words, **more),
     )
     assert call(monkeypatch, "--workers", "2") == 0
-    assert "data=gone.txt is no file" in Path("out/quality.md").read_text()
+    assert "calibration=gone.txt is no file" in Path("out/quality.md").read_text()
     logs = list(Path("out/logs").glob("convert-*.log"))
     assert len(logs) == 3
     order = [Path(job).name for job in begun if job.endswith(".json")]
