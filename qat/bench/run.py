@@ -2,12 +2,15 @@
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from qat.backend.base import Backend
+from transformers import PreTrainedModel
+
+from qat.backend.base import DTYPES, GIB, Backend
 from qat.backend.device import select
 from qat.bench.batches import BatchSource, check_batch_sizes, open_source
 from qat.bench.config import BenchConfig, MeasureConfig
@@ -23,7 +26,7 @@ from qat.bench.measure import (
     time_steps,
 )
 from qat.bench.results import Results, environment
-from qat.bench.student import Ours, Subject, open_student
+from qat.bench.student import Ours, Subject, is_shape, open_student, quantized_model
 from qat.bench.tpu_plan.run import Planned, plan_tpus
 from qat.data.packing import Batch
 from qat.errors import ConfigError
@@ -34,6 +37,7 @@ from qat.models.cost import (
     device_called,
     devices_named,
     parameter_count,
+    step_bytes,
     step_work,
     token_flops,
 )
@@ -93,9 +97,9 @@ class DevicePrediction:
     device: str
     dtype: str
     max_batch: int | None
-    """None where no memory model was measured."""
+    """None where no memory model was measured, 0 where not even an empty batch has room."""
     peak_gib: float | None
-    """At that batch, what the driver takes included."""
+    """At that batch, or beside any where nothing ran; what the driver takes included."""
     tokens_per_s: float
     tokens_per_s_range: tuple[float, float]
     """Where published throughputs lead to expect it; no range on the card that was measured."""
@@ -112,10 +116,13 @@ class Measured:
     work: StepWork
     positions: int
     """Of a step."""
-    tokens_per_s: float
+    tokens_per_s: float | None
+    """None where nothing ran, on no device of the table."""
     memory: MemoryModel | None
     recomputes: bool
     """Whether it recomputed layers, told by what ran."""
+    held_gib: Callable[[str], float] | None = None
+    """What a step in a dtype holds beside its batch, where nothing ran."""
 
     def seconds(self, device: Device) -> float:
         """Time of a position of this run on `device`, in its own best dtype."""
@@ -132,6 +139,9 @@ def predict(measured: Measured, device: Device) -> DevicePrediction:
     if measured.memory is not None:
         largest = measured.memory.largest(device.memory_gib - RESERVED_GIB)
         peak_gib = RESERVED_GIB + measured.memory.peak_gib(largest)
+    elif measured.held_gib is not None:
+        peak_gib = RESERVED_GIB + measured.held_gib(device.dtype)
+        largest = None if peak_gib < device.memory_gib else 0
     speed = 1 / measured.seconds(device)
     low, high = (1, 1) if device == measured.device else SPREADS.get(device.name, SPREAD)
     expected = (low * speed, high * speed)
@@ -252,36 +262,85 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
     devices = () if config.planned is None else devices_named(config.planned)
     asked = config  # a TPU's own dtype is not this device's
     config, backend = check_dtype(config), select(config.device)
+    sizes = config.sizes or (config.batch_size,)
     with Results(out, environment(backend, config)) as results:
         began = time.perf_counter()
-        setting, model = prepare(config, student)
+        lacking = _lacking(config, student, backend)
+        if lacking and (config.find_max_batch or not devices):
+            raise ConfigError(
+                f"{lacking}; learn less, as --learn scales,codebook does, or take fewer --layers, "
+                "a smaller shape or a larger machine"
+            )
+        setting, model = prepare(config, student, "meta" if lacking else None)
         if not config.find_max_batch:
-            sizes = config.sizes or (config.batch_size,)
             check_batch_sizes(setting.data, sizes, config.grad_accum_steps)
-        bench = _Bench(setting, Ours(model, config), results)
-        load_s = time.perf_counter() - began
-        search, predictions = None, ()
-        # a plan is often asked for where the student has no room
-        may_outgrow = config.find_max_batch or bool(devices)
-        with setting.memory_limit(may_outgrow=may_outgrow) as limit:
-            if config.find_max_batch:
-                search = bench.find_max(config.sizes or backend.sizes_tried(), limit)
-            else:
-                bench.measure_all(config.sizes or (config.batch_size,))
-            if devices:
-                predictions = bench.plan(devices, search)
+        search, timings = None, []
+        if lacking:
+            logger.warning(
+                "%s: other devices are predicted without a run, largest batches are not", lacking
+            )
+            unmeasured = Measured(
+                device=None,
+                dtype=config.dtype,
+                work=step_work(
+                    model, setting.flops, recompute=float(config.gradient_checkpointing)
+                ),
+                positions=max(sizes) * setting.data.seq_len * config.grad_accum_steps,
+                tokens_per_s=None,
+                memory=None,
+                recomputes=config.gradient_checkpointing,
+                held_gib=partial(held_gib, model.model, config),
+            )
+            predictions = _predict_all(setting, unmeasured, devices, results)
+            load_s = time.perf_counter() - began
+        else:
+            bench = _Bench(setting, Ours(model, config), results)
+            load_s = time.perf_counter() - began
+            # a plan is often asked for where the student has no room
+            may_outgrow = config.find_max_batch or bool(devices)
+            with setting.memory_limit(may_outgrow=may_outgrow) as limit:
+                if config.find_max_batch:
+                    search = bench.find_max(config.sizes or backend.sizes_tried(), limit)
+                else:
+                    bench.measure_all(sizes)
+                predictions = bench.plan(devices, search) if devices else ()
+            timings = bench.timings
         planned = plan_tpus(asked, student, results)
-        timings = bench.timings
         fit = fit_cost([t.positions for t in timings], [t.step_s for t in timings])
         found = {"load_s": load_s, "fit": fit and asdict(fit), "search": search and asdict(search)}
         results.finish(**found, roofline=asdict(setting.roofline))
     return BenchReport(results.path, results.rows, load_s, fit, search, predictions, planned)
 
 
-def prepare(config: MeasureConfig, student: str) -> tuple[Setting, LanguageModel]:
-    """Open the student and the data, and measure the device."""
+def _lacking(config: BenchConfig, student: str, backend: Backend) -> str | None:
+    """That a step of a shape has no room here, whatever its batch; None if it has.
+
+    Where memory is promised that is not there it would take minutes to run out.
+    """
+    free = config.memory_limit_gib or backend.memory_gib()
+    if free is None or not backend.overcommits() or not is_shape(student):
+        return None
+    held = held_gib(quantized_model(student, config, "meta"), config, config.dtype)
+    if held <= free:
+        return None
+    return (
+        f"a step of {student} that learns {config.learn} holds {held:.3g} GiB beside its batch, "
+        f"but {free:.3g} GiB can be had here"
+    )
+
+
+def held_gib(model: PreTrainedModel, config: MeasureConfig, dtype: str) -> float:
+    """What a step of `model` holds beside its batch, where weights are formed a layer at a time."""
+    learning = linears_in_scope(model, config.scope, config.kinds)
+    return step_bytes(model, learning, config, DTYPES[dtype]).total(by_layer=True) / GIB
+
+
+def prepare(
+    config: MeasureConfig, student: str, place: str | None = None
+) -> tuple[Setting, LanguageModel]:
+    """Open the student, a shape's where `place` says, and the data, and measure the device."""
     backend = select(config.device)
-    model = open_student(student, config)
+    model = open_student(student, config, place)
     data = open_source(config, model)
     names = linears_in_scope(model.model, config.scope)
     roofline = measure_roofline(backend, config.dtype)
@@ -310,6 +369,21 @@ def try_steps(setting: Setting, ours: Ours, batch_size: int) -> Timing:
     clock = (EAGER_STEPS + 1 if is_recorded else 1), TRIAL_STEPS
     with ours.mended(), setting.backend.waiting_for(f"a step of batch {batch_size}"):
         return replace(setting, looks=False).time(ours.subject(), batch_size, clock)
+
+
+def _predict_all(
+    setting: Setting, measured: Measured, devices: Sequence[Device], results: Results
+) -> tuple[DevicePrediction, ...]:
+    """What each device would do; a row each."""
+    found = tuple(predict(measured, device) for device in devices)
+    for each in found:
+        row = {**setting.row("predicted", "ours", each.max_batch), "dtype": each.dtype}
+        low, high = each.tokens_per_s_range
+        told = {"on": each.device, "tokens_per_s": each.tokens_per_s}
+        told |= {"tokens_per_s_low": low, "tokens_per_s_high": high}
+        told |= {"gradient_checkpointing": each.recomputes}
+        results.add(**{**row, **told}, status="PREDICTED")
+    return found
 
 
 class _Bench:
@@ -374,15 +448,7 @@ class _Bench:
             memory=model,
             recomputes=bool(fastest.compiler["effective"]["recomputed_layers"]),
         )
-        found = tuple(predict(measured, device) for device in devices)
-        for each in found:
-            row = {**setting.row("predicted", "ours", each.max_batch), "dtype": each.dtype}
-            low, high = each.tokens_per_s_range
-            told = {"on": each.device, "tokens_per_s": each.tokens_per_s}
-            told |= {"tokens_per_s_low": low, "tokens_per_s_high": high}
-            told |= {"gradient_checkpointing": each.recomputes}
-            self.results.add(**{**row, **told}, status="PREDICTED")
-        return found
+        return _predict_all(setting, measured, devices, self.results)
 
     def _add(self, kind: str, size: int, timing: Timing | None, **more: object) -> None:
         numbers, setting = {}, self.setting

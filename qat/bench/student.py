@@ -37,17 +37,22 @@ INPUT_RANGE = 4.0
 """The largest input that a static scale holds: four times the size of what a norm gives."""
 
 
-def open_student(source: str, config: MeasureConfig) -> LanguageModel:
+def is_shape(source: str) -> bool:
+    """Whether `source` is called like a published shape, not like a checkpoint."""
+    return not (Path(source).exists() or "/" in source)
+
+
+def open_student(source: str, config: MeasureConfig, device: str | None = None) -> LanguageModel:
     """The quantized student that `source` names, on `config.device`, in float32 and eval mode.
 
-    Either kind attends as `config.attention` says.
+    Either kind attends as `config.attention` says; a shape's may be on another `device`.
 
     Raises:
         ConfigError: `source` or the preset has no such name.
         CheckpointError: the checkpoint is damaged.
     """
     attention = None if config.attention is None else read_attention(config.attention)
-    model = quantized_model(source, config)
+    model = quantized_model(source, config, device)
     if config.attention is not None:
         change_attention(model, attention)
     return LanguageModel(model)
@@ -61,7 +66,7 @@ def quantized_model(
     A shape's model is made on `device`, which may be `meta`: nothing is fitted, so it is there at
     once, and never in floating point, which a large one has no room for.
     """
-    if Path(source).exists() or "/" in source:
+    if not is_shape(source):
         if config.layers is not None:
             raise ConfigError(
                 f"layers={config.layers}, but {source} is no shape's name and has the layers that "

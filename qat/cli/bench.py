@@ -122,11 +122,13 @@ def bench(
         report = run_bench(config, student, out)
     console = wide_console(FILE_WIDTH)
     measured = [row for row in report.rows if row["kind"] != "predicted"]
-    console.print(row_table(SPEED_COLUMNS, measured, justify="left"))
-    for line in _findings(report):
-        console.print(line, markup=False, highlight=False)
+    if measured:
+        console.print(row_table(SPEED_COLUMNS, measured, justify="left"))
+        for line in _findings(report):
+            console.print(line, markup=False, highlight=False)
     if report.predictions or report.planned:
-        console.print(_predicted(report.predictions, report.planned))
+        how = "memory model" if measured else "without a run"
+        console.print(_predicted(report.predictions, report.planned, how))
     return _summary(report)
 
 
@@ -333,7 +335,10 @@ def _findings(report: "BenchReport") -> list[str]:
     return lines
 
 
-def _predicted(predictions: "Sequence[DevicePrediction]", planned: "Sequence[Planned]") -> "Table":
+def _predicted(
+    predictions: "Sequence[DevicePrediction]", planned: "Sequence[Planned]", how: str = ""
+) -> "Table":
+    """`how` the predictions were made."""
     from rich.table import Table
 
     titles = ("dtype", "Checkpointing", "Max batch", "Memory", "t/s", "How")
@@ -345,7 +350,7 @@ def _predicted(predictions: "Sequence[DevicePrediction]", planned: "Sequence[Pla
         if low < high:
             speed += f" ({low:,.0f} to {high:,.0f})"
         recomputes = "yes" if found.recomputes else "no"
-        table.add_row(found.device, found.dtype, recomputes, batch, peak, speed, "memory model")
+        table.add_row(found.device, found.dtype, recomputes, batch, peak, speed, how)
     for tpu in planned:
         needed = tpu.best.peak_gib if tpu.best else tpu.trials[0].needed_gib
         memory = f"{_cell(needed, '{:.1f}')} of {tpu.memory_gib:.1f} GiB"
@@ -371,6 +376,8 @@ def _planned(planned: "Sequence[Planned]") -> list[dict[str, object]]:
 def _summary(report: "BenchReport") -> dict[str, object]:
     """The fastest row's numbers, and what was searched for."""
     timed = [row for row in report.rows if "samples" in row]
+    if not timed:  # a plan where the student has no room
+        return {"out": report.path}
     best = max(timed, key=lambda row: row["tokens_per_s"])
     summary = {name: _rounded(best[name]) for name in SUMMARY}
     if report.search:

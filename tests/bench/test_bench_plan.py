@@ -68,6 +68,19 @@ def test_without_a_memory_model_no_batch_is_predicted() -> None:
     assert predict(measured(memory=None), T4).max_batch is None
 
 
+def test_without_a_run_only_a_card_with_room_may_hold_a_batch() -> None:
+    said = []
+
+    def held_gib(dtype: str) -> float:
+        said.append(dtype)
+        return 100.0
+
+    run = measured(device=None, tokens_per_s=None, memory=None, held_gib=held_gib)
+    found = predict(run, H200), predict(run, T4)
+    assert [each.max_batch for each in found] == [None, 0] and said == ["bf16", "fp16"]
+    assert [each.peak_gib for each in found] == [RESERVED_GIB + 100] * 2
+
+
 def test_layers_are_recomputed_where_the_measured_run_did() -> None:
     assert predict(measured(), T4).recomputes
     assert not predict(measured(recomputes=False), T4).recomputes

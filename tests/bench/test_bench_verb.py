@@ -130,6 +130,32 @@ def test_a_plan_stays_within_the_memory_of_a_machine(tmp_path: Path, monkeypatch
         run_bench(config, "tiny", tmp_path / "out")
 
 
+def test_a_plan_without_room_needs_no_run(tmp_path: Path, monkeypatch, capsys, caplog) -> None:
+    """A CPU's own speed counts for nothing in what the rates say of a card: the same is said."""
+    tokens = ["tiny", *QUICK, "--plan", "h100,t4", "--batch-size", "512", "--seq-len", "8"]
+    tokens += ["--grad-accum-steps", "2"]
+    assert call(monkeypatch, *tokens, "--out", str(tmp_path / "run")) == 0
+    assert "memory model" in capsys.readouterr().out
+    *_, h100, t4 = read_json_lines(tmp_path / "run" / "results.jsonl")
+    cpu = backend.select("cpu")
+    monkeypatch.setattr(type(cpu), "memory_gib", lambda _: 1e-4)
+    assert call(monkeypatch, *tokens, "--out", str(tmp_path / "none")) == 0
+    rows = read_json_lines(tmp_path / "none" / "results.jsonl")
+    assert [row["kind"] for row in rows] == ["predicted"] * 2
+    for row, same in zip(rows, (h100, t4), strict=True):
+        assert row["on"] == same["on"] and row["batch_size"] is None
+        assert row["tokens_per_s"] == same["tokens_per_s"]
+        assert row["parameters"] == same["parameters"]
+    printed = capsys.readouterr().out
+    assert "without a run" in printed and "Step(s)" not in printed
+    assert json.loads(printed.splitlines()[-1]) == {"out": str(tmp_path / "none")}
+    assert "GiB can be had here: other devices are predicted without a run" in caplog.text
+    assert call(monkeypatch, "tiny", *QUICK, "--out", str(tmp_path / "no")) == 1
+    assert call(monkeypatch, *tokens, "--find-max-batch", "--out", str(tmp_path / "no")) == 1
+    error = capsys.readouterr().err
+    assert error.count("GiB beside its batch, but 0.0001 GiB can be had here; learn less") == 2
+
+
 def test_who_names_no_student_is_told_of_a_small_one(monkeypatch, caplog) -> None:
     caplog.set_level("INFO", logger="qat")
     assert call(monkeypatch, "--plan", "h300") == 1
