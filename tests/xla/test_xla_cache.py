@@ -14,7 +14,7 @@ pytest.importorskip("torch_xla", reason="torch_xla is not installed; .ci/xla run
 from cache_case import TOKENIZER, build, teacher, texts
 
 from qat.backend.device import select
-from qat.data.codec import stream, uniforms
+from qat.data.codec import max_error, stream, uniforms
 from qat.data.packing import Batch
 from qat.data.reader import TeacherCache
 
@@ -23,10 +23,20 @@ XLA = select("xla")
 
 
 def assert_alike(ours: Batch, theirs: Batch) -> None:
-    """Make sure that both hold the same teacher, but for the order of sums."""
+    """Make sure that both hold the same teacher, but for the order of sums.
+
+    A distance near the border between two codes may be stored as either, which moves all log-probs
+    of its token: on few tokens, and by no more than both codes may err.
+    """
     assert torch.equal(ours.topk_ids, theirs.topk_ids)
-    for name in ("topk_logprobs", "tail_logprob"):
-        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours.tail_logprob, theirs.tail_logprob, atol=1e-5, rtol=0)
+    found, expected = ours.topk_logprobs, theirs.topk_logprobs
+    apart = (found - expected).abs().masked_fill(found == expected, 0.0).amax(-1)
+    moved = apart > 1e-5
+    assert moved.float().mean() < 0.02
+    widest = 1.036 * (expected[..., 0] - expected[..., -1])[moved]
+    bounds = [2 * max_error(each, expected.shape[-1]) for each in widest.tolist()]
+    assert (apart[moved] <= torch.tensor(bounds)).all()
 
 
 def test_a_cache_says_what_the_cpus_does(tmp_path: Path) -> None:
