@@ -279,19 +279,15 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
             logger.warning(
                 "%s: other devices are predicted without a run, largest batches are not", lacking
             )
-            unmeasured = Measured(
+            predictions = _predict_all(
+                setting, model, devices, results,
                 device=None,
-                dtype=config.dtype,
-                work=step_work(
-                    model, setting.flops, recompute=float(config.gradient_checkpointing)
-                ),
                 positions=max(sizes) * setting.data.seq_len * config.grad_accum_steps,
                 tokens_per_s=None,
                 memory=None,
                 recomputes=config.gradient_checkpointing,
                 held_gib=partial(held_gib, model.model, config),
-            )
-            predictions = _predict_all(setting, unmeasured, devices, results)
+            )  # fmt: skip
             load_s = time.perf_counter() - began
         else:
             bench = _Bench(setting, Ours(model, config), results)
@@ -372,9 +368,16 @@ def try_steps(setting: Setting, ours: Ours, batch_size: int) -> Timing:
 
 
 def _predict_all(
-    setting: Setting, measured: Measured, devices: Sequence[Device], results: Results
+    setting: Setting,
+    student: LanguageModel,
+    devices: Sequence[Device],
+    results: Results,
+    **ran: object,
 ) -> tuple[DevicePrediction, ...]:
-    """What each device would do; a row each."""
+    """What each device would do, from what `ran` here, as `Measured` has it; a row each."""
+    recompute = float(setting.config.gradient_checkpointing)
+    work = step_work(student, setting.flops, recompute=recompute)
+    measured = Measured(dtype=setting.config.dtype, work=work, **ran)
     found = tuple(predict(measured, device) for device in devices)
     for each in found:
         row = {**setting.row("predicted", "ours", each.max_batch), "dtype": each.dtype}
@@ -437,18 +440,15 @@ class _Bench:
         """Other devices, predicted from the fastest row of this run."""
         setting = self.setting
         model = search.model if search else self._trials.memory_model(setting.data.seq_len)
-        recompute = float(setting.config.gradient_checkpointing)
         fastest = max(self.timings, key=lambda timing: timing.tokens_per_s)
-        measured = Measured(
+        return _predict_all(
+            setting, self.ours.student, devices, self.results,
             device=device_called(setting.backend.name()),
-            dtype=setting.config.dtype,
-            work=step_work(self.ours.student, setting.flops, recompute=recompute),
             positions=fastest.positions,
             tokens_per_s=fastest.tokens_per_s,
             memory=model,
             recomputes=bool(fastest.compiler["effective"]["recomputed_layers"]),
-        )
-        return _predict_all(setting, measured, devices, self.results)
+        )  # fmt: skip
 
     def _add(self, kind: str, size: int, timing: Timing | None, **more: object) -> None:
         numbers, setting = {}, self.setting

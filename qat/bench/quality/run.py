@@ -129,9 +129,9 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
     known = shop.known_times()
     every = with_equal_time(resolved, known)
     plans = [plan for plan in every if plan.name in names]
-    # whose time another has is timed with it, and runs if it is wanted itself
-    clocks = {plan.equal_time_to for plan in plans}
-    prepared = [plan for plan in every if plan.name in names | clocks]
+    # a recipe that gives another its time is timed too, and runs only if it is wanted itself
+    followed = {plan.equal_time_to for plan in plans}
+    prepared = [plan for plan in every if plan.name in names | followed]
     shop.build_caches(prepared)
     share = partial(make_jobs, shop.recipe, out=out, config=config, num_devices=len(spread))
     at_once = config.workers * len(spread)
