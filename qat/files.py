@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import tempfile
 import time
 import tomllib
@@ -169,6 +170,46 @@ def inside(directory: Path, name: object, *, found_in: object, error: type[QatEr
             "stranger made of it: get it anew, or ask whoever made it"
         )
     return directory / name
+
+
+def real_files(directory: Path, *, error: type[QatError]) -> list[Path]:
+    """Return the regular files below `directory`, sorted by the parts of their names.
+
+    Whatever is packed, uploaded, copied out of a run or pruned is listed here, because a symbolic
+    link inside could lead to any file that its user can read. `directory` itself may be a link.
+
+    Raises:
+        error: `directory` holds something that is neither a regular file nor a directory.
+    """
+    found = []
+    for path in sorted(directory.rglob("*"), key=lambda each: each.relative_to(directory).parts):
+        mode = path.lstat().st_mode
+        if stat.S_ISREG(mode):
+            found.append(path)
+        elif not stat.S_ISDIR(mode):
+            kind = "symbolic link" if stat.S_ISLNK(mode) else "pipe, socket or device"
+            raise error(
+                f"{path} is a {kind}, expected only files and directories, for a link could lead "
+                "to any file of yours; remove it, or put a copy of the file in its place"
+            )
+    return found
+
+
+def is_real(path: Path, directory: Path) -> bool:
+    """Whether no part of `path` below `directory` is a symbolic link, so that it lies inside."""
+    below = path.relative_to(directory)
+    return not any((directory / part).is_symlink() for part in (below, *below.parents[:-1]))
+
+
+def lies_inside(path: Path, directory: Path) -> bool:
+    """Whether a file of a model's directory lies in it, or in the blobs of its hub snapshot.
+
+    A snapshot in the cache of the Hugging Face hub consists of links to `../../blobs`.
+    """
+    here, found = directory.resolve(), path.resolve()
+    blobs = here.parent.parent / "blobs"
+    is_blob = here.parent.name == "snapshots" and found.is_relative_to(blobs)
+    return is_blob or found.is_relative_to(here)
 
 
 def parse_toml(text: str) -> dict[str, object]:

@@ -10,16 +10,18 @@ from quantized import SPECS, tiny_quantized
 
 from qat.data.cache import MANIFEST
 from qat.data.remote import LocalShards
-from qat.errors import CacheError, ConfigError, HubError
+from qat.errors import CacheError, CheckpointError, ConfigError, HubError
 from qat.files import held, whole_directory
 from qat.hub.files import RECEIPT
 from qat.hub.files import atomic_directory as hub_directory
 from qat.hub.pull import pull
 from qat.hub.registry import HubEntry
 from qat.models.checkpoint import save_checkpoint
+from qat.models.directory import resolve
 from qat.observe.page import check_replaceable
 from qat.train.run import MANIFEST as PROOF
 from qat.train.run import RunDirectory, is_all_ours
+from qat.train.saver import problem
 
 THESIS = "ten years of work"
 
@@ -87,6 +89,23 @@ def test_checkpoints_with_files_of_others_stay(tmp_path: Path) -> None:
     run.point("latest", last)
     run.remove_old(keep=1)
     assert run.checkpoints() == [*kept, last]
+
+
+def test_links_among_checkpoints_stay_and_lead_nowhere(tmp_path: Path) -> None:
+    run, private = RunDirectory(tmp_path / "run"), checkpoint(tmp_path / "private", 1)
+    linked, gone, last = (checkpoint(run.path, step) for step in (2, 3, 4))
+    (linked / "more").symlink_to(private / "trainer")
+    alias = run.path / "checkpoints" / "step-000001"
+    alias.symlink_to(private)
+    assert not is_all_ours(linked) and "symbolic link" in problem(linked)
+    run.point("latest", last)
+    run.remove_old(keep=1)
+    assert run.checkpoints() == [linked, last] and not gone.exists()
+    assert alias.is_symlink() and (private / "trainer" / "state.json").exists()
+    run.point("best", alias)
+    (private / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="no checkpoint of this run"):
+        resolve(str(run.path))
 
 
 def test_leavings_are_those_of_the_run(tmp_path: Path) -> None:

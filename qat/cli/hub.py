@@ -8,7 +8,7 @@ from cyclopts import App, Parameter
 
 from qat.config import OTHERS, Required
 from qat.errors import HubError
-from qat.files import inside
+from qat.files import inside, is_real
 from qat.hub.registry import HubEntry
 from qat.logs import METRICS, SUMMARY
 from qat.secrets import scrubbed
@@ -197,7 +197,7 @@ def _student(path: Path) -> Path:
         words = (path / SUMMARY).read_text(encoding="utf-8")
         found = re.search(r'"final": "([^"]+)"', words)
         final = found and inside(path, found[1], found_in=path / SUMMARY, error=HubError)
-        if final and final.is_dir():
+        if final and final.is_dir() and is_real(final, path):
             return final
     from qat.models.directory import resolve
 

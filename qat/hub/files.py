@@ -9,7 +9,7 @@ from secrets import token_hex
 from typing import BinaryIO, Literal
 
 from qat.errors import HubError
-from qat.files import listed_files, sha256_file, sync, whole_directory, whole_file
+from qat.files import listed_files, real_files, sha256_file, sync, whole_directory, whole_file
 from qat.logs import Ticker, progress
 
 MIB = 2**20
@@ -68,7 +68,7 @@ def peeled(directory: Path) -> Path:
     """`directory`, or the one inside it that is all it holds, and so on."""
     while True:
         inside = list(directory.iterdir())
-        if len(inside) != 1 or not inside[0].is_dir():
+        if len(inside) != 1 or inside[0].is_symlink() or not inside[0].is_dir():
             return directory
         directory = inside[0]
 
@@ -81,26 +81,18 @@ def is_archive(name: str) -> bool:
 def regular_files(directory: Path, skip: str | None = None) -> list[Path]:
     """The files below `directory` in the order of their names, without a Mac's litter.
 
-    A symbolic link to a file counts as that file (a snapshot of a model hub consists of those).
     `skip` names a directory directly in it that is left out.
 
     Raises:
-        HubError: something there is neither a file nor a directory, or a link to a directory.
+        HubError: something there is neither a regular file nor a directory.
     """
-    found = []
-    for path in sorted(directory.rglob("*"), key=lambda each: each.relative_to(directory).parts):
-        if path.relative_to(directory).parts[0] == skip:
-            continue
-        if path.name in (RECEIPT, ".DS_Store") or path.name.startswith("._"):
-            continue
-        if path.is_file():
-            found.append(path)
-        elif path.is_symlink() or not path.is_dir():
-            raise HubError(
-                f"{path} is a link to no file, or a pipe or device; expected files and "
-                "directories: remove it"
-            )
-    return found
+    return [
+        path
+        for path in real_files(directory, error=HubError)
+        if path.relative_to(directory).parts[0] != skip
+        and path.name not in (RECEIPT, ".DS_Store")
+        and not path.name.startswith("._")
+    ]
 
 
 def sha256_tree(directory: Path, skip: str | None = None) -> str:

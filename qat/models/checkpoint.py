@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from qat.errors import CheckpointError, ConfigError
+from qat.files import lies_inside
 from qat.models.directory import atomic_directory, write_checksums
 from qat.models.hf_quantizer import NEEDS_QAT, QUANT_METHOD, QatConfig, QatHfQuantizer
 from qat.models.opening import Opening, auto_class, read_config, read_table
@@ -113,8 +114,14 @@ def copy_processors(model: PreTrainedModel, directory: Path) -> None:
     """
     source = Path(model.name_or_path)
     for name in PROCESSORS:
-        if (source / name).is_file() and not (directory / name).exists():
-            shutil.copyfile(source / name, directory / name)
+        if not (source / name).is_file() or (directory / name).exists():
+            continue
+        if not lies_inside(source / name, source):
+            raise CheckpointError(
+                f"{source / name} is a link to a file elsewhere, expected a file in the model's "
+                "directory; put a copy there or remove the link"
+            )
+        shutil.copyfile(source / name, directory / name)
 
 
 def check_written(directory: Path, model: PreTrainedModel) -> None:

@@ -11,7 +11,14 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from qat.errors import CheckpointError
-from qat.files import import_command, inside, listed_files, sha256_file, whole_directory
+from qat.files import (
+    import_command,
+    inside,
+    is_real,
+    listed_files,
+    sha256_file,
+    whole_directory,
+)
 from qat.online import is_online
 
 # What a user may call a model: a directory, a run, or a hub id.
@@ -25,7 +32,9 @@ ADAPTER = "adapter_config.json"
 SOURCES = "a model directory, a run directory, a GGUF file or a hub id"
 """What a user may call a model, for messages."""
 CHECKPOINTS = "checkpoints"
-STEP_NAME = re.compile(r"step-[0-9]{6,}")
+STEP_NAME = re.compile(r"step-[0-9]{6,18}")
+POINTER_BYTES = 4096
+"""How much of a pointer file is read; a checkpoint's name takes about 25 bytes."""
 
 
 def resolve(source: str) -> str:
@@ -133,15 +142,18 @@ def as_transformers_asks(source: str) -> tuple[str, dict[str, str]]:
 def pointed(run: Path, pointer: str) -> Path | None:
     """The checkpoint of `run` that its file `best` or `latest` names, there or not.
 
-    None where there is no such file, or it names anything else.
+    None where there is no such file, or it names anything else, or links lead to either.
     """
     folder, _, name = _said(run / pointer).partition("/")
     is_one = folder == CHECKPOINTS and STEP_NAME.fullmatch(name)
-    return run / folder / name if is_one else None
+    return run / folder / name if is_one and is_real(run / folder / name, run) else None
 
 
 def _said(pointer: Path) -> str:
-    return pointer.read_bytes().decode(errors="replace").strip() if pointer.is_file() else ""
+    if pointer.is_symlink() or not pointer.is_file():
+        return ""
+    with pointer.open("rb") as file:
+        return file.read(POINTER_BYTES).decode(errors="replace").strip()
 
 
 def _check_indices(directory: Path) -> None:

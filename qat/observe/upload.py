@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from qat.errors import ConfigError, HubError
-from qat.files import LEAVING, check_free, held
+from qat.files import LEAVING, check_free, held, is_real, real_files
 from qat.hub.files import atomic_directory
 from qat.hub.push import pack, put
 from qat.hub.unpack import extract
@@ -49,7 +49,7 @@ def stage_run(run: Path, staged: Path) -> None:
     # what the newer state calls the best
     pointers = {name: named(run, name) for name in ("latest", "best")}
     for checkpoint in filter(None, dict.fromkeys(pointers.values())):
-        files = sorted(path for path in (run / checkpoint).rglob("*") if path.is_file())
+        files = real_files(run / checkpoint, error=HubError)
         if not files:
             raise FileNotFoundError(run / checkpoint)
         for file in files:
@@ -59,7 +59,7 @@ def stage_run(run: Path, staged: Path) -> None:
     for name, checkpoint in pointers.items():
         if checkpoint is not None:
             (staged / name).write_text(f"{checkpoint}\n", encoding="utf-8")
-    for path in (path for pattern in NUMBERS for path in run.glob(pattern)):
+    for path in (path for pattern in NUMBERS for path in run.glob(pattern) if is_real(path, run)):
         copy = staged / path.relative_to(run)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, copy)
@@ -213,7 +213,8 @@ class Upload:
                 if LEAVING.fullmatch(partial.name):  # of a run that was killed
                     partial.unlink()
             for workshop in (self.run / FOLDER).glob(f"{WORKSHOP}{'?' * 8}"):
-                shutil.rmtree(workshop)
+                if is_real(workshop, self.run):
+                    shutil.rmtree(workshop)
             self._is_open = True
 
     def _new_logs(self) -> list[str]:
@@ -243,8 +244,9 @@ class Upload:
             student = Path(place, self.run.resolve().name)
             try:
                 # without the trainer's state, which lies in a directory of its own
-                for file in sorted(f for f in (self.run / pointer).iterdir() if f.is_file()):
-                    link(file, student / file.name)
+                for file in real_files(self.run / pointer, error=HubError):
+                    if file.parent == self.run / pointer:
+                        link(file, student / file.name)
             except FileNotFoundError:
                 if named(self.run, "best") != pointer:  # send the better one that took its place
                     return
@@ -267,7 +269,7 @@ class Upload:
                     self._state_due = 0.0  # newer ones took their place: send those next
                     return
                 raise
-            size = sum(path.stat().st_size for path in staged.rglob("*") if path.is_file())
+            size = sum(path.stat().st_size for path in real_files(staged, error=HubError))
             if size <= self._most_bytes:
                 archive = Path(place, STATE)
                 pack(staged, archive)
@@ -318,7 +320,8 @@ def check_folder(run: Path, folder: Path) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    if not path.exists():
+    """The size and time of a log; None if there is none, or a link stands in its place."""
+    if path.is_symlink() or not path.is_file():
         return None
     found = path.stat()
     return found.st_size, found.st_mtime_ns

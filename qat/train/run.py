@@ -21,8 +21,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 import qat
 from qat.backend.base import environment
 from qat.config import explain
-from qat.errors import ConfigError
-from qat.files import LEAVING, check_free, parse_toml, partial_file, write_atomically
+from qat.errors import CheckpointError, ConfigError
+from qat.files import (
+    LEAVING,
+    check_free,
+    is_real,
+    parse_toml,
+    partial_file,
+    real_files,
+    write_atomically,
+)
 from qat.logs import (
     EVENTS,
     FACTS,
@@ -129,6 +137,12 @@ class RunDirectory:
             ConfigError: the directory is in use and `resume` is false, or its recipe differs.
         """
         recipe = self.path / RECIPE
+        for path in (*self.path.glob("*"), *(self.path / CHECKPOINTS).glob("*")):
+            if path.is_symlink():
+                raise ConfigError(
+                    f"{path} is a symbolic link, expected a run's own files and directories, for a "
+                    "run writes and deletes there; remove it or choose another --out"
+                )
         if recipe.exists():
             if not resume:
                 raise ConfigError(
@@ -246,7 +260,8 @@ class RunDirectory:
     def checkpoints(self) -> list[Path]:
         """All checkpoints, in the order of their steps."""
         found = (self.path / CHECKPOINTS).glob("step-*")
-        return sorted((path for path in found if STEP_NAME.fullmatch(path.name)), key=_step)
+        ours = (path for path in found if STEP_NAME.fullmatch(path.name))
+        return sorted((path for path in ours if is_real(path, self.path)), key=_step)
 
     def remove_old(self, keep: int, milestone_every: int = 0) -> None:
         """Delete what is not kept: up to `latest`, the newest `keep` and the milestones stay.
@@ -372,7 +387,10 @@ def is_all_ours(checkpoint: Path) -> bool:
         listed = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         listed = []
-    files = (path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir())
+    try:
+        files = real_files(checkpoint, error=CheckpointError)
+    except CheckpointError:
+        return False
     return {path.relative_to(checkpoint).as_posix() for path in files} <= {MANIFEST, *listed}
 
 

@@ -27,7 +27,7 @@ from qat.backend.base import Copying, KeptCopies
 from qat.config import fingerprint
 from qat.data.pipeline import Behind
 from qat.errors import CheckpointError, TrainingError
-from qat.files import sha256_file, sync
+from qat.files import real_files, sha256_file, sync
 from qat.logs import METRICS, STATE_TENSORS
 from qat.models.checkpoint import write_checkpoint
 from qat.models.directory import atomic_directory
@@ -117,8 +117,10 @@ def problem(checkpoint: Path, *, is_student: bool = False) -> str | None:
     try:
         if not checkpoint.is_dir():
             return "it is not there"
+        there = real_files(checkpoint, error=CheckpointError)
         if (checkpoint / MANIFEST).exists():
-            found = _mismatch(checkpoint, is_student=is_student)
+            names = {path.relative_to(checkpoint).as_posix() for path in there}
+            found = _mismatch(checkpoint, names, is_student=is_student)
             if found is not None:
                 return found
         step = read_state(checkpoint)["step"]
@@ -130,11 +132,11 @@ def problem(checkpoint: Path, *, is_student: bool = False) -> str | None:
                     return f"{path.relative_to(checkpoint).as_posix()}: {which}"
         is_named_so = checkpoint.name == f"step-{step:06d}"
         return None if is_named_so else f"{STATE}: it is of step {step}"
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError, CheckpointError) as error:
         return " ".join(str(error).split())
 
 
-def _mismatch(checkpoint: Path, *, is_student: bool) -> str | None:
+def _mismatch(checkpoint: Path, there: set[str], *, is_student: bool) -> str | None:
     """The first file that is not as the manifest lists it."""
     manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -142,7 +144,6 @@ def _mismatch(checkpoint: Path, *, is_student: bool) -> str | None:
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(isinstance(v, dict) for v in files.values()):
         return f"{MANIFEST}: no table of files"
-    there = {p.relative_to(checkpoint).as_posix() for p in checkpoint.rglob("*") if p.is_file()}
     unlisted = {n for n in there if n.endswith((".json", ".safetensors"))} - files.keys()
     for name in (*NEEDED, *sorted(unlisted - {MANIFEST})):
         if name not in files:

@@ -42,14 +42,32 @@ def test_a_nested_directory_is_packed_as_one(tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == contents(tmp_path / "name" / "name")
 
 
-def test_a_link_to_a_file_is_packed_as_that_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["private/key", "private", "model/config.json", "nowhere"])
+def test_a_link_is_not_packed(tmp_path: Path, target: str) -> None:
     source = checkpoint(tmp_path / "model")
-    (tmp_path / "blob").write_text("tokens")
-    (source / "tokenizer.json").symlink_to(tmp_path / "blob")
-    pack(source, tmp_path / "a.tgz")
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key").write_text("secret")
+    (source / "more" / "NOTES.md").symlink_to(tmp_path / target)
+    with pytest.raises(HubError, match=r"NOTES\.md is a symbolic link"):
+        pack(source, tmp_path / "a.tgz")
+    assert sorted(os.listdir(tmp_path)) == ["model", "private"]
+
+
+def test_a_directory_that_holds_one_link_is_not_left_out(tmp_path: Path) -> None:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key").write_text("secret")
+    (tmp_path / "name").mkdir()
+    (tmp_path / "name" / "name").symlink_to(tmp_path / "private")
+    with pytest.raises(HubError, match="name is a symbolic link"):
+        pack(tmp_path / "name", tmp_path / "a.tgz")
+
+
+def test_the_directory_itself_may_be_a_link(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "model")
+    (tmp_path / "alias").symlink_to("model")
+    pack(tmp_path / "alias", tmp_path / "a.tgz")
     unpack(tmp_path / "a.tgz", tmp_path / "out")
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == "tokens"
-    assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
+    assert contents(tmp_path / "out") == contents(tmp_path / "model")
 
 
 def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
@@ -68,7 +86,7 @@ def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
         pack(source, tmp_path / "a.tgz")
     assert (tmp_path / "a.tgz").read_text() == "mine"
     os.mkfifo(source / "pipe")
-    with pytest.raises(HubError, match="a pipe or device"):
+    with pytest.raises(HubError, match="a pipe, socket or device"):
         pack(source, tmp_path / "b.tgz")
     assert sorted(os.listdir(tmp_path)) == ["a.tgz", "empty", "model"]
 

@@ -8,7 +8,7 @@ import pytest
 from hub_case import checkpoint, contents, legacy_cache
 
 from qat.cli.hub import push as push_verb
-from qat.errors import HubError
+from qat.errors import CheckpointError, HubError
 from qat.files import sha256_file
 from qat.hub import push as pushing
 from qat.hub.files import sha256_tree
@@ -85,4 +85,34 @@ def test_of_a_run_nothing_outside_is_sent(tmp_path: Path, folder: Path, name: st
     (tmp_path / "run" / "metrics.json").write_text(json.dumps({"final": name}))
     with pytest.raises(HubError, match="metrics.json names .*, expected a name inside"):
         push_verb(tmp_path / "run", str(folder))
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("name", ["student", "checkpoints", "checkpoints/step-000012"])
+@pytest.mark.parametrize("with_trainer", [False, True])
+def test_a_link_in_a_run_sends_nothing(
+    tmp_path: Path, folder: Path, name: str, with_trainer: bool
+) -> None:
+    run, private = tmp_path / "run", checkpoint(tmp_path / "private" / "step-000012").parent
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    (run / "best").write_text("checkpoints/step-000012\n")
+    if name == "student":
+        (run / "metrics.json").write_text(json.dumps({"final": name}))
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(private if name == "checkpoints" else private / "step-000012")
+    with pytest.raises((HubError, CheckpointError), match="symbolic link|no checkpoint of"):
+        push_verb(run, str(folder), with_trainer=with_trainer)
+    assert os.listdir(folder) == []
+
+
+def test_a_link_in_a_checkpoint_sends_nothing(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "key").write_text("secret")
+    run = tmp_path / "run"
+    step = checkpoint(run / "checkpoints" / "step-000012")
+    (run / "metrics.jsonl").write_text("")
+    (run / "best").write_text("checkpoints/step-000012\n")
+    (step / "NOTES.md").symlink_to(tmp_path / "key")
+    with pytest.raises(HubError, match="NOTES.md is a symbolic link"):
+        push_verb(run, str(folder))
     assert os.listdir(folder) == []

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from qat.data.reader import TeacherCache
 from qat.errors import CacheError, CheckpointError, ConfigError
-from qat.models.checkpoint import save_checkpoint
+from qat.models.checkpoint import copy_processors, save_checkpoint
 from qat.models.directory import resolve
 from qat.models.language_model import LanguageModel, most_positions
 from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity
@@ -416,3 +416,23 @@ def test_rwkv_infers_with_the_weights_that_it_has() -> None:
     assert not torch.equal(weight, before)
     assert torch.equal(split.model.rwkv.blocks[3].attention.output.weight, before)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_snapshot_of_the_hub_is_made_of_links(float_dir: Path, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/0123", tmp_path / "models--a--b/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (float_dir / "processor_config.json").write_text("{}")
+    for number, path in enumerate(sorted(float_dir.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    found = load_model(str(snapshot), device="cpu").model
+    assert torch.equal(logits(found), logits(tiny_model("llama")))
+    (tmp_path / "copies").mkdir()
+    copy_processors(found, tmp_path / "copies")
+    assert not (tmp_path / "copies/processor_config.json").is_symlink()
+    (snapshot / "preprocessor_config.json").symlink_to(tmp_path / "key")
+    (tmp_path / "key").write_text("secret")
+    with pytest.raises(CheckpointError, match=r"preprocessor_config\.json is a link"):
+        copy_processors(found, tmp_path / "copies")
+    assert not (tmp_path / "copies/preprocessor_config.json").exists()

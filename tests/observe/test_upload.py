@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import lz4.frame
 import pytest
 from observe.run_case import begin, write_steps
 
@@ -217,3 +218,40 @@ def test_a_folder_that_cannot_take_the_run_is_refused_before_it(
     monkeypatch.setattr(upload.os, "access", lambda *_: False)
     with pytest.raises(ConfigError, match="cannot be written to"):
         check_folder(run, folder)
+
+
+def contents_of(place: Path) -> bytes:
+    """All bytes below `place`, unpacked where they are packed."""
+    found = b""
+    for path in sorted(place.rglob("*")):
+        data = path.read_bytes() if path.is_file() else b""
+        found += lz4.frame.decompress(data) if path.name.endswith(".lz4") else data
+    return found
+
+
+@pytest.mark.parametrize("name", ["report.html", "checkpoints/step-000001/NOTES.md", "tracking"])
+def test_a_link_is_not_sent(folder: Path, tmp_path: Path, name: str) -> None:
+    private = tmp_path / "private"
+    (private / "upload-aaaaaaaa").mkdir(parents=True)
+    for file in ("key", "wandb.json", "upload-aaaaaaaa/mine"):
+        (private / file).write_text("secret")
+    run = tmp_path / "run"
+    begin(run)
+    write_steps(run, 1, 1)
+    save(run, 1)
+    (run / name).symlink_to(private if name == "tracking" else private / "key")
+    Upload(run, folder, 1.0).poll()
+    assert (folder / "run" / "metrics.jsonl").exists()
+    assert b"secret" not in contents_of(folder) and (private / "upload-aaaaaaaa/mine").exists()
+
+
+@pytest.mark.parametrize("link", ["checkpoints", "checkpoints/step-000001", "best"])
+def test_a_checkpoint_behind_a_link_is_not_sent(folder: Path, tmp_path: Path, link: str) -> None:
+    run = tmp_path / "run"
+    begin(run)
+    save(run, 1)
+    (run / link).rename(tmp_path / "elsewhere")
+    (run / link).symlink_to(tmp_path / "elsewhere")
+    assert upload.named(run, "best") is None
+    Upload(run, folder, 0.0).poll()
+    assert not list(folder.rglob("*.lz4"))

@@ -293,3 +293,17 @@ def test_latent_weights_on_the_host_go_on_as_those_on_the_device(
         crash(place, out, 3, offload=before, **kept)
         found = run(place, out, resume=True, offload=after, **kept)
         assert_same_end((whole, report), out, found)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/step-000006", "metrics.jsonl"])
+def test_a_run_with_links_is_not_gone_on_with(place: Path, out: Path, name: str) -> None:
+    private = out.parent / "private"
+    if (out / name).exists():
+        (out / name).rename(private)
+    else:
+        private.mkdir()
+    before = sorted(private.rglob("*")), private.stat().st_mtime_ns
+    (out / name).symlink_to(private)
+    with pytest.raises(ConfigError, match=f"{name} is a symbolic link"):
+        run(place, out, resume=True)
+    assert before == (sorted(private.rglob("*")), private.stat().st_mtime_ns)
