@@ -1,6 +1,7 @@
 """Packed checkpoints: Hugging Face directories with bit-packed linears (checkpoints/README.md)."""
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -244,16 +245,24 @@ def is_packed(path: Path) -> bool:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """A block without the progress bars of transformers and of what it calls.
+    """A block without the progress bars of transformers and of what it calls, or its load reports.
 
-    They outlive their work on a terminal, and stand between the lines of a log elsewhere.
+    The bars outlive their work on a terminal, and stand between the lines of a log elsewhere. What
+    a report tells of missing and unexpected tensors, `qat.models.load` says in one line.
     """
     shown, begin = hf_logging.is_progress_bar_enabled(), tqdm.__init__
     hf_logging.disable_progress_bar()
+    reporter = logging.getLogger("transformers.modeling_utils")
+    reporter.addFilter(_is_no_report)
     tqdm.__init__ = lambda bar, *args, **given: begin(bar, *args, **{**given, "disable": True})
     try:
         yield
     finally:
         tqdm.__init__ = begin
+        reporter.removeFilter(_is_no_report)
         if shown:
             hf_logging.enable_progress_bar()
+
+
+def _is_no_report(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in record.getMessage()

@@ -25,6 +25,10 @@ from transformers import (
 )
 
 from qat.errors import CheckpointError, how_to_install
+from qat.models.directory import ADAPTER
+from qat.models.hf_quantizer import read_headers
+from qat.models.opening import read_table
+from qat.patterns import pattern_fault
 
 OWN: dict[str, Callable[[], Any]] = {
     "mxfp4": lambda: Mxfp4Config(dequantize=True),
@@ -37,6 +41,20 @@ BY_HAND = ("gptq", "awq")
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where AWQ put each of the eight numbers of an int32: number n lies in nibble `AWQ_ORDER[n]`."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+NO_CHANGE_OF_WEIGHTS = {
+    "ADAPTION_PROMPT",
+    "CARTRIDGE",
+    "CPT",
+    "MULTITASK_PROMPT_TUNING",
+    "POLY",
+    "PREFIX_TUNING",
+    "PROMPT_TUNING",
+    "P_TUNING",
+    "XLORA",
+}
+"""Kinds of adapters that cannot be merged; some of them name further models or adapters to open."""
+HARMLESS = {"megatron_config": None, "megatron_core": "megatron.core"}
+"""Settings of an adapter that name modules to import, and the values that import nothing."""
 PACKED = ("qweight", "qzeros", "scales", "g_idx")
 
 
@@ -140,28 +158,74 @@ def with_adapter(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
             added to weights.
     """
     try:
-        from peft import PeftModel
+        from peft import PeftModel, get_peft_model_state_dict
     except ImportError:
         raise CheckpointError(
             f"{directory} holds an adapter of peft, which is not installed; merge the adapter "
             f"yourself, or: {how_to_install('adapters')}"
         ) from None
-    if not (directory / ADAPTER_WEIGHTS).is_file():
+    weights = directory / ADAPTER_WEIGHTS
+    if not weights.is_file():
         raise CheckpointError(
             f"{directory} holds no {ADAPTER_WEIGHTS}, expected the adapter's weights; save it anew "
             "with peft"
         )
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    _check_adapter(directory / ADAPTER, model)
+    # tables that grew are saved beside an adapter whole
+    own = {f"base_model.model.{name}": tuple(p.shape) for name, p in model.named_parameters()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of missing keys: compared below
         adapted = PeftModel.from_pretrained(model, directory, torch_device=str(model.device))
-    if any("missing adapter keys" in str(each.message) for each in told):
+    # what peft would write: a tensor more or less was not read, or was made up
+    state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    wished = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    found = {name: shape for name, (shape, _) in read_headers([weights]).items()}
+    found = {n: shape for n, shape in found.items() if n in wished or own.get(n) != shape}
+    if found != wished:
+        names = sorted({*dict(found.items() ^ wished.items())})
         raise CheckpointError(
-            f"{directory} lacks weights of layers that its settings name, expected all of them; it "
-            "is damaged, or for another model"
-        )
-    if not hasattr(adapted, "merge_and_unload"):
-        raise CheckpointError(
-            f"{directory} is an adapter of {adapted.active_peft_config.peft_type.value}, which is "
-            "no change of weights, expected LoRA or the like; start from the model without it"
+            f"{weights} and the settings beside it differ in {len(names)} tensors (such as "
+            f"{names[0]}), expected weights of exactly the layers that the settings name; it is "
+            "damaged, or for another model"
         )
     return adapted.merge_and_unload(safe_merge=True)
+
+
+def _check_adapter(path: Path, model: PreTrainedModel) -> None:
+    """Refuse settings of an adapter by which peft would import a module, open another adapter, or
+    match names without end.
+
+    Raises:
+        CheckpointError: they do one of these.
+    """
+    settings = read_table(path)
+    kind = str(settings.get("peft_type"))
+    if kind in NO_CHANGE_OF_WEIGHTS:
+        raise CheckpointError(
+            f"{path.parent} is an adapter of {kind}, which is no change of weights, expected LoRA "
+            "or the like; start from the model without it"
+        )
+    leading = {
+        name: settings[name]
+        for name, default in HARMLESS.items()
+        if settings.get(name) not in (None, default)
+    }
+    if leading:
+        name, value = next(iter(leading.items()))
+        raise CheckpointError(
+            f"{path} sets {name}={value!r:.80}, by which peft imports a module that it names, "
+            "expected none; remove that key, or merge the adapter where its module is"
+        )
+    patterns = [settings.get(key) for key in ("target_modules", "exclude_modules")]
+    patterns += [*_texts(settings.get("layers_pattern"))]
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns += [*_texts(settings.get(key))]
+    texts = [pattern for pattern in patterns if isinstance(pattern, str)]
+    if fault := pattern_fault(texts, [name for name, _ in model.named_modules()]):
+        raise CheckpointError(f"{path} holds {fault}, expected names of modules; write them there")
+
+
+def _texts(value: object) -> list[str]:
+    """The texts in a setting that may be one, a list of them, or a table by them."""
+    values = [value] if isinstance(value, str) else value if isinstance(value, list | dict) else []
+    return [each for each in values if isinstance(each, str)]

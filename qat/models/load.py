@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 from huggingface_hub import snapshot_download
+from torch import nn
 from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
@@ -247,21 +248,32 @@ def _split(source: str, model: PreTrainedModel, in_files: InFiles | None) -> Lan
 def _by_hand(source: str, config: PreTrainedConfig, how: _How) -> tuple[type, None, dict[str, Any]]:
     """What opens a checkpoint that transformers does not turn into floats, or not rightly: the
     model's own class, and a state of floats."""
-    if method_of(config) in BY_HAND:
+    method = method_of(config)
+    if method in BY_HAND:
         directory = Path(source)
         if not directory.is_dir():
             directory = Path(snapshot_download(source, local_files_only=is_kept_here(source)))
         state = float_state(directory, read_settings(directory))
     else:
-        packed = auto_class(config).from_pretrained(
-            source, dtype=how.dtype, local_files_only=is_kept_here(source)
+        packed, info = auto_class(config).from_pretrained(
+            source,
+            dtype=how.dtype,
+            local_files_only=is_kept_here(source),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
+        _check_whole(source, packed, info, is_quantized=True)
         packed.hf_quantizer.compressor.decompress_model(packed)
         state = packed.state_dict()
     del config.quantization_config
     with torch.device("meta"):
         made = auto_class(config).from_config(config)
-    state = {name: state[name] for name in made.state_dict() if name in state}
+    own = made.state_dict().keys()
+    if method in BY_HAND:  # quantizers write biases of zeros where a model has none
+        is_zero = {n: n.endswith(".bias") and not t.any() for n, t in state.items()}
+        state = {name: t for name, t in state.items() if name in own or not is_zero[name]}
+    else:  # the parts of packed weights, which were looked at above
+        state = {name: state[name] for name in own if name in state}
     return type(made), None, {"config": config, "state_dict": state}
 
 
@@ -276,6 +288,7 @@ def _load_float(source: str, how: _How) -> tuple[PreTrainedModel, InFiles | None
         "device_map": how.placement(),
         "local_files_only": is_kept_here(source),
         "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # `_check_whole` names them
     }
     opening = Opening(source, "a causal language model", weights=True)
     with opening, quiet_transformers(), warnings.catch_warnings():
@@ -302,7 +315,7 @@ def _load_float(source: str, how: _How) -> tuple[PreTrainedModel, InFiles | None
                 parameter.data = parameter.data.to(how.dtype)
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
-    _check_whole(source, model, info)
+    _check_whole(source, model, info, is_quantized=method is not None)
     return model, None
 
 
@@ -320,20 +333,67 @@ def _left_in_files(
             local_files_only=is_kept_here(source),
             trust_remote_code=how.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
-        _check_whole(source, model, info)
+        _check_whole(source, model, info, is_quantized=False)
         return model, InFiles(model, how.backend.device, how.folder)
 
 
-def _check_whole(source: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
+def _check_whole(
+    source: str, model: PreTrainedModel, info: dict[str, Any], *, is_quantized: bool
+) -> None:
+    """Make sure that every tensor of `model` came from its files, and that it took those it should.
+
+    transformers initializes at random what a file lacks or has in another shape, and leaves out
+    what the configuration has no place for. Tied weights are none of these.
+    """
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise CheckpointError(
             f"{source} misses {len(missing)} tensors (such as {missing[0]}), expected a whole "
             "model; copy or download it anew"
         )
+    if info["mismatched_keys"]:
+        name, found, expected = sorted(info["mismatched_keys"])[0]
+        raise CheckpointError(
+            f"{source} holds {len(info['mismatched_keys'])} tensors of other shapes than its "
+            f"config.json says (such as {name} of {tuple(found)}), expected {tuple(expected)}; "
+            "copy or download it anew"
+        )
+    left = sorted(info["unexpected_keys"])
+    lost = [name for name in left if _has_a_place(name, model, is_quantized=is_quantized)]
+    if lost:
+        raise CheckpointError(
+            f"{source} holds {len(lost)} tensors of its layers (such as {lost[0]}) that its "
+            "config.json has no place for, expected the configuration of these weights; copy or "
+            "download it anew"
+        )
+    if left:
+        logger.warning(
+            "%s holds %d tensors that %s does not use (such as %s)",
+            source,
+            len(left),
+            type(model).__name__,
+            left[0],
+        )
     if nsa_config(model) is not None:
         raise CheckpointError(
             f"{source} holds a dense model, but its config.json defines sparse attention under "
             f"{KEY!r}; remove that key, and swap with 'qat convert --attention'"
         )
+
+
+def _has_a_place(name: str, model: PreTrainedModel, *, is_quantized: bool) -> bool:
+    """Whether a tensor that `model` did not take is of a layer that it should have.
+
+    That is one more of a list of layers, or of a module that is there; beside the modules of a
+    quantized checkpoint lie scales that floats do not need.
+    """
+    *path, _ = name.split(".")
+    module: nn.Module | None = model
+    for part in path:
+        inner = dict(module.named_children()).get(part)
+        if inner is None:
+            return isinstance(module, nn.ModuleList)
+        module = inner
+    return not is_quantized and bool(path)

@@ -92,6 +92,10 @@ KNOWN = {
         "holds weights of compressed-tensors, expected the package that reads them; start from the "
         "float model, or run: {ship}"
     ),
+    "automatic conversion of the weights": (
+        "holds quantized weights whose parts are missing, or do not fit each other, expected what "
+        "its quantization_config says; copy or download it anew"
+    ),
     "sentencepiece or tiktoken installed|`tiktoken` is required": (
         "holds no tokenizer.json, expected one; copy it there, or, where the tokenizer is in "
         "another file (such as tokenizer.model), install what reads that: {python} -m pip install "

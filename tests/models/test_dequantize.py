@@ -1,8 +1,11 @@
 """Checkpoints that others quantized are read as the floats that they stand for."""
 
 import json
+import shutil
 import sys
 import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import families
@@ -297,7 +300,7 @@ def in_pieces(adapter: Path) -> None:
     [
         (remove_weights, "holds no adapter_model.safetensors"),
         (of_another_model, "does not give an adapter of peft .*c_attn"),
-        (lose_a_layer, "lacks weights of layers that its settings name"),
+        (lose_a_layer, r"differ in \d+ tensors .*layers\.1"),
         (of_a_prompt, "is an adapter of PROMPT_TUNING, which is no change of weights"),
         (of_nothing, "names no model, expected base_model_name_or_path"),
         (of_a_lost_model, "is for ./not/here, which is not found"),
@@ -314,4 +317,148 @@ def test_an_adapter_that_cannot_be_merged_is_refused(adapter: Path, damage, mess
 def test_an_adapter_needs_peft(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(CheckpointError, match=r"peft, which is not installed; .*\[adapters\]"):
+        load_model(str(adapter), device="cpu", dtype="fp32")
+
+
+# Every way of opening a model proves that each tensor came from the file.
+
+
+def damage(source: Path, change: Callable[[dict[str, Tensor]], None], *hashes: str) -> None:
+    """Change the tensors of a checkpoint as somebody would who means it: no hashes are left."""
+    for name in ("checksums.json", *hashes):
+        (source / name).unlink(missing_ok=True)
+    path = source / "model.safetensors"
+    state = load_file(path)
+    change(state)
+    save_file({name: t.contiguous() for name, t in state.items()}, path, {"format": "pt"})
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
+    "missing": (lambda state: state.pop(NORM), NORM),
+    "short": (lambda state: state.update({NORM: state[NORM][:-1]}), NORM),
+    "one layer more": (
+        lambda state: state.update({NORM.replace(".1.", ".2."): state[NORM].clone()}),
+        r"layers\.2\.input",
+    ),
+    "another dimension": (lambda state: state.update({NORM: state[NORM][None]}), NORM),
+}
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One tiny model in every form in which a model is opened."""
+    place = tmp_path_factory.mktemp("opened")
+    tiny_model("llama", hidden_size=64, intermediate_size=96).save_pretrained(place / "plain")
+    tiny_tokenizer().save_pretrained(place / "plain")
+    methods = {"two schemes": "q2a4", "one scheme": "q4a4"}
+    for name, preset in methods.items() if find_spec("compressed_tensors") else ():
+        student = load_model(str(place / "plain"), device="cpu", dtype="fp32")
+        target = {"compressed-tensors": load_target("compressed-tensors")}
+        quantize_model(student, Shipping(target).plan(PRESETS[preset], student.model))
+        save_checkpoint(student.model, tiny_tokenizer(), place / f"packed {preset}")
+        settings = ExportConfig(to="compressed-tensors")
+        export_model(str(place / f"packed {preset}"), settings, place / name)
+    checkpoint(place / "gptq", {"quant_method": "gptq", "bits": 4}, gptq(4, 1, shuffles=False)[0])
+    checkpoint(place / "awq", {"quant_method": "awq", "bits": 4}, awq()[0])
+    return place
+
+
+@pytest.mark.parametrize("harm", DAMAGES)
+@pytest.mark.parametrize(
+    "form", ["plain", "streamed", "packed q2a4", "one scheme", "two schemes", "gptq", "awq"]
+)
+def test_every_tensor_came_from_the_file(
+    opened: Path, tmp_path: Path, form: str, harm: str, capfd
+) -> None:
+    found = opened / form.replace("streamed", "plain")
+    if not found.exists():
+        pytest.skip("compressed-tensors is not installed")
+    source, (change, said) = shutil.copytree(found, tmp_path / "in"), DAMAGES[harm]
+    folder = tmp_path if form == "streamed" else None
+    load_model(str(source), device="cpu", dtype="fp32", folder=folder)
+    damage(source, change)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        load_model(str(source), device="cpu", dtype="fp32", folder=folder)
+    assert "\n" not in str(caught.value) and "LOAD REPORT" not in capfd.readouterr().err
+
+
+def test_every_tensor_of_a_gguf_file_is_there(opened: Path, tmp_path: Path, capfd) -> None:
+    pytest.importorskip("gguf")
+    student = load_model(str(opened / "plain"), device="cpu", dtype="fp32")
+    plan = Shipping({"gguf": load_target("gguf")}).plan(PRESETS["q4a4"], student.model)
+    quantize_model(student, plan)
+    save_checkpoint(student.model, tiny_tokenizer(), tmp_path / "packed")
+    export_model(str(tmp_path / "packed"), ExportConfig(to="gguf"), tmp_path / "out")
+    (path,) = (tmp_path / "out").glob("*.gguf")
+    data = path.read_bytes()
+    load_model(str(path), device="cpu")
+    for name in (b"blk.1.attn_norm.weight", b"blk.1.ffn_up.weight", b"token_embd.weight"):
+        path.write_bytes(data.replace(name, name[:-6] + b"wrong!"))
+        with pytest.raises(CheckpointError, match="misses 1 tensors") as caught:
+            load_model(str(path), device="cpu")
+        assert "\n" not in str(caught.value) and "LOAD REPORT" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["weight_packed", "weight_scale", "weight_shape"])
+@pytest.mark.parametrize("form", ["one scheme", "two schemes"])
+def test_every_part_of_compressed_tensors_is_there(
+    opened: Path, tmp_path: Path, form: str, part: str, capfd
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    source = shutil.copytree(opened / form, tmp_path / "in")
+    damage(source, lambda state: state.pop(f"model.layers.1.mlp.up_proj.{part}"))
+    with pytest.raises(CheckpointError, match=r"up_proj|whose parts are missing"):
+        load_model(str(source), device="cpu")
+    assert "LOAD REPORT" not in capfd.readouterr().err
+
+
+def test_tied_weights_and_tensors_of_others_are_no_fault(tmp_path: Path, caplog) -> None:
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    damage(tmp_path, lambda state: state.update({"score.weight": torch.ones(2)}))
+    load_model(str(tmp_path), device="cpu")
+    assert "holds 1 tensors that LlamaForCausalLM does not use (such as score.w" in caplog.text
+
+
+def test_a_bias_that_the_configuration_denies_is_refused(tmp_path: Path) -> None:
+    tiny_model("llama", attention_bias=True).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_bias": False}))
+    with pytest.raises(CheckpointError, match=r"8 tensors of its layers .*k_proj\.bias"):
+        load_model(str(tmp_path), device="cpu")
+
+
+def test_images_and_text_are_whole_too(tmp_path: Path) -> None:
+    families.saved("Gemma3ForConditionalGeneration", tmp_path)
+    name = next(n for n in load_file(tmp_path / "model.safetensors") if "vision" in n)
+    load_model(str(tmp_path), device="cpu")
+    damage(tmp_path, lambda state: state.pop(name))
+    with pytest.raises(CheckpointError, match="misses 1 tensors"):
+        load_model(str(tmp_path), device="cpu")
+
+
+def test_an_adapter_gives_all_of_its_weights(adapter: Path) -> None:
+    changed(adapter, target_modules=["q_proj"])  # and its weights of down_proj would be left out
+    with pytest.raises(CheckpointError, match=r"differ in 4 tensors .*down_proj"):
+        load_model(str(adapter), device="cpu", dtype="fp32")
+
+
+@pytest.mark.parametrize("setting", [{"megatron_config": {"a": 1}}, {"megatron_core": "evil"}])
+def test_an_adapter_has_nothing_imported(
+    adapter: Path, tmp_path: Path, setting: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    changed(adapter, **setting)
+    with pytest.raises(CheckpointError, match=f"sets {next(iter(setting))}="):
+        load_model(str(adapter), device="cpu", dtype="fp32")
+
+
+def test_a_pattern_of_an_adapter_ends(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed(adapter, target_modules=r".*\.(q_proj|down_proj)")
+    load_model(str(adapter), device="cpu", dtype="fp32")
+    monkeypatch.setattr("qat.patterns.TRY_S", 0.5)
+    changed(adapter, target_modules=r"(\w+\.?)+!")
+    with pytest.raises(CheckpointError, match=r"take longer than 0.5 s to match"):
         load_model(str(adapter), device="cpu", dtype="fp32")

@@ -1,0 +1,46 @@
+"""Regular expressions that came with a model, tried where they can be stopped."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+
+TRY_S = 5.0
+MOST_PATTERNS, LONGEST_PATTERN = 10_000, 10_000
+CHILD = """
+import json, re, sys
+patterns, names = json.load(sys.stdin)
+for pattern in patterns:
+    tried = re.compile(pattern), re.compile(rf"(?:.*\\.)?(?:{pattern})$")
+    for name in names:
+        for each in tried:
+            each.match(name), each.fullmatch(name), each.search(name)
+"""
+"""Every way in which compressed-tensors and peft apply a pattern to the name of a module."""
+
+
+def pattern_fault(patterns: Iterable[str], names: Iterable[str]) -> str | None:
+    """What is wrong with regular expressions for module names, in a few words; None if nothing is.
+
+    A short one can take longer than anybody waits (`(a+)+$`), so another process tries them first,
+    for at most `TRY_S` seconds.
+    """
+    patterns = list(dict.fromkeys(patterns))
+    if not patterns:
+        return None
+    longest = max(patterns, key=len)
+    if len(patterns) > MOST_PATTERNS or len(longest) > LONGEST_PATTERN:
+        return f"{len(patterns)} patterns, the longest of {len(longest)} characters"
+    try:
+        tried = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", CHILD],
+            input=json.dumps([patterns, list(names)]).encode(),
+            capture_output=True,
+            timeout=TRY_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"patterns (such as {longest[:80]!r}) that take longer than {TRY_S:g} s to match"
+    if tried.returncode != 0:
+        return f"a pattern that is no regular expression (one of {longest[:80]!r} and the like)"
+    return None
