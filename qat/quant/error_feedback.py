@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from qat.backend.device import on
+from qat.errors import ConfigError
 from qat.quant.codebook import nearest_level
 from qat.quant.fit import fit_weight, normalize, sample_rows
 from qat.quant.spec import LutSpec
@@ -283,6 +284,9 @@ def _spans(length: int, size: int) -> list[tuple[int, int]]:
 
 
 DAMPING = 0.01
+"""Fraction of the mean diagonal that is added to a Hessian (as in GPTQ, arXiv:2210.17323)."""
+MOST_DAMPING = 10.0
+"""Damping beyond which a matrix is taken for no second moment: float32 sums need at most 1."""
 TINY = torch.finfo(torch.float32).tiny
 SHRINK = 0.5
 """How much of the correction is taken. All of it fits the calibration tokens, not the text: on a
@@ -302,6 +306,8 @@ class InputFit(NamedTuple):
     quantized: QuantizedWeight
     output_error: float
     """`norm(x (W - W_q)^T) / norm(x W^T)` over the inputs behind the damped Hessian."""
+    damping: float = DAMPING
+    """Fraction of the mean diagonal that was added to the Hessian (the largest of all experts)."""
 
 
 def fit_to_inputs(weight: Tensor, spec: LutSpec, hessian: Tensor) -> QuantizedWeight:
@@ -330,7 +336,9 @@ def _fit_together(
     weights: Sequence[Tensor], spec: LutSpec, hessian: Tensor, ops: ColumnOps
 ) -> list[InputFit]:
     """Fit the weights whose rows are swept together."""
-    H = damped(hessian.float())
+    damping = needed_damping(hessian)
+    exact = damped(hessian.double(), damping)
+    H = exact.float()
     weights = [weight.detach().float() for weight in weights]
     starts = [
         fit_weight(weight, spec, H.diagonal(), nearest=ops.nearest, path=ops.path)
@@ -340,9 +348,9 @@ def _fit_together(
     sizes = [len(weight) for weight in weights]
     whole, before = _row_energy(columns.weight, H), _row_energy(columns.residual, H)
     if spec.is_trellis:
-        feed_paths(columns, H, spec, ops)
+        feed_paths(columns, exact, spec, ops)
     else:
-        feed_back(columns, H, ops)
+        feed_back(columns, exact, ops)
         if spec.codebook == "lut" and not spec.is_vector:
             refit_levels(columns, H, sizes, spec)
         descend(columns, H, moves_scales=spec.scale == "group", ops=ops)
@@ -351,7 +359,11 @@ def _fit_together(
     rows = torch.stack([whole, before, after]).split(sizes, dim=1)
     energies = torch.stack([own.sum(1) for own in rows]).tolist()  # the one wait for the device
     return [
-        InputFit(end if after < before else start, (min(before, after) / max(whole, TINY)) ** 0.5)
+        InputFit(
+            quantized=end if after < before else start,
+            output_error=(min(before, after) / max(whole, TINY)) ** 0.5,
+            damping=damping,
+        )
         for start, end, (whole, before, after) in zip(starts, ends, energies, strict=True)
     ]
 
@@ -379,6 +391,7 @@ def fit_stack_to_inputs(
     E, I = len(hessians), weight.shape[1]
     weights = weight.detach().float().view(E, -1, I)
     is_fitted = (counts >= FEWEST_INPUTS).tolist()
+    dampings = [needed_damping(each) for each in hessians]
     diagonals = hessians.float().diagonal(dim1=1, dim2=2) * counts[:, None]
     mean = diagonals.mean()
     diagonals = (diagonals + DAMPING * mean) if mean > 0 else torch.ones_like(diagonals)
@@ -390,14 +403,15 @@ def fit_stack_to_inputs(
     groups = groups.view(E, weights.shape[1], -1)
 
     def fit_expert(e: int) -> Tensor:
-        H = damped(hessians[e].float())
+        exact = damped(hessians[e].double(), dampings[e])
+        H = exact.float()
         part = QuantizedWeight(indices[e], codebook, Scales(groups[e], bits=spec.scale_bits))
         columns = stack([weights[e]], [part])
         whole, before = _row_energy(columns.weight, H), _row_energy(columns.residual, H)
         if spec.is_trellis:
-            feed_paths(columns, H, spec, ops)
+            feed_paths(columns, exact, spec, ops)
         else:
-            feed_back(columns, H, ops)
+            feed_back(columns, exact, ops)
             descend(columns, H, moves_scales=held is not None, ops=ops)
         after = _row_energy(columns.residual, H)
         is_better = after.sum() < before.sum()
@@ -415,16 +429,39 @@ def fit_stack_to_inputs(
         scales = scales._replace(scales=groups.reshape(held.shape))
     error, whole = energies.tolist()
     quantized = QuantizedWeight(indices.flatten(0, 1), codebook, scales)
-    return InputFit(quantized, (error / max(whole, TINY)) ** 0.5)
+    return InputFit(quantized, (error / max(whole, TINY)) ** 0.5, max(dampings))
 
 
-def damped(hessian: Tensor) -> Tensor:
-    """`hessian` with a little of its mean diagonal added, and 1 where a feature never fires."""
+def damped(hessian: Tensor, damping: float = DAMPING) -> Tensor:
+    """Return `H + damping mean(diag H) I`, with 1 on the diagonal where that is 0."""
     H = hessian.clone()
     diagonal = H.diagonal()
-    diagonal += DAMPING * diagonal.mean()
+    diagonal += damping * diagonal.mean()
     diagonal[diagonal == 0] = 1.0
     return H
+
+
+def needed_damping(hessian: Tensor) -> float:
+    """Return the least of `DAMPING`, 10 `DAMPING`, ... with which H has a Cholesky factor.
+
+    More than `DAMPING` is needed only where rounding errors of the sums behind H are as large as
+    that: a few channels of real models are 10^4 times as strong as the others.
+
+    Raises:
+        ConfigError: `hessian` is not the second moment of finite inputs.
+    """
+    H, damping = hessian.double(), DAMPING
+    while damping <= MOST_DAMPING:
+        factor, failed = torch.linalg.cholesky_ex(damped(H, damping))
+        # a matrix with NaN or infinity may have a factor, which is not finite
+        if (failed == 0) & factor.diagonal().isfinite().all():
+            return damping
+        damping *= 10
+    raise ConfigError(
+        f"the second moment of {len(H)} inputs has no Cholesky factor (its mean diagonal is "
+        f"{H.diagonal().mean().item():.3g}), expected one of finite inputs; convert without "
+        "--calibration, or check that the model gives no NaN or infinity on that text"
+    )
 
 
 def output_error(weight: Tensor, quantized: QuantizedWeight, H: Tensor) -> float:
@@ -486,8 +523,8 @@ def feed_paths(columns: Columns, H: Tensor, spec: LutSpec, ops: ColumnOps) -> No
     columns.chosen = columns.levels[columns.indices.int(), 0]
     _renew_residual(columns)
     if spec.scale == "group":
-        metric = H.diagonal()
-        coupling = (H / metric[:, None]).fill_diagonal_(0.0)
+        metric = H.diagonal().float()
+        coupling = (H.float() / metric[:, None]).fill_diagonal_(0.0)
         still = ops._replace(settle=lambda *_: None)
         descent_sweep(columns, coupling, metric, moves_scales=True, ops=still)
 
@@ -614,7 +651,7 @@ def aim_all(
     """`W + shrink (W' - W)` of each of `weights` `(O_n, I)`, which share their inputs.
 
     `H` is damped as for the fit, and solved in float64. A weight whose aim is not finite stays as
-    it is. Nothing waits for the device.
+    it is.
 
     Args:
         hessian: `mean(x x^T)`, `(I, I)`.
@@ -622,13 +659,14 @@ def aim_all(
         stream_gap: `mean((s_f - s) x^T)`, `(O, I)`, the same for all weights.
     """
     weights = [weight.detach().float() for weight in weights]
-    gaps = [weight @ input_gap for weight in weights]
+    gaps = [weight @ input_gap.float() for weight in weights]
     if stream_gap is not None:
         gaps = [gap + stream_gap for gap in gaps]
-    factor, failed = torch.linalg.cholesky_ex(damped(hessian.float()).double())
+    H = damped(hessian.double(), needed_damping(hessian))
+    factor = torch.linalg.cholesky(H)
     moves = torch.cholesky_solve(torch.cat(gaps).T.double(), factor).T.float()
     parts = moves.split([len(weight) for weight in weights])
     return [
-        torch.where((failed == 0) & part.isfinite().all(), weight + shrink * part, weight)
+        torch.where(part.isfinite().all(), weight + shrink * part, weight)
         for weight, part in zip(weights, parts, strict=True)
     ]

@@ -37,7 +37,6 @@ from qat.bench.baselines.uniform import (
     BlockLinear,
     Budget,
     ScaledLinear,
-    damped,
     gptq,
     minmax_grid,
     round_to_nearest,
@@ -49,6 +48,7 @@ from qat.errors import CacheError, ConfigError
 from qat.evaluate.divergence import exact_divergence
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import CACHE, decoder_layers, linear_names
+from qat.quant.error_feedback import damped
 
 TRAINED = tuple(name for name in METHODS if name not in (*PTQ, "edgerazor"))
 """Those whose library is always there."""

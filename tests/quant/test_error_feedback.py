@@ -3,11 +3,14 @@
 Shapes: N input rows, O out_features, I in_features, G groups per row, C codebook entries.
 """
 
+import math
+
 import pytest
 import torch
 from quantized import SPECS, random_weight
 from torch import Tensor
 
+from qat.errors import ConfigError
 from qat.quant import error_feedback as ef
 from qat.quant.codebook import nearest_indices
 from qat.quant.error_feedback import (
@@ -288,6 +291,49 @@ def test_damping_leaves_the_callers_hessian_alone() -> None:
     H = torch.diag(torch.tensor([4.0, 0.0]))
     assert ef.damped(H).diagonal().tolist() == pytest.approx([4.02, 0.02])
     assert H[1, 1] == 0 and ef.damped(torch.zeros(2, 2)).tolist() == [[1, 0], [0, 1]]
+
+
+def massive_inputs(features: int) -> torch.Tensor:
+    """Return `(N, features)`; every 64th token has two collinear channels 10^4 times the others.
+
+    The inputs of `down_proj` in Qwen2.5 and Llama models look like this (arXiv:2402.17762).
+    """
+    x = inputs(features)
+    x[::64, 3] = 2e4
+    x[::64, 7] = -1.7e4
+    return x
+
+
+def test_massive_activations_need_no_more_damping_than_others() -> None:
+    H = moment(massive_inputs(96).double())
+    assert ef.needed_damping(H) == ef.DAMPING
+    weight = torch.randn(O, 96)
+    (fit,) = ef.fit_all_to_inputs([weight], SPECS["lut2"], H)
+    assert fit.damping == ef.DAMPING and math.isfinite(fit.output_error)
+
+
+@pytest.mark.parametrize("name", ["lut2", "int3", "fours8_s8", "trellis2_s8"])
+def test_a_moment_spoilt_by_rounding_gets_more_damping(name: str) -> None:
+    H = moment(massive_inputs(96).double())
+    # two collinear channels whose product came out too large: the moment of nothing
+    H[3, 7] = H[7, 3] = -1.001 * (H[3, 3] * H[7, 7]).sqrt()
+    assert torch.linalg.cholesky_ex(ef.damped(H)).info > 0
+    weight = torch.randn(O, 96)
+    (fit,) = ef.fit_all_to_inputs([weight], SPECS[name], H)
+    assert fit.damping in (10 * ef.DAMPING, 100 * ef.DAMPING)
+    assert dequantize(fit.quantized).isfinite().all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e9])
+def test_what_is_no_second_moment_is_refused(value: float) -> None:
+    H = moment(inputs(32))
+    H[4, 4] = value
+    with pytest.raises(ConfigError, match="32 inputs"):
+        ef.fit_to_inputs(torch.randn(O, 32), SPECS["lut2"], H)
+    counts = torch.tensor([100, 100])
+    with pytest.raises(ConfigError, match="32 inputs"):
+        moments = torch.stack([H, H])
+        ef.fit_stack_to_inputs(torch.randn(2 * O, 32), SPECS["lut2"], moments, counts)
 
 
 def stack_of_experts() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -29,6 +29,7 @@ from qat.logs import progress
 from qat.models.language_model import LanguageModel
 from qat.models.streamed import BlockInputs, record_block_inputs
 from qat.nn.swap import decoder_layers, replace_module
+from qat.quant.error_feedback import damped, needed_damping
 
 SMALLEST_SCALE = 1e-5
 
@@ -88,7 +89,6 @@ def round_to_nearest(weight: Tensor, bits: int, group_size: int) -> Tensor:
 #
 # Shapes: O out_features, I in_features, G groups per row.
 
-DAMPING = 0.01
 BLOCK = 128
 
 
@@ -99,23 +99,14 @@ def gptq(weight: Tensor, hessian: Tensor, bits: int, group_size: int) -> Tensor:
         ConfigError: the groups do not divide the rows.
     """
     grid = minmax_grid(weight, bits, group_size)
-    H = damped(hessian)
+    H = damped(hessian.double(), needed_damping(hessian))
     order = H.diagonal().argsort(descending=True)
     group_of = order // group_size
     each = Grid(grid.scales[:, group_of], grid.zeros[:, group_of])  # a group per column
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(H[order][:, order].double()))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(H[order][:, order]))
     U = torch.linalg.cholesky(inverse, upper=True).float()  # U^T U = H^-1
     found = sweep(weight.float()[:, order], U, each, bits)
     return found[:, order.argsort()]
-
-
-def damped(hessian: Tensor) -> Tensor:
-    """The Hessian with a hundredth of its mean diagonal added; dead inputs count as 1."""
-    H = hessian.float().clone()
-    diagonal = H.diagonal()
-    diagonal[diagonal == 0] = 1.0
-    diagonal += DAMPING * diagonal.mean()
-    return H
 
 
 def sweep(weight: Tensor, U: Tensor, grid: Grid, bits: int) -> Tensor:
