@@ -2,33 +2,59 @@
 
 Every block gets the output of the blocks already quantized (GPTQ's sequential order,
 arXiv:2210.17323); inside a block, linears that share an input are one stage, in the order of use.
-A block runs once for each stage, only as far as the stage's input; whatever ran before saw nothing
-but finished linears and gives again what it gave then. So each linear multiplies its inputs once.
+A block runs once for each stage, only as far as the stage's input. Where memory allows, what ran
+before for the same batch is remembered, so that each linear multiplies its inputs once. Where it
+does not, only the hidden states between blocks are kept and the block runs from its start for every
+stage: about 2.5 times the arithmetic, and memory of 4 D numbers per token.
 
 A teacher, if there is one, is walked beside the student, block for block and batch for batch.
 
 Shapes: B sequences, S positions, D model width, I in_features.
 """
 
+import copy
+import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from qat.backend.device import on
+from qat.logs import duration
 from qat.models.language_model import LanguageModel
-from qat.models.streamed import Keeper, output_of, patched_forwards, record_all_inputs, told
+from qat.models.regions import matmul_precision
+from qat.models.streamed import (
+    Keeper,
+    fits_in_memory,
+    output_of,
+    patched_forwards,
+    record_all_inputs,
+    told,
+)
 from qat.nn.activation import read
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.sites import Owner, StackedLinear, experts_of, is_plain, watching
 from qat.nn.swap import decoder_layers
 
+logger = logging.getLogger(__name__)
+
 NEEDS = "which calibration needs; convert it without --calibration"
 FLOAT_BYTES = 4
+CHUNK = 2048
+"""Tokens whose products are summed in float32 before the sum joins a total in float64."""
+MASSIVE = 64.0
+"""A token counts as massive if its energy `|x|^2` is more than this many times the median's."""
+ESTIMATED_BATCHES = 8
+"""From this many batches on, their time is estimated before the first linear is quantized."""
+ESTIMATED_S = 20.0
+"""An estimate below this is not worth a line."""
 
 
 class StageInputs(NamedTuple):
@@ -38,7 +64,7 @@ class StageInputs(NamedTuple):
     """
 
     second_moment: Tensor
-    """`mean(x x^T)`, `(I, I)`."""
+    """`mean(x x^T)`, `(I, I)` float64."""
     input_gap: Tensor | None = None
     """`mean((x_f - x) x^T)`, `(I, I)`; None without a teacher, or if not all tokens come in order
     (the experts of a mixture)."""
@@ -68,36 +94,61 @@ class Walk:
     @torch.no_grad()
     def __init__(self, model: LanguageModel, batches: Sequence[TokenBatch]) -> None:
         self.layers, self._model = decoder_layers(model.model), model
-        with told(model, NEEDS):
-            inputs = record_all_inputs(model, self.layers, batches)
+        self.device = model.device
         tokens = sum(batch.input_ids.numel() for batch in batches)
-        self.keeper = Keeper(model, tokens * max(map(_bytes_a_token, self.layers)))
-        self._calls = [item.kwargs for item in inputs]
-        self._states = [self.keeper.keep(item.hidden) for item in inputs]
+        sizes = [_bytes_a_token(layer) for layer in self.layers]
+        states, whole = (tokens * max(each) for each in zip(*sizes, strict=True))
+        self.remembers = fits_in_memory(model, whole)
+        """Whether what modules of a layer gave is kept while its linears are quantized."""
+        self.keeper = Keeper(model, whole if self.remembers else states)
+        self._calls: list[list[dict[str, Any]]] = []
+        self._states: list[object] = []
+        with told(model, NEEDS):
+            for item in record_all_inputs(model, self.layers, batches):
+                self._calls.append(item.kwargs)
+                self._states.append(self.keeper.keep(item.hidden))
         self._passed = 0
 
     def present(self) -> AbstractContextManager[None]:
         """A block in which the next layer, of a model that stays in its files, is in memory."""
         return self._model.present(self.layers[self._passed])
 
-    def block(self) -> "_Block":
-        """The next layer."""
-        calls = [kwargs[self._passed] for kwargs in self._calls]
-        return _Block(self.layers[self._passed], self._states, calls, self.keeper)
+    def block(self, num_batches: int | None = None) -> "_Block":
+        """Return the next layer with its first `num_batches` inputs (all if None)."""
+        calls = [kwargs[self._passed] for kwargs in self._calls[:num_batches]]
+        states, layer = self._states[:num_batches], self.layers[self._passed]
+        return _Block(layer, states, calls, self.keeper, remembers=self.remembers)
 
     def go_on(self, outputs: list[Tensor]) -> None:
         """Step behind the next layer, given what it puts out for each batch."""
         self._states = outputs
         self._passed += 1
 
+    def pass_layer(self, stages: Sequence["_Stage"]) -> list[Iterable["_Reading"]]:
+        """Step behind the next layer; return what each of `stages` reads there, batch by batch."""
+        with self.present():
+            block = self.block()
+            if self.remembers:
+                readings, outputs = zip(*block.run_through(stages), strict=True)
+                self.go_on(list(outputs))
+                return list(zip(*readings, strict=True))
+            outputs = block.outputs()
+            twin = block.twin()
+        self.go_on(outputs)
+        return [twin.run_to(stage) for stage in stages]
 
-def _bytes_a_token(layer: nn.Module) -> int:
-    """What is held for a token at most while a layer is quantized: what its linears read and gave,
-    and the states of two models before and behind it."""
+
+def _bytes_a_token(layer: nn.Module) -> tuple[int, int]:
+    """Return bytes held for a token while a layer is quantized: states alone, and everything.
+
+    States are those of two models before and behind the layer; everything includes what each
+    linear read and gave.
+    """
     linears = [m for m in layer.modules() if is_plain(m) and not isinstance(m, StackedLinear)]
     widths = [linear.in_features for linear in linears]
     states = 4 * widths[0] if widths else 0
-    return FLOAT_BYTES * (states + sum(widths) + sum(linear.out_features for linear in linears))
+    whole = states + sum(widths) + sum(linear.out_features for linear in linears)
+    return FLOAT_BYTES * states, FLOAT_BYTES * whole
 
 
 @torch.no_grad()
@@ -107,6 +158,7 @@ def stages_in_order(
     names: list[str],
     *,
     teacher: Walk | None = None,
+    heartbeat: Callable[[str], None] = lambda _: None,
 ) -> Iterator[tuple[list[str], StageInputs | StackInputs | None]]:
     """Walk the decoder layers, and give the `names` of each stage in turn with their inputs.
 
@@ -114,7 +166,7 @@ def stages_in_order(
     batch reaches comes without inputs, behind the stages of its layer.
 
     `teacher` walks the same batches. It may walk the student's own layers: it goes through each
-    before the linears of that are replaced.
+    before the linears of that are replaced. `heartbeat` is given the batch that is being read.
     """
     walk = Walk(student, batches)
     module_names = {module: name for name, module in student.model.named_modules()}
@@ -127,20 +179,59 @@ def stages_in_order(
             if kind not in plans:
                 with told(student, NEEDS):
                     plans[kind] = block.stages(mine)
-            taught: Iterable[Sequence[_Reading] | None] = [None] * len(plans[kind])
+                if len(plans) == 1 and len(batches) >= ESTIMATED_BATCHES:
+                    seconds = _seconds_a_batch(walk, teacher, plans[kind])
+                    _announce(seconds * len(batches) * len(walk.layers), batches)
+            taught: Sequence[Iterable[_Reading] | None] = [None] * len(plans[kind])
             if teacher:
-                with teacher.present():
-                    readings, outputs = zip(*teacher.block().run_through(plans[kind]), strict=True)
-                teacher.go_on(list(outputs))
-                taught = list(zip(*readings, strict=True))
+                taught = teacher.pass_layer(plans[kind])
             for stage, aims in zip(plans[kind], taught, strict=True):
-                read, is_stack = block.run_to(stage), stage.stack is not None
+                read = _beating(block.run_to(stage), prefix + stage.names[0], heartbeat)
+                is_stack = stage.stack is not None
                 inputs = _stack_inputs(read) if is_stack else _stage_inputs(read, aims, walk.keeper)
                 yield [prefix + name for name in stage.names], inputs
             seen = {name for stage in plans[kind] for name in stage.names}
             if unseen := [prefix + name for name in mine if name not in seen]:
                 yield unseen, None
             walk.go_on(block.outputs())
+
+
+def _beating(
+    readings: Iterable["_Reading"], name: str, heartbeat: Callable[[str], None]
+) -> Iterator["_Reading"]:
+    for number, reading in enumerate(readings, 1):
+        heartbeat(f"{name}, batch {number:,}")
+        yield reading
+
+
+def _seconds_a_batch(walk: Walk, teacher: Walk | None, stages: Sequence["_Stage"]) -> float:
+    """Time one batch through the next layer with all that is accumulated of it."""
+    seconds = 0.0
+    for _ in range(2):  # the first run loads kernels
+        block, began = walk.block(1), time.perf_counter()
+        with nullcontext() if teacher is None else teacher.present():
+            beside = None if teacher is None else teacher.block(1)
+            for stage in stages:
+                if stage.stack is None:
+                    aims = None if beside is None else beside.run_to(stage)
+                    _stage_inputs(block.run_to(stage), aims, walk.keeper)
+                else:
+                    _stack_inputs(block.run_to(stage))
+            for each in filter(None, (block, beside)):
+                each.outputs()
+        on(walk.device).synchronize()
+        seconds = time.perf_counter() - began
+    return seconds
+
+
+def _announce(seconds: float, batches: Sequence[TokenBatch]) -> None:
+    if seconds < ESTIMATED_S:
+        return
+    logger.info(
+        "calibration runs %s tokens through every layer: about %s, and fitting comes on top",
+        f"{sum(batch.input_ids.numel() for batch in batches):,}",
+        duration(seconds),
+    )
 
 
 class _Stage(NamedTuple):
@@ -183,13 +274,27 @@ class _Block:
         states: Sequence[Tensor],
         calls: Sequence[dict[str, Any]],
         keeper: Keeper,
+        *,
+        remembers: bool,
     ) -> None:
-        self._layer, self._keeper = layer, keeper
+        self._layer, self._keeper, self._remembers = layer, keeper, remembers
         self._runs = list(zip(states, calls, strict=True))
         self._made: list[dict[Call, object]] = [{} for _ in self._runs]
         """Per batch, what each call of a linear or a direct child of the layer gave."""
         self._formed: dict[str, Tensor] = {}
         """The weight of each quantized linear that ran, by name."""
+
+    def twin(self) -> "_Block":
+        """Return a block that shares all tensors but no module: it stays when linears are replaced.
+
+        It never remembers what its modules gave.
+        """
+        tensors = chain(self._layer.parameters(), self._layer.buffers())
+        layer = copy.deepcopy(self._layer, {id(tensor): tensor for tensor in tensors})
+        # a layer that stays in its files has a wrapper here, bound to the original
+        vars(layer).pop("forward", None)
+        states, calls = zip(*self._runs, strict=True)
+        return _Block(layer, states, calls, self._keeper, remembers=False)
 
     def stages(self, names: Sequence[str]) -> list[_Stage]:
         """The linears called `names` in order of use, those that read the same tensor together."""
@@ -317,6 +422,8 @@ class _Block:
                 if key in made:
                     return self._keeper.back(made[key])
                 value = compute(*args, **named)
+                if not self._remembers:
+                    return value
                 made[key] = self._keeper.keep(value)
                 for inner in [k for k in made if k[0].startswith(name + ".")]:
                     del made[inner]
@@ -341,16 +448,16 @@ class _Block:
 
 
 def _stage_inputs(
-    student: Iterable[_Reading], teacher: Sequence[_Reading] | None, keeper: Keeper
+    student: Iterable[_Reading], teacher: Iterable[_Reading] | None, keeper: Keeper
 ) -> StageInputs:
     """The means over all tokens, from what a stage reads in each batch."""
     second, gap, drift = _MeanOuter(), _MeanOuter(), _MeanOuter()
     is_taught = teacher is not None
-    for number, seen in enumerate(student):
+    aims = repeat(None) if teacher is None else teacher
+    for seen, aim in zip(student, aims):  # noqa: B905 (without a teacher `aims` is endless)
         if seen.x is None:
             continue
         second.add(seen.x, seen.x)
-        aim = teacher[number] if is_taught else None
         # both hold all tokens in order, `(B, S, I)`: experts get lists of some of them
         is_taught = (
             aim is not None
@@ -375,8 +482,8 @@ def _stack_inputs(readings: Iterable[_Reading]) -> StackInputs:
             for x in rows:
                 means.setdefault(expert, _MeanOuter()).add(x, x)
     some = next(mean for each in means.values() if (mean := each.mean()) is not None)
-    moments = some.new_zeros(experts, *some.shape)
-    counts = some.new_zeros(experts)
+    moments = torch.zeros(experts, *some.shape, device=some.device)
+    counts = moments.new_zeros(experts)
     for expert, each in means.items():
         if each.count:
             moments[expert], counts[expert] = each.mean(), each.count
@@ -384,21 +491,36 @@ def _stack_inputs(readings: Iterable[_Reading]) -> StackInputs:
 
 
 class _MeanOuter:
-    """The mean over tokens of `left right^T`, in float32."""
+    """The mean over tokens of `left right^T`, accumulated in float64.
+
+    Real models have massive activations (arXiv:2402.17762): a few channels of a few tokens are 10^4
+    times as large as the rest, and collinear. A sum of products in float32, let alone in TF32, is
+    off by more than what is left of such channels without each other, and the second moment is not
+    positive definite. So these tokens are multiplied in float64, all others `CHUNK` at a time in
+    full float32 precision.
+    """
 
     def __init__(self) -> None:
         self._total: Tensor | None = None
         self.count = 0
 
     def add(self, left: Tensor, right: Tensor) -> None:
+        """Add the products of tokens `(..., O)` and `(..., I)`."""
         left, right = left.flatten(0, -2).float(), right.flatten(0, -2).float()
         if self._total is None:
-            self._total = left.T @ right
-        else:
-            self._total.addmm_(left.T, right)
+            self._total = left.new_zeros(left.shape[1], right.shape[1], dtype=torch.float64)
+        energy = right.square().sum(1)
+        is_massive = energy > MASSIVE * energy.median()
+        massive = is_massive.nonzero()[:, 0]
+        self._total.addmm_(left[massive].double().T, right[massive].double())
+        usual = right.masked_fill(is_massive[:, None], 0.0)
+        with matmul_precision("highest"):
+            for some, others in zip(left.split(CHUNK), usual.split(CHUNK), strict=True):
+                self._total += some.T @ others
         self.count += len(right)
 
     def mean(self) -> Tensor | None:
+        """Return the mean `(O, I)` in float64, or None without tokens."""
         return None if self._total is None else self._total / self.count
 
 

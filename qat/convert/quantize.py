@@ -47,7 +47,9 @@ from qat.nn.swap import (
     weight_shape,
 )
 from qat.quant.error_feedback import (
+    DAMPING,
     FEWEST_INPUTS,
+    InputFit,
     aim_all,
     fit_all_to_inputs,
     fit_stack_to_inputs,
@@ -185,10 +187,21 @@ def quantize_model(
         teacher = Walk(base or student, calibration) if calibration and linears else None
         alone = [*(name for name in todo if name in tables), *([] if teacher else linears)]
 
-        walk = stages_in_order(student, calibration, linears, teacher=teacher) if teacher else ()
+        def heartbeat(text: str) -> None:
+            ticker.note(text)
+            ticker.tell()
+
+        walk = (
+            stages_in_order(student, calibration, linears, teacher=teacher, heartbeat=heartbeat)
+            if teacher
+            else ()
+        )
         for names, inputs in chain([(alone, None)], walk):
             if inputs is not None:
-                job.quantize_stage(names, inputs)
+                try:
+                    job.quantize_stage(names, inputs)
+                except ConfigError as error:
+                    raise ConfigError(f"{names[0]}: {error}") from error
             else:
                 job.quantize_alone(names, workers)
     put_activations(student, activations, calibration)
@@ -200,6 +213,17 @@ def quantize_model(
             job.rare,
             job.experts,
             FEWEST_INPUTS,
+        )
+    if job.dampings:
+        most = max(job.dampings, key=job.dampings.__getitem__)
+        logger.info(
+            "%d of %d linears have inputs so uneven that more than %g of their mean second moment "
+            "was added to it, at most %g (%s)",
+            len(job.dampings),
+            len(linears),
+            DAMPING,
+            job.dampings[most],
+            most,
         )
     return QuantizeReport(
         plan=plan.name,
@@ -324,6 +348,8 @@ class _Conversion:
         self.ticker = ticker
         self.experts = self.rare = 0
         """Weights of experts that were fitted to inputs, or had too few."""
+        self.dampings: dict[str, float] = {}
+        """Linears whose second moment needed more than `DAMPING`, with what it needed."""
         self._reports: dict[str, ModuleReport] = {}
         self._errors: list[Tensor] = []
         """Their relative errors, read from the device all at once."""
@@ -359,6 +385,7 @@ class _Conversion:
             began, weight, spec = time.perf_counter(), self.weight(name), self.specs[name]
             fit = fit_stack_to_inputs(weight, spec, *inputs, ops=COLUMN_OPS)
             seconds = time.perf_counter() - began
+            self._note_damping(name, fit)
             self.put(name, weight, fit.quantized, output_error=fit.output_error, seconds=seconds)
             self.rare += int((inputs.counts < FEWEST_INPUTS).sum())
             self.experts += len(inputs.counts)
@@ -372,9 +399,14 @@ class _Conversion:
             per_weight = (time.perf_counter() - began) / sum(weight.numel() for weight in weights)
             for name, weight, fit in zip(own, weights, fits, strict=True):
                 seconds = per_weight * weight.numel()
+                self._note_damping(name, fit)
                 self.put(
                     name, weight, fit.quantized, output_error=fit.output_error, seconds=seconds
                 )
+
+    def _note_damping(self, name: str, fit: InputFit) -> None:
+        if fit.damping > DAMPING:
+            self.dampings[name] = fit.damping
 
     def put(
         self,

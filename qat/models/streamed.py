@@ -250,6 +250,12 @@ class BlockInputs(NamedTuple):
     """Per layer, everything but the hidden state: masks, rotary tables."""
 
 
+def fits_in_memory(model: LanguageModel, num_bytes: int) -> bool:
+    """Return whether so many bytes take at most `SHARE` of the memory of the model's device."""
+    room = on(model.device).memory_gib()
+    return room is None or num_bytes <= SHARE * room * GIB
+
+
 class Keeper:
     """Keeps hidden states: on the device where they lie, or in files where they are many."""
 
@@ -257,13 +263,12 @@ class Keeper:
         """Decide by `num_bytes`, all that is to be kept at once."""
         self._device = model.device
         self._folder = None if model.in_files is None else model.in_files.folder
-        room = on(model.device).memory_gib()
-        self._fits = room is None or num_bytes <= SHARE * room * GIB
+        self._fits = fits_in_memory(model, num_bytes)
         if not self._fits:
             logger.info(
                 "hidden states of up to %.1f GiB, with room for %.1f, go to files in %s",
                 num_bytes / GIB,
-                room,
+                SHARE * (on(model.device).memory_gib() or 0.0),
                 self._folder or tempfile.gettempdir(),
             )
 
@@ -305,10 +310,11 @@ def record_block_inputs(model: LanguageModel, layers: nn.ModuleList, batch: Toke
 
 def record_all_inputs(
     model: LanguageModel, layers: nn.ModuleList, batches: Sequence[Tokens]
-) -> list[BlockInputs]:
-    """The same for each batch, with what they need in memory throughout."""
+) -> Iterator[BlockInputs]:
+    """Give `record_block_inputs` of each batch, with what they need in memory throughout."""
     with model.present(model.model.get_input_embeddings()), model.present(layers[0]):
-        return [record_block_inputs(model, layers, batch) for batch in batches]
+        for batch in batches:
+            yield record_block_inputs(model, layers, batch)
 
 
 @torch.no_grad()
@@ -322,7 +328,7 @@ def hidden_layer_by_layer(model: LanguageModel, batches: Sequence[Tokens]) -> It
     """
     layers = decoder_layers(model.model)
     with told(model, "which --device-map disk needs; choose another"):
-        inputs = record_all_inputs(model, layers, batches)
+        inputs = [*record_all_inputs(model, layers, batches)]
         keeper = Keeper(model, sum(each.hidden.nbytes for each in inputs))
         states: list[object] = [keeper.keep(each.hidden) for each in inputs]
         for number, layer in enumerate(layers):

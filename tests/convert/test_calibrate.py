@@ -9,10 +9,12 @@ from quantized import SPECS, frozen_linear, tiny_quantized
 from tiny import ARCHITECTURES, VOCAB, tiny_model
 from torch import Tensor, nn
 
+from qat.convert import calibrate
 from qat.convert.calibrate import StageInputs, TokenBatch, Walk, stages_in_order
 from qat.models.language_model import LanguageModel
-from qat.models.streamed import record_block_inputs
+from qat.models.streamed import Keeper, record_block_inputs
 from qat.nn.swap import decoder_layers, linear_names, replace_module
+from qat.quant.error_feedback import DAMPING, needed_damping
 
 QKV = [f"self_attn.{p}_proj" for p in "qkv"]
 STAGES = [QKV, ["self_attn.o_proj"], ["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]
@@ -45,6 +47,13 @@ def moments(model, names: list[str], batches: list[TokenBatch]) -> dict[str, Ten
     return {name: x.T @ x / len(x) for name, x in rows.items()}
 
 
+@pytest.fixture(params=[True, False], ids=["remembers", "streams"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for what modules gave, or for the states between layers alone."""
+    monkeypatch.setattr(calibrate, "fits_in_memory", lambda *_: request.param)
+
+
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_each_stage_sees_what_the_blocks_quantized_so_far_make(
@@ -97,6 +106,7 @@ def readings(model, name: str, batches: list[TokenBatch]) -> tuple[Tensor, Tenso
     return x.double(), (total - y).double() if total.shape == y.shape else total
 
 
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("is_other", [False, True], ids=["itself", "base"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_teacher_is_walked_beside_the_student(architecture: str, is_other: bool) -> None:
@@ -133,6 +143,7 @@ def test_the_teacher_is_walked_beside_the_student(architecture: str, is_other: b
         spy(names, inputs)
 
 
+@pytest.mark.usefixtures("memory")
 def test_experts_that_see_some_tokens_have_no_gap() -> None:
     """A linear whose input is a list of tokens, as routing makes it, is not compared."""
     model, seen = tiny_model(), {}
@@ -158,6 +169,55 @@ class _Routed(nn.Module):
         return torch.cat([self.mlp(rows[::2]), rows[1::2]]).view_as(x)
 
 
+def test_streaming_keeps_states_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept grows with tokens times width, not with what all linears of a layer give."""
+    kept: list[int] = []
+    monkeypatch.setattr(calibrate, "fits_in_memory", lambda *_: False)
+    monkeypatch.setattr(Keeper, "keep", lambda _, value: kept.append(value.nbytes) or value)
+    model, data = tiny_model(), batches()
+    walk = Walk(LanguageModel(model), data)
+    for _ in stages_in_order(LanguageModel(model), data, linear_names(model), teacher=walk):
+        pass
+    state = sum(batch.input_ids.numel() for batch in data) * model.config.hidden_size * 4
+    num_layers = model.config.num_hidden_layers
+    assert sum(kept) == 2 * (1 + num_layers) * state  # two models, before and behind each layer
+
+
+def test_the_time_is_estimated_before_it_is_spent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(calibrate, "ESTIMATED_BATCHES", 2)
+    monkeypatch.setattr(calibrate, "ESTIMATED_S", 0.0)
+    model, beats = tiny_model(), []
+    walk = Walk(LanguageModel(model), batches())
+    stages = stages_in_order(
+        LanguageModel(model), batches(), linear_names(model), teacher=walk, heartbeat=beats.append
+    )
+    with caplog.at_level("INFO"):
+        next(stages)
+    (said,) = [record for record in caplog.records if "tokens through" in record.getMessage()]
+    assert said.args[0] == "50"
+    assert [beat.rpartition(" ")[2] for beat in beats] == ["1", "2"]
+
+
+def test_moments_with_massive_activations_are_positive_definite() -> None:
+    """Two collinear channels 10^4 times as strong as the rest, in every 64th token."""
+    x = torch.randn(20000, 48, generator=torch.Generator().manual_seed(0)) * 0.1
+    x[::64, 3] = 3e3
+    x[::64, 7] = -2.7e3
+    total = calibrate._MeanOuter()
+    for rows in x.split(6000):
+        total.add(rows, rows)
+    expected = x.double().T @ x.double() / len(x)
+    scale = expected.diagonal().sqrt()
+    off = (total.mean() - expected).abs() / (scale[:, None] * scale)
+    assert total.mean().dtype == torch.float64 and off.max() < 1e-6
+    rest = [i for i in range(48) if i not in (3, 7)]
+    noise = torch.finfo(torch.float32).eps * expected.diagonal()[rest].max()
+    assert torch.linalg.eigvalsh(total.mean() - expected).abs().max() < 48 * noise
+    assert needed_damping(total.mean()) == DAMPING
+
+
 def test_without_a_teacher_there_is_no_gap() -> None:
     model, seen = tiny_model(), []
     for _, inputs in stages_in_order(LanguageModel(model), batches(), linear_names(model)):
@@ -175,6 +235,7 @@ def test_only_the_named_linears_are_visited() -> None:
     assert visited == [[name] for name in names]
 
 
+@pytest.mark.usefixtures("memory")
 def test_packed_blocks_are_walked_too() -> None:
     model, data, seen = tiny_quantized("qwen3", SPECS["lut4"]), batches(), {}
     names = [name for name in linear_names(model) if "down" in name]

@@ -1,6 +1,7 @@
 """Quantizing a whole model in place: which linears, from which weights, in which order."""
 
 import copy
+import math
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from qat.convert import calibrate
 from qat.convert.calibrate import TokenBatch
 from qat.convert.quantize import QuantizeReport, check_experts, fits_at_once, quantize_model
+from qat.convert.rotate import rotate
 from qat.errors import ConfigError
 from qat.models.language_model import LanguageModel
+from qat.models.load import load_model
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names, with_tables
@@ -169,6 +173,57 @@ def test_the_number_of_workers_changes_nothing(calibration: tuple) -> None:
             quantize_model(LanguageModel(model), plan(), calibration=calibration, workers=workers)
         )
         states.append(state(model))
+    assert numbers(reports[0]) == numbers(reports[1]) and same(*states)
+
+
+def with_massive_activations(model: PreTrainedModel) -> PreTrainedModel:
+    """Let token 0 drive two channels of each MLP 10^4 times as hard as any other, and alike.
+
+    Trained models do so at their first token (arXiv:2402.17762).
+    """
+    with torch.no_grad():
+        for layer in model.model.layers:
+            up, gate = layer.mlp.up_proj.weight, layer.mlp.gate_proj.weight
+            direction = torch.randn(up.shape[1])
+            up[3], up[7] = direction * 1e3, direction * -0.87e3
+            gate[3] = gate[7] = direction * 10
+            layer.mlp.down_proj.weight[:, [3, 7]] *= 1e-4
+    return model
+
+
+@pytest.mark.parametrize("name", ["q2a4", "v2a2"])
+@pytest.mark.parametrize("is_rotated", [False, True])
+def test_massive_activations_are_calibrated_on(name: str, is_rotated: bool) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 128}
+    model = LanguageModel(with_massive_activations(tiny_model(initializer_range=0.2, **shape)))
+    if is_rotated:
+        rotate(model)
+    report = quantize_model(model, PRESETS[name], calibration=tokens(sequences=24))
+    assert all(math.isfinite(module.weighted_error) for module in report.modules)
+    assert all(module.weighted_error < 1 for module in report.modules)
+
+
+def test_inputs_that_are_not_finite_name_their_linear() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.inf
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.down_proj"):
+        quantize_model(LanguageModel(model), plan("*down*"), calibration=tokens())
+
+
+@pytest.mark.parametrize("is_in_files", [False, True])
+def test_streaming_gives_the_same_student(
+    is_in_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model(initializer_range=0.2).save_pretrained(tmp_path)
+    states, reports = [], []
+    for remembers in (True, False):
+        monkeypatch.setattr(calibrate, "fits_in_memory", lambda *_, says=remembers: says)
+        folder = tmp_path if is_in_files else None
+        model = load_model(str(tmp_path), device="cpu", dtype="fp32", folder=folder)
+        assert (model.in_files is not None) == is_in_files
+        reports.append(quantize_model(model, plan(), calibration=tokens(sequences=24)))
+        states.append(state(model.model))
     assert numbers(reports[0]) == numbers(reports[1]) and same(*states)
 
 
