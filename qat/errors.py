@@ -5,12 +5,15 @@ A message has three parts: what was found, what was expected, what to do.
 
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 DISTRIBUTION = "qat-distill"
 """What pip calls this package; `qat` on the package index is somebody else's."""
 HOME = Path(__file__).parents[1]
 """A clone, or the folder of installed packages."""
+AS_NEAR_AS = 2
+"""Edits that a name with the same words, but not all of their letters, counts as."""
 
 
 def how_to_install(extra: str) -> str:
@@ -28,6 +31,59 @@ def how_to_install(extra: str) -> str:
     if not [*distributions(name="pip")]:  # an environment that uv made
         pip = ["uv", "pip", "install", "--python", sys.executable]
     return shlex.join([*pip, *what])
+
+
+def nearest(name: str, known: Iterable[str], most: int = 1) -> list[str]:
+    """Return up to `most` of the `known` names that `name` was probably meant to be, best first.
+
+    A name is near if few letters differ (at most a third of those of `name`), or if it has all
+    words of `name`, perhaps in full: `--seq-len` is `--sequence-length`. Case, and whether words
+    are joined by `-` or `_`, do not matter.
+    """
+    typed = _folded(name)
+    if not typed:
+        return []
+    limit = len(typed) // 3
+    found = []
+    for each in dict.fromkeys(known):
+        other = _folded(each)
+        difference = abs(len(other) - len(typed))
+        order = other[:1] != typed[:1], difference, each
+        if difference <= limit and (edits := _edits(typed, other)) <= limit:
+            found.append((edits, *order))
+        elif _has_words(other, typed, least=2) or _has_words(typed, other, least=4):
+            found.append((AS_NEAR_AS, *order))
+    return [each for *_, each in sorted(found)][:most]
+
+
+def _folded(name: str) -> str:
+    return name.strip("-").casefold().replace("_", "-")
+
+
+def _has_words(name: str, words: str, least: int) -> bool:
+    """Whether `name` has all of `words` in order; one of `least` letters may be the start of one."""
+    parts = iter(name.split("-"))
+    return all(
+        any(part == word or (len(word) >= least and part.startswith(word)) for part in parts)
+        for word in words.split("-")
+    )
+
+
+def _edits(a: str, b: str) -> int:
+    """Number of letters to add, drop or change, or neighbours to swap, between two words.
+
+    The optimal string alignment distance.
+    """
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        older, before, row = before, row, [i]
+        for j, other in enumerate(b, 1):
+            least = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
+                least = min(least, older[j - 2] + 1)
+            row.append(least)
+    return row[-1]
 
 
 class QatError(Exception):

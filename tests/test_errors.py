@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qat import errors
-from qat.errors import DISTRIBUTION, HOME, how_to_install
+from qat.errors import DISTRIBUTION, HOME, how_to_install, nearest
 
 PROJECT = tomllib.loads((HOME / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -47,6 +47,45 @@ def test_the_name_is_the_projects() -> None:
     assert PROJECT["name"] == DISTRIBUTION
     (itself,) = (each for each in PROJECT["optional-dependencies"]["dev"] if "," in each)
     assert itself.startswith(f"{DISTRIBUTION}[")
+
+
+FLAGS = (
+    "--keep",
+    "--help",
+    "--max-steps",
+    "--batch-size",
+    "--sequence-length",
+    "--lr",
+    "--teacher",
+)
+
+
+@pytest.mark.parametrize(
+    ("typed", "known"),
+    [
+        ("--hlep", "--help"),  # two letters changed places; --keep is as near by letters alone
+        ("--hepl", "--help"),
+        ("-lr", "--lr"),
+        ("--Batch_Size", "--batch-size"),
+        ("--batch", "--batch-size"),
+        ("--seq-len", "--sequence-length"),
+        ("--num-steps", "--max-steps"),
+        ("--teacher-dir", "--teacher"),
+        ("--zzzz", None),
+        ("--ld", None),
+        ("--output", None),
+        ("--", None),
+        ("", None),
+    ],
+)
+def test_the_nearest_name_is_near(typed: str, known: str | None) -> None:
+    assert nearest(typed, FLAGS) == ([] if known is None else [known])
+
+
+def test_the_nearest_names_are_ordered_by_their_edits() -> None:
+    names = ["hard_arc", "arc_easly", "arc_easy", "arc"]
+    assert nearest("arc_easy", names, 3) == ["arc_easy", "arc_easly", "arc"]
+    assert nearest("arc_eays", names) == ["arc_easy"]
 
 
 ALONE = Path(__file__).with_name("without_extras.py")

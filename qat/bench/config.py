@@ -1,6 +1,5 @@
 """Settings of the bench verbs, and the shapes and TPUs that they name."""
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 from pydantic import Field, ValidationInfo, field_validator
 
 from qat.config import Formats, Measured, Settings, Text, refuse_code
-from qat.errors import ConfigError
+from qat.errors import ConfigError, nearest
 from qat.files import parse_toml
 from qat.train.config import StepConfig
 
@@ -309,7 +308,7 @@ def check_keys(where: str, keys: Iterable[str], known: Iterable[str]) -> None:
     known = sorted(known)
     for key in keys:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            close = nearest(key, known)
             hint = f"did you mean {close[0]!r}?" if close else f"choose among {', '.join(known)}"
             raise ConfigError(f"{where} has {key!r}, expected a key that it knows; {hint}")
 

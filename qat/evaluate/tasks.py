@@ -1,6 +1,5 @@
 """Scores a model on tasks of EleutherAI's lm-evaluation-harness (`arc_easy`, `hellaswag`, ...)."""
 
-import difflib
 import logging
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -10,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import select
-from qat.errors import ConfigError, DataError, how_to_install
+from qat.errors import ConfigError, DataError, how_to_install, nearest
 from qat.evaluate.config import EvalConfig
 from qat.models.language_model import LanguageModel, judging, most_positions
 from qat.models.regions import as_written
@@ -105,7 +104,7 @@ def _manager_of(names: list[str], own: Path | None) -> Any:
     known = manager.all_tasks
     for name in names:
         if name not in known:
-            near = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
+            near = ", ".join(nearest(name, known, 3))
             raise ConfigError(
                 f"tasks={name!r}, but lm-eval knows no such task among its {len(known)}; "
                 + (f"did you mean {near}?" if near else "see 'lm-eval ls tasks'")

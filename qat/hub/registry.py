@@ -3,7 +3,6 @@
 Names are those of the package, and a user's own on top.
 """
 
-import difflib
 import logging
 import re
 from collections.abc import Collection, Mapping
@@ -15,7 +14,7 @@ from cyclopts import Parameter
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from qat.config import Required, Settings, explain
-from qat.errors import HubError
+from qat.errors import HubError, nearest
 from qat.files import parse_toml
 from qat.hub.files import RECEIPT, atomic_file, sha256_files, sha256_tree, tree_of
 from qat.secrets import scrubbed
@@ -95,10 +94,9 @@ def find(registry: Registry, name: str) -> HubEntry:
     """
     if name in registry:
         return registry[name]
-    folded = {each.casefold(): each for each in registry}
-    near = difflib.get_close_matches(name.casefold(), folded, n=3, cutoff=0.4)
-    hint = " or ".join(repr(folded[each]) for each in near) or ", ".join(sorted(registry))
-    raise HubError(f"no entry is called {name!r}; did you mean {hint}? 'qat hub list' shows all")
+    near = " or ".join(map(repr, nearest(name, registry, 3)))
+    hint = f"did you mean {near}?" if near else f"there are {', '.join(sorted(registry))};"
+    raise HubError(f"no entry is called {name!r}; {hint} 'qat hub list' shows all")
 
 
 def add_entry(own: Path, name: str, entry: HubEntry, *, replace: bool = False) -> None:

@@ -1,11 +1,10 @@
 """Which losses there are, what each needs of a teacher, and how a weighted sum is written."""
 
-import difflib
 import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from qat.errors import ConfigError
+from qat.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,7 +118,7 @@ def parse_losses(text: str, setting: str = "loss") -> dict[str, float]:
         name, colon, weight = part.strip().partition(":")
         if name not in (*BUILT_IN, *OWN):
             names = (*BUILT_IN, *OWN)
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+            near = nearest(name, names)
             hint = f"did you mean {near[0]}?" if near else "write NAME or NAME:WEIGHT,NAME:WEIGHT"
             raise ConfigError(
                 f"{setting}={text!r} has no loss called {name!r}; there are {', '.join(names)}; "

@@ -1,6 +1,5 @@
 """What a model costs: parameters, bits per weight, bytes, FLOPs, and what devices can do."""
 
-import difflib
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qat.backend.base import VISITORS, placed
-from qat.errors import ConfigError
+from qat.errors import ConfigError, nearest
 from qat.kernels.nsa.config import NSAConfig
 from qat.models.language_model import LanguageModel
 from qat.models.stored_state import packed_state_dict
@@ -464,7 +463,7 @@ def devices_named(names: tuple[str, ...]) -> tuple[Device, ...]:
     known = {device.name.lower(): device for device in DEVICES}
     for name in names:
         if name.strip().lower() not in known:
-            near = difflib.get_close_matches(name.strip().lower(), known, n=1, cutoff=0.4)
+            near = nearest(name, known)
             raise ConfigError(
                 f"plan={name} is no device of the table; choose among "
                 f"{', '.join(device.name for device in DEVICES)}, or compile for v4, v5e, v5p, v6e"

@@ -45,7 +45,7 @@ def test_an_unknown_name_has_neighbours(name: str, near: str, own: Path) -> None
 
 
 def test_a_name_far_from_all_lists_them(own: Path) -> None:
-    with pytest.raises(HubError, match="did you mean L128, L64, q2_0.53"):
+    with pytest.raises(HubError, match="there are L128, L64, q2_0.53"):
         find(load_registry(own), "zzzzzz")
 
 
@@ -85,7 +85,7 @@ def test_a_name_has_to_be_a_directorys_name(name: str, own: Path) -> None:
         ("[a]\nkind = 'cache'\nmirrors = ['http://b']", "anybody can change what http:// sends"),
         ("[a]\nkind = 'cache'\nmirrors = ['b']\nsha256 = '12'", "sha256='12'"),
         ("[a]\nkind = 'cache'\nmirrors = ['b']\nsize = -1", "size=-1"),
-        ("[a]\nkind = 'cache'\nmirrors = ['b']\nurl = 'c'", "url: Extra inputs"),
+        ("[a]\nkind = 'cache'\nmirrors = ['b']\nurl = 'c'", "url is unknown; known are"),
     ],
 )
 def test_a_users_file_is_checked(text: str, message: str, own: Path) -> None:
