@@ -4,14 +4,16 @@ A verb has one `Settings` class; its fields are its flags and the keys of its ta
 """
 
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
 import xxhash
 from cyclopts import Group, Parameter
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from qat.errors import ConfigError
+from qat.errors import ConfigError, nearest
 
 T = TypeVar("T")
 
@@ -46,6 +48,12 @@ RUNS_CODE = {"--trust-remote-code", "--tasks-dir", "--allow-command"}
 """Flags that have code of others run: a model's, that of a task, a program of a sweep."""
 
 
+class Knows(NamedTuple):
+    """Annotation of a setting that takes any text: the names that mean something, for messages."""
+
+    names: tuple[str, ...]
+
+
 class Settings(BaseModel):
     """Base of every typed configuration: immutable, of finite numbers, without unknown keys."""
 
@@ -62,7 +70,7 @@ class Settings(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ConfigError(f"{where}: {explain(error)}") from None
+            raise ConfigError(f"{where}: {explain(error, cls.model_fields)}") from None
 
     def fingerprint(self) -> str:
         """12 hex digits that change exactly when a field does."""
@@ -106,8 +114,17 @@ def fingerprint(values: object) -> str:
     return xxhash.xxh3_64_hexdigest(canonical.encode())[:12]
 
 
-def explain(error: ValidationError) -> str:
-    """A pydantic error as one line: `field=value: what is wrong`, joined by semicolons."""
+def meant(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown `name`: which of `known` was meant, or all."""
+    found = nearest(name, known)
+    return f"did you mean {found[0]!r}?" if found else f"known are {', '.join(sorted(known))}"
+
+
+def explain(error: ValidationError, known: Iterable[str] = ()) -> str:
+    """A pydantic error as one line: `field=value: what is wrong`, joined by semicolons.
+
+    Of a key that is unknown the line has the nearest of the `known` ones.
+    """
     parts = []
     for item in error.errors():
         if item["type"] == "default_factory_not_called":  # follows from another mistake
@@ -117,6 +134,13 @@ def explain(error: ValidationError) -> str:
         if not name:  # a rule about several fields names them itself
             parts.append(message)
             continue
+        if item["type"] == "extra_forbidden" and known and len(item["loc"]) == 1:
+            parts.append(f"{name} is unknown; {meant(name, known)}")
+            continue
+        if item["type"] == "literal_error":
+            choices = re.findall(r"'([^']*)'", item["ctx"]["expected"])
+            found = nearest(str(item["input"]), choices)
+            message += f"; did you mean {found[0]!r}?" if found else ""
         value = "" if item["type"] in {"missing", "extra_forbidden"} else f"={item['input']!r:.200}"
         parts.append(f"{name}{value}: {message}")
     return "; ".join(parts)

@@ -29,7 +29,7 @@ def test_settings_are_frozen() -> None:
     ("values", "message"),
     [
         ({}, "recipe: name: Field required"),
-        ({"name": "a", "nmae": 1}, "recipe: nmae: Extra inputs are not permitted"),
+        ({"name": "a", "nmae": 1}, "recipe: nmae is unknown; did you mean 'name'"),
         ({"name": "a", "inner": {"size": 0}}, "recipe: inner.size=0: Input should be greater"),
         ({"name": 1, "inner": {"size": "x"}}, "name=1: .*; inner.size='x': "),
     ],

@@ -110,7 +110,7 @@ def test_tokens_of_any_length_calibrate(place: Path) -> None:
     ("to", "settings", "message"),
     [
         ("q9", {}, "to=q9 is neither a file nor a preset"),
-        ("q2a4", {"group_sise": 4}, "qat.quantize: group_sise: Extra inputs"),
+        ("q2a4", {"group_sise": 4}, "group_sise is unknown; did you mean 'group_size'"),
         (None, {"bits_budget": 3.0}, "without a text to measure sensitivities"),
         ("q2a4", {"calibration": ["a text"]}, "not loaded from a directory with a tokenizer"),
     ],

@@ -2,11 +2,11 @@
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from qat.config import Attention, Calibration, Formats, Settings, Speed
+from qat.config import Attention, Calibration, Formats, Knows, Settings, Speed
 from qat.errors import ConfigError
 from qat.files import parse_toml
 from qat.quant.spec import (
@@ -34,7 +34,7 @@ class ConvertConfig(Settings):
     attention_steps: Attention[int] = Field(100, ge=0)
     """With --attention and --calibration: steps in which gates and pooling come closer to dense
     attention, layer by layer; 0 for none."""
-    to: Formats[str | None] = None
+    to: Formats[Annotated[str | None, Knows(tuple(PRESETS))]] = None
     """A preset (q4a4, q2a4, q2a2, q4a4_r4, q4a4_r32, q2a4_r32; with codebooks of vectors, for 2 or
     3 bits that stay packed, become dense or go to Core ML: v2a4, v2a2, v3a3; with a trellis, for
     the least error of 2 bits that stay packed or become dense: t2a4, t2a2) or a TOML file with a

@@ -7,7 +7,7 @@ import pytest
 from cli_case import call
 
 from qat.cli import VERBS, app
-from qat.cli.parser import HERE
+from qat.cli.mistakes import COMMON, HERE
 
 MIGRATING = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
 
@@ -19,6 +19,7 @@ MIGRATING = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(enco
         (["convert", "--q4-checkpoint", "a"], "the first word behind the verb: qat convert"),
         (["bench", "--load-model", "a.pt"], "or qat bench CHECKPOINT; a .pt after qat convert"),
         (["train", "x", "--wandb-run=a", "--cache-dir", "c"], "in qat: --wandb-name of qat train"),
+        (["train", "x", "--num_train_epochs", "3"], "in qat: --max-steps of qat train"),
         (["cache", "--dataset_name", "a"], "unknown flag --dataset_name; in qat: --data (docs/"),
     ],
 )
@@ -37,4 +38,8 @@ def test_what_is_named_exists() -> None:
     verbs = [app[name] for name in VERBS]
     verbs = [verb for verb in verbs if verb.default_command is not None]
     known = {n for v in verbs for a in v.assemble_argument_collection() for n in a.names}
-    assert {flag for text in HERE.values() for flag in re.findall(r"--[\w-]+", text)} <= known
+    assert {
+        flag
+        for text in [*HERE.values(), *COMMON.values()]
+        for flag in re.findall(r"--[\w-]+", text)
+    } <= known
