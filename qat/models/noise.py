@@ -18,9 +18,22 @@ TF32_EPS = 2.0**-10
 
 
 @contextmanager
-def disturbed(model: PreTrainedModel, eps: float) -> Iterator[None]:
-    """A block in which every decoder layer gives each value off by `eps` of it, up or down."""
-    generator = torch.Generator().manual_seed(0)
+def disturbed(
+    model: PreTrainedModel, eps: float, *, every_product: bool = False, seed: int = 0
+) -> Iterator[None]:
+    """A block in which every decoder layer and the head give each value off by `eps` of it.
+
+    Args:
+        model: computes in the block.
+        eps: of each value, which goes up or down by it.
+        every_product: So do the embedding and all linears, for a model that rounds what these read:
+            the rounding swallows most of what comes from a layer.
+        seed: of the directions.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    modules = {*decoder_layers(model), model.get_output_embeddings()}
+    if every_product:
+        modules |= {each for each in model.modules() if isinstance(each, nn.Linear | nn.Embedding)}
 
     def disturb(_module: nn.Module, _args: tuple, output: Tensor | tuple) -> Tensor | tuple:
         is_bare = isinstance(output, Tensor)
@@ -28,7 +41,7 @@ def disturbed(model: PreTrainedModel, eps: float) -> Iterator[None]:
         hidden = hidden * (1 + eps * signs(hidden, generator))
         return hidden if is_bare else (hidden, *output[1:])
 
-    with hooked(decoder_layers(model), disturb):
+    with hooked([each for each in model.modules() if each in modules], disturb):
         yield
 
 

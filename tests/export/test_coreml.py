@@ -163,6 +163,27 @@ def test_other_scales_are_noticed(tmp_path: Path) -> None:
         coreml.read_logits(model, tmp_path, probe_ids(model))
 
 
+@pytest.mark.parametrize("spec", [LUT4, INT8])
+def test_sums_in_another_order_are_believed_and_other_logits_are_not(
+    spec: LutSpec, tmp_path: Path, monkeypatch
+) -> None:
+    """Rounded inputs swallow the noise of the layers, but not that of the head."""
+    model = student(spec=spec)
+    with torch.no_grad():
+        for linear in quant_linears(model).values():
+            linear.scales /= 64
+    right = float_model(model, dense_state_dict(model, torch.float32), torch.float32)
+    quantize_inputs(right, model)
+    logits = logits_of(right, probe_ids(model))
+    ulps = torch.randint(-8, 9, logits.shape) * torch.finfo(torch.float32).eps
+    monkeypatch.setattr(coreml, "read_logits", lambda *_: logits * (1 + ulps))
+    assert 0 < check_equal("coreml", model, tmp_path) < 1e-4
+    for wrong in (logits * 1.01, logits.roll(1, 1), logits + 0.1):
+        monkeypatch.setattr(coreml, "read_logits", lambda *_, wrong=wrong: wrong)
+        with pytest.raises(ExportError, match="gives other logits .*expected the same within"):
+            check_equal("coreml", model, tmp_path)
+
+
 def test_what_is_not_rounded_is_read_as_it_is(tmp_path: Path) -> None:
     model = student()
     linears = quant_linears(model)
