@@ -3,7 +3,9 @@
 import gc
 import os
 import shutil
+import signal
 import sys
+from collections.abc import Iterator
 from functools import cache
 
 # without a GPU, Triton's kernels run in its interpreter; it looks at this when it is imported
@@ -41,6 +43,21 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     from qat.observe.page import SIGNS
 
     monkeypatch.setattr(Chart, "render", lambda chart, form: SIGNS[1])
+
+
+@pytest.fixture
+def plain_signals() -> Iterator[None]:
+    """Let signals act as in a program that a terminal started: `nohup`, and a shell that runs its
+    commands in the background, have a test's process ignore some."""
+    plain = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in plain.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

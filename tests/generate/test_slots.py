@@ -114,7 +114,8 @@ def test_a_student_of_a_packed_cache_says_what_generate_says(bits: int) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @torch.no_grad()
 def test_logits_over_a_packed_cache_are_the_models_own(bits: int, is_kernel: bool) -> None:
-    """In float16 they are as far from float64 as the model's own, whose codes differ as often."""
+    """In float16 they are as far from float64 as the model's own, whose codes differ as often: a
+    few codes decide how far a row is off, so many rows are compared."""
     if is_kernel:
         pytest.importorskip("triton")
         if torch.cuda.is_available():
@@ -125,13 +126,14 @@ def test_logits_over_a_packed_cache_are_the_models_own(bits: int, is_kernel: boo
         model = tiny_model("qwen3", num_hidden_layers=1, **heads, **RANGE)
         return LanguageModel(with_kv(model.to(dtype), bits))
 
-    ids, slots = torch.randint(1, 320, (2, 9)), torch.tensor([2, 0])
+    rows, worse = (8, 1.5) if is_kernel else (48, 1.2)
+    ids, slots = torch.randint(1, 320, (rows, 9)), torch.randperm(rows + 1)[:rows]
     exact = student(torch.float64).model(ids).logits[:, -1]
     eager = student(torch.float16).model(ids).logits[:, -1]
-    token, positions = ids.new_zeros(3), ids.new_zeros(3)
+    token, positions = ids.new_zeros(rows + 1), ids.new_zeros(rows + 1)
     token[slots], positions[slots] = ids[:, -1], 8
     with computing_by(kernel=is_kernel):
-        step = SlotStep(student(torch.float16), 3)
+        step = SlotStep(student(torch.float16), rows + 1)
         caches = step.new_caches(16)
         step.prefill(ids[:, :-1], slots, caches)
         found = step.logits(token, positions, caches)[slots]
@@ -139,7 +141,7 @@ def test_logits_over_a_packed_cache_are_the_models_own(bits: int, is_kernel: boo
     def off(logits: Tensor) -> float:
         return (logits - exact).square().mean().sqrt().item()
 
-    assert off(found) <= 1.2 * off(eager)
+    assert off(found) <= worse * off(eager)
 
 
 def test_rows_of_one_shape_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,7 @@ def test_ranks_keep_latent_weights_on_the_host(place, tmp_path):
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
 
 
+@pytest.mark.usefixtures("plain_signals")
 def test_a_signal_to_one_rank_stops_all_and_other_numbers_of_ranks_go_on(place, alone, tmp_path):
     out = tmp_path / "run"
 

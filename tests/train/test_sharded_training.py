@@ -77,6 +77,7 @@ def test_three_ranks_with_rows_that_do_not_divide_train_as_one_process(place, al
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("plain_signals")
 def test_a_run_goes_on_divided_or_not_on_any_number_of_ranks(place, alone, tmp_path):
     out = tmp_path / "run"
     stages = [(2, True, 2), (1, True, 3), (2, False, 4), (3, True, 5)]

@@ -17,6 +17,8 @@ from qat.train.resume import HALT, Stops
 from qat.train.run import RunDirectory
 from qat.train.start import TrainReport, train_student
 
+pytestmark = pytest.mark.usefixtures("plain_signals")
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
