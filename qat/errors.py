@@ -17,20 +17,39 @@ AS_NEAR_AS = 2
 
 
 def how_to_install(extra: str) -> str:
-    """The command that adds an extra to the Python that runs this, whatever folder one is in.
+    """Return the command that adds an extra to the Python that runs this, from any folder.
 
-    It names the clone, if there is one: the package is on no index. Installed in another way, pip
-    takes what the extra asks for from the installation.
+    It names the clone, if there is one, else the packages of the extra, as this package's own
+    metadata lists them for this platform: the package itself is on no index.
     """
     from importlib.metadata import distributions  # takes a moment, and most runs need no hint
 
-    is_clone = (HOME / "pyproject.toml").is_file()
-    what = ["-e", f"{HOME}[{extra}]"] if is_clone else [f"{DISTRIBUTION}[{extra}]"]
     pip = [sys.executable, "-m", "pip", "install"]
     # not by find_spec, after which setuptools no longer replaces distutils, and the compiler fails
     if not [*distributions(name="pip")]:  # an environment that uv made
         pip = ["uv", "pip", "install", "--python", sys.executable]
+    what = ["-e", f"{HOME}[{extra}]"] if _is_clone() else _packages(extra)
     return shlex.join([*pip, *what])
+
+
+def _is_clone() -> bool:
+    """Whether qat runs from a clone; other packages leave files of this name in their folder."""
+    project = HOME / "pyproject.toml"
+    return project.is_file() and f'name = "{DISTRIBUTION}"' in project.read_text(encoding="utf-8")
+
+
+def _packages(extra: str) -> list[str]:
+    """What an extra adds on this platform, as pip takes it: `["compressed-tensors>=0.12"]`."""
+    from importlib.metadata import requires
+
+    from packaging.requirements import Requirement
+
+    found = []
+    for requirement in map(Requirement, requires(DISTRIBUTION) or []):
+        if requirement.marker is not None and requirement.marker.evaluate({"extra": extra}):
+            requirement.marker = None
+            found.append(str(requirement))
+    return found
 
 
 def nearest(name: str, known: Iterable[str], most: int = 1) -> list[str]:
@@ -61,7 +80,7 @@ def _folded(name: str) -> str:
 
 
 def _has_words(name: str, words: str, least: int) -> bool:
-    """Whether `name` has all of `words` in order; one of `least` letters may be the start of one."""
+    """Whether `name` has all of `words` in order; words of `least` letters may be cut short."""
     parts = iter(name.split("-"))
     return all(
         any(part == word or (len(word) >= least and part.startswith(word)) for part in parts)

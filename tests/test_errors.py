@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from qat import errors
 from qat.errors import DISTRIBUTION, HOME, how_to_install, nearest
@@ -19,11 +20,31 @@ def test_from_a_clone_the_clone_is_what_is_installed() -> None:
     assert shlex.split(how_to_install("wandb")) == expected
 
 
-def test_installed_otherwise_pip_knows_the_distribution(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of packages that qat runs from, as installed from a wheel."""
+    listed = [
+        f"{requirement}; {f'({marker}) and ' if marker else ''}extra == '{extra}'"
+        for extra, needed in PROJECT["optional-dependencies"].items()
+        for requirement, _, marker in (each.partition(";") for each in needed)
+    ]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["torch>=2.9", *listed])
     monkeypatch.setattr(errors, "HOME", tmp_path)
-    assert how_to_install("wandb").endswith(f" -m pip install '{DISTRIBUTION}[wandb]'")
+    return tmp_path
+
+
+def test_installed_from_a_wheel_the_packages_are_named(wheel: Path) -> None:
+    packages = shlex.split(how_to_install("ship"))[4:]
+    assert packages == PROJECT["optional-dependencies"]["ship"]
+    (wheel / "pyproject.toml").write_text('[project]\nname = "stray"\n')
+    assert shlex.split(how_to_install("ship"))[4:] == packages
+
+
+@pytest.mark.parametrize("extra", PROJECT["optional-dependencies"].keys() - {"dev"})
+def test_every_extra_is_packages_of_an_index(extra: str, wheel: Path) -> None:
+    packages = [Requirement(each) for each in shlex.split(how_to_install(extra))[4:]]
+    assert packages and not any(each.marker for each in packages)
+    assert DISTRIBUTION not in {each.name for each in packages}
 
 
 def test_an_environment_without_pip_is_ones_of_uv(monkeypatch: pytest.MonkeyPatch) -> None:
