@@ -35,6 +35,18 @@ ARCHITECTURES = {
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig),
 }
 
+LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 16,
+        "factor": 8.0,
+        "short_factor": [1.0] * 16,
+        "long_factor": [4.0 + i for i in range(16)],
+    }
+}
+"""Overrides that give documents of more than 16 tokens other rotary angles than shorter ones."""
+
 
 def tiny_model(architecture: str = "qwen3", seed: int = 0, **overrides: object) -> PreTrainedModel:
     """A random model of 2 layers and width 32, in float32 and eval mode."""

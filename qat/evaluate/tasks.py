@@ -13,6 +13,7 @@ from qat.errors import ConfigError, DataError, how_to_install, nearest
 from qat.evaluate.config import EvalConfig
 from qat.models.language_model import LanguageModel, judging, most_positions
 from qat.models.regions import as_written
+from qat.models.rotary import reads_lengths
 
 Scores = dict[str, dict[str, float]]
 """By task, by measure: `acc`, `acc_stderr`, `acc_norm`, ...; all are fractions but perplexities."""
@@ -56,7 +57,8 @@ class Tasks:
             pretrained=model.model,
             tokenizer=tokenizer,
             backend="causal",
-            batch_size=config.batch_size,
+            # the harness fills rows up, and then a short one would seem as long as its neighbours
+            batch_size=1 if reads_lengths(model.model) else config.batch_size,
             max_length=most_positions(model.config),
         )
         try:

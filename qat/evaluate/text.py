@@ -185,8 +185,10 @@ class _Piece(NamedTuple):
 def _window_batch(group: list[_Piece], special: frozenset[int]) -> Batch:
     input_ids = pad_sequence([piece.input_ids(special) for piece in group], batch_first=True)
     mask = pad_sequence([piece.is_scored() for piece in group], batch_first=True)
-    B, S = input_ids.shape
-    position_ids = torch.arange(S).expand(B, S)
+    # padding is no part of a window, which must not seem longer than it is
+    position_ids = pad_sequence(
+        [torch.arange(piece.window.end - piece.window.begin) for piece in group], batch_first=True
+    )
     labels = torch.nn.functional.pad(input_ids[:, 1:], (0, 1), value=NO_LABEL)
     return without_teacher(input_ids, position_ids, mask, labels)
 

@@ -123,11 +123,13 @@ def _continue_filled(
     backend, ends, (B, N) = on(model.device), set(config.eos_token_id or ()), ids.shape
     length = backend.filled_length(N + config.max_new_tokens)
     rows = torch.nn.functional.pad(ids, (0, length - N))
-    positions = torch.arange(length).expand(B, length).to(model.device)
+    places = torch.arange(length).expand(B, length)
     if streamer is not None:
         streamer.put(ids)  # which it skips
     with judging(model), as_written(model.model):
         for place in range(N, N + config.max_new_tokens):
+            # what is still to come is no part of the text, which must not seem longer than it is
+            positions = (places * (places < place)).to(model.device)
             hidden = model.hidden(rows.to(model.device), positions, is_packed=False)
             last = torch.tensor([place - 1]).to(model.device)
             logits = model.logits(hidden.index_select(1, last))[:, 0].float()

@@ -16,6 +16,7 @@ from qat.kernels.attention import document_mask, fits_tile, tile_bytes
 from qat.kernels.head import Head
 from qat.models.noise import TF32_EPS, distance, disturbed, hooked, signs
 from qat.models.regions import use_packed_attention
+from qat.models.rotary import rotate_by_document
 from qat.models.streamed import InFiles, hidden_layer_by_layer
 from qat.nn.activation import read
 from qat.nn.lut_embedding import FrozenLutHead, TiedLutHead
@@ -57,6 +58,7 @@ class LanguageModel:
         if not getattr(model.base_model, "layers_are_rescaled", True):
             model.config.rescale_every = 0  # else RWKV halves weights in place where it infers
         self._is_plain = use_packed_attention(model)
+        rotate_by_document(model)
         if in_files is not None:
             in_files.install(model)
         self._cast_head: Tensor | None = None

@@ -252,6 +252,7 @@ def laid_in(batch: Batch, rows: Sequence[OwnRow]) -> Batch:
         batch.input_ids[place] = 0
         batch.input_ids[place, : len(ids)] = ids
         batch.position_ids[place] = torch.arange(S)
+        batch.position_ids[place, len(ids) :] -= len(ids)  # padding is no part of the document
         batch.mask[place] = False
         batch.mask[place, inside] = True
         batch.labels[place] = NO_LABEL

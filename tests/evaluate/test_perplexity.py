@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 import torch
-from tiny import VOCAB, tiny_model, tiny_tokenizer
+from tiny import LONGROPE, VOCAB, tiny_model, tiny_tokenizer
 
 from qat.backend.base import Backend
 from qat.data.text import Tokens
@@ -200,6 +200,16 @@ def test_rows_of_plain_text_are_documents(tmp_path: Path) -> None:
     found = [tokenizer.decode(tokens.ids) for tokens in text.documents]
     assert found == ["the cat sat<|end|>", "on the mat<|end|>"]
     assert text.num_bytes == len("the cat saton the mat")
+
+
+def test_a_short_document_is_judged_alike_beside_a_long_one() -> None:
+    model = LanguageModel(tiny_model("llama", initializer_range=0.3, **LONGROPE))
+    documents = [Tokens(torch.randint(VOCAB, (size,)).tolist(), None) for size in (40, 9, 8, 5)]
+    text = Text(documents, num_bytes=100)
+    together, alone = (
+        text_perplexity(model, text, context=64, stride=8, batch_size=size) for size in (4, 1)
+    )
+    assert together.nats_per_token == pytest.approx(alone.nats_per_token, rel=1e-6)
 
 
 def test_one_shape_is_judged_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from quantized import tiny_adapted, tiny_quantized, with_rounded_inputs
-from tiny import tiny_model
+from tiny import LONGROPE, tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -152,6 +152,17 @@ def test_rows_of_one_shape_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     sampler = open_sampler(LanguageModel(MODELS["qwen3"]()), batch)
     assert isinstance(sampler, Waves)
     assert sampler.sample(requests()) == expected
+
+
+def test_what_is_still_to_come_makes_no_text_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One shape for all steps must not give a text of 8 tokens the angles of a long one."""
+    batch = Batch(1, 60, 24, Sampling(0.0), ())
+    rows = [Request([1, 2, 3, 4, 5, 6], 24, (0, 0))]
+    model = tiny_model("llama", **RANGE, **LONGROPE)
+    expected = open_sampler(LanguageModel(model), batch).sample(rows)
+    monkeypatch.setattr(CpuBackend, "fixed_shapes", lambda self: True)
+    found = open_sampler(LanguageModel(model), batch).sample(rows)
+    assert found[0][:10] == expected[0][:10] and len(set(found[0])) > 3
 
 
 def test_the_most_likely_tokens_need_no_numbers() -> None:

@@ -120,7 +120,9 @@ def test_rows_hold_the_words_and_count_their_predictions(place: Path, tmp_path: 
     assert found.mask[1:].nonzero().tolist() == [[0, 2], [0, 3], [1, 0]]
     assert found.labels[1:][found.mask[1:]].tolist() == [8, 9, 0]
     assert (found.labels[1:][~found.mask[1:]] == NO_LABEL).all()
-    assert (found.position_ids[1:] == torch.arange(16)).all()
+    # padding is a document of its own: some models read a row by how long its document is
+    for places, length in zip(found.position_ids[1:], (5, 2), strict=True):
+        assert places.tolist() == [*range(length), *range(16 - length)]
     for new, old in zip(found, before, strict=True):
         torch.testing.assert_close(new[0], old[0], rtol=0, atol=0, equal_nan=True)
 
