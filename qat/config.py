@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
 import xxhash
 from cyclopts import Group, Parameter
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from qat.errors import ConfigError, nearest
 
@@ -54,11 +54,23 @@ class Knows(NamedTuple):
     names: tuple[str, ...]
 
 
+MOST = 2**63 - 1
+"""The largest whole number of any setting, that of an int64."""
+
+
 class Settings(BaseModel):
     """Base of every typed configuration: immutable, of finite numbers, without unknown keys."""
 
     # their validators are built when first used: all verbs' are a tenth of the time of `qat --help`
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+
+    @model_validator(mode="after")
+    def _check_numbers(self) -> Self:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, int) and abs(value) > MOST:
+                raise ValueError(f"{name}={value}, expected a number of at most {MOST}")
+        return self
 
     @classmethod
     def parse(cls, values: dict[str, Any], where: str) -> Self:

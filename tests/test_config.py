@@ -61,3 +61,11 @@ def test_a_rule_about_several_fields_speaks_for_itself() -> None:
     assert (
         str(caught.value) == "plan.toml: codebook=int needs bits >= 2; use codebook=seq for one bit"
     )
+
+
+def test_a_number_beyond_every_computer_is_refused() -> None:
+    class Steps(Settings):
+        max_steps: int
+
+    with pytest.raises(ConfigError, match=f"max_steps={10**30}, expected a number of at most"):
+        Steps.parse({"max_steps": 10**30}, "recipe.toml")

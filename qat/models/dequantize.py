@@ -9,7 +9,7 @@ Shapes: O out_features, I in_features, G groups of inputs, N numbers in one int3
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,20 @@ PACKED = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def method_of(config: PreTrainedConfig) -> str | None:
-    """How the weights of a checkpoint are quantized; None if they are not."""
+    """How the weights of a checkpoint are quantized; None if they are not.
+
+    Raises:
+        CheckpointError: its `quantization_config` is no table.
+    """
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return None
-    return str(settings.get("quant_method") if isinstance(settings, dict) else settings)
+    if not isinstance(settings, dict):
+        raise CheckpointError(
+            f"config.json of {config.name_or_path or 'the model'} has "
+            f"quantization_config={settings!r:.40}, expected a table; copy the model anew"
+        )
+    return str(settings.get("quant_method"))
 
 
 def has_several_schemes(config: PreTrainedConfig) -> bool:
@@ -73,7 +82,15 @@ def has_several_schemes(config: PreTrainedConfig) -> bool:
     """
     settings = getattr(config, "quantization_config", None)
     groups = settings.get("config_groups") if isinstance(settings, dict) else None
-    return len(groups or ()) > 1
+    return isinstance(groups, dict) and len(groups) > 1
+
+
+def patterns_of(settings: object) -> list[str]:
+    """The texts in a `quantization_config` that may be used as regular expressions."""
+    if isinstance(settings, str):
+        return [settings.removeprefix("re:")] if set(settings) & set("*+?{|") else []
+    inner = settings.values() if isinstance(settings, dict) else settings
+    return [t for each in inner for t in patterns_of(each)] if isinstance(inner, Iterable) else []
 
 
 def float_state(directory: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
@@ -88,11 +105,13 @@ def float_state(directory: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
     """
     method, bits = settings["quant_method"], settings.get("bits", settings.get("w_bit"))
     is_gemm = str(settings.get("version", "gemm")).lower() == "gemm"
-    if bits not in ((4,) if method == "awq" else (2, 4, 8)) or (method == "awq" and not is_gemm):
+    allowed = {"awq": (4,) if is_gemm else (), "gptq": (2, 4, 8)}[method]
+    if type(bits) is not int or bits not in allowed:
+        version = settings.get("version", settings.get("checkpoint_format"))
         raise CheckpointError(
-            f"{directory} holds {method} weights of {bits} bits (version "
-            f"{settings.get('version', settings.get('checkpoint_format'))}), expected GPTQ of 2, 4 "
-            "or 8 bits or AWQ of 4 in its gemm order; start from the float model"
+            f"{directory} holds {method} weights of {bits!r:.40} bits (version {version!s:.40}), "
+            "expected GPTQ of 2, 4 or 8 bits or AWQ of 4 in its gemm order; start from the float "
+            "model"
         )
     state: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
@@ -105,10 +124,47 @@ def float_state(directory: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
                 f"{directory}: {name} lacks its qzeros or scales, expected both beside qweight; "
                 "copy the checkpoint anew"
             )
+        if fault := _part_fault(parts, method, bits, settings.get("group_size", -1)):
+            raise CheckpointError(
+                f"{directory}: the parts of {name} do not fit each other ({fault}); copy the "
+                "checkpoint anew"
+            )
         offset = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
         weight = _awq(parts) if method == "awq" else _gptq(parts, bits, offset)
         state[f"{name}.weight"] = weight
     return state
+
+
+def _part_fault(parts: dict[str, Any], method: str, bits: int, group_size: object) -> str | None:
+    """What does not fit among the parts of a packed weight; None where all do."""
+    N = 32 // bits
+    rows, columns = (parts["qweight"].shape + (0, 0))[:2]
+    I, O = (rows, columns * N) if method == "awq" else (rows * N, columns)
+    G = len(parts["scales"]) if parts["scales"].ndim else 0
+    whole, zero_shape = (torch.int32,), (G, O // N)
+    expected = {
+        "qweight": (whole, (rows, columns)),
+        "qzeros": (whole, zero_shape),
+        "scales": ((torch.float16, torch.bfloat16, torch.float32), (G, O)),
+        "g_idx": ((torch.int32, torch.int64), (I,)),
+    }
+    for name, (dtypes, shape) in expected.items():
+        part = parts[name]
+        if part is not None and (part.dtype not in dtypes or tuple(part.shape) != shape):
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            found = f"{str(part.dtype).removeprefix('torch.')} {tuple(part.shape)}"
+            return f"{name} is {found}, expected {names} {shape}"
+    if not (I and O and G) or O % N:
+        return f"a weight of {O} x {I} in {G} groups"
+    groups = parts["g_idx"]
+    if groups is None and I % G:
+        return f"{I} inputs in {G} groups, expected groups of one size"
+    if groups is not None and not 0 <= groups.min() <= groups.max() < G:
+        return f"g_idx names groups {groups.min()} to {groups.max()}, expected 0 to {G - 1}"
+    size = group_size if type(group_size) is int and group_size > 0 else I
+    if group_size != -1 and -(-I // size) != G:
+        return f"group_size={group_size!r:.40} for {I} inputs, expected {G} groups as scales has"
+    return None
 
 
 def read_settings(directory: Path) -> dict[str, Any]:

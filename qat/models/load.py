@@ -27,6 +27,7 @@ from qat.models.dequantize import (
     float_state,
     has_several_schemes,
     method_of,
+    patterns_of,
     read_settings,
     with_adapter,
 )
@@ -44,12 +45,15 @@ from qat.models.opening import Opening, auto_class, read_config
 from qat.models.stored_state import packed_state_dict
 from qat.models.streamed import ON_DISK, InFiles, without_warning_of_disks
 from qat.nsa.swap import KEY, nsa_config
+from qat.patterns import pattern_fault
 from qat.process import uncounted
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**24
 MOST_IDS = 2**24
+MOST_WEIGHTS, FEW_WEIGHTS = 8, 2**26
+"""Weights that a byte of any format can hold, and how many more a model may make up: its masks."""
 
 
 def load_model(
@@ -290,6 +294,7 @@ def _load_float(source: str, how: _How) -> tuple[PreTrainedModel, InFiles | None
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # `_check_whole` names them
     }
+    _check_bounds(source, config, trust_remote_code=how.trust_remote_code)
     opening = Opening(source, "a causal language model", weights=True)
     with opening, quiet_transformers(), warnings.catch_warnings():
         # one that says that `OWN` is heeded
@@ -303,7 +308,7 @@ def _load_float(source: str, how: _How) -> tuple[PreTrainedModel, InFiles | None
                 more["quantization_config"] = OWN[method]()
             elif method not in (None, QUANT_METHOD):
                 raise CheckpointError(
-                    f"{source} holds weights quantized by {method}, expected floats or weights "
+                    f"{source} holds weights quantized by {method:.40}, expected floats or weights "
                     f"of {', '.join((*OWN, *BY_HAND))}; start from the float model"
                 )
         model, info = opener.from_pretrained(place, **named, **more)
@@ -319,9 +324,38 @@ def _load_float(source: str, how: _How) -> tuple[PreTrainedModel, InFiles | None
     return model, None
 
 
+def _check_bounds(source: str, config: PreTrainedConfig, *, trust_remote_code: bool) -> None:
+    """Refuse a configuration of far more weights than the files hold, or with endless patterns.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    with Opening(source, "a causal language model"), torch.device("meta"), quiet_transformers():
+        made = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    place = Path(source)
+    if place.exists():
+        files = [path for kind in ("safetensors", "bin") for path in place.glob(f"*.{kind}")]
+        files = [place] if place.is_file() else files
+        held = sum(path.stat().st_size for path in files)
+        wanted = sum(each.numel() for each in (*made.parameters(), *made.buffers()))
+        if wanted > MOST_WEIGHTS * held + FEW_WEIGHTS:
+            raise CheckpointError(
+                f"{source} describes {wanted:,} weights and holds {held:,} bytes, expected files "
+                "of the model that its configuration describes; copy or download it anew"
+            )
+    settings = getattr(config, "quantization_config", None)
+    texts = patterns_of(settings) if isinstance(settings, dict) else []
+    if fault := pattern_fault(texts, [name for name, _ in made.named_modules()]):
+        raise CheckpointError(
+            f"the quantization_config of {source} holds {fault}, expected names of modules; start "
+            "from the float model"
+        )
+
+
 def _left_in_files(
     source: str, config: PreTrainedConfig, how: _How
 ) -> tuple[PreTrainedModel, InFiles]:
+    _check_bounds(source, config, trust_remote_code=how.trust_remote_code)
     opening = Opening(source, "a causal language model", weights=True)
     folder = tempfile.TemporaryDirectory(dir=how.folder)
     with opening, quiet_transformers(), without_warning_of_disks(), uncounted(), folder:

@@ -41,6 +41,7 @@ from qat.models.directory import (
     check_checksums,
     is_kept_here,
 )
+from qat.models.gguf_header import check_gguf
 
 TABLES = (
     "config.json",
@@ -52,6 +53,13 @@ TABLES = (
     "*.index.json",
 )
 """Files beside a model that hold a JSON object, as far as they are there and small."""
+MOST = {
+    r"(^|_)layers?$|_layers_|^depth|(^|_)blocks$": 2**12,
+    "experts": 2**14,
+    "heads": 2**16,
+    "(size|width|dim|positions|length)$|^n_(embd|ctx|inner)$": 2**28,
+}
+"""By what the name of a number in config.json says, the most that it may be."""
 BUILT_IN = {None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm", "qat"}
 """Implementations of attention and of experts that need no program from elsewhere."""
 READERS = (
@@ -127,6 +135,8 @@ class Opening:
                 f"{self._source} is a GGUF file, expected the package that reads such; run: "
                 f"{how_to_install('ship')}"
             )
+        if directory.suffix == GGUF and directory.is_file():
+            check_gguf(directory)
         if directory.suffix == GGUF:
             teach_q2_0()
             # transformers 5.23 takes 128 for every Qwen3, whatever the file says
@@ -174,6 +184,7 @@ def read_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedCo
             **file,
         )
     check_attention(config)
+    _check_numbers(config)
     return config
 
 
@@ -202,6 +213,26 @@ def check_attention(config: PreTrainedConfig) -> None:
                     f"config.json of {config.name_or_path or 'the model'} names "
                     f"{key[1:]}={value!r}, which transformers may fetch as a program, expected "
                     "eager, sdpa or none; remove that key"
+                )
+
+
+def _check_numbers(config: PreTrainedConfig) -> None:
+    """Refuse a configuration of more layers, or larger sizes, than anybody's model has.
+
+    transformers builds as many layers as it says, and tables of that size.
+
+    Raises:
+        CheckpointError: a number is out of bounds.
+    """
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    for part in (config, *filter(None, parts)):
+        for key, value in vars(part).items():
+            most = next((most for sign, most in MOST.items() if re.search(sign, key)), None)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if most is not None and is_number and not value <= most:
+                raise CheckpointError(
+                    f"config.json of {config.name_or_path or 'the model'} has {key}={value!r:.40}, "
+                    f"expected at most {most:,}; copy the model anew"
                 )
 
 

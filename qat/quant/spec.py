@@ -46,6 +46,10 @@ VECTOR_BITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 """Bits of an index that names a vector: eight of them, or four, or two, fill whole bytes."""
 
 
+MOST_FEATURES = 2**24
+"""More features than any linear has: no count of them in a file is larger."""
+
+
 class LutSpec(Settings):
     """One weight format: `W = codebook[indices] * S`.
 
@@ -66,9 +70,9 @@ class LutSpec(Settings):
     """lut: k-means levels that may learn; seq, int, ternary, e2m1: fixed grids."""
     scale: Literal["group", "low_rank"] = "group"
     """Form of the scale."""
-    group_size: int = Field(default=32, gt=0)
+    group_size: int = Field(default=32, gt=0, le=MOST_FEATURES)
     """Input features that share a scale; also where a low-rank fit starts from."""
-    rank: int = Field(default=0, ge=0)
+    rank: int = Field(default=0, ge=0, le=MOST_FEATURES)
     """Rank of a low-rank scale; 0 with group scales."""
     scale_bits: Literal[32, 16, 8] = 16
     """Bits of a stored scale: a float32, a float16, or, of a group scale alone, its upper byte
@@ -205,7 +209,8 @@ class LutSpec(Settings):
                 "weight; choose fewer bits"
             )
         if in_features % self.group_size:
-            sizes = range(self.vector_size, self.group_size, self.vector_size)
+            most = min(self.group_size, in_features)
+            sizes = range(self.vector_size, most, self.vector_size)
             fitting = [size for size in sizes if in_features % size == 0]
             nearest = f", such as {fitting[-1]}" if fitting else ""
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from qat.export.config import ExportConfig
 from qat.export.model import export_model
 from qat.export.targets import load_target
 from qat.models.checkpoint import save_checkpoint
-from qat.models.dequantize import AWQ_ORDER
+from qat.models.dequantize import AWQ_ORDER, float_state
 from qat.models.load import load_model, load_tokenizer, model_identity
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names
@@ -462,3 +463,157 @@ def test_a_pattern_of_an_adapter_ends(adapter: Path, monkeypatch: pytest.MonkeyP
     changed(adapter, target_modules=r"(\w+\.?)+!")
     with pytest.raises(CheckpointError, match=r"take longer than 0.5 s to match"):
         load_model(str(adapter), device="cpu", dtype="fp32")
+
+
+def harmed(part: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A part of a packed weight with every wrong shape and dtype."""
+    last = tensor.ndim - 1
+    found = {
+        "cut": tensor[:-1],
+        "narrow": tensor.narrow(last, 0, tensor.shape[last] - 1),
+        "long": torch.cat([tensor, tensor]),
+        "wide": torch.cat([tensor, tensor], last),
+        "turned": tensor.T if last else tensor[None],
+        "deep": tensor[None],
+        "flat": tensor.flatten() if last else tensor.sum(),
+        "number": tensor.flatten()[0],
+        "empty": tensor[:0],
+        "bytes": tensor.to(torch.uint8),
+        "doubles": tensor.double(),
+    }
+    if found["turned"].shape == tensor.shape:
+        del found["turned"]
+    if part != "g_idx":
+        found["int64"] = tensor.long()
+    else:
+        found |= {"negative": tensor - 1, "beyond": tensor + 1}
+    return found
+
+
+@pytest.mark.parametrize("part", ["qweight", "qzeros", "scales", "g_idx"])
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_parts_that_do_not_fit_each_other_are_one_line(method: str, part: str, tmp_path) -> None:
+    linear = awq()[0] if method == "awq" else gptq(4, 1, shuffles=True)[0]
+    linear.setdefault("g_idx", torch.arange(64).int() // GROUP)
+    settings = {"quant_method": method, "bits": 4, "group_size": GROUP}
+    for harm, tensor in harmed(part, linear[part]).items():
+        folder = tmp_path / harm
+        folder.mkdir()
+        save_file({f"up.{k}": t for k, t in linear.items() if k != part}, folder / "a.safetensors")
+        save_file({f"up.{part}": tensor.contiguous()}, folder / "b.safetensors")
+        with pytest.raises(CheckpointError, match="the parts of up do not fit each other") as said:
+            float_state(folder, settings)
+        assert "\n" not in str(said.value), harm
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"group_size": 10**18}, "group_size=1000000000000000000 for 64 inputs, expected 4"),
+        ({"group_size": "16"}, "group_size='16'"),
+        ({"group_size": 32}, "group_size=32"),
+        ({"bits": 4.0}, r"weights of 4\.0 bits"),
+        ({"bits": 10**18}, "weights of 1000000000000000000 bits"),
+        ({"bits": [4]}, r"weights of \[4\] bits"),
+    ],
+)
+def test_settings_that_fit_no_parts_are_one_line(
+    method: str, setting: dict, said: str, tmp_path: Path
+) -> None:
+    linear = awq()[0] if method == "awq" else gptq(4, 1, shuffles=False)[0]
+    save_file({f"up.{k}": t for k, t in linear.items()}, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match=said):
+        float_state(tmp_path, {"quant_method": method, "bits": 4, **setting})
+
+
+# Numbers and patterns of others are bounded before they are used.
+
+
+@pytest.mark.parametrize(
+    "settings", ["gptq", ["awq"], 3, {"quant_method": "compressed-tensors", "config_groups": 7}]
+)
+def test_a_quantization_that_is_no_table_is_one_line(settings: object, tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "in", settings, gptq(4, 1, shuffles=False)[0])
+    with pytest.raises(CheckpointError) as said:
+        load_model(source, device="cpu")
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("form", ["one scheme", "two schemes"])
+@pytest.mark.parametrize("key", ["ignore", "targets"])
+def test_a_pattern_of_a_quantization_ends(
+    opened: Path, tmp_path: Path, form: str, key: str, monkeypatch
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    monkeypatch.setattr("qat.patterns.TRY_S", 0.5)
+    source = shutil.copytree(opened / form, tmp_path / "in")
+    (source / "checksums.json").unlink(missing_ok=True)
+    config = json.loads((source / "config.json").read_text())
+    settings = config["quantization_config"]
+    place = settings if key == "ignore" else next(iter(settings["config_groups"].values()))
+    place[key] = [r"re:(\w+\.?)+!"]
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"take longer than 0.5 s to match"):
+        load_model(str(source), device="cpu")
+
+
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("num_hidden_layers", "num_hidden_layers=10+, expected at most 4,096"),
+        ("vocab_size", "vocab_size=10+, expected at most"),
+        ("hidden_size", "hidden_size=10+, expected at most"),
+    ],
+)
+def test_a_configuration_of_hostile_numbers_is_refused(
+    key: str, said: str, folder: bool, tmp_path: Path
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: 10**18}))
+    with pytest.raises(CheckpointError, match=said):
+        load_model(str(tmp_path), device="cpu", folder=tmp_path if folder else None)
+
+
+def test_a_configuration_of_more_weights_than_the_files_hold_is_refused(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 2**28}))
+    with pytest.raises(CheckpointError, match="describes 17,1.* weights and holds .* bytes"):
+        load_model(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize("size", [10**18, 2**62 + 1])
+def test_a_hostile_group_size_of_a_packed_checkpoint_is_refused(
+    opened: Path, size: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    source = shutil.copytree(opened / "packed q4a4", tmp_path / "in")
+    (source / "checksums.json").unlink()
+    config = json.loads((source / "config.json").read_text())
+    next(iter(config["quantization_config"]["modules"].values()))["group_size"] = size
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="group_size"):
+        load_model(str(source), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (struct.pack("<QQ", 2**62, 0), "4611686018427387904 tensors where 0 bytes are left"),
+        (struct.pack("<QQ", 0, 2**62), "4611686018427387904 pairs of key"),
+        (struct.pack("<QQQ", 0, 1, 2**62) + bytes(99), "letters where"),
+        (
+            struct.pack("<QQQ1sIIQ", 0, 1, 1, b"a", 9, 0, 2**62) + bytes(99),
+            "elements of an array where",
+        ),
+        (struct.pack("<QQQ1sII", 1, 0, 1, b"a", 99, 1) + bytes(99), "99 dimensions"),
+    ],
+)
+def test_a_gguf_header_counts_what_lies_in_the_file(body: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<I", 3) + body)
+    with pytest.raises(CheckpointError, match=said):
+        load_model(str(path), device="cpu")

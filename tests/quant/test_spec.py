@@ -237,3 +237,10 @@ def test_a_trellis_is_counted_by_its_own_bits_and_written_where_there_is_one() -
 
 def test_preset_names_are_their_keys() -> None:
     assert len(PRESETS) == 11 and all(name == preset.name for name, preset in PRESETS.items())
+
+
+def test_a_group_of_any_size_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="group_size=10+:"):
+        LutSpec.parse({"bits": 2, "group_size": 10**18}, "recipe.toml")
+    with pytest.raises(ConfigError, match="group_size=16777216 .* such as 32"):
+        LutSpec(bits=2, group_size=2**24).check_shape("it", 64, 64)
