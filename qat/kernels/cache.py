@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.dispatch import tl, triton
-from qat.quant.kv import OFFSET, REST, Index, PackedHeads, dequantize_heads
+from qat.quant.kv import LARGEST, OFFSET, REST, Index, PackedHeads, dequantize_heads
 
 EVERY = slice(None)
 """Index of all along a dimension of a cache."""
@@ -94,6 +94,7 @@ class Scoring(NamedTuple):
 
 EXPONENTS, BELOW = tl.constexpr(OFFSET), tl.constexpr(REST)
 ALL_BELOW = tl.constexpr((1 << REST) - 1)
+MOST = tl.constexpr(LARGEST)
 
 
 @triton.jit
@@ -127,21 +128,25 @@ def _step_for(x, BITS: tl.constexpr):
     is_short = scale_of(octet) * (2.0**BITS - 1) < span
     is_long = scale_of(octet - 1) * (2.0**BITS - 1) >= span
     octet = tl.minimum(tl.maximum(octet + is_short.to(tl.int32) - is_long.to(tl.int32), 0), 255)
-    zero = _nearest(low * -(2.0 ** (8 - BITS)), scale_of(octet), 0.0)
-    return octet | (tl.minimum(zero, 255.0).to(tl.int32) << 8)
+    zero = tl.minimum(_nearest(low * -(2.0 ** (8 - BITS)), scale_of(octet), 0.0), 255.0)
+    zero -= (zero * scale_of(octet) > MOST * 2.0 ** (8 - BITS)).to(tl.float32)
+    return octet | (zero.to(tl.int32) << 8)
 
 
 @triton.jit
 def _encoded(x, word, BITS: tl.constexpr):
     """Codes of `x` in the steps of a half."""
     zero = ((word >> 8) & 255).to(tl.float32) / 2 ** (8 - BITS)
-    code = _nearest(x, scale_of(word & 255), zero)
-    return tl.minimum(tl.maximum(code, 0.0), 2.0**BITS - 1).to(tl.int32)
+    scale = scale_of(word & 255)
+    code = tl.minimum(tl.maximum(_nearest(x, scale, zero), 0.0), 2.0**BITS - 1)
+    return (code - ((code - zero) * scale > MOST).to(tl.float32)).to(tl.int32)
 
 
 @triton.jit
 def put_packed(codes, steps, place, x1, x2, half, is_row, D: tl.constexpr, BITS: tl.constexpr):
     """Quantize heads, rows of halves `(R, D/2)`, and keep them at `place` `(R,)`."""
+    x1 = tl.minimum(tl.maximum(x1, -MOST), MOST)
+    x2 = tl.minimum(tl.maximum(x2, -MOST), MOST)
     word1, word2 = _step_for(x1, BITS), _step_for(x2, BITS)
     code1, code2 = _encoded(x1, word1[:, None], BITS), _encoded(x2, word2[:, None], BITS)
     out = codes + place[:, None] * (D * BITS // 8) + half[None, :]

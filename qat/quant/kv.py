@@ -10,9 +10,12 @@ a head's channels `h`, levels `L = 2**bits - 1` and `f = 2**(8 - bits)`:
     x        ~ (code - zero[h] / f) * scale[h]                exact in float32
 
 So a head of D numbers takes `D * bits / 8 + 4` bytes. A scale is rounded up, so that no number is
-cut off. With 4 bits the KL of stories15M to itself is 0.022 nats so; with as many bytes spent on
-symmetric codes and a float16 scale for each half 0.028 to 0.036, on a float16 scale and minimum for
-each head 0.034.
+cut off. A number beyond 65,504, where float16 ends, is kept as that; a zero or a code by which a
+number would be read back as one beyond it is one lower.
+
+With 4 bits the KL of stories15M to itself is 0.022 nats so; with as many bytes spent on symmetric
+codes and a float16 scale for each half 0.028 to 0.036, on a float16 scale and minimum for each head
+0.034.
 
 Shapes: D width of a head.
 """
@@ -22,8 +25,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-EXPONENT = 20
-"""The smallest scale is `2**-EXPONENT`; the largest is 3840."""
+EXPONENT = 18
+"""The smallest scale is `2**-EXPONENT`; the largest is 15,360: 15 of them hold the 131,008 from one
+end of float16 to the other."""
+LARGEST = 65504.0
+"""The largest number that is kept: float16's."""
 OFFSET = (127 - EXPONENT) << 3
 """What the upper 12 bits of a float32 are more than a scale's byte."""
 REST = 20
@@ -106,7 +112,8 @@ def _quantized(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     They do not depend on how a device rounds a division, which compiled code leaves open: what it
     gives is compared with products that float32 holds exactly.
     """
-    halves, levels, fine = x.detach().float().unflatten(-1, (2, -1)), 2**bits - 1, 2 ** (8 - bits)
+    levels, fine = 2**bits - 1, 2 ** (8 - bits)
+    halves = x.detach().float().clamp(-LARGEST, LARGEST).unflatten(-1, (2, -1))
     low, high = halves.amin(-1).clamp_max(0.0), halves.amax(-1).clamp_min(0.0)
     span = high - low
     octet = (((span / levels).view(torch.int32) + (1 << REST) - 1) >> REST) - OFFSET
@@ -114,8 +121,11 @@ def _quantized(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     octet = (octet + is_short.int() - is_long.int()).clamp(0, 255)
     scale = _scale(octet)
     zero = _nearest(low * -fine, scale, torch.zeros_like(low)).clamp_max(255.0)
-    code = _nearest(halves, scale[..., None], (zero / fine)[..., None])
-    return code.clamp(0.0, float(levels)).int(), octet, zero.int()
+    zero = zero - (zero * scale > LARGEST * fine).float()
+    scale, shift = scale[..., None], (zero / fine)[..., None]
+    code = _nearest(halves, scale, shift).clamp(0.0, float(levels))
+    code = code - ((code - shift) * scale > LARGEST).float()
+    return code.int(), octet, zero.int()
 
 
 def _nearest(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:

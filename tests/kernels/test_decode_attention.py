@@ -100,3 +100,22 @@ def test_a_packed_cache_is_read_as_training_computes(
     )
     slack = 2e-6 if kind == torch.float32 else 2e-5  # weights are two parts of 16 bits
     assert_no_worse_than_eager(gathered(found, 16), eager.flatten(1), exact.flatten(1), slack)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_numbers_at_the_ends_of_float16_are_kept_as_training_computes_them(bits: int) -> None:
+    at, kind = 3, torch.float16
+    qkv = torch.zeros(B, (H + 2 * J) * D)
+    _, key, value = qkv.view(B, -1, D).split([H, J, J], 1)
+    for part, lowest in ((key, -60000.0), (value, -10000.0)):
+        part.uniform_(lowest, 65504.0)
+        part[..., :2] = torch.tensor([lowest, 65504.0])
+    qkv = qkv.to(kind).float()
+    cache = Cache.empty((B, J, N, D), kind, qkv.device, bits)
+    angle = torch.zeros(N, D)
+    angles, heads = Angles(angle.cos(), angle.sin()), Scoring(D**-0.5)
+    decode_attention(qkv, cache, torch.tensor([at]), angles, heads, order=16)
+    for kept, part in zip(cache, (key, value), strict=True):
+        found = dequantize_heads(kept)[:, :, at]
+        assert found.isfinite().all()
+        assert torch.equal(found, fake_quantize_heads(part.to(kind), bits))
