@@ -1,5 +1,6 @@
 """`qat train`: teach a quantized student from a teacher cache."""
 
+import json
 import logging
 import shlex
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.text import Text
 from qat.cli.export import show_targets
 from qat.cli.parser import print_result
 from qat.config import Careful, Required
-from qat.errors import QatError
+from qat.errors import CheckpointError, QatError
 from qat.logs import RECIPE, Terminal
 from qat.losses.config import parse_losses
 from qat.observe.follow import TrackConfig
@@ -110,7 +111,13 @@ def train(
             return {}
     show_health(out)
     show_end(out, report, config)
-    return dict(run=out, final=report.final, steps=report.steps, best_nats=report.best)
+    return dict(
+        run=out,
+        final=report.final,
+        steps=report.steps,
+        best_nats=report.best,
+        best_step=report.best_step,
+    )
 
 
 def _preflight(
@@ -201,13 +208,18 @@ def show_end(run: Path, report: "TrainReport", config: TrainConfig) -> None:
         logger.warning("no numbers of %s: %s", run, error)
         return
     console = Terminal()
-    if any(row["step"] > 0 for row in found.evals):
-        first, best = found.evals[0], found.best()
-        console.print(_before_and_after(first, best))
-        if score(best) >= score(first):
-            console.print("training made the student no better: lower the rates, or train longer")
+    trained = [row for row in found.evals if row["step"] > 0]
+    if trained:
+        console.print(_before_and_after(found.evals[0], min(trained, key=score)))
+    which = f"of step {report.best_step}, the best of {report.steps}"
+    if report.best_step == 0:
+        which = "untrained"
+        console.print(
+            f"no step made the student better, so {run} hands on the one of step 0, as it was "
+            "converted: lower the rates, or train longer"
+        )
     size = model_bytes(report.final) / 1e6
-    lines = [f"the student, {size:.2f} MB: {report.final}", "next:"]
+    lines = [f"the student, {which}, {size:.2f} MB: {report.final}", "next:"]
     lines += [f"  {shlex.join(words)}" for words in _next(report.final, config, found.info)]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
@@ -235,7 +247,7 @@ def show_health(run: Path) -> None:
 
 
 def _before_and_after(first: dict, best: dict) -> Table:
-    """What the held-out split says of the untrained student and of the one that is kept."""
+    """What the held-out split says of the untrained student and of the best trained one."""
     titles = ("before" if first["step"] == 0 else f"step {first['step']}", f"step {best['step']}")
     table = Table("on the held-out split", title_justify="left")
     for title in titles:
@@ -247,7 +259,10 @@ def _before_and_after(first: dict, best: dict) -> Table:
 
 
 def _next(final: Path, config: TrainConfig, facts: dict) -> list[list[str]]:
-    """Commands for the finished student: judge it beside its teacher, let it write, serve, ship."""
+    """Commands for the finished student: judge it beside its teacher, let it write, serve, ship.
+
+    A command that would refuse this student is left out.
+    """
     from qat.export.targets import ships_to
 
     teacher = facts.get("teacher")
@@ -257,6 +272,18 @@ def _next(final: Path, config: TrainConfig, facts: dict) -> list[list[str]]:
     return [
         ["qat", "eval", str(final), "--cache-dir", config.cache_dir, *beside],
         ["qat", "generate", str(final), "--prompt", config.sample_prompt],
-        ["vllm", "serve", str(final)],
+        *([["vllm", "serve", str(final)]] if _is_served(final) else []),
         ["qat", "export", str(final), "--to", to, "--out", f"{final}-{to}"],
     ]
+
+
+def _is_served(final: Path) -> bool:
+    """Whether an engine for many requests takes what the checkpoint's configuration says."""
+    from qat.serve.packed import read_config
+
+    values = json.loads((final / "config.json").read_text(encoding="utf-8"))
+    try:
+        read_config(values["quantization_config"])
+    except CheckpointError:
+        return False
+    return True

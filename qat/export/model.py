@@ -28,7 +28,7 @@ from qat.export.parts import (
 )
 from qat.export.targets import check_library, check_model, load_target
 from qat.files import check_free, parse_toml
-from qat.logs import FACTS, METRICS, RECIPE, read_json_lines
+from qat.logs import FACTS, METRICS, RECIPE, SUMMARY, read_json_lines
 from qat.models.checkpoint import is_packed, load_checkpoint, load_skeleton
 from qat.models.cost import (
     model_bits_per_weight,
@@ -85,7 +85,8 @@ A {{ architecture }} of {{ "%.1f"|format(parameters / 1e6) }}M parameters, quant
 {{ "%.3f"|format(8e6 * megabytes / parameters) }} bits a weight |
 | numbers that are not quantized | {{ dtype }} |
 | largest difference of a logit from the checkpoint | {{ "%.2g"|format(difference) }} |
-{% if step %}| trained | {{ step }} steps |
+{% if step is not none %}| trained | {{ step or "not: no step of its run made it better" }}\
+{{ " steps" if step }} |
 {% endif %}{% if commit %}| code | commit {{ commit }} |
 {% endif %}
 ## Formats
@@ -333,14 +334,19 @@ def _scale(spec: LutSpec) -> str:
 
 
 def _history(checkpoint: Path) -> dict[str, object]:
-    """Where a checkpoint comes from, and how it was judged."""
-    run = checkpoint.resolve().parent.parent
+    """Where a checkpoint comes from, and how it was judged at its step."""
+    checkpoint = checkpoint.resolve()
+    is_final = (checkpoint.parent / SUMMARY).is_file()
+    run = checkpoint.parent if is_final else checkpoint.parent.parent
     if not ((run / FACTS).is_file() and (run / METRICS).is_file()):
         return {"base": _base(checkpoint), "step": None, "commit": None, "measures": []}
     try:
         facts = json.loads((run / FACTS).read_text(encoding="utf-8"))
         student = parse_toml((run / RECIPE).read_text(encoding="utf-8"))["train"]["student"]
-        step = int(checkpoint.resolve().name.rpartition("-")[2])
+        if is_final:
+            step = json.loads((run / SUMMARY).read_text(encoding="utf-8")).get("best_step")
+        else:
+            step = int(checkpoint.name.rpartition("-")[2])
         rows = [row for row in read_json_lines(run / METRICS) if row["kind"] == "eval"]
         judged = next((row for row in rows if row["step"] == step), {})
         measures = [(text, judged[k]) for k, text in MEASURES.items() if judged.get(k) is not None]

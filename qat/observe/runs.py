@@ -144,9 +144,8 @@ class TrainingRun:
     """The best one, else the latest; None where neither is there."""
 
     def best(self) -> Line:
-        """The evaluation of the best trained student; of the untrained one if there is no other."""
-        trained = [row for row in self.evals if row["step"] > 0]
-        return min(trained, key=score) if trained else self.evals[0]
+        """The evaluation of the best student: the untrained one (step 0) competes."""
+        return min(self.evals, key=score)
 
     def lowest(self, key: str) -> float | None:
         """The lowest held-out `key` (`kl_tail_nats`, `ppl`), None if never measured."""

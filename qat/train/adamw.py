@@ -106,6 +106,8 @@ class TorchAdamW:
 
     def load(self, state: dict[str, Tensor]) -> None:
         """See `Mover`."""
+        if not any(f"step.{name}" in state for name in self._learners):
+            return  # saved before the first step, which makes the moments
         for name, (p, *_) in self._learners.items():
             step = state[f"step.{name}"].to(p.device if self._is_fused else "cpu")
             moments = {moment: state[f"{moment}.{name}"].to(p.device) for moment in MOMENTS}
@@ -240,6 +242,8 @@ class EightBitAdamW:
 
     def load(self, state: dict[str, Tensor]) -> None:
         """See `Mover`."""
+        if not any(f"step.{name}" in state for name in self._learners):
+            return  # saved before the first step, which makes the moments
         for name, (p, *_) in self._learners.items():
             restored = {"step": state[f"step.{name}"].cpu()}
             for key in MOMENTS:

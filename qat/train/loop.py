@@ -160,7 +160,9 @@ class Trainer:
         # the best may be lost, and no step left to seek it anew
         if self.step == 0 or (self.step == self.config.max_steps and math.isinf(self.best)):
             with self._pulse.pause():
-                self._evaluate()
+                # the untrained student competes: a run that makes it worse hands on what it got
+                if self._evaluate() and self.step == 0:
+                    self._save(is_best=True)
         for name in self.skipped:
             self._pulse.event("fallback_checkpoint", step=self.step, damaged=name)
 
@@ -208,12 +210,16 @@ class Trainer:
                 # a best student is always saved
                 is_best = self._is_due(self.config.eval_every) and self._evaluate()
                 if is_best or self._is_due(self.config.save_every):
-                    alike = [*self.optimizer.replicated(), *self.optimizer.hosted_codes()]
-                    check_alike(alike, self.step, self.ranks)
-                    self.saver.save(self.step, self.best, is_best=is_best)
+                    self._save(is_best=is_best)
         if self.take_step.is_stop_agreed and self.step < self.config.max_steps:
             with self._pulse.pause():
                 self._stop(result)
+
+    def _save(self, *, is_best: bool) -> None:
+        """Save the checkpoint of this step, once all ranks are known to hold the same student."""
+        alike = [*self.optimizer.replicated(), *self.optimizer.hosted_codes()]
+        check_alike(alike, self.step, self.ranks)
+        self.saver.save(self.step, self.best, is_best=is_best)
 
     def _is_due(self, *periods: int) -> bool:
         """Whether this step is the last one, or a multiple of a period that is not 0."""
@@ -279,7 +285,7 @@ class Trainer:
         return f"loss {means['loss_nats']:.4f}, {tokens_per_s:,.0f} tokens/s"
 
     def _evaluate(self) -> bool:
-        """Judge the student; whether it is the best so far. An untrained one never counts.
+        """Judge the student; whether it is the best so far.
 
         All ranks form the weights; the first judges, and the others wait for its number. Where
         each layer's weights are gathered as it runs, all ranks judge.
@@ -304,7 +310,7 @@ class Trainer:
                 "not_finite", step=self.step, loss_nats=now, which="the held-out loss"
             )
             self._give_up(f"the held-out loss after step {self.step} is NaN")
-        is_best = self.step > 0 and now < self.best
+        is_best = now < self.best
         if is_best:
             self.best = now
         return is_best

@@ -111,12 +111,12 @@ def _text(cells: Sequence[object]) -> str:
     return text.getvalue()
 
 
-def write_summary(path: Path, *, final: Path, best: float) -> dict[str, Any]:
+def write_summary(path: Path, *, final: Path, best: float, best_step: int) -> dict[str, Any]:
     """Write `metrics.json` of the run in `path`, all of it read from the run's own files.
 
-    `final` is the checkpoint to use and `best` its held-out score, nats a token. The speed is the
-    median over heartbeats without the first one, which holds the compiler's work; a heartbeat
-    stands for the steps since the one before it.
+    `final` is the checkpoint to use, that of `best_step`, and `best` its held-out score, nats a
+    token. The speed is the median over heartbeats without the first one, which holds the compiler's
+    work; a heartbeat stands for the steps since the one before it.
     """
     facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
     beats, steps = _lines(path / HEARTBEAT), _lines(path / METRICS)
@@ -128,6 +128,7 @@ def write_summary(path: Path, *, final: Path, best: float) -> dict[str, Any]:
         "first_loss_nats": steps[0].get("loss_nats"),
         "last_loss_nats": steps[-1].get("loss_nats"),
         "best_nats": best,
+        "best_step": best_step,
         "wall_s": wall_seconds(beats),
         "train_s": sum(beat["step_s"] * (beat["step"] - old["step"]) for old, beat in pairs),
         "tokens": token_count(beats),

@@ -261,19 +261,23 @@ class RunDirectory:
         """All checkpoints, in the order of their steps."""
         found = (self.path / CHECKPOINTS).glob("step-*")
         ours = (path for path in found if STEP_NAME.fullmatch(path.name))
-        return sorted((path for path in ours if is_real(path, self.path)), key=_step)
+        return sorted((path for path in ours if is_real(path, self.path)), key=step_of)
 
     def remove_old(self, keep: int, milestone_every: int = 0) -> None:
         """Delete what is not kept: up to `latest`, the newest `keep` and the milestones stay.
 
-        Behind `latest`, where a run that went on has not been yet, nothing does; the best one
-        stays anywhere; so does one in which somebody has put a file.
+        The untrained student's, step 0, stays only while it is the best or the latest. Behind
+        `latest`, where a run that went on has not been yet, nothing is deleted; the best one stays
+        anywhere; so does one in which somebody has put a file.
         """
         best, latest = self.pointed("best"), self.pointed("latest")
-        end = 0 if latest is None else _step(latest)
-        past = [path for path in self.checkpoints() if _step(path) <= end]
-        kept = {best, latest, *past[-keep:]}
-        kept |= {path for path in past if milestone_every and _step(path) % milestone_every == 0}
+        end = 0 if latest is None else step_of(latest)
+        past = [path for path in self.checkpoints() if step_of(path) <= end]
+        trained = [path for path in past if step_of(path)]
+        kept = {best, latest, *trained[-keep:]}
+        kept |= {
+            path for path in trained if milestone_every and step_of(path) % milestone_every == 0
+        }
         for path in self.checkpoints():
             if path not in kept and is_all_ours(path):
                 # its name goes first: a kill leaves no checkpoint that looks like one and is not
@@ -351,7 +355,8 @@ class RunDirectory:
         )
 
 
-def _step(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's name says."""
     return int(checkpoint.name.removeprefix("step-"))
 
 

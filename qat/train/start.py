@@ -51,7 +51,7 @@ from qat.train.resume import (
     same_judged,
 )
 from qat.train.rollout import PREFIX, check_rollouts
-from qat.train.run import RunDirectory, git_commit, versions
+from qat.train.run import RunDirectory, git_commit, step_of, versions
 from qat.train.saver import digest, not_finite
 from qat.train.step import check_dtype
 
@@ -65,8 +65,11 @@ class TrainReport:
     final: Path
     """The packed checkpoint to use: the best one on the held-out split."""
     steps: int
+    """Steps that the run took."""
     best: float
-    """Its held-out tail KL (or sampled cross-entropy), nats per token."""
+    """The held-out tail KL (or sampled cross-entropy) of `final`, nats per token."""
+    best_step: int
+    """The step that `final` is of; 0 where no step made the student better."""
 
 
 class Loaded(NamedTuple):
@@ -158,7 +161,10 @@ def opened(
         )
         trainer.step, trainer.best = whole.choice.step, whole.choice.best
         trainer.skipped = choice.skipped
-        trainer.codes.load(whole.remembered)
+        if (
+            trainer.step
+        ):  # at step 0 the untrained student is judged again, as if for the first time
+            trainer.codes.load(whole.remembered)
         if trainer.rollouts is not None:
             trainer.rollouts.load(whole.remembered)
         yield trainer
@@ -168,15 +174,18 @@ def finished(trainer: Trainer) -> TrainReport:
     """Copy the best student of a run that has come to its end to a name that says what it is."""
     out = trainer.run.path
     final = out / _final_name(trainer.student.model, trainer)
+    best_step = 0
     if trainer.ranks.is_first:
+        best = best_of(trainer.run)
+        best_step = step_of(best)
         with atomic_directory(final, replace=True) as partial:
             ignore = shutil.ignore_patterns("trainer")
             try:
-                shutil.copytree(best_of(trainer.run), partial, ignore=ignore, dirs_exist_ok=True)
+                shutil.copytree(best, partial, ignore=ignore, dirs_exist_ok=True)
             except shutil.Error as error:  # which lists every file: one is enough to know why
                 raise OSError(error.args[0][0][2]) from error
-        write_summary(out, final=final, best=trainer.best)
-    return TrainReport(final, trainer.step, trainer.best)
+        write_summary(out, final=final, best=trainer.best, best_step=best_step)
+    return TrainReport(final, trainer.step, trainer.best, best_step)
 
 
 class _Opened(NamedTuple):

@@ -95,7 +95,7 @@ def test_the_summary_adds_up_what_the_processes_did(tmp_path: Path) -> None:
             file.write(**line)
         file.close()
     (tmp_path / "run.json").write_text(json.dumps({"commit": "0123abc", "world_size": 2}))
-    found = write_summary(tmp_path, final=tmp_path / "q2a2_e2e_0.30_fp32", best=0.3)
+    found = write_summary(tmp_path, final=tmp_path / "q2a2_e2e_0.30_fp32", best=0.3, best_step=2)
     assert found == json.loads((tmp_path / "metrics.json").read_text())
     assert (found["steps"], found["first_loss_nats"], found["best_nats"]) == (30, 1 / 3, 0.3)
     assert found["wall_s"] == pytest.approx(20.0) and found["train_s"] == pytest.approx(15.0)

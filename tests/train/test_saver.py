@@ -1,5 +1,6 @@
 """Saving behind the step: what is written is the step's own, proven, and never in the way."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from qat.models.stored_state import packed_state_dict
 from qat.train import saver as saving
 from qat.train.loop import Trainer
 from qat.train.resume import load_training_state
-from qat.train.run import read_state
+from qat.train.run import RunDirectory, read_state
 from qat.train.saver import Saver, problem, prove
 from qat.train.start import train_student
 
@@ -85,7 +86,7 @@ def test_a_save_that_fails_is_told_at_the_next_one(trainer: Trainer, monkeypatch
         with pytest.raises(CheckpointError, match=message):
             trainer.saver.save(3, 0.5, is_best=True)
     assert trainer.run.pointed("latest") == before and problem(before) is None
-    assert trainer.run.checkpoints() == [before]
+    assert before in trainer.run.checkpoints() and not trainer.run.checkpoint_path(2).exists()
 
 
 def test_a_file_that_reads_otherwise_than_written_is_found(tmp_path: Path) -> None:
@@ -162,7 +163,8 @@ def test_what_does_not_learn_is_copied_once(
     made.saver.save = save
     made.train()
     still, *moving = counts
-    assert still and len(moving) == 3 and not any(still & names for names in moving)
+    assert still and len(moving) == 4 and not any(still & names for names in moving)
+    del seen[0]  # the untrained student's goes when a step is better
     for step, expected in seen.items():
         stored = safetensors.torch.load_file(made.run.checkpoint_path(step) / "model.safetensors")
         assert all(torch.equal(stored[name], expected[name]) for name in stored)
@@ -211,3 +213,29 @@ def test_a_run_whose_disk_is_full_says_so_and_goes_on(
     assert event["kind"] == "save_failed" and "No space left" in event["error"]
     assert (out / "latest").read_text() == "checkpoints/step-000002\n"
     assert train_student(settings, str(place / "student"), out, resume=True).steps == 4
+
+
+def test_the_untrained_student_competes(place: Path, tmp_path: Path, monkeypatch) -> None:
+    """Steps that make the student worse: what it was at step 0 is what the run hands on."""
+    out, source, scores = tmp_path / "run", place / "student", iter([0.3, 0.4, 0.5])
+    monkeypatch.setattr("qat.train.loop.score", lambda _: next(scores))
+    settings = config(place, max_steps=4, eval_every=2, save_every=2, keep=1)
+    report = train_student(settings, str(source), out, resume=False)
+    assert (report.best, report.best_step, report.steps) == (0.3, 0, 4)
+    assert RunDirectory(out).pointed("best").name == "step-000000"
+    assert sorted(path.name for path in (out / "checkpoints").iterdir())[1:] == ["step-000004"]
+    ours, theirs = (
+        safetensors.torch.load_file(directory / "model.safetensors")
+        for directory in (report.final, source)
+    )
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+    assert json.loads((out / "metrics.json").read_text())["best_step"] == 0
+
+
+def test_a_student_that_became_better_takes_the_place_of_the_untrained_one(
+    place: Path, tmp_path: Path
+) -> None:
+    settings = config(place, max_steps=4, eval_every=2, save_every=2, keep=9)
+    report = train_student(settings, str(place / "student"), tmp_path / "run", resume=False)
+    assert report.best_step > 0
+    assert not RunDirectory(tmp_path / "run").checkpoint_path(0).exists()
