@@ -19,6 +19,7 @@ PASSES = ("forward", "train", "decode")
 CASES = ("ours", "plain-eager", "plain-compiled", "torchao-int2", "reference")
 """What `qat bench baselines` compares, by the names that its rows carry."""
 DEFAULT_SHAPE = "qwen3-0.6b"
+CPU_SHAPE = "tiny"
 """What is measured where nobody names a student."""
 DEFAULT_LENGTH, DEFAULT_TOP_K, DEFAULT_DRAWS = 64, 64, 50
 GIB_PER_UNIT = {"gib": 1.0, "gb": 1e9 / 2**30, "mib": 2**-10, "mb": 1e6 / 2**30}
@@ -97,8 +98,8 @@ class BenchConfig(MeasureConfig):
     """What `qat bench` measures. Learning rates are zero: every trial sees the same student."""
 
     shape: Formats[str | None] = None
-    """Published shape to measure with random weights, where no STUDENT is named; qwen3-0.6b if
-    neither is."""
+    """Published shape to measure with random weights, where no STUDENT is named; qwen3-0.6b, or
+    tiny on a CPU, if neither is."""
     batch_sizes: Measured[str] = ""
     """Batch sizes to measure, joined by commas; with --find-max-batch, the only ones to try."""
     find_max_batch: Measured[bool] = False

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 from cyclopts import App, Parameter
 
 from qat.bench.config import (
+    CPU_SHAPE,
     DEFAULT_SHAPE,
     AttentionConfig,
     BaselinesConfig,
@@ -248,11 +249,21 @@ def _student(student: str | None, config: BenchConfig) -> str:
     Raises:
         ConfigError: both are named.
     """
+    if student is None and config.shape is not None:
+        logger.info("no student is named: measuring %s with random weights", config.shape)
+        return config.shape
     if student is None:
-        found = config.shape or DEFAULT_SHAPE
-        large = "; a CPU takes minutes for it: --shape tiny takes seconds"
-        told = large if config.shape is None else ""
-        logger.info("no student is named: measuring %s with random weights%s", found, told)
+        from qat.backend.device import select
+
+        # a step of 0.6B parameters takes a CPU minutes; a plan for other devices takes none
+        is_slow = not config.plan and select(config.device).device.type == "cpu"
+        found, other = (CPU_SHAPE, DEFAULT_SHAPE) if is_slow else (DEFAULT_SHAPE, CPU_SHAPE)
+        logger.info(
+            "no student is named: measuring the shape %s with random weights; for another: "
+            "qat bench %s, or qat bench CHECKPOINT",
+            found,
+            other,
+        )
         return found
     if config.shape is not None:
         raise ConfigError(

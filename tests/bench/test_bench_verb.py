@@ -11,10 +11,11 @@ import torch
 from train_case import make_place
 
 from qat.backend import device as backend
-from qat.bench.config import BenchConfig
+from qat.bench.config import CPU_SHAPE, BenchConfig
 from qat.bench.results import IN_EVERY_ROW, Results, as_csv
 from qat.bench.run import SAFE_SHARE, run_bench
 from qat.cli import main
+from qat.cli.bench import _student
 from qat.errors import ConfigError
 from qat.logs import read_json_lines
 
@@ -223,3 +224,9 @@ def test_nothing_is_written_before_the_first_row(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
         results.add(case="ours")
     assert (tmp_path / "out" / "results.jsonl").read_text().count("\n") == 1
+
+
+def test_alone_on_a_cpu_it_measures_a_shape_that_takes_seconds() -> None:
+    assert _student(None, BenchConfig(device="cpu")) == CPU_SHAPE == "tiny"
+    assert _student(None, BenchConfig(device="cpu", plan=True)) == "qwen3-0.6b"
+    assert _student(None, BenchConfig(device="cpu", shape="llama-3.2-1b")) == "llama-3.2-1b"
