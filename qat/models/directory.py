@@ -31,6 +31,10 @@ ADAPTER = "adapter_config.json"
 """What a directory without config.json holds whose model is another one with an adapter of peft."""
 SOURCES = "a model directory, a run directory, a GGUF file or a hub id"
 """What a user may call a model, for messages."""
+STUDENT = "student"
+"""File of a directory of `qat run` that names the better of the students in it."""
+FOLDER = re.compile(r"[A-Za-z0-9_]{1,64}")
+"""What it may name: a directory right there."""
 CHECKPOINTS = "checkpoints"
 STEP_NAME = re.compile(r"step-[0-9]{6,18}")
 POINTER_BYTES = 4096
@@ -64,21 +68,48 @@ def resolve(source: str) -> str:
         return str(found[0])
     for pointer in RUN_POINTERS:
         if (path / pointer).is_file():
-            checkpoint = pointed(path, pointer)
-            if checkpoint is None or not (checkpoint / "config.json").is_file():
-                raise CheckpointError(
-                    f"{path / pointer} names {_said(path / pointer)[:80]!r}, which holds no "
-                    "config.json or is no checkpoint of this run; expected one: name another of "
-                    "its checkpoints yourself"
-                )
-            _check_indices(checkpoint)
-            return str(checkpoint)
+            return str(_checkpoint_of(path, pointer))
+    if (path / STUDENT).is_file():
+        return resolve(str(_student_in(path)))
     if path.exists():
-        raise CheckpointError(
-            f"{source} holds neither config.json nor a run's checkpoint; expected {SOURCES}: check "
-            "the path"
-        )
+        raise _no_model(source)
     return _hub_id(source)
+
+
+def _checkpoint_of(run: Path, pointer: str) -> Path:
+    """The checkpoint of a run that its file `best` or `latest` names."""
+    checkpoint = pointed(run, pointer)
+    if checkpoint is None or not (checkpoint / "config.json").is_file():
+        raise CheckpointError(
+            f"{run / pointer} names {_said(run / pointer)[:80]!r}, which holds no config.json or "
+            "is no checkpoint of this run; expected one: name another of its checkpoints yourself"
+        )
+    _check_indices(checkpoint)
+    return checkpoint
+
+
+def _student_in(path: Path) -> Path:
+    """The directory that the file `student` of one of `qat run` names, which lies in it."""
+    name = _said(path / STUDENT)
+    found = path / name
+    if not FOLDER.fullmatch(name) or found.is_symlink() or not found.is_dir():
+        raise CheckpointError(
+            f"{path / STUDENT} names {name[:80]!r}, which is no directory there, expected that of "
+            "a student; call 'qat run' again, or name the student yourself"
+        )
+    return found
+
+
+def _no_model(source: str) -> CheckpointError:
+    """What to say of a path that is no model; one that holds some, as of `qat demo`, names them."""
+    path = Path(source)
+    names = ("config.json", *RUN_POINTERS)
+    folders = sorted(path.iterdir()) if path.is_dir() else []
+    models = [str(each) for each in folders if any((each / name).is_file() for name in names)]
+    hint = f"name one that lies in it: {', '.join(models)}" if models else "check the path"
+    return CheckpointError(
+        f"{source} holds neither config.json nor a run's checkpoint; expected {SOURCES}: {hint}"
+    )
 
 
 def is_path(source: str) -> bool:

@@ -1,0 +1,40 @@
+"""What a user may call a model, and what is behind it."""
+
+from pathlib import Path
+
+import pytest
+
+from qat.errors import CheckpointError
+from qat.models.directory import resolve
+
+
+@pytest.fixture
+def students(tmp_path: Path) -> Path:
+    """A directory as `qat run` leaves it: a conversion, a run, and which of them is the student."""
+    run = tmp_path / "trained"
+    for model in (tmp_path / "converted", run / "checkpoints" / "step-000002"):
+        model.mkdir(parents=True)
+        (model / "config.json").write_text("{}")
+    (run / "best").write_text("checkpoints/step-000002\n")
+    (tmp_path / "student").write_text("trained\n")
+    return tmp_path
+
+
+def test_a_directory_of_a_whole_run_is_its_student(students: Path) -> None:
+    assert resolve(str(students)) == str(students / "trained/checkpoints/step-000002")
+    (students / "student").write_text("converted\n")
+    assert resolve(str(students)) == str(students / "converted")
+
+
+def test_a_directory_of_several_models_names_them(students: Path) -> None:
+    (students / "student").unlink()
+    with pytest.raises(CheckpointError, match=r"name one that lies in it: \S+/converted, \S+/trai"):
+        resolve(str(students))
+
+
+@pytest.mark.parametrize("name", ["", "..", "../x", "/etc", "checkpoints", "link", "x" * 9999])
+def test_a_student_that_lies_elsewhere_is_refused(students: Path, name: str) -> None:
+    (students / "link").symlink_to(students)
+    (students / "student").write_text(name)
+    with pytest.raises(CheckpointError, match="which is no directory there"):
+        resolve(str(students))
