@@ -14,7 +14,7 @@ from qat.export.parts import (
     loses_nothing,
     reloaded_logits,
 )
-from qat.models.checkpoint import copy_processors, quiet_transformers
+from qat.models.checkpoint import copy_processors, finish_config, quiet_transformers
 from qat.models.stored_state import INPUT_SCALE
 from qat.nn.lut_embedding import TiedLutHead, lut_tables
 from qat.nn.sites import close_sites, open_sites
@@ -57,6 +57,7 @@ def write(
     close_sites(dense)
     with quiet_transformers():
         dense.save_pretrained(directory)
+    finish_config(directory, dense, dtype=dtype)
     copy_processors(model, directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)

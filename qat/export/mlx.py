@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
 from qat.export.parts import (
@@ -127,7 +127,9 @@ def write(
         formats[name] = (module.spec.group_size, module.spec.bits)
     common = Counter(formats.values()).most_common(1)[0][0]
     quantization = {**_format(common), **{n: _format(f) for n, f in formats.items()}}
-    extra = {"quantization": quantization, **_older_names(model.config)}
+    extra: dict[str, object] = {"quantization": quantization}
+    if model.config.model_type == "gemma3_text":  # which mlx-lm reads instead of layer_types
+        extra["sliding_window_pattern"] = model.config.layer_types.index("full_attention") + 1
     write_config(model, tokenizer, directory, dtype=dtype, extra=extra)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "mlx"})
 
@@ -151,22 +153,6 @@ def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
         given["input_embeddings"] = rows * (factor / factor.bfloat16()).item()
     logits = mlx_model(places, **given).astype(mx.float32)
     return torch.from_numpy(np.array(logits))
-
-
-def _older_names(config: PreTrainedConfig) -> dict[str, object]:
-    """Rotary settings by the names of transformers 4, which most models of mlx-lm read.
-
-    One that misses such a name takes a default of its own without a word.
-    """
-    ropes = getattr(config, "rope_parameters", None) or {}
-    rope = ropes.get("full_attention", ropes)
-    found = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    if rope.get("rope_type", "default") != "default":
-        found["rope_scaling"] = rope
-    if config.model_type == "gemma3_text":
-        found["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
-        found["sliding_window_pattern"] = config.layer_types.index("full_attention") + 1
-    return found
 
 
 def _format(size_and_bits: tuple[int, int]) -> dict[str, object]:

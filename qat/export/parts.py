@@ -20,6 +20,7 @@ from transformers import (
 from qat.errors import ExportError
 from qat.models.checkpoint import quiet_transformers
 from qat.models.opening import auto_class
+from qat.models.rotary import with_older_names
 from qat.models.stored_state import INPUT_SCALE, quantized_modules
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
@@ -225,7 +226,8 @@ def write_config(
 ) -> None:
     """Write config.json with `extra` keys and no quantization of ours, and the tokenizer."""
     config = _plain_config(model)
-    values = {**config.to_diff_dict(), "dtype": str(dtype).removeprefix("torch."), **extra}
+    named = with_older_names(config, config.to_diff_dict())
+    values = {**named, "dtype": str(dtype).removeprefix("torch."), **extra}
     values["architectures"] = [type(model).__name__]
     text = json.dumps(values, indent=2, sort_keys=True) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")

@@ -21,6 +21,7 @@ from qat.models.directory import atomic_directory, write_checksums
 from qat.models.hf_quantizer import NEEDS_QAT, QUANT_METHOD, QatConfig, QatHfQuantizer
 from qat.models.opening import Opening, auto_class, read_config, read_table
 from qat.models.regions import kv_spec
+from qat.models.rotary import with_older_names
 from qat.models.stored_state import (
     packed_state_dict,
     quantized_modules,
@@ -83,7 +84,9 @@ def write_checkpoint(
     finally:
         model.hf_quantizer.packed = None
     copy_processors(model, directory)
-    _finish(directory, tokenizer, stored_dtype(packed), transformers_weights=NEEDS_QAT)
+    dtype = stored_dtype(packed)
+    finish_config(directory, model, dtype=dtype, transformers_weights=NEEDS_QAT)
+    _finish(directory, tokenizer)
 
 
 def write_model(
@@ -105,7 +108,8 @@ def write_model(
     with quiet_transformers():
         model.save_pretrained(directory, state_dict=state)
     copy_processors(model, directory)
-    _finish(directory, tokenizer, stored_dtype(state))
+    finish_config(directory, model, dtype=stored_dtype(state))
+    _finish(directory, tokenizer)
 
 
 def copy_processors(model: PreTrainedModel, directory: Path) -> None:
@@ -152,17 +156,21 @@ def check_written(directory: Path, model: PreTrainedModel) -> None:
             )
 
 
-def _finish(
-    directory: Path,
-    tokenizer: PreTrainedTokenizerBase | None,
-    dtype: torch.dtype,
-    **settings: str,
+def finish_config(
+    directory: Path, model: PreTrainedModel, *, dtype: torch.dtype, **settings: str
 ) -> None:
-    """Write what lies beside the tensors, which are of that dtype; `settings` go to config.json."""
+    """Name in the config.json that transformers wrote what it does not: the dtype of the file,
+    rotary settings as transformers 4 reads them, and `settings`.
+    """
+    path = directory / "config.json"
+    config = with_older_names(model.config, json.loads(path.read_text(encoding="utf-8")))
     # transformers names the dtype that the model computes in, which may be wider than the file's
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config |= {"dtype": str(dtype).removeprefix("torch."), **settings}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _finish(directory: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Write the tokenizer and the checksums."""
     if tokenizer is not None:
         _save_tokenizer(tokenizer, directory)
     write_checksums(directory)

@@ -7,13 +7,14 @@ one that was packed or batched with it, so what a model says would depend on the
 Shapes: B rows, S positions.
 """
 
+import copy
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 
@@ -103,3 +104,53 @@ def _longrope_limit(module: nn.Module, layer_type: str | None) -> int:
     parameters = module.config.rope_parameters
     parameters = parameters if layer_type is None else parameters[layer_type]
     return parameters["original_max_position_embeddings"]
+
+
+# Names that transformers 4, and programs written for it, read rotary settings by. A program that
+# misses one takes a default without a word.
+
+NOT_TEXT = ("vision", "audio")
+"""How the keys of configurations begin that no text is read by."""
+EXACT_SCALING = dict.fromkeys(("phi3", "phi4_multimodal"), ("type", "short_factor", "long_factor"))
+"""All keys that `rope_scaling` may have in these families."""
+
+
+def with_older_names(config: PreTrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
+    """The `values` of a config.json of `config`, with the rotary settings of transformers 4 too.
+
+    Configurations inside it, such as the text part of a model that sees, get theirs.
+    """
+    found = {**values, **_older_names(config)}
+    for key in config.sub_configs:
+        if isinstance(values.get(key), dict) and not key.startswith(NOT_TEXT):
+            found[key] = with_older_names(getattr(config, key), values[key])
+    return found
+
+
+def _older_names(config: PreTrainedConfig) -> dict[str, Any]:
+    ropes = getattr(config, "rope_parameters", None) or {}
+    rope, local = ropes.get("full_attention", ropes), ropes.get("sliding_attention") or {}
+    if not rope.get("rope_theta"):  # one for each kind of layer, none of them known here
+        return {}
+    found = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    if "rope_theta" in local:
+        found["rope_local_base_freq"] = local["rope_theta"]
+    scaling = {key: value for key, value in rope.items() if key not in found}
+    if scaling.get("rope_type", "default") == "default" and set(scaling) <= {"rope_type", "type"}:
+        return found
+    scaling.setdefault("type", scaling.setdefault("rope_type", "default"))
+    # transformers 4 refuses any other key here
+    known = EXACT_SCALING.get(config.model_type, scaling.keys())
+    both = {**found, "rope_scaling": {key: scaling[key] for key in known if key in scaling}}
+    # transformers 5 prefers the older names, and some of its families read them otherwise
+    again = type(config).from_dict(copy.deepcopy({**config.to_dict(), **both}))
+    return both if _without_type(again.rope_parameters) == _without_type(ropes) else found
+
+
+def _without_type(ropes: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings without the older name of `rope_type`, in all of their parts."""
+    return {
+        key: _without_type(value) if isinstance(value, dict) else value
+        for key, value in ropes.items()
+        if key != "type"
+    }

@@ -138,6 +138,8 @@ def test_the_targets_library_reads_our_logits(
         assert report.logits_max_diff == 0
     assert report.logits_max_diff < (1e-4 if dtype == "fp32" or to != "coreml" else 1e-2)
     assert report.bytes > 0 and report.dtype == f"float{dtype[2:]}"
+    if (out / "config.json").is_file():  # where transformers 4 and programs like it look
+        assert json.loads((out / "config.json").read_text())["rope_theta"] == 10000.0
     shown = (out / card.CARD).read_text()
     assert f"in the form `{to}`" in shown and "DIR" not in shown and "## How to load" in shown
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qat.models.language_model import LanguageModel
-from qat.models.rotary import document_lengths, reads_lengths
+from qat.models.rotary import document_lengths, reads_lengths, with_older_names
 
 SHORT, LONG = 7, 40
 LIMIT = 32
@@ -136,3 +136,79 @@ def test_which_models_read_lengths() -> None:
     assert all(reads_lengths(family(name)) for name in FAMILIES)
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
     assert not reads_lengths(plain)
+
+
+BASE = {"rope_theta": 500000.0}
+SCALED = {
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.7},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "default": {},
+}
+
+
+def without_new_names(values: dict) -> dict:
+    """What transformers 4 sees of a config.json."""
+    return {
+        key: without_new_names(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if key != "rope_parameters"
+    }
+
+
+def round_trips(config: transformers.PreTrainedConfig) -> dict:
+    """The config.json, once both generations of transformers read the same settings in it."""
+    values = with_older_names(config, config.to_diff_dict())
+    for read in (values, without_new_names(values)):
+        again = type(config).from_dict(copy.deepcopy(read)).get_text_config()
+        ropes = again.rope_parameters
+        for rope in (ropes, *ropes.values()):
+            if isinstance(rope, dict):
+                rope.pop("type", None)
+        assert ropes == config.get_text_config().rope_parameters
+    return values
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_both_generations_of_transformers_read_the_same_angles(kind: str) -> None:
+    rope = {"rope_type": kind, **BASE, **SCALED[kind]}
+    values = round_trips(transformers.LlamaConfig(**SHAPE, rope_parameters=rope))
+    assert values["rope_theta"] == 500000.0
+    if kind == "default":
+        assert "rope_scaling" not in values
+    else:
+        assert values["rope_scaling"] == {"rope_type": kind, "type": kind, **SCALED[kind]}
+
+
+def test_phi_has_the_keys_that_transformers_4_demands() -> None:
+    kind, more = FAMILIES["longrope"]
+    values = round_trips(getattr(transformers, f"{kind}Config")(**copy.deepcopy({**SHAPE, **more})))
+    assert values["rope_scaling"].keys() == {"type", "short_factor", "long_factor"}
+    assert values["original_max_position_embeddings"] == LIMIT
+
+
+@pytest.mark.parametrize("has_images", [False, True])
+def test_gemma_has_two_bases_also_inside_a_model_that_sees(has_images: bool) -> None:
+    ropes = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 2000000.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+    }
+    config = transformers.Gemma3TextConfig(**SHAPE, rope_parameters=ropes)
+    if has_images:
+        config = transformers.Gemma3Config(text_config=config.to_dict())
+    values = round_trips(config)
+    values = values["text_config"] if has_images else values
+    assert (values["rope_theta"], values["rope_local_base_freq"]) == (2000000.0, 20000.0)
+    assert values["rope_scaling"] == {"rope_type": "linear", "type": "linear", "factor": 8.0}
+
+
+def test_sections_of_three_axes_are_kept() -> None:
+    rope = {"rope_type": "default", **BASE, "mrope_section": [2, 3, 3]}
+    config = transformers.Qwen2VLTextConfig(**SHAPE, rope_parameters=rope)
+    assert round_trips(config)["rope_scaling"]["mrope_section"] == [2, 3, 3]
