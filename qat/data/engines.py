@@ -11,8 +11,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from typing import Annotated, NamedTuple, NotRequired, Protocol, TypeVar
 from urllib.parse import urlsplit
@@ -34,6 +34,8 @@ to whatever server is named."""
 HERE = ("localhost", "127.0.0.1", "::1")
 CONNECT_S, ANSWER_S = 20.0, 600.0
 """Without a connection, or without a byte of an answer, before a request counts as failed."""
+WHOLE_S = 3 * ANSWER_S
+"""From a request to the end of its answer: a server that sends a byte now and then is left."""
 ATTEMPTS, FIRST_ATTEMPTS = 10, 3
 """Of one request that fails because the server is busy, restarts or is gone: some four minutes; and
 before anything is built, when it is sooner a mistake."""
@@ -107,9 +109,40 @@ class Line:
         self._over.set()
         with self._lock:
             sockets = [*self._sockets]
-        for each in sockets:  # to close one does not wake who reads from it
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+        _shut(sockets)
+
+    @contextmanager
+    def _within(self, url: str) -> Iterator[None]:
+        """A block in which a whole answer arrives, or the connections are ended after `WHOLE_S`.
+
+        Requests of other threads that this breaks off are repeated.
+
+        Raises:
+            CacheError: it took too long.
+        """
+        late = threading.Event()
+
+        def leave() -> None:
+            late.set()
+            with self._lock:
+                sockets = [*self._sockets]
+            _shut(sockets)
+
+        timer = threading.Timer(WHOLE_S, leave)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except httpx2.TransportError:
+            if not late.is_set():
+                raise
+        finally:
+            timer.cancel()
+        if late.is_set():  # an answer of no stated length ends where its connection does
+            raise CacheError(
+                f"{url} sent no whole answer in {WHOLE_S:g} s, expected one; check --teacher, or "
+                "run the same command again: finished shards are kept"
+            )
 
     def close(self) -> None:
         """Give the connections back, once no thread asks any more."""
@@ -168,7 +201,10 @@ class Line:
     def _attempt(self, url: str, content: bytes | None, most: int) -> bytes:
         how = {"content": content, "headers": {"Content-Type": "application/json"}}
         method, how = ("GET", {}) if content is None else ("POST", how)
-        with self._client.stream(method, url, **how, extensions={"trace": self._note}) as answer:
+        with (
+            self._within(url),
+            self._client.stream(method, url, **how, extensions={"trace": self._note}) as answer,
+        ):
             raw = bytearray()
             for piece in answer.iter_raw():
                 raw += piece
@@ -218,6 +254,12 @@ class Line:
             if self._not_before <= now:
                 logger.info("%s: %s; asking again in %.0f s", url, reason, seconds)
             self._not_before = max(self._not_before, now + seconds)
+
+
+def _shut(sockets: Sequence[socket.socket]) -> None:
+    for each in sockets:  # to close one does not wake who reads from it
+        with suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
 
 
 def _words(raw: bytes) -> str:

@@ -250,8 +250,20 @@ class ServedTeacher:
             )
         # no other token is likelier than the last of these
         most = (self._vocab_size - k) * np.exp(logprobs[:, -1])
+        if not (sums + most >= 1 - OVER_ONE).all():
+            raise CacheError(
+                f"{self._address} gives probabilities of {k} tokens that sum to "
+                f"{(sums + most).min():.3g} at most with all others of the vocabulary, expected "
+                "log-probs normalised over it; start the server without another way (vLLM: "
+                "--logprobs-mode raw_logprobs)"
+            )
         tail = np.clip(1 - sums, np.minimum(ROUNDING, most), most)
         following = np.array([word.next_logprob for word in words], np.float64)
+        if (following > OVER_ONE).any():
+            raise CacheError(
+                f"{self._address} gives a following token the log-prob {following.max():.3g}, "
+                "expected at most 0; check that it is vLLM, SGLang or llama.cpp"
+            )
         return Likeliest(places, ids, logprobs, tail, following)
 
     def _answered(

@@ -2,10 +2,11 @@
 
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -241,6 +242,46 @@ def test_probabilities_above_one_are_refused(stage: Stage) -> None:
     stage.change = shifted
     with played(stage) as address, refused("sum to .*, expected log-probs normalised", CacheError):
         ask(address)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
+@pytest.mark.parametrize("shift", [-9.0, float("-inf"), float("nan")])
+def test_what_is_no_distribution_is_refused(engine: str, shift: float) -> None:
+    stage = Stage(engine)
+
+    def shifted(part: object) -> None:
+        """Move every log-prob in an answer, wherever its engine has them."""
+        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+            is_top = engine == "sglang" and isinstance(part, list) and key == 0
+            if isinstance(value, float) and (key == "logprob" or is_top):
+                part[key] = value + shift
+            elif isinstance(value, dict | list):
+                shifted(value)
+
+    stage.change = shifted
+    with played(stage) as address, refused("gives probabilities|answers what no", CacheError):
+        ask(address)
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_a_server_that_drips_its_answer_is_left(
+    head: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "WHOLE_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                connection.sendall(head)
+                while True:
+                    connection.sendall(b" ")
+                    time.sleep(0.05)
+
+        threading.Thread(target=drip, daemon=True).start()
+        line = engines.Line(f"http://127.0.0.1:{server.getsockname()[1]}/v1", attempts=1)
+        with refused("sent no whole answer in 0.5 s", CacheError):
+            line.ask("models", None, engines.CARDS, 2**20)
 
 
 @pytest.mark.parametrize("place", ["", "/nowhere/v1"])
