@@ -5,9 +5,9 @@ sampling that was killed at any instant goes on after its last shard and ends in
 several ranks take shards in turn.
 """
 
+import hashlib
 import json
 import logging
-import shutil
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -171,7 +171,7 @@ def write_corpus(model: LanguageModel, corpus: Corpus, out: Path, ranks: Ranks =
         ranks.together(lambda: _begin(parts, facts) if ranks.is_first else None)
         speed = ranks.together(lambda: _sample_shards(model, corpus, parts, run=run, ranks=ranks))
         # all ranks end together, and with the first one's error if there is one
-        ranks.together(lambda: _join(corpus, parts, out) if ranks.is_first else None)
+        ranks.together(lambda: _join(corpus, parts, out, run) if ranks.is_first else None)
         return _summary(out, corpus.num_rows, speed)
 
 
@@ -233,7 +233,7 @@ def _sample_shards(
 ) -> float | None:
     """Sample this rank's shards that are not there yet; new tokens a second, None without any."""
     mine = list(enumerate(corpus.shards()))[ranks.rank :: ranks.size]
-    missing = [(number, rows) for number, rows in mine if not _shard(parts, number).exists()]
+    missing = [(number, rows) for number, rows in mine if _rows_in(parts, number, run) is None]
     if not missing:
         return None
     sampler = open_sampler(model, corpus.batch())
@@ -267,7 +267,26 @@ def _write_shard(
     corpus: Corpus, rows: Sequence[int], said: Sequence[list[int]], *, path: Path, run: str
 ) -> None:
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in _told(corpus, rows, said, run))
-    write_atomically(path, "".join(lines))
+    content = "".join(lines).encode()
+    write_atomically(path, _head(path, run, content) + content)
+
+
+def _head(path: Path, run: str, content: bytes) -> bytes:
+    """The first line of a shard, by which a later run knows that it is whole."""
+    sha256 = hashlib.sha256(content).hexdigest()
+    return json.dumps({"shard": path.name, "run": run, "sha256": sha256}).encode() + b"\n"
+
+
+def _rows_in(parts: Path, number: int, run: str) -> bytes | None:
+    """The lines of a shard that is there as it was written; None where it is to be sampled."""
+    path = _shard(parts, number)
+    if not path.exists():
+        return None
+    head, _, content = path.read_bytes().partition(b"\n")
+    if head + b"\n" == _head(path, run, content):
+        return content
+    logger.warning("%s was changed since it was written: its rows are sampled again", path)
+    return None
 
 
 def _told(
@@ -285,25 +304,36 @@ def _told(
         yield {**row, "sampled": about}
 
 
-def _join(corpus: Corpus, parts: Path, out: Path) -> None:
+def _join(corpus: Corpus, parts: Path, out: Path, run: str) -> None:
     """Make one file of all shards, and remove these."""
-    paths = [_shard(parts, number) for number in range(len(corpus.shards()))]
-    missing = [path for path in paths if not path.exists()]
-    if missing:
-        raise ConfigError(
-            f"{parts} lacks {len(missing)} of {len(paths)} shards, expected a folder that all "
-            "ranks see; choose such an --out"
-        )
-    if not any(path.stat().st_size for path in paths):
-        shutil.rmtree(parts)
-        raise DataError(
-            f"none of {corpus.num_rows} rows holds a text that is not left out, expected some; "
-            "lower --least-variety, or look at what the model answers with 'qat generate'"
-        )
+    count = len(corpus.shards())
     with whole_file(out, partial_file(out)) as file:
-        for path in paths:
-            file.write(path.read_bytes())
-    shutil.rmtree(parts)
+        for number in range(count):
+            content = _rows_in(parts, number, run)
+            if content is None:
+                raise ConfigError(
+                    f"{parts} lacks shard {number} of {count}, expected a folder that all ranks "
+                    "see; choose such an --out, or run the same command again"
+                )
+            file.write(content)
+        if file.tell() == 0:
+            _remove(parts, count)
+            raise DataError(
+                f"none of {corpus.num_rows} rows holds a text that is not left out, expected some; "
+                "lower --least-variety, or look at what the model answers with 'qat generate'"
+            )
+    _remove(parts, count)
+
+
+def _remove(parts: Path, count: int) -> None:
+    """Delete what was written to the folder of the shards, and the folder if that empties it."""
+    for path in (*(_shard(parts, number) for number in range(count)), parts / SETTINGS):
+        path.unlink(missing_ok=True)
+        partial_file(path).unlink(missing_ok=True)
+    try:
+        parts.rmdir()
+    except OSError:
+        logger.info("%s stays: it holds files that qat did not write", parts)
 
 
 def _summary(out: Path, num_rows: int, speed: float | None) -> Sampled:

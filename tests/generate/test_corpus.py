@@ -166,6 +166,26 @@ def test_a_killed_rank_costs_its_shard(whole: bytes, teacher: Path, tmp_path: Pa
     assert out.read_bytes() == whole
 
 
+@pytest.mark.parametrize("harm", ["cut", "edited", "another", "empty"])
+def test_a_shard_that_changed_is_sampled_again(
+    whole: bytes, teacher: Path, tmp_path: Path, harm: str, caplog
+) -> None:
+    out, parts = tmp_path / "c.jsonl", tmp_path / ".c.jsonl.shards"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_join", lambda *_: None)
+        patch.setattr(module, "_summary", lambda *_: None)
+        sample(teacher, out, **NOTHING)
+    shard = parts / "000001.jsonl"
+    data = shard.read_bytes()
+    other = (parts / "000000.jsonl").read_bytes()
+    changed = {"cut": data[:-9], "edited": data.replace(b"text", b"tixt"), "another": other}
+    shard.write_bytes(changed.get(harm, b""))
+    (parts / "thesis.txt").write_text("mine")
+    sample(teacher, out, **NOTHING)
+    assert out.read_bytes() == whole and f"{shard} was changed" in caplog.text
+    assert [path.name for path in parts.iterdir()] == ["thesis.txt"]
+
+
 def test_a_finished_corpus_is_left_as_it_is(teacher: Path, tmp_path: Path, caplog) -> None:
     out = tmp_path / "c.jsonl"
     first = sample(teacher, out, **NOTHING)
