@@ -109,9 +109,26 @@ bring_torch() {
     if [ -n "$limit" ]; then wanted=("$limit"); fi
     say "a GPU is here: fetching the torch that its driver runs (${index##*/}, some GB), as $PYTHON" \
         "does not do: $obstacle"
-    "$PYTHON" -m pip install -qq --disable-pip-version-check --no-input --retries 2 \
-        --force-reinstall --index-url "$index" "${wanted[@]}" ||
+    pip_install --retries 2 --force-reinstall --index-url "$index" "${wanted[@]}" ||
         say "not fetched, as said above; going on with the torch that pip finds by itself"
+}
+
+# pip with its own progress bars on a terminal; elsewhere (a log, CI) it prints errors alone.
+pip_install() {
+    local quiet=(-qq)
+    if [ -t 2 ]; then quiet=(); fi
+    "$PYTHON" -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check --no-input "$@" >&2
+}
+
+# What an installation of EXTRA takes, in words: sizes are of a CPU's torch, which is half of them.
+expected_cost() {
+    local size="1.4 GB" minutes="a few"
+    if [ "$1" = dev ]; then size="3.1 GB" minutes="5 to 10"; fi
+    if [ -n "$2" ]; then
+        echo "less than $size, as torch is there, some minutes"
+    else
+        echo "about $size on disk, some GB more where torch brings CUDA, $minutes minutes"
+    fi
 }
 
 # What an installation depends on, as one number; torch, as a pod's next image may bring another.
@@ -128,9 +145,9 @@ print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
 is_installed() { [ "$(cat "$MARK-$1" 2>/dev/null)" = "$(installation_hash "$1")" ]; }
 
 install_package() {
-    local target="$ROOT" pins=(-c "$CONSTRAINTS") torch
+    local target="$ROOT" pins=(-c "$CONSTRAINTS") torch began=$SECONDS
     if [ "$1" != base ]; then target="$ROOT[$1]"; fi
-    say "installing for $PYTHON (minutes the first time, skipped afterwards)"
+    say "installing for $PYTHON: $(expected_cost "$1" "$(installed_torch)"), once"
     "$PYTHON" -c 'import pip' 2>/dev/null || "$PYTHON" -m ensurepip >&2 || return 1 # made by uv
     bring_torch
     torch="$(installed_torch)"
@@ -138,11 +155,10 @@ install_package() {
         pins=("torch==$torch") # another than we would choose: it stays as it is
     fi
     if [ -n "$2" ]; then
-        "$PYTHON" -m pip install -qq --disable-pip-version-check --no-input \
-            --require-hashes --no-deps -r "$2" || return 1
+        pip_install --require-hashes --no-deps -r "$2" || return 1
     fi
-    "$PYTHON" -m pip install -qq --disable-pip-version-check --no-input \
-        "${pins[@]}" -e "$target" || return 1
+    pip_install "${pins[@]}" -e "$target" || return 1
+    say "installed in $((SECONDS - began)) s"
     installation_hash "$1" >"$MARK-$1"
 }
 

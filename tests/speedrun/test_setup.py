@@ -4,6 +4,9 @@ The clone, its environment and `qat` are stand-ins; what runs for real is the sh
 """
 
 import json
+import os
+import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -348,6 +351,28 @@ def test_colab_installs_into_the_running_python(machine: Machine) -> None:
     install, pull = machine.log()
     assert install.endswith(f" -c {machine.clone}/speedrun/constraints.txt -e {machine.clone}")
     assert pull == "hub pull L64"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_installing_says_its_size_first_and_shows_progress_on_a_terminal(
+    machine: Machine, is_terminal: bool
+) -> None:
+    with_running_python(machine)
+    machine.folder("content")
+    machine.variables["COLAB_RELEASE_TAG"] = "x"
+    reader, terminal = pty.openpty()
+    try:
+        where = f" 2>{os.ttyname(terminal)}" if is_terminal else ""
+        setup = f'source "{machine.clone}/speedrun/setup.sh"'
+        done = machine.run("bash", "-c", setup + where, cwd=machine.root)
+        said = os.read(reader, 65536).decode() if is_terminal else done.stderr
+    finally:
+        os.close(reader)
+        os.close(terminal)
+    assert re.search(r"installing for .*: about [\d.]+ GB on disk.* minutes, once", said)
+    assert re.search(r"installed in \d+ s", said)
+    (install,) = machine.log()
+    assert ("-qq" in install) != is_terminal
 
 
 def test_colab_keeps_another_torch_than_ours(machine: Machine) -> None:
