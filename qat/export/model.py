@@ -64,14 +64,14 @@ IMPORT = "import_report.json"
 """What an import of the reference's checkpoint says of itself, beside its tensors."""
 CARD = "README.md"
 MEASURES = {
-    "kd_nats": "distillation loss (nats a token)",
     "kl_tail_nats": "KL to the teacher, tail included (nats a token)",
+    "kd_nats": "distillation loss (nats a token)",
     "top1_frac": "agrees with the teacher's first choice (fraction)",
     "ppl": "perplexity",
 }
 TEMPLATE = """\
 <!-- The licence follows from those of the base model and of the data: state it here. -->
-# {{ name }}
+# {{ title }}
 
 A {{ architecture }} of {{ "%.1f"|format(parameters / 1e6) }}M parameters, quantized with qat \
 {{ version }} and written in the form `{{ target }}`.
@@ -79,6 +79,8 @@ A {{ architecture }} of {{ "%.1f"|format(parameters / 1e6) }}M parameters, quant
 | | |
 |---|---|
 | base model | {{ base }} |
+{% if plan %}| recipe | {{ plan }} |
+{% endif %}\
 | bits a weight as a qat checkpoint | {{ "%.3f"|format(linear_bits) }} in quantized linears, \
 {{ "%.3f"|format(whole_bits) }} in the whole model |
 | these files | {{ "%.2f"|format(megabytes) }} MB, \
@@ -86,7 +88,7 @@ A {{ architecture }} of {{ "%.1f"|format(parameters / 1e6) }}M parameters, quant
 | numbers that are not quantized | {{ dtype }} |
 | largest difference of a logit from the checkpoint | {{ "%.2g"|format(difference) }} |
 {% if step is not none %}| trained | {{ step or "not: no step of its run made it better" }}\
-{{ " steps" if step }} |
+{% if step %} steps{% if data %} on {{ data }}{% endif %}{% endif %} |
 {% endif %}{% if commit %}| code | commit {{ commit }} |
 {% endif %}
 ## Formats
@@ -300,8 +302,10 @@ def write_card(
     specs = Counter(module.spec for module in quantized_modules(model).values())
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)  # noqa: S701
     how_to_load = load_target(target).HOW_TO_LOAD.replace("DIR", name)
+    history = _history(source)
+    parts = (_short(str(history["base"])), history["plan"], target)
     text = environment.from_string(TEMPLATE).render(
-        name=name,
+        title=", ".join(str(part) for part in parts if part),
         target=target,
         how_to_load=how_to_load.replace("AutoModelForCausalLM", auto_class(model.config).__name__),
         architecture=type(model).__name__,
@@ -313,7 +317,7 @@ def write_card(
             f"{count} | {spec.index_bits:g} | {_levels(spec)} | {_scale(spec)}"
             for spec, count in specs.items()
         ],
-        **_history(source),
+        **history,
         **facts,
     )
     (directory / CARD).write_text(text, encoding="utf-8")
@@ -339,7 +343,8 @@ def _history(checkpoint: Path) -> dict[str, object]:
     is_final = (checkpoint.parent / SUMMARY).is_file()
     run = checkpoint.parent if is_final else checkpoint.parent.parent
     if not ((run / FACTS).is_file() and (run / METRICS).is_file()):
-        return {"base": _base(checkpoint), "step": None, "commit": None, "measures": []}
+        plain = {"step": None, "data": None, "commit": None, "measures": []}
+        return {"base": _base(checkpoint), "plan": _plan(checkpoint), **plain}
     try:
         facts = json.loads((run / FACTS).read_text(encoding="utf-8"))
         student = parse_toml((run / RECIPE).read_text(encoding="utf-8"))["train"]["student"]
@@ -349,11 +354,35 @@ def _history(checkpoint: Path) -> dict[str, object]:
             step = int(checkpoint.name.rpartition("-")[2])
         rows = [row for row in read_json_lines(run / METRICS) if row["kind"] == "eval"]
         judged = next((row for row in rows if row["step"] == step), {})
-        measures = [(text, judged[k]) for k, text in MEASURES.items() if judged.get(k) is not None]
-        commit = facts.get("commit")
-        return {"base": _base(Path(student)), "step": step, "commit": commit, "measures": measures}
-    except (ValueError, KeyError, TypeError) as error:
+        data = facts.get("cache_settings", {}).get("data")
+        return {
+            "base": _base(Path(student)),
+            "plan": _plan(Path(student)),
+            "step": step,
+            "data": _short(data) if data else None,
+            "commit": facts.get("commit"),
+            "measures": [
+                (text, judged[k]) for k, text in MEASURES.items() if judged.get(k) is not None
+            ],
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(checkpoint, error) from None
+
+
+def _plan(checkpoint: Path) -> str | None:
+    """The plan that a checkpoint was converted by; None where no report of a conversion is left."""
+    report = checkpoint / REPORT_NAME
+    if not report.is_file():
+        return None
+    try:
+        return json.loads(report.read_text(encoding="utf-8")).get("plan")
+    except (ValueError, AttributeError) as error:
+        raise _damaged(checkpoint, error) from None
+
+
+def _short(source: str) -> str:
+    """The last part of a path or a hub id: a card names no place on its author's disk."""
+    return Path(source).name or source
 
 
 def _damaged(checkpoint: str | Path, error: Exception) -> CheckpointError:

@@ -931,18 +931,21 @@ def test_other_weights_are_noticed(students: dict[TargetName, Path], tmp_path: P
 def test_the_card_tells_the_runs_own_measures(tmp_path: Path) -> None:
     run, source = tmp_path / "run", tmp_path / "converted"
     source.mkdir()
-    (source / REPORT_NAME).write_text(json.dumps({"source": "owner/base"}))
+    (source / REPORT_NAME).write_text(json.dumps({"source": "owner/base", "plan": "q2a4"}))
     checkpoint = run / "checkpoints/step-000020"
     save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), None, checkpoint)
     (run / "best").write_text("checkpoints/step-000020")
-    (run / "run.json").write_text(json.dumps({"commit": "abc"}))
+    settings = {"data": "/home/me/chats.jsonl"}
+    (run / "run.json").write_text(json.dumps({"commit": "abc", "cache_settings": settings}))
     (run / "recipe.toml").write_text(f'[train]\nstudent = "{source}"\n')
     rows = [{"kind": "eval", "step": s, "kl_tail_nats": s / 100, "ppl": None} for s in (10, 20)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     export_model(str(run), ExportConfig(to="packed"), tmp_path / "out")
     shown = (tmp_path / "out" / card.CARD).read_text()
-    for line in ("| base model | owner/base |", "| trained | 20 steps |", "| 0.2000 |", "abc"):
+    assert "\n# base, q2a4, packed\n" in shown
+    for line in ("| base model | owner/base |", "| trained | 20 steps on chats.jsonl |"):
         assert line in shown
+    assert "| 0.2000 |" in shown and "abc" in shown and "/home/me" not in shown
     assert "perplexity" not in shown
     (run / "metrics.jsonl").write_text("{\n")
     with pytest.raises(Exception, match="is damaged"):
