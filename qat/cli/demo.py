@@ -13,22 +13,26 @@ from qat.files import held
 
 TINY_TEACHER = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny-qwen3"
 PROMPT = "Return the number of"
+SEQUENCES, TOKENS, BATCH = 3000, 64, 16
+"""Training sequences, their tokens, and sequences in a step: 150 steps read most of them once."""
+GROUP = 64
+"""Weights that share a scale: 2.13 bits a weight, coarse enough that rounding does damage."""
 
 
 def demo(
     *,
     out: Path = Path("demo"),
     teacher: Path = TINY_TEACHER,
-    steps: Annotated[int, Parameter(validator=Number(gt=0))] = 200,
+    steps: Annotated[int, Parameter(validator=Number(gt=0))] = 150,
 ) -> dict:
-    """Take a small teacher to an exported 2-bit student: three to five minutes on two CPU cores.
+    """Take a small teacher to a 2-bit student: three to five minutes on two CPU cores.
 
     A demo that was stopped goes on where it was.
 
     Args:
         out: directory for everything that is made.
         teacher: the float model to start from.
-        steps: training steps of the 2-bit student.
+        steps: training steps of the student.
     """
     if not (teacher / "config.json").exists():
         raise ConfigError(
@@ -53,32 +57,22 @@ def demo(
 
 
 def _stages(pipeline: Pipeline, teacher: Path, steps: int) -> Path:
-    """Cache, Q4, Q2: the teacher's three students, judged, exported, sampled, on a page."""
+    """Cache, convert, train, judge, export; a page of the teacher and its student."""
     cache = pipeline.make(
         "cache", "cache", "--teacher", teacher, "--data", "stdlib",
-        "--num-sequences", 3000, "--sequence-length", 64, "--batch-size", 32,
+        "--num-sequences", SEQUENCES, "--sequence-length", TOKENS, "--batch-size", 32,
     )  # fmt: skip
-    pipeline.call("cache", "info", cache, stage="cache info")
-    # steps that two CPU cores take in a third of a second
-    train = ["--cache-dir", cache, "--batch-size", 16, "--eval-every", 50, "--eval-sequences", 64]
-    q4 = pipeline.make("q4", "convert", teacher, "--to", "q4a4")
-    q4_run = pipeline.make(
-        "q4_run", "train", q4, "--learn", "scales,codebook", "--max-steps", 20, *train
+    converted = pipeline.make(
+        "converted", "convert", teacher, "--to", "q2a2", "--group-size", GROUP
     )
-    q2 = pipeline.make(
-        "q2_init", "convert", q4_run, "--to", "q2a4", "--base", teacher,
-        "--calibration", cache, "--calibration-sequences", 128,
+    trained = pipeline.make(
+        "trained", "train", converted, "--cache-dir", cache, "--max-steps", steps,
+        "--batch-size", BATCH, "--eval-every", 75, "--eval-sequences", SEQUENCES,
     )  # fmt: skip
-    q2_run = pipeline.make("q2_run", "train", q2, "--mlp-only", "--max-steps", steps, *train)
-    for name, model, converted in (
-        ("Q4", q4_run, q4),
-        ("Q2 converted", q2, q2),
-        ("Q2 trained", q2_run, q2),
-    ):
-        pipeline.examine(
-            name, model, "--cache-dir", cache, teacher=str(teacher), converted=converted
-        )
-    pipeline.make("dense", "export", q2_run, "--to", "dense", "--dtype", "bf16")
-    sample = ["--prompt", PROMPT, "--raw", "--max-new-tokens", 48]
-    pipeline.call("generate", q2_run, *sample, stage="generate")
+    models = {"teacher": teacher, "converted": converted, "trained": trained}
+    for name in ("converted", "trained"):
+        words = ("--cache-dir", cache)
+        pipeline.examine(name, models[name], *words, teacher=str(teacher), converted=converted)
+    pipeline.compare(models, PROMPT)
+    pipeline.make("export/packed", "export", trained, "--to", "packed")
     return pipeline.report()

@@ -12,6 +12,7 @@ import json
 import shlex
 import time
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,7 +26,7 @@ from qat.config import Formats, Learns, Required, Settings, Speed, Steps, Text, 
 from qat.convert.config import REPORT_NAME
 from qat.errors import ConfigError, QatError, Stopped
 from qat.files import check_free, held, parse_toml, write_atomically
-from qat.logs import EXAM, RECIPE, SUMMARY, Terminal
+from qat.logs import EXAM, RECIPE, SAMPLES, SUMMARY, Terminal
 
 Table = dict[str, object]
 LAST_FILES = {"convert": REPORT_NAME, "train": SUMMARY, "export": ""}
@@ -132,6 +133,24 @@ class Pipeline:
         found |= {**bits, "megabytes": _megabytes(model)}
         exams[name] = {key: value for key, value in found.items() if value is not None}
         write_atomically(self.out / EXAM, json.dumps(exams, indent=1, default=str) + "\n")
+
+    def compare(self, models: Mapping[str, Path | str], prompt: str, *words: object) -> None:
+        """Let each of `models` continue `prompt` with its likeliest words, in `samples.json`.
+
+        It is done anew for another prompt, or where something new was made.
+        """
+        path = self.out / SAMPLES
+        if path.is_file() and not self.has_news:
+            self.say(f"generate: done before, in {path}")
+            return
+        self.has_news = True
+        flags = ["--prompt", prompt, "--raw", "--temperature", 0, "--max-new-tokens", 48, *words]
+        texts = {
+            name: self.call("generate", model, *flags, stage=f"generate {name}")["text"]
+            for name, model in models.items()
+        }
+        found = {"prompt": prompt, "texts": texts}
+        write_atomically(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
     def exams(self) -> dict[str, dict[str, object]]:
         """What every model judged so far came to, the teacher first."""
@@ -337,6 +356,9 @@ class Road:
 
     def go(self) -> dict[str, object]:
         """Make what is not made yet; show the teacher beside the students, and what comes next."""
+        from qat.generate.text import held_out_prompt
+        from qat.models.load import load_tokenizer
+
         pipeline = self.pipeline
         pipeline.record(self.settings)
         cache = pipeline.make("cache", "cache", *self._words("cache"))
@@ -348,6 +370,10 @@ class Road:
         for name, student in (("converted", converted), ("trained", trained)):
             words = self._words("eval")
             pipeline.examine(name, student, *words, teacher=self.teacher, converted=converted)
+        models = {"teacher": self.teacher, "converted": converted, "trained": trained}
+        prompt = held_out_prompt(cache, load_tokenizer(self.teacher))
+        device = self.config.tables()["eval"]
+        pipeline.compare(models, prompt, *chain(*((f"--{k}", v) for k, v in device.items())))
         ships = [
             pipeline.make(f"export/{target}", "export", *self._words("export"), "--to", target)
             for target in self.targets

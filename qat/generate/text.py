@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from transformers import (
 )
 
 from qat.backend.device import on
+from qat.data.cache import Split
+from qat.data.reader import TeacherCache
 from qat.data.template import templated
 from qat.data.text import text_ids
 from qat.errors import ConfigError
@@ -24,6 +27,8 @@ from qat.models.regions import as_written
 
 MEDIA = ("image", "video", "audio")
 """What a token of a prompt may stand for in models of more than text."""
+PROMPT_TOKENS = 16
+"""Tokens of a held-out document that models are given to continue."""
 
 
 class Generated(NamedTuple):
@@ -273,3 +278,21 @@ class _Pieces(TextStreamer):
         """Called by the streamer whenever words are complete."""
         if text:
             self._stream(text)
+
+
+def held_out_prompt(cache: Path | str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the beginning of the first held-out document of a teacher cache.
+
+    Of a chat it is all before the first answer; of other text `PROMPT_TOKENS` tokens, or half of a
+    short document. A cache that holds nothing out gives the beginning of its training text.
+    """
+    reader = TeacherCache.open(cache)
+    split: Split = "held_out" if reader.num_sequences("held_out") else "train"
+    batch = reader.batch([0], split, targets=())
+    ends = (batch.position_ids[0, 1:] == 0).nonzero().flatten().tolist()
+    length = ends[0] + 1 if ends else reader.sequence_length
+    counted = batch.mask[0, :length].nonzero().flatten().tolist()
+    before_answer = counted[0] + 1 if counted else 0
+    count = before_answer if before_answer > 1 else max(1, min(PROMPT_TOKENS, length // 2))
+    text = str(tokenizer.decode(batch.input_ids[0, :count]))
+    return text.removeprefix(tokenizer.bos_token or "")

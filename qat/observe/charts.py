@@ -4,6 +4,7 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import matplotlib
@@ -13,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from qat.observe.runs import Conversion, Module, TrainingRun
+from qat.observe.summary import Result
 
 SERIES = ("#3b6fd4", "#d9822b", "#2f9e76", "#b5499c", "#8a6fdf", "#c9a227", "#4aa3c7", "#d1495b")
 COLORS = SERIES * 4  # of more runs than that no chart can be read
@@ -107,6 +109,15 @@ def in_dark(svg: bytes) -> bytes:
     return svg
 
 
+def size_charts(results: Sequence[Result]) -> list[Chart]:
+    """Distance from the teacher against size, if two models of different size have both."""
+    known = [each for each in results if None not in (each.megabytes, each.kl_nats)]
+    if len({each.megabytes for each in known}) < 2:
+        return []
+    caption = "Down is closer to the original, left is smaller; the arrow is training."
+    return [Chart("size", "Size and distance", caption, partial(_paint_sizes, known))]
+
+
 def run_charts(runs: list[TrainingRun]) -> list[Chart]:
     """Loss, held-out divergence and speed of all runs together, where measured."""
     charts = []
@@ -170,6 +181,25 @@ def thin(rows: list[Any], limit: int = MAX_POINTS) -> list[Any]:
     stride = max(1, -(-len(rows) // limit))
     kept = rows[::stride]
     return kept if not rows or kept[-1] is rows[-1] else [*kept, rows[-1]]
+
+
+def _paint_sizes(results: Sequence[Result], axes: Axes) -> None:
+    """A dot and a name for each model, and an arrow between those of one size."""
+    places = [(float(each.megabytes or 0), float(each.kl_nats or 0)) for each in results]
+    right, top = (1.15 * max(values) for values in zip(*places, strict=True))
+    for each, color, (x, y) in zip(results, COLORS, places, strict=False):
+        axes.plot([x], [y], "o", color=color, markersize=8)
+        side, shift = ("right", -8) if x > right / 2 else ("left", 8)
+        text = f"{_shown(each.name)}, {x:.3g} MB"
+        axes.annotate(text, (x, y), (shift, 6), textcoords="offset points", ha=side)
+    for (x, y), (next_x, next_y) in pairwise(places):
+        if abs(next_x - x) < 0.02 * right and next_y < y:
+            style = {"arrowstyle": "->", "color": LIGHT.muted, "shrinkA": 7, "shrinkB": 7}
+            axes.annotate("", (next_x, next_y), (x, y), arrowprops=style)
+    axes.set_xlim(0, right)
+    axes.set_ylim(-0.04 * top, top)
+    axes.set_xlabel("MB")
+    axes.set_ylabel("KL, nats a token")
 
 
 def _paint_loss(runs: list[TrainingRun], axes: Axes) -> None:

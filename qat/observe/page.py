@@ -9,20 +9,29 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, Template
 
+from qat.convert.config import REPORT_NAME
 from qat.errors import ConfigError
 from qat.files import write_atomically
-from qat.observe.charts import Chart, conversion_charts, in_dark, run_charts
-from qat.observe.health import health
+from qat.observe.charts import Chart, conversion_charts, in_dark, run_charts, size_charts
+from qat.observe.health import Check, health, worst
 from qat.observe.runs import (
     EXAM_CAPTION,
     EXAM_COLUMNS,
     Conversion,
+    Exams,
     Module,
     TrainingRun,
     exam_rows,
     read_directory,
     read_exam,
     stages_in,
+)
+from qat.observe.summary import (
+    Result,
+    Summary,
+    summary_of_conversion,
+    summary_of_pipeline,
+    summary_of_run,
 )
 
 COLUMNS = (
@@ -42,6 +51,9 @@ BEST_COLUMNS = (3, 4, 6)
 SIGNS = (b'<meta name="generator" content="qat">', b"Software\0qat")
 """What pages and pictures say of who wrote them, in their first bytes."""
 SIGNED_BYTES = 4096
+ARROW = "\u2192"
+HASH = re.compile(r"[0-9a-f]{13,}")
+"""Longer than a reader compares by eye."""
 LAYER_COLUMNS = (
     ("layer", "layer"),
     ("route", "computed by"),
@@ -79,14 +91,19 @@ def write_report(directories: list[Path], out: Path) -> Written:
     sources = with_unique_labels([read_directory(path) for path in found])
     runs = [source for source in sources if isinstance(source, TrainingRun)]
     conversions = [source for source in sources if isinstance(source, Conversion)]
+    summary = _summary(directories, found, sources, exam)
+    sizes = size_charts(summary.results) if summary else []
     curves = run_charts(runs)
     layers = {each.label: conversion_charts(each) for each in conversions}
     counts = [(len(runs), "training run"), (len(conversions), "conversion")]
     # how many sequences the evaluations looked at, as the recipes say
     judged = [re.search(r"^eval_sequences = (\d+)$", run.recipe, re.MULTILINE) for run in runs]
     html = template("page.html").render(
-        title="qat report" if len(sources) > 1 else f"qat report: {sources[0].label}",
-        subtitle=", ".join(f"{n} {word}{'s' if n > 1 else ''}" for n, word in counts if n),
+        title=summary.title if summary else "qat report",
+        subtitle=(summary and summary.date)
+        or ", ".join(f"{n} {word}{'s' if n > 1 else ''}" for n, word in counts if n),
+        summary=summary and _summary_view(summary),
+        sizes=[picture(chart) for chart in sizes],
         exam=exam and {"columns": EXAM_COLUMNS, "rows": exam_rows(exam), "caption": EXAM_CAPTION},
         columns=COLUMNS,
         table=run_table(runs),
@@ -95,7 +112,7 @@ def write_report(directories: list[Path], out: Path) -> Written:
         runs=[_run_view(run) for run in runs],
         conversions=[_conversion_view(each, layers[each.label]) for each in conversions],
     )
-    charts = [*curves, *(chart for charts in layers.values() for chart in charts)]
+    charts = [*sizes, *curves, *(chart for charts in layers.values() for chart in charts)]
     pictures = {out.with_name(f"{out.stem}-{chart.name}.png"): chart for chart in charts}
     for path in (out, *pictures):
         check_replaceable(path)
@@ -104,6 +121,61 @@ def write_report(directories: list[Path], out: Path) -> Written:
         write_atomically(path, chart.render("png"))
     write_atomically(out, html.encode("utf-8"))
     return Written(out, [*pictures])
+
+
+def _summary(
+    directories: list[Path], found: list[Path], sources: list[TrainingRun | Conversion], exam: Exams
+) -> Summary | None:
+    """What the page says first; None of several directories, which have no one result."""
+    runs = [source for source in sources if isinstance(source, TrainingRun)]
+    if exam:
+        return summary_of_pipeline(directories[0], exam, runs[-1] if runs else None)
+    if len(runs) == 1:  # with the checkpoint that it began from, or without
+        place = found[sources.index(runs[0])]
+        return summary_of_run(place, runs[0])
+    if len(sources) == 1 and isinstance(sources[0], Conversion):
+        return summary_of_conversion(found[0], REPORT_NAME, sources[0])
+    return None
+
+
+def _summary_view(summary: Summary) -> dict[str, Any]:
+    """The summary as the template shows it: tiles, a warning, texts side by side, commands."""
+    tiles, warning = [], None
+    if summary.results:
+        first, last = summary.results[0], summary.results[-1]
+        students = [each for each in summary.results if each.kl_nats != 0]
+        if first.megabytes and last.megabytes and first is not last:
+            times = first.megabytes / last.megabytes
+            if first.kl_nats == 0 and times <= 1:
+                warning = (
+                    f"The student has {number(last.megabytes)} MB, the teacher "
+                    f"{number(first.megabytes)} MB: nothing became smaller."
+                )
+            if times > 1:
+                size = f"{number(first.megabytes)} {ARROW} {number(last.megabytes)} MB"
+                tiles.append((f"size: {times:.1f} times smaller", size))
+        tiles += [
+            _tile("distance from the teacher (KL)", students, "kl_nats"),
+            _tile("picks the teacher's next word", students, "top1_frac", percent=True),
+            _tile("perplexity", summary.results, "ppl"),
+        ]
+    return {
+        "tiles": [(label, value) for label, value in tiles if value],
+        "warning": warning,
+        "text": summary.text,
+        "sample": summary.sample,
+        "commands": summary.commands,
+    }
+
+
+def _tile(label: str, results: list[Result], key: str, *, percent: bool = False) -> tuple[str, str]:
+    """A number of each model in turn, with their names; an empty value where one is missing."""
+    values = [getattr(each, key) for each in results]
+    if None in values:
+        return label, ""
+    cells = [f"{100 * value:.1f} %" if percent else number(value) for value in values]
+    names = ", ".join(each.name for each in results)
+    return f"{label}: {names}", f" {ARROW} ".join(cells)
 
 
 def check_replaceable(path: Path) -> None:
@@ -175,7 +247,7 @@ def number(value: float | int | str | None) -> str:
 def _run_view(run: TrainingRun) -> dict[str, Any]:
     last = run.evals[-1] if run.evals else {}
     first = run.evals[0] if run.evals else {}
-    top1 = last.get("top1_frac")
+    top1, checks = last.get("top1_frac"), health(run)
     tiles = [
         ("held-out KL, first to last (nats)", _change(first, last, "kl_tail_nats")),
         ("perplexity, first to last", _change(first, last, "ppl")),
@@ -185,7 +257,9 @@ def _run_view(run: TrainingRun) -> dict[str, Any]:
     return {
         "label": run.label,
         "tiles": [(label, value) for label, value in tiles if value != "-"],
-        "health": health(run),
+        "health": checks,
+        "health_word": _health_word(checks),
+        "is_well": worst(checks) == "ok",
         "layer_columns": [name for _, name in LAYER_COLUMNS],
         "layers": [
             [
@@ -194,12 +268,28 @@ def _run_view(run: TrainingRun) -> dict[str, Any]:
             ]
             for layer in last.get("nsa_layers") or ()
         ],
-        "sample": last.get("sample"),
-        "sample_step": last.get("step"),
-        "checkpoint": run.checkpoint,
-        "facts": list(_flatten(run.info)),
+        "facts": list(_flatten(_without_marks(run.info))),
         "recipe": run.recipe,
     }
+
+
+def _health_word(checks: list[Check]) -> str:
+    """The health of a run in a line: all well, or which questions are not answered well."""
+    wrong = [check.name for check in checks if check.state != "ok"]
+    if not wrong:
+        return f"Health: all {len(checks)} checks are ok"
+    return f"Health: {len(wrong)} of {len(checks)} checks need a look: {', '.join(wrong)}"
+
+
+def _without_marks(info: dict[str, Any]) -> dict[str, Any]:
+    """The facts of a run, its list of hashes as their number and long hashes cut to 12 digits."""
+    short = {
+        key: value[:12] if isinstance(value, str) and HASH.fullmatch(value) else value
+        for key, value in info.items()
+    }
+    if isinstance(short.get("judged"), list):
+        short["judged"] = f"{len(short['judged'])} held-out sequences"
+    return short
 
 
 def _conversion_view(conversion: Conversion, charts: list[Chart]) -> dict[str, Any]:
@@ -278,7 +368,7 @@ def _change(first: dict[str, Any], last: dict[str, Any], key: str) -> str:
         return "-"
     if first is last or first.get(key) is None:
         return number(last[key])
-    return f"{number(first[key])} \u2192 {number(last[key])}"
+    return f"{number(first[key])} {ARROW} {number(last[key])}"
 
 
 def _percent(fraction: float | None) -> float | None:

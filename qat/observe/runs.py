@@ -187,7 +187,7 @@ def token_count(beats: Sequence[Line]) -> int:
 
 
 def read_exam(path: Path) -> dict[str, dict[str, Any]]:
-    """The exam in a directory of `qat run` or `qat demo`; nothing in any other.
+    """The results in a directory of `qat run` or `qat demo`; empty for any other directory.
 
     Raises:
         CheckpointError: it is damaged.
@@ -196,8 +196,10 @@ def read_exam(path: Path) -> dict[str, dict[str, Any]]:
     if not file.is_file():
         return {}
     try:
-        return {name: dict(found) for name, found in json.loads(file.read_bytes()).items()}
-    except (ValueError, TypeError, AttributeError) as error:
+        exams = {name: dict(found) for name, found in json.loads(file.read_bytes()).items()}
+        exam_rows(exams)  # its numbers are numbers
+        return exams
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{file} is damaged ({error}), expected what 'qat run' measured; delete it and run the "
             "same command again"
@@ -271,24 +273,32 @@ def _events(file: Path) -> list[Line]:
     return [{**line, "kind": str(line["kind"]), "step": int(line["step"])} for line in lines]
 
 
-# The exam at the end of `qat run` and `qat demo`: the same table on the terminal and on the page.
-#
-# It is measured once, by `qat eval`, and written to `eval.json`: whoever shows it reads that.
+# The results at the end of `qat run` and `qat demo`: one table for the terminal and for the page.
+# They are measured once, by `qat eval`, and kept in `eval.json`.
 
-EXAM_COLUMNS = ("", "KD", "KL", "top-1", "perplexity", "bits", "of all", "MB")
-EXAM_DIGITS = {
-    "kd_nats": 4,
-    "kl_nats": 4,
-    "top1_frac": 4,
-    "ppl": 2,
-    "bits_per_weight": 2,
-    "whole_bits_per_weight": 2,
-    "megabytes": 2,
+EXAM_COLUMNS = (
+    "model",
+    "MB",
+    "bits per weight",
+    "in linears",
+    "perplexity",
+    "same next word",
+    "KL",
+)
+EXAM_CELLS = {
+    "megabytes": "{:.2f}",
+    "whole_bits_per_weight": "{:.2f}",
+    "bits_per_weight": "{:.2f}",
+    "ppl": "{:.2f}",
+    "top1_frac": "{:.1%}",
+    "kl_nats": "{:.4f}",
 }
-"""The numbers of a row, and how many digits stand behind their points."""
+"""The numbers of a row, and how each is written."""
 EXAM_CAPTION = (
-    "On all held-out text. KD and KL in nats a token: KD over the teacher's top K at temperature "
-    "2, KL over the whole vocabulary. Bits per weight where quantized, and of all weights."
+    "All on the same text, which was kept from training. MB: the weights on disk; bits per weight: "
+    "the whole file, and its linear layers alone. Perplexity: among how many words the model "
+    "hesitates, lower is better. Same next word: how often its first choice is the teacher's. KL: "
+    "distance from the teacher in nats a token, 0 is equal."
 )
 
 Exams = Mapping[str, Mapping[str, float]]
@@ -299,7 +309,10 @@ def exam_rows(exams: Exams) -> list[list[str]]:
     return [
         [
             name,
-            *("" if found.get(k) is None else f"{found[k]:.{d}f}" for k, d in EXAM_DIGITS.items()),
+            *(
+                "" if found.get(k) is None else form.format(found[k])
+                for k, form in EXAM_CELLS.items()
+            ),
         ]
         for name, found in exams.items()
     ]

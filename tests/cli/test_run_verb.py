@@ -1,5 +1,6 @@
 """`qat run` and `qat demo`: one engine, every stage once, whatever stops it."""
 
+import html
 import json
 import shutil
 import signal
@@ -65,7 +66,11 @@ def test_it_makes_all_that_it_says(finished: Path) -> None:
     assert (finished / "export/packed/model.safetensors").exists()
     page = (finished / "report.html").read_text()
     for found in exams.values():  # the page shows what the terminal does
-        assert f"<td>{found['kl_nats']:.4f}</td><td>{found['top1_frac']:.4f}</td>" in page
+        assert f"<td>{found['top1_frac']:.1%}</td><td>{found['kl_nats']:.4f}</td>" in page
+    sample = json.loads((finished / "samples.json").read_text())
+    assert [*sample["texts"]] == ["teacher", "converted", "trained"]
+    assert f"<b>prompt</b>  {html.escape(sample['prompt'])}" in page
+    assert "<h1>model, trained on texts.txt</h1>" in page
 
 
 def test_a_second_call_does_nothing_again(finished: Path, place: Path, capsys) -> None:
@@ -212,7 +217,7 @@ def test_killed_at_any_moment_it_goes_on(finished: Path, place: Path, tmp_path: 
 @pytest.mark.slow
 def test_the_demo_goes_on_and_says_what_its_page_says(place: Path, tmp_path: Path) -> None:
     found = demo(out=tmp_path / "demo", teacher=place / "model", steps=4)
-    assert [*found["kl_nats"]] == ["teacher", "Q4", "Q2 converted", "Q2 trained"]
+    assert [*found["kl_nats"]] == ["teacher", "converted", "trained"]
     page = found["report"].read_text()
     for name, kl in found["kl_nats"].items():
         assert f"<td>{name}</td>" in page and f"<td>{kl:.4f}</td>" in page

@@ -54,3 +54,25 @@ def write_conversion(path: Path, layers: int = 6) -> Path:
 def write_lines(path: Path, rows: list[dict]) -> None:
     """One JSON object a line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_pipeline(path: Path, **student: float) -> Path:
+    """A directory as `qat run` leaves it; `student` changes numbers of the trained one."""
+    write_conversion(path / "converted")
+    run = write_run(path / "trained")
+    checkpoint = run / "checkpoints" / "step-000200"
+    checkpoint.mkdir(parents=True)
+    (run / "best").write_text("checkpoints/step-000200\n")
+    rounded = {"kl_nats": 0.2374, "top1_frac": 0.708, "ppl": 54.56, "megabytes": 2.6}
+    rounded |= {"bits_per_weight": 2.5, "whole_bits_per_weight": 3.6}
+    exams = {
+        "teacher": {"kl_nats": 0.0, "top1_frac": 1.0, "ppl": 49.3, "megabytes": 11.55},
+        "converted": rounded,
+        "trained": rounded | {"kl_nats": 0.15, "top1_frac": 0.78, "ppl": 51.5} | student,
+    }
+    texts = {"teacher": " bytes <b>read</b>", "converted": " the the", "trained": " bytes"}
+    (path / "eval.json").write_text(json.dumps(exams))
+    (path / "samples.json").write_text(json.dumps({"prompt": "Return <i>", "texts": texts}))
+    recipe = '[run]\nmodel = "Qwen/Qwen3-0.6B"\ndata = "texts/chats.jsonl"\n'
+    (path / "recipe.toml").write_text(recipe)
+    return path

@@ -7,11 +7,20 @@ from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
-from observe.synthetic import write_conversion, write_lines, write_run
+from observe.synthetic import write_conversion, write_lines, write_pipeline, write_run
 
 from qat.convert.config import REPORT_NAME
 from qat.errors import CheckpointError, ConfigError
-from qat.observe.charts import DARK, STYLE, conversion_charts, in_dark, run_charts, smooth, thin
+from qat.observe.charts import (
+    DARK,
+    STYLE,
+    conversion_charts,
+    in_dark,
+    run_charts,
+    size_charts,
+    smooth,
+    thin,
+)
 from qat.observe.page import (
     COLUMNS,
     Written,
@@ -21,6 +30,7 @@ from qat.observe.page import (
     write_report,
 )
 from qat.observe.runs import Conversion, Module, TrainingRun, read_directory
+from qat.observe.summary import Result, uses_of
 
 
 @pytest.fixture
@@ -118,7 +128,7 @@ def test_page_says_how_to_use_the_checkpoint_that_is_there(tmp_path: Path) -> No
         (run / pointer).write_text(f"checkpoints/step-{step:06}\n")
     (run / "checkpoints/step-000200").mkdir(parents=True)  # the best one was not copied
     html = write_report([run], tmp_path / "page.html").page.read_text("utf-8")
-    assert f"vllm serve {run}/checkpoints/step-000200\n" in html
+    assert f"vllm serve {run}/checkpoints/step-000200</pre>" in html
     (run / "latest").unlink()
     assert "vllm serve" not in write_report([run], tmp_path / "page.html").page.read_text("utf-8")
 
@@ -249,6 +259,97 @@ def test_tiles_and_pictures_show_the_same_error(written: Written) -> None:
     html = written.page.read_text("utf-8")
     assert "<span>mean weighted error</span>" in html
     assert "The weighted error of each quantized linear" in html
+
+
+def page_of(directory: Path, out: Path) -> str:
+    return write_report([directory], out / "page.html").page.read_text("utf-8")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_page_begins_with_model_text_date_and_size(tmp_path: Path) -> None:
+    html = page_of(write_pipeline(tmp_path / "run"), tmp_path)
+    assert "<h1>Qwen3-0.6B, trained on chats.jsonl</h1>" in html
+    assert re.search(r"<p class=\"muted\">\d{1,2} [A-Z][a-z]+ 20\d\d</p>", html)
+    assert "11.6 \u2192 2.60 MB" in html and "4.4 times smaller" in html
+    assert "0.237 \u2192 0.150" in html and "49.3 \u2192 54.6 \u2192 51.5" in html
+    assert html.index("What came out") < html.index("How to use it") < html.index("Health")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_alone_has_a_title_of_its_model_and_text(run: Path, tmp_path: Path) -> None:
+    info = json.loads((run / "run.json").read_text())
+    info |= {"teacher": "checkpoints/tiny-qwen3", "cache_settings": {"data": "stdlib"}}
+    (run / "run.json").write_text(json.dumps(info))
+    assert "<h1>tiny-qwen3, trained on stdlib</h1>" in page_of(run, tmp_path)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_models_write_side_by_side_after_one_prompt(tmp_path: Path) -> None:
+    html = page_of(write_pipeline(tmp_path / "run"), tmp_path)
+    assert "Return &lt;i&gt;" in html and "bytes &lt;b&gt;read&lt;/b&gt;" in html
+    names = re.findall(r"<h3>(\w+)</h3><pre>", html)
+    assert names == ["teacher", "converted", "trained"]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_health_is_folded_unless_something_is_wrong(run: Path, tmp_path: Path) -> None:
+    (run / "run.json").write_text(json.dumps({"forced": []}))
+    html = page_of(run, tmp_path)
+    assert re.search(r"<details class=\"card\">\n<summary>Health: all \d+ checks are ok", html)
+    (run / "run.json").write_text(json.dumps({"forced": ["disk"]}))
+    html = page_of(run, tmp_path)
+    assert re.search(r"<details class=\"card\" open>\n<summary class=\"look\">Health: 1 of", html)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_hashes_are_short_and_few(run: Path, tmp_path: Path) -> None:
+    marks = [f"15:{number:016x}" for number in range(64)]
+    info = {"judged": marks, "student_fingerprint": "10adf6aa49a8e414d028766b1e0ee871"}
+    (run / "run.json").write_text(json.dumps(info))
+    html = page_of(run, tmp_path)
+    assert marks[0] not in html and "64 held-out sequences" in html
+    assert "<td>10adf6aa49a8</td>" in html
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_student_that_is_not_smaller_is_a_warning_at_the_top(tmp_path: Path) -> None:
+    html = page_of(write_pipeline(tmp_path / "run", megabytes=12.0), tmp_path)
+    assert 'class="warning card"' in html and "times smaller" not in html
+    assert 'class="warning card"' not in page_of(write_pipeline(tmp_path / "small"), tmp_path)
+
+
+def test_distance_is_drawn_against_size() -> None:
+    results = [Result("teacher", 11.5, 0.0), Result("conv", 2.6, 0.24), Result("trained", 2.6, 0.1)]
+    (chart,) = size_charts(results)
+    drawing = chart.render("svg").decode()
+    assert "<!-- teacher, 11.5 MB -->" in drawing and "<!-- trained, 2.6 MB -->" in drawing
+    assert size_charts(results[1:]) == [] == size_charts([Result("teacher"), *results[1:]])
+
+
+def test_commands_are_quoted_and_fit_the_checkpoint(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "my model"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text('{"model_type": "qwen3"}')
+    commands = uses_of(checkpoint, has_export=False)
+    assert commands[1] == f"vllm serve '{checkpoint}'" and len(commands) == 3
+    (checkpoint / "config.json").write_text('{"nsa": {"window": 4}}')  # no engine opens it
+    assert not any("vllm" in command for command in uses_of(checkpoint, has_export=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("samples.json", '{"prompt": "x", "texts": 3}'),
+        ("samples.json", "[]"),
+        ("eval.json", '{"teacher": {"ppl": "<script>"}}'),
+        ("recipe.toml", "run = 3"),
+    ],
+)
+def test_damaged_files_of_a_pipeline_are_named(tmp_path: Path, name: str, text: str) -> None:
+    pipeline = write_pipeline(tmp_path / "run")
+    (pipeline / name).write_text(text)
+    with pytest.raises(CheckpointError, match=name):
+        write_report([pipeline], tmp_path / "page.html")
 
 
 def drawn(runs: list[Path], name: str) -> str:
