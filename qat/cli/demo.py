@@ -1,5 +1,7 @@
 """`qat demo`: the whole pipeline on the embedded teacher, each stage the verb a user would call."""
 
+import json
+import math
 import time
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +19,8 @@ SEQUENCES, TOKENS, BATCH = 3000, 64, 16
 """Training sequences, their tokens, and sequences in a step: 150 steps read most of them once."""
 GROUP = 64
 """Weights that share a scale: 2.13 bits a weight, coarse enough that rounding does damage."""
+ROWS = ("hidden_size", "intermediate_size", "head_dim")
+"""Keys of a model's config whose sizes divide the rows of its linears."""
 
 
 def demo(
@@ -62,8 +66,10 @@ def _stages(pipeline: Pipeline, teacher: Path, steps: int) -> Path:
         "cache", "cache", "--teacher", teacher, "--data", "stdlib",
         "--num-sequences", SEQUENCES, "--sequence-length", TOKENS, "--batch-size", 32,
     )  # fmt: skip
+    shape = json.loads((teacher / "config.json").read_text(encoding="utf-8"))
+    group = math.gcd(GROUP, *(shape[key] for key in ROWS if shape.get(key)))
     converted = pipeline.make(
-        "converted", "convert", teacher, "--to", "q2a2", "--group-size", GROUP
+        "converted", "convert", teacher, "--to", "q2a2", "--group-size", group
     )
     trained = pipeline.make(
         "trained", "train", converted, "--cache-dir", cache, "--max-steps", steps,
