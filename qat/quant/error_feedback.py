@@ -340,10 +340,14 @@ def _fit_together(
     exact = damped(hessian.double(), damping)
     H = exact.float()
     weights = [weight.detach().float() for weight in weights]
-    starts = [
-        fit_weight(weight, spec, H.diagonal(), nearest=ops.nearest, path=ops.path)
-        for weight in weights
-    ]
+    importance = H.diagonal()
+
+    def start(weight: Tensor) -> QuantizedWeight:
+        return fit_weight(weight, spec, importance, nearest=ops.nearest, path=ops.path)
+
+    # k-means of levels runs on the host, also where the weights are on a GPU
+    with on(H.device).side_by_side(len(weights)) as map_:
+        starts = [*map_(start, weights)]
     columns = stack(weights, starts)
     sizes = [len(weight) for weight in weights]
     whole, before = _row_energy(columns.weight, H), _row_energy(columns.residual, H)
