@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 
 import tomli_w
 from cyclopts import CycloptsError, Parameter
+from cyclopts.config import Toml
 from pydantic import BaseModel
 
 from qat.cli.convert import Targets
@@ -292,7 +293,8 @@ def run(
         targets: what the student is to be exported to: formats become what that holds without
             loss. `packed`, the checkpoint itself, if not given.
     """
-    recipes, app.config = app.config, None  # from here its tables are read by `Road`, once
+    recipes = [each for each in app.config or () if isinstance(each, Toml)]
+    app.config = None  # from here its tables are read by `Road`, once
     tables = parse_toml(recipes[0].path.read_text(encoding="utf-8")) if recipes else {}
     with held(out):
         pipeline = Pipeline("run", out)

@@ -129,7 +129,7 @@ def run_charts(runs: list[TrainingRun]) -> list[Chart]:
         if any(row.get(key) is not None for run in runs for row in run.evals for key in DISTANCES):
             title = "Held-out divergence from the teacher"
             charts.append(Chart("held-out", title, caption, partial(_paint_distances, runs)))
-        else:  # a cache of draws tells no distance
+        else:  # a cache of draws has no distance
             title = "Held-out cross-entropy with the teacher's draws"
             paint = partial(_paint_evals, runs, "sampled_ce_nats", "nats a token")
             charts.append(Chart("held-out", title, caption, paint))
@@ -149,11 +149,11 @@ def conversion_charts(conversion: Conversion) -> list[Chart]:
         return []
     kind = conversion.kind_of_error
     sizes = sorted({module.vector_size for module in modules} - {1})
-    told = "".join(f"; v{size}: vectors of {size} weights" for size in sizes)
+    sizes_note = "".join(f"; v{size}: vectors of {size} weights" for size in sizes)
     by_kind: dict[str, list[Module]] = {}
     for module in modules:
         by_kind.setdefault(module.kind, []).append(module)
-    caption = f"The {kind} error of each quantized linear; the marker tells its bits{told}."
+    caption = f"The {kind} error of each quantized linear; the marker shows its bits{sizes_note}."
     paint = partial(_paint_layers, by_kind, f"{kind} error")
     charts = [Chart(f"{label}-layers", f"{label}: error by layer", caption, paint)]
     bits = [module.bits_per_weight for module in modules]
@@ -216,7 +216,7 @@ def _paint_loss(runs: list[TrainingRun], axes: Axes) -> None:
 
 
 def _paint_distances(runs: list[TrainingRun], axes: Axes) -> None:
-    """A line of a run for each of `DISTANCES`: colours tell the runs, dashes the distances."""
+    """A line of a run for each of `DISTANCES`: a colour for each run, a dash for each distance."""
     for key, (dash, _) in DISTANCES.items():
         _draw_evals(runs, key, axes, dash=dash, is_named=dash == "-" and len(runs) > 1)
     for dash, name in DISTANCES.values():

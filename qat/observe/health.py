@@ -21,7 +21,7 @@ LEAST_RECALL_FRAC, LEAST_SELECTED_FRAC = 0.9, 0.05
 MOST_COLLAPSED_FRAC = 0.5
 """Of a layer's gates, of those that give one branch almost all."""
 LEAST_LOSSES = 40
-"""Logged losses from which on it can be told whether they still move."""
+"""Logged losses needed to decide whether they still move."""
 TO_ERROR = 1.4826 * 1.2533
 """From the median distance to the median to the standard deviation, and to a median's error."""
 WARM_C, HOT_C = 80, 90
@@ -119,9 +119,9 @@ def _slowest(run: TrainingRun) -> Check | None:
     """The rank that takes longest outside the exchange, against the median of the others."""
     own = []
     for beats in (run.heartbeats, *run.others):
-        told = [beat for beat in beats if beat.get("exchange_s") is not None]
-        if told:
-            own.append(statistics.median(beat["step_s"] - beat["exchange_s"] for beat in told))
+        timed = [beat for beat in beats if beat.get("exchange_s") is not None]
+        if timed:
+            own.append(statistics.median(beat["step_s"] - beat["exchange_s"] for beat in timed))
     if len(own) < 2:
         return None
     slowest = max(range(len(own)), key=own.__getitem__)
@@ -168,7 +168,7 @@ def _recompiles(beats: list[dict]) -> Check | None:
     if last.get("fallback"):
         return Check("compiler", "look", "layers run as written", "compiled")
     count = last["recompiles"]
-    return Check("compiler", "look" if count else "ok", f"{count} graphs made anew", "none")
+    return Check("compiler", "look" if count else "ok", f"{count} graphs recompiled", "none")
 
 
 def _on_host(beats: list[dict]) -> Check | None:

@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML page, and its pictures as PNG files beside it."""
+"""The report: one self-contained HTML page, and its pictures as PNG files in the same directory."""
 
 import base64
 import re
@@ -49,7 +49,7 @@ COLUMNS = (
 )
 BEST_COLUMNS = (3, 4, 6)
 SIGNS = (b'<meta name="generator" content="qat">', b"Software\0qat")
-"""What pages and pictures say of who wrote them, in their first bytes."""
+"""Marks in the first bytes of every page and picture that a report wrote."""
 SIGNED_BYTES = 4096
 ARROW = "\u2192"
 HASH = re.compile(r"[0-9a-f]{13,}")
@@ -78,7 +78,7 @@ class Written:
 
 
 def write_report(directories: list[Path], out: Path) -> Written:
-    """Read runs and conversions, write the page to `out` and `<stem>-<chart>.png` beside it.
+    """Read runs and conversions, write the page to `out` and `<stem>-<chart>.png` next to it.
 
     The page asks no server for anything; it follows the reader's light or dark setting.
 

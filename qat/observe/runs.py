@@ -135,7 +135,7 @@ class TrainingRun:
     others: list[list[Line]]
     """Heartbeats of the other ranks, in their order."""
     events: list[Line]
-    """What befell any rank."""
+    """Events of all ranks (stalls, restarts, clock jumps)."""
     resumed: list[int]
     """The steps from which it went on after a stop."""
     forced: list[str]
@@ -162,7 +162,7 @@ class TrainingRun:
         return beats[len(beats) // 2] if beats else None
 
     def peak_gib(self) -> float | None:
-        """The most device memory seen, None where nobody counts."""
+        """The most device memory seen, None where the device does not count it."""
         peaks = [row["peak_gib"] for row in self.heartbeats if row.get("peak_gib") is not None]
         return max(peaks, default=None)
 
@@ -208,13 +208,13 @@ def read_exam(path: Path) -> dict[str, dict[str, Any]]:
 
 def stages_in(path: Path) -> list[Path]:
     """The runs and conversions in a directory of `qat run` or `qat demo`, the oldest first."""
-    told = {}
+    written = {}
     for each in path.iterdir():
         # the file that makes a directory a run or a conversion; of a run its metrics
         for file in (each / REPORT_NAME, each / METRICS):
             if file.is_file():
-                told[each] = file.stat().st_mtime_ns
-    return sorted(told, key=told.__getitem__)
+                written[each] = file.stat().st_mtime_ns
+    return sorted(written, key=written.__getitem__)
 
 
 def read_directory(path: Path) -> TrainingRun | Conversion:

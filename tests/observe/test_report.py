@@ -80,7 +80,7 @@ def test_bits_of_vectors_are_named_as_such(tmp_path: Path, request: pytest.Fixtu
         module |= {"bits": 2, "vector_size": 4} if ".mlp." in module["name"] else {"bits": 2.5}
     (directory / REPORT_NAME).write_text(json.dumps(report))
     chart = conversion_charts(read_directory(directory))[0]
-    assert chart.caption.endswith("tells its bits; v4: vectors of 4 weights.")
+    assert chart.caption.endswith("shows its bits; v4: vectors of 4 weights.")
     drawn = chart.render("svg").decode()
     assert "up_proj (2 bit v4)" in drawn and "q_proj (2.5 bit)" in drawn
     request.getfixturevalue("undrawn")
