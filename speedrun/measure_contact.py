@@ -3,6 +3,7 @@
     python speedrun/measure_contact.py points POINTS.toml --figures FIGURES.jsonl --reports gpu.xml
     python -m pytest -m gpu -p no:benchmark -n 6 -o junit_family=xunit2 --junitxml=gpu.xml
     python speedrun/measure_contact.py gpu gpu.xml --figures FIGURES.jsonl
+    python speedrun/measure_contact.py suite suite.xml --figure suite_failed_avx2 --figures ...
 
 `--commit` and `--device` say where the tests ran if that was another checkout or machine.
 
@@ -71,6 +72,17 @@ def gpu(
     for figure, count, goal in (("failed", failed, "0"), ("passed", passed, "")):
         name = f"gpu_tests_{figure}"
         record(figures, name, count, "tests", goal, runs=len(states), measured=measured)
+
+
+@app.command
+def suite(report: Path, *, figure: str, figures: Path) -> None:
+    """Record how many tests of a suite in pytest's JUnit REPORT failed, as FIGURE."""
+    states = [*outcomes(report).values()]
+    failed = states.count("failed")
+    if "passed" not in states:
+        raise SystemExit(f"{report}: no test passed, so nothing was measured; run the suite again")
+    print(f"{states.count('passed')} passed, {failed} failed, {states.count('skipped')} skipped")
+    record(figures, figure, failed, "tests", "0", runs=len(states))
 
 
 def run(named: set[str]) -> dict[str, State]:
