@@ -6,8 +6,9 @@ import io
 import json
 import logging
 import re
+import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -167,8 +168,8 @@ def _json_list(path: Path) -> Rows:
     text = whole_text(path)
     try:
         rows = json.loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg != "Extra data":
+    except (ValueError, RecursionError) as error:
+        if getattr(error, "msg", "") != "Extra data":
             raise _not_json(Place(str(path), 1), error) from None
         yield from _parsed_lines(path, io.StringIO(text))
         return
@@ -188,11 +189,20 @@ def _parsed_lines(path: Path, lines: Iterable[str]) -> Rows:
             place = Place(str(path), number)
             try:
                 yield place, json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise _not_json(place, error) from None
 
 
-def _not_json(place: Place, error: json.JSONDecodeError) -> DataError:
+def _not_json(place: Place, error: ValueError | RecursionError) -> DataError:
+    if isinstance(error, RecursionError):
+        return DataError(
+            f"{place} nests lists or objects too deeply, expected a row of a few levels; mend it"
+        )
+    if not isinstance(error, json.JSONDecodeError):  # all that Python says of long numbers
+        return DataError(
+            f"{place} has a number of more digits than Python reads ({sys.get_int_max_str_digits()}"
+            "), expected a shorter one; write it as text, or remove it"
+        )
     # some of Python's messages end in "at", for a place to follow
     line = f"line {error.lineno}, " if error.lineno > 1 else ""
     found = f"{error.msg.removesuffix(' at')} at {line}column {error.colno}"
@@ -276,6 +286,9 @@ READERS: dict[str, Callable[[Path], Rows]] = {
 EXPECTED = f"{', '.join(READERS)} (all but Parquet also with .gz)"
 
 
+SURROGATES = re.compile("[\ud800-\udfff]")
+"""Halves of characters, which stand alone in no text."""
+
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """How a data set is called on a hub."""
 
@@ -294,6 +307,16 @@ ROLES = {
 QUESTIONS = ("prompt", "question")
 ANSWERS = ("completion", "answer", "response")
 """What the fields of `pairs` are called."""
+
+BESIDE_TURNS = (
+    *("tools", "functions", "system", "system_prompt", "history"),
+    "chat_template_kwargs",
+)
+"""Fields of a row by which a chat would read otherwise; none of them is read here."""
+CALLS = ("tool_calls", "function_call")
+"""Fields of a turn that says nothing and calls a tool; they are not read either."""
+NOTHING = ("", "[]", "{}", "null")
+"""What a field holds as text where it holds nothing."""
 
 
 class DataSource(NamedTuple):
@@ -419,10 +442,26 @@ def _detect(place: Place, row: Row, text_field: str) -> DataFormat:
 
 
 def _document(place: Place, row: Row, data_format: DataFormat, text_field: str) -> Document:
-    """What a row of that format says."""
+    """What a row of that format says.
+
+    Raises:
+        DataError: it lacks the fields of its format, holds others that a chat must not lose, or
+            text that UTF-8 has no bytes for.
+    """
+    if data_format == "plain":
+        text = _string(place, row, text_field)
+        _refuse_surrogates(place, text)
+        return text
+    messages = _chat(place, row, data_format)
+    said = [text for message in messages for text in message.values()]
+    _refuse_surrogates(place, *said)
+    _refuse_left_out(place, row, BESIDE_TURNS, said)
+    return messages
+
+
+def _chat(place: Place, row: Row, data_format: DataFormat) -> list[Message]:
+    """The turns of a row of any format but `plain`."""
     match data_format:
-        case "plain":
-            return _string(place, row, text_field)
         case "alpaca":
             question = _string(place, row, "instruction")
             if isinstance(row.get("input"), str) and row["input"].strip():
@@ -437,6 +476,33 @@ def _document(place: Place, row: Row, data_format: DataFormat, text_field: str) 
     return _messages(place, row)
 
 
+def _refuse_left_out(
+    place: Place, row: Row, fields: tuple[str, ...], said: Collection[str] = ()
+) -> None:
+    """Refuse what a chat would lose: one of `fields` that holds something not `said` elsewhere."""
+    for field in fields:
+        value = row.get(field)
+        if isinstance(value, str) and value.strip() in NOTHING:
+            continue
+        if value and value not in said:
+            raise DataError(
+                f"{place} has {field}={value!r:.60}, which would be left out of the chat, expected "
+                "turns that hold all that is said; write it into the turns, remove it, or render "
+                "the row into a field 'text'"
+            )
+
+
+def _refuse_surrogates(place: Place, *texts: str) -> None:
+    """Refuse text with half of a surrogate pair, which JSON can write and no tokenizer reads."""
+    for text in texts:
+        found = SURROGATES.search(text)
+        if found is not None:
+            raise DataError(
+                f"{place} has {found[0]!r} in its text, half of a surrogate pair, expected whole "
+                "characters; mend the row"
+            )
+
+
 def _side(place: Place, row: Row, names: tuple[str, ...], role: str) -> list[Message]:
     name = next((name for name in names if isinstance(row, dict) and name in row), names[0])
     if isinstance(row, dict) and isinstance(row.get(name), list):
@@ -449,7 +515,9 @@ def _messages(place: Place, row: Row, field: str = "messages") -> list[Message]:
 
 
 def _turn(place: Place, turn: Row, role_field: str, text_field: str) -> Message:
-    role, content = _string(place, turn, role_field), _string(place, turn, text_field)
+    role = _string(place, turn, role_field)
+    _refuse_left_out(place, turn, CALLS)
+    content = _string(place, turn, text_field)
     if role not in ROLES:
         raise DataError(f"{place} has {role_field}={role!r}, expected one of {', '.join(ROLES)}")
     message = _message(ROLES[role], content)

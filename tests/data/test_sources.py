@@ -18,6 +18,17 @@ FROZEN = "a243492d21b5f574"
 """Of the documents of `stdlib`: with others, figures that were judged on them no longer compare."""
 ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "find", "arguments": {}}}],
+}
+BESIDE = {
+    "tools": [{"type": "function"}],
+    "system": "Be kind.",
+    "system_prompt": "Be kind.",
+    "history": [["old question", "old answer"]],
+}
 
 
 def write(path: Path, content: object) -> str:
@@ -203,6 +214,19 @@ def test_files_about_the_data_are_not_read(
         ("a.json", [{"messages": [{"role": "x", "content": "y"}]}], "has role='x', expected one"),
         ("a.jsonl", [{"question": "x", "context": "y", "answer": "z"}], "row 1 has the fields"),
         ("a.jsonl", [{"prompt": [], "completion": "y"}], r"prompt=\[\], expected a non-empty list"),
+        ("a.jsonl", '{"text": "cat \\ud83d"}', r"a.jsonl row 1 has '\\ud83d' in its text"),
+        ("a.jsonl", '{"text": "x"}\n{"text": "y", "n": ' + "9" * 5000 + "}", "row 2 has a number"),
+        ("a.json", '[{"text": "y", "n": ' + "9" * 5000 + "}]", "row 1 has a number of more dig"),
+        ("a.jsonl", '{"text": "x", "n": ' + "[" * 10**5 + "]" * 10**5 + "}", "row 1 nests"),
+        ("a.json", "[" * 10**5, "row 1 nests"),
+        ("a.jsonl", [{**ALPACA, "output": "\udc00"}], "row 1 has .* half of a surrogate pair"),
+        ("a.jsonl", [{"messages": [CALL]}], "row 1 has tool_calls=.*expected turns"),
+        ("a.jsonl", [{"messages": [{**CALL, "content": None}]}], "row 1 has tool_calls="),
+        *(
+            ("a.jsonl", [{**row, field: value}], f"row 1 has {field}=.*expected turns")
+            for row in (ALPACA, {"messages": CHAT}, {"prompt": "a", "completion": "b"})
+            for field, value in BESIDE.items()
+        ),
         ("a.doc", "words", "ends in '.doc', expected .csv, .json"),
         ("a.csv", "text", "is empty, expected at least one row"),
         ("a.csv", "text\none, two\n", "row 1 has 2 cells, expected 1 as in the first line"),
@@ -213,6 +237,16 @@ def test_files_about_the_data_are_not_read(
 def test_bad_rows_are_named(tmp_path: Path, name: str, content: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
         documents(write(tmp_path / name, content))
+
+
+def test_fields_that_hold_nothing_or_what_a_turn_says_are_no_hindrance(tmp_path: Path) -> None:
+    nothing = {"tools": None, "system": " ", "history": [], "functions": "[]"}
+    turns = [{"role": "system", "content": "Be kind."}, *CHAT]
+    turns[2] = {**turns[2], "tool_calls": None}
+    path = write(tmp_path / "a.jsonl", [{"messages": turns, **nothing, "system": "Be kind."}])
+    assert documents(path) == [[{"role": "system", "content": "Be kind."}, *CHAT]]
+    assert documents(write(tmp_path / "b.jsonl", [{**ALPACA, **nothing}])) != []
+    assert documents(write(tmp_path / "c.jsonl", [{"text": "words", "system": "x"}])) == ["words"]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
