@@ -33,6 +33,7 @@ MODES: dict[Thinking, tuple[str, ...]] = {
 }
 THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 LAST_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
+FIRST_EMPTY_THOUGHT = re.compile(r"\A\s*<think>\s*</think>\s*")
 MARK = "qat-3f9c61d2-speaks"
 """Stands for what an assistant says: nothing that a template would trim, and nobody says it."""
 
@@ -136,7 +137,8 @@ def _chat_text(
         return text, False
     before = prompt[: block.start()]
     if text.startswith(before) and not text.startswith(prompt):
-        text = prompt + text[len(before) :]
+        # the template may write an empty thought of another shape than its prompt's
+        text = prompt + FIRST_EMPTY_THOUGHT.sub("", text[len(before) :])
     return text, True
 
 

@@ -54,6 +54,12 @@ TEMPLATES["prompts for no thoughts"] = (
 TEMPLATES["prompts alone for no thoughts"] = (
     TEMPLATES["a system turn of its own"] + PROMPT  # as MiniMind2's
 )
+TEMPLATES["writes another empty thought than it prompts for"] = (
+    LOOP
+    + "<|{{ m.role }}|>\n{% if m.role == 'assistant' and loop.last %}<think>\n</think>\n\n"
+    + "{% endif %}{{ m.content }}<|end|>\n{% endfor %}"
+    + PROMPT
+)
 
 
 def targets_of(tokenizer: PreTrainedTokenizerFast, mode: str, turns: list = TURNS) -> list[str]:
@@ -200,7 +206,14 @@ def test_separate_reasoning_is_dropped_without_thinking() -> None:
     assert rendering.text == SILENT
 
 
-@pytest.mark.parametrize("name", ["prompts for no thoughts", "prompts alone for no thoughts"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prompts for no thoughts",
+        "prompts alone for no thoughts",
+        "writes another empty thought than it prompts for",
+    ],
+)
 @pytest.mark.parametrize("count", [2, 4])
 def test_without_thinking_a_chat_begins_as_its_prompt_does(name: str, count: int) -> None:
     tokenizer = tiny_tokenizer()
