@@ -24,6 +24,7 @@ from qat.export.parts import (
     refuse_low_rank,
     unquantized_state,
 )
+from qat.models.gguf import dequantize, open_gguf
 from qat.models.opening import teach_q2_0
 from qat.models.stored_state import quantized_modules
 from qat.nn.swap import embedding_dtype
@@ -412,15 +413,13 @@ def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
 
 def read_weights(model: PreTrainedModel, path: Path) -> dict[str, Tensor]:
     """The float32 weights of a GGUF file under transformers' names, as `gguf` dequantizes them."""
-    import gguf
-
     teach_q2_0()
     names = {written: name for name, written in _tensor_names(model).items()}
     weights = {}
-    for tensor in gguf.GGUFReader(path).tensors:
+    for tensor in open_gguf(path).tensors:
         stem, kind = tensor.name.rsplit(".", 1)
         shape = tensor.shape[::-1].tolist()  # ggml counts from the fastest axis
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
+        values = dequantize(tensor.data, tensor.tensor_type).reshape(shape)
         weight, rows = torch.from_numpy(values.copy()), _row_order(names[stem], model.config)
         if rows is not None:
             weight = weight[rows.argsort()]
