@@ -45,6 +45,7 @@ def whole_directory(
     place: Path | None = None,
     root: Callable[[Path], Path] = lambda partial: partial,
     mend: str = MEND,
+    durable: bool = True,
 ) -> Iterator[Path]:
     """A directory to fill, which becomes `out` when the block ends and vanishes when it fails.
 
@@ -66,6 +67,8 @@ def whole_directory(
         place: where it is filled, on the same disk as `out`; by default beside it.
         root: which directory of the filled one becomes `out`.
         mend: what to do about an `out` that may not be replaced.
+        durable: wait for the disk. Without, a loss of power may leave damage under the name `out`,
+            for who compares hashes before each use.
 
     Raises:
         ConfigError: `out` holds something that may not be replaced, or is where somebody works.
@@ -80,7 +83,8 @@ def whole_directory(
             for path in [*partial.rglob("*"), partial]:
                 # mkdtemp makes directories private, and safetensors files
                 path.chmod(allowed(0o777 if path.is_dir() else 0o666))
-                sync(path)
+                if durable:
+                    sync(path)
             new = root(partial)
             try:
                 new.rename(target)  # where nothing is, or an empty directory

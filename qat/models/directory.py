@@ -3,10 +3,12 @@
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
@@ -20,6 +22,10 @@ from qat.files import (
     whole_directory,
 )
 from qat.online import is_online
+from qat.process import cores
+
+if TYPE_CHECKING:  # nothing here needs transformers
+    from transformers import PreTrainedTokenizerBase
 
 # What a user may call a model: a directory, a run, or a hub id.
 
@@ -221,12 +227,14 @@ SETTLED_S = 2.0
 def write_checksums(directory: Path) -> None:
     """List the SHA-256 of every file in `directory` in its `checksums.json`."""
     paths = sorted(path for path in directory.iterdir() if path.is_file())
-    files = {path.name: sha256_file(path) for path in paths if path.name != CHECKSUMS}
+    names = [path.name for path in paths if path.name != CHECKSUMS]
+    digests = _of_all(sha256_file, [directory / name for name in names])
+    files = dict(zip(names, digests, strict=True))
     text = json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n"
     (directory / CHECKSUMS).write_text(text, encoding="utf-8")
 
 
-def check_checksums(directory: Path, *, weights: bool) -> None:
+def check_checksums(directory: Path, *, weights: bool, has: str = "config.json") -> None:
     """Compare every file that is listed with `checksums.json`, before any of them is believed.
 
     Without `weights` those are not read, for who reads none.
@@ -236,7 +244,8 @@ def check_checksums(directory: Path, *, weights: bool) -> None:
     A checkpoint without such a file is taken as it is; so is a file that is not listed.
 
     Raises:
-        CheckpointError: a file is missing or differs, or the list is damaged.
+        CheckpointError: a file is missing or differs, or the list is damaged, or lacks the file
+            that every such directory `has`.
     """
     path = directory / CHECKSUMS
     if not path.is_file():
@@ -247,28 +256,33 @@ def check_checksums(directory: Path, *, weights: bool) -> None:
         is_known = values["format"] == FORMAT and all(isinstance(v, str) for v in listed.values())
     except (ValueError, TypeError, KeyError, RecursionError):
         is_known = False
-    if not is_known or "config.json" not in listed:
+    if not is_known or has not in listed:
         raise CheckpointError(
             f"{path} is damaged, expected a format and a table of files; copy the checkpoint anew"
         )
     files = {n: inside(directory, n, found_in=path, error=CheckpointError) for n in listed}
-    for name, digest in listed.items():
-        if not weights and name.endswith(WEIGHTS):
-            continue
-        file = files[name]
+    files = {n: path for n, path in files.items() if weights or not n.endswith(WEIGHTS)}
+    for file in files.values():
         if not file.is_file():
             raise CheckpointError(
                 f"{file} is missing, expected every file that {CHECKSUMS} lists; copy the "
                 f"checkpoint anew, or, if you removed it yourself, delete {CHECKSUMS}"
             )
-        if _sha256(file) != digest:
+    for name, digest in zip(files, _of_all(settled_sha256, [*files.values()]), strict=True):
+        if digest != listed[name]:
             raise CheckpointError(
-                f"{file} differs from its SHA-256 in {CHECKSUMS}, expected what was written; copy "
-                f"it anew, or, if you changed it yourself, delete {CHECKSUMS}"
+                f"{files[name]} differs from its SHA-256 in {CHECKSUMS}, expected what was "
+                f"written; copy it anew, or, if you changed it yourself, delete {CHECKSUMS}"
             )
 
 
-def _sha256(file: Path) -> str:
+def _of_all(digest: Callable[[Path], str], files: Sequence[Path]) -> list[str]:
+    """The hash of each file, several at a time."""
+    with ThreadPoolExecutor(max(1, min(cores(), len(files)))) as pool:
+        return [*pool.map(digest, files)]
+
+
+def settled_sha256(file: Path) -> str:
     """SHA-256 of a file, read once as long as the system says that it is the same.
 
     What changed a moment ago may change again within one tick of the clock: it is read each time.
@@ -306,3 +320,17 @@ def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
             f"{out}: writing stopped ({error}); nothing new was left there: free some space or "
             "choose another --out"
         ) from error
+
+
+def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> None:
+    """Write the files of a tokenizer to `directory`.
+
+    Raises:
+        OSError: the disk is full, or the directory cannot be written for another reason.
+    """
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:  # noqa: BLE001 - of a full disk, tokenizers raises nothing narrower
+        if type(error) is not Exception:
+            raise
+        raise OSError(f"the tokenizer cannot be written: {error}") from error
