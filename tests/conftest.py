@@ -69,3 +69,13 @@ def _seeded() -> None:
     seed(0)
     # on small weights a second thread costs more than it gives, and sums in another order
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _own_gguf_cache(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keep what tests open out of the user's cache."""
+    if "qat.models.gguf_cache" in sys.modules:
+        root = tmp_path_factory.getbasetemp() / "gguf-cache"
+        monkeypatch.setattr("qat.models.gguf_cache.GGUF_CACHE", root)

@@ -17,7 +17,7 @@ from transformers.utils import logging as hf_logging
 
 from qat.errors import CheckpointError, ConfigError
 from qat.files import lies_inside
-from qat.models.directory import atomic_directory, write_checksums
+from qat.models.directory import GGUF, atomic_directory, save_tokenizer, write_checksums
 from qat.models.hf_quantizer import NEEDS_QAT, QUANT_METHOD, QatConfig, QatHfQuantizer
 from qat.models.opening import Opening, auto_class, read_config, read_table
 from qat.models.regions import kv_spec
@@ -118,6 +118,7 @@ def copy_processors(model: PreTrainedModel, directory: Path) -> None:
     Nothing here reads these files: they are for whoever runs the student with more than text.
     """
     source = Path(model.name_or_path)
+    source = source.parent if source.suffix == GGUF else source
     for name in PROCESSORS:
         if not (source / name).is_file() or (directory / name).exists():
             continue
@@ -172,17 +173,8 @@ def finish_config(
 def _finish(directory: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Write the tokenizer and the checksums."""
     if tokenizer is not None:
-        _save_tokenizer(tokenizer, directory)
+        save_tokenizer(tokenizer, directory)
     write_checksums(directory)
-
-
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    try:
-        tokenizer.save_pretrained(directory)
-    except Exception as error:  # noqa: BLE001 - of a full disk, tokenizers raises nothing narrower
-        if type(error) is not Exception:
-            raise
-        raise OSError(f"the tokenizer cannot be written: {error}") from error
 
 
 def load_checkpoint(

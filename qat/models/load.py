@@ -3,6 +3,7 @@
 import logging
 import tempfile
 import warnings
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,10 +36,10 @@ from qat.models.directory import (
     ADAPTER,
     GGUF,
     adapted,
-    as_transformers_asks,
     is_kept_here,
     resolve,
 )
+from qat.models.gguf_cache import Vocabulary, Weights, as_floats, opened
 from qat.models.hf_quantizer import QUANT_METHOD
 from qat.models.language_model import LanguageModel
 from qat.models.opening import Opening, auto_class, read_config
@@ -116,12 +117,19 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> PreTraine
     """
     source = resolve(source)
     with Opening(source, "a tokenizer"):
-        place, file = as_transformers_asks(source)
-        if Path(source, "tokenizer_config.json").is_file():  # an adapter may have its own
-            place, file = source, {}
-        tokenizer = AutoTokenizer.from_pretrained(
-            place, local_files_only=is_kept_here(place), trust_remote_code=trust_remote_code, **file
-        )
+
+        def read(place: str, file: dict[str, str]) -> PreTrainedTokenizerBase:
+            return AutoTokenizer.from_pretrained(
+                place,
+                local_files_only=is_kept_here(place),
+                trust_remote_code=trust_remote_code,
+                **file,
+            )
+
+        has_own = Path(source, "tokenizer_config.json").is_file()  # an adapter may have its own
+        tokenizer = read(source, {}) if has_own else opened(source, Vocabulary(), read)
+    if source.endswith(GGUF):
+        tokenizer.name_or_path = source
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # transformers makes one without words where the files are missing
         raise CheckpointError(
@@ -286,32 +294,15 @@ def _load_float(source: str, how: _How) -> tuple[PreTrainedModel, InFiles | None
     method = None if source.endswith(GGUF) else method_of(config)
     if how.folder is not None and method is None and not source.endswith(GGUF):
         return _left_in_files(source, config, how)
-    opener, place = auto_class(config), source
-    named: dict[str, Any] = {
-        "dtype": how.dtype,
-        "device_map": how.placement(),
-        "local_files_only": is_kept_here(source),
-        "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # `_check_whole` names them
-    }
     _check_bounds(source, config, trust_remote_code=how.trust_remote_code)
     opening = Opening(source, "a causal language model", weights=True)
     with opening, quiet_transformers(), warnings.catch_warnings():
         # one that says that `OWN` is heeded
         warnings.filterwarnings("ignore", message="You passed `quantization_config`")
-        if method in BY_HAND or has_several_schemes(config):
-            opener, place, more = _by_hand(source, config, how)
+        if source.endswith(GGUF):
+            model, info = _from_gguf(source, config, how)
         else:
-            place, more = as_transformers_asks(source)
-            more = more | {"trust_remote_code": how.trust_remote_code}
-            if method in OWN:
-                more["quantization_config"] = OWN[method]()
-            elif method not in (None, QUANT_METHOD):
-                raise CheckpointError(
-                    f"{source} holds weights quantized by {method:.40}, expected floats or weights "
-                    f"of {', '.join((*OWN, *BY_HAND))}; start from the float model"
-                )
-        model, info = opener.from_pretrained(place, **named, **more)
+            model, info = _from_directory(source, config, how)
     if method not in (None, QUANT_METHOD) or source.endswith(GGUF):
         logger.info("%s: its %s weights are read as floats", source, method or "GGUF")
         model.hf_quantizer = None
@@ -322,6 +313,58 @@ def _load_float(source: str, how: _How) -> tuple[PreTrainedModel, InFiles | None
             del model.config.quantization_config
     _check_whole(source, model, info, is_quantized=method is not None)
     return model, None
+
+
+def _named(source: str, how: _How) -> dict[str, Any]:
+    """Settings of `from_pretrained` for any float model."""
+    return {
+        "dtype": how.dtype,
+        "device_map": how.placement(),
+        "local_files_only": is_kept_here(source),
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # `_check_whole` names them
+    }
+
+
+def _from_directory(
+    source: str, config: PreTrainedConfig, how: _How
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model in a directory or of a hub id, with what transformers says of its tensors."""
+    method, named = method_of(config), _named(source, how)
+    if method in BY_HAND or has_several_schemes(config):
+        opener, place, more = _by_hand(source, config, how)
+        return opener.from_pretrained(place, **named, **more)
+    if method in OWN:
+        named["quantization_config"] = OWN[method]()
+    elif method not in (None, QUANT_METHOD):
+        raise CheckpointError(
+            f"{source} holds weights quantized by {method:.40}, expected floats or weights "
+            f"of {', '.join((*OWN, *BY_HAND))}; start from the float model"
+        )
+    return auto_class(config).from_pretrained(
+        source, **named, trust_remote_code=how.trust_remote_code
+    )
+
+
+def _from_gguf(
+    source: str, config: PreTrainedConfig, how: _How
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model in a GGUF file, with what transformers says of its tensors."""
+
+    def read(
+        place: str, file: dict[str, str], **other: object
+    ) -> tuple[PreTrainedModel, dict[str, Any]]:
+        named = _named(source, how) | file | (as_floats() if file else {}) | other
+        return auto_class(config).from_pretrained(place, config=deepcopy(config), **named)
+
+    def read_whole(place: str, file: dict[str, str]) -> PreTrainedModel:
+        model, info = read(place, file, device_map=None)
+        _check_whole(source, model, info, is_quantized=False)
+        return model
+
+    model, info = opened(source, Weights(how.dtype, read_whole), read)
+    model.name_or_path = model.config._name_or_path = source
+    return model, info
 
 
 def _check_bounds(source: str, config: PreTrainedConfig, *, trust_remote_code: bool) -> None:

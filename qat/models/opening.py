@@ -37,10 +37,10 @@ from qat.models.directory import (
     ADAPTER,
     GGUF,
     SOURCES,
-    as_transformers_asks,
     check_checksums,
     is_kept_here,
 )
+from qat.models.gguf_cache import Config, opened
 from qat.models.gguf_header import check_gguf
 
 TABLES = (
@@ -176,12 +176,15 @@ def read_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedCo
         CheckpointError: there is none, it is damaged, or names a program to attend with.
     """
     with Opening(source, "a model's configuration"):
-        place, file = as_transformers_asks(source)
-        config = AutoConfig.from_pretrained(
-            place,
-            local_files_only=is_kept_here(place),
-            trust_remote_code=trust_remote_code,
-            **file,
+        config = opened(
+            source,
+            Config(),
+            lambda place, file: AutoConfig.from_pretrained(
+                place,
+                local_files_only=is_kept_here(place),
+                trust_remote_code=trust_remote_code,
+                **file,
+            ),
         )
     check_attention(config)
     _check_numbers(config)

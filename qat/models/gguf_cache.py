@@ -1,0 +1,315 @@
+"""Keeps what GGUF files hold as directories of models, which open in seconds.
+
+An entry is named by the SHA-256 of the file and by what read it, so that no other file, and no
+other release of transformers, is ever given it. It appears whole or not at all, and its hashes are
+compared before it is used; what differs is made again. The oldest make room for new ones. So
+deleting any of them, or all, costs time and nothing else.
+"""
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from secrets import token_hex
+from typing import TypeVar
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from qat.config import fingerprint
+from qat.errors import CheckpointError
+from qat.files import LEAVING, locked, whole_directory
+from qat.logs import progress
+from qat.models.directory import (
+    CHECKSUMS,
+    as_transformers_asks,
+    check_checksums,
+    save_tokenizer,
+    settled_sha256,
+    write_checksums,
+)
+from qat.models.gguf import open_gguf, quick_gguf
+from qat.models.stored_state import packed_state_dict
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+GGUF_CACHE = Path("~/.cache/qat/gguf")
+BUDGET_BYTES = 32 * 2**30
+FRESH_S = 600.0
+"""An entry that was used less long ago makes no room: somebody may be opening it."""
+STALE_S = 86400.0
+"""What a process that was killed left half-written is removed after this time."""
+WAIT_S = 3600.0
+"""The longest wait for another process that converts the same file."""
+FORMAT = 1
+SHARD = "256MB"
+"""The size of a shard: all cores share in comparing the hashes of several."""
+ANY_CLASS = "PreTrainedTokenizerFast"
+"""The class that takes tokenizer.json as it is; some others build their own rules anew."""
+VOCABULARY_BYTES = 2**26
+"""More than any tokenizer takes."""
+
+
+class Config:
+    """The configuration in a GGUF file."""
+
+    names = ("config",)
+    file = "config.json"
+
+    def num_bytes(self, path: Path) -> int:  # noqa: ARG002
+        """Return about how large the entry becomes: next to nothing."""
+        return 0
+
+    def make(self, path: Path) -> PreTrainedConfig:
+        """Read the configuration of the file `path`."""
+        with quick_gguf(path):
+            return AutoConfig.from_pretrained(
+                str(path.parent), gguf_file=path.name, local_files_only=True
+            )
+
+    def save(self, made: PreTrainedConfig, directory: Path) -> None:
+        """Write it to `directory`."""
+        made.save_pretrained(directory)
+
+
+class Vocabulary:
+    """The tokenizer in a GGUF file."""
+
+    names = ("tokenizer",)
+    file = "tokenizer.json"
+
+    def num_bytes(self, path: Path) -> int:
+        """Return about how large the entry becomes: no larger than the file."""
+        return min(path.stat().st_size, VOCABULARY_BYTES)
+
+    def make(self, path: Path) -> PreTrainedTokenizerBase:
+        """Build the tokenizer of the file `path`."""
+        logger.info("%s: converting its tokenizer, once", path)
+        with quick_gguf(path):
+            return AutoTokenizer.from_pretrained(
+                str(path.parent), gguf_file=path.name, local_files_only=True
+            )
+
+    def save(self, made: PreTrainedTokenizerBase, directory: Path) -> None:
+        """Write it to `directory`, such that it opens as the same.
+
+        Raises:
+            NotKept: it does not.
+        """
+        save_tokenizer(made, directory)
+        if _opens_as(made, directory):
+            return
+        settings = directory / "tokenizer_config.json"
+        values = json.loads(settings.read_text(encoding="utf-8"))
+        values["tokenizer_class"] = ANY_CLASS
+        settings.write_text(json.dumps(values, indent=1), encoding="utf-8")
+        if not _opens_as(made, directory):
+            raise NotKept("its tokenizer does not open again as the same")
+
+
+class Weights:
+    """The model in a GGUF file, which `read` opens in `dtype` and in main memory."""
+
+    file = "config.json"
+
+    def __init__(
+        self, dtype: torch.dtype, read: Callable[[str, dict[str, str]], PreTrainedModel]
+    ) -> None:
+        self._dtype, self._read = dtype, read
+        # from float32 the others are rounded as they are from the file
+        self.names = [*dict.fromkeys(str(each)[6:] for each in (dtype, torch.float32))]
+
+    def num_bytes(self, path: Path) -> int:
+        """Return about how large the entry becomes."""
+        weights = sum(int(tensor.n_elements) for tensor in open_gguf(path).tensors)
+        return weights * self._dtype.itemsize
+
+    def make(self, path: Path) -> PreTrainedModel:
+        """Dequantize the weights of the file `path`."""
+        what, total = f"{path}: converting its weights, once", len(open_gguf(path).tensors)
+        logger.info("%s", what)
+        with progress(what, total, "tensors") as ticker, quick_gguf(path, ticker.advance):
+            return self._read(str(path.parent), {"gguf_file": path.name})
+
+    def save(self, made: PreTrainedModel, directory: Path) -> None:
+        """Write them to `directory`, each tensor in the narrowest dtype that loses nothing."""
+        made.hf_quantizer = None
+        if hasattr(made.config, "quantization_config"):
+            del made.config.quantization_config
+        state = {name: narrowest(tensor) for name, tensor in packed_state_dict(made).items()}
+        made.save_pretrained(directory, state_dict=state, max_shard_size=SHARD)
+        # without it a model ends where its configuration says, as one from the file does
+        (directory / "generation_config.json").unlink(missing_ok=True)
+
+
+Part = Config | Vocabulary | Weights
+
+
+class NotKept(Exception):  # noqa: N818 - no error: the file is read in the plain way
+    """Why there is no entry."""
+
+
+def opened(source: str, part: Part, read: Callable[[str, dict[str, str]], T]) -> T:
+    """What `read` makes of a resolved source: of a GGUF file, of its entry if one can be kept.
+
+    `read` is given a place and which GGUF file there, as `from_pretrained` takes them.
+    """
+    place, file = as_transformers_asks(source)
+    if not file:
+        return read(place, file)
+    path = Path(place, file["gguf_file"])
+    try:
+        entry = _entry(path, part)
+    except NotKept as reason:
+        logger.info("%s: %s, so it is converted each time", path, reason)
+    else:
+        try:
+            return read(str(entry), {})
+        except (OSError, ValueError, SafetensorError):
+            if entry.is_dir():
+                raise
+            # somebody has removed it since it was compared
+    with quick_gguf(path):
+        return read(place, file)
+
+
+def as_floats() -> dict[str, object]:
+    """Settings by which transformers leaves no weight of a GGUF file packed."""
+    # releases before 5.18 always dequantize
+    kind = getattr(transformers, "GgufConfig", None)
+    return {} if kind is None else {"quantization_config": kind(dequantize=True)}
+
+
+def narrowest(tensor: Tensor) -> Tensor:
+    """`tensor` in float16 if that holds every value of it."""
+    if tensor.dtype != torch.float32:
+        return tensor
+    samples = (tensor.flatten()[:4096], tensor)  # a few values rule most tensors out
+    is_exact = all(torch.equal(values.half().float(), values) for values in samples)
+    return tensor.half() if is_exact else tensor
+
+
+def _opens_as(tokenizer: PreTrainedTokenizerBase, directory: Path) -> bool:
+    again = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    return all(
+        of(again) == of(tokenizer)
+        for of in (
+            lambda each: each.backend_tokenizer.to_str(),
+            lambda each: {kind: str(token) for kind, token in each.special_tokens_map.items()},
+            lambda each: each.chat_template,
+        )
+    )
+
+
+def _entry(path: Path, part: Part) -> Path:
+    """The entry for a part of the file, made now if there is none.
+
+    Raises:
+        NotKept: there is no room, or nothing can be written.
+    """
+    root = GGUF_CACHE.expanduser()
+    read_by = fingerprint([FORMAT, *(version(name) for name in ("transformers", "gguf"))])
+    found = [root / f"{settled_sha256(path)}-{read_by}-{name}" for name in part.names]
+    for entry in found:
+        if _is_sound(entry, part):
+            return entry
+    entry = found[0]
+    with ExitStack() as stack:
+        with _writing(root):
+            root.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_alone(entry, path))
+        if _is_sound(entry, part):  # another process has made it meanwhile
+            return entry
+        if entry.is_dir():
+            logger.warning("%s is damaged, and made again", entry)
+        with _writing(root):
+            shutil.rmtree(entry, ignore_errors=True)
+            _make_room(root, part.num_bytes(path))
+        made = part.make(path)
+        with _writing(root), whole_directory(entry, durable=False) as partial:
+            part.save(made, partial)
+            write_checksums(partial)
+    return entry
+
+
+def _is_sound(entry: Path, part: Part) -> bool:
+    """Whether an entry is there as it was written; if so, it is now the one used last."""
+    if not (entry / CHECKSUMS).is_file():
+        return False
+    try:
+        check_checksums(entry, weights=True, has=part.file)
+        os.utime(entry)
+    except (CheckpointError, OSError):  # the second: somebody removes it just now
+        return False
+    return True
+
+
+@contextmanager
+def _writing(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise NotKept(f"{root} cannot be written ({error})") from error
+
+
+@contextmanager
+def _alone(entry: Path, path: Path) -> Iterator[None]:
+    """Hold the lock of an entry; say so if another process has it, and wait."""
+    lock = entry.with_name(f".{entry.name}.lock")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(lock, entry))
+        except TimeoutError:
+            logger.info("%s: another process is converting it; waiting for that one", path)
+            stack.enter_context(locked(lock, entry, wait_s=WAIT_S))
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _make_room(root: Path, num_bytes: int) -> None:
+    """Remove what a kill left, then the entries unused for longest, until `num_bytes` fit.
+
+    Raises:
+        NotKept: they do not fit, or only if an entry went that somebody may be opening.
+    """
+    now, entries = time.time(), []
+    for directory in filter(Path.is_dir, root.iterdir()):
+        with suppress(FileNotFoundError):  # another process makes room as well
+            used = directory.stat().st_mtime
+            if LEAVING.fullmatch(directory.name) and now - used > STALE_S:
+                shutil.rmtree(directory, ignore_errors=True)
+                continue
+            size = sum(file.stat().st_size for file in directory.iterdir())
+            entries.append((used, size, directory))
+    taken = sum(size for _, size, _ in entries)
+    budget = min(BUDGET_BYTES, (shutil.disk_usage(root).free + taken) // 2)
+    for used, size, directory in sorted(entries):
+        if taken + num_bytes <= budget or now - used <= FRESH_S:
+            break
+        leaving = directory.with_name(f".{directory.name}.old-{token_hex(4)}")
+        with suppress(FileNotFoundError):
+            directory.rename(leaving)  # at once, so that nobody opens half of it
+            shutil.rmtree(leaving, ignore_errors=True)
+            logger.info("%s made room for another file", directory)
+        taken -= size
+    if taken + num_bytes > budget:
+        raise NotKept(
+            f"{num_bytes / 2**30:.1f} GiB do not fit into the {budget / 2**30:.1f} GiB of {root}"
+        )
