@@ -126,13 +126,14 @@ def real(
     *,
     figure: str,
     to: str = "q2a4",
+    rotate: bool = False,
     goal: str = "<= 30",
     device: str = "auto",
     figures: Path | None = None,
 ) -> None:
     """Print seconds of the default conversion of MODEL, calibrated on CACHE, and record them."""
     backend = select(device)
-    config = ConvertConfig(to=to, calibration=cache, device=device)
+    config = ConvertConfig(to=to, calibration=cache, rotate=rotate, device=device)
     tokenizer = load_tokenizer(model)
 
     def seconds_of(plan: ConvertConfig) -> float:

@@ -57,7 +57,7 @@ ESTIMATED_S = 20.0
 
 
 class StageInputs(NamedTuple):
-    """The common input x of a stage's linears, and its distance from the teacher's x_f: float32.
+    """The common input x of a stage's linears, and its distance from the teacher's x_f.
 
     `s` is the residual stream that the output of a linear is added to.
     """
@@ -65,7 +65,7 @@ class StageInputs(NamedTuple):
     second_moment: Tensor
     """`mean(x x^T)`, `(I, I)` float64."""
     input_gap: Tensor | None = None
-    """`mean((x_f - x) x^T)`, `(I, I)`; None without a teacher, or if not all tokens come in order
+    """`mean((x_f - x) x^T)`, `(I, I)` float32; None without a teacher, or if not all tokens come in order
     (the experts of a mixture)."""
     stream_gap: Tensor | None = None
     """`mean((s_f - s) x^T)`, `(D, I)`; None too where something comes between output and stream."""
@@ -450,7 +450,7 @@ def _stage_inputs(
     student: Iterable[_Reading], teacher: Iterable[_Reading] | None, keeper: Keeper
 ) -> StageInputs:
     """The means over all tokens, from what a stage reads in each batch."""
-    second, gap, drift = _MeanOuter(), _MeanOuter(), _MeanOuter()
+    second, gap, drift = _MeanOuter(), _MeanOuter(torch.float32), _MeanOuter(torch.float32)
     is_taught = teacher is not None
     aims = repeat(None) if teacher is None else teacher
     for seen, aim in zip(student, aims):  # noqa: B905 (without a teacher `aims` is endless)
@@ -490,36 +490,37 @@ def _stack_inputs(readings: Iterable[_Reading]) -> StackInputs:
 
 
 class _MeanOuter:
-    """The mean over tokens of `left right^T`, accumulated in float64.
+    """The mean over tokens of `left right^T`, summed and returned in `dtype`.
 
     Real models have massive activations (arXiv:2402.17762): a few channels of a few tokens are 10^4
     times as large as the rest, and collinear. A float32 sum over thousands of tokens is off by more
     than what one such channel has that another does not, and the second moment is not positive
     definite: in layer 3 of Qwen2.5-Coder-0.5B the least eigenvalue came out as -0.0004 of the mean
     diagonal, and is 0.0025. So these tokens are multiplied in float64, all others `CHUNK` at a time
-    in the precision of `matmul_precision`.
+    in the precision of `matmul_precision`. A gap need not be definite: float32 is enough for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         self._total: Tensor | None = None
+        self._dtype = dtype
         self.count = 0
 
     def add(self, left: Tensor, right: Tensor) -> None:
         """Add the products of tokens `(..., O)` and `(..., I)`."""
         left, right = left.flatten(0, -2).float(), right.flatten(0, -2).float()
         if self._total is None:
-            self._total = left.new_zeros(left.shape[1], right.shape[1], dtype=torch.float64)
+            self._total = left.new_zeros(left.shape[1], right.shape[1], dtype=self._dtype)
         energy = right.square().sum(1)
         is_massive = energy > MASSIVE * energy.median()
         massive = is_massive.nonzero()[:, 0]
-        self._total.addmm_(left[massive].double().T, right[massive].double())
+        self._total += left[massive].double().T @ right[massive].double()
         usual = right.masked_fill(is_massive[:, None], 0.0)
         for some, others in zip(left.split(CHUNK), usual.split(CHUNK), strict=True):
             self._total += some.T @ others
         self.count += len(right)
 
     def mean(self) -> Tensor | None:
-        """Return the mean `(O, I)` in float64, or None without tokens."""
+        """Return the mean `(O, I)`, or None without tokens."""
         return None if self._total is None else self._total / self.count
 
 

@@ -663,7 +663,7 @@ def aim_all(
         stream_gap: `mean((s_f - s) x^T)`, `(O, I)`, the same for all weights.
     """
     weights = [weight.detach().float() for weight in weights]
-    gaps = [weight @ input_gap.float() for weight in weights]
+    gaps = [weight @ input_gap for weight in weights]
     if stream_gap is not None:
         gaps = [gap + stream_gap for gap in gaps]
     H = damped(hessian.double(), needed_damping(hessian))
