@@ -65,8 +65,8 @@ class StageInputs(NamedTuple):
     second_moment: Tensor
     """`mean(x x^T)`, `(I, I)` float64."""
     input_gap: Tensor | None = None
-    """`mean((x_f - x) x^T)`, `(I, I)` float32; None without a teacher, or if not all tokens come in order
-    (the experts of a mixture)."""
+    """`mean((x_f - x) x^T)`, `(I, I)` float32; None without a teacher, or if not all tokens
+    come in order (the experts of a mixture)."""
     stream_gap: Tensor | None = None
     """`mean((s_f - s) x^T)`, `(D, I)`; None too where something comes between output and stream."""
 
