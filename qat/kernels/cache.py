@@ -127,8 +127,8 @@ def _step_for(x, BITS: tl.constexpr):
     octet = ((raw + ALL_BELOW) >> BELOW) - EXPONENTS
     is_short = scale_of(octet) * (2.0**BITS - 1) < span
     is_long = scale_of(octet - 1) * (2.0**BITS - 1) >= span
-    octet = tl.minimum(tl.maximum(octet + is_short.to(tl.int32) - is_long.to(tl.int32), 0), 255)
-    zero = tl.minimum(_nearest(low * -(2.0 ** (8 - BITS)), scale_of(octet), 0.0), 255.0)
+    octet = tl.maximum(octet + is_short.to(tl.int32) - is_long.to(tl.int32), 0)
+    zero = _nearest(low * -(2.0 ** (8 - BITS)), scale_of(octet), 0.0)
     zero -= (zero * scale_of(octet) > MOST * 2.0 ** (8 - BITS)).to(tl.float32)
     return octet | (zero.to(tl.int32) << 8)
 

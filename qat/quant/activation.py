@@ -57,7 +57,9 @@ def token_levels(x: Tensor, kind: ActivationKind) -> Levels:
     if kind == "int8-asymmetric":
         low, high = x.amin(-1, keepdim=True).clamp_max(0), x.amax(-1, keepdim=True).clamp_min(0)
         scale = _quotient(high - low, HIGHEST - LOWEST).clamp_min(SMALLEST_SCALE)
-        zero = (LOWEST - _quotient(low, scale).round()).clamp(LOWEST, HIGHEST)
+        zero = (
+            LOWEST - _quotient(low, scale).round()
+        )  # at most 255 steps below 0, as `scale` has it
         levels = ((x * _inverse(scale)).round() + zero).clamp(LOWEST, HIGHEST)
         return Levels(levels, scale, zero)
     largest = LARGEST_E4M3 if kind == "fp8" else LEVELS

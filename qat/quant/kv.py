@@ -118,9 +118,9 @@ def _quantized(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     span = high - low
     octet = (((span / levels).view(torch.int32) + (1 << REST) - 1) >> REST) - OFFSET
     is_short, is_long = _scale(octet) * levels < span, _scale(octet - 1) * levels >= span
-    octet = (octet + is_short.int() - is_long.int()).clamp(0, 255)
+    octet = (octet + is_short.int() - is_long.int()).clamp_min(0)
     scale = _scale(octet)
-    zero = _nearest(low * -fine, scale, torch.zeros_like(low)).clamp_max(255.0)
+    zero = _nearest(low * -fine, scale, torch.zeros_like(low))
     zero = zero - (zero * scale > LARGEST * fine).float()
     scale, shift = scale[..., None], (zero / fine)[..., None]
     code = _nearest(halves, scale, shift).clamp(0.0, float(levels))

@@ -171,6 +171,14 @@ def test_positions_restart_and_labels_stay_inside_a_document() -> None:
     ]
 
 
+def test_no_label_is_a_token_of_the_next_document_whatever_the_mask_counts() -> None:
+    tokens = torch.tensor([[11, 12, 21, 22, 31]])
+    starts = torch.tensor([[True, False, True, False, True]])
+    counted = torch.ones(1, 5, dtype=torch.bool)
+    no = NO_LABEL
+    assert labels(tokens, starts, counted).tolist() == [[12, no, 22, no, no]]
+
+
 def test_nothing_to_pack_is_refused() -> None:
     with pytest.raises(ValueError, match="no tokens"):
         pack([], 4, PAD)

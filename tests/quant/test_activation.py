@@ -39,6 +39,17 @@ def test_asymmetric_is_torchaos_to_the_bit() -> None:
     assert torch.equal(quantize_tokens(x, "int8-asymmetric"), values)
 
 
+def test_zero_points_lie_among_the_levels() -> None:
+    """Whatever a token holds: the range begins at its lowest number or at 0."""
+    one = torch.tensor(
+        [[-1.0, 1e-3], [-3.0, 0.0], [-1e-30, -1e-38], [-2e38, 1e38], [1e-40, -1e-40]]
+    )
+    x = torch.cat([one, -one, torch.rand(1000, 2) * torch.logspace(-30, 30, 1000)[:, None] - 1])
+    found = token_levels(x, "int8-asymmetric")
+    assert found.zero.min() == -128 and found.zero.max() == 127
+    assert torch.equal(found.zero, found.zero.round())
+
+
 def test_symmetric_reaches_127_and_rounds_to_nearest() -> None:
     x = tokens()
     found = token_levels(x, "int8")

@@ -18,7 +18,8 @@ def textbook(x: Tensor, bits: int) -> Tensor:
     raw = max((high - low) / levels, 2.0**-18)
     exponent = math.floor(math.log2(raw))
     scale = math.ceil(raw / 2.0**exponent * 8) / 8 * 2.0**exponent
-    zero = min(255, math.floor(-low / scale * fine + 0.5))
+    zero = math.floor(-low / scale * fine + 0.5)
+    assert zero < 256
     zero -= zero / fine * scale > 65504
     codes = [math.floor(min(max(v / scale + zero / fine, 0), levels) + 0.5) for v in x.tolist()]
     codes = [code - ((code - zero / fine) * scale > 65504) for code in codes]
@@ -26,7 +27,7 @@ def textbook(x: Tensor, bits: int) -> Tensor:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("size", [1e-4, 1.0, 300.0, 2e4])
+@pytest.mark.parametrize("size", [1e-9, 1e-4, 1.0, 300.0, 2e4])
 @pytest.mark.parametrize("shift", [0.0, -2.0, 5.0])
 def test_the_equations(bits: int, size: float, shift: float) -> None:
     x = size * (torch.randn(5, 3, 24) + shift)
@@ -46,6 +47,17 @@ def test_short_numbers_between_two_codes(bits: int) -> None:
     x = (torch.randn(400, 16) * 4).round() / 4
     halves = [textbook(half, bits) for half in x.view(-1, 8)]
     assert torch.equal(fake_quantize_heads(x, bits).double(), torch.stack(halves).view_as(x))
+
+
+def test_a_number_just_below_the_middle_of_two_codes_takes_the_lower() -> None:
+    """The scale is 1.125, the zero 100; `x / scale + zero + 1 / 2` in float32 rounds to the upper."""
+    middles = (torch.arange(8) + 0.5) * 1.125
+    x = torch.zeros(16)
+    x[:2] = torch.tensor([-100.0, 155.0]) * 1.125
+    x[2:8] = middles[:6].nextafter(torch.tensor(0.0))
+    found = fake_quantize_heads(x, 8)
+    assert torch.equal(found.double(), torch.cat([textbook(x[:8], 8), torch.zeros(8).double()]))
+    assert torch.equal(found[2:8], torch.arange(6) * 1.125)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -99,6 +99,10 @@ def test_a_file_that_reads_otherwise_than_written_is_found(tmp_path: Path) -> No
         prove(tmp_path, meant)
     with pytest.raises(CheckpointError, match="a reads otherwise"):
         prove(tmp_path, {"a": written["a"].double()})
+    with pytest.raises(CheckpointError, match="a reads otherwise"):  # the same bytes in other rows
+        prove(tmp_path, {"a": written["a"][:, None]})
+    with pytest.raises(CheckpointError, match="b reads otherwise"):
+        prove(tmp_path, {"b": torch.zeros(0, 3)})
 
 
 def test_copies_on_the_host_keep_ties() -> None:
