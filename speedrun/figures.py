@@ -4,6 +4,7 @@ import json
 import platform
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -60,9 +61,19 @@ def command() -> str:
     return " ".join([start, str(inside), *sys.argv[1:]])
 
 
+@cache
 def commit() -> str:
-    """Short hash of the commit checked out, with `-dirty` behind it if tracked files differ."""
-    return _git("describe", "--always", "--abbrev=12", "--dirty", "--exclude=*")
+    """Short hash of the commit checked out, with `-dirty` behind it if tracked files differ.
+
+    "unknown" where no git is, or the tree has no history. It is of the start of the script: this
+    module asks once, when it is imported, before anything is measured.
+    """
+    words = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    try:
+        found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()
 
 
 def device() -> str:
@@ -72,8 +83,4 @@ def device() -> str:
     return f"cpu, {torch.get_num_threads()} threads, {platform.machine()}"
 
 
-def _git(*words: str) -> str:
-    result = subprocess.run(
-        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
-    )
-    return result.stdout.strip()
+commit()
