@@ -40,43 +40,35 @@ PRE_TOKENIZERS = {
     r"|\s+(?!\S)|\s+": "qwen2",
     CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+": "llama-bpe",
-    True: "smollm",
 }
-"""What llama.cpp calls the expression that a byte-level tokenizer splits text with; True: GPT-2's,
-with every digit apart."""
+"""What llama.cpp calls the expression that a byte-level tokenizer splits text with."""
+
+AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
+"""Settings of a BPE model that add text to the parts of a word, which llama.cpp does not."""
 
 
 def add_tokenizer(writer: object, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> bool:
     """Write tokens, merges or scores, special tokens and the chat template.
 
-    Byte-level BPE (of Qwen, Llama 3 and GPT-2) and BPE with byte fallback (of Llama 2) are known;
-    of another tokenizer nothing is written, and that is logged. Rows of the embedding above the
-    last token get names of their own.
+    Byte-level BPE (of Qwen, Llama 3 and GPT-2) and BPE with byte fallback (of Llama 2) are known,
+    where they split text as llama.cpp does; of another tokenizer nothing is written, and that is
+    logged. Rows of the embedding above the last token get names of their own.
 
     Returns:
         Whether the tokenizer was written.
     """
     values = json.loads(tokenizer.backend_tokenizer.to_str())
-    model, pre = values["model"], None
-    given = values.get("pre_tokenizer") or {}
-    parts = given.get("pretokenizers", [given] if given else [])
-    if any(part["type"] == "ByteLevel" for part in parts):
-        # what splits text before the bytes do: an expression, or digits one by one
-        steps = [
-            part["pattern"].get("Regex")
-            if part["type"] == "Split"
-            else part.get("individual_digits")
-            for part in parts
-            if part["type"] != "ByteLevel"
-        ]
-        pre = PRE_TOKENIZERS.get(steps[0]) if len(steps) == 1 else None if steps else "gpt-2"
+    model, pre = values["model"], pre_tokenizer(values)
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", ())]
     if model["type"] == "BPE" and model.get("byte_fallback"):
         kind = "llama"
     elif model["type"] == "BPE" and pre is not None:
         kind = "gpt2"
     else:
-        logger.warning("this tokenizer is none that GGUF files know: the file has none")
+        logger.warning(
+            "this tokenizer is none that GGUF files know, or splits text in another way: the file "
+            "has none; give llama.cpp token ids, or use another target"
+        )
         return False
     names = {number: text for text, number in tokenizer.get_vocab().items()}
     tokens = [names.get(number, f"[PAD{number}]") for number in range(vocab_size)]
@@ -92,8 +84,43 @@ def add_tokenizer(writer: object, tokenizer: PreTrainedTokenizerBase, vocab_size
         writer.add_add_space_prefix(begins.startswith("\u2581"))
     writer.add_token_list(tokens)
     writer.add_token_types(list(_types(values, tokens)))
-    _add_special(writer, tokenizer)
+    _add_special(writer, tokenizer, vocab_size)
     return True
+
+
+def pre_tokenizer(values: dict) -> str | None:
+    """What llama.cpp calls the way in which a byte-level tokenizer splits text; None if unknown.
+
+    Args:
+        values: the tokenizer as its tokenizer.json holds it.
+    """
+    given = values.get("pre_tokenizer") or {}
+    *steps, last = given.get("pretokenizers") or [given]
+    is_known = (
+        last.get("type") == "ByteLevel"
+        # no byte-level tokenizer of llama.cpp puts a space before a text
+        and not last.get("add_prefix_space")
+        and _types_of(values.get("normalizer"), "normalizers") <= {"NFC"}
+        and not any(values["model"].get(key) for key in AFFIXES)
+    )
+    splits_itself = last.get("use_regex", True)
+    match steps:
+        case [] if is_known and splits_itself:
+            return "gpt-2"
+        case [{"type": "Digits", "individual_digits": True}] if is_known and splits_itself:
+            return "smollm"
+        case [{"type": "Split", "behavior": "Isolated", "invert": False, "pattern": pattern}] if (
+            is_known and not splits_itself
+        ):
+            return PRE_TOKENIZERS.get(pattern.get("Regex"))
+    return None
+
+
+def _types_of(part: dict | None, members: str) -> set[str]:
+    """The types of a part of a tokenizer, or of its `members` if it is a sequence of such."""
+    if part is None:
+        return set()
+    return {each["type"] for each in part.get(members, [part])}
 
 
 def _types(values: dict, tokens: list[str]) -> Iterator[int]:
@@ -113,7 +140,7 @@ def _types(values: dict, tokens: list[str]) -> Iterator[int]:
             yield TokenType.NORMAL
 
 
-def _add_special(writer: object, tokenizer: PreTrainedTokenizerBase) -> None:
+def _add_special(writer: object, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     adders = (
         (tokenizer.bos_token_id, writer.add_bos_token_id),
         (tokenizer.eos_token_id, writer.add_eos_token_id),
@@ -121,12 +148,15 @@ def _add_special(writer: object, tokenizer: PreTrainedTokenizerBase) -> None:
         (tokenizer.pad_token_id, writer.add_pad_token_id),
     )
     for number, add in adders:
-        if number is not None:
+        if number is not None and number < vocab_size:  # a token may be added and not embedded
             add(number)
     first = tokenizer("a").input_ids[:1]
     writer.add_add_bos_token(first == [tokenizer.bos_token_id])
-    if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    if template:
+        writer.add_chat_template(template)
 
 
 # Blocks of GGUF: evenly spaced levels and float16 scales in the types of ggml that hold them.

@@ -25,8 +25,8 @@ from quantized import (
 from ranks_case import run_ranks
 from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
-from tokenizers import Tokenizer, models, normalizers
-from tokenizers.pre_tokenizers import Digits, Sequence
+from tokenizers import Regex, Tokenizer, models, normalizers
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
@@ -410,6 +410,24 @@ def test_the_tokenizer_goes_into_a_gguf(
         assert gguf_tokenizer.add_tokenizer(writer, tokenizer, 320) == expected
         if expected:
             assert writer.kv_data[0]["tokenizer.ggml.pre"].value == "smollm"
+    regex, whole = ByteLevel(add_prefix_space=False), ByteLevel(False, use_regex=False)
+    qwen = Regex(next(iter(gguf_tokenizer.PRE_TOKENIZERS)))
+    for steps, expected in (
+        (ByteLevel(add_prefix_space=True), None),
+        (whole, None),
+        (Sequence([Split(qwen, "isolated"), whole]), "qwen2"),
+        (Sequence([Split(qwen, "isolated"), regex]), None),
+        (Sequence([Split(qwen, "removed"), whole]), None),
+        (Sequence([Split(Regex("x+"), "isolated"), whole]), None),
+        (Sequence([Digits(individual_digits=True), whole]), None),
+        (Sequence([regex, Digits(individual_digits=True)]), None),
+    ):
+        tokenizer.backend_tokenizer.pre_tokenizer = steps
+        values = json.loads(tokenizer.backend_tokenizer.to_str())
+        assert gguf_tokenizer.pre_tokenizer(values) == expected
+    tokenizer.backend_tokenizer.pre_tokenizer = regex
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    assert gguf_tokenizer.pre_tokenizer(json.loads(tokenizer.backend_tokenizer.to_str())) is None
     for prefix in ("\u2581", ""):
         model = models.BPE({"<0x61>": 0, "a": 1, "\u2581": 2}, [], byte_fallback=True)
         marked = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model))
@@ -421,6 +439,23 @@ def test_the_tokenizer_goes_into_a_gguf(
     writer = library.GGUFWriter(None, "llama")
     assert not gguf_tokenizer.add_tokenizer(writer, tokenizer, 320)
     assert "none that GGUF files know" in caplog.text
+
+
+def test_all_chat_templates_and_only_tokens_of_the_table_go_into_a_gguf() -> None:
+    library = pytest.importorskip("gguf")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = {"default": "plain", "tool_use": "with tools"}
+    tokenizer.add_special_tokens({"pad_token": "<|beyond|>"})
+    size = tokenizer.pad_token_id
+    writer = library.GGUFWriter(None, "llama")
+    assert gguf_tokenizer.add_tokenizer(writer, tokenizer, size)
+    found = {key: field.value for key, field in writer.kv_data[0].items()}
+    assert found["tokenizer.chat_template"] == "plain"
+    assert found["tokenizer.chat_template.tool_use"] == "with tools"
+    assert found["tokenizer.chat_templates"] == ["tool_use"]
+    assert len(found["tokenizer.ggml.tokens"]) == size
+    assert "tokenizer.ggml.padding_token_id" not in found
+    assert found["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize(
