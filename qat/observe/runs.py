@@ -250,7 +250,10 @@ def _read_run(path: Path) -> TrainingRun:
     beats, facts, recipe = path / HEARTBEAT, path / FACTS, path / RECIPE
     info = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {}
     words = recipe.read_text(encoding="utf-8") if recipe.is_file() else ""
-    parse_toml(words)
+    for name, table in (("train", parse_toml(words)), ("cache_settings", info)):
+        if not isinstance(table.get(name, {}), dict):
+            raise TypeError(f"{name} is no table")
+    _check_numbers(rows)
     others = map(heartbeat_file, range(1, len(list(path.glob(HEARTBEATS)))))
     checkpoints = (pointed(path, name) for name in RUN_POINTERS)
     return TrainingRun(
@@ -266,6 +269,14 @@ def _read_run(path: Path) -> TrainingRun:
         forced=[str(code) for code in info.get("forced", [])],
         checkpoint=next((each for each in checkpoints if each and each.is_dir()), None),
     )
+
+
+def _check_numbers(rows: Sequence[Line]) -> None:
+    """Refuse a line of metrics whose step or measure is no number (TypeError)."""
+    for row in rows:
+        for key in ("step", "loss_nats", *SCORES, "top1_frac", "ppl"):
+            if not isinstance(row.get(key, 0), int | float | None):
+                raise TypeError(f"{key}={str(row[key])[:40]!r} is no number")
 
 
 def _events(file: Path) -> list[Line]:

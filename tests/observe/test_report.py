@@ -409,6 +409,22 @@ def test_damaged_metrics_are_named(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("recipe.toml", "train = 3"),
+        ("run.json", '{"cache_settings": []}'),
+        ("run.json", "[]"),
+        ("metrics.jsonl", '{"kind": "eval", "step": 0, "ppl": "<script>"}\n'),
+        ("metrics.jsonl", '{"kind": "eval", "step": [], "ppl": 3}\n'),
+    ],
+)
+def test_files_that_no_run_wrote_are_one_line(run: Path, tmp_path: Path, name, text) -> None:
+    (run / name).write_text(text)
+    with pytest.raises(CheckpointError, match="damaged"):
+        write_report([run], tmp_path / "report.html")
+
+
 def test_damaged_conversion_is_named(conversion: Path, tmp_path: Path) -> None:
     (conversion / "convert_report.json").write_text('{"source": "x"}')
     with pytest.raises(CheckpointError, match="convert_report.json is damaged: plan: Field req"):
