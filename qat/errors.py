@@ -32,6 +32,14 @@ def how_to_install(extra: str) -> str:
     return shlex.join([*pip, *what])
 
 
+def is_installed(library: str) -> bool:
+    """Whether Python finds a library, and not only a folder of its name where somebody works."""
+    from importlib.util import find_spec
+
+    found = find_spec(library)
+    return found is not None and found.origin is not None
+
+
 def _is_clone() -> bool:
     """Whether qat runs from a clone; other packages leave files of this name in their folder."""
     project = HOME / "pyproject.toml"

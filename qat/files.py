@@ -20,7 +20,7 @@ from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from secrets import token_hex
 from shlex import quote
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from qat.errors import ConfigError, QatError
 
@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 MEND = "remove it or choose another --out"
 DOTTED = re.compile(r"(?:[\w\"'-]+[ \t]*\.[ \t]*){64}")
 """A key of TOML that names a table in a table in a table ..."""
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
+SURROGATE_BYTES = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Where a text in JSON may hold half a letter."""
 LEAVING = re.compile(r"\..+\.(partial|old|part)-([a-z0-9_]{8})?")
 """What a directory or file is called until it is whole, and when it is no longer wanted."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
@@ -216,6 +219,24 @@ def lies_inside(path: Path, directory: Path) -> bool:
     return is_blob or found.is_relative_to(here)
 
 
+def parse_json(text: str | bytes) -> Any:
+    """The value of a text in JSON, which may come from anybody.
+
+    Raises:
+        ValueError: it is none, nests deeper than any file does, holds a number of thousands of
+            digits, or half a surrogate pair, which no UTF-8 text can hold.
+    """
+    try:
+        found = json.loads(text)
+        if (SURROGATE if isinstance(text, str) else SURROGATE_BYTES).search(text):
+            json.dumps(found, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it nests too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("it holds half of a surrogate pair, which is no letter") from None
+    return found
+
+
 def parse_toml(text: str) -> dict[str, object]:
     """The tables of a text in TOML, which may come from anybody.
 
@@ -274,8 +295,8 @@ def listed_files(path: Path, beside: Collection[str]) -> set[str]:
     None without a sound list.
     """
     try:
-        return {*beside, *json.loads(path.read_bytes())["files"]}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return {*beside, *parse_json(path.read_bytes())["files"]}
+    except (OSError, ValueError, TypeError, KeyError):
         return set()
 
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from qat.errors import CheckpointError
-from qat.files import write_atomically
+from qat.files import parse_json, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -366,7 +366,7 @@ def _read(path: Path) -> list[tuple[bytes, dict]]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
             if not isinstance(entry, dict):
                 raise ValueError(f"it is a {type(entry).__name__}")
             found.append((line, entry))

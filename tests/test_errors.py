@@ -1,5 +1,6 @@
 """The one place that says how an extra is installed, and what works where none is."""
 
+import importlib
 import shlex
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from qat import errors
-from qat.errors import DISTRIBUTION, HOME, how_to_install, nearest
+from qat.errors import DISTRIBUTION, HOME, how_to_install, is_installed, nearest
 
 PROJECT = tomllib.loads((HOME / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -119,3 +120,17 @@ def test_without_extras_every_module_is_imported_and_every_verb_says_its_help() 
     assert found.returncode == 0, found.stderr
     gone = set(found.stdout.split())
     assert {"gguf", "coremltools", "pytest"} <= gone and not {"torch", "qat"} & gone
+
+
+@pytest.mark.parametrize("name", ["mlx_lm", "gguf", "lm_eval", "wandb"])
+def test_a_folder_that_is_called_as_a_library_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    assert not is_installed(name) and not is_installed("never_heard_of")
+    (tmp_path / name / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert is_installed(name)

@@ -7,7 +7,6 @@ Shapes: N sequences, S positions, K teacher tokens kept, R random tokens.
 """
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, get_args
@@ -24,7 +23,7 @@ from qat.data.config import CacheSettings, DataFormat, ImportConfig, Thinking
 from qat.data.shard_file import shard_content
 from qat.data.text import tokenizer_hash
 from qat.errors import CacheError, CheckpointError, HubError
-from qat.files import check_free
+from qat.files import check_free, parse_json
 from qat.logs import progress
 from qat.models.directory import atomic_directory
 from qat.models.load import load_config, load_tokenizer
@@ -123,8 +122,8 @@ def read_meta(root: Path) -> Meta:
     """
     path = root / META
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
+        values = parse_json(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
         raise CacheError(
             f"{path} is not JSON ({error}), expected a description; copy it anew"
         ) from None

@@ -8,7 +8,6 @@ Facts: Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5.
 Shapes: O out_features, I in_features, L entries of a LUT, R rank of the scale, r rank of a LoRA.
 """
 
-import json
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from qat.anemll.pickles import check_sums, check_tensors, read_pickle
 from qat.errors import CheckpointError
+from qat.files import parse_json
 
 Version = Literal[1, 2]
 Parts = dict[str, Tensor]
@@ -160,7 +160,7 @@ def _read_settings(path: Path, inside: object) -> LegacySettings:
     if not path.is_file():
         return LegacySettings.read(inside if isinstance(inside, dict) else {}, "config")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is not JSON ({error}), expected the settings of a checkpoint; mend it, or "

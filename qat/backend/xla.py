@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from qat.backend.base import GIB, Backend, Copying, launched
 from qat.backend.before_torch import ask_nobody_without_a_tpu, take_one_chip, tpu_name
 from qat.backend.compiling import Graphs, Teller
 from qat.backend.cpu import CpuBackend
-from qat.errors import ConfigError, how_to_install
+from qat.errors import ConfigError, how_to_install, is_installed
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ def open_backend() -> "XlaBackend":
 
 
 def _check_versions() -> None:
-    if find_spec("torch_xla") is None:
+    if not is_installed("torch_xla"):
         raise ConfigError(
             f"device=xla, but torch_xla is not installed; install it with: {how_to_install('xla')}"
         )

@@ -26,7 +26,7 @@ from qat.cli.parser import app, mistake, run_verb
 from qat.config import Formats, Learns, Required, Settings, Speed, Steps, Text, refuse_code
 from qat.convert.config import REPORT_NAME
 from qat.errors import ConfigError, QatError, Stopped
-from qat.files import check_free, held, parse_toml, write_atomically
+from qat.files import check_free, held, parse_json, parse_toml, write_atomically
 from qat.logs import EXAM, RECIPE, SAMPLES, SUMMARY, Terminal
 
 Table = dict[str, object]
@@ -126,7 +126,7 @@ class Pipeline:
             return
         self.has_news = True
         found = self.call("eval", model, "--teacher", teacher, *words, stage=f"eval {name}")
-        report = json.loads((converted / LAST_FILES["convert"]).read_text(encoding="utf-8"))
+        report = parse_json((converted / LAST_FILES["convert"]).read_text(encoding="utf-8"))
         if "teacher" not in exams:
             same = {"kd_nats": 0.0, "kl_nats": 0.0, "top1_frac": 1.0, "ppl": found["teacher_ppl"]}
             exams["teacher"] = {**same, "megabytes": _megabytes(Path(teacher))}
@@ -156,7 +156,7 @@ class Pipeline:
     def exams(self) -> dict[str, dict[str, object]]:
         """What every model judged so far came to, the teacher first."""
         path = self.out / EXAM
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
     def call(self, *words: object, stage: str) -> dict[str, object]:
         """Run one verb in this process, printed as a user would type it; what it found.

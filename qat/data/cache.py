@@ -21,7 +21,7 @@ from pydantic import (
 from qat.config import explain, fingerprint
 from qat.data.config import CacheSettings
 from qat.errors import CacheError
-from qat.files import import_command, inside, sha256_file, whole_file
+from qat.files import import_command, inside, parse_json, sha256_file, whole_file
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -232,8 +232,8 @@ def parse_manifest(raw: bytes, where: Path | str) -> Manifest:
 
 def _parse(raw: bytes, path: Path | str) -> Manifest:
     try:
-        values = json.loads(raw)
-    except (ValueError, RecursionError):
+        values = parse_json(raw)
+    except ValueError:
         raise _damaged(path, "it is not JSON") from None
     if not isinstance(values, dict) or not {"format", "shards"} <= values.keys():
         raise CacheError(

@@ -5,7 +5,6 @@ An open shard keeps a file handle and where each row begins, 8 bytes a sequence.
 Shapes: N sequences of the shard.
 """
 
-import json
 import os
 import threading
 import weakref
@@ -26,6 +25,7 @@ from torch import Tensor
 from qat.data.cache import Manifest, Shard, raise_if_damaged, read_manifest, shard_problem
 from qat.data.codec import CODE_BITS, id_bits, packed_bytes, unpack_flags
 from qat.errors import CacheError
+from qat.files import parse_json
 from qat.logs import progress
 
 # All of a sequence lies side by side, so that a row is one read. A row holds the fields of
@@ -309,8 +309,8 @@ class OpenShard:
         raw = bytearray(length)
         self.fill(Read(8, length, [memoryview(raw)]))
         try:
-            header = json.loads(raw)
-        except (ValueError, RecursionError):
+            header = parse_json(raw)
+        except ValueError:
             raise self._wrong("its header is not JSON") from None
         if not isinstance(header, dict):
             raise self._wrong("its header is not a table of tensors")

@@ -6,18 +6,17 @@ import io
 import json
 import logging
 import re
-import sys
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from qat.data.config import DataFormat
-from qat.errors import DataError, how_to_install
+from qat.errors import DataError, how_to_install, is_installed
+from qat.files import parse_json
 from qat.online import is_online
 
 # Rows of the files that hold text: .txt, .md, .jsonl, .json, .csv, .tsv, .parquet, or with .gz.
@@ -167,9 +166,9 @@ def _json_list(path: Path) -> Rows:
     """The rows of a list; of a file that says .json and holds a row a line, those."""
     text = whole_text(path)
     try:
-        rows = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if getattr(error, "msg", "") != "Extra data":
+        rows = parse_json(text)
+    except ValueError as error:
+        if getattr(error, "msg", None) != "Extra data":
             raise _not_json(Place(str(path), 1), error) from None
         yield from _parsed_lines(path, io.StringIO(text))
         return
@@ -188,24 +187,17 @@ def _parsed_lines(path: Path, lines: Iterable[str]) -> Rows:
         if line.strip():
             place = Place(str(path), number)
             try:
-                yield place, json.loads(line)
-            except (ValueError, RecursionError) as error:
+                yield place, parse_json(line)
+            except ValueError as error:
                 raise _not_json(place, error) from None
 
 
-def _not_json(place: Place, error: ValueError | RecursionError) -> DataError:
-    if isinstance(error, RecursionError):
-        return DataError(
-            f"{place} nests lists or objects too deeply, expected a row of a few levels; mend it"
-        )
-    if not isinstance(error, json.JSONDecodeError):  # all that Python says of long numbers
-        return DataError(
-            f"{place} has a number of more digits than Python reads ({sys.get_int_max_str_digits()}"
-            "), expected a shorter one; write it as text, or remove it"
-        )
-    # some of Python's messages end in "at", for a place to follow
-    line = f"line {error.lineno}, " if error.lineno > 1 else ""
-    found = f"{error.msg.removesuffix(' at')} at {line}column {error.colno}"
+def _not_json(place: Place, error: ValueError) -> DataError:
+    found = str(error)
+    if isinstance(error, json.JSONDecodeError):
+        # some of Python's messages end in "at", for a place to follow
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        found = f"{error.msg.removesuffix(' at')} at {line}column {error.colno}"
     return DataError(f"{place} is not JSON ({found}); expected one value; mend it")
 
 
@@ -237,7 +229,7 @@ def _parquet_rows(path: Path) -> Rows:
     try:
         import pyarrow
         from pyarrow import parquet
-    except ModuleNotFoundError:
+    except ImportError:
         raise DataError(
             f"{path} is Parquet, which needs the 'pyarrow' package; "
             f"convert it to .jsonl or run: {how_to_install('datasets')}"
@@ -247,7 +239,7 @@ def _parquet_rows(path: Path) -> Rows:
             rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
             for number, row in enumerate(rows, start=1):
                 yield Place(str(path), number), row
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not Parquet ({error}); expected such; fetch it again") from None
 
 
@@ -410,7 +402,7 @@ def _hub_name(data: str, setting: str) -> tuple[str, str, str]:
     looks_local = is_text_file(Path(data)) or ("/" in name and Path(name).parent.is_dir())
     if looks_local or not HUB_ID.fullmatch(name):
         raise DataError(f"{setting}={data} is no file or directory, expected one; check the path")
-    if find_spec("datasets") is None:
+    if not is_installed("datasets"):
         raise DataError(
             f"{setting}={data} is no file or directory, and a datasets id needs the 'datasets' "
             f"package; check the path or run: {how_to_install('datasets')}"

@@ -2,14 +2,13 @@
 
 import logging
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import select
-from qat.errors import ConfigError, DataError, how_to_install, nearest
+from qat.errors import ConfigError, DataError, how_to_install, is_installed, nearest
 from qat.evaluate.config import EvalConfig
 from qat.models.language_model import LanguageModel, judging, most_positions
 from qat.models.regions import as_written
@@ -33,7 +32,7 @@ class Tasks:
                 f"tasks={config.tasks}, but device={config.device} compiles a model anew for each "
                 "length, and every question has its own; use --device cpu or cuda"
             )
-        if find_spec("lm_eval") is None:
+        if not is_installed("lm_eval"):
             raise ConfigError(
                 "--tasks, but the library lm-eval is not installed; expected it beside qat; "
                 f"run: {how_to_install('eval')}"

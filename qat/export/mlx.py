@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qat.errors import ExportError
+from qat.errors import ExportError, is_installed
 from qat.export.parts import (
     EVEN_GRIDS,
     affine,
@@ -83,11 +83,11 @@ def check(model: PreTrainedModel) -> None:
     """
     config = model.config
     kind, layers = config.model_type, getattr(config, "layer_types", None) or []
-    library = find_spec("mlx_lm")  # found, not imported: before a run too this is checked
+    # found, not imported: before a run too this is checked
     file = f"{SAME_AS.get(kind, kind)}.py"
     if (
-        library is not None
-        and not Path(library.origin).with_name("models").joinpath(file).is_file()
+        is_installed("mlx_lm")
+        and not Path(find_spec("mlx_lm").origin).with_name("models").joinpath(file).is_file()
     ):
         raise ExportError(
             f"model_type={kind} is none that mlx-lm knows, expected one of its models; export "

@@ -1,6 +1,5 @@
 """`qat export`: write a deployable form, read it back, and believe only equal logits."""
 
-import json
 import logging
 from collections import Counter
 from pathlib import Path
@@ -27,7 +26,7 @@ from qat.export.parts import (
     quantize_inputs,
 )
 from qat.export.targets import check_library, check_model, load_target
-from qat.files import check_free, parse_toml
+from qat.files import check_free, parse_json, parse_toml
 from qat.logs import FACTS, METRICS, RECIPE, SUMMARY, read_json_lines
 from qat.models.checkpoint import is_packed, load_checkpoint, load_skeleton
 from qat.models.cost import (
@@ -265,7 +264,7 @@ def _report(name: TargetName, model: PreTrainedModel, directory: Path) -> Export
     config = directory / "config.json"
     dtype = str(embedding_dtype(model)).removeprefix("torch.")
     if config.is_file():
-        dtype = json.loads(config.read_text(encoding="utf-8")).get("dtype", dtype)
+        dtype = parse_json(config.read_text(encoding="utf-8")).get("dtype", dtype)
     suffixes = {".safetensors", ".gguf", ".bin", ".pt", ".pte"}
     return ExportReport(
         dtype=dtype,
@@ -346,10 +345,10 @@ def _history(checkpoint: Path) -> dict[str, object]:
         plain = {"step": None, "data": None, "commit": None, "measures": []}
         return {"base": _base(checkpoint), "plan": _plan(checkpoint), **plain}
     try:
-        facts = json.loads((run / FACTS).read_text(encoding="utf-8"))
+        facts = parse_json((run / FACTS).read_text(encoding="utf-8"))
         student = parse_toml((run / RECIPE).read_text(encoding="utf-8"))["train"]["student"]
         if is_final:
-            step = json.loads((run / SUMMARY).read_text(encoding="utf-8")).get("best_step")
+            step = parse_json((run / SUMMARY).read_text(encoding="utf-8")).get("best_step")
         else:
             step = int(checkpoint.name.rpartition("-")[2])
         rows = [row for row in read_json_lines(run / METRICS) if row["kind"] == "eval"]
@@ -375,7 +374,7 @@ def _plan(checkpoint: Path) -> str | None:
     if not report.is_file():
         return None
     try:
-        return json.loads(report.read_text(encoding="utf-8")).get("plan")
+        return parse_json(report.read_text(encoding="utf-8")).get("plan")
     except (ValueError, AttributeError) as error:
         raise _damaged(checkpoint, error) from None
 
@@ -425,5 +424,5 @@ def _made_from(checkpoint: Path) -> str | None:
             return str(values["train"]["student"])
     for name, key in ((IMPORT, "base"), (REPORT_NAME, "source")):
         if (checkpoint / name).is_file():
-            return str(json.loads((checkpoint / name).read_text(encoding="utf-8"))[key])
+            return str(parse_json((checkpoint / name).read_text(encoding="utf-8"))[key])
     return None

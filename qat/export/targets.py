@@ -121,7 +121,8 @@ def check_library(name: TargetName) -> None:
         return
     library, extra = LIBRARIES[name]
     try:
-        import_module(library)
+        if getattr(import_module(library), "__file__", None) is None:
+            raise ImportError("only a folder is called so")
     except (ImportError, OSError) as error:  # OSError: a shared library of its own is missing
         raise ExportError(
             f"{library} does not load ({' '.join(str(error).split())[:160]}), expected it to check "

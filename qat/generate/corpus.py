@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from qat.config import fingerprint
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, DataError
-from qat.files import held, partial_file, whole_file, write_atomically
+from qat.files import held, parse_json, partial_file, whole_file, write_atomically
 from qat.generate.config import SampleConfig, SampleSettings
 from qat.generate.decode import Sampling
 from qat.generate.prompts import Prompt, open_prompts, row_text
@@ -187,10 +187,10 @@ def _is_done(out: Path, facts: dict[str, object], run: str) -> bool:
         return False
     try:
         with out.open(encoding="utf-8") as file:
-            old = json.loads(file.readline())["sampled"]
+            old = parse_json(file.readline())["sampled"]
         if old["run"] == run:
             return True
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         raise ConfigError(
             f"out={out} was not written by 'qat sample', expected a new file; choose another --out"
         ) from None
@@ -210,7 +210,7 @@ def _begin(parts: Path, facts: dict[str, object]) -> None:
         write_atomically(path, json.dumps(facts))
         return
     try:
-        old = json.loads(path.read_bytes())
+        old = parse_json(path.read_bytes())
     except ValueError:
         old = None
     if old != facts:
@@ -338,5 +338,5 @@ def _remove(parts: Path, count: int) -> None:
 
 def _summary(out: Path, num_rows: int, speed: float | None) -> Sampled:
     with out.open(encoding="utf-8") as file:
-        counts = [json.loads(line)["sampled"]["tokens"] for line in file]
+        counts = [parse_json(line)["sampled"]["tokens"] for line in file]
     return Sampled(len(counts), num_rows - len(counts), sum(counts), speed)

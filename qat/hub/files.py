@@ -1,7 +1,6 @@
 """Files and directories that appear whole or not at all, and the hashes that tell them apart."""
 
 import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +8,15 @@ from secrets import token_hex
 from typing import BinaryIO, Literal
 
 from qat.errors import HubError
-from qat.files import listed_files, real_files, sha256_file, sync, whole_directory, whole_file
+from qat.files import (
+    listed_files,
+    parse_json,
+    real_files,
+    sha256_file,
+    sync,
+    whole_directory,
+    whole_file,
+)
 from qat.logs import Ticker, progress
 
 MIB = 2**20
@@ -194,8 +201,8 @@ def kind_of(directory: Path) -> Kind:
 
 def _format_in(path: Path) -> object:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        values = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
     return values.get("format") if isinstance(values, dict) else None
 

@@ -7,7 +7,6 @@ libraries of kernels, which need a GPU, so their few lines of arithmetic are her
 Shapes: O out_features, I in_features, G groups of inputs, N numbers in one int32.
 """
 
-import json
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,6 +24,7 @@ from transformers import (
 )
 
 from qat.errors import CheckpointError, how_to_install
+from qat.files import parse_json
 from qat.models.directory import ADAPTER
 from qat.models.hf_quantizer import read_headers
 from qat.models.opening import read_table
@@ -169,7 +169,7 @@ def _part_fault(parts: dict[str, Any], method: str, bits: int, group_size: objec
 
 def read_settings(directory: Path) -> dict[str, Any]:
     """`quantization_config` of config.json as it was written."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = parse_json((directory / "config.json").read_text(encoding="utf-8"))
     return config["quantization_config"]
 
 

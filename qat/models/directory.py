@@ -18,6 +18,7 @@ from qat.files import (
     inside,
     is_real,
     listed_files,
+    parse_json,
     sha256_file,
     whole_directory,
 )
@@ -146,9 +147,9 @@ def adapted(source: str) -> str | None:
     if not path.is_file() or Path(source, "config.json").is_file():
         return None
     try:
-        base = json.loads(path.read_bytes())["base_model_name_or_path"]
+        base = parse_json(path.read_bytes())["base_model_name_or_path"]
         is_named = isinstance(base, str) and bool(base)
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         is_named = False
     if not is_named:
         raise CheckpointError(
@@ -198,8 +199,8 @@ def _check_indices(directory: Path) -> None:
     for kind in ("safetensors", "bin"):
         for path in directory.glob(f"*.{kind}.index.json"):
             try:
-                named = {*json.loads(path.read_bytes())["weight_map"].values()}
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                named = {*parse_json(path.read_bytes())["weight_map"].values()}
+            except (ValueError, TypeError, KeyError, AttributeError):
                 raise CheckpointError(
                     f"{path} is damaged, expected a table of weights and their files; copy it anew"
                 ) from None
@@ -251,10 +252,10 @@ def check_checksums(directory: Path, *, weights: bool, has: str = "config.json")
     if not path.is_file():
         return
     try:
-        values = json.loads(path.read_bytes())
+        values = parse_json(path.read_bytes())
         listed = dict(values["files"])
         is_known = values["format"] == FORMAT and all(isinstance(v, str) for v in listed.values())
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         is_known = False
     if not is_known or has not in listed:
         raise CheckpointError(

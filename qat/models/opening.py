@@ -5,12 +5,10 @@ it, or a library below it, still raises over a file becomes one line. An error t
 code is our bug and keeps its traceback.
 """
 
-import json
 import re
 import sys
 import traceback
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
@@ -31,8 +29,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from qat.backend.device import select
-from qat.errors import CheckpointError, QatError, how_to_install
-from qat.files import inside
+from qat.errors import CheckpointError, QatError, how_to_install, is_installed
+from qat.files import inside, parse_json
 from qat.models.directory import (
     ADAPTER,
     GGUF,
@@ -130,7 +128,7 @@ class Opening:
 
     def __enter__(self) -> None:
         directory = Path(self._source)
-        if directory.suffix == GGUF and find_spec("gguf") is None:
+        if directory.suffix == GGUF and not is_installed("gguf"):
             raise CheckpointError(
                 f"{self._source} is a GGUF file, expected the package that reads such; run: "
                 f"{how_to_install('ship')}"
@@ -300,8 +298,8 @@ def read_table(path: Path) -> dict[str, object]:
         CheckpointError: it holds something else.
     """
     try:
-        values = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        values = parse_json(path.read_bytes())
+    except ValueError as error:
         raise CheckpointError(
             f"{path} is not JSON ({error}), expected a table; copy it anew"
         ) from None

@@ -9,14 +9,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
 from pydantic import Field
 
 from qat.config import Settings, Trackers
-from qat.errors import ConfigError, how_to_install
+from qat.errors import ConfigError, how_to_install, is_installed
 from qat.logs import FACTS
 from qat.observe import trackers
 from qat.observe.trackers import Curves, Tracker, TrackerStart
@@ -94,7 +93,7 @@ def follow(run: Path, config: TrackConfig) -> Iterator[None]:
 def _followers(run: Path, config: TrackConfig) -> list[Follower]:
     wanted = [flag for flag in TRACKERS if getattr(config, flag)]
     for flag in wanted:
-        if find_spec(flag) is None:
+        if not is_installed(flag):
             raise ConfigError(
                 f"--{flag}, but the library {flag} is not installed; expected it beside qat; "
                 f"run: {how_to_install(flag)}"

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qat.config import explain
 from qat.errors import ConfigError
-from qat.files import write_atomically
+from qat.files import parse_json, write_atomically
 from qat.observe.charts import SERIES, Chart
 from qat.observe.page import check_replaceable, number, picture, template
 
@@ -130,7 +130,7 @@ def curves(name: str, entries: Iterable[RecordEntry]) -> list[Chart]:
 
 def _figure(line: str, path: Path) -> RecordFigure:
     try:
-        return RecordFigure.model_validate(json.loads(line))
+        return RecordFigure.model_validate(parse_json(line))
     except json.JSONDecodeError:
         raise ConfigError(
             f"{path}: {line[:40]!r} is no JSON object; write it by a script"

@@ -1,6 +1,5 @@
 """What a run, a conversion or an exam left in its directory, read back and checked."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from qat.config import explain
 from qat.convert.config import REPORT_NAME
 from qat.errors import CheckpointError
-from qat.files import parse_toml
+from qat.files import parse_json, parse_toml
 from qat.logs import (
     EVENTS,
     EXAM,
@@ -196,10 +195,10 @@ def read_exam(path: Path) -> dict[str, dict[str, Any]]:
     if not file.is_file():
         return {}
     try:
-        exams = {name: dict(found) for name, found in json.loads(file.read_bytes()).items()}
+        exams = {name: dict(found) for name, found in parse_json(file.read_bytes()).items()}
         exam_rows(exams)  # its numbers are numbers
         return exams
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{file} is damaged ({error}), expected what 'qat run' measured; delete it and run the "
             "same command again"
@@ -231,7 +230,7 @@ def read_directory(path: Path) -> TrainingRun | Conversion:
         if (path / METRICS).is_file():
             return _read_run(path)
         if (path / REPORT_NAME).is_file():
-            values = json.loads((path / REPORT_NAME).read_text(encoding="utf-8"))
+            values = parse_json((path / REPORT_NAME).read_text(encoding="utf-8"))
             return Conversion.model_validate({**values, "label": path.resolve().name})
     except ValidationError as error:
         raise CheckpointError(f"{path / REPORT_NAME} is damaged: {explain(error)}") from None
@@ -248,7 +247,7 @@ def read_directory(path: Path) -> TrainingRun | Conversion:
 def _read_run(path: Path) -> TrainingRun:
     rows = read_json_lines(path / METRICS)
     beats, facts, recipe = path / HEARTBEAT, path / FACTS, path / RECIPE
-    info = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {}
+    info = parse_json(facts.read_text(encoding="utf-8")) if facts.is_file() else {}
     words = recipe.read_text(encoding="utf-8") if recipe.is_file() else ""
     for name, table in (("train", parse_toml(words)), ("cache_settings", info)):
         if not isinstance(table.get(name, {}), dict):

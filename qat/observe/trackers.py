@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from qat.files import write_atomically
+from qat.files import parse_json, write_atomically
 from qat.logs import FACTS, HEARTBEAT, METRICS, RECIPE
 from qat.secrets import scrubbed_in
 
@@ -263,7 +263,7 @@ class Tail:
             new = file.read()
         whole = new[: new.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        return [parse_json(line) for line in whole.splitlines()]
 
 
 FOLDER = "tracking"
@@ -299,7 +299,7 @@ class Curves:
 
     def begin(self, label: str) -> None:
         """Open the tracker for the run called `label`."""
-        state = json.loads(self._state.read_text()) if self._state.exists() else {}
+        state = parse_json(self._state.read_text()) if self._state.exists() else {}
         self._told: dict[str, int] = state.get("told", {})
         config = run_config(self.run)
         self._prompt = str(config.get("train.sample_prompt", ""))
@@ -346,7 +346,7 @@ def run_config(run: Path) -> dict[str, Any]:
     Without the hashes of what judges it, which are many.
     """
     recipe = tomllib.loads((run / RECIPE).read_text(encoding="utf-8"))
-    facts = json.loads((run / FACTS).read_text(encoding="utf-8"))
+    facts = parse_json((run / FACTS).read_text(encoding="utf-8"))
     facts.pop("judged", None)
     tables = {**recipe, "run": facts}
     named = {f"{n}.{key}": value for n, table in tables.items() for key, value in table.items()}

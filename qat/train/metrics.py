@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from qat.files import write_atomically
+from qat.files import parse_json, write_atomically
 from qat.logs import (
     EVENTS,
     FACTS,
@@ -118,7 +118,7 @@ def write_summary(path: Path, *, final: Path, best: float, best_step: int) -> di
     token. The speed is the median over heartbeats without the first one, which holds the compiler's
     work; a heartbeat stands for the steps since the one before it.
     """
-    facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
+    facts = parse_json((path / FACTS).read_text(encoding="utf-8"))
     beats, steps = _lines(path / HEARTBEAT), _lines(path / METRICS)
     steps = [line for line in steps if line["kind"] == "train"] or [{}]
     warm = [beat["tokens_per_s"] for beat in beats[1:] or beats]

@@ -26,6 +26,7 @@ from qat.files import (
     LEAVING,
     check_free,
     is_real,
+    parse_json,
     parse_toml,
     partial_file,
     real_files,
@@ -337,9 +338,9 @@ class RunDirectory:
         if not path.exists():
             return {}
         try:
-            found = json.loads(path.read_bytes())
+            found = parse_json(path.read_bytes())
             _Facts.model_validate(found)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             why = explain(error) if isinstance(error, ValidationError) else "it is not JSON"
             raise ConfigError(
                 f"{path} is damaged ({why}), expected what the run in {self.path} was begun with; "
@@ -389,8 +390,8 @@ def git_commit() -> str:
 def is_all_ours(checkpoint: Path) -> bool:
     """Whether every file in a checkpoint is one that its run wrote, and may delete."""
     try:
-        listed = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        listed = parse_json((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, TypeError, KeyError):
         listed = []
     try:
         files = real_files(checkpoint, error=CheckpointError)
@@ -406,7 +407,7 @@ def read_state(checkpoint: Path) -> dict:
         ValueError: they are not what a run writes.
         OSError: they cannot be read.
     """
-    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    state = parse_json((checkpoint / STATE).read_text(encoding="utf-8"))
     if not isinstance(state, dict) or type(state.get("step")) is not int:
         raise ValueError(f"{STATE}: no step")
     if not isinstance(state.get("best"), float | int):

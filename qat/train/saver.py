@@ -27,7 +27,7 @@ from qat.backend.base import Copying, KeptCopies
 from qat.config import fingerprint
 from qat.data.pipeline import Behind
 from qat.errors import CheckpointError, TrainingError
-from qat.files import real_files, sha256_file, sync
+from qat.files import parse_json, real_files, sha256_file, sync
 from qat.logs import METRICS, STATE_TENSORS
 from qat.models.checkpoint import write_checkpoint
 from qat.models.directory import atomic_directory
@@ -138,7 +138,7 @@ def problem(checkpoint: Path, *, is_student: bool = False) -> str | None:
 
 def _mismatch(checkpoint: Path, there: set[str], *, is_student: bool) -> str | None:
     """The first file that is not as the manifest lists it."""
-    manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    manifest = parse_json((checkpoint / MANIFEST).read_text(encoding="utf-8"))
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         return f"{MANIFEST}: unknown format"
     files = manifest.get("files")
@@ -177,7 +177,7 @@ def _compare(path: Path, meant: dict[str, Tensor]) -> None:
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         try:
-            header = json.loads(file.read(header_bytes))
+            header = parse_json(file.read(header_bytes))
         except ValueError:
             raise _reads_otherwise(path, "its header") from None
         for name in header.keys() & meant.keys():

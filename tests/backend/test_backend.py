@@ -154,10 +154,10 @@ def test_work_spreads_over_all_gpus_where_none_is_named(monkeypatch) -> None:
 
 def test_xla_that_is_not_there_or_of_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
     backend_xla.open_backend.cache_clear()
-    monkeypatch.setattr(backend_xla, "find_spec", lambda _: None)
+    monkeypatch.setattr(backend_xla, "is_installed", lambda _: False)
     with pytest.raises(ConfigError, match=r"torch_xla is not installed; .*\[xla\]"):
         backend.select("xla")
-    monkeypatch.setattr(backend_xla, "find_spec", lambda _: "there")
+    monkeypatch.setattr(backend_xla, "is_installed", lambda _: True)
     monkeypatch.setattr(backend_xla, "version", lambda _: "1.9.0")
     expected = rf"torch_xla 1.9.0 is not made for torch {re.escape(torch.__version__)}"
     with pytest.raises(ConfigError, match=expected):

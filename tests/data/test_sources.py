@@ -219,7 +219,7 @@ def test_files_about_the_data_are_not_read(
         ("a.json", '[{"text": "y", "n": ' + "9" * 5000 + "}]", "row 1 has a number of more dig"),
         ("a.jsonl", '{"text": "x", "n": ' + "[" * 10**5 + "]" * 10**5 + "}", "row 1 nests"),
         ("a.json", "[" * 10**5, "row 1 nests"),
-        ("a.jsonl", [{**ALPACA, "output": "\udc00"}], "row 1 has .* half of a surrogate pair"),
+        ("a.jsonl", [{**ALPACA, "output": "\udc00"}], "row 1 .*half of a surrogate pair"),
         ("a.jsonl", [{"messages": [CALL]}], "row 1 has tool_calls=.*expected turns"),
         ("a.jsonl", [{"messages": [{**CALL, "content": None}]}], "row 1 has tool_calls="),
         *(
@@ -287,7 +287,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, answer: object) -> list:
         return answer
 
     module = types.ModuleType("datasets")
-    module.__spec__ = ModuleSpec("datasets", None)
+    module.__spec__ = ModuleSpec("datasets", None, origin="a test")
     monkeypatch.setattr("qat.data.sources.is_online", lambda name, kind: True)
     module.load_dataset = load_dataset
     module.exceptions = types.SimpleNamespace(DatasetsError=DatasetsError)
@@ -330,3 +330,23 @@ def test_stdlib_is_the_same_text_on_every_python() -> None:
     texts = list(source.documents)
     assert len(texts) == len(set(texts)) > 4000 and min(map(len, texts)) >= 80
     assert xxhash.xxh3_64_hexdigest("\0".join(texts).encode()) == FROZEN
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (r'{"text": "the cat \ud83d sat"}', "half of a surrogate pair"),
+        ('{"text": "the cat", "id": ' + "9" * 5000 + "}", "5000 digits"),
+        ('{"text": "the cat", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nests too deeply"),
+    ],
+)
+def test_a_row_that_is_no_value_here_is_one_line(
+    tmp_path: Path, suffix: str, row: str, said: str
+) -> None:
+    good = r'{"text": "the cat \ud83d\ude00 sat"}'
+    path = tmp_path / f"t.{suffix}"
+    path.write_text(f"{good}\n{row}\n" if suffix == "jsonl" else f"[{good}, {row}]")
+    with pytest.raises(DataError, match=f"is not JSON .*{said}") as caught:
+        [*open_source(str(path)).documents]
+    assert "\n" not in str(caught.value)

@@ -138,7 +138,7 @@ def test_unknown_tasks_and_a_missing_library(place: Path, tmp_path: Path, monkey
     with pytest.raises(ConfigError, match="'zzz'.* among its 3; see 'lm-eval ls tasks'"):
         Tasks(settings(place, tasks="zzz"))
     assert logging.getLogger("lm_eval").level == logging.ERROR
-    monkeypatch.setattr(tasks, "find_spec", lambda _: None)
+    monkeypatch.setattr(tasks, "is_installed", lambda _: False)
     with pytest.raises(ConfigError, match=r"lm-eval is not installed.*; run: .*\[eval\]"):
         Tasks(settings(place))
 

@@ -149,7 +149,7 @@ def test_a_run_that_is_refused_has_no_followers(opened: list[Memory], tmp_path: 
 
 
 def test_a_missing_library_is_said_before_the_run(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(follow, "find_spec", lambda _: None)
+    monkeypatch.setattr(follow, "is_installed", lambda _: False)
     with pytest.raises(ConfigError, match=r"--wandb, .*; run: .*\[wandb\]"):
         with follow.follow(tmp_path / "run", TrackConfig(wandb=True)):
             raise AssertionError("the run began")
