@@ -16,7 +16,7 @@ from qat.files import held
 TINY_TEACHER = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny-qwen3"
 PROMPT = "Return the number of"
 SEQUENCES, TOKENS, BATCH = 3000, 64, 16
-"""Training sequences, their tokens, and sequences in a step: 150 steps read most of them once."""
+"""Training sequences, their tokens, and sequences in a step: 300 steps read them less than twice."""
 GROUP = 64
 """Weights that share a scale: 2.13 bits a weight, coarse enough that rounding does damage."""
 ROWS = ("hidden_size", "intermediate_size", "head_dim")
@@ -27,7 +27,7 @@ def demo(
     *,
     out: Path = Path("demo"),
     teacher: Path = TINY_TEACHER,
-    steps: Annotated[int, Parameter(validator=Number(gt=0))] = 150,
+    steps: Annotated[int, Parameter(validator=Number(gt=0))] = 300,
 ) -> dict:
     """Take a small teacher to a 2-bit student: three to five minutes on two CPU cores.
 
@@ -73,7 +73,7 @@ def _stages(pipeline: Pipeline, teacher: Path, steps: int) -> Path:
     )
     trained = pipeline.make(
         "trained", "train", converted, "--cache-dir", cache, "--max-steps", steps,
-        "--batch-size", BATCH, "--eval-every", 75, "--eval-sequences", SEQUENCES,
+        "--batch-size", BATCH, "--eval-every", 100, "--eval-sequences", SEQUENCES,
     )  # fmt: skip
     models = {"teacher": teacher, "converted": converted, "trained": trained}
     for name in ("converted", "trained"):

@@ -276,6 +276,8 @@ def _tell(manifest: Manifest) -> None:
     """Say what counts in a finished cache, and warn of a teacher that does not know such text."""
     ppl, vocab_size = manifest.teacher_ppl, manifest.teacher.vocab_size
     known = "" if ppl is None else f"; the teacher's perplexity on what counts is {ppl:.4g}"
+    if (held_out := manifest.held_out_ppl) is not None:
+        known += f" ({held_out:.4g} on the held-out text)"
     logger.info("%s%s", what_counts(manifest), known)
     if ppl is not None and ppl > vocab_size / NEAR_UNIFORM:
         logger.warning(

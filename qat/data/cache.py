@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -168,16 +169,27 @@ class Manifest(_Part):
     @property
     def teacher_ppl(self) -> float | None:
         """The teacher's perplexity on what counts; None where it was not kept."""
-        surprises, counted = [shard.surprise for shard in self.shards], self.total("counted")
-        if None in surprises or not counted:
-            return None
-        return math.exp(min(sum(surprises) / counted, MOST_NATS))
+        return _perplexity(self.shards)
+
+    @property
+    def held_out_ppl(self) -> float | None:
+        """The same on the held-out split alone, as `qat eval` judges it."""
+        return _perplexity(self.of_split("held_out"))
 
     def to_bytes(self) -> bytes:
         """The file's bytes: JSON with the SHA-256 of everything else in its last field."""
         values = self.model_dump(mode="json")
         digest = hashlib.sha256(_json(values)).hexdigest()
         return _json({**values, "sha256": digest})
+
+
+def _perplexity(shards: Sequence[Shard]) -> float | None:
+    surprises = [shard.surprise for shard in shards]
+    counted = sum(shard.counted for shard in shards)
+    known = [surprise for surprise in surprises if surprise is not None]
+    if len(known) < len(surprises) or not counted:
+        return None
+    return math.exp(min(sum(known) / counted, MOST_NATS))
 
 
 def new_manifest(settings: CacheSettings, teacher: TeacherInfo, tokenizer: str) -> Manifest:

@@ -366,16 +366,18 @@ def test_a_build_says_what_it_does_and_moves_by_batch(
     )
     share = f"{manifest.total('counted')} of {16 * total} positions"
     assert counted.startswith(f"all tokens count: {share} (")
-    assert f"% are padding; the teacher's perplexity on what counts is {ppl_of(manifest):.4g}" in (
-        counted
+    both, held_out = ppl_of(manifest), ppl_of(manifest, "held_out")
+    assert counted.endswith(
+        f"% are padding; the teacher's perplexity on what counts is {both:.4g} ({held_out:.4g} on "
+        "the held-out text)"
     )
     assert "and guessing among the 320 words of its vocabulary has 320: it does not know" in warning
 
 
-def ppl_of(manifest: Manifest) -> float:
-    """The teacher's perplexity at all labels, asked again."""
+def ppl_of(manifest: Manifest, *splits: str) -> float:
+    """The teacher's perplexity at all labels (of `splits`), asked again."""
     model, nats, count = teacher(), 0.0, 0
-    for split in ("train", "held_out"):
+    for split in splits or ("train", "held_out"):
         found = blocks(texts(), cache_case.TOKENIZER, manifest.settings)
         for packed in (block.packed for block in found if block.split == split):
             ids, starts = torch.from_numpy(packed.tokens).long(), torch.from_numpy(packed.starts)
@@ -385,7 +387,7 @@ def ppl_of(manifest: Manifest) -> float:
                 logits.double(), following.flatten(), reduction="sum"
             ).item()
             count += int((following != NO_LABEL).sum())
-    assert count == manifest.total("counted")
+    assert splits or count == manifest.total("counted")
     return math.exp(nats / count)
 
 
@@ -403,7 +405,7 @@ def test_a_teacher_that_knows_the_text_is_no_cause_to_warn(
     caplog.clear()
     build(tmp_path / "d", teacher=model, info=knowing, **chats_of)
     assert caplog.messages[-1].startswith("all tokens count, also those of prompts, system and")
-    assert caplog.messages[-1].endswith("the teacher's perplexity on what counts is 320")
+    assert "the teacher's perplexity on what counts is 320 (" in caplog.messages[-1]
 
 
 def test_a_cache_that_was_cut_anywhere_is_read_and_not_gone_on_with(tmp_path: Path) -> None:
