@@ -240,13 +240,15 @@ def parse_json(text: str | bytes) -> Any:
 def parse_toml(text: str) -> dict[str, object]:
     """The tables of a text in TOML, which may come from anybody.
 
+    A byte-order mark, which some editors put first, is skipped.
+
     Raises:
         ValueError: it is none, or nests deeper than any settings do.
     """
     if DOTTED.search(text):  # for which tomllib takes minutes
         raise ValueError("it nests too deeply")
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(text.removeprefix("\ufeff"))
     except RecursionError:
         raise ValueError("it nests too deeply") from None
 

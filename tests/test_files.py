@@ -8,7 +8,7 @@ import pytest
 
 from qat import files
 from qat.errors import ConfigError
-from qat.files import check_free, held, parents_of, whole_directory
+from qat.files import check_free, held, parents_of, parse_toml, whole_directory
 
 NEW, OLD = {"a": "new", "b": "new"}, {"a": "old", "old": "old"}
 
@@ -187,3 +187,7 @@ def test_nobodys_working_directory_is_replaced(
             pytest.fail("nothing may be worked for it")
     assert Path.cwd().stat().st_ino == inode == place.stat().st_ino
     check_free(Path(), in_place=True, replace=True)
+
+
+def test_a_byte_order_mark_before_toml_is_skipped() -> None:
+    assert parse_toml("\ufeff[cache]\r\nheld_out = 0.2\r\n") == {"cache": {"held_out": 0.2}}
