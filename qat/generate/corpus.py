@@ -134,7 +134,7 @@ def open_corpus(
             source, device=config.device, dtype=config.dtype, trust_remote_code=trust
         )
         prompts = open_prompts(settings, model, tokenizer)
-        ends = {*closing_tokens(model), tokenizer.eos_token_id} - {None}
+        ends = {*closing_tokens(model, tokenizer.eos_token_id)}
         if settings.prompts is None:
             ends |= set(prompts[0].ids)  # what begins a text begins the next one
         teacher = {

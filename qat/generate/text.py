@@ -19,7 +19,7 @@ from qat.backend.device import on
 from qat.data.cache import Split
 from qat.data.reader import TeacherCache
 from qat.data.template import templated
-from qat.data.text import text_ids
+from qat.data.text import check_vocabulary, text_ids
 from qat.errors import ConfigError
 from qat.generate.decode import Decoder, Sampling, until_end
 from qat.models.language_model import LanguageModel, judging
@@ -63,13 +63,16 @@ def generate_text(
     A `Decoder` continues in the place of its model's own loop; its draws differ.
 
     Raises:
-        ConfigError: the prompt holds no token, or one that stands for an image or the like.
+        ConfigError: the prompt holds no token, one that stands for an image or the like, or one
+            that the model has no embedding for.
     """
     ids = encode_prompt(tokenizer, prompt, raw=raw)
     streamer = None if stream is None else _Pieces(tokenizer, stream)
     own = model.model if isinstance(model, Decoder) else model
+    check_vocabulary(int(ids.max()), own.config.vocab_size)
     _refuse_media(own, tokenizer, ids)
-    config = _generation_config(own, max_new_tokens, temperature, top_p)
+    ends = closing_tokens(own, tokenizer.eos_token_id)
+    config = _generation_config(ends, max_new_tokens, temperature, top_p)
     if isinstance(model, Decoder):
         new_ids = _decode(model, ids, config, streamer)
     else:
@@ -79,14 +82,20 @@ def generate_text(
 
 
 def sample_continuations(
-    model: LanguageModel, ids: Tensor, *, max_new_tokens: int, top_p: float = 0.95
+    model: LanguageModel,
+    ids: Tensor,
+    *,
+    max_new_tokens: int,
+    end: int | None,
+    top_p: float = 0.95,
 ) -> list[list[int]]:
     """One sample for each of the prompts `ids` `(B, N)`, all at once, at temperature 1.
 
-    Each ends with the model's closing token or after `max_new_tokens`. Draws from torch's
+    Each ends with one of `closing_tokens` or after `max_new_tokens`. Draws from torch's
     generator (`qat.backend.device.seeded`).
     """
-    return continue_rows(model, ids, _generation_config(model, max_new_tokens, 1.0, top_p))
+    ends = closing_tokens(model, end)
+    return continue_rows(model, ids, _generation_config(ends, max_new_tokens, 1.0, top_p))
 
 
 def continue_rows(
@@ -186,11 +195,15 @@ def _decode(
     return new_ids
 
 
-def closing_tokens(model: LanguageModel) -> list[int]:
-    """The ids by which the model ends a text, as its checkpoint says; there may be none."""
+def closing_tokens(model: LanguageModel, end: int | None) -> list[int]:
+    """The ids by which a text ends: those that the checkpoint names, then the tokenizer's `end`.
+
+    A chat template ends a turn with the latter. There may be none.
+    """
     ends = model.model.generation_config.eos_token_id
     ends = getattr(model.config, "eos_token_id", None) if ends is None else ends
-    return [ends] if isinstance(ends, int) else list(ends or ())
+    named = [ends] if isinstance(ends, int) else list(ends or ())
+    return [*dict.fromkeys([*named, *([] if end is None else [end])])]
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, raw: bool = False) -> Tensor:
@@ -242,10 +255,9 @@ def distinct_frac(ids: list[int]) -> float:
 
 
 def _generation_config(
-    model: LanguageModel, max_new_tokens: int, temperature: float, top_p: float
+    ends: list[int], max_new_tokens: int, temperature: float, top_p: float
 ) -> GenerationConfig:
     """A fresh configuration that takes from the checkpoint only how a text ends."""
-    ends = closing_tokens(model)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
     return GenerationConfig(
         max_new_tokens=max_new_tokens,

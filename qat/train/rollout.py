@@ -104,7 +104,7 @@ class Rollouts:
         """`(B,)`: the sequences of a micro-batch, those last that give a prompt alone."""
         self.longest = config.rollout_tokens or max(1, 3 * S // 4)
         """Most words of the student in a row."""
-        self.ends = frozenset([*closing_tokens(student), *([] if end is None else [end])])
+        self.ends = frozenset(closing_tokens(student, end))
         """Tokens that end a row."""
         rows = config.own_rows * config.grad_accum_steps * config.rollout_every
         slotted = Slotted(

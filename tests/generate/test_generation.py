@@ -6,7 +6,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from qat.backend.device import seeded
 from qat.errors import ConfigError
-from qat.generate.text import encode_prompt, generate_text, repeated_frac
+from qat.generate.text import closing_tokens, encode_prompt, generate_text, repeated_frac
 from qat.models.language_model import LanguageModel
 
 PROMPT = "the cat sat"
@@ -78,6 +78,25 @@ def test_generation_stops_at_the_end_token(model: LanguageModel) -> None:
     first = tokenizer(free.text, add_special_tokens=False)["input_ids"][0]
     model.model.generation_config.eos_token_id = [first, 1]
     assert generate_text(model, tokenizer, PROMPT, temperature=0.0).num_tokens == 1
+
+
+def test_generation_stops_at_the_tokenizers_end_too(model: LanguageModel) -> None:
+    """A chat template ends a turn with it, whatever end the generation settings name."""
+    tokenizer = tiny_tokenizer()
+    free = generate_text(model, tokenizer, PROMPT, max_new_tokens=6, temperature=0.0)
+    first = tokenizer(free.text, add_special_tokens=False)["input_ids"][0]
+    model.model.generation_config.eos_token_id = 1
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(first)
+    assert generate_text(model, tokenizer, PROMPT, temperature=0.0).num_tokens == 1
+    assert closing_tokens(model, first) == [1, first] and closing_tokens(model, None) == [1]
+
+
+def test_a_token_that_has_no_embedding_is_refused() -> None:
+    tokenizer = tiny_tokenizer()
+    small = LanguageModel(tiny_model(vocab_size=len(tokenizer)))
+    tokenizer.add_special_tokens({"pad_token": "<|beyond|>"})
+    with pytest.raises(ConfigError, match=f"gave token {len(tokenizer) - 1}, but the model's"):
+        generate_text(small, tokenizer, "the cat <|beyond|>", raw=True)
 
 
 def test_repetition_is_told() -> None:

@@ -230,7 +230,12 @@ def judge(
     with seeded(SAMPLE_SEED):
         for group in prompts:
             asked = group.repeat_interleave(recipe.generate_samples, 0)
-            said = sample_continuations(student, asked, max_new_tokens=recipe.generate_tokens)
+            said = sample_continuations(
+                student,
+                asked,
+                max_new_tokens=recipe.generate_tokens,
+                end=tokenizer.eos_token_id,
+            )
             pairs = zip(asked.tolist(), said, strict=True)
             rows += [OwnRow([*prompt, *ids], len(prompt)) for prompt, ids in pairs]
     written = [row.ids[row.begin :] for row in rows]
