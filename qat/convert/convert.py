@@ -27,7 +27,15 @@ from qat.data.cache import MANIFEST
 from qat.data.packing import Packer, position_ids
 from qat.data.reader import TeacherCache
 from qat.data.sources import Document, open_source
-from qat.data.text import encode, end_token, num_characters, render, special_tokens, tokenizer_hash
+from qat.data.text import (
+    check_vocabulary,
+    encode,
+    end_token,
+    num_characters,
+    render,
+    special_tokens,
+    tokenizer_hash,
+)
 from qat.errors import ConfigError
 from qat.files import check_free, import_command, real
 from qat.kernels.nsa.config import NSAConfig
@@ -389,6 +397,7 @@ def _packed_text(
             f"calibration={config.calibration} holds less than one sequence of "
             f"{config.calibration_length} tokens; give more text or lower --calibration-length"
         )
+    check_vocabulary(int(packed.tokens.max()), student.config.vocab_size)
     drawn = _draw(len(packed.tokens), config)
     starts = torch.from_numpy(packed.starts[drawn])
     return TokenBatch(torch.from_numpy(packed.tokens[drawn]).long(), position_ids(starts))

@@ -32,6 +32,7 @@ from qat.data.config import CacheSettings
 from qat.data.packing import position_ids
 from qat.data.shard_file import shard_content
 from qat.data.stream import ShardBlock
+from qat.data.text import check_vocabulary
 from qat.errors import CacheError, ConfigError
 
 
@@ -92,7 +93,7 @@ def examine(block: ShardBlock, told: Callable[[int], None], *, plan: AskPlan) ->
     """
     tokens_NS = torch.from_numpy(block.packed.tokens).long()
     positions_NS = position_ids(torch.from_numpy(block.packed.starts))
-    _check_tokens(tokens_NS, plan.vocab_size)
+    check_vocabulary(int(tokens_NS.max()), plan.vocab_size, "teacher")
     backend = on(plan.teacher.device)
     firsts = range(0, len(tokens_NS), plan.batch_size)
     rows = [_rows(first, len(tokens_NS), plan) for first in firsts]
@@ -188,15 +189,6 @@ def shard_bytes(
     if draws is not None:
         tensors |= encode_draws(draws, mask, vocab_size)
     return shard_content(tensors | joined), None if math.isnan(surprise) else round(surprise, 3)
-
-
-def _check_tokens(tokens: Tensor, vocab_size: int) -> None:
-    largest = int(tokens.max())
-    if largest >= vocab_size:
-        raise ConfigError(
-            f"the tokenizer gave token {largest}, but the teacher's vocabulary has {vocab_size}; "
-            "use the teacher's own tokenizer"
-        )
 
 
 # What each rank says of the shards that it wrote, until the manifest says it.

@@ -264,6 +264,20 @@ def begin_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return begin if is_put or begin != tokenizer.eos_token_id else None
 
 
+def check_vocabulary(largest: int, vocab_size: int, whose: str = "model") -> None:
+    """Refuse tokens that a model has no embedding for, such as one added to the tokenizer alone.
+
+    Raises:
+        ConfigError: `largest`, the largest token of some text, is not below `vocab_size`.
+    """
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"the tokenizer gave token {largest}, but the {whose}'s vocabulary has {vocab_size}, "
+            f"expected tokens below that; use the {whose}'s own tokenizer, or leave out text that "
+            "holds tokens which were added to it"
+        )
+
+
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The ids that no text holds: they begin and end documents and turns."""
     added = tokenizer.added_tokens_decoder.items()

@@ -18,7 +18,15 @@ from qat.data import packing
 from qat.data.config import Targets, Thinking, chosen_targets
 from qat.data.packing import NO_LABEL, Batch
 from qat.data.sources import Document, holds_rows, open_source, whole_text
-from qat.data.text import Tokens, encode, end_token, render, special_tokens, text_ids
+from qat.data.text import (
+    Tokens,
+    check_vocabulary,
+    encode,
+    end_token,
+    render,
+    special_tokens,
+    text_ids,
+)
 from qat.errors import ConfigError, DataError
 from qat.evaluate.config import EvalConfig
 from qat.evaluate.divergence import cached_divergence
@@ -274,9 +282,12 @@ def text_perplexity(
     least `context - stride` tokens before it, save in the first window.
 
     Raises:
-        ConfigError: `context` is beyond the model's positions, or `stride` not below `context`.
+        ConfigError: `context` is beyond the model's positions, `stride` not below `context`, or the
+            model has no embedding for a token.
     """
     check_context(model, context)
+    largest = max(max(tokens.ids, default=0) for tokens in text.documents)
+    check_vocabulary(largest, model.config.vocab_size)
     batches = text_batches(text, context, stride, batch_size)
     judged = cached_divergence(model, batches)
     nats = math.log(judged.ppl)

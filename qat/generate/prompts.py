@@ -7,7 +7,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from qat.data.sources import Document, Message, open_source
-from qat.data.text import MODES, begin_token, render_prompt, text_ids
+from qat.data.text import MODES, begin_token, check_vocabulary, render_prompt, text_ids
 from qat.errors import ConfigError, DataError
 from qat.generate.config import SampleSettings
 from qat.models.language_model import LanguageModel
@@ -34,8 +34,8 @@ def open_prompts(
     """All prompts in their order, one for each document and thinking mode; one from nothing.
 
     Raises:
-        ConfigError: a prompt leaves no room in the model's window, chats come without a chat
-            template, or no token begins a text.
+        ConfigError: a prompt leaves no room in the model's window or holds a token that the model
+            has no embedding for, chats come without a chat template, or no token begins a text.
         DataError: the prompts cannot be read, a chat asks nothing, or a template fails over one.
     """
     if settings.prompts is None:
@@ -47,6 +47,8 @@ def open_prompts(
         asked = (p for each in documents for p in _prompts_of(each, settings, tokenizer))
         most = -(-settings.rows // settings.samples) if settings.rows else None
         prompts = list(islice(asked, most))
+    largest = max(max(prompt.ids, default=0) for prompt in prompts)
+    check_vocabulary(largest, model.config.vocab_size)
     long = [n for n, prompt in enumerate(prompts) if len(prompt.ids) >= model.longest]
     if long:
         first, others = prompts[long[0]], len(long) - 1

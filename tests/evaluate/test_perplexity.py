@@ -212,6 +212,14 @@ def test_a_short_document_is_judged_alike_beside_a_long_one() -> None:
     assert together.nats_per_token == pytest.approx(alone.nats_per_token, rel=1e-6)
 
 
+def test_a_token_that_has_no_embedding_is_refused() -> None:
+    model = LanguageModel(tiny_model())
+    with pytest.raises(ConfigError, match=f"gave token {VOCAB}, but the model's vocabulary has"):
+        text_perplexity(
+            model, one_text(torch.tensor([1, VOCAB])), context=8, stride=4, batch_size=1
+        )
+
+
 def test_one_shape_is_judged_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = LanguageModel(tiny_model(initializer_range=0.3)), set()
     text = one_text(torch.randint(VOCAB, (50,)))
