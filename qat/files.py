@@ -10,6 +10,7 @@ import re
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 import time
 import tomllib
@@ -29,9 +30,6 @@ logger = logging.getLogger(__name__)
 MEND = "remove it or choose another --out"
 DOTTED = re.compile(r"(?:[\w\"'-]+[ \t]*\.[ \t]*){64}")
 """A key of TOML that names a table in a table in a table ..."""
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
-SURROGATE_BYTES = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Where a text in JSON may hold half a letter."""
 LEAVING = re.compile(r"\..+\.(partial|old|part)-([a-z0-9_]{8})?")
 """What a directory or file is called until it is whole, and when it is no longer wanted."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
@@ -223,18 +221,18 @@ def parse_json(text: str | bytes) -> Any:
     """The value of a text in JSON, which may come from anybody.
 
     Raises:
-        ValueError: it is none, nests deeper than any file does, holds a number of thousands of
-            digits, or half a surrogate pair, which no UTF-8 text can hold.
+        ValueError: it is none, nests deeper than any file does, or holds a number of thousands of
+            digits; a JSONDecodeError in the first case.
     """
     try:
-        found = json.loads(text)
-        if (SURROGATE if isinstance(text, str) else SURROGATE_BYTES).search(text):
-            json.dumps(found, ensure_ascii=False).encode()
+        return json.loads(text)
     except RecursionError:
-        raise ValueError("it nests too deeply") from None
-    except UnicodeEncodeError:
-        raise ValueError("it holds half of a surrogate pair, which is no letter") from None
-    return found
+        raise ValueError("it nests lists or objects too deeply") from None
+    except ValueError as error:
+        if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+            raise
+        most = sys.get_int_max_str_digits()
+        raise ValueError(f"it has a number of more digits than Python reads ({most})") from None
 
 
 def parse_toml(text: str) -> dict[str, object]:

@@ -193,11 +193,12 @@ def _parsed_lines(path: Path, lines: Iterable[str]) -> Rows:
 
 
 def _not_json(place: Place, error: ValueError) -> DataError:
-    found = str(error)
-    if isinstance(error, json.JSONDecodeError):
-        # some of Python's messages end in "at", for a place to follow
-        line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        found = f"{error.msg.removesuffix(' at')} at {line}column {error.colno}"
+    if not isinstance(error, json.JSONDecodeError):
+        found = str(error).removeprefix("it ")
+        return DataError(f"{place} {found}, expected a row of a few levels; mend or remove it")
+    # some of Python's messages end in "at", for a place to follow
+    line = f"line {error.lineno}, " if error.lineno > 1 else ""
+    found = f"{error.msg.removesuffix(' at')} at {line}column {error.colno}"
     return DataError(f"{place} is not JSON ({found}); expected one value; mend it")
 
 

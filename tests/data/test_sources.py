@@ -330,23 +330,3 @@ def test_stdlib_is_the_same_text_on_every_python() -> None:
     texts = list(source.documents)
     assert len(texts) == len(set(texts)) > 4000 and min(map(len, texts)) >= 80
     assert xxhash.xxh3_64_hexdigest("\0".join(texts).encode()) == FROZEN
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "json"])
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        (r'{"text": "the cat \ud83d sat"}', "half of a surrogate pair"),
-        ('{"text": "the cat", "id": ' + "9" * 5000 + "}", "5000 digits"),
-        ('{"text": "the cat", "x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nests too deeply"),
-    ],
-)
-def test_a_row_that_is_no_value_here_is_one_line(
-    tmp_path: Path, suffix: str, row: str, said: str
-) -> None:
-    good = r'{"text": "the cat \ud83d\ude00 sat"}'
-    path = tmp_path / f"t.{suffix}"
-    path.write_text(f"{good}\n{row}\n" if suffix == "jsonl" else f"[{good}, {row}]")
-    with pytest.raises(DataError, match=f"is not JSON .*{said}") as caught:
-        [*open_source(str(path)).documents]
-    assert "\n" not in str(caught.value)
