@@ -18,7 +18,8 @@ NO_TORCH="it has no torch"
 BASE=""        # the Python to make .venv of
 KEEPS_TORCH="" # not empty if that Python's torch drives a GPU
 
-say() { echo "qat: $*" >&2; }
+# Names of others reach the terminal here: control characters in them are shown as question marks.
+say() { printf 'qat: %s\n' "$*" | LC_ALL=C tr '\001-\010\013-\037\177' '?' >&2; }
 
 has_version() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 

@@ -223,7 +223,9 @@ import json, pathlib, sys
 for name, key in (("import_report.json", "base"), ("convert_report.json", "source")):
     report = pathlib.Path(sys.argv[1], name)
     if report.is_file():
-        print(json.loads(report.read_text())[key] or "")' "$CHECKPOINT" 2>/dev/null)"
+        base = json.loads(report.read_text())[key]
+        if isinstance(base, str) and base.isprintable():  # whoever made it may have written this
+            print(base)' "$CHECKPOINT" 2>/dev/null)"
     quoted "${base:-FLOAT_MODEL}"
 }
 

@@ -248,6 +248,12 @@ class TarStream:
 
     def _raw(self, size: int) -> bytes:
         if self._position + size > self._limit:
+            if self._limit == 0:  # an archive of any size may unpack to something
+                raise HubError(
+                    f"{self._name} cannot be unpacked: the disk has less than "
+                    f"{RESERVE_BYTES // MIB} MiB left, expected room for its files; free some "
+                    "space, or choose an --out elsewhere"
+                )
             raise HubError(
                 f"{self._name} unpacks to more than {self._limit:,} bytes, which is more than its "
                 "size allows or the disk has left; free some space, or do not trust this archive"

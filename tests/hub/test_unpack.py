@@ -130,6 +130,8 @@ def test_a_size_that_the_disk_cannot_hold_is_refused(place: Path, monkeypatch) -
     monkeypatch.setattr("shutil.disk_usage", lambda _: Full)
     archive = write_archive(place / "a.tar.lz4", HONEST, (named("name/zeros"), bytes(2 * MIB)))
     refuse(archive, "or the disk has left; free some space")
+    Full.free = MIB
+    refuse(archive, "the disk has less than 16 MiB left, expected room for its files")
 
 
 @pytest.mark.parametrize("keep", [0.2, 0.5, 0.9, 0.999])

@@ -546,3 +546,14 @@ def test_an_environment_of_the_users_own_is_kept(machine: Machine) -> None:
     machine.variables |= {"PATH": f"{own}:/usr/bin:/bin", "PYTHONPATH": str(machine.clone)}
     assert machine.source("bash", "L64", "command -v qat") == f"{own}/qat\n"
     assert not (machine.clone / ".venv").exists()
+
+
+@pytest.mark.parametrize("base", ["\x1b[2J\x1b]0;owned\x07x", "a\nb", 3, None])
+def test_a_foreign_report_commands_no_terminal(machine: Machine, base: object) -> None:
+    cache, q4 = machine.folder("cache"), machine.folder("q4\x1b[2J")
+    (cache / "manifest.json").touch()
+    (q4 / "model.safetensors").touch()
+    (q4 / "config.json").write_text('{"quantization_config": {"bits": 4}}')
+    (q4 / "convert_report.json").write_text(json.dumps({"source": base}))
+    machine.source("bash", "./cache ./q4*")
+    assert "--base 'FLOAT_MODEL'" in machine.said and "\x1b" not in machine.said
