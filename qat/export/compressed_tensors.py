@@ -13,6 +13,7 @@ from qat.errors import ExportError
 from qat.export.parts import (
     any_model,
     exact,
+    float_linears,
     logits_of,
     lost_by_grid,
     refuse_codewords,
@@ -97,7 +98,7 @@ def write(
         tensors[f"{name}.weight_shape"] = torch.tensor(integers.shape)
         if has_input_scale(module):
             tensors[f"{name}.input_scale"] = module.activation.stored_scale().clone().view(1)
-    settings = config("pack-quantized", _groups(modules))
+    settings = config("pack-quantized", _groups(modules), float_linears(model))
     save(model, tokenizer, directory, tensors=tensors, settings=settings)
 
 
@@ -115,8 +116,13 @@ def save(
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def config(form: str, groups: list[tuple[list[str], dict[str, object]]]) -> dict[str, object]:
-    """The `quantization_config` of linears in that form: their names, and how they are held."""
+def config(
+    form: str, groups: list[tuple[list[str], dict[str, object]]], left: list[str]
+) -> dict[str, object]:
+    """The `quantization_config` of linears in that form: their names, and how they are held.
+
+    `left` names the linears in floating point.
+    """
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -125,7 +131,7 @@ def config(form: str, groups: list[tuple[list[str], dict[str, object]]]) -> dict
             f"group_{number}": {"targets": names, "format": form, **held}
             for number, (names, held) in enumerate(groups)
         },
-        "ignore": [],
+        "ignore": left,
     }
 
 

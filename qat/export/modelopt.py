@@ -9,12 +9,12 @@ import json
 from pathlib import Path
 
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat import __version__
 from qat.export import compressed_tensors, nvfp4
-from qat.export.parts import any_model, float_model, logits_of, unquantized_state
+from qat.export.parts import any_model, float_linears, float_model, logits_of, unquantized_state
 from qat.nn.swap import embedding_dtype
 
 COMPARED = "bits"
@@ -44,7 +44,7 @@ def write(
         tensors[f"{name}.weight"] = values
         tensors[f"{name}.weight_scale"] = scales
         tensors[f"{name}.weight_scale_2"] = 1 / factor  # exact: a power of two
-    left = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    left = float_linears(model)
     group = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": nvfp4.GROUP_SIZE}
     producer = {"name": "qat", "version": __version__}
     settings = {

@@ -16,6 +16,7 @@ from qat.errors import ExportError
 from qat.export import compressed_tensors
 from qat.export.parts import (
     any_model,
+    float_linears,
     group_size_near,
     lost_by_grid,
     refuse_codewords,
@@ -113,7 +114,8 @@ def write(
         tensors[f"{name}.weight_packed"] = values
         tensors[f"{name}.weight_scale"] = scales
         tensors[f"{name}.weight_global_scale"] = factor[None].clone()
-    settings = compressed_tensors.config(FORM, [(list(weights), {"weights": SETTINGS})])
+    groups = [(list(weights), {"weights": SETTINGS})]
+    settings = compressed_tensors.config(FORM, groups, float_linears(model))
     compressed_tensors.save(model, tokenizer, directory, tensors=tensors, settings=settings)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from accelerate import init_empty_weights
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
@@ -214,6 +214,14 @@ def unquantized_state(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, T
         for name in model.all_tied_weights_keys:
             state.pop(name, None)
     return {name: cast(name, tensor, dtype).contiguous() for name, tensor in state.items()}
+
+
+def float_linears(model: PreTrainedModel) -> list[str]:
+    """The names of the linears that stay in floating point, the head among them.
+
+    Engines stop at a linear that a checkpoint lists neither as quantized nor as left so.
+    """
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
 def write_config(

@@ -12,6 +12,7 @@ from qat.export.parts import (
     affine,
     any_model,
     exact,
+    float_linears,
     logits_of,
     lost_by_grid,
     refuse_codewords,
@@ -132,6 +133,6 @@ def _config(model: PreTrainedModel) -> dict[str, object]:
     return {
         "quant_method": "torchao",
         "quant_type": {"default": config_to_dict(FqnToConfig(formats))},
-        "modules_to_not_convert": [],
+        "modules_to_not_convert": float_linears(model),
         "include_input_output_embeddings": False,
     }

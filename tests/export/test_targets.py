@@ -144,6 +144,24 @@ def test_the_targets_library_reads_our_logits(
     assert f"in the form `{to}`" in shown and "DIR" not in shown and "## How to load" in shown
 
 
+@pytest.mark.parametrize("to", ["compressed-tensors", "nvfp4", "modelopt", "torchao"])
+def test_each_linear_is_listed_as_quantized_or_as_left(to: TargetName, tmp_path: Path) -> None:
+    library(to)
+    model = tiny_model(num_hidden_layers=1, **WIDE)
+    linears = {*linear_names(model), "lm_head"}
+    spec = load_target(to).scheme(LutSpec(bits=4, codebook="int", scale_bits=8), (32, 32))
+    plan = QuantPlan(name="mlp", rules=(PlanRule(pattern="*mlp*", spec=spec),))
+    quantize_model(load_like(model), plan)
+    save_checkpoint(model, None, tmp_path / "student")
+    export_model(str(tmp_path / "student"), ExportConfig(to=to, dtype="fp32"), tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    left = found["modules_to_not_convert"] if to == "torchao" else found["ignore"]
+    assert {*left} == {name for name in linears if "mlp" not in name}
+    if to in ("compressed-tensors", "nvfp4"):
+        (group,) = found["config_groups"].values()
+        assert {*group["targets"], *left} == linears
+
+
 @pytest.mark.parametrize("to", [to for to in SHIPPED if to != "coreml"])
 def test_bfloat16_holds_what_a_conversion_gives(
     to: TargetName, students: dict[TargetName, Path], tmp_path: Path
