@@ -20,6 +20,11 @@ gc.disable()  # while modules are imported there is next to no garbage
 os.fsync = os.fstat
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--threads`, with which .ci/other_processors computes in another order."""
+    parser.addoption("--threads", type=int, default=1, help="how many threads torch computes with")
+
+
 def pytest_collection_finish() -> None:
     """Leave what is imported by now out of garbage collection: each would take half a second."""
     if "triton.runtime.interpreter" in sys.modules:
@@ -61,14 +66,14 @@ def plain_signals() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded(pytestconfig: pytest.Config) -> None:
     import torch  # not where tests are only handed out to workers
 
     # without a GPU, `torch.manual_seed` notes the call and its stack for when there will be one
     seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
     seed(0)
     # on small weights a second thread costs more than it gives, and sums in another order
-    torch.set_num_threads(1)
+    torch.set_num_threads(pytestconfig.getoption("threads"))
 
 
 @pytest.fixture(autouse=True)
