@@ -31,6 +31,8 @@ DISTANCES = {
     "kd_nats": ("--", "KD"),
 }
 """Distances from the teacher on held-out text: how each is drawn, and what it is called."""
+NEAR = 0.06
+"""Dots closer than this fraction of both axes have their names one below the other."""
 WIDE, VERY_WIDE = 5.0, 100.0
 """Values whose largest is so many times the least are drawn on a logarithmic axis, and with fewer
 numbers at it."""
@@ -187,13 +189,15 @@ def _paint_sizes(results: Sequence[Result], axes: Axes) -> None:
     """A dot and a name for each model, and an arrow between those of one size."""
     places = [(float(each.megabytes or 0), float(each.kl_nats or 0)) for each in results]
     right, top = (1.15 * max(values) for values in zip(*places, strict=True))
-    for each, color, (x, y) in zip(results, COLORS, places, strict=False):
+    for index, (each, color, (x, y)) in enumerate(zip(results, COLORS, places, strict=False)):
         axes.plot([x], [y], "o", color=color, markersize=8)
+        near = [abs(y - other) < NEAR * top and abs(x - at) < NEAR * right for at, other in places]
         side, shift = ("right", -8) if x > right / 2 else ("left", 8)
+        place = (shift, 6 - 14 * sum(near[:index]))  # a name below that of a dot in the same place
         text = f"{_shown(each.name)}, {x:.3g} MB"
-        axes.annotate(text, (x, y), (shift, 6), textcoords="offset points", ha=side)
+        axes.annotate(text, (x, y), place, textcoords="offset points", ha=side)
     for (x, y), (next_x, next_y) in pairwise(places):
-        if abs(next_x - x) < 0.02 * right and next_y < y:
+        if abs(next_x - x) < 0.02 * right and next_y < y - NEAR * top:
             style = {"arrowstyle": "->", "color": LIGHT.muted, "shrinkA": 7, "shrinkB": 7}
             axes.annotate("", (next_x, next_y), (x, y), arrowprops=style)
     axes.set_xlim(0, right)

@@ -323,6 +323,10 @@ def test_distance_is_drawn_against_size() -> None:
     (chart,) = size_charts(results)
     drawing = chart.render("svg").decode()
     assert "<!-- teacher, 11.5 MB -->" in drawing and "<!-- trained, 2.6 MB -->" in drawing
+    axes = Figure().subplots()
+    size_charts([*results[:2], Result("same", 2.6, 0.24)])[0].paint(axes)
+    heights = [each.get_position()[1] for each in axes.texts if each.get_text()]
+    assert len(set(heights[1:])) == 2  # names of one place do not cover each other
     assert size_charts(results[1:]) == [] == size_charts([Result("teacher"), *results[1:]])
 
 
