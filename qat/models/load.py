@@ -355,7 +355,11 @@ def _from_gguf(
         place: str, file: dict[str, str], **other: object
     ) -> tuple[PreTrainedModel, dict[str, Any]]:
         named = _named(source, how) | file | (as_floats() if file else {}) | other
-        return auto_class(config).from_pretrained(place, config=deepcopy(config), **named)
+        model, info = auto_class(config).from_pretrained(place, config=deepcopy(config), **named)
+        for parameter in model.parameters() if not file else ():
+            if parameter.device.type == "cpu":  # a view of the file, which anybody may remove
+                parameter.data = parameter.data.clone()
+        return model, info
 
     def read_whole(place: str, file: dict[str, str]) -> PreTrainedModel:
         model, info = read(place, file, device_map=None)

@@ -311,3 +311,13 @@ def test_a_file_that_lacks_a_tensor_leaves_no_entry(root: Path, tmp_path: Path) 
         ):
             weights(path)
     assert entries(root) == ["config"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux says what is mapped")
+def test_a_model_does_not_live_in_a_file_that_may_go(root: Path, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf")
+    models = [
+        load_model(str(path), device="cpu", dtype=dtype) for dtype in ("fp32", "fp32", "bf16")
+    ]
+    assert str(root) not in Path("/proc/self/maps").read_text()
+    assert len(models) == 3 and entries(root) == ["config", "float32"]
