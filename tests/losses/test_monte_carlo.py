@@ -13,7 +13,8 @@ from torch import Tensor
 
 from qat.data.codec import draw
 from qat.kernels.head import Head
-from qat.losses.formulas import Targets
+from qat.losses.config import kinds_read
+from qat.losses.formulas import LOSSES, Targets, loss_from_logits
 from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
 
@@ -118,3 +119,15 @@ def test_the_noise_of_systematic_draws_is_smaller_and_falls_faster() -> None:
     few, many = (noise(case, systematic, draws) for draws in (16, 64))
     assert few / many > 3
     assert many < noise(case, independent, 64) / 3
+
+
+def test_padding_of_draws_names_no_word() -> None:
+    """Whatever id stands where a count is 0, even one that no word has."""
+    logits, teacher = torch.randn(2, 6, V)
+    targets = targets_of(teacher, 4, draws=3)
+    padding = targets.sample_counts == 0
+    assert padding.any()
+    other = targets._replace(sample_ids=targets.sample_ids.masked_fill(padding, V + 5))
+    for name in [name for name in LOSSES if "draws" in kinds_read([name])]:
+        expected, found = (loss_from_logits(logits, each, {name: 1.0}) for each in (targets, other))
+        assert torch.equal(found["loss"], expected["loss"]), name
