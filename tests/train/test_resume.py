@@ -93,7 +93,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(place: Path, whole, out: Pat
         ),
         (STATE, lambda path: path.unlink(), "missing"),
         ("config.json", flip, "SHA-256 differs"),
-        (MANIFEST, lambda path: path.write_text("[" * 9999), "depth|recursion"),
+        (MANIFEST, lambda path: path.write_text("[" * 9999), "nests lists or objects too deeply"),
         (MANIFEST, lambda path: path.write_text("{}"), "unknown format"),
         (MANIFEST, lambda path: path.write_text('{"format": 1, "files": 3}'), "no table"),
         (MANIFEST, lambda path: path.write_text('{"format": 1, "files": {}}'), "does not list"),
