@@ -1,21 +1,42 @@
 """Looks through the header of a GGUF file before the package `gguf` believes its counts.
 
-That package loops over a count that the file states, far behind its end too. Layout:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+That package loops over a count that the file states, far behind its end too, and decodes every word
+of a vocabulary. Here names, types and places of tensors are found in a second, and single rows are
+read. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import mmap
 import struct
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from qat.errors import CheckpointError
 
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of a scalar, by the number of its type."""
-STRING, ARRAY = 8, 9
+UINT32, STRING, ARRAY = 4, 8, 9
 MOST_DIMENSIONS, DEEPEST = 8, 4
 PAIR_BYTES, TENSOR_BYTES = 13, 24
 """The fewest bytes that a pair of key and value, or the entry of a tensor, can take."""
+ALIGNMENT = (b"general.alignment", 32)
+"""The key that says at multiples of how many bytes data begin, and the default."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a GGUF file."""
+
+    shape: tuple[int, ...]
+    """Slowest axis first, as torch counts."""
+    type: str
+    """What ggml calls its type, such as Q8_0."""
+    bits: float
+    """Bits per weight, scales included."""
+    place: int
+    """First byte in the file."""
 
 
 def check_gguf(path: Path) -> None:
@@ -24,9 +45,71 @@ def check_gguf(path: Path) -> None:
     Raises:
         CheckpointError: it does not, or nests more arrays than any file does.
     """
+    _entries(path)
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of the GGUF file at `path` by name.
+
+    Raises:
+        CheckpointError: see `check_gguf`; or a type is unknown.
+    """
+    import gguf
+
+    from qat.models.opening import teach_q2_0
+
+    teach_q2_0()
+    found = {}
+    for name, shape, number, place in _entries(path):
+        try:
+            kind = gguf.GGMLQuantizationType(number)
+        except ValueError:
+            raise CheckpointError(
+                f"{path} holds {name} in ggml's type {number}, expected one that the package gguf "
+                "knows; start from the float model"
+            ) from None
+        weights, octets = gguf.GGML_QUANT_SIZES[kind]
+        found[name] = StoredTensor(shape, kind.name, 8 * octets / weights, place)
+    return found
+
+
+def read_rows(path: Path, tensor: StoredTensor, rows: range) -> Tensor:
+    """The `rows` of a matrix in the GGUF file at `path`, `(n, I)` float32.
+
+    Raises:
+        CheckpointError: the file ends before them, or `gguf` has no formula for their type.
+    """
+    import gguf
+
+    width = int(tensor.shape[1] * tensor.bits) // 8
+    with path.open("rb") as file:
+        octets = np.empty((len(rows), width), np.uint8)
+        for octet_row, row in zip(octets, rows, strict=True):
+            file.seek(tensor.place + row * width)
+            if file.readinto(octet_row) != width:
+                raise CheckpointError(
+                    f"{path} ends at {path.stat().st_size} bytes, expected row {row} of a tensor "
+                    f"at {tensor.place + row * width}; copy it anew"
+                )
+    kind = gguf.GGMLQuantizationType[tensor.type]
+    try:
+        return torch.from_numpy(gguf.quants.dequantize(octets, kind).astype(np.float32))
+    except NotImplementedError:
+        raise CheckpointError(
+            f"{path} holds a tensor of type {tensor.type}, expected one that gguf "
+            "dequantizes; start from the float model"
+        ) from None
+
+
+Entry = tuple[str, tuple[int, ...], int, int]
+"""Name, shape, number of the type, and first byte of a tensor."""
+
+
+def _entries(path: Path) -> list[Entry]:
+    """All tensors of the GGUF file at `path`; raises as `check_gguf` does."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            _walk(data)
+            return _walk(data)
     except (ValueError, struct.error) as error:
         fault = "its header is cut" if isinstance(error, struct.error) else error
         raise CheckpointError(
@@ -34,25 +117,34 @@ def check_gguf(path: Path) -> None:
         ) from None
 
 
-def _walk(data: mmap.mmap) -> None:
+def _walk(data: mmap.mmap) -> list[Entry]:
     if data[:4] != b"GGUF":
         raise ValueError("it does not begin with GGUF")
     tensors, pairs = struct.unpack_from("<QQ", data, 8)
     _check_room(len(data) - 24, pairs, PAIR_BYTES, "pairs of key and value")
-    at = 24
+    at, (key, alignment) = 24, ALIGNMENT
     for _ in range(pairs):
-        at = _after_string(data, at)
+        begin, at = at + 8, _after_string(data, at)
         (kind,) = struct.unpack_from("<I", data, at)
+        if kind == UINT32 and data[begin:at] == key:
+            (alignment,) = struct.unpack_from("<I", data, at + 4)
         at = _after_value(data, at + 4, kind, DEEPEST)
     _check_room(len(data) - at, tensors, TENSOR_BYTES, "tensors")
+    found = []
     for _ in range(tensors):
-        at = _after_string(data, at)
+        begin, at = at + 8, _after_string(data, at)
+        name = data[begin:at].decode()
         (dimensions,) = struct.unpack_from("<I", data, at)
         if dimensions > MOST_DIMENSIONS:
             raise ValueError(f"a tensor of {dimensions} dimensions")
+        shape = struct.unpack_from(f"<{dimensions}Q", data, at + 4)[::-1]
+        kind, place = struct.unpack_from("<IQ", data, at + 4 + 8 * dimensions)
+        found.append((name, shape, kind, place))
         at += 4 + 8 * dimensions + 12
     if at > len(data):
         raise ValueError("its header is cut")
+    begin = -(-at // max(1, alignment)) * max(1, alignment)
+    return [(name, shape, kind, begin + place) for name, shape, kind, place in found]
 
 
 def _after_string(data: mmap.mmap, at: int) -> int:

@@ -1,0 +1,65 @@
+"""Names, types and rows of a GGUF file, without its weights and its vocabulary."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qat.errors import CheckpointError
+from qat.models.gguf_header import read_header, read_rows
+
+library = pytest.importorskip("gguf")
+Q8_0 = library.GGMLQuantizationType.Q8_0
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.gguf"
+    writer = library.GGUFWriter(path, "llama")
+    writer.add_custom_alignment(64)
+    writer.add_token_list(["a", "longer word", ""])
+    writer.add_token_scores([0.0, 1.0, 2.0])
+    writer.add_bool("test.flag", True)
+    table = torch.arange(6 * 64).view(6, 64).float()
+    blocks = library.quants.quantize(table.numpy(), Q8_0)
+    writer.add_tensor("output_norm.weight", torch.ones(64).numpy())
+    writer.add_tensor("token_embd.weight", blocks, raw_dtype=Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_the_header_is_that_of_the_library(file: Path) -> None:
+    header = read_header(file)
+    assert header.keys() == {"output_norm.weight", "token_embd.weight"}
+    for tensor in library.GGUFReader(file).tensors:
+        found = header[tensor.name]
+        assert list(found.shape) == tensor.shape[::-1].tolist()
+        assert (found.type, found.place) == (tensor.tensor_type.name, tensor.data_offset)
+    assert header["token_embd.weight"].bits == 8.5
+
+
+def test_rows_are_those_of_the_library(file: Path) -> None:
+    whole = next(t for t in library.GGUFReader(file).tensors if t.name == "token_embd.weight")
+    expected = torch.from_numpy(library.quants.dequantize(whole.data, Q8_0).copy())
+    rows = range(1, 6, 2)
+    assert torch.equal(
+        read_rows(file, read_header(file)["token_embd.weight"], rows), expected[list(rows)]
+    )
+
+
+@pytest.mark.parametrize("length", [0, 3, 20, 90])
+def test_a_file_that_ends_too_early_is_one_line(file: Path, length: int) -> None:
+    cut = file.with_name("cut.gguf")
+    cut.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(CheckpointError, match=r"cut\.gguf is no whole GGUF file"):
+        read_header(cut)
+
+
+def test_rows_beyond_the_end_are_one_line(file: Path) -> None:
+    cut = file.with_name("cut.gguf")
+    cut.write_bytes(file.read_bytes()[:-80])
+    with pytest.raises(CheckpointError, match=r"cut\.gguf ends at .* bytes, expected row 5"):
+        read_rows(cut, read_header(cut)["token_embd.weight"], range(6))
