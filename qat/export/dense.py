@@ -15,7 +15,7 @@ from qat.export.parts import (
     reloaded_logits,
 )
 from qat.models.checkpoint import copy_processors, finish_config, quiet_transformers
-from qat.models.stored_state import INPUT_SCALE
+from qat.models.stored_state import INPUT_SCALE, narrowed
 from qat.nn.lut_embedding import TiedLutHead, lut_tables
 from qat.nn.sites import close_sites, open_sites
 from qat.nn.step import quant_linears
@@ -56,7 +56,7 @@ def write(
     dense.tie_weights()
     close_sites(dense)
     with quiet_transformers():
-        dense.save_pretrained(directory)
+        dense.save_pretrained(directory, state_dict=narrowed(dense.state_dict()))
     finish_config(directory, dense, dtype=dtype)
     copy_processors(model, directory)
     if tokenizer is not None:

@@ -21,7 +21,7 @@ from qat.errors import ExportError
 from qat.models.checkpoint import quiet_transformers
 from qat.models.opening import auto_class
 from qat.models.rotary import with_older_names
-from qat.models.stored_state import INPUT_SCALE, quantized_modules
+from qat.models.stored_state import INPUT_SCALE, narrowed, quantized_modules
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.sites import open_sites
@@ -199,7 +199,8 @@ def group_size_near(wished: int, sizes: tuple[int, ...], in_features: int) -> in
 
 
 def unquantized_state(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Norms, biases, float tables: all that is no quantized weight, in `dtype`, a tied head once.
+    """Norms, biases, float tables: all that is no quantized weight, in `dtype` or in 16 bits that
+    lose nothing of it, a tied head once.
 
     Raises:
         ExportError: a value overflows `dtype`.
@@ -213,7 +214,7 @@ def unquantized_state(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, T
     if model.config.get_text_config().tie_word_embeddings:
         for name in model.all_tied_weights_keys:
             state.pop(name, None)
-    return {name: cast(name, tensor, dtype).contiguous() for name, tensor in state.items()}
+    return narrowed({n: cast(n, tensor, dtype).contiguous() for n, tensor in state.items()})
 
 
 def float_linears(model: PreTrainedModel) -> list[str]:

@@ -1,6 +1,7 @@
 """What a packed checkpoint stores of a model, from tensors on any device or copies on the host."""
 
 from collections import Counter
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -56,7 +57,7 @@ def packed_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Of each quantized linear or table: `packed` (uint8), `codebook` (levels in float32, ascending,
     or codewords in int8 or float16), its scales (float16, or uint8 of 8 bits; `rank_gain` float32),
     the factors of its adapter (float16), the static scale of its input (float32; linears that share
-    one have a copy each) and the bias. Everything else as it is, in bfloat16 where
+    one have a copy each) and the bias. Everything else as it is, in 16 bits where
     that loses nothing: a student whose masters are float32 does not grow beyond its teacher.
 
     Raises:
@@ -84,7 +85,7 @@ def stored_state(model: nn.Module, raw: dict[str, Tensor]) -> dict[str, Tensor]:
             scale, bits = rest.pop(f"{name}.{INPUT_SCALE}"), module.activation.spec.scale_bits
             stored[f"{name}.{INPUT_SCALE}"] = static_scale(scale, bits).clone()
     _check_finite(model, finite)
-    return _narrowed(rest) | stored
+    return narrowed(rest) | stored
 
 
 def state_as_read(model: nn.Module) -> dict[str, Tensor]:
@@ -97,7 +98,7 @@ def state_as_read(model: nn.Module) -> dict[str, Tensor]:
             quantized[f"{prefix}.{key}"] = state.pop(f"{prefix}.{key}").to(stored)
         if has_input_scale(module):
             quantized[f"{prefix}.{INPUT_SCALE}"] = state.pop(f"{prefix}.{INPUT_SCALE}")
-    return _narrowed(state) | quantized
+    return narrowed(state) | quantized
 
 
 def stored_dtype(state: dict[str, Tensor]) -> torch.dtype:
@@ -154,16 +155,28 @@ def _stored_parts(
     return {PACKED: packed, **stored}
 
 
-def _narrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Float32 tensors in bfloat16 where that is exact; tied tensors stay tied.
+def narrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Float32 tensors in 16 bits where that is exact; tied tensors stay tied.
 
-    A device is waited for once, not for each tensor.
+    All in bfloat16 or all in float16 if one of them holds all, else each in what holds it. A device
+    is waited for a few times, not for each tensor.
     """
     wide = {t.data_ptr(): t for t in state.values() if t.dtype == torch.float32 and t.numel()}
-    narrow = {pointer: tensor.to(torch.bfloat16) for pointer, tensor in wide.items()}
-    exact = [(narrow[pointer].float() == tensor).all() for pointer, tensor in wide.items()]
-    kept = dict(zip(wide, _read(exact), strict=True))
-    return {name: narrow[p] if kept.get(p := t.data_ptr()) else t for name, t in state.items()}
+    brain = _held(wide, wide, torch.bfloat16)
+    half = _held(wide, wide.keys() - brain, torch.float16)
+    if half and len(half | brain) == len(wide):
+        half |= _held(wide, brain, torch.float16)
+        if len(half) == len(wide):
+            brain = set()
+    found = {p: wide[p].to(torch.float16) for p in half - brain}
+    found |= {p: wide[p].to(torch.bfloat16) for p in brain}
+    return {name: found.get(t.data_ptr(), t) for name, t in state.items()}
+
+
+def _held(tensors: dict[int, Tensor], some: Collection[int], dtype: torch.dtype) -> set[int]:
+    """Which of `some` of the tensors `dtype` holds exactly."""
+    flags = [(tensors[p].to(dtype).float() == tensors[p]).all() for p in some]
+    return {p for p, is_held in zip(some, _read(flags), strict=True) if is_held}
 
 
 def _read(flags: list[Tensor]) -> list[bool]:

@@ -5,7 +5,7 @@ import torch
 from quantized import SPECS, tiny_quantized
 from torch import nn
 
-from qat.models.stored_state import packed_state_dict, raw_state, stored_state
+from qat.models.stored_state import narrowed, packed_state_dict, raw_state, stored_state
 from qat.nn.step import quant_linears
 from qat.nn.swap import ascending, to_latent
 from qat.quant.weight import from_stored, pack
@@ -51,3 +51,22 @@ def test_the_state_is_that_of_the_moment(*, is_latent: bool) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+
+
+def test_float32_is_stored_in_the_16_bits_that_lose_nothing() -> None:
+    brain = torch.tensor([1.0, 2.0**-100])  # what bfloat16 alone holds
+    half = torch.tensor([1.0, 1 + 2.0**-10])  # float16 alone
+    wide = torch.tensor([1.0, 1 + 2.0**-20])
+    both = torch.tensor([1.0, 0.5])
+    dtypes = {
+        k: t.dtype for k, t in narrowed({"b": brain, "h": half, "w": wide, "o": both}).items()
+    }
+    assert dtypes == {
+        "b": torch.bfloat16, "h": torch.float16, "w": torch.float32, "o": torch.bfloat16,
+    }  # fmt: skip
+    for one, expected in ((brain, torch.bfloat16), (half, torch.float16)):
+        found = narrowed({"one": one, "other": both})
+        assert {t.dtype for t in found.values()} == {expected}  # one dtype where it holds all
+        assert torch.equal(found["one"].float(), one)
+    tied = narrowed({"one": half, "tied": half})
+    assert tied["one"] is tied["tied"]
