@@ -28,6 +28,7 @@ from qat.models.gguf import dequantize, open_gguf
 from qat.models.opening import teach_q2_0
 from qat.models.stored_state import quantized_modules
 from qat.nn.swap import embedding_dtype
+from qat.quant.integers import is_integers
 from qat.quant.spec import LutSpec
 
 # The tokenizer inside a GGUF file.
@@ -187,8 +188,8 @@ def block_type(spec: LutSpec) -> BlockType | None:
             return TQ2_0
         if spec.bits == 2 and spec.codebook == "seq":
             return Q2_K
-        if spec.bits == 3 and spec.codebook == "int":
-            return Q3_K
+        if spec.codebook == "int" and spec.bits in K_TYPES:
+            return K_TYPES[spec.bits]
     if spec.group_size % MIDDLE == 0 and spec.bits == 2 and spec.codebook != "seq":
         return Q2_0
     if spec.group_size % SMALL:
@@ -276,6 +277,16 @@ def _q3_k(codes: Tensor, d: Tensor, m: Tensor) -> list[Tensor]:
     return [_third_bits(codes), _quarters(codes), *scales, d]
 
 
+def _q6_k(codes: Tensor, d: Tensor, m: Tensor) -> list[Tensor]:
+    """Lower four bits and upper two of two halves of four runs of 32; then 16 scales, all 1."""
+    runs = codes.view(-1, 2, 4, 32)
+    low, high = runs & 15, runs >> 4
+    lower = low[:, :, :2] | low[:, :, 2:] << 4
+    upper = (high << torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]).sum(2, dtype=torch.uint8)
+    scales = _repeated(codes, 1, 16)
+    return [lower.reshape(len(codes), -1), upper.reshape(len(codes), -1), scales, d]
+
+
 def _repeated(codes: Tensor, value: int, count: int) -> Tensor:
     """`(n, count)` of one byte."""
     return codes.new_full((codes.shape[0], count), value)
@@ -288,6 +299,9 @@ Q8_0 = BlockType("Q8_0", SMALL, 0, lambda codes, d, m: [d, codes])
 Q2_0 = BlockType("Q2_0", MIDDLE, -2, _q2_0)
 Q2_K = BlockType("Q2_K", LARGE, None, _q2_k)
 Q3_K = BlockType("Q3_K", LARGE, -4, _q3_k)
+Q6_K = BlockType("Q6_K", LARGE, -32, _q6_k)
+K_TYPES = {3: Q3_K, 6: Q6_K}
+"""The K types of integers, by their bits."""
 TQ2_0 = BlockType("TQ2_0", LARGE, -1, lambda codes, d, m: [_quarters(codes), d])
 
 
@@ -315,7 +329,7 @@ llama-cli -m DIR/model.gguf -p "Once upon a time"
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """ggml holds even levels: in groups of 64 or 256 in 2 to 4 bits, in groups of 32 in 4 to 8."""
+    """ggml holds even levels: of 2, 3 and 6 bits in groups of 64 or 256, of 4 to 8 in groups of 32."""
     reason = lost_by_grid(spec, EVEN_GRIDS)
     if reason is not None:
         return reason
@@ -328,8 +342,8 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """Q2_K, Q3_K or TQ2_0 in groups of 256, or Q2_0 in groups of 64, where rows split into them,
-    else integers in Q4_0 to Q8_0 in groups of 32; scales of 8 bits.
+    """Q2_K, Q3_K, Q6_K or TQ2_0 in groups of 256, or Q2_0 in groups of 64, where rows split into
+    them, else integers in Q4_0 to Q8_0 in groups of 32; scales of 8 bits.
 
     Even levels of 2 bits lose less than integers, whose zero leaves one level on the other side: so
     integers go into Q2_0 where the plan has such, or where 256 does not divide the row.
@@ -339,6 +353,8 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     """
     refuse_codewords(spec)
     refuse_low_rank(spec)
+    if is_integers(spec):  # Q4_0, Q5_0 or Q8_0 to the bit, where one was read
+        return spec
     codebook = spec.codebook if spec.codebook == "ternary" else "int" if spec.bits > 1 else "seq"
     found = LutSpec(bits=spec.bits, codebook=codebook, group_size=SMALL, scale_bits=8)
     is_even = spec.bits == 2 and spec.codebook in {"lut", "seq"}
