@@ -53,9 +53,11 @@ class ConvertConfig(Settings):
     of vectors, and of levels where a linear or a target cannot have these)."""
     group_size: Formats[int | None] = Field(None, gt=0)
     """Input features that share a scale; the plan's own if not given."""
-    embedding_bits: Formats[Literal[4, 8, "auto"] | None] = None
-    """Quantize the embedding and the head too, to 4 or 8 bits, or auto: to what the budget, which
-    then holds for them too, is best spent on; as the plan says if not given."""
+    embedding_bits: Formats[Literal[4, 8, 16, "auto"] | None] = None
+    """Bits of the embedding and the head: 4 or 8; 16 for floating point; auto for what the budget,
+    which then holds for them too, is best spent on. If not given, 8 (or fewer, where the source has
+    fewer) unless the plan has a rule for them, its scales are of low rank, or a target of --for
+    holds no quantized table."""
     rotate: Formats[bool] = False
     """Rotate a float model before anything is quantized, so that what its linears read has fewer
     outliers; its function stays. Without --to nothing is quantized."""

@@ -4,9 +4,10 @@ import heapq
 import json
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,14 @@ from qat.convert.config import REPORT_NAME, ConvertConfig, read_kv, read_plan
 from qat.convert.quantize import QuantizeReport, check_experts, quantize_model
 from qat.convert.rotate import Rotation, rotate
 from qat.convert.shipping import Shipping
+from qat.convert.tables import (
+    USUAL_BITS,
+    StoredTable,
+    join_tables,
+    plan_tables,
+    round_float_tables,
+    stored_tables,
+)
 from qat.data.cache import MANIFEST
 from qat.data.packing import Packer, position_ids
 from qat.data.reader import TeacherCache
@@ -84,12 +93,20 @@ def convert_checkpoint(
         "folder": None if is_whole else next(filter(Path.is_dir, real(out).parents)),
     }
     student = load_model(source, **how)
+    stored = join_tables(student.model, stored_tables(source, student.model))
     tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
     base = None if config.base is None else load_model(config.base, **how)
     calibration = []
     if config.calibration is not None:
         calibration = calibration_batches(config.calibration, config, student, tokenizer)
-    done = convert_model(student, config, base=base, calibration=calibration, shipping=shipping)
+    done = convert_model(
+        student,
+        config,
+        base=base,
+        calibration=calibration,
+        shipping=shipping,
+        stored=stored,
+    )
     with atomic_directory(out) as partial:
         write_model(student.model, tokenizer, partial)
         check_written(partial, student.model)
@@ -148,8 +165,11 @@ def convert_model(
     base: LanguageModel | None = None,
     calibration: Sequence[TokenBatch] = (),
     shipping: Shipping | None = None,
+    stored: Mapping[str, StoredTable] = MappingProxyType({}),
 ) -> Converted:
     """Do to `student`, in memory and in float32, what `config` says; nothing is read or written.
+
+    `stored` are its tables as a quantized file holds them.
 
     Raises:
         ConfigError, ExportError: see their messages.
@@ -163,14 +183,18 @@ def convert_model(
     if kv is not None:
         quantize_kv(student.model, kv, student.device)
     room = _room(config)
+    if rotation is not None:  # they are other tables now
+        stored = {}
+    tables = {"config": config, "stored": stored, "shipping": shipping}
     if shipping is not None:  # refuses before any work
-        bits = 8 if config.embedding_bits == "auto" else config.embedding_bits
         asked = plan
         if room["levels"] is not None:  # they stand in where a target has no vectors
             change = {"spec": room["levels"]}
             rules = tuple(rule.model_copy(update=change) for rule in plan.rules)
             asked = plan.model_copy(update={"rules": rules})
-        shipping.plan(with_tables(asked, student.model, bits), student.model)
+        if config.embedding_bits == "auto":
+            asked = with_tables(asked, student.model, USUAL_BITS)
+        shipping.plan(plan_tables(asked, student.model, **tables), student.model)
     fits = [] if attention is None else _fitted(student, attention, calibration, config)
     budget = None
     if config.bits_budget is not None:
@@ -178,10 +202,10 @@ def convert_model(
         plan, budget = plan_within_budget(
             base or student, plan, config.bits_budget, calibration, **room, bend=bend
         )
-    if config.embedding_bits in {4, 8}:
-        plan = with_tables(plan, student.model, config.embedding_bits)
+    plan = plan_tables(plan, student.model, **tables)
     if shipping is not None:
         plan = shipping.plan(plan, student.model)
+    round_float_tables(student.model, plan, stored)
     report = quantize_model(
         student, plan, base=base, calibration=calibration, workers=config.workers
     )

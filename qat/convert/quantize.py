@@ -55,6 +55,7 @@ from qat.quant.error_feedback import (
     fit_stack_to_inputs,
 )
 from qat.quant.fit import fit_weight
+from qat.quant.integers import exact_integers, is_integers
 from qat.quant.spec import ActivationKind, ActivationSpec, LutSpec, QuantPlan, role_of
 from qat.quant.weight import QuantizedWeight, dequantize, round_levels
 
@@ -343,6 +344,7 @@ class _Conversion:
     ) -> None:
         self.student, self.model = student, student.model
         self.specs = specs
+        self.tables = table_names(self.model)
         self.activations = activations
         self.base = base.model
         self.ticker = ticker
@@ -362,7 +364,10 @@ class _Conversion:
 
         def fit(name: str) -> tuple[Tensor, QuantizedWeight, float]:
             began, weight, spec = time.perf_counter(), self.weight(name), self.specs[name]
-            fitted = fit_weight(weight, spec, nearest=nearest_vectors, path=best_path)
+            is_found = name in self.tables and is_integers(spec)
+            fitted = exact_integers(weight, spec.bits) if is_found else None
+            if fitted is None:
+                fitted = fit_weight(weight, spec, nearest=nearest_vectors, path=best_path)
             return weight, fitted, time.perf_counter() - began
 
         with backend.side_by_side(min(workers or backend.workers(), at_once)) as map_:

@@ -87,6 +87,11 @@ class Shipping(NamedTuple):
         """Of all targets."""
         return "_".join(self.targets)
 
+    @property
+    def holds_tables(self) -> bool:
+        """Whether all targets hold a quantized embedding and head."""
+        return all(target.HOLDS_TABLES for target in self.targets.values())
+
     def bend(self, module: str, spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
         """The format that the `(O, I)` weight of `module` gets instead of `spec`: of as many bits.
 
@@ -172,7 +177,7 @@ class Shipping(NamedTuple):
             if tables and not target.HOLDS_TABLES:
                 raise ExportError(
                     f"{name} cannot hold {tables[0]} quantized, expected embedding and head in "
-                    "floating point; convert without --embedding-bits"
+                    "floating point; convert with --embedding-bits 16"
                 )
 
     def _check_others(self, model: PreTrainedModel, planned: set[str]) -> None:

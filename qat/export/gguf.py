@@ -329,7 +329,7 @@ llama-cli -m DIR/model.gguf -p "Once upon a time"
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """ggml holds even levels: of 2, 3 and 6 bits in groups of 64 or 256, of 4 to 8 in groups of 32."""
+    """Even levels of 2, 3 and 6 bits in groups of 64 or 256, of 4 to 8 in groups of 32."""
     reason = lost_by_grid(spec, EVEN_GRIDS)
     if reason is not None:
         return reason

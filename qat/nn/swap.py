@@ -5,6 +5,7 @@ Shapes: O out_features, I in_features, C codebook entries.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -189,19 +190,22 @@ FEW_BITS = 4
 def table_names(model: PreTrainedModel) -> list[str]:
     """Names of the tables that can be quantized: the embedding, and the head if it is not tied."""
     head = model.get_output_embeddings()
-    own = () if head is None or _is_tied(model) else (head,)
+    own = () if head is None or is_tied(model) else (head,)
     return [_name_of(model, module) for module in (model.get_input_embeddings(), *own)]
 
 
-def with_tables(plan: QuantPlan, model: PreTrainedModel, bits: int | None) -> QuantPlan:
-    """`plan` with rules in front that give the model's tables `bits` each; as it is for None.
+def with_tables(
+    plan: QuantPlan, model: PreTrainedModel, bits: int | Mapping[str, LutSpec]
+) -> QuantPlan:
+    """`plan` with rules in front that give the model's tables `bits` each, or formats by name.
 
     What the head reads is quantized as all that the plan quantizes reads, if that is one way.
     """
-    if bits is None:
-        return plan
     tables = table_names(model)
-    specs = {n: table_spec(bits, weight_shape(model.get_submodule(n))[1]) for n in tables}
+    if isinstance(bits, int):
+        specs = {n: table_spec(bits, weight_shape(model.get_submodule(n))[1]) for n in tables}
+    else:
+        specs = dict(bits)
     rules = plan.rules_for(specs, tables)
     return plan.model_copy(update={"rules": (*rules, *plan.rules)})
 
@@ -253,7 +257,7 @@ def put_table(model: PreTrainedModel, name: str, quantized: QuantizedWeight, spe
         table: FrozenLutTable = FrozenLutHead(quantized, spec, dtype, old.bias)
     else:
         table = embedding = FrozenLutEmbedding(quantized, spec, dtype, _embed_scale(name, old))
-        if _is_tied(model):
+        if is_tied(model):
             _tie_head(model, embedding)
     replace_module(model, name, table.train(old.training))
 
@@ -270,7 +274,15 @@ def module_device(module: Any) -> torch.device:
     return module.device if is_quantized else module.weight.device
 
 
-def _is_tied(model: PreTrainedModel) -> bool:
+def _tie_head(model: PreTrainedModel, table: FrozenLutEmbedding) -> None:
+    """Let the head compute with `table`, and transformers forget that it tied two weights."""
+    head = model.get_output_embeddings()
+    key = _forget_tie(model)
+    replaced = TiedLutHead(table, head.bias).train(head.training)
+    replace_module(model, key.removesuffix(".weight"), replaced)
+
+
+def is_tied(model: PreTrainedModel) -> bool:
     """Whether the head computes with the embedding's table (weights may not be there yet)."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or isinstance(head, TiedLutHead):
@@ -279,12 +291,16 @@ def _is_tied(model: PreTrainedModel) -> bool:
     return any({target, source} == pair for target, source in model.all_tied_weights_keys.items())
 
 
-def _tie_head(model: PreTrainedModel, table: FrozenLutEmbedding) -> None:
-    """Let the head compute with `table`, and transformers forget that it tied two weights."""
-    head = model.get_output_embeddings()
-    key = _forget_tie(model)
-    replaced = TiedLutHead(table, head.bias).train(head.training)
-    replace_module(model, key.removesuffix(".weight"), replaced)
+def tie_head(model: PreTrainedModel, table: Tensor) -> None:
+    """Let the embedding and the head, which have a float table each, compute with `table`.
+
+    The reverse of `untie_head`.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding.weight = head.weight = nn.Parameter(table, requires_grad=False)
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = True
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
 def untie_head(model: PreTrainedModel) -> None:
@@ -304,6 +320,13 @@ def _forget_tie(model: PreTrainedModel) -> str:
         others = {target: source for target, source in ties.items() if key not in (target, source)}
         setattr(model, attribute, others)
     return key
+
+
+def holds_quantized_tables(model: PreTrainedModel) -> bool:
+    """Whether all that the embedding does is to look rows up and to scale them."""
+    embedding = model.get_input_embeddings()
+    is_plain = type(embedding) is nn.Embedding or isinstance(embedding, FrozenLutEmbedding)
+    return is_plain or getattr(embedding, "scalar_embed_scale", None) is not None
 
 
 def _embed_scale(name: str, embedding: nn.Module) -> float | None:
@@ -326,7 +349,7 @@ def _name_of(model: nn.Module, module: nn.Module) -> str:
 def reads_input(model: PreTrainedModel, name: str) -> bool:
     """Whether the module called `name` multiplies an input: not an embedding without the head."""
     is_embedding = model.get_submodule(name) is model.get_input_embeddings()
-    return not is_embedding or _is_tied(model)
+    return not is_embedding or is_tied(model)
 
 
 def add_adapters(model: nn.Module, names: list[str], rank: int, seed: int) -> None:

@@ -1,0 +1,153 @@
+"""Embedding and head of a student: by default in 8 bits, in no more than the source, tied again."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from cache_case import TOKENIZER
+from gguf_tables_case import TYPES, gguf_of
+from tiny import tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from qat.convert.config import REPORT_NAME, ConvertConfig
+from qat.convert.convert import convert_checkpoint
+from qat.convert.quantize import QuantizeReport
+from qat.convert.shipping import Shipping
+from qat.convert.tables import StoredTable, join_tables, plan_tables
+from qat.errors import ConfigError
+from qat.export.config import ExportConfig
+from qat.export.gguf import FILE_NAME
+from qat.export.model import export_model
+from qat.export.targets import TARGETS, load_target
+from qat.models.checkpoint import load_checkpoint
+from qat.models.gguf_header import read_header
+from qat.models.load import load_model
+from qat.models.stored_state import packed_state_dict
+from qat.nn.lut_embedding import FrozenLutTable, TiedLutHead, lut_tables
+from qat.nn.swap import is_tied, table_names
+from qat.quant.integers import integer_spec
+from qat.quant.spec import PRESETS, LutSpec, PlanRule, preset_called
+
+pytest.importorskip("gguf")
+
+
+def converted(source: Path, out: Path, **values: object) -> tuple[QuantizeReport, PreTrainedModel]:
+    targets = values.pop("targets", ())
+    shipping = Shipping({name: load_target(name) for name in targets}) if targets else None
+    config = ConvertConfig(**{"to": "q2a4", "device": "cpu", **values})
+    report = convert_checkpoint(str(source), config, out, shipping)
+    return report, load_checkpoint(out, torch.float32)
+
+
+def table_values(model: PreTrainedModel) -> Tensor:
+    embedding = model.get_input_embeddings()
+    is_table = isinstance(embedding, FrozenLutTable)
+    return embedding.quantized_weight() if is_table else embedding.weight.detach()
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("targets", [(), ("gguf",)])
+def test_a_table_that_ggml_rounded_is_not_rounded_again(
+    kind: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = gguf_of(tmp_path, kind, "")
+    _, student = converted(file, tmp_path / "student", targets=targets)
+    (table,) = lut_tables(student).values()
+    assert table.spec == integer_spec(TYPES[kind])
+    source = load_model(str(file), device="cpu", dtype="fp32").model
+    assert torch.equal(table.quantized_weight(), table_values(source))
+    if targets:
+        export_model(str(tmp_path / "student"), ExportConfig(to="gguf"), tmp_path / "again")
+        assert read_header(tmp_path / "again" / FILE_NAME)["token_embd.weight"].type == kind
+
+
+def test_two_roundings_of_one_table_become_the_finer_one(tmp_path: Path) -> None:
+    file = gguf_of(tmp_path, "Q5_0", "Q8_0")
+    source = load_model(str(file), device="cpu", dtype="fp32").model
+    _, student = converted(file, tmp_path / "student", targets=("gguf",))
+    assert isinstance(student.get_output_embeddings(), TiedLutHead)
+    assert torch.equal(table_values(student), source.lm_head.weight)
+    export_model(str(tmp_path / "student"), ExportConfig(to="gguf"), tmp_path / "again")
+    header = read_header(tmp_path / "again" / FILE_NAME)
+    assert header["token_embd.weight"].type == "Q8_0" and "output.weight" not in header
+
+
+def test_two_tables_stay_two(tmp_path: Path) -> None:
+    file = gguf_of(tmp_path, "Q5_0", "Q8_0", same=False)
+    _, student = converted(file, tmp_path / "student")
+    assert [table.spec.bits for table in lut_tables(student).values()] == [5, 8]
+
+
+@pytest.mark.parametrize(("apart", "joined"), [(0.02, True), (0.2, False)])
+def test_tables_are_one_where_rounding_explains_their_distance(apart: float, joined: bool) -> None:
+    model = tiny_model(tie_word_embeddings=False)
+    table = model.lm_head.weight.detach()
+    other = table * (1 + apart)
+    stored = {"model.embed_tokens": StoredTable(4.5, other), "lm_head": StoredTable(6.5625, table)}
+    assert join_tables(model, stored).keys() == ({"model.embed_tokens"} if joined else {*stored})
+    assert is_tied(model) == joined
+    assert (model.model.embed_tokens.weight is model.lm_head.weight) == joined
+
+
+def planned(**values: object) -> dict[str, int]:
+    """Bits of the tables of a small model."""
+    targets = values.pop("targets", ())
+    shipping = Shipping({name: load_target(name) for name in targets}) if targets else None
+    model = values.pop("model", None) or tiny_model(tie_word_embeddings=False)
+    plan = values.pop("plan", None) or preset_called(values.setdefault("to", "q2a4"))
+    stored = values.pop("stored", {})
+    made = plan_tables(plan, model, ConvertConfig(**values), stored=stored, shipping=shipping)
+    found = {name: made.spec_for(name, is_table=True) for name in table_names(model)}
+    return {name: spec.bits for name, spec in found.items() if spec is not None}
+
+
+def test_tables_have_8_bits_unless_something_else_is_said() -> None:
+    both = {"model.embed_tokens": 8, "lm_head": 8}
+    assert planned() == planned(to="v2a2") == planned(to="q2a4_a8") == both
+    assert planned(embedding_bits=4) == dict.fromkeys(both, 4)
+    assert planned(embedding_bits=16) == {}
+    assert planned(to="q4a4_r4") == planned(to="q2a4_r32") == {}  # the reference's
+    own = PRESETS["q2a4"].model_copy(
+        update={"rules": (PlanRule(pattern="*embed*", spec=LutSpec(bits=4, group_size=16)),)}
+    )
+    assert planned(plan=own) == {"model.embed_tokens": 4}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_tables_are_quantized_for_targets_that_hold_them(name: str) -> None:
+    bits = planned(targets=(name,))
+    assert bool(bits) == load_target(name).HOLDS_TABLES
+
+
+@pytest.mark.parametrize(
+    ("stored", "bits"), [(6.5625, 6), (6.0, 5), (5.5, 5), (5.0, 4), (4.25, 4), (3.4375, 4)]
+)
+def test_a_table_gets_no_more_bits_than_its_source_had(stored: float, bits: int) -> None:
+    sample = torch.randn(8, 32)
+    tables = {"model.embed_tokens": StoredTable(stored, sample)}
+    assert planned(stored=tables) == {"model.embed_tokens": bits, "lm_head": 8}
+
+
+def test_floats_are_refused_where_tables_are_quantized_already(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "float")
+    TOKENIZER.save_pretrained(tmp_path / "float")
+    converted(tmp_path / "float", tmp_path / "eight")
+    config = ConvertConfig(to="q4a4", embedding_bits=16, device="cpu")
+    with pytest.raises(ConfigError, match="embedding_bits=16, but model.embed_tokens is quantized"):
+        convert_checkpoint(str(tmp_path / "eight"), config, tmp_path / "again")
+    report, student = converted(tmp_path / "eight", tmp_path / "four", to="q4a4")
+    assert report.num_tables == 0 and lut_tables(student)  # they stay as they are
+
+
+def test_float_tables_of_a_quantized_file_have_16_bits(tmp_path: Path) -> None:
+    file = gguf_of(tmp_path, "Q5_0", "")
+    _, student = converted(file, tmp_path / "student", embedding_bits=16)
+    assert not lut_tables(student)
+    stored = packed_state_dict(student)["model.embed_tokens.weight"]
+    assert stored.dtype == torch.bfloat16
+    source = load_model(str(file), device="cpu", dtype="fp32").model
+    assert torch.equal(table_values(student), table_values(source).bfloat16().float())
+    values = json.loads((tmp_path / "student" / REPORT_NAME).read_text())
+    assert values["num_tables"] == 0
