@@ -108,7 +108,7 @@ def export(name: str, source: Path, out: Path, dtype: str) -> Shipped:
         target=name,
         dtype=dtype,
         difference=found["logits_max_diff"],
-        bits=found["bits_per_weight"],
+        bits=found["linear_bits"],
         megabytes=found["bytes"] / 1e6,
         seconds=time.perf_counter() - began,
         weights=weight_difference(source, out) if name == "nvfp4" else None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter, Token
 from cyclopts import convert as coerce
 
-from qat.cli.export import show_targets
+from qat.cli.export import show_lacks, show_targets
 from qat.config import Formats, Judged, Required
 from qat.convert.config import ConvertConfig, read_plan
 from qat.errors import ConfigError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from qat.convert.bits_budget import BudgetReport, FormatTrial
     from qat.convert.quantize import ModuleReport, QuantizeReport
     from qat.logs import Terminal
+    from qat.models.cost import Sizes
 
 Foreign = Literal["anemll"]
 """Whose checkpoints can be read."""
@@ -33,6 +34,9 @@ MEANT = {"base"}
 
 MUCH_OF_A_FILE = 0.3
 """Share of the bytes from which on a table in floating point is worth a line."""
+IN_FLOATS = (
+    "the embedding and the head in floating point: --embedding-bits 8 (or 4) quantizes them too"
+)
 MUCH_OF_A_WEIGHT = 0.2
 """Relative error of a linear from which on it is worth a line that nothing was fitted to inputs: 2
 bits have about 0.3, 4 have 0.07."""
@@ -59,6 +63,7 @@ def convert(
     cache_dir: Judged[Path | None] = None,
     from_: Formats[Annotated[Foreign | None, Parameter(name="--from")]] = None,
     targets: Formats[Targets] = (),
+    dry_run: Annotated[bool, Parameter(negative=())] = False,
 ) -> dict[str, object]:
     """Quantize SOURCE, or change its attention, without training; write a checkpoint.
 
@@ -73,8 +78,12 @@ def convert(
             is; --base names the float model that it was made from.
         targets: what the student is to be exported to, one or several, joined by commas: formats
             become what all of them hold without loss.
+        dry_run: say how large the student will be, how long it takes, how much memory, and which
+            targets hold it; nothing is written.
     """
     if from_ is not None:
+        if dry_run:
+            raise ConfigError("--dry-run is given with --from, which keeps a checkpoint's own size")
         if targets:
             raise ConfigError(
                 "--for is given with --from, which keeps weights as they are; convert its result "
@@ -95,6 +104,8 @@ def convert(
         out=out,
     )
     check_free(out)
+    if dry_run:
+        return forecast_conversion(source, config, targets)
     from qat.convert.convert import convert_checkpoint
     from qat.convert.shipping import Shipping
     from qat.evaluate.judge import held_out_divergence
@@ -108,7 +119,7 @@ def convert(
     if evaluate:
         after = held_out_divergence(str(out), cache_dir, device=config.device)
         verdicts["after"] = after._asdict()
-    _show(report, verdicts)
+    sizes = _show(report, verdicts, source)
     is_packed = not math.isnan(report.bits_per_weight)
     budget = report.budget
     spending = budget and dict(
@@ -125,9 +136,7 @@ def convert(
         linears=len(report.modules) - report.num_tables,
         tables=report.num_tables,
         kept=report.kept,
-        bits_per_weight=round(report.bits_per_weight, 4) if is_packed else None,
-        whole_bits_per_weight=round(report.whole_bits_per_weight, 4),
-        megabytes=round(report.megabytes, 3),
+        **_rounded(sizes),
         kv_bytes_per_token=report.kv and report.kv.bytes_per_token,
         **(spending or {}),
         seconds=round(report.seconds, 2),
@@ -136,26 +145,81 @@ def convert(
     )
 
 
-def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
+def forecast_conversion(
+    source: str, config: ConvertConfig, targets: Sequence[TargetName] = ()
+) -> dict[str, object]:
+    """Show what converting `source` would make and take, and return it; nothing is written.
+
+    The calibration text need not be there yet.
+
+    Raises:
+        ConfigError, CheckpointError, ExportError: what the conversion itself would refuse.
+    """
+    from rich.table import Table
+
+    from qat.convert.forecast import forecast
+    from qat.convert.shipping import Shipping
+    from qat.export.targets import load_target, model_ships_to
+    from qat.logs import Terminal
+    from qat.models.cost import SIZE_COLUMNS
+
+    shipping = Shipping({name: load_target(name) for name in targets}) if targets else None
+    found, console = forecast(source, config, shipping), Terminal()
+    table = Table(*SIZE_COLUMNS, "minutes, about", "memory, about")
+    table.add_row(*found.sizes.cells(), f"{found.minutes:.1f}", f"{found.memory_gib:.1f} GiB")
+    _warn(found.sizes, found.float_tables_frac, console)
+    console.print(table)
+    return {
+        **_rounded(found.sizes),
+        "minutes": round(found.minutes, 1),
+        "memory_gib": round(found.memory_gib, 2),
+        "ships_to": show_lacks(model_ships_to(found.model)),
+    }
+
+
+def _rounded(sizes: "Sizes") -> dict[str, float | None]:
+    """The sizes for the last line; null for what is not known."""
+    values = {key: value for key, value in sizes._asdict().items() if value is not None}
+    known = {key: round(value, 4) for key, value in values.items() if not math.isnan(value)}
+    return dict.fromkeys(sizes._fields) | known
+
+
+def _warn(sizes: "Sizes", float_tables_frac: float, console: "Terminal") -> None:
+    """Say at the top that a student is not smaller than its source, and what would help."""
+    if math.isnan(sizes.linear_bits):
+        return  # nothing was to be quantized
+    reason = "the source has as few bits; --to with fewer, such as q2a2, makes it smaller"
+    if float_tables_frac > MUCH_OF_A_FILE:
+        reason = f"{float_tables_frac:.0%} of them are {IN_FLOATS}"
+    warning = sizes.warning(reason)
+    if warning is not None:
+        console.print(warning, style="bold red", highlight=False, soft_wrap=True)
+
+
+def _show(report: "QuantizeReport", verdicts: dict[str, dict], source: str) -> "Sizes":
+    """Print what a conversion did; the sizes."""
     from rich.table import Table
 
     from qat.logs import Terminal
+    from qat.models.cost import SIZE_COLUMNS, Sizes, source_megabytes
 
     console = Terminal()
-    bits = f"{report.bits_per_weight:.3f} bits per quantized weight"
-    bits = "nothing quantized" if math.isnan(report.bits_per_weight) else bits
-    whole = f"{report.whole_bits_per_weight:.3f} over the whole file ({report.megabytes:.1f} MB)"
-    title = f"{report.plan}: {bits}, {whole}, {report.seconds:.1f} s"
-    console.print(title, highlight=False, soft_wrap=True)
+    sizes = Sizes(
+        source_megabytes=source_megabytes(source),
+        megabytes=report.megabytes,
+        bits_per_weight=report.whole_bits_per_weight,
+        linear_bits=report.bits_per_weight,
+    )
+    _warn(sizes, report.float_tables_frac, console)
+    table = Table(*SIZE_COLUMNS, title=f"{report.plan}, {report.seconds:.1f} s")
+    table.add_row(*sizes.cells())
+    console.print(table)
     if report.modules:
         console.print(_formats(report.modules))
     for kind, count in report.activations.items():
         console.print(f"inputs of {count} linears and heads are quantized: {kind}")
     if report.modules and report.float_tables_frac > MUCH_OF_A_FILE:
-        console.print(
-            f"{report.float_tables_frac:.0%} of the file are the embedding and the head in "
-            "floating point: --embedding-bits 8 (or 4) quantizes them too"
-        )
+        console.print(f"{report.float_tables_frac:.0%} of the file are {IN_FLOATS}")
     unfitted = [m.relative_error for m in report.modules if m.weighted_error is None]
     if max(unfitted, default=0.0) > MUCH_OF_A_WEIGHT:
         console.print(
@@ -177,6 +241,7 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
             keys = ("kd_nats", "kl_tail_nats", "top1_frac", "ppl")
             table.add_row(when, *("" if found[k] is None else f"{found[k]:.4f}" for k in keys))
         console.print(table)
+    return sizes
 
 
 def _formats(modules: "Sequence[ModuleReport]") -> "Table":

@@ -1,16 +1,18 @@
 """`qat export`: a deployable form of a packed checkpoint."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from qat.config import Required
-from qat.export.config import ExportConfig
+from qat.export.config import ExportConfig, TargetName
 from qat.files import check_free
 
 if TYPE_CHECKING:
     from qat.export.model import ExportReport
+    from qat.export.targets import Lack
 
 
 def export(
@@ -42,16 +44,33 @@ def _show(report: "ExportReport", config: ExportConfig, out: Path) -> None:
     from rich.table import Table
 
     from qat.logs import Terminal
+    from qat.models.cost import SIZE_COLUMNS
 
-    table = Table("form", "dtype", "size", "bits per weight", "logits", title=str(out))
-    size = f"{report.bytes / 1e6:.2f} MB"
+    sizes, console = report.sizes(), Terminal()
+    warning = sizes.warning(_why_large(report, config))
+    if warning is not None:
+        console.print(warning, style="bold red", highlight=False, soft_wrap=True)
+    table = Table("form", "dtype", *SIZE_COLUMNS, "logits", title=str(out))
     difference = report.logits_max_diff
     logits = "equal" if difference == 0 else f"within {difference:.2g}"
     dtype = report.dtype
     if dtype != report.saved_dtype:
         dtype += f" (saved in {report.saved_dtype})"
-    table.add_row(config.to, dtype, size, f"{report.bits_per_weight:.3f}", logits)
-    Terminal().print(table)
+    table.add_row(config.to, dtype, *sizes.cells(), logits)
+    console.print(table)
+
+
+def _why_large(report: "ExportReport", config: ExportConfig) -> str:
+    """Why an export may be larger than the model that it began with, and what would help."""
+    if config.to == "dense":
+        half = ", and --dtype bf16 takes half" if report.dtype == "float32" else ""
+        return f"dense weights are in {report.dtype}; --to packed keeps them small{half}"
+    if report.has_float_tables:
+        return (
+            "the embedding and the head are in floating point; convert with --embedding-bits 8 for "
+            "a target that holds them so (packed, gguf, mlx, coreml)"
+        )
+    return f"{config.to} takes that for these formats; convert with fewer bits, such as --to q2a2"
 
 
 def show_targets(directory: Path, *, adapters: bool = False) -> list[str]:
@@ -62,9 +81,14 @@ def show_targets(directory: Path, *, adapters: bool = False) -> list[str]:
         adapters: training will add some.
     """
     from qat.export.targets import ships_to
+
+    return show_lacks(ships_to(directory, adapters=adapters))
+
+
+def show_lacks(lacks: "Mapping[TargetName, Lack | None]") -> list[str]:
+    """Say which targets lack nothing for a student, and why the others do; the former."""
     from qat.logs import Terminal
 
-    lacks = ships_to(directory, adapters=adapters)
     to = [name for name, lack in lacks.items() if lack is None]
     words = f"ships to {', '.join(to)}"
     others: dict[str, list[str]] = {}

@@ -30,10 +30,12 @@ from qat.files import check_free, parse_json, parse_toml
 from qat.logs import FACTS, METRICS, RECIPE, SUMMARY, read_json_lines
 from qat.models.checkpoint import is_packed, load_checkpoint, load_skeleton
 from qat.models.cost import (
+    MEGABYTE,
+    Sizes,
     model_bits_per_weight,
     parameter_count,
     quantized_parameter_count,
-    whole_model_bits,
+    source_megabytes,
 )
 from qat.models.directory import atomic_directory, resolve
 from qat.models.load import load_tokenizer
@@ -41,7 +43,8 @@ from qat.models.noise import disturbed
 from qat.models.opening import auto_class, is_of_files
 from qat.models.regions import kv_spec, set_kv
 from qat.models.stored_state import activation_counts, quantized_modules
-from qat.nn.swap import embedding_dtype
+from qat.nn.lut_embedding import FrozenLutTable
+from qat.nn.swap import embedding_dtype, table_names
 from qat.quant.spec import LutSpec
 
 logger = logging.getLogger(__name__)
@@ -80,10 +83,10 @@ A {{ architecture }} of {{ "%.1f"|format(parameters / 1e6) }}M parameters, quant
 | base model | {{ base }} |
 {% if plan %}| recipe | {{ plan }} |
 {% endif %}\
-| bits a weight as a qat checkpoint | {{ "%.3f"|format(linear_bits) }} in quantized linears, \
-{{ "%.3f"|format(whole_bits) }} in the whole model |
-| these files | {{ "%.2f"|format(megabytes) }} MB, \
-{{ "%.3f"|format(8e6 * megabytes / parameters) }} bits a weight |
+| size | {{ "%.1f"|format(sizes.megabytes) }} MB\
+{% if sizes.source_megabytes %}, from {{ "%.1f"|format(sizes.source_megabytes) }} MB{% endif %} |
+| bits per weight | {{ "%.3f"|format(sizes.bits_per_weight) }} over all weights of these files, \
+{{ "%.3f"|format(sizes.linear_bits) }} in quantized linears |
 | numbers that are not quantized | {{ dtype }} |
 | largest difference of a logit from the checkpoint | {{ "%.2g"|format(difference) }} |
 {% if step is not none %}| trained | {{ step or "not: no step of its run made it better" }}\
@@ -117,11 +120,22 @@ class ExportReport(NamedTuple):
     bytes: int
     """Of all files that hold weights."""
     bits_per_weight: float
-    """Of the linears that were quantized, including scales and codebooks."""
+    """Bits of these files over all weights: tables, norms, scales and codebooks included."""
+    linear_bits: float
+    """Bits per weight of the quantized linears in the packed checkpoint; in dense, of floats."""
+    source_megabytes: float | None
+    """The model that the checkpoint began with, in 10**6 bytes; None where it is not here."""
+    has_float_tables: bool
+    """Whether the embedding or the head is in floating point."""
     quantized_weights: int
     """How many weights those hold."""
     logits_max_diff: float
     """The largest difference of a logit, read back, from the model's own; 0: equal to the bit."""
+
+    def sizes(self) -> Sizes:
+        """What was written beside the source."""
+        megabytes = self.bytes / MEGABYTE
+        return Sizes(self.source_megabytes, megabytes, self.bits_per_weight, self.linear_bits)
 
 
 def export_model(source: str, config: ExportConfig, out: Path) -> ExportReport:
@@ -189,10 +203,10 @@ def _write(name: TargetName, model: PreTrainedModel, source: Path, out: Path) ->
     tokenizer = load_tokenizer(str(source)) if has_tokenizer else None
     with atomic_directory(out) as partial:
         load_target(name).write(model, tokenizer, partial)
-        report = _report(name, model, partial)
+        report = _report(name, model, source, partial)
         report = report._replace(logits_max_diff=check_equal(name, model, partial))
         facts = {
-            "megabytes": report.bytes / 1e6,
+            "sizes": report.sizes(),
             "dtype": report.dtype,
             "difference": report.logits_max_diff,
         }
@@ -259,18 +273,25 @@ def _most(found: Tensor, expected: Tensor) -> float:
     return (found.float() - expected.float()).abs().max().item()
 
 
-def _report(name: TargetName, model: PreTrainedModel, directory: Path) -> ExportReport:
+def _report(
+    name: TargetName, model: PreTrainedModel, source: Path, directory: Path
+) -> ExportReport:
     dense_bits = 8.0 * embedding_dtype(model).itemsize
     config = directory / "config.json"
     dtype = str(embedding_dtype(model)).removeprefix("torch.")
     if config.is_file():
         dtype = parse_json(config.read_text(encoding="utf-8")).get("dtype", dtype)
     suffixes = {".safetensors", ".gguf", ".bin", ".pt", ".pte"}
+    size = sum(p.stat().st_size for p in directory.rglob("*") if p.suffix in suffixes)
+    tables, base = map(model.get_submodule, table_names(model)), float_base(source)
     return ExportReport(
         dtype=dtype,
         saved_dtype=dtype,
-        bytes=sum(p.stat().st_size for p in directory.rglob("*") if p.suffix in suffixes),
-        bits_per_weight=dense_bits if name == "dense" else model_bits_per_weight(model),
+        bytes=size,
+        bits_per_weight=8 * size / parameter_count(model),
+        linear_bits=dense_bits if name == "dense" else model_bits_per_weight(model),
+        source_megabytes=None if base == str(source) else source_megabytes(base),
+        has_float_tables=not all(isinstance(table, FrozenLutTable) for table in tables),
         quantized_weights=quantized_parameter_count(model),
         logits_max_diff=0.0,
     )
@@ -293,7 +314,7 @@ def write_card(
         source: the checkpoint that was exported; its run and its conversion are read where they
             are.
         model: what it holds.
-        facts: `megabytes`, `dtype` and `difference` of what was written.
+        facts: `sizes`, `dtype` and `difference` of what was written.
 
     Raises:
         CheckpointError: a file of the run is damaged.
@@ -310,8 +331,6 @@ def write_card(
         architecture=type(model).__name__,
         parameters=parameter_count(model),
         version=qat.__version__,
-        linear_bits=model_bits_per_weight(model),
-        whole_bits=whole_model_bits(model),
         formats=[
             f"{count} | {spec.index_bits:g} | {_levels(spec)} | {_scale(spec)}"
             for spec, count in specs.items()

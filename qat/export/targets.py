@@ -15,9 +15,9 @@ from qat.convert.shipping import check_architecture, lost_by_activation
 from qat.errors import ExportError, how_to_install
 from qat.export.config import TargetName
 from qat.models.checkpoint import load_skeleton
-from qat.models.stored_state import quantized_modules
-from qat.nn.lut_embedding import FrozenLutTable
+from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.quant_linear import QuantLinear
+from qat.nn.step import quant_linears
 from qat.nn.swap import weight_shape
 from qat.quant.spec import ActivationKind, LutSpec
 
@@ -139,7 +139,7 @@ def check_model(name: TargetName, model: PreTrainedModel) -> None:
     target = load_target(name)
     check_architecture(name, model)
     target.check(model)
-    for module_name, module in quantized_modules(model).items():
+    for module_name, module in _linears_first(model).items():
         loss = _lost(target, module)
         if loss is not None:
             reason, remedy = loss
@@ -161,7 +161,13 @@ def ships_to(directory: Path, *, adapters: bool = False) -> dict[TargetName, Lac
     Raises:
         CheckpointError: it is not a packed checkpoint.
     """
-    model = load_skeleton(directory)
+    return model_ships_to(load_skeleton(directory), adapters=adapters)
+
+
+def model_ships_to(
+    model: PreTrainedModel, *, adapters: bool = False
+) -> dict[TargetName, Lack | None]:
+    """As `ships_to`, for a quantized model, which may have no values."""
     return {name: _lacks(load_target(name), name, model, adapters) for name in TARGETS}
 
 
@@ -174,16 +180,21 @@ def _lacks(target: Target, name: TargetName, model: PreTrainedModel, adapters: b
         return Lack(str(error).removeprefix(f"{name} ").split(",")[0], is_format=False)
     if adapters and not target.HOLDS_ADAPTERS:
         return Lack("holds no adapters", is_format=False)
-    losses = (_lost(target, module) for module in quantized_modules(model).values())
+    losses = (_lost(target, module) for module in _linears_first(model).values())
     lost = next((loss for loss in losses if loss is not None), None)
     return lost and Lack(lost[0].split(",")[0], is_format="--for" in lost[1])
+
+
+def _linears_first(model: PreTrainedModel) -> dict[str, QuantLinear | FrozenLutTable]:
+    """The quantized modules by name: what is wrong with a linear decides about the plan."""
+    return {**quant_linears(model), **lut_tables(model)}
 
 
 def _lost(target: Target, module: QuantLinear | FrozenLutTable) -> tuple[str, str] | None:
     """What the target would lose of a module, and what to do about it; None for nothing."""
     if isinstance(module, FrozenLutTable) and not target.HOLDS_TABLES:
         reason = "a quantized table, expected one in floating point"
-        return reason, "convert the model without --embedding-bits"
+        return reason, "convert the model with --embedding-bits 16, or --for {name}"
     if isinstance(module, QuantLinear) and module.lora_rank and not target.HOLDS_ADAPTERS:
         return "its adapter is part of its weight", "export --to dense or packed"
     activation = module.activation and module.activation.spec

@@ -4,15 +4,18 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import PreTrainedModel
 
 from qat.backend.base import VISITORS, placed
-from qat.errors import ConfigError, nearest
+from qat.errors import ConfigError, QatError, nearest
 from qat.kernels.nsa.config import NSAConfig
+from qat.models.checkpoint import load_skeleton
+from qat.models.directory import adapted, resolve
 from qat.models.language_model import LanguageModel
 from qat.models.stored_state import packed_state_dict
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
@@ -88,6 +91,73 @@ def float_table_bytes(model: PreTrainedModel) -> int:
 def model_bytes(path: Path) -> int:
     """Bytes of the safetensors files of a model directory."""
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+MEGABYTE = 1e6
+SIZE_COLUMNS = ("MB of the source", "MB", "bits per weight", "in linears")
+"""Headings of `Sizes.cells`."""
+
+
+class Sizes(NamedTuple):
+    """How large a model is beside the one that it came from."""
+
+    source_megabytes: float | None
+    """Weights of the source in 10**6 bytes; None where its files are not here."""
+    megabytes: float
+    """Weights of the result."""
+    bits_per_weight: float
+    """Over all weights: tables, norms, scales and codebooks included."""
+    linear_bits: float
+    """Bits per weight of the quantized linears alone; NaN without any."""
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """A row of a table below `SIZE_COLUMNS`."""
+        return (
+            "-" if self.source_megabytes is None else f"{self.source_megabytes:.1f}",
+            f"{self.megabytes:.1f}",
+            f"{self.bits_per_weight:.3f}",
+            "-" if math.isnan(self.linear_bits) else f"{self.linear_bits:.3f}",
+        )
+
+    def warning(self, reason: str) -> str | None:
+        """A line for a result that is not smaller than its source, with `reason`; else None."""
+        if self.source_megabytes is None or self.megabytes < self.source_megabytes:
+            return None
+        return (
+            f"WARNING: {self.megabytes:.1f} MB are not smaller than the source of "
+            f"{self.source_megabytes:.1f} MB: {reason}"
+        )
+
+
+def source_megabytes(source: str) -> float | None:
+    """The weights of the model that `source` names, in 10**6 bytes; None if they are not here."""
+    try:
+        if not Path(
+            source
+        ).exists():  # the hub is not asked: a report may name a place that is gone
+            source = snapshot_download(source, local_files_only=True)
+        path = Path(adapted(source) or resolve(source))
+    except (QatError, OSError, ValueError):
+        return None
+    files = [path] if path.is_file() else path.glob("*.safetensors")
+    size = sum(file.stat().st_size for file in files)
+    size = size or sum(file.stat().st_size for file in path.glob("*.bin"))
+    return size / MEGABYTE if size else None
+
+
+def checkpoint_sizes(directory: Path, source: str | None) -> Sizes:
+    """Of the packed checkpoint in `directory`: its configuration and its files' sizes are read.
+
+    Raises:
+        CheckpointError: it is not a packed checkpoint.
+    """
+    model, size = load_skeleton(directory), model_bytes(directory)
+    return Sizes(
+        source_megabytes=None if source is None else source_megabytes(source),
+        megabytes=size / MEGABYTE,
+        bits_per_weight=8 * size / parameter_count(model),
+        linear_bits=model_bits_per_weight(model),
+    )
 
 
 def _num_weights(module: QuantLinear | FrozenLutTable) -> int:

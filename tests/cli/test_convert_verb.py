@@ -43,8 +43,9 @@ def test_a_table_and_a_last_line(place: Path, tmp_path: Path, monkeypatch, capsy
     printed = capsys.readouterr().out
     result = json.loads(printed.splitlines()[-1])
     assert result["out"] == str(out) and result["plan"] == "q2a4"
-    assert result["linears"] == 14 and result["tables"] == result["kept"] == 0
-    assert 2.5 < result["bits_per_weight"] < 5
+    assert result["linears"] == 14 and result["tables"] == 2 and result["kept"] == 0
+    assert 2.5 < result["linear_bits"] < 5 < result["bits_per_weight"]
+    assert result["megabytes"] < result["source_megabytes"] and "WARNING" not in printed
     for when, source in (("before", place / "float"), ("after", out)):
         expected = held_out_divergence(str(source), cache, device="cpu")
         assert result[when] == expected._asdict()
@@ -65,8 +66,8 @@ def plan_of(spec: str, path: Path) -> Path:
 def test_vectors_are_named_as_such(place: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     plan = plan_of("bits = 6, vector_size = 2, scale_bits = 8", tmp_path / "plan.toml")
     out = tmp_path / "out"
-    flags = ["--to", plan, "--device", "cpu", "--out", out]
-    assert call(monkeypatch, "convert", place / "float", *flags) == 0
+    plain = ["--to", plan, "--device", "cpu", "--embedding-bits", 16]
+    assert call(monkeypatch, "convert", place / "float", *plain, "--out", out) == 0
     printed = capsys.readouterr().out
     assert "lut3 v2 g32 s8" in printed
     assert json.loads(printed.splitlines()[-1])["ships_to"] == ["packed", "dense", "coreml"]
@@ -74,8 +75,7 @@ def test_vectors_are_named_as_such(place: Path, tmp_path: Path, monkeypatch, cap
     assert (module["bits"], module["vector_size"]) == (3, 2)
     assert module["bits_per_weight"] == 3 + 8 / 32 + 8 * 64 * 2 / (64 * 32)
     again = tmp_path / "again"
-    flags = ["--to", plan, "--base", place / "float", "--device", "cpu", "--out", again]
-    assert call(monkeypatch, "convert", out, *flags) == 0
+    assert call(monkeypatch, "convert", out, *plain, "--base", place / "float", "--out", again) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["kept"] == 1
 
 
@@ -90,7 +90,8 @@ def test_a_trellis_is_converted_trained_exported_and_generated_from(
     assert "lut2 t g16 s8" in printed
     assert json.loads(printed.splitlines()[-1])["ships_to"] == ["packed", "dense"]
     modules = json.loads((out / "convert_report.json").read_text())["modules"]
-    assert {(m["bits"], m["trellis_bits"]) for m in modules} == {(2, 2)}
+    linears = [module for module in modules if module["name"].endswith("proj")]
+    assert {(m["bits"], m["trellis_bits"]) for m in linears} == {(2, 2)}
     (up,) = (m for m in modules if m["name"].endswith("0.mlp.up_proj"))
     assert up["bits_per_weight"] == 2 + 8 / 16 + 8 * 256 / (64 * 32)
     steps = ["--cache-dir", cache, "--device", "cpu", "--max-steps", 2, "--batch-size", 2]
@@ -141,26 +142,78 @@ def test_vectors_that_cannot_be_are_one_line(
     assert not out.exists()
 
 
-def test_both_bits_and_what_dominates_the_file(
+def test_sizes_of_source_and_student_and_what_dominates(
     place: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    flags = ["--to", "q2a4", "--device", "cpu"]
+    flags = ["--to", "q2a4", "--device", "cpu", "--embedding-bits", 16]
     assert call(monkeypatch, "convert", place / "float", *flags, "--out", tmp_path / "out") == 0
     printed = " ".join(capsys.readouterr().out.split())
     result = json.loads(printed[printed.rindex('{"out"') :])
-    assert f"{result['bits_per_weight']:.3f} bits per quantized weight" in printed
-    assert f"{result['whole_bits_per_weight']:.3f} over the whole file" in printed
+    report = json.loads((tmp_path / "out/convert_report.json").read_text())
+    assert result["bits_per_weight"] == round(report["whole_bits_per_weight"], 4)
+    assert result["linear_bits"] == round(report["bits_per_weight"], 4)
+    assert result["tables"] == 0
+    source = (place / "float" / "model.safetensors").stat().st_size / 1e6
+    assert result["source_megabytes"] == round(source, 4)
     assert "% of the file are the embedding and the head" in printed
     assert "without --calibration so few bits make a student that says little" in printed
-    report = json.loads((tmp_path / "out/convert_report.json").read_text())
     tensors = load_file(tmp_path / "out/model.safetensors")
     bytes_of = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     tables = sum(bytes_of[name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
     assert report["float_tables_frac"] == pytest.approx(tables / sum(bytes_of.values()))
-    small = ["--to", "q4a4", *flags[2:], "--embedding-bits", 4, "--out", tmp_path / "small"]
+    small = ["--to", "q4a4", "--device", "cpu", "--out", tmp_path / "small"]
     assert call(monkeypatch, "convert", place / "float", *small) == 0
     printed = capsys.readouterr().out
     assert "of the file are" not in printed and "--calibration" not in printed
+
+
+def test_a_student_that_is_not_smaller_is_a_warning_at_the_top(
+    place: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    model = tiny_model(tie_word_embeddings=True).bfloat16()
+    model.save_pretrained(tmp_path / "brain")
+    tiny_tokenizer().save_pretrained(tmp_path / "brain")
+    flags = ["--to", "q2a2", "--device", "cpu"]
+    assert call(monkeypatch, "convert", tmp_path / "brain", *flags, "--out", tmp_path / "two") == 0
+    capsys.readouterr()
+    more = ["--to", "q4a4", "--device", "cpu", "--out", tmp_path / "four"]
+    assert call(monkeypatch, "convert", tmp_path / "two", *more) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("WARNING: ") and "not smaller" in first and "q2a2" in first
+    dense = ["--to", "dense", "--dtype", "fp32", "--out", tmp_path / "dense"]
+    assert call(monkeypatch, "export", tmp_path / "two", *dense) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)
+    assert found["bits_per_weight"] > 31 and found["linear_bits"] == 32
+    assert first.startswith("WARNING: ") and "--to packed" in first and "--dtype bf16" in first
+
+
+def test_a_dry_run_says_what_the_conversion_then_makes(
+    place: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    cases = (["q2a4"], ["q2a4", "--for", "gguf,mlx"], ["q2a4", "--embedding-bits", 16], ["q4a4_r4"])
+    for number, case in enumerate(cases):
+        out = tmp_path / str(number)
+        flags = ["--to", *case, "--device", "cpu", "--out", out]
+        assert call(monkeypatch, "convert", place / "float", *flags, "--dry-run") == 0
+        expected = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert not out.exists()
+        assert call(monkeypatch, "convert", place / "float", *flags) == 0
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        for key in ("source_megabytes", "linear_bits", "ships_to"):
+            assert expected[key] == found[key], key
+        # norms of a random model, all ones, are stored in 16 bits
+        assert expected["megabytes"] == pytest.approx(found["megabytes"], rel=0.03)
+        assert expected["minutes"] >= 0 and expected["memory_gib"] >= 0
+
+
+def test_a_dry_run_refuses_what_the_conversion_would(
+    place: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    flags = ["--to", "v2a4", "--for", "gguf", "--device", "cpu", "--out", tmp_path / "out"]
+    assert call(monkeypatch, "convert", place / "float", *flags, "--dry-run") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "an index names 4 weights" in line
 
 
 def test_more_bits_without_the_float_weights_are_remarked(
@@ -230,7 +283,7 @@ def test_what_keys_and_values_take_is_said(place: Path, tmp_path, monkeypatch, c
         (["--to", "q4a4", "--kv", "int2"], "kv"),
         (["--to", "q4a4_kv8", "--kv", "int4"], "to=q4a4_kv8 keeps keys and values in 8 bits, but"),
         (["--kv", "int4", "--attention", "nsa"], "kv=int4 is given for Qwen3ForCausalLM with sp"),
-        (["--to", "q4a4", "--embedding-bits", "5"], "embedding_bits=5: Input should be 4, 8 or"),
+        (["--to", "q4a4", "--embedding-bits", "5"], "embedding_bits=5: Input should be 4, 8, 16"),
         (["--to", "q4a4", "--eval", "--cache-dir", "nowhere"], "nowhere"),
     ],
 )

@@ -48,7 +48,7 @@ def test_there_and_back(place: Path, tmp_path: Path, monkeypatch, capsys) -> Non
     flags = ["--attention", place / "small.toml", "--device", "cpu"]
     assert call(monkeypatch, "convert", place / "dense", *flags, "--out", sparse) == 0
     found = last_line(capsys)
-    assert found["plan"] == "none" and found["bits_per_weight"] is None
+    assert found["plan"] == "none" and found["linear_bits"] is None
     expected = SMALL.model_copy(update={"layers": (1,)})
     assert nsa_config(load_model(str(sparse), device="cpu", dtype="fp32").model) == expected
     report = json.loads((sparse / "convert_report.json").read_text())

@@ -19,6 +19,7 @@ from qat.export.dense import dense_state_dict
 from qat.export.dense import write as write_dense
 from qat.export.model import check_equal, export_model
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
+from qat.models.cost import parameter_count
 from qat.models.load import load_model
 from qat.models.regions import kv_spec, quantize_kv
 from qat.nn.step import quant_linears
@@ -110,10 +111,12 @@ def test_export_reads_back_what_it_wrote(to: str, dtype: str, packed: Path, tmp_
     assert reloaded.dtype == DTYPES.get(dtype, torch.float32)
     assert torch.equal(logits(reloaded), logits(load_checkpoint(packed, reloaded.dtype)))
     assert report.bytes == (out / "model.safetensors").stat().st_size
+    assert report.bits_per_weight == 8 * report.bytes / parameter_count(reloaded)
     if to == "packed":
-        assert 2 < report.bits_per_weight < 4
+        assert 2 < report.linear_bits < 4
     else:
-        assert report.bits_per_weight == 8 * reloaded.dtype.itemsize
+        assert report.linear_bits == 8 * reloaded.dtype.itemsize
+    assert report.source_megabytes is None  # nothing says what it was made from
     assert (out / "tokenizer.json").is_file()
 
 
@@ -184,7 +187,7 @@ def test_the_verb_shows_a_table_and_tells_what_it_wrote(
     shown = capsys.readouterr().out
     assert result["to"] == "dense" and result["dtype"] == "bfloat16" and result["logits_equal"]
     assert result["bytes"] == (out / "model.safetensors").stat().st_size
-    assert "bits per weight" in shown
+    assert f"{result['bits_per_weight']:.3f}" in shown and f"{result['linear_bits']:.3f}" in shown
 
 
 def test_what_prepares_images_stays_beside_the_model(packed: Path, tmp_path: Path) -> None:

@@ -37,4 +37,4 @@ def test_export_computes_what_the_student_computes(to: str, dtype: str, tmp_path
     config = json.loads((out / "config.json").read_text())
     assert ("quantization_config" in config) == (to == "packed")
     if to == "packed":
-        assert report.bits_per_weight > 3 + 16 * 3 * 2 / 64
+        assert report.linear_bits > 3 + 16 * 3 * 2 / 64

@@ -1,0 +1,244 @@
+"""What a conversion would make and take, from a model's configuration alone.
+
+The model is built without values, gets its formats as a checkpoint that is opened does, and is
+counted. How long it takes is estimated from a product and a fit that are timed on the device.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from qat.backend.base import GIB, Backend
+from qat.backend.device import select
+from qat.convert.config import ConvertConfig, read_kv, read_plan
+from qat.convert.quantize import FIT_BYTES, check_experts
+from qat.convert.shipping import Shipping
+from qat.convert.tables import StoredTable, join_tables, plan_tables, stored_tables
+from qat.models.checkpoint import is_packed, load_skeleton
+from qat.models.cost import (
+    MEGABYTE,
+    Sizes,
+    model_bits_per_weight,
+    parameter_count,
+    quantized_parameter_count,
+    source_megabytes,
+)
+from qat.models.cost import stored_bits as bits_of
+from qat.models.directory import GGUF, adapted, resolve
+from qat.models.hf_quantizer import empty_linear, put_empty_table
+from qat.models.opening import auto_class, read_config
+from qat.models.regions import set_kv
+from qat.models.stored_state import quantized_modules
+from qat.nn.activation import ActivationQuantizer
+from qat.nn.lut_embedding import FrozenLutTable
+from qat.nn.sites import open_sites
+from qat.nn.swap import (
+    decoder_layers,
+    is_tied,
+    linear_names,
+    replace_module,
+    table_names,
+    untie_head,
+    weight_shape,
+)
+from qat.quant.fit import fit_weight
+from qat.quant.spec import LutSpec, PlanRule, QuantPlan, by_group
+
+SIDE = 1024
+"""Rows and columns of the matrices whose product is timed."""
+FIT_ROWS, FIT_COLUMNS = 512, 1024
+"""Of the weight whose fit is timed."""
+READ_BYTES = 1e8
+"""Bytes of a source that are read and turned into floats in a second."""
+COLUMN_S = 4e-5
+"""Seconds of a device's launches for each column of a weight that is fitted to inputs."""
+BUDGET_BITS = 4
+"""Bits of levels that stand in for what a budget will choose."""
+FLOAT = 4
+"""Bytes of a weight while a model is converted."""
+
+
+class Forecast(NamedTuple):
+    """What a conversion would make and take."""
+
+    model: PreTrainedModel
+    """The student without values."""
+    sizes: Sizes
+    """Of the packed checkpoint."""
+    float_tables_frac: float
+    """Share of it that an embedding and a head in floating point take."""
+    minutes: float
+    """An estimate, on the device and in the state that it is in now."""
+    memory_gib: float
+    """Host or device memory at the most, an estimate."""
+
+
+def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = None) -> Forecast:
+    """What converting `source` by `config` would make and take; reads no weight but a few rows.
+
+    A text to calibrate on need not be there yet.
+
+    Raises:
+        ConfigError, CheckpointError, ExportError: what the conversion itself would refuse.
+    """
+    plan = read_plan(config)
+    if config.bits_budget is not None and config.to is None:  # levels, which most targets hold
+        spec = by_group(BUDGET_BITS, config.group_size or 16)
+        plan = plan.model_copy(update={"rules": (PlanRule(pattern="*", spec=spec),)})
+    model, itemsize, stored = _skeleton(source, config)
+    check_experts(plan, model)
+    plan = plan_tables(plan, model, config, stored=stored, shipping=shipping)
+    if shipping is not None:
+        plan = shipping.plan(plan, model)
+    specs = plan.assign(linear_names(model), table_names(model))
+    for name, spec in specs.items():
+        spec.check_shape(name, *weight_shape(model.get_submodule(name)))
+    seconds = _seconds(model, specs, config)
+    memory = _memory(source, model, specs, config)
+    _put_formats(model, plan, specs)
+    if (kv := read_kv(config)) is not None:
+        set_kv(model, kv)
+    size, linear_bits = _bytes(model, itemsize), model_bits_per_weight(model)
+    if config.bits_budget is not None:
+        size += round((config.bits_budget - linear_bits) * quantized_parameter_count(model) / 8)
+        linear_bits = config.bits_budget
+    sizes = Sizes(
+        source_megabytes=source_megabytes(source),
+        megabytes=size / MEGABYTE,
+        bits_per_weight=8 * size / parameter_count(model),
+        linear_bits=linear_bits,
+    )
+    floats = {id(m.weight): m.weight.numel() for m in _float_tables(model)}
+    return Forecast(
+        model=model,
+        sizes=sizes,
+        float_tables_frac=itemsize * sum(floats.values()) / size,
+        minutes=seconds / 60,
+        memory_gib=memory / GIB,
+    )
+
+
+def _float_tables(model: PreTrainedModel) -> list[nn.Module]:
+    modules = map(model.get_submodule, table_names(model))
+    return [module for module in modules if not isinstance(module, FrozenLutTable)]
+
+
+def _skeleton(
+    source: str, config: ConvertConfig
+) -> tuple[PreTrainedModel, int, dict[str, StoredTable]]:
+    """The model of `source` without values, bytes of its floats, and its tables in a GGUF file."""
+    path = resolve(source)
+    path = adapted(path) or path
+    if is_packed(Path(path)):
+        return load_skeleton(Path(path)), 2, {}
+    settings = read_config(path, trust_remote_code=config.trust_remote_code)
+    with torch.device("meta"):
+        model = auto_class(settings).from_config(
+            settings, trust_remote_code=config.trust_remote_code
+        )
+    open_sites(model)
+    stored = join_tables(model, stored_tables(path, model))
+    if config.rotate:
+        stored = {}
+        if is_tied(model):  # a rotated head has the last norm's gains in it
+            untie_head(model)
+    dtype = getattr(settings, "dtype", None)
+    is_wide = dtype == torch.float32 and not path.endswith(GGUF)
+    return model.eval(), 4 if is_wide else 2, stored
+
+
+def _put_formats(model: PreTrainedModel, plan: QuantPlan, specs: Mapping[str, LutSpec]) -> None:
+    """Replace what `specs` name by modules of these formats without values."""
+    tables = table_names(model)
+    for name, spec in specs.items():
+        if name in tables:
+            put_empty_table(model, name, spec)
+        else:
+            replace_module(model, name, empty_linear(model, name, spec))
+        activation = plan.activation_for(name, is_table=name in tables)
+        if activation is not None:
+            scale = torch.empty((), device="meta") if activation.is_static else None
+            model.get_submodule(name).activation = ActivationQuantizer(activation, scale)
+
+
+def _bytes(model: PreTrainedModel, itemsize: int) -> int:
+    """Bytes of the checkpoint of a model without values, whose floats have `itemsize` each."""
+    modules = quantized_modules(model).values()
+    inside = {id(t) for module in modules for t in (*module.parameters(), *module.buffers())}
+    inside -= {id(module.bias) for module in modules if getattr(module, "bias", None) is not None}
+    floats = sum(p.numel() for p in model.parameters() if id(p) not in inside)
+    return itemsize * floats + sum(map(bits_of, modules)) // 8
+
+
+def _seconds(model: PreTrainedModel, specs: Mapping[str, LutSpec], config: ConvertConfig) -> float:
+    """How long it takes to read, fit and write a model with linears in floating point."""
+    backend = select(config.device)
+    shapes = {name: weight_shape(model.get_submodule(name)) for name in specs}
+    tables = table_names(model)
+    is_calibrated = config.calibration is not None
+    alone = {n: s for n, s in specs.items() if n in tables or not is_calibrated}
+    seconds = FLOAT * parameter_count(model) / READ_BYTES / 2
+    rates: dict[LutSpec, float] = {}
+    for name, spec in alone.items():
+        if spec not in rates:
+            rates[spec] = _fit_seconds(backend, spec)
+        seconds += rates[spec] * math.prod(shapes[name]) / backend.workers()
+    if is_calibrated and len(alone) < len(specs):
+        seconds += _calibrated_seconds(
+            backend, {n: shapes[n] for n in specs.keys() - alone}, config
+        )
+    return seconds
+
+
+def _fit_seconds(backend: Backend, spec: LutSpec) -> float:
+    """Seconds a weight of fitting alone, timed on a random one."""
+    columns = -(-FIT_COLUMNS // spec.group_size) * spec.group_size
+    weight = torch.randn(FIT_ROWS, columns, device=backend.device)
+    return backend.seconds_of(lambda: fit_weight(weight, spec)) / weight.numel()
+
+
+def _calibrated_seconds(
+    backend: Backend, shapes: Mapping[str, tuple[int, int]], config: ConvertConfig
+) -> float:
+    """Of fitting linears of these `(O, I)` to inputs: the teacher's and the student's forward, the
+    products of inputs, their factor, and the sweep over columns."""
+    tokens = config.calibration_sequences * config.calibration_length
+    flops, columns = 0.0, 0
+    for O, I in shapes.values():
+        flops += 2 * 2 * tokens * O * I  # teacher and student
+        flops += 2 * 2 * tokens * I * I / 3  # products, shared by about three linears
+        flops += 4 * I**3 + 4 * O * I * I
+        columns += I
+    one = torch.randn(SIDE, SIDE, device=backend.device)
+    backend.seconds_of(lambda: one @ one)  # the first product finds its kernel
+    speed = 2 * SIDE**3 / backend.seconds_of(lambda: one @ one)
+    return flops / speed + columns * COLUMN_S
+
+
+def _memory(
+    source: str, model: PreTrainedModel, specs: Mapping[str, LutSpec], config: ConvertConfig
+) -> float:
+    """Bytes at the most: the model, or one layer of one that stays in its files, and a fit."""
+    path = resolve(source)
+    sizes = [math.prod(weight_shape(model.get_submodule(name))) for name in specs]
+    stays = not (path.endswith(GGUF) or adapted(path) or is_packed(Path(path)))
+    stays &= not config.rotate and config.attention is None
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
+    tables = max((_numel(model.get_submodule(name)) for name in table_names(model)), default=0)
+    held = max(*layers, tables) if stays else parameter_count(model)
+    memory = FLOAT * held + FIT_BYTES * max(sizes, default=0)
+    if config.calibration is not None:
+        tokens = config.calibration_sequences * config.calibration_length
+        width = model.config.get_text_config().hidden_size
+        memory += 2 * FLOAT * tokens * width  # the teacher's and the student's hidden states
+        memory += 3 * 8 * max(weight_shape(model.get_submodule(n))[1] ** 2 for n in specs)
+    return memory
+
+
+def _numel(module: nn.Module) -> int:
+    return math.prod(weight_shape(module))

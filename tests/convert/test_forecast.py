@@ -1,0 +1,101 @@
+"""What a conversion is said to make before it begins, and what it then makes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from cache_case import TOKENIZER
+from gguf_tables_case import gguf_of
+from tiny import tiny_model
+
+from qat.convert.config import ConvertConfig
+from qat.convert.convert import convert_checkpoint
+from qat.convert.forecast import Forecast, forecast
+from qat.convert.quantize import QuantizeReport
+from qat.convert.shipping import Shipping
+from qat.errors import ConfigError
+from qat.export.targets import load_target, model_ships_to, ships_to
+from qat.models.cost import checkpoint_sizes
+
+
+def both(
+    source: Path, out: Path, targets: tuple[str, ...] = (), **values: object
+) -> tuple[Forecast, QuantizeReport]:
+    shipping = Shipping({name: load_target(name) for name in targets}) if targets else None
+    config = ConvertConfig(**{"to": "q2a4", "device": "cpu", **values})
+    expected = forecast(str(source), config, shipping)
+    return expected, convert_checkpoint(str(source), config, out, shipping)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"targets": ("gguf",)},
+        {"targets": ("compressed-tensors",)},
+        {"to": "v2a4", "embedding_bits": 4, "group_size": 8},
+        {"to": "q2a4_a8s_kv8", "group_size": 8},
+    ],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_forecast_is_what_is_made(values: dict, tied: bool, tmp_path: Path) -> None:
+    tiny_model("llama", tie_word_embeddings=tied).save_pretrained(tmp_path / "float")
+    TOKENIZER.save_pretrained(tmp_path / "float")
+    if "a8s" in values.get("to", ""):
+        (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 200)
+        values = {**values, "calibration": str(tmp_path / "text.txt"), "calibration_length": 8}
+    expected, report = both(tmp_path / "float", tmp_path / "out", **values)
+    assert expected.sizes.linear_bits == pytest.approx(report.bits_per_weight)
+    # norms of a random model, all ones, are stored in 16 bits
+    near = {"rel": 0.03}
+    assert expected.sizes.megabytes == pytest.approx(report.megabytes, **near)
+    assert expected.sizes.bits_per_weight == pytest.approx(report.whole_bits_per_weight, **near)
+    assert expected.float_tables_frac == pytest.approx(report.float_tables_frac, abs=0.03)
+    assert model_ships_to(expected.model) == ships_to(tmp_path / "out")
+    assert expected.minutes > 0 and expected.memory_gib > 0
+    found = checkpoint_sizes(tmp_path / "out", str(tmp_path / "float"))
+    assert found.source_megabytes == expected.sizes.source_megabytes
+    assert found.linear_bits == expected.sizes.linear_bits
+
+
+def test_a_rotated_model_has_two_tables(tmp_path: Path) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True)
+    torch.nn.init.normal_(model.model.norm.weight, 1.0, 0.1)  # or the two stay one
+    model.save_pretrained(tmp_path / "float")
+    TOKENIZER.save_pretrained(tmp_path / "float")
+    expected, report = both(tmp_path / "float", tmp_path / "out", rotate=True)
+    assert report.num_tables == 2
+    assert expected.sizes.megabytes == pytest.approx(report.megabytes, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "embedding_bits"), [(("Q5_0", "Q8_0"), None), (("Q8_0", ""), 16)]
+)
+def test_a_gguf_file_is_foretold_from_its_header(
+    kinds: tuple[str, str], embedding_bits: int | None, tmp_path: Path
+) -> None:
+    pytest.importorskip("gguf")
+    file = gguf_of(tmp_path, *kinds)
+    expected, report = both(file, tmp_path / "s", ("gguf",), embedding_bits=embedding_bits)
+    assert expected.sizes.megabytes == pytest.approx(report.megabytes, rel=0.03)
+    assert expected.sizes.source_megabytes == file.stat().st_size / 1e6
+
+
+def test_a_text_to_calibrate_on_need_not_be_there(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    alone = ConvertConfig(to="q2a4", device="cpu")
+    fitted = alone.model_copy(update={"calibration": "no/cache"})
+    one, other = (forecast(str(tmp_path), config) for config in (alone, fitted))
+    assert one.sizes == other.sizes and one.memory_gib < other.memory_gib
+
+
+def test_a_budget_is_a_size(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    config = ConvertConfig(bits_budget=3, calibration="no/cache", device="cpu")
+    assert forecast(str(tmp_path), config).sizes.linear_bits == 3
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="group_size=7 does not divide"):
+        forecast(str(tmp_path), ConvertConfig(to="q2a4", group_size=7, device="cpu"))
