@@ -16,10 +16,10 @@ from qat.export.parts import (
     float_linears,
     logits_of,
     lost_by_grid,
+    narrow_state,
     refuse_codewords,
     refuse_low_rank,
     reloaded,
-    unquantized_state,
     write_config,
 )
 from qat.models.checkpoint import quiet_transformers
@@ -88,7 +88,7 @@ def write(
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     dtype = embedding_dtype(model)
-    tensors, modules = unquantized_state(model, dtype), quantized_modules(model)
+    tensors, modules = narrow_state(model), quantized_modules(model)
     for name, module in modules.items():
         weight, bits = module.quantized(), module.spec.bits
         integers = (weight.indices.int() + int(weight.codebook[0])).to(torch.int8)

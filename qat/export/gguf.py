@@ -20,9 +20,9 @@ from qat.export.parts import (
     group_size_near,
     logits_of,
     lost_by_grid,
+    narrow_state,
     refuse_codewords,
     refuse_low_rank,
-    unquantized_state,
 )
 from qat.models.gguf import dequantize, open_gguf
 from qat.models.opening import teach_q2_0
@@ -437,7 +437,7 @@ def write(
         blocks = to_blocks(f"{name}.scales", weight, kind)
         raw_type = gguf.GGMLQuantizationType[kind.name]
         writer.add_tensor(names[name] + ".weight", blocks.numpy(), raw_dtype=raw_type)
-    for key, tensor in unquantized_state(model, embedding_dtype(model)).items():
+    for key, tensor in narrow_state(model).items():
         stem = key.rsplit(".", 1)[0]
         rows = _row_order(stem, model.config)
         if rows is not None:

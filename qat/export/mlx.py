@@ -20,9 +20,9 @@ from qat.export.parts import (
     exact,
     group_size_near,
     lost_by_grid,
+    narrow_state,
     refuse_codewords,
     refuse_low_rank,
-    unquantized_state,
     write_config,
 )
 from qat.models.stored_state import quantized_modules
@@ -118,7 +118,7 @@ def write(
         ExportError: a scale does not fit into the dtype.
     """
     dtype = embedding_dtype(model)
-    tensors, formats = unquantized_state(model, dtype), {}
+    tensors, formats = narrow_state(model), {}
     for name, module in quantized_modules(model).items():
         codes, scale, bias = affine(module)
         tensors[f"{name}.weight"] = pack(codes, module.spec.bits).view(torch.uint32)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat import __version__
 from qat.export import compressed_tensors, nvfp4
-from qat.export.parts import any_model, float_linears, float_model, logits_of, unquantized_state
+from qat.export.parts import any_model, float_linears, float_model, logits_of, narrow_state
 from qat.nn.swap import embedding_dtype
 
 COMPARED = "bits"
@@ -39,7 +39,7 @@ def write(
         ExportError: scales lie too far apart.
     """
     weights, factor = nvfp4.held(model)
-    tensors = unquantized_state(model, embedding_dtype(model))
+    tensors = narrow_state(model)
     for name, (values, scales) in weights.items():
         tensors[f"{name}.weight"] = values
         tensors[f"{name}.weight_scale"] = scales

@@ -19,14 +19,13 @@ from qat.export.parts import (
     float_linears,
     group_size_near,
     lost_by_grid,
+    narrow_state,
     refuse_codewords,
     refuse_low_rank,
     reloaded_logits,
-    unquantized_state,
 )
 from qat.models.stored_state import quantized_modules
 from qat.nn.quant_linear import QuantLinear
-from qat.nn.swap import embedding_dtype
 from qat.quant.codebook import E2M1, fixed_grid
 from qat.quant.spec import LutSpec
 from qat.quant.weight import SMALLEST, pack
@@ -109,7 +108,7 @@ def write(
         ExportError: scales lie too far apart.
     """
     weights, factor = held(model)
-    tensors = unquantized_state(model, embedding_dtype(model))
+    tensors = narrow_state(model)
     for name, (values, scales) in weights.items():
         tensors[f"{name}.weight_packed"] = values
         tensors[f"{name}.weight_scale"] = scales

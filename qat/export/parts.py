@@ -199,8 +199,7 @@ def group_size_near(wished: int, sizes: tuple[int, ...], in_features: int) -> in
 
 
 def unquantized_state(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Norms, biases, float tables: all that is no quantized weight, in `dtype` or in 16 bits that
-    lose nothing of it, a tied head once.
+    """Norms, biases, float tables: all that is no quantized weight, in `dtype`, a tied head once.
 
     Raises:
         ExportError: a value overflows `dtype`.
@@ -214,7 +213,17 @@ def unquantized_state(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, T
     if model.config.get_text_config().tie_word_embeddings:
         for name in model.all_tied_weights_keys:
             state.pop(name, None)
-    return narrowed({n: cast(n, tensor, dtype).contiguous() for n, tensor in state.items()})
+    return {name: cast(name, tensor, dtype).contiguous() for name, tensor in state.items()}
+
+
+def narrow_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """`unquantized_state` in the dtype of the model, or in 16 bits that lose nothing of it: for
+    files whose tensors have a dtype each.
+
+    Raises:
+        ExportError: a value overflows the dtype of the model.
+    """
+    return narrowed(unquantized_state(model, embedding_dtype(model)))
 
 
 def float_linears(model: PreTrainedModel) -> list[str]:

@@ -15,10 +15,10 @@ from qat.export.parts import (
     float_linears,
     logits_of,
     lost_by_grid,
+    narrow_state,
     refuse_codewords,
     refuse_low_rank,
     reloaded,
-    unquantized_state,
     write_config,
 )
 from qat.models.stored_state import quantized_modules
@@ -77,7 +77,7 @@ def write(
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
     dtype = embedding_dtype(model)
-    state = unquantized_state(model, dtype)
+    state = narrow_state(model)
     for name, module in quantized_modules(model).items():
         state[f"{name}.weight"] = _tensor(name, module, dtype)
     tensors, metadata = flatten_tensor_state_dict(state)
