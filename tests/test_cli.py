@@ -16,7 +16,7 @@ import qat.cli
 from qat.bench.quality.plan import read_quality
 from qat.bench.sweep.plan import read_sweep
 from qat.cli import VERBS, app, main
-from qat.cli.parser import check_recipe, print_result, verb_flags
+from qat.cli.parser import check_recipe, parsed, print_result, verb_flags
 from qat.cli.run import Pipeline
 from qat.config import Required
 from qat.errors import ConfigError
@@ -230,6 +230,13 @@ def test_recipe_takes_both_spellings(tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text('[cache]\ntop_k = 4\ndata = "x"\n[train]\nmax-steps = 1\n')
     check_recipe(recipe, FLAGS)
+
+
+def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_bytes(b'\xef\xbb\xbf[cache]\r\nteacher = "t"\r\ndata = "d"\r\nout = "o"\r\n')
+    call_of_verb = parsed(["cache"], recipe)
+    assert call_of_verb.keywords["config"].teacher == "t"
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,9 @@ def parsed(tokens: Sequence[str], recipe: Path | None = None) -> Callable[[], ob
     seen: list[Argument] = []
     sources: list[Callable] = [lambda _app, _words, arguments: seen.extend(arguments)]
     if recipe is not None:
-        check_recipe(recipe, verb_flags())
-        toml = cyclopts.config.Toml(recipe, must_exist=True, use_commands_as_keys=True)
+        tables = check_recipe(recipe, verb_flags())
+        toml = cyclopts.config.Dict(tables, use_commands_as_keys=True)
+        toml.source = str(recipe.absolute())
         sources.insert(0, toml)
     app.config = sources
     try:
@@ -122,8 +123,8 @@ def verb_flags() -> dict[str, set[str]]:
     return found
 
 
-def check_recipe(path: Path, flags: Mapping[str, Iterable[str]]) -> None:
-    """Read `path` and compare it with `flags`: the names of the flags of each verb.
+def check_recipe(path: Path, flags: Mapping[str, Iterable[str]]) -> dict[str, object]:
+    """Read the tables of `path` and compare them with `flags`: those of each verb by name.
 
     A key is a flag's name with `_` or `-` between its words.
 
@@ -147,3 +148,4 @@ def check_recipe(path: Path, flags: Mapping[str, Iterable[str]]) -> None:
         for key in values:
             if key.replace("-", "_") not in names:
                 raise ConfigError(f"{path}: [{verb}] has no key {key!r}; {meant(key, names)}")
+    return tables
