@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qat.kernels.head
 from qat.kernels.head import Head
 from qat.losses import from_hidden
-from qat.losses.formulas import Targets, loss_from_logits
+from qat.losses.formulas import NO_LABEL, Targets, loss_from_logits, valid_rows
 from qat.losses.from_hidden import loss_from_hidden
 
 T, D, V, K = 13, 6, 19, 5
@@ -280,3 +280,15 @@ def test_refuses_what_the_losses_refuse() -> None:
         loss_from_hidden(hidden, head, targets_of(teacher, 0), {"tail": 1.0})
     with pytest.raises(ValueError, match="draws of the teacher, but the targets hold none"):
         loss_from_hidden(hidden, head, targets_of(teacher, K, draws=0), {"sampled": 1.0})
+
+
+def test_a_masked_row_names_no_word_and_has_no_mass() -> None:
+    targets = targets_of(torch.randn(8, V), 4)
+    found, masked = valid_rows(targets), ~targets.mask
+    assert masked.any() and (found.labels[masked] == NO_LABEL).all()
+    for ids in (found.topk_ids, found.sample_ids):
+        assert (ids[masked] == -1).all()
+    for masses in (found.topk_logprobs, found.tail_logprob, found.sample_counts):
+        assert not masses[masked].any()
+    for field, ours, theirs in zip(Targets._fields, found, targets, strict=True):
+        assert torch.equal(ours[~masked], theirs[~masked]), field
