@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
 import xxhash
 from cyclopts import Group, Parameter
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 
 from qat.errors import ConfigError, nearest
 
@@ -89,10 +89,26 @@ class Settings(BaseModel):
         return fingerprint(self.model_dump(mode="json"))
 
 
+def _known_device(device: str) -> str:
+    kind, _, index = device.partition(":")
+    if kind not in DEVICES or not (index or "0").isdecimal() or device.endswith(":"):
+        found = ["cuda"] if kind.lower() == "gpu" else nearest(kind, DEVICES)
+        hint = f"; did you mean {found[0]}?" if found else ""
+        raise ConfigError(
+            f"device={device} is unknown; use auto, cpu, cuda, cuda:N, mps or xla{hint}"
+        )
+    return device
+
+
+DEVICES = ("auto", "cpu", "cuda", "mps", "xla")
+Device = Annotated[str, AfterValidator(_known_device), Knows(DEVICES)]
+"""Name of a device; whether it is there, torch is asked later."""
+
+
 class DeviceSettings(Settings):
     """Where a verb computes."""
 
-    device: Speed[str] = "auto"
+    device: Speed[Device] = "auto"
     """auto, cpu, cuda, cuda:1, mps or xla."""
     xla_cache_dir: Speed[Path | None] = None
     """With --device xla: keep what is compiled in this directory, for later processes."""

@@ -30,6 +30,14 @@ logger = logging.getLogger(__name__)
 MEND = "remove it or choose another --out"
 DOTTED = re.compile(r"(?:[\w\"'-]+[ \t]*\.[ \t]*){64}")
 """A key of TOML that names a table in a table in a table ..."""
+KINDS = {
+    "config.json": "is a model",
+    "manifest.json": "is a teacher cache",
+    "metrics.jsonl": "is a run of 'qat train'",
+    "student": "is a directory of 'qat run'",
+    "recipe.toml": "is a directory of 'qat run'",
+}
+"""What a directory is that holds a file of that name; the first one counts."""
 LEAVING = re.compile(r"\..+\.(partial|old|part)-([a-z0-9_]{8})?")
 """What a directory or file is called until it is whole, and when it is no longer wanted."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
@@ -233,6 +241,17 @@ def parse_json(text: str | bytes) -> Any:
             raise
         most = sys.get_int_max_str_digits()
         raise ValueError(f"it has a number of more digits than Python reads ({most})") from None
+
+
+def described(path: Path) -> str:
+    """Return what lies at `path` as the end of a sentence, by the names of files alone."""
+    if not path.exists():
+        return "is not there"
+    if not path.is_dir():
+        return "is a file"
+    names = {each.name for each in path.iterdir()}
+    kinds = (words for mark, words in KINDS.items() if mark in names)
+    return next(kinds, "is a directory of something else" if names else "is an empty directory")
 
 
 def parse_toml(text: str) -> dict[str, object]:

@@ -12,7 +12,7 @@ from cyclopts import convert as coerce
 
 from qat.cli.export import show_lacks, show_targets
 from qat.config import Formats, Judged, Required
-from qat.convert.config import ConvertConfig, read_plan
+from qat.convert.config import ConvertConfig, check_asked
 from qat.errors import ConfigError
 from qat.export.config import TargetName
 from qat.files import check_free
@@ -94,9 +94,14 @@ def convert(
         return {**convert_foreign(source, config, out), "ships_to": show_targets(out)}
     if evaluate and cache_dir is None:
         raise ConfigError("--eval is given without a cache to judge by; add --cache-dir DIR")
+    if cache_dir is not None and not evaluate:
+        raise ConfigError(
+            "--cache-dir is given without --eval, expected both to judge the result; add --eval, "
+            "or give the cache to --calibration to fit the weights to it"
+        )
     from qat.cli.inputs import check_inputs
 
-    read_plan(config)
+    check_asked(config)
     check_inputs(
         models=[source, config.base],
         caches=[cache_dir],

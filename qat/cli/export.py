@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from qat.config import Required
-from qat.export.config import ExportConfig, TargetName
+from qat.export.config import ExportConfig, TargetName, check_installed
 from qat.files import check_free
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def export(
     """
     from qat.cli.inputs import check_inputs
 
+    check_installed(config.to)
     check_inputs(models=[model], out=out)
     check_free(out)
     from qat.export.model import export_model

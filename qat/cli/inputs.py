@@ -9,9 +9,14 @@ from typing import TypeVar
 from qat.data.cache import MANIFEST, read_manifest
 from qat.data.sources import check_source
 from qat.errors import ConfigError, DataError
+from qat.files import KINDS, described, real
 from qat.losses.config import fitting_loss
 from qat.models.directory import resolve
 from qat.train.config import StepConfig
+
+MODEL, CACHE = KINDS["config.json"], KINDS["manifest.json"]
+NO_TEXTS = set(KINDS.values()) - {CACHE}
+"""What a directory may be that holds text files, but none to learn from."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +36,20 @@ def check_inputs(
 
     Each is None where the user names none; caches may be addresses, which are not asked here.
     """
+    models, caches = [*models], [*caches]
     if out is not None:
         _check_out(out)
+        _check_outside(out, [*models, *caches, calibration])
     for cache in caches:
         if cache is not None and "://" not in str(cache):
             read_manifest(Path(cache))
     _check_files(texts, folders)
     if calibration is not None and not (Path(calibration) / MANIFEST).exists():
+        if (found := described(Path(calibration))) in NO_TEXTS:
+            raise ConfigError(
+                f"calibration={calibration} {found}, expected a teacher cache or a text; name one "
+                "of those"
+            )
         check_source(calibration, setting="calibration")
     for model in models:
         if model is not None:
@@ -66,6 +78,18 @@ def _check_files(texts: Iterable[Path | None], folders: Iterable[Path | None]) -
     for folder in folders:
         if folder is not None and not folder.is_dir():
             raise DataError(f"{folder} is no directory, expected one; check the path")
+
+
+def _check_outside(out: Path, sources: Iterable[str | Path | None]) -> None:
+    """Refuse an `out` inside a model or a cache that is read, which would hold foreign files."""
+    for source in sources:
+        if source is None or described(Path(source)) not in (MODEL, CACHE):
+            continue
+        if real(Path(source)) in real(out).parents:
+            raise ConfigError(
+                f"out={out} lies inside {source}, which is read, expected a directory beside it; "
+                "choose another --out"
+            )
 
 
 def _check_out(out: Path) -> None:

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from qat.config import Attention, Calibration, Formats, Knows, Settings, Speed
-from qat.errors import ConfigError
+from qat.config import Attention, Calibration, Device, Formats, Knows, Settings, Speed
+from qat.errors import ConfigError, nearest
 from qat.files import parse_toml
 from qat.quant.spec import (
     PRESETS,
@@ -73,7 +73,7 @@ class ConvertConfig(Settings):
     """Tokens per sequence of a text file (a cache has its own)."""
     workers: Speed[int] = Field(0, ge=0)
     """Linears fitted at a time without calibration; 0: one per core, or one where a GPU works."""
-    device: Speed[str] = "auto"
+    device: Speed[Device] = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
     trust_remote_code: Speed[bool] = False
     """Run the code that comes with the model or its base (recorded in convert_report.json)."""
@@ -139,6 +139,48 @@ def read_plan(config: ConvertConfig) -> QuantPlan:
     return plan.with_activation(config.activations)
 
 
+def check_asked(config: ConvertConfig) -> QuantPlan:
+    """Return the plan of settings that name something to do and fit one another.
+
+    Raises:
+        ConfigError: nothing is named to do, or a setting lacks another one that it needs.
+    """
+    changes = {config.to, config.bits_budget, config.attention, config.kv}
+    if changes == {None} and not config.rotate:
+        raise ConfigError(
+            "neither a plan nor a budget is given, expected one of them; add --to PLAN or "
+            "--bits-budget BITS (or --attention, --kv or --rotate to do that alone)"
+        )
+    if config.rotate and config.base is not None:
+        raise ConfigError(
+            f"base={config.base} is given with rotate, expected a base that is rotated as the "
+            "model is; convert the float model with --rotate alone and name the result as --base"
+        )
+    read_kv(config)
+    if config.bits_budget is not None and config.calibration is None:
+        raise ConfigError(
+            f"bits_budget={config.bits_budget:g} is given without a text to measure sensitivities "
+            "on; add --calibration TEXT"
+        )
+    if config.embedding_bits == "auto" and config.bits_budget is None:
+        raise ConfigError(
+            "embedding_bits=auto is given without a budget to choose within; add --bits-budget "
+            "BITS, or give --embedding-bits 4 or 8"
+        )
+    if config.activations is not None and config.to is None and config.bits_budget is None:
+        raise ConfigError(
+            f"activations={config.activations} is given without a plan, expected weights to be "
+            "quantized too; add --to PLAN, such as the one that the source has"
+        )
+    plan = read_plan(config)
+    if plan.has_static and config.calibration is None:
+        raise ConfigError(
+            "activations=int8-static is given without a text to find the scales on; add "
+            "--calibration TEXT"
+        )
+    return plan
+
+
 def _named_plan(config: ConvertConfig) -> QuantPlan:
     unnamed = NOTHING if config.bits_budget is None else ALL_LINEARS
     plan = preset_called(split_kv(config.to)[0]) if config.to is not None else unnamed
@@ -146,9 +188,11 @@ def _named_plan(config: ConvertConfig) -> QuantPlan:
         path = Path(config.to)
         if not path.is_file():
             known = ", ".join(PRESETS)
+            found = nearest(split_kv(config.to)[0], PRESETS)
+            hint = f"; did you mean {found[0]}?" if found else ""
             raise ConfigError(
                 f"to={config.to} is neither a file nor a preset; use one of {known}, which may end "
-                f"in _{', _'.join(SUFFIX_OF.values())}, and then in _kv8 or _kv4"
+                f"in _{', _'.join(SUFFIX_OF.values())}, and then in _kv8 or _kv4{hint}"
             )
         try:
             values = parse_toml(path.read_text(encoding="utf-8"))

@@ -20,7 +20,7 @@ from qat.backend.device import select
 from qat.convert.activations import inputs_to_quantize
 from qat.convert.bits_budget import formats_to_try, plan_within_budget
 from qat.convert.calibrate import TokenBatch
-from qat.convert.config import REPORT_NAME, ConvertConfig, read_kv, read_plan
+from qat.convert.config import REPORT_NAME, ConvertConfig, check_asked, read_kv
 from qat.convert.quantize import QuantizeReport, check_experts, quantize_model
 from qat.convert.rotate import Rotation, rotate
 from qat.convert.shipping import Shipping
@@ -85,7 +85,7 @@ def convert_checkpoint(
     # what a budget judges, and what sparse attention learns from, runs too often to be read anew;
     # a rotation, and room for static ranges, change weights in their place
     is_whole = config.rotate or config.bits_budget is not None or config.attention is not None
-    is_whole |= _has_static(plan)
+    is_whole |= plan.has_static
     how = {
         "device": config.device,
         "dtype": "fp32",
@@ -245,50 +245,14 @@ def _read_settings(config: ConvertConfig) -> tuple[QuantPlan, NSAConfig | None]:
     Raises:
         ConfigError: nothing is named to do, a budget lacks what it needs, or no device can do it.
     """
-    changes = {config.to, config.bits_budget, config.attention, config.kv}
-    if changes == {None} and not config.rotate:
-        raise ConfigError(
-            "neither a plan nor a budget is given, expected one of them; add --to PLAN or "
-            "--bits-budget BITS (or --attention, --kv or --rotate to do that alone)"
-        )
-    if config.rotate and config.base is not None:
-        raise ConfigError(
-            f"base={config.base} is given with rotate, expected a base that is rotated as the "
-            "model is; convert the float model with --rotate alone and name the result as --base"
-        )
-    read_kv(config)
-    if config.bits_budget is not None and config.calibration is None:
-        raise ConfigError(
-            f"bits_budget={config.bits_budget:g} is given without a text to measure sensitivities "
-            "on; add --calibration TEXT"
-        )
-    if config.embedding_bits == "auto" and config.bits_budget is None:
-        raise ConfigError(
-            "embedding_bits=auto is given without a budget to choose within; add --bits-budget "
-            "BITS, or give --embedding-bits 4 or 8"
-        )
+    plan = check_asked(config)
     if select(config.device).fixed_shapes():
         raise ConfigError(
             f"device={config.device}, but fitting reads values after every few operators, expected "
             "a device that does not compile for that; use --device cpu"
         )
-    if config.activations is not None and config.to is None and config.bits_budget is None:
-        raise ConfigError(
-            f"activations={config.activations} is given without a plan, expected weights to be "
-            "quantized too; add --to PLAN, such as the one that the source has"
-        )
-    plan = read_plan(config)
-    if _has_static(plan) and config.calibration is None:
-        raise ConfigError(
-            "activations=int8-static is given without a text to find the scales on; add "
-            "--calibration TEXT"
-        )
     attention = None if config.attention is None else read_attention(config.attention)
     return plan, attention
-
-
-def _has_static(plan: QuantPlan) -> bool:
-    return any(spec is not None and spec.is_static for spec in plan.activations)
 
 
 def _fitted(

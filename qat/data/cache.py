@@ -22,7 +22,7 @@ from pydantic import (
 from qat.config import explain, fingerprint
 from qat.data.config import CacheSettings
 from qat.errors import CacheError
-from qat.files import import_command, inside, parse_json, sha256_file, whole_file
+from qat.files import described, import_command, inside, parse_json, sha256_file, whole_file
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -220,12 +220,13 @@ def read_manifest(directory: Path) -> Manifest:
         )
     if not directory.is_dir():
         raise CacheError(
-            f"{directory} is no directory, expected a teacher cache; build it with 'qat cache'"
+            f"{directory} {described(directory)}, expected a teacher cache; build it with "
+            "'qat cache'"
         )
     if not path.is_file():
         raise CacheError(
-            f"{directory} holds no {MANIFEST}, so it is not a teacher cache; "
-            "name another directory or build one with 'qat cache'"
+            f"{directory} {described(directory)} and holds no {MANIFEST}, expected a teacher "
+            "cache; name another directory or build one with 'qat cache'"
         )
     return parse_manifest(path.read_bytes(), path)
 

@@ -8,7 +8,7 @@ from pydantic import Field
 from qat.config import DeviceSettings, HowMuch, Judged, Sampling, Speed
 from qat.config import Text as OfText
 from qat.data.config import AnyTargets, DataFormat, Location, Thinking
-from qat.errors import ConfigError
+from qat.errors import ConfigError, how_to_install, is_installed
 
 
 class EvalConfig(DeviceSettings):
@@ -54,12 +54,17 @@ class EvalConfig(DeviceSettings):
         """Refuse settings that name nothing to judge by.
 
         Raises:
-            ConfigError: neither cache nor text nor tasks are given.
+            ConfigError: neither cache nor text nor tasks are given, or lm-eval is not there.
         """
         if self.cache_dir is None and self.text is None and self.tasks is None:
             raise ConfigError(
                 "neither a cache nor a text nor tasks to judge by; expected one of them; give "
                 "--cache-dir DIR, --text FILE or --tasks NAMES"
+            )
+        if self.tasks is not None and not is_installed("lm_eval"):
+            raise ConfigError(
+                "--tasks, but the library lm-eval is not installed; expected it beside qat; "
+                f"run: {how_to_install('eval')}"
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import select
-from qat.errors import ConfigError, DataError, how_to_install, is_installed, nearest
+from qat.errors import ConfigError, DataError, nearest
 from qat.evaluate.config import EvalConfig
 from qat.models.language_model import LanguageModel, judging, most_positions
 from qat.models.regions import as_written
@@ -31,11 +31,6 @@ class Tasks:
             raise ConfigError(
                 f"tasks={config.tasks}, but device={config.device} compiles a model anew for each "
                 "length, and every question has its own; use --device cpu or cuda"
-            )
-        if not is_installed("lm_eval"):
-            raise ConfigError(
-                "--tasks, but the library lm-eval is not installed; expected it beside qat; "
-                f"run: {how_to_install('eval')}"
             )
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self._config = config

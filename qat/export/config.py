@@ -3,6 +3,7 @@
 from typing import Literal
 
 from qat.config import Required, Settings
+from qat.errors import ExportError, how_to_install, is_installed
 
 TargetName = Literal[
     "packed",
@@ -18,6 +19,35 @@ TargetName = Literal[
     "anemll",
 ]
 """What a student can be shipped as; `qat.export.targets` says where each is written."""
+
+
+LIBRARIES: dict[TargetName, tuple[str, str]] = {
+    "coreml": ("coremltools", "coreml"),
+    "mlx": ("mlx_lm", "mlx"),
+    "compressed-tensors": ("compressed_tensors", "ship"),
+    "nvfp4": ("compressed_tensors", "ship"),
+    "modelopt": ("compressed_tensors", "ship"),
+    "gguf": ("gguf", "ship"),
+    "torchao": ("torchao", "adam8bit"),
+    "executorch": ("executorch.runtime", "executorch"),
+}
+"""What writes and reads back the files of a target, and the extra that brings it; others need
+nothing more."""
+
+
+def check_installed(name: TargetName) -> None:
+    """Refuse the target called `name` where its library is not there; nothing is imported.
+
+    Raises:
+        ExportError: the library, and the command that installs it.
+    """
+    library, extra = LIBRARIES.get(name, ("", ""))
+    package = library.partition(".")[0]
+    if package and not is_installed(package):
+        raise ExportError(
+            f"to={name}, but the library {package} is not installed, expected it to write and "
+            f"check the files; run: {how_to_install(extra)}"
+        )
 
 
 class ExportConfig(Settings):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.convert.shipping import check_architecture, lost_by_activation
 from qat.errors import ExportError, how_to_install
-from qat.export.config import TargetName
+from qat.export.config import LIBRARIES, TargetName
 from qat.models.checkpoint import load_skeleton
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.quant_linear import QuantLinear
@@ -35,18 +35,6 @@ TARGETS: dict[TargetName, str] = {
     "anemll": "qat.anemll.export",
 }
 """The module of each target; none is imported before it is asked for."""
-LIBRARIES: dict[TargetName, tuple[str, str]] = {
-    "coreml": ("coremltools", "coreml"),
-    "mlx": ("mlx_lm", "mlx"),
-    "compressed-tensors": ("compressed_tensors", "ship"),
-    "nvfp4": ("compressed_tensors", "ship"),
-    "modelopt": ("compressed_tensors", "ship"),
-    "gguf": ("gguf", "ship"),
-    "torchao": ("torchao", "adam8bit"),
-    "executorch": ("executorch.runtime", "executorch"),
-}
-"""What writes and reads back the files of a target, and the extra that brings it; others need
-nothing more."""
 
 
 class Lack(NamedTuple):

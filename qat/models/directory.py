@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from qat.errors import CheckpointError
 from qat.files import (
+    described,
     import_command,
     inside,
     is_real,
@@ -115,7 +116,7 @@ def _no_model(source: str) -> CheckpointError:
     models = [str(each) for each in folders if any((each / name).is_file() for name in names)]
     hint = f"name one that lies in it: {', '.join(models)}" if models else "check the path"
     return CheckpointError(
-        f"{source} holds neither config.json nor a run's checkpoint; expected {SOURCES}: {hint}"
+        f"{source} {described(path)} without a model in it, expected {SOURCES}; {hint}"
     )
 
 

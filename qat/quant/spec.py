@@ -343,6 +343,11 @@ class QuantPlan(Settings):
         """The ways in which inputs of what is quantized are; None is one of them."""
         return {rule.activation for rule in self.rules if rule.spec is not None}
 
+    @property
+    def has_static(self) -> bool:
+        """Whether some inputs have one learned scale, which a calibration finds."""
+        return any(spec is not None and spec.is_static for spec in self.activations)
+
     def rules_for(
         self, specs: dict[str, LutSpec], table_names: Collection[str]
     ) -> tuple[PlanRule, ...]:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_case import call
 
 from qat.cli.inputs import check_inputs
 from qat.errors import ConfigError
@@ -12,7 +13,7 @@ from qat.errors import ConfigError
 MODEL = "checkpoints/tiny-qwen3"
 WRONG = [
     ("train none --cache-dir {tmp} --out {tmp}/r", "holds no manifest.json"),
-    (f"train {MODEL} --cache-dir none --out {{tmp}}/r", "none is no directory, expected a teacher"),
+    (f"train {MODEL} --cache-dir none --out {{tmp}}/r", "none is not there, expected a teacher"),
     (f"train {MODEL} --cache-dir none --out {{tmp}}/r --lr inf", "lr='inf': Input should be a fin"),
     (f"train {MODEL} --cache-dir none --out {{tmp}}/r --loss tial", "no loss called 'tial'"),
     ("bench tiny --loss tial", "no loss called 'tial'"),
@@ -23,9 +24,9 @@ WRONG = [
     (f"cache --teacher {MODEL} --data {{tmp}}/none", "is no file or directory"),
     (f"cache --teacher {MODEL} --data {{empty}}", "is empty, expected at least one row"),
     ("cache --teacher none --data {file}", "none does not exist; expected a model directory"),
-    ("cache --teacher {file} --data {file}", "holds neither config.json nor"),
+    ("cache --teacher {file} --data {file}", "is a file without a model"),
     ("cache --teacher none --data {file} --device-map dsk", "Input should be 'auto' or 'disk'"),
-    ("cache info none", "none is no directory, expected a teacher cache"),
+    ("cache info none", "none is not there, expected a teacher cache"),
     ("cache verify {tmp}", "holds no manifest.json"),
     ("cache import none", "none is no directory"),
     ("convert none --to q2a4 --out {tmp}/c", "none does not exist"),
@@ -43,11 +44,26 @@ WRONG = [
     (f"export {MODEL} --to gguf --out {{tmp}}", "is not empty, expected a new or empty"),
     ("generate none", "none does not exist"),
     ("bench none", "student=none is neither a model directory nor a shape"),
-    ("bench tiny --cache-dir none", "none is no directory, expected a teacher cache"),
+    ("bench tiny --cache-dir none", "none is not there, expected a teacher cache"),
     ("bench baselines none", "student=none is neither a model directory nor a shape"),
     ("bench quality none.toml --out {tmp}/q", "recipe=none.toml: No such file"),
     ("bench sweep none.toml", "recipe=none.toml: No such file"),
-    ("demo --steps 0 --out {tmp}/d", 'Invalid value "0" for --steps'),
+    (f"convert {MODEL} --out {{tmp}}/c", "neither a plan nor a budget is given"),
+    (f"convert {MODEL} --to q2b4 --out {{tmp}}/c", "did you mean q2a4?"),
+    (f"convert {MODEL} --bits-budget 2 --out {{tmp}}/c", "bits_budget=2 is given without a text"),
+    (f"convert {MODEL} --to q2a4 --out {{tmp}}/c --device gpu", "device=gpu is unknown"),
+    (f"convert {MODEL} --to q2a4 --out {{tmp}}/c --device cuda:x", "device=cuda:x is unknown"),
+    (f"convert {MODEL} --to q2a4 --out {MODEL}/c", "lies inside checkpoints/tiny-qwen3"),
+    (f"convert {MODEL} --to q2a4 --out {{tmp}}/c --cache-dir x", "without --eval"),
+    (
+        f"convert {MODEL} --to q2a4 --out {{tmp}}/c --calibration {MODEL}",
+        "is a model, expected a te",
+    ),
+    (f"eval {MODEL} --cache-dir {MODEL}", "is a model and holds no manifest.json"),
+    (f"eval {MODEL} --text {{file}} --device tpu", "device=tpu is unknown"),
+    (f"generate {MODEL} --device coda", "did you mean cuda?"),
+    ("generate {tmp}", "is a directory of something else without a model"),
+    ("demo --steps 0 --out {tmp}/d", "--steps 0: must be > 0"),
     ("demo --teacher none --out {tmp}/d", "teacher=none holds no model"),
     ("hub pull none", "no entry is called 'none'"),
     ("hub unpack none.tgz --out {tmp}/u", "none.tgz is not there"),
@@ -90,3 +106,10 @@ def test_an_out_that_may_not_be_written_is_refused(
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(ConfigError, match=f"{tmp_path} may not be written by you; expected"):
         check_inputs(out=tmp_path / "a" / "b")
+
+
+def test_a_missing_library_is_named_before_the_model_is_opened(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("qat.export.config.is_installed", lambda _: False)
+    assert call(monkeypatch, "export", "none", "--to", "gguf", "--out", "x") == 1
+    said = capsys.readouterr().err
+    assert "the library gguf is not installed" in said and "[ship]" in said

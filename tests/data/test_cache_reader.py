@@ -119,7 +119,7 @@ def test_a_truncated_or_missing_shard_is_found_at_open(copy: Path) -> None:
 
 
 def test_missing_and_foreign_directories_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CacheError, match="is no directory, expected a teacher cache"):
+    with pytest.raises(CacheError, match="is not there, expected a teacher cache"):
         TeacherCache.open(tmp_path / "none")
     with pytest.raises(CacheError, match="holds no manifest.json"):
         TeacherCache.open(tmp_path)

@@ -12,7 +12,6 @@ from tiny import tiny_tokenizer
 
 from qat.cli.eval import evaluate
 from qat.errors import ConfigError, DataError
-from qat.evaluate import tasks
 from qat.evaluate.config import EvalConfig
 from qat.evaluate.judge import judge
 from qat.evaluate.tasks import Tasks, measures
@@ -138,9 +137,9 @@ def test_unknown_tasks_and_a_missing_library(place: Path, tmp_path: Path, monkey
     with pytest.raises(ConfigError, match="'zzz'.* among its 3; see 'lm-eval ls tasks'"):
         Tasks(settings(place, tasks="zzz"))
     assert logging.getLogger("lm_eval").level == logging.ERROR
-    monkeypatch.setattr(tasks, "is_installed", lambda _: False)
+    monkeypatch.setattr("qat.evaluate.config.is_installed", lambda _: False)
     with pytest.raises(ConfigError, match=r"lm-eval is not installed.*; run: .*\[eval\]"):
-        Tasks(settings(place))
+        settings(place).check_named()
 
 
 def test_filters_stay_in_the_name() -> None:
