@@ -50,7 +50,7 @@ def test_short_numbers_between_two_codes(bits: int) -> None:
 
 
 def test_a_number_just_below_the_middle_of_two_codes_takes_the_lower() -> None:
-    """The scale is 1.125, the zero 100; `x / scale + zero + 1 / 2` in float32 rounds to the upper."""
+    """The scale is 1.125, the zero 100; `x / scale + zero + 0.5` in float32 rounds to the upper."""
     middles = (torch.arange(8) + 0.5) * 1.125
     x = torch.zeros(16)
     x[:2] = torch.tensor([-100.0, 155.0]) * 1.125
