@@ -1,6 +1,6 @@
 """`qat run`: from a model and a text to a trained, measured, exported student, in one command.
 
-DIR/  recipe.toml  cache/  converted/  trained/  eval.json  export/TARGET/  report.html
+DIR/  recipe.toml  cache/  converted/  trained/  eval.json  student  export/TARGET/  report.html
 
 It is a pipeline, as `qat demo` is another: verbs one after the other in one directory, each as a
 user would call it, none twice. A stage is done when what it makes is there, whole: every verb gives
@@ -9,31 +9,63 @@ asking the disk.
 """
 
 import json
+import math
+import re
 import shlex
 import time
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import tomli_w
 from cyclopts import CycloptsError, Parameter
-from cyclopts.config import Toml
-from pydantic import BaseModel
+from cyclopts.config import Dict
+from pydantic import create_model
 
+from qat.cli.before_run import (
+    Stages,
+    TextFound,
+    check_machine,
+    check_models,
+    check_teacher,
+    check_text,
+    check_words,
+    forecast_run,
+    foreseen,
+)
 from qat.cli.convert import Targets
-from qat.cli.parser import app, mistake, run_verb
-from qat.config import Formats, Learns, Required, Settings, Speed, Steps, Text, refuse_code
-from qat.convert.config import REPORT_NAME
-from qat.errors import ConfigError, QatError, Stopped
+from qat.cli.parser import app, mistake, run_verb, verb_flags
+from qat.config import (
+    Careful,
+    Formats,
+    Learns,
+    Required,
+    Settings,
+    Speed,
+    Steps,
+    Text,
+    refuse_code,
+)
+from qat.convert.config import REPORT_NAME, ConvertConfig
+from qat.data.config import CacheConfig
+from qat.errors import ConfigError, ExportError, QatError, Stopped
+from qat.evaluate.config import EvalConfig
+from qat.export.config import ExportConfig, TargetName
 from qat.files import check_free, held, parse_json, parse_toml, write_atomically
 from qat.logs import EXAM, RECIPE, SAMPLES, SUMMARY, Terminal
+from qat.models.directory import STUDENT
+from qat.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from qat.convert.forecast import Forecast
 
 Table = dict[str, object]
 LAST_FILES = {"convert": REPORT_NAME, "train": SUMMARY, "export": ""}
 """What is there once a verb is done, in the directory that it makes; a cache says so itself."""
 FREE_TO_CHANGE = {"device", "xla_cache_dir"}
-"""Settings of a stage that is done which it may be called with in another value."""
+"""Settings of one call: a stage that is done may be called with another value, and no later call
+inherits them."""
 
 
 class Pipeline:
@@ -120,6 +152,8 @@ class Pipeline:
 
         `converted` is the checkpoint whose report knows its bits per weight.
         """
+        from qat.models.cost import source_megabytes
+
         exams = self.exams()
         if name in exams:
             self.say(f"eval {name}: done before, in {self.out / EXAM}")
@@ -129,9 +163,9 @@ class Pipeline:
         report = parse_json((converted / LAST_FILES["convert"]).read_text(encoding="utf-8"))
         if "teacher" not in exams:
             same = {"kd_nats": 0.0, "kl_nats": 0.0, "top1_frac": 1.0, "ppl": found["teacher_ppl"]}
-            exams["teacher"] = {**same, "megabytes": _megabytes(Path(teacher))}
+            exams["teacher"] = {**same, "megabytes": source_megabytes(teacher)}
         bits = {key: report[key] for key in ("bits_per_weight", "whole_bits_per_weight")}
-        found |= {**bits, "megabytes": _megabytes(model)}
+        found |= {**bits, "megabytes": source_megabytes(str(model)), "step": best_step(model)}
         exams[name] = {key: value for key, value in found.items() if value is not None}
         write_atomically(self.out / EXAM, json.dumps(exams, indent=1, default=str) + "\n")
 
@@ -175,10 +209,26 @@ class Pipeline:
             message = f"stage {stage}: {error}; here the same 'qat {self.verb}' goes on"
             raise Stopped(message, error.exit_code) from None
         except QatError as error:
-            error.args = (f"stage {stage}: {error}",)
+            error.args = (f"stage {stage}: {self.advised(str(error), tokens[0])}",)
             raise
         self.say(f"{time.perf_counter() - began:.1f} s", style="dim")
         return found
+
+    def advised(self, message: str, stage: str) -> str:
+        """`message` of a stage, and where flags go that it names and this verb has not.
+
+        A flag that means another stage's setting here is one of them.
+        """
+        mine, theirs = (verb_flags().get(verb, set()) for verb in (self.verb, stage))
+        named = dict.fromkeys(re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", message))
+        if "resume" in named and "resume" not in mine:
+            message += f" (here the same 'qat {self.verb}' goes on)"
+        for flag in named:
+            name = flag.replace("-", "_")
+            is_ours = flag in mine and stage in ROUTES.get(name, (stage,))
+            if flag in theirs and not is_ours and name not in {*FOUND.get(stage, ()), "out"}:
+                message += f" (--{flag} of this stage: {name} below [{stage}] in --recipe FILE)"
+        return message
 
     def say(self, line: str, style: str | None = None) -> None:
         """Print a line that may be copied: it is never broken to fit the terminal."""
@@ -203,17 +253,26 @@ class Pipeline:
         self.console.print(table)
 
 
-def _megabytes(model: Path) -> float | None:
-    """Of the weights of a model directory or a run's best one, in 10**6 bytes; None of a hub id."""
-    from qat.models.cost import model_bytes
-    from qat.models.load import resolve
+def best_step(model: Path) -> int | None:
+    """The step of a finished run's student; None of anything else."""
+    summary = model / SUMMARY
+    if not summary.is_file():
+        return None
+    return parse_json(summary.read_text(encoding="utf-8")).get("best_step")
 
-    path = Path(resolve(str(model)))
-    return model_bytes(path) / 1e6 if path.is_dir() else None
 
-
-DEFAULT_PLAN, PACKED = "q2a4", ("packed",)
+DEFAULT_PLAN = "q2a4"
+PACKED: tuple[TargetName, ...] = ("packed",)
+DEFAULT_TARGETS: tuple[TargetName, ...] = ("gguf",)
+"""Where a student goes that nobody named a place for: what most programs open."""
 STAGES = ("cache", "convert", "train", "eval", "export")
+SETTINGS: dict[str, type[Settings]] = {
+    "cache": CacheConfig,
+    "convert": ConvertConfig,
+    "train": TrainConfig,
+    "eval": EvalConfig,
+    "export": ExportConfig,
+}
 PLACES = {"convert": "converted", "train": "trained"}
 """Directories that are not called as their stage."""
 FOUND = {
@@ -230,10 +289,39 @@ PASSES, SHORTEST = 10, 20
 """How often a small text is read at most, and the fewest steps that train anything."""
 STEPS_A_PASS = 8
 """The fewest steps in which a small text is read once: its batches are smaller for it."""
+EVERYWHERE = {"device", "dtype", "xla_cache_dir", "trust_remote_code"}
+"""Settings that mean the same in several stages: a flag sets them in all but export."""
+OWNERS = {"batch_size": "train", "seed": "train"}
+"""Which stage a flag sets, of several that have a setting of that name; else it is the first."""
+SHOWN = {
+    *("format", "text_field", "held_out", "embedding_bits", "bits_budget", "group_size"),
+    *("learn", "loss", "batch_size", "grad_accum_steps", "gradient_checkpointing"),
+    *("lr", "lr_scales", "lr_codebook"),
+}
+"""Flags of the stages that the help lists."""
 
 
-class RunConfig(Settings):
-    """What is set most often; the rest of a stage's flags is in its table of the recipe."""
+def _routes() -> dict[str, tuple[str, ...]]:
+    """The stages whose settings a flag of `qat run` sets, by the setting's name."""
+    found: dict[str, list[str]] = {"force": ["train"]}
+    for stage, kind in SETTINGS.items():
+        for name in kind.model_fields:
+            if name not in FOUND[stage]:
+                found.setdefault(name, []).append(stage)
+    del found["teacher"]  # of `qat run` it is the cache's; training beside one is in a recipe
+    routes = {}
+    for name, stages in found.items():
+        alone = [OWNERS[name]] if name in OWNERS else stages[:1]
+        everywhere = [stage for stage in stages if stage != "export"]
+        routes[name] = tuple(everywhere if name in EVERYWHERE else alone)
+    return routes
+
+
+ROUTES = _routes()
+
+
+class OwnConfig(Settings):
+    """What `qat run` says of itself, or otherwise than a stage does."""
 
     data: Required[str]
     """Text to learn from, as in 'qat cache --data': a file, a directory, a datasets id."""
@@ -253,24 +341,41 @@ class RunConfig(Settings):
     """auto, cpu, cuda, cuda:1, ...; of all stages."""
     dtype: Speed[Literal["auto", "fp32", "bf16", "fp16"] | None] = None
     """What cache, train and eval compute in."""
+    force: Careful[bool] = False
+    """Train in spite of the preflight's errors, as in 'qat train'."""
 
     def tables(self) -> dict[str, Table]:
         """The flags that were given, as recipe keys by stage."""
-        everywhere = {"device": self.device}
-        computed = {**everywhere, "dtype": self.dtype}
-        text = {"sequence_length": self.sequence_length, "num_sequences": self.num_sequences}
-        learning = {"max_steps": self.max_steps, "mlp_only": self.mlp_only or None}
-        found = {
-            "cache": {**text, **computed},
-            "convert": {"to": self.to, **everywhere},
-            "train": {**learning, **computed},
-            "eval": computed,
-            "export": {},
-        }
+        given = self.model_dump(mode="json", exclude_none=True)
         return {
-            stage: {name: value for name, value in table.items() if value is not None}
-            for stage, table in found.items()
+            stage: {
+                name: value
+                for name, value in given.items()
+                if stage in ROUTES.get(name, ()) and value is not False
+            }
+            for stage in STAGES
         }
+
+    def own(self) -> Table:
+        """What stands in the recipe's table of `qat run`: the rest is in the stages' tables."""
+        return self.model_dump(include={*OwnConfig.model_fields}, exclude_none=True)
+
+
+def _passed() -> dict[str, Any]:
+    """The flags of the stages that `qat run` takes too, each declared by its stage alone."""
+    found: dict[str, Any] = {}
+    for name, (stage, *_) in ROUTES.items():
+        if name not in OwnConfig.model_fields:
+            field = SETTINGS[stage].model_fields[name]
+            about = Parameter(help=f"As in 'qat {stage}'.", show=name in SHOWN)
+            found[name] = (Annotated[field.annotation | None, *field.metadata, about], None)
+    return found
+
+
+if TYPE_CHECKING:
+    RunConfig = OwnConfig
+else:
+    RunConfig = create_model("RunConfig", __base__=OwnConfig, **_passed())
 
 
 def run(
@@ -279,30 +384,35 @@ def run(
     config: Annotated[RunConfig, Parameter(name="*")],
     out: Required[Path],
     targets: Formats[Targets] = (),
+    dry_run: Careful[Annotated[bool, Parameter(negative=())]] = False,
 ) -> dict[str, object]:
     """Take MODEL to a student: cache its words on a text, quantize, train, judge, export.
 
-    What is done in OUT is not done again: after a kill the same command goes on. A recipe
-    (--recipe) may set any flag of a stage in [cache], [convert], [train], [eval] and [export];
-    OUT/recipe.toml has all that were used.
+    What is done in OUT is not done again: after a kill the same command goes on. Every other flag
+    of 'qat cache', 'convert', 'train' and 'eval' may be given too, and a recipe (--recipe) may set
+    any in [cache], [convert], [train], [eval] and [export]; OUT/recipe.toml has all that were used.
 
     Args:
         model: directory, GGUF file or hub id of a causal language model.
         config: settings.
         out: directory for everything that is made.
         targets: what the student is to be exported to: formats become what that holds without
-            loss. `packed`, the checkpoint itself, if not given.
+            loss. gguf if not given and the model can go there, else packed, the checkpoint itself.
+        dry_run: check everything; say how large the student will be, where it can go, and what
+            time and memory all stages take; nothing is written.
     """
-    recipes = [each for each in app.config or () if isinstance(each, Toml)]
-    app.config = None  # from here its tables are read by `Road`, once
-    tables = parse_toml(recipes[0].path.read_text(encoding="utf-8")) if recipes else {}
+    recipes = [each for each in app.config or () if isinstance(each, Dict)]
+    app.config = None  # from here its tables are read by `Run`, once
+    tables = recipes[0].data if recipes else {}
+    if dry_run:
+        pipeline = Pipeline("run", out)
+        return Run(pipeline, model, config=config, targets=targets, tables=tables).predict()
     with held(out):
         pipeline = Pipeline("run", out)
-        road = Road(pipeline, model, config=config, targets=targets or PACKED, tables=tables)
-        return road.go()
+        return Run(pipeline, model, config=config, targets=targets, tables=tables).go()
 
 
-class Road:
+class Run:
     """The stages of one run, from its settings to its students."""
 
     def __init__(
@@ -310,58 +420,179 @@ class Road:
         pipeline: Pipeline,
         model: str,
         *,
-        config: RunConfig,
-        targets: tuple[str, ...],
+        config: OwnConfig,
+        targets: tuple[TargetName, ...],
         tables: Mapping[str, Table],
     ) -> None:
-        """Every stage's settings are checked here, before the first one works.
+        """Every stage's settings are checked here, before the first one works; nothing is written.
 
         Raises:
-            ConfigError: a setting is wrong, or another one than a stage that is done was made with.
-            ExportError: the library of a target is missing.
+            QatError: a setting is wrong, or another one than a stage that is done was made with; or
+                a model, text, device or library is not there.
         """
         self.pipeline = pipeline
         self.model = model
         self.config = config
         self.teacher = config.teacher or model
-        self.targets = targets
+        check_teacher(self.teacher)
+        recorded = pipeline.recorded.get("run", {})
+        known = cast("tuple[TargetName, ...]", tuple(recorded.get("for", DEFAULT_TARGETS)))
+        self.is_default = not targets and known == DEFAULT_TARGETS
+        """Whether nobody named a target: one that cannot be reached gives way to `packed`."""
+        self.targets = targets or known
+        """What the formats of the student are chosen for."""
+        self.exports = self.targets
+        """What it is written as."""
+        self.student = PLACES["train"]
+        """The directory of the student that is exported, once both were judged."""
         self.done = [stage for stage in STAGES if self._is_done(stage)]
-        run = {"model": model, **config.model_dump(exclude_none=True), "for": list(targets)}
-        self.settings: dict[str, Table] = {"run": run}
+        self.settings: dict[str, Table] = {}
         """Of each stage all that was or is to be set, for `recipe.toml`."""
+        self._note()
         # what is done was made of the same model and text
         for stage in self.done:
-            was = pipeline.recorded["run"]
             for key in {"cache": ("data", "teacher", "model"), "convert": ("for",)}.get(stage, ()):
-                pipeline.check_same("run", {key: run.get(key)}, {key: was.get(key)})
-        flags = config.tables()
-        self.tables: dict[str, Table] = {}
+                now = {key: self.settings["run"].get(key)}
+                pipeline.check_same("run", now, {key: recorded.get(key)})
+        self.tables = {stage: self._table(stage, tables, config.tables()) for stage in STAGES}
         """Of each stage what somebody has set, or was set before."""
-        for stage in STAGES:
-            table = {k.replace("-", "_"): v for k, v in tables.get(stage, {}).items()}
-            taken = sorted(table.keys() & {*FOUND[stage], "out"})
-            if taken:
-                raise ConfigError(
-                    f"[{stage}] {taken[0]} is for 'qat run' itself to say, expected other keys; "
-                    "drop it"
-                )
-            is_begun = stage in self.done or (pipeline.out / PLACES.get(stage, stage)).exists()
-            before = pipeline.recorded.get(stage, {}) if is_begun else {}
-            self.tables[stage] = before | table | flags[stage]
         if not {"to", "bits_budget", "attention"} & self.tables["convert"].keys():
             self.tables["convert"]["to"] = DEFAULT_PLAN
-        if "cache" not in self.done:
-            self.tables["cache"] = self._choices() | self.tables["cache"]
-        for stage in STAGES:
+        self.configs: dict[str, Any] = {}
+        """Of each stage its settings as its verb will read them."""
+        for stage in STAGES[1:]:
             self._resolve(stage)
+        self._resolve("cache")  # also refuses a setting of the wrong kind before a text is counted
+        self._check()
+
+    def _note(self) -> None:
+        """Note what `qat run` was told itself."""
+        run = {"model": self.model, **self.config.own(), "for": list(self.targets)}
+        self.settings["run"] = {k: v for k, v in run.items() if k not in FREE_TO_CHANGE}
+
+    def _table(self, stage: str, tables: Mapping[str, Table], flags: dict[str, Table]) -> Table:
+        """What is set of a stage: by earlier calls if it is begun, the recipe, and the flags.
+
+        Raises:
+            ConfigError: the recipe says what `qat run` says itself.
+        """
+        table = {k.replace("-", "_"): v for k, v in tables.get(stage, {}).items()}
+        taken = sorted(table.keys() & {*FOUND[stage], "out"})
+        if taken:
+            raise ConfigError(
+                f"[{stage}] {taken[0]} is for 'qat run' itself to say, expected other keys; drop it"
+            )
+        place = self.pipeline.out / PLACES.get(stage, stage)
+        is_begun = stage in self.done or place.exists()
+        recorded = self.pipeline.recorded.get(stage, {}) if is_begun else {}
+        before = {k: v for k, v in recorded.items() if k not in FREE_TO_CHANGE}
+        return before | table | flags[stage]
+
+    def _check(self) -> None:
+        """Look at everything that the stages to come will need; choose what nobody named.
+
+        Raises:
+            QatError: the first thing that a stage would refuse.
+        """
+        stages, done = self._stages(), self.done
+        calibration = self.tables["convert"].get("calibration")
+        check_words(self.model, stages, calibration=cast("str | None", calibration), done=done)
         self._check_libraries()
+        check_machine(stages, done)
+        check_models(self.model, stages, done)
+        self.text: TextFound | None = None
+        """What the text gives, of a cache that is still to be built."""
+        if "cache" not in done:
+            self.tables["cache"] = self._choices() | self.tables["cache"]
+            self._resolve("cache")
+            self.text = check_text(self.configs["cache"])
+        self.forecast: Forecast | None = None if "convert" in done else self._foreseen()
+        self._note()
+
+    def _check_libraries(self) -> None:
+        """Refuse a target whose library is missing; the default one then stays packed.
+
+        Raises:
+            ExportError: which one, and how it is installed.
+        """
+        from qat.export.targets import check_library
+
+        for target in self.targets:
+            if self.pipeline.is_done("export", f"export/{target}"):
+                continue
+            try:
+                check_library(target)
+            except ExportError as error:
+                if not self.is_default:
+                    raise
+                self.exports = PACKED
+                self.pipeline.say(f"the student is only written as packed: {error}")
+
+    def _foreseen(self) -> "Forecast":
+        """What the conversion will make, for gguf if nobody named a target and it can go there.
+
+        Raises:
+            QatError: what a conversion for these targets would refuse.
+        """
+        for_targets = () if self.targets == PACKED else self.targets
+        try:
+            return foreseen(self.model, self._stages(), for_targets)
+        except ExportError as error:
+            if not self.is_default:
+                raise
+            self.targets = self.exports = PACKED
+            self.pipeline.say(f"the student cannot go to {DEFAULT_TARGETS[0]}: {error}")
+            self._resolve("convert")
+            return foreseen(self.model, self._stages(), ())
+
+    def _stages(self) -> Stages:
+        return Stages(*(self.configs[stage] for stage in ("cache", "convert", "train", "eval")))
+
+    def predict(self) -> dict[str, object]:
+        """Show what the stages will make and take, and return it; nothing is written."""
+        from rich.table import Table as Cells
+
+        from qat.cli.export import show_lacks
+        from qat.export.targets import model_ships_to
+        from qat.models.cost import SIZE_COLUMNS
+
+        text, cache = self.text, self.configs["cache"]
+        if text is None:
+            text = TextFound(cache.num_sequences, cache.sequence_length)
+        if "train" not in self.done:
+            self._fit_to(text.sequences)
+        forecast = self.forecast or self._foreseen()
+        found = forecast_run(forecast, self._stages(), text)
+        sizes, train = forecast.sizes, self.configs["train"]
+        table = Cells(*SIZE_COLUMNS, "steps", "minutes, about", "memory, about")
+        cells = (f"{train.max_steps:,}", f"{found.minutes:.1f}", f"{found.memory_gib:.1f} GiB")
+        table.add_row(*sizes.cells(), *cells)
+        self.pipeline.console.print(table)
+        return {
+            "source_megabytes": sizes.source_megabytes,
+            "megabytes": round(sizes.megabytes, 3),
+            "bits_per_weight": round(sizes.bits_per_weight, 4),
+            "linear_bits": None if math.isnan(sizes.linear_bits) else round(sizes.linear_bits, 4),
+            "steps": train.max_steps,
+            "minutes": round(found.minutes, 1),
+            "memory_gib": round(found.memory_gib, 2),
+            "for": list(self.targets),
+            "ships_to": show_lacks(model_ships_to(forecast.model)),
+        }
 
     def go(self) -> dict[str, object]:
         """Make what is not made yet; show the teacher beside the students, and what comes next."""
+        from qat.export.targets import ships_to
         from qat.generate.text import held_out_prompt
+        from qat.models.directory import resolve
         from qat.models.load import load_tokenizer
 
         pipeline = self.pipeline
+        if self.is_default and self.targets != PACKED:
+            pipeline.say(
+                f"the student gets formats that {self.targets[0]} holds; --for NAME,NAME chooses "
+                "for other programs, --for packed keeps the plan's own (docs/export.md)"
+            )
         pipeline.record(self.settings)
         cache = pipeline.make("cache", "cache", *self._words("cache"))
         if "train" not in self.done:
@@ -374,18 +605,46 @@ class Road:
             pipeline.examine(name, student, *words, teacher=self.teacher, converted=converted)
         models = {"teacher": self.teacher, "converted": converted, "trained": trained}
         prompt = held_out_prompt(cache, load_tokenizer(self.teacher))
-        device = self.config.tables()["eval"]
-        pipeline.compare(models, prompt, *chain(*((f"--{k}", v) for k, v in device.items())))
+        device = {"device": self.config.device, "dtype": self.config.dtype}
+        pipeline.compare(models, prompt, *chain(*((f"--{k}", v) for k, v in device.items() if v)))
+        why = self._choose(trained)
         ships = [
             pipeline.make(f"export/{target}", "export", *self._words("export"), "--to", target)
-            for target in self.targets
+            for target in self.exports
         ]
         page = pipeline.report()
         pipeline.show()
+        pipeline.say(why)
         pipeline.say(f"the student: {', '.join(map(str, ships))}; all about it: {page}")
-        pipeline.say(f"next: qat generate {trained} --prompt TEXT")
+        places = [to for to, lack in ships_to(Path(resolve(str(pipeline.out)))).items() if not lack]
+        here = shlex.quote(str(pipeline.out))
+        pipeline.say(f"it can go to {', '.join(places)}: qat export {here} --to NAME --out DIR")
+        pipeline.say(f"next: qat generate {here} --prompt TEXT")
         kl = {name: found["kl_nats"] for name, found in pipeline.exams().items()}
-        return {"out": pipeline.out, "exports": ships, "report": page, "kl_nats": kl}
+        return {
+            "out": pipeline.out,
+            "student": self.student,
+            "exports": ships,
+            "report": page,
+            "kl_nats": kl,
+        }
+
+    def _choose(self, trained: Path) -> str:
+        """Point at the better of the two students, by the exam; which one that is, in a line."""
+        exams = self.pipeline.exams()
+        before, after = (exams[name]["kl_nats"] for name in ("converted", "trained"))
+        step = best_step(trained)
+        is_better = after <= before
+        self.student = PLACES["train"] if is_better else PLACES["convert"]
+        write_atomically(self.pipeline.out / STUDENT, f"{self.student}\n")
+        if is_better and step != 0:
+            which = "as trained" if step is None else f"of training step {step}"
+            return f"exported: the student {which}, KL {after:.4f} (as converted: {before:.4f})"
+        worse = f" (as trained: {after:.4f})" if step != 0 else ""
+        return (
+            f"exported: the student as converted, KL {before:.4f}{worse}: no step of training made "
+            "it better; lower the rates, or train longer on more text"
+        )
 
     def _is_done(self, stage: str) -> bool:
         """Whether a stage has made all, or of several things the first."""
@@ -394,26 +653,13 @@ class Road:
         place = f"export/{self.targets[0]}" if stage == "export" else PLACES.get(stage, stage)
         return self.pipeline.is_done(stage, place)
 
-    def _check_libraries(self) -> None:
-        """Refuse a target whose library is missing now, not behind all of the work.
-
-        Raises:
-            ExportError: which one, and how it is installed.
-        """
-        from qat.export.targets import check_library
-
-        for target in self.targets:
-            if not self.pipeline.is_done("export", f"export/{target}"):
-                check_library(target)
-
     def _choices(self) -> Table:
-        """What was chosen for a cache that is not done yet, or is to be chosen for it."""
-        recorded = self.pipeline.recorded.get("cache", {})
-        known = {k: recorded[k] for k in ("num_sequences", "held_out") if k in recorded}
-        wished = {**_defaults("train"), **self.tables.get("train", {})}
-        read = wished["max_steps"] * wished["batch_size"] * wished["grad_accum_steps"]
-        wanted = self.tables["cache"].get("num_sequences") or read
-        return known or choices(self.config.data, wanted)
+        """Settings of the cache that nobody named: no more than is read, enough held out."""
+        table, train = self.tables["cache"], self.configs["train"]
+        if {"num_sequences", "held_out"} <= table.keys():
+            return {}
+        cache: CacheConfig = self.configs["cache"]
+        return choices(cache, cache.num_sequences or train.max_steps * train.sequences_per_step)
 
     def _wired(self, stage: str) -> list[object]:
         """What a stage is told of the others."""
@@ -426,7 +672,7 @@ class Road:
             return [self.model, *([] if own_text else ["--calibration", place / "cache"]), *ships]
         cache = ["--cache-dir", place / "cache"]
         words = {"train": [place / "converted", *cache], "eval": cache}
-        return words.get(stage, [place / "trained"])
+        return words.get(stage, [place / self.student])
 
     def _resolve(self, stage: str) -> None:
         """Parse a stage's command line as it will run, and note all of its settings.
@@ -445,9 +691,9 @@ class Road:
         except QatError as error:
             error.args = (f"[{stage}] {error}",)
             raise
-        found = dict(self.tables[stage])
-        if "config" in bound.arguments:
-            found |= bound.arguments["config"].model_dump(mode="json", exclude_none=True)
+        bound.apply_defaults()
+        self.configs[stage] = bound.arguments["config"]
+        found = self.tables[stage] | self.configs[stage].model_dump(mode="json", exclude_none=True)
         left_out = {*FOUND[stage], "out"}
         if stage == "convert" and "--calibration" in map(str, self._wired(stage)):
             left_out.add("calibration")
@@ -470,10 +716,12 @@ class Road:
         return words
 
     def _fit_to_cache(self, cache: Path) -> None:
-        """Where nobody says how long to train: not much longer than the text has something new."""
         from qat.data.reader import TeacherCache
 
-        sequences = TeacherCache.open(cache).num_sequences("train")
+        self._fit_to(TeacherCache.open(cache).num_sequences("train"))
+
+    def _fit_to(self, sequences: int) -> None:
+        """Where nobody says how long to train: not much longer than the text has something new."""
         table, defaults = self.tables["train"], _defaults("train")
         batch = table.get("batch_size") or min(
             defaults["batch_size"], max(1, sequences // STEPS_A_PASS)
@@ -486,14 +734,14 @@ class Road:
         self._resolve("train")
 
 
-def choices(data: str, num_sequences: int) -> Table:
-    """Settings of a cache of `data`: no more than is read, and enough held out to judge by."""
+def choices(config: CacheConfig, num_sequences: int) -> Table:
+    """Settings of a cache: no more than is read, and enough held out to judge by."""
     from itertools import islice
 
     from qat.data.sources import open_source
 
-    held_out = _defaults("cache")["held_out"]
-    count = sum(1 for _ in islice(open_source(data).documents, FEW_DOCUMENTS))
+    source, held_out = open_source(config.data, config.format, config.text_field), config.held_out
+    count = sum(1 for _ in islice(source.documents, FEW_DOCUMENTS))
     if count < FEW_DOCUMENTS or num_sequences * held_out < FEW_HELD_OUT:
         held_out = SHARE_OF_FEW
     return {"num_sequences": num_sequences, "held_out": held_out}
@@ -501,18 +749,5 @@ def choices(data: str, num_sequences: int) -> Table:
 
 def _defaults(stage: str) -> Table:
     """The default of every setting of a verb."""
-    from qat.convert.config import ConvertConfig
-    from qat.data.config import CacheConfig
-    from qat.evaluate.config import EvalConfig
-    from qat.export.config import ExportConfig
-    from qat.train.config import TrainConfig
-
-    kinds: dict[str, type[BaseModel]] = {
-        "cache": CacheConfig,
-        "convert": ConvertConfig,
-        "train": TrainConfig,
-        "eval": EvalConfig,
-        "export": ExportConfig,
-    }
-    fields = kinds[stage].model_fields.items()
+    fields = SETTINGS[stage].model_fields.items()
     return {name: field.default for name, field in fields if not field.is_required()}

@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -10,16 +11,21 @@ import time
 import tomllib
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import without_extras
 from cache_case import TOKENIZER, texts
 from cli_case import call
 from tiny import tiny_model
+from transformers import ViTConfig
 
 from qat.cli import run_verb
 from qat.cli.demo import demo
-from qat.errors import ConfigError, ExportError, Stopped
+from qat.cli.run import Pipeline, Run, RunConfig
+from qat.errors import ConfigError, ExportError, QatError, Stopped
+from qat.models.checkpoint import load_checkpoint
+from qat.models.directory import resolve
 from qat.observe.page import Written
 
 FEW = {"--max-steps": 4, "--sequence-length": 16, "--device": "cpu", "--dtype": "fp32"}
@@ -33,6 +39,9 @@ def place(tmp_path_factory) -> Path:
     tiny_model(num_hidden_layers=1).save_pretrained(place / "model")
     TOKENIZER.save_pretrained(place / "model")
     (place / "texts.txt").write_text("\n\n".join(texts(150)))
+    (place / "empty.txt").write_text("")
+    (place / "one.txt").write_text("only one line")
+    (place / "rows.jsonl").write_text('{"text": "a text"}\n')
     (place / "recipe.toml").write_text(
         "[convert]\ngroup_size = 16\ncalibration-sequences = 8\n[train]\nbatch_size = 4\n"
     )
@@ -63,7 +72,11 @@ def test_it_makes_all_that_it_says(finished: Path) -> None:
     exams = json.loads((finished / "eval.json").read_text())
     assert [*exams] == ["teacher", "converted", "trained"]
     assert exams["trained"]["megabytes"] < exams["teacher"]["megabytes"]
-    assert (finished / "export/packed/model.safetensors").exists()
+    assert exams["trained"]["step"] in range(5) and "step" not in exams["converted"]
+    assert (finished / "student").read_text() in ("trained\n", "converted\n")
+    assert load_checkpoint(Path(resolve(str(finished)))) is not None
+    (target,) = recipe["run"]["for"]
+    assert any((finished / "export" / target).iterdir())
     page = (finished / "report.html").read_text()
     for found in exams.values():  # the page shows what the terminal does
         assert f"<td>{found['top1_frac']:.1%}</td><td>{found['kl_nats']:.4f}</td>" in page
@@ -94,7 +107,8 @@ def test_its_recipe_is_one(finished: Path, place: Path, monkeypatch) -> None:
         (["--max-steps", 9], r"\[train\] max_steps=9, but that stage is done"),
         (["--sequence-length", 8], r"\[cache\] sequence_length=8, but that stage is done"),
         (["--data", "other.txt"], r"\[run\] data='other.txt', but that stage is done"),
-        (["--for", "gguf"], r"\[run\] for=\['gguf'\], but that stage is done"),
+        (["--for", "mlx"], r"\[run\] for=\['mlx'\], but that stage is done"),
+        (["--lr", 0.5], r"\[train\] lr=0.5, but that stage is done"),
         (["--max-steps", 0], r"\[train\] .*max_steps"),
     ],
 )
@@ -109,6 +123,114 @@ def test_a_recipe_sets_no_stage_against_another(place: Path, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"\[train\] cache_dir is for 'qat run' itself to say"):
         run_verb(words(place, tmp_path / "out"), recipe)
     assert not (tmp_path / "out").exists()
+
+
+WRONG = {
+    "--to q2b4": "to=q2b4 is neither a file nor a preset",
+    "--device cuda:9": "device=cuda:9, but",
+    "--device cpux": "device=cpux is unknown",
+    "--data nowhere.txt": "data=nowhere.txt is no file",
+    "--data {place}/empty.txt": "empty.txt",
+    "--data {place}/one.txt": "is one document",
+    "--teacher {place}/nobody": "nobody does not exist",
+    "--teacher http://host/v1 --teacher-model x": "is a server",
+    "--loss tial": "tial",
+    "--loss sampled": "the cache has top_k=64 and draws=0",
+    "--lr -1": "lr=",
+    "--sequence-length 99999": "reads at most",
+    "--for packed --group-size 7": "7",
+    "--bits-budget 0": "bits_budget=",
+    "--embedding-bits 5": "embedding",
+    "--text-field body --format plain --data {place}/rows.jsonl": "body",
+    "--for gguf --learn lora,scales": "gguf holds no adapters",
+    "--for gguf --to v2a4": "gguf",
+    "--held-out 0": "held_out=0",
+    "--max-steps 0": "max_steps",
+}
+
+
+@pytest.mark.parametrize("flags", WRONG)
+@pytest.mark.parametrize("is_dry", [False, True])
+def test_a_refused_call_writes_nothing(
+    place: Path, tmp_path: Path, flags: str, *, is_dry: bool
+) -> None:
+    given = flags.format(place=place).split()
+    more = ["--group-size", "16"] if "--group-size" not in given else []
+    call = ["run", str(place / "model"), "--out", str(tmp_path / "out"), *given, *more]
+    call += [w for k, v in FEW.items() if k not in given for w in (k, str(v))]
+    call += ["--data", str(place / "texts.txt")] if "--data" not in given else []
+    with pytest.raises(QatError, match=re.escape(WRONG[flags])) as refused:
+        run_verb([*call, *["--dry-run"] * is_dry])
+    assert str(refused.value).count("\n") == 0
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_misspelt_model_and_one_that_is_no_language_model(place: Path, tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    ViTConfig().save_pretrained(image)
+    for model, message in ((tmp_path / "modle", "does not exist"), (image, "image")):
+        given = ["--data", str(place / "texts.txt"), "--out", str(tmp_path / "out")]
+        with pytest.raises(QatError, match=message):
+            run_verb(["run", str(model), *given])
+    assert [path.name for path in tmp_path.iterdir()] == ["image"]
+
+
+def test_a_dry_run_says_sizes_and_writes_nothing(place: Path, tmp_path: Path) -> None:
+    found = run_verb([*words(place, tmp_path / "out"), "--dry-run"], place / "recipe.toml")
+    assert found["source_megabytes"] > found["megabytes"] > 0 and found["steps"] == 4
+    assert found["bits_per_weight"] >= found["linear_bits"] > 2 and "packed" in found["ships_to"]
+    assert found["minutes"] >= 0 and found["memory_gib"] >= 0
+    assert not [*tmp_path.iterdir()]
+
+
+def test_flags_of_a_stage_reach_it(place: Path, tmp_path: Path) -> None:
+    flags = ["--lr", 0.5, "--batch-size", 3, "--embedding-bits", 4, "--seed", 7, "--top-k", 8]
+    pipeline = Pipeline("run", tmp_path / "out")
+    config = RunConfig(
+        data=str(place / "texts.txt"), sequence_length=16, device="cpu", group_size=16,
+        **dict(zip([f[2:].replace("-", "_") for f in flags[::2]], flags[1::2], strict=True)),
+    )  # fmt: skip
+    made = Run(pipeline, str(place / "model"), config=config, targets=(), tables={})
+    train, cache = made.configs["train"], made.configs["cache"]
+    assert (train.lr, train.batch_size, train.seed) == (0.5, 3, 7)
+    assert (cache.top_k, cache.seed, cache.batch_size) == (8, 0, 0)
+    assert made.configs["convert"].embedding_bits == 4
+    assert {made.configs[stage].device for stage in ("cache", "convert", "train")} == {"cpu"}
+
+
+def test_a_device_is_of_one_call(finished: Path, place: Path) -> None:
+    recipe = (finished / "recipe.toml").read_text()
+    with pytest.raises(ConfigError, match="device=cuda:9"):
+        (finished / "eval.json").rename(finished / "aside")
+        try:
+            go(place, finished, "--device", "cuda:9")
+        finally:
+            (finished / "aside").rename(finished / "eval.json")
+    assert (finished / "recipe.toml").read_text() == recipe
+
+
+@pytest.mark.parametrize(
+    ("after", "student"), [(0.2, "trained"), (0.3, "trained"), (0.4, "converted")]
+)
+def test_the_better_student_is_exported(tmp_path: Path, after: float, student: str) -> None:
+    exams = {name: {"kl_nats": kl} for name, kl in (("converted", 0.3), ("trained", after))}
+    (tmp_path / "eval.json").write_text(json.dumps(exams))
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained/metrics.json").write_text(json.dumps({"best_step": 12}))
+    said = []
+    made = object.__new__(Run)
+    made.pipeline = SimpleNamespace(out=tmp_path, exams=lambda: exams, say=said.append)
+    line = made._choose(tmp_path / "trained")
+    assert made.student == student and (tmp_path / "student").read_text() == f"{student}\n"
+    assert ("step 12" in line) == (student == "trained")
+
+
+def test_advice_names_only_flags_that_are_taken(tmp_path: Path) -> None:
+    pipeline = Pipeline("run", tmp_path / "out")
+    assert pipeline.advised("lower --batch-size", "train") == "lower --batch-size"
+    assert "batch_size below [cache]" in pipeline.advised("lower --batch-size", "cache")
+    assert "goes on" in pipeline.advised("go on with --resume", "train")
+    assert pipeline.advised("choose another --out", "train") == "choose another --out"
 
 
 @pytest.mark.parametrize("is_behind", [True, False])
@@ -173,8 +295,7 @@ def test_stopped_behind_any_stage_it_goes_on(
             real(words(place, out), place / "recipe.toml")
     monkeypatch.setattr("qat.observe.page.write_report", lambda runs, page: Written(page, []))
     go(place, out)
-    for name in ("converted", "export/packed"):
-        file = f"{name}/model.safetensors"
+    for file in ("converted/model.safetensors", "export/gguf/model.gguf"):
         assert (out / file).read_bytes() == (finished / file).read_bytes()
     ours, theirs = (json.loads((each / "eval.json").read_text()) for each in (out, finished))
     assert ours["trained"]["kl_nats"] == theirs["trained"]["kl_nats"]
@@ -210,7 +331,7 @@ def test_killed_at_any_moment_it_goes_on(finished: Path, place: Path, tmp_path: 
         process.send_signal(signal.SIGKILL)
         process.wait()
     go(place, out)
-    file = "export/packed/model.safetensors"
+    file = "export/gguf/model.gguf"
     assert (out / file).read_bytes() == (finished / file).read_bytes()
 
 
