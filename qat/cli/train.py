@@ -131,7 +131,7 @@ def _preflight(
         return []
     checked = examine(config, student, out, world=ranks.size)
     show_targets(Path(resolve(student)), adapters="lora" in config.kinds)
-    if checked.is_long or checked.errors():
+    if checked.is_long or len(checked.errors()) > 1:  # a single error is said in its line
         show_findings(checked)
     return codes_forced(checked.findings, force=force)
 
