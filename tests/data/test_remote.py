@@ -89,6 +89,18 @@ def test_shards_are_kept_within_a_budget(
     assert not list((tmp_path / "kept").glob(".*"))
 
 
+def test_the_newest_shards_stay_whatever_the_budget(
+    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "FRESH", 1)
+    cache = open_cache(ADDRESS, local=tmp_path / "kept", budget=1)
+    found = []
+    for index in (0, 11, 22):
+        cache.batch([index])
+        found.append(sorted(path.name[9:11] for path in (tmp_path / "kept").glob("*.safetensors")))
+    assert found == [["00"], ["00", "01"], ["01", "02"]]
+
+
 def test_all_shards_stay_where_there_is_room(
     store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
