@@ -14,6 +14,11 @@ mutant, where that module has the mutant's text and those tests that passed and 
 line run until one fails; no file is changed, and processes that tests start have no mutant. Killed
 mutants are not run again. EQUIVALENT lists mutants that no test can tell from the project, each a
 table [NAME] with `is`, the change as `count` prints it, and a `reason`.
+
+    TRITON_INTERPRET=1 python tests/stress/measure_mutants.py check LIST.jsonl --figures F
+
+`check` measures a list of mutants again that names the `tests` which kill each, or why none can
+(`equivalent`). It needs no coverage: these tests run with the mutant, then without it.
 """
 
 import ast
@@ -28,6 +33,7 @@ import time
 import tomllib
 import xml.etree.ElementTree as xml
 from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from importlib import import_module
@@ -43,7 +49,7 @@ from cyclopts import App
 app = App(help=__doc__)
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 240
-GOAL = 92
+FIGURE, GOAL = "mutants_killed_percent", 92
 TESTS, TESTS_S = 300, 150.0
 """How many tests a mutant may have, and how long they may take together."""
 CPU_S, LIMIT_S = 60, 400
@@ -99,18 +105,54 @@ def run(
     drawn = [located(Mutant(**each)) for each in json.loads(mutants.read_text(encoding="utf-8"))]
     killed = {name for name, each in read(out).items() if is_killed(each)}
     tests = Tests(coverage, report)
+    left = [each for each in drawn if each.name not in killed]
+    jobs = [(each, tests.of(each) if each.line else {}) for each in left]
+    with out.open("a", encoding="utf-8") as file:
+        for outcome in outcomes(jobs, workers):
+            file.write(json.dumps(outcome) + "\n")
+            file.flush()
+
+
+@app.command
+def check(mutants: Path, *, figures: Path | None = None, workers: int = 1) -> None:
+    """Run the tests that MUTANTS names for each mutant, and record how many mutants they kill."""
+    listed = [json.loads(line) for line in mutants.read_text(encoding="utf-8").splitlines()]
+    jobs = []
+    for each in listed:
+        if bool(each["tests"]) == bool(each.get("equivalent")):
+            raise SystemExit(f"{each['name']} needs tests, or a reason why it is equivalent")
+        mutant = located(Mutant(**{key: each[key] for key in Mutant._fields}))
+        if mutant.line and each["tests"]:
+            sound = mutant._replace(name=f"{mutant.name}, sound", after=mutant.before)
+            jobs += [(mutant, each["tests"]), (sound, each["tests"])]
+    ended = {outcome["name"]: outcome for outcome in outcomes(jobs, workers)}
+    there = [mutant.name for mutant, _ in jobs[::2]]
+    if not there:
+        raise SystemExit(f"{mutants}: no mutant is left in these sources, so nothing was measured")
+    killed = [name for name in there if is_killed(ended[name])]
+    killed = [name for name in killed if ended[f"{name}, sound"]["outcome"] == "survived"]
+    equivalent = sum("equivalent" in each for each in listed)
+    gone, value = len(listed) - equivalent - len(there), round(100 * len(killed) / len(there), 1)
+    print(f"{len(killed)} of {len(there)} killed: {value} %; {equivalent} equivalent, {gone} gone")
+    if figures is not None:
+        from figures import record  # imports the project, which no process may have before
+
+        record(figures, FIGURE, value, "%", f">= {GOAL}", runs=len(there))
+
+
+def outcomes(
+    jobs: list[tuple[Mutant, Collection[str]]], workers: int
+) -> Iterator[dict[str, str | float]]:
+    """What came of each mutant with its tests, in processes of this one, in which all is loaded."""
     for name in (*LARGE, *MODELS, *(f"{each}.modeling_{each.split('.')[-1]}" for each in MODELS)):
         import_module(name)
-    with ProcessPoolExecutor(workers, FORK) as pool, out.open("a", encoding="utf-8") as file:
-        left = [each for each in drawn if each.name not in killed]
-        jobs = [pool.submit(judge, each, tests.of(each) if each.line else {}) for each in left]
-        for job in as_completed(jobs):
+    with ProcessPoolExecutor(workers, FORK) as pool:
+        for job in as_completed([pool.submit(judge, *each) for each in jobs]):
             outcome = job.result()
             print(
                 f"{outcome['outcome']:9s}{outcome['seconds']:6.1f} s  {outcome['is']}", flush=True
             )
-            file.write(json.dumps(outcome) + "\n")
-            file.flush()
+            yield outcome
 
 
 class Tests:
@@ -163,7 +205,7 @@ class Tests:
         return next((runs[line] for line in above if line in runs), set())
 
 
-def judge(mutant: Mutant, tests: dict[str, float]) -> dict:
+def judge(mutant: Mutant, tests: Collection[str]) -> dict:
     """What came of a mutant, and the test that killed it."""
     start, outcome, killer = time.monotonic(), "survived" if mutant.line else "gone", ""
     if tests and mutant.line:
@@ -256,7 +298,7 @@ def count(out: Path, *, equivalent: Path | None = None, figures: Path | None = N
         from figures import record  # imports the project, which `run` must not
 
         goal = f">= {GOAL} of at least 200"
-        record(figures, "mutants_killed_percent", value, "%", goal, runs=len(found))
+        record(figures, FIGURE, value, "%", goal, runs=len(found))
 
 
 def seconds(report: Path) -> dict[str, float]:

@@ -24,6 +24,7 @@ def double(x):
 TESTS = """from qat.quant import weight
 def test_double(): assert weight.double(3) == 6
 def test_large(): weight.double(100)
+def test_wrong(): assert weight.SIZE == 7
 """
 
 
@@ -31,6 +32,9 @@ def test_large(): weight.double(100)
 def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.syspath_prepend(str(SPEEDRUN))
     script = importlib.import_module("measure_mutants")
+    importlib.import_module("figures")  # with the project's own modules, which the next line hides
+    for name in [name for name in sys.modules if name.partition(".")[0] in {"qat", "test_pack"}]:
+        monkeypatch.delitem(sys.modules, name)
     for name, text in {
         "qat/__init__.py": "",
         "qat/quant/weight.py": SOURCE,
@@ -39,7 +43,8 @@ def script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(script, "ROOT", tmp_path)
+    for name, value in {"ROOT": tmp_path, "LARGE": (), "MODELS": ()}.items():
+        monkeypatch.setattr(script, name, value)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     return script
 
@@ -73,8 +78,6 @@ def test_outcomes(  # noqa: PLR0917
     outcome: str,
 ) -> None:
     monkeypatch.setattr(script, "CPU_S", 1 if outcome == "timeout" else 40)
-    for name in [name for name in sys.modules if name.partition(".")[0] in {"qat", "test_pack"}]:
-        monkeypatch.delitem(sys.modules, name)
     tests = {f"tests/quant/test_pack.py::{test}": 0.1}
     found = script.judge(script.located(mutant(script, line, before, after)), tests)
     assert found["outcome"] == outcome
@@ -126,8 +129,29 @@ def test_equivalent_ones_do_not_count_but_need_a_reason(script: ModuleType, tmp_
         with pytest.raises(SystemExit, match="needs a reason, and a mutant that no test"):
             script.count(out, equivalent=listed)
     listed.write_text('[d]\nis = "x"\nreason = "x"\n')
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("figures.ROOT", SPEEDRUN.parent)
-        script.count(out, equivalent=listed, figures=figures)
+    script.count(out, equivalent=listed, figures=figures)
     figure = json.loads(figures.read_text())
     assert (figure["value"], figure["runs"]) == (66.7, 4)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_list_is_measured_again(script: ModuleType, tmp_path: Path) -> None:
+    listed, figures = tmp_path / "mutants.jsonl", tmp_path / "figures.jsonl"
+    tests, larger = "tests/quant/test_pack.py::", ("    if x > 100:", "    if x >= 100:")
+    lines = [
+        mutant(script, 1, "SIZE = 2", "SIZE = 3")._asdict() | {"tests": [f"{tests}test_double"]},
+        mutant(script, 5, *larger)._asdict() | {"tests": [f"{tests}test_double"]},
+        mutant(script, 1, "SIZE = 2", "SIZE = 4")._asdict() | {"tests": [f"{tests}test_wrong"]},
+        mutant(script, 1, "SIZE = 9", "SIZE = 8")._asdict() | {"tests": [f"{tests}test_large"]},
+        mutant(script, 1, "SIZE = 2", "SIZE = 1 + 1")._asdict() | {"tests": []},
+    ]
+    lines = [line | {"name": name} for name, line in zip("abcde", lines, strict=True)]
+    listed.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with pytest.raises(SystemExit, match="e needs tests"):
+        script.check(listed)
+    lines[-1]["equivalent"] = "It is 2."
+    listed.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    script.check(listed, figures=figures)
+    figure = json.loads(figures.read_text())
+    assert (figure["figure"], figure["value"]) == ("mutants_killed_percent", 33.3)
+    assert figure["runs"] == 3
