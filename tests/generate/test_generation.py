@@ -5,6 +5,7 @@ import torch
 from tiny import tiny_model, tiny_tokenizer
 from transformers import GenerationConfig
 
+from qat.backend.base import Backend
 from qat.backend.device import seeded
 from qat.errors import ConfigError
 from qat.generate import text as module
@@ -29,6 +30,21 @@ def test_greedy_equals_a_plain_loop(model: LanguageModel) -> None:
             following = model.model(expected).logits[:, -1].argmax(-1, keepdim=True)
         expected = torch.cat([expected, following], dim=1)
     assert said.text == tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_rows_filled_to_one_shape_hold_the_same_tokens(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fixed shapes have a loop of their own, which ends at the last token that is allowed."""
+    ids = torch.tensor([[5, 9, 12], [7, 3, 20]])
+    config = GenerationConfig(max_new_tokens=6, do_sample=False)
+    free = module.continue_rows(model, ids, config)
+    ending = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=[free[0][2]])
+    ended = module.continue_rows(model, ids, ending)
+    assert [*map(len, free)] == [6, 6] and len(ended[0]) <= 3
+    monkeypatch.setattr(Backend, "fixed_shapes", lambda _: True)
+    assert module.continue_rows(model, ids, config) == free
+    assert module.continue_rows(model, ids, ending) == ended
 
 
 def test_the_stream_is_the_text_in_pieces(model: LanguageModel) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from qat.errors import CheckpointError
-from qat.models.directory import resolve
+from qat.models.directory import is_path, resolve
 
 
 @pytest.fixture
@@ -38,3 +38,17 @@ def test_a_student_that_lies_elsewhere_is_refused(students: Path, name: str) -> 
     (students / "student").write_text(name)
     with pytest.raises(CheckpointError, match="which is no directory there"):
         resolve(str(students))
+
+
+@pytest.mark.parametrize("source", ["./x/y", "/x/y", "~/x", "model", "x/y/z", "https://x/y/z", ""])
+def test_what_is_no_owner_and_name_of_a_hub_is_a_path(source: str) -> None:
+    assert is_path(source)
+
+
+def test_below_a_directory_that_is_there_all_is_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not is_path("owner/name")
+    (tmp_path / "owner").mkdir()
+    assert is_path("owner/name")
