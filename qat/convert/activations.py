@@ -21,13 +21,13 @@ from qat.nn.activation import ActivationQuantizer
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.sites import experts_of, unseen_input
 from qat.nn.swap import body_of, reads_input, table_names
-from qat.quant.activation import LEVELS, SMALLEST_SCALE
+from qat.quant.activation import LEVELS
 from qat.quant.spec import ActivationSpec, QuantPlan
 
 LOWEST_EXPONENT, OCTAVES, BINS_AN_OCTAVE = -24, 48, 32
 """A histogram of magnitudes reaches from 2**-24 to 2**24, in steps of two percent."""
 MOST_OF_MEDIAN = 4.0
-"""A channel may reach so many times as far as the median one."""
+"""A channel may reach so many times as far as the median of those that are not zero."""
 TOKENS = 16
 """So many are read before and after channels are levelled."""
 
@@ -93,23 +93,21 @@ def level_products(
 
 def _level(mlp: nn.Module, peak: Tensor) -> int:
     """Level the product inside `mlp`, whose channels reach up to `peak` `(I,)`."""
-    most = (MOST_OF_MEDIAN * peak.median()).clamp_min(SMALLEST_SCALE)
+    most = MOST_OF_MEDIAN * peak[peak > 0].median()  # a pruned channel has no range
     factor = (peak / most).log2().ceil().clamp_min(0).exp2()
     tokens = mlp.up_proj.weight[None, :TOKENS].clone()  # any show it
     before = mlp(tokens)
-    _multiply(mlp, factor)
-    if not torch.equal(mlp(tokens), before):
-        _multiply(mlp, 1 / factor)
-        return 0
-    return int((factor > 1).sum())
-
-
-def _multiply(mlp: nn.Module, factor: Tensor) -> None:
-    """Multiply columns of `down_proj` by what rows of `up_proj` are divided by."""
+    weights = [mlp.down_proj.weight, mlp.up_proj.weight, mlp.up_proj.bias]
+    kept = [(weight, weight.clone()) for weight in weights if weight is not None]
     mlp.down_proj.weight.mul_(factor)
     mlp.up_proj.weight.div_(factor[:, None])
     if mlp.up_proj.bias is not None:
         mlp.up_proj.bias.div_(factor)
+    if not torch.equal(mlp(tokens), before):
+        for weight, old in kept:  # to divide again may round, or give NaN
+            weight.copy_(old)
+        return 0
+    return int((factor > 1).sum())
 
 
 @torch.no_grad()

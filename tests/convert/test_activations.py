@@ -138,6 +138,26 @@ def test_large_channels_are_levelled_without_a_changed_bit() -> None:
     assert torch.equal(mlp.down_proj.weight, kept)
 
 
+@pytest.mark.parametrize("live", [16, 1, 0])
+@pytest.mark.parametrize("size", [1.0, 1e-37])
+def test_pruned_channels_are_not_levelled_by(live: int, size: float) -> None:
+    """Most channels are zero: the median of all is no range, and what fails is undone exactly."""
+    student = LanguageModel(tiny_model(initializer_range=0.2))
+    mlp = student.model.model.layers[0].mlp
+    with torch.no_grad():
+        mlp.up_proj.weight[live:] = 0
+        mlp.up_proj.weight[1:live] *= size
+        mlp.up_proj.weight[0] *= 100
+        before = {name: weight.clone() for name, weight in mlp.state_dict().items()}
+        expected = student.hidden(*BATCHES[0])
+        only = {"model.layers.0.mlp.down_proj": ActivationSpec(kind="int8-static")}
+        count = level_products(student, only, BATCHES)
+        assert torch.equal(student.hidden(*BATCHES[0]), expected)
+    assert (count > 0) == (live > 1 and size == 1.0)
+    if not count:
+        assert all(torch.equal(mlp.state_dict()[name], old) for name, old in before.items())
+
+
 def test_a_token_of_zeros_chooses_no_range() -> None:
     seen, with_zeros = Magnitudes(), Magnitudes()
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
