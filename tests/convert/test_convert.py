@@ -66,7 +66,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(place: Path, **values: object) -> ConvertConfig:
-    """Settings that quantize linears alone; tests/convert/test_tables.py is about tables."""
+    """Settings that quantize linears alone; tests/convert/test_source_tables.py is about tables."""
     defaults = {"to": str(place / "mlp.toml"), "device": "cpu", "calibration_length": 32}
     defaults["embedding_bits"] = 16
     return ConvertConfig(**{**defaults, **values})
