@@ -6,6 +6,8 @@ a row. Read as floats and fitted again it would lose a second time; found again 
 Shapes: O rows, I columns, N blocks of W weights.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ def exact_integers(weight: Tensor, bits: int) -> QuantizedWeight | None:
     """
     O, I = weight.shape
     spec = integer_spec(bits)
-    levels = fixed_grid(spec).to(weight.device)
+    levels = cast(Tensor, fixed_grid(spec)).to(weight.device)  # integers always have one
     codes, scales = [], []
     for blocks_NW in weight.detach().float().reshape(-1, BLOCK).split(PIECE):
         found = _integers(blocks_NW, bits)
