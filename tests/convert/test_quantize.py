@@ -308,9 +308,9 @@ def test_the_teacher_reads_the_table_before_it_is_quantized(
         return weights
 
     monkeypatch.setattr("qat.convert.quantize.aim_all", note)
-    for bits in (None, 4):
-        model = tiny_model()
-        both = with_tables(plan("*.0.self_attn.q_proj"), model, bits)
+    for has_tables in (False, True):
+        model, chosen = tiny_model(), plan("*.0.self_attn.q_proj")
+        both = with_tables(chosen, model, 4) if has_tables else chosen
         quantize_model(LanguageModel(model), both, calibration=tokens())
     assert gaps[0] == 0.0 and gaps[1] > 1e-3
 
