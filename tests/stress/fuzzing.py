@@ -41,7 +41,7 @@ def settle(figure: str, outcomes: Outcomes, figures: Path | None) -> None:
     """Print what came of the cases, record the number of clean ones, and exit."""
     wrong = told(outcomes)
     if figures is not None:
-        from figures import record  # imports torch, which takes more memory than a case may
+        from fault_records import record  # imports torch, which takes more memory than a case may
 
         value = 0 if wrong else outcomes.total()
         record(figures, figure, value, "cases", f">= {GOAL}, all clean")

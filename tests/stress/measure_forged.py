@@ -51,7 +51,7 @@ def main(*sources: str, cases: int = 2000, first: int = 0, figures: Path | None 
         outcomes.update(attack(name, range(first, first + cases)))
     accepted = told(outcomes)
     if figures is not None:
-        from figures import record
+        from fault_records import record
 
         total = outcomes.total()
         record(figures, "forged_inputs_accepted", accepted, "cases", "0", runs=total)

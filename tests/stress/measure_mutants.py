@@ -135,7 +135,7 @@ def check(mutants: Path, *, figures: Path | None = None, workers: int = 1) -> No
     gone, value = len(listed) - equivalent - len(there), round(100 * len(killed) / len(there), 1)
     print(f"{len(killed)} of {len(there)} killed: {value} %; {equivalent} equivalent, {gone} gone")
     if figures is not None:
-        from figures import record  # imports the project, which no process may have before
+        from fault_records import record  # imports the project, which no process may have before
 
         record(figures, FIGURE, value, "%", f">= {GOAL}", runs=len(there))
 
@@ -295,7 +295,7 @@ def count(out: Path, *, equivalent: Path | None = None, figures: Path | None = N
     value = round(100 * killed / len(differing), 1)
     print(f"{len(found)} mutants, {len(listed)} equivalent, {killed} killed: {value} %")
     if figures is not None:
-        from figures import record  # imports the project, which `run` must not
+        from fault_records import record  # imports the project, which `run` must not
 
         goal = f">= {GOAL} of at least 200"
         record(figures, FIGURE, value, "%", goal, runs=len(found))
