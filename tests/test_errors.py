@@ -41,7 +41,7 @@ def test_installed_from_a_wheel_the_packages_are_named(wheel: Path) -> None:
     assert shlex.split(how_to_install("ship"))[4:] == packages
 
 
-@pytest.mark.parametrize("extra", PROJECT["optional-dependencies"].keys() - {"dev"})
+@pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"].keys() - {"dev"}))
 def test_every_extra_is_packages_of_an_index(extra: str, wheel: Path) -> None:
     packages = [Requirement(each) for each in shlex.split(how_to_install(extra))[4:]]
     assert packages and not any(each.marker for each in packages)
