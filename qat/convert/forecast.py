@@ -46,6 +46,7 @@ from qat.nn.swap import (
     untie_head,
     weight_shape,
 )
+from qat.nsa.swap import change_attention, read_attention
 from qat.quant.fit import fit_weight
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan, by_group
 
@@ -91,6 +92,8 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
         spec = by_group(BUDGET_BITS, config.group_size or 16)
         plan = plan.model_copy(update={"rules": (PlanRule(pattern="*", spec=spec),)})
     model, itemsize, stored = _skeleton(source, config)
+    if config.attention is not None:
+        change_attention(model, read_attention(config.attention))
     check_experts(plan, model)
     plan = plan_tables(plan, model, config, stored=stored, shipping=shipping)
     if shipping is not None:
@@ -236,7 +239,8 @@ def _memory(
         tokens = config.calibration_sequences * config.calibration_length
         width = model.config.get_text_config().hidden_size
         memory += 2 * FLOAT * tokens * width  # the teacher's and the student's hidden states
-        memory += 3 * 8 * max(weight_shape(model.get_submodule(n))[1] ** 2 for n in specs)
+        columns = (weight_shape(model.get_submodule(name))[1] for name in specs)
+        memory += 3 * 8 * max(columns, default=0) ** 2
     return memory
 
 
