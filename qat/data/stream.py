@@ -113,29 +113,33 @@ def _keys(text: str) -> list[int]:
 def _one_sided(documents: list[Document], side: Split, settings: CacheSettings) -> DataError:
     count, held_out = len(documents), f"held_out={settings.held_out:g}"
     data = f"data={settings.data}"
-    if count == 1:
-        return DataError(
-            f"{data} is one document, and {held_out} keeps whole documents away from training, "
-            "expected two or more; separate its documents by blank lines or <|endoftext|>, give "
-            "more files, or keep none away with --held-out 0"
-        )
-    if side == "held_out":
-        return DataError(
-            f"{held_out} keeps all {count} documents of {data} away from training, expected some "
-            "to learn from; lower --held-out or give more documents"
-        )
     firsts, known = [], set()
     for document in documents:
         keys = set(_keys(_text(document)))
         if known.isdisjoint(keys):
             firsts.append(document)
         known |= keys
+    if len(firsts) == 1:  # no share divides it
+        found = (
+            "one document"
+            if count == 1
+            else f"{count} near-identical documents, which count as one"
+        )
+        return DataError(
+            f"{data} is {found}, and {held_out} keeps whole documents away from training, "
+            "expected two or more; separate its documents by blank lines or <|endoftext|>, or "
+            "give more files"
+        )
+    if side == "held_out":
+        return DataError(
+            f"{held_out} keeps all {count} documents of {data} away from training, expected some "
+            "to learn from; lower --held-out or give more documents"
+        )
     enough = math.ceil(100 * min(_place(document, settings.seed) for document in firsts)) / 100
     return DataError(
         f"{held_out} keeps none of the {count} documents of {data} away from training, expected "
         f"one or more to judge by (near-identical ones stay together, so they count as "
-        f"{len(firsts)}); --held-out {enough:g} is enough for one, or give more documents, or keep "
-        "none away with --held-out 0"
+        f"{len(firsts)}); --held-out {enough:g} is enough for one, or give more documents"
     )
 
 

@@ -302,9 +302,16 @@ def test_logits_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 def test_an_empty_split_is_refused_before_the_teacher_is_asked(
     tmp_path: Path, count: int, held_out: float, message: str
 ) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message) as caught:
         build(tmp_path / "c", documents=texts(count), held_out=held_out, teacher=FailingTeacher(1))
+    assert "--held-out 0 " not in f"{caught.value} "  # no student could be trained on such a cache
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("held_out", [0.01, 0.99])
+def test_copies_are_one_document_which_no_share_divides(tmp_path: Path, held_out: float) -> None:
+    with pytest.raises(DataError, match="is 5 near-identical documents, which count as one"):
+        build(tmp_path / "c", documents=texts(1) * 5, held_out=held_out, teacher=FailingTeacher(1))
 
 
 def test_reading_goes_on_until_something_is_held_out(tmp_path: Path) -> None:
