@@ -301,7 +301,7 @@ def test_a_budget_without_a_plan_is_for_all_linears_and_tables_if_wished(
     [
         (b"[[rules]\n", r"to=\S+plan.toml is not TOML \(.*\), expected a plan; mend that line"),
         (b"\xff\xfe", r"is not TOML \(.*utf-8"),
-        (b'nmae = "x"\nrules = []\n', "nmae: Extra inputs are not permitted"),
+        (b'nmae = "x"\nrules = []\n', "nmae is unknown; did you mean .name."),
         (b'name = "x"\n', "rules: Field required"),
         (b'name = "x"\nrules = [{}]\n', "rules.0={}: a rule needs a pattern or a role; add one"),
         (

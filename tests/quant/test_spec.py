@@ -25,7 +25,7 @@ def plan(*rules: tuple[str, LutSpec | None]) -> QuantPlan:
         ({"bits": 2, "rank": -1}, r"rank=-1: "),
         ({"bits": 2, "codebook": "kmeans"}, r"codebook='kmeans': .*'lut', 'seq', 'int'"),
         ({"bits": 2, "scale": "row"}, r"scale='row': .*'group' or 'low_rank'"),
-        ({"bits": 2, "grup_size": 8}, r"grup_size: Extra inputs are not permitted"),
+        ({"bits": 2, "grup_size": 8}, r"grup_size is unknown; did you mean .group_size."),
         ({}, r"bits: Field required"),
         ({"bits": 3, "codebook": "e2m1"}, "an e2m1 codebook is stored in bits=4, got bits=3"),
         ({"bits": 3, "codebook": "ternary"}, "ternary codebook is stored in bits=2, got bits=3"),
