@@ -188,6 +188,7 @@ def test_a_student_that_is_not_smaller_is_a_warning_at_the_top(
     assert first.startswith("WARNING: ") and "--to packed" in first and "--dtype bf16" in first
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_the_conversion_then_makes(
     place: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:

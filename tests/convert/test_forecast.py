@@ -27,6 +27,7 @@ def both(
     return expected, convert_checkpoint(str(source), config, out, shipping)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "values",
     [

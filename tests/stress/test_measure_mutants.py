@@ -134,6 +134,7 @@ def test_equivalent_ones_do_not_count_but_need_a_reason(script: ModuleType, tmp_
     assert (figure["value"], figure["runs"]) == (66.7, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_list_is_measured_again(script: ModuleType, tmp_path: Path) -> None:
     listed, figures = tmp_path / "mutants.jsonl", tmp_path / "figures.jsonl"
