@@ -254,9 +254,9 @@ def _formats(modules: "Sequence[ModuleReport]") -> "Table":
     from rich.table import Table
 
     table = Table(caption="error: the mean over layers; each weight's is in convert_report.json")
-    table.add_column("weights", no_wrap=True)
+    table.add_column("weights", overflow="fold")  # numbers are never cut for it
     has_outputs = any(module.weighted_error is not None for module in modules)
-    for name in ("", "format", "bits", "error", *["of outputs"] * has_outputs, "worst"):
+    for name in ("", "format", "bits", "error", *["outputs'"] * has_outputs, "worst"):
         table.add_column(name, justify="left" if name == "format" else "right", no_wrap=True)
     for (name, form), alike in _kinds(modules).items():
         outputs = [m.weighted_error for m in alike if m.weighted_error is not None]

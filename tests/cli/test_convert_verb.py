@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 from cache_case import build
+from rich.console import Console
 from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
 
 from qat.cli import main
+from qat.cli.convert import _formats
+from qat.convert.quantize import ModuleReport
 from qat.data.reader import TeacherCache
 from qat.evaluate.judge import held_out_divergence
 
@@ -51,7 +54,7 @@ def test_a_table_and_a_last_line(place: Path, tmp_path: Path, monkeypatch, capsy
         assert result[when] == expected._asdict()
     assert result["before"]["num_tokens"] > 0
     assert result["after"]["kl_tail_nats"] != result["before"]["kl_tail_nats"]
-    assert "KD (nats)" in printed and "perplexity" in printed and "of outputs" in printed
+    assert "KD (nats)" in printed and "perplexity" in printed and "outputs'" in printed
     # one row for what every layer has; the name of each weight is in the report beside the tensors
     (row,) = [line for line in printed.splitlines() if "mlp.down_proj" in line]
     assert " 2 " in row and "lut2 g16 s8" in row and "layer" in row
@@ -296,3 +299,25 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err
     assert error.startswith("qat: ") and error.count("\n") == 1 and message in error
     assert not out.exists()
+
+
+def test_numbers_are_whole_on_a_narrow_terminal(capsys) -> None:
+    report = ModuleReport(
+        name="model.layers.29.linear_attention.in_proj_qkv",
+        bits=2,
+        vector_size=1,
+        trellis_bits=0,
+        codebook="seq",
+        scale="group",
+        group_size=256,
+        rank=0,
+        scale_bits=8,
+        relative_error=0.70514,
+        weighted_error=0.14424,
+        bits_per_weight=2.03125,
+        seconds=1.0,
+    )
+    Console(width=80).print(_formats([report]))
+    printed = capsys.readouterr().out
+    for cell in ("seq2 g256 s8", "2.031", "0.7051", "0.1442", "layer 29"):
+        assert cell in printed
