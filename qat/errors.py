@@ -33,7 +33,7 @@ def how_to_install(extra: str) -> str:
 
 
 def is_installed(library: str) -> bool:
-    """Whether Python finds a library, and not only a folder of its name where somebody works."""
+    """Return whether Python finds a library, not just a folder of its name where it runs."""
     from importlib.util import find_spec
 
     found = find_spec(library)
@@ -41,13 +41,13 @@ def is_installed(library: str) -> bool:
 
 
 def _is_clone() -> bool:
-    """Whether qat runs from a clone; other packages leave files of this name in their folder."""
+    """Return whether qat runs from a clone; other packages leave a pyproject.toml there, too."""
     project = HOME / "pyproject.toml"
     return project.is_file() and f'name = "{DISTRIBUTION}"' in project.read_text(encoding="utf-8")
 
 
 def _packages(extra: str) -> list[str]:
-    """What an extra adds on this platform, as pip takes it: `["compressed-tensors>=0.12"]`."""
+    """List what an extra adds on this platform, as pip takes it: `["compressed-tensors>=0.12"]`."""
     from importlib.metadata import requires
 
     from packaging.requirements import Requirement
@@ -88,7 +88,7 @@ def _folded(name: str) -> str:
 
 
 def _has_words(name: str, words: str, least: int) -> bool:
-    """Whether `name` has all of `words` in order; words of `least` letters may be cut short."""
+    """Return whether `name` has all `words` in order; words of `least` letters may be cut short."""
     parts = iter(name.split("-"))
     return all(
         any(part == word or (len(word) >= least and part.startswith(word)) for part in parts)

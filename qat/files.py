@@ -37,7 +37,7 @@ KINDS = {
     "student": "is a directory of 'qat run'",
     "recipe.toml": "is a directory of 'qat run'",
 }
-"""What a directory is that holds a file of that name; the first one counts."""
+"""The kind of a directory that holds a file of that name; the first one counts."""
 LEAVING = re.compile(r"\..+\.(partial|old|part)-([a-z0-9_]{8})?")
 """What a directory or file is called until it is whole, and when it is no longer wanted."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
@@ -56,7 +56,7 @@ def whole_directory(
     mend: str = MEND,
     durable: bool = True,
 ) -> Iterator[Path]:
-    """A directory to fill, which becomes `out` when the block ends and vanishes when it fails.
+    """Make a directory to fill; it becomes `out` when the block ends and vanishes if it fails.
 
     The files are on the disk before the name is: a crash, a kill or a full disk leaves either no
     `out` or a whole one. All in it may be read and written by whom the umask says, and nothing in
@@ -66,21 +66,21 @@ def whole_directory(
     With `replace` an older `out` stays until the new one is complete. Then the two change names,
     in one step where the system knows how (Linux, on most file systems); elsewhere in two, of
     which the first is undone if the second fails, and between which a kill leaves the older one
-    beside `out`, as `.NAME.old-...`.
+    next to `out`, as `.NAME.old-...`.
 
     Args:
         replace: an `out` that holds something, before the block or after it, may be replaced.
         written: names in an older `out`, relative to it, of what qat wrote there. Files that are
-            neither that nor replaced are somebody else's: they stay.
+            neither that nor replaced belong to the user: they stay.
         overwrite: files that are not `written` may be replaced by new ones of their names.
-        place: where it is filled, on the same disk as `out`; by default beside it.
+        place: where it is filled, on the same disk as `out`; by default next to it.
         root: which directory of the filled one becomes `out`.
         mend: what to do about an `out` that may not be replaced.
         durable: wait for the disk. Without, a loss of power may leave damage under the name `out`,
-            for who compares hashes before each use.
+            for callers that compare hashes before each use.
 
     Raises:
-        ConfigError: `out` holds something that may not be replaced, or is where somebody works.
+        ConfigError: `out` holds something that may not be replaced, or holds the working directory.
     """
     check_free(out, replace=replace, mend=mend)
     target = real(out)
@@ -188,7 +188,7 @@ def inside(directory: Path, name: object, *, found_in: object, error: type[QatEr
 def real_files(directory: Path, *, error: type[QatError]) -> list[Path]:
     """Return the regular files below `directory`, sorted by the parts of their names.
 
-    Whatever is packed, uploaded, copied out of a run or pruned is listed here, because a symbolic
+    All that is packed, uploaded, copied out of a run or pruned is listed here, because a symbolic
     link inside could lead to any file that its user can read. `directory` itself may be a link.
 
     Raises:
@@ -209,13 +209,13 @@ def real_files(directory: Path, *, error: type[QatError]) -> list[Path]:
 
 
 def is_real(path: Path, directory: Path) -> bool:
-    """Whether no part of `path` below `directory` is a symbolic link, so that it lies inside."""
+    """Return whether `path` lies inside `directory`: no part of it below is a symbolic link."""
     below = path.relative_to(directory)
     return not any((directory / part).is_symlink() for part in (below, *below.parents[:-1]))
 
 
 def lies_inside(path: Path, directory: Path) -> bool:
-    """Whether a file of a model's directory lies in it, or in the blobs of its hub snapshot.
+    """Return whether a model's file lies in its directory, or in the blobs of its hub snapshot.
 
     A snapshot in the cache of the Hugging Face hub consists of links to `../../blobs`.
     """

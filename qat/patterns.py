@@ -20,9 +20,9 @@ for pattern in patterns:
 
 
 def pattern_fault(patterns: Iterable[str], names: Iterable[str]) -> str | None:
-    """What is wrong with regular expressions for module names, in a few words; None if nothing is.
+    """Describe in a few words what is wrong with regular expressions for module names, or None.
 
-    A short one can take longer than anybody waits (`(a+)+$`), so another process tries them first,
+    A short one can take practically forever (`(a+)+$`), so another process tries them first,
     for at most `TRY_S` seconds.
     """
     patterns = list(dict.fromkeys(patterns))

@@ -1,4 +1,4 @@
-"""What strangers or attackers found, counted: findings whose tests fail, and failed GPU tests.
+"""A count of what strangers or attackers found: findings whose tests fail, failed GPU tests.
 
     python speedrun/measure_contact.py points POINTS.toml --figures FIGURES.jsonl --reports gpu.xml
     python -m pytest -m gpu -p no:benchmark -n 6 -o junit_family=xunit2 --junitxml=gpu.xml

@@ -1,4 +1,4 @@
-"""How long quantizing a model of Qwen3-0.6B's shape takes, from four bits to two, with calibration.
+"""The time to quantize a model of Qwen3-0.6B's shape from four bits to two, with calibration.
 
     python speedrun/measure_convert.py --figures figures.jsonl
     python speedrun/measure_convert.py --to v2a2 --figures figures.jsonl
@@ -9,7 +9,7 @@
 Weights are random with heavy tails, tokens are random too: neither changes what is computed. The
 time is that of `quantize_model`, calibration forwards included; loading and writing are not. All
 196 linears change from q4a4 to q2a2, or `--to` another preset; q4a4 to q2a4, which keeps the
-attention, is printed beside it.
+attention, is printed as well.
 
 `real` times the default conversion of a model that is there, calibrated on a cache: all of
 `convert_model`, from the weights and tokens in memory to the quantized model in memory.

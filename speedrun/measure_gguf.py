@@ -1,4 +1,4 @@
-"""How long a GGUF file takes to open, model and tokenizer, the first time and from then on.
+"""The time to open a GGUF file, model and tokenizer, the first time and from then on.
 
 Every opening is a process of its own, and the first one finds an empty cache. The clock begins when
 all is imported and stops when the model is on its device.

@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def exported(model: str, device: str) -> dict[str, object]:
-    """What `qat export` says of the GGUF file that the preset makes of `model`."""
+    """Return the report of `qat export` on the GGUF file that the preset makes of `model`."""
     with tempfile.TemporaryDirectory() as folder:
         student = Path(folder, "student")
         flags = ("--to", PRESET, "--for", "gguf", "--device", device, "--out", student)

@@ -1,7 +1,7 @@
-"""What `qat run` checks before its first stage writes anything, and what it predicts.
+"""The checks that `qat run` makes before its first stage writes anything, and its forecast.
 
-Each verb checks its own words again when its turn comes. Here the same checks run for all stages
-that are still to come, the cheap ones first, so that a wrong word costs no work and leaves nothing.
+Each verb checks its own arguments again when it runs. Here the same checks run for all stages that
+are still to come, the cheap ones first, so that a wrong argument costs no work and leaves no files.
 """
 
 from collections.abc import Collection
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from qat.convert.forecast import Forecast
 
 SHARE_OF_PRODUCT = 0.3
-"""How much of a large product's speed a whole forward or backward reaches."""
+"""The fraction of a large product's speed that a whole forward or backward reaches."""
 STUDENT_BYTES = 20
 """Bytes of training for a weight that learns: latent, gradient, two moments, formed weight."""
 
@@ -34,7 +34,7 @@ class Stages(NamedTuple):
 
 
 def check_teacher(teacher: str) -> None:
-    """Refuse a teacher that answers from elsewhere: students are judged beside the model itself.
+    """Refuse a teacher on a server, because students are judged against the model itself.
 
     Raises:
         ConfigError: it is an address.
@@ -146,7 +146,7 @@ def check_models(model: str, stages: Stages, done: Collection[str]) -> None:
 
 
 class TextFound(NamedTuple):
-    """What a text gives."""
+    """The number and the length of the training sequences that a text gives."""
 
     sequences: int
     """Training sequences, at most as many as were asked for."""
@@ -179,7 +179,7 @@ def check_text(config: CacheConfig) -> TextFound:
 
 
 def foreseen(model: str, stages: Stages, targets: Collection[TargetName]) -> "Forecast":
-    """What the conversion will make; with it, a plan or target that does not fit is refused.
+    """Forecast the conversion, and refuse a plan or a target that does not fit.
 
     Raises:
         ConfigError, CheckpointError, ExportError: what `qat convert` or `qat export` would refuse.
@@ -201,7 +201,7 @@ def foreseen(model: str, stages: Stages, targets: Collection[TargetName]) -> "Fo
 
 
 class RunForecast(NamedTuple):
-    """What all stages together will take."""
+    """The time and the memory that all stages together will take."""
 
     minutes: float
     memory_gib: float

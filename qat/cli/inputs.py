@@ -16,7 +16,7 @@ from qat.train.config import StepConfig
 
 MODEL, CACHE = KINDS["config.json"], KINDS["manifest.json"]
 NO_TEXTS = set(KINDS.values()) - {CACHE}
-"""What a directory may be that holds text files, but none to learn from."""
+"""The kinds of directories that hold text files, but none to learn from."""
 
 logger = logging.getLogger(__name__)
 

@@ -71,7 +71,7 @@ class Mistake(NamedTuple):
     def _surplus(
         self, words: Sequence[str], surplus: Sequence[str], missing: Sequence[Argument]
     ) -> str:
-        """What was probably meant by the first word that no argument takes."""
+        """Suggest what was probably meant by the first word that no argument takes."""
         word = surplus[0]
         free = [each for each in self.arguments if not each.has_tokens and not each.children]
         if (meant := _value_of(word, free)) is not None:
@@ -130,7 +130,7 @@ def unknown_flag(app: App, tokens: Sequence[str]) -> str | None:
 
 
 def known_flags(app: App, tokens: Sequence[str]) -> tuple[tuple[str, ...], ArgumentCollection]:
-    """Return the verb that `tokens` name, and its flags beside those of every verb."""
+    """Return the verb that `tokens` name, and its flags with those that all verbs share."""
     words = app.parse_commands(list(tokens))[0]
     verb = _verb(app, words)
     known = app.meta.assemble_argument_collection()
@@ -185,7 +185,7 @@ def _value_of(word: str, arguments: Iterable[Argument]) -> str | None:
 
 
 def _known_values(argument: Argument) -> tuple[str, ...]:
-    """The names among which the value of an argument is, or those that it knows beside others."""
+    """Return all names that an argument takes, or those it knows if it takes others too."""
     metadata = getattr(argument.field_info.annotation, "__metadata__", ())
     known = [each.names for each in metadata if isinstance(each, Knows)]
     return known[0] if known else argument.get_choices(force=True) or ()

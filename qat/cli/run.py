@@ -172,7 +172,7 @@ class Pipeline:
     def compare(self, models: Mapping[str, Path | str], prompt: str, *words: object) -> None:
         """Let each of `models` continue `prompt` with its likeliest words, in `samples.json`.
 
-        It is done anew for another prompt, or where something new was made.
+        The models write again for another prompt, or if something new was made.
         """
         path = self.out / SAMPLES
         if path.is_file() and not self.has_news:
@@ -264,7 +264,7 @@ def best_step(model: Path) -> int | None:
 DEFAULT_PLAN = "q2a4"
 PACKED: tuple[TargetName, ...] = ("packed",)
 DEFAULT_TARGETS: tuple[TargetName, ...] = ("gguf",)
-"""Where a student goes that nobody named a place for: what most programs open."""
+"""The targets of a student if none is named: the format that most programs open."""
 STAGES = ("cache", "convert", "train", "eval", "export")
 SETTINGS: dict[str, type[Settings]] = {
     "cache": CacheConfig,
@@ -292,7 +292,7 @@ STEPS_A_PASS = 8
 EVERYWHERE = {"device", "dtype", "xla_cache_dir", "trust_remote_code"}
 """Settings that mean the same in several stages: a flag sets them in all but export."""
 OWNERS = {"batch_size": "train", "seed": "train"}
-"""Which stage a flag sets, of several that have a setting of that name; else it is the first."""
+"""The stage that a flag sets where several stages have the setting; by default the first."""
 SHOWN = {
     *("format", "text_field", "held_out", "embedding_bits", "bits_budget", "group_size"),
     *("learn", "loss", "batch_size", "grad_accum_steps", "gradient_checkpointing"),
@@ -357,7 +357,7 @@ class OwnConfig(Settings):
         }
 
     def own(self) -> Table:
-        """What stands in the recipe's table of `qat run`: the rest is in the stages' tables."""
+        """Return the recipe's table of `qat run`; other settings are in the stages' tables."""
         return self.model_dump(include={*OwnConfig.model_fields}, exclude_none=True)
 
 
@@ -438,11 +438,11 @@ class Run:
         recorded = pipeline.recorded.get("run", {})
         known = cast("tuple[TargetName, ...]", tuple(recorded.get("for", DEFAULT_TARGETS)))
         self.is_default = not targets and known == DEFAULT_TARGETS
-        """Whether nobody named a target: one that cannot be reached gives way to `packed`."""
+        """True if no target was named: one that cannot be reached then gives way to `packed`."""
         self.targets = targets or known
-        """What the formats of the student are chosen for."""
+        """The targets that the formats of the student are chosen for."""
         self.exports = self.targets
-        """What it is written as."""
+        """The targets that the student is exported to."""
         self.student = PLACES["train"]
         """The directory of the student that is exported, once both were judged."""
         self.done = [stage for stage in STAGES if self._is_done(stage)]
@@ -459,22 +459,22 @@ class Run:
         if not {"to", "bits_budget", "attention"} & self.tables["convert"].keys():
             self.tables["convert"]["to"] = DEFAULT_PLAN
         self.configs: dict[str, Any] = {}
-        """Of each stage its settings as its verb will read them."""
+        """The settings of each stage as its verb will read them."""
         for stage in STAGES[1:]:
             self._resolve(stage)
         self._resolve("cache")  # also refuses a setting of the wrong kind before a text is counted
         self._check()
 
     def _note(self) -> None:
-        """Note what `qat run` was told itself."""
+        """Record the settings of `qat run` itself."""
         run = {"model": self.model, **self.config.own(), "for": list(self.targets)}
         self.settings["run"] = {k: v for k, v in run.items() if k not in FREE_TO_CHANGE}
 
     def _table(self, stage: str, tables: Mapping[str, Table], flags: dict[str, Table]) -> Table:
-        """What is set of a stage: by earlier calls if it is begun, the recipe, and the flags.
+        """Merge the settings of a stage: of earlier calls if it has begun, the recipe, the flags.
 
         Raises:
-            ConfigError: the recipe says what `qat run` says itself.
+            ConfigError: the recipe sets a key that `qat run` sets itself.
         """
         table = {k.replace("-", "_"): v for k, v in tables.get(stage, {}).items()}
         taken = sorted(table.keys() & {*FOUND[stage], "out"})
@@ -489,7 +489,7 @@ class Run:
         return before | table | flags[stage]
 
     def _check(self) -> None:
-        """Look at everything that the stages to come will need; choose what nobody named.
+        """Check everything that the stages to come will need, and choose unnamed settings.
 
         Raises:
             QatError: the first thing that a stage would refuse.
@@ -501,7 +501,7 @@ class Run:
         check_machine(stages, done)
         check_models(self.model, stages, done)
         self.text: TextFound | None = None
-        """What the text gives, of a cache that is still to be built."""
+        """The size of the text, if the cache is still to be built; else None."""
         if "cache" not in done:
             self.tables["cache"] = self._choices() | self.tables["cache"]
             self._resolve("cache")
@@ -529,7 +529,7 @@ class Run:
                 self.pipeline.say(f"the student is only written as packed: {error}")
 
     def _foreseen(self) -> "Forecast":
-        """What the conversion will make, for gguf if nobody named a target and it can go there.
+        """Forecast the conversion; without a named target for gguf, or `packed` if gguf refuses it.
 
         Raises:
             QatError: what a conversion for these targets would refuse.
@@ -654,7 +654,7 @@ class Run:
         return self.pipeline.is_done(stage, place)
 
     def _choices(self) -> Table:
-        """Settings of the cache that nobody named: no more than is read, enough held out."""
+        """Choose unnamed settings of the cache: no more than is read, and enough held out."""
         table, train = self.tables["cache"], self.configs["train"]
         if {"num_sequences", "held_out"} <= table.keys():
             return {}
@@ -721,7 +721,7 @@ class Run:
         self._fit_to(TeacherCache.open(cache).num_sequences("train"))
 
     def _fit_to(self, sequences: int) -> None:
-        """Where nobody says how long to train: not much longer than the text has something new."""
+        """Fit the unset batch size and steps to the text, so that it is not read too often."""
         table, defaults = self.tables["train"], _defaults("train")
         batch = table.get("batch_size") or min(
             defaults["batch_size"], max(1, sequences // STEPS_A_PASS)

@@ -247,7 +247,7 @@ def show_health(run: Path) -> None:
 
 
 def _before_and_after(first: dict, best: dict) -> Table:
-    """What the held-out split says of the untrained student and of the best trained one."""
+    """Build a table that compares the untrained with the best student on the held-out split."""
     titles = ("before" if first["step"] == 0 else f"step {first['step']}", f"step {best['step']}")
     table = Table("on the held-out split", title_justify="left")
     for title in titles:
@@ -259,9 +259,9 @@ def _before_and_after(first: dict, best: dict) -> Table:
 
 
 def _next(final: Path, config: TrainConfig, facts: dict) -> list[list[str]]:
-    """Commands for the finished student: judge it beside its teacher, let it write, serve, ship.
+    """List commands for the finished student: evaluate, generate, serve and export it.
 
-    A command that would refuse this student is left out.
+    Evaluation compares it with its teacher. A command that would refuse this student is left out.
     """
     from qat.export.targets import ships_to
 
@@ -278,7 +278,7 @@ def _next(final: Path, config: TrainConfig, facts: dict) -> list[list[str]]:
 
 
 def _is_served(final: Path) -> bool:
-    """Whether an engine for many requests takes what the checkpoint's configuration says."""
+    """Return whether an engine for many requests supports the checkpoint's configuration."""
     from qat.serve.packed import read_config
 
     values = json.loads((final / "config.json").read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ before for the same batch is remembered, so that each linear multiplies its inpu
 does not, only the hidden states between blocks are kept and the block runs from its start for every
 stage: about 2.5 times the arithmetic, and memory of 4 D numbers per token.
 
-A teacher, if there is one, is walked beside the student, block for block and batch for batch.
+A teacher, if there is one, is walked with the student, block for block and batch for batch.
 
 Shapes: B sequences, S positions, D model width, I in_features.
 """
@@ -98,7 +98,7 @@ class Walk:
         sizes = [_bytes_a_token(layer) for layer in self.layers]
         states, whole = (tokens * max(each) for each in zip(*sizes, strict=True))
         self.remembers = fits_in_memory(model, whole)
-        """Whether what modules of a layer gave is kept while its linears are quantized."""
+        """True if the outputs of a layer's modules are kept while its linears are quantized."""
         self.keeper = Keeper(model, whole if self.remembers else states)
         self._calls: list[list[dict[str, Any]]] = []
         self._states: list[object] = []
@@ -161,11 +161,11 @@ def stages_in_order(
 ) -> Iterator[tuple[list[str], StageInputs | StackInputs | None]]:
     """Walk the decoder layers, and give the `names` of each stage in turn with their inputs.
 
-    Whoever takes a stage replaces its linears, or leaves them, before taking the next one. What no
-    batch reaches comes without inputs, behind the stages of its layer.
+    The caller replaces the linears of a stage, or leaves them, before it takes the next stage.
+    Linears that no batch reaches come without inputs, after the stages of their layer.
 
     `teacher` walks the same batches. It may walk the student's own layers: it goes through each
-    before the linears of that are replaced. `heartbeat` is given the batch that is being read.
+    layer before the linears of that layer are replaced. `heartbeat` gets the batch being read.
     """
     walk = Walk(student, batches)
     module_names = {module: name for name, module in student.model.named_modules()}

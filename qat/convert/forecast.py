@@ -1,7 +1,7 @@
-"""What a conversion would make and take, from a model's configuration alone.
+"""The forecast of a conversion's result and cost, from a model's configuration alone.
 
 The model is built without values, gets its formats as a checkpoint that is opened does, and is
-counted. How long it takes is estimated from a product and a fit that are timed on the device.
+counted. The time is estimated from a matrix product and a fit that are timed on the device.
 """
 
 import math
@@ -53,7 +53,7 @@ from qat.quant.spec import LutSpec, PlanRule, QuantPlan, by_group
 SIDE = 1024
 """Rows and columns of the matrices whose product is timed."""
 FIT_ROWS, FIT_COLUMNS = 512, 1024
-"""Of the weight whose fit is timed."""
+"""The shape of the weight whose fit is timed."""
 READ_BYTES = 1e8
 """Bytes of a source that are read and turned into floats in a second."""
 COLUMN_S = 4e-5
@@ -65,12 +65,12 @@ FLOAT = 4
 
 
 class Forecast(NamedTuple):
-    """What a conversion would make and take."""
+    """The expected result, time and memory of a conversion."""
 
     model: PreTrainedModel
     """The student without values."""
     sizes: Sizes
-    """Of the packed checkpoint."""
+    """The sizes of the packed checkpoint."""
     float_tables_frac: float
     """Share of it that an embedding and a head in floating point take."""
     minutes: float
@@ -80,7 +80,7 @@ class Forecast(NamedTuple):
 
 
 def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = None) -> Forecast:
-    """What converting `source` by `config` would make and take; reads no weight but a few rows.
+    """Forecast a conversion of `source` by `config`; read no weights but a few rows.
 
     A text to calibrate on need not be there yet.
 
@@ -179,7 +179,7 @@ def _bytes(model: PreTrainedModel, itemsize: int) -> int:
 
 
 def _seconds(model: PreTrainedModel, specs: Mapping[str, LutSpec], config: ConvertConfig) -> float:
-    """How long it takes to read, fit and write a model with linears in floating point."""
+    """Estimate the seconds to read, fit and write a model with linears in floating point."""
     backend = select(config.device)
     shapes = {name: weight_shape(model.get_submodule(name)) for name in specs}
     tables = table_names(model)
@@ -208,8 +208,8 @@ def _fit_seconds(backend: Backend, spec: LutSpec) -> float:
 def _calibrated_seconds(
     backend: Backend, shapes: Mapping[str, tuple[int, int]], config: ConvertConfig
 ) -> float:
-    """Of fitting linears of these `(O, I)` to inputs: the teacher's and the student's forward, the
-    products of inputs, their factor, and the sweep over columns."""
+    """Estimate the seconds of fitting linears of these `(O, I)` to inputs: the teacher's and the
+    student's forward, the products of inputs, their factor, and the sweep over columns."""
     tokens = config.calibration_sequences * config.calibration_length
     flops, columns = 0.0, 0
     for O, I in shapes.values():

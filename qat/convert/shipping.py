@@ -89,7 +89,7 @@ class Shipping(NamedTuple):
 
     @property
     def holds_tables(self) -> bool:
-        """Whether all targets hold a quantized embedding and head."""
+        """Return whether all targets hold a quantized embedding and head."""
         return all(target.HOLDS_TABLES for target in self.targets.values())
 
     def bend(self, module: str, spec: LutSpec, shape: tuple[int, int]) -> LutSpec:

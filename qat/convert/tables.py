@@ -1,8 +1,8 @@
-"""Which format the embedding and the head of a student get, and what their source had.
+"""The formats of a student's embedding and head, and the formats that their source had.
 
 A file of llama.cpp may hold one table twice, rounded to different types: such a pair becomes the
-finer one. What its integers are is found again, so that a table that was rounded once is not
-rounded a second time (`qat.quant.integers`).
+finer one. Its integers are recovered, so that a table that was rounded once is not rounded a
+second time (`qat.quant.integers`).
 """
 
 import logging
@@ -40,7 +40,7 @@ FLOAT_BITS = 16
 SAMPLE = 256
 """Rows of a table that are looked at before it is read."""
 GGUF_TABLES = ("token_embd.weight", "output.weight")
-"""What llama.cpp calls the embedding and the head."""
+"""The names of the embedding and the head in llama.cpp."""
 
 
 class StoredTable(NamedTuple):
@@ -138,7 +138,7 @@ def _format(
 
 
 def _has_default(plan: QuantPlan, model: PreTrainedModel, shipping: Shipping | None) -> bool:
-    """Whether tables that nothing is said of are quantized.
+    """Return whether tables that no rule names are quantized.
 
     Scales of low rank are those of the reference system, whose tables are in floating point.
     """

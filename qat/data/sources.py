@@ -307,9 +307,9 @@ BESIDE_TURNS = (
 )
 """Fields of a row by which a chat would read otherwise; none of them is read here."""
 CALLS = ("tool_calls", "function_call")
-"""Fields of a turn that says nothing and calls a tool; they are not read either."""
+"""Fields of a turn that has no text and calls a tool; they are not read either."""
 NOTHING = ("", "[]", "{}", "null")
-"""What a field holds as text where it holds nothing."""
+"""The texts that stand for an empty field."""
 
 
 class DataSource(NamedTuple):
@@ -435,7 +435,7 @@ def _detect(place: Place, row: Row, text_field: str) -> DataFormat:
 
 
 def _document(place: Place, row: Row, data_format: DataFormat, text_field: str) -> Document:
-    """What a row of that format says.
+    """Return the document that a row of that format holds.
 
     Raises:
         DataError: it lacks the fields of its format, holds others that a chat must not lose, or

@@ -42,7 +42,7 @@ PRE_TOKENIZERS = {
     CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+": "llama-bpe",
 }
-"""What llama.cpp calls the expression that a byte-level tokenizer splits text with."""
+"""The names in llama.cpp of the expressions that byte-level tokenizers split text with."""
 
 AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 """Settings of a BPE model that add text to the parts of a word, which llama.cpp does not."""
@@ -90,7 +90,7 @@ def add_tokenizer(writer: object, tokenizer: PreTrainedTokenizerBase, vocab_size
 
 
 def pre_tokenizer(values: dict) -> str | None:
-    """What llama.cpp calls the way in which a byte-level tokenizer splits text; None if unknown.
+    """Return llama.cpp's name for how a byte-level tokenizer splits text; None if unknown.
 
     Args:
         values: the tokenizer as its tokenizer.json holds it.

@@ -59,7 +59,7 @@ STEPS = 4
 moves by a whole step or not at all, others follow, and where that happens is chance: in 128 rows of
 16 tokens a program was off by up to 2.35 times as far."""
 DRAWS = 8
-"""How often the noise is drawn there: in a small model one draw in three moves no input at all."""
+"""The number of noise draws there: in a small model one draw in three moves no input at all."""
 OTHERS = {torch.bfloat16: (torch.float16, torch.float32), torch.float16: (torch.float32,)}
 """What is tried, in turn, where a target cannot hold a model in the dtype that it was saved in."""
 IMPORT = "import_report.json"
@@ -126,14 +126,14 @@ class ExportReport(NamedTuple):
     source_megabytes: float | None
     """The model that the checkpoint began with, in 10**6 bytes; None where it is not here."""
     has_float_tables: bool
-    """Whether the embedding or the head is in floating point."""
+    """True if the embedding or the head is in floating point."""
     quantized_weights: int
     """How many weights those hold."""
     logits_max_diff: float
     """The largest difference of a logit, read back, from the model's own; 0: equal to the bit."""
 
     def sizes(self) -> Sizes:
-        """What was written beside the source."""
+        """Return the sizes of the source and of what was written."""
         megabytes = self.bytes / MEGABYTE
         return Sizes(self.source_megabytes, megabytes, self.bits_per_weight, self.linear_bits)
 
@@ -260,8 +260,8 @@ def check_equal(name: TargetName, model: PreTrainedModel, directory: Path) -> fl
 
 
 def _noise(model: PreTrainedModel, ids: Tensor, eps: float, is_rounded: bool) -> float:
-    """How far a right program's logits may be from the model's: measured, by giving its values off
-    by `eps` of themselves. `is_rounded`: it rounds what its linears read."""
+    """Measure how far a right program's logits may be from the model's, by disturbing the model's
+    values by `eps` of themselves. `is_rounded`: the program rounds the inputs of its linears."""
     expected, most = logits_of(model, ids), 0.0
     for seed in range(DRAWS if is_rounded else 1):
         with disturbed(model, eps, every_product=is_rounded, seed=seed):
@@ -356,7 +356,7 @@ def _scale(spec: LutSpec) -> str:
 
 
 def _history(checkpoint: Path) -> dict[str, object]:
-    """Where a checkpoint comes from, and how it was judged at its step."""
+    """Return where a checkpoint comes from, and how it was judged at its step."""
     checkpoint = checkpoint.resolve()
     is_final = (checkpoint.parent / SUMMARY).is_file()
     run = checkpoint.parent if is_final else checkpoint.parent.parent

@@ -155,7 +155,7 @@ def ships_to(directory: Path, *, adapters: bool = False) -> dict[TargetName, Lac
 def model_ships_to(
     model: PreTrainedModel, *, adapters: bool = False
 ) -> dict[TargetName, Lack | None]:
-    """As `ships_to`, for a quantized model, which may have no values."""
+    """Return what `ships_to` does, for a quantized model, which may have no values."""
     return {name: _lacks(load_target(name), name, model, adapters) for name in TARGETS}
 
 

@@ -57,8 +57,8 @@ def generate_text(
 ) -> Generated:
     """Continue `prompt`, as a user's message if the tokenizer has a chat template and not `raw`.
 
-    Sampling is by `temperature` and `top_p` alone, whatever the checkpoint's generation settings
-    say, and draws from torch's generator (`qat.backend.device.seeded`); temperature 0 takes the
+    Sampling is by `temperature` and `top_p` alone, not by the checkpoint's generation settings,
+    and draws from torch's generator (`qat.backend.device.seeded`); temperature 0 takes the
     most likely token and draws nothing. `stream` gets the text in pieces as soon as they are final.
     A `Decoder` continues in the place of its model's own loop; its draws differ.
 

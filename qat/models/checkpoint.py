@@ -245,10 +245,10 @@ def is_packed(path: Path) -> bool:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """A block without the progress bars of transformers and of what it calls, or its load reports.
+    """Silence in a block the progress bars of transformers and what it calls, and its load reports.
 
-    The bars outlive their work on a terminal, and stand between the lines of a log elsewhere. What
-    a report tells of missing and unexpected tensors, `qat.models.load` says in one line.
+    The bars outlive their work on a terminal, and stand between the lines of a log elsewhere. In
+    place of a report, `qat.models.load` names missing and unexpected tensors in one line.
     """
     shown, begin = hf_logging.is_progress_bar_enabled(), tqdm.__init__
     hf_logging.disable_progress_bar()

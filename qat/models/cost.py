@@ -99,7 +99,7 @@ SIZE_COLUMNS = ("MB of the source", "MB", "bits per weight", "in linears")
 
 
 class Sizes(NamedTuple):
-    """How large a model is beside the one that it came from."""
+    """The sizes of a model and of the one that it came from."""
 
     source_megabytes: float | None
     """Weights of the source in 10**6 bytes; None where its files are not here."""
@@ -146,7 +146,7 @@ def source_megabytes(source: str) -> float | None:
 
 
 def checkpoint_sizes(directory: Path, source: str | None) -> Sizes:
-    """Of the packed checkpoint in `directory`: its configuration and its files' sizes are read.
+    """Compute the sizes of a packed checkpoint; only its configuration and file sizes are read.
 
     Raises:
         CheckpointError: it is not a packed checkpoint.

@@ -59,7 +59,7 @@ PACKED = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def method_of(config: PreTrainedConfig) -> str | None:
-    """How the weights of a checkpoint are quantized; None if they are not.
+    """Return the method by which a checkpoint's weights are quantized; None if they are not.
 
     Raises:
         CheckpointError: its `quantization_config` is no table.
@@ -136,7 +136,7 @@ def float_state(directory: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _part_fault(parts: dict[str, Any], method: str, bits: int, group_size: object) -> str | None:
-    """What does not fit among the parts of a packed weight; None where all do."""
+    """Describe what does not fit among the parts of a packed weight; None if all do."""
     N = 32 // bits
     rows, columns = (parts["qweight"].shape + (0, 0))[:2]
     I, O = (rows, columns * N) if method == "awq" else (rows * N, columns)

@@ -42,11 +42,11 @@ SOURCES = "a model directory, a run directory, a GGUF file or a hub id"
 STUDENT = "student"
 """File of a directory of `qat run` that names the better of the students in it."""
 FOLDER = re.compile(r"[A-Za-z0-9_]{1,64}")
-"""What it may name: a directory right there."""
+"""The names that the file may hold: of a directory next to it."""
 CHECKPOINTS = "checkpoints"
 STEP_NAME = re.compile(r"step-[0-9]{6,18}")
 POINTER_BYTES = 4096
-"""How much of a pointer file is read; a checkpoint's name takes about 25 bytes."""
+"""The most that is read of a pointer file; a checkpoint's name takes about 25 bytes."""
 
 
 def resolve(source: str) -> str:
@@ -109,7 +109,7 @@ def _student_in(path: Path) -> Path:
 
 
 def _no_model(source: str) -> CheckpointError:
-    """What to say of a path that is no model; one that holds some, as of `qat demo`, names them."""
+    """Return the error for a path that is no model; it names models inside, as of `qat demo`."""
     path = Path(source)
     names = ("config.json", *RUN_POINTERS)
     folders = sorted(path.iterdir()) if path.is_dir() else []

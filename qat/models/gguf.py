@@ -40,9 +40,9 @@ SCALARS = {
     11: np.int64,
     12: np.float64,
 }
-"""What GGUF calls the types of metadata; `gguf.GGUFValueType` has the same numbers."""
+"""The types of metadata by their numbers in GGUF; `gguf.GGUFValueType` has the same."""
 MAPPED_READER = "transformers.integrations.gguf.reader"
-"""Where releases of transformers from 5.17 on have a reader of metadata of their own."""
+"""The module with the metadata reader that transformers has from release 5.17 on."""
 
 _LENDING = threading.RLock()
 

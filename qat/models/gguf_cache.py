@@ -51,16 +51,16 @@ T = TypeVar("T")
 GGUF_CACHE = Path("~/.cache/qat/gguf")
 BUDGET_BYTES = 32 * 2**30
 FRESH_S = 600.0
-"""An entry that was used less long ago makes no room: somebody may be opening it."""
+"""The age in seconds up to which an entry is not removed: a process may be opening it."""
 STALE_S = 86400.0
-"""What a process that was killed left half-written is removed after this time."""
+"""The age in seconds after which half-written files of a killed process are removed."""
 WAIT_S = 3600.0
 """The longest wait for another process that converts the same file."""
 FORMAT = 1
 SHARD = "256MB"
 """The size of a shard: all cores share in comparing the hashes of several."""
 ANY_CLASS = "PreTrainedTokenizerFast"
-"""The class that takes tokenizer.json as it is; some others build their own rules anew."""
+"""The class that takes tokenizer.json as it is; some others rebuild their own rules."""
 VOCABULARY_BYTES = 2**26
 """More than any tokenizer takes."""
 
@@ -165,9 +165,9 @@ class NotKept(Exception):  # noqa: N818 - no error: the file is read in the plai
 
 
 def opened(source: str, part: Part, read: Callable[[str, dict[str, str]], T]) -> T:
-    """What `read` makes of a resolved source: of a GGUF file, of its entry if one can be kept.
+    """Apply `read` to a resolved source; for a GGUF file, to its entry if one can be kept.
 
-    `read` is given a place and which GGUF file there, as `from_pretrained` takes them.
+    `read` gets a place and the GGUF file there, as `from_pretrained` takes them.
     """
     place, file = as_transformers_asks(source)
     if not file:
@@ -248,7 +248,7 @@ def _entry(path: Path, part: Part) -> Path:
 
 
 def _is_sound(entry: Path, part: Part) -> bool:
-    """Whether an entry is there as it was written; if so, it is now the one used last."""
+    """Return whether an entry is there as it was written; if so, mark it as used last."""
     if not (entry / CHECKSUMS).is_file():
         return False
     try:
@@ -287,7 +287,7 @@ def _make_room(root: Path, num_bytes: int) -> None:
     """Remove what a kill left, then the entries unused for longest, until `num_bytes` fit.
 
     Raises:
-        NotKept: they do not fit, or only if an entry went that somebody may be opening.
+        NotKept: they do not fit unless an entry is removed that a process may be opening.
     """
     now, entries = time.time(), []
     for directory in filter(Path.is_dir, root.iterdir()):

@@ -32,7 +32,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     """Slowest axis first, as torch counts."""
     type: str
-    """What ggml calls its type, such as Q8_0."""
+    """The name of its type in ggml, such as Q8_0."""
     bits: float
     """Bits per weight, scales included."""
     place: int

@@ -465,10 +465,10 @@ def _check_whole(
 
 
 def _has_a_place(name: str, model: PreTrainedModel, *, is_quantized: bool) -> bool:
-    """Whether a tensor that `model` did not take is of a layer that it should have.
+    """Return whether a tensor that `model` did not take is of a layer that it should have.
 
-    That is one more of a list of layers, or of a module that is there; beside the modules of a
-    quantized checkpoint lie scales that floats do not need.
+    That is one more layer of a list, or a layer of a module that is there; the modules of a
+    quantized checkpoint also have scales, which floats do not need.
     """
     *path, _ = name.split(".")
     module: nn.Module | None = model

@@ -32,12 +32,12 @@ def rotate_by_document(model: PreTrainedModel) -> None:
 
 
 def reads_lengths(model: PreTrainedModel) -> bool:
-    """Whether the angles of `model` depend on how long a text is."""
+    """Return whether the angles of `model` depend on how long a text is."""
     return any(_depends_on_length(kind) for module in model.modules() for kind in _kinds(module))
 
 
 def document_lengths(position_ids: Tensor) -> Tensor:
-    """How many positions the document of each position has, `(..., S)` int64 like `position_ids`.
+    """Count the positions of each position's document, `(..., S)` int64 like `position_ids`.
 
     A row that continues a cached one counts the positions before it.
     """
@@ -70,7 +70,7 @@ class _ByDocument:
     def __call__(
         self, x: Tensor, position_ids: Tensor | None = None, layer_type: str | None = None
     ) -> Any:
-        """As the module's own forward, for positions `(B, S)`."""
+        """Return the angles of the module's own forward, for positions `(B, S)`."""
         module, given = self._module, {} if layer_type is None else {"layer_type": layer_type}
         kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
         if position_ids is None or not _depends_on_length(kind):
@@ -110,7 +110,7 @@ def _longrope_limit(module: nn.Module, layer_type: str | None) -> int:
 # misses one takes a default without a word.
 
 NOT_TEXT = ("vision", "audio")
-"""How the keys of configurations begin that no text is read by."""
+"""The prefixes of the keys whose configurations play no part in reading text."""
 EXACT_SCALING = dict.fromkeys(("phi3", "phi4_multimodal"), ("type", "short_factor", "long_factor"))
 """All keys that `rope_scaling` may have in these families."""
 

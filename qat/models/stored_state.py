@@ -174,7 +174,7 @@ def narrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _held(tensors: dict[int, Tensor], some: Collection[int], dtype: torch.dtype) -> set[int]:
-    """Which of `some` of the tensors `dtype` holds exactly."""
+    """Return the keys among `some` whose tensors `dtype` holds exactly."""
     flags = [(tensors[p].to(dtype).float() == tensors[p]).all() for p in some]
     return {p for p, is_held in zip(some, _read(flags), strict=True) if is_held}
 

@@ -323,7 +323,7 @@ def _forget_tie(model: PreTrainedModel) -> str:
 
 
 def holds_quantized_tables(model: PreTrainedModel) -> bool:
-    """Whether all that the embedding does is to look rows up and to scale them."""
+    """Return whether the embedding does nothing but look rows up and scale them."""
     embedding = model.get_input_embeddings()
     is_plain = type(embedding) is nn.Embedding or isinstance(embedding, FrozenLutEmbedding)
     return is_plain or getattr(embedding, "scalar_embed_scale", None) is not None

@@ -126,7 +126,7 @@ def write_report(directories: list[Path], out: Path) -> Written:
 def _summary(
     directories: list[Path], found: list[Path], sources: list[TrainingRun | Conversion], exam: Exams
 ) -> Summary | None:
-    """What the page says first; None of several directories, which have no one result."""
+    """Build the summary of the page; None for several directories, which have no one result."""
     runs = [source for source in sources if isinstance(source, TrainingRun)]
     if exam:
         return summary_of_pipeline(directories[0], exam, runs[-1] if runs else None)

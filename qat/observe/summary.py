@@ -23,7 +23,7 @@ USES = {
     "compressed-tensors": "vllm serve {path}",
     "nvfp4": "vllm serve {path}",
 }
-"""How an exported directory is opened: a command for each target that has a short one."""
+"""The command that opens an exported directory, for each target that has a short one."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Sample:
-    """What several models wrote after the same prompt."""
+    """The texts that several models wrote after the same prompt."""
 
     prompt: str
     texts: Mapping[str, str]
@@ -50,7 +50,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a report says first."""
+    """The summary that a report begins with."""
 
     model: str
     text: str
@@ -59,7 +59,7 @@ class Summary:
     """The teacher first, the finished student last."""
     sample: Sample | None = None
     commands: list[str] = field(default_factory=list)
-    """How to use the student, each a line to copy."""
+    """The commands that use the student, each a line to copy."""
 
     @property
     def title(self) -> str:
@@ -159,7 +159,7 @@ def _is_sparse(checkpoint: Path) -> bool:
 
 
 def read_sample(path: Path) -> Sample | None:
-    """What the models of a pipeline wrote after one prompt; None where nothing was kept.
+    """Return what the models of a pipeline wrote after one prompt; None if nothing was kept.
 
     Raises:
         CheckpointError: the file is damaged.

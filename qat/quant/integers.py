@@ -29,7 +29,7 @@ def integer_spec(bits: int) -> LutSpec:
 
 
 def is_integers(spec: LutSpec) -> bool:
-    """Whether `spec` is one that `exact_integers` finds."""
+    """Return whether `spec` is one that `exact_integers` finds."""
     return spec.codebook == "int" and spec.bits in BITS and spec == integer_spec(spec.bits)
 
 
@@ -41,9 +41,9 @@ def rounded_bits(weight: Tensor) -> int | None:
 
 
 def exact_integers(weight: Tensor, bits: int) -> QuantizedWeight | None:
-    """`weight` `(O, I)` as integers of `bits` bits times float16 scales; None if that is inexact.
+    """Return `weight` `(O, I)` as integers of `bits` bits times float16 scales; None if inexact.
 
-    A scale may be negative: ggml gives the value of largest magnitude, whatever its sign, the
+    A scale may be negative: ggml gives the value of largest magnitude, of either sign, the
     lowest integer, because there is one more below zero than above.
     """
     O, I = weight.shape

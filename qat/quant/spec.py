@@ -345,7 +345,7 @@ class QuantPlan(Settings):
 
     @property
     def has_static(self) -> bool:
-        """Whether some inputs have one learned scale, which a calibration finds."""
+        """Return whether some inputs have one learned scale, which a calibration finds."""
         return any(spec is not None and spec.is_static for spec in self.activations)
 
     def rules_for(

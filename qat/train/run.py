@@ -265,11 +265,11 @@ class RunDirectory:
         return sorted((path for path in ours if is_real(path, self.path)), key=step_of)
 
     def remove_old(self, keep: int, milestone_every: int = 0) -> None:
-        """Delete what is not kept: up to `latest`, the newest `keep` and the milestones stay.
+        """Delete the checkpoints up to `latest` except the newest `keep` and the milestones.
 
-        The untrained student's, step 0, stays only while it is the best or the latest. Behind
-        `latest`, where a run that went on has not been yet, nothing is deleted; the best one stays
-        anywhere; so does one in which somebody has put a file.
+        The untrained student's, step 0, stays only while it is the best or the latest. Nothing
+        after `latest` is deleted, because a resumed run has not been there yet. The best one stays
+        anywhere, and so does one in which a user has put a file.
         """
         best, latest = self.pointed("best"), self.pointed("latest")
         end = 0 if latest is None else step_of(latest)

@@ -1,4 +1,4 @@
-"""What a command line that cannot be parsed is answered with: what is wrong, and what was meant."""
+"""The answer to a command line that cannot be parsed: what is wrong, and what was meant."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ def answer(monkeypatch, capsys, *tokens: object) -> str:
 
 
 def meant(line: str) -> str | None:
-    """What a line asks whether it was meant."""
+    """Return what the line suggests after "did you mean"; None if it suggests nothing."""
     found = re.search(r"did you mean '?(.*?)'?\?", line)
     return found and found[1]
 

@@ -170,7 +170,7 @@ class _Routed(nn.Module):
 
 
 def test_streaming_keeps_states_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept grows with tokens times width, not with what all linears of a layer give."""
+    """The kept memory grows with tokens times width, not with outputs of all linears of a layer."""
     kept: list[int] = []
     monkeypatch.setattr(calibrate, "fits_in_memory", lambda *_: False)
     monkeypatch.setattr(Keeper, "keep", lambda _, value: kept.append(value.nbytes) or value)

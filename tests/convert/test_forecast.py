@@ -1,4 +1,4 @@
-"""What a conversion is said to make before it begins, and what it then makes."""
+"""The forecast of a conversion before it begins, and what the conversion then makes."""
 
 from pathlib import Path
 

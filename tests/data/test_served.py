@@ -250,7 +250,7 @@ def test_what_is_no_distribution_is_refused(engine: str, shift: float) -> None:
     stage = Stage(engine)
 
     def shifted(part: object) -> None:
-        """Move every log-prob in an answer, wherever its engine has them."""
+        """Move every log-prob in an answer, in the places where its engine has them."""
         for key, value in part.items() if isinstance(part, dict) else enumerate(part):
             is_top = engine == "sglang" and isinstance(part, list) and key == 0
             if isinstance(value, float) and (key == "logprob" or is_top):

@@ -99,7 +99,7 @@ def test_generation_stops_at_the_end_token(model: LanguageModel) -> None:
 
 
 def test_generation_stops_at_the_tokenizers_end_too(model: LanguageModel) -> None:
-    """A chat template ends a turn with it, whatever end the generation settings name."""
+    """A chat template ends a turn with it, even if the generation settings name another end."""
     tokenizer = tiny_tokenizer()
     free = generate_text(model, tokenizer, PROMPT, max_new_tokens=6, temperature=0.0)
     first = tokenizer(free.text, add_special_tokens=False)["input_ids"][0]

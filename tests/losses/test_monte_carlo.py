@@ -122,7 +122,7 @@ def test_the_noise_of_systematic_draws_is_smaller_and_falls_faster() -> None:
 
 
 def test_padding_of_draws_names_no_word() -> None:
-    """Whatever id stands where a count is 0, even one that no word has."""
+    """The loss ignores any id where a count is 0, even one that no word has."""
     logits, teacher = torch.randn(2, 6, V)
     targets = targets_of(teacher, 4, draws=3)
     padding = targets.sample_counts == 0

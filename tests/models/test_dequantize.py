@@ -325,7 +325,7 @@ def test_an_adapter_needs_peft(adapter: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def damage(source: Path, change: Callable[[dict[str, Tensor]], None], *hashes: str) -> None:
-    """Change the tensors of a checkpoint as somebody would who means it: no hashes are left."""
+    """Change the tensors of a checkpoint on purpose: no hashes are left."""
     for name in ("checksums.json", *hashes):
         (source / name).unlink(missing_ok=True)
     path = source / "model.safetensors"

@@ -1,4 +1,4 @@
-"""What a user may call a model, and what is behind it."""
+"""The names that a user may give a model, and what they stand for."""
 
 from pathlib import Path
 

@@ -46,7 +46,7 @@ def weights(path: Path, dtype: str = "fp32") -> dict[str, Tensor]:
 
 
 def plain(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """What transformers alone reads of the file."""
+    """Return the tensors that transformers alone reads from the file."""
     with Opening(path, "a model"):
         return AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=dtype

@@ -1,4 +1,4 @@
-"""What a model says of a document does not depend on those that are packed or batched with it."""
+"""The outputs for a document do not depend on those that are packed or batched with it."""
 
 import copy
 
@@ -154,7 +154,7 @@ SCALED = {
 
 
 def without_new_names(values: dict) -> dict:
-    """What transformers 4 sees of a config.json."""
+    """Return the part of a config.json that transformers 4 sees."""
     return {
         key: without_new_names(value) if isinstance(value, dict) else value
         for key, value in values.items()

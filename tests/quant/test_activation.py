@@ -40,7 +40,7 @@ def test_asymmetric_is_torchaos_to_the_bit() -> None:
 
 
 def test_zero_points_lie_among_the_levels() -> None:
-    """Whatever a token holds: the range begins at its lowest number or at 0."""
+    """The range of any token begins at its lowest number or at 0."""
     one = torch.tensor(
         [[-1.0, 1e-3], [-3.0, 0.0], [-1e-30, -1e-38], [-2e38, 1e38], [1e-40, -1e-40]]
     )

@@ -1,4 +1,4 @@
-"""How many small mistakes in the core the tests notice: mutants killed, survived, equivalent.
+"""The count of small mistakes in the core that tests notice: mutants killed, survived, equivalent.
 
 A mutant is the project with one change: another comparison, + for -, a number one larger, `or` for
 `and`, a `not` or a statement dropped, nothing returned, nothing raised. Four steps, of which the
@@ -143,7 +143,7 @@ def check(mutants: Path, *, figures: Path | None = None, workers: int = 1) -> No
 def outcomes(
     jobs: list[tuple[Mutant, Collection[str]]], workers: int
 ) -> Iterator[dict[str, str | float]]:
-    """What came of each mutant with its tests, in processes of this one, in which all is loaded."""
+    """Run each mutant's tests in a fork of this process, with all loaded; yield the outcomes."""
     for name in (*LARGE, *MODELS, *(f"{each}.modeling_{each.split('.')[-1]}" for each in MODELS)):
         import_module(name)
     with ProcessPoolExecutor(workers, FORK) as pool:
