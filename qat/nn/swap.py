@@ -18,6 +18,7 @@ from qat.nn.hosted import HostedLutLinear
 from qat.nn.lut_embedding import FrozenLutEmbedding, FrozenLutHead, FrozenLutTable, TiedLutHead
 from qat.nn.quant_linear import FrozenLutLinear, LutLinear, QuantLinear
 from qat.nn.sharded import ShardedLutLinear
+from qat.nn.sites import reads_weight
 from qat.nn.step import quant_linears
 from qat.quant.spec import LutSpec, QuantPlan, by_group
 from qat.quant.weight import QuantizedWeight, dequantize
@@ -323,8 +324,17 @@ def _forget_tie(model: PreTrainedModel) -> str:
 
 
 def holds_quantized_tables(model: PreTrainedModel) -> bool:
-    """Return whether the embedding does nothing but look rows up and scale them."""
+    """Return whether tables can be quantized without breaking the model's own code.
+
+    The embedding must do nothing but look rows up and scale them, and no module may read the weight
+    of a table by itself, as Mamba 2 does for its dtype.
+    """
     embedding = model.get_input_embeddings()
+    tables = {embedding, model.get_output_embeddings()}
+    for module in model.modules():
+        for name, child in module.named_children():
+            if child in tables and reads_weight(type(module), name):
+                return False
     is_plain = type(embedding) is nn.Embedding or isinstance(embedding, FrozenLutEmbedding)
     return is_plain or getattr(embedding, "scalar_embed_scale", None) is not None
 
