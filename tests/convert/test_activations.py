@@ -214,11 +214,15 @@ def test_experts_are_refused_where_their_input_is_inside(place: Path, tmp_path: 
 @pytest.mark.slow
 def test_a_budget_and_adapters_keep_the_inputs_of_the_plan(place: Path, tmp_path: Path) -> None:
     settings = config(
-        to="q4a4_a8", bits_budget=3.6, calibration=str(place / "text.txt"), calibration_sequences=4
+        to="q4a4_a8",
+        bits_budget=3.6,
+        embedding_bits=16,
+        calibration=str(place / "text.txt"),
+        calibration_sequences=4,
     )
     source = str(place / "float")
     assert convert_checkpoint(source, settings, tmp_path / "out").activations == {"int8": 14}
-    again = config(to=str(tmp_path / "out" / PLAN_NAME))
+    again = config(to=str(tmp_path / "out" / PLAN_NAME), embedding_bits=16)
     assert convert_checkpoint(source, again, tmp_path / "again").activations == {"int8": 14}
     model = load_checkpoint(tmp_path / "again")
     add_adapters(model, list(quant_linears(model)), 2, seed=0)
