@@ -254,7 +254,7 @@ def open_sites(model: nn.Module) -> None:
         weights = {name: module._parameters.get(name) for name in stack.names}
         names = [name for name, w in weights.items() if w is not None and w.dim() == 3]
         linears = [n for n, child in module.named_children() if isinstance(child, nn.Linear)]
-        read = tuple(name for name in linears if reads_weight(cast(Hashable, type(module)), name))
+        read = tuple(name for name in linears if reads_weight(type(module), name))
         if names or read:
             module.__class__ = _owner_class(cast(Hashable, type(module)))
             module._opened, module._read = {}, read
@@ -304,9 +304,9 @@ def close_sites(model: nn.Module) -> None:
             module.__class__ = type(module).__mro__[2]
 
 
-def reads_weight(own: Hashable, name: str) -> bool:
+def reads_weight(own: type, name: str) -> bool:
     """Whether a class reads the weight of its linear or table `name` itself."""
-    return name in _weights_read(own)
+    return name in _weights_read(cast(Hashable, own))
 
 
 @cache
