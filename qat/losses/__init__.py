@@ -1,4 +1,4 @@
-"""What a student learns from, and the way in for a loss of your own: `qat.losses.register`."""
+"""The distillation losses; `qat.losses.register` adds a loss of your own."""
 
 from qat.losses.config import register
 

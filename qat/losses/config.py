@@ -1,4 +1,4 @@
-"""Which losses there are, what each needs of a teacher, and how a weighted sum is written."""
+"""Names of the losses, what each reads of the teacher, and the parser for weighted sums."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -13,14 +13,14 @@ Kind = Literal["topk", "draws", "labels"]
 
 
 class Reads(NamedTuple):
-    """What a loss reads of the teacher, and of the student beside the words that it reads there."""
+    """Parts of the teacher and the student that a loss reads."""
 
     kind: Kind
     """The kind of target: the teacher's top K, its draws, or only the words of the text."""
     tail: bool = True
-    """It reads how much of the teacher's mass lies outside its top K."""
+    """True if it reads the teacher's mass outside the top K."""
     others: bool = True
-    """It reads the student's log-sum-exp over the words outside the teacher's top K."""
+    """True if it reads the student's log-sum-exp over the words outside the teacher's top K."""
 
 
 ON_CACHE = {
@@ -32,29 +32,29 @@ ON_CACHE = {
     "cakld": Reads("topk"),
     "hard_ce": Reads("labels", tail=False),
 }
-"""The losses on a cache."""
+"""Losses that read a cache."""
 
 WITH_TEACHER = ("kl", "reverse_kl", "jsd", "cakld", "hard_ce")
-"""The losses on a teacher that runs beside the student."""
+"""Losses that read a teacher which runs during training."""
 
 BUILT_IN = (*dict.fromkeys((*ON_CACHE, *WITH_TEACHER)),)
 
 OWN_WORDS = "own_"
-"""Begins what the losses on a student's own words are called in the metrics."""
+"""Prefix in the metrics of losses on text that the student generated."""
 
 TARGETS = frozenset({"topk", "draws"})
-"""What a cache may hold of the teacher."""
+"""Kinds of target that a cache may hold."""
 
 
 class OwnLoss(NamedTuple):
-    """A loss from outside, and what it reads of a cache."""
+    """A registered loss and what it reads of a cache."""
 
     loss: "Callable[..., Tensor]"
     reads: Reads
 
 
 OWN: dict[str, OwnLoss] = {}
-"""The losses that `register` was given, by name."""
+"""Losses added with `register`, by name."""
 
 
 def register(
@@ -64,19 +64,20 @@ def register(
     reads: Kind = "topk",
     reads_tail: bool = True,
 ) -> None:
-    """Let `loss` be called `name` wherever losses on a cache are named: `"name:1,hard_ce:0.1"`.
+    """Register `loss` as `name`, for use wherever losses on a cache are named:
+    `"name:1,hard_ce:0.1"`.
 
-    `loss(student, targets, *, temperature) -> Tensor` gives the sum over the T tokens where
+    `loss(student, targets, *, temperature) -> Tensor` returns the sum over the T tokens where
     `targets.mask` is true, in nats, differentiable in `student` (`qat.losses.formulas.Student`: the
     logits of the words that are read, `(T, K)`, `(T, D)` or `(T, 1)`, and `lse()`, the log-sum-exp
-    over the whole vocabulary, `(T,)`); `targets` is `qat.losses.formulas.Targets`. Whoever trains
-    divides by the valid tokens once. A name may be registered again, which replaces the loss.
+    over the whole vocabulary, `(T,)`); `targets` is `qat.losses.formulas.Targets`. The trainer
+    divides once by the number of valid tokens. Registering a name again replaces its loss.
 
     Args:
-        name: lower-case letters, digits and underscores, a letter first.
+        name: lower-case letters, digits and underscores; starts with a letter.
         loss: the function.
         reads: the kind of target it needs: the teacher's top K, its draws, or only the labels.
-        reads_tail: it reads `targets.tail_logprob`, which an imported cache lacks.
+        reads_tail: true if it reads `targets.tail_logprob`, which an imported cache lacks.
 
     Raises:
         ValueError: a built-in loss has that name, or the name cannot stand in a list of losses.
@@ -93,22 +94,26 @@ def register(
 
 
 def reads_of(name: str) -> Reads | None:
-    """What a loss on a cache reads; None if it is none of these."""
+    """Return what a loss reads of a cache; None if no loss on a cache has that name."""
     return OWN[name].reads if name in OWN else ON_CACHE.get(name)
 
 
 def kinds_read(names: Iterable[str]) -> set[Kind]:
-    """The kinds of target that losses on a cache read: `topk`, `draws`, `labels`."""
+    """Return the kinds of target that losses on a cache read: `topk`, `draws`, `labels`."""
     return {reads.kind for name in names if (reads := reads_of(name)) is not None}
 
 
 def reads_others(names: Iterable[str]) -> bool:
-    """Whether any of these losses on a cache reads the student outside the teacher's top K."""
+    """Return whether any of these losses on a cache reads the student outside the teacher's top
+    K.
+    """
     return any(reads.others for name in names if (reads := reads_of(name)) is not None)
 
 
 def parse_losses(text: str, setting: str = "loss") -> dict[str, float]:
-    """Weights by loss name: `"tail"` is `{"tail": 1.0}`, `"tail:1.0,hard_ce:0.1"` a sum of two.
+    """Parse a sum of losses into weights by name.
+
+    `"tail"` becomes `{"tail": 1.0}`, and `"tail:1.0,hard_ce:0.1"` a sum of two.
 
     Raises:
         ConfigError: an unknown or repeated name, or a weight that is not a positive number.
@@ -131,14 +136,14 @@ def parse_losses(text: str, setting: str = "loss") -> dict[str, float]:
 
 
 def targets_read(terms: Iterable[str], *, with_teacher: bool = False) -> frozenset[str]:
-    """Which targets of a cache the losses read: `topk`, `draws`, both or none."""
+    """Return the targets of a cache that the losses read: `topk`, `draws`, both or none."""
     return frozenset() if with_teacher else frozenset(kinds_read(terms) & TARGETS)
 
 
 def check_targets(
     terms: dict[str, float], top_k: int, draws: int, *, has_tail: bool = True
 ) -> None:
-    """Refuse losses whose targets the cache does not hold; the other arguments describe the cache.
+    """Check that a cache with these properties holds the targets of every loss.
 
     Raises:
         ConfigError: a term reads the teacher's top K, its tail or draws, and the cache holds none;
@@ -171,14 +176,14 @@ def check_targets(
 
 
 def fitting_loss(top_k: int, draws: int, *, has_tail: bool = True) -> str:
-    """The loss that a cache with so much of its teacher gives without being asked for one."""
+    """Return the default loss for a cache that holds these targets."""
     if top_k == 0 and draws > 0:
         return "sampled"
     return "tail" if has_tail else "candidates"
 
 
 def check_with_teacher(terms: dict[str, float]) -> None:
-    """Refuse losses that read a cache where the teacher itself is there.
+    """Check that every loss can be computed from a teacher that runs during training.
 
     Raises:
         ConfigError: a term is not one of `WITH_TEACHER`.

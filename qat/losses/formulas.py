@@ -1,11 +1,11 @@
 """The formulas of the losses, by name, and their weighted sum.
 
-Every loss takes a student and targets as `valid_rows` gives them, and returns the SUM over the
+Every loss takes a student and targets as returned by `valid_rows`, and returns the SUM over the
 tokens in `targets.mask`, in nats; the trainer divides once. Divergences are multiplied by
-`temperature` squared, so that gradients keep their size as it changes (arXiv:1503.02531, section
-2); a `temperature` that is not positive, or targets without a top-k, raise ValueError.
-Cross-entropies are against words rather than probabilities: a drawn or written word is a fact at
-temperature 1, so `temperature`, which all losses accept, changes nothing there.
+`temperature` squared, so that the size of gradients does not depend on it (arXiv:1503.02531,
+section 2); a `temperature` that is not positive, or targets without a top-k, raise ValueError.
+Cross-entropies accept `temperature` but ignore it: their targets are drawn or written words, which
+are observations at temperature 1.
 
 Shapes: T tokens, V vocabulary, K teacher tokens kept, D distinct draws (padded), N outcomes (K, or
 K + 1 with the tail).
@@ -22,21 +22,21 @@ from qat.backend.device import on
 from qat.kernels.head import wide, without
 from qat.losses.config import OWN, kinds_read, reads_others
 
-# What a loss is given: the teacher's word on each token, and the student's logits of few words.
+# Inputs of a loss: the teacher's targets for each token, and the student's logits of a few words.
 #
-# Shapes: T tokens, K teacher tokens kept, D distinct draws (padded), N words that losses read; an
-# absent kind has width 0.
+# Shapes: T tokens, K teacher tokens kept, D distinct draws (padded), N words that losses read; a
+# part that is not read has width 0.
 
 NO_LABEL = -100
 
 
 class Targets(NamedTuple):
-    """The teacher's word on `T` tokens."""
+    """The teacher's targets for `T` tokens."""
 
     mask: Tensor
-    """`(T,)` bool: the token counts."""
+    """`(T,)` bool: true where the token counts."""
     labels: Tensor
-    """`(T,)` int64: the token that really follows, `NO_LABEL` where unknown."""
+    """`(T,)` int64: the next token of the text, `NO_LABEL` where unknown."""
     topk_ids: Tensor
     """`(T, K)` int64, distinct, most likely first."""
     topk_logprobs: Tensor
@@ -46,13 +46,14 @@ class Targets(NamedTuple):
     sample_ids: Tensor
     """`(T, D)` int64: distinct tokens drawn from the teacher."""
     sample_counts: Tensor
-    """`(T, D)` float32: how often each was drawn; 0 where padded."""
+    """`(T, D)` float32: the number of times each was drawn; 0 where padded."""
 
 
 def valid_rows(targets: Targets) -> Targets:
-    """The targets with harmless values wherever the mask is false: no word, log-probability 0.
+    """Return the targets with harmless values wherever the mask is false: no word, log-probability
+    0.
 
-    Whatever stood there, even inf or nan, then reaches neither value nor gradient.
+    Masked values, even inf or nan, then reach neither the loss nor its gradient.
     """
     masked = ~targets.mask
     return Targets(
@@ -67,27 +68,29 @@ def valid_rows(targets: Targets) -> Targets:
 
 
 class Student(NamedTuple):
-    """Logits of the words that the losses read; a part that none of them reads has width 0."""
+    """The student's logits of the words that the losses read; a part that no loss reads has width
+    0.
+    """
 
     topk: Tensor
-    """`(T, K)`: of the teacher's top-k tokens."""
+    """`(T, K)`: logits of the teacher's top-k tokens."""
     draws: Tensor
-    """`(T, D)`: of the tokens drawn from the teacher; 0 where padded."""
+    """`(T, D)`: logits of the tokens drawn from the teacher; 0 where padded."""
     label: Tensor
-    """`(T, 1)`: of the token that really follows; 0 where unknown."""
+    """`(T, 1)`: the logit of the next token of the text; 0 where unknown."""
     others_lse: Tensor | None
-    """`(T,)`: log-sum-exp over all words outside `topk`; None if there are none or none is read."""
+    """`(T,)`: log-sum-exp over all words outside `topk`; None if K = V or no loss reads it."""
 
     def lse(self) -> Tensor:
-        """`(T,)`: log-sum-exp over the whole vocabulary."""
+        """Return the log-sum-exp over the whole vocabulary, `(T,)`."""
         if self.topk.shape[1] == 0:
-            return cast(Tensor, self.others_lse)  # without a top-k the others are all words
+            return cast(Tensor, self.others_lse)  # without a top-k: the whole vocabulary
         topk = self.topk.logsumexp(1)
         return topk if self.others_lse is None else log_add(topk, self.others_lse)
 
 
 class WordsRead(NamedTuple):
-    """The words whose logits the losses read, at each token; -1 where there is none."""
+    """Ids of the words whose logits the losses read, per token; -1 where there is none."""
 
     topk: Tensor
     """`(T, K)` int64"""
@@ -98,31 +101,33 @@ class WordsRead(NamedTuple):
 
     @classmethod
     def of(cls, targets: Targets, needs: Collection[str]) -> "WordsRead":
-        """Those of the targets that `needs` names, of `topk`, `draws` and `labels`."""
+        """Return the ids for the kinds in `needs` (`topk`, `draws`, `labels`); the others have
+        width 0.
+        """
         draws = torch.where(targets.sample_counts > 0, targets.sample_ids, -1)
         label = torch.where(targets.labels == NO_LABEL, -1, targets.labels)[:, None]
         parts = {"topk": targets.topk_ids, "draws": draws, "labels": label}
         return cls(*(ids if name in needs else ids[:, :0] for name, ids in parts.items()))
 
     def ids(self) -> Tensor:
-        """All of them, `(T, N)`, the top-k first."""
+        """Return all ids, `(T, N)`, the top-k first."""
         return torch.cat(self, dim=1)
 
     def student(self, chosen: Tensor, others_lse: Tensor | None) -> Student:
-        """The student whose logits of `ids()` are `chosen`."""
+        """Split `chosen`, the logits of `ids()`, into the parts of a `Student`."""
         topk, draws, label = chosen.split([part.shape[1] for part in self], dim=1)
         return Student(topk, draws, label, others_lse)
 
 
 def log_add(a: Tensor, b: Tensor) -> Tensor:
-    """`torch.logaddexp`."""
+    """Return `torch.logaddexp(a, b)`, also on devices that lack the operator."""
     if on(a.device).compares():
         return torch.stack([a, b]).logsumexp(0)
     return torch.logaddexp(a, b)
 
 
 LOG_ZERO = -100.0
-"""Teacher log-probabilities below this count as this: `exp(-100)` is zero in float32."""
+"""Floor of the teacher's log-probabilities: `exp(-100)` is zero in float32."""
 
 
 class Distributions(NamedTuple):
@@ -133,16 +138,16 @@ class Distributions(NamedTuple):
 
 
 def sum_valid(loss: Tensor, mask: Tensor) -> Tensor:
-    """The sum of `(T,)` losses over the tokens in `mask`."""
+    """Return the sum of `(T,)` losses over the tokens in `mask`."""
     return loss.masked_fill(~mask, 0.0).sum()
 
 
 def with_tail(student: Student, targets: Targets, temperature: float) -> Distributions:
-    """The teacher's K tokens plus one outcome for all others; no such outcome when K = V.
+    """Return log-probabilities of the teacher's K tokens plus one outcome for all others.
 
-    The tail of the teacher is the stored one, that of the student a log-sum-exp over its other
-    V - K logits: neither is `1 - sum`, so both are right where they are tiny. Temperature softens
-    the K + 1 outcomes.
+    There is no extra outcome when K = V. The tail of the teacher is the stored one, that of the
+    student a log-sum-exp over its other V - K logits: neither is computed as `1 - sum`, so both are
+    accurate where they are tiny. Temperature softens the K + 1 outcomes.
     """
     log_p, log_q = targets.topk_logprobs, student.topk
     if student.others_lse is not None:
@@ -163,8 +168,8 @@ def _softened(log_p: Tensor, log_q: Tensor, targets: Targets, temperature: float
 def tail(student: Student, targets: Targets, *, temperature: float = 1.0) -> Tensor:
     """KL(teacher || student) over the teacher's K tokens plus one outcome for all others.
 
-    The tail keeps the probability that top-k drops: without it the student is free to put any mass
-    on the V - K unseen tokens. At temperature 1 a lower bound on the full KL; equal to it when
+    The extra outcome keeps the probability that top-k drops: without it the student could put any
+    mass on the V - K unseen tokens. At temperature 1 a lower bound on the full KL; equal to it when
     K = V, at every temperature. A sum of nats over valid tokens.
     """
     log_p, log_q = with_tail(student, targets, temperature)
@@ -172,10 +177,10 @@ def tail(student: Student, targets: Targets, *, temperature: float = 1.0) -> Ten
 
 
 def candidates(student: Student, targets: Targets, *, temperature: float = 1.0) -> Tensor:
-    """KL(teacher || student) with both sides renormalised over the K tokens: blind to the tail.
+    """KL(teacher || student) with both sides renormalised over the K tokens; ignores the tail.
 
     `T^2 * F.kl_div(log_softmax(z[ids] / T), softmax(log_p / T))`: the distillation loss of
-    Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5, whose published KD numbers are this at
+    Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5, whose published KD numbers are this loss at
     temperature 2 (a mean there, a sum over valid tokens here).
     """
     log_p, log_q = _softened(targets.topk_logprobs, student.topk, targets, temperature)
@@ -185,8 +190,9 @@ def candidates(student: Student, targets: Targets, *, temperature: float = 1.0) 
 def reverse_kl(student: Student, targets: Targets, *, temperature: float = 1.0) -> Tensor:
     """KL(student || teacher) over the teacher's K tokens plus one outcome for all others.
 
-    Approximate with a cache: inside the tail, where the student may put mass that the teacher does
-    not, the two count as equal. A lower bound on the full reverse KL at temperature 1.
+    Approximate with a cache: the tail is one outcome, so the loss does not see mass that the
+    student puts on tail tokens which the teacher finds unlikely. A lower bound on the full reverse
+    KL at temperature 1.
     """
     log_p, log_q = with_tail(student, targets, temperature)
     return temperature**2 * sum_valid(_kl(log_q, log_p), targets.mask)
@@ -215,11 +221,11 @@ def jsd(
 def cakld(student: Student, targets: Targets, *, temperature: float = 1.0) -> Tensor:
     """`c KL(student || teacher) + (1 - c) KL(teacher || student)`, `c` the teacher's confidence.
 
-    Confidence-aware KL (BitDistiller, arXiv:2402.10631): seek one mode where the
-    teacher is sure, cover all where it is not. `c` is the probability that the teacher expects of
-    its own next word, `sum p^2` over its top K at temperature 1. The paper takes one mean over the
-    data instead; a `c` per token keeps the loss additive over micro-batches. Approximate with a
-    cache as `reverse_kl` is.
+    Confidence-aware KL (BitDistiller, arXiv:2402.10631): mode-seeking where the teacher is
+    confident, mode-covering where it is not. `c` is the probability that the teacher expects of its
+    own next word, `sum p^2` over its top K at temperature 1. The paper takes one mean over the data
+    instead; a `c` per token keeps the loss additive over micro-batches. Approximate with a cache,
+    as `reverse_kl` is.
     """
     log_p, log_q = with_tail(student, targets, temperature)
     confidence = (2 * targets.topk_logprobs.to(log_q.dtype)).exp().sum(1)
@@ -228,7 +234,7 @@ def cakld(student: Student, targets: Targets, *, temperature: float = 1.0) -> Te
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """KL(a || b) of each row, `(T, N)` to `(T,)`."""
+    """Return KL(a || b) of each row, `(T, N)` to `(T,)`."""
     return (log_a.exp() * (log_a - log_b)).sum(1)
 
 
@@ -236,9 +242,9 @@ def sampled(student: Student, targets: Targets, *, temperature: float = 1.0) -> 
     """`-sum_d (count_d / N) log q(id_d)`, `N` the number of draws: random-sampling distillation.
 
     Value and gradient are unbiased for the full cross-entropy against the teacher
-    (arXiv:2503.16870), so the gradient is unbiased for that of the full KL too. The
-    value is larger than the KL by the teacher's entropy, which draws alone do not tell without
-    bias. A token without draws adds zero.
+    (arXiv:2503.16870), so the gradient is unbiased for that of the full KL too. The value exceeds
+    the KL by the teacher's entropy, which cannot be estimated from draws alone without bias. A
+    token without draws adds zero.
 
     Raises:
         ValueError: the targets hold no draws.
@@ -253,16 +259,16 @@ def sampled(student: Student, targets: Targets, *, temperature: float = 1.0) -> 
 
 
 def hard_ce(student: Student, targets: Targets, *, temperature: float = 1.0) -> Tensor:
-    """`F.cross_entropy` with the token that really follows; without a label a token adds zero."""
+    """`F.cross_entropy` with the next token of the text; a token without a label adds zero."""
     loss = student.lse() - student.label[:, 0]
     return sum_valid(loss, targets.mask & (targets.labels != NO_LABEL))
 
 
 Loss = Callable[..., Tensor]
-"""`loss(student, targets, *, temperature) -> Tensor`: the sum over valid tokens, in nats."""
+"""A loss function `loss(student, targets, *, temperature)`: the sum over valid tokens, in nats."""
 
 LOSSES: dict[str, Loss] = {
-    "kl": tail,  # with a teacher beside, whose top-k is all words: the tail is empty
+    "kl": tail,  # with a running teacher the top-k is the whole vocabulary and the tail is empty
     "tail": tail,
     "sampled": sampled,
     "candidates": candidates,
@@ -271,13 +277,13 @@ LOSSES: dict[str, Loss] = {
     "cakld": cakld,
     "hard_ce": hard_ce,
 }
-"""The formula of each name in `qat.losses.config.BUILT_IN`."""
+"""Formula of each name in `qat.losses.config.BUILT_IN`."""
 
 
 def sums_by_name(
     student: Student, targets: Targets, terms: dict[str, float], temperature: float
 ) -> dict[str, Tensor]:
-    """The sum of each loss over valid tokens, and their weighted sum as `"loss"`."""
+    """Return the sum of each loss over valid tokens, and their weighted sum as `"loss"`."""
     sums = {}
     for name in terms:
         loss = OWN[name].loss if name in OWN else LOSSES[name]
@@ -289,19 +295,23 @@ def sums_by_name(
 def loss_from_logits(
     logits: Tensor, targets: Targets, terms: dict[str, float], *, temperature: float = 1.0
 ) -> dict[str, Tensor]:
-    """The sum of each loss over valid tokens, and their weighted sum as `"loss"`, all in nats.
+    """Return the sum of each loss over valid tokens, and their weighted sum as `"loss"`, all in
+    nats.
 
     Computed in float32 (float64 stays) by ordinary autograd; masked rows reach neither value nor
     gradient.
 
-    `logits` are `(T, V)` of any float dtype, `terms` as `parse_losses` gives them.
+    `logits` are `(T, V)` of any float dtype; `terms` are weights by name, as `parse_losses` returns
+    them.
     """
     targets = valid_rows(targets)
     return sums_by_name(student_of(logits, targets, terms), targets, terms, temperature)
 
 
 def student_of(logits: Tensor, targets: Targets, names: Collection[str]) -> Student:
-    """What the losses `names` read of the logits, beside targets as `valid_rows` gives them."""
+    """Pick from the logits what the losses `names` read; `targets` are as returned by
+    `valid_rows`.
+    """
     logits = wide(logits.masked_fill(~targets.mask[:, None], 0.0))
     words = WordsRead.of(targets, kinds_read(names))
     ids = words.ids()

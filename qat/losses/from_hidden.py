@@ -1,9 +1,10 @@
-"""From hidden states to losses without all logits at once, and their gradient in the same pass.
+"""Losses and their gradient from hidden states in one pass, without all logits at once.
 
-The road of one number: `loss_from_hidden` cuts the T tokens into chunks; of each `_Task.add_chunk`
-has the kernels of `qat.kernels.head` find the few logits that the losses read and the log-sum-exp
-of all others, has `qat.losses.formulas` turn these into sums, asks autograd for the gradient of
-those few numbers alone, and has the kernels carry that to hidden states and head.
+`loss_from_hidden` cuts the T tokens into chunks. For each chunk, `_Task.add_chunk` calls the
+kernels of `qat.kernels.head` for the few logits that the losses read and the log-sum-exp of all
+others, turns these into sums with `qat.losses.formulas`, differentiates the sums with autograd with
+respect to those few numbers alone, and calls the kernels again to carry that gradient to hidden
+states and head.
 
 Shapes: T tokens, D model width, V vocabulary, N words that losses read.
 """
@@ -29,13 +30,13 @@ from qat.losses.config import kinds_read, reads_others
 from qat.losses.formulas import Targets, WordsRead, sums_by_name, valid_rows
 
 CHUNK_TOKENS = 32768
-"""Tokens whose `(t, N)` tensors and float32 `(t, D)` gradient exist together."""
+"""Tokens per chunk, whose `(t, N)` tensors and float32 `(t, D)` gradient exist together."""
 SCALED_TOKENS = 32768
-"""Rows of a stored gradient that are multiplied in float32 at a time: 0.13 GB at D = 1024."""
+"""Rows of a stored gradient that are scaled in float32 at a time: 0.13 GB at D = 1024."""
 
 
 class Gradients(NamedTuple):
-    """Gradients of the loss, complete when all chunks are done; None where not wanted."""
+    """Gradients of the loss, complete when all chunks are done; None where not required."""
 
     hidden: Tensor | None
     """`(T, D)`, in the dtype of the hidden states."""
@@ -45,40 +46,40 @@ class Gradients(NamedTuple):
     """`(V,)`, float32 or wider."""
 
     def of_rows(self, rows: slice) -> "Gradients":
-        """The hidden states' gradient for some of the tokens; the head's whole."""
+        """Return the gradient of the hidden states for some of the tokens, and the whole head's."""
         return self if self.hidden is None else self._replace(hidden=self.hidden[rows])
 
 
 class Task(Protocol):
-    """What is to be computed, beside the tensors that may get gradients."""
+    """A sum of losses to compute, without the tensors that may get gradients."""
 
     @property
     def softcap(self) -> float | None:
-        """The head's."""
+        """The softcap of the head's logits; None if it has none."""
 
     @property
     def terms(self) -> dict[str, float]:
-        """Weight by name of loss."""
+        """Weight of each loss by name."""
 
     def chunk_tokens(self) -> int:
-        """Tokens to look at together."""
+        """Return the number of tokens per chunk."""
 
     def of_rows(self, rows: slice) -> Self:
-        """The task for some of the tokens; masked ones say nothing."""
+        """Return the task for some of the tokens; masked ones have no effect."""
 
     def add_chunk(self, hidden: Tensor, head: Head, gradients: Gradients) -> dict[str, Tensor]:
-        """The sums over all its tokens; writes and adds what they give to `gradients`."""
+        """Return the sums over the chunk's tokens; write and add their gradient to `gradients`."""
 
 
 def sums_with_gradient(hidden: Tensor, head: Head, task: Task) -> dict[str, Tensor]:
-    """The sum of each loss of `task`, and their weighted sum as `"loss"`, in nats.
+    """Return the sum of each loss of `task`, and their weighted sum as `"loss"`, in nats.
 
-    Backward of `"loss"` is one multiplication and may run once; the sums by name carry no gradient.
-    The stored gradient of `hidden` has its dtype and is that of a sum over tokens: each token's is
-    of the size of a head's weights, which float16 holds without loss scaling. Backward multiplies
-    it in float32.
+    The backward pass of `"loss"` is one multiplication and may run once; the sums by name carry no
+    gradient. The gradient of `hidden` is stored in its dtype and is that of a sum over tokens: each
+    token's has the magnitude of the head's weights, which float16 holds without loss scaling. The
+    backward pass scales it in float32.
 
-    `hidden` `(T, D)` is used in autocast's dtype under autocast. The head's weight and bias get
+    Under autocast `hidden` `(T, D)` is cast to autocast's dtype. The head's weight and bias get
     gradients if they require them.
     """
     is_wanted = torch.is_grad_enabled()
@@ -120,7 +121,7 @@ class _LossInForward(torch.autograd.Function):
     def backward(ctx: Any, g_total: Tensor, *_: Tensor) -> tuple:  # noqa: ANN401
         scaled = []
         for stored, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
-            # in place, in float32 also where it is narrower: the factor would round in it
+            # in place, but multiplied in float32: a narrower dtype would round the factor
             for part in () if stored is None else stored.split(SCALED_TOKENS):
                 part.copy_(wide(part) * g_total)
             scaled.append(None if stored is None else stored.to(dtype))
@@ -136,13 +137,14 @@ def loss_from_hidden(
     *,
     temperature: float = 1.0,
 ) -> dict[str, Tensor]:
-    """The sum of each loss over valid tokens, and their weighted sum as `"loss"`, all in nats.
+    """Return the sum of each loss over valid tokens, and their weighted sum as `"loss"`, all in
+    nats.
 
     Equal to `loss_from_logits(head.logits(hidden), ...)` for the last hidden states `(T, D)`, but
-    neither `(T, V)` nor `(T, N, D)` ever exists. The gradient of `"loss"` is computed along with it
-    (see `sums_with_gradient`), and only `"loss"` has one. Nothing waits for the device.
+    neither `(T, V)` nor `(T, N, D)` ever exists. The gradient of `"loss"` is computed in the same
+    pass (see `sums_with_gradient`), and only `"loss"` has one. Nothing waits for the device.
 
-    `terms` are weights by name of loss, as `parse_losses` gives them.
+    `terms` are weights by name of loss, as `parse_losses` returns them.
 
     Raises:
         ValueError: `temperature` is not positive, or the targets lack what a loss reads.

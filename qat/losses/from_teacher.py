@@ -1,4 +1,6 @@
-"""Losses against the teacher itself, over the whole vocabulary, never all logits at once.
+"""Losses against a running teacher over the whole vocabulary, computed chunk by chunk.
+
+The `(T, V)` logits never exist as a whole.
 
 Shapes: T tokens, D model width of the student, E of the teacher, V vocabulary.
 """
@@ -13,20 +15,20 @@ from qat.losses.formulas import NO_LABEL, Student, Targets, sums_by_name
 from qat.losses.from_hidden import Gradients, sums_with_gradient
 
 CHUNK_LOGITS = 2**26
-"""Logits of either side that exist together: a quarter of a gigabyte in float32, a few times."""
+"""Logits of either model that exist together: 0.25 GiB in float32, several times over."""
 
 
 class OnlineTargets(NamedTuple):
-    """The teacher's last hidden states on `T` tokens, and the head that makes words of them."""
+    """The teacher's last hidden states on `T` tokens, and the head that turns them into logits."""
 
     mask: Tensor
-    """`(T,)` bool: the token counts."""
+    """`(T,)` bool: true where the token counts."""
     labels: Tensor
-    """`(T,)` int64: the token that really follows, `NO_LABEL` where unknown."""
+    """`(T,)` int64: the next token of the text, `NO_LABEL` where unknown."""
     hidden: Tensor
     """`(T, E)`"""
     head: Head
-    """Over the words of the student's head."""
+    """The teacher's head, over the same words as the student's."""
 
 
 def loss_from_teacher(
@@ -37,11 +39,12 @@ def loss_from_teacher(
     *,
     temperature: float = 1.0,
 ) -> dict[str, Tensor]:
-    """The sum of each loss over valid tokens, and their weighted sum as `"loss"`, all in nats.
+    """Return the sum of each loss over valid tokens, and their weighted sum as `"loss"`, all in
+    nats.
 
-    `kl` is KL(teacher || student) over all V words; the others are what `loss_from_logits` gives
-    where the teacher's top-k is the whole vocabulary, so none of them is approximate. `(T, V)`
-    never exists. As in `loss_from_hidden`, the gradient of `"loss"` is computed along with it, the
+    `kl` is KL(teacher || student) over all V words; the others are what `loss_from_logits` returns
+    when the teacher's top-k is the whole vocabulary, so none of them is approximate. `(T, V)` never
+    exists. As in `loss_from_hidden`, the gradient of `"loss"` is computed in the forward pass, the
     sums by name have none, and nothing waits for the device; the teacher gets no gradient.
 
     `terms` are weights by names of `qat.losses.config.WITH_TEACHER`.
@@ -95,7 +98,7 @@ class _Task(NamedTuple):
 
 @torch.no_grad()
 def _all_words(targets: OnlineTargets) -> Targets:
-    """What a cache would hold of these tokens if it kept every word."""
+    """Return the targets of a cache with K = V for these tokens."""
     log_p = wide(targets.head.logits(targets.hidden)).log_softmax(1)
     return Targets(
         mask=targets.mask,
@@ -109,7 +112,7 @@ def _all_words(targets: OnlineTargets) -> Targets:
 
 
 def _add_gradients(hidden: Tensor, head: Head, g_logits: Tensor, gradients: Gradients) -> None:
-    """Write and add what the gradient of the logits implies for hidden states and head."""
+    """Write the gradient of the hidden states, and add those of the head's weight and bias."""
     narrow = g_logits.to(hidden.dtype)  # matmuls compute in the dtype of hidden states
     if gradients.hidden is not None:
         gradients.hidden.copy_(narrow @ head.weight.to(hidden.dtype))
