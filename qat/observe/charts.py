@@ -1,4 +1,4 @@
-"""The report's pictures, each in a light and a dark dress: data in, bytes of an image out."""
+"""The charts of a report, each in a light and a dark theme: data in, image bytes out."""
 
 import io
 from collections.abc import Callable, Iterable, Sequence
@@ -17,30 +17,30 @@ from qat.observe.runs import Conversion, Module, TrainingRun
 from qat.observe.summary import Result
 
 SERIES = ("#3b6fd4", "#d9822b", "#2f9e76", "#b5499c", "#8a6fdf", "#c9a227", "#4aa3c7", "#d1495b")
-COLORS = SERIES * 4  # of more runs than that no chart can be read
+COLORS = SERIES * 4  # a chart of more runs than that is unreadable
 WIDTH, LEGEND_MARK, LEGEND_LETTER = 5.6, 0.65, 0.085
-"""Inches: of a picture; of what stands before a name in its legend; of a letter there."""
+"""Inches: the width of a chart, of the mark before a legend entry, and of a letter in it."""
 LONGEST_NAME = 56
 MARKERS = {1: "v", 2: "D", 3: "^", 4: "o"}
 MAX_POINTS = 800
 SAME_BITS = 1.05
-"""Bits a weight that differ by less are one place on the axis: scales and codebooks of formats that
-are the same but for the size of the weight."""
+"""Bits per weight within this ratio count as the same place on the axis: scales and codebooks of
+one format cost slightly different bits in weights of different sizes."""
 DISTANCES = {
     "kl_tail_nats": ("-", "KL with tail"),
     "kd_nats": ("--", "KD"),
 }
-"""Distances from the teacher on held-out text: how each is drawn, and what it is called."""
+"""Distances from the teacher on held-out text: the line style and the label of each."""
 NEAR = 0.06
-"""Dots closer than this fraction of both axes have their names one below the other."""
+"""Labels of dots closer than this fraction of both axes are stacked."""
 WIDE, VERY_WIDE = 5.0, 100.0
-"""Values whose largest is so many times the least are drawn on a logarithmic axis, and with fewer
-numbers at it."""
+"""Axes are logarithmic from `WIDE` times between the least and the largest value, and have fewer
+ticks beyond `VERY_WIDE`."""
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of one dress."""
+    """The colours of the light or the dark theme."""
 
     ink: str
     muted: str
@@ -52,7 +52,7 @@ LIGHT = Theme(ink="#1c2430", muted="#5c6776", grid="#e3e7ec", paper="#ffffff")
 DARK = Theme(ink="#e6eaf0", muted="#9aa5b4", grid="#2c3440", paper="#171c24")
 
 STYLE: dict[str, Any] = {
-    "text.parse_math": False,  # names are no formulas, whatever dollars they hold
+    "text.parse_math": False,  # names are not formulas, even with dollar signs in them
     "font.family": "DejaVu Sans",
     "font.size": 10,
     "text.color": LIGHT.ink,
@@ -83,7 +83,7 @@ Painter = Callable[[Axes], None]
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture: a file-name stem, a heading, a sentence that says how to read it, a painter."""
+    """One chart: a file-name stem, a heading, an explaining caption, and its drawing function."""
 
     name: str
     title: str
@@ -91,12 +91,12 @@ class Chart:
     paint: Painter
 
     def render(self, form: str) -> bytes:
-        """The picture in the light dress as `svg` or `png`; the same input gives the same bytes."""
+        """Render the light theme as `svg` or `png`; the same input gives the same bytes."""
         with matplotlib.rc_context(STYLE):
             figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
             axes = figure.subplots()
             self.paint(axes)
-            if form == "png":  # on the page the heading stands above the picture
+            if form == "png":  # on the page the heading stands above the chart
                 axes.set_title(_shown(self.title), loc="left", weight="bold")
             buffer = io.BytesIO()
             metadata = {"Date": None} if form == "svg" else {"Software": "qat"}
@@ -105,14 +105,14 @@ class Chart:
 
 
 def in_dark(svg: bytes) -> bytes:
-    """A picture in the light dress in the dark one: drawing it again would take as long."""
+    """Replace the light colours of an SVG by the dark ones, which is faster than drawing again."""
     for light, dark in zip(astuple(LIGHT), astuple(DARK), strict=True):
         svg = svg.replace(light.encode(), dark.encode())
     return svg
 
 
 def size_charts(results: Sequence[Result]) -> list[Chart]:
-    """Distance from the teacher against size, if two models of different size have both."""
+    """Chart distance from the teacher against size, if at least two sizes are known."""
     known = [each for each in results if None not in (each.megabytes, each.kl_nats)]
     if len({each.megabytes for each in known}) < 2:
         return []
@@ -121,7 +121,7 @@ def size_charts(results: Sequence[Result]) -> list[Chart]:
 
 
 def run_charts(runs: list[TrainingRun]) -> list[Chart]:
-    """Loss, held-out divergence and speed of all runs together, where measured."""
+    """Chart loss, held-out divergence and speed of all runs together, where measured."""
     charts = []
     if any(run.steps for run in runs):
         caption = "Nats a token at each optimizer step; the bold line is a running mean."
@@ -131,7 +131,7 @@ def run_charts(runs: list[TrainingRun]) -> list[Chart]:
         if any(row.get(key) is not None for run in runs for row in run.evals for key in DISTANCES):
             title = "Held-out divergence from the teacher"
             charts.append(Chart("held-out", title, caption, partial(_paint_distances, runs)))
-        else:  # a cache of draws has no distance
+        else:  # a cache of draws gives no distance
             title = "Held-out cross-entropy with the teacher's draws"
             paint = partial(_paint_evals, runs, "sampled_ce_nats", "nats a token")
             charts.append(Chart("held-out", title, caption, paint))
@@ -145,9 +145,9 @@ def run_charts(runs: list[TrainingRun]) -> list[Chart]:
 
 
 def conversion_charts(conversion: Conversion) -> list[Chart]:
-    """Error by layer of one conversion, and bits against error where bits differ."""
+    """Chart the error by layer of one conversion, and bits against error if bits differ."""
     label, modules = conversion.label, conversion.modules
-    if not modules:  # its attention alone was changed
+    if not modules:  # a conversion of the attention alone
         return []
     kind = conversion.kind_of_error
     sizes = sorted({module.vector_size for module in modules} - {1})
@@ -169,7 +169,7 @@ def conversion_charts(conversion: Conversion) -> list[Chart]:
 
 
 def smooth(values: Iterable[float], weight: float) -> list[float]:
-    """Exponential running mean, unbiased at the start; `weight` in [0, 1) is the memory."""
+    """Return the exponential running mean, unbiased at the start; `weight` is in [0, 1)."""
     mean, scale, result = 0.0, 0.0, []
     for value in values:
         mean = weight * mean + (1 - weight) * value
@@ -179,21 +179,21 @@ def smooth(values: Iterable[float], weight: float) -> list[float]:
 
 
 def thin(rows: list[Any], limit: int = MAX_POINTS) -> list[Any]:
-    """At most about `limit` rows, evenly spaced, the last one kept."""
+    """Return at most about `limit` rows, evenly spaced, the last one included."""
     stride = max(1, -(-len(rows) // limit))
     kept = rows[::stride]
     return kept if not rows or kept[-1] is rows[-1] else [*kept, rows[-1]]
 
 
 def _paint_sizes(results: Sequence[Result], axes: Axes) -> None:
-    """A dot and a name for each model, and an arrow between those of one size."""
+    """Draw a dot and a label for each model; an arrow marks training at the same size."""
     places = [(float(each.megabytes or 0), float(each.kl_nats or 0)) for each in results]
     right, top = (1.15 * max(values) for values in zip(*places, strict=True))
     for index, (each, color, (x, y)) in enumerate(zip(results, COLORS, places, strict=False)):
         axes.plot([x], [y], "o", color=color, markersize=8)
         near = [abs(y - other) < NEAR * top and abs(x - at) < NEAR * right for at, other in places]
         side, shift = ("right", -8) if x > right / 2 else ("left", 8)
-        place = (shift, 6 - 14 * sum(near[:index]))  # a name below that of a dot in the same place
+        place = (shift, 6 - 14 * sum(near[:index]))  # below the labels of nearby dots
         text = f"{_shown(each.name)}, {x:.3g} MB"
         axes.annotate(text, (x, y), place, textcoords="offset points", ha=side)
     for (x, y), (next_x, next_y) in pairwise(places):
@@ -220,7 +220,7 @@ def _paint_loss(runs: list[TrainingRun], axes: Axes) -> None:
 
 
 def _paint_distances(runs: list[TrainingRun], axes: Axes) -> None:
-    """A line of a run for each of `DISTANCES`: a colour for each run, a dash for each distance."""
+    """Draw a line per run and distance: a colour for each run, a line style for each distance."""
     for key, (dash, _) in DISTANCES.items():
         _draw_evals(runs, key, axes, dash=dash, is_named=dash == "-" and len(runs) > 1)
     for dash, name in DISTANCES.values():
@@ -237,7 +237,7 @@ def _paint_evals(runs: list[TrainingRun], key: str, unit: str, axes: Axes) -> No
 def _draw_evals(
     runs: list[TrainingRun], key: str, axes: Axes, *, dash: str = "-", is_named: bool = True
 ) -> None:
-    """A line of each run, which stands in the legend if it is named."""
+    """Draw a line per run, with a legend entry if it `is_named`."""
     for run, color in zip(runs, COLORS, strict=False):
         rows = [row for row in run.evals if row.get(key) is not None]
         steps, values = [row["step"] for row in rows], [row[key] for row in rows]
@@ -265,7 +265,7 @@ def _paint_layers(kinds: dict[str, list[Module]], unit: str, axes: Axes) -> None
 
 
 def _vectors(module: Module) -> str:
-    """How many weights an index names, short: a legend has little room."""
+    """Return the weights per index as a short legend suffix; empty for scalars."""
     return f" v{module.vector_size}" if module.vector_size > 1 else ""
 
 
@@ -281,7 +281,7 @@ def _paint_bits(kinds: dict[str, list[Module]], unit: str, axes: Axes) -> None:
 def _finish(axes: Axes, x: str, y: str, *, floor: float = 0.0) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
     last = axes.dataLim.x1
-    if x == "step" and last > 0:  # all pictures of a run begin and end at the same steps
+    if x == "step" and last > 0:  # all charts of a run share the range of steps
         axes.set_xlim(-0.03 * last, 1.03 * last)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -294,9 +294,9 @@ def _finish(axes: Axes, x: str, y: str, *, floor: float = 0.0) -> None:
 
 
 def _shown(name: str) -> str:
-    """A name for the legend, which leaves out those that begin with an underscore.
+    """Return a label for the legend, which would skip one with a leading underscore.
 
-    Of a longer name than a picture is wide the middle is left out.
+    The middle of a name longer than the chart is wide is left out.
     """
     if len(name) > LONGEST_NAME:
         name = f"{name[: LONGEST_NAME // 2]}...{name[3 - LONGEST_NAME // 2 :]}"
@@ -304,12 +304,12 @@ def _shown(name: str) -> str:
 
 
 def _dot(points: list[Any]) -> str | None:
-    """A marker where points are few enough to tell apart."""
+    """Return a marker if the points are few enough to tell apart."""
     return "o" if len(points) <= 20 else None
 
 
 def fit_scale(axis: Axis, values: Sequence[float]) -> None:
-    """A logarithmic axis with plain numbers for values that span much, else a linear one."""
+    """Use a logarithmic axis with plain numbers if the values span a wide range."""
     if min(values) <= 0 or max(values) < WIDE * min(values):
         return
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})

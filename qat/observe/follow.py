@@ -1,7 +1,7 @@
-"""Lets trackers and uploads read a run directory while something else fills it.
+"""Trackers and uploads that follow a run directory while the trainer fills it.
 
-Each follower has a thread. None of them can stop, delay or change the run: one that fails says so
-in a line and is gone.
+Each follower has its own thread. None of them can stop, delay or change the run: one that fails
+logs a warning and ends.
 """
 
 import logging
@@ -22,59 +22,59 @@ from qat.observe.trackers import Curves, Tracker, TrackerStart
 
 
 class TrackConfig(Settings):
-    """Who reads the run directory while a student trains; no part of the run's recipe."""
+    """Trackers and uploads that follow a run during training; not part of the recipe."""
 
     wandb: Trackers[bool] = False
-    """Follow the run with Weights & Biases; offline where nobody is logged in."""
+    """Follow the run with Weights & Biases; offline without a login."""
     wandb_project: Trackers[str] = "qat"
-    """Project there."""
+    """Project in Weights & Biases."""
     wandb_name: Trackers[str | None] = None
-    """Name of the run there; by default that of the run directory."""
+    """Name of the run in Weights & Biases; by default that of the run directory."""
     tensorboard: Trackers[bool] = False
-    """Write TensorBoard's event files into OUT/tracking/tensorboard."""
+    """Write TensorBoard event files to OUT/tracking/tensorboard."""
     trackio: Trackers[bool] = False
-    """Write the run into trackio's local database, as project qat."""
+    """Write the run to trackio's local database, as project qat."""
     gdrive_dir: Trackers[Path | None] = None
-    """Folder (of a mounted Drive, say) that gets the best checkpoint, the logs and what --resume
-    goes on from while the run goes on, under the name of the run directory."""
+    """Folder (of a mounted Drive, say) that gets the best checkpoint, the logs and the --resume
+    state while the run trains, in a folder with the name of the run directory."""
     gdrive_state_gib: Trackers[float] = Field(16.0, ge=0)
-    """Most that may take there what --resume goes on from; 0 sends none."""
+    """Largest state for --resume that is uploaded there, in GiB; 0 uploads none."""
 
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 TRACKERS = {"wandb": "Wandb", "tensorboard": "TensorBoard", "trackio": "Trackio"}
-"""By flag, which is also its library and its extra: the class in `qat.observe.trackers`."""
+"""The tracker class by flag; the flag is also the name of the library and of qat's extra."""
 
 
 class Follower(Protocol):
-    """Something that reads a run directory over and over."""
+    """A reader that polls a run directory."""
 
     name: str
-    """Its flag, without dashes."""
+    """The flag without dashes."""
     limit_s: float
-    """How long the end of the run waits for it."""
+    """Seconds that the end of the run waits for this follower."""
 
     def begin(self, label: str) -> None:
-        """The run directory is there; `label` is the run's name."""
+        """Start following: the run directory exists; `label` is the name of the run."""
 
     def poll(self) -> None:
-        """Take what is new."""
+        """Process what is new in the run directory."""
 
     def end(self, *, failed: bool) -> None:
-        """The run is over, by an error if `failed`; `poll` has taken everything."""
+        """Finish after the last `poll`; `failed` if the run ended with an error."""
 
     def missing(self) -> str:
-        """What would be missing if the follower stopped now."""
+        """Return a message about what would be missing if the follower stopped now."""
 
 
 @contextmanager
 def follow(run: Path, config: TrackConfig) -> Iterator[None]:
-    """Follow the run that the block makes in `run`; at its end all is flushed, with a time limit.
+    """Follow the run that the block writes to `run`, and flush all followers at its end.
 
     Raises:
-        ConfigError: before the block: a library or a folder that `config` names is not there.
+        ConfigError: before the block runs: a library or folder named by `config` is missing.
     """
     threads = [_Thread(follower, run, config) for follower in _followers(run, config)]
     for thread in threads:
@@ -104,7 +104,7 @@ def _followers(run: Path, config: TrackConfig) -> list[Follower]:
         for flag in wanted
     ]
     if config.gdrive_dir is not None:
-        # imported here: what reaches for archives takes a tenth of the time that --help may
+        # imported here: its archive libraries take a tenth of the time budget of --help
         from qat.observe.upload import Upload, check_folder
 
         check_folder(run, config.gdrive_dir)
@@ -117,7 +117,7 @@ def _open_tracker(flag: str, start: TrackerStart) -> Tracker:
 
 
 class _Thread(threading.Thread):
-    """Polls one follower from the moment on that the run has begun (or goes on)."""
+    """Polls one follower as soon as the run has begun or was resumed."""
 
     def __init__(self, follower: Follower, run: Path, config: TrackConfig) -> None:
         super().__init__(name=f"qat-{follower.name}", daemon=True)
@@ -130,7 +130,7 @@ class _Thread(threading.Thread):
         self._failed = False
 
     def run(self) -> None:
-        """Follow; whatever a library raises ends this thread and nothing else."""
+        """Follow the run; an exception from a library ends only this thread."""
         try:
             self._follow()
         except Exception as error:  # noqa: BLE001
@@ -142,12 +142,12 @@ class _Thread(threading.Thread):
             )
 
     def stop(self, *, failed: bool) -> None:
-        """Let the thread take the rest and end."""
+        """Let the thread process the rest and end."""
         self._failed = failed
         self._over.set()
 
     def wait(self) -> None:
-        """Wait for the thread, but not forever."""
+        """Join the thread, for at most the follower's time limit."""
         limit_s = self._follower.limit_s
         self.join(limit_s)
         if self.is_alive():
@@ -172,7 +172,7 @@ class _Thread(threading.Thread):
             self._follower.end(failed=self._failed)
 
     def _has_begun(self) -> bool:
-        """Whether the run wrote its facts: from then on its files only grow."""
+        """Return whether this run wrote its facts; from then on its files only grow."""
         return self._stamp() not in (None, self._before)
 
     def _stamp(self) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""How a run fared: one line a question, each with a number, its limit and a word."""
+"""Health checks of a run: one line per question, with a number, its limit and a verdict."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -9,27 +9,30 @@ from qat.observe.runs import TrainingRun
 
 State = Literal["ok", "look", "bad"]
 LEAST_BEATS = 10
-"""Heartbeats before speed, memory and waiting can be judged."""
+"""Fewest heartbeats from which speed, memory and waiting can be judged."""
 SPREAD_FRAC, GROWTH_FRAC, WAIT_FRAC = 0.1, 0.05, 0.05
-"""Limits: speed around its median, memory from the first tenth to the last, waiting for data."""
+"""Limits: speed around its median, memory growth from the first tenth to the last, data wait."""
 SLOW_TIMES = 1.2
-"""Own time of the slowest rank over the others'."""
+"""Limit of the slowest rank's own time, relative to the median of the others."""
 LEAST_GROWTH_MIB = 64.0
-"""Growth below this is no growth."""
+"""Smaller growth is ignored."""
 LEAST_RECALL_FRAC, LEAST_SELECTED_FRAC = 0.9, 0.05
-"""Of sparse attention: dense mass that chosen blocks hold, and the gates' share of their branch."""
+"""Least recall of sparse attention (dense mass in the chosen blocks), and least gate share of the
+selected branch."""
 MOST_COLLAPSED_FRAC = 0.5
-"""Of a layer's gates, of those that give one branch almost all."""
+"""Largest share of a layer's gates that may give one branch almost all the weight."""
 LEAST_LOSSES = 40
-"""Logged losses needed to decide whether they still move."""
+"""Fewest logged losses from which a trend can be judged."""
 TO_ERROR = 1.4826 * 1.2533
-"""From the median distance to the median to the standard deviation, and to a median's error."""
+"""Median absolute deviation to the standard error of one value's median: 1.4826 gives the standard
+deviation of a normal distribution, 1.2533 = sqrt(pi / 2) the error of a median over that of a mean.
+"""
 WARM_C, HOT_C = 80, 90
-"""GPUs slow down somewhere above 80 degrees."""
+"""Limits in degrees Celsius; GPUs throttle somewhere above 80."""
 
 
 class Check(NamedTuple):
-    """One question about a run, answered."""
+    """The answer to one question about a run."""
 
     name: str
     state: State
@@ -46,14 +49,14 @@ EVENTS: tuple[tuple[str, str, State], ...] = (
     ("fallback_checkpoint", "damaged checkpoints", "look"),
     ("clock_jump", "jumps of the clock", "look"),
 )
-"""Kinds of events that should not occur, what a reader calls them, and what one makes of a run."""
+"""Kinds of events that should not occur, their display names, and the state that one causes."""
 
 
 def health(run: TrainingRun) -> list[Check]:
-    """The answers for `run`; a question that its files do not answer is left out."""
+    """Return the checks of `run`; a question that its files cannot answer is left out."""
     beats = run.heartbeats
     devices = [beat for beat in beats if beat.get("mem_reserved_mib") is not None]
-    # logged steps whose float16 gradients overflowed
+    # share of logged steps whose float16 gradients overflowed
     skipped = sum(row.get("grad_norm") == 0 for row in run.steps) / max(len(run.steps), 1)
     forced = ", ".join(run.forced)
     found = [
@@ -76,13 +79,13 @@ def health(run: TrainingRun) -> list[Check]:
 
 
 def worst(checks: Sequence[Check]) -> State:
-    """The worst state of all: `bad`, else `look`, else `ok`."""
+    """Return the worst state: `bad`, else `look`, else `ok`."""
     states = {check.state for check in checks}
     return "bad" if "bad" in states else "look" if "look" in states else "ok"
 
 
 def _spread(beats: list[dict]) -> Check | None:
-    """How far nine of ten stretches stay from the median speed."""
+    """Check the speed: the distance from the median within which nine of ten heartbeats lie."""
     speeds = _values(beats[1:], "tokens_per_s")
     if len(speeds) < LEAST_BEATS:
         return None
@@ -94,7 +97,7 @@ def _spread(beats: list[dict]) -> Check | None:
 
 
 def _growth(name: str, beats: list[dict], key: str) -> Check | None:
-    """Memory of the last tenth against the first, after a tenth of warm-up."""
+    """Check memory: the last tenth against the first, after a tenth of warm-up."""
     sizes = _values(beats[len(beats) // 10 :], key)
     if len(sizes) < LEAST_BEATS:
         return None
@@ -116,7 +119,7 @@ def _waiting(beats: list[dict]) -> Check | None:
 
 
 def _slowest(run: TrainingRun) -> Check | None:
-    """The rank that takes longest outside the exchange, against the median of the others."""
+    """Check the rank with the most time outside the exchange against the median of the others."""
     own = []
     for beats in (run.heartbeats, *run.others):
         timed = [beat for beat in beats if beat.get("exchange_s") is not None]
@@ -140,10 +143,10 @@ def _events(run: TrainingRun, kind: str, name: str, state: State) -> Check:
 
 
 def _loss(run: TrainingRun) -> Check | None:
-    """The training loss: whether the last quarter of the run lies below the second one.
+    """Check whether the loss still falls: the last quarter of the run against the second one.
 
-    Half of the run lies between. It moves if their medians differ by more than twice the error of
-    the difference between medians of so many losses.
+    It moves if the medians of the two quarters differ by more than twice the standard error of the
+    difference between medians of that many losses.
     """
     losses = [row["loss_nats"] for row in run.steps]
     if len(losses) < LEAST_LOSSES:
@@ -172,7 +175,7 @@ def _recompiles(beats: list[dict]) -> Check | None:
 
 
 def _on_host(beats: list[dict]) -> Check | None:
-    """Operators that an XLA device lacks."""
+    """Check which operators an XLA device lacks, so that they run on the host."""
     if not beats or "host_fallbacks" not in beats[-1]:
         return None
     names = ", ".join(beats[-1]["host_fallbacks"])
@@ -189,7 +192,7 @@ def _temperature(beats: list[dict]) -> Check | None:
 
 
 def _sparse(run: TrainingRun) -> Iterator[Check]:
-    """Health of sparse attention at the last evaluation: the worst layer for each number."""
+    """Check sparse attention at the last evaluation: the worst layer for each number."""
     layers = run.evals[-1].get("nsa_layers") if run.evals else None
     if not layers:
         return
@@ -207,7 +210,10 @@ def _sparse(run: TrainingRun) -> Iterator[Check]:
 
 
 def _collapsed(run: TrainingRun, layers: list[dict]) -> Check:
-    """The layer with most gates that give one branch almost all, as all do where they begin."""
+    """Check the layer with the most collapsed gates, which give one branch almost all the weight.
+
+    All gates are collapsed at initialization, which is fine if gates are not trained.
+    """
     worst = max(layers, key=lambda layer: layer["collapse_frac"])
     share = worst["collapse_frac"]
     kinds = parse_toml(run.recipe).get("train", {}).get("learn", "").split(",")
@@ -219,7 +225,7 @@ def _collapsed(run: TrainingRun, layers: list[dict]) -> Check:
 
 
 def _least(name: str, layers: list[dict], key: str, limit: float) -> Check:
-    """The layer with the lowest `key`, against the least that it should be."""
+    """Check the layer with the lowest `key` against its lower limit."""
     lowest = min(layers, key=lambda layer: layer[key])
     state = "ok" if lowest[key] >= limit else "look"
     found = f"{_percent(lowest[key])} in layer {lowest['layer']}"
@@ -227,7 +233,7 @@ def _least(name: str, layers: list[dict], key: str, limit: float) -> Check:
 
 
 def _at(steps: Sequence[int]) -> str:
-    """How many there were, and when: `2 (step 40, 80)`."""
+    """Return the number of events and their steps: `2 (step 40, 80)`."""
     more = ", ..." if len(steps) > 5 else ""
     return f"{len(steps)} (step {', '.join(map(str, steps[:5]))}{more})"
 

@@ -1,6 +1,6 @@
-"""All records over time, per device, as one self-contained page.
+"""One self-contained page with all records over time, per device.
 
-Reads every record's `figures.jsonl`; a figure that several records hold becomes a curve.
+It reads the `figures.jsonl` of every record; a figure in several records becomes a curve.
 """
 
 import json
@@ -25,7 +25,7 @@ GOAL = re.compile(r"\s*(<=|>=|==|<|>)\s*([0-9.eE+-]+)")
 
 
 class RecordFigure(BaseModel):
-    """One line of a record's figures.jsonl; keys that a page does not show are passed over."""
+    """One line of a record's `figures.jsonl`; keys that the page does not show are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -41,7 +41,7 @@ class RecordFigure(BaseModel):
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the value keeps the bound that its goal begins with; None for no bound."""
+        """True if the value meets the bound at the start of `goal`; None without a bound."""
         found = GOAL.match(self.goal)
         if found is None:
             return None
@@ -54,7 +54,7 @@ class RecordFigure(BaseModel):
 
 @dataclass(frozen=True)
 class RecordEntry:
-    """A figure in its record."""
+    """One figure with the day and the name of its record."""
 
     day: str
     record: str
@@ -62,11 +62,11 @@ class RecordEntry:
 
 
 def write_leaderboard(records: Path, out: Path) -> Path:
-    """Write the page about every record below `records`.
+    """Write the page about all records in `records` to `out`.
 
     Raises:
-        ConfigError: there are none, or one's figures cannot be read; or `out` is there and no page
-            of qat's.
+        ConfigError: there are no records, the figures of one cannot be read, or `out` exists and
+            was not written by qat.
     """
     entries = read_records(records)
     if not entries:
@@ -86,10 +86,10 @@ def write_leaderboard(records: Path, out: Path) -> Path:
 
 
 def read_records(records: Path) -> list[RecordEntry]:
-    """Every figure of every record, oldest first.
+    """Return the figures of all records, oldest first.
 
     Raises:
-        ConfigError: a line is not a figure.
+        ConfigError: a line is not a figure, or a directory is not named like a record.
     """
     entries = []
     for path in sorted(records.glob(f"*/{FIGURES}")):
@@ -102,7 +102,7 @@ def read_records(records: Path) -> list[RecordEntry]:
 
 
 def by_device(entries: Iterable[RecordEntry]) -> dict[str, list[RecordEntry]]:
-    """Entries by device, the one with most of them first."""
+    """Group entries by device, the device with the most entries first."""
     found: dict[str, list[RecordEntry]] = {}
     for entry in entries:
         found.setdefault(entry.figure.device, []).append(entry)
@@ -110,7 +110,10 @@ def by_device(entries: Iterable[RecordEntry]) -> dict[str, list[RecordEntry]]:
 
 
 def by_figure(entries: Iterable[RecordEntry]) -> dict[str, list[RecordEntry]]:
-    """Entries by figure in the order of their first record; a record's last word counts."""
+    """Group entries by figure, in the order of first appearance.
+
+    If a record holds a figure twice, the last line counts.
+    """
     found: dict[str, dict[tuple[str, str], RecordEntry]] = {}
     for entry in entries:
         found.setdefault(entry.figure.figure, {})[entry.day, entry.record] = entry
@@ -118,7 +121,7 @@ def by_figure(entries: Iterable[RecordEntry]) -> dict[str, list[RecordEntry]]:
 
 
 def curves(name: str, entries: Iterable[RecordEntry]) -> list[Chart]:
-    """One picture for each figure that at least two records of a device hold."""
+    """Return a chart for each figure that at least two records of a device hold."""
     charts = []
     for figure, found in by_figure(entries).items():
         if len(found) > 1:
@@ -155,7 +158,7 @@ def _device_view(name: str, entries: list[RecordEntry]) -> dict[str, object]:
 
 
 def best_of(entries: list[RecordEntry]) -> RecordEntry | None:
-    """The best of several by the direction of the goal; None without one."""
+    """Return the best entry in the direction of the goal; None without a goal or with one entry."""
     found = GOAL.match(entries[-1].figure.goal)
     if found is None or len(entries) < 2:
         return None

@@ -1,4 +1,4 @@
-"""Writes runs down in a log such as `speedrun/LOG.md`, in the log's own template."""
+"""Write entries about runs into a log such as `speedrun/LOG.md`, in that log's template."""
 
 import textwrap
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ WIDTH = 100
 
 
 def append_entry(log: Path, path: Path, command: str) -> str:
-    """Put an entry about the run in `path` above all others of `log`; its title.
+    """Insert an entry about the run in `path` at the top of `log`, and return its title.
 
     Raises:
-        CheckpointError: `path` is no run, or one that was never judged.
-        ConfigError: `log` is missing, has no entries' heading, or holds this very run.
+        CheckpointError: `path` is not a run, or one that was never evaluated.
+        ConfigError: `log` is missing, has no heading of the entries, or already holds this run.
     """
     run = read_directory(path)
     if not isinstance(run, TrainingRun) or not run.evals or not run.recipe:
@@ -46,7 +46,7 @@ def append_entry(log: Path, path: Path, command: str) -> str:
         raise ConfigError(
             f"log_file={log} has no line {ENTRIES.strip()!r}, expected it above the entries; add it"
         )
-    # tells one run from another: its name and its numbers
+    # identifies the run by its name and its metrics
     mark = fingerprint([path.resolve().name, (path / METRICS).read_text(encoding="utf-8")])
     if mark in text:
         raise ConfigError(
@@ -63,7 +63,7 @@ def append_entry(log: Path, path: Path, command: str) -> str:
 
 
 def entry(run: TrainingRun, path: Path, command: str, *, title: str, mark: str) -> str:
-    """The entry in Markdown, every part of the template filled from the run's own files."""
+    """Return the entry in Markdown, each part of the template filled from the files of the run."""
     ended = datetime.fromtimestamp((path / METRICS).stat().st_mtime, tz=UTC)
     settings = parse_toml(run.recipe).get("train", {})
     info = run.info
@@ -88,7 +88,7 @@ def entry(run: TrainingRun, path: Path, command: str, *, title: str, mark: str) 
 
 
 def notes(run: TrainingRun, settings: Mapping[str, Any]) -> list[str]:
-    """What the run says of itself beside its result, one sentence each."""
+    """Return remarks about the run besides its result, one sentence each."""
     best, last = run.best(), run.steps[-1]["step"] if run.steps else 0
     found = [f"Best at step {best['step']} of {last}"]
     asked = settings.get("max_steps")

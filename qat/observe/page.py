@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML page, and its pictures as PNG files in the same directory."""
+"""The report: one self-contained HTML page, and its charts as PNG files in the same directory."""
 
 import base64
 import re
@@ -49,11 +49,11 @@ COLUMNS = (
 )
 BEST_COLUMNS = (3, 4, 6)
 SIGNS = (b'<meta name="generator" content="qat">', b"Software\0qat")
-"""Marks in the first bytes of every page and picture that a report wrote."""
+"""Marks in the first `SIGNED_BYTES` of every page and picture that a report wrote."""
 SIGNED_BYTES = 4096
 ARROW = "\u2192"
 HASH = re.compile(r"[0-9a-f]{13,}")
-"""Longer than a reader compares by eye."""
+"""A hash that is too long to compare by eye."""
 LAYER_COLUMNS = (
     ("layer", "layer"),
     ("route", "computed by"),
@@ -66,12 +66,12 @@ LAYER_COLUMNS = (
     ("gate_largest_frac", "largest gate, %"),
     ("collapse_frac", "collapsed, %"),
 )
-"""Of sparse attention: keys of a layer's health, and what a reader calls them."""
+"""Keys of the health of a sparse attention layer, and their column titles."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """The files of a report."""
+    """The files of a written report."""
 
     page: Path
     pictures: list[Path]
@@ -80,11 +80,11 @@ class Written:
 def write_report(directories: list[Path], out: Path) -> Written:
     """Read runs and conversions, write the page to `out` and `<stem>-<chart>.png` next to it.
 
-    The page asks no server for anything; it follows the reader's light or dark setting.
+    The page loads nothing from the network and follows the reader's light or dark setting.
 
     Raises:
-        CheckpointError: a directory is missing, foreign or damaged.
-        ConfigError: a file of that name is there that no report wrote.
+        CheckpointError: a directory is missing, damaged or neither a run nor a conversion.
+        ConfigError: a file of that name exists that was not written by a report.
     """
     exam = read_exam(directories[0]) if len(directories) == 1 else {}
     found = stages_in(directories[0]) if exam else directories
@@ -96,7 +96,7 @@ def write_report(directories: list[Path], out: Path) -> Written:
     curves = run_charts(runs)
     layers = {each.label: conversion_charts(each) for each in conversions}
     counts = [(len(runs), "training run"), (len(conversions), "conversion")]
-    # how many sequences the evaluations looked at, as the recipes say
+    # the number of sequences that the evaluations used, from the recipes
     judged = [re.search(r"^eval_sequences = (\d+)$", run.recipe, re.MULTILINE) for run in runs]
     html = template("page.html").render(
         title=summary.title if summary else "qat report",
@@ -126,11 +126,11 @@ def write_report(directories: list[Path], out: Path) -> Written:
 def _summary(
     directories: list[Path], found: list[Path], sources: list[TrainingRun | Conversion], exam: Exams
 ) -> Summary | None:
-    """Build the summary of the page; None for several directories, which have no one result."""
+    """Build the summary of the page; None for several directories without a common result."""
     runs = [source for source in sources if isinstance(source, TrainingRun)]
     if exam:
         return summary_of_pipeline(directories[0], exam, runs[-1] if runs else None)
-    if len(runs) == 1:  # with the checkpoint that it began from, or without
+    if len(runs) == 1:  # with or without the checkpoint that it started from
         place = found[sources.index(runs[0])]
         return summary_of_run(place, runs[0])
     if len(sources) == 1 and isinstance(sources[0], Conversion):
@@ -139,7 +139,7 @@ def _summary(
 
 
 def _summary_view(summary: Summary) -> dict[str, Any]:
-    """The summary as the template shows it: tiles, a warning, texts side by side, commands."""
+    """Return the summary for the template: tiles, a warning, samples side by side, commands."""
     tiles, warning = [], None
     if summary.results:
         first, last = summary.results[0], summary.results[-1]
@@ -169,7 +169,7 @@ def _summary_view(summary: Summary) -> dict[str, Any]:
 
 
 def _tile(label: str, results: list[Result], key: str, *, percent: bool = False) -> tuple[str, str]:
-    """A number of each model in turn, with their names; an empty value where one is missing."""
+    """Return a label with the models' names and their values; an empty value if one is missing."""
     values = [getattr(each, key) for each in results]
     if None in values:
         return label, ""
@@ -179,7 +179,7 @@ def _tile(label: str, results: list[Result], key: str, *, percent: bool = False)
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse a file that is there and that no report wrote (ConfigError)."""
+    """Raise ConfigError if `path` exists and was not written by a report."""
     if path.is_dir():
         raise ConfigError(f"out={path} is a directory, expected a file to write; name a .html file")
     if path.is_file() and not any(sign in path.read_bytes()[:SIGNED_BYTES] for sign in SIGNS):
@@ -190,7 +190,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def with_unique_labels(sources: list[TrainingRun | Conversion]) -> list[TrainingRun | Conversion]:
-    """The same sources, a number behind the label of each that repeats an earlier one."""
+    """Return the same sources, with a number appended to each label that repeats an earlier one."""
     seen: dict[str, int] = {}
     result = []
     for source in sources:
@@ -204,7 +204,7 @@ def with_unique_labels(sources: list[TrainingRun | Conversion]) -> list[Training
 
 
 def run_table(runs: list[TrainingRun]) -> list[list[dict[str, Any]]]:
-    """One row a run under `COLUMNS`: cells with a text and whether it is the best of several."""
+    """Return one row per run: under each of `COLUMNS` a text and whether it is the best."""
     values = [
         [
             run.label,
@@ -232,7 +232,7 @@ def run_table(runs: list[TrainingRun]) -> list[list[dict[str, Any]]]:
 
 
 def number(value: float | int | str | None) -> str:
-    """A value for a reader: 3 significant digits, thousands grouped, a dash for None."""
+    """Format a value: 3 significant digits, thousands grouped, a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, str):
@@ -274,7 +274,7 @@ def _run_view(run: TrainingRun) -> dict[str, Any]:
 
 
 def _health_word(checks: list[Check]) -> str:
-    """The health of a run in a line: all well, or which questions are not answered well."""
+    """Return the health of a run in one line: all ok, or the checks that are not."""
     wrong = [check.name for check in checks if check.state != "ok"]
     if not wrong:
         return f"Health: all {len(checks)} checks are ok"
@@ -282,7 +282,7 @@ def _health_word(checks: list[Check]) -> str:
 
 
 def _without_marks(info: dict[str, Any]) -> dict[str, Any]:
-    """The facts of a run, its list of hashes as their number and long hashes cut to 12 digits."""
+    """Return the facts of a run with hashes cut to 12 digits and `judged` as a count."""
     short = {
         key: value[:12] if isinstance(value, str) and HASH.fullmatch(value) else value
         for key, value in info.items()
@@ -332,7 +332,7 @@ def _module_row(module: Module) -> list[str]:
 
 
 def picture(chart: Chart) -> dict[str, str]:
-    """A chart as a template shows it: its words, and both dresses as data."""
+    """Return a chart as the template needs it: its texts, and both themes as data URIs."""
     light = chart.render("svg")
     return {
         "title": chart.title,
@@ -347,7 +347,7 @@ def _data_uri(svg: bytes) -> str:
 
 
 def template(name: str) -> Template:
-    """A template of this package; it escapes what it is given."""
+    """Return a template of this package with autoescaping."""
     loader = FileSystemLoader(Path(__file__).parent)
     return Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True

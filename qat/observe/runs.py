@@ -1,4 +1,4 @@
-"""What a run, a conversion or an exam left in its directory, read back and checked."""
+"""Read and check the files in the directory of a run, a conversion or an evaluation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,46 +26,48 @@ from qat.logs import (
 from qat.models.directory import RUN_POINTERS, pointed
 
 Line = dict[str, Any]
-"""A line of metrics, of a heartbeat or of events."""
+"""One parsed JSON line of metrics, a heartbeat or events."""
 NOTHING: Line = {"step": 0, "elapsed_s": 0.0}
-"""Before the first beat."""
+"""The starting point before the first heartbeat: step 0 at 0 s."""
 SCORES = {
     "kl_tail_nats": "tail KL",
     "sampled_ce_nats": "cross-entropy with draws",
     "kd_nats": "KD",
 }
-"""What decides which student is best, the first that a cache's targets allow, and its name."""
+"""Evaluation keys that can rank students, in order of preference, with their display names.
+
+Which ones exist depends on the targets that the teacher cache holds."""
 
 
 def score_name(verdict: Mapping[str, Any]) -> str:
-    """Which of `SCORES` decides: the tail KL, or what a cache without it holds in its place."""
+    """Return the first key of `SCORES` in `verdict`: the tail KL unless the cache has none."""
     return next(name for name in SCORES if verdict.get(name) is not None)
 
 
 def score(verdict: Mapping[str, Any]) -> float:
-    """The number that decides which student is best, in nats; lower is better."""
+    """Return the number that ranks students, in nats; lower is better."""
     return verdict[score_name(verdict)]
 
 
 class Module(BaseModel):
-    """One quantized linear: what it costs and what it lost."""
+    """One quantized linear: its size and its quantization error."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     name: str
     """Full name in the model, e.g. `model.layers.3.mlp.up_proj`."""
     bits: int | float
-    """Of a weight's index."""
+    """Bits per index."""
     vector_size: int = 1
-    """Weights that an index names."""
+    """Weights per index."""
     trellis_bits: int = 0
-    """Bits a weight of a trellis; 0 without one."""
+    """Bits per weight of a trellis; 0 without one."""
     bits_per_weight: float
-    """With scales and codebook."""
+    """Bits per weight, scales and codebook included."""
     relative_error: float
     """`|W - W_q| / |W|`, a fraction."""
     weighted_error: float | None = None
-    """The same with each input weighted by its importance; None without calibration."""
+    """The relative error with each input weighted by its importance; None without calibration."""
     seconds: float = 0.0
 
     @property
@@ -75,27 +77,27 @@ class Module(BaseModel):
 
     @property
     def layer(self) -> int:
-        """The block it sits in: the first number in the name; 0 without one."""
+        """The index of the decoder block: the first number in the name; 0 without one."""
         return next((int(part) for part in self.name.split(".") if part.isdigit()), 0)
 
     @property
     def error(self) -> float:
-        """The weighted error where there is one, else the plain one."""
+        """The weighted error if it was measured, else the relative error."""
         return self.relative_error if self.weighted_error is None else self.weighted_error
 
 
 class Kv(BaseModel):
-    """How a converted checkpoint keeps keys and values."""
+    """The KV cache format of a converted checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     bits: int
     bytes_per_token: int
-    """In all layers."""
+    """Bytes per token over all layers."""
 
 
 class Conversion(BaseModel):
-    """A converted checkpoint's report."""
+    """The report of a converted checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -104,25 +106,25 @@ class Conversion(BaseModel):
     plan: str
     seconds: float
     bits_per_weight: float | None
-    """Of what is quantized; None where nothing is."""
+    """Bits per weight of the quantized modules; None if none is quantized."""
     whole_bits_per_weight: float | None = None
-    """Over the whole file; None in a report that does not say."""
+    """Bits per weight of the whole file; None if the report lacks it."""
     modules: list[Module]
     activations: dict[str, int] = {}
-    """How many linears and tables quantize their input, by how."""
+    """The number of linears and tables that quantize their input, by input format."""
     kv: Kv | None = None
-    """None where they are kept as they are."""
+    """The KV cache format; None if keys and values are not quantized."""
 
     @property
     def kind_of_error(self) -> str:
-        """What `Module.error` is: weighted, by the calibration's inputs, or relative."""
+        """The meaning of `Module.error`: `weighted` by the calibration inputs, or `relative`."""
         is_weighted = any(module.weighted_error is not None for module in self.modules)
         return "weighted" if is_weighted else "relative"
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A run: settings, and its metrics split by kind."""
+    """A training run: its settings and its metrics by kind."""
 
     label: str
     info: dict[str, Any]
@@ -130,53 +132,57 @@ class TrainingRun:
     steps: list[Line]
     evals: list[Line]
     heartbeats: list[Line]
-    """Of the first rank."""
+    """Heartbeats of rank 0."""
     others: list[list[Line]]
-    """Heartbeats of the other ranks, in their order."""
+    """Heartbeats of the other ranks, in rank order."""
     events: list[Line]
     """Events of all ranks (stalls, restarts, clock jumps)."""
     resumed: list[int]
-    """The steps from which it went on after a stop."""
+    """Steps at which the run was resumed."""
     forced: list[str]
-    """Findings of the preflight that were overruled."""
+    """Codes of preflight findings that the user overrode."""
     checkpoint: Path | None
-    """The best one, else the latest; None where neither is there."""
+    """The best checkpoint, else the latest one; None if neither exists."""
 
     def best(self) -> Line:
-        """The evaluation of the best student: the untrained one (step 0) competes."""
+        """Return the evaluation of the best student; the untrained one (step 0) competes."""
         return min(self.evals, key=score)
 
     def lowest(self, key: str) -> float | None:
-        """The lowest held-out `key` (`kl_tail_nats`, `ppl`), None if never measured."""
+        """Return the lowest held-out `key` (`kl_tail_nats`, `ppl`); None if never measured."""
         return min((row[key] for row in self.evals if row.get(key) is not None), default=None)
 
     def tokens_per_s(self) -> float | None:
-        """The median speed, the first beat (warm-up) left out."""
+        """Return the median speed without the first heartbeat, which covers the warm-up."""
         return self.median("tokens_per_s")
 
     def median(self, key: str) -> float | None:
-        """The median of the heartbeats, without the first one (warm-up) where there are others."""
+        """Return the median of `key` over the heartbeats; None if no heartbeat has it.
+
+        The first heartbeat covers the warm-up and counts only if there is no other.
+        """
         rows = self.heartbeats[1:] or self.heartbeats
         beats = sorted(row[key] for row in rows if row.get(key) is not None)
         return beats[len(beats) // 2] if beats else None
 
     def peak_gib(self) -> float | None:
-        """The most device memory seen, None where the device does not count it."""
+        """Return the peak device memory in GiB; None if the device does not report it."""
         peaks = [row["peak_gib"] for row in self.heartbeats if row.get("peak_gib") is not None]
         return max(peaks, default=None)
 
 
 def wall_seconds(beats: Sequence[Line]) -> float:
-    """Seconds of all processes that made a run."""
+    """Return the seconds of all processes that contributed to a run."""
     total = 0.0
     for before, beat in pairwise([NOTHING, *beats]):
+        # a resumed run has a new process, whose clock starts at zero
         is_same = before.get("pid") == beat.get("pid") and before["elapsed_s"] <= beat["elapsed_s"]
         total += beat["elapsed_s"] - (before["elapsed_s"] if is_same else 0.0)
     return total
 
 
 def token_count(beats: Sequence[Line]) -> int:
-    """Tokens of all ranks; a beat stands for the steps since the one before it."""
+    """Return the tokens of all ranks; a heartbeat stands for the steps since the last one."""
     return round(
         sum(
             beat["tokens_per_s"] * beat["step_s"] * (beat["step"] - before["step"])
@@ -186,17 +192,17 @@ def token_count(beats: Sequence[Line]) -> int:
 
 
 def read_exam(path: Path) -> dict[str, dict[str, Any]]:
-    """The results in a directory of `qat run` or `qat demo`; empty for any other directory.
+    """Return the evaluation results in a directory of `qat run` or `qat demo`; empty for any other.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the file is damaged.
     """
     file = path / EXAM
     if not file.is_file():
         return {}
     try:
         exams = {name: dict(found) for name, found in parse_json(file.read_bytes()).items()}
-        exam_rows(exams)  # its numbers are numbers
+        exam_rows(exams)  # formats every value, so that a value that is no number fails here
         return exams
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -206,10 +212,10 @@ def read_exam(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def stages_in(path: Path) -> list[Path]:
-    """The runs and conversions in a directory of `qat run` or `qat demo`, the oldest first."""
+    """Return the runs and conversions in a directory of `qat run` or `qat demo`, oldest first."""
     written = {}
     for each in path.iterdir():
-        # the file that makes a directory a run or a conversion; of a run its metrics
+        # the file that marks a directory as a conversion (its report) or as a run (its metrics)
         for file in (each / REPORT_NAME, each / METRICS):
             if file.is_file():
                 written[each] = file.stat().st_mtime_ns
@@ -217,7 +223,7 @@ def stages_in(path: Path) -> list[Path]:
 
 
 def read_directory(path: Path) -> TrainingRun | Conversion:
-    """The run or the conversion that `path` holds.
+    """Return the run or the conversion in `path`.
 
     Raises:
         CheckpointError: there is no such directory, it holds neither, or a file is damaged.
@@ -271,7 +277,7 @@ def _read_run(path: Path) -> TrainingRun:
 
 
 def _check_numbers(rows: Sequence[Line]) -> None:
-    """Refuse a line of metrics whose step or measure is no number (TypeError)."""
+    """Raise TypeError if the step or a metric of a row is not a number."""
     for row in rows:
         for key in ("step", "loss_nats", *SCORES, "top1_frac", "ppl"):
             if not isinstance(row.get(key, 0), int | float | None):
@@ -283,8 +289,8 @@ def _events(file: Path) -> list[Line]:
     return [{**line, "kind": str(line["kind"]), "step": int(line["step"])} for line in lines]
 
 
-# The results at the end of `qat run` and `qat demo`: one table for the terminal and for the page.
-# They are measured once, by `qat eval`, and kept in `eval.json`.
+# The results table at the end of `qat run` and `qat demo`, for the terminal and the report page.
+# `qat eval` measures them once and stores them in `eval.json`.
 
 EXAM_COLUMNS = (
     "model",
@@ -303,7 +309,7 @@ EXAM_CELLS = {
     "top1_frac": "{:.1%}",
     "kl_nats": "{:.4f}",
 }
-"""The numbers of a row, and how each is written."""
+"""The keys of a row and the format of each number."""
 EXAM_CAPTION = (
     "All on the same text, which was kept from training. MB: the weights on disk; bits per weight: "
     "the whole file, and its linear layers alone. Perplexity: among how many words the model "
@@ -315,7 +321,7 @@ Exams = Mapping[str, Mapping[str, float]]
 
 
 def exam_rows(exams: Exams) -> list[list[str]]:
-    """The cells of `EXAM_COLUMNS` for each model in `exams`; empty where nothing was measured."""
+    """Return the cells of `EXAM_COLUMNS` for each model; empty if nothing was measured."""
     return [
         [
             name,

@@ -1,4 +1,4 @@
-"""The top of a report: what became smaller, by how much, and what it lost, in plain words."""
+"""The top of a report in plain words: what became smaller, by how much, and the loss in quality."""
 
 import json
 import shlex
@@ -23,34 +23,34 @@ USES = {
     "compressed-tensors": "vllm serve {path}",
     "nvfp4": "vllm serve {path}",
 }
-"""The command that opens an exported directory, for each target that has a short one."""
+"""The command that uses an exported directory, for each target that has a short one."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A model as a reader compares it: its size, and its numbers on held-out text."""
+    """The size of a model and its numbers on held-out text."""
 
     name: str
     megabytes: float | None = None
     kl_nats: float | None = None
     """Distance from the teacher; 0 for the teacher itself."""
     top1_frac: float | None = None
-    """Share of tokens where its first choice is the teacher's."""
+    """Fraction of tokens where its first choice equals the teacher's."""
     ppl: float | None = None
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The texts that several models wrote after the same prompt."""
+    """The texts that several models generated from the same prompt."""
 
     prompt: str
     texts: Mapping[str, str]
-    """The text of each model, by its name."""
+    """The generated text by model name."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The summary that a report begins with."""
+    """The summary at the top of a report."""
 
     model: str
     text: str
@@ -59,19 +59,19 @@ class Summary:
     """The teacher first, the finished student last."""
     sample: Sample | None = None
     commands: list[str] = field(default_factory=list)
-    """The commands that use the student, each a line to copy."""
+    """Commands that use the student, each ready to copy."""
 
     @property
     def title(self) -> str:
-        """The page's title, from model and text."""
+        """The title of the page, from model and text."""
         return f"{self.model}, trained on {self.text}" if self.text else self.model
 
 
 def summary_of_pipeline(path: Path, exams: Exams, run: TrainingRun | None) -> Summary:
-    """The summary of a directory of `qat run` or `qat demo`; `run` is its last training.
+    """Return the summary of a directory of `qat run` or `qat demo`; `run` is its last training run.
 
     Raises:
-        CheckpointError: its recipe or its samples are damaged.
+        CheckpointError: the recipe or the samples are damaged.
     """
     recipe = path / RECIPE
     try:
@@ -100,7 +100,7 @@ def summary_of_pipeline(path: Path, exams: Exams, run: TrainingRun | None) -> Su
 
 
 def summary_of_run(path: Path, run: TrainingRun) -> Summary:
-    """The summary of a run of `qat train`: the student before and after."""
+    """Return the summary of a run of `qat train`: the student before and after."""
     rows = {}
     if run.evals:
         first, best = run.evals[0], run.best()
@@ -123,7 +123,7 @@ def summary_of_run(path: Path, run: TrainingRun) -> Summary:
 
 
 def summary_of_conversion(path: Path, file: str, conversion: Conversion) -> Summary:
-    """The summary of a converted checkpoint: its name and its date."""
+    """Return the summary of a converted checkpoint: its name, its date and a command."""
     return Summary(
         model=f"{short_name(conversion.source)}, converted to {conversion.plan}",
         text="",
@@ -133,10 +133,10 @@ def summary_of_conversion(path: Path, file: str, conversion: Conversion) -> Summ
 
 
 def uses_of(checkpoint: Path, *, has_export: bool) -> list[str]:
-    """Commands for a packed checkpoint: ask it, serve it, and export it if nothing is exported."""
+    """Return commands that use a packed checkpoint: generate, serve, and export if not done."""
     place = shlex.quote(str(checkpoint))
     commands = [f'qat generate {place} --prompt "..."']
-    if not _is_sparse(checkpoint):  # no engine knows the sparse attention
+    if not _is_sparse(checkpoint):  # no serving engine supports the sparse attention
         commands.append(f"vllm serve {place}")
     if not has_export:
         commands.append(f"qat export {place} --to TARGET --out DIR")
@@ -159,7 +159,7 @@ def _is_sparse(checkpoint: Path) -> bool:
 
 
 def read_sample(path: Path) -> Sample | None:
-    """Return what the models of a pipeline wrote after one prompt; None if nothing was kept.
+    """Return the samples of a pipeline's models; None if no samples were kept.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -179,12 +179,12 @@ def read_sample(path: Path) -> Sample | None:
 
 
 def short_name(source: str) -> str:
-    """The last part of a path or a hub id."""
+    """Return the last part of a path or a hub id."""
     return source.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1] or source
 
 
 def date_of(file: Path) -> str:
-    """The day on which a file was written, such as `28 November 2026`; "" if it is missing."""
+    """Return the day a file was written, such as `28 November 2026`; "" if it is missing."""
     if not file.is_file():
         return ""
     day = datetime.fromtimestamp(file.stat().st_mtime).astimezone()

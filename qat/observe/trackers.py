@@ -1,4 +1,4 @@
-"""What a tracker is, and what it is told of a run: numbers by step, and samples of text."""
+"""The tracker interface, its implementations, and the follower that sends them a run's numbers."""
 
 import json
 import logging
@@ -19,21 +19,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrackerStart:
-    """What a tracker is opened with."""
+    """The arguments that open a tracker."""
 
     name: str
     """Name of the run."""
     project: str
     directory: Path
-    """Where the tracker may keep files of its own."""
+    """A directory for the tracker's own files."""
     config: dict[str, Any]
     """Settings and facts of the run: `train.lr`, `run.device`, ..."""
     id: str | None
-    """What the tracker called the run when it was followed before; None for a new one."""
+    """The tracker's ID of the run if it was followed before; None for a new run."""
 
 
 class Sample(NamedTuple):
-    """What a student wrote when it was judged."""
+    """A text that the student generated at an evaluation."""
 
     step: int
     prompt: str
@@ -44,38 +44,38 @@ class Tracker(Protocol):
     """One run in one tracking library."""
 
     id: str
-    """What the library calls the run."""
+    """The library's ID of the run."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Take numbers of one step; units are in their names."""
+        """Log the numbers of one step; their names contain the units."""
 
     def samples(self, rows: list[Sample]) -> None:
-        """Take the latest samples, the newest one last."""
+        """Log the latest samples, the newest one last."""
 
     def flush(self) -> None:
-        """Bring what was taken to where a kill does not lose it."""
+        """Write out what was logged, so that a kill does not lose it."""
 
     def close(self, *, failed: bool) -> None:
-        """The run ended, by an error if `failed`."""
+        """End the tracked run; `failed` if the run ended with an error."""
 
 
 class Event(NamedTuple):
-    """One line of a run's files, as trackers take it."""
+    """One line of a run's files as an event for trackers."""
 
     kind: str
     """`train`, `eval` or `device`."""
     step: int
     numbers: dict[str, float]
-    """By name: `train/loss_nats`, `device/tokens_per_s`."""
+    """Values by name: `train/loss_nats`, `device/tokens_per_s`."""
     sample: str | None
 
 
 NAMES = ("step", "rank", "pid")
-"""Numbers of a line that name something instead of measuring it."""
+"""Numeric keys of a line that are identifiers, not measurements."""
 
 
 def events(lines: Iterable[Mapping[str, Any]]) -> list[Event]:
-    """Lines of `metrics.jsonl` and of the heartbeat (which have no `kind`), in their order."""
+    """Return lines of `metrics.jsonl` and heartbeats (which have no `kind`) as events, in order."""
     found = []
     for line in lines:
         kind = line.get("kind", "device")
@@ -88,11 +88,11 @@ def events(lines: Iterable[Mapping[str, Any]]) -> list[Event]:
     return found
 
 
-# A run as TensorBoard's event files.
+# TensorBoard event files.
 
 
 class TensorBoard:
-    """Writes scalars and texts into `tracking/tensorboard`."""
+    """Writes scalars and texts to `tracking/tensorboard`."""
 
     id = "tensorboard"
 
@@ -105,12 +105,12 @@ class TensorBoard:
             self._writer.add_text("config", f"| key | value |\n|---|---|\n{rows}")
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """One point of each curve."""
+        """Add one point to each curve."""
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
 
     def samples(self, rows: list[Sample]) -> None:
-        """The newest sample, as a text of its step."""
+        """Add the newest sample as a text of its step."""
         step, prompt, text = rows[-1]
         self._writer.add_text("eval/sample", f"**{prompt}**{text}", step)
 
@@ -123,19 +123,19 @@ class TensorBoard:
         self._writer.close()
 
 
-# A run in trackio's local database (`trackio show --project qat`).
+# Trackio's local database (`trackio show --project qat`).
 
 TALKATIVE = ("trackio", "trackio.run", "trackio.utils")
-"""Its modules that print; there is no switch for that."""
+"""Modules of trackio that print; the library has no option against it."""
 
 
 class Trackio:
-    """Logs into the run of this name; a run that was followed before goes on."""
+    """Logs to the trackio run of this name; a run that was followed before is continued."""
 
     def __init__(self, start: TrackerStart) -> None:
         import trackio
 
-        for module in TALKATIVE:  # stdout is the verb's own, and other threads write to it
+        for module in TALKATIVE:  # stdout belongs to the verb, and other threads write to it
             vars(import_module(module))["print"] = _log
         self._table = trackio.Table
         self._run = trackio.init(
@@ -148,19 +148,19 @@ class Trackio:
         self.id = self._run.name
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """One point of each curve."""
+        """Add one point to each curve."""
         self._run.log(dict(numbers), step=step)
 
     def samples(self, rows: list[Sample]) -> None:
-        """The table of the latest samples."""
+        """Log the table of the latest samples."""
         table = self._table(columns=[*Sample._fields], data=[list(row) for row in rows])
         self._run.log({"eval/samples": table}, step=rows[-1].step)
 
     def flush(self) -> None:
-        """Nothing: a thread of trackio's own writes every half second."""
+        """Do nothing: a thread of trackio writes every half second."""
 
     def close(self, *, failed: bool) -> None:  # noqa: ARG002
-        """Write out what is left."""
+        """Write out the rest."""
         self._run.finish()
 
 
@@ -168,14 +168,14 @@ def _log(*words: object, **_: object) -> None:
     logger.debug("trackio: %s", " ".join(map(str, words)))
 
 
-# A run in Weights & Biases, or on the disk for `wandb sync` where that cannot be reached.
+# Weights & Biases, or files for `wandb sync` if the server cannot be reached.
 
 INIT_TIMEOUT_S = 30
 OFFLINE = "wandb: %s: the run is kept here; send it later with 'wandb sync %s'"
 
 
 class Wandb:
-    """Logs with the optimizer step as a metric of its own, so that order does not matter."""
+    """Logs the optimizer step as its own metric, so that calls may come in any order."""
 
     def __init__(self, start: TrackerStart) -> None:
         import wandb
@@ -187,24 +187,24 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """One point of each curve."""
+        """Add one point to each curve."""
         self._run.log({"step": step, **numbers})
 
     def samples(self, rows: list[Sample]) -> None:
-        """The table of the latest samples."""
+        """Log the table of the latest samples."""
         table = self._table(columns=[*Sample._fields], data=[list(row) for row in rows])
         self._run.log({"step": rows[-1].step, "eval/samples": table})
 
     def flush(self) -> None:
-        """Nothing: a process of wandb's own has it already."""
+        """Do nothing: wandb's own process already has the data."""
 
     def close(self, *, failed: bool) -> None:
-        """Send what is left."""
+        """Upload the rest."""
         self._run.finish(exit_code=int(failed))
 
 
 def _open(start: TrackerStart, run_id: str) -> Any:
-    """Online if somebody is logged in and the server answers, else offline, which is said once."""
+    """Open the run online with a login and a reachable server, else offline with one warning."""
     import wandb
 
     def init(mode: str | None) -> Any:
@@ -220,22 +220,22 @@ def _open(start: TrackerStart, run_id: str) -> Any:
                 silent=True,
                 console="off",
                 init_timeout=INIT_TIMEOUT_S,
-                # the command line and the address of a git remote, with the secrets in them; what
-                # of it matters is among the run's facts
+                # metadata would upload the command line and the git remote's URL with their
+                # secrets; the useful part is among the run's facts
                 x_disable_meta=True,
                 disable_git=True,
             ),
         )
 
     reason = "not logged in"
-    # WANDB_MODE=offline and its like are the user's word: wandb follows them by itself
+    # an explicit WANDB_MODE (offline, disabled, ...) is kept: wandb handles it
     mode = wandb.setup().settings.mode
     if mode != "online" or wandb.login(prompt=False, verify=False):
         try:
             run = init(None)
         except wandb.errors.CommError as error:
             reason = f"no answer from the server ({str(error).splitlines()[0]})"
-            wandb.teardown()  # else the run's id would stay in use
+            wandb.teardown()  # else the run ID would stay in use
         else:
             logger.info("wandb: %s", run.url if mode == "online" else mode)
             return run
@@ -245,9 +245,9 @@ def _open(start: TrackerStart, run_id: str) -> Any:
 
 
 class Tail:
-    """Gives each whole line of a file of JSON lines once.
+    """Incremental reader that returns each complete line of a JSON lines file once.
 
-    The file may not be there yet, and may only grow.
+    The file may not exist yet, and may only grow.
     """
 
     def __init__(self, path: Path) -> None:
@@ -255,7 +255,7 @@ class Tail:
         self._offset = 0
 
     def read(self) -> list[dict]:
-        """The objects of the lines that were finished since the last call."""
+        """Return the objects of the lines that were completed since the last call."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -267,16 +267,16 @@ class Tail:
 
 
 FOLDER = "tracking"
-"""Of a run directory: what trackers keep there."""
+"""The folder of trackers' files in a run directory."""
 LONGEST_TABLE = 200
-"""Samples in a table; it is sent anew with every sample."""
+"""Most samples in a table, which is sent in full with every new sample."""
 
 
 class Curves:
-    """Follows the numbers and samples of a run on behalf of one tracker.
+    """Follows the metrics and samples of a run for one tracker.
 
-    How far it came stands in `tracking/NAME.json`: a resumed run writes lines anew that were cut
-    off behind its checkpoint, and those that the tracker has are not told again.
+    The last step sent per kind is stored in `tracking/NAME.json`. A resumed run writes the lines
+    after its checkpoint again; steps that the tracker already has are not sent twice.
     """
 
     limit_s = 60.0
@@ -309,7 +309,7 @@ class Curves:
         self._save()
 
     def poll(self) -> None:
-        """Send the numbers that were written since the last poll."""
+        """Send the numbers written since the last poll."""
         new = [event for tail in self._tails for event in events(tail.read())]
         for event in new:
             self._tell(event)
@@ -322,7 +322,7 @@ class Curves:
         self._tracker.close(failed=failed)
 
     def missing(self) -> str:
-        """What an end before its time leaves out."""
+        """Return a message about what an early end leaves out."""
         return f"the last of {METRICS} may be missing there"
 
     def _tell(self, event: Event) -> None:
@@ -341,9 +341,9 @@ class Curves:
 
 
 def run_config(run: Path) -> dict[str, Any]:
-    """Every setting of the run (`train.lr`) and every fact about it (`run.device`).
+    """Return all settings of the run (`train.lr`) and facts about it (`run.device`).
 
-    Without the hashes of what judges it, which are many.
+    The hashes of the held-out sequences are left out: they are many. Secrets are scrubbed.
     """
     recipe = tomllib.loads((run / RECIPE).read_text(encoding="utf-8"))
     facts = parse_json((run / FACTS).read_text(encoding="utf-8"))

@@ -1,9 +1,9 @@
-"""Brings a run's best checkpoint, its logs and its newest state to a folder that may fail any time.
+"""Upload of the best checkpoint, the logs and the latest state to a folder that may fail any time.
 
 FOLDER/RUN/  best.tar.lz4 (at the end {quant}_{scope}_{loss}_{dtype}.tar.lz4), resume.tar.lz4, logs
 
-`resume.tar.lz4` is what a lost run comes back from: its files of numbers, its newest checkpoint
-with the trainer's state, and of its best one, where that is another, the student alone.
+`resume.tar.lz4` restores a lost run. It holds the metrics files, the latest checkpoint with the
+trainer's state, and the student of the best checkpoint if that is another one.
 """
 
 import logging
@@ -38,15 +38,15 @@ NUMBERS = (RECIPE, FACTS, METRICS, HEARTBEATS, EVENTS, TRAINING_CSV, VAL_CSV, f"
 
 
 def stage_run(run: Path, staged: Path) -> None:
-    """Fill the new directory `staged` with what the run in `run` goes on from.
+    """Fill the new directory `staged` with the files that resume the run in `run`.
 
-    Checkpoints are links where that is possible, so that nothing that is deleted later is lost.
+    Checkpoints are hard links where possible: the trainer may delete its own names meanwhile.
 
     Raises:
-        FileNotFoundError: a checkpoint is being deleted, for a newer one took its place.
+        FileNotFoundError: a checkpoint was deleted because a newer one replaced it.
     """
-    # `latest` first: a `best` that is newer than it does no harm, an older one would be taken for
-    # what the newer state calls the best
+    # `latest` first: a `best` that is newer than `latest` is harmless, but an older one would not
+    # be the best that the newer state refers to
     pointers = {name: named(run, name) for name in ("latest", "best")}
     for checkpoint in filter(None, dict.fromkeys(pointers.values())):
         files = real_files(run / checkpoint, error=HubError)
@@ -66,10 +66,10 @@ def stage_run(run: Path, staged: Path) -> None:
 
 
 def restore(run: Path, folder: Path) -> None:
-    """Bring a run that is gone back from what an upload left in `folder`, if it is there.
+    """Restore a lost run from the upload in `folder`, if there is one.
 
     Raises:
-        ConfigError: something else is in its place, or works there.
+        ConfigError: `run` is not empty, or another process uses it.
         HubError: the archive is damaged.
     """
     archive = folder / run.resolve().name / STATE
@@ -83,22 +83,22 @@ def restore(run: Path, folder: Path) -> None:
 
 
 def link(file: Path, target: Path) -> None:
-    """Give a file another name, or copy it where links are not possible.
+    """Hard-link a file, or copy it where links are not possible.
 
     Raises:
-        FileNotFoundError: it is gone.
+        FileNotFoundError: the file no longer exists.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(file, target)
     except FileNotFoundError:
         raise
-    except OSError:  # no links here
+    except OSError:  # the file system has no hard links
         shutil.copyfile(file, target)
 
 
 def named(run: Path, name: str) -> str | None:
-    """The checkpoint that `best` or `latest` of a run names, relative to it; None for no name."""
+    """Return the checkpoint that pointer `name` of a run holds, relative to it; None without."""
     checkpoint = pointed(run, name)
     return None if checkpoint is None else checkpoint.relative_to(run).as_posix()
 
@@ -107,7 +107,7 @@ logger = logging.getLogger(__name__)
 
 LOGS = (RECIPE, FACTS, METRICS, TRAINING_CSV, VAL_CSV, SUMMARY, "report.html")
 LOGS_OF_RANKS = (HEARTBEATS, EVENTS)
-"""Names, and patterns of names."""
+"""Patterns of the log names that each rank has of its own."""
 BEST = "best.tar.lz4"
 WORKSHOP = "upload-"
 LOGS_EVERY_S, STATE_EVERY_S = 30.0, 600.0
@@ -117,10 +117,10 @@ LAST_PAUSES_S = (0, 1, 2, 4, 8)
 
 
 class Upload:
-    """Follows `best`, `latest` and the logs. What arrives was read back before it has its name.
+    """Uploads `best`, `latest` and the logs. Each file is verified before it gets its final name.
 
-    Of the states to go on from one is there, the newest sent; it is replaced at most every
-    `STATE_EVERY_S`, and is never larger than `state_gib`.
+    The folder holds one state to resume from: the newest one uploaded. It is replaced at most every
+    `STATE_EVERY_S` seconds, and never exceeds `state_gib`.
     """
 
     name = "gdrive-dir"
@@ -140,10 +140,10 @@ class Upload:
         self._due = self._logs_due = self._state_due = 0.0
 
     def begin(self, label: str) -> None:
-        """Nothing: the folder's part is made with the first file."""
+        """Do nothing: the run's folder is created with the first upload."""
 
     def poll(self) -> None:
-        """Send what is new, unless a failure is too recent; the logs now and then."""
+        """Upload what is new, except during backoff; logs at most every `LOGS_EVERY_S`."""
         now = time.monotonic()
         if now < self._due:
             return
@@ -153,9 +153,9 @@ class Upload:
         self._attempt(with_logs=with_logs, with_state=now >= self._state_due)
 
     def end(self, *, failed: bool) -> None:
-        """Send what is left, with a few attempts; what is missing then is said.
+        """Upload the rest, with a few retries; log what is still missing after them.
 
-        Of a finished run the best checkpoint gets its final name.
+        In a finished run the best checkpoint gets its final name.
         """
         if self._lacks_best() or self._lacks_state():
             logger.info("--gdrive-dir: sending what is left, for at most %.0f s", self.limit_s)
@@ -169,7 +169,7 @@ class Upload:
         )
 
     def missing(self) -> str:
-        """What the folder lacks, and the command that brings it there."""
+        """Return what the folder lacks and the commands that copy it."""
         commands, state, target = [], "", shlex.quote(str(self.target))
         if self._lacks_state():
             state = f"{named(self.run, 'latest')} cannot be gone on from there"
@@ -184,7 +184,7 @@ class Upload:
         return "; ".join(filter(None, (state, by_hand))) or "nothing is missing"
 
     def _attempt(self, *, with_logs: bool, with_state: bool, name: str | None = None) -> bool:
-        """Whether everything that is wanted there is there."""
+        """Upload what is requested; return whether the folder is complete."""
         try:
             self._open_target()
             for log in self._new_logs() if with_logs else ():
@@ -205,12 +205,12 @@ class Upload:
         return True
 
     def _open_target(self) -> None:
-        if not self.folder.is_dir():  # else a folder of that name would be made on the local disk
+        if not self.folder.is_dir():  # else mkdir would create it on the local disk
             raise FileNotFoundError(f"{self.folder} is gone (is the Drive still mounted?)")
         if not self._is_open:
             self.target.mkdir(exist_ok=True)
             for partial in self.target.glob(".*.part-*"):
-                if LEAVING.fullmatch(partial.name):  # of a run that was killed
+                if LEAVING.fullmatch(partial.name):  # left by a run that was killed
                     partial.unlink()
             for workshop in (self.run / FOLDER).glob(f"{WORKSHOP}{'?' * 8}"):
                 if is_real(workshop, self.run):
@@ -223,7 +223,7 @@ class Upload:
         return [name for name, now in stamps.items() if now not in (None, self._logs.get(name))]
 
     def _send_log(self, name: str) -> None:
-        """Send the log as it is now; it may grow meanwhile."""
+        """Upload a snapshot of the log, which may grow meanwhile."""
         stamp = _stamp(self.run / name)
         with self._workshop() as place:
             snapshot = Path(place, name)
@@ -238,17 +238,17 @@ class Upload:
         return self._most_bytes > 0 and named(self.run, "latest") not in (None, self._state)
 
     def _send_best(self) -> None:
-        """Pack and send the best checkpoint, which the trainer may delete at any time."""
+        """Pack and upload the best checkpoint, which the trainer may delete at any time."""
         pointer = named(self.run, "best")
         with self._workshop() as place:
             student = Path(place, self.run.resolve().name)
             try:
-                # without the trainer's state, which lies in a directory of its own
+                # without the trainer's state, which is in a subdirectory
                 for file in real_files(self.run / pointer, error=HubError):
                     if file.parent == self.run / pointer:
                         link(file, student / file.name)
             except FileNotFoundError:
-                if named(self.run, "best") != pointer:  # send the better one that took its place
+                if named(self.run, "best") != pointer:  # a better one replaced it: upload that next
                     return
                 raise
             archive = Path(place, BEST)
@@ -257,16 +257,16 @@ class Upload:
         self._best = pointer
 
     def _send_state(self) -> None:
-        """Pack and send what `--resume` goes on from, unless it is larger than allowed."""
+        """Pack and upload the state for `--resume`, unless it is larger than allowed."""
         pointers = named(self.run, "latest"), named(self.run, "best")
-        self._state_due = time.monotonic() + STATE_EVERY_S  # also after a failure: packing takes
+        self._state_due = time.monotonic() + STATE_EVERY_S  # also on failure: packing is slow
         with self._workshop() as place:
             staged = Path(place, self.run.resolve().name)
             try:
                 stage_run(self.run, staged)
             except FileNotFoundError:
                 if (named(self.run, "latest"), named(self.run, "best")) != pointers:
-                    self._state_due = 0.0  # newer ones took their place: send those next
+                    self._state_due = 0.0  # newer ones replaced them: upload those next
                     return
                 raise
             size = sum(path.stat().st_size for path in real_files(staged, error=HubError))
@@ -289,16 +289,16 @@ class Upload:
         return tempfile.TemporaryDirectory(prefix=WORKSHOP, dir=self.run / FOLDER)
 
     def _final(self) -> str | None:
-        """The name of the finished run's checkpoint."""
+        """Return the name of the finished run's checkpoint; None if there is none yet."""
         found = sorted(self.run.glob("[!.]*/config.json"), key=lambda path: path.stat().st_mtime_ns)
         return found[-1].parent.name if found else None
 
 
 def check_folder(run: Path, folder: Path) -> None:
-    """Refuse a folder that cannot take this run.
+    """Raise ConfigError for a folder that cannot receive this run.
 
     Raises:
-        ConfigError: it is not there, not writable, or holds another run of this name.
+        ConfigError: the folder is missing, not writable, or holds another run of this name.
     """
     if not folder.is_dir():
         raise ConfigError(
@@ -320,7 +320,7 @@ def check_folder(run: Path, folder: Path) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """The size and time of a log; None if there is none, or a link stands in its place."""
+    """Return the size and time of a log; None if it is missing or a symbolic link."""
     if path.is_symlink() or not path.is_file():
         return None
     found = path.stat()
