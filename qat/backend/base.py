@@ -1,7 +1,7 @@
-"""What the rest of the code may ask of a device, and the answers that most devices give.
+"""The interface of a device, with defaults that hold for most devices.
 
-Each device is a class of its own that changes only what differs there: CPUs and Macs' GPUs in
-`cpu.py`, NVIDIA's GPUs in `cuda.py`, TPUs behind PyTorch/XLA in `xla.py`. `device.py` chooses.
+Each kind of device is a subclass of `Backend` that overrides only what differs: CPUs and Macs' GPUs
+in `cpu.py`, NVIDIA's GPUs in `cuda.py`, TPUs behind PyTorch/XLA in `xla.py`. `device.py` chooses.
 """
 
 import ctypes
@@ -24,27 +24,29 @@ from qat.backend.nvidia import UNKNOWN
 from qat.errors import ConfigError
 from qat.process import is_out_of_memory
 
-# Copies of tensors that are made while the device goes on.
+# Copies of tensors to the host while the device keeps computing.
 
 SMALL_BYTES = 2**20
-"""Up to here a tensor travels joined with others: a copy of its own costs the host more."""
+"""Largest tensor that is copied together with others: below it the host's cost per copy
+dominates.
+"""
 
 
 class Copying:
-    """Copies of tensors on the host, made on `stream` beside a GPU's other work, if that is given.
+    """Copies of tensors to the host, made on `stream` concurrently with other work if it is given.
 
-    Small ones are joined on their device before, in memory that is free again after `wait`.
+    Small tensors are joined on their device first, in memory that is free again after `wait`.
     """
 
     def __init__(
         self, tensors: Sequence[Tensor], stream: "torch.cuda.Stream | None" = None
     ) -> None:
         groups = _groups(tensors)
-        # of a GPU: whose memory must not be given away before the end
+        # GPU sources stay referenced: their memory must not be reused before the copies are done
         self._sources = [_joined([tensors[place] for place in group]) for group in groups]
         self._event: torch.cuda.Event | None = None
         beside = nullcontext() if stream is None else torch.cuda.stream(stream)
-        if stream is not None:  # which must not begin before the joined ones are there
+        if stream is not None:  # the joined tensors must exist before the copies begin
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         self.copies = list(tensors)
         with beside:
@@ -58,12 +60,12 @@ class Copying:
             self._event = stream.record_event()
 
     def hold(self) -> None:
-        """Let the device's later work begin after the copies; the host does not wait."""
+        """Make the device's later work start after the copies; the host does not wait."""
         if self._event is not None:
             self._event.wait()
 
     def wait(self) -> None:
-        """Wait on the host, in any thread, until the copies can be read."""
+        """Block the calling thread until the copies can be read."""
         if self._event is not None:
             self._event.synchronize()
         self._sources = []
@@ -71,28 +73,28 @@ class Copying:
 
 class _Kept(NamedTuple):
     source: Tensor
-    """Held, so that no other tensor comes to lie at its address."""
+    """Referenced, so that no other tensor can be allocated at its address."""
     version: int
     copy: Tensor
 
 
 class KeptCopies:
-    """Copies on the host of tensors that hardly ever change, each made once."""
+    """A cache of host copies of tensors that rarely change; each is made once."""
 
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
 
     def missing(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Those without a copy, or changed since by an operator of PyTorch."""
+        """Return the tensors without a copy, or modified since by a PyTorch operator."""
         return {name: tensor for name, tensor in tensors.items() if not self._has(name, tensor)}
 
     def keep(self, tensors: dict[str, Tensor], copies: dict[str, Tensor]) -> None:
-        """Remember `copies` of these; what lies on the host is its own."""
+        """Store these copies; the copy of a tensor on the host must be separate from it."""
         for name, tensor in tensors.items():
             self._kept[name] = _Kept(tensor, tensor._version, copies[name])
 
     def of(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The copies of these."""
+        """Return the stored copies by name."""
         return {name: self._kept[name].copy for name in names}
 
     def _has(self, name: str, tensor: Tensor) -> bool:
@@ -104,7 +106,7 @@ class KeptCopies:
 
 
 def _groups(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The places of tensors that travel together: small ones of a kind, every other alone."""
+    """Return the indices of tensors that are copied together: small ones by device and dtype."""
     groups: list[list[int]] = []
     small: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(tensors):
@@ -116,7 +118,7 @@ def _groups(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
-    """One after the other, flat: a copy of several, the tensor itself if it is alone."""
+    """Concatenate the flattened tensors; a single tensor is not copied."""
     flat = [tensor.flatten() for tensor in tensors]
     return torch.cat(flat) if len(flat) > 1 else flat[0]
 
@@ -128,17 +130,17 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 PIECE_BYTES = 2**30
-"""Of pinned memory, in which many tensors lie side by side."""
+"""Bytes of one piece of pinned memory, which holds many tensors."""
 ALIGNED = 256
-"""Bytes of which each tensor there begins at a multiple."""
+"""Alignment in bytes of each tensor in a piece."""
 
 
 def placed(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Where blocks of these bytes lie, as piece and first byte, and how large each piece is.
+    """Place blocks of these sizes; return each block's piece and offset, and the pieces' sizes.
 
-    PyTorch takes a power of two of pinned memory for each tensor, up to twice what it needs: so
-    pieces are such, of up to a GiB if no block is larger. The largest blocks are placed first, each
-    in the first piece with room.
+    PyTorch rounds each allocation of pinned memory up to a power of two, to almost twice the need.
+    Therefore a piece is a power of two, at most 1 GiB unless a block is larger. The largest blocks
+    are placed first, each in the first piece with enough room.
     """
     places, ends, rooms = [(0, 0)] * len(sizes), [], []
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
@@ -158,7 +160,7 @@ def _power_of_two(least: int) -> int:
 
 
 VISITORS = 2
-"""Groups of tensors from the host that are on the device at once: one at work, one on its way."""
+"""Groups of tensors from the host that are on the device at once: one in use, one in flight."""
 GIB = 2**30
 DTYPES = {
     "fp32": torch.float32,
@@ -170,17 +172,17 @@ SHAPING = re.compile(
     r"(CUDA|CUBLAS|CUDNN|NCCL|GLOO|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|XLA|PJRT|TPU|LIBTPU|OMP|GOMP"
     r"|KMP|MKL|OPENBLAS|MALLOC)_\w+|NVIDIA_(VISIBLE_DEVICES|TF32_OVERRIDE)|LD_PRELOAD"
 )
-"""Names of environment variables that decide what a run computes on, how fast and how exactly."""
+"""Names of environment variables that affect a run's devices, speed or numerics."""
 PRIVATE = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
-"""Parts of the names of those that are nobody's business."""
+"""Parts of variable names that mark secrets, which are never recorded."""
 T = TypeVar("T")
 
 
 @contextmanager
 def undivided() -> Iterator[None]:
-    """No operation is divided among cores: many small ones would wait for the slower core.
+    """Run PyTorch's CPU operators, and those of threads started inside, on one thread each.
 
-    Threads that start inside compute alone as well.
+    With many small operators, cores would wait for each other.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -191,7 +193,7 @@ def undivided() -> Iterator[None]:
 
 
 def environment() -> dict[str, str]:
-    """The variables of this process that shape a run: allocator, threads, devices, exchange."""
+    """Return the environment variables that affect a run: allocator, threads, devices, NCCL."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -201,20 +203,20 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher such as torchrun said about this process."""
+    """The rank of this process, as set by a launcher such as torchrun."""
 
     rank: int = 0
-    """Its number among all processes."""
+    """Index of this process among all."""
     local_rank: int = 0
-    """Its number on this host, which is its GPU's."""
+    """Index of this process on its host, which is also that of its GPU."""
     world: int = 1
-    """How many processes there are."""
+    """Number of processes."""
     attempt: int = 0
-    """How often the launcher started them anew."""
+    """Number of times that the launcher has restarted the processes."""
 
 
 def launched() -> Launch:
-    """What the launcher said; one process alone where none did."""
+    """Read the launcher's environment variables; without a launcher, return a single process."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     if not all(name in os.environ for name in (*names, "MASTER_ADDR", "MASTER_PORT")):
         return Launch()
@@ -224,23 +226,23 @@ def launched() -> Launch:
 
 @dataclass(frozen=True)
 class Backend:
-    """One device. What is here holds where operators run as they come and nobody counts memory."""
+    """One device. The defaults hold for eager execution without memory accounting."""
 
     device: torch.device
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of tensors in the compute dtype called `name` (see `dtype_name`).
+        """Return the dtype of tensors in the compute dtype `name` (see `dtype_name`).
 
         Raises:
-            ConfigError: the device cannot really compute in that dtype.
+            ConfigError: the device has no hardware support for that dtype.
         """
         return DTYPES[self.dtype_name(name)]
 
     def dtype_name(self, name: str) -> str:
-        """`name` itself, or what `auto` means here: bf16 where it is native.
+        """Return `name`, with `auto` resolved: bf16 where it is native.
 
         Raises:
-            ConfigError: the device cannot really compute in that dtype.
+            ConfigError: the device has no hardware support for that dtype.
         """
         if name == "auto":
             return "bf16" if self.has_bf16() else "fp32"
@@ -249,14 +251,14 @@ class Backend:
         return name
 
     def has_bf16(self) -> bool:
-        """Whether bf16 (and tf32) arithmetic is native and worth its name here."""
+        """Return whether bf16 (and tf32) arithmetic is native."""
         return False
 
     def check_optimizer(self, name: str, latent_dtype: str) -> None:
-        """Make sure that latent weights can be kept and moved so over here.
+        """Check that this device supports the optimizer and the dtype of latent weights.
 
         Raises:
-            ConfigError: they cannot.
+            ConfigError: it does not.
         """
 
     @contextmanager
@@ -270,101 +272,104 @@ class Backend:
             torch.set_float32_matmul_precision(before)
 
     def autocast(self, dtype: torch.dtype) -> torch.autocast | nullcontext:
-        """Mixed precision in `dtype`; nothing for float32."""
+        """Return a mixed-precision context in `dtype`; a no-op for float32."""
         if dtype == torch.float32:
             return nullcontext()
-        # a cache of casts would outlive the block inside a captured graph
+        # the cache of casts would outlive the block inside a captured graph
         return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
 
     def shared_memory_bytes(self) -> int:
-        """What one block of a kernel may use of a GPU's shared memory; 0 elsewhere."""
+        """Return the bytes of a GPU's shared memory that one block may use; 0 elsewhere."""
         return 0
 
     def compiles(self) -> bool:
-        """Whether compiling a model is worth its while here."""
+        """Return whether compiling a model pays off here."""
         return False
 
     def records(self) -> bool:
-        """Whether work can be recorded as a graph and replayed."""
+        """Return whether work can be captured as a graph and replayed."""
         return False
 
     @contextmanager
     def waits(self) -> Iterator[list[str]]:
-        """Where the block made the host wait for the device, as FILE:LINE, once it has ended.
+        """List where the block made the host wait for the device, as FILE:LINE, at its end.
 
-        What waits cannot be recorded. Empty where nobody can tell, which never records.
+        Code that waits cannot be captured. Always empty on devices that never capture graphs.
         """
         yield []
 
     def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """Record what `run` gives the device; a replay and `run`'s result, which each replay fills.
+        """Capture the work of `run`; return a replay and the result, which replays overwrite.
 
-        To be called where `records` says so. `run` must have run before, wait for nothing, and read
-        its inputs from tensors that stay.
+        Call it only where `records` is true. `run` must have run before, must not wait for the
+        device, and must read its inputs from tensors that keep their addresses.
         """
         raise NotImplementedError
 
     def decision_lag(self) -> int:
-        """Steps after which the host reads a decision, so that it never waits for the device."""
+        """Return by how many steps the host reads decisions late, so as never to wait."""
         return 0
 
     def batches_ahead(self) -> int:
-        """Batches worth preparing while the device computes; a CPU would do both at once.
+        """Return how many batches to prepare ahead; 0 where the device is the host's CPU.
 
-        Each on a thread of its own: one alone unpacks some 500,000 tokens a second, a small
-        model learns from more.
+        Each is prepared on its own thread: one thread unpacks about 500,000 tokens a second, fewer
+        than a small model trains on.
         """
         return 4
 
     def load_map(self) -> dict[str, torch.device] | None:
-        """Where transformers is to put the weights that it reads; None: on the host."""
+        """Return transformers' `device_map` for loading weights; None loads them on the host."""
         return {"": self.device}
 
     def place(self, model: nn.Module) -> None:
-        """Bring a model that was read as `load_map` says to the device, its ties kept."""
+        """Move a model that was loaded with `load_map` to the device, keeping tied weights."""
 
     def checkpoint_fn(self) -> Callable | None:
-        """What recomputes a function of tensors in backward; None: PyTorch's own can."""
+        """Return a function for gradient checkpointing; None where PyTorch's own works."""
         return None
 
     def divided(self, tensor: Tensor) -> Tensor:
-        """A tensor with one row a sequence, its rows divided over the devices of this process.
+        """Divide the rows of a tensor, one per sequence, over the devices of this process.
 
-        To be called on what comes from the host; what is computed of it follows.
+        Call it on tensors that come from the host; tensors computed from them are divided alike.
         """
         return tensor
 
     def divisions(self) -> int:
-        """Over how many devices `divided` shares rows out."""
+        """Return the number of devices over which `divided` spreads rows."""
         return 1
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
         """Divide the rows of tensors over the process's devices, if it has several; waits for them.
 
-        What is computed of them, and what is written into them, lies as they do.
+        Tensors computed from them, and values written into them, are divided alike.
         """
 
     def step_end(self) -> None:
-        """Give the device what is recorded since the last call, where operators only record.
+        """Execute the operators recorded since the last call, on devices that record lazily.
 
-        Values are read after it: read before, they would be computed by themselves.
+        Read values only after it: a value that is read before is computed in a graph of its own.
         """
 
     def step_results(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Ends the step and gives what came of it on the host, as `to_host` does."""
+        """End the step and return its results on the host, as `to_host` does."""
         self.step_end()
         return {name: self.to_host(tensor) for name, tensor in tensors.items()}
 
     def read(self, tensors: Sequence[Tensor]) -> list[float | int | bool]:
-        """The values of scalars; waits for the device. Those of a step after its `step_end`."""
+        """Return the values of scalars; waits for the device.
+
+        Read those of a step after its `step_end`.
+        """
         return [tensor.item() for tensor in tensors]
 
     def equal(self, a: Tensor, b: Tensor) -> bool:
-        """Whether all values of two tensors are the same; waits for the device."""
+        """Return whether all values of two tensors are equal; waits for the device."""
         return torch.equal(a, b)
 
     def undoing(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
-        """A function that restores the present values of tensors, kept on the host until then."""
+        """Return a function that restores the present values of tensors from copies on the host."""
         named = {str(place): tensor.detach() for place, tensor in enumerate(tensors)}
         copies, copying = self.copied_to_host(named)
         copying.wait()
@@ -376,37 +381,38 @@ class Backend:
         return undo
 
     def generator(self, seed: int) -> torch.Generator:
-        """A seeded generator of what may be made on the device, else on the host."""
+        """Return a seeded generator, on the device if it has generators, else on the host."""
         return torch.Generator(self.device).manual_seed(seed)
 
     def compares(self) -> bool:
-        """Whether this device lacks bit views of floats and searchsorted.
+        """Return whether this device lacks bit views of floats and searchsorted.
 
-        Then comparing does it; `exp2` and `logaddexp` are missing too.
+        Callers then use comparisons instead. Such a device lacks `exp2` and `logaddexp` too.
         """
         return False
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        """`tensor` in host memory that the device can copy from while it computes."""
+        """Return `tensor` in host memory that the device can copy from while it computes."""
         return tensor
 
     def pinned_zeros(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor]:
-        """Zeros of these shapes in such memory."""
+        """Return zeros of these shapes in pinned memory."""
         return [torch.zeros(shape, dtype=dtype) for shape in shapes]
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """A host tensor on the device, in the order of its work; the host does not wait."""
+        """Copy a host tensor to the device, in the order of its work; the host does not wait."""
         return self.pinned(tensor).to(self.device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """`tensor` on the host, to be read only after a call of what `finished` then gives."""
+        """Return `tensor` on the host; call what a later `finished` returns before reading it."""
         return tensor.to("cpu")
 
     def copied_to_host(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Copying]:
-        """Copies on the host, made beside the device's other work; of one storage they stay so.
+        """Copy tensors to the host concurrently with the device's work.
 
-        They hold what the tensors are now, if they are read after `Copying.wait`, and if the device
-        changes no tensor but after `Copying.hold`.
+        Tensors with the same address, shape and dtype share one copy. The copies hold the present
+        values if they are read after `Copying.wait` and the device changes the tensors only after
+        `Copying.hold`.
         """
         keys = {
             name: (tensor.data_ptr(), tensor.shape, tensor.dtype) if tensor.numel() else name
@@ -418,61 +424,61 @@ class Backend:
         return {name: copies[key] for name, key in keys.items()}, copying
 
     def visiting(self, groups: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-        """Each group of tensors on the device, one after the other, to be written there.
+        """Yield each group of tensors on the device, one after the other, to be changed in place.
 
-        Those in pinned host memory come one group ahead and go back behind: they are there again
-        for the host after `synchronize`. `VISITORS` of them are on the device at once.
+        Groups in pinned host memory are copied in one group ahead and copied back afterwards; the
+        host may read them after `synchronize`. At most `VISITORS` groups are on the device at once.
         """
         return iter(groups)
 
     def copy_stream(self) -> "torch.cuda.Stream | None":
-        """A new stream for copies that are made beside the device's work, if it has streams."""
+        """Return a new stream for copies concurrent with other work; None without streams."""
         return None
 
     def finished(self) -> Callable[[], None]:
-        """A function, for any thread, that waits for all that the device was given until now."""
+        """Return a function, callable from any thread, that waits for all work submitted so far."""
         return lambda: None
 
     def tokens_at_once(self) -> int:
-        """Tokens in one forward without gradients that keep the device busy."""
+        """Return the number of tokens per forward without gradients that keeps the device busy."""
         return 2**11
 
     def logits_at_once(self) -> int:
-        """Logits to form at once: 64 MiB of float32, where nobody knows better."""
+        """Return the number of logits to form at once: 64 MiB of float32 by default."""
         return 2**24
 
     def mark(self, after: Tensor | None = None) -> object:
-        """A time stamp in the device's queue of work, for `seconds_between`.
+        """Return a time stamp in the device's queue of work, for `seconds_between`.
 
-        A device without a clock of its own takes the moment when `after` is computed.
+        A device without its own clock takes the moment when `after` is computed.
         """
         self.synchronize()
         return time.perf_counter()
 
     def seconds_between(self, first: object, last: object) -> float:
-        """Device time from one `mark` to a later one; waits for the later."""
+        """Return the seconds of device time between two `mark`s; waits for the later."""
         return last - first
 
     def seconds_of(self, run: Callable[[], object]) -> float:
-        """Device time of what `run` gives the device."""
+        """Return the device time of the work that `run` submits, in seconds."""
         first = self.mark()
         run()
         return self.seconds_between(first, self.mark())
 
     def synchronize(self) -> None:
-        """Wait until the device has done all it was given, but for copies beside its work."""
+        """Wait until all submitted work is done, except copies on streams of their own."""
 
     def health(self) -> dict[str, float | None]:
-        """Load (%), power (W) and temperature (C) of a GPU; takes milliseconds. None elsewhere."""
+        """Return load (%), power (W) and temperature (C) of a GPU in milliseconds; else None."""
         return UNKNOWN
 
     def workers(self) -> int:
-        """Threads worth giving work to: one per core on the CPU, one for a device's one queue."""
+        """Return how many threads to use: one per core on the CPU, one for a GPU's one queue."""
         return 1
 
     @contextmanager
     def side_by_side(self, workers: int = 0) -> Iterator[Callable[..., Iterator[Any]]]:
-        """A `map`, its results in order, whose work so many threads do; 0: `self.workers()`."""
+        """Yield a `map` with ordered results on this many threads; 0 means `self.workers()`."""
         workers = workers or self.workers()
         with undivided():
             if workers == 1:
@@ -482,57 +488,57 @@ class Backend:
                 yield pool.map
 
     def rng_state(self) -> dict[str, Tensor]:
-        """The state of every random generator that a step may draw from."""
+        """Return the state of every random generator that a step may draw from."""
         return {"cpu": torch.get_rng_state()}
 
     def set_rng_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `rng_state` gave."""
+        """Restore what `rng_state` returned."""
         torch.set_rng_state(state["cpu"])
 
     def name(self) -> str:
-        """What a record calls this device."""
+        """Return the device's name in records."""
         return self.device.type
 
     def peak_memory_gib(self) -> float | None:
-        """Most memory held since `reset_peak_memory`: by tensors, or by the process on a CPU.
+        """Return the peak memory since `reset_peak_memory`: of tensors, or of the process on a CPU.
 
-        None where nobody counts.
+        None where memory is not counted.
         """
         return None
 
     def reset_peak_memory(self) -> None:
-        """Let `peak_memory_gib` count from here."""
+        """Restart the count of `peak_memory_gib`."""
 
     def free_memory(self) -> None:
-        """Give back what dead objects and the allocator still hold."""
+        """Release memory held by dead objects and by the allocator's cache."""
         gc.collect()
         if sys.platform == "linux":
             ctypes.CDLL(None).malloc_trim(0)
 
     def held_memory_gib(self) -> float | None:
-        """Memory held now, counted as `peak_memory_gib` does."""
+        """Return the memory held now, counted as in `peak_memory_gib`."""
         return None
 
     def reserved_memory_gib(self) -> float | None:
-        """Memory that PyTorch took from a GPU, in use or not; None elsewhere."""
+        """Return the memory that PyTorch's allocator has reserved on a GPU; None elsewhere."""
         return None
 
     def peak_reserved_gib(self) -> float | None:
-        """Most memory that PyTorch took from a GPU since `reset_peak_memory`; None elsewhere."""
+        """Return the peak of `reserved_memory_gib` since `reset_peak_memory`; None elsewhere."""
         return None
 
     def memory_gib(self) -> float | None:
-        """Memory that this process could hold if it took all that is free; None if unknown."""
+        """Return the memory that this process could hold, held plus free; None if unknown."""
         return None
 
     @contextmanager
     def limit_memory(self, gib: float) -> Iterator[float]:
-        """Let the process hold no more than `gib` inside the block; beyond it runs out of memory.
+        """Limit the process's memory to `gib` inside the block; beyond it allocations fail.
 
-        The block gets `gib`.
+        Yields `gib`.
 
         Raises:
-            ConfigError: that much is held already, or more is asked for than there is.
+            ConfigError: that much is held already, or the limit exceeds what is available.
         """
         held, there = self.held_memory_gib(), self.memory_gib()
         if held is None or there is None:
@@ -540,7 +546,7 @@ class Backend:
                 f"memory_limit={gib:.4g}GiB, but memory is not counted on {self.name()}; use "
                 "--device cpu or cuda"
             )
-        # what is free moves between two looks: a thousandth is no more than there is
+        # free memory changes between two readings: tolerate one part in a thousand
         if not held < gib <= there * 1.001:
             raise ConfigError(
                 f"memory_limit={gib:.4g}GiB, but {held:.4g} GiB are held already and {there:.4g} "
@@ -550,27 +556,30 @@ class Backend:
             yield gib
 
     def limited(self, gib: float, held: float) -> AbstractContextManager[None]:
-        """The limit itself, where memory is counted; `held` GiB of it are held now."""
+        """Apply the limit, on devices that count memory; `held` GiB are held now."""
         raise NotImplementedError
 
     def staying_in_memory(self) -> AbstractContextManager[None]:
-        """A block in which memory that is not there is an error, even where `overcommits`."""
+        """Return a block in which using more than the free memory raises an error.
+
+        This also holds where `overcommits` is true.
+        """
         return nullcontext()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether `error` says that memory ran out: the device's, or the process's on a CPU."""
+        """Return whether `error` means out of memory: a device's or, on a CPU, the process's."""
         return isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error)
 
     def overcommits(self) -> bool:
-        """Whether the system promises memory that it has not got, and kills who uses it."""
+        """Return whether the system overcommits memory and kills processes that use it."""
         return False
 
     @contextmanager
     def session(self, cache_dir: Path | None) -> Iterator[None]:
-        """All that a verb computes here; `cache_dir` keeps what is compiled for later processes.
+        """Wrap all of a verb's computation; later processes reuse graphs kept in `cache_dir`.
 
         Raises:
-            ConfigError: this device keeps nothing that it compiles.
+            ConfigError: `cache_dir` is given, which only XLA devices use.
         """
         if cache_dir is not None:
             raise ConfigError(
@@ -581,33 +590,33 @@ class Backend:
             yield
 
     def waiting_for(self, what: str) -> AbstractContextManager[None]:
-        """A block in which `what` may have to be compiled, as progress then calls it."""
+        """Return a block in which `what` may be compiled; progress messages name it."""
         return nullcontext()
 
     def compile_count(self) -> int:
-        """Graphs compiled so far in this process; 0 where work need not be compiled."""
+        """Return the number of graphs compiled in this process; 0 on devices that need none."""
         return 0
 
     def compile_seconds(self) -> float:
-        """What these took."""
+        """Return the total time spent on compiling graphs."""
         return 0.0
 
     def host_fallbacks(self) -> dict[str, int]:
-        """Operators that the device lacks and the host computed, and how often, in this process."""
+        """Return how often the host computed an operator that the device lacks, by name."""
         return {}
 
     def counts(self) -> dict[str, object]:
-        """For records: what compiling and running came to in this process, if somebody counts."""
+        """Return counters of compiling and running in this process, for records; else empty."""
         return {}
 
     def fixed_shapes(self) -> bool:
-        """Whether a new shape costs so much that work is filled up to one that was there."""
+        """Return whether a new shape is so expensive that work is padded to a shape seen before."""
         return False
 
     def filled_length(self, length: int) -> int:
-        """How long a row of `length` should be: the same, or one of few lengths above."""
+        """Return the length to pad a row to: `length`, or the next of a few fixed lengths."""
         return length
 
     def sizes_tried(self) -> tuple[int, ...]:
-        """Batch sizes that a search tries, ascending; none for any, where one costs a moment."""
+        """Return the ascending batch sizes that a search tries; empty where any size is cheap."""
         return ()

@@ -1,7 +1,7 @@
-"""What must be said to torch before it loads; so this module imports none.
+"""Environment variables that must be set before torch loads; this module does not import torch.
 
-How many threads it computes with, and whom libtpu may ask: that loads with torch wherever torch_xla
-or torch_tpu is installed, even where there is no TPU.
+They set the number of threads, and keep libtpu from querying the metadata server: libtpu loads with
+torch wherever torch_xla or torch_tpu is installed, even without a TPU.
 """
 
 import os
@@ -13,7 +13,7 @@ from qat.process import cores
 
 PCI = Path("/sys/bus/pci/devices")
 GOOGLE = "0x1ae0"
-"""Who made a device, also network cards and disks."""
+"""PCI vendor id of Google, which also makes network cards and disks."""
 CHIPS: Mapping[str, str] = {
     "0x0027": "TPU v2 or v3",
     "0x0056": "TPU v4",
@@ -23,12 +23,14 @@ CHIPS: Mapping[str, str] = {
     "0x006f": "TPU v6 lite",
     "0x0076": "TPU v7",
 }
-"""Which device it is, as torch_xla 2.9 tells TPUs apart, and what drivers call it:
-`lite` is what is sold as v5e and v6e."""
+"""TPU generation by PCI device id, from torch_xla 2.9, with the drivers' names.
+
+v5e and v6e are called `lite`.
+"""
 
 
 def tpu_name() -> str | None:
-    """The kind of this machine's TPU; None if its PCI bus has none."""
+    """Return the kind of this machine's TPU; None if its PCI bus has none."""
     for vendor in sorted(PCI.glob("*/vendor")):
         if vendor.read_text().strip() == GOOGLE:
             name = CHIPS.get(vendor.with_name("device").read_text().strip())
@@ -38,23 +40,23 @@ def tpu_name() -> str | None:
 
 
 def keep_libtpu_offline() -> None:
-    """Let libtpu, when it loads, look for no TPU: no metadata server, no lock on a chip."""
+    """Keep libtpu from looking for a TPU when it loads: no metadata server, no lock on a chip."""
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # several plans may run beside each other
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # several plans may run at the same time
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
 def ask_nobody_without_a_tpu() -> None:
-    """Let libtpu ask no metadata server, unless this machine has a TPU or is said to have one."""
+    """Keep libtpu off the metadata server, unless this machine has or declares a TPU."""
     if os.environ.get("PJRT_DEVICE") != "TPU" and tpu_name() is None:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 
 def take_one_chip(number: int) -> None:
-    """Let libtpu see this host's chip `number` alone, as if nobody had others.
+    """Restrict libtpu to this host's chip `number`.
 
-    As `torch_xla._internal.tpu.configure_one_chip_topology` does for the first one.
+    The same as `torch_xla._internal.tpu.configure_one_chip_topology` does for the first chip.
     """
     os.environ.setdefault("TPU_VISIBLE_CHIPS", str(number))
     os.environ.setdefault("TPU_CHIPS_PER_PROCESS_BOUNDS", "1,1,1")
@@ -62,23 +64,24 @@ def take_one_chip(number: int) -> None:
 
 
 def before_torch() -> None:
-    """Let libtpu ask nobody without a TPU, and torch_tpu not load, whoever installed it.
+    """Keep libtpu off the metadata server without a TPU, and keep torch_tpu from loading.
 
-    Nothing here uses torch_tpu, another package for TPUs.
+    torch_tpu is another package for TPUs, which nothing here uses.
     """
     has_eager, has_lazy = (find_spec(name) is not None for name in ("torch_tpu", "torch_xla"))
     if has_eager or has_lazy:  # both load libtpu with torch
         ask_nobody_without_a_tpu()
-    if has_eager:  # which ends the process without libtpu, and fails beside many a torch
+    if has_eager:  # it exits the process without libtpu, and fails with many versions of torch
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 
 
 def keep_to_own_cores() -> None:
-    """Before torch is loaded: as many threads as cores that this process may use, none that spins.
+    """Limit torch to one thread per core that this process may use, with passive waiting.
 
-    PyTorch starts one for each core of the machine; in a container that may use a few of them they
-    wait for one another. By default a thread that waits spins, on a core that another process may
-    need. `OMP_NUM_THREADS` and `OMP_WAIT_POLICY` that somebody set stay.
+    Call it before torch is loaded. PyTorch starts one thread per core of the machine; in a
+    container limited to a few cores they would wait for one another. By default a waiting thread
+    spins, on a core that another process may need. `OMP_NUM_THREADS` and `OMP_WAIT_POLICY` are kept
+    if already set.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if cores() < (os.cpu_count() or 1):

@@ -1,4 +1,4 @@
-"""Devices whose work is compiled shape by shape: what to do while the program waits for that."""
+"""Progress messages and checks for devices that compile each new shape."""
 
 import logging
 import threading
@@ -13,31 +13,32 @@ from qat.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-"""Between looks at the compiler."""
+"""Seconds between polls of the compiler."""
 FIRST_S, EVERY_S = 10.0, 30.0
-"""Seconds of one graph after which it is told of, and between further lines."""
+"""Seconds after which one graph's compilation is logged, and between further lines."""
 FIRST_STEPS, MOST_IN_A_ROW = 2, 4
-"""Steps that are expected to compile, for one finds no moments and the next one does; those that
-may do so one after the other."""
+"""Steps that are expected to compile (the first finds no moments, the second does), and the most
+consecutive steps that may.
+"""
 
 
 class Graphs(NamedTuple):
-    """What a compiler has been asked for in this process so far."""
+    """Counts of graphs that this process has started and finished compiling."""
 
     begun: int
     done: int
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the program waits for a graph now."""
+        """True while a graph is being compiled."""
         return self.begun > self.done
 
 
 class Teller:
-    """Tells, from a thread of its own, which graph the program waits for and how long already.
+    """Logs from its own thread which graph is being compiled and for how long.
 
     Args:
-        graphs: what the compiler was asked for; called by the thread.
+        graphs: returns the compiler's counts; called by the thread.
         clock: monotonic seconds.
     """
 
@@ -53,7 +54,7 @@ class Teller:
 
     @contextmanager
     def about(self, what: str) -> Iterator[None]:
-        """Graphs that are compiled inside the block are for `what`."""
+        """Attribute graphs that are compiled inside the block to `what`."""
         before, self._what = self._what, what
         try:
             yield
@@ -62,7 +63,7 @@ class Teller:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Tell inside the block."""
+        """Poll and log inside the block."""
         ended = threading.Event()
 
         def watch() -> None:
@@ -78,7 +79,7 @@ class Teller:
             thread.join()
 
     def look(self) -> None:
-        """Look once at the compiler."""
+        """Poll the compiler once."""
         graphs, now = self._graphs(), self._clock()
         if self._since is not None and (not graphs.is_under_way or graphs.begun != self._begun):
             if now - self._since >= FIRST_S:
@@ -88,7 +89,7 @@ class Teller:
             return
         if self._since is None:
             self._since, self._begun, self._next_s = now, graphs.begun, FIRST_S
-            self._name = self._what  # whose block may have ended when it is done
+            self._name = self._what  # the block of `about` may end before the graph does
         if now - self._since >= self._next_s:
             seconds = now - self._since
             logger.info("compiling %s: %.0f s so far (graph %d)", self._name, seconds, graphs.begun)
@@ -96,25 +97,25 @@ class Teller:
 
 
 class Steadiness:
-    """Refuses steps each of which compiles a graph of its own."""
+    """Raises an error when too many consecutive steps each compile a new graph."""
 
     def __init__(self, device: Backend) -> None:
         self._device = device
         self._in_a_row = 0
         self._steps = 0
         self.compiled = 0
-        """Graphs that were compiled in steps."""
+        """Number of graphs compiled in steps."""
         self.anew = 0
-        """Of these, those after the first steps."""
+        """Number of these compiled after the first `FIRST_STEPS` steps."""
         self.compile_s = 0.0
-        """What the graphs took."""
+        """Seconds spent on compiling these graphs."""
 
     @contextmanager
     def step(self, shape: tuple[int, ...]) -> Iterator[None]:
-        """A block of one step over sequences of that shape.
+        """Count what one step over sequences of this shape compiles.
 
         Raises:
-            ConfigError: this was one step too many that compiled.
+            ConfigError: more than `MOST_IN_A_ROW` consecutive steps have compiled.
         """
         device = self._device
         before, before_s = device.compile_count(), device.compile_seconds()
@@ -129,11 +130,11 @@ class Steadiness:
             raise ConfigError(self._complaint(shape))
 
     def expect_none(self) -> None:
-        """From here on each graph is one made anew."""
+        """Count every graph compiled from now on as a recompilation."""
         self._steps, self._in_a_row, self.anew = FIRST_STEPS, 0, 0
 
     def facts(self) -> dict[str, object]:
-        """For records: what compiling the steps took, and the device's counts, if it has any."""
+        """Return the time spent on compiling steps and the device's counters, for records."""
         counts = self._device.counts()
         return {"step_compile_s": self.compile_s, **counts} if counts else {}
 

@@ -1,4 +1,4 @@
-"""The devices that compute where the program runs, or tell little of themselves: CPU, Mac's GPU."""
+"""Devices with little to configure: the CPU and a Mac's GPU."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,10 +10,10 @@ from qat.process import available_gib, cores, data_limit, process_gib, restart_p
 
 @dataclass(frozen=True)
 class CpuBackend(Backend):
-    """The CPU, whose memory is the process's, as Linux counts it; elsewhere nobody does."""
+    """The CPU. Its memory is that of the process, which only Linux reports."""
 
     def batches_ahead(self) -> int:
-        """See `Backend`: preparing one would take cores from computing."""
+        """See `Backend`: preparing a batch would take cores from computing."""
         return 0
 
     def load_map(self) -> None:
@@ -41,14 +41,14 @@ class CpuBackend(Backend):
         return None if free is None else free + process_gib("VmRSS")
 
     def limited(self, gib: float, held: float) -> AbstractContextManager[None]:
-        """See `Backend`: the limit is of private memory, so what is held counts as that."""
+        """See `Backend`: only private memory is limited, and all held memory counts as private."""
         return data_limit(process_gib("VmData") + gib - held)
 
     @contextmanager
     def staying_in_memory(self) -> Iterator[None]:
         """See `Backend`.
 
-        Without it a system that promises more than it has kills the process, without a word.
+        Without the limit an overcommitting system would kill the process without a message.
         """
         free = available_gib()
         if free is None:
@@ -64,4 +64,4 @@ class CpuBackend(Backend):
 
 @dataclass(frozen=True)
 class MpsBackend(Backend):
-    """A Mac's GPU, through PyTorch's `mps` device: all that `Backend` says, and nothing else."""
+    """A Mac's GPU, through PyTorch's `mps` device, with the defaults of `Backend`."""

@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs, through PyTorch's CUDA: streams, graphs, an allocator that counts, sensors."""
+"""The backend of NVIDIA GPUs: streams, CUDA graphs, memory counters and sensors."""
 
 import gc
 import warnings
@@ -16,15 +16,15 @@ from qat.errors import ConfigError
 
 T = TypeVar("T")
 AMPERE = (8, 0)
-"""Compute capability of the first GPUs with units for bf16 and TF32."""
+"""Compute capability of the first GPUs with bf16 and TF32 units."""
 
 
 @dataclass(frozen=True)
 class CudaBackend(Backend):
-    """One GPU, which works through a queue of its own while the host goes on."""
+    """One GPU, which executes its queue asynchronously to the host."""
 
     def dtype_name(self, name: str) -> str:
-        """See `Backend`; `auto` is fp16 where there are no units for bf16."""
+        """See `Backend`; `auto` is fp16 on GPUs without bf16 units."""
         if name == "auto" and not self.has_bf16():
             return "fp16"
         if name == "bf16" and not self.has_bf16():
@@ -49,7 +49,7 @@ class CudaBackend(Backend):
 
     @contextmanager
     def waits(self) -> Iterator[list[str]]:
-        """See `Backend`; PyTorch warns of every call that waits if it is asked to."""
+        """See `Backend`; PyTorch's sync debug mode warns of every synchronizing call."""
         found: list[str] = []
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as heard:
@@ -70,11 +70,12 @@ class CudaBackend(Backend):
     def record(self, run: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """See `Backend`: a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
-        # other threads may go on preparing batches meanwhile
+        # other threads may prepare batches during the capture
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             result = run()
-        # the recording's stream still sets the graph's random offset to 0: on a busy device that
-        # may come after the first replay has set its own, which then draws other numbers
+        # The capture's stream still resets the graph's random offset to 0. On a busy device that
+        # could happen after the first replay has set its own offset, which would then draw other
+        # numbers.
         torch.cuda.synchronize(self.device)
         return graph.replay, result
 
@@ -87,7 +88,7 @@ class CudaBackend(Backend):
         return tensor.pin_memory()
 
     def pinned_zeros(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor]:
-        """See `Backend`: side by side in few allocations."""
+        """See `Backend`: packed into a few allocations."""
         sizes = [shape.numel() * dtype.itemsize for shape in shapes]
         places, pieces = placed(sizes)
         rooms = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for size in pieces]
@@ -101,13 +102,13 @@ class CudaBackend(Backend):
         return tensor.to("cpu", non_blocking=True)
 
     def visiting(self, groups: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
-        """See `Backend`: by two streams, one for each way, beside that of the work."""
+        """See `Backend`; uses one stream per direction, separate from the compute stream."""
         if not groups or groups[0][0].is_cuda:
             yield from groups
             return
         work = torch.cuda.current_stream(self.device)
         up, down = self.copy_stream(), self.copy_stream()
-        up.wait_stream(work)  # what went back in the step before, and the memory made here
+        up.wait_stream(work)  # wait for the last step's copies back, and for the new memory below
         slots = [
             tuple(_largest(tensors, self.device) for tensors in zip(*groups, strict=True))
             for _ in range(VISITORS)
@@ -154,7 +155,7 @@ class CudaBackend(Backend):
         return 2**15
 
     def logits_at_once(self) -> int:
-        """See `Backend`: a 16th of the GPU's memory, never more than 32-bit indices reach."""
+        """See `Backend`: a 16th of the GPU's memory, at most what 32-bit indices address."""
         total_bytes = torch.cuda.get_device_properties(self.device).total_memory
         return min(2**31 - 1, total_bytes // 16 // torch.float32.itemsize)
 
@@ -182,7 +183,7 @@ class CudaBackend(Backend):
         return {**super().rng_state(), "cuda": torch.cuda.get_rng_state(self.device)}
 
     def set_rng_state(self, state: dict[str, Tensor]) -> None:
-        """See `Backend`; a state of a device without one of its own leaves the GPU's alone."""
+        """See `Backend`; a state without a GPU's part leaves the GPU's generator unchanged."""
         super().set_rng_state(state)
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self.device)
@@ -203,7 +204,7 @@ class CudaBackend(Backend):
         """See `Backend`."""
         gc.collect()
         torch.cuda.empty_cache()
-        # pinned memory too: what PyTorch keeps of it is missed where the host is asked for room
+        # also PyTorch's cache of pinned memory, which the host would otherwise lack
         if hasattr(torch.accelerator, "empty_host_cache"):
             torch.accelerator.empty_host_cache()
         else:  # before PyTorch 2.12
@@ -230,7 +231,7 @@ class CudaBackend(Backend):
     def limited(self, gib: float, held: float) -> Iterator[None]:
         """See `Backend`."""
         total = torch.cuda.get_device_properties(self.device).total_memory / GIB
-        index = self.device.index  # a bare `cuda` has none, and the limit wants one
+        index = self.device.index  # a bare `cuda` has no index, but the limit needs one
         index = torch.cuda.current_device() if index is None else index
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(min(1.0, gib / total), index)
@@ -241,6 +242,6 @@ class CudaBackend(Backend):
 
 
 def _largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Memory on `device` that any of these has room in."""
+    """Allocate memory on `device` that can hold any one of these tensors."""
     largest = max(tensors, key=Tensor.numel)
     return torch.empty(largest.numel(), dtype=largest.dtype, device=device)

@@ -1,4 +1,4 @@
-"""Chooses the backend of a device: nothing else asks which kind of device there is."""
+"""Selection of the backend of a device; the only place that distinguishes kinds of device."""
 
 import logging
 import os
@@ -24,16 +24,16 @@ KINDS: dict[str, type[Backend]] = {
     "mps": MpsBackend,
     "xla": xla.XlaBackend,
 }
-"""The backend by what torch calls its kind of device."""
+"""Backend classes by torch's device type."""
 
 
 def select(device: str = "auto") -> Backend:
-    """The backend of `device` (`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, `xla`).
+    """Return the backend of `device` (`auto`, `cpu`, `cuda`, `cuda:1`, `mps`, `xla`).
 
-    Under a launcher `cuda` is the GPU of this process's number on its host.
+    Under a launcher, `cuda` means the GPU with this process's local rank.
 
     Raises:
-        ConfigError: the device is not there.
+        ConfigError: the device does not exist here.
     """
     if device == "auto":
         device = "cuda" if _has_cuda() else "cpu"
@@ -61,12 +61,12 @@ def select(device: str = "auto") -> Backend:
             "--device cpu or one that is there"
         )
     if kind == "cuda" and index:
-        torch.cuda.set_device(int(index))  # where kernels are launched
+        torch.cuda.set_device(int(index))  # kernels are launched on the current device
     return on(torch.device(device))
 
 
 def idle_device() -> str | None:
-    """The accelerator of this machine that `auto` leaves alone, why, and the way out, or None."""
+    """Return why `auto` does not use this machine's accelerator and how to use it, or None."""
     gpu = None if nvidia.hidden() else nvidia.present()
     if gpu is not None and not _has_cuda():
         return nvidia.unused(gpu, torch.__version__, torch.version.cuda, _cuda_trouble())
@@ -85,45 +85,45 @@ def _tell_what_idles() -> None:
 
 
 def _has_cuda() -> bool:
-    """Whether torch drives a GPU; what it warns of where it does not, `idle_device` tells."""
+    """Return whether torch can use a GPU; `idle_device` reports the reason instead of a warning."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="CUDA initialization")
         return torch.cuda.is_available()
 
 
 def _cuda_trouble() -> str:
-    """What torch says when CUDA is to start, on one line; empty where it was built without."""
+    """Return the first line of torch's error at the start of CUDA; empty for builds without it."""
     try:
         torch.cuda.init()
     except RuntimeError as error:
         return str(error).partition("\n")[0]
-    except AssertionError:  # no CUDA in it
+    except AssertionError:  # a build without CUDA
         pass
     return ""
 
 
 def on(device: torch.device) -> Backend:
-    """The backend of a tensor's device."""
+    """Return the backend of a tensor's device."""
     return KINDS.get(device.type, Backend)(device)
 
 
 def devices(name: str) -> tuple[str, ...]:
-    """The devices over which work may spread: all GPUs where `name` says none, else that device."""
+    """Return the devices to spread work over: all GPUs if `name` gives no index, else one."""
     if name == "cuda" or (name == "auto" and _has_cuda()):
         return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
     return (name,)
 
 
 def profile_operators() -> torch.profiler.profile:
-    """A context that notes each operator which the host calls, with shapes and dtypes."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would print that it begins and ends
+    """Return a profiler that records every operator called on the host, with shapes and dtypes."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silence its messages about start and end
     activities = [torch.profiler.ProfilerActivity.CPU]
     return torch.profiler.profile(activities=activities, record_shapes=True)
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Run a block under `seed` and put the generators back afterwards."""
+    """Run the block under `seed`, then restore the previous states of the random generators."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

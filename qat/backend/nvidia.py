@@ -1,10 +1,10 @@
-"""What NVIDIA's driver tells of a machine's GPUs, and which builds of torch run there.
+"""NVIDIA's GPUs as reported by the driver, and the builds of torch that run on them.
 
-Imported or run, it needs the standard library alone, so that `python3 qat/backend/nvidia.py` can
-tell the build before anything is installed: it prints the index that pip finds it in, and
-`torch<2.12` behind it where that build has ended since; nothing on a machine without such a GPU. A
-driver too old for all of them is an error. `python3 qat/backend/nvidia.py idle` says why torch does
-not use a GPU.
+It uses only the standard library, so that `python3 qat/backend/nvidia.py` can choose the build
+before anything is installed: it prints the index URL for pip, followed by `torch<2.12` if that
+build has been discontinued since; it prints nothing on a machine without such a GPU. A driver too
+old for every build is an error. `python3 qat/backend/nvidia.py idle` prints why torch does not use
+the GPU.
 """
 
 import logging
@@ -26,35 +26,35 @@ logger = logging.getLogger(__name__)
 
 DEVICES = Path("/dev")
 VERSION = Path("/proc/driver/nvidia/version")
-"""What the kernel's module says of itself, also in a container that was given no GPU."""
+"""The kernel module's version; also readable in a container that was given no GPU."""
 SMI_TIMEOUT_S = 30
 WHEELS = "https://download.pytorch.org/whl/{}"
 UNKNOWN = dict.fromkeys(("gpu_util_pct", "gpu_power_w", "gpu_temp_c"))
-"""The health of a GPU that tells nothing."""
+"""Health of a GPU without readable sensors."""
 Number = tuple[int, ...]
 
 
 class Gpu(NamedTuple):
-    """What decides which builds of torch run on a machine."""
+    """The driver and GPUs of a machine, which decide which builds of torch run there."""
 
     driver: str
-    """Its version, such as 535.104.05."""
+    """The driver's version, such as 535.104.05."""
     capabilities: tuple[Number, ...] = ()
-    """Compute capabilities of the GPUs, such as (9, 0); empty where nobody tells."""
+    """Compute capabilities of the GPUs, such as (9, 0); empty if unknown."""
 
 
 class Build(NamedTuple):
-    """A build of torch that its makers offer."""
+    """A build of torch offered by PyTorch."""
 
     name: str
-    """Part of its index's address."""
+    """Last part of its index's URL."""
     driver: int
-    """The oldest branch of the driver that runs it."""
+    """The oldest driver branch that runs it."""
     oldest: Number
     newest: Number
-    """Compute capabilities from the first up to the second, which it lacks, have kernels in it."""
+    """It has kernels for compute capabilities from `oldest` up to, but excluding, `newest`."""
     limit: str = ""
-    """The releases of torch that it was made of, where newer ones are not."""
+    """Requirement that pins torch to releases with this build, if newer ones lack it."""
 
 
 BUILDS = (
@@ -62,14 +62,17 @@ BUILDS = (
     Build("cu126", 525, (5, 0), (10, 0)),
     Build("cu128", 570, (7, 5), (99,), "torch<2.12"),
 )
-"""The first that fits is taken. A driver runs every minor version of CUDA 12 from branch 525 on and
-of CUDA 13 from 580 on (NVIDIA's CUDA Compatibility, minor version compatibility), but GPUs with
-capability 10 and up only from 570 on. Architectures are those of the support matrix in RELEASE.md
-of PyTorch 2.11 to 2.13; 2.12 has no cu128 any more."""
+"""Builds in order of preference; the first that fits is used.
+
+A driver runs every minor version of CUDA 12 from branch 525 on and of CUDA 13 from 580 on (NVIDIA's
+CUDA Compatibility, minor version compatibility), but GPUs with capability 10 and up only from 570
+on. Architectures are those of the support matrix in RELEASE.md of PyTorch 2.11 to 2.13; 2.12 has no
+cu128 any more.
+"""
 
 
 def present() -> Gpu | None:
-    """The machine's NVIDIA GPUs; None where it has none or this container was given none."""
+    """Return the machine's NVIDIA GPUs; None where it has none or this container was given none."""
     told = _ask_smi()
     if told:
         return Gpu(told[0][0], tuple(_number(capability) for _, capability in told))
@@ -80,7 +83,7 @@ def present() -> Gpu | None:
 
 
 def _ask_smi() -> list[list[str]]:
-    """Driver and compute capability of each GPU as nvidia-smi tells them; empty if it does not."""
+    """Return driver and compute capability of each GPU from nvidia-smi; empty if it fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
@@ -97,7 +100,7 @@ def _ask_smi() -> list[list[str]]:
 
 
 def build_for(gpu: Gpu) -> Build | None:
-    """The build of torch to install for `gpu`; None if its driver is too old for all."""
+    """Return the build of torch to install for `gpu`; None if its driver is too old for all."""
     driver = _number(gpu.driver)[0]
     for build in BUILDS:
         is_made = all(build.oldest <= found < build.newest for found in gpu.capabilities)
@@ -107,13 +110,13 @@ def build_for(gpu: Gpu) -> Build | None:
 
 
 def unused(gpu: Gpu, torch_version: str, cuda: str | None, said: str = "") -> str:
-    """Why a torch that sees no GPU does not use this one, and the way out, as one line.
+    """Return one line that says why torch does not use this GPU, and how to fix it.
 
     Args:
-        gpu: what the machine has.
-        torch_version: as torch calls itself.
-        cuda: version of CUDA that torch was built for; None if it was built for none.
-        said: torch's own words, for a build that should run here.
+        gpu: the machine's driver and GPUs.
+        torch_version: torch's own version string.
+        cuda: version of CUDA that torch was built for; None for a build without CUDA.
+        said: torch's error message, for a build that should run here.
     """
     found = f"an NVIDIA GPU is here (driver {gpu.driver}), but torch {torch_version}"
     if cuda is None:
@@ -132,7 +135,7 @@ def unused(gpu: Gpu, torch_version: str, cuda: str | None, said: str = "") -> st
 
 
 def hidden() -> bool:
-    """Whether somebody hides all GPUs from this process."""
+    """Return whether CUDA_VISIBLE_DEVICES hides all GPUs from this process."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in {"", "-1"}
 
 
@@ -141,7 +144,7 @@ def _has_driver_for(gpu: Gpu, cuda: str) -> bool:
 
 
 def _oldest_driver(name: str) -> int:
-    """The oldest branch that runs a build whose name begins so; 0 if there is none."""
+    """Return the oldest driver branch of builds whose name starts so; 0 if there is none."""
     return min((build.driver for build in BUILDS if build.name.startswith(name)), default=0)
 
 
@@ -150,9 +153,9 @@ def _number(version: str) -> Number:
 
 
 def gpu_health(uuid: str) -> dict[str, float | None]:
-    """Load (%), power (W) and temperature (C) of the GPU with this UUID; None where nobody tells.
+    """Return load (%), power (W) and temperature (C) of the GPU with this UUID; None where unknown.
 
-    The load is the share of the driver's last sample, of up to a second. Takes milliseconds.
+    The load covers the driver's last sample period, up to a second. The call takes milliseconds.
     """
     nvml = _management_library()
     if nvml is None:
@@ -164,7 +167,7 @@ def gpu_health(uuid: str) -> dict[str, float | None]:
 
 
 def gpu_samples() -> list[dict[str, float | None]]:
-    """Health of every GPU, its memory in use (MiB) and clock (MHz); empty where nobody tells."""
+    """Return health, memory in use (MiB) and clock (MHz) of every GPU; empty where unknown."""
     nvml = _management_library()
     if nvml is None:
         return []
@@ -174,7 +177,7 @@ def gpu_samples() -> list[dict[str, float | None]]:
         return {
             "gpu": index,
             **_health(nvml, gpu),
-            # in version 2 as nvidia-smi tells it, without what the driver keeps to itself
+            # version 2 agrees with nvidia-smi: it excludes memory that the driver reserves
             "gpu_mem_mib": _told(
                 nvml,
                 lambda: nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2).used // 2**20,
@@ -191,13 +194,13 @@ def gpu_samples() -> list[dict[str, float | None]]:
 
 
 def _health(nvml: ModuleType, gpu: object) -> dict[str, float | None]:
-    """Load (%), power (W) and temperature (C) of a GPU; None for what it does not tell."""
+    """Return load (%), power (W) and temperature (C) of a GPU; None for a missing sensor."""
     return {
         "gpu_util_pct": _told(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
-        "gpu_power_w": _told(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),  # of mW
+        "gpu_power_w": _told(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),  # from mW
         "gpu_temp_c": _told(
             nvml,
-            # the one thermometer that every GPU has
+            # the only temperature sensor that every GPU has
             lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
         ),
     }
@@ -205,7 +208,7 @@ def _health(nvml: ModuleType, gpu: object) -> dict[str, float | None]:
 
 @cache
 def _management_library() -> ModuleType | None:
-    """NVIDIA's management library, a part of every driver, begun; None where it cannot be used."""
+    """Return NVIDIA's management library, initialised; None where it cannot be used."""
     try:
         import pynvml
     except ModuleNotFoundError:
@@ -223,7 +226,7 @@ def _management_library() -> ModuleType | None:
 
 
 def _told(nvml: ModuleType, ask: Callable[[], float]) -> float | None:
-    """What a GPU answers; None if it has no such sensor."""
+    """Return a sensor's value; None if the GPU has no such sensor."""
     try:
         return ask()
     except nvml.NVMLError:
@@ -231,9 +234,9 @@ def _told(nvml: ModuleType, ask: Callable[[], float]) -> float | None:
 
 
 def idle_of_torch() -> str | None:
-    """Why this Python's torch leaves the GPU that is here alone; None if it does not, or is none.
+    """Return why this Python's torch does not use the GPU; None if it does or there is no GPU.
 
-    It reads the version that torch wrote down and imports nothing, so a shell can ask each time.
+    It reads torch's version file and does not import torch, so a shell can call it each time.
     """
     gpu, torch = None if hidden() else present(), find_spec("torch")
     if gpu is None or torch is None or torch.origin is None:
@@ -246,7 +249,7 @@ def idle_of_torch() -> str | None:
 
 
 def main() -> None:
-    """Print the index and the releases of torch for this machine; with `idle`, what idles here."""
+    """Print the index and releases of torch for this machine; with `idle`, why a GPU is unused."""
     if sys.argv[1:] == ["idle"]:
         sys.stdout.write(idle_of_torch() or "")
         return

@@ -1,7 +1,7 @@
-"""PyTorch/XLA behind the protocol of `Backend`: operators record, `step_end` computes.
+"""PyTorch/XLA as a `Backend`: operators record, `step_end` compiles and executes.
 
-One step is one graph. Whatever reads a value before `step_end` makes a graph of its own, and every
-new shape compiles anew; `compile_count`, `execution_count` and `host_fallbacks` tell.
+One step is one graph. Reading a value before `step_end` creates a graph of its own, and every new
+shape recompiles; `compile_count`, `execution_count` and `host_fallbacks` count these.
 """
 
 import logging
@@ -29,26 +29,26 @@ logger = logging.getLogger(__name__)
 
 HOST = CpuBackend(torch.device("cpu"))
 PEAKS: dict[torch.device, int] = {}
-"""Bytes of a device's peak when `reset_peak_memory` was called."""
+"""A device's peak, in bytes, when `reset_peak_memory` was called."""
 HOST_READS = ("aten::_local_scalar_dense",)
-"""Counted by PyTorch/XLA like operators that it lacks, though reading a scalar is none."""
+"""Counters of scalar reads, which PyTorch/XLA lists among the operators that it lacks."""
 SHORTEST, MOST_SEQUENCES = 64, 2**14
-"""The shortest row that shorter ones are filled up to; the largest batch that a search tries."""
+"""The shortest length that rows are padded to; the largest batch that a search tries."""
 GATHERED_BYTES = 2**28
-"""Most bytes that copies of shared tensors to the host take on each device at a time."""
+"""Most bytes per device that copies of sharded tensors to the host take at a time."""
 
 
 @lru_cache(maxsize=1)
 def open_backend() -> "XlaBackend":
-    """The backend of this process's XLA devices, initialised.
+    """Return the backend of this process's XLA devices, initialised.
 
-    To be called before any backward of the process: autograd counts the devices at its first one.
+    Call it before the first backward of the process: autograd counts the devices then.
 
     Raises:
-        ConfigError: PyTorch/XLA is not installed, or for another PyTorch.
+        ConfigError: PyTorch/XLA is not installed, or was built for another PyTorch.
     """
     _check_versions()
-    # else a number that happens to be 0 or 1, such as a learning rate, makes another graph
+    # otherwise a scalar that happens to be 0 or 1, such as a learning rate, makes another graph
     os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
     ask_nobody_without_a_tpu()
     if launched().world > 1:
@@ -57,7 +57,7 @@ def open_backend() -> "XlaBackend":
 
     _share_devices()
     device = torch_xla.device()
-    # float32 means float32, also where units multiply in bfloat16
+    # keep float32 exact, also on units that multiply in bfloat16
     torch_xla._XLAC._xla_set_mat_mul_precision("highest")
     return XlaBackend(device)
 
@@ -77,10 +77,10 @@ def _check_versions() -> None:
 
 @dataclass(frozen=True)
 class XlaBackend(Backend):
-    """All of a process's XLA devices behind one: a TPU's, or the CPU client's."""
+    """All of a process's XLA devices (of a TPU, or of XLA's CPU client) as one backend."""
 
     def dtype_name(self, name: str) -> str:
-        """See `Backend`; `auto` is bf16, which TPUs multiply in."""
+        """See `Backend`; `auto` is bf16, the native dtype of TPUs."""
         if name in ("fp16", "tf32"):
             raise ConfigError(f"dtype={name}, but XLA devices have no such units; use --dtype bf16")
         return "bf16" if name == "auto" else name
@@ -90,7 +90,7 @@ class XlaBackend(Backend):
         return True
 
     def load_map(self) -> None:
-        """See `Backend`: weights are read on the host, for moving them breaks ties."""
+        """See `Backend`: weights are loaded on the host, because moving them breaks ties."""
 
     def place(self, model: nn.Module) -> None:
         """See `Backend`."""
@@ -98,23 +98,23 @@ class XlaBackend(Backend):
         model.tie_weights()
 
     def fixed_shapes(self) -> bool:
-        """See `Backend`: a new shape is compiled, for up to minutes."""
+        """See `Backend`: compiling a new shape takes up to minutes."""
         return True
 
     def generator(self, seed: int) -> torch.Generator:
-        """See `Backend`: the host's."""
+        """See `Backend`: on the host."""
         return torch.Generator().manual_seed(seed)
 
     def compares(self) -> bool:
-        """See `Backend`: the host would compute such operators, and the device wait for it."""
+        """See `Backend`: the host would compute the missing operators while the device waits."""
         return True
 
     @contextmanager
     def session(self, cache_dir: Path | None) -> Iterator[None]:
-        """See `Backend`; at its end the counters are told.
+        """See `Backend`; logs the counters at the end.
 
         Raises:
-            ConfigError: something was compiled already, without `cache_dir`.
+            ConfigError: this process has already compiled without `cache_dir`.
         """
         if cache_dir is not None:
             self._keep_compiled(cache_dir)
@@ -135,7 +135,7 @@ class XlaBackend(Backend):
                 cache_dir,
             )
             return
-        if runtime.process_count() > 1:  # none waits for another's file
+        if runtime.process_count() > 1:  # no process waits for another's file
             cache_dir = cache_dir / f"process-{runtime.process_index()}"
         directory = str(cache_dir.resolve())
         if os.environ.get("XLA_PERSISTENT_CACHE_PATH") == directory:
@@ -178,7 +178,10 @@ class XlaBackend(Backend):
         }
 
     def told(self) -> dict[str, int] | None:
-        """`bytes_used`, `peak_bytes_used` and `bytes_limit` of the first device, if it says."""
+        """Return the first device's memory counters; None if it reports none.
+
+        They are `bytes_used`, `peak_bytes_used` and `bytes_limit`.
+        """
         from torch_xla.core import xla_model
 
         try:
@@ -189,16 +192,16 @@ class XlaBackend(Backend):
             return None
 
     def is_host(self) -> bool:
-        """Whether the devices compute in the process's own memory: XLA's CPU client."""
+        """Return whether the devices use the process's own memory: XLA's CPU client."""
         from torch_xla import runtime
 
         return runtime.device_type() == "CPU"
 
     def divided(self, tensor: Tensor) -> Tensor:
-        """See `Backend`: over all devices if there are several, whose number divides the rows.
+        """See `Backend`: over all devices, if there are several.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: the number of rows is not a multiple of the number of devices.
         """
         count = self.divisions()
         if count == 1 or tensor.numel() == 0:
@@ -219,16 +222,16 @@ class XlaBackend(Backend):
         return 1 if mesh is None else mesh.size()
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
-        """See `Backend`; rows that the number of devices does not divide are filled up."""
+        """See `Backend`; rows are padded to a multiple of the number of devices."""
         if self.divisions() > 1:
             self.synchronize()
             for tensor in tensors:
                 _share_rows(tensor)
 
     def peak_memory_gib(self) -> float | None:
-        """See `Backend`; None too where it stayed below an earlier peak.
+        """See `Backend`; None also if it stayed below an earlier peak.
 
-        A runtime's peak is that of the whole process: what held less than before says nothing.
+        The runtime reports only the peak of the whole process, so a lower one cannot be seen.
         """
         if self.is_host():
             return HOST.peak_memory_gib()
@@ -243,7 +246,7 @@ class XlaBackend(Backend):
             PEAKS[self.device] = (self.told() or {}).get("peak_bytes_used", 0)
 
     def held_memory_gib(self) -> float | None:
-        """See `Backend`; of a CPU nobody knows which of it is the device's."""
+        """See `Backend`; unknown on a CPU, where the device's share is not reported."""
         told = None if self.is_host() else self.told()
         return None if told is None else told["bytes_used"] / GIB
 
@@ -255,7 +258,7 @@ class XlaBackend(Backend):
         return None if told is None else told["bytes_limit"] / GIB
 
     def limit_memory(self, gib: float) -> AbstractContextManager[float]:
-        """See `Backend`; nothing sets one here, and on a CPU the compiler would crash at it.
+        """See `Backend`; XLA has no limit, and its compiler would crash at a process limit.
 
         Raises:
             ConfigError: always.
@@ -294,17 +297,17 @@ class XlaBackend(Backend):
         return torch.autocast("xla", dtype=dtype, cache_enabled=False)
 
     def checkpoint_fn(self) -> Callable:
-        """See `Backend`: with barriers, else the compiler joins the recomputation again."""
+        """See `Backend`; barriers keep the compiler from merging the recomputation."""
         return _recomputed
 
     def step_end(self) -> None:
-        """See `Backend`; the host does not wait for what it gives."""
+        """See `Backend`; the host does not wait for the results."""
         import torch_xla
 
         torch_xla.sync()
 
     def step_results(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See `Backend`: one graph, also for views, which `step_end` leaves for another; waits."""
+        """See `Backend`: one graph, including views, which `step_end` leaves out; waits."""
         found = self._on_host([_whole(tensor) for tensor in tensors.values()])
         pairs = zip(tensors.items(), found, strict=True)
         return {name: host.view(tensor.shape) for (name, tensor), host in pairs}
@@ -314,11 +317,11 @@ class XlaBackend(Backend):
         return [tensor.item() for tensor in self._on_host(tensors)]
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """See `Backend`; waits."""
+        """See `Backend`; waits for the device."""
         return self._on_host([tensor])[0]
 
     def copied_to_host(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Copying]:
-        """See `Backend`; the copies are there when it returns."""
+        """See `Backend`; the copies are complete when it returns."""
         self.step_end()
         ours = [name for name, tensor in tensors.items() if tensor.device.type == "xla"]
         copies = {name: tensor.clone() for name, tensor in tensors.items() if name not in set(ours)}
@@ -348,7 +351,7 @@ class XlaBackend(Backend):
         return filled * 3 // 4 if SHORTEST < filled and length <= filled * 3 // 4 else filled
 
     def sizes_tried(self) -> tuple[int, ...]:
-        """See `Backend`: four an octave, over all devices."""
+        """See `Backend`: four per octave, multiples of the number of devices."""
         from torch_xla.distributed import spmd
 
         mesh = spmd.get_global_mesh()
@@ -357,7 +360,7 @@ class XlaBackend(Backend):
         return tuple(size for size in sorted(parts) if size <= MOST_SEQUENCES and not size % count)
 
     def mark(self, after: Tensor | None = None) -> "Future[float]":
-        """See `Backend`; a thread waits for `after`, which no step may overwrite."""
+        """See `Backend`; a thread waits for `after`, which no later step may overwrite."""
         if after is not None:
             return _WAITER.submit(_time_of, after)
         now: Future[float] = Future()
@@ -412,7 +415,7 @@ class XlaBackend(Backend):
 
 
 def _metric(name: str) -> tuple[int, float]:
-    """How often something was measured, and the total, in nanoseconds."""
+    """Return how often a metric was measured, and its total in nanoseconds."""
     from torch_xla.debug import metrics
 
     return (metrics.metric_data(name) or (0, 0.0))[:2]
@@ -442,13 +445,13 @@ _WAITER = ThreadPoolExecutor(1, "qat-xla-mark")
 def _recomputed(forward: Callable, hidden: Tensor, **kwargs: Any) -> Tensor:  # noqa: ANN401
     from torch_xla.utils.checkpoint import checkpoint
 
-    if not hidden.requires_grad:  # without a gradient to give, backward would skip the layer
+    if not hidden.requires_grad:  # with no gradient to produce, backward would skip the layer
         hidden = hidden.detach().requires_grad_()
     return checkpoint(partial(forward, **kwargs), hidden, preserve_rng_state=False)
 
 
 def _share_devices() -> None:
-    """Let several devices work on one batch: the compiler divides what the program says once."""
+    """Set up a mesh of all devices, so that the compiler divides one program among them."""
     from torch_xla import runtime
     from torch_xla.distributed import spmd
 
@@ -460,28 +463,28 @@ def _share_devices() -> None:
 
 
 def _is_shared(tensor: Tensor) -> bool:
-    """Whether each device holds a part of a tensor that was computed."""
+    """Return whether a computed tensor is sharded over the devices."""
     import torch_xla
 
     return torch_xla._XLAC._get_xla_sharding_spec(tensor).startswith("{devices")
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """The same after a new first dimension, all of it on every device.
+    """Return a view with a new first dimension, replicated on every device.
 
-    A copy to the host of what is shared would compile a graph for each tensor, every time.
+    Copying a sharded tensor to the host directly would compile a graph per tensor, every time.
     """
     from torch_xla.distributed import spmd
 
     mesh = spmd.get_global_mesh()
     if mesh is None:
         return tensor
-    # a view, because what is marked already cannot be marked otherwise
+    # a view, because a tensor that is marked already cannot be marked differently
     return spmd.mark_sharding_with_gradients(tensor[None], mesh, (None,) * (tensor.dim() + 1))
 
 
 def _gathered(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in their order, those that are shared made whole, `GATHERED_BYTES` at a time."""
+    """Yield the tensors in order, with sharded ones replicated, `GATHERED_BYTES` at a time."""
     group: list[Tensor] = []
     held = 0
     for tensor in tensors:

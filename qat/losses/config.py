@@ -64,14 +64,14 @@ def register(
     reads: Kind = "topk",
     reads_tail: bool = True,
 ) -> None:
-    """Register `loss` as `name`, for use wherever losses on a cache are named:
-    `"name:1,hard_ce:0.1"`.
+    """Register `loss` as `name`, for use in every list of losses on a cache.
 
-    `loss(student, targets, *, temperature) -> Tensor` returns the sum over the T tokens where
-    `targets.mask` is true, in nats, differentiable in `student` (`qat.losses.formulas.Student`: the
-    logits of the words that are read, `(T, K)`, `(T, D)` or `(T, 1)`, and `lse()`, the log-sum-exp
-    over the whole vocabulary, `(T,)`); `targets` is `qat.losses.formulas.Targets`. The trainer
-    divides once by the number of valid tokens. Registering a name again replaces its loss.
+    `"name:1,hard_ce:0.1"` is such a list. `loss(student, targets, *, temperature) -> Tensor`
+    returns the sum over the T tokens where `targets.mask` is true, in nats, differentiable in
+    `student` (`qat.losses.formulas.Student`: the logits of the words that are read, `(T, K)`, `(T,
+    D)` or `(T, 1)`, and `lse()`, the log-sum-exp over the whole vocabulary, `(T,)`); `targets` is
+    `qat.losses.formulas.Targets`. The trainer divides once by the number of valid tokens.
+    Registering a name again replaces its loss.
 
     Args:
         name: lower-case letters, digits and underscores; starts with a letter.
@@ -104,9 +104,7 @@ def kinds_read(names: Iterable[str]) -> set[Kind]:
 
 
 def reads_others(names: Iterable[str]) -> bool:
-    """Return whether any of these losses on a cache reads the student outside the teacher's top
-    K.
-    """
+    """Return whether any of these losses reads the student outside the teacher's top K."""
     return any(reads.others for name in names if (reads := reads_of(name)) is not None)
 
 

@@ -50,8 +50,7 @@ class Targets(NamedTuple):
 
 
 def valid_rows(targets: Targets) -> Targets:
-    """Return the targets with harmless values wherever the mask is false: no word, log-probability
-    0.
+    """Return the targets with no word and log-probability 0 wherever the mask is false.
 
     Masked values, even inf or nan, then reach neither the loss nor its gradient.
     """
@@ -68,9 +67,7 @@ def valid_rows(targets: Targets) -> Targets:
 
 
 class Student(NamedTuple):
-    """The student's logits of the words that the losses read; a part that no loss reads has width
-    0.
-    """
+    """The student's logits of the words that losses read; a part that is not read has width 0."""
 
     topk: Tensor
     """`(T, K)`: logits of the teacher's top-k tokens."""
@@ -101,8 +98,9 @@ class WordsRead(NamedTuple):
 
     @classmethod
     def of(cls, targets: Targets, needs: Collection[str]) -> "WordsRead":
-        """Return the ids for the kinds in `needs` (`topk`, `draws`, `labels`); the others have
-        width 0.
+        """Return the ids for the kinds in `needs`: `topk`, `draws`, `labels`.
+
+        The other kinds have width 0.
         """
         draws = torch.where(targets.sample_counts > 0, targets.sample_ids, -1)
         label = torch.where(targets.labels == NO_LABEL, -1, targets.labels)[:, None]
@@ -295,11 +293,10 @@ def sums_by_name(
 def loss_from_logits(
     logits: Tensor, targets: Targets, terms: dict[str, float], *, temperature: float = 1.0
 ) -> dict[str, Tensor]:
-    """Return the sum of each loss over valid tokens, and their weighted sum as `"loss"`, all in
-    nats.
+    """Return the sum over valid tokens of each loss, and of their weighted sum as `"loss"`.
 
-    Computed in float32 (float64 stays) by ordinary autograd; masked rows reach neither value nor
-    gradient.
+    In nats, computed in float32 (float64 stays) by ordinary autograd; masked rows reach neither
+    value nor gradient.
 
     `logits` are `(T, V)` of any float dtype; `terms` are weights by name, as `parse_losses` returns
     them.
@@ -309,9 +306,7 @@ def loss_from_logits(
 
 
 def student_of(logits: Tensor, targets: Targets, names: Collection[str]) -> Student:
-    """Pick from the logits what the losses `names` read; `targets` are as returned by
-    `valid_rows`.
-    """
+    """Pick what the losses `names` read of the logits; `targets` come from `valid_rows`."""
     logits = wide(logits.masked_fill(~targets.mask[:, None], 0.0))
     words = WordsRead.of(targets, kinds_read(names))
     ids = words.ids()

@@ -137,12 +137,12 @@ def loss_from_hidden(
     *,
     temperature: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Return the sum of each loss over valid tokens, and their weighted sum as `"loss"`, all in
-    nats.
+    """Return the sum over valid tokens of each loss, and of their weighted sum as `"loss"`.
 
-    Equal to `loss_from_logits(head.logits(hidden), ...)` for the last hidden states `(T, D)`, but
-    neither `(T, V)` nor `(T, N, D)` ever exists. The gradient of `"loss"` is computed in the same
-    pass (see `sums_with_gradient`), and only `"loss"` has one. Nothing waits for the device.
+    In nats. Equal to `loss_from_logits(head.logits(hidden), ...)` for the last hidden states `(T,
+    D)`, but neither `(T, V)` nor `(T, N, D)` ever exists. The gradient of `"loss"` is computed in
+    the same pass (see `sums_with_gradient`), and only `"loss"` has one. Nothing waits for the
+    device.
 
     `terms` are weights by name of loss, as `parse_losses` returns them.
 

@@ -39,13 +39,13 @@ def loss_from_teacher(
     *,
     temperature: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Return the sum of each loss over valid tokens, and their weighted sum as `"loss"`, all in
-    nats.
+    """Return the sum over valid tokens of each loss, and of their weighted sum as `"loss"`.
 
-    `kl` is KL(teacher || student) over all V words; the others are what `loss_from_logits` returns
-    when the teacher's top-k is the whole vocabulary, so none of them is approximate. `(T, V)` never
-    exists. As in `loss_from_hidden`, the gradient of `"loss"` is computed in the forward pass, the
-    sums by name have none, and nothing waits for the device; the teacher gets no gradient.
+    In nats. `kl` is KL(teacher || student) over all V words; the others are what `loss_from_logits`
+    returns when the teacher's top-k is the whole vocabulary, so none of them is approximate. `(T,
+    V)` never exists. As in `loss_from_hidden`, the gradient of `"loss"` is computed in the forward
+    pass, the sums by name have none, and nothing waits for the device; the teacher gets no
+    gradient.
 
     `terms` are weights by names of `qat.losses.config.WITH_TEACHER`.
 
