@@ -1,7 +1,7 @@
-"""Reads the reference system's caches, and writes them as ours: K targets without a tail.
+"""Import of the reference system's teacher caches: K targets per position without a tail.
 
-Its shards know no log-sum-exp over the vocabulary, so that nobody knows how much of the teacher's
-mass the K tokens carry: log-probabilities are normalised over them.
+Its shards hold no log-sum-exp over the vocabulary, so the teacher's mass on the K tokens is
+unknown: log-probabilities are normalised over these tokens.
 
 Shapes: N sequences, S positions, K teacher tokens kept, R random tokens.
 """
@@ -41,7 +41,7 @@ FORMATS: dict[str, DataFormat] = {
     "openhermes": "sharegpt",
     "sharegpt": "sharegpt",
 }
-"""Its names of what a row holds, and ours."""
+"""Our name of each row format that it has a name for."""
 SHARD_DIMS = {
     "input_ids": 2,
     "attention_mask": 2,
@@ -50,16 +50,16 @@ SHARD_DIMS = {
     "rand_idx": 3,
     "rand_logits": 3,
 }
-"""Dimensions of a shard's tensors; a file of one sequence may lack the first."""
+"""Number of dimensions of a shard's tensors; in a file of one sequence the first may be missing."""
 
 
 class Meta(NamedTuple):
-    """What `meta.json` says and we need."""
+    """The part of `meta.json` that the import needs."""
 
     teacher: str
-    """Of the model, as its builder called it."""
+    """The model's name, as the builder of the cache gave it."""
     tokenizer: str
-    """The model whose tokenizer made the tokens."""
+    """The model whose tokenizer produced the tokens."""
     vocab_size: int
     data: str
     format: DataFormat
@@ -67,23 +67,23 @@ class Meta(NamedTuple):
 
 
 class ForeignShard(NamedTuple):
-    """The tensors of one file, checked."""
+    """The checked tensors of one shard file."""
 
     input_ids: Tensor
     """`(N, S)`, integers below the vocabulary's size."""
     attention: Tensor
-    """`(N, S)` bool: no padding, which comes last."""
+    """`(N, S)` bool: false at padding, which is at the end."""
     ids: Tensor
-    """`(N, S - 1, K)`."""
+    """Token IDs `(N, S - 1, K)`."""
     logits: Tensor
-    """`(N, S - 1, K)`, finite."""
+    """`(N, S - 1, K)`, finite once `read_shard` has checked them."""
     random_ids: Tensor | None
-    """`(N, S - 1, R)`; None without any."""
+    """`(N, S - 1, R)`; None without random tokens."""
     random_logits: Tensor | None
 
 
 class CacheShape(NamedTuple):
-    """What all shards of a cache have in common, and their sequences."""
+    """The shape that all shards of a cache share, and the number of sequences in each."""
 
     sequences: list[int]
     length: int
@@ -92,10 +92,10 @@ class CacheShape(NamedTuple):
 
 
 def cache_root(source: Path) -> Path:
-    """The directory with `meta.json`: `source`, or the only one in it that has some.
+    """Return the directory with `meta.json`: `source`, or its only subdirectory that has one.
 
     Raises:
-        CacheError: there is none.
+        CacheError: there is none, or several subdirectories have one.
     """
     if not source.is_dir():
         raise CacheError(
@@ -115,10 +115,10 @@ def cache_root(source: Path) -> Path:
 
 
 def read_meta(root: Path) -> Meta:
-    """What its `meta.json` says.
+    """Read and check `meta.json`.
 
     Raises:
-        CacheError: it is no JSON, of another format, or says nothing of the vocabulary.
+        CacheError: it is not JSON, of another format, or lacks the size of the vocabulary.
     """
     path = root / META
     try:
@@ -152,7 +152,7 @@ def read_meta(root: Path) -> Meta:
 
 
 def shard_files(root: Path) -> list[Path]:
-    """The shard files of a cache, in order.
+    """Return the shard files of a cache, in order.
 
     Raises:
         CacheError: there is none.
@@ -166,10 +166,10 @@ def shard_files(root: Path) -> list[Path]:
 
 
 def common_shape(files: list[Path], meta: Meta) -> CacheShape:
-    """The shape that all shards share; each is mapped, not read.
+    """Return the shape that all shards share; the files are mapped, not read.
 
     Raises:
-        CacheError: one is no shard, or the shapes differ.
+        CacheError: a file is not a shard, the shapes differ, or K exceeds the vocabulary.
     """
     sequences, others = [], set()
     for file in files:
@@ -194,7 +194,7 @@ def common_shape(files: list[Path], meta: Meta) -> CacheShape:
 
 
 def _open_shard(file: Path) -> ForeignShard:
-    """The tensors of a file with their shapes checked, nothing else."""
+    """Return the tensors of a file after checking their shapes, but not their values."""
     found = read_pickle(file, CacheError)
     missing = [k for k in ("input_ids", "topk_idx", "topk_logits") if found.get(k) is None]
     if missing:
@@ -231,10 +231,11 @@ def _open_shard(file: Path) -> ForeignShard:
 
 
 def read_shard(file: Path, vocab_size: int) -> ForeignShard:
-    """The tensors of a file, their values checked.
+    """Return the tensors of a file after checking their shapes and values.
 
     Raises:
-        CacheError: ids beyond the vocabulary, logits that are not finite, a token named twice.
+        CacheError: an ID is outside the vocabulary, a logit is not finite, a position has a token
+            twice, or padding comes before tokens.
     """
     check_sums(file, CacheError)
     shard = _open_shard(file)
@@ -283,28 +284,28 @@ def _text(values: dict[str, object], key: str, default: str) -> str:
 
 
 PIECE = 2**21
-"""Logits that are encoded at once."""
+"""Logits that are encoded at once, which bounds the memory of float64 copies."""
 
 
 class Wish(NamedTuple):
-    """What the imported cache shall say of itself."""
+    """The settings that the imported cache gets."""
 
     meta: Meta
     tokenizer: str
-    """`tokenizer_hash` of the tokenizer that made the tokens."""
+    """`tokenizer_hash` of the tokenizer that produced the tokens."""
     held_out: float
-    """Share of the sequences to keep away from training: the last ones."""
+    """Fraction of the sequences that is held out from training: the last ones."""
     keeps_negatives: bool
 
 
 def write_cache(root: Path, wish: Wish, out: Path) -> Manifest:
-    """Write the cache at `root` as ours into `out`, which exists and is empty.
+    """Convert the cache at `root` to our format in `out`, which exists and is empty.
 
-    The last `held_out` of the sequences become the held-out split: they lie in the order of the
-    documents, so at most one document is on both sides of the cut.
+    The last `held_out` of the sequences become the held-out split: they are in document order, so
+    at most one document is in both splits.
 
     Raises:
-        CacheError: a shard is damaged or holds what cannot be, or the disk is full.
+        CacheError: a shard is damaged or invalid, or the disk is full.
     """
     files = shard_files(root)
     shape = common_shape(files, wish.meta)
@@ -343,7 +344,7 @@ def _num_train(total: int, held_out: float) -> int:
 
 
 def _parts(first: int, count: int, num_train: int) -> Iterator[tuple[Split, slice]]:
-    """The rows of a shard that go to each split."""
+    """Yield the rows of a shard for each split; `first` is the index of its first sequence."""
     cut = min(max(num_train - first, 0), count)
     if cut > 0:
         yield "train", slice(0, cut)
@@ -352,7 +353,7 @@ def _parts(first: int, count: int, num_train: int) -> Iterator[tuple[Split, slic
 
 
 def _tensors(shard: ForeignShard, vocab_size: int) -> dict[str, Tensor]:
-    """What a shard file of ours holds."""
+    """Return the tensors of a shard file in our format."""
     tokens, starts, mask = _sequences(shard)
     bits = id_bits(vocab_size)
     tensors = {
@@ -387,7 +388,7 @@ def _write_shard(
 
 
 def _sequences(shard: ForeignShard) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, starts and mask, `(N, S)`: every sequence is one document, as its teacher read it."""
+    """Return tokens, document starts and mask `(N, S)`; each sequence is one document."""
     attention = shard.attention
     starts = torch.zeros_like(attention)
     starts[:, 0] = True
@@ -398,7 +399,7 @@ def _sequences(shard: ForeignShard) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _encoded(shard: ForeignShard, vocab_size: int) -> dict[str, Tensor]:
-    """The rows of the teacher's word, most likely first, normalised over the K tokens."""
+    """Encode the teacher's tokens, most likely first, normalised over the K tokens."""
     S, K = shard.input_ids.shape[1], shard.ids.shape[2]
     size = max(1, PIECE // (S * K))
     pieces = [
@@ -410,7 +411,7 @@ def _encoded(shard: ForeignShard, vocab_size: int) -> dict[str, Tensor]:
 
 def _encode_piece(ids: Tensor, logits: Tensor, vocab_size: int) -> dict[str, Tensor]:
     N = len(ids)
-    # the last position, where nothing is known and nothing counts, repeats the one before
+    # the last position has no target and is masked out: repeat the one before it
     ids, logits = (
         torch.cat([t, t[:, -1:]], 1).flatten(0, 1) for t in (ids.long(), logits.double())
     )
@@ -456,18 +457,18 @@ def _manifest(wish: Wish, shape: CacheShape, shards: list[Shard]) -> Manifest:
     )
 
 
-# `qat cache import`: a cache of the reference system as ours, with its tokenizer's hash.
+# `qat cache import`: converts a cache of the reference system and adds the hash of its tokenizer.
 
 
 def import_cache(source: Path, config: ImportConfig, out: Path) -> Manifest:
-    """Write the cache of the reference system at `source` as ours to `out`, whole or not at all.
+    """Convert the cache of the reference system at `source` to `out`, completely or not at all.
 
-    The tokenizer is that of `config.teacher`, or of the model that its `meta.json` names: students
-    must have the same.
+    The tokenizer is that of `config.teacher`, or of the model named in `meta.json`: students must
+    have the same one.
 
     Raises:
         ConfigError: `out` is not empty.
-        CacheError: `source` is no such cache or damaged, or its tokenizer cannot be opened.
+        CacheError: `source` is not such a cache or damaged, or its tokenizer cannot be opened.
         CheckpointError: `out` cannot be written.
     """
     check_free(out)
@@ -488,7 +489,7 @@ def import_cache(source: Path, config: ImportConfig, out: Path) -> Manifest:
 
 
 def _check_vocabulary(name: str, vocab_size: int, root: Path) -> None:
-    """Refuse a model of another vocabulary than that of the teacher whose words were kept."""
+    """Raise CacheError if the model's vocabulary differs in size from the cache's teacher."""
     has = load_config(name).get_text_config().vocab_size
     if has != vocab_size:
         raise CacheError(

@@ -1,7 +1,7 @@
-"""`qat convert --from anemll`: a checkpoint of the reference system as a packed one.
+"""`qat convert --from anemll`: converts a checkpoint of the reference system to a packed one.
 
-Facts: Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5. The function stays the same within float32
-rounding, except for weights of version 1 whose scale it raises to 1e-8: they become zero.
+Facts: Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5. The model's function is kept within
+float32 rounding, except for weights of version 1 whose scale it raises to 1e-8: they become zero.
 """
 
 import json
@@ -29,45 +29,46 @@ from qat.nn.swap import put_quantized, table_names
 logger = logging.getLogger(__name__)
 
 DERIVED = "rotary_emb.inv_freq"
-"""End of the key of a tensor that follows from the configuration."""
+"""Suffix of the key of a tensor that follows from the configuration."""
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What was imported."""
+    """The report of an import."""
 
     source: str
     """The `.pt` file."""
     base: str
-    """The float model that it was made from."""
+    """The float model that the checkpoint was made from."""
     version: int
     """Version 1 or 2 of the reference system's linears."""
     linears: int
     """Quantized linears."""
     formats: dict[str, int]
-    """How many of them have each format, such as `lut2 r32`."""
+    """Number of linears per format, such as `lut2 r32 s16`."""
     adapters: int
-    """Linears with a LoRA, which is kept."""
+    """Linears with a LoRA adapter, which is kept."""
     floored: int
     """Weights that became zero because version 1 raises their scale to 1e-8."""
     bits_per_weight: float
-    """Of the quantized linears, with scales, codebooks and adapters."""
+    """Bits per weight of the quantized linears, with scales, codebooks and adapters."""
     megabytes: float
-    """Of the files with tensors, 1e6 bytes."""
+    """Size of the files with tensors, in units of 1e6 bytes."""
 
 
 def import_checkpoint(source: Path, base: str | None, out: Path) -> ImportReport:
-    """Write the checkpoint of the reference system at `source` as a packed one to `out`.
+    """Convert the checkpoint of the reference system at `source` to a packed one in `out`.
 
     Args:
-        source: a `.pt` file, its `config.json` beside it, or the directory of both.
-        base: the float model it was made from, for architecture and tokenizer; None: the one that
-            its `config.json` names.
-        out: the directory to make.
+        source: a `.pt` file with its `config.json` in the same directory, or that directory.
+        base: the float model it was made from, for architecture and tokenizer; None for the one
+            that
+            `config.json` names.
+        out: the directory to create.
 
     Raises:
         ConfigError: `out` is not empty.
-        CheckpointError: `source` is of neither version, damaged, or not of the model `base`.
+        CheckpointError: `source` is of neither version, damaged, or not a checkpoint of `base`.
     """
     check_free(out)
     path = state_file(source)
@@ -88,7 +89,7 @@ def import_checkpoint(source: Path, base: str | None, out: Path) -> ImportReport
 
 
 def _float_model(path: Path, legacy: LegacyState, base: str | None) -> tuple[str, Config]:
-    """The model that it was made from, and its configuration."""
+    """Return the float model that the checkpoint was made from, and its configuration."""
     if base is not None:
         return base, load_config(base)
     named = legacy.settings.model_id
@@ -107,10 +108,10 @@ def _float_model(path: Path, legacy: LegacyState, base: str | None) -> tuple[str
 
 
 def build_model(legacy: LegacyState, config: Config) -> tuple[PreTrainedModel, list[Imported]]:
-    """The model in float32 with its quantized linears, in eval mode; `legacy` is used up.
+    """Build the float32 model with its quantized linears in eval mode, emptying `legacy.linears`.
 
     Raises:
-        CheckpointError: a tensor is missing, of no use, of another shape, or cannot be held.
+        CheckpointError: a tensor is missing, unknown, of another shape, or cannot be represented.
     """
     config = _untied_if_apart(legacy, config)
     with torch.device("meta"):
@@ -137,7 +138,11 @@ def build_model(legacy: LegacyState, config: Config) -> tuple[PreTrainedModel, l
 
 
 def _untied_if_apart(legacy: LegacyState, config: Config) -> Config:
-    """The configuration without what is not ours, and untied if the head went its own way."""
+    """Return the configuration in float32, untied if head and embedding differ.
+
+    Raises:
+        CheckpointError: the base model is quantized itself.
+    """
     config = type(config).from_dict(config.to_dict())
     if hasattr(config, "quantization_config"):
         raise CheckpointError(
@@ -157,7 +162,7 @@ def _untied_if_apart(legacy: LegacyState, config: Config) -> Config:
 
 
 def _check_names(legacy: LegacyState, skeleton: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of the float model, which the state dict fills exactly."""
+    """Return the shape of every tensor of the float model; the state dict must have them all."""
     shapes = {key: tuple(tensor.shape) for key, tensor in skeleton.state_dict().items()}
     for name in legacy.linears:
         if not _is_quantizable(skeleton, name):
@@ -195,8 +200,9 @@ def _is_quantizable(skeleton: PreTrainedModel, name: str) -> bool:
 def _with_tensors(
     skeleton: PreTrainedModel, others: dict[str, Tensor], linears: dict[str, tuple[int, ...]]
 ) -> PreTrainedModel:
-    """A model of those tensors in float32; each weight of `linears` is a placeholder."""
+    """Return a float32 model of the tensors `others`; weights of `linears` are placeholders."""
     state = {key: t.float() for key, t in others.items() if not key.endswith(DERIVED)}
+    # one zero expanded to the shape: a placeholder that takes no memory
     zero = torch.zeros(())
     state |= {f"{name}.weight": zero.expand(shape) for name, shape in linears.items()}
     with quiet_transformers():
@@ -224,7 +230,7 @@ def _tokenizer(base: str) -> object | None:
 
 
 def _counts(imported: list[Imported]) -> dict[str, object]:
-    """What the report says of the linears."""
+    """Return the fields of the report that count linears."""
     formats: dict[str, int] = {}
     for linear in imported:
         spec = linear.spec

@@ -1,9 +1,9 @@
 """Target `anemll`: a version 2 state dict of the reference system, for its Core ML converter.
 
-Its linears are `W = lut[idx] * (A diag(g) B)`; ours of low rank are that, as is a group scale: its
-groups are so many ranks, `A` the scales and `B` ones where a group lies. What is written is in the
-state that its own `snap_for_export` leaves: gains in `A`, ones in `g`, the flag that says so set.
-Facts: Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5.
+Its linears are `W = lut[idx] * (A diag(g) B)`. Our low-rank scales have this form, and so do group
+scales: G groups are rank G, `A` holds the scales and `B` is one where a group lies. The file is in
+the state that its own `snap_for_export` leaves: gains merged into `A`, ones in `g`, and the flag
+for baked scales set. Facts: Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5.
 
 Shapes: O out_features, I in_features, G groups per row, L entries of a LUT, R rank.
 """
@@ -50,17 +50,17 @@ the tokenizer of the float model, whose hub id its scripts want as `--model-id`.
 STATE_NAME = "best_state_dict.pt"
 BASE = "base"
 MOST_RANK = 64
-"""The largest rank that the reference system has a preset for."""
+"""The largest rank in the presets of the reference system."""
 USUAL_RANK = 32
 """The rank of its 2-bit MLPs."""
 INIT_GROUP = 32
-"""What its config.json says of a start from weights, which is over here."""
+"""The `group_size` in its config.json, which matters only for initialization from weights."""
 PARTS = {"mlp": ".mlp.", "attn": ".self_attn."}
-"""Which linears share one format there, by what their names hold."""
+"""The parts of a model that share one format there, by a substring of their linears' names."""
 
 
 class _Common(NamedTuple):
-    """Format that all linears of MLPs, or of attention, share in the file."""
+    """The format that all linears of MLPs, or of attention, share in the file."""
 
     bits: int
     rank: int
@@ -68,7 +68,7 @@ class _Common(NamedTuple):
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """Codebooks of vectors, trellises, and group scales of more groups a row than it has ranks."""
+    """Return why `spec` cannot be held: vectors, trellises, or more groups than ranks."""
     if spec.has_codewords or spec.scale == "low_rank":
         return lost_by_codewords(spec)
     num_groups = shape[1] // spec.group_size
@@ -81,10 +81,10 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """`spec` as it is if it is held, else its bits and codebook with a scale of low rank.
+    """Return `spec` if it can be held, else its bits and codebook with a low-rank scale.
 
     Raises:
-        ExportError: an index names several weights.
+        ExportError: an index encodes several weights.
     """
     refuse_codewords(spec)
     if lost(spec, shape) is None:
@@ -95,10 +95,13 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
 
 
 def check(model: PreTrainedModel) -> None:
-    """Refuse what its loader, which knows one format for all MLPs and one for attention, cannot.
+    """Raise ExportError for a model that the loader of the reference system cannot represent.
+
+    The loader has one format for all MLPs and one for attention.
 
     Raises:
-        ExportError: some linears are quantized and others not, lie elsewhere, or mix their bits.
+        ExportError: only some linears are quantized, some are in other modules, or their bits
+            differ.
     """
     quantized = quant_linears(model)
     if not quantized:
@@ -129,7 +132,7 @@ def write(
     """Write the state dict, its config.json, and the float model's configuration in `base`.
 
     Raises:
-        ExportError: a value that is not quantized is beyond float32 (none is).
+        ExportError: an unquantized value overflows float32 (none should).
     """
     state = unquantized_state(model, torch.float32)
     common = {part: _common(linears) for part, linears in _by_part(model).items()}
@@ -145,7 +148,7 @@ def write(
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Logits of the model that `qat convert --from anemll` makes of the files."""
+    """Return the logits of the model that `qat convert --from anemll` reads from the files."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -175,7 +178,10 @@ def _common(linears: dict[str, QuantLinear]) -> _Common:
 
 @torch.no_grad()
 def _tensors(linear: QuantLinear, common: _Common) -> dict[str, Tensor]:
-    """The tensors of one linear; ranks and entries that it lacks are zeros and repetitions."""
+    """Return the tensors of one linear, padded to the common format.
+
+    Missing ranks are zeros; missing LUT entries repeat the largest level.
+    """
     quantized = linear.quantized()
     A, B = _factors(quantized.scales, linear.in_features)
     missing = common.rank - A.shape[1]
@@ -201,7 +207,7 @@ def _tensors(linear: QuantLinear, common: _Common) -> dict[str, Tensor]:
 
 
 def _factors(scales: Scales, in_features: int) -> tuple[Tensor, Tensor]:
-    """`A diag(g)` `(O, R)` and `B` `(R, I)`, or the scales `(O, G)` and where each group lies."""
+    """Return `A diag(g)` `(O, R)` and `B` `(R, I)`, or group scales `(O, G)` and a group mask."""
     if scales.scales is None:
         return scales.scale_out * scales.rank_gain, scales.scale_in
     G = scales.scales.shape[1]
@@ -209,7 +215,7 @@ def _factors(scales: Scales, in_features: int) -> tuple[Tensor, Tensor]:
 
 
 def _config(model: PreTrainedModel, common: dict[str, _Common]) -> dict[str, object]:
-    """Its `config.json`, with the keys of both of its writers."""
+    """Return its `config.json`, with the keys of both of its writers."""
     mlp, attn = common["mlp"], common["attn"]
     lora_rank = max(mlp.lora_rank, attn.lora_rank)
     return {

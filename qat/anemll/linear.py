@@ -1,11 +1,11 @@
-"""One quantized linear of the reference system in our form, as nearly equal as float32 allows.
+"""Conversion of one quantized linear of the reference system, equal up to float32 rounding.
 
-Version 1: `W = lut[idx] * max(A B, 1e-8)`. Version 2: `W = q * (A' diag(g) B')` with A' of unit
-columns and B' of unit rows, or as they are where the scales are baked. Both add
-`lora_B lora_A * alpha / r`. The indices are stored, or follow from `_Q`, or from `weight` and S.
+Version 1: `W = lut[idx] * max(A B, 1e-8)`. Version 2: `W = q * (A' diag(g) B')`, where A' has unit
+columns and B' has unit rows, or both are as stored if the scales are baked. Both versions add
+`lora_B lora_A * alpha / r`. The indices are stored, or follow from `_Q`, or from `weight / S`.
 
 Shapes: O out_features, I in_features, P in_features padded, L entries of the LUT, R rank, r rank of
-a LoRA.
+a LoRA, S the scale `(O, I)`.
 """
 
 import math
@@ -31,27 +31,27 @@ from qat.quant.spec import LutSpec
 from qat.quant.weight import WIDE, QuantizedWeight, Scales, round_scales
 
 NORM_FLOOR = 1e-6
-"""The least length of a column or row that version 2 divides by."""
+"""Lower bound of the norm of a column or row that version 2 divides by."""
 SCALE_FLOOR = 1e-8
-"""The least scale of version 1."""
+"""Lower bound of a scale in version 1."""
 LEAST_GAP = 1e-4
 
 
 class Imported(NamedTuple):
-    """A linear in our form."""
+    """A converted linear."""
 
     quantized: QuantizedWeight
     spec: LutSpec
     lora: Lora | None
     num_floored: int
-    """Weights whose scale version 1 raises to 1e-8: they got a level of their own, zero."""
+    """Weights whose scale version 1 raises to 1e-8: they get a level of their own, zero."""
 
 
 def import_linear(name: str, parts: Parts, legacy: LegacyState, shape: tuple[int, int]) -> Imported:
-    """The `(O, I)` linear called `name`, of the state dict `legacy`, in our form.
+    """Convert the `(O, I)` linear called `name` of the state dict `legacy`.
 
     Raises:
-        CheckpointError: its tensors do not fit each other, are not finite, or cannot be held.
+        CheckpointError: its tensors do not fit together, are not finite, or cannot be represented.
     """
     version, settings = legacy.version, legacy.settings
     check_finite(name, parts)
@@ -61,7 +61,7 @@ def import_linear(name: str, parts: Parts, legacy: LegacyState, shape: tuple[int
         quantized, num_floored = _from_first(name, wide, settings, shape[1])
     else:
         quantized, num_floored = _from_second(name, wide, settings), 0
-    lut = quantized.codebook.float()  # filled up to `2**bits` levels: the largest is repeated
+    lut = quantized.codebook.float()  # padded to `2**bits` levels: the largest is repeated
     missing = 2 ** _bits_for(lut.numel()) - lut.numel()
     lut = torch.cat([lut, lut.max().expand(missing)])
     quantized = ascending(quantized._replace(codebook=lut))
@@ -71,10 +71,10 @@ def import_linear(name: str, parts: Parts, legacy: LegacyState, shape: tuple[int
 
 
 def learned_levels(raw_deltas: Tensor, max_abs: float) -> Tensor:
-    """The LUT `(16,)` that eight learned logits stand for, rounded to float16.
+    """Return the LUT `(16,)` of eight learned logits, rounded to float16.
 
-    `gaps = d + (M - 8 d) softmax(raw)`; their running sum is the upper half, mirrored the lower.
-    `d = max(2 ulp(M), 1e-4)` with `ulp(M) = 2**(ceil(log2 M) - 10)`.
+    `gaps = d + (M - 8 d) softmax(raw)`; their cumulative sum is the upper half, mirrored for the
+    lower. `d = max(2 ulp(M), 1e-4)` with `ulp(M) = 2**(ceil(log2 M) - 10)`.
     """
     least = max(2.0 * 2.0 ** (math.ceil(math.log2(max(max_abs, 1e-6))) - 10), LEAST_GAP)
     half = raw_deltas.numel()
@@ -83,7 +83,7 @@ def learned_levels(raw_deltas: Tensor, max_abs: float) -> Tensor:
 
 
 def second_scales(parts: Parts, settings: LegacySettings) -> Scales:
-    """The scale of version 2: unit factors and their gains, or what is baked as it is."""
+    """Return the scale of version 2: normalised factors with gains, or the factors as baked."""
     A, B, g = parts["scale_A"], parts["scale_B"], parts["rank_magnitude"]
     if not _is_baked(parts):
         if settings.is_positive:
@@ -97,9 +97,9 @@ def second_scales(parts: Parts, settings: LegacySettings) -> Scales:
 
 
 def nearest_entries(values: Tensor, lut: Tensor) -> Tensor:
-    """The index of the entry nearest to each value, the first of equally near ones: `(O, I)` uint8.
+    """Return the index of the entry nearest to each value, ties to the first: `(O, I)` uint8.
 
-    Values are first brought into the range of the LUT; NaN gets index 0.
+    Values are first clamped to the range of the LUT; NaN gets index 0.
     """
     values = values.clamp(lut.min(), lut.max())
     best = torch.zeros(values.shape, dtype=torch.uint8)
@@ -113,7 +113,7 @@ def nearest_entries(values: Tensor, lut: Tensor) -> Tensor:
 
 
 def uniform_indices(scaled: Tensor, num_entries: int, *, has_zero: bool) -> Tensor:
-    """Version 1's index of `weight / S`: by its place in [-1, 1], whatever the LUT holds there."""
+    """Return version 1's index of `weight / S`: uniform on [-1, 1], whatever the LUT holds."""
     x = scaled.clamp(-1.0, 1.0)
     if not has_zero or num_entries % 2 == 1:
         place = (x + 1.0) / (2.0 / (num_entries - 1))
@@ -125,10 +125,10 @@ def uniform_indices(scaled: Tensor, num_entries: int, *, has_zero: bool) -> Tens
 
 
 def lora_as_stored(lora: Lora) -> Lora:
-    """The same product by factors that float16 holds: twice or three times the rank if it must.
+    """Return the product with factors exact in float16, at up to three times the rank.
 
-    With `out = h + l`, both float16, and `in = h' + l'`, the product is `h h' + l h' + h l'` but
-    for `l l'`, 2**-22 of it. Powers of two bring the factors to the same size before.
+    With `out = h + l`, both float16, and `in = h' + l'`, the product is `h h' + l h' + h l'` except
+    for `l l'`, a fraction of 2**-22. Before that, powers of two balance the sizes of the factors.
     """
     if not lora.lora_out.any() or not lora.lora_in.any():
         return Lora(*(factor.half().float() for factor in lora))
@@ -180,7 +180,7 @@ def _from_first(
             has_zero = bool((lut == 0).any())
         indices = uniform_indices(weight / S, lut.numel(), has_zero=has_zero)
     if settings.snapped == "baked":
-        # what the terms of each sum in `raw` add up to without their signs
+        # the sum of magnitudes of each entry of `raw`, which bounds its rounding error
         sizes = raw.abs() if is_full else parts["scale_A"].abs() @ parts["scale_B"].abs()
         num_terms = 1 if is_full else parts["scale_A"].shape[1]
         levels = lut[indices.int()]
@@ -195,9 +195,9 @@ def _from_first(
 
 
 def _with_zero(name: str, quantized: QuantizedWeight, is_floored: Tensor) -> QuantizedWeight:
-    """The same weight with zero where the scale is 1e-8, which our low-rank form cannot hold.
+    """Return the weight with zero where the scale is 1e-8, which low-rank scales cannot hold.
 
-    That moves a weight by 1e-8 times a LUT entry. The zero takes an entry of its own.
+    This moves a weight by 1e-8 times a LUT entry. Zero becomes an entry of the LUT.
     """
     if not is_floored.any():
         return quantized
@@ -217,7 +217,7 @@ def _with_zero(name: str, quantized: QuantizedWeight, is_floored: Tensor) -> Qua
 
 
 def _group_scales(S: Tensor) -> Scales:
-    """`S` `(O, I)` as group scales of the widest groups that it is constant in."""
+    """Return `S` `(O, I)` as group scales of the largest group size in which it is constant."""
     I = S.shape[1]
     for size in (size for size in range(I, 0, -1) if I % size == 0):
         groups = S.view(S.shape[0], I // size, size)
@@ -227,7 +227,7 @@ def _group_scales(S: Tensor) -> Scales:
 
 
 def _as_narrow_as_exact(scales: Scales) -> Scales:
-    """Stored in 16 bits where that changes nothing, else in 32."""
+    """Return the scales in 16 bits if that is exact, else in 32."""
     narrow, wide = scales._replace(bits=16), scales._replace(bits=WIDE)
     rounded, exact = round_scales(narrow).present(), scales.present()
     is_exact = all(torch.equal(rounded[name], exact[name]) for name in exact)
@@ -235,7 +235,7 @@ def _as_narrow_as_exact(scales: Scales) -> Scales:
 
 
 def _entries_of(name: str, values: Tensor, num_entries: int) -> tuple[Tensor, Tensor]:
-    """The distinct values of a table of LUT entries, ascending, and the index of each."""
+    """Return the distinct values of a table of LUT entries, ascending, and the index of each."""
     lut, indices = values.unique(return_inverse=True)
     if lut.numel() > num_entries:
         raise CheckpointError(
@@ -282,7 +282,7 @@ def _adapter(
 
 
 def _even(lora: Lora) -> Lora:
-    """The same product with both factors of a rank about equally large, by powers of two."""
+    """Balance the factors of each rank by powers of two, which keep the product exact."""
     tiny = torch.finfo(torch.float32).tiny
     out_size = lora.lora_out.abs().amax(0).clamp_min(tiny)
     in_size = lora.lora_in.abs().amax(1).clamp_min(tiny)
@@ -291,7 +291,7 @@ def _even(lora: Lora) -> Lora:
 
 
 def _halves(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """What float16 holds of a factor, and what it holds of the rest."""
+    """Return a factor rounded to float16, and its remainder rounded to float16."""
     high = factor.half().float()
     return high, (factor - high).half().float()
 
@@ -315,7 +315,7 @@ def _checked_indices(name: str, indices: Tensor, num_entries: int) -> Tensor:
 
 
 def _check_baked(name: str, weight: Tensor, expected: Tensor, rounding: Tensor) -> None:
-    """Two orders of the same sums may differ by `rounding`, no more."""
+    """Raise CheckpointError if weights differ by more than `rounding`, the error of sum order."""
     difference = (weight - expected).abs()
     worst = difference.max()
     if not (difference <= rounding).all():

@@ -1,7 +1,7 @@
-"""Reads the pickled tensors of the reference system: the only unpickling in `qat`.
+"""Reads pickled tensors of the reference system: the only unpickling in `qat`.
 
 `torch.load(weights_only=True)` builds tensors, numbers, text and containers of them, nothing else.
-Files in PyTorch's zip format are mapped into memory, so that a tensor nobody looks at is not read.
+Files in PyTorch's zip format are memory-mapped, so that unused tensors are not read.
 """
 
 import pickle
@@ -36,7 +36,7 @@ UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""What PyTorch's reader raises on bytes that are no pickle of tensors, as fuzzing found out."""
+"""Exceptions of PyTorch's reader for bytes that are not a pickle of tensors, from fuzzing."""
 
 DTYPES = frozenset(
     {
@@ -52,14 +52,15 @@ DTYPES = frozenset(
         torch.bool,
     }
 )
-"""What the reference system writes, and their neighbours."""
+"""The dtypes that the reference system writes, and related ones."""
 
 
 def read_pickle(path: Path, error: type[QatError]) -> dict[str, object]:
-    """The dictionary in a `.pt` file; its tensors lie on the CPU and are as large as they say.
+    """Return the dictionary in a `.pt` file; its tensors are on the CPU.
 
     Raises:
-        error: there is no such file, or it holds no such dictionary, or more than data.
+        error: there is no such file, it holds no dictionary with string keys, or it holds more than
+            data.
     """
     if not path.is_file():
         raise error(f"{path} is no file, expected tensors that torch.save wrote; check the path")
@@ -83,7 +84,7 @@ def read_pickle(path: Path, error: type[QatError]) -> dict[str, object]:
 
 
 def _said(reason: Exception) -> str:
-    """What PyTorch says in a line, without its advice to allow what the file wants to run."""
+    """Return PyTorch's message in one line, without its advice to allow the classes of the file."""
     said = str(reason)
     inner = re.search(r"WeightsUnpickler error:\s*(.+)", said)
     said = (inner[1] if inner else said.strip()).partition("\n")[0].partition(" was not an ")[0]
@@ -91,10 +92,10 @@ def _said(reason: Exception) -> str:
 
 
 def check_sums(path: Path, error: type[QatError]) -> None:
-    """Compare every byte of a file in the zip format with its checksum, which PyTorch does not.
+    """Verify the checksum of every member of a zip file, which PyTorch does not.
 
     Raises:
-        error: a member has changed since it was written, or is compressed, as none of PyTorch's is.
+        error: a member changed since it was written, or is compressed, which PyTorch never writes.
     """
     if not zipfile.is_zipfile(path):
         return
@@ -112,12 +113,13 @@ def check_sums(path: Path, error: type[QatError]) -> None:
 
 
 def check_tensors(path: Path, tensors: dict[str, object], error: type[QatError]) -> None:
-    """Refuse values that are no plain tensors of a usual dtype, whole in memory.
+    """Raise `error` for values that are not plain tensors of a usual dtype, fully in memory.
 
-    A tensor with a stride of zero may claim any size over a few bytes: nobody saves such ones.
+    A tensor with a stride of zero may claim any size over a few bytes, but `torch.save` of a state
+    dict does not produce one.
 
     Raises:
-        error: the first value that is something else.
+        error: at the first value that is something else.
     """
     for name, value in tensors.items():
         fault = tensor_fault(value)
@@ -129,7 +131,7 @@ def check_tensors(path: Path, tensors: dict[str, object], error: type[QatError])
 
 
 def tensor_fault(value: object) -> str | None:
-    """What keeps a value from being a plain tensor; None if nothing does."""
+    """Return why a value is not a plain tensor; None if it is one."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":

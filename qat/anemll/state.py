@@ -1,9 +1,9 @@
-"""The reference system's state dicts: which file, which version, which linears.
+"""The reference system's state dicts: the choice of file, the version, and the linears.
 
 A quantized linear of version 1 (`AnemllQATLinear`) has `weight`, `lut` and `scale_A`, `scale_B` (or
-`full_scales`); one of version 2 (`AnemllQATLinearV2`) has `rank_magnitude` beside them and perhaps
-`_Q`, `_indices`, `_scales_baked_flag`, `_lut_raw_deltas`. Both may have `lora_A` and `lora_B`.
-Facts: Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5.
+`full_scales`); one of version 2 (`AnemllQATLinearV2`) also has `rank_magnitude` and perhaps `_Q`,
+`_indices`, `_scales_baked_flag`, `_lut_raw_deltas`. Both may have `lora_A` and `lora_B`. Facts:
+Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5.
 
 Shapes: O out_features, I in_features, L entries of a LUT, R rank of the scale, r rank of a LoRA.
 """
@@ -20,14 +20,14 @@ from qat.files import parse_json
 
 Version = Literal[1, 2]
 Parts = dict[str, Tensor]
-"""The tensors of one linear by their last name, such as `scale_A`."""
+"""The tensors of one linear by the last part of their key, such as `scale_A`."""
 
 FIRST_CHOICE = ("best_state_dict.pt", "model_state_dict.pt")
-"""What to read of a directory with several `.pt` files."""
+"""Preferred files in a directory with several `.pt` files."""
 NOT_A_STATE = ("indices.pt",)
-"""Written beside a state dict, and implied by it."""
+"""Files written next to a state dict that add nothing to it."""
 NESTED = ("model_state_dict", "state_dict")
-"""Keys that hold the state dict in files with more than that."""
+"""Keys of the state dict in files that hold more than that."""
 SCALE_PARTS = ("scale_A", "full_scales")
 OWN_PARTS = (
     "lut",
@@ -47,38 +47,38 @@ OWN_PARTS = (
     "_A_idx",
     "_B_idx",
 )
-"""What a quantized linear has beside `weight` and `bias`."""
+"""Tensors that a quantized linear may have besides `weight` and `bias`."""
 RANK_LUT_PARTS = ("A_lut", "B_lut", "_A_idx", "_B_idx")
 OLDEST = ("._f_param", "._qat_nbits")
-"""Ends of the keys of its oldest scheme, which has no look-up tables."""
+"""Suffixes of the keys of its oldest scheme, which has no lookup tables."""
 
 
 class LegacySettings(NamedTuple):
-    """What `config.json` says and tensors do not; all of it may be missing."""
+    """Settings in `config.json` that the tensors do not show; all are optional."""
 
     model_id: str | None = None
-    """The float model it was made from."""
+    """The float model that the checkpoint was made from."""
     lora_alpha: float | None = None
-    """A LoRA is multiplied by `lora_alpha / r`; None: by 1."""
+    """A LoRA is multiplied by `lora_alpha / r`; None means by 1."""
     snapped: Literal["lut", "baked"] | None = None
-    """Whether `weight` of version 1 holds LUT entries, or those times the scale."""
+    """The content of `weight` in version 1: LUT entries, or entries times the scale (baked)."""
     lut_include_zero: bool | None = None
-    """Whether an even LUT of version 1 has a zero; None: as its values say."""
+    """True if a LUT of version 1 with an even size has a zero; None decides by its values."""
     lut_max_abs: float | None = None
-    """The largest entry of a learned LUT; None: as of the stored one."""
+    """The largest entry of a learned LUT; None takes that of the stored one."""
     is_positive: bool = False
-    """`force_positive_scales`: factors by magnitude."""
+    """True if the scale factors enter by magnitude (`force_positive_scales`)."""
     magnitude: Literal["identity", "abs", "softplus"] = "identity"
-    """What the gains pass through."""
+    """The function applied to the gains."""
     magnitude_eps: float = 0.0
-    """Added to the gains."""
+    """A constant added to the gains."""
 
     @classmethod
     def read(cls, values: dict[str, object], where: str) -> Self:
-        """Typed settings from either writer's `config.json`.
+        """Return typed settings from the `config.json` of either writer.
 
         Raises:
-            CheckpointError: a key has a value that cannot be.
+            CheckpointError: a value has the wrong type or is out of range.
         """
         snapped = values.get("snapped_mode")
         if snapped is None and values.get("snapped"):
@@ -104,21 +104,21 @@ class LegacySettings(NamedTuple):
 
 
 class LegacyState(NamedTuple):
-    """A state dict, sorted."""
+    """A state dict, split into quantized linears and other tensors."""
 
     version: Version
     linears: dict[str, Parts]
-    """The quantized linears by name, their tensors as stored."""
+    """Tensors of the quantized linears as stored, by the linear's name."""
     others: dict[str, Tensor]
     """All other tensors by key."""
     settings: LegacySettings
 
 
 def state_file(source: Path) -> Path:
-    """The `.pt` file that `source`, a file or a directory, means.
+    """Return the `.pt` file of `source`, a file or a directory.
 
     Raises:
-        CheckpointError: there is none, or one among several must be named.
+        CheckpointError: there is none, or there are several and none has a preferred name.
     """
     if source.is_file():
         return source
@@ -138,10 +138,11 @@ def state_file(source: Path) -> Path:
 
 
 def read_state(path: Path) -> LegacyState:
-    """The state dict in `path`, with what the `config.json` beside it says.
+    """Read the state dict in `path` and the settings in the `config.json` of its directory.
 
     Raises:
-        CheckpointError: it is no such file, or of neither version, or its config.json is damaged.
+        CheckpointError: the file is unreadable or of neither version, or its config.json is
+            damaged.
     """
     found = read_pickle(path, CheckpointError)
     check_sums(path, CheckpointError)
@@ -276,22 +277,18 @@ def _wrong(key: str, value: object, expected: str, where: str) -> CheckpointErro
 
 
 LEAST_LEVELS, MOST_LEVELS = 2, 256
-# What tensors of one linear of the reference system must be before anything is computed with them.
+# Checks of the tensors of one linear, before anything is computed with them.
 #
 # Shapes: O out_features, I in_features, P in_features padded, L entries of the LUT, R rank, r rank
 # of a LoRA.
 
 
 LEARNED_LEVELS = 16
-"""Entries of a LUT that learns: eight gaps, mirrored."""
+"""Entries of a learned LUT: eight gaps, mirrored."""
 
 
 def check_finite(name: str, parts: Parts) -> None:
-    """Refuse values that are no numbers.
-
-    Raises:
-        CheckpointError: naming the first tensor with NaN or infinity.
-    """
+    """Raise CheckpointError for the first tensor with NaN or infinity."""
     for part, tensor in parts.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise CheckpointError(
@@ -301,7 +298,7 @@ def check_finite(name: str, parts: Parts) -> None:
 
 
 def check_shapes(name: str, parts: Parts, version: Version, shape: tuple[int, int]) -> None:
-    """Refuse tensors that do not make up an `(O, I)` linear.
+    """Raise CheckpointError for tensors that do not form an `(O, I)` linear.
 
     Raises:
         CheckpointError: the first one of another shape, dtype or number of values.
@@ -336,7 +333,7 @@ def check_shapes(name: str, parts: Parts, version: Version, shape: tuple[int, in
 
 
 def _side(parts: Parts, part: str, dim: int) -> int:
-    """The size of a matrix in one direction; 0 where there is no such matrix."""
+    """Return the size of a matrix along `dim`; 0 if there is no such matrix."""
     tensor = parts.get(part)
     return 0 if tensor is None or tensor.dim() != 2 else tensor.shape[dim]
 
