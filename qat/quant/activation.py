@@ -1,8 +1,8 @@
-"""How the input of a quantized linear is rounded before the product: per token, or per tensor.
+"""Quantization of the inputs of a linear before its product, with a scale per token or per tensor.
 
-Everything runs in float32 and is rounded to the dtype of the input at the end. Divisions are of
-one number a token, or a tensor, in float64 and then rounded to float32, which is the float32 that
-is nearest: a compiler divides float32 less exactly, and other bits would come out.
+All arithmetic runs in float32; the result is rounded to the dtype of the input at the end. Divisors
+and quotients are one number per token or per tensor, so they are computed in float64 and rounded to
+the nearest float32: compilers divide float32 less exactly, which would change bits.
 
 Shapes: a token is the last dimension, `(..., I)`; I in_features.
 """
@@ -17,33 +17,33 @@ from qat.quant.spec import ActivationKind
 LEVELS = 127
 """The largest level of symmetric int8; -128 is not used."""
 LOWEST, HIGHEST = -128, 127
-"""Levels of int8, asymmetric or static, where engines saturate."""
+"""The range of int8 levels when asymmetric or static, where engines saturate."""
 LARGEST_E4M3 = 448.0
 """The largest finite number of `torch.float8_e4m3fn`."""
 SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
-"""Of a token of zeros, as in torchao."""
+"""The scale of a token whose values are all zero, as in torchao."""
 HALF_DROPS = 13
-"""Bits of a float32's mantissa that a float16 has no place for."""
+"""Bits of a float32 mantissa that a float16 cannot hold."""
 
 
 class Levels(NamedTuple):
-    """An input as levels: it stands for `(levels - zero) * scale`; all float32."""
+    """Quantized levels of an input, which represent `(levels - zero) * scale`; all float32."""
 
     levels: Tensor
-    """`(..., I)`: whole numbers, or numbers that E4M3 holds."""
+    """`(..., I)`: whole numbers, or numbers that E4M3 can represent."""
     scale: Tensor
-    """`(..., 1)`, or one number."""
+    """`(..., 1)`, or a scalar."""
     zero: Tensor | None = None
-    """`(..., 1)` whole numbers."""
+    """The zero point, whole numbers `(..., 1)`; None for symmetric kinds."""
 
     def values(self) -> Tensor:
-        """What the levels stand for, `(..., I)` float32."""
+        """Return the dequantized input, `(..., I)` float32."""
         shifted = self.levels if self.zero is None else self.levels - self.zero
         return shifted * self.scale
 
 
 def token_levels(x: Tensor, kind: ActivationKind) -> Levels:
-    """Each token of `x` `(..., I)` in levels of its own scale; no gradient.
+    """Quantize each token of `x` `(..., I)` with a scale of its own; no gradient.
 
     - int8: `scale = amax / 127`, `levels = round(x / scale)`, as vLLM's kernels and Q8_0 of GGUF.
     - int8-asymmetric: with `low = min(amin, 0)` and `high = max(amax, 0)`, `scale = (high - low) /
@@ -57,9 +57,7 @@ def token_levels(x: Tensor, kind: ActivationKind) -> Levels:
     if kind == "int8-asymmetric":
         low, high = x.amin(-1, keepdim=True).clamp_max(0), x.amax(-1, keepdim=True).clamp_min(0)
         scale = _quotient(high - low, HIGHEST - LOWEST).clamp_min(SMALLEST_SCALE)
-        zero = (
-            LOWEST - _quotient(low, scale).round()
-        )  # at most 255 steps below 0, as `scale` has it
+        zero = LOWEST - _quotient(low, scale).round()  # `scale` keeps it at most 255 steps below 0
         levels = ((x * _inverse(scale)).round() + zero).clamp(LOWEST, HIGHEST)
         return Levels(levels, scale, zero)
     largest = LARGEST_E4M3 if kind == "fp8" else LEVELS
@@ -71,18 +69,19 @@ def token_levels(x: Tensor, kind: ActivationKind) -> Levels:
 
 
 def quantize_tokens(x: Tensor, kind: ActivationKind) -> Tensor:
-    """`x` `(..., I)` as its levels give it, in its own dtype; the gradient passes unchanged.
+    """Fake-quantize `x` `(..., I)` per token in its own dtype; the gradient passes unchanged.
 
-    Straight-through (arXiv:1308.3432): the range is the token's own, so that nothing is clipped.
+    Straight-through (arXiv:1308.3432). The range is measured on the token itself, so nothing is
+    clipped.
     """
     return token_levels(x, kind).values().to(x.dtype) + (x - x.detach())
 
 
 def static_scale(scale: Tensor, bits: int) -> Tensor:
-    """A static scale in float32 as it is stored: of 16 bits with the 11 significant ones of a half.
+    """Return a static scale in float32 as stored: 16 bits keep the 11 significant bits of a half.
 
-    From 2**-14 to 65504 that is `scale.half().float()`, found by its bits: a compiler drops a cast
-    that another one takes back. No gradient.
+    From 2**-14 to 65504 this equals `scale.half().float()`. It is computed on the bit pattern
+    because a compiler may drop a cast that a second cast reverses. No gradient.
     """
     scale = scale.detach().float()
     if bits == 32:
@@ -93,17 +92,19 @@ def static_scale(scale: Tensor, bits: int) -> Tensor:
 
 
 def quantize_static(x: Tensor, scale: Tensor, bits: int = 32) -> Tensor:
-    """`clamp(round(x / s), -128, 127) * s` `(..., I)` in the dtype of `x`, `s = static_scale(scale,
-    bits)`.
+    """Fake-quantize `x` `(..., I)` with one learned scale.
 
-    `scale` is one float32 number. Learned step size quantization (arXiv:1902.08153, equations 1 to
-    3 and section 2.2): the gradient passes to `x` where it is inside the range; that of `scale` is
-    `round(x / scale) - x / scale` inside, the outermost level outside, summed and times
-    `1 / sqrt(127 I)`, so that it is of the size of a weight's gradient.
+    Returns `clamp(round(x / s), -128, 127) * s` in the dtype of `x`, where `s = static_scale(scale,
+    bits)`; `scale` is one float32 number.
+
+    Learned step size quantization (arXiv:1902.08153, equations 1 to 3 and section 2.2): the
+    gradient passes to `x` where it is inside the range. The gradient of `scale` is `round(x /
+    scale) - x / scale` inside the range and the outermost level outside, summed and multiplied by
+    `1 / sqrt(127 I)` so that its size matches a weight's gradient.
     """
     scale = scale.float()
     small = scale * (LEVELS * x.shape[-1]) ** -0.5
-    # the value of the stored scale, to the bit, with a smaller gradient
+    # the value is the stored scale to the bit, the gradient is that of `small`
     size = (static_scale(scale, bits) + (small - small.detach())).clamp_min(SMALLEST_SCALE)
     scaled = (x.float() * _inverse(size)).clamp(LOWEST, HIGHEST)
     levels = scaled.detach().round() + (scaled - scaled.detach())
@@ -111,10 +112,10 @@ def quantize_static(x: Tensor, scale: Tensor, bits: int = 32) -> Tensor:
 
 
 def _quotient(numerator: Tensor, denominator: Tensor | float) -> Tensor:
-    """The float32 nearest to the quotient."""
+    """Return the float32 nearest to the exact quotient."""
     return (numerator.double() / denominator).float()
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """The float32 nearest to `1 / scale`."""
+    """Return the float32 nearest to `1 / scale`."""
     return scale.double().reciprocal().float()

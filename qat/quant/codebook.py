@@ -1,14 +1,14 @@
-"""Codebooks: the fixed grids, levels learned from the weights, and the level nearest to a value.
+"""Codebooks: fixed grids, levels learned from the weights, and search for the nearest level.
 
-`nearest_level` serves fits, which may wait for the device; `nearest_indices` and `latent_indices`
-serve a training step, which may not.
+`nearest_level` is for fits, which may synchronize with the device; `nearest_indices` and
+`latent_indices` are for training steps, which may not.
 
 Levels are learned by importance-weighted k-means in one dimension. Lloyd's algorithm alone ends up
-to 20 % above the optimum at 16 levels, so it gets an exact start: the values go into a histogram, a
-dynamic programme finds the best split of its bins, and Lloyd's steps polish the centres on a finer
-histogram. Its points ascend, so that prefix sums give the exact mean of every run: a step costs C
-binary searches. Where a few values lie so far out that the rest shares a few of the histogram's
-bins, all values are sorted instead.
+to 20 % above the optimum at 16 levels, so it starts from an exact solution: the values go into a
+histogram, a dynamic programme finds the best split of its bins, and Lloyd's steps polish the
+centres on a finer histogram. The points of the histogram ascend, so prefix sums give the exact mean
+of every run and a step costs C binary searches. Where a few values lie so far out that the rest
+shares a few bins of the histogram, all values are sorted instead.
 
 Shapes: O out_features, I in_features, N values, B bins, C levels.
 """
@@ -25,27 +25,27 @@ from qat.quant.spec import LutSpec
 from qat.quant.weight import index_dtype
 
 SCORES_IN_CACHE, SCORES = 2**18, 2**26
-"""Products of vectors with codewords that are held at a time, on a CPU and elsewhere."""
+"""The number of vector-codeword scores computed at a time, on a CPU and on other devices."""
 FEW = 16
-"""Levels that are faster compared one by one than searched."""
+"""Up to this many levels, comparing with each is faster than searching."""
 BINS = 2**13
-"""Bins that middles between levels are searched by."""
+"""Bins that the search for the midpoints between levels uses."""
 START_BINS = 1536
 POLISH_BINS = 65536
 POLISH_STEPS = 300
 CAPPED = 8
-"""Rounds in which gaps wider than a bin are made one; each leaves more bins for the others."""
+"""Rounds that cap gaps wider than one bin; each round leaves more bins for the other gaps."""
 MOST_INSIDE = 1e-4
-"""Share of the error that may lie inside the bins, where no level can tell values apart."""
+"""Largest share of the error that may lie within bins, where no level can tell values apart."""
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-"""Floats of 2 exponent bits and 1 of mantissa, ascending, without their sign."""
+"""The non-negative floats of 2 exponent bits and 1 mantissa bit, ascending."""
 
 Array = NDArray[Any]
 
 
 def fixed_grid(spec: LutSpec) -> Tensor | None:
-    """The levels of a grid that never moves, ascending float32 `(C,)`; None for a learned LUT.
+    """Return the ascending levels of a fixed grid, float32 `(C,)`; None for a learned LUT.
 
     seq: evenly spaced, symmetric, no zero (ParetoQ, arXiv:2502.02631): `(2c + 1 - C) / C`.
     int: `-2**(bits-1) ... 2**(bits-1) - 1`. ternary: `-1, 0, 1`. e2m1: floats of that name, with
@@ -64,9 +64,10 @@ def fixed_grid(spec: LutSpec) -> Tensor | None:
 
 
 def nearest_level(values: Tensor, levels: Tensor) -> Tensor:
-    """The index, uint8, of the one of ascending `levels` `(C,)` that is nearest to each value.
+    """Return the index, uint8, of the nearest of ascending `levels` `(C,)` for each value.
 
-    `torch.bucketize(values, (levels[1:] + levels[:-1]) / 2)` at a fraction of its time.
+    Equals `torch.bucketize(values, (levels[1:] + levels[:-1]) / 2)` and takes a fraction of its
+    time.
     """
     middles = (levels[1:] + levels[:-1]) / 2
     if len(levels) > FEW:
@@ -75,9 +76,10 @@ def nearest_level(values: Tensor, levels: Tensor) -> Tensor:
 
 
 def nearest_indices(weight: Tensor, S: Tensor, levels: Tensor) -> Tensor:
-    """Which level times `S` lies nearest to each weight: `(O, I)` uint8, no gradient.
+    """Return the index of the level that times `S` is nearest to each weight: `(O, I)` uint8.
 
-    `levels` ascend. Where `S` is zero the choice does not matter and is the one for a zero weight.
+    `levels` must ascend. Where `S` is zero the choice does not matter; it is the index for a zero
+    weight. No gradient.
     """
     scaled = torch.where(S == 0, 0.0, weight / S)
     bounds = (levels[1:] + levels[:-1]) / 2
@@ -87,10 +89,12 @@ def nearest_indices(weight: Tensor, S: Tensor, levels: Tensor) -> Tensor:
 
 
 def latent_indices(weight: Tensor, S: Tensor, codebook: Tensor) -> Tensor:
-    """As `nearest_indices`, of levels in any order: training may carry one past another.
+    """Return what `nearest_indices` does, for levels in any order.
 
-    Levels are ranked for the search, then named as they lie in `codebook`. Of a codebook of
-    vectors, see `nearest_codewords`.
+    Training may move one level past another.
+
+    Levels are sorted for the search, and the indices are mapped back to the order of `codebook`.
+    For a codebook of vectors see `nearest_codewords`.
     """
     if codebook.dim() > 1:
         return nearest_codewords(weight, S, codebook)
@@ -99,11 +103,11 @@ def latent_indices(weight: Tensor, S: Tensor, codebook: Tensor) -> Tensor:
 
 
 def nearest_codewords(weight: Tensor, S: Tensor, codebook: Tensor) -> Tensor:
-    """Which codeword times `S` lies nearest to each vector of a weight: `(O, I / d)`, no gradient.
+    """Return the index of the codeword that times `S` is nearest to each vector: `(O, I / d)`.
 
-    The index that minimises `sum_j (w_j - S_j c_j)^2`, the lowest of equal ones. In float64, which
-    holds the products of float16 codewords with stored scales and weights: so it is the same on
-    every device and for every piece of a weight.
+    It minimises `sum_j (w_j - S_j c_j)^2`; ties go to the lowest index. Computed in float64, which
+    holds the products of float16 codewords with stored scales and weights, so the result is the
+    same on every device and for every piece of a weight. No gradient.
 
     Args:
         weight: `(O, I)`, float32 or bfloat16.
@@ -125,7 +129,7 @@ def nearest_codewords(weight: Tensor, S: Tensor, codebook: Tensor) -> Tensor:
 
 
 def _compared(values: Tensor, middles: Tensor) -> Tensor:
-    """How many of ascending `middles` lie below each value, uint8, by comparing with each."""
+    """Count the ascending `middles` below each value, uint8, by comparing with each."""
     indices = torch.zeros_like(values, dtype=torch.uint8)
     for middle in middles.unbind():
         indices += values > middle
@@ -133,16 +137,16 @@ def _compared(values: Tensor, middles: Tensor) -> Tensor:
 
 
 def _search(values: Tensor, middles: Tensor) -> Tensor:
-    """How many of ascending `middles` lie below each value, uint8, exactly.
+    """Count the ascending `middles` below each value, uint8, exactly.
 
-    The values' bins, equally wide, say how many middles lie in lower bins; the middles of the same
-    bin, seldom more than one, are compared.
+    The range of the middles is divided into bins of equal width. The bin of a value gives the
+    number of middles in lower bins; middles in the same bin, seldom more than one, are compared.
     """
     low, width = middles[0], (middles[-1] - middles[0]).clamp_min(torch.finfo(torch.float32).tiny)
 
     def bins(of: Tensor) -> Tensor:
         place = ((of.flatten() - low) * (BINS / width)).clamp_(0, BINS - 1)
-        return place.int().clamp_(0, BINS - 1)  # no number at all lies in the first
+        return place.int().clamp_(0, BINS - 1)  # NaN goes to the first bin
 
     in_bin = torch.bincount(bins(middles), minlength=BINS)
     indices = (in_bin.cumsum(0) - in_bin).int().index_select(0, bins(values))
@@ -153,10 +157,11 @@ def _search(values: Tensor, middles: Tensor) -> Tensor:
 
 
 def weighted_kmeans(values: Array, weights: Array, num_levels: int) -> Array:
-    """Levels `(C,)`, ascending, that minimise `sum_n weights_n * min_c (values_n - levels_c)**2`.
+    """Return ascending levels `(C,)` that minimise the weighted squared error of `values`.
 
-    Within 0.01 % of the optimum. `values` and `weights` are `(N,)`; weights are not negative. With
-    fewer distinct values than levels, the spare levels repeat the largest value.
+    The error is `sum_n weights_n * min_c (values_n - levels_c)**2`, and the result is within 0.01 %
+    of its optimum. `values` and `weights` are `(N,)`; weights are not negative. With fewer distinct
+    values than levels, the spare levels repeat the largest value.
     """
     points, mass, inside = histogram(values, weights, POLISH_BINS)
     levels = _levels_of(points, mass, num_levels)
@@ -168,7 +173,7 @@ def weighted_kmeans(values: Array, weights: Array, num_levels: int) -> Array:
 
 
 def _levels_of(points: Array, mass: Array, num_levels: int) -> Array:
-    """As `weighted_kmeans`, of ascending points with mass."""
+    """Return what `weighted_kmeans` does, for ascending points with mass."""
     if len(points) <= num_levels:
         return np.pad(points, (0, num_levels - len(points)), mode="edge")
     start_points, start_mass = coarser(points, mass, START_BINS)
@@ -178,10 +183,11 @@ def _levels_of(points: Array, mass: Array, num_levels: int) -> Array:
 
 
 def histogram(values: Array, weights: Array, num_bins: int) -> tuple[Array, Array, float]:
-    """The weighted mean and the total weight of each bin that is not empty, ascending.
+    """Return the weighted mean and the total weight of each bin that is not empty, ascending.
 
-    Bins are equally wide over the range of the values; up to `num_bins` values are kept as they
-    are. If no value has weight, all count alike. Also the weighted squared error inside the bins.
+    Bins have equal width over the range of the values; up to `num_bins` values are kept as they
+    are. If all weights are zero, all values count alike. The third result is the weighted squared
+    error inside the bins.
     """
     if not weights.any():
         weights = np.ones_like(weights)
@@ -202,11 +208,12 @@ def histogram(values: Array, weights: Array, num_bins: int) -> tuple[Array, Arra
 
 
 def coarser(points: Array, mass: Array, num_bins: int) -> tuple[Array, Array]:
-    """Fewer ascending points with mass: the means and masses of bins of equal share.
+    """Merge ascending points with mass into fewer: the means and masses of bins of equal share.
 
-    Bins as narrow as the cube root of the density is high lose the least (Panter and Dite 1951), so
-    a gap counts by its width to two thirds and the mass around it to one third, but never for more
-    than a bin: neither a long tail nor a dense middle is left with few bins.
+    The loss is least when the width of a bin falls with the cube root of the density (Panter and
+    Dite 1951), so a gap counts by its width to the power 2/3 and the mass around it to the power
+    1/3, but never for more than one bin: neither a long tail nor a dense middle is left with few
+    bins.
     """
     if len(points) <= num_bins:
         return points, mass
@@ -220,13 +227,14 @@ def coarser(points: Array, mass: Array, num_bins: int) -> tuple[Array, Array]:
 
 
 def best_split(points: Array, mass: Array, num_levels: int) -> Array:
-    """The centres of the best split of ascending `points` `(B,)` into `num_levels` runs, exactly.
+    """Split ascending `points` `(B,)` into `num_levels` runs in the best way; return their centres.
 
-    With `cost(i, j)` the weighted squared error of `points[i:j]` around its mean, fills
-    `best[m, j] = min_i best[m - 1, i] + cost(i, j)` row by row in O(C B log B).
+    With `cost(i, j)` the weighted squared error of `points[i:j]` around its mean, fills `best[m, j]
+    = min_i best[m - 1, i] + cost(i, j)` row by row in O(C B log B). Exact.
     """
     centre = np.average(points, weights=mass)
-    sums = _prefix_sums(points - centre, mass)  # or the differences of squares would cancel
+    # centred, so that differences of squares do not cancel
+    sums = _prefix_sums(points - centre, mass)
     B = len(points)
     best = np.concatenate([[np.inf], _cost(sums, np.zeros(B, int), np.arange(1, B + 1))])
     cuts = []
@@ -242,7 +250,7 @@ def best_split(points: Array, mass: Array, num_levels: int) -> Array:
 
 
 def _prefix_sums(points: Array, mass: Array) -> Array:
-    """Sums of mass, mass * x and mass * x^2 over the first 0 ... B points, `(3, B + 1)`."""
+    """Return sums of mass, mass * x and mass * x^2 over the first 0 ... B points, `(3, B + 1)`."""
     terms = np.stack([mass, mass * points, mass * points**2])
     return np.pad(terms.cumsum(1), ((0, 0), (1, 0)))
 
@@ -253,7 +261,7 @@ def _cost(sums: Array, start: NDArray[np.int64], end: NDArray[np.int64]) -> Arra
 
 
 def _add_run(best: Array, sums: Array) -> tuple[Array, NDArray[np.int64]]:
-    """From the least cost of each prefix to that with one run more, and where that run starts.
+    """Extend the least cost of each prefix by one run; also return where that run starts.
 
     The best start moves right as the prefix grows, so every second prefix is bounded by its solved
     neighbours: strides 2^d ... 2, 1 search about B starts each.
@@ -277,9 +285,9 @@ def _add_run(best: Array, sums: Array) -> tuple[Array, NDArray[np.int64]]:
 
 
 def polish(points: Array, mass: Array, levels: Array, max_steps: int) -> Array:
-    """Lloyd's steps on ascending weighted points from ascending `levels` until nothing moves.
+    """Run Lloyd's steps on ascending weighted points from ascending `levels` until nothing moves.
 
-    A level that no point is nearest to stays where it is.
+    A level that is nearest to no point stays where it is.
     """
     centre = np.average(points, weights=mass)
     W, S, _ = _prefix_sums(points - centre, mass)

@@ -1,23 +1,23 @@
-"""Quantize weights against their layer's inputs: rounding errors are paid back by later columns.
+"""Quantize weights against their layer's inputs: later columns compensate for rounding errors.
 
-With `H = mean(x x^T)` over the layer's inputs the layer's output error is
-`tr((W - W_q) H (W - W_q)^T)`. Indices are chosen column by column in falling order of `diag(H)`,
-each error compensated in the columns to come (GPTQ, arXiv:2210.17323); then, by turns, the levels
-are solved against `H`, and scales and indices improved by coordinate descent (as in LNQ,
+With `H = mean(x x^T)` over the layer's inputs the layer's output error is `tr((W - W_q) H (W -
+W_q)^T)`. Indices are chosen column by column in falling order of `diag(H)`, and each error is
+compensated in the columns that follow (GPTQ, arXiv:2210.17323). After that the levels are solved
+against `H`, and scales and indices are improved by coordinate descent, in turns (as in LNQ,
 arXiv:2505.07004).
 
-Weights that share their inputs (q, k, v) are swept together: their rows do not know each other.
+Weights that share their inputs (q, k, v) are swept together, because rows are independent.
 
-Quantized layers hand wrong inputs on. A linear fitted to its own weight passes that error through;
-one that is aimed first (`aim_all`) takes back what its inputs can tell of it. Minimising the mean
+Quantized layers pass wrong inputs on. A linear fitted to its own weight passes that error through;
+one that is aimed first (`aim_all`) corrects the part that its inputs predict. Minimising the mean
 of `|W x_f + s_f - W' x - s|^2` over the tokens gives
 
     W' = W + (W mean((x_f - x) x^T) + mean((s_f - s) x^T)) H^-1,    H = mean(x x^T),
 
-where x and x_f are what the student's and the teacher's linear read, and s and s_f the residual
-streams that the output is added to (left out where it is not). The first term is that of QEP
-(arXiv:2504.09629), whose aim GPTAQ shares (asymmetric calibration, arXiv:2504.02692); the second
-carries it on to the sum that the next block reads.
+where x and x_f are the inputs of the student's and the teacher's linear, and s and s_f are the
+residual streams that the output is added to (left out where there is none). The first term is that
+of QEP (arXiv:2504.09629), which GPTAQ shares (asymmetric calibration, arXiv:2504.02692); the second
+extends it to the sum that the next block reads.
 
 Shapes: O rows of all weights together, I in_features, G groups per row, C codebook entries.
 """
@@ -58,45 +58,47 @@ from qat.quant.weight import (
     round_scales,
 )
 
-# One sweep over the columns of a weight: each takes its nearest levels, knowing all the others.
+# One sweep over the columns of a weight: each takes its nearest level given all the others.
 #
-# Feedback (GPTQ, arXiv:2210.17323) and coordinate descent are the same sweep. Column i aims at `w_i
-# + sum_j A_ij r_j`, where `r = w - q` is the residual of the columns as they stand, rounds that
-# aim, and leaves a residual of its own. What differs is the coupling `A`, zero on its diagonal: the
-# unit triangular factor of `H`, or `H` over its diagonal.
+# Feedback (GPTQ, arXiv:2210.17323) and coordinate descent are the same sweep. The target of column
+# i is `w_i + sum_j A_ij r_j`, where `r = w - q` is the current residual of the columns. The sweep
+# rounds that target, which leaves a residual of its own. The two differ only in the coupling `A`,
+# which is zero on its diagonal: the unit triangular factor of `H`, or `H` over its diagonal.
 #
-# Weights lie transposed, so that a column of all rows is contiguous. Columns go in blocks: one
-# matmul brings the residuals of all columns into a block's targets, inside it changes are passed
-# on.
+# Weights are transposed, so that a column of all rows is contiguous. Columns are processed in
+# blocks: one matmul adds the residuals of all columns to a block's targets, and inside the block
+# changes are propagated column by column.
 #
 # Shapes: I in_features, O rows of all weights that share the inputs, G scale rows, C codebook
 # entries, B columns of a block.
 
+# Columns of a block, and of a piece whose changes reach the rest of the block in one matmul.
 OUTER = 256
 INNER = 32
 
 
 @dataclass
 class Columns:
-    """Weights in the middle of being quantized, transposed; a sweep changes all but `weight`."""
+    """Weights while they are quantized, transposed; a sweep changes every field but `weight`."""
 
     weight: Tensor
     """`(I, O)` float32."""
     residual: Tensor
-    """`(I, O)`: the weight less its quantized value."""
+    """`(I, O)`: the weight minus its quantized value."""
     chosen: Tensor
     """`(I, O)`: the codebook value that each weight takes."""
     scales: Tensor
     """`(G, O)`: G divides I, and the first I / G columns use the first row."""
     levels: Tensor
-    """`(C, O)`, ascending: the codebook of each row. Of vectors `(C, d)`: the codebook of all."""
+    """`(C, O)`: the ascending codebook of each row; for vectors `(C, d)`: the codebook of all
+    rows."""
     scale_bits: int = 16
-    """Bits that a checkpoint stores a group scale in."""
+    """Bits of a group scale in a checkpoint."""
     indices: Tensor | None = None
-    """`(I / d, O)`: the codeword that each vector takes; None of levels."""
+    """`(I / d, O)`: the codeword that each vector takes; None for scalar levels."""
     metric: Tensor | None = None
-    """`(I, d)`, one square block below the other: what an error of each vector counts in a sweep;
-    None of levels."""
+    """`(I, d)`, one square block below the other: the metric of each vector's error in a sweep;
+    None for scalar levels."""
 
     @property
     def group_size(self) -> int:
@@ -105,21 +107,21 @@ class Columns:
 
     @property
     def vector_size(self) -> int:
-        """Columns that a codeword names."""
+        """Columns that one index covers."""
         return 1 if self.indices is None else self.levels.shape[1]
 
 
 def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
-    """Give each column of a block its nearest levels, or each d their codewords, one by one.
+    """Choose the nearest level for each column of a block, or a codeword for each d, in order.
 
     Column i takes the level whose product with the scale is nearest to `target[i]`, and the change
-    of its residual moves the targets of the columns behind it by `coupling[:, i]`. Writes
-    `columns.residual` and `columns.chosen`; `target` is used up.
+    of its residual moves the targets of the columns after it by `coupling[:, i]`. Writes
+    `columns.residual` and `columns.chosen`; `target` is overwritten.
 
     Args:
-        columns: the B columns alone; `scales` has a row for each or one for all.
-        target: `(B, O)`, what the columns aim at as they stand.
-        coupling: `(B, B)`; only what lies below the diagonal, or its blocks, is read.
+        columns: the B columns alone; `scales` has one row for each or one for all.
+        target: `(B, O)`, the current targets of the columns.
+        coupling: `(B, B)`; only the part below the diagonal, or below its blocks, is read.
     """
     if columns.indices is not None:
         _settle_vectors(columns, target, coupling)
@@ -145,7 +147,7 @@ def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
 
 
 def _settle_vectors(columns: Columns, target: Tensor, coupling: Tensor) -> None:
-    """As `settle_columns`, d columns at a time: each vector's best codeword."""
+    """Do what `settle_columns` does for d columns at a time: choose each vector's best codeword."""
     codebook = columns.levels
     metric, indices = cast(Tensor, columns.metric), cast(Tensor, columns.indices)
     d = codebook.shape[1]
@@ -166,18 +168,18 @@ def _settle_vectors(columns: Columns, target: Tensor, coupling: Tensor) -> None:
 
 
 def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, metric: Tensor) -> None:
-    """The best scale of each row for the B columns of one group, all else as it stands.
+    """Find the best scale of each row for the B columns of one group, with all else fixed.
 
     With `z` the chosen levels and `H r` the pull of all residuals on the group, the output error is
     least at `s + z^T (H r) / (z^T H z)`, rounded as a checkpoint stores it. A scale that would not
-    be positive stays. Writes `columns.scales`, `columns.residual` and `target`.
+    be positive is kept. Writes `columns.scales`, `columns.residual` and `target`.
 
     Args:
         columns: the group's columns; `scales` is `(1, O)`.
         target: `(B, O)`, with the coupling of coordinate descent.
-        coupling: `(B, B)`, `H` of the group over its diagonal, zero on the diagonal; of vectors
+        coupling: `(B, B)`, `H` of the group over its diagonal, zero on the diagonal; for vectors
             over its diagonal blocks.
-        metric: `(B,)`, the diagonal of `H`; of vectors `(B, d)`, its blocks.
+        metric: `(B,)`, the diagonal of `H`; for vectors `(B, d)`, its blocks.
     """
     z, old = columns.chosen, columns.scales
     if metric.dim() == 1:
@@ -185,7 +187,7 @@ def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, metric: Tens
     else:
         d, (B, O) = metric.shape[1], z.shape
         weighted = torch.bmm(metric.view(-1, d, d), z.view(-1, d, O)).view(B, O)
-    # a target less the value it has now is the pull on it, H r, over the diagonal
+    # target minus current value is the pull, H r, over the diagonal
     pull = torch.addcmul(target, z, old, value=-1).mul_(weighted).sum(0, keepdim=True)
     curvature = torch.addmm(z, coupling, z).mul_(weighted).sum(0, keepdim=True)
     wished = round_as_stored("scales", old + pull / curvature, columns.scale_bits)
@@ -198,7 +200,7 @@ def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, metric: Tens
 
 
 class ColumnOps(NamedTuple):
-    """Who does the steps inside a block, finds codewords and paths: these functions, or kernels."""
+    """Inner operations of a sweep and of a fit: these functions, or kernels of a device."""
 
     settle: Callable[[Columns, Tensor, Tensor], None] = settle_columns
     refit: Callable[[Columns, Tensor, Tensor, Tensor], None] = refit_scale
@@ -210,9 +212,9 @@ REFERENCE = ColumnOps()
 
 
 def feedback_sweep(columns: Columns, coupling: Tensor, ops: ColumnOps) -> None:
-    """Quantize the columns in order, each error paid back by those behind it.
+    """Quantize the columns in order; each error is compensated by the columns after it.
 
-    `coupling` `(I, I)` is strictly lower triangular; what was chosen before does not matter.
+    `coupling` `(I, I)` is strictly lower triangular; values chosen before have no effect.
     """
     columns.residual.zero_()
     for start, end in _spans(len(coupling), OUTER):
@@ -226,10 +228,10 @@ def feedback_sweep(columns: Columns, coupling: Tensor, ops: ColumnOps) -> None:
 def descent_sweep(
     columns: Columns, coupling: Tensor, metric: Tensor, *, moves_scales: bool, ops: ColumnOps
 ) -> None:
-    """Move each column, and each group's scale before its columns, to its best in turn.
+    """Move each column, and each group's scale before its columns, to its best value in turn.
 
-    The output error `tr(R^T H R)` never rises (but for the rounding of the arithmetic). `coupling`
-    `(I, I)` is `H` over its diagonal, zero there; scales that move are of groups. For `metric` see
+    The output error `tr(R^T H R)` never rises (but for rounding errors). `coupling` `(I, I)` is `H`
+    over its diagonal, zero on the diagonal; `moves_scales` needs group scales. For `metric` see
     `refit_scale`.
     """
     size = columns.group_size if moves_scales else INNER
@@ -252,7 +254,7 @@ def descent_sweep(
 def _settle_piece(
     block: Columns, target: Tensor, coupling: Tensor, span: tuple[int, int], *, ops: ColumnOps
 ) -> None:
-    """Settle the columns `span` of a block and tell those behind them."""
+    """Settle the columns `span` of a block and update the targets of the columns after them."""
     a, b = span
     before = block.residual[a:b].clone() if b < len(target) else None
     piece = _part(block, a, b)
@@ -262,7 +264,7 @@ def _settle_piece(
 
 
 def _part(columns: Columns, start: int, end: int) -> Columns:
-    """Columns `start` to `end` as views: of whole groups, of a part of one, or of single ones."""
+    """Return columns `start` to `end` as views: whole groups, a part of one, or single columns."""
     size = columns.group_size
     part = Columns(
         columns.weight[start:end],
@@ -286,22 +288,23 @@ def _spans(length: int, size: int) -> list[tuple[int, int]]:
 DAMPING = 0.01
 """Fraction of the mean diagonal that is added to a Hessian (as in GPTQ, arXiv:2210.17323)."""
 MOST_DAMPING = 10.0
-"""Damping beyond which a matrix is taken for no second moment: float32 sums need at most 1."""
+"""Largest damping to try; a second moment summed in float32 needs at most 1."""
 TINY = torch.finfo(torch.float32).tiny
 SHRINK = 0.5
-"""How much of the correction is taken. All of it fits the calibration tokens, not the text: on a
-model of 15 M weights and 512 x 64 tokens one half was better than a quarter and than the whole."""
+"""Fraction of the correction that is applied. All of it would fit the calibration tokens, not the
+text: on a model of 15 M weights and 512 x 64 tokens one half was better than a quarter and than the
+whole."""
 SWEEPS = 4
 LEVEL_SAMPLE = 2**18
 """Weights that the levels are solved from."""
 
 
 FEWEST_INPUTS = 64
-"""Inputs that an expert must have seen to be fitted to them."""
+"""Inputs that an expert must have seen before it is fitted to them."""
 
 
 class InputFit(NamedTuple):
-    """A quantized weight and what it does to its layer's output."""
+    """A quantized weight and its effect on the layer's output."""
 
     quantized: QuantizedWeight
     output_error: float
@@ -311,9 +314,9 @@ class InputFit(NamedTuple):
 
 
 def fit_to_inputs(weight: Tensor, spec: LutSpec, hessian: Tensor) -> QuantizedWeight:
-    """The quantized weight whose layer output errs least on the inputs behind `hessian` `(I, I)`.
+    """Quantize `weight` with the least output error on the inputs behind `hessian` `(I, I)`.
 
-    Never worse, by that measure, than rounding every weight alone (`fit_weight`).
+    By that measure the result is never worse than rounding every weight alone (`fit_weight`).
     """
     (fit,) = fit_all_to_inputs([weight], spec, hessian)
     return fit.quantized
@@ -322,12 +325,12 @@ def fit_to_inputs(weight: Tensor, spec: LutSpec, hessian: Tensor) -> QuantizedWe
 def fit_all_to_inputs(
     weights: Sequence[Tensor], spec: LutSpec, hessian: Tensor, ops: ColumnOps = REFERENCE
 ) -> list[InputFit]:
-    """`fit_to_inputs` of each of `weights` `(O_n, I)`, which share their inputs."""
+    """Apply `fit_to_inputs` to each of `weights` `(O_n, I)`, which share their inputs."""
     if not spec.has_codewords:
         return _fit_together(weights, spec, hessian, ops)
 
     with on(hessian.device).side_by_side() as map_:
-        # each alone: the rows of one sweep share a codebook
+        # one weight per sweep, because the rows of a sweep share a codebook
         fits = map_(lambda weight: _fit_together([weight], spec, hessian, ops), weights)
         return [*chain.from_iterable(fits)]
 
@@ -335,7 +338,7 @@ def fit_all_to_inputs(
 def _fit_together(
     weights: Sequence[Tensor], spec: LutSpec, hessian: Tensor, ops: ColumnOps
 ) -> list[InputFit]:
-    """Fit the weights whose rows are swept together."""
+    """Fit weights whose rows are swept together."""
     damping = needed_damping(hessian)
     exact = damped(hessian.double(), damping)
     H = exact.float()
@@ -345,7 +348,7 @@ def _fit_together(
     def start(weight: Tensor) -> QuantizedWeight:
         return fit_weight(weight, spec, importance, nearest=ops.nearest, path=ops.path)
 
-    # k-means of levels runs on the host, also where the weights are on a GPU
+    # the k-means of levels runs on the host, even where the weights are on a GPU
     with on(H.device).side_by_side(len(weights)) as map_:
         starts = [*map_(start, weights)]
     columns = stack(weights, starts)
@@ -361,7 +364,7 @@ def _fit_together(
     after = _row_energy(columns.residual, H)
     ends = unstack(columns, sizes, starts)
     rows = torch.stack([whole, before, after]).split(sizes, dim=1)
-    energies = torch.stack([own.sum(1) for own in rows]).tolist()  # the one wait for the device
+    energies = torch.stack([own.sum(1) for own in rows]).tolist()  # the only device synchronization
     return [
         InputFit(
             quantized=end if after < before else start,
@@ -380,17 +383,17 @@ def fit_stack_to_inputs(
     *,
     ops: ColumnOps = REFERENCE,
 ) -> InputFit:
-    """`fit_to_inputs` of E weights that share a codebook, each with inputs of its own.
+    """Fit E weights that share a codebook, each with inputs of its own, as `fit_to_inputs` does.
 
-    The levels come from all of them, by how often each was used. A weight that hardly any input
-    reached is rounded as it is: what few inputs tell of it holds for no others.
+    The levels come from all of them, weighted by how often each was used. A weight that received
+    fewer than `FEWEST_INPUTS` inputs is rounded without them: so few do not generalize.
 
     Args:
         weight: `(E * O, I)`, one below the other.
         spec: the format.
         hessians: `mean(x x^T)` over the inputs of each, `(E, I, I)`; 0 without inputs.
-        counts: how many inputs those are, `(E,)`.
-        ops: who does the steps inside a block of columns.
+        counts: the number of those inputs, `(E,)`.
+        ops: the inner operations of a sweep, for kernels.
     """
     E, I = len(hessians), weight.shape[1]
     weights = weight.detach().float().view(E, -1, I)
@@ -469,12 +472,12 @@ def needed_damping(hessian: Tensor) -> float:
 
 
 def output_error(weight: Tensor, quantized: QuantizedWeight, H: Tensor) -> float:
-    """`tr((W - W_q) H (W - W_q)^T)`: the mean squared error of the layer's output."""
+    """Return `tr((W - W_q) H (W - W_q)^T)`, the mean squared error of the layer's output."""
     return _row_energy((weight - dequantize(quantized)).T, H).sum().item()
 
 
 def feedback_coupling(H: Tensor) -> Tensor:
-    """`A` `(I, I)`, strictly lower triangular: how much of each residual a later column pays back.
+    """Return `A` `(I, I)`, strictly lower triangular: the share of a residual each column absorbs.
 
     With `H = M D M^T`, M unit upper triangular, `tr(R H R^T) = sum_k D_k |R M[:, k]|^2`, and column
     k, which comes after all j < k, makes its term small by aiming at `w_k + sum_j M_jk r_j`.
@@ -484,7 +487,7 @@ def feedback_coupling(H: Tensor) -> Tensor:
 
 
 def feed_back(columns: Columns, H: Tensor, ops: ColumnOps) -> None:
-    """Choose all levels anew by GPTQ in falling order of `diag(H)`, under scales that stay."""
+    """Choose all levels again by GPTQ in falling order of `diag(H)`; the scales do not change."""
     d = columns.vector_size
     order = H.diagonal().view(-1, d).sum(1).argsort(descending=True)
     places = (order[:, None] * d + torch.arange(d, device=H.device)).flatten()
@@ -493,7 +496,7 @@ def feed_back(columns: Columns, H: Tensor, ops: ColumnOps) -> None:
         coupling = feedback_coupling(sorted_H)
     else:
         coupling, metric = feedback_of_blocks(sorted_H, d)
-    # a row of scales for each vector, or for each column if that has one of its own
+    # one row of scales per vector, or per column if each column has its own
     rows = order * d // columns.group_size if columns.group_size >= d else places
     sorted_columns = Columns(
         columns.weight[places],
@@ -513,9 +516,9 @@ def feed_back(columns: Columns, H: Tensor, ops: ColumnOps) -> None:
 
 
 def feed_paths(columns: Columns, H: Tensor, spec: LutSpec, ops: ColumnOps) -> None:
-    """Choose the paths of a trellis anew by feedback in the order of the columns, then its scales.
+    """Choose the paths of a trellis again by feedback in the order of the columns, then its scales.
 
-    These move to their best values given all others, if they are of groups.
+    Group scales move to their best values given all else; other scales do not change.
     """
     S = columns.scales.repeat_interleave(columns.group_size, dim=0).T
     factor = upper_factor(H)
@@ -534,7 +537,7 @@ def feed_paths(columns: Columns, H: Tensor, spec: LutSpec, ops: ColumnOps) -> No
 
 
 def descend(columns: Columns, H: Tensor, *, moves_scales: bool, ops: ColumnOps) -> None:
-    """Sweeps of coordinate descent over indices, and group scales if they may move."""
+    """Run `SWEEPS` sweeps of coordinate descent over indices, and group scales if they move."""
     metric = H.diagonal()
     if columns.indices is None:
         coupling = (H / metric[:, None]).fill_diagonal_(0.0)
@@ -546,7 +549,7 @@ def descend(columns: Columns, H: Tensor, *, moves_scales: bool, ops: ColumnOps) 
 
 
 def stack(weights: Sequence[Tensor], quantized: Sequence[QuantizedWeight]) -> Columns:
-    """Weights and what they are quantized to, side by side and transposed; of vectors, only one."""
+    """Concatenate weights and their quantized forms, transposed; for vectors only one weight."""
     I, first = weights[0].shape[1], quantized[0]
     held = [
         expand_scales(q.scales, I) if q.scales.scales is None else q.scales.scales
@@ -576,7 +579,7 @@ def stack(weights: Sequence[Tensor], quantized: Sequence[QuantizedWeight]) -> Co
 def unstack(
     columns: Columns, sizes: Sequence[int], old: Sequence[QuantizedWeight]
 ) -> list[QuantizedWeight]:
-    """The quantized weights of `columns`; low-rank scales, which no sweep moves, are the `old`."""
+    """Return the quantized weights of `columns`; low-rank scales, which never move, are `old`."""
     fitted, end = [], 0
     for size, start in zip(sizes, old, strict=True):
         own, end = slice(end, end + size), end + size
@@ -592,30 +595,30 @@ def unstack(
 
 
 def _indices(columns: Columns, rows: slice) -> Tensor:
-    """What the chosen values of some rows are called."""
+    """Return the indices of the chosen values of some rows, `(rows, I / d)`."""
     if columns.indices is not None:
         return columns.indices[:, rows].T.contiguous()
     return nearest_level(columns.chosen[:, rows].T, columns.levels[:, rows.start])
 
 
 def solve_levels(weight: Tensor, scales: Tensor, indices: Tensor, *, H: Tensor, C: int) -> Tensor:
-    """The levels `(C,)` that minimise the output error for the given indices and scales, exactly.
+    """Return the exact levels `(C,)` of least output error for the given indices and scales.
 
-    With `P_c = scales * (indices == c)`: `sum_c' <P_c, H P_c'> l_c' = <P_c, H W>`. All transposed:
-    `weight`, `scales` and `indices` are `(I, O)`.
+    With `P_c = scales * (indices == c)`: `sum_c' <P_c, H P_c'> l_c' = <P_c, H W>`. All are
+    transposed: `weight`, `scales` and `indices` are `(I, O)`.
     """
     parts = torch.stack([torch.where(indices == c, scales, 0.0) for c in range(C)])
     pulled = (H @ parts).view(C, -1).double()
     normal = pulled @ parts.view(C, -1).double().T
     right = pulled @ weight.reshape(-1).double()
     diagonal = normal.diagonal()
-    # a ridge that only an unused level can feel
+    # the ridge is so small that it only affects unused levels
     ridge = 1e-9 * diagonal.mean() + torch.finfo(torch.float64).tiny
     return torch.linalg.solve(normal + torch.diag(ridge.expand_as(diagonal)), right).float()
 
 
 def refit_levels(columns: Columns, H: Tensor, sizes: Sequence[int], spec: LutSpec) -> None:
-    """Solve the levels of each weight anew; indices stay, scales follow the normalized levels."""
+    """Solve the levels of each weight again; indices stay, scales follow the normalized levels."""
     end = 0
     for size in sizes:
         own, end = slice(end, end + size), end + size
@@ -640,7 +643,7 @@ def _renew_residual(columns: Columns) -> None:
 
 
 def _row_energy(columns: Tensor, H: Tensor) -> Tensor:
-    """`x^T H x` of each column x of `(I, O)`: its share of the output's mean square, `(O,)`."""
+    """Return `x^T H x` of each column x of `(I, O)`, its share of the output's energy, `(O,)`."""
     return (columns * (H @ columns)).sum(0)
 
 
@@ -652,10 +655,10 @@ def aim_all(
     *,
     shrink: float = SHRINK,
 ) -> list[Tensor]:
-    """`W + shrink (W' - W)` of each of `weights` `(O_n, I)`, which share their inputs.
+    """Return `W + shrink (W' - W)` for each of `weights` `(O_n, I)`, which share their inputs.
 
-    `H` is damped as for the fit, and solved in float64. A weight whose aim is not finite stays as
-    it is.
+    `H` is damped as in the fit and solved in float64. A weight whose correction is not finite is
+    returned unchanged.
 
     Args:
         hessian: `mean(x x^T)`, `(I, I)`.

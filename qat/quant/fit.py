@@ -1,11 +1,11 @@
-"""Quantize a weight without its layer's inputs: levels and scales by turns.
+"""Quantize a weight without its layer's inputs: levels and scales in turns.
 
-Levels belong to the whole tensor, so a sample of its rows teaches them; group scales and indices
-belong to a row, so they follow for all rows, a cache-sized piece at a time. Scales start from the
-weights and are refitted to given levels by least squares.
+Levels are shared by the whole tensor, so they are learned from a sample of its rows. Group scales
+and indices belong to single rows, so they are then found for all rows, one cache-sized piece at a
+time. Scales start from the weights and are refitted to given levels by least squares.
 
-Shapes: O out_features, I in_features, G groups per row, W weights per group, C codebook entries,
-R rank.
+Shapes: O out_features, I in_features, G groups per row, W weights per group, C codebook entries, R
+rank.
 """
 
 from collections.abc import Callable
@@ -32,32 +32,32 @@ from qat.quant.weight import (
 
 TINY = torch.finfo(torch.float32).tiny
 RIDGE = 1e-6
-"""Added to the normal equations of low-rank scales, as a share of their mean diagonal."""
+"""Ridge added to the normal equations of low-rank scales, as a fraction of their mean diagonal."""
 ROUNDS = 10
 ROUNDS_OF_VECTORS = 4
 LLOYD_STEPS = 15
-"""Rounds of k-means in several dimensions, which has no exact start, before scales move."""
+"""Steps of k-means for vectors before the scales move; there is no exact start as in 1D."""
 VECTORS_EACH = 32
-"""Vectors for each codeword, at least, in the sample that k-means starts from."""
+"""The least number of vectors per codeword in the sample that k-means starts from."""
 ROUNDS_OF_ALL_ROWS = 3
 SAMPLE = 2**17
-"""Weights that levels are learned from."""
+"""Weights that the levels are learned from."""
 PIECE = 2**19
 """Weights whose scales and indices are found at a time."""
 
 
 def absmax_scales(weight: Tensor, group_size: int) -> Tensor:
-    """The largest magnitude of each group, `(O, G)`, floored where a group is all zero."""
+    """Return the largest magnitude of each group, `(O, G)`, floored where a group is all zero."""
     O, I = weight.shape
     largest = weight.view(O, I // group_size, group_size).abs().amax(-1)
     return largest.clamp_min(torch.finfo(torch.float16).tiny)
 
 
 def fit_group_scales(weight: Tensor, levels: Tensor, importance: Tensor, old: Tensor) -> Tensor:
-    """The scales `(O, G)` that minimise `sum importance * (weight - S * levels)**2`, exactly.
+    """Return the exact scales `(O, G)` that minimise `sum importance * (weight - S * levels)**2`.
 
-    `s = sum(h w q) / sum(h q^2)` over each group; `levels` `(O, I)` are the chosen codebook
-    values. A group without signal, or that would turn negative, keeps its `old` scale.
+    `s = sum(h w q) / sum(h q^2)` over each group; `levels` `(O, I)` are the chosen codebook values.
+    A group without signal, or whose scale would turn negative, keeps its `old` scale.
     """
     O, G = old.shape
     weighted = importance * levels
@@ -68,16 +68,16 @@ def fit_group_scales(weight: Tensor, levels: Tensor, importance: Tensor, old: Te
 
 
 def low_rank_start(S: Tensor, rank: int) -> Scales:
-    """The best rank-`rank` factors `A diag(g) B` of a scale matrix `(O, I)`: its truncated SVD."""
+    """Return the best rank-`rank` factors `A diag(g) B` of scales `(O, I)`: their truncated SVD."""
     U, g, Vh = torch.linalg.svd(S, full_matrices=False)
     return Scales(scale_out=U[:, :rank], rank_gain=g[:rank], scale_in=Vh[:rank])
 
 
 def fit_low_rank(weight: Tensor, levels: Tensor, importance: Tensor, old: Scales) -> Scales:
-    """One round of alternating least squares on `sum h * (w - q * (A diag(g) B))**2`.
+    """Run one round of alternating least squares on `sum h * (w - q * (A diag(g) B))**2`.
 
-    First every row of `A diag(g)` given `B` (an R x R system each), then every column of `B`; at
-    last the factors are balanced again: unit columns in `A`, unit rows in `B`, lengths in `g`.
+    First every row of `A diag(g)` is solved given `B` (one R x R system each), then every column of
+    `B`. At the end the factors are balanced: unit columns in `A`, unit rows in `B`, lengths in `g`.
     """
     curvature = importance * levels**2
     target = importance * levels * weight
@@ -88,7 +88,7 @@ def fit_low_rank(weight: Tensor, levels: Tensor, importance: Tensor, old: Scales
 
 
 def balance(out_factor: Tensor, in_factor: Tensor) -> Scales:
-    """The same product with unit columns, unit rows, and the lengths in the gain."""
+    """Return the same product with unit columns, unit rows, and their lengths in the gain."""
     out_length = out_factor.norm(dim=0).clamp_min(TINY)
     in_length = in_factor.norm(dim=1).clamp_min(TINY)
     return Scales(
@@ -99,7 +99,10 @@ def balance(out_factor: Tensor, in_factor: Tensor) -> Scales:
 
 
 def _solve_rows(curvature: Tensor, target: Tensor, basis: Tensor) -> Tensor:
-    """Row n: the x that minimises `sum_m curvature[n, m] (t - x @ basis[:, m])**2`; `(N, R)`."""
+    """Return for each row n the x that minimises `sum_m curvature[n, m] (t - x @ basis[:, m])**2`.
+
+    The result is `(N, R)`.
+    """
     R, M = basis.shape
     products = (basis[:, None] * basis[None]).view(R * R, M)
     normal = (curvature @ products.T).view(-1, R, R)
@@ -118,20 +121,20 @@ def fit_weight(
     nearest: Nearest = nearest_vectors,
     path: Path = best_path,
 ) -> QuantizedWeight:
-    """The levels, scales and indices that minimise `sum h * (weight - dequantized)**2`.
+    """Find the levels, scales and indices that minimise `sum h * (weight - dequantized)**2`.
 
-    Alternates nearest indices and least-squares refits of levels (learned codebooks only) and
-    scales, from the levels of weighted k-means, and keeps the best round after rounding as a
-    checkpoint stores it. More than `SAMPLE` weights with group scales learn their levels from that
-    many, in whole rows drawn at random (always the same ones).
+    Alternates nearest indices with least-squares refits of levels (learned codebooks only) and
+    scales, starting from the levels of weighted k-means, and keeps the best round, judged after
+    rounding to the stored dtypes. A weight with group scales and more than `SAMPLE` weights learns
+    its levels from about that many, in whole rows drawn at random (always the same ones).
 
     Args:
         weight: `(O, I)` float.
         spec: the format.
-        importance: how much an error counts, `(I,)` (the mean square of each input feature) or
-            `(O, I)` (Fisher); 1 everywhere if None.
-        nearest: who finds the codewords of vectors.
-        path: who finds the best paths through a trellis.
+        importance: the weight of an error, `(I,)` (the mean square of each input feature) or `(O,
+            I)` (Fisher); 1 everywhere if None.
+        nearest: the search for the nearest codewords of vectors.
+        path: the search for the best paths through a trellis.
     """
     weight = weight.detach().float()
     h = weight.new_ones(()) if importance is None else importance.to(weight.device).float()
@@ -143,14 +146,14 @@ def fit_weight(
     if spec.scale == "low_rank" or len(rows) == len(weight):
         return _alternate(weight, h, spec, rows)
     sample = _alternate(weight[rows], h[rows], spec, None)
-    # absmax scales start as far from the fitted ones as they were in the sample
+    # start from absmax scales times the ratio of fitted to absmax scales in the sample
     groups = absmax_scales(weight, spec.group_size)
     groups = groups * (sample.scales.by_group() / groups[rows]).median()
     return _follow(weight, h, sample.codebook, sample.scales._replace(scales=groups))
 
 
 def sample_rows(weight: Tensor, num_weights: int) -> Tensor:
-    """Row numbers `(n,)`, ascending, that hold about `num_weights` weights; all if there are fewer.
+    """Return ascending row numbers `(n,)` that hold about `num_weights` weights, or all rows.
 
     The same for every weight of one shape.
     """
@@ -163,12 +166,12 @@ def sample_rows(weight: Tensor, num_weights: int) -> Tensor:
 
 
 def weighted_error(weight: Tensor, quantized: QuantizedWeight, importance: Tensor) -> float:
-    """`sum importance * (weight - dequantized)**2`."""
+    """Return `sum importance * (weight - dequantized)**2`."""
     return (importance * (weight - dequantize(quantized)) ** 2).sum().item()
 
 
 def refit_scales(weight: Tensor, levels: Tensor, importance: Tensor, old: Scales) -> Scales:
-    """The least-squares scales for the codebook values `levels` `(O, I)`, in the form of `old`."""
+    """Return the least-squares scales for codebook values `levels` `(O, I)`, in `old`'s form."""
     if old.scales is None:
         return fit_low_rank(weight, levels, importance, old)
     return old._replace(scales=fit_group_scales(weight, levels, importance, old.scales))
@@ -177,10 +180,10 @@ def refit_scales(weight: Tensor, levels: Tensor, importance: Tensor, old: Scales
 def refit_levels(
     weight: Tensor, S: Tensor, importance: Tensor, indices: Tensor, *, old: Tensor
 ) -> Tensor:
-    """The least-squares levels `(C,)` for the indices at hand; one that nobody takes stays.
+    """Return the least-squares levels `(C,)` for the given indices; unused levels stay `old`.
 
-    `l_c = sum(h S w) / sum(h S^2)` over the places whose index is `c`. Ascending if the indices are
-    the nearest ones.
+    `l_c = sum(h S w) / sum(h S^2)` over the places whose index is `c`. They ascend if the indices
+    are the nearest ones.
     """
     place, weighted = indices.int(), importance * S
     if old.dim() > 1:  # each entry of a codeword is a level of its own
@@ -204,7 +207,7 @@ def settle(
     *,
     nearest: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> QuantizedWeight:
-    """The weight as a checkpoint would hold it: rounded scales first, then the nearest indices."""
+    """Return the weight as a checkpoint stores it: scales are rounded before indices are found."""
     if spec.codebook == "lut":
         scales, levels = normalize(scales, levels)
     stored = as_stored(QuantizedWeight(torch.empty(0), levels, above_zero(scales)))
@@ -213,14 +216,14 @@ def settle(
 
 
 def normalize(scales: Scales, levels: Tensor) -> tuple[Scales, Tensor]:
-    """The same product with the largest level at magnitude 1 and its size in the scales."""
+    """Return the same product with the largest level at magnitude 1 and its size in the scales."""
     size = levels.abs().max().clamp_min(TINY)
     name = "scales" if scales.scales is not None else "rank_gain"
     return scales._replace(**{name: getattr(scales, name) * size}), levels / size
 
 
 def _alternate(weight: Tensor, h: Tensor, spec: LutSpec, rows: Tensor | None) -> QuantizedWeight:
-    """Rounds of indices, levels and scales; k-means sees `rows` alone (None for all)."""
+    """Alternate indices, levels and scales; k-means uses only `rows` (None for all)."""
     scales = _start_scales(weight, spec)
     levels = fixed_grid(spec)
     if levels is None:
@@ -228,7 +231,7 @@ def _alternate(weight: Tensor, h: Tensor, spec: LutSpec, rows: Tensor | None) ->
         seen = slice(None) if rows is None else rows
         levels = _start_levels(weight[seen], S[seen], h[seen], spec.num_levels)
     levels = levels.to(weight.device)
-    best, least = cast(QuantizedWeight, None), float("inf")  # the first round beats it
+    best, least = cast(QuantizedWeight, None), float("inf")  # always replaced in the first round
     for _ in range(ROUNDS):
         S = expand_scales(scales, weight.shape[1])
         indices = _nearest(weight, S, levels)
@@ -245,10 +248,10 @@ def _alternate(weight: Tensor, h: Tensor, spec: LutSpec, rows: Tensor | None) ->
 def _fit_codewords(
     weight: Tensor, h: Tensor, spec: LutSpec, *, nearest: Nearest, path: Path
 ) -> QuantizedWeight:
-    """The same for codebooks of vectors and trellises: a start, then rounds over all rows.
+    """Do what `_alternate` does for codebooks of vectors and for trellises.
 
-    Vectors start from a sample. One search for the nearest codewords, or for the best paths, which
-    takes nearly all the time, ends a round.
+    Codewords of vectors start from a sample; the rounds use all rows. A round ends with one search
+    for the nearest codewords or for the best paths, which takes nearly all the time.
     """
     I, d, root = weight.shape[1], spec.vector_size, h.sqrt()
 
@@ -281,7 +284,7 @@ def _fit_codewords(
 
 
 def _follow(weight: Tensor, h: Tensor, levels: Tensor, start: Scales) -> QuantizedWeight:
-    """Scales and indices of all rows under levels that stay, from the group scales `start`."""
+    """Find scales and indices of all rows under fixed levels, from the group scales `start`."""
     O, I = weight.shape
     start_OG = start.by_group()
     scales, indices = torch.empty_like(start_OG), torch.empty_like(weight, dtype=torch.uint8)
@@ -304,7 +307,7 @@ def _nearest(weight: Tensor, S: Tensor, levels: Tensor) -> Tensor:
 def _start_scales(weight: Tensor, spec: LutSpec) -> Scales:
     groups = absmax_scales(weight, spec.group_size)
     levels = fixed_grid(spec)
-    if levels is not None and spec.codebook != "seq":  # whose levels lie within -1 ... 1
+    if levels is not None and spec.codebook != "seq":  # the levels of seq lie within -1 ... 1
         groups = groups / -float(levels[0])
     if spec.scale == "group":
         return Scales(scales=groups, bits=spec.scale_bits)
@@ -323,7 +326,7 @@ def _start_levels(weight: Tensor, S: Tensor, importance: Tensor, num_levels: int
 def _start_codewords(
     weight: Tensor, S: Tensor, importance: Tensor, *, spec: LutSpec, nearest: Nearest
 ) -> Tensor:
-    """Codewords `(C, d)` by k-means under scales that stay."""
+    """Return codewords `(C, d)` by k-means under fixed scales."""
     d = spec.vector_size
     values, mass = torch.where(S == 0, 0.0, weight / S), importance * S**2
     codebook = start_codewords(values.view(-1, d), mass.view(-1, d), spec.num_levels)

@@ -1,7 +1,8 @@
-"""Finds the integers and scales behind a weight that another format has rounded already.
+"""Recovery of the integers and scales behind a weight that another format has already rounded.
 
-What llama.cpp stores as Q4_0, Q5_0 or Q8_0 is integers times a float16 scale for each 32 weights of
-a row. Read as floats and fitted again it would lose a second time; found again it loses nothing.
+llama.cpp stores Q4_0, Q5_0 and Q8_0 as integers times a float16 scale per 32 weights of a row. Such
+a weight, read as floats and fitted again, would lose precision a second time; with its integers
+recovered it loses nothing.
 
 Shapes: O rows, I columns, N blocks of W weights.
 """
@@ -16,25 +17,28 @@ from qat.quant.spec import LutSpec
 from qat.quant.weight import QuantizedWeight, Scales, index_dtype
 
 BITS = (4, 5, 8)
-"""Bits of the integers in ggml's types of one float16 scale for each block."""
+"""Bits of the integers in the ggml types that have one float16 scale per block."""
 BLOCK = 32
-"""Weights of a row that share such a scale."""
+"""Weights of a row that share one scale."""
 PIECE = 2**16
-"""Blocks whose integers are found at a time."""
+"""Blocks that are processed at a time."""
 
 
 def integer_spec(bits: int) -> LutSpec:
-    """The format of a weight in so many bits that `exact_integers` finds."""
+    """Return the format of a weight that `exact_integers` recovers at `bits` bits."""
     return LutSpec(bits=bits, codebook="int", group_size=BLOCK, scale_bits=16)
 
 
 def is_integers(spec: LutSpec) -> bool:
-    """Return whether `spec` is one that `exact_integers` finds."""
+    """Return whether `spec` is a format that `exact_integers` can recover."""
     return spec.codebook == "int" and spec.bits in BITS and spec == integer_spec(spec.bits)
 
 
 def rounded_bits(weight: Tensor) -> int | None:
-    """The fewest bits of integers that `weight` `(O, I)` is; None if it is none, or zero."""
+    """Return the fewest bits whose integers represent `weight` `(O, I)` exactly, else None.
+
+    Also None for a weight of zeros.
+    """
     if weight.shape[1] % BLOCK or not weight.any():
         return None
     return next((bits for bits in BITS if exact_integers(weight, bits) is not None), None)
@@ -48,7 +52,7 @@ def exact_integers(weight: Tensor, bits: int) -> QuantizedWeight | None:
     """
     O, I = weight.shape
     spec = integer_spec(bits)
-    levels = cast(Tensor, fixed_grid(spec)).to(weight.device)  # integers always have one
+    levels = cast(Tensor, fixed_grid(spec)).to(weight.device)  # a grid of integers is never None
     codes, scales = [], []
     for blocks_NW in weight.detach().float().reshape(-1, BLOCK).split(PIECE):
         found = _integers(blocks_NW, bits)
@@ -61,13 +65,16 @@ def exact_integers(weight: Tensor, bits: int) -> QuantizedWeight | None:
 
 
 def _integers(blocks_NW: Tensor, bits: int) -> tuple[Tensor, Tensor] | None:
-    """The integers `(N, W)` and the scale `(N,)` of each block; None where one has none."""
+    """Return the integers `(N, W)` and the scale `(N,)` of each block; None if a block has no exact
+    form.
+    """
     lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     place_N1 = blocks_NW.abs().argmax(1, keepdim=True)
     extreme_N = blocks_NW.gather(1, place_N1)[:, 0]
     codes_NW, scales_N = torch.zeros_like(blocks_NW), torch.zeros_like(extreme_N)
     left = extreme_N.nonzero()[:, 0]  # a block of zeros has a scale of zero
-    # which integer the extreme is: mostly the outermost, of a searched scale one further inside
+    # try each integer for the extreme: mostly the outermost, but one further inside where ggml
+    # searched for the scale
     for integer in sorted(range(lowest, highest + 1), key=lambda n: (abs(n), n), reverse=True):
         if not len(left) or integer == 0:
             break

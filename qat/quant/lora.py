@@ -26,22 +26,23 @@ LORA_NAMES = Lora._fields
 
 
 def round_lora(lora: Lora) -> Lora:
-    """Both factors in float32, rounded as a checkpoint stores them."""
+    """Return both factors in float32, rounded as a checkpoint stores them."""
     return Lora(*(round_as_stored(name, t) for name, t in lora._asdict().items()))
 
 
 def add_product_(weight: Tensor, lora: Lora) -> Tensor:
-    """Add `lora_out @ lora_in` to a float32 `weight` `(O, I)`, rounded once; returns `weight`.
+    """Add `lora_out @ lora_in` to a float32 `weight` `(O, I)` in place, rounded once; return
+    `weight`.
 
-    The same bits on every device: the product of float16 values is taken in float64, where its sum
-    is exact in any order as long as it stays below 32.
+    The bits are the same on every device: the product of float16 values is taken in float64, where
+    the sum is exact in any order as long as it stays below 32.
     """
     lora_out, lora_in = round_lora(lora)
     return weight.add_(lora_out.double() @ lora_in.double())
 
 
 def pull_back_product(dW: Tensor, lora: Lora, wanted: Collection[str]) -> dict[str, Tensor]:
-    """The gradients that `dW` `(O, I)` implies, in float32, of those factors that are `wanted`.
+    """Return the gradients of the `wanted` factors that `dW` `(O, I)` implies, in float32.
 
     `d_lora_out = dW @ lora_in.T` and `d_lora_in = lora_out.T @ dW`, with the factors as stored.
     """
@@ -58,7 +59,8 @@ def pull_back_product(dW: Tensor, lora: Lora, wanted: Collection[str]) -> dict[s
 
 
 def factor_size(weight: Tensor, rank: int) -> float:
-    """The root mean square of both factors of an adapter that is as large as `weight`.
+    """Return the root mean square for both factors of an adapter whose product is as large as
+    `weight`.
 
     Factors of that size, drawn at random, have a product of the same root mean square as `weight`:
     `size**2 * sqrt(R) = rms(W)`.
@@ -68,10 +70,10 @@ def factor_size(weight: Tensor, rank: int) -> float:
 
 
 def random_lora(weight: Tensor, rank: int, generator: torch.Generator) -> Lora:
-    """An adapter of `weight` `(O, I)` that changes nothing yet: `lora_out` is zero.
+    """Return a new adapter of `weight` `(O, I)` that changes nothing yet: `lora_out` is zero.
 
-    `lora_in` is normal with the standard deviation `factor_size`. `generator` is the CPU's, so that
-    every device gets the same values.
+    `lora_in` is normal with the standard deviation `factor_size`. `generator` must be on the CPU,
+    so that every device gets the same values.
     """
     O, I = weight.shape
     lora_in = torch.randn(rank, I, generator=generator) * factor_size(weight, rank)

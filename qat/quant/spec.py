@@ -1,4 +1,4 @@
-"""How one linear layer is quantized, and which layer gets which way."""
+"""Specification of how one linear layer is quantized, and rules that assign it to layers."""
 
 import re
 from collections.abc import Collection
@@ -20,20 +20,20 @@ SUFFIX_OF: dict[ActivationKind, str] = {
     "int8-static": "a8s",
     "fp8": "f8",
 }
-"""What the name of a plan ends in, by how it quantizes inputs."""
+"""The suffix of a plan's name for each way to quantize inputs."""
 ROLE_PARTS: dict[Role, str] = {
     "attention": r"attn|attention|conv|mamba|mixer|ssm|temporal|^[qkvo]_proj$|qkv|^query",
     "mlp": r"mlp|ffn|feed_?forward|expert|moe|^ff$|^fc(\d|_|$)|^w[123]$"
     r"|^(gate|up|down|gate_up)_proj$|^dense_.*h$",
 }
-"""What the parts of a decoder block are called across families, as patterns of one name."""
+"""Patterns of the names that parts of a decoder block have across model families."""
 
 
 def role_of(name: str) -> Role:
-    """What the linear called `name` is a part of: the first of its path's names that says so.
+    """Return the role of the linear called `name`, from the first part of its path that matches.
 
-    `attention` is whatever mixes tokens: a convolution or a recurrence in its place too. `other`
-    is what no known family calls so.
+    `attention` is any part that mixes tokens, so it includes a convolution or a recurrence in its
+    place. `other` is a name that no known family uses for either.
     """
     for part in name.split("."):
         for role, pattern in ROLE_PARTS.items():
@@ -43,44 +43,46 @@ def role_of(name: str) -> Role:
 
 
 VECTOR_BITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
-"""Bits of an index that names a vector: eight of them, or four, or two, fill whole bytes."""
+"""Allowed bits of an index that names a vector: two, four or eight of them fill whole bytes."""
 
 
 MOST_FEATURES = 2**24
-"""More features than any linear has: no count of them in a file is larger."""
+"""Limit on feature counts that a file may hold; no linear has as many."""
 
 
 class LutSpec(Settings):
-    """One weight format: `W = codebook[indices] * S`.
+    """The format of one weight: `W = codebook[indices] * S`.
 
-    An index names one level, or a codeword of `vector_size` neighbouring input features of a row:
-    `bits / vector_size` bits a weight. Of a trellis it is a window over the bits of its row.
-    A `group` scale is shared by `group_size` consecutive input features of one row; a `low_rank`
-    scale is `A diag(g) B` of rank `rank` (of the reference system and the Apple Neural Engine).
+    An index names one level, or a codeword of `vector_size` neighbouring input features of a row,
+    at `bits / vector_size` bits per weight. In a trellis it is a window over the bits of its row. A
+    `group` scale is shared by `group_size` consecutive input features of one row; a `low_rank`
+    scale is `A diag(g) B` of rank `rank` (as in the reference system, for the Apple Neural Engine).
     """
 
     bits: int = Field(ge=1, le=12)
     """Bits per index; the codebook has `2**bits` entries (three when ternary, 15 when e2m1)."""
     vector_size: Literal[1, 2, 4, 8] = 1
-    """Weights that an index names."""
+    """Weights per index."""
     trellis_bits: Literal[0, 1, 2, 3, 4] = 0
-    """Bits a weight of a trellis: an index is the last `bits` of its row's bits up to there, which
-    are zeros before the row (QTIP, arXiv:2406.11235); 0: indices are stored whole."""
+    """Bits per weight of a trellis; 0: indices are stored whole. The index of a weight is the last
+    `bits` of its row's bits up to that weight, with zeros before the row (QTIP,
+    arXiv:2406.11235)."""
     codebook: CodebookKind = "lut"
     """lut: k-means levels that may learn; seq, int, ternary, e2m1: fixed grids."""
     scale: Literal["group", "low_rank"] = "group"
     """Form of the scale."""
     group_size: int = Field(default=32, gt=0, le=MOST_FEATURES)
-    """Input features that share a scale; also where a low-rank fit starts from."""
+    """Input features that share a scale; with a low-rank scale, the groups that its fit starts
+    from."""
     rank: int = Field(default=0, ge=0, le=MOST_FEATURES)
     """Rank of a low-rank scale; 0 with group scales."""
     scale_bits: Literal[32, 16, 8] = 16
-    """Bits of a stored scale: a float32, a float16, or, of a group scale alone, its upper byte
-    (5 exponent, 3 mantissa bits). 32 is for imported weights that float16 would change."""
+    """Bits of a stored scale: a float32, a float16, or, for group scales only, the upper byte of a
+    float16 (5 exponent, 3 mantissa bits). 32 is for imported weights that float16 would change."""
     level_bits: Literal[32, 16, 8] = 32
-    """Bits that a learned level is rounded to: a float32, or a float16 for programs that compute
-    in one. A codebook of vectors or of a trellis, which is large, is of 16 or, if not given, of 8:
-    multiples of 1/64 below 2."""
+    """Bits that learned levels are rounded to: float32, or float16 for programs that compute in it.
+    A codebook of vectors or of a trellis is large: it has 16 bits, or 8 by default (multiples of
+    1/64 below 2)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -92,7 +94,7 @@ class LutSpec(Settings):
 
     @model_serializer(mode="wrap")
     def _without_usual_size(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What has levels is written as it always was: older versions read it."""
+        """Leave out fields that plain levels do not use, so that older versions read them."""
         values: dict[str, Any] = write(self)
         if self.vector_size == 1:
             del values["vector_size"]
@@ -154,43 +156,43 @@ class LutSpec(Settings):
 
     @property
     def is_vector(self) -> bool:
-        """Whether an index names several weights."""
+        """True if an index names several weights."""
         return self.vector_size > 1
 
     @property
     def is_trellis(self) -> bool:
-        """Whether an index is a window over the bits of its row."""
+        """True if an index is a window over the bits of its row."""
         return self.trellis_bits > 0
 
     @property
     def has_codewords(self) -> bool:
-        """Whether the codebook is `(C, d)`, in any order: of vectors, or a trellis's with d = 1."""
+        """True if the codebook is `(C, d)`, in any order: vectors, or a trellis with d = 1."""
         return self.is_vector or self.is_trellis
 
     @property
     def num_levels(self) -> int:
-        """Entries of the codebook: levels, or codewords."""
+        """Entries of the codebook: levels or codewords."""
         return {"ternary": 3, "e2m1": 15}.get(self.codebook, 2**self.bits)
 
     @property
     def codebook_shape(self) -> tuple[int, ...]:
-        """`(C,)` of levels, `(C, d)` of codewords."""
+        """`(C,)` for levels, `(C, d)` for codewords."""
         return (self.num_levels, self.vector_size) if self.has_codewords else (self.num_levels,)
 
     @property
     def index_bits(self) -> float:
-        """Bits of a weight's index alone, scales and codebook aside: an `int` where it is whole."""
+        """Bits per weight of the indices alone, without scales and codebook; an `int` if whole."""
         whole, rest = divmod(self.trellis_bits or self.bits, self.vector_size)
         return self.bits / self.vector_size if rest else whole
 
     def stored_bits(self, part: str) -> int:
-        """Bits that a checkpoint stores a number of the weight's `part` in: codebook or scale."""
+        """Return the bits of each stored number of a weight's `part`: the codebook or a scale."""
         if part == "codebook":
             return self.level_bits if self.has_codewords else 32
         return self.scale_bits
 
     def check_shape(self, name: str, out_features: int, in_features: int) -> None:
-        """Refuse a layer whose rows do not split into whole groups, or that has not that rank.
+        """Refuse a layer whose rows do not split into whole groups, or that is too small.
 
         Raises:
             ConfigError: `group_size` or `vector_size` does not divide `in_features`, `rank` is
@@ -225,14 +227,14 @@ class LutSpec(Settings):
 
 
 class ActivationSpec(Settings):
-    """How the inputs of one linear are quantized."""
+    """The quantization of the inputs of one linear."""
 
     kind: ActivationKind
     """int8: a scale for each token, levels -127 ... 127; int8-asymmetric: a scale and a zero point
     for each token; int8-static: one learned scale for all; fp8: E4M3, a scale for each token."""
     scale_bits: Literal[32, 16] = 32
-    """Bits that a static scale is rounded to: a float32, or a float16 for programs that compute in
-    one."""
+    """Bits that a static scale is rounded to: float32, or float16 for programs that compute in
+    it."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -245,7 +247,7 @@ class ActivationSpec(Settings):
 
     @model_serializer(mode="wrap")
     def _without_usual_bits(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What has float32 scales is written as it always was: older versions read it."""
+        """Leave out `scale_bits` of float32, so that older versions read the result."""
         values: dict[str, Any] = write(self)
         if self.scale_bits == 32:
             del values["scale_bits"]
@@ -253,26 +255,27 @@ class ActivationSpec(Settings):
 
     @property
     def is_static(self) -> bool:
-        """Whether the scale is stored, and learns, in place of being measured at each token."""
+        """True if the scale is stored and learned instead of measured on each token."""
         return self.kind == "int8-static"
 
 
 STEP_BYTES = 4
-"""Scale and zero of both halves of a head, in a cache of keys or values (`qat.quant.kv`)."""
+"""Bytes for scale and zero of both halves of a head, in a cache of keys or values
+(`qat.quant.kv`)."""
 
 
 class KvSpec(Settings):
-    """How keys and values are kept."""
+    """The quantization of keys and values in the cache."""
 
     bits: Literal[8, 4]
-    """Of each number."""
+    """Bits per number."""
 
     def head_bytes(self, width: int) -> int:
-        """What the key or the value of one token takes in a head of `width` numbers."""
+        """Return the bytes of one token's key or value in a head of `width` numbers."""
         return width * self.bits // 8 + STEP_BYTES
 
     def check_width(self, width: int) -> None:
-        """Refuse heads that have no two equal halves.
+        """Refuse heads that do not split into two equal halves.
 
         Raises:
             ConfigError: the width is odd.
@@ -285,10 +288,11 @@ class KvSpec(Settings):
 
 
 class PlanRule(Settings):
-    """Module names that match `pattern` (a glob) get `spec`, or stay as they are without one.
+    """A rule for modules whose names match `pattern` (a glob): they get `spec`, or stay float.
 
-    What they read is quantized by `activation`, or stays in floating point without one. With a
-    `role` only linears that play it do (`role_of`), whatever their family calls them.
+    The inputs of these modules are quantized by `activation`, or stay in floating point without
+    one. With a `role` the rule only applies to linears of that role (`role_of`), whatever their
+    family names them.
     """
 
     pattern: str = "*"
@@ -305,7 +309,11 @@ class PlanRule(Settings):
         return self
 
     def catches(self, name: str, *, is_table: bool = False) -> bool:
-        """Whether the pattern matches; a table only if it is its name or says `embed` or `head`."""
+        """Return whether the rule applies to `name`.
+
+        A rule with a role applies to no table. A pattern applies to a table only if it is the
+        table's name or contains `embed` or `head`.
+        """
         if self.role is not None:
             is_of_role = not is_table and role_of(name) == self.role
             return is_of_role and fnmatchcase(name, self.pattern)
@@ -314,46 +322,47 @@ class PlanRule(Settings):
 
 
 class QuantPlan(Settings):
-    """Rules in order: the first whose pattern matches a module's name decides.
+    """Ordered rules: the first whose pattern matches a module's name decides.
 
-    A table (embedding or head) is matched only by a pattern that is its name or holds `embed` or
-    `head`: what is written for linears, such as `*`, does not catch it by accident.
+    A table (embedding or head) only matches a pattern that is its name or contains `embed` or
+    `head`, so that patterns meant for linears, such as `*`, do not match it by accident.
     """
 
     name: str
     rules: tuple[PlanRule, ...]
 
     def rule_for(self, module_name: str, *, is_table: bool = False) -> PlanRule | None:
-        """The rule that decides about that module; None if no pattern matches."""
+        """Return the rule that decides about that module; None if no pattern matches."""
         rules = (rule for rule in self.rules if rule.catches(module_name, is_table=is_table))
         return next(rules, None)
 
     def spec_for(self, module_name: str, *, is_table: bool = False) -> LutSpec | None:
-        """The spec of that module, or None if it stays in floating point."""
+        """Return the spec of that module, or None if it stays in floating point."""
         rule = self.rule_for(module_name, is_table=is_table)
         return None if rule is None else rule.spec
 
     def activation_for(self, module_name: str, *, is_table: bool = False) -> ActivationSpec | None:
-        """How that module's input is quantized; None if it stays in floating point."""
+        """Return how that module's input is quantized; None if it stays in floating point."""
         rule = self.rule_for(module_name, is_table=is_table)
         return None if rule is None else rule.activation
 
     @property
     def activations(self) -> set[ActivationSpec | None]:
-        """The ways in which inputs of what is quantized are; None is one of them."""
+        """The specs of the inputs of quantized modules; None stands for floating point."""
         return {rule.activation for rule in self.rules if rule.spec is not None}
 
     @property
     def has_static(self) -> bool:
-        """Return whether some inputs have one learned scale, which a calibration finds."""
+        """True if some inputs have one learned scale, which needs calibration."""
         return any(spec is not None and spec.is_static for spec in self.activations)
 
     def rules_for(
         self, specs: dict[str, LutSpec], table_names: Collection[str]
     ) -> tuple[PlanRule, ...]:
-        """A rule for each module of `specs`: its spec, and the activation that this plan gives it.
+        """Return one rule per module of `specs`, with its spec and its activation in this plan.
 
-        A table that the plan does not name gets that of all the plan's weights, if it is one.
+        A module that matches no rule gets the plan's activation if all weights of the plan share
+        one.
         """
         common = self.activations
         usual = common.pop() if len(common) == 1 else None
@@ -365,14 +374,14 @@ class QuantPlan(Settings):
         )
 
     def with_activation(self, kind: ActivationKind) -> Self:
-        """The same plan with every input quantized in one way, under a name that says so."""
+        """Return this plan with every input quantized by `kind`, whose suffix joins the name."""
         change = {"activation": ActivationSpec(kind=kind)}
         rules = [r if r.spec is None else r.model_copy(update=change) for r in self.rules]
         name = f"{self.name}_{SUFFIX_OF[kind]}"
         return self.model_copy(update={"name": name, "rules": tuple(rules)})
 
     def with_short_scales(self) -> Self:
-        """The same plan, its static scales of inputs rounded to float16."""
+        """Return this plan with the static scales of inputs rounded to float16."""
         change = {"scale_bits": 16}
         rules = [
             r.model_copy(update={"activation": r.activation.model_copy(update=change)})
@@ -385,10 +394,10 @@ class QuantPlan(Settings):
     def assign(
         self, module_names: list[str], table_names: Collection[str] = ()
     ) -> dict[str, LutSpec]:
-        """The modules to quantize and how: tables first, then linears.
+        """Return the spec of each module to quantize: tables first, then linears.
 
         Raises:
-            ConfigError: a pattern matches no module at all, or no role is played by any.
+            ConfigError: a pattern matches no module, or no linear has any of the roles.
         """
         is_table = dict.fromkeys(table_names, True) | dict.fromkeys(module_names, False)
         idle = [
@@ -396,7 +405,7 @@ class QuantPlan(Settings):
             for rule in self.rules
             if not any(rule.catches(name, is_table=kind) for name, kind in is_table.items())
         ]
-        # a model may well have no linear of one role
+        # a model may have no linear of one role, so that alone is no error
         faulty = [rule for rule in idle if rule.role is None or len(idle) == len(self.rules)]
         if faulty:
             what = f"pattern {faulty[0].pattern!r}"
@@ -411,7 +420,7 @@ class QuantPlan(Settings):
 
 
 def _preset(name: str, mlp: LutSpec, attention: LutSpec) -> QuantPlan:
-    """What plays another role is few or unknown: it gets the format of the attention."""
+    """Return a plan by role; other roles are few or unknown and get the format of the attention."""
     rules = (
         PlanRule(role="mlp", spec=mlp),
         PlanRule(role="attention", spec=attention),
@@ -421,18 +430,18 @@ def _preset(name: str, mlp: LutSpec, attention: LutSpec) -> QuantPlan:
 
 
 def by_group(bits: int, group_size: int = 16) -> LutSpec:
-    """A learned codebook and a scale of 8 bits for each group.
+    """Return the format with a learned codebook and an 8-bit scale for each group.
 
     At equal size, groups of 16 with 8-bit scales are closer to the weight than groups of 32 with
-    16-bit ones: speedrun/records/2026-11-21_quality.
+    16-bit scales: speedrun/records/2026-11-21_quality.
     """
     return LutSpec(bits=bits, group_size=group_size, scale_bits=8)
 
 
 def vectors(bits: int, vector_size: Literal[2, 4]) -> LutSpec:
-    """Codewords and a scale of 8 bits for each group of 64: an eighth of a bit a weight.
+    """Return the format with codewords and an 8-bit scale per group of 64: 1/8 bit per weight.
 
-    What more scales cost buys more as indices (speedrun/LOG.md, 2026-11-23).
+    Bits spent on more scales are better spent on indices (speedrun/LOG.md, 2026-11-23).
     """
     return LutSpec(bits=bits, vector_size=vector_size, group_size=64, scale_bits=8)
 
@@ -442,7 +451,7 @@ def _low_rank(bits: int, rank: int) -> LutSpec:
 
 
 def _trellis() -> LutSpec:
-    """2 bits a weight of a window of 8, and a scale of 8 bits for each group of 64."""
+    """Return the format with 2 bits per weight, a window of 8, and 8-bit scales per group of 64."""
     return LutSpec(bits=8, trellis_bits=2, group_size=64, scale_bits=8)
 
 
@@ -464,11 +473,11 @@ PRESETS = {
 }
 
 SUFFIXES = re.compile(rf"(?P<plan>.+)_(?P<activation>{'|'.join(SUFFIX_OF.values())})")
-"""The name of a preset with more than weights: `q2a4_a8`."""
+"""A preset's name with a suffix for activations: `q2a4_a8`."""
 
 
 def preset_called(name: str) -> QuantPlan | None:
-    """The preset of that name, which may end in how inputs are quantized; None if there is none."""
+    """Return the preset called `name`, which may have a suffix for activations; None if unknown."""
     found = SUFFIXES.fullmatch(name)
     if found is None or name in PRESETS:
         return PRESETS.get(name)

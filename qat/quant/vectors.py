@@ -1,12 +1,12 @@
 """Fit a weight to a codebook of vectors: an index names d neighbouring weights of a row.
 
-The rounds and sweeps are those of levels (`fit`, `error_feedback`). What differs stands here: the
-start, the best codeword of a vector, and what the blocks of a sweep count.
+The rounds and sweeps are those of scalar levels (`fit`, `error_feedback`). This module has what
+differs: the initial codewords, the best codeword of a vector, and the blocks of a sweep.
 
-An error of a vector counts by a symmetric `(d, d)` metric G. With w what the vector aims at and S
-its scales, the best codeword c makes `(w - S c)^T G (w - S c)` least, so `(S G w) . c - (S c)^T G
-(S c) / 2` largest: one matmul of all vectors with all codewords and the products of their entries.
-G is the importance of each feature where a weight is fitted alone. Against `H = mean(x x^T)` it is
+The error of a vector counts by a symmetric `(d, d)` metric G. With w the vector's target and S its
+scales, the best codeword c minimises `(w - S c)^T G (w - S c)`, so it maximises `(S G w) . c - (S
+c)^T G (S c) / 2`: one matmul of all vectors with all codewords and the products of their entries.
+Where a weight is fitted alone, G is the importance of each feature. Against `H = mean(x x^T)` it is
 what H leaves of the vector's columns (GPTVQ, arXiv:2402.15319).
 
 Shapes: O rows, I in_features, N vectors, d weights of a vector, C codewords, B columns of a block.
@@ -23,20 +23,21 @@ from qat.quant.weight import index_dtype
 PIECE = 2**17
 """Weights whose nearest codewords are found at a time."""
 SEED_POOL = 4096
-"""Vectors that seeds are drawn from, or twice as many as codewords."""
+"""The least number of vectors that seeds are drawn from; twice the codewords if that is more."""
 SEED_SHARE = 32
-"""A round draws one seed for each so many that there are. On real weights a fit then errs as it
-does where seeds are drawn one by one with 7 trials each, as scikit-learn draws them."""
+"""A round draws one new seed for every so many existing ones. On real weights the fit then errs as
+much as with seeds drawn one by one with 7 trials each, as scikit-learn does."""
 SEED_TRIALS = 3
-"""Vectors drawn for each seed that is kept."""
+"""Candidates drawn for each seed that is kept."""
 
 
 def start_codewords(vectors: Tensor, mass: Tensor, num_codewords: int) -> Tensor:
-    """Codewords `(C, d)` to start from: vectors far from each other, drawn by k-means++.
+    """Return initial codewords `(C, d)`: vectors far from each other, drawn by k-means++.
 
-    The same for the same vectors on the same device: scikit-learn draws them one after the other on
-    a CPU, `seeds_in_rounds` elsewhere. `vectors` and `mass`, how much an error counts, are
-    `(N, d)`. With fewer vectors than codewords the spare ones repeat a vector.
+    The result is deterministic for the same vectors on the same device: scikit-learn draws the
+    seeds one by one on a CPU, `seeds_in_rounds` draws them elsewhere. `vectors` and `mass`, the
+    weight of an error, are `(N, d)`. With fewer vectors than codewords the spare codewords repeat a
+    vector.
     """
     count = min(len(vectors), max(SEED_POOL, 2 * num_codewords))
     drawn = torch.randperm(len(vectors), generator=torch.Generator().manual_seed(0))[:count]
@@ -55,14 +56,14 @@ def start_codewords(vectors: Tensor, mass: Tensor, num_codewords: int) -> Tensor
 
 
 def seeds_in_rounds(pool: Tensor, weights: Tensor, num_seeds: int) -> Tensor:
-    """k-means++ that draws more seeds in a round the more there are; nothing waits for the device.
+    """Run k-means++ in growing rounds: the more seeds there are, the more a round adds.
 
-    A vector is drawn by its weighted squared distance from the seeds so far; of those drawn in a
-    round, the ones are kept that leave the least of it.
+    It never synchronizes with the device. A vector is drawn by its weighted squared distance from
+    the seeds so far; of the candidates of a round, those are kept that leave the least of it.
 
     Args:
         pool: `(N, d)` float64.
-        weights: `(N,)`, of their errors, not all zero.
+        weights: `(N,)`, weights of the errors, not all zero.
         num_seeds: at most N.
     """
     sizes: list[int] = []
@@ -73,12 +74,12 @@ def seeds_in_rounds(pool: Tensor, weights: Tensor, num_seeds: int) -> Tensor:
     luck.exponential_(generator=torch.Generator().manual_seed(0))
     squares = pool.square().sum(1, keepdim=True)
     one = torch.ones_like(squares)
-    # a row of the one times a row of the other is the squared distance of two vectors
+    # a row of `here` times a row of `there` is the squared distance of two vectors
     here, there = torch.cat([pool, squares, one], 1), torch.cat([-2 * pool, one, squares], 1)
-    left = (4 * squares.max()).expand_as(squares)  # no two lie further apart
+    left = (4 * squares.max()).expand_as(squares)  # an upper bound on every squared distance
     near, seeds = weights, []
     for size, lot in zip(sizes, luck.to(pool.device), strict=True):
-        # the largest shares of so many numbers over exponential ones are a draw by these numbers
+        # sampling without replacement: the top-k of weights over exponential noise
         tried = (near / lot).topk(min(SEED_TRIALS * size, count)).indices
         left_by_each = torch.minimum(here @ there[tried].T, left)
         kept = (weights @ left_by_each).topk(size, largest=False).indices
@@ -93,9 +94,9 @@ Nearest = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def nearest_vectors(weight: Tensor, S: Tensor, codebook: Tensor, importance: Tensor) -> Tensor:
-    """The codeword of least `sum_j h_j (w_j - S_j c_j)^2` for each vector, `(O, I / d)`.
+    """Return the codeword of least `sum_j h_j (w_j - S_j c_j)^2` for each vector, `(O, I / d)`.
 
-    For a fit: of two that are equal but for rounding either may win.
+    This is for fits: where two codewords differ only by rounding, either may be returned.
     """
     (O, I), d = weight.shape, codebook.shape[1]
     entries = torch.cat([codebook, codebook**2], dim=1).T
@@ -109,22 +110,22 @@ def nearest_vectors(weight: Tensor, S: Tensor, codebook: Tensor, importance: Ten
 
 
 def best_codewords(pulls: Tensor, entries: Tensor) -> Tensor:
-    """`(pulls @ entries).argmax(1)`, `(N,)`, without all `(N, C)` scores at a time."""
+    """Return `(pulls @ entries).argmax(1)`, `(N,)`, without all `(N, C)` scores in memory."""
     C, dtype = entries.shape[1], index_dtype(entries.shape[1])
     if pulls.device.type == "cpu":
         # numpy's argmax takes a tenth of the time of torch's
         pieces = pulls.split(max(1, SCORES_IN_CACHE // C))
         found = [torch.from_numpy((piece @ entries).numpy().argmax(1)) for piece in pieces]
     else:
-        # in float64 no device may round to TF32
+        # float64, so that no device uses TF32
         entries = entries.double()
         pieces = pulls.split(max(1, SCORES // C))
         found = [(piece.double() @ entries).argmax(1) for piece in pieces]
     return (found[0] if len(found) == 1 else torch.cat(found)).to(dtype)
 
 
-# Sweeps over columns. As of levels, with blocks of d columns in the place of columns: H over the
-# blocks of its diagonal is the coupling, those blocks are the metric.
+# Sweeps over columns, as for levels but with blocks of d columns in place of columns: H over the
+# blocks of its diagonal is the coupling, and those blocks are the metric.
 
 
 def upper_factor(H: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ def upper_factor(H: Tensor) -> Tensor:
 
 
 def feedback_of_blocks(H: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """Coupling `(I, I)`, strictly below the diagonal blocks, and metric `(I, d)` of feedback.
+    """Return coupling `(I, I)`, zero in and above the diagonal blocks, and metric `(I, d)`.
 
     With `H = M D M^T`, M unit upper and D block diagonal, `tr(R H R^T)` is the sum over the blocks
     k of the energy of `R M[:, k]` under `D_k`: see `error_feedback.feedback_coupling`.
@@ -152,14 +153,14 @@ def feedback_of_blocks(H: Tensor, d: int) -> tuple[Tensor, Tensor]:
 
 
 def descent_of_blocks(H: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """Coupling `(I, I)`, zero in the diagonal blocks, and metric `(I, d)` of coordinate descent."""
+    """Return coupling `(I, I)`, zero in the diagonal blocks, and metric `(I, d)` for descent."""
     own = diagonal_blocks(H, d)
     coupling = torch.linalg.solve(own.double(), H.double().reshape(-1, d, len(H)))
     return _without_blocks(coupling.float().reshape(H.shape), d), own.flatten(0, 1)
 
 
 def diagonal_blocks(matrix: Tensor, d: int) -> Tensor:
-    """The `(I / d, d, d)` blocks on the diagonal."""
+    """Return the `(I / d, d, d)` blocks on the diagonal."""
     n = len(matrix) // d
     return matrix.view(n, d, n, d).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
 
@@ -171,13 +172,14 @@ def _without_blocks(matrix: Tensor, d: int) -> Tensor:
 
 
 Pulls = Callable[[int, Tensor], Tensor]
-"""From a block's number and its targets `(d, O)` to the pulls `(K, O)` on its codewords."""
+"""Maps a block's number and its targets `(d, O)` to the pulls `(K, O)` on its codewords."""
 
 
 def pulls_of_groups(codebook: Tensor, metric: Tensor, scales: Tensor) -> tuple[Pulls, Tensor]:
-    """Of vectors whose weights share a scale S: `t^T G c - S c^T G c / 2`, over S, is largest.
+    """Return pulls and entries for vectors whose weights share a scale S.
 
-    `metric` is `(B / d, d, d)`, `scales` `(B, O)`. Entries are `(B / d, d + 1, C)`.
+    The score, divided by S, is `t^T G c - S c^T G c / 2`. `metric` is `(B / d, d, d)`, `scales`
+    `(B, O)`. Entries are `(B / d, d + 1, C)`.
     """
     d = codebook.shape[1]
     turned = (codebook.double() @ metric.double()).float()
@@ -187,11 +189,11 @@ def pulls_of_groups(codebook: Tensor, metric: Tensor, scales: Tensor) -> tuple[P
 
 
 def pulls_of_columns(codebook: Tensor, metric: Tensor, scales: Tensor) -> tuple[Pulls, Tensor]:
-    """Of vectors whose weights each have a scale of their own: entries `(B / d, K, C)`."""
+    """Return pulls and entries `(B / d, K, C)` for vectors whose weights each have a scale."""
     d = codebook.shape[1]
     first, second = torch.triu_indices(d, d, device=codebook.device).unbind()
     entries = torch.cat([codebook, codebook[:, first] * codebook[:, second]], dim=1).T
-    counts = torch.where(first == second, -0.5, -1.0)[:, None]  # a pair stands for two
+    counts = torch.where(first == second, -0.5, -1.0)[:, None]  # an off-diagonal pair counts twice
 
     def pulls(block: int, target: Tensor) -> Tensor:
         G, s = metric[block], scales[block * d : (block + 1) * d]

@@ -1,4 +1,4 @@
-"""The one representation of a quantized weight, `W = codebook[indices] * S`, and how it is stored.
+"""The representation of a quantized weight, `W = codebook[indices] * S`, and its stored form.
 
 An entry of the codebook is one level, or a codeword of d neighbouring weights of a row.
 
@@ -22,33 +22,33 @@ from qat.backend.device import on
 SMALLEST = 2.0**-17
 """The smallest positive value."""
 LARGEST_VALUE = 61440.0
-"""The largest finite one."""
+"""The largest finite value."""
 LARGEST = 0x7B80
-"""Its float16 bits."""
+"""The float16 bits of `LARGEST_VALUE`."""
 CUT = 7
 """Bits of a float16 that a byte does not hold."""
 
 
 def round_to_e5m3(value: Tensor) -> Tensor:
-    """`value` in float32, rounded to float16 first and then to a byte, both to nearest even.
+    """Return `value` in float32, rounded to float16 and then to E5M3, both to nearest even.
 
-    Negative values become 0. A finite float16 above 61440 becomes that; infinity, what a float16
-    rounds to infinity (from 65520 on) and NaN stay what they are, and no byte is meant to hold
-    them. What is rounded already stays as it is.
+    Negative values become 0. A finite float16 above 61440 becomes 61440. Infinity, values that
+    float16 rounds to infinity (from 65520 on) and NaN are returned as infinity and NaN; they have
+    no byte. Values that are already rounded do not change.
     """
     half = value.clamp_min(0).half()
     if on(value.device).compares():
         return torch.where(half.isfinite(), _rounded_by_comparing(half.float()), half.float())
-    bits = half.view(torch.int16).int() & 0x7FFF  # the sign of a zero
+    bits = half.view(torch.int16).int() & 0x7FFF  # clear the sign of a negative zero
     bits = (bits + (2 ** (CUT - 1) - 1) + (bits >> CUT & 1)) >> CUT << CUT
     rounded = bits.clamp_max(LARGEST).to(torch.int16).view(torch.float16)
     return torch.where(half.isfinite(), rounded, half).float()
 
 
 def _rounded_by_comparing(value: Tensor) -> Tensor:
-    """As `round_to_e5m3`, of float16 numbers in float32, with no look at their bits.
+    """Do what `round_to_e5m3` does for float16 values in float32, without access to their bits.
 
-    Divided by powers of two, which is exact, until what is left is a mantissa in eighths.
+    Divides by powers of two, which is exact, until a mantissa in eighths is left.
     """
     units, unit = value * (1 / SMALLEST), torch.full_like(value, SMALLEST)
     for octaves in (16, 8, 4, 2, 1):
@@ -59,12 +59,12 @@ def _rounded_by_comparing(value: Tensor) -> Tensor:
 
 
 def encode(value: Tensor) -> Tensor:
-    """The bytes (uint8) of finite values as `round_to_e5m3` gives them."""
+    """Return the bytes (uint8) of finite values that `round_to_e5m3` has rounded."""
     return (value.half().view(torch.int16) >> CUT).to(torch.uint8)
 
 
 def decode(octets: Tensor) -> Tensor:
-    """The values of `octets` (uint8) in float32."""
+    """Return the float32 values of E5M3 bytes (uint8)."""
     return (octets.to(torch.int16) << CUT).view(torch.float16).float()
 
 
@@ -77,22 +77,22 @@ STORED_DTYPES = {
     "lora_out": torch.float16,
     "lora_in": torch.float16,
 }
-"""What a checkpoint stores each tensor in; training computes with the same rounded values.
+"""The dtype of each tensor in a checkpoint; training computes with the same rounded values.
 
 Group scales of 8 bits are bytes instead, and scales of 32 bits are float32.
 """
 
 WIDE = 32
-"""`scale_bits` of scales in float32."""
+"""The `scale_bits` of float32 scales."""
 CODEWORD_STEPS = 64
-"""Of codewords of 8 bits, from 0 to 1."""
+"""Steps of an 8-bit codeword entry between 0 and 1."""
 
 ROWS_IN_CACHE = 256
 """Rows of a low-rank product that a CPU sums at a time."""
 
 
 class Scales(NamedTuple):
-    """The scale of a weight in one of its two forms; the other form's fields are None."""
+    """The scales of a weight in one of two forms; the fields of the other form are None."""
 
     scales: Tensor | None = None
     """`(O, G)`, the group form."""
@@ -103,23 +103,23 @@ class Scales(NamedTuple):
     scale_in: Tensor | None = None
     """`B`, `(R, I)`."""
     bits: int = 16
-    """Bits that a checkpoint stores a scale in: 32, 16, or 8 for a group scale."""
+    """Bits of a stored scale: 32, 16, or, for group scales only, 8."""
 
     def present(self) -> dict[str, Tensor]:
-        """The tensors of the form in use, by name."""
+        """Return the tensors of the form in use, by name."""
         named = ((name, getattr(self, name)) for name in SCALE_NAMES)
         return {name: tensor for name, tensor in named if tensor is not None}
 
     def low_rank(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`A`, `g` and `B` of the low-rank form."""
+        """Return `A`, `g` and `B` of the low-rank form."""
         return cast(tuple[Tensor, Tensor, Tensor], (self.scale_out, self.rank_gain, self.scale_in))
 
     def by_group(self) -> Tensor:
-        """`(O, G)` of the group form."""
+        """Return the `(O, G)` scales of the group form."""
         return cast(Tensor, self.scales)
 
     def replaced(self, parts: dict[str, Tensor]) -> "Scales":
-        """The same with other tensors in the place of those that `parts` names."""
+        """Return a copy with the tensors in `parts` in place of those of the same name."""
         return self._replace(**cast(dict[str, Any], parts))
 
 
@@ -131,7 +131,7 @@ class QuantizedWeight(NamedTuple):
     """A weight as indices, levels or codewords, and scales."""
 
     indices: Tensor
-    """`(O, I / d)`, of the dtype that `index_dtype` says."""
+    """`(O, I / d)`, in the dtype that `index_dtype` returns."""
     codebook: Tensor
     """`(C,)` float32, ascending; or `(C, d)`, codewords in any order."""
     scales: Scales
@@ -144,19 +144,19 @@ class QuantizedWeight(NamedTuple):
 
 
 def vector_size(codebook: Tensor) -> int:
-    """d: how many weights an entry of the codebook names."""
+    """Return d, the number of weights that an entry of the codebook covers."""
     return 1 if codebook.dim() == 1 else codebook.shape[1]
 
 
 def index_dtype(num_levels: int) -> torch.dtype:
-    """The smallest dtype that holds every index of so many levels or codewords."""
+    """Return the smallest dtype that holds every index of `num_levels` levels or codewords."""
     return torch.uint8 if num_levels <= 256 else torch.int16
 
 
 def expand_scales(scales: Scales, in_features: int) -> Tensor:
-    """`S`, `(O, I)`: each group's scale repeated over its features, or `A diag(g) B`.
+    """Return `S`, `(O, I)`: each group's scale repeated over its features, or `A diag(g) B`.
 
-    The low-rank product is no matmul, whose order of summation is the device's: it adds
+    The low-rank product is no matmul, because its order of summation depends on the device. It adds
     `(A[:, r] * g[r])[:, None] * B[r]` for r = 0, 1, ..., each product and sum rounded on its own,
     so that every device gives the same bits.
     """
@@ -175,21 +175,21 @@ def expand_scales(scales: Scales, in_features: int) -> Tensor:
 
 
 def dequantize(weight: QuantizedWeight) -> Tensor:
-    """`codebook[indices] * S`, `(O, I)` in the codebook's dtype."""
+    """Return `codebook[indices] * S`, `(O, I)` in the codebook's dtype."""
     S = expand_scales(weight.scales, weight.shape[1])
     return chosen_levels(weight) * S
 
 
 def chosen_levels(weight: QuantizedWeight) -> Tensor:
-    """`codebook[indices]`, `(O, I)`."""
+    """Return `codebook[indices]`, `(O, I)`."""
     flat = weight.indices.flatten().int()
     return weight.codebook.index_select(0, flat).view(weight.shape)
 
 
 def dtype_as_stored(name: str, bits: int | None = None) -> torch.dtype:
-    """What a checkpoint stores the tensor `name` in.
+    """Return the dtype of the tensor `name` in a checkpoint.
 
-    `bits` are those of a format (`LutSpec.stored_bits`) where `name` is a codebook or a scale; by
+    `bits` is that of a format (`LutSpec.stored_bits`) if `name` is a codebook or a scale; by
     default levels have 32 and scales 16.
     """
     if bits is None or name not in (*SCALE_NAMES, "codebook"):
@@ -202,7 +202,7 @@ def dtype_as_stored(name: str, bits: int | None = None) -> torch.dtype:
 
 
 def round_as_stored(name: str, value: Tensor, bits: int | None = None) -> Tensor:
-    """`value` in float32 after rounding to what a checkpoint stores `name` in."""
+    """Return `value` in float32 after rounding to the dtype that a checkpoint stores `name` in."""
     if _is_byte(name, bits):
         return round_to_e5m3(value)
     if name == "codebook" and bits is not None:
@@ -211,14 +211,14 @@ def round_as_stored(name: str, value: Tensor, bits: int | None = None) -> Tensor
 
 
 def round_levels(codebook: Tensor, level_bits: int) -> Tensor:
-    """Levels in float32, of `level_bits` bits: of 8, the nearest multiple of 1/64 below 2."""
+    """Return levels in float32 rounded to `level_bits` bits; 8 means multiples of 1/64 below 2."""
     if level_bits == 8:
         return (codebook * CODEWORD_STEPS).round().clamp(-127, 127) / CODEWORD_STEPS
     return codebook if level_bits == 32 else codebook.half().float()
 
 
 def to_stored(name: str, value: Tensor, bits: int | None = None) -> Tensor:
-    """The tensor that a checkpoint holds for `value`, which is rounded as stored and finite."""
+    """Return the checkpoint's tensor for `value`, which must be rounded as stored and finite."""
     if _is_byte(name, bits):
         return encode(value)
     dtype = dtype_as_stored(name, bits)
@@ -226,7 +226,7 @@ def to_stored(name: str, value: Tensor, bits: int | None = None) -> Tensor:
 
 
 def from_stored(name: str, stored: Tensor, bits: int | None = None) -> Tensor:
-    """The float32 values of the tensor that a checkpoint holds for `name`."""
+    """Return the float32 values of the tensor that a checkpoint stores for `name`."""
     if stored.dtype == torch.int8:
         return stored.float() / CODEWORD_STEPS
     return decode(stored) if _is_byte(name, bits) else stored.float()
@@ -237,25 +237,25 @@ def _is_byte(name: str, bits: int | None) -> bool:
 
 
 def round_scales(scales: Scales) -> Scales:
-    """Each part of `scales` rounded as stored; what is rounded already stays as it is."""
+    """Round each part of `scales` as stored; parts that are already rounded do not change."""
     rounded = {n: round_as_stored(n, t, scales.bits) for n, t in scales.present().items()}
     return scales.replaced(rounded)
 
 
 def rms(tensor: Tensor) -> float:
-    """The root mean square, of sums in float64; at least 1e-8."""
+    """Return the root mean square, summed in float64; at least 1e-8."""
     return max(tensor.detach().double().pow(2).mean().sqrt().item(), 1e-8)
 
 
 def above_zero(scales: Scales) -> Scales:
-    """Group scales of 8 bits, all positive, raised to where none of them rounds to zero."""
+    """Raise 8-bit group scales, which must be positive, so that none rounds to zero."""
     if scales.bits != 8:
         return scales
     return scales._replace(scales=scales.by_group().clamp_min(SMALLEST))
 
 
 def as_stored(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same weight after a round trip through a checkpoint's dtypes."""
+    """Return the weight after a round trip through a checkpoint's dtypes."""
     codebook = round_as_stored(
         "codebook", weight.codebook, WIDE if weight.codebook.dim() == 1 else 16
     )
@@ -266,7 +266,7 @@ def as_stored(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 class PackedIndices(NamedTuple):
-    """The packed indices of one weight, and what is needed to read them."""
+    """The packed indices of one weight, with the settings needed to unpack them."""
 
     octets: Tensor
     """`(O, packed_width)` uint8."""
@@ -277,32 +277,32 @@ class PackedIndices(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """`(O, I)`, that of the weight."""
+        """`(O, I)`, the shape of the weight."""
         return torch.Size((self.octets.shape[0], self.in_features))
 
     def indices(self) -> Tensor:
-        """`(O, I / d)`, uint8 or int16."""
+        """Return the unpacked indices `(O, I / d)`, uint8 or int16."""
         count = self.in_features // self.vector_size
         return unpack(self.octets, self.bits, count, self.trellis_bits)
 
 
 def packed_width(count: int, bits: int, trellis_bits: int = 0) -> int:
-    """Bytes that a row of `count` indices takes."""
+    """Return the bytes of a row of `count` indices."""
     return -(-count * (trellis_bits or bits) // 8)
 
 
 def pack(indices: Tensor, bits: int, trellis_bits: int = 0) -> Tensor:
-    """`(O, n)` indices below `2**bits` as `(O, ceil(n * bits / 8))` uint8.
+    """Pack `(O, n)` indices below `2**bits` into `(O, ceil(n * bits / 8))` uint8.
 
-    Index i of a row lies in its bits `i * bits ... (i + 1) * bits - 1`; the last byte is padded
-    with zeros. A row is packed as many indices at a time as fill whole bytes.
+    Index i of a row occupies its bits `i * bits ... (i + 1) * bits - 1`; the last byte is padded
+    with zeros. A row is packed in units of as many indices as fill whole bytes.
 
-    Of a trellis of k bits index i is that before it, moved by k, under k bits of its own, and these
-    alone are stored: it lies in the bits `(i + 1) * k - bits ... (i + 1) * k - 1`, of which those
-    before the row are zeros.
+    In a trellis of k bits, index i is the previous index shifted right by k with k new bits on top,
+    and only these k bits are stored. The index is then found in the bits `(i + 1) * k - bits ... (i
+    + 1) * k - 1`, where bits before the row are zeros.
     """
     O, n = indices.shape
-    if indices.is_meta:  # an empty one of each linear is made where a checkpoint is opened
+    if indices.is_meta:  # checkpoints are opened with an empty one per linear
         return indices.new_empty((O, packed_width(n, bits, trellis_bits)), dtype=torch.uint8)
     if trellis_bits:
         return pack(indices >> bits - trellis_bits, trellis_bits)
@@ -318,7 +318,7 @@ def pack(indices: Tensor, bits: int, trellis_bits: int = 0) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int, trellis_bits: int = 0) -> Tensor:
-    """The `(O, count)` indices that `pack` packed, of the dtype that `index_dtype` says."""
+    """Return the `(O, count)` indices that `pack` packed, in the dtype of `index_dtype`."""
     O, width = packed.shape
     if trellis_bits:
         own = unpack(packed, trellis_bits, count)
@@ -340,7 +340,7 @@ def unpack(packed: Tensor, bits: int, count: int, trellis_bits: int = 0) -> Tens
 
 
 def _pack_bytes(indices: Tensor, bits: int) -> Tensor:
-    """The same without leaving uint8, where a byte holds a whole number of indices."""
+    """Do what `pack` does without leaving uint8, where a byte holds a whole number of indices."""
     num = 8 // bits
     padded = torch.nn.functional.pad(indices, (0, -indices.shape[1] % num))
     octets = padded[:, ::num].clone()
@@ -350,12 +350,12 @@ def _pack_bytes(indices: Tensor, bits: int) -> Tensor:
 
 
 def _together(bits: int) -> tuple[int, int]:
-    """The fewest indices that fill whole bytes, and those bytes."""
+    """Return the smallest number of indices that fills whole bytes, and that number of bytes."""
     return 8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)
 
 
 def _word(bits: int) -> torch.dtype:
-    """What holds the indices that are packed at a time."""
+    """Return the integer dtype that holds the indices packed at a time."""
     return torch.int32 if _together(bits)[1] < 4 else torch.int64
 
 
