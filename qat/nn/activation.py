@@ -1,4 +1,4 @@
-"""The module in a quantized linear or head that rounds what it reads."""
+"""The module that quantizes the input of a quantized linear or head."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from qat.quant.spec import ActivationSpec
 
 
 class ActivationQuantizer(nn.Module):
-    """Rounds the input of a product by its spec; the same bits wherever it runs.
+    """Quantizes the input of a product by its spec, with the same bits on every device.
 
-    Linears that read the same tensor share one where its scale is stored: it is rounded once, and
-    has one scale to learn. Under autocast the input is first cast, as the product would cast it.
+    Linears that read the same tensor share a quantizer with a stored scale: the input is quantized
+    once and there is one scale to learn. Under autocast the input is first cast, as the product
+    would cast it.
     """
 
     scale: nn.Parameter | None
@@ -29,7 +30,7 @@ class ActivationQuantizer(nn.Module):
         self.scale = None if scale is None else nn.Parameter(scale.detach().float().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(..., I)` to `(..., I)`, in the dtype that the product computes in."""
+        """Map `(..., I)` to `(..., I)`, in the dtype that the product computes in."""
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
@@ -38,7 +39,7 @@ class ActivationQuantizer(nn.Module):
         return quantize_tokens(x, self.spec.kind)
 
     def stored_scale(self) -> Tensor:
-        """The static scale that `forward` computes with, one float32 number, no gradient."""
+        """Return the static scale that `forward` computes with, one float32 number, no gradient."""
         assert self.scale is not None
         return static_scale(self.scale, self.spec.scale_bits)
 
@@ -50,24 +51,24 @@ class ActivationQuantizer(nn.Module):
         return super()._apply(keeping_dtype, recurse)
 
     def extra_repr(self) -> str:
-        """The kind, for `print(model)`."""
+        """Return the kind, for `print(model)`."""
         return self.spec.kind
 
 
 def activation_of(module: object) -> ActivationQuantizer | None:
-    """What rounds the input of a linear or head; None where it is read as it is."""
+    """Return the quantizer of the input of a linear or head; None without one."""
     found: ActivationQuantizer | None = getattr(module, "activation", None)
     return found
 
 
 def read(module: object, x: Tensor) -> Tensor:
-    """`x` as the product of a linear or head reads it."""
+    """Return `x` as quantized by a linear or head for its product."""
     quantizer = activation_of(module)
     return x if quantizer is None else cast(Tensor, quantizer(x))
 
 
 def read_alike(modules: Sequence[object]) -> bool:
-    """Whether one rounding of a common input serves all of `modules`, now and as they learn."""
+    """Return whether one quantized input serves all of `modules`, also after they have learned."""
     first = activation_of(modules[0])
     return all(_is_same(first, activation_of(module)) for module in modules)
 

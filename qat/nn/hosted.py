@@ -1,4 +1,4 @@
-"""A linear whose latent weight lies in host memory; what computes is the codes it took last."""
+"""A linear with its latent weight in host memory and its packed codes on the device."""
 
 import torch
 from torch import Tensor, nn
@@ -9,16 +9,16 @@ from qat.quant.weight import PackedIndices, QuantizedWeight, pack
 
 
 class HostedLutLinear(LutLinear):
-    """Its `latent` weight lies in pinned host memory, its codes on the device, packed.
+    """A linear whose `latent` weight is in pinned host memory, and its packed codes on the device.
 
-    Forming and pulling back read the codes alone: the gradient of the latent weight is that of the
-    formed one (`LutLinear`), whatever its value. So the latent weight need not be there before it
-    is moved; who moves it, or the codebook or scales that say what is nearest, lets the codes
-    `follow_` it after that.
+    Forming and pulling back need only the codes: the gradient of the latent weight equals that of
+    the formed weight (`LutLinear`), whatever its value. The latent weight is therefore needed on
+    the device only for its update. After changing it, the codebook or the scales, call `follow_` to
+    update the codes.
 
-    The latent weight is written into `room`, host memory of its shape, and kept in that dtype.
-    The parameter `weight` has the shape and takes the gradient, but one number for all of its
-    elements: zero, or NaN where a latent weight was not finite when the codes followed it last.
+    The latent weight is written into `room`, host memory of its shape, and kept in that dtype. The
+    parameter `weight` has the same shape and takes the gradient, but stores a single number for all
+    elements: zero, or NaN if a latent weight was not finite at the last `follow_`.
     """
 
     packed: Tensor
@@ -43,7 +43,7 @@ class HostedLutLinear(LutLinear):
         self.follow_(here)
 
     def source(self) -> PackedIndices | Tensor:
-        """The codes; while they follow a latent weight, that one."""
+        """Return the codes; inside `follow_`, the latent weight that they follow."""
         if self._followed is not None:
             return self._followed
         spec = self.spec
@@ -53,13 +53,13 @@ class HostedLutLinear(LutLinear):
 
     @torch.no_grad()
     def follow_(self, latent: Tensor) -> None:
-        """Take the codes of `latent`, a copy on the device, under codebook and scales as they are.
+        """Update the codes from `latent`, a copy on the device, under present codebook and scales.
 
-        They are written where they lie, for a recorded forward reads them there.
+        They are written in place, because a captured forward reads them at that address.
         """
         self._followed = latent
         codes = self.indices()
         self._followed = None
         self.packed.copy_(pack(codes, self.spec.bits, self.spec.trellis_bits))
-        # a sum keeps NaN and infinity
+        # a sum propagates NaN and infinity
         self._trouble.copy_(0.0 * torch.linalg.vector_norm(latent, 1, dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""Embeddings and heads whose table is stored as packed indices: nothing of them learns.
+"""Embeddings and heads whose table is stored as packed indices and does not learn.
 
 Shapes: V words, D model width, B sequences, S positions.
 """
@@ -18,15 +18,15 @@ from qat.quant.spec import LutSpec
 from qat.quant.weight import SCALE_NAMES, PackedIndices, QuantizedWeight, Scales, pack
 
 PIECE = 2**24
-"""Weights of a table that are formed at a time."""
+"""Number of weights of a table to form at a time."""
 
 
 class FrozenLutTable(nn.Module):
     """A `(V, D)` table `codebook[indices] * S` as a checkpoint holds it.
 
-    All its tensors are buffers. `dtype` is that of the float table it stands for; casting the model
-    changes it and leaves what the table is made of as it is. The `activation` is that of the head
-    that computes with the table, if there is one.
+    All its tensors are buffers. `dtype` is that of the float table it replaces; casting the model
+    changes `dtype` and leaves the stored tensors as they are. The `activation` belongs to the head
+    that uses the table, if there is one.
     """
 
     activation: ActivationQuantizer | None
@@ -47,29 +47,29 @@ class FrozenLutTable(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the table lies."""
+        """The device of the table."""
         return self.packed.device
 
     def _scales(self) -> Scales:
-        """The scales, float32."""
+        """Return the scales in float32."""
         parts = {name: self._buffers.get(name) for name in SCALE_NAMES}
         return Scales(**parts, bits=self.spec.scale_bits)
 
     def weight_tensors(self) -> dict[str, Tensor]:
-        """What the table is made of beside its indices, by name."""
+        """Return the table's tensors except its indices, by name."""
         return {"codebook": self.codebook, **self._scales().present()}
 
     def indices(self) -> Tensor:
-        """The stored index of each weight or vector: `(V, D / d)`."""
+        """Return the stored index of each weight or vector, `(V, D / d)`."""
         return self.source().indices()
 
     def quantized(self) -> QuantizedWeight:
-        """What a checkpoint holds."""
+        """Return the table as a checkpoint stores it."""
         return QuantizedWeight(self.indices(), self.codebook, self._scales())
 
     @torch.no_grad()
     def rows(self, which: slice | Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """The rows `which`, a slice or ids `(N,)`, as `(N, D)` in `dtype`; no other is unpacked."""
+        """Return the rows `which`, a slice or ids `(N,)`, as `(N, D)`; unpacks only these."""
         scales = self._scales()
         by_row = {n: t[which] for n, t in scales.present().items() if n in ("scales", "scale_out")}
         scales = scales.replaced(by_row)
@@ -77,7 +77,7 @@ class FrozenLutTable(nn.Module):
 
     @torch.no_grad()
     def quantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The whole table, `(V, D)` in `dtype`."""
+        """Return the whole table, `(V, D)` in `dtype`."""
         V, D = self.out_features, self.in_features
         table = torch.empty(V, D, dtype=dtype, device=self.device)
         size = max(1, PIECE // D)
@@ -86,14 +86,14 @@ class FrozenLutTable(nn.Module):
         return table
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """The formed table in one dtype, made once and kept, because a table does not learn."""
+        """Return the whole table in `dtype`, formed once and cached: a table does not learn."""
         formed = self.formed
         if formed is None or (formed.dtype, formed.device) != (dtype, self.device):
             self.formed = formed = self.quantized_weight(dtype)
         return formed
 
     def source(self, which: slice | Tensor = slice(None)) -> PackedIndices:
-        """The packed indices of the rows `which`."""
+        """Return the packed indices of the rows `which`."""
         spec = self.spec
         return PackedIndices(
             self.packed[which], spec.bits, self.in_features, spec.vector_size, spec.trellis_bits
@@ -104,7 +104,7 @@ class FrozenLutTable(nn.Module):
         return super()._apply(partial(keeping_dtype, fn), recurse)
 
     def extra_repr(self) -> str:
-        """Shape and format, for `print(model)`."""
+        """Return shape and format, for `print(model)`."""
         spec = self.spec
         vectors = f"vector_size={spec.vector_size}, " if spec.is_vector else ""
         trellis = f"trellis_bits={spec.trellis_bits}, " if spec.is_trellis else ""
@@ -116,7 +116,7 @@ class FrozenLutTable(nn.Module):
 
 
 class FrozenLutEmbedding(FrozenLutTable):
-    """`embedding.weight[ids]` in `dtype`, by unpacking the rows of these ids alone."""
+    """`embedding.weight[ids]` in `dtype`; unpacks only the rows of these ids."""
 
     def __init__(
         self,
@@ -127,13 +127,15 @@ class FrozenLutEmbedding(FrozenLutTable):
     ) -> None:
         super().__init__(quantized, spec, dtype)
         self.embed_scale = embed_scale
-        """What some models multiply the rows by, after rounding it to `dtype`."""
+        """Factor by which some models multiply the rows, rounded to `dtype` first; None without
+        one.
+        """
 
     def forward(self, ids: Tensor) -> Tensor:
-        """`(B, S)` ids to `(B, S, D)`."""
+        """Map `(B, S)` ids to `(B, S, D)`."""
         flat = ids.flatten().to(self.device)
         if self.formed is not None and self.formed.dtype == self.dtype:
-            rows = F.embedding(flat, self.formed)  # a tied head has made it already
+            rows = F.embedding(flat, self.formed)  # formed already for a tied head
         else:
             rows = self.rows(flat, self.dtype)
         rows = rows.view(*ids.shape, self.in_features)
@@ -152,11 +154,11 @@ class FrozenLutHead(FrozenLutTable):
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`(..., D)` to `(..., V)`."""
+        """Map `(..., D)` to `(..., V)`."""
         return self.product(read(self, hidden))
 
     def product(self, hidden: Tensor) -> Tensor:
-        """The logits of hidden states that are quantized already."""
+        """Return the logits of hidden states that are already quantized."""
         return _logits(hidden, self, self.bias)
 
 
@@ -165,49 +167,49 @@ class TiedLutHead(nn.Module):
 
     def __init__(self, embedding: FrozenLutEmbedding, bias: Tensor | None) -> None:
         super().__init__()
-        self._embedding = (embedding,)  # a tuple: a submodule would have a second name
+        self._embedding = (embedding,)  # in a tuple: a submodule would have a second name
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 
     @property
     def table(self) -> FrozenLutEmbedding:
-        """The embedding."""
+        """The embedding that owns the table."""
         return self._embedding[0]
 
     @property
     def activation(self) -> ActivationQuantizer | None:
-        """What quantizes the hidden states."""
+        """The quantizer of the hidden states; None without one."""
         return self.table.activation
 
     @property
     def device(self) -> torch.device:
-        """Where the table lies."""
+        """The device of the table."""
         return self.table.device
 
     @property
     def out_features(self) -> int:
-        """Words."""
+        """Number of words."""
         return self.table.out_features
 
     @property
     def in_features(self) -> int:
-        """Model width."""
+        """Width of the model."""
         return self.table.in_features
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """The whole table, made once and kept."""
+        """Return the whole table in `dtype`, formed once and cached."""
         return self.table.weight_in(dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`(..., D)` to `(..., V)`."""
+        """Map `(..., D)` to `(..., V)`."""
         return self.product(read(self, hidden))
 
     def product(self, hidden: Tensor) -> Tensor:
-        """The logits of hidden states that are quantized already."""
+        """Return the logits of hidden states that are already quantized."""
         return _logits(hidden, self.table, self.bias)
 
 
 def lut_tables(model: nn.Module) -> dict[str, FrozenLutTable]:
-    """The model's quantized tables by name, in order; a tied head is none."""
+    """Return the model's quantized tables by name, in order; a tied head has none."""
     return {name: m for name, m in model.named_modules() if isinstance(m, FrozenLutTable)}
 
 

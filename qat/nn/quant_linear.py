@@ -1,10 +1,10 @@
-"""A linear whose weight is `W = codebook[indices] * S`, plus an adapter if it has one.
+"""Linears whose weight is `W = codebook[indices] * S`, plus a LoRA adapter if there is one.
 
-`QuantLinear` is what all forms share: form `W`, run one matmul, pull the gradient of `W` back to
-what it is made of. `d_codebook[c]` sums `dW * S` where the index is `c`; the scale of a group sums
-`dW * codebook[indices]` over it. `FrozenLutLinear` has packed indices; `LutLinear` a latent weight
-that they follow, which takes `dW` as it is. A formed weight is a leaf of autograd that hands its
-gradient on and keeps none: `room_for`.
+`QuantLinear` is the common base: it forms `W`, runs one matmul, and pulls the gradient of `W` back
+to the parameters. `d_codebook[c]` sums `dW * S` over the weights with index `c`; the gradient of a
+group's scale sums `dW * codebook[indices]` over the group. `FrozenLutLinear` has packed indices;
+`LutLinear` has a latent weight that determines the indices and receives `dW` unchanged. A formed
+weight is an autograd leaf whose hook passes its gradient on and then frees it: `room_for`.
 
 Shapes: O out_features, I in_features, C codebook entries.
 """
@@ -50,20 +50,23 @@ KIND_OF = {
     **dict.fromkeys(SCALE_NAMES, "scales"),
     **dict.fromkeys(LORA_NAMES, "lora"),
 }
-"""The kind of each parameter that a quantized weight is made of, as `learn` names it."""
+"""Kind of each parameter of a quantized weight, as named in the setting `learn`."""
 
 
 class Turn(NamedTuple):
-    """Memory for the weights of one layer, which equal layers write theirs into one by one."""
+    """Shared buffers for the formed weights of one layer; equal layers reuse them in turn."""
 
     rooms: dict[tuple[object, ...], Tensor]
     number: int
-    """Of a weight among those of its shape in the layer, which are there together."""
+    """Index of this weight among those of the same shape in its layer, which exist at the same
+    time.
+    """
 
     def room(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The memory of this weight, as a tensor of its own.
+        """Return this weight's buffer as a separate tensor.
 
-        So autograd does not miss what it saved: that is there again when backward reads it.
+        Autograd's version check does not see that other layers overwrite the memory; the saved
+        values are written again before backward reads them.
         """
         kind = (self.number, shape, dtype, device)
         if kind not in self.rooms:
@@ -80,11 +83,11 @@ def room_for(
     take_gradient: Callable[[Tensor], None] | None,
     turn: Turn | None,
 ) -> Tensor:
-    """Where to write a weight: `old` again where it fits, so that its address stays, or a new one.
+    """Return the tensor to write a weight to: `old` if it fits, so that its address stays, or new.
 
-    With `take_gradient` the weight requires a gradient, which goes there as soon as it is complete
-    and is freed before another weight's; None if nothing behind the weight learns. With a `turn`
-    the memory is that of other layers' too.
+    With `take_gradient` the weight requires a gradient, which is passed to that function as soon as
+    it is complete and freed before another weight's; None if no parameter of the weight learns.
+    With a `turn` the memory is shared with other layers.
     """
     learns = take_gradient is not None
     kind = (shape, dtype, like.device, learns)
@@ -96,7 +99,7 @@ def room_for(
 
         def hand_on(weight: Tensor) -> None:
             dW, weight.grad = weight.grad, None
-            if dW is not None:  # undefined where nothing differentiable reads the weight
+            if dW is not None:  # None if nothing differentiable reads the weight
                 take_gradient(dW)
 
         room.register_post_accumulate_grad_hook(hand_on)
@@ -104,27 +107,29 @@ def room_for(
 
 
 def keeping_dtype(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Where `fn` puts a tensor: `model.to(bfloat16)` must not round what a weight is made of."""
+    """Apply `fn` but keep the dtype: `model.to(bfloat16)` must not round a weight's parameters."""
     applied = fn(tensor)
     return applied if applied.dtype == tensor.dtype else tensor.to(applied.device)
 
 
 class QuantLinear(nn.Module):
-    """`y = x @ W.T + bias` with `W = codebook[indices] * S`; a subclass says where indices lie.
+    """`y = x @ W.T + bias` with `W = codebook[indices] * S`; subclasses define the indices.
 
     An adapter, if there is one, is part of the weight: `W = codebook[indices] * S + lora_out @
-    lora_in`, so that its linear runs the same single matmul.
+    lora_in`, so that the linear still runs a single matmul.
 
     Used alone, forward forms `W` and backward pulls its gradient back inside one autograd function.
     In a training step `form_` writes `W` once; every forward until the next `form_` is then a plain
     matmul with it, and as soon as its gradient is complete it is pulled back and freed.
 
-    With an `activation` the product is of the quantized input: `y = read(x) @ W.T + bias`.
+    With an `activation` the input is quantized first: `y = read(x) @ W.T + bias`.
     """
 
     formed: Tensor | None
     turn: Turn | None = None
-    """Where it is formed if its layer is formed alone (`qat.nn.step.form_by_layer`)."""
+    """Shared memory for `formed` if the layer is formed on its own
+    (`qat.nn.step.form_by_layer`).
+    """
     lora_in: nn.Parameter | None
     activation: ActivationQuantizer | None
 
@@ -142,27 +147,27 @@ class QuantLinear(nn.Module):
         self.set_lora(None)
 
     def source(self) -> PackedIndices | Tensor:
-        """Packed indices, or the latent weight that they follow; no gradient."""
+        """Return the packed indices, or the latent weight that determines them; no gradient."""
         raise NotImplementedError
 
     def indices(self) -> Tensor:
-        """Which level or codeword is taken: `(O, I / d)`, no gradient."""
+        """Return the index of each weight (for vectors, codeword), `(O, I / d)`, no gradient."""
         raise NotImplementedError
 
     def levels(self, out: Tensor | None = None) -> Tensor:
-        """The codebook as forward computes with it, no gradient; written into `out` if given."""
+        """Return the codebook as forward uses it, no gradient; written into `out` if given."""
         return levels_as_stored(self.codebook.detach(), self.spec.level_bits, out=out)
 
     def scale_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of the scale, by name."""
+        """Return the parameters of the scales by name."""
         return {name: self.get_parameter(name) for name in SCALE_NAMES if name in self._parameters}
 
     def scales_as_stored(self) -> Scales:
-        """The scales, rounded as a checkpoint stores them, float32, no gradient."""
+        """Return the scales, rounded as a checkpoint stores them, float32, no gradient."""
         return round_scales(self._raw_scales())
 
     def _source_scales(self) -> Scales:
-        """The scales of the rows of `source`, as they learn, no gradient."""
+        """Return the unrounded scales for the rows of `source`, no gradient."""
         return self._raw_scales()
 
     def _raw_scales(self) -> Scales:
@@ -170,7 +175,7 @@ class QuantLinear(nn.Module):
         return Scales(**parts, bits=self.spec.scale_bits)
 
     def lora_parameters(self) -> dict[str, nn.Parameter]:
-        """The factors of the adapter, by name; none without one."""
+        """Return the adapter's factors by name; empty without an adapter."""
         factors = {name: self._parameters[name] for name in LORA_NAMES}
         return {name: factor for name, factor in factors.items() if factor is not None}
 
@@ -180,12 +185,12 @@ class QuantLinear(nn.Module):
         return 0 if self.lora_in is None else self.lora_in.shape[0]
 
     def lora(self) -> Lora | None:
-        """The adapter, rounded as a checkpoint stores it, float32, no gradient."""
+        """Return the adapter, rounded as a checkpoint stores it, float32, no gradient."""
         raw = self._raw_lora()
         return None if raw is None else round_lora(raw)
 
     def set_lora(self, lora: Lora | None) -> None:
-        """Put this adapter in the place of the one that there is, if any."""
+        """Replace the adapter, if any, by this one."""
         for name in LORA_NAMES:
             factor = None if lora is None else nn.Parameter(getattr(lora, name).float().clone())
             self.register_parameter(name, factor)
@@ -193,12 +198,12 @@ class QuantLinear(nn.Module):
 
     @torch.no_grad()
     def add_lora(self, rank: int, generator: torch.Generator) -> None:
-        """Add an adapter that does not change the function yet; `generator` is the CPU's."""
+        """Add an adapter that leaves the function unchanged; `generator` is a CPU generator."""
         self.set_lora(random_lora(self._quantized_part(), rank, generator))
 
     @torch.no_grad()
     def lora_size(self) -> float:
-        """The natural size of the adapter's factors (`qat.quant.lora.factor_size`)."""
+        """Return the natural size of the adapter's factors (`qat.quant.lora.factor_size`)."""
         return factor_size(self._quantized_part(), self.lora_rank)
 
     def _raw_lora(self) -> Lora | None:
@@ -206,30 +211,31 @@ class QuantLinear(nn.Module):
         return Lora(**{name: f.detach() for name, f in factors.items()}) if factors else None
 
     def _quantized_part(self, *, again: bool = False) -> Tensor:
-        """`codebook[indices] * S`, without the adapter, in float32."""
+        """Return `codebook[indices] * S`, without the adapter, in float32."""
         return self._form(torch.float32, again=again)
 
     def _form(
         self, dtype: torch.dtype, out: Tensor | None = None, *, again: bool = False
     ) -> Tensor:
-        """`codebook[indices] * S`, `(O, I)`; `again` if nothing has moved since the last time."""
+        """Return `codebook[indices] * S`, `(O, I)`; `again` if no parameter has changed since."""
         return form(*self._made_of(), self._source_scales(), dtype, out=out)
 
     def _made_of(self) -> tuple[PackedIndices | Tensor, Tensor]:
-        """The source and the levels of the last forming."""
+        """Return the source and the levels that the weight was last formed from."""
         return self.source(), self.levels()
 
     def quantized(self) -> QuantizedWeight:
-        """What a checkpoint would hold now beside the adapter: what forward computes with."""
+        """Return the weight as a checkpoint stores it and forward uses it, without the adapter."""
         return QuantizedWeight(self.indices(), self.levels(), self.scales_as_stored())
 
     @torch.no_grad()
     def quantized_weight(
         self, dtype: torch.dtype = torch.float32, out: Tensor | None = None, *, again: bool = False
     ) -> Tensor:
-        """The weight that forward computes with and export writes, `(O, I)`, no gradient.
+        """Return the weight that forward computes with and export writes, `(O, I)`, no gradient.
 
-        `again` says that nothing has moved since it was formed last: codes need not be sought.
+        With `again`, no parameter has changed since the last forming, so the codes are not searched
+        anew.
         """
         lora = self._raw_lora()
         if lora is None:
@@ -239,10 +245,10 @@ class QuantLinear(nn.Module):
 
     @torch.no_grad()
     def form_(self, dtype: torch.dtype) -> None:
-        """Write `W` for the coming forwards; what learns gets its gradient through it.
+        """Write `W` for the coming forwards; its gradient is pulled back to what learns.
 
-        The memory of the last `W` is used again where dtype and device still fit, so that its
-        address stays. If its layer is formed alone, this makes room and the layer calls `write_`.
+        The memory of the last `W` is reused where dtype and device still match, so that its address
+        stays. If the layer is formed on its own, this only allocates, and the layer calls `write_`.
         """
         self.formed = room_for(
             self.formed,
@@ -256,33 +262,33 @@ class QuantLinear(nn.Module):
             self.quantized_weight(dtype, out=self.formed)
 
     def write_(self, *, again: bool) -> None:
-        """Write `W` where `form_` made room; `again` if nothing has moved since the last time."""
+        """Write `W` into the tensor from `form_`; `again` if no parameter has changed since."""
         if self.formed is not None:
             self.quantized_weight(self.formed.dtype, out=self.formed.data, again=again)
 
     def join(self, joined: nn.Module | None, rows: slice) -> None:
-        """Let `joined` form this weight, as `rows` of its own; None ends that."""
+        """Use `rows` of the weight that `joined` forms; None undoes this."""
         self.release_()
-        self._joined = (joined, rows)  # a tuple: a submodule would own this one
+        self._joined = (joined, rows)  # in a tuple, so that it does not become a submodule
 
     def release_(self) -> None:
-        """Drop the formed weight: the next forward forms its own."""
+        """Drop the formed weight; the next forward forms its own."""
         self.formed = None
 
     def weight_parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters that the weight is made of, by name; the bias is not among them."""
+        """Return all parameters of the weight by name, without the bias."""
         return {"codebook": self.codebook, **self.scale_parameters(), **self.lora_parameters()}
 
     @torch.no_grad()
     def pulled_back(self, dW: Tensor, wanted: Collection[str]) -> dict[str, Tensor]:
-        """The gradient that `dW` implies for each of `weight_parameters` that is `wanted`."""
+        """Return the gradients of the `wanted` parameters of the weight, given `dW`."""
         with torch.autocast(dW.device.type, enabled=False):
             lora, scales = self._raw_lora(), self._source_scales()
             gradients = {} if lora is None else pull_back_product(dW, lora, wanted)
             return gradients | pull_back(dW, *self._made_of(), scales, wanted=wanted)
 
     def learns(self) -> bool:
-        """Whether anything that the weight is made of gets gradients."""
+        """Return whether any parameter of the weight gets gradients."""
         return bool(self._learning())
 
     def _learning(self) -> dict[str, nn.Parameter]:
@@ -290,7 +296,7 @@ class QuantLinear(nn.Module):
 
     @torch.no_grad()
     def pull_back_(self, dW: Tensor) -> None:
-        """Add what `dW` implies to the gradients of what learns."""
+        """Add the gradients that follow from `dW` to the parameters that learn."""
         self._add_(self.pulled_back(dW, self._learning()))
 
     @torch.no_grad()
@@ -303,18 +309,18 @@ class QuantLinear(nn.Module):
                 parameter.grad += gradient
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(..., I)` to `(..., O)`."""
+        """Map `(..., I)` to `(..., O)`."""
         return self.product(read(self, x))
 
     def product(self, x: Tensor) -> Tensor:
-        """`x @ W.T + bias` of an input that is quantized already: `(..., I)` to `(..., O)`."""
+        """Return `x @ W.T + bias` of an already quantized input: `(..., I)` to `(..., O)`."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight_in(x.dtype), bias)
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """The weight that forward multiplies with: the formed one, else one formed now in `dtype`.
+        """Return the weight that forward uses: the formed one, or one formed now in `dtype`.
 
-        Its gradient is pulled back to what it is made of.
+        Its gradient is pulled back to the parameters.
         """
         joined, rows = self._joined
         if joined is not None and joined.formed is not None:
@@ -328,7 +334,7 @@ class QuantLinear(nn.Module):
         return super()._apply(partial(keeping_dtype, fn), recurse)
 
     def extra_repr(self) -> str:
-        """Shape and format, for `print(model)`."""
+        """Return shape and format, for `print(model)`."""
         scale = f"group_size={self.spec.group_size}, scale_bits={self.spec.scale_bits}"
         if self.spec.scale == "low_rank":
             scale = f"rank={self.spec.rank}"
@@ -344,7 +350,7 @@ class QuantLinear(nn.Module):
 
 
 class _FormedWeight(torch.autograd.Function):
-    """Form in forward, pull back in backward: the step's three acts for a linear used alone."""
+    """Form in forward, pull back in backward, for a linear used outside a training step."""
 
     @staticmethod
     def forward(
@@ -362,10 +368,10 @@ class _FormedWeight(torch.autograd.Function):
 
 
 class FrozenLutLinear(QuantLinear):
-    """The form of a checkpoint: `bits` bits per index in memory, a fraction of a latent weight.
+    """A linear as stored in a checkpoint: `bits` bits per index in memory, no latent weight.
 
-    Where no gradient is wanted, vectors of 16 bits are multiplied straight from the packed indices
-    if there is a kernel (`qat.kernels.lut_gemm`).
+    Without gradients, 16-bit inputs are multiplied straight from the packed indices if there is a
+    kernel for the format (`qat.kernels.lut_gemm`).
     """
 
     packed: Tensor
@@ -376,28 +382,28 @@ class FrozenLutLinear(QuantLinear):
         self.register_buffer("packed", pack(quantized.indices, spec.bits, spec.trellis_bits))
 
     def source(self) -> PackedIndices:
-        """The packed indices."""
+        """Return the packed indices."""
         spec = self.spec
         return PackedIndices(
             self.packed, spec.bits, self.in_features, spec.vector_size, spec.trellis_bits
         )
 
     def indices(self) -> Tensor:
-        """The stored index of each weight or vector: `(O, I / d)`."""
+        """Return the stored index of each weight or vector, `(O, I / d)`."""
         return self.source().indices()
 
     def form_(self, dtype: torch.dtype) -> None:
-        """As for any quantized linear."""
+        """See `QuantLinear`; drops the encoded scales as well."""
         super().form_(dtype)
-        self._stored = None  # what learns may change in a recorded graph, which no version tells
+        self._stored = None  # a replayed graph may change parameters without changing their version
 
     def release_(self) -> None:
-        """As for any quantized linear."""
+        """See `QuantLinear`; drops the encoded scales as well."""
         super().release_()
         self._stored = None
 
     def product(self, x: Tensor) -> Tensor:
-        """As for any quantized linear."""
+        """See `QuantLinear`; without gradients it may read the packed indices directly."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self._reads_packed(x):
             return super().product(x)
         return lut_gemm(x, [self._as_stored()], self.bias)
@@ -416,7 +422,7 @@ class FrozenLutLinear(QuantLinear):
         )
 
     def _as_stored(self) -> Part:
-        """The weight as a checkpoint stores it: scales are encoded again once they changed."""
+        """Return the weight as a checkpoint stores it; encoded scales are cached."""
         scales = self.get_parameter("scales")
         version = 0 if scales.is_inference() else scales._version
         now = (scales.data_ptr(), version, self.codebook.data_ptr(), self.packed.data_ptr())
@@ -427,15 +433,15 @@ class FrozenLutLinear(QuantLinear):
 
 
 class LutLinear(QuantLinear):
-    """Codes follow a latent weight; forward uses only weights that the exported model can hold.
+    """A linear whose indices follow a latent weight; forward uses only exportable weights.
 
-    The latent weight keeps the dtype that it is given, float32 or bfloat16. Backward passes the
-    gradient of the quantized weight to `weight` unchanged (straight-through
-    estimator, arXiv:1308.3432) and the exact gradient to `codebook` and the scales.
+    The latent weight keeps its dtype, float32 or bfloat16. Backward passes the gradient of the
+    quantized weight to `weight` unchanged (straight-through estimator, arXiv:1308.3432) and the
+    exact gradient to `codebook` and the scales.
 
-    Codewords of vectors and paths through a trellis take long to find: forming leaves their
-    indices, a byte or two each, and the levels, and pulling back uses these until the next forming.
-    They are freed with the formed weight, and where nothing learns they are not kept.
+    Codewords of vectors and paths through a trellis are slow to find. For these, forming keeps
+    their indices (a byte or two each) and the levels, and pulling back reuses them until the next
+    forming. They are freed with the formed weight, and not kept where nothing learns.
     """
 
     _chosen: tuple[PackedIndices, Tensor] | None
@@ -448,12 +454,12 @@ class LutLinear(QuantLinear):
         self._latent_size = rms(weight)
 
     def source(self) -> PackedIndices | Tensor:
-        """The latent weight."""
-        return self.get_parameter("weight").detach()  # `qat.nn.sites` may lay another over it
+        """Return the latent weight."""
+        return self.get_parameter("weight").detach()  # `qat.nn.sites` may shadow `weight`
 
     @torch.no_grad()
     def indices(self) -> Tensor:
-        """What is nearest to each latent weight, vector or row under the scales as stored."""
+        """Return the nearest index of each latent weight, vector or row under stored scales."""
         levels = self.levels()
         source = self._choose(levels)
         if isinstance(source, PackedIndices):
@@ -470,7 +476,7 @@ class LutLinear(QuantLinear):
     ) -> Tensor:
         if again:
             return form(*self._made_of(), self._source_scales(), dtype, out=out)
-        # both are written over where they lie: a recorded backward reads them there
+        # both are overwritten in place: a captured backward reads them at these addresses
         room, old_levels = self._chosen or (None, None)
         levels = self.levels(out=old_levels)
         source = self._choose(levels, out=room)
@@ -485,23 +491,23 @@ class LutLinear(QuantLinear):
         return self._choose(levels), levels
 
     def release_(self) -> None:
-        """Drop the formed weight and what it was formed of."""
+        """Drop the formed weight and the indices it was formed from."""
         super().release_()
         self._chosen = None
 
     def latent_size(self) -> float:
-        """The natural size of the latent weight: the root mean square that it began with."""
+        """Return the natural size of the latent weight: its root mean square at the start."""
         return self._latent_size
 
     def weight_parameters(self) -> dict[str, nn.Parameter]:
-        """The latent weight, the codebook and the scales, by name."""
+        """Return the latent weight, the codebook, the scales and the adapter's factors by name."""
         return {"weight": self.weight, **super().weight_parameters()}
 
     def pulled_back(self, dW: Tensor, wanted: Collection[str]) -> dict[str, Tensor]:
-        """As for any quantized linear; the latent weight gets `dW` itself."""
+        """See `QuantLinear`; the latent weight gets `dW` itself."""
         straight_through = {"weight": dW} if "weight" in wanted else {}
         return straight_through | super().pulled_back(dW, wanted)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._chosen = None  # no buffer: it would stay on the old device
+        self._chosen = None  # not a buffer: it would stay on the old device
         return super()._apply(fn, recurse)

@@ -1,4 +1,4 @@
-"""A linear of which each rank holds some rows of the latent weight, and computes with the whole."""
+"""A linear with the rows of its latent weight divided over ranks; each computes with the whole."""
 
 from collections.abc import Collection
 
@@ -11,17 +11,17 @@ from qat.quant.weight import QuantizedWeight, Scales, rms
 from qat.ranks import Ranks
 
 BY_ROW = ("scales", "scale_out")
-"""Parts of the scale with a row for each row of the weight."""
+"""Parts of the scale with one row per row of the weight."""
 
 
 class ShardedLutLinear(LutLinear):
-    """Its `weight` is this rank's rows of the latent weight; it computes with the whole.
+    """A linear that holds this rank's rows of the latent `weight` and computes with the whole.
 
-    Every rank forms its rows and gathers those of the others: what travels is `W` in the dtype that
-    it is formed in, the same bits as one process would form. `dW` is summed to the rank that holds
-    its rows and pulled back there a little later. The gradients of codebook and scales, which every
-    rank holds whole, are so sums over all ranks still to be taken. What forms, pulls back or asks
-    for codes is called by all ranks together.
+    Every rank forms its rows and gathers the others: `W` is communicated in the dtype that it is
+    formed in, with the same bits as in one process. `dW` is reduced to the rank that holds its rows
+    and pulled back there a little later. The gradients of codebook and scales, which every rank
+    holds whole, are partial and must still be summed over ranks. All ranks must call the methods
+    that form, pull back or return codes together.
     """
 
     def __init__(
@@ -39,26 +39,26 @@ class ShardedLutLinear(LutLinear):
         self._latent_size = rms(whole)
 
     def weight_count(self) -> int:
-        """Weights of all ranks together."""
+        """Return the number of weights over all ranks."""
         return self.out_features * self.in_features
 
     def whole(self, rows: Tensor) -> Tensor:
-        """All O rows of what this rank holds `rows` of."""
+        """Gather all O rows from the `rows` of each rank."""
         return self.ranks.gather_rows(rows, self.out_features)
 
     def indices(self) -> Tensor:
-        """What is nearest to each latent weight or vector of all ranks: `(O, I / d)`."""
+        """Return the index nearest to each latent weight or vector of all ranks, `(O, I / d)`."""
         return self.whole(super().indices())
 
     def pulled_back(self, dW: Tensor, wanted: Collection[str]) -> dict[str, Tensor]:
-        """This rank's part: rows of the latent weight, and addends of whatever else is `wanted`."""
+        """Return this rank's part: rows of the latent weight, addends of what else is `wanted`."""
         return self._from_rows(self.ranks.sum_rows(dW)(), wanted)
 
     @torch.no_grad()
     def pull_back_(self, dW: Tensor) -> None:
-        """As for any quantized linear, but backward goes on while `dW` is summed.
+        """See `QuantLinear`, but backward continues while `dW` is summed.
 
-        Gradients are there after `Ranks.catch_up`.
+        The gradients are complete after `Ranks.catch_up`.
         """
         summed = self.ranks.sum_rows(dW)
         self.ranks.behind(lambda: self._add_(self._from_rows(summed(), self._learning())))

@@ -1,16 +1,17 @@
-"""Gives every matrix that can be quantized a linear of its own, whatever a model keeps it in.
+"""Gives every quantizable matrix a linear of its own, however the model stores it.
 
 Most decoders are made of `nn.Linear`. Others are not: GPT-2's `Conv1D` keeps its weight transposed,
-and a mixture of experts keeps the matrices of E experts in one parameter. `open_sites` puts a
-linear in the place of each such weight and leaves the function as it is; from there on plans,
-calibration, training, checkpoints and exports know linears alone. `close_sites` undoes it, for
-files that transformers alone must read.
+and a mixture of experts keeps the matrices of E experts in one parameter. `open_sites` replaces
+each such weight by a linear without changing the function; from there on plans, calibration,
+training, checkpoints and exports deal with linears only. `close_sites` undoes it, for files that
+transformers alone must read.
 
-Experts become one linear whose weight `(E * O, I)` stacks theirs. Nobody calls it: when the module
-that owned the parameter runs, it finds the stacked weight where its parameter was, as `(E, O, I)`,
-so that transformers' own grouped products compute with it. A module that multiplies with the weight
-of a linear itself (the latent attention of DeepSeek, some of Mamba) finds it there as well. Of what
-such modules multiply, only their own input can be quantized (`unseen_input`).
+Experts become one linear whose weight `(E * O, I)` stacks theirs. The linear is never called: when
+the module that owned the parameter runs, it finds the stacked weight in place of its parameter, as
+`(E, O, I)`, and transformers' own grouped products use it. The same holds for a module that
+multiplies by the weight of a linear itself (the latent attention of DeepSeek, parts of Mamba). Of
+the products inside such modules, only those with the module's own input can have that input
+quantized (`unseen_input`).
 
 A family with a layout of its own is one entry in `STACKS`.
 
@@ -36,12 +37,12 @@ from transformers.pytorch_utils import Conv1D
 from qat.nn.quant_linear import QuantLinear
 
 INNER = "down_proj"
-"""What multiplies the result of the other matrices of an expert."""
+"""The projection of an expert whose input is the result of its other projections."""
 PROJECTIONS = ("gate_up_proj", "up_proj", INNER)
 
 
 class Stack(NamedTuple):
-    """Which parameters of a class hold experts: as `(E, O, I)`, or transposed as `(E, I, O)`."""
+    """The parameters of a class that hold experts: as `(E, O, I)`, or transposed as `(E, I, O)`."""
 
     names: tuple[str, ...]
     is_transposed: bool = False
@@ -53,11 +54,12 @@ STACKS = {
     "JetMoeParallelExperts": Stack(("weight",)),
     "InklingSharedExperts": Stack(("gate_proj", "up_proj", "down_proj")),
 }
-"""By class, where experts do not run through transformers' interface for them."""
+"""Layouts by class name, for experts that do not use transformers' experts interface."""
 PRODUCTS = (F.linear, torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
 ROUTERS = ("gate", "router", "shared_expert_gate", "shared_gate")
-"""Names of what chooses experts: a few numbers a token, and all that follows hangs on them, so it
-stays in floating point."""
+"""Names of modules that choose experts: a few outputs per token that all later results depend on,
+so they stay in floating point.
+"""
 
 
 MORE_THAN_LINEAR = (
@@ -66,42 +68,45 @@ MORE_THAN_LINEAR = (
     "DeepseekV4GroupedLinear",
     "RecurrentGemmaRglru",
 )
-"""Classes whose matrices are no linears of a whole token; they stay in floating point."""
+"""Classes whose matrices do not map a whole token linearly; they stay in floating point."""
 NARROWEST = 16
-"""Inputs of the narrowest linear that is quantized: below, scales weigh more than indices save."""
+"""Fewest inputs of a quantized linear: below, scales cost more than indices save."""
 
 
 class TransposedLinear(nn.Linear):
-    """A linear in the place of a `Conv1D`, whose weight it has transposed."""
+    """A linear in place of a `Conv1D`, with its weight transposed."""
 
 
 class StackedLinear(nn.Linear):
-    """The weights of E experts, one below the other: `(E * O, I)`. Its owner runs, it does not."""
+    """The weights of E experts, stacked to `(E * O, I)`; used by its owner, never called."""
 
 
 class Owner:
-    """What `open_sites` makes of a module that reads weights itself: it finds what linears form."""
+    """A module that reads weights itself; it gets the formed ones in place of its parameters.
+
+    `open_sites` changes a module's class to a subclass of this one.
+    """
 
     _read: tuple[str, ...]
-    """The linears whose `weight` the module reads."""
+    """Names of the linears whose `weight` the module reads."""
 
     _opened: dict[str, tuple[int, bool]]
-    """For each parameter, E and whether it was stored as `(E, I, O)`."""
+    """E of each parameter, and true if it was stored as `(E, I, O)`."""
 
     _own_forward: Callable[..., Any]
-    """The forward of the class that the module was of."""
+    """The forward of the module's original class."""
 
     _watch: Callable[[str, int, Tensor], None] | None = None
-    """Told the name of a parameter, an expert and `(N, I)`, whatever is multiplied with it."""
+    """Called with a parameter's name, an expert and `(N, I)` for each input multiplied by it."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """What the module computes, with formed weights in the place of its parameters."""
+        """Run the original forward with formed weights in place of the module's parameters."""
         hidden_states = next(x for x in (*args, *named.values()) if isinstance(x, Tensor))
         children: dict[str, Any] = self._modules  # type: ignore[attr-defined]
         found: dict[str, Any] = {}
         readers = [children[n] for n in self._opened if isinstance(children[n], QuantLinear)]
         quantizer = next((r.activation for r in readers if r.activation is not None), None)
-        if quantizer is not None:  # once for all experts that a token goes to
+        if quantizer is not None:  # once for all experts of a token
             put = {id(hidden_states): quantizer(hidden_states)}
             args = tuple(put.get(id(x), x) for x in args)
             named = {name: put.get(id(x), x) for name, x in named.items()}
@@ -115,12 +120,12 @@ class Owner:
             if isinstance(linear, QuantLinear):
                 found[name] = _Seen(linear, {"weight": weight_for(linear, hidden_states)})
         with watched:
-            # the compiler takes no change of a module that is made while it runs
+            # the compiler does not allow changing a module while it is traced
             return self._own_forward(_Seen(self, found), *args, **named)
 
 
 class _Seen:
-    """A module as its own code sees it: with other values for some of its attributes."""
+    """A view of a module for its own code, with other values for some attributes."""
 
     def __init__(self, module: Any, found: dict[str, Any]) -> None:
         self._module, self._found = module, found
@@ -130,7 +135,7 @@ class _Seen:
             return self._found[name]
         value = getattr(self._module, name)
         if isinstance(value, MethodType) and value.__self__ is self._module:
-            return partial(value.__func__, self)  # it sees them too
+            return partial(value.__func__, self)  # so that its methods see these values too
         return value
 
     def __call__(self, *args: Any, **named: Any) -> Any:
@@ -138,9 +143,9 @@ class _Seen:
 
 
 class _Products(TorchFunctionMode):
-    """Tells an `Owner` of each product with one of its stacks, one expert at a time.
+    """Reports each product with one of an `Owner`'s stacks to it, one expert at a time.
 
-    Every way of transformers to run experts ends in a product with the weight of one, or of all.
+    Every implementation of experts in transformers ends in a product with the weight of one or all.
     """
 
     def __init__(self, owner: Any, weights: dict[str, Tensor]) -> None:
@@ -156,7 +161,7 @@ class _Products(TorchFunctionMode):
         config: Any = getattr(self._owner, "config", None)
         self._implementation = getattr(config, "_experts_implementation", None)
         if self._implementation is not None:
-            config._experts_implementation = "eager"  # one after the other
+            config._experts_implementation = "eager"  # one expert after the other
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -182,7 +187,7 @@ class _Products(TorchFunctionMode):
 
 @contextmanager
 def watching(owner: Owner, watch: Callable[[str, int, Tensor], None]) -> Iterator[None]:
-    """A block in which `watch` is told what each expert of `owner` multiplies its weights with."""
+    """Call `watch` inside the block with the inputs that experts of `owner` multiply weights by."""
     owner._watch = watch
     try:
         yield
@@ -191,22 +196,22 @@ def watching(owner: Owner, watch: Callable[[str, int, Tensor], None]) -> Iterato
 
 
 def weight_for(linear: nn.Linear | QuantLinear, x: Tensor) -> Tensor:
-    """The weight `(E * O, I)` that `linear` would multiply `x` with."""
+    """Return the weight `(E * O, I)` that `linear` would multiply `x` by."""
     kind = x.device.type
     is_mixed = torch.is_autocast_enabled(kind)
     if isinstance(linear, QuantLinear):
         return linear.weight_in(torch.get_autocast_dtype(kind) if is_mixed else x.dtype)
-    # autocast knows no grouped products, which otherwise would compute in float32
+    # autocast does not cover grouped products, which would otherwise run in float32
     return linear.weight.to(torch.get_autocast_dtype(kind)) if is_mixed else linear.weight
 
 
 def experts_of(owner: nn.Module, name: str) -> int:
-    """E where the child `name` of `owner` holds the weights of experts, else 0."""
+    """Return E if the child `name` of `owner` holds the weights of experts, else 0."""
     return owner._opened.get(name, (0, False))[0] if isinstance(owner, Owner) else 0
 
 
 def unseen_input(owner: nn.Module, name: str) -> str | None:
-    """Why what the child `name` of `owner` multiplies cannot be quantized; None if it can."""
+    """Return why the input of the child `name` of `owner` cannot be quantized; None if it can."""
     if not isinstance(owner, Owner):
         return None
     if name in owner._read:
@@ -217,13 +222,13 @@ def unseen_input(owner: nn.Module, name: str) -> str | None:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether it is a linear that does nothing else."""
+    """Return whether the module is a linear that does nothing else."""
     is_linear = isinstance(module, nn.Linear) and type(module).__name__ not in MORE_THAN_LINEAR
     return is_linear or isinstance(module, QuantLinear)
 
 
 def stack_of(module: Any) -> Stack | None:
-    """Where `module` keeps experts; None if it keeps none."""
+    """Return the parameters in which `module` keeps experts; None if it has none."""
     if type(module).__name__ in STACKS:
         return STACKS[type(module).__name__]
     if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):  # transformers' interface
@@ -232,7 +237,7 @@ def stack_of(module: Any) -> Stack | None:
 
 
 def open_sites(model: nn.Module) -> None:
-    """Put a linear in the place of each weight that is none, without changing the function."""
+    """Put a linear in place of each other quantizable weight, without changing the function."""
     pairs = getattr(model, "all_tied_weights_keys", None) or {}
     tied = {*pairs, *pairs.values()}
     names_of: dict[nn.Module, str] = {}
@@ -249,7 +254,7 @@ def open_sites(model: nn.Module) -> None:
                 if child.in_features < NARROWEST or is_tied or not is_plain(child):
                     cast(Any, child).stays_float = True
         if isinstance(module, Owner) or hasattr(module, "base_model_prefix"):
-            continue  # whole models read no more than their head's dtype
+            continue  # whole models read only the dtype of their head
         stack = stack_of(module) or Stack(())
         weights = {name: module._parameters.get(name) for name in stack.names}
         names = [name for name, w in weights.items() if w is not None and w.dim() == 3]
@@ -265,7 +270,7 @@ def open_sites(model: nn.Module) -> None:
 
 
 def odd_site(model: nn.Module) -> str | None:
-    """Which weights a model's own files do not keep as those of linears, said in a few words."""
+    """Describe a weight that the model's own files do not store as a linear's; None without one."""
     for name, module in model.named_modules():
         if isinstance(module, Owner) and module._opened:
             return f"{name} keeps experts in one tensor"
@@ -275,7 +280,7 @@ def odd_site(model: nn.Module) -> str | None:
 
 
 def routers(model: nn.Module) -> dict[str, nn.Module]:
-    """By name, the modules that choose among experts."""
+    """Return the modules that choose experts, by name."""
     found: dict[str, nn.Module] = {}
     for parent_name, parent in model.named_modules():
         children = dict(parent.named_children())
@@ -286,7 +291,7 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def close_sites(model: nn.Module) -> None:
-    """Undo `open_sites` where the linears are in floating point."""
+    """Undo `open_sites`, for linears in floating point."""
     modules: list[Any] = [*model.modules()]
     for module in modules:
         for name, child in [*module.named_children()]:
@@ -305,7 +310,7 @@ def close_sites(model: nn.Module) -> None:
 
 
 def reads_weight(own: type, name: str) -> bool:
-    """Whether a class reads the weight of its linear or table `name` itself."""
+    """Return whether the code of a class reads the weight of its linear or table `name` itself."""
     return name in _weights_read(cast(Hashable, own))
 
 
@@ -313,7 +318,7 @@ def reads_weight(own: type, name: str) -> bool:
 def _weights_read(own: Hashable) -> frozenset[str]:
     try:
         source = inspect.getsource(cast(type, own))
-    except (OSError, TypeError):  # made while the program ran
+    except (OSError, TypeError):  # the class has no source file
         return frozenset()
     return frozenset(re.findall(r"self\.(\w+)\.weight\b", source))
 

@@ -2,11 +2,11 @@
 
 `form_weights` once per optimizer step; then any number of ordinary forwards and backwards, in which
 each quantized linear pulls its own gradient back; `release_weights` when training ends. Linears
-that read the same input may be joined: one larger product serves a GPU better than several.
+with a common input may be joined: a GPU runs one larger product faster than several.
 
-All formed weights together take two bytes each in bfloat16, which the largest models have no room
-for. After `form_by_layer` a layer is formed when it runs and again when its backward begins, where
-the layer before was: nothing moves in between, so the numbers are the same, bit for bit.
+All formed weights together take two bytes each in bfloat16, too much for the largest models. After
+`form_by_layer` a layer is formed when it runs and again when its backward begins, in memory that
+other layers share: no parameter changes in between, so the results are the same, bit for bit.
 
 Shapes: O out_features of all together, I in_features.
 """
@@ -28,19 +28,19 @@ from qat.ranks import ALONE, Ranks, Wait
 
 
 class JoinedLinears(nn.Module):
-    """Forms the weights of several linears into one matrix; they stay the owners of what learns.
+    """Forms the weights of several linears as one matrix; the linears keep their parameters.
 
-    Calling it equals calling each of them, side by side. One called alone uses the joined weight
-    while it is formed. Their common input is quantized once, if it is.
+    Calling it equals calling each linear and concatenating the results. A linear that is called
+    alone uses its rows of the joined weight while that is formed. A common input is quantized once.
     """
 
     formed: Tensor | None
     turn: Turn | None = None
-    """As of a linear alone."""
+    """Shared memory for `formed`, as in `QuantLinear`."""
 
     def __init__(self, linears: Sequence[QuantLinear]) -> None:
         super().__init__()
-        self.linears = tuple(linears)  # a tuple: as submodules they would have a second name
+        self.linears = tuple(linears)  # in a tuple: as submodules they would have a second name
         self.sizes = [linear.out_features for linear in linears]
         self.out_features, self.in_features = sum(self.sizes), linears[0].in_features
         self.register_buffer("formed", None, persistent=False)
@@ -50,12 +50,12 @@ class JoinedLinears(nn.Module):
             linear.join(self, rows)
 
     def learns(self) -> bool:
-        """Whether anything that the weights are made of gets gradients."""
+        """Return whether any parameter of the weights gets gradients."""
         return any(linear.learns() for linear in self.linears)
 
     @torch.no_grad()
     def form_(self, dtype: torch.dtype) -> None:
-        """Write all weights for the coming forwards, or make room, as a linear alone does."""
+        """Write all weights for the coming forwards, or allocate, as `QuantLinear.form_` does."""
         self.formed = room_for(
             self.formed,
             self.linears[0].codebook,
@@ -68,7 +68,7 @@ class JoinedLinears(nn.Module):
             self._write(self.formed.detach(), again=False)
 
     def write_(self, *, again: bool) -> None:
-        """Write all weights where `form_` made room, as a linear alone does."""
+        """Write all weights into the tensor from `form_`, as `QuantLinear.write_` does."""
         if self.formed is not None:
             self._write(self.formed.data, again=again)
 
@@ -93,7 +93,7 @@ class JoinedLinears(nn.Module):
             linear.pull_back_(dW[rows])
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(..., I)` to `(..., O)`: what each linear gives, side by side."""
+        """Map `(..., I)` to `(..., O)`: the concatenated results of the linears."""
         if self.formed is None:
             return torch.cat([linear(x) for linear in self.linears], dim=-1)
         x = read(self.linears[0], x)
@@ -104,23 +104,23 @@ class JoinedLinears(nn.Module):
         return F.linear(x, self.formed, bias)
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
-        """`forward`'s result as one `(..., O_i)` for each linear."""
+        """Split the result of `forward` into one `(..., O_i)` per linear."""
         return y.split(self.sizes, dim=-1)
 
 
 Unit = JoinedLinears | QuantLinear
-"""What forms a weight of its own."""
+"""A module that forms a weight: joined linears, or a single one."""
 
 
 def quant_linears(model: nn.Module) -> dict[str, QuantLinear]:
-    """The model's quantized linears by name, in order."""
+    """Return the model's quantized linears by name, in order."""
     return {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
 
 
 def join_linears(module: nn.Module, name: str, members: tuple[str, ...]) -> None:
-    """Let those children of `module` run as one matmul, its new child `name`.
+    """Run these children of `module` as one matmul, its new child `name`.
 
-    Nothing happens unless all of them are quantized linears that quantize their input alike.
+    Does nothing unless all are quantized linears that quantize their input alike.
     """
     linears = [getattr(module, member) for member in members]
     if all(isinstance(linear, QuantLinear) for linear in linears) and read_alike(linears):
@@ -139,16 +139,16 @@ def part_linears(model: nn.Module) -> None:
 def form_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Write the weight of every quantized linear, in `dtype`, for the coming forwards.
 
-    Those of layers that are formed alone get room, and are written when their layer runs.
+    Layers set up by `form_by_layer` only get memory here; they write their weights when they run.
     """
     for unit in _units(model):
         unit.form_(dtype)
 
 
 def form_moved_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """As `form_weights`, but what is formed already and does not learn is left as it is.
+    """Form the weights again that learn, and those not formed in `dtype` yet.
 
-    Between two optimizer steps nothing else has moved, so frozen linears cost nothing.
+    Frozen linears that are formed already cost nothing, because they do not change between steps.
     """
     with gathering(model).ahead() as end:
         _form_moved(_units(model), dtype)
@@ -162,9 +162,9 @@ def _form_moved(units: Iterable[Unit], dtype: torch.dtype) -> None:
 
 
 class Arrivals:
-    """Forms the weights that ranks gather before a step; each layer waits for its own as it begins.
+    """Prefetches weights that ranks gather: each layer waits for its own weights when it begins.
 
-    So they travel while the layers before it run.
+    The gather thus overlaps with the computation of the layers before.
     """
 
     def __init__(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
@@ -176,7 +176,7 @@ class Arrivals:
         self._handles = [layer.register_forward_pre_hook(self._wait) for layer in self._units_of]
 
     def form(self, dtype: torch.dtype) -> None:
-        """As `form_moved_weights`, but the layers' weights are only begun, in the layers' order."""
+        """Do what `form_moved_weights` does, but only start the layers' gathers, in order."""
         self._wait_for_all()
         with self._ranks.ahead() as end:
             _form_moved(self._others, dtype)
@@ -186,7 +186,7 @@ class Arrivals:
         end()
 
     def end(self) -> None:
-        """Wait for all weights, and let layers begin as they did before."""
+        """Wait for all weights and remove the hooks from the layers."""
         self._wait_for_all()
         for handle in self._handles:
             handle.remove()
@@ -206,11 +206,15 @@ def release_weights(model: nn.Module) -> None:
 
 
 def form_by_layer(layers: Iterable[nn.Module]) -> Callable[[], None]:
-    """Let each of `layers` form its weights when it is called, and again before its backward.
+    """Make each of `layers` form its weights when it is called, and again before its backward.
 
-    Equal layers write them into the same memory, whose dtype the next `form_weights` says; where
-    ranks gather them, every other layer does, so that the next layer's travel while one runs. A
-    linear that several layers call keeps memory of its own. What this gives back ends it.
+    Equal layers write into the same memory, whose dtype is set by the next `form_weights`. Where
+    ranks gather weights there are two such sets of memory, used alternately, so that the next
+    layer's gather overlaps with the running layer. A linear that several layers call keeps memory
+    of its own.
+
+    Returns:
+        A function that undoes it.
     """
     units_of = {layer: _units(layer) for layer in layers}
     ranks = gathering(*units_of)
@@ -242,9 +246,9 @@ def form_by_layer(layers: Iterable[nn.Module]) -> Callable[[], None]:
 
 
 class _Relay:
-    """Writes the weights of the layer that runs; those that ranks gather are begun a layer ahead.
+    """Writes the weights of the layer that runs; where ranks gather, prefetches one layer.
 
-    Ahead is the layer behind in forward, the layer before in backward.
+    The prefetched layer is the next one in forward and the previous one in backward.
     """
 
     def __init__(self, layers: list[list[Unit]], ranks: Ranks) -> None:
@@ -252,10 +256,10 @@ class _Relay:
         self._ranks = ranks
         self._ahead: tuple[int, bool] | None = None
         self.end: Wait = lambda: None
-        """Waits for what was begun."""
+        """Waits for the gathers in flight."""
 
     def write(self, index: int, *_: object, again: bool = False) -> None:
-        """Have the weights of layer `index` in their place; `again` as the layer's backward."""
+        """Make the weights of layer `index` available; `again` for its backward."""
         if self._ahead != (index, again):
             self._begin(index, again=again)
         self.end()
@@ -265,7 +269,7 @@ class _Relay:
             self._begin(following, again=again)
 
     def _begin(self, index: int, *, again: bool) -> None:
-        self.end()  # of what nobody came for
+        self.end()  # finish a prefetch that was not used
         with self._ranks.ahead() as self.end:
             for unit in self._layers[index]:
                 unit.write_(again=again)
@@ -275,20 +279,20 @@ class _Relay:
 def _write_before_backward(
     relay: _Relay, index: int, _layer: nn.Module, _given: object, out: Any
 ) -> None:
-    """Backward of a layer begins with the gradient of what it returned."""
+    """Write a layer's weights when its output receives a gradient, as its backward begins."""
     for tensor in out if isinstance(out, tuple | list) else (out,):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(partial(relay.write, index, again=True))
 
 
 def gathering(*modules: nn.Module) -> Ranks:
-    """Who gather weights of `modules` together; this process alone if they lie whole."""
+    """Return the ranks that gather weights of `modules`; this process alone if none are sharded."""
     linears = chain.from_iterable(quant_linears(module).values() for module in modules)
     return next((each.ranks for each in linears if isinstance(each, ShardedLutLinear)), ALONE)
 
 
 def _units(model: nn.Module) -> list[Unit]:
-    """The modules that form weights: joined linears as one, every other linear alone."""
+    """Return the modules that form weights: joined linears as one, every other linear alone."""
     joined = [module for module in model.modules() if isinstance(module, JoinedLinears)]
     members = {linear for unit in joined for linear in unit.linears}
     alone = [linear for linear in quant_linears(model).values() if linear not in members]

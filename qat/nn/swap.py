@@ -1,4 +1,4 @@
-"""Finds a model's linear layers and puts others in their place.
+"""Finds a model's linear layers and tables, and replaces them.
 
 Shapes: O out_features, I in_features, C codebook entries.
 """
@@ -28,22 +28,22 @@ if TYPE_CHECKING:  # hf_quantizer needs this file while transformers is still be
     from transformers import PreTrainedModel
 
 CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
-"""What transformers calls the cache that models and layers take and models give back.
+"""Name in transformers of the cache that models and layers take and models return.
 
-`past_key_values` up to 5.23.
+It is `past_key_values` up to 5.23.
 """
 
 
 def layer_config(config: Any, layer: int) -> Any:
-    """The settings of one decoder layer, where a family gives its layers settings of their own."""
+    """Return the settings of one decoder layer, for families in which they differ by layer."""
     return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
 def body_of(model: PreTrainedModel) -> nn.Module:
-    """What turns token ids into the hidden states before the head, of text and images as well."""
+    """Return the part that maps inputs to the hidden states before the head, images included."""
     if model.base_model is not model:
         return model.base_model
-    # a few families call the whole model their base
+    # in a few families the base model is the whole model
     return next(child for child in model.children() if hasattr(child, "base_model_prefix"))
 
 
@@ -54,10 +54,10 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         CheckpointError: the model has no list of as many blocks as its configuration names.
     """
     config = model.config.get_text_config()
-    # a block of LongCat has two attentions, each of which it calls a hidden layer
+    # a block of LongCat has two attentions, each counted as a hidden layer
     num_layers = getattr(config, "num_layers", config.num_hidden_layers)
-    decoder = model.get_decoder()  # a vision tower may have as many blocks
-    if decoder is model or not hasattr(decoder, "base_model_prefix"):  # found by a wrong name
+    decoder = model.get_decoder()  # a vision tower may have the same number of blocks
+    if decoder is model or not hasattr(decoder, "base_model_prefix"):  # not the decoder
         decoder = body_of(model)
     for module in decoder.modules():
         part = getattr(getattr(module, "config", None), "base_config_key", "")
@@ -83,9 +83,9 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
-    """Names of the linear layers in the decoder blocks: never embeddings nor the head.
+    """Return the names of the linears in the decoder blocks, without embeddings and head.
 
-    Nor the gates of sparse attention, which are few and stay in floating point.
+    The gates of sparse attention are excluded too: they are few and stay in floating point.
 
     Raises:
         CheckpointError: the blocks hold none.
@@ -108,13 +108,13 @@ def linear_names(model: PreTrainedModel) -> list[str]:
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` where `name` is."""
+    """Replace the submodule called `name` by `module`."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
 
 
 def ascending(quantized: QuantizedWeight) -> QuantizedWeight:
-    """The same weight, bit for bit, with its levels in ascending order; codewords as they lie."""
+    """Return the same weight, bit for bit, with its levels sorted; codewords keep their order."""
     if quantized.codebook.dim() > 1:
         return quantized
     codebook, order = quantized.codebook.sort(stable=True)
@@ -144,10 +144,10 @@ def to_latent(
     """Replace the `FrozenLutLinear` called `names` by `LutLinear` without changing the function.
 
     Each latent weight starts at the quantized value itself: in the middle of its cell, where noise
-    flips no index (starting from the float weight was measured to be worse, speedrun/LOG.md).
-    It is kept in `dtype`, and with `is_hosted` on the host (`HostedLutLinear`).
-    Each of several `ranks` keeps some of its rows (`ShardedLutLinear`); they exchange nothing here.
-    With `is_spread` so does each device, where the process has several.
+    flips no index (starting from the float weight was measured to be worse, speedrun/LOG.md). It is
+    kept in `dtype`, and with `is_hosted` in host memory (`HostedLutLinear`). Each of several
+    `ranks` keeps some of its rows (`ShardedLutLinear`), without communication here. With
+    `is_spread` the rows are divided over the devices of a process that has several.
 
     Raises:
         CheckpointError: two levels of a codebook are too close to choose between.
@@ -173,7 +173,7 @@ def to_latent(
             latent = HostedLutLinear(*made_of, room=rooms.pop(0))
         elif ranks.size > 1:
             latent = ShardedLutLinear(*made_of, ranks=ranks)
-        # one by one: in float32 all of them have room in no device that they fill in bfloat16
+        # one by one: a device that they fill in bfloat16 cannot hold them all in float32
         latent.weight.data = latent.weight.data.to(dtype)
         latent.set_lora(frozen.lora())
         latent.activation = frozen.activation
@@ -182,14 +182,14 @@ def to_latent(
         replace_module(model, name, latent.train(frozen.training))
 
 
-# Embeddings and heads, `(V, D)`. A tied head has no table of its own: it computes with the
-# embedding's, whatever form that has.
+# Embeddings and heads, `(V, D)`. A tied head has no table of its own: it uses the embedding's, in
+# whatever form that is.
 
 FEW_BITS = 4
 
 
 def table_names(model: PreTrainedModel) -> list[str]:
-    """Names of the tables that can be quantized: the embedding, and the head if it is not tied."""
+    """Return the names of the tables that can be quantized: the embedding, and an untied head."""
     head = model.get_output_embeddings()
     own = () if head is None or is_tied(model) else (head,)
     return [_name_of(model, module) for module in (model.get_input_embeddings(), *own)]
@@ -198,9 +198,9 @@ def table_names(model: PreTrainedModel) -> list[str]:
 def with_tables(
     plan: QuantPlan, model: PreTrainedModel, bits: int | Mapping[str, LutSpec]
 ) -> QuantPlan:
-    """`plan` with rules in front that give the model's tables `bits` each, or formats by name.
+    """Return `plan` preceded by rules that give tables `bits` each, or formats by name.
 
-    What the head reads is quantized as all that the plan quantizes reads, if that is one way.
+    The input of the head is quantized like the inputs of the plan's linears, if those all agree.
     """
     tables = table_names(model)
     if isinstance(bits, int):
@@ -212,10 +212,10 @@ def with_tables(
 
 
 def table_spec(bits: int, width: int) -> LutSpec:
-    """The format of a table of that width: half a bit a weight of scales around a learned codebook.
+    """Return the format of a table of that width: learned levels, 0.5 bits of scales per weight.
 
-    Up to 4 bits in groups of up to 16 with 8-bit scales; above, where a scale of 3 mantissa bits
-    would be the larger error, in groups of up to 32 with 16-bit ones.
+    Up to 4 bits the groups have up to 16 weights with 8-bit scales. Above, the 3 mantissa bits of
+    such a scale would be the larger error, so groups have up to 32 weights with 16-bit scales.
     """
     if bits <= FEW_BITS:
         return by_group(bits, _divisor(width, 16))
@@ -227,7 +227,7 @@ def _divisor(width: int, most: int) -> int:
 
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:
-    """`(O, I)` of a linear, `(V, D)` of an embedding or a head, quantized or not."""
+    """Return `(O, I)` of a linear, `(V, D)` of an embedding or a head, quantized or not."""
     if isinstance(module, QuantLinear | FrozenLutTable):
         return module.out_features, module.in_features
     O, I = cast(Tensor, module.weight).shape
@@ -237,7 +237,7 @@ def weight_shape(module: nn.Module) -> tuple[int, int]:
 def put_quantized(
     model: PreTrainedModel, name: str, quantized: QuantizedWeight, spec: LutSpec
 ) -> None:
-    """Replace the linear, embedding or head called `name` by a frozen one of that weight."""
+    """Replace the linear, embedding or head called `name` by a frozen one with that weight."""
     if name in table_names(model):
         put_table(model, name, quantized, spec)
         return
@@ -250,7 +250,7 @@ def put_table(model: PreTrainedModel, name: str, quantized: QuantizedWeight, spe
     """Replace the embedding or head called `name` by a quantized one; a tied head follows.
 
     Raises:
-        CheckpointError: the embedding does more than look rows up and scale them.
+        CheckpointError: the embedding does more than look up rows and scale them.
     """
     old: Any = model.get_submodule(name)
     dtype = old.dtype if isinstance(old, FrozenLutTable) else old.weight.dtype
@@ -264,19 +264,19 @@ def put_table(model: PreTrainedModel, name: str, quantized: QuantizedWeight, spe
 
 
 def embedding_dtype(model: PreTrainedModel) -> torch.dtype:
-    """What the embedding gives: the dtype that the model computes in without autocast."""
+    """Return the dtype of the embedding's result, in which the model computes without autocast."""
     embedding: Any = model.get_input_embeddings()
     return embedding.dtype if isinstance(embedding, FrozenLutTable) else embedding.weight.dtype
 
 
 def module_device(module: Any) -> torch.device:
-    """Where an embedding or head lies, quantized or not."""
+    """Return the device of an embedding or head, quantized or not."""
     is_quantized = isinstance(module, FrozenLutTable | TiedLutHead)
     return module.device if is_quantized else module.weight.device
 
 
 def _tie_head(model: PreTrainedModel, table: FrozenLutEmbedding) -> None:
-    """Let the head compute with `table`, and transformers forget that it tied two weights."""
+    """Make the head use `table`, and remove the tie from transformers' records."""
     head = model.get_output_embeddings()
     key = _forget_tie(model)
     replaced = TiedLutHead(table, head.bias).train(head.training)
@@ -284,7 +284,7 @@ def _tie_head(model: PreTrainedModel, table: FrozenLutEmbedding) -> None:
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """Whether the head computes with the embedding's table (weights may not be there yet)."""
+    """Return whether the head uses the embedding's table; works before weights are loaded."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or isinstance(head, TiedLutHead):
         return head is not None
@@ -293,7 +293,7 @@ def is_tied(model: PreTrainedModel) -> bool:
 
 
 def tie_head(model: PreTrainedModel, table: Tensor) -> None:
-    """Let the embedding and the head, which have a float table each, compute with `table`.
+    """Make the embedding and the head, which have a float table each, share `table`.
 
     The reverse of `untie_head`.
     """
@@ -305,7 +305,7 @@ def tie_head(model: PreTrainedModel, table: Tensor) -> None:
 
 
 def untie_head(model: PreTrainedModel) -> None:
-    """Give a head that computes with the embedding's float table a copy of its own."""
+    """Give a head that shares the embedding's float table its own copy."""
     head = model.get_output_embeddings()
     head.weight = nn.Parameter(head.weight.detach().clone(), head.weight.requires_grad)
     _forget_tie(model)
@@ -314,7 +314,7 @@ def untie_head(model: PreTrainedModel) -> None:
 
 
 def _forget_tie(model: PreTrainedModel) -> str:
-    """Let transformers forget that the head's weight, whose name it gives, is tied to another."""
+    """Remove the tie of the head's weight from transformers' records; return its name."""
     key = f"{_name_of(model, model.get_output_embeddings())}.weight"
     for attribute in ("all_tied_weights_keys", "_tied_weights_keys"):
         ties = getattr(model, attribute) or {}
@@ -326,8 +326,8 @@ def _forget_tie(model: PreTrainedModel) -> str:
 def holds_quantized_tables(model: PreTrainedModel) -> bool:
     """Return whether tables can be quantized without breaking the model's own code.
 
-    The embedding must do nothing but look rows up and scale them, and no module may read the weight
-    of a table by itself, as Mamba 2 does for its dtype.
+    The embedding must do nothing but look up rows and scale them, and no module may read the weight
+    of a table itself, as Mamba 2 does for its dtype.
     """
     embedding = model.get_input_embeddings()
     tables = {embedding, model.get_output_embeddings()}
@@ -340,7 +340,7 @@ def holds_quantized_tables(model: PreTrainedModel) -> bool:
 
 
 def _embed_scale(name: str, embedding: nn.Module) -> float | None:
-    """What the embedding multiplies its rows by."""
+    """Return the factor by which the embedding multiplies its rows; None without one."""
     if isinstance(embedding, FrozenLutEmbedding):
         return embedding.embed_scale
     scale = getattr(embedding, "scalar_embed_scale", None)
@@ -357,19 +357,19 @@ def _name_of(model: nn.Module, module: nn.Module) -> str:
 
 
 def reads_input(model: PreTrainedModel, name: str) -> bool:
-    """Whether the module called `name` multiplies an input: not an embedding without the head."""
+    """Return whether the module called `name` multiplies an input: all but an untied embedding."""
     is_embedding = model.get_submodule(name) is model.get_input_embeddings()
     return not is_embedding or is_tied(model)
 
 
 def add_adapters(model: nn.Module, names: list[str], rank: int, seed: int) -> None:
-    """Give each quantized linear of `names` an adapter that does not change the function yet.
+    """Give each quantized linear of `names` an adapter that leaves the function unchanged.
 
     A linear that has one of that rank keeps it.
 
     Raises:
-        ConfigError: `rank` is above a layer's smaller side, or an adapter has another rank; then no
-            layer was changed.
+        ConfigError: `rank` exceeds a layer's smaller side, or an adapter has another rank; no layer
+            was changed then.
     """
     linears = {name: cast(QuantLinear, model.get_submodule(name)) for name in names}
     for name, linear in linears.items():
