@@ -1,7 +1,7 @@
-"""Builds a teacher cache: documents -> packed sequences -> teacher -> shards.
+"""Build a teacher cache: documents -> packed sequences -> teacher -> shards.
 
-A shard is the unit of everything: it is computed from its own sequences alone and written whole,
-so a build that was killed at any instant goes on after its last shard and ends in the same bytes.
+Shards are independent: each is computed from its own sequences alone and written atomically. A
+build that was killed at any point resumes after its last shard and ends with the same bytes.
 """
 
 import hashlib
@@ -57,13 +57,14 @@ from qat.files import held
 from qat.logs import Ticker, progress
 from qat.ranks import ALONE, Ranks
 
-# A cache's blocks over several ranks: the first one reads and tokenises, each gets its own.
+# Blocks of a cache spread over several ranks: the first rank reads and tokenises, and every rank
+# receives its own blocks.
 #
 # Shapes: N sequences of a block, L positions.
 
 
 def open_shared(config: CacheConfig, ranks: Ranks) -> DataSource:
-    """What `open_source` finds on the first rank; the others learn its name and format alone.
+    """Open the data on the first rank; the other ranks receive only its name and format.
 
     Raises:
         DataError: see `open_source`.
@@ -81,11 +82,13 @@ def open_shared(config: CacheConfig, ranks: Ranks) -> DataSource:
 
 
 class SharedBlocks:
-    """This rank's blocks of `found`, which only the first rank's holds: number `n` is that of rank
-    `n % size`, so the work is the same however often the build is stopped.
+    """The blocks that this rank has to compute, taken from `found`.
 
-    They travel on a thread of their own, in rounds of a block each; a rank that fails says so in
-    the next round, and all stop.
+    Only the first rank reads `found`. Block `n` belongs to rank `n % size`, so the assignment does
+    not depend on how often the build was interrupted.
+
+    Blocks are exchanged on a separate thread, in rounds of one block per rank. A rank that fails
+    reports it in the next round, and all ranks stop.
     """
 
     def __init__(self, found: Iterator[ShardBlock], ranks: Ranks) -> None:
@@ -93,9 +96,9 @@ class SharedBlocks:
         self._ranks = ranks.apart()
         self._trouble: QatError | OSError | None = None
         self._is_over = False
-        """Whether all ranks were told of a failure."""
+        """True if all ranks received the failure."""
         self.total = 0
-        """Blocks of all ranks so far."""
+        """Number of blocks of all ranks so far."""
 
     def __iter__(self) -> Iterator[ShardBlock]:
         size, rank = self._ranks.size, self._ranks.rank
@@ -111,10 +114,10 @@ class SharedBlocks:
                 return
 
     def fail(self, error: QatError | OSError, left: Iterable[ShardBlock]) -> None:
-        """Raise `error` on all ranks, in their next round; returns if there is none any more.
+        """Raise `error` on all ranks in their next round; return if no round is left.
 
         Args:
-            left: this rank's blocks that nobody took yet; they are lost.
+            left: blocks of this rank that were not consumed; they are discarded.
         """
         if self._is_over or self._ranks.size == 1:
             raise error
@@ -123,7 +126,7 @@ class SharedBlocks:
             pass
 
     def _round(self) -> list[ShardBlock]:
-        """The blocks of one round, on every rank; fewer than ranks in the last one."""
+        """Return the blocks of one round, on every rank; fewer than `size` in the last round."""
 
         def take() -> list[ShardBlock]:
             if self._trouble is not None:
@@ -153,7 +156,7 @@ def _head(block: ShardBlock) -> tuple[int, ...]:
 
 
 def _received(head: Tensor, block: ShardBlock | None, ranks: Ranks) -> ShardBlock:
-    """A block that the first rank has, on each rank."""
+    """Broadcast one block from the first rank and return it on every rank."""
     split, index, first_sequence, N, L, num_tokens = map(int, head)
     arrays = []
     for place, dtype in enumerate((np.int32, np.uint8, np.uint8)):
@@ -168,9 +171,9 @@ logger = logging.getLogger(__name__)
 
 BLOCKS_AHEAD = 32  # so that the teacher does not wait while a long document is tokenised
 NEAR_UNIFORM = 10
-"""A teacher whose perplexity is above its vocabulary's size over this does not know the text."""
+"""Factor below a uniform guess: warn if the teacher's perplexity exceeds vocabulary size / this."""
 MERGE_EVERY = 64
-"""Shards of the first of several ranks between manifests."""
+"""Number of shards that the first of several ranks builds between two updates of the manifest."""
 
 
 def build_cache(
@@ -184,19 +187,22 @@ def build_cache(
     batch_size: int = 0,
     ranks: Ranks = ALONE,
 ) -> Manifest:
-    """Run the teacher over the documents and keep its word in `out`; goes on where it stopped.
+    """Run the teacher over the documents and store its targets in `out`.
 
-    The logits of a whole batch never exist at once. A finished cache is left as it is.
+    An interrupted build resumes after its last shard; a finished cache is left unchanged. The
+    logits of a whole batch never exist at once.
 
     Args:
-        batch_size: most sequences in one forward; 0 takes as many as keep the teacher's device
-            busy. It may change the last bits of what a teacher says, not what is asked.
-        ranks: build together, a shard each in turn, into one `out` that all see; only the first
-            reads `documents`. The bytes are those of one process.
+        batch_size: maximum number of sequences in one forward; 0 takes as many as keep the
+            teacher's device busy. It may change the last bits of the teacher's log-probs, not the
+            inputs.
+        ranks: processes that build together, one shard each in turn, into one `out` on a shared
+            file system; only the first rank reads `documents`. The bytes are those of a single
+            process.
 
     Raises:
-        ConfigError: K above the vocabulary, or sequences longer than the teacher can read.
-        DataError: the documents hold no text, or a split gets none of them.
+        ConfigError: K exceeds the vocabulary, or sequences are longer than the teacher can read.
+        DataError: the documents hold no text, or a split gets no document.
         CacheError: `out` holds something else, or was built from other settings or data.
     """
     _check_limits(settings, info)
@@ -217,8 +223,8 @@ def build_cache(
         waits: list[float] = []
         trouble: QatError | OSError | None = None
         began = time.perf_counter()
-        # while the teacher is asked about a block, one thread tokenises the next ones and another
-        # writes the shard before: shards and manifests reach the disk in the order of the blocks
+        # while the teacher runs on one block, one thread tokenises the next blocks and another
+        # writes the previous shard: shards and manifests reach the disk in the order of the blocks
         with (
             progress("asking the teacher", expected, "sequences") as ticker,
             ThreadPoolExecutor(1) as writer,
@@ -252,12 +258,12 @@ def build_cache(
             sum(waits[1:]),
             time.perf_counter() - asked,
         )
-        # all ranks end together, and with the first one's error if there is one
+        # all ranks end together, and raise the first rank's error if it has one
         return ranks.together(lambda: _finished(manifest, shared.total, out=out, ranks=ranks))
 
 
 def what_counts(manifest: Manifest) -> str:
-    """Whose tokens a cache counts, how many of its positions these are, and what fills the rest."""
+    """Describe which tokens of a cache count, their share of the positions, and the padding."""
     settings = manifest.settings
     positions = max(1, manifest.total("sequences")) * settings.sequence_length
     whose = "all tokens count"
@@ -273,7 +279,7 @@ def what_counts(manifest: Manifest) -> str:
 
 
 def _tell(manifest: Manifest) -> None:
-    """Say what counts in a finished cache, and warn of a teacher that does not know such text."""
+    """Log which tokens of a finished cache count; warn if the perplexity is near uniform."""
     ppl, vocab_size = manifest.teacher_ppl, manifest.teacher.vocab_size
     known = "" if ppl is None else f"; the teacher's perplexity on what counts is {ppl:.4g}"
     if (held_out := manifest.held_out_ppl) is not None:
@@ -298,7 +304,7 @@ def _asking(
     batch_size: int,
     ranks: Ranks,
 ) -> AbstractContextManager[Callable[[ShardBlock, Callable[[int], None]], list[Answer]]]:
-    """What examines a block, while one is inside."""
+    """Return a context manager that yields the function which runs the teacher on one block."""
     if isinstance(teacher, ServedTeacher):
         ranks.together(partial(teacher.check_same, manifest, out))
         return teacher.asked(manifest, out)
@@ -309,7 +315,7 @@ def _asking(
 
 
 def _intention(plan: AskPlan, info: TeacherInfo, out: Path) -> str:
-    """What a build does, as one line."""
+    """Describe the planned build in one line for the log."""
     settings = plan.settings
     kept = [f"the {settings.top_k} most likely tokens"] if settings.top_k else []
     kept += [f"{settings.draws} draws"] if settings.draws else []
@@ -321,7 +327,10 @@ def _intention(plan: AskPlan, info: TeacherInfo, out: Path) -> str:
 
 
 def _agreed(fresh: Manifest, out: Path, ranks: Ranks) -> Manifest:
-    """The manifest to go on from, as the first rank finds it; `complete` if nothing is to do."""
+    """Return the manifest to resume from, as the first rank finds it, on all ranks.
+
+    Its state is `complete` if the cache is finished and all shards have their size.
+    """
 
     def find() -> str:
         if not ranks.is_first:
@@ -341,7 +350,7 @@ def _ended(kept: Future[Manifest], trouble: QatError | OSError | None) -> Manife
 
 
 def _finished(manifest: Manifest, total: int, *, out: Path, ranks: Ranks) -> Manifest:
-    """The manifest with what all ranks wrote, on the first one, which puts it on the disk."""
+    """Write the final manifest with the shards of all ranks; only the first rank writes."""
     if not ranks.is_first:
         return manifest
     if ranks.size > 1:
@@ -361,7 +370,7 @@ def _finished(manifest: Manifest, total: int, *, out: Path, ranks: Ranks) -> Man
 def _begun(
     found: Iterator[ShardBlock], manifest: Manifest, out: Path, ticker: Ticker
 ) -> Iterator[ShardBlock]:
-    """The blocks; the first one makes `out` a cache, and the last one tells how much there is."""
+    """Yield the blocks; write a new cache's manifest first, set the ticker's total at the end."""
     total = 0
     for number, block in enumerate(found):
         if number == 0 and not manifest.shards:
@@ -369,7 +378,7 @@ def _begun(
             write_atomic(out / MANIFEST, manifest.to_bytes())
         total += len(block.packed.tokens)
         yield block
-    if total:  # only the first rank reads
+    if total:  # false on all ranks but the first, which alone reads
         ticker.total = total
 
 
@@ -387,7 +396,7 @@ def _check_limits(settings: CacheSettings, info: TeacherInfo) -> None:
 
 
 def _resume(fresh: Manifest, out: Path) -> Manifest:
-    """The manifest to go on from: that of `out` if it was made the same way, else `fresh`."""
+    """Return the manifest of `out` if it was built with the same settings, otherwise `fresh`."""
     if not out.exists():
         return fresh
     if not out.is_dir():
@@ -405,7 +414,7 @@ def _resume(fresh: Manifest, out: Path) -> Manifest:
             f"{out} was built with {'; '.join(differences)}; "
             "choose another --out or delete the directory"
         )
-    for path in filter(is_temporary, out.iterdir()):  # what a killed build was writing
+    for path in filter(is_temporary, out.iterdir()):  # leftovers of a killed build
         path.unlink()
     manifest = merged(old, out)
     if manifest != old:
@@ -429,10 +438,10 @@ def _differences(old: Manifest, new: Manifest) -> list[str]:
 
 
 def _is_there(block: ShardBlock, known: dict[str, Shard], out: Path) -> bool:
-    """Whether the block's shard was built already and is whole.
+    """Return whether the block's shard exists already and has the size of its manifest entry.
 
     Raises:
-        CacheError: it was built from other text.
+        CacheError: the shard was built from other text.
     """
     shard = known.get(block.file)
     if shard is None:
@@ -448,7 +457,7 @@ def _is_there(block: ShardBlock, known: dict[str, Shard], out: Path) -> bool:
 def _keep(
     manifest: Manifest, block: ShardBlock, answers: list[Answer], *, out: Path, ranks: Ranks
 ) -> Manifest:
-    """Put the block's shard on the disk; the manifest with it, or with what all ranks noted."""
+    """Write the block's shard and record it in the manifest or in this rank's log."""
     raw, surprise = shard_bytes(block, answers, manifest.teacher.vocab_size)
     write_atomic(out / block.file, raw)
     shard = Shard(

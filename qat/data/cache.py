@@ -28,24 +28,25 @@ FORMAT = 3
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp"
 SHARD = re.compile(r"(train|held_out)-[0-9]{5,9}\.safetensors")
-"""What a builder calls a shard."""
+"""File name of a shard as the builder writes it."""
 
 Split = Literal["train", "held_out"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 IMPORTED_AS = "unknown, imported as "
-"""What stands for a teacher's identity, before a fingerprint, where only its words are known."""
+"""Prefix of a teacher's identity in an imported cache, where only its vocabulary is known; a
+fingerprint follows."""
 SERVED_AS = "unknown, served as "
-"""The same of one behind a server: its weights cannot be looked at."""
+"""Prefix of the identity of a teacher behind a server, whose weights cannot be hashed."""
 MOST_WORDS = 2**31
-"""No vocabulary has more."""
+"""Upper bound on a vocabulary size: token ids fit int32."""
 
 
 MOST_NATS = 100.0
-"""A token's surprise is no more, also where the teacher takes it for impossible."""
+"""Upper bound on a token's surprise in nats, also where the teacher gives it probability 0."""
 ROWS = "documents"
-"""How caches are packed now (`Manifest.rows`)."""
+"""The current packing scheme (`Manifest.rows`)."""
 
 
 class _Part(BaseModel):
@@ -53,10 +54,10 @@ class _Part(BaseModel):
 
 
 class TeacherInfo(_Part):
-    """What a cache remembers of its teacher."""
+    """The teacher's description in a cache's manifest."""
 
     name: str
-    """Directory or hub id it was loaded from, or what a server calls it."""
+    """Directory or hub id that the teacher was loaded from, or its model name on a server."""
     identity: Annotated[
         str,
         Field(
@@ -65,20 +66,20 @@ class TeacherInfo(_Part):
     ]
     """Content hash, or a hub's revision (`qat.models.load.model_identity`)."""
     vocab_size: int = Field(ge=1, le=MOST_WORDS)
-    """Width of its logits."""
+    """Width of the teacher's logits."""
     max_positions: int | None
-    """Longest sequence it can read; None where the architecture knows no limit."""
+    """Longest sequence that the teacher can read; None if the architecture has no limit."""
     dtype: Literal["float64", "float32", "bfloat16", "float16", "unknown"]
-    """The precision it computed in."""
+    """Precision in which the teacher ran."""
     remote_code: bool = False
-    """Whether code that came with it was run."""
+    """True if code that came with the teacher was run."""
 
 
 class Shard(_Part):
-    """One shard file."""
+    """The manifest entry of one shard file."""
 
     file: Annotated[str, Field(pattern=f"^{SHARD.pattern}$")]
-    """It lies beside the manifest."""
+    """File name in the manifest's directory."""
     split: Split
     sequences: int
     tokens: int = Field(ge=0)
@@ -88,10 +89,10 @@ class Shard(_Part):
     bytes: int = Field(le=2**50)
     sha256: Sha256
     content: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-    """xxh3-64 of its tokens and document marks: a resumed build must find the same data."""
+    """xxh3-64 of the tokens and document starts: a resumed build must find the same data."""
     surprise: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """Nats: the teacher's -log p of the next token, summed over what counts; None in a cache from
-    before it was kept, or an imported one."""
+    """Sum of the teacher's -log p(next token) over counted positions, in nats; None in imported
+    caches and in caches older than this field."""
 
     @model_serializer(mode="wrap")
     def _recorded(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
@@ -109,30 +110,31 @@ class Shard(_Part):
         return self
 
     def path(self, directory: Path) -> Path:
-        """Where the file lies in a cache's directory."""
+        """Return the path of the file in a cache's directory."""
         return inside(directory, self.file, found_in=directory / MANIFEST, error=CacheError)
 
 
 class Manifest(_Part):
-    """What a cache is: everything that is needed to read it, and to know whether it fits."""
+    """The content of manifest.json: all that is needed to read a cache and to check it."""
 
     format: Literal[3] = FORMAT
     state: Literal["building", "complete"]
     fingerprint: Fingerprint
-    """12 hex digits of settings, teacher and tokenizer."""
+    """First 12 hex digits of a hash over settings, teacher and tokenizer."""
     settings: CacheSettings
     teacher: TeacherInfo
     tokenizer: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     """`tokenizer_hash` of the tokenizer that made the tokens."""
     rows: Literal["documents", "stream"] = "stream"
-    """What a sequence holds: whole documents, or pieces of long ones that repeat what comes before
-    them; or a stream of documents cut anywhere, in a cache from before there was a choice."""
+    """Content of a sequence. `documents`: whole documents, or pieces of long ones that repeat
+    earlier tokens of the document. `stream`: a stream of documents cut anywhere (caches older than
+    this field)."""
     has_tail: bool = True
-    """Whether the teacher's mass outside the top K is known; not so in an imported cache,
-    whose log-probabilities are normalised over the K tokens."""
+    """True if the teacher's mass outside the top K is known. False for imported caches, whose
+    log-probabilities are normalised over the K tokens."""
     negatives: int = Field(0, ge=0)
-    """Random tokens kept at every position but the last, with their logits, by an import that was
-    asked to."""
+    """Number of random tokens kept with their logits at every position but the last; only imports
+    with `keep_negatives` have them."""
     shards: list[Shard] = Field(default_factory=list)
 
     @model_validator(mode="after")
@@ -159,25 +161,25 @@ class Manifest(_Part):
         return values
 
     def of_split(self, split: Split) -> list[Shard]:
-        """The shards of one split, in order."""
+        """Return the shards of one split, in order."""
         return [shard for shard in self.shards if shard.split == split]
 
     def total(self, field: Literal["sequences", "tokens", "counted", "bytes"]) -> int:
-        """Sum of a field over all shards."""
+        """Return the sum of a field over all shards."""
         return sum(getattr(shard, field) for shard in self.shards)
 
     @property
     def teacher_ppl(self) -> float | None:
-        """The teacher's perplexity on what counts; None where it was not kept."""
+        """The teacher's perplexity on counted tokens; None if a shard has no `surprise`."""
         return _perplexity(self.shards)
 
     @property
     def held_out_ppl(self) -> float | None:
-        """The same on the held-out split alone, as `qat eval` judges it."""
+        """The teacher's perplexity on the held-out split, comparable to that of `qat eval`."""
         return _perplexity(self.of_split("held_out"))
 
     def to_bytes(self) -> bytes:
-        """The file's bytes: JSON with the SHA-256 of everything else in its last field."""
+        """Return the file's bytes: JSON whose last field is the SHA-256 of everything else."""
         values = self.model_dump(mode="json")
         digest = hashlib.sha256(_json(values)).hexdigest()
         return _json({**values, "sha256": digest})
@@ -193,7 +195,7 @@ def _perplexity(shards: Sequence[Shard]) -> float | None:
 
 
 def new_manifest(settings: CacheSettings, teacher: TeacherInfo, tokenizer: str) -> Manifest:
-    """The manifest of a cache that has no shard yet."""
+    """Return the manifest of a cache that has no shard yet."""
     identity = [settings.recorded(), teacher.identity, teacher.dtype, tokenizer, ROWS]
     return Manifest(
         state="building",
@@ -206,10 +208,10 @@ def new_manifest(settings: CacheSettings, teacher: TeacherInfo, tokenizer: str) 
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a cache, proven to be byte for byte what was written.
+    """Read the manifest of a cache and check its hash.
 
     Raises:
-        CacheError: it is missing, foreign, damaged, or of an unknown format.
+        CacheError: the manifest is missing, foreign, damaged, or of an unknown format.
     """
     path = directory / MANIFEST
     theirs = None if path.is_file() else import_command(directory)
@@ -232,10 +234,10 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(raw: bytes, where: Path | str) -> Manifest:
-    """The manifest that is these bytes and no others.
+    """Parse a manifest and check that it serializes to exactly these bytes.
 
     Raises:
-        CacheError: it is foreign, damaged, or of an unknown format.
+        CacheError: the manifest is foreign, damaged, or of an unknown format.
     """
     manifest = _parse(raw, where)
     if raw != manifest.to_bytes():
@@ -274,7 +276,7 @@ def _json(values: object) -> bytes:
 
 
 def shard_problem(directory: Path, shard: Shard, *, deep: bool) -> str | None:
-    """What is wrong with a shard file, or None; `deep` reads all of it to compare hashes."""
+    """Return what is wrong with a shard file, or None; `deep` also checks its SHA-256."""
     path = shard.path(directory)
     if not path.is_file():
         return "missing"
@@ -287,7 +289,7 @@ def shard_problem(directory: Path, shard: Shard, *, deep: bool) -> str | None:
 
 
 def raise_if_damaged(directory: Path, shard: Shard, *, deep: bool) -> None:
-    """Turn what `shard_problem` finds into an error.
+    """Raise an error if `shard_problem` finds one.
 
     Raises:
         CacheError: the shard is missing or damaged.
@@ -301,10 +303,10 @@ def raise_if_damaged(directory: Path, shard: Shard, *, deep: bool) -> None:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Put `content` at `path`, so that a crash at any instant leaves the old file or the new.
+    """Write `content` to `path` atomically: a crash leaves either the old file or the new one.
 
     Raises:
-        CacheError: the disk is full or the file cannot be written; nothing is left behind.
+        CacheError: the disk is full or the file cannot be written; no partial file remains.
     """
     try:
         with whole_file(path, path.with_name(path.name + TEMPORARY)) as file:
@@ -317,6 +319,6 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a file is called as a build calls what it is writing."""
+    """Return whether the name is that of a file which a build was writing."""
     name = path.name.removesuffix(TEMPORARY)
     return path.suffix == TEMPORARY and (name == MANIFEST or SHARD.fullmatch(name) is not None)

@@ -1,12 +1,12 @@
-"""The teacher's signals as bytes: what a cache stores for a token, and how well.
+"""Encode the teacher's targets as bytes: the format of a token in a cache, and its accuracy.
 
 A top-K record keeps ids in `id_bits(V)` bits, each distance below the most likely token in 9 bits,
 the range of the distances in one byte, log-sum-exp and log tail mass in float32.
 
 Accuracy of a log-probability. A distance d is stored as `code = round(M * sqrt(d / R))`, M = 510,
 where the range R is at most 3.6 % above the token's largest distance: |error of d| is at most
-`sqrt(d * R) / M + R / (4 * M**2)`. The most likely log-prob is not stored: it is what makes the
-probabilities sum to `1 - tail`, so its error is the mean error of the others and at most
+`sqrt(d * R) / M + R / (4 * M**2)`. The most likely log-prob is not stored: it follows from the
+probabilities' sum `1 - tail`, so its error is the mean error of the others and at most
 `sqrt(R * ln K) / M + R / (4 * M**2)`. `max_error` adds the two: 0.057 nats at R = 20, K = 64, for
 the least likely of the K. KL(exact || decoded) is about `R * E[d] / (6 * M**2)`: below 1e-4 nats.
 
@@ -35,7 +35,7 @@ from qat.kernels.topk import (
     top_k_of_logits,
 )
 
-# The teacher as the cache builder sees it: two functions, whatever is behind them.
+# The interface of a teacher that runs on a device.
 
 
 class Teacher(Protocol):
@@ -43,13 +43,13 @@ class Teacher(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the input ids go."""
+        """The device for the input ids."""
 
     def hidden_of(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-        """The last hidden state, `(B, S, D)`, of each batch of ids and positions in turn."""
+        """Yield the last hidden state, `(B, S, D)`, of each batch of ids and positions."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`(..., D)` to `(..., V)`."""
+        """Return the logits of hidden states: `(..., D)` to `(..., V)`."""
 
 
 # Integers of any width up to 31 bits, packed into bytes row by row, least significant bit first.
@@ -58,15 +58,15 @@ class Teacher(Protocol):
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Bytes that a row of `count` integers of `bits` bits takes."""
+    """Return the number of bytes that a row of `count` integers of `bits` bits takes."""
     return -(-count * bits // 8)
 
 
 def pack_bits(values: Tensor, bits: int) -> Tensor:
-    """`(N, I)` integers in `0 .. 2**bits - 1` as `(N, ceil(I * bits / 8))` uint8.
+    """Pack `(N, I)` integers in `0 .. 2**bits - 1` into `(N, ceil(I * bits / 8))` uint8.
 
-    Integer i of a row takes its bits `i * bits ... (i + 1) * bits - 1`; the last byte is filled
-    up with zeros. The smallest group of integers that fills whole bytes is packed at once.
+    Integer i of a row takes the bits `i * bits ... (i + 1) * bits - 1`; the last byte is padded
+    with zeros. The smallest group of integers that fills whole bytes is packed at once.
     """
     N, I = values.shape
     per_group, group_bytes = _group(bits)
@@ -82,10 +82,10 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The `(N, count)` integers that `pack_bits` packed, as int16, int32 or int64.
+    """Return the `(N, count)` integers that `pack_bits` packed, as int16, int32 or int64.
 
-    A group is looked at as overlapping words, one for each of its integers, equally far apart; each
-    is then shifted until its integer comes first.
+    A group is viewed as overlapping words at equal distances, one per integer; each word is then
+    shifted right until its integer starts at bit 0.
     """
     N, width = packed.shape
     per_group, group_bytes = _group(bits)
@@ -101,25 +101,25 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def unpack_flags(packed: Tensor, count: int) -> Tensor:
-    """The `(N, count)` bool that `pack_bits` packed as integers of one bit."""
+    """Return the `(N, count)` bool that `pack_bits` packed as 1-bit integers."""
     flags = np.unpackbits(packed.numpy(), axis=1, count=count, bitorder="little")
     return torch.from_numpy(flags.view(bool))
 
 
 def _group(bits: int) -> tuple[int, int]:
-    """The fewest integers that fill whole bytes, and how many bytes."""
+    """Return the smallest number of integers that fill whole bytes, and the number of bytes."""
     return 8 // gcd(8, bits), bits // gcd(8, bits)
 
 
 class _Words(NamedTuple):
-    """How to look at a group so that word i holds integer i, the same for all groups."""
+    """The view of a group in which word i contains integer i, equal for all groups."""
 
     lead: int
-    """Bytes before the group where the first word begins."""
+    """Bytes by which the first word starts before the group."""
     step: int
     """Bytes from one word to the next."""
     shifts: Tensor
-    """Bits below each word's integer, in the words' dtype."""
+    """Right shift of each word that moves its integer to bit 0, in the words' dtype."""
     dtype: np.dtype
 
 
@@ -127,34 +127,34 @@ class _Words(NamedTuple):
 def _words(bits: int) -> _Words:
     per_group, _ = _group(bits)
     step = round(bits / 8)
-    drift = bits - 8 * step  # by which the shift grows from word to word
-    lead = max(0, -drift * (per_group - 1) + 7) // 8  # so that no shift is negative
+    drift = bits - 8 * step  # change of the shift from one word to the next
+    lead = max(0, -drift * (per_group - 1) + 7) // 8  # keeps all shifts nonnegative
     shifts = 8 * lead + drift * np.arange(per_group)
     size = next(size for size in (2, 4, 8) if bits + shifts.max() < 8 * size)
     dtype = np.dtype(f"<i{size}")
     return _Words(lead, step, torch.from_numpy(shifts.astype(dtype)), dtype)
 
 
-# What is kept of the teacher's logits: its top K, and systematic draws.
+# The kept part of the teacher's logits: its top K, and systematic draws.
 #
 # Shapes: T tokens, V vocabulary, K teacher tokens kept, N draws.
 
 
 class TopK(NamedTuple):
-    """The K most likely tokens, most likely first, and how the rest of the vocabulary weighs."""
+    """The K most likely tokens, most likely first, and the mass of the rest of the vocabulary."""
 
     ids: Tensor
-    """`(T, K)` int64; equally likely ones in ascending order."""
+    """Token ids, `(T, K)` int64; equally likely ones in ascending order."""
     distances: Tensor
-    """`(T, K)` float64, nats: log-probability of the first token minus that of this one."""
+    """Log-probability of the most likely token minus that of this one, `(T, K)` float64, nats."""
     log_sum_exp: Tensor
-    """`(T,)` float32: of all logits, so that logit = log-prob + log_sum_exp."""
+    """Log-sum-exp of all logits, `(T,)` float32: logit = log-prob + log_sum_exp."""
     tail_logprob: Tensor
-    """`(T,)` float32: log of the mass outside the K tokens; -inf when K = V."""
+    """Log of the mass outside the K tokens, `(T,)` float32; -inf when K = V."""
 
 
 def top_k(logits: Tensor, k: int) -> TopK:
-    """The teacher's top `k` of `(T, V)` logits.
+    """Return the teacher's top `k` of `(T, V)` logits.
 
     The mass outside is summed over the other V - k logits: `1 - sum(top)` would lose a small tail.
     """
@@ -168,49 +168,50 @@ def _distances(selection: Selection) -> TopK:
 
 
 def draw(logits: Tensor, uniforms: Tensor, count: int) -> Tensor:
-    """`(T, count)` int64 systematic draws from `(T, V)` logits, ascending.
+    """Return `(T, count)` int64 systematic draws from `(T, V)` logits, ascending.
 
-    `uniforms` `(T,)`, float64 in [0, 1), decides which.
+    `uniforms` are `(T,)` float64 in [0, 1), one offset per token; equal offsets give equal draws.
     """
     return draw_tokens(logits, summarize(logits), uniforms, count)
 
 
 class Request(NamedTuple):
-    """What to ask the teacher for, and how many tokens at a time."""
+    """The targets to compute from the teacher's logits, and the chunk size."""
 
     top_k: int
     draws: int
     chunk: int
     stream: int
-    """Of random numbers (`qat.data.codec`), for the draws."""
+    """Random stream for the draws (`qat.data.codec.stream`)."""
 
 
 class Signals(NamedTuple):
-    """What the teacher said about every token of a batch; None for what was not asked."""
+    """The teacher's targets for every token of a batch; None for those that were not requested."""
 
     next_logprob: Tensor
-    """`(T,)` float32, nats: of the token that follows in the sequence; at its end, of its first."""
+    """Log-probability of the next token in the sequence, `(T,)` float32, nats. At the last position
+    of a sequence it is that of the sequence's first token."""
 
     top: TopK | None
     draws: Tensor | None
-    """`(T, N)` int64, ascending."""
+    """Token ids of the draws, `(T, N)` int64, ascending."""
     is_sound: Tensor
-    """`()` bool: no logit is NaN or +inf, and no token has only -inf."""
+    """Scalar bool: true if no logit is NaN or +inf, and no token has only -inf."""
 
 
 @torch.no_grad()
 def ask(
     teacher: Teacher, hidden: Tensor, tokens: Tensor, *, request: Request, first_place: int
 ) -> Signals:
-    """The teacher's signals for `(B, S)` tokens on the host, flattened; never waits for the device.
+    """Compute the teacher's targets for `(B, S)` tokens, flattened, without a device sync.
 
-    `hidden` is the teacher's last hidden state of them. Logits exist for `request.chunk` tokens at
-    a time. The draws of the i-th token depend on its logits, the request's stream and
-    `first_place + i`, on nothing that ran before.
+    `tokens` are on the host, `hidden` is the teacher's last hidden state of them. Logits exist for
+    `request.chunk` tokens at a time. The draws of the i-th token depend only on its logits, the
+    request's stream and `first_place + i`, so they are reproducible.
     """
     backend = on(teacher.device)
     next_ids = backend.divided(backend.to_device(tokens.roll(-1, dims=1)))
-    # not as a number: XLA takes equal numbers for one, which makes another graph
+    # a tensor, not a number: XLA merges equal constants, which would give another graph
     first = backend.to_device(torch.tensor([first_place]))
     tops, draws, is_sound, next_logprobs, place = [], [], [], [], 0
     chunks = (each.flatten(0, 1).split(request.chunk) for each in (hidden, next_ids))
@@ -238,41 +239,41 @@ def ask(
 CODE_BITS = 9
 M = 2**CODE_BITS - 2
 FAR = M + 1  # the code of a token beyond MAX_DISTANCE, so that it does not stretch the range
-MAX_DISTANCE = 104.0  # nats; exp(-104) is 0 in float32, so what lies further below says nothing
-STEPS_PER_OCTAVE = 20
+MAX_DISTANCE = 104.0  # nats; exp(-104) is 0 in float32, so larger distances carry no information
+STEPS_PER_OCTAVE = 20  # a stored range is rounded up by at most a factor 2**(1/20)
 TOP_K_ROWS = ("topk_ids", "topk_codes", "topk_range", "tail_logprob")
 BLOCK = 2**18
-"""Log-probs decoded at once: few enough that what comes up in between fits a core's cache."""
+"""Number of log-probs decoded at once, so that temporaries stay in a core's cache."""
 SHARES = (torch.arange(FAR + 1) / M).square()
-"""The distance that a code stands for, as a share of the range."""
-SHARES[FAR] = torch.inf
+"""Distance of each code as a fraction of the range, `(FAR + 1,)`."""
+SHARES[FAR] = torch.inf  # clamped to MAX_DISTANCE when decoded
 
 
 def id_bits(vocab_size: int) -> int:
-    """Bits of one token id."""
+    """Return the number of bits of one token id."""
     return max(1, (vocab_size - 1).bit_length())
 
 
 def max_error(value_range: float, k: int) -> float:
-    """Largest error in nats of a decoded log-prob whose token has distances up to `value_range`.
+    """Return the largest error in nats of a decoded log-prob of a token with range `value_range`.
 
     `value_range` is the range as stored, up to 3.6 % above the largest distance. Log-probs more
-    than 104 nats below the most likely (probability 0 in float32) decode as 104 nats below.
+    than 104 nats below the most likely one (probability 0 in float32) decode as 104 nats below it.
     """
     rounding = value_range / (2 * M**2)
     return value_range / M + sqrt(value_range * log(k)) / M + rounding
 
 
 def encode_top_k(top: TopK, num_sequences: int, vocab_size: int) -> dict[str, Tensor]:
-    """Rows of `num_sequences` sequences, from the `TopK` of all their tokens in order."""
+    """Encode the `TopK` of all tokens, in order, as rows of `num_sequences` sequences."""
     is_far_TK = top.distances > MAX_DISTANCE
     near_TK = top.distances.masked_fill(is_far_TK, 0.0)
-    # of the smallest range that can be stored and reaches all distances
+    # the smallest range that can be stored and covers all distances
     octaves_T = torch.log2(near_TK.amax(-1) / MAX_DISTANCE)
     range_code_T = (255 + STEPS_PER_OCTAVE * octaves_T).ceil().clamp(0, 255)
     ratio_TK = near_TK / _decode_range(range_code_T)[:, None]
     codes_TK = (M * ratio_TK.sqrt()).round().long().masked_fill(is_far_TK, FAR)[:, 1:]
-    per_row = codes_TK.numel() // num_sequences  # may be 0, where -1 says nothing
+    per_row = codes_TK.numel() // num_sequences  # may be 0, where -1 is ambiguous
     rows = (num_sequences, -1)
     return {
         "topk_ids": pack_bits(top.ids.reshape(rows), id_bits(vocab_size)),
@@ -286,7 +287,7 @@ def encode_top_k(top: TopK, num_sequences: int, vocab_size: int) -> dict[str, Te
 def decode_top_k(
     rows: dict[str, Tensor], *, length: int, k: int, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Ids `(N, S, K)` int64 and log-probs `(N, S, K)` float32, most likely first."""
+    """Return ids `(N, S, K)` int64 and log-probs `(N, S, K)` float32, most likely first."""
     N, bits = len(rows["topk_range"]), id_bits(vocab_size)
     ids, logprobs = _empty(N, length, k, np.int64), _empty(N, length, k, np.float32)
     range_NS1 = _decode_range(rows["topk_range"].double()).float()[..., None]
@@ -295,22 +296,22 @@ def decode_top_k(
         ids_NI = unpack_bits(rows["topk_ids"][block], bits, length * k)
         ids[block] = ids_NI.view_as(ids[block])
         codes_NI = unpack_bits(rows["topk_codes"][block], CODE_BITS, length * (k - 1))
-        ratios = logprobs[block]  # to the most likely one, then of themselves
+        ratios = logprobs[block]  # log p - log p_max; log p_max is added below
         ratios[..., 0] = 0.0
         shares = SHARES.index_select(0, codes_NI.flatten()).view_as(ratios[..., 1:])
         torch.mul(shares, -range_NS1[block], out=ratios[..., 1:]).clamp_(min=-MAX_DISTANCE)
-        # probabilities sum to 1 - tail, which fixes the most likely one
+        # probabilities sum to 1 - tail, which determines the most likely one
         head_NS = torch.log(-torch.expm1(rows["tail_logprob"][block]))
         ratios += (head_NS - ratios.exp().sum(-1).log())[..., None]
     return ids, logprobs
 
 
 def encode_draws(draws: Tensor, mask: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """Rows of `(N, S, n)` ascending draws, kept where `mask` `(N, S)` is true.
+    """Encode `(N, S, n)` ascending draws as rows, for tokens where `mask` `(N, S)` is true.
 
-    `sample_marks` has one bit a draw: it differs from the draw before it. So a token's bits tell
-    how many distinct ids it has and, in unary, how often each was drawn. `sample_ids` holds the
-    distinct ids of all sequences one after the other, `sample_lengths` bytes each.
+    `sample_marks` has one bit per draw, set where it differs from the previous draw. The bits of a
+    token therefore give its number of distinct ids and, in unary, how often each was drawn.
+    `sample_ids` holds the distinct ids of all sequences concatenated, `sample_lengths` bytes each.
     """
     bits = id_bits(vocab_size)
     marks = torch.ones_like(draws, dtype=torch.bool)
@@ -333,18 +334,20 @@ def encode_draws(draws: Tensor, mask: Tensor, vocab_size: int) -> dict[str, Tens
 def decode_draws(
     marks: Tensor, id_rows: list[np.ndarray], *, length: int, num_draws: int, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Distinct ids `(N, S, D)` int64 and counts `(N, S, D)` float32; padded with id 0, count 0.
+    """Return distinct ids `(N, S, D)` int64 and counts `(N, S, D)` float32.
+
+    D is padded with id 0 and count 0.
 
     Args:
         marks: `(N, ceil(S * n / 8))` uint8 rows of `sample_marks`.
-        id_rows: for each sequence its bytes of `sample_ids`.
+        id_rows: bytes of `sample_ids` of each sequence.
     """
     N, T, n = len(marks), len(marks) * length, num_draws
     is_new_Tn = unpack_flags(marks, length * n).numpy().reshape(T, n)
     is_kept_T = is_new_Tn[:, 0].copy()
-    is_new_Tn[:, 0] = True  # the last draws of a token end where the next token begins
+    is_new_Tn[:, 0] = True  # a set bit ends the run of the last draws of the previous token
     num_T = is_new_Tn.sum(-1, dtype=np.int32)
-    # in sixteens, so that most batches have one shape and a recorded step fits them
+    # D is a multiple of 16, so that most batches share one shape and replay one captured graph
     D = min(n, -(-int(num_T.max()) // 16) * 16)
     ids, counts = np.zeros((T, D), np.int64), np.zeros((T, D), np.float32)
     is_used_TD = np.arange(D, dtype=np.int32) < num_T[:, None]
@@ -356,7 +359,7 @@ def decode_draws(
 
 
 def _decode_ids(id_rows: list[np.ndarray], counts: list[int], bits: int) -> np.ndarray:
-    """The distinct ids of all sequences one after the other, `counts` of them."""
+    """Return the distinct ids of all sequences concatenated, `counts` per sequence."""
     for octets, count in zip(id_rows, counts, strict=True):
         expected = packed_bytes(count, bits)
         if len(octets) != expected:
@@ -372,7 +375,7 @@ def _decode_ids(id_rows: list[np.ndarray], counts: list[int], bits: int) -> np.n
 
 
 def _empty(N: int, S: int, K: int, dtype: type) -> Tensor:
-    """Memory from NumPy, which asks for huge pages: a new page costs more than filling it."""
+    """Allocate with NumPy, which requests huge pages: page faults cost more than the copy."""
     return torch.from_numpy(np.empty((N, S, K), dtype))
 
 
@@ -382,7 +385,7 @@ def _decode_range(code: Tensor) -> Tensor:
     return MAX_DISTANCE * (torch.pow(2.0, octaves) if lacks_exp2 else torch.exp2(octaves))
 
 
-# Random numbers that are a function of where they are used, not of what was drawn before.
+# Counter-based random numbers: each is a function of its place, not of earlier draws.
 #
 # Shapes: T tokens, n numbers of a token.
 
@@ -391,15 +394,16 @@ MIXERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 def stream(*names: object) -> int:
-    """A 64-bit stream of numbers for whatever the names name."""
+    """Return the 64-bit seed of a random stream identified by the names."""
     return _signed(xxhash.xxh3_64_intdigest("/".join(map(str, names)).encode()))
 
 
 def uniforms(stream: int, places: Tensor, count: int) -> Tensor:
-    """`(T, count)` float64 in [0, 1) for `(T,)` int64 places of a stream, equal on every device.
+    """Return `(T, count)` float64 in [0, 1) for `(T,)` int64 places of a stream.
 
     The numbers of place p are outputs `p * count` to `(p + 1) * count - 1` of splitmix64 seeded
-    with the stream (Steele, Lea and Flood, OOPSLA 2014), whose n-th output needs no other.
+    with the stream (Steele, Lea and Flood, OOPSLA 2014), whose n-th output can be computed
+    directly. They are equal on every device.
     """
     numbers = places[:, None] * count + torch.arange(1, count + 1, device=places.device)
     bits = stream + numbers * _signed(GOLDEN)
@@ -410,9 +414,9 @@ def uniforms(stream: int, places: Tensor, count: int) -> Tensor:
 
 
 def _shift(bits: Tensor, count: int) -> Tensor:
-    """A right shift that fills with zeros.
+    """Shift right and fill with zeros.
 
-    The sign goes by itself: XLA's shift of a negative number divides, and rounds up.
+    The sign bit is shifted separately: XLA's shift of a negative number divides and rounds up.
     """
     return (bits & (2**63 - 1)) >> count | (bits < 0) * 2 ** (63 - count)
 

@@ -22,10 +22,10 @@ Location = Annotated[
 
 
 def chosen_targets(targets: AnyTargets, data_format: DataFormat, data: str) -> Targets:
-    """Whose tokens count in data that was read as `data_format`; `auto` is settled.
+    """Resolve `auto`: decide which tokens count in data that was read as `data_format`.
 
     Raises:
-        ConfigError: assistants alone are to count in plain text.
+        ConfigError: `targets=assistant` for plain text, which has no turns.
     """
     if data_format == "plain" and targets == "assistant":
         raise ConfigError(
@@ -37,33 +37,34 @@ def chosen_targets(targets: AnyTargets, data_format: DataFormat, data: str) -> T
 
 
 class CacheSettings(Settings):
-    """Everything that decides which bytes a cache holds, besides the teacher and tokenizer."""
+    """All settings that decide a cache's bytes, apart from the teacher and the tokenizer."""
 
     data: Required[str]
-    """File (.txt, .md, .jsonl, .json, .csv, .tsv, .parquet; also .gz), directory of such, `stdlib`,
-    or datasets id[:config][@split]."""
+    """File (.txt, .md, .jsonl, .json, .csv, .tsv, .parquet; also .gz), directory of such files,
+    `stdlib`, or datasets id[:config][@split]."""
     format: Text[DataFormat] = "auto"
-    """What a row holds; `auto` looks at the fields of the first row."""
+    """Format of a row; `auto` looks at the fields of the first row."""
     text_field: Text[str] = "text"
     """Field of a `plain` row that holds the text."""
     thinking: Text[Thinking] = "false"
-    """How chats are rendered: without thinking, with, both, without template (none), all three."""
+    """Chat rendering: thinking off (false), on (true), both, no chat template (none), or all
+    three."""
     targets: Text[Targets] = "all"
-    """Whose tokens count: what assistants say and the token that ends their turn, or all."""
+    """Tokens that count in the loss: those of assistants with the end of their turn, or all."""
     sequence_length: Text[int] = Field(ge=2)
     """Tokens in a packed sequence."""
     top_k: Kept[int] = Field(64, ge=0)
-    """Most likely teacher tokens kept at every position; 0 keeps none."""
+    """Number of most likely teacher tokens kept at every position; 0 keeps none."""
     draws: Kept[int] = Field(0, ge=0)
-    """Systematic draws of tokens kept at every position (random-sampling distillation)."""
+    """Number of systematic draws kept at every position (random-sampling distillation)."""
     num_sequences: Text[int] = Field(0, ge=0)
-    """Training sequences to build; 0 takes all that the data has."""
+    """Number of training sequences to build; 0 uses all data."""
     held_out: Text[float] = Field(0.05, ge=0, lt=1)
-    """Fraction of the documents kept away from training, for evaluation."""
+    """Fraction of the documents held out for evaluation."""
     shard_size: Kept[int] = Field(1024, ge=1)
-    """Sequences in one shard: what an interrupted build may have to repeat."""
+    """Sequences per shard; an interrupted build resumes after the last whole shard."""
     seed: Text[int] = Field(0, ge=0)
-    """Seed of the held-out choice and of the draws."""
+    """Seed of the held-out split and of the draws."""
 
     @model_validator(mode="after")
     def _keeps_something(self) -> Self:
@@ -75,9 +76,9 @@ class CacheSettings(Settings):
         return self
 
     def recorded(self) -> dict[str, object]:
-        """The settings as manifests hold them.
+        """Return the settings as manifests record them.
 
-        Without `targets` where all count, as in every cache from before there was a choice.
+        `targets` is omitted when all tokens count, as in caches older than this setting.
         """
         return self.model_dump(mode="json", exclude={"targets"} if self.targets == "all" else None)
 
@@ -86,31 +87,31 @@ class CacheConfig(CacheSettings, DeviceSettings):
     """Flags of `qat cache`."""
 
     targets: Text[AnyTargets] = "auto"
-    """Whose tokens count: in chats those that assistants say, with the token that ends their turn,
-    or all; auto is assistant for chats, all for plain text."""
+    """Tokens that count in the loss: those of assistants with the end of their turn, or all; auto
+    is assistant for chats and all for plain text."""
 
     sequence_length: Text[int | None] = Field(None, ge=2)
-    """Tokens in a packed sequence; if not given, enough for 95 of 100 documents to be whole, but
-    no more than 1,024 in chats and 256 in plain text."""
+    """Tokens in a packed sequence; by default long enough for 95 % of the documents, but at most
+    1,024 for chats and 256 for plain text."""
 
     teacher: Required[str]
-    """Directory or hub id of the teacher, which also brings the tokenizer; or the address of a
-    server that has it, http://HOST/v1 (vLLM, SGLang, llama.cpp)."""
+    """Directory or hub id of the teacher, which also provides the tokenizer; or the address of a
+    server that runs it, http://HOST/v1 (vLLM, SGLang, llama.cpp)."""
     teacher_model: Kept[str | None] = None
-    """What that server calls the teacher."""
+    """Name of the teacher on its server."""
     tokenizer: Text[str | None] = None
-    """Directory or hub id with tokenizer and config.json of a teacher behind a server; by default
-    what --teacher-model names."""
+    """Directory or hub id with the tokenizer and config.json of a teacher behind a server; default:
+    --teacher-model."""
     dtype: Speed[Literal["auto", "fp32", "bf16", "fp16"]] = "auto"
     """The teacher's precision; auto is bf16 where it is native, fp16 on other GPUs, else fp32."""
     batch_size: Speed[int] = Field(0, ge=0)
-    """Most sequences in one teacher forward, or asked about at once of a server; 0 takes as many as
-    keep the device busy, of a server 32."""
+    """Maximum number of sequences in one teacher forward, or in flight to a server; 0 takes as many
+    as keep the device busy, or 32 for a server."""
     device_map: Speed[Literal["auto", "disk"] | None] = None
-    """Spread the teacher over the devices (`auto`), or leave it on the disk (`disk`), from where
-    each layer comes once a shard; by default it is in the memory of one."""
+    """Spread the teacher over the devices (`auto`), or keep it on disk and load each layer once per
+    shard (`disk`); by default it is loaded on one device."""
     trust_remote_code: Speed[bool] = False
-    """Run the code that comes with the teacher (recorded in the cache's manifest)."""
+    """Run the code that comes with the teacher (recorded in the manifest of the cache)."""
 
     @field_validator("teacher")
     @classmethod
@@ -161,7 +162,7 @@ class CacheConfig(CacheSettings, DeviceSettings):
 
     @property
     def is_served(self) -> bool:
-        """Whether the teacher is behind a server."""
+        """True if the teacher runs behind a server."""
         return self.teacher.startswith(("http://", "https://"))
 
     @property
@@ -170,10 +171,10 @@ class CacheConfig(CacheSettings, DeviceSettings):
         return (self.tokenizer or self.teacher_model or "") if self.is_served else self.teacher
 
     def settings(self, data_format: DataFormat) -> CacheSettings:
-        """The part that decides the content, for data that was read as `data_format`.
+        """Return the settings that decide the content, for data that was read as `data_format`.
 
         Raises:
-            ConfigError: assistants alone are to count in plain text.
+            ConfigError: `targets=assistant` for plain text, which has no turns.
         """
         targets = chosen_targets(self.targets, data_format, f"data={self.data}")
         values = {name: getattr(self, name) for name in CacheSettings.model_fields}
@@ -184,9 +185,9 @@ class ImportConfig(Settings):
     """Flags of `qat cache import`."""
 
     teacher: str | None = None
-    """Directory or hub id of a model with the tokenizer that made the tokens; by default the one
-    that the cache's meta.json names."""
+    """Directory or hub id of a model with the tokenizer that made the tokens; default: the model
+    named in the cache's meta.json."""
     held_out: float = Field(0.05, ge=0, lt=1)
-    """Fraction of the sequences kept away from training: the last ones."""
+    """Fraction of the sequences held out for evaluation; the last ones are taken."""
     keep_negatives: bool = False
-    """Keep the random tokens and their logits, which no loss reads."""
+    """Keep the random tokens and their logits, although no loss uses them."""

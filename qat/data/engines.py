@@ -1,7 +1,7 @@
-"""How engines that serve a model are asked for the log-probabilities of a text's tokens.
+"""Request the log-probabilities of a text's tokens from inference servers.
 
-`Line` carries many requests at once to one server and repeats what it was too busy for. Below it
-stand the engines: each turns token ids into requests and answers into `Word`s.
+`Line` is the HTTP client: it sends many requests in parallel to one server and retries while the
+server is busy. Each engine class translates token ids into requests and responses into `Word`s.
 
 Shapes: T positions of a document that are answered.
 """
@@ -29,39 +29,40 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 KEY = "QAT_TEACHER_API_KEY"
-"""Environment variable with the key that a server asks for; not OPENAI_API_KEY, which would then go
-to whatever server is named."""
+"""Environment variable with the server's API key. Not OPENAI_API_KEY, which would then be sent to
+any server that is named."""
 HERE = ("localhost", "127.0.0.1", "::1")
 CONNECT_S, ANSWER_S = 20.0, 600.0
-"""Without a connection, or without a byte of an answer, before a request counts as failed."""
+"""Connect timeout, and the longest time without a byte of a response, in seconds."""
 WHOLE_S = 3 * ANSWER_S
-"""From a request to the end of its answer: a server that sends a byte now and then is left."""
+"""Timeout of a whole response, in seconds: stops a server that only sends a byte now and then."""
 ATTEMPTS, FIRST_ATTEMPTS = 10, 3
-"""Of one request that fails because the server is busy, restarts or is gone: some four minutes; and
-before anything is built, when it is sooner a mistake."""
+"""Attempts per request: `ATTEMPTS` during a build (about four minutes, enough for a restart of the
+server), `FIRST_ATTEMPTS` before it, where a failure is more likely a wrong address."""
 PAUSE_S, LONGEST_S = 1.0, 60.0
-"""After the first failure, doubled after each further one; and the longest one."""
+"""Pause after the first failure, doubled after each further one, and the longest pause, in
+seconds."""
 BUSY = (408, 425, 429, 500, 502, 503, 504)
 WORDS = 300
-"""Characters of a server's own words that a message repeats."""
+"""Maximum number of characters of a server's message that an error repeats."""
 ENTRY_BYTES, ANSWER_BYTES = 400, 2**20
-"""More than an engine says of one token, and around them all."""
+"""Upper bounds in bytes: what an engine sends per token, and the rest of a response."""
 
 
-class Refused(Exception):  # noqa: N818 - an answer; whoever asked knows what it means to the user
-    """A server refuses a request as such, so that repeating it is of no use."""
+class Refused(Exception):  # noqa: N818 - caught by callers, which raise the user's error
+    """The server rejects a request permanently, so a retry is useless."""
 
 
 class NoRoute(Refused):
-    """A server has nothing at `url`."""
+    """The server has no route at `url` (HTTP 404)."""
 
     def __init__(self, told: str, url: str) -> None:
         super().__init__(told)
         self.url = url
 
 
-class _Broken(Exception):  # noqa: N818 - no error: another attempt follows
-    """An answer that may be another one next time, after the seconds that the server names."""
+class _Broken(Exception):  # noqa: N818 - not an error: a retry follows
+    """A transient failure; `wait_s` is the server's Retry-After in seconds, if it sent one."""
 
     def __init__(self, reason: str, wait_s: float | None = None) -> None:
         super().__init__(reason)
@@ -69,13 +70,12 @@ class _Broken(Exception):  # noqa: N818 - no error: another attempt follows
 
 
 class Line:
-    """Requests to one server, several at once; while it is busy, all of them wait.
+    """An HTTP client for one server with parallel requests; all of them pause while it is busy.
 
-    No answer leads elsewhere: a server that redirects is refused, so that nobody else is told the
-    key or the text.
+    Redirects are refused, so that no other host receives the key or the text.
 
     Raises:
-        ConfigError: the key of the environment is none.
+        ConfigError: the key in the environment holds characters that no header can carry.
     """
 
     def __init__(self, address: str, at_once: int = 1, *, attempts: int = FIRST_ATTEMPTS) -> None:
@@ -90,7 +90,7 @@ class Line:
             headers["Authorization"] = f"Bearer {key}"
         where = urlsplit(address)
         self.shows_key = bool(key) and where.scheme == "http" and where.hostname not in HERE
-        """Whether others on the way can read the key."""
+        """True if the key travels unencrypted to another host."""
         self._key = key
         self._attempts = attempts
         self.address = address
@@ -105,7 +105,7 @@ class Line:
         self._over = threading.Event()
 
     def break_off(self) -> None:
-        """End what is under way, also in other threads, and begin nothing more."""
+        """Abort all requests in flight, also in other threads, and start no more."""
         self._over.set()
         with self._lock:
             sockets = [*self._sockets]
@@ -113,12 +113,12 @@ class Line:
 
     @contextmanager
     def _within(self, url: str) -> Iterator[None]:
-        """A block in which a whole answer arrives, or the connections are ended after `WHOLE_S`.
+        """Limit the time until a whole response arrives: shut the connections down after `WHOLE_S`.
 
-        Requests of other threads that this breaks off are repeated.
+        Requests of other threads that are aborted by this are retried.
 
         Raises:
-            CacheError: it took too long.
+            CacheError: the response took too long.
         """
         late = threading.Event()
 
@@ -138,18 +138,18 @@ class Line:
                 raise
         finally:
             timer.cancel()
-        if late.is_set():  # an answer of no stated length ends where its connection does
+        if late.is_set():  # no error without Content-Length, as it ends with the connection
             raise CacheError(
                 f"{url} sent no whole answer in {WHOLE_S:g} s, expected one; check --teacher, or "
                 "run the same command again: finished shards are kept"
             )
 
     def close(self) -> None:
-        """Give the connections back, once no thread asks any more."""
+        """Close the connections; call it when no thread sends requests any more."""
         self._client.close()
 
     def _note(self, event: str, info: dict) -> None:
-        """What the library tells of its connections: each one's socket is remembered."""
+        """Remember the socket of each new connection (a trace callback of the HTTP library)."""
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             with self._lock:
                 self._sockets.add(info["return_value"].get_extra_info("socket"))
@@ -157,16 +157,19 @@ class Line:
                 self.break_off()
 
     def ask(self, path: str, body: dict | None, kind: TypeAdapter[T], most: int) -> T:
-        """The answer to a POST of `body`, or to a GET without one, checked to be of `kind`.
+        """Send `body` by POST, or a GET without one, and return the response validated as `kind`.
+
+        Retries with exponential backoff while the server is busy or unreachable.
 
         Args:
-            path: below the address; one that begins with a slash is of the server's root.
-            most: bytes that the answer may have.
+            path: path below the address; a leading slash means the server's root.
+            most: maximum size of the response in bytes.
 
         Raises:
-            Refused: the server says that it does not do this.
-            ConfigError: it wants a key, or leads elsewhere.
-            CacheError: it is not there or too busy for too long, or its answer is of another kind.
+            Refused: the server rejects the request.
+            ConfigError: the server requires a key, or redirects.
+            CacheError: the server is unreachable or busy for too long, or its response has another
+                format.
         """
         url = f"{self.address}/{path}"
         if path.startswith("/"):
@@ -236,7 +239,7 @@ class Line:
         raise Refused(told)
 
     def _said(self, words: str) -> str:
-        """A server's words as one short line, without the key that it may repeat."""
+        """Return a server's message as one short line, without the key, which it may repeat."""
         if self._key:
             words = words.replace(self._key, HIDDEN)
         return scrubbed(" ".join(words.split()))[:WORDS]
@@ -248,7 +251,7 @@ class Line:
             raise CacheError(f"{self.address}: broken off")
 
     def _hold(self, url: str, reason: str, seconds: float) -> None:
-        """Let all requests wait; who was told so meanwhile says nothing of it."""
+        """Pause all requests; log the pause once."""
         with self._lock:
             now = time.monotonic()
             if self._not_before <= now:
@@ -257,13 +260,13 @@ class Line:
 
 
 def _shut(sockets: Sequence[socket.socket]) -> None:
-    for each in sockets:  # to close one does not wake who reads from it
+    for each in sockets:  # closing a socket does not wake a thread that reads from it
         with suppress(OSError):
             each.shutdown(socket.SHUT_RDWR)
 
 
 def _words(raw: bytes) -> str:
-    """What an answer that is an error says, whatever the engine wraps it in."""
+    """Extract the message of an error response, whatever JSON the engine wraps it in."""
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError):
@@ -277,7 +280,7 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Card(TypedDict):
-    """What a server says of a model that it has."""
+    """One entry of a server's list of models."""
 
     id: str
     owned_by: NotRequired[str | None]
@@ -285,47 +288,51 @@ class Card(TypedDict):
 
 
 class Cards(TypedDict):
-    """What it says of all."""
+    """A server's list of models."""
 
     data: list[Card]
 
 
 class Tokens(TypedDict):
-    """What a text is to its tokenizer."""
+    """The token ids of a text."""
 
     tokens: list[Token]
 
 
 class Word(NamedTuple):
-    """What a teacher says at one position of a document."""
+    """The teacher's log-probabilities at one position of a document."""
 
     likeliest: dict[int, float]
-    """Log-probs of the likeliest tokens by id, in nats, with that of the next token if it is known;
-    normalised over the vocabulary."""
+    """Log-probs of the most likely tokens by id, in nats, normalised over the vocabulary; the next
+    token is included if the server returns it."""
     next_logprob: float
-    """Of the token that follows in the document; NaN where nobody says it."""
+    """Log-prob of the next token in the document, in nats; NaN if the server does not return it."""
 
 
 CARDS, TOKENS = TypeAdapter(Cards), TypeAdapter(Tokens)
 
 
 class Engine(Protocol):
-    """A kind of server."""
+    """The protocol of one kind of server."""
 
     name: str
     remedy: str
-    """What makes it give `k` tokens at a position, with `{k}` in it."""
+    """Advice for the user whose server returns fewer than `k` tokens per position; contains
+    `{k}`."""
 
     def prepare(self, line: Line, at_once: int) -> tuple[int, int | None]:
-        """How many requests it takes at once, and how long a text; None where `CARDS` says it."""
+        """Return how many requests may be in flight, and the context length or None.
+
+        None means that the server's list of models states it.
+        """
 
     def tokenized(self, line: Line, model: str, text: str) -> list[int]:
-        """The ids of a text, with special tokens in it and none added."""
+        """Return the ids of a text; special tokens in it are recognised and none are added."""
 
     def ask(
         self, line: Line, model: str, documents: Sequence[Sequence[int]], k: int
     ) -> list[list[Word]]:
-        """The words at all positions of each document but its last one."""
+        """Return the words at all positions of each document except its last one."""
 
 
 def _most_bytes(documents: Sequence[Sequence[int]], k: int) -> int:
@@ -347,21 +354,21 @@ class _VllmAnswer(TypedDict):
 
 
 class Vllm:
-    """vLLM, and what else knows `prompt_logprobs` of its /v1/completions."""
+    """vLLM, and other servers whose /v1/completions supports `prompt_logprobs`."""
 
     name = "vLLM"
     remedy = "start vLLM with --max-logprobs {k}"
     _answer = TypeAdapter(_VllmAnswer)
     _plainly = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "add_special_tokens": False}
-    """One token is generated, as fewer cannot be; no setting of the model's own changes a
-    log-prob."""
+    """One token is generated, the minimum; the other fields override the model's sampling defaults,
+    which would change log-probs."""
 
     def prepare(self, line: Line, at_once: int) -> tuple[int, int | None]:
-        """As many as are wished: it has a queue."""
+        """Return `at_once` unchanged: vLLM queues requests."""
         return at_once, None
 
     def tokenized(self, line: Line, model: str, text: str) -> list[int]:
-        """By the prompt that it says it was given."""
+        """Return the prompt's ids, which the server echoes with `return_token_ids`."""
         body = {"model": model, "prompt": text, "return_token_ids": True, **self._plainly}
         choices = line.ask("completions", body, self._answer, ANSWER_BYTES)["choices"]
         ids = choices[0].get("prompt_token_ids") if choices else None
@@ -372,7 +379,7 @@ class Vllm:
     def ask(
         self, line: Line, model: str, documents: Sequence[Sequence[int]], k: int
     ) -> list[list[Word]]:
-        """One request; the entry of a position holds the token that stands there too."""
+        """Send one request for all documents; a position's entry also holds its own token."""
         body = {"model": model, "prompt": documents, "prompt_logprobs": k, **self._plainly}
         answer = line.ask("completions", body, self._answer, _most_bytes(documents, k))
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -403,18 +410,18 @@ class _SglangAnswer(TypedDict):
 
 
 class Sglang:
-    """SGLang, by its own /generate: its /v1/completions names tokens by their text."""
+    """SGLang, through its own /generate: its /v1/completions names tokens by their text."""
 
     name = "SGLang"
     remedy = "ask whoever runs it for more"
     _answer = TypeAdapter(list[_SglangAnswer])
 
     def prepare(self, line: Line, at_once: int) -> tuple[int, int | None]:
-        """As many as are wished: it has a queue."""
+        """Return `at_once` unchanged: SGLang queues requests."""
         return at_once, None
 
     def tokenized(self, line: Line, model: str, text: str) -> list[int]:
-        """By its /tokenize."""
+        """Return the ids from SGLang's /tokenize."""
         body = {"model": model, "prompt": text, "add_special_tokens": False}
         return line.ask("/tokenize", body, TOKENS, ANSWER_BYTES)["tokens"]
 
@@ -425,7 +432,7 @@ class Sglang:
         documents: Sequence[Sequence[int]],
         k: int,
     ) -> list[list[Word]]:
-        """One request; the token that stands at a position is told apart from the likeliest."""
+        """Send one request for all documents; next tokens' log-probs come in a separate list."""
         body = {
             "input_ids": documents,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -470,10 +477,10 @@ class _LlamaProps(TypedDict):
 
 
 class LlamaCpp:
-    """llama.cpp's llama-server, which gives no log-probs of a prompt but those of the next token.
+    """llama.cpp's llama-server, which returns log-probs of the next token but not of a prompt.
 
-    So a document is asked about token by token, each time one longer, in a slot of the server that
-    keeps what it has read: as fast as it would write the document.
+    A document is therefore requested token by token, each prompt one token longer, in a slot of the
+    server that keeps its KV cache: as fast as the server would generate the document.
     """
 
     name = "llama.cpp"
@@ -485,14 +492,14 @@ class LlamaCpp:
         self._lock = threading.Lock()
 
     def prepare(self, line: Line, at_once: int) -> tuple[int, int | None]:
-        """One request for each of its slots."""
+        """Return one parallel request per slot, and the context length of a slot."""
         props = line.ask("/props", None, self._props, ANSWER_BYTES)
         self._slots = [*range(min(at_once, max(1, props["total_slots"])))]
         room = props["default_generation_settings"].get("n_ctx")
         return len(self._slots), room if isinstance(room, int) else None
 
     def tokenized(self, line: Line, model: str, text: str) -> list[int]:
-        """By its /tokenize."""
+        """Return the ids from llama-server's /tokenize."""
         body = {"content": text, "add_special": False, "parse_special": True}
         return line.ask("/tokenize", body, TOKENS, ANSWER_BYTES)["tokens"]
 
@@ -503,7 +510,7 @@ class LlamaCpp:
         documents: Sequence[Sequence[int]],
         k: int,
     ) -> list[list[Word]]:
-        """A request for each position; the next token may be none of its likeliest."""
+        """Send one request per position; a next token outside the top `k` has log-prob NaN."""
         with self._lock:
             slot = self._slots.pop()
         try:
@@ -535,4 +542,4 @@ ENGINES: dict[str, Callable[[], Engine]] = {
     "sglang": Sglang,
     "llamacpp": LlamaCpp,
 }
-"""By what a server calls itself in the list of its models; others are asked as vLLM is."""
+"""Engine class by the `owned_by` field of the server's list of models; the default is `Vllm`."""

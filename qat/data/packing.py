@@ -1,4 +1,4 @@
-"""Packs documents into sequences of equal length, and derives what a model needs to read them.
+"""Pack documents into sequences of equal length, and derive positions and labels from them.
 
 Shapes: N sequences, L = S positions.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# What a cache hands to whoever learns from it or is judged against it.
+# The batch that training and evaluation read from a cache.
 #
 # Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws (padded).
 
@@ -19,33 +19,37 @@ NO_LABEL = -100
 
 
 class Batch(NamedTuple):
-    """Sequences with the teacher's targets; a kind of target that the cache lacks has width 0."""
+    """Sequences with the teacher's targets; targets that the cache lacks have width 0."""
 
     input_ids: Tensor
-    """`(B, S)` int64."""
+    """Token ids, `(B, S)` int64."""
     position_ids: Tensor
-    """`(B, S)` int64, restarting at 0 with each document: models then attend within documents."""
+    """Positions, `(B, S)` int64, restarting at 0 with each document so that attention stays within
+    it."""
     mask: Tensor
-    """`(B, S)` bool: the prediction made at this position counts."""
+    """Loss mask, `(B, S)` bool: true where the prediction of the next token counts."""
     labels: Tensor
-    """`(B, S)` int64: the next token, `NO_LABEL` where the sequence does not hold it."""
+    """The next token, `(B, S)` int64; `NO_LABEL` where it does not count or is not in the
+    sequence."""
     topk_ids: Tensor
-    """`(B, S, K)` int64, most likely first."""
+    """The teacher's top tokens, `(B, S, K)` int64, most likely first."""
     topk_logprobs: Tensor
-    """`(B, S, K)` float32, nats, normalised over the whole vocabulary at temperature 1."""
+    """Their log-probs, `(B, S, K)` float32, nats, normalised over the whole vocabulary at
+    temperature 1."""
     tail_logprob: Tensor
-    """`(B, S)` float32: log of the teacher's mass outside its top K; NaN where nobody knows it."""
+    """Log of the teacher's mass outside its top K, `(B, S)` float32; NaN if the cache has no
+    tail."""
     sample_ids: Tensor
-    """`(B, S, D)` int64: distinct tokens drawn from the teacher."""
+    """Distinct tokens drawn from the teacher, `(B, S, D)` int64."""
     sample_counts: Tensor
-    """`(B, S, D)` float32: how often each was drawn; 0 where padded."""
+    """Number of times each token was drawn, `(B, S, D)` float32; 0 for padding."""
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on `device`."""
+        """Return a copy of the batch on `device`."""
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in self))
 
     def filled(self, sequences: int, length: int) -> "Batch":
-        """The same batch with rows and positions that do not count, up to these numbers of them."""
+        """Pad the batch to at least this many rows and positions; the padding does not count."""
         B, S = self.mask.shape
         if B >= sequences and S >= length:
             return self
@@ -60,47 +64,47 @@ class Batch(NamedTuple):
 
 
 LOOKAHEAD = 256
-"""Sequences that are packed together."""
+"""Number of sequences that are packed together."""
 CONTEXT = 4
-"""One of so many tokens of a piece repeats what comes before it in its document."""
+"""One in this many tokens of a piece repeats earlier tokens of its document as context."""
 
 
 class PackedRows(NamedTuple):
     """Sequences of whole documents and pieces of long ones, `(N, L)` each."""
 
     tokens: np.ndarray
-    """int32."""
+    """Token ids, int32."""
     starts: np.ndarray
-    """bool: a document, a piece of one or the padding begins here."""
+    """True where a document, a piece of one or the padding begins; bool."""
     mask: np.ndarray
-    """bool: the prediction made here counts. False on padding, on the last token of a document,
-    on what a piece repeats, and where the next token is none to learn."""
+    """Loss mask, bool. False on padding, on a document's last token, on the repeated context of a
+    piece, and where the next token is not a target."""
     num_tokens: int
-    """Tokens that are not padding."""
+    """Number of tokens that are not padding."""
 
 
 class _Piece(NamedTuple):
-    """A document or a part of one that a sequence holds."""
+    """A document, or a part of a long one, with its loss mask."""
 
     tokens: np.ndarray
     counts: np.ndarray
 
 
 class Packer:
-    """Lays whole documents into sequences of `length` tokens, so that little room is left.
+    """Packs whole documents into sequences of `length` tokens with little padding.
 
-    So many documents as would fill `lookahead` sequences are packed together by best fit
-    decreasing: the longest first, each where it leaves least room. Their sequences come in the
-    order of the first document in each, and how many are taken changes none. Without `sorts` the
-    documents are laid in their own order, so that sequences of fewer documents are those of more,
-    or their beginnings.
+    Documents that would fill `lookahead` sequences are packed together by best fit decreasing: the
+    longest first, each into the fullest sequence that still has room for it. Sequences are ordered
+    by their first document, and taking more of them changes none. Without `sorts` the documents
+    keep their own order, so that the sequences of a prefix of the documents are those of all
+    documents, or prefixes of them.
 
-    A longer document is cut into pieces. A piece that goes on with a document begins with a quarter
-    of its length that was read before and does not count, so that what counts has something before
-    it: half of that, at most, is how the document begins, up to the first token to learn (a chat's
-    question), or its first token alone if this is one of `special` (models that learned with such a
-    token in front are at a loss without it); the rest is what the piece goes on with. A piece in
-    which nothing counts, such as the middle of a long question, is left out.
+    A document longer than `length` is cut into pieces. Each piece after the first begins with
+    context: a quarter of its length that repeats earlier tokens and does not count. At most half of
+    the context is the document's opening, up to the first target (a chat's question), or its first
+    token alone if that is one of `special` (a model trained with such a token in front fails
+    without it); the rest are the tokens just before the piece. A piece in which nothing counts,
+    such as the middle of a long question, is dropped.
     """
 
     def __init__(
@@ -123,16 +127,16 @@ class Packer:
 
     @property
     def num_full(self) -> int:
-        """Sequences that `take` can give."""
+        """Number of sequences that `take` can return."""
         return len(self._rows)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing that counts is held."""
+        """True if no counted token is held."""
         return not self._rows and not self._waiting
 
     def push(self, ids: Sequence[int], is_target: np.ndarray | None = None) -> None:
-        """Add one document, of which the tokens `is_target` are to be learned, or all."""
+        """Add one document; `is_target` marks the tokens to learn, None all of them."""
         tokens = np.array(ids, dtype=np.int32)
         counts = np.zeros(len(tokens), dtype=bool)
         counts[:-1] = True if is_target is None else is_target[1:]
@@ -145,12 +149,12 @@ class Packer:
             self.finish()
 
     def finish(self) -> None:
-        """Pack what was pushed: there is no more that it could be packed with."""
+        """Pack all documents that were pushed and are not packed yet."""
         self._rows.extend(self._fitted(self._waiting))
         self._waiting, self._num_waiting = [], 0
 
     def _pieces(self, tokens: np.ndarray, counts: np.ndarray, opening: int) -> list[_Piece]:
-        """The document, or parts of it that fit; every prediction counts in one at most."""
+        """Return the document, or parts of it that fit; each prediction counts at most once."""
         length = self._length
         if len(tokens) <= length:
             return [_Piece(tokens, counts)]
@@ -164,16 +168,16 @@ class Packer:
                 piece.counts[: context - 1] = False
                 piece.tokens[:opening] = tokens[:opening]
             if begin + length < len(tokens):
-                piece.counts[-1] = False  # the next piece holds the token that this predicts
+                piece.counts[-1] = False  # the next piece holds this token's label
             pieces.append(piece)
         return pieces
 
     def _fitted(self, pieces: list[_Piece]) -> list[list[_Piece]]:
-        """The pieces in sequences by best fit; each sequence in the order of `pieces`."""
+        """Assign the pieces to sequences by best fit; each sequence keeps the order of `pieces`."""
         sizes = np.array([len(piece.tokens) for piece in pieces])
         rows: list[list[int]] = []
         by_room: list[list[int]] = [[] for _ in range(self._length + 1)]
-        rooms = 0  # bit r says whether a sequence has room r
+        rooms = 0  # bit r is set if some sequence has r free positions
         order = np.argsort(-sizes, kind="stable") if self._sorts else np.arange(len(sizes))
         for number in order.tolist():
             size = int(sizes[number])
@@ -192,7 +196,7 @@ class Packer:
         return [[pieces[number] for number in row] for row in sorted(map(sorted, rows))]
 
     def take(self, count: int) -> PackedRows:
-        """Remove the first `count` sequences; room that is left in them is padded."""
+        """Remove and return the first `count` sequences, padded to the full length."""
         rows = [self._rows.popleft() for _ in range(count)]
         pieces = [piece for row in rows for piece in row]
         sizes = np.array([len(piece.tokens) for piece in pieces])
@@ -216,10 +220,10 @@ class Packer:
 def pack(
     documents: Iterable[Sequence[int]], length: int, pad: int, special: Collection[int] = ()
 ) -> PackedRows:
-    """All documents at once, as `Packer` packs them.
+    """Pack all documents at once, as `Packer` does.
 
     Raises:
-        ValueError: nothing in them counts.
+        ValueError: no token in them counts.
     """
     packer = Packer(length, pad, special)
     for ids in documents:
@@ -231,16 +235,16 @@ def pack(
 
 
 def position_ids(starts: Tensor) -> Tensor:
-    """`(B, S)` int64 positions that restart at 0 wherever `starts` is true."""
+    """Return `(B, S)` int64 positions that restart at 0 wherever `starts` is true."""
     places_S = torch.arange(starts.shape[1], device=starts.device)
     zero = torch.zeros((), dtype=torch.int64, device=starts.device)
     return places_S - torch.where(starts, places_S, zero).cummax(dim=1).values
 
 
 def labels(input_ids: Tensor, starts: Tensor, mask: Tensor) -> Tensor:
-    """The next token of the same document, `(B, S)` int64.
+    """Return the next token of the same document, `(B, S)` int64.
 
-    `NO_LABEL` where the prediction does not count or the sequence ends before the next token.
+    It is `NO_LABEL` where the prediction does not count or the sequence ends before the next token.
     """
     labels_BS = torch.full_like(input_ids, NO_LABEL)
     known = mask[:, :-1] & ~starts[:, 1:]

@@ -1,4 +1,4 @@
-"""Threads beside the one that works: they make what comes next, and put away what is done."""
+"""Background threads that prefetch the next items and process finished ones."""
 
 import time
 from collections import deque
@@ -14,10 +14,10 @@ END = object()
 
 
 def prefetched(items: Iterable[T], depth: int) -> Iterator[T]:
-    """The items in order, up to `depth` of them made ahead on a thread of their own; 0 for none.
+    """Yield the items in order, up to `depth` of them prefetched on one thread; 0 for none.
 
-    What making an item raises is raised here in its place. Closing the iterator waits for the item
-    under way and makes no other.
+    An exception from making an item is raised here in the item's place. Closing the iterator waits
+    for the item in flight and makes no other.
     """
     if depth == 0:
         yield from items
@@ -35,7 +35,7 @@ def prefetched(items: Iterable[T], depth: int) -> Iterator[T]:
 
 
 def waited(items: Iterable[T], waits: list[float]) -> Iterator[T]:
-    """The items; the seconds until each of them was there, and until the end, go to `waits`."""
+    """Yield the items; append the seconds spent waiting for each, and for the end, to `waits`."""
     iterator = iter(items)
     while True:
         began = time.perf_counter()
@@ -49,10 +49,10 @@ def waited(items: Iterable[T], waits: list[float]) -> Iterator[T]:
 def computed_ahead(
     function: Callable[[Place], T], places: Iterable[Place], depth: int
 ) -> Generator[T]:
-    """`function` of each place in order, up to `depth` of them under way at once, a thread each.
+    """Yield `function(place)` in order, with up to `depth` calls in flight, each on its own thread.
 
-    With `depth` 0 none is computed ahead. What a call raises is raised here in its item's place;
-    closing the iterator waits for the calls under way and begins no other.
+    With `depth` 0 nothing is computed ahead. An exception from a call is raised here in its item's
+    place; closing the iterator waits for the calls in flight and starts no other.
     """
     if depth == 0:
         yield from map(function, places)
@@ -72,9 +72,9 @@ def computed_ahead(
 
 
 class Behind(Generic[State, T]):
-    """Folds items into a state on a thread of its own, at most one item behind whoever pushes.
+    """Folds items into a state on a background thread, at most one item behind the caller.
 
-    An item is folded only after the one before it, and none after one that failed.
+    An item is folded only after the previous one, and never after one that failed.
     """
 
     def __init__(self, fold: Callable[[State, T], State], state: State) -> None:
@@ -84,11 +84,11 @@ class Behind(Generic[State, T]):
         self._last.set_result(state)
 
     def push(self, item: T) -> None:
-        """Wait for the item before and begin with this one; raises what the one before raised."""
+        """Wait for the previous item, then start folding this one; raise the previous's error."""
         self._last = self._thread.submit(self._fold, self._last.result(), item)
 
     def state(self) -> State:
-        """The state with all items in it; raises what the last one raised."""
+        """Return the state with all items folded in; raise the last one's error."""
         return self._last.result()
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
-"""Reads a teacher cache: the rows of a batch are read from the shards and decoded.
+"""Read a teacher cache: load the rows of a batch from the shards and decode them.
 
-Of a cache only its manifest stays in memory, and the headers of the shards used last.
+Only the manifest and the headers of recently used shards stay in memory.
 
 Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws (padded).
 """
@@ -37,16 +37,17 @@ from qat.data.shard_file import (
 )
 from qat.errors import CacheError
 
-# The rows of a batch, wherever they lie: all asked of the disk together, then read.
+# The rows of a batch, from any number of shards: all reads are announced to the kernel first
+# (read-ahead), then done.
 #
 # Shapes: B sequences of a batch.
 
 Out = tuple[int, int, memoryview]
-"""Where a field begins in a row, its bytes a row, and where those of all sequences go."""
+"""Offset of a field in a row, its bytes per row, and the buffer for all sequences."""
 
 
 class RowPlaces:
-    """Where sequences are: in which of the files, and from where to where in it."""
+    """The locations of sequences: for each its shard file and its byte range in that file."""
 
     def __init__(
         self, files: Sequence[ShardFile], owners_B: np.ndarray, rows_B: np.ndarray, layout: Layout
@@ -56,7 +57,7 @@ class RowPlaces:
         is_next = (np.diff(owners_B) == 0) & (np.diff(rows_B) == 1)
         cuts = [0, *(np.flatnonzero(~is_next) + 1).tolist(), len(rows_B)]
         self._runs = []
-        """Shard, first and end of what lies side by side in it."""
+        """Open shard, first and end index of each run of consecutive rows in one shard."""
         self._begins: list[int] = []
         self._lengths: list[int] = []
         for first, end in pairwise(cuts) if len(rows_B) else ():
@@ -69,7 +70,7 @@ class RowPlaces:
     def read(
         self, names: Sequence[str], *, drawn: bool
     ) -> tuple[dict[str, Tensor], list[np.ndarray]]:
-        """Encoded fields, in the order asked for, and if wanted the bytes of drawn ids."""
+        """Return the encoded fields in the order of `names`, and the bytes of drawn ids."""
         fields = {name: self._layout.fields[name] for name in names}
         shapes = {name: (len(self._begins), *field.shape) for name, field in fields.items()}
         found = {name: np.empty(shapes[name], field.dtype) for name, field in fields.items()}
@@ -111,7 +112,7 @@ class RowPlaces:
 
 
 class TeacherCache:
-    """A finished cache: sequences with the teacher's targets, found by split and index."""
+    """A finished cache: sequences with the teacher's targets, indexed by split and number."""
 
     def __init__(
         self,
@@ -121,9 +122,11 @@ class TeacherCache:
         fetch: Callable[[Shard], None] = lambda shard: None,
         open_shards: int | None = None,
     ) -> None:
-        """`fetch` brings a shard's file to `directory` where it is not there from the beginning.
+        """Prepare to read the cache; no shard is opened yet.
 
-        At most `open_shards` are open at once, by default `OPEN_SHARDS`.
+        Args:
+            fetch: downloads a shard's file into `directory`, if it is not local.
+            open_shards: maximum number of shards open at once; by default `OPEN_SHARDS`.
         """
         self.directory = directory
         self.manifest = manifest
@@ -138,10 +141,10 @@ class TeacherCache:
 
     @classmethod
     def open(cls, directory: Path | str) -> Self:
-        """The cache in `directory`, its manifest proven and its shards of the right size.
+        """Open the cache in `directory`; check its manifest's hash and its shards' sizes.
 
         Raises:
-            CacheError: it is missing, foreign, unfinished or damaged.
+            CacheError: the cache is missing, foreign, unfinished or damaged.
         """
         directory = Path(directory)
         manifest = read_manifest(directory)
@@ -156,21 +159,22 @@ class TeacherCache:
 
     @property
     def sequence_length(self) -> int:
-        """Positions in a sequence."""
+        """Number of positions in a sequence."""
         return self.manifest.settings.sequence_length
 
     def num_sequences(self, split: Split) -> int:
-        """Sequences in a split."""
+        """Return the number of sequences in a split."""
         ends = self._ends[split]
         return int(ends[-1]) if len(ends) else 0
 
     def check_student(
         self, tokenizer_hash: str, vocab_size: int, max_positions: int | None
     ) -> None:
-        """Make sure that a student can learn from this cache.
+        """Check that a student can learn from this cache.
 
         Raises:
-            CacheError: its tokenizer or vocabulary differ, or it cannot read so long sequences.
+            CacheError: the student's tokenizer or vocabulary differs, or it cannot read sequences
+                this long.
         """
         teacher = self.manifest.teacher
         if tokenizer_hash != self.manifest.tokenizer:
@@ -196,13 +200,13 @@ class TeacherCache:
         *,
         targets: Collection[str] = ("topk", "draws"),
     ) -> Batch:
-        """The sequences `indices` of a split, in that order, on the CPU.
+        """Return the sequences `indices` of a split, in that order, on the CPU.
 
-        Of what the teacher said only `targets` are unpacked; the rest is as if it were not there.
+        Only the teacher's `targets` are decoded; others are returned with width 0.
 
         Raises:
-            IndexError: an index outside the split.
-            CacheError: a shard is missing or damaged, or holds what no teacher can have said.
+            IndexError: an index is outside the split.
+            CacheError: a shard is missing or damaged, or holds impossible values.
         """
         has_draws = "draws" in targets and self._layout.has_draws
         rows, drawn = self._read(indices, split, self._names(targets), drawn=has_draws)
@@ -224,14 +228,14 @@ class TeacherCache:
         )
 
     def log_sum_exp(self, indices: Sequence[int] | np.ndarray, split: Split = "train") -> Tensor:
-        """`(B, S)` float32 log-sum-exp of the teacher's logits: logit = log-prob + this."""
+        """Return the teacher's log-sum-exp, `(B, S)` float32: logit = log-prob + log-sum-exp."""
         rows, _ = self._read(indices, split, ["log_sum_exp"])
         return self._finite(rows["log_sum_exp"], "log-sum-exp")
 
     def negatives(
         self, indices: Sequence[int] | np.ndarray, split: Split = "train"
     ) -> tuple[Tensor, Tensor]:
-        """Random tokens of an imported cache, `(B, S - 1, R)` int64, and their logits, float16.
+        """Return random tokens of an imported cache, `(B, S - 1, R)` int64, and float16 logits.
 
         They are uniform, with repetition, and may be among the top K. R is 0 if none were kept.
         """
@@ -245,7 +249,7 @@ class TeacherCache:
         return ids.view(-1, S - 1, R), self._finite(rows["negative_logits"], "logit")
 
     def _names(self, targets: Collection[str]) -> list[str]:
-        """The fields that a batch with these targets is made of."""
+        """Return the names of the fields needed for a batch with these targets."""
         of_target = {"topk": TOP_K_ROWS, "draws": ("sample_marks",)}
         wanted = [name for target in targets for name in of_target[target]]
         return ["tokens", "starts", "mask", *(n for n in wanted if n in self._layout.fields)]
@@ -257,7 +261,7 @@ class TeacherCache:
             return nothing.long(), nothing, torch.zeros(N, S)
         ids, logprobs = decode_top_k(rows, length=S, k=self.manifest.settings.top_k, vocab_size=V)
         tail = rows["tail_logprob"]
-        if not (tail < 0).all():  # nor 0, which leaves the K likeliest nothing; nor NaN
+        if not (tail < 0).all():  # 0 would leave no mass for the top K; NaN fails too
             raise self._impossible("a tail that is no probability")
         self._words(ids)
         return ids, logprobs, tail if self.manifest.has_tail else torch.full_like(tail, torch.nan)
@@ -284,7 +288,7 @@ class TeacherCache:
         *,
         drawn: bool = False,
     ) -> tuple[dict[str, Tensor], list[np.ndarray]]:
-        """Encoded fields of sequences and, if asked for, the bytes of each one's drawn ids."""
+        """Return encoded fields and, if `drawn`, the bytes of each sequence's drawn ids."""
         indices_B, total = np.asarray(indices, dtype=np.int64), self.num_sequences(split)
         if len(indices_B) and not (0 <= indices_B.min() and indices_B.max() < total):
             raise IndexError(
@@ -297,13 +301,13 @@ class TeacherCache:
         return places.read(names, drawn=drawn)
 
     def _words(self, ids: Tensor) -> Tensor:
-        """The ids, after checking that all are inside the vocabulary."""
+        """Return the ids after checking that all are inside the vocabulary."""
         if ids.numel() and int(ids.max()) >= self.manifest.teacher.vocab_size:
             raise self._impossible(f"token {int(ids.max())}")
         return ids
 
     def _finite(self, values: Tensor, what: str) -> Tensor:
-        """The values, after checking that none is NaN or infinite."""
+        """Return the values after checking that all are finite."""
         if not values.isfinite().all():
             raise self._impossible(f"a {what} that is NaN or infinite")
         return values
@@ -316,22 +320,22 @@ class TeacherCache:
         )
 
 
-# Which sequences a step trains on: a pure function of the seed and the step.
+# The order of the training sequences: a pure function of the seed and the step.
 
 WINDOW = 2**22
-"""Sequences that are shuffled together: 32 MiB of indices."""
+"""Number of sequences that are shuffled together: 32 MiB of indices."""
 
 
 def sequence_indices(seed: int, step: int, batch_size: int, num_sequences: int) -> np.ndarray:
-    """The `(batch_size,)` int64 sequences of a step: shuffled epochs laid end to end.
+    """Return the `(batch_size,)` int64 sequences of a step: shuffled epochs, concatenated.
 
-    Nothing is remembered between steps, so a resumed run sees what an unbroken one would. Every
-    sequence comes once per epoch; a batch may reach across the end of one. Of more than `WINDOW`
-    sequences an epoch goes through windows of neighbours, in shuffled order, and shuffles inside
-    each: memory does not grow with the cache, and few shards are needed at a time.
+    No state is kept between steps, so a resumed run sees the same sequences as an uninterrupted
+    one. Every sequence comes once per epoch; a batch may span the end of one. With more than
+    `WINDOW` sequences an epoch visits windows of consecutive sequences in shuffled order and
+    shuffles within each: memory does not grow with the cache, and few shards are needed at a time.
 
     Raises:
-        ValueError: there is no sequence to choose from.
+        ValueError: `num_sequences` is below 1.
     """
     if num_sequences < 1:
         raise ValueError(f"num_sequences={num_sequences} must be at least 1")
@@ -344,7 +348,7 @@ def sequence_indices(seed: int, step: int, batch_size: int, num_sequences: int) 
 
 
 def _shuffled(seed: int, epoch: int, places: np.ndarray, num_sequences: int) -> np.ndarray:
-    """The sequences at some places of an epoch."""
+    """Return the sequences at the given places of an epoch."""
     if num_sequences <= WINDOW:
         return _permutation((seed, epoch), num_sequences)[places]
     order, ends = _windows(seed, epoch, num_sequences)
@@ -361,7 +365,7 @@ def _shuffled(seed: int, epoch: int, places: np.ndarray, num_sequences: int) -> 
 
 @lru_cache(maxsize=4)
 def _windows(seed: int, epoch: int, num_sequences: int) -> tuple[np.ndarray, np.ndarray]:
-    """The order of an epoch's windows, and the place where each of them ends."""
+    """Return the order of an epoch's windows, and the place where each of them ends."""
     count = -(-num_sequences // WINDOW)
     order = np.random.Generator(np.random.PCG64([seed, epoch, count, 0])).permutation(count)
     return order, np.cumsum(np.minimum(WINDOW, num_sequences - order * WINDOW))

@@ -1,11 +1,12 @@
-"""Caches in an object store: the manifest is fetched, shards come when they are first needed.
+"""Read caches from an object store: fetch the manifest now, and shards when they are first needed.
 
-A shard is fetched whole to a local directory, proven by its SHA-256 there, and makes room for
-others when the directory is over its budget. While the shards of one step are being read, those of
-the next steps come in already, because batches are computed ahead.
+A shard is downloaded whole to a local directory and checked against its SHA-256; the least recently
+used shards are evicted when the directory exceeds its budget. Batches are computed ahead, so the
+shards of the next steps are downloaded while those of the current step are read.
 
-What lies behind https:// or http:// comes as the hub's downloads do (`qat.hub.web`): it is led to
-nothing that is not encrypted, and it ends. Other addresses are read by fsspec.
+Addresses with https:// or http:// are downloaded like files of the hub (`qat.hub.web`): redirects
+to unencrypted addresses are refused, and downloads have a time limit. Other addresses are read by
+fsspec.
 """
 
 import errno
@@ -38,22 +39,24 @@ STREAMS = Path("~/.cache/qat/streams")
 BUDGET_BYTES = 64 * 2**30
 TRIES = 3
 FRESH = 16
-"""Shards fetched last that stay whatever the budget says: a reader may be about to open them."""
+"""Number of most recently fetched shards that are never evicted: a reader may be about to open
+them."""
 MANIFEST_LIMIT = 2**30
 CHUNK = 2**22
 
 
 def open_cache(location: str | Path, *, local: Path | None = None, budget: int = 0) -> TeacherCache:
-    """The cache in a directory, or below an address such as `s3://bucket/caches/name`.
+    """Open the cache in a directory, or below an address such as `s3://bucket/caches/name`.
 
     Args:
-        local: where the shards of a remote cache are kept; by default a directory of its own
-            below ~/.cache/qat/streams.
-        budget: bytes that they may take there; 0 is 64 GiB, or half of the disk's free room.
+        local: directory for the shards of a remote cache; by default one of its own below
+            ~/.cache/qat/streams.
+        budget: maximum bytes of the shards there; 0 is 64 GiB or half of the free disk space,
+            whichever is less.
 
     Raises:
-        CacheError: it is missing, foreign, unfinished or damaged, or its server fails.
-        ConfigError: nothing here reads such addresses, or the address holds a password.
+        CacheError: the cache is missing, foreign, unfinished or damaged, or its server fails.
+        ConfigError: the address has an unsupported scheme or holds a password.
     """
     address = os.fspath(location)
     if not SCHEME.match(address):
@@ -93,20 +96,20 @@ def open_cache(location: str | Path, *, local: Path | None = None, budget: int =
 
 
 class _Web:
-    """Files below an address of the web."""
+    """Files below an http(s) address."""
 
     def __init__(self, address: str) -> None:
         self._address = address.rstrip("/")
 
     def read(self, name: str, limit: int) -> bytes:
-        """The bytes of a small file."""
+        """Return the bytes of a small file."""
         with tempfile.TemporaryDirectory() as directory:
             part = Path(directory, name)
             self._download(name, part, most=limit)
             return part.read_bytes()
 
     def fetch(self, shard: Shard, to: Path) -> None:
-        """Copy a shard to this machine."""
+        """Download a shard to `to`."""
         try:
             self._download(shard.file, to, size=shard.bytes)
         finally:
@@ -124,7 +127,7 @@ class _Web:
 
 
 class LocalShards:
-    """Shards in a local directory, of which the one unused for longest makes room."""
+    """An LRU cache of shards in a local directory."""
 
     def __init__(self, directory: Path, fetch: Callable[[Shard, Path], None], budget: int) -> None:
         self._directory = directory
@@ -136,13 +139,13 @@ class LocalShards:
             self._sizes[path.name] = path.stat().st_size
         room = shutil.disk_usage(directory).free + sum(self._sizes.values())
         self.budget = budget or min(BUDGET_BYTES, room // 2)
-        """Bytes that the shards may take."""
+        """Maximum size of all shards in bytes."""
 
     def bring(self, shard: Shard) -> None:
-        """Have a shard in the directory, fetched now if it is not there, or not of its size.
+        """Download a shard unless the directory holds a file of its size; evict others if needed.
 
         Raises:
-            CacheError: it does not come, or not with the bytes that the manifest names.
+            CacheError: the download fails, or its bytes are not those of the manifest.
         """
         path = shard.path(self._directory)
         if shard_problem(self._directory, shard, deep=False) is not None:
@@ -172,7 +175,7 @@ class LocalShards:
 
 
 class _Remote:
-    """Files below one address."""
+    """Files below an address that fsspec reads."""
 
     def __init__(self, address: str) -> None:
         if "::http" in address:
@@ -184,7 +187,7 @@ class _Remote:
         self._system, self._root = open_store(self._address, ConfigError)
 
     def read(self, name: str, limit: int) -> bytes:
-        """The bytes of a small file."""
+        """Return the bytes of a small file."""
 
         def read() -> bytes:
             with self._system.open(f"{self._root}/{name}", "rb") as file:
@@ -193,7 +196,7 @@ class _Remote:
         return self._tried(name, read)
 
     def fetch(self, shard: Shard, to: Path) -> None:
-        """Copy a shard to this machine."""
+        """Download a shard to `to`."""
 
         def copy() -> None:
             with (

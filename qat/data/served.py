@@ -1,8 +1,8 @@
-"""A teacher behind a server: it is sent the tokens of a cache's documents, and keeps nothing here.
+"""A teacher behind an inference server, which receives the tokens of a cache's documents.
 
-A server says the log-probs of its likeliest tokens, normalised over the whole vocabulary, so the
-mass of all others is known too: tail = 1 - sum(exp(log-prob)). What a device's teacher has beyond
-that, hidden states and draws from the whole distribution, no server gives.
+A server returns the log-probs of its most likely tokens, normalised over the whole vocabulary, so
+the mass of all others is known too: tail = 1 - sum(exp(log-prob)). Hidden states and draws from the
+whole distribution are only available from a teacher on a local device.
 
 Shapes: S positions of a sequence, T of those that count, K teacher tokens kept, V vocabulary.
 """
@@ -44,44 +44,44 @@ from qat.errors import CacheError, ConfigError
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 32
-"""Sequences that a server is asked about at once where nobody says how many."""
+"""Default number of sequences in flight."""
 PROBES = (
     "The 12 quick foxes x = f(y[0]) * 3.14; don't WON'T <b>&amp;",
     "\n\n\tdef g(): return 'A-B_c'\r\n\u00e9\u00df\u03b1\u0416",
     "\u4f60\u597d\uff0c \u3053\u3093 \uc548\ub155 \u0645\u0631 \U0001f600",
 )
-"""Short texts of which tokenizers make different tokens; the tokenizer's special ones follow. Never
-two spaces in a row: of those llama.cpp makes other tokens than the tokenizer that it was given."""
+"""Short texts that different tokenizers split differently; the special tokens are added to them.
+They avoid two spaces in a row, which llama.cpp splits differently from the original tokenizer."""
 OVER_ONE = 1e-3
-"""By which probabilities may sum to more than one: float32 leaves less than a hundredth of it."""
+"""Tolerance of the sum of probabilities: more than a hundred times the rounding of float32."""
 ROUNDING = 2.0**-23
-"""Of a sum of probabilities in float32: a smaller tail is not told by 1 - sum."""
+"""Rounding error of a float32 sum of probabilities: 1 - sum cannot resolve a smaller tail."""
 TINY = 1e-45
-"""No probability in float32 is smaller but 0."""
+"""The smallest positive float32 probability."""
 SHOWN = 8
-"""Ids of a tokenizer that does not fit which a message shows: they differ early."""
+"""Number of ids of a mismatched tokenization shown in an error; differences appear early."""
 SAME_NATS = 0.02
-"""Mean KL a token up to which a server answers as it did: ten times what bfloat16 costs
-(docs/cache.md), less than what 4 bits a weight do."""
+"""Largest mean KL per token, in nats, of answers by the same model: ten times the effect of
+bfloat16 (docs/cache.md), and less than that of 4-bit weights."""
 
 
 class Likeliest(NamedTuple):
-    """What a server said at the positions of one sequence that count."""
+    """The server's answer at the counted positions of one sequence."""
 
     places: np.ndarray
-    """`(T,)` int64, in the sequence."""
+    """Positions in the sequence, `(T,)` int64."""
     ids: np.ndarray
-    """`(T, K)` int64, most likely first; equally likely ones in ascending order."""
+    """Token ids, `(T, K)` int64, most likely first; equally likely ones in ascending order."""
     logprobs: np.ndarray
-    """`(T, K)` float64, nats."""
+    """Log-probs of these tokens, `(T, K)` float64, nats."""
     tail: np.ndarray
-    """`(T,)` float64: mass outside of the K tokens; 0 where K = V."""
+    """Mass outside the K tokens, `(T,)` float64; 0 where K = V."""
     next_logprob: np.ndarray
-    """`(T,)` float64, nats: of the token that follows; NaN where the server does not say it."""
+    """Log-prob of the next token, `(T,)` float64, nats; NaN if the server does not return it."""
 
 
 class ServedTeacher:
-    """The model called `model` behind `address`, an OpenAI-compatible server's http://HOST/v1."""
+    """The model `model` behind `address`, the http://HOST/v1 of an OpenAI-compatible server."""
 
     def __init__(self, address: str, model: str, vocab_size: int, at_once: int = 0) -> None:
         self._address = address
@@ -91,13 +91,14 @@ class ServedTeacher:
         self._engine: Engine = Vllm()
 
     def check(self, tokenizer: PreTrainedTokenizerBase, length: int, k: int) -> None:
-        """Make sure, before any text is sent, that the server has this tokenizer, and gives `k`
-        tokens at each position of sequences of `length`.
+        """Check the server before any text is sent.
+
+        It must have this tokenizer, read sequences of `length` and return `k` tokens per position.
 
         Raises:
-            ConfigError: it has no such model, reads too little, has another tokenizer or
-                vocabulary, or gives no log-probs of a prompt, or of too few tokens.
-            CacheError: it is not there, or is no server of a known kind.
+            ConfigError: the server has no such model, a shorter context, another tokenizer or
+                vocabulary, or returns no log-probs of a prompt, or too few tokens.
+            CacheError: the server is unreachable or of an unknown kind.
         """
         with closing(Line(self._address)) as line:
             if line.shows_key:
@@ -124,10 +125,10 @@ class ServedTeacher:
     def asked(
         self, manifest: Manifest, out: Path
     ) -> Iterator[Callable[[ShardBlock, Callable[[int], None]], list[Answer]]]:
-        """What examines blocks, as `qat.data.shard.examine`, many sequences at once.
+        """Yield a function like `qat.data.shard.examine` that keeps many sequences in flight.
 
-        An answer's `wait` waits for its sequence, and raises what went wrong with it. Leaving
-        breaks off whatever is under way.
+        An answer's `wait` blocks until its sequence is there, and raises its error. Leaving the
+        context aborts all requests in flight.
         """
         settings = manifest.settings
         logger.info(
@@ -165,12 +166,13 @@ class ServedTeacher:
             line.close()
 
     def check_same(self, manifest: Manifest, out: Path) -> None:
-        """Make sure that the server answers as the cache in `out`, if it holds anything, says.
+        """Check that the server still runs the model that built the shards in `out`, if any.
 
-        Its first sequence is asked about again: nothing else tells which weights are behind a name.
+        The first sequence is requested again and compared by KL: a model's name does not identify
+        its weights.
 
         Raises:
-            CacheError: it answers otherwise.
+            CacheError: the mean KL exceeds `SAME_NATS`.
         """
         if not manifest.shards:
             return
@@ -197,17 +199,18 @@ class ServedTeacher:
     def likeliest(
         self, line: Line, tokens: np.ndarray, starts: np.ndarray, mask: np.ndarray, *, k: int
     ) -> Likeliest:
-        """What the server says where `mask` `(S,)` is true of a packed sequence; each document in
-        it is sent by itself, as far as its last token that counts.
+        """Return the server's answer where `mask` `(S,)` is true in a packed sequence.
+
+        Each document in it is sent separately, up to the last token that is needed.
 
         Raises:
-            Refused: it does not do this.
-            CacheError: it says too little, or what no vocabulary of this size can.
+            Refused: the server rejects the request.
+            CacheError: the response is too short, or impossible for a vocabulary of this size.
         """
         parts = counted_parts(starts, mask)
         documents = [tokens[part].tolist() for part in parts]
         said = self._engine.ask(line, self._model, documents, k) if documents else []
-        # of a document's last token nobody says what would follow
+        # no log-prob of a next token exists at a document's last token
         answered = [np.arange(part.start, part.stop - 1) for part in parts]
         if [*map(len, said)] != [*map(len, answered)]:
             raise CacheError(
@@ -221,7 +224,7 @@ class ServedTeacher:
         return self._checked(places[is_kept], words, k)
 
     def _checked(self, places: np.ndarray, words: Sequence[Word], k: int) -> Likeliest:
-        """The words as arrays, the likeliest first."""
+        """Convert the words to arrays, most likely first, and check that they are probabilities."""
         sizes = [len(word.likeliest) for word in words]
         if min(sizes, default=k) < k:
             raise CacheError(
@@ -248,7 +251,7 @@ class ServedTeacher:
                 "expected log-probs normalised over the vocabulary; start the server without "
                 "another way (vLLM: --logprobs-mode raw_logprobs)"
             )
-        # no other token is likelier than the last of these
+        # upper bound on the tail: no other token is likelier than the last of these
         most = (self._vocab_size - k) * np.exp(logprobs[:, -1])
         if not (sums + most >= 1 - OVER_ONE).all():
             raise CacheError(
@@ -269,7 +272,7 @@ class ServedTeacher:
     def _answered(
         self, line: Line, tokens: np.ndarray, starts: np.ndarray, mask: np.ndarray, *, k: int
     ) -> Likeliest:
-        """As `likeliest`, where the server has done this before."""
+        """Call `likeliest` where the server did this before: a refusal is then an error."""
         try:
             return self.likeliest(line, tokens, starts, mask, k=k)
         except Refused as error:
@@ -281,7 +284,7 @@ class ServedTeacher:
     def _encoded(
         self, line: Line, tokens: np.ndarray, starts: np.ndarray, mask: np.ndarray, *, k: int
     ) -> dict[str, Tensor]:
-        """The rows of a shard that one sequence has; what does not count is a uniform guess."""
+        """Return the shard rows of one sequence; uncounted positions get uniform placeholders."""
         said = self._answered(line, tokens, starts, mask, k=k)
         S, V = len(tokens), self._vocab_size
         ids = torch.arange(k).repeat(S, 1)
@@ -292,12 +295,12 @@ class ServedTeacher:
         distances[places] = torch.from_numpy(said.logprobs[:, :1] - said.logprobs)
         tail[places] = torch.from_numpy(said.tail).float()
         following[places] = torch.from_numpy(said.next_logprob).float()
-        # log-probs are logits whose log-sum-exp is 0
+        # log-sum-exp is stored as 0: the log-probs stand in for logits
         top = TopK(ids, distances, torch.zeros(S), tail.log())
         return encode_signals(Signals(following, top, None, torch.tensor(True)), 1, S, V)
 
     def _find(self, line: Line) -> int | None:
-        """Learn which engine has the model; gives how long a text it reads, if it says so."""
+        """Select the engine that serves the model; return its context length, None if unknown."""
         found = {card["id"]: card for card in line.ask("models", None, CARDS, ANSWER_BYTES)["data"]}
         if self._model not in found:
             raise ConfigError(
@@ -310,7 +313,7 @@ class ServedTeacher:
         return card.get("max_model_len") or room
 
     def _check_tokenizer(self, line: Line, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """The ids of the probes, which must be the same on both sides."""
+        """Return the ids of the probes after checking that both tokenizers agree on them."""
         ids = []
         for text in (*PROBES, "".join(tokenizer.all_special_tokens[:8])):
             ours = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -334,7 +337,7 @@ class ServedTeacher:
         return ids
 
     def _check_words(self, line: Line, ids: list[int], k: int) -> None:
-        """Make sure that the server gives `k` log-probs at each position of a prompt."""
+        """Check that the server returns `k` log-probs at each position of a prompt."""
         is_first = np.arange(len(ids)) == 0
         is_last = np.arange(len(ids)) == len(ids) - 1
         try:
@@ -352,8 +355,10 @@ class ServedTeacher:
 
 
 def counted_parts(starts: np.ndarray, mask: np.ndarray) -> list[slice]:
-    """What a teacher has to read of a sequence: each document in which something counts, as far as
-    the token that the last prediction that counts is about.
+    """Return the parts of a sequence that the teacher has to read.
+
+    These are the documents in which something counts, each up to the label of its last counted
+    prediction.
 
     Args:
         starts: `(S,)` bool, true where a document or the padding begins.
@@ -369,18 +374,18 @@ def counted_parts(starts: np.ndarray, mask: np.ndarray) -> list[slice]:
 
 
 def _answer(future: Future[dict[str, Tensor]]) -> Answer:
-    """An answer whose rows are there once its `wait` has returned."""
+    """Return an answer whose rows are filled in when `wait` returns."""
     tensors: dict[str, Tensor] = {}
     return Answer(tensors, lambda: tensors.update(future.result()))
 
 
 def _shown(ids: list[int]) -> str:
-    """The first few ids, and how many there are."""
+    """Return the first few ids and their total number, for an error message."""
     return f"{ids[:SHOWN]} ({len(ids)} in all)"
 
 
 def _at(said: Likeliest, ids_TK: np.ndarray) -> np.ndarray:
-    """The probabilities of other ids `(T, K)`; of one that was not said, the most it can have."""
+    """Return the probabilities of ids `(T, K)`; an id that was not returned gets its bound."""
     found_TK = np.zeros(ids_TK.shape)
     for row, (ids, logprobs) in enumerate(zip(said.ids, said.logprobs, strict=True)):
         known = dict(zip(ids.tolist(), logprobs.tolist(), strict=True))

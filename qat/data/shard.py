@@ -1,4 +1,4 @@
-"""From a block of sequences to the bytes of its shard: first the device's part, then the host's.
+"""Turn a block of sequences into the bytes of its shard: device part first, then host part.
 
 Shapes: N sequences of a block, B of a batch, S positions, V vocabulary, n draws.
 """
@@ -37,32 +37,34 @@ from qat.errors import CacheError, ConfigError
 
 
 class AskPlan(NamedTuple):
-    """How a teacher is asked: the same way for every shard of a cache."""
+    """Settings for running the teacher, the same for every shard of a cache."""
 
     teacher: Teacher
     settings: CacheSettings
     vocab_size: int
     batch_size: int
     chunk: int
-    """Tokens whose logits exist at once."""
+    """Number of tokens whose logits exist at once."""
     fills_up: bool
-    """Whether a last, smaller batch is filled up with copies, because shapes cost compilations."""
+    """True if a smaller last batch is padded with copies, because each new shape costs a
+    compilation."""
 
 
 class Answer(NamedTuple):
-    """What the teacher said about one batch, on its way to the host."""
+    """The teacher's targets for one batch, in flight to the host."""
 
     tensors: dict[str, Tensor]
-    """Encoded rows, raw draws and whether the logits are sound; filled once `wait` has returned."""
+    """Encoded rows, raw draws and the check of the logits; valid after `wait` has returned."""
     wait: Callable[[], None]
 
 
 def make_plan(
     teacher: Teacher, settings: CacheSettings, vocab_size: int, batch_size: int = 0
 ) -> AskPlan:
-    """The plan for a device: batches of at most `batch_size`, or of what keeps it busy if 0.
+    """Plan batches of at most `batch_size` sequences, or as many as keep the device busy if 0.
 
-    A shard's batches are equally large but for rounding; several devices get as many rows each.
+    The batches of a shard have equal size up to rounding; with several devices each gets the same
+    number of rows.
     """
     backend = on(teacher.device)
     limit = batch_size or max(1, backend.tokens_at_once() // settings.sequence_length)
@@ -80,15 +82,15 @@ def make_plan(
 
 
 def examine(block: ShardBlock, told: Callable[[int], None], *, plan: AskPlan) -> list[Answer]:
-    """The teacher's answers about a block, batch by batch; does not wait for the device.
+    """Run the teacher on a block, batch by batch, without waiting for the device.
 
     Args:
-        block: what is asked about.
-        told: called with the number of sequences of each batch that was asked about.
-        plan: how it is asked.
+        block: sequences of one shard.
+        told: called with the number of sequences of each batch that was launched.
+        plan: how the teacher is run.
 
     Raises:
-        ConfigError: a token lies outside the teacher's vocabulary, or a batch does not fit the
+        ConfigError: a token is outside the teacher's vocabulary, or a batch does not fit the
             device's memory.
     """
     tokens_NS = torch.from_numpy(block.packed.tokens).long()
@@ -120,7 +122,7 @@ def examine(block: ShardBlock, told: Callable[[int], None], *, plan: AskPlan) ->
 
 
 def _rows(first: int, num_rows: int, plan: AskPlan) -> Tensor:
-    """The rows of the batch that begins with row `first`, `(B,)`; copies fill it up."""
+    """Return the rows of the batch that begins at row `first`, `(B,)`, padded with copies."""
     count = plan.batch_size if plan.fills_up else min(plan.batch_size, num_rows - first)
     return torch.arange(first, first + count).clamp(max=num_rows - 1)
 
@@ -140,14 +142,14 @@ def _examine_batch(
         first_place=(block.first_sequence + first) * S,
     )
     backend = on(signals.is_sound.device)
-    # rows of copies go along where leaving them out would be another shape
+    # keep the copies where removing them would change the shape
     kept = B if backend.fixed_shapes() else count
     on_host = backend.step_results(encode_signals(signals, kept, S, plan.vocab_size))
     return Answer({k: rows[:count] for k, rows in on_host.items()}, backend.finished())
 
 
 def encode_signals(signals: Signals, count: int, length: int, vocab_size: int) -> dict[str, Tensor]:
-    """What goes to the host of the first `count` sequences of a batch."""
+    """Encode the first `count` sequences of a batch for the transfer to the host."""
     tensors = {
         "is_sound": signals.is_sound[None],
         "next_logprob": signals.next_logprob[: count * length].view(count, length),
@@ -163,11 +165,13 @@ def encode_signals(signals: Signals, count: int, length: int, vocab_size: int) -
 def shard_bytes(
     block: ShardBlock, answers: list[Answer], vocab_size: int
 ) -> tuple[bytes, float | None]:
-    """The content of a block's shard file, and what the teacher's surprise at all that counts in it
-    sums up to, in nats; None if some of that is unknown. Waits for the answers.
+    """Return the content of a block's shard file, and the sum of the teacher's surprise in nats.
+
+    The surprise is summed over counted tokens; it is None if a part of it is unknown. Waits for the
+    answers.
 
     Raises:
-        CacheError: a logit is NaN or +inf (-inf is a token that cannot be).
+        CacheError: a logit is NaN or +inf (-inf is allowed: an impossible token).
     """
     for answer in answers:
         answer.wait()
@@ -191,13 +195,13 @@ def shard_bytes(
     return shard_content(tensors | joined), None if math.isnan(surprise) else round(surprise, 3)
 
 
-# What each rank says of the shards that it wrote, until the manifest says it.
+# The log of each rank: shards that it wrote and that are not in the manifest yet.
 
 LOGS = ".shards-rank*.jsonl"
 
 
 def note_shard(out: Path, rank: int, shard: Shard) -> None:
-    """Append to the rank's file that it wrote `shard` into `out`.
+    """Append an entry for `shard` to this rank's log in `out`.
 
     Raises:
         CacheError: the file cannot be written.
@@ -216,7 +220,7 @@ def note_shard(out: Path, rank: int, shard: Shard) -> None:
 
 
 def merged(manifest: Manifest, out: Path) -> Manifest:
-    """The manifest with every noted shard that is there; a line cut short by a kill is none."""
+    """Return the manifest with all logged shards that exist; a truncated log line is skipped."""
     found = {shard.file: shard for shard in manifest.shards}
     for path in out.glob(LOGS):
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -228,11 +232,11 @@ def merged(manifest: Manifest, out: Path) -> Manifest:
 
 
 def remove_logs(out: Path) -> None:
-    """Delete the ranks' files: the manifest has it all."""
+    """Delete the ranks' logs, once the manifest lists all shards."""
     for path in out.glob(LOGS):
         path.unlink()
 
 
 def in_order(shards: Iterable[Shard]) -> list[Shard]:
-    """Shards as a manifest lists them, in whatever order they were written."""
+    """Return the shards in the order of a manifest."""
     return sorted(shards, key=lambda shard: (SPLITS.index(shard.split), shard.file))

@@ -1,6 +1,6 @@
-"""One shard of a cache, read row by row: of its bytes nothing stays in memory.
+"""Read one shard of a cache row by row; its content is not kept in memory.
 
-An open shard keeps a file handle and where each row begins, 8 bytes a sequence.
+An open shard keeps a file handle and the offset of each row, 8 bytes per sequence.
 
 Shapes: N sequences of the shard.
 """
@@ -28,10 +28,10 @@ from qat.errors import CacheError
 from qat.files import parse_json
 from qat.logs import progress
 
-# All of a sequence lies side by side, so that a row is one read. A row holds the fields of
-# `Layout` in that order, then the ids drawn for its sequence, as many bytes as those take. A shard
-# file has two tensors: `rows`, the bytes of all rows one after the other, and `row_begins`, where
-# each begins and the last one ends.
+# All data of a sequence is contiguous, so that a row is one read. A row holds the fields of
+# `Layout` in that order, then the ids drawn for its sequence, of variable size. A shard file has
+# two tensors: `rows`, the concatenated bytes of all rows, and `row_begins`, the offset of each row
+# and the end of the last.
 #
 # Shapes: N sequences of the shard, S positions, K teacher tokens kept, R random tokens.
 
@@ -49,55 +49,56 @@ ORDER = (
     "topk_range",
     "tail_logprob",
 )
-"""What a batch is made of comes last, so that it lies side by side with the drawn ids."""
+"""Order of the fields in a row. Those that a batch needs come last, next to the drawn ids, so that
+one read covers them."""
 BRIDGE = 2**14
-"""Bytes between two pieces that are sooner read and thrown away than jumped over."""
+"""Largest gap in bytes between two pieces that is read and discarded rather than skipped."""
 MOST_BUFFERS = 1024
-"""What one read may fill: POSIX systems take as many."""
+"""Maximum number of buffers per read (IOV_MAX on Linux)."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """What a row holds of one kind."""
+    """The type of one field of a row."""
 
     code: str
-    """The element's dtype as safetensors names it."""
+    """The elements' dtype as safetensors names it."""
     shape: tuple[int, ...]
 
     @property
     def dtype(self) -> np.dtype:
-        """The element's dtype."""
+        """The elements' NumPy dtype."""
         return DTYPES[self.code]
 
     @cached_property
     def stride(self) -> int:
-        """Bytes of one sequence."""
+        """Bytes of the field per sequence."""
         return self.dtype.itemsize * prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What every row of a cache holds."""
+    """The fields of every row of a cache."""
 
     fields: dict[str, Field]
-    """In the order in which they lie."""
+    """Fields by name, in their order within a row."""
     has_draws: bool
-    """Whether drawn ids follow them."""
+    """True if drawn ids follow the fields."""
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Where each field begins in a row."""
+        """The offset of each field in a row, in bytes."""
         strides = [field.stride for field in self.fields.values()]
         return dict(zip(self.fields, accumulate(strides, initial=0), strict=False))
 
     @cached_property
     def width(self) -> int:
-        """Bytes of all fields, which is where drawn ids begin."""
+        """Total bytes of all fields, which is the offset of drawn ids."""
         return sum(field.stride for field in self.fields.values())
 
 
 def promised_layout(manifest: Manifest) -> Layout:
-    """What every row of a cache holds, from the cache's settings alone."""
+    """Return the layout of every row of a cache, derived from the manifest alone."""
     settings, R = manifest.settings, manifest.negatives
     S, K, bits = settings.sequence_length, settings.top_k, id_bits(manifest.teacher.vocab_size)
     flags = Field("U8", (packed_bytes(S, 1),))
@@ -120,10 +121,10 @@ def promised_layout(manifest: Manifest) -> Layout:
 
 
 def shard_content(tensors: dict[str, Tensor]) -> bytes:
-    """The bytes of a shard file from `(N, ...)` tensors called as in `ORDER`.
+    """Return the bytes of a shard file from `(N, ...)` tensors with the names of `ORDER`.
 
-    Drawn ids, if there are any, are `sample_ids` of all sequences one after the other, and
-    `sample_lengths`, `(N,)` integers, the bytes of each.
+    Drawn ids, if any, are given as `sample_ids`, concatenated over all sequences, and
+    `sample_lengths`, `(N,)` integers, the bytes of each sequence.
     """
     fields = [tensors[name] for name in ORDER if name in tensors]
     octets = [field.flatten(1).contiguous().view(torch.uint8) for field in fields]
@@ -140,7 +141,7 @@ def shard_content(tensors: dict[str, Tensor]) -> bytes:
 
 
 class Read(NamedTuple):
-    """Neighbouring parts of a file, filled by one call of the system."""
+    """A contiguous part of a file that one system call scatters into several buffers."""
 
     begin: int
     size: int
@@ -148,8 +149,8 @@ class Read(NamedTuple):
 
 
 def reads(pieces: Iterable[tuple[int, memoryview]]) -> Iterator[Read]:
-    """The reads that fill `pieces`, of ascending places; short gaps between them are read too."""
-    nowhere = memoryview(bytearray(BRIDGE))
+    """Merge `pieces`, in ascending order of offset, into reads; short gaps are read too."""
+    nowhere = memoryview(bytearray(BRIDGE))  # sink for gaps
     begin = end = 0
     outs: list[memoryview] = []
     for place, out in pieces:
@@ -167,14 +168,14 @@ def reads(pieces: Iterable[tuple[int, memoryview]]) -> Iterator[Read]:
         yield Read(begin, end - begin, outs)
 
 
-# What may stay in memory: the values used last, and no more of them than a bound.
+# An LRU cache.
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
 class Resident(Generic[Key, Value]):
-    """At most `limit` values, of which the one unused for longest makes room; for any threads."""
+    """A thread-safe LRU cache of at most `limit` values."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -182,7 +183,7 @@ class Resident(Generic[Key, Value]):
         self._lock = threading.Lock()
 
     def get(self, key: Key) -> Value | None:
-        """The value kept for `key`, which is now the one used last; None if there is none."""
+        """Return the value for `key` as the most recently used one; None if it is missing."""
         with self._lock:
             if key not in self._values:
                 return None
@@ -190,7 +191,7 @@ class Resident(Generic[Key, Value]):
             return self._values[key]
 
     def put(self, key: Key, value: Value) -> None:
-        """Keep a value, and let go of the one unused for longest if that makes too many."""
+        """Add a value; evict the least recently used one if there are too many."""
         with self._lock:
             self._values[key] = value
             self._values.move_to_end(key)
@@ -198,29 +199,29 @@ class Resident(Generic[Key, Value]):
                 self._values.popitem(last=False)
 
     def __len__(self) -> int:
-        """How many values are kept."""
+        """Return the number of values."""
         with self._lock:
             return len(self._values)
 
 
 OPEN_SHARDS = 256
-"""Shards that are open at once: file handles, and a header each."""
+"""Default number of shards that are open at once: a file handle and a table of offsets each."""
 HEADER_LIMIT = 2**20
-"""Bytes of the longest header that is read; ours have about a thousand."""
+"""Longest safetensors header in bytes that is read; a shard's header has about a thousand."""
 
 
 class Shelf(NamedTuple):
-    """What the shards of one cache share."""
+    """The state that all shards of one cache share."""
 
     directory: Path
     layout: Layout
     opened: "Resident[str, OpenShard]"
     fetch: Callable[[Shard], None]
-    """Makes sure that the file is in the directory, where it comes from elsewhere."""
+    """Downloads a shard's file into the directory, if the cache is remote."""
 
 
 class ShardFile:
-    """One shard, proven by its hash before it is first read, and again if its file changes."""
+    """One shard; its hash is checked before the first read and again if its file changes."""
 
     def __init__(self, shelf: Shelf, shard: Shard) -> None:
         self._shelf = shelf
@@ -229,10 +230,10 @@ class ShardFile:
         self._lock = threading.Lock()
 
     def open(self) -> "OpenShard":
-        """The shard, ready to be read; whoever comes while it is being proven waits for that.
+        """Return the open shard; a second thread waits while the first one checks the hash.
 
         Raises:
-            CacheError: it is missing, damaged or not what the manifest promises.
+            CacheError: the shard is missing, damaged or does not match the manifest.
         """
         shelf, shard = self._shelf, self._shard
         with self._lock:
@@ -247,7 +248,7 @@ class ShardFile:
             return opened
 
     def _stamp(self) -> tuple[int, ...] | None:
-        """What changes when the file does; None if it is not there."""
+        """Return inode, size and mtime, which change with the file; None if it is missing."""
         try:
             found = self._shard.path(self._shelf.directory).stat()
         except FileNotFoundError:
@@ -256,22 +257,22 @@ class ShardFile:
 
 
 class OpenShard:
-    """A safetensors file whose header fits the manifest; closed when nobody holds it any more."""
+    """An open safetensors file whose header matches the manifest; closed when garbage-collected."""
 
     def __init__(self, path: Path, shard: Shard, layout: Layout) -> None:
         self._path, self._shard = path, shard
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         self.begins = self._row_begins(layout)
-        """Where each row begins in the file, and the last one ends."""
+        """Offset of each row in the file, and the end of the last one, `(N + 1,)` int64."""
 
     def expect(self, read: Read) -> None:
-        """Have the system read a part of the file into its own memory, if it can be told."""
-        if read.size and hasattr(os, "posix_fadvise"):  # of no bytes would mean: up to the end
+        """Announce a read to the kernel, which then prefetches it, where posix_fadvise exists."""
+        if read.size and hasattr(os, "posix_fadvise"):  # size 0 would mean the rest of the file
             os.posix_fadvise(self._file, read.begin, read.size, os.POSIX_FADV_WILLNEED)
 
     def fill(self, read: Read) -> None:
-        """Copy the bytes of one shard row into the tensors of a batch."""
+        """Read a contiguous part of the file into the buffers of `read`."""
         outs, begin = [out for out in read.outs if len(out)], read.begin
         while outs:
             count = os.preadv(self._file, outs, begin)
@@ -291,7 +292,7 @@ class OpenShard:
         octets = memoryview(begins).cast("B")
         self.fill(Read(table, len(octets), [octets]))
         is_sound = begins[0] == 0 == begins.min() and begins[-1] == size == begins.max()
-        if is_sound:  # between these ends no difference wraps around
+        if is_sound:  # both ends are in range, so no difference overflows
             lengths = np.diff(begins)
             is_sound = lengths.min() >= layout.width
             is_sound &= layout.has_draws or lengths.max() == layout.width
@@ -300,7 +301,7 @@ class OpenShard:
         return begins + first
 
     def _read_header(self) -> tuple[dict, int]:
-        """What the file says of its tensors, and where their bytes begin."""
+        """Return the parsed safetensors header, and the offset where the tensors' bytes begin."""
         prefix = bytearray(8)
         self.fill(Read(0, 8, [memoryview(prefix)]))
         length = int.from_bytes(prefix, "little")
@@ -317,9 +318,11 @@ class OpenShard:
         return header, 8 + length
 
     def _place(self, header: dict, name: str, count: int | None, data: int) -> tuple[int, int]:
-        """Where a tensor of `count` int64 begins, or of bytes, any number, and its size in bytes.
+        """Return the offset and the size in bytes of a tensor, after checking its header entry.
 
-        `data` is where the header ends.
+        Args:
+            count: number of int64 elements, or None for a tensor of any number of bytes.
+            data: offset where the header ends.
         """
         entry, room = header.get(name), self._shard.bytes - data
         code, itemsize = ("U8", 1) if count is None else ("I64", 8)
@@ -345,21 +348,21 @@ class OpenShard:
         )
 
 
-# Proves that a cache is byte for byte what its builder wrote, and holds what it promises.
+# Verification: a cache is byte for byte what its builder wrote and matches its manifest.
 
 
 class ShardFinding(NamedTuple):
-    """One shard and what is wrong with it; None when nothing is."""
+    """One shard and its problem, None if it is sound."""
 
     shard: Shard
     problem: str | None
 
 
 def check_shards(directory: Path) -> tuple[Manifest, list[ShardFinding]]:
-    """The proven manifest, and a finding for each shard after reading every byte.
+    """Read every byte of a cache; return the verified manifest and a finding for each shard.
 
-    Its hash proves that a shard is what its author wrote; whether that can be read is looked at
-    too.
+    The hash proves that a shard is what its builder wrote; its header and masks are checked as
+    well.
 
     Raises:
         CacheError: the manifest is missing, foreign, damaged, or of an unknown format.
@@ -393,10 +396,10 @@ def _problem(directory: Path, shard: Shard, layout: Layout, length: int) -> str 
 
 
 def raise_if_any_damaged(directory: Path, findings: list[ShardFinding]) -> None:
-    """Turn findings into the error that names every damaged shard.
+    """Raise an error that names every damaged shard.
 
     Raises:
-        CacheError: there is at least one.
+        CacheError: at least one shard is damaged.
     """
     damaged = [f"{f.shard.file}: {f.problem}" for f in findings if f.problem]
     if damaged:

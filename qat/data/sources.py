@@ -1,4 +1,4 @@
-"""Documents from files, directories, the standard library or the `datasets` hub."""
+"""Read documents from files, directories, the standard library or the `datasets` hub."""
 
 import csv
 import gzip
@@ -19,30 +19,30 @@ from qat.errors import DataError, how_to_install, is_installed
 from qat.files import parse_json
 from qat.online import is_online
 
-# Rows of the files that hold text: .txt, .md, .jsonl, .json, .csv, .tsv, .parquet, or with .gz.
+# Rows of text files: .txt, .md, .jsonl, .json, .csv, .tsv, .parquet, or with .gz.
 
 SEPARATOR = "<|endoftext|>"
 STRAY = (
     *("authors", "changelog", "citation", "contributing", "copying", "dataset_dict"),
     *("dataset_info", "dataset_infos", "licence", "license", "notice", "readme", "source", "state"),
 )
-"""What files beside the data are called: they tell of it, and nobody wants to learn them."""
+"""Names of files that accompany a data set and describe it; they are not training data."""
 DELIMITERS = ",;\t"
 LONGEST_CELL = 2**30
-"""Characters; the csv module takes 131,072 unless told, which a book exceeds."""
+"""Maximum characters of a cell; the csv module's default of 131,072 is too small for a book."""
 LONGEST_PIECE = 4000
-"""Characters of a piece, where a file that is one document is cut: about a thousand tokens."""
+"""Maximum characters of a piece of a file that is one document: about a thousand tokens."""
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 Message = dict[str, str]
 Document = str | list[Message]
-"""A text, or what is said in a chat, in order."""
+"""A text, or the messages of a chat in order."""
 
 
 class Place(NamedTuple):
-    """Where a row stands, for messages."""
+    """The location of a row, for error messages."""
 
     file: str
     row: int
@@ -55,33 +55,33 @@ Rows = Iterator[tuple[Place, Row]]
 
 
 def is_text_file(path: Path) -> bool:
-    """Whether the name ends as one of the files that are read here."""
+    """Return whether the name has the suffix of a supported file."""
     return _suffix(path) in READERS
 
 
 def holds_rows(path: Path) -> bool:
-    """Whether the name ends as a file of rows, each of them a document; any other is one text."""
+    """Return whether each row of the file is a document; any other file is one text."""
     return READERS.get(_suffix(path), _text_rows) is not _text_rows
 
 
 def whole_text(path: Path) -> str:
-    """All of a text file as it is.
+    """Return the whole content of a text file.
 
     Raises:
-        DataError: it cannot be read, or is not UTF-8.
+        DataError: the file cannot be read, or is not UTF-8.
     """
     with _opened(path) as file:
         return file.read()
 
 
 def file_rows(path: Path) -> Rows:
-    """The rows of a file; of a text file, its documents, each as the row's `text`.
+    """Yield the rows of a file; for a text file its documents, each as the row's `text`.
 
-    A text is split at `<|endoftext|>` if it holds that, else at blank lines; one that holds neither
-    is cut into pieces of at most `LONGEST_PIECE` characters. Rows count from 1.
+    A text is split at `<|endoftext|>` if it contains that, otherwise at blank lines; a text with
+    neither is cut into pieces of at most `LONGEST_PIECE` characters. Rows count from 1.
 
     Raises:
-        DataError: its kind is unknown, or, on reading, it is not what its name says.
+        DataError: the suffix is unknown, or the content does not match it (raised when read).
     """
     reader = READERS.get(_suffix(path))
     if reader is None:
@@ -91,14 +91,13 @@ def file_rows(path: Path) -> Rows:
 
 
 def directory_rows(directory: Path) -> Rows:
-    """The rows of all files below a directory, in sorted order; a text is cut as by `file_rows`
-    if it is the only file.
+    """Yield the rows of all files below a directory, in sorted order.
 
-    Hidden files are not read, nor those called README, LICENSE, SOURCE or the like beside others:
-    a log line names them.
+    A single text file is cut as by `file_rows`. Hidden files are skipped, and files called README,
+    LICENSE, SOURCE or the like if there are others; a log line names them.
 
     Raises:
-        DataError: it holds no file that can be read.
+        DataError: the directory holds no readable file.
     """
     found = [
         path
@@ -120,7 +119,7 @@ def directory_rows(directory: Path) -> Rows:
 
 @cache
 def _tell_left_out(directory: Path, names: str) -> None:
-    """Say it once, however often a verb opens the directory."""
+    """Log the skipped files once, however often a verb opens the directory."""
     logger.info("not read in %s: %s; to learn it, name the file itself", directory, names)
 
 
@@ -133,7 +132,7 @@ def _text_rows(path: Path) -> Rows:
 
 
 def _cut_if_alone(rows: Rows) -> Rows:
-    """The rows; the only one in pieces, so that some can be kept away from training."""
+    """Yield the rows; cut a single row into pieces, so that some of them can be held out."""
     first, second = next(rows, None), next(rows, None)
     if first is None:
         return
@@ -146,7 +145,7 @@ def _cut_if_alone(rows: Rows) -> Rows:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text, cut at its blank lines, else at its lines' ends, else between words."""
+    """Cut a text at blank lines, else at line ends, else at spaces."""
     begin = 0
     while len(text) - begin > LONGEST_PIECE:
         half, limit = begin + LONGEST_PIECE // 2, begin + LONGEST_PIECE
@@ -163,7 +162,7 @@ def _json_lines(path: Path) -> Rows:
 
 
 def _json_list(path: Path) -> Rows:
-    """The rows of a list; of a file that says .json and holds a row a line, those."""
+    """Yield the rows of a JSON list; a .json file with one row per line is accepted too."""
     text = whole_text(path)
     try:
         rows = parse_json(text)
@@ -196,14 +195,14 @@ def _not_json(place: Place, error: ValueError) -> DataError:
     if not isinstance(error, json.JSONDecodeError):
         found = str(error).removeprefix("it ")
         return DataError(f"{place} {found}, expected a row of a few levels; mend or remove it")
-    # some of Python's messages end in "at", for a place to follow
+    # some of Python's messages end in "at", to be followed by a position
     line = f"line {error.lineno}, " if error.lineno > 1 else ""
     found = f"{error.msg.removesuffix(' at')} at {line}column {error.colno}"
     return DataError(f"{place} is not JSON ({found}); expected one value; mend it")
 
 
 def _table_rows(path: Path) -> Rows:
-    """The rows of a table whose first line names the columns; commas, semicolons or tabs."""
+    """Yield the rows of a table with a header line; the delimiter is a comma, semicolon or tab."""
     csv.field_size_limit(LONGEST_CELL)
     with _opened(path, newline="") as file:
         header = file.readline()
@@ -246,7 +245,7 @@ def _parquet_rows(path: Path) -> Rows:
 
 @contextmanager
 def _opened(path: Path, newline: str | None = None) -> Iterator[TextIO]:
-    """A UTF-8 file, packed or not, without the byte-order mark that some editors put first."""
+    """Open a UTF-8 text file, gzipped or not, and skip a byte-order mark."""
     open_file = gzip.open if path.suffix.lower() == ".gz" else open
     try:
         with open_file(path, "rt", encoding="utf-8-sig", newline=newline) as file:
@@ -280,13 +279,14 @@ EXPECTED = f"{', '.join(READERS)} (all but Parquet also with .gz)"
 
 
 SURROGATES = re.compile("[\ud800-\udfff]")
-"""Halves of characters, which stand alone in no text."""
+"""Lone surrogates, which are not valid in UTF-8."""
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-"""How a data set is called on a hub."""
+"""Pattern of a data set's id on a hub."""
 
 STDLIB = Path(__file__).with_name("stdlib.jsonl.gz")
-"""Docstrings of one Python's standard library, so that all Pythons read the same text."""
+"""Docstrings of one version of Python's standard library, so that the text is the same
+everywhere."""
 
 ROLES = {
     "human": "user",
@@ -299,17 +299,17 @@ ROLES = {
 
 QUESTIONS = ("prompt", "question")
 ANSWERS = ("completion", "answer", "response")
-"""What the fields of `pairs` are called."""
+"""Field names of a question and an answer in the format `pairs`."""
 
 BESIDE_TURNS = (
     *("tools", "functions", "system", "system_prompt", "history"),
     "chat_template_kwargs",
 )
-"""Fields of a row by which a chat would read otherwise; none of them is read here."""
+"""Fields of a row that would change the rendering of a chat; they are not supported."""
 CALLS = ("tool_calls", "function_call")
-"""Fields of a turn that has no text and calls a tool; they are not read either."""
+"""Fields of a turn that calls a tool and has no text; they are not supported."""
 NOTHING = ("", "[]", "{}", "null")
-"""The texts that stand for an empty field."""
+"""Texts that stand for an empty field."""
 
 
 class DataSource(NamedTuple):
@@ -327,13 +327,13 @@ def open_source(
     *,
     setting: str = "data",
 ) -> DataSource:
-    """The documents of `data`; its existence and first row are checked now, the rest on reading.
+    """Open the documents of `data`; only its existence and first row are checked immediately.
 
-    `qat.data.sources` says which files are read, and how. Rows count from 1 in messages, which call
-    `data` by its `setting`.
+    The module `qat.data.sources` lists the supported files. Rows count from 1 in error messages,
+    which name `data` by its `setting`.
 
     Raises:
-        DataError: nothing is there, it is empty, or a row lacks the fields of its format.
+        DataError: `data` does not exist or is empty, or a row lacks the fields of its format.
     """
     if data == "stdlib":
         data, data_format, text_field = str(STDLIB), "plain", "text"
@@ -357,7 +357,7 @@ def check_source(
     *,
     setting: str = "data",
 ) -> None:
-    """Refuse what `open_source` refuses; no row of a datasets id is fetched.
+    """Raise the errors of `open_source`, without downloading rows of a `datasets` id.
 
     Raises:
         DataError, HubError: see their messages.
@@ -369,7 +369,7 @@ def check_source(
 
 
 def _name(data: str) -> str:
-    """What a file, directory or id is called, without what its kind and its settings add."""
+    """Return the name of a file, directory or id without suffix, configuration and split."""
     return Path(data.partition(":")[0].removesuffix(".gz")).stem
 
 
@@ -383,7 +383,7 @@ def _placed_rows(data: str, setting: str) -> Rows:
 
 
 def _hub_rows(data: str, setting: str) -> Rows:
-    """Rows of a `datasets` id, written `owner/name[:config][@split]`."""
+    """Return the rows of a `datasets` id, written `owner/name[:config][@split]`."""
     name, config, split = _hub_name(data, setting)
     import datasets
 
@@ -397,7 +397,7 @@ def _hub_rows(data: str, setting: str) -> Rows:
 
 
 def _hub_name(data: str, setting: str) -> tuple[str, str, str]:
-    """Name, configuration and split of a datasets id, which a hub has."""
+    """Split a `datasets` id into name, configuration and split; check that a hub has it."""
     name, _, split = data.partition("@")
     name, _, config = name.partition(":")
     looks_local = is_text_file(Path(data)) or ("/" in name and Path(name).parent.is_dir())
@@ -424,7 +424,7 @@ def _detect(place: Place, row: Row, text_field: str) -> DataFormat:
         return "alpaca"
     if text_field in fields:
         return "plain"
-    # a context would be left out, and the answer without it makes no sense
+    # an answer makes no sense without its context, which this format would drop
     if fields & set(QUESTIONS) and fields & set(ANSWERS) and "context" not in fields:
         return "pairs"
     raise DataError(
@@ -435,11 +435,11 @@ def _detect(place: Place, row: Row, text_field: str) -> DataFormat:
 
 
 def _document(place: Place, row: Row, data_format: DataFormat, text_field: str) -> Document:
-    """Return the document that a row of that format holds.
+    """Return the document that a row of the given format holds.
 
     Raises:
-        DataError: it lacks the fields of its format, holds others that a chat must not lose, or
-            text that UTF-8 has no bytes for.
+        DataError: the row lacks the fields of its format, has fields that a chat must not lose, or
+            text that UTF-8 cannot encode.
     """
     if data_format == "plain":
         text = _string(place, row, text_field)
@@ -453,7 +453,7 @@ def _document(place: Place, row: Row, data_format: DataFormat, text_field: str) 
 
 
 def _chat(place: Place, row: Row, data_format: DataFormat) -> list[Message]:
-    """The turns of a row of any format but `plain`."""
+    """Return the messages of a row in any format but `plain`."""
     match data_format:
         case "alpaca":
             question = _string(place, row, "instruction")
@@ -472,7 +472,7 @@ def _chat(place: Place, row: Row, data_format: DataFormat) -> list[Message]:
 def _refuse_left_out(
     place: Place, row: Row, fields: tuple[str, ...], said: Collection[str] = ()
 ) -> None:
-    """Refuse what a chat would lose: one of `fields` that holds something not `said` elsewhere."""
+    """Refuse a row with one of `fields` whose content is not among the texts in `said`."""
     for field in fields:
         value = row.get(field)
         if isinstance(value, str) and value.strip() in NOTHING:
@@ -486,7 +486,7 @@ def _refuse_left_out(
 
 
 def _refuse_surrogates(place: Place, *texts: str) -> None:
-    """Refuse text with half of a surrogate pair, which JSON can write and no tokenizer reads."""
+    """Refuse text with a lone surrogate, which JSON can express and no tokenizer accepts."""
     for text in texts:
         found = SURROGATES.search(text)
         if found is not None:

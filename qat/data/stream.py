@@ -1,4 +1,4 @@
-"""The documents of a cache as blocks of packed sequences, in an order that never changes."""
+"""Turn a cache's documents into blocks of packed sequences, in a deterministic order."""
 
 import json
 import math
@@ -20,33 +20,33 @@ from qat.data.text import Tokens, encode, end_token, num_characters, render, spe
 from qat.errors import DataError, QatError
 from qat.process import cores
 
-# Which documents are kept away from training, near-identical ones together.
+# The held-out split: near-identical documents go to the same side.
 
 WORD = re.compile(r"[a-z0-9]+|\w")
-"""A Latin word or a letter of any other script: many of them are written without blanks."""
+"""A Latin word, or a single letter of other scripts, many of which are written without spaces."""
 MOST_WORDS = 4096
-"""Of a longer document, its beginning tells whether it is near-identical to another."""
+"""Number of words of a document that are compared for near-duplicates."""
 BANDS, ROWS = 6, 4
-"""Two documents with a share J of equal shingles meet with probability `1 - (1 - J**4)**6`: 0.998
-at J = 0.9, 0.32 at J = 0.5, 0.01 at J = 0.2."""
+"""MinHash bands and hashes per band: two documents with a share J of equal shingles match with
+probability `1 - (1 - J**4)**6`: 0.998 at J = 0.9, 0.32 at J = 0.5, 0.01 at J = 0.2."""
 
 
 def split_of(document: Document, seed: int, held_out: float) -> Split:
-    """The split of a document: of its content and the seed alone, so copies stay together."""
+    """Return the split of a document: a function of content and seed, so copies stay together."""
     return "held_out" if _place(document, seed) < held_out else "train"
 
 
 def divided(
     documents: Iterable[Document], settings: CacheSettings
 ) -> Iterator[tuple[Document, Split]]:
-    """Each document with its split; nothing comes before both splits are known to get one.
+    """Yield each document with its split, after checking that both splits get a document.
 
-    A document that is near-identical to an earlier one goes where that went, any other by
-    `split_of`. They are told by MinHash over shingles of three words (Broder, SEQUENCES 1997),
-    which takes 430 bytes of memory for each document read.
+    A near-duplicate of an earlier document goes to the same split, any other is assigned by
+    `split_of`. Near-duplicates are found by MinHash over shingles of three words (Broder, SEQUENCES
+    1997), which takes 430 bytes of memory per document.
 
     Raises:
-        DataError: no document, or every one, is kept away from training.
+        DataError: the held-out split gets no document, or all of them.
     """
     if settings.held_out == 0:
         yield from ((document, "train") for document in documents)
@@ -84,7 +84,7 @@ def _assigned(
 
 
 def _place(document: Document, seed: int) -> float:
-    """Where the document stands between 0 and 1: below `held_out`, it is kept away."""
+    """Hash the document to a number in [0, 1); it is held out if that is below `held_out`."""
     content = json.dumps([seed, document], sort_keys=True).encode()
     return xxhash.xxh3_64_intdigest(content) / 2**64
 
@@ -96,11 +96,11 @@ def _text(document: Document) -> str:
 
 
 def _keys(text: str) -> list[int]:
-    """Numbers of which near-identical texts have one in common, and others hardly ever."""
+    """Return hash keys: near-identical texts share at least one, others hardly ever do."""
     words = WORD.findall(text.lower())[:MOST_WORDS]
     if not words:
         return [xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))]
-    from datasketch import MinHash  # brings scipy, which takes half a second
+    from datasketch import MinHash  # imports scipy, which takes half a second
 
     width = min(3, len(words))
     shingles = {" ".join(words[i : i + width]) for i in range(len(words) - width + 1)}
@@ -119,7 +119,7 @@ def _one_sided(documents: list[Document], side: Split, settings: CacheSettings) 
         if known.isdisjoint(keys):
             firsts.append(document)
         known |= keys
-    if len(firsts) == 1:  # no share divides it
+    if len(firsts) == 1:  # no value of held_out can divide it
         found = (
             "one document"
             if count == 1
@@ -145,8 +145,8 @@ def _one_sided(documents: list[Document], side: Split, settings: CacheSettings) 
 
 BATCH_CHARACTERS = 2**19  # about 130,000 tokens of English
 BATCHES_AHEAD = max(3, cores() // 8)
-"""Under way at once: the interpreter has work beside the tokenizer's, on one core, and a batch of
-long documents, each of which takes one core, keeps few of them busy."""
+"""Number of batches in flight. At least 3: the interpreter's own work takes one core meanwhile, and
+a batch of long documents, each of which is tokenised on one core, keeps few cores busy."""
 
 
 Assigned = tuple[Document, Split]
@@ -162,21 +162,21 @@ class ShardBlock(NamedTuple):
 
     @property
     def file(self) -> str:
-        """The shard's file name."""
+        """File name of the shard."""
         return f"{self.split}-{self.index:05d}.safetensors"
 
 
 def blocks(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, settings: CacheSettings
 ) -> Iterator[ShardBlock]:
-    """Blocks of `shard_size` sequences of both splits, as the documents fill them.
+    """Yield blocks of `shard_size` sequences of both splits, as the documents fill them.
 
-    Reading stops when `num_sequences` training sequences are there; the held-out split then has
-    what was read until that point, and one document or more. Each split's last block is smaller.
+    Reading stops after `num_sequences` training sequences; the held-out split then has the
+    documents read until that point, at least one. Each split's last block is smaller.
 
     Raises:
-        DataError: the documents hold no text, or a split gets none of them.
-        ConfigError: the tokenizer cannot render chats or end documents.
+        DataError: the documents hold no text, or a split gets no document.
+        ConfigError: the tokenizer cannot render chats or has no end token.
     """
     end, special = end_token(tokenizer), special_tokens(tokenizer)
     limits = {"train": settings.num_sequences, "held_out": 0}
@@ -204,7 +204,7 @@ def blocks(
 def _tokenised(
     documents: Iterator[Assigned], tokenizer: PreTrainedTokenizerBase, settings: CacheSettings
 ) -> Iterator[tuple[Split, list[Tokens]]]:
-    """The split and the tokens of each document's renderings; some batches are encoded ahead."""
+    """Yield the split and tokens of each document's renderings; batches are encoded ahead."""
     thinking, targets = settings.thinking, settings.targets
 
     def encoded(batch: list[Assigned] | QatError) -> tuple[list, QatError | None]:
@@ -229,9 +229,9 @@ def _tokenised(
 
 
 def _batches(documents: Iterator[Assigned]) -> Iterator[list[Assigned] | QatError]:
-    """The documents, so many at once that tokenising them keeps all cores busy.
+    """Yield batches of documents, each large enough for the tokenizer to use all cores.
 
-    A bad row's error comes last, as an item: who has enough by then never sees it.
+    The error of a bad row comes last, as an item, so that it is raised only if that row is needed.
     """
     batch, characters = [], 0
     try:
@@ -249,7 +249,7 @@ def _batches(documents: Iterator[Assigned]) -> Iterator[list[Assigned] | QatErro
 
 
 class _Cutter:
-    """Puts one split's sequences into blocks; `limit` sequences at most, 0 for no limit."""
+    """Cuts one split's sequences into blocks; `limit` sequences at most, 0 for no limit."""
 
     def __init__(
         self,
@@ -266,7 +266,8 @@ class _Cutter:
             end,
             special,
             lookahead=together,
-            sorts=split == "train",  # what judges a run is looked for in a larger cache
+            # held-out sequences keep their order, so that a run finds its own in a larger cache
+            sorts=split == "train",
         )
         self._split = split
         self._size = settings.shard_size
@@ -276,21 +277,21 @@ class _Cutter:
 
     @property
     def is_satisfied(self) -> bool:
-        """Whether the limit is reached with what the packer holds."""
+        """True if the packer holds enough sequences to reach the limit."""
         return bool(self._limit) and self._sequences + self.packer.num_full >= self._limit
 
     @property
     def is_empty(self) -> bool:
-        """Whether not one token came."""
+        """True if the split has received no token."""
         return self._sequences == 0 and self.packer.is_empty
 
     def full_blocks(self) -> Iterator[ShardBlock]:
-        """Blocks of full size that the packer can fill now."""
+        """Yield blocks of full size while the packer has enough sequences."""
         while self._capped(self.packer.num_full) >= self._size:
             yield self._cut(self._size)
 
     def last_block(self) -> Iterator[ShardBlock]:
-        """The last block: the sequences that are left, if any."""
+        """Yield the remaining sequences as a last block, if there are any."""
         self.packer.finish()
         count = self._capped(self.packer.num_full)
         if count:

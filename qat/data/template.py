@@ -1,8 +1,8 @@
-"""Chat templates, which are programs that came with a model, run where they can be stopped.
+"""Render chat templates, which are programs shipped with a model, in a sandboxed child process.
 
-Jinja's sandbox keeps a template from files and from Python, not from taking all time and memory. So
-a process of its own renders, one for all chats, within bounds that the system keeps: it ends when a
-chat takes too long, whatever it is in the middle of, and cannot allocate without end.
+Jinja's sandbox denies a template access to files and to Python, but does not limit time and memory.
+All chats are therefore rendered by one child process under the operating system's limits: a timer
+kills it if a chat takes too long, and its address space is bounded.
 """
 
 import atexit
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RENDER_S, MORE_BYTES, MOST_CHARACTERS = 5.0, 2**30, 2**26
-"""What one chat may take: seconds, memory over that of an idle process, characters."""
+"""Limits per chat: seconds, bytes of memory beyond an idle process, characters of output."""
 CHILD = "import sys; sys.path[:] = {path!r}; from qat.data.template import serve; serve()"
 
 
 def templated(
     messages: list[dict[str, str]], tokenizer: "PreTrainedTokenizerBase", **variables: bool
 ) -> str:
-    """A chat as the tokenizer's own template renders it; `variables` are what it may ask for.
+    """Render a chat with the tokenizer's own template; `variables` are passed to the template.
 
     Raises:
-        DataError: the template refuses the chat, fails over it, or takes too long.
+        DataError: the template rejects the chat, fails, or takes too long.
     """
     from transformers import PreTrainedTokenizerBase
 
     plain = PreTrainedTokenizerBase.apply_chat_template
-    if type(tokenizer).apply_chat_template is not plain:  # code that the user trusts
+    if type(tokenizer).apply_chat_template is not plain:  # overridden by trusted code
         return tokenizer.apply_chat_template(messages, tokenize=False, **variables)
     template = tokenizer.chat_template
     if isinstance(template, dict):
@@ -53,7 +53,7 @@ def templated(
 
 
 class _Renderer:
-    """The process that renders, started when the first chat comes."""
+    """The child process that renders, started for the first chat."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
@@ -61,10 +61,10 @@ class _Renderer:
         self._lock = threading.Lock()
 
     def render(self, asked: dict[str, object]) -> str:
-        """The text of one chat.
+        """Render one chat.
 
         Raises:
-            DataError: the template fails, or the process ended over it.
+            DataError: the template fails, or the process dies.
         """
         with self._lock:
             process = self._started()
@@ -74,7 +74,7 @@ class _Renderer:
                 answer = process.stdout.readline()
             except BrokenPipeError:
                 answer = b""
-            except BaseException:  # an answer that nobody read would be the next chat's
+            except BaseException:  # an unread answer would be returned for the next chat
                 self.stop()
                 raise
             if not answer.endswith(b"\n"):
@@ -92,7 +92,7 @@ class _Renderer:
         )
 
     def stop(self) -> None:
-        """End the process, if there is one and it is ours: a fork has its parent's."""
+        """Kill the process if this process started it (after a fork it belongs to the parent)."""
         if self._process is not None and self._owner == os.getpid():
             self._process.kill()
             self._process.communicate()
@@ -104,7 +104,7 @@ class _Renderer:
                 [sys.executable, "-c", CHILD.format(path=sys.path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                start_new_session=True,  # the keyboard stops us, not it
+                start_new_session=True,  # Ctrl-C must not reach the child
             )
             self._owner = os.getpid()
         return self._process
@@ -115,7 +115,7 @@ atexit.register(_RENDERER.stop)
 
 
 def serve() -> None:
-    """Render the chats that standard input names, a line each, until it ends."""
+    """Render the chats on standard input, one JSON object per line, until it ends."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -126,7 +126,7 @@ def serve() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
     for line in sys.stdin:
         asked = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, RENDER_S)  # no handler: the system ends the process
+        signal.setitimer(signal.ITIMER_REAL, RENDER_S)  # no handler: SIGALRM kills the process
         try:
             answer: object = tokenizer.apply_chat_template(
                 asked["messages"],
@@ -136,7 +136,7 @@ def serve() -> None:
             )
             if len(answer) > MOST_CHARACTERS:
                 answer = {"error": f"makes {len(answer):,} characters of one chat"}
-        except Exception as error:  # noqa: BLE001 - a program of others raises anything
+        except Exception as error:  # noqa: BLE001 - a template can raise anything
             words = " ".join(str(error).split())[:300]
             answer = {"error": f"fails ({type(error).__name__}: {words})"}
         signal.setitimer(signal.ITIMER_REAL, 0)

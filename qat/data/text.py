@@ -1,4 +1,4 @@
-"""From documents to tokens, and what makes two tokenizers the same."""
+"""Convert documents to tokens, and define when two tokenizers are the same."""
 
 import json
 import re
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     pass
 
 
-# A chat is rendered with the tokenizer's own template, once for each thinking mode asked for. Where
-# its assistants speak is found by rendering it again with marks in place of their words: what lies
-# between the marks is the template and the other speakers, and the same in both.
+# A chat is rendered with the tokenizer's own template, once per requested thinking mode. To find
+# the assistants' turns it is rendered again with marks in place of their content: the text between
+# the marks is the template and the other roles, and equal in both.
 
 MODES: dict[Thinking, tuple[str, ...]] = {
     "false": ("false",),
@@ -35,23 +35,25 @@ THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 LAST_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
 FIRST_EMPTY_THOUGHT = re.compile(r"\A\s*<think>\s*</think>\s*")
 MARK = "qat-3f9c61d2-speaks"
-"""Stands for what an assistant says: nothing that a template would trim, and nobody says it."""
+"""Placeholder for an assistant's content: a template does not trim it, and no real text contains
+it."""
 
 Span = tuple[int, int]
-"""Where something begins and ends in a text, in characters."""
+"""Start and end of a part of a text, in characters."""
 
 
 class Rendering(NamedTuple):
-    """A text and whether a chat template has already written its special tokens."""
+    """A text, and whether a chat template has already written its special tokens."""
 
     text: str
     is_templated: bool
     spoken: tuple[Span, ...] | None = None
-    """What the assistants say, which alone counts; None where all of the text does."""
+    """Spans of the assistants' content, the only part that counts; None if the whole text
+    counts."""
 
 
 def num_characters(document: Document) -> int:
-    """Characters of a text, or of all that is said in a chat."""
+    """Return the number of characters of a text, or of all messages of a chat."""
     if isinstance(document, str):
         return len(document)
     return sum(len(message["content"]) for message in document)
@@ -63,17 +65,17 @@ def render(
     thinking: Thinking,
     targets: Targets = "all",
 ) -> list[Rendering]:
-    """The texts of a document: one for plain text, one for each thinking mode of a chat.
+    """Return the texts of a document: one for plain text, one per thinking mode for a chat.
 
-    `false` drops what assistants thought; the last answer stands behind what the template prompts
-    for it without thinking, be it an empty thinking block. `true` leaves thinking to the template,
-    `none` joins the messages by blank lines without one. Plain text counts whole, whatever the
-    targets.
+    `false` removes the assistants' thoughts; the last answer follows the template's generation
+    prompt without thinking, which may hold an empty thinking block. `true` leaves thinking to the
+    template; `none` joins the messages with blank lines and uses no template. Plain text counts as
+    a whole, whatever the targets.
 
     Raises:
-        ConfigError: a chat is to be templated, and the tokenizer has no template.
-        DataError: the template refuses a chat; or assistants alone are to count, and a chat has
-            none, or where they speak cannot be told.
+        ConfigError: a template is needed, but the tokenizer has none.
+        DataError: the template rejects a chat; or `targets` is `assistant`, and a chat has no
+            assistant's turn or its turns cannot be located.
     """
     if isinstance(document, str):
         return [Rendering(document, is_templated=False)]
@@ -103,10 +105,10 @@ def render(
 def render_prompt(
     messages: list[Message], tokenizer: "PreTrainedTokenizerBase", mode: str
 ) -> Rendering:
-    """The chat as a text up to where the model is to answer, in one of the `MODES`.
+    """Render the chat up to the start of the model's answer, in one of the `MODES`.
 
     Raises:
-        ConfigError, DataError: as `render`.
+        ConfigError, DataError: see `render`.
     """
     if mode == "none":
         text = "".join(message["content"] + "\n\n" for message in messages)
@@ -121,7 +123,7 @@ def render_prompt(
 def _chat_text(
     messages: list[Message], tokenizer: "PreTrainedTokenizerBase", mode: str
 ) -> tuple[str, bool]:
-    """The chat as a text, and whether empty thinking blocks in it are the prompt's, not spoken."""
+    """Return the chat's text, and whether its empty thinking blocks belong to the prompt."""
     if mode == "none":
         return "\n\n".join(message["content"] for message in messages), False
     _check_template(tokenizer, mode)
@@ -137,7 +139,7 @@ def _chat_text(
         return text, False
     before = prompt[: block.start()]
     if text.startswith(before) and not text.startswith(prompt):
-        # the template may write an empty thought of another shape than its prompt's
+        # the empty thought in the turn may differ from the one in the generation prompt
         text = prompt + FIRST_EMPTY_THOUGHT.sub("", text[len(before) :])
     return text, True
 
@@ -161,7 +163,7 @@ def _template(
     enable_thinking: bool,
     is_prompt: bool = False,
 ) -> str:
-    """The chat as the template writes it; with `is_prompt`, up to where the model is to answer."""
+    """Apply the template; with `is_prompt` the text ends where the model is to answer."""
     try:
         return templated(
             messages, tokenizer, enable_thinking=enable_thinking, add_generation_prompt=is_prompt
@@ -171,7 +173,7 @@ def _template(
 
 
 def _saying(messages: list[Message], change: Callable[[str], str]) -> list[Message]:
-    """The chat with other words of its assistants; what they reasoned beside them is left out."""
+    """Return the chat with the assistants' content changed and their reasoning fields dropped."""
     return [
         {"role": "assistant", "content": change(message["content"])}
         if message["role"] == "assistant"
@@ -181,10 +183,10 @@ def _saying(messages: list[Message], change: Callable[[str], str]) -> list[Messa
 
 
 def _spans(text: str, marked: str, *, has_block: bool) -> tuple[Span, ...]:
-    """What stands in `text` where `marked` has marks; nothing if the two do not fit.
+    """Return the spans of `text` where `marked` has marks; empty if the two do not match.
 
-    An empty thinking block that the template puts before a mark gives way to a thought, unless it
-    is the prompt's.
+    An empty thinking block that the template puts before a mark is replaced by the thought in
+    `text`, unless it belongs to the prompt.
     """
     parts = marked.split(MARK)
     if not has_block:
@@ -206,19 +208,20 @@ def _spans(text: str, marked: str, *, has_block: bool) -> tuple[Span, ...]:
 
 
 def _called(messages: list[Message]) -> str:
-    """What a message calls a chat: how it begins."""
+    """Name a chat in an error message by its beginning."""
     return f"the chat that begins {messages[0]['content']!r:.60}"
 
 
 _hashes: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[list[int], str]] = WeakKeyDictionary()
-"""Of tokenizers that live: the hash, which takes most of a second, and what tells of changes."""
+"""Cached hashes by live tokenizer, which take most of a second, and the token list they are valid
+for."""
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """16 hex digits of the vocabulary, the merges and the special tokens; equal in any process.
+    """Return 16 hex digits that identify vocabulary, merges and special tokens in any process.
 
-    Two tokenizers with the same hash turn text into the same ids, up to normalisation. It is
-    computed once for each tokenizer, and again when tokens were added or became special.
+    Two tokenizers with the same hash turn text into the same ids, up to normalisation. The hash is
+    computed once per tokenizer, and again when tokens were added or became special.
     """
     signs = [len(tokenizer), *tokenizer.all_special_ids]
     if _hashes.get(tokenizer, ([], ""))[0] != signs:
@@ -238,7 +241,7 @@ def _state_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that ends a document.
+    """Return the id that ends a document.
 
     Raises:
         ConfigError: the tokenizer has no end-of-sequence token.
@@ -252,12 +255,12 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def begin_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The id that goes before a text; None where none does.
+    """Return the id that begins a text, or None.
 
-    It is the beginning-of-sequence token of a tokenizer that puts one itself (Llama, Gemma), or
-    that names one which is not the end token as well. Templates of chats may be all that writes
-    such a token, and a model that never read without it is at a loss: MiniMind2's perplexity on
-    TinyStories is 961,303 without and 44 with it.
+    It is the beginning-of-sequence token if the tokenizer adds it itself (Llama, Gemma), or if it
+    differs from the end token. In some models only the chat template writes such a token, and text
+    without it is out of distribution: MiniMind2's perplexity on TinyStories is 961,303 without and
+    44 with it.
     """
     begin = tokenizer.bos_token_id
     is_put = begin is not None and tokenizer("a").input_ids[:1] == [begin]
@@ -265,10 +268,10 @@ def begin_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def check_vocabulary(largest: int, vocab_size: int, whose: str = "model") -> None:
-    """Refuse tokens that a model has no embedding for, such as one added to the tokenizer alone.
+    """Refuse tokens without an embedding in the model, such as one added to the tokenizer alone.
 
     Raises:
-        ConfigError: `largest`, the largest token of some text, is not below `vocab_size`.
+        ConfigError: `largest`, the largest token id of a text, is not below `vocab_size`.
     """
     if largest >= vocab_size:
         raise ConfigError(
@@ -279,37 +282,37 @@ def check_vocabulary(largest: int, vocab_size: int, whose: str = "model") -> Non
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The ids that no text holds: they begin and end documents and turns."""
+    """Return the ids of special tokens, which begin and end documents and turns."""
     added = tokenizer.added_tokens_decoder.items()
     return frozenset([*tokenizer.all_special_ids, *(i for i, each in added if each.special)])
 
 
 def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens of a plain text with what the tokenizer adds, begun by `begin_token`."""
+    """Return the tokens of a plain text with the tokenizer's special tokens and `begin_token`."""
     return _begun(
         Tokens(tokenizer(text, verbose=False)["input_ids"], None), begin_token(tokenizer)
     ).ids
 
 
 class Tokens(NamedTuple):
-    """One text as a tokenizer writes it."""
+    """The tokens of one text, and which of them count."""
 
     ids: list[int]
     is_target: np.ndarray | None
-    """bool: the token counts, because an assistant says it or ends its turn with it; None where
-    all do."""
+    """True for tokens of an assistant's content or the end of its turn (bool); None if all
+    count."""
 
 
 def encode(renderings: list[Rendering], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
-    """The tokens of each text, ended by exactly one end token; many texts at once use all cores.
+    """Return the tokens of each text, with exactly one end token; batches use all cores.
 
-    Plain text gets the special tokens that the tokenizer adds, and `begin_token` in any case;
-    templated text already holds what the template wants, and what a template writes behind the end
-    token of its last turn, such as a line end, is left out.
+    Plain text gets the tokenizer's special tokens, and `begin_token` in any case. Templated text
+    already holds its special tokens; whatever the template writes after the end token of the last
+    turn, such as a newline, is dropped.
 
     Raises:
-        ConfigError: the tokenizer has no end token, or does not tell where in a text a token lies
-            and not all of the text counts.
+        ConfigError: the tokenizer has no end token, or it gives no offsets and only parts of a text
+            count.
     """
     renderings = [_trimmed(each, tokenizer) if each.is_templated else each for each in renderings]
     encoded: dict[int, Tokens] = {}
@@ -344,7 +347,7 @@ def _begun(tokens: Tokens, begin: int | None) -> Tokens:
 def _ended(tokens: Tokens, end: int) -> Tokens:
     ids, is_target = tokens
     if is_target is not None:
-        # one more than the ids: whether what follows the text counts
+        # the last flag tells whether the token after the text counts
         return Tokens(ids, is_target[:-1]) if ids[-1:] == [end] else Tokens([*ids, end], is_target)
     return tokens if ids[-1:] == [end] else Tokens([*ids, end], None)
 
@@ -352,7 +355,7 @@ def _ended(tokens: Tokens, end: int) -> Tokens:
 def _spoken(
     chats: list[Rendering], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool
 ) -> list[Tokens]:
-    """The tokens of chats, and one flag more for what follows the text."""
+    """Return the tokens of chats; `is_target` has one more flag for the token after the text."""
     if not chats:
         return []
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -372,10 +375,7 @@ def _spoken(
 
 
 def _said(encoding: Encoding, chat: Rendering, added: set[int]) -> np.ndarray:
-    """Which tokens assistants say, `(N + 1,)` bool; the last one is what follows the text.
-
-    The token behind their words counts, which ends the turn; where blanks come first, so do they.
-    """
+    """Return which tokens assistants say, `(N + 1,)` bool; the last is the one after the text."""
     places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     is_said = np.zeros(len(places) + 1, dtype=bool)
     for begin, end in chat.spoken:
@@ -383,7 +383,7 @@ def _said(encoding: Encoding, chat: Rendering, added: set[int]) -> np.ndarray:
         last = np.searchsorted(places[:, 0], end, side="left")
         is_said[first:last] = True
         if last > first and places[last - 1, 1] > end:
-            continue  # the last word's token ends the turn as well
+            continue  # the last content token also holds the end of the turn
         is_said[last] = True
         blanks = last
         while blanks < len(places) and encoding.ids[blanks] not in added:
@@ -396,7 +396,7 @@ def _said(encoding: Encoding, chat: Rendering, added: set[int]) -> np.ndarray:
 
 
 def _whole(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
-    """What reads texts for a tokenizer, told to cut and to fill none."""
+    """Return the tokenizer's backend with truncation and padding disabled."""
     backend = tokenizer.backend_tokenizer
     if backend.truncation is not None:
         backend.no_truncation()
@@ -411,7 +411,7 @@ def _ids(
     if not texts:
         return []
     if isinstance(tokenizer, PreTrainedTokenizerFast):
-        # what the call below does, without a dictionary for each text; any thread may do it
+        # same result as the call below, but thread-safe and without a dictionary per text
         backend = _whole(tokenizer)
         found = backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in found]
