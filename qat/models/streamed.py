@@ -31,8 +31,7 @@ from qat.backend.base import GIB, SMALL_BYTES
 from qat.backend.device import on
 from qat.errors import CheckpointError
 from qat.nn.quant_linear import QuantLinear
-from qat.nn.sites import reads_weight
-from qat.nn.swap import CACHE, decoder_layers
+from qat.nn.swap import CACHE, decoder_layers, tables_read
 
 if TYPE_CHECKING:
     from qat.models.language_model import LanguageModel
@@ -106,11 +105,7 @@ class InFiles:
     def install(self, model: PreTrainedModel) -> None:
         """Let each unit bring its weights when it runs; what is none comes now, and stays."""
         tables = {model.get_input_embeddings(), model.get_output_embeddings()} - {None}
-        for module in model.modules():  # whose own code asks for a table's dtype, as Mamba's does
-            for name, child in module.named_children():
-                if child in tables and reads_weight(type(module), name):
-                    tables.discard(child)
-        self._units = {*decoder_layers(model), *tables}
+        self._units = {*decoder_layers(model), *(tables - tables_read(model))}
         inside = {module for unit in self._units for module in unit.modules()}
         names = {module: name for name, module in model.named_modules()}
         self._names = names

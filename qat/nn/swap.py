@@ -323,20 +323,26 @@ def _forget_tie(model: PreTrainedModel) -> str:
     return key
 
 
+def tables_read(model: PreTrainedModel) -> set[nn.Module]:
+    """The tables whose weight the model's own code reads, as Mamba 2 does for its dtype."""
+    tables = {model.get_input_embeddings(), model.get_output_embeddings()}
+    return {
+        child
+        for module in model.modules()
+        for name, child in module.named_children()
+        if child in tables and reads_weight(type(module), name)
+    }
+
+
 def holds_quantized_tables(model: PreTrainedModel) -> bool:
     """Return whether tables can be quantized without breaking the model's own code.
 
-    The embedding must do nothing but look up rows and scale them, and no module may read the weight
-    of a table itself, as Mamba 2 does for its dtype.
+    The embedding must do nothing but look up rows and scale them, and no table may be read.
     """
     embedding = model.get_input_embeddings()
-    tables = {embedding, model.get_output_embeddings()}
-    for module in model.modules():
-        for name, child in module.named_children():
-            if child in tables and reads_weight(type(module), name):
-                return False
     is_plain = type(embedding) is nn.Embedding or isinstance(embedding, FrozenLutEmbedding)
-    return is_plain or getattr(embedding, "scalar_embed_scale", None) is not None
+    is_scaled = getattr(embedding, "scalar_embed_scale", None) is not None
+    return (is_plain or is_scaled) and not tables_read(model)
 
 
 def _embed_scale(name: str, embedding: nn.Module) -> float | None:
