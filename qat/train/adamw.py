@@ -1,7 +1,7 @@
-"""What moves parameters: AdamW in three forms behind one `Mover`.
+"""AdamW in three forms behind one interface, `Mover`.
 
-As PyTorch has it; for weights and moments kept in bfloat16; and with moments of eight bits, from
-torchao. `qat.train.optim` chooses.
+PyTorch's own; one for weights and moments kept in bfloat16; and torchao's with 8-bit moments.
+`qat.train.optim` chooses.
 """
 
 import logging
@@ -20,40 +20,40 @@ from qat.nn.hosted import HostedLutLinear
 from qat.train.config import TrainConfig
 
 BETA1, EPS = 0.9, 1e-12
-"""AdamW's memory of gradients, and what is added to the root of their squares. PyTorch's 1e-8 would
-shorten the steps of tensors whose gradients are about as small."""
+"""AdamW's beta1 and epsilon. PyTorch's epsilon of 1e-8 would shorten the steps of tensors whose
+gradients are about as small."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each parameter, by the names that `torch.optim` gives them."""
+"""AdamW's state per parameter, as named in `torch.optim`."""
 
 
 class Learner(NamedTuple):
-    """A parameter and how fast it learns."""
+    """A parameter with its learning rate and decay."""
 
     parameter: nn.Parameter
     lr: float
-    """Peak learning rate times the size that the tensor had when the run began."""
+    """Peak learning rate times the natural size that the tensor had when the run began."""
     weight_decay: float
-    """As AdamW takes it: multiplied by the learning rate before it acts."""
+    """Weight decay as AdamW takes it: multiplied by the learning rate before it acts."""
 
 
 class Mover(Protocol):
-    """Moves some of the parameters, and keeps what it takes to go on after a kill."""
+    """Updates some of the parameters; its state is saved so that a killed run can be resumed."""
 
     def move(self, step: int, share: float, factor: Tensor) -> None:
-        """One step at `share` of the peak learning rates, with the gradients times `factor`.
+        """Take one step at `share` of the peak learning rates, with gradients times `factor`.
 
-        A factor that is not finite means gradients that are not: nothing moves.
+        A factor that is not finite means that the gradients are not; then nothing moves.
         """
 
     def state(self) -> dict[str, Tensor]:
-        """Step counts and moments, by name of parameter."""
+        """Return step counts and moments by name of parameter."""
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Go on from `state`."""
+        """Restore `state`."""
 
 
 class TorchAdamW:
-    """`torch.optim.AdamW`; its fused kernel applies the factor and skips a step by itself."""
+    """`torch.optim.AdamW`; its fused kernel applies the factor and skips bad steps itself."""
 
     def __init__(
         self, learners: dict[str, Learner], config: TrainConfig, *, is_fused: bool
@@ -74,11 +74,11 @@ class TorchAdamW:
         )
 
     def move(self, step: int, share: float, factor: Tensor) -> None:
-        """See `Mover`; without the fused kernel, gradients that are not finite spoil all."""
+        """See `Mover`; unless fused, gradients that are not finite corrupt all weights."""
         for group in self._adamw.param_groups:
             group["lr"] = group["peak_lr"] * share
         if self._is_fused:
-            # where torch.amp.GradScaler leaves them for fused optimizers
+            # attributes through which torch.amp.GradScaler talks to fused optimizers
             self._adamw.grad_scale = 1 / factor
             self._adamw.found_inf = (~factor.isfinite()).float()
         else:
@@ -86,16 +86,16 @@ class TorchAdamW:
         self._adamw.step()
 
     def begin(self) -> None:
-        """Make the moments now, if there are none, and not in the first step."""
+        """Create missing moments now instead of in the first step."""
         for p, *_ in self._learners.values():
             if not self._adamw.state[p]:
                 step = torch.zeros((), device=p.device if self._is_fused else "cpu")
-                # computed of the weight, they lie as it does where devices share it
+                # computed from the weight so that they are sharded over devices like it
                 moments = {name: (p.detach() * 0.0).abs() for name in MOMENTS}
                 self._adamw.state[p] = {"step": step, **moments}
 
     def count_from(self, steps: int) -> None:
-        """Let so many steps have been taken."""
+        """Set the step count of every parameter to `steps`."""
         for p, *_ in self._learners.values():
             self._adamw.state[p]["step"].fill_(steps)
 
@@ -107,7 +107,7 @@ class TorchAdamW:
     def load(self, state: dict[str, Tensor]) -> None:
         """See `Mover`."""
         if not any(f"step.{name}" in state for name in self._learners):
-            return  # saved before the first step, which makes the moments
+            return  # saved before the first step, which creates the moments
         for name, (p, *_) in self._learners.items():
             step = state[f"step.{name}"].to(p.device if self._is_fused else "cpu")
             moments = {moment: state[f"{moment}.{name}"].to(p.device) for moment in MOMENTS}
@@ -115,15 +115,15 @@ class TorchAdamW:
 
 
 class StochasticAdamW:
-    """AdamW for weights in bfloat16, moments in bfloat16 too: six bytes a weight, not twelve.
+    """AdamW for weights and moments in bfloat16: six bytes a weight instead of twelve.
 
     All three are rounded stochastically: with `beta2 = 0.999` a second moment rounded to nearest
-    never forgets (after gradients shrank tenfold it stays 22 times too large; so rounded, it is
-    right on average and spreads by 10 %). The noise depends on seed, step and tensor alone, so a
-    run that goes on repeats the run that was not stopped. Where each rank has rows of its own, its
-    number as `part` gives them noise of their own. With `offload=moments` the moments lie in pinned
-    host memory and visit the device one tensor after the other: the same bits, two bytes a weight.
-    So do the weights that are `hosted`, whose codes follow before they go back.
+    never decays (after gradients shrink tenfold it stays 22 times too large; rounded stochastically
+    it is right on average with a spread of 10 %). The noise depends only on seed, step and tensor,
+    so a resumed run repeats an uninterrupted one. Where each rank has its own rows, its number,
+    given as `part`, selects separate noise. With `offload=moments` the moments are in pinned host
+    memory and are copied to the device one tensor after the other: the same bits, two bytes a
+    weight. So are `hosted` weights, whose codes are updated before the weights are copied back.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class StochasticAdamW:
 class EightBitAdamW:
     """`torchao.optim.AdamW8bit`: two bytes of moments a weight, in blocks of 256 with one scale.
 
-    torchao compiles its step once per shape, except on a CPU, where it runs as it is. Weights in
+    torchao compiles its step once per shape, except on a CPU, where it runs eagerly. Weights in
     bfloat16 are rounded stochastically with bits from PyTorch's generator.
     """
 
@@ -207,7 +207,7 @@ class EightBitAdamW:
         self._kind = OptimState8bit
         self._learners = learners
         self._may_overflow = may_overflow
-        # rates that are tensors do not make each tensor's step another one to compile
+        # with rates as tensors, each tensor's step need not be compiled separately
         self._adamw = AdamW8bit(
             [
                 {"params": [p], "lr": torch.tensor(lr), "weight_decay": torch.tensor(decay)}
@@ -219,7 +219,7 @@ class EightBitAdamW:
         )
 
     def move(self, step: int, share: float, factor: Tensor) -> None:
-        """See `Mover`; in float16 it asks the host whether to skip the step."""
+        """See `Mover`; in float16 the host waits to find out whether to skip the step."""
         if self._may_overflow and not factor.isfinite().item():
             return
         _scale_gradients_(self._learners, factor)
@@ -230,7 +230,7 @@ class EightBitAdamW:
             self._adamw.step()
 
     def state(self) -> dict[str, Tensor]:
-        """See `Mover`; an eight-bit moment is kept by its parts."""
+        """See `Mover`; an 8-bit moment is stored as its parts."""
         found: dict[str, Tensor] = {}
         for name, (parameter, *_) in self._learners.items():
             for key, value in self._adamw.state[parameter].items():
@@ -243,11 +243,11 @@ class EightBitAdamW:
     def load(self, state: dict[str, Tensor]) -> None:
         """See `Mover`."""
         if not any(f"step.{name}" in state for name in self._learners):
-            return  # saved before the first step, which makes the moments
+            return  # saved before the first step, which creates the moments
         for name, (p, *_) in self._learners.items():
             restored = {"step": state[f"step.{name}"].cpu()}
             for key in MOMENTS:
-                if f"{key}.{name}" in state:  # torchao leaves those of small tensors as they are
+                if f"{key}.{name}" in state:  # small tensors keep unquantized moments
                     restored[key] = state[f"{key}.{name}"].to(p.device)
                     continue
                 parts = [state[f"{key}_{part}.{name}"] for part in self._kind.tensor_attrs]
@@ -258,7 +258,7 @@ class EightBitAdamW:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A block without warnings and log lines: torchao says what it misses for its other parts."""
+    """Silence warnings and log lines in the block: torchao reports what its other parts lack."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -270,6 +270,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _scale_gradients_(learners: dict[str, Learner], factor: Tensor) -> None:
-    """Multiply the gradients that are there by a scalar on their device."""
+    """Multiply all existing gradients by a scalar on their device."""
     gradients = [p.grad for p, *_ in learners.values() if p.grad is not None]
     torch._foreach_mul_(gradients, factor)

@@ -10,20 +10,21 @@ from qat.errors import ConfigError
 from qat.losses.config import WITH_TEACHER, parse_losses
 
 KINDS = ("weights", "scales", "codebook", "lora", "norms", "gates", "router")
-"""What may learn; each kind has its own learning rate."""
+"""Kinds of parameter that may learn; each has its own learning rate."""
 
 Scope = Literal["mlp", "attention", "e2e"]
 
 MOST_WARM_UP, WARM_UP_PART = 50, 10
-"""Steps of warm-up that a long run has; one step of how many in a short one."""
+"""Most default steps of warm-up; the divisor of max_steps that gives fewer in a short run."""
 ON_OWN_WORDS = tuple(name for name in WITH_TEACHER if name != "hard_ce")
-"""Losses on the student's own words: all with a teacher but the one that takes them for right."""
+"""Losses on the student's own text: all with a teacher except cross-entropy, which would take that
+text as correct."""
 ALMOST_WHOLE = 1e-6
-"""How far a share of the rows may be from a whole number of them, such as 0.1 of 30."""
+"""Largest distance of a share of the rows from a whole number of rows, such as 0.1 of 30."""
 
 
 class StepConfig(DeviceSettings):
-    """What decides one optimizer step: what learns, from which loss, in which shape and dtype."""
+    """Settings of one optimizer step: what learns, from which loss, in which shape and dtype."""
 
     mlp_only: Learns[bool] = False
     """Train the quantized linears of the MLPs only."""
@@ -32,40 +33,41 @@ class StepConfig(DeviceSettings):
     e2e: Learns[bool] = False
     """Train all quantized linears (the default)."""
     learn: Learns[str] = "weights,scales,codebook"
-    """What learns: any of weights, scales, codebook, lora, norms, gates, router, joined by commas
-    (lora is for codes that stay: not with weights; gates: what sparse attention adds; router: what
-    chooses among experts)."""
+    """Kinds of parameter that learn, joined by commas: weights, scales, codebook, lora, norms,
+    gates, router (lora is for fixed codes, so not with weights; gates are those of sparse
+    attention; router is the choice among experts)."""
     lora_rank: Learns[int] = Field(16, gt=0)
-    """Rank of the adapters that learn=lora adds; those that a student has already go on."""
+    """Rank of the adapters that learn=lora adds; adapters that the student has already are kept."""
     loss: Loss[str] = "tail"
     """tail, sampled, candidates, reverse_kl, jsd, cakld, hard_ce, or a sum: tail:1,hard_ce:0.1;
-    with a teacher that runs beside: kl, reverse_kl, jsd, cakld, hard_ce."""
+    with --teacher: kl, reverse_kl, jsd, cakld, hard_ce."""
     temperature: Loss[float] = Field(1.0, gt=0)
     """Softmax temperature of the divergences (the reference's candidates loss uses 2)."""
     batch_size: Steps[int] = Field(64, gt=0)
-    """Sequences in one forward (the micro-batch); steps of more are closer to the teacher."""
+    """Sequences in one forward (the micro-batch); larger steps end closer to the teacher."""
     grad_accum_steps: Steps[int] = Field(1, gt=0)
     """Micro-batches per optimizer step."""
     optimizer: Speed[Literal["adamw", "adamw8bit"]] = "adamw"
-    """What moves the latent weights; adamw8bit keeps their moments in 8 bits (needs torchao)."""
+    """Optimizer of the latent weights; adamw8bit keeps their moments in 8 bits (needs torchao)."""
     latent_dtype: Speed[Literal["fp32", "bf16"]] = "fp32"
-    """What latent weights are kept in; bf16 rounds each step stochastically, at half the memory."""
+    """Dtype of the latent weights; bf16 rounds each step stochastically, at half the memory."""
     offload: Speed[Literal["none", "moments", "latents"]] = "none"
-    """What of bf16 latent weights lies in pinned host memory, copied to the device a tensor ahead
-    of the optimizer and back behind it: their moments, or with latents the weights as well."""
+    """Parts of bf16 latent weights to keep in pinned host memory: their moments, or with latents
+    the weights as well. They are copied to the device one tensor ahead of the optimizer, and back
+    after."""
     gradient_checkpointing: Speed[bool] = False
     """Recompute layers in backward instead of keeping their activations."""
     checkpoint_every: Speed[int] = Field(1, gt=0)
-    """With gradient checkpointing: one layer of how many is recomputed."""
+    """With gradient checkpointing: recompute every n-th layer."""
     form: Speed[Literal["auto", "whole", "layer"]] = "auto"
     """Form all weights once a step, or those of a layer when it runs and again in backward, in
-    memory that all layers share: the same numbers. auto forms by layer what has no room else."""
+    memory shared by all layers: the same results. auto forms by layer if all would not fit."""
     compile: Speed[Literal["auto", "on", "off"]] = "auto"
     """Compile the decoder layers; auto does so on a GPU."""
     dtype: Speed[Literal["auto", "fp32", "tf32", "bf16", "fp16"]] = "auto"
     """Compute dtype; auto is bf16, or fp16 on a GPU without bf16, or fp32 on a CPU."""
     seed: Steps[int] = Field(0, ge=0)
-    """Decides the order of the data and the samples."""
+    """Seed of the order of the data and of sampling."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -101,22 +103,22 @@ class StepConfig(DeviceSettings):
 
     @property
     def scope(self) -> Scope:
-        """Which quantized linears learn."""
+        """The part of the model whose quantized linears learn."""
         return "mlp" if self.mlp_only else "attention" if self.attention_only else "e2e"
 
     @property
     def losses(self) -> dict[str, float]:
-        """Weight by name of loss."""
+        """Weight of each loss by name."""
         return parse_losses(self.loss)
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences that one optimizer step sees."""
+        """Sequences per optimizer step of one rank."""
         return self.batch_size * self.grad_accum_steps
 
 
 class TrainConfig(StepConfig):
-    """How a student learns from a teacher cache.
+    """Settings for training a student on a teacher cache.
 
     Learning rates are relative: an AdamW step moves a tensor by about its learning rate times the
     root mean square that it started with, so one value serves models of any size.
@@ -125,20 +127,21 @@ class TrainConfig(StepConfig):
     cache_dir: Required[Location]
     """Teacher cache to learn from (see qat cache): a directory, or s3://... and the like."""
     teacher: Loss[str | None] = None
-    """The cache's teacher, directory or hub id, to run beside the student: losses then compare all
-    words, at the cost of its forward; the cache gives the text and judges."""
+    """The cache's teacher, directory or hub id, to run during training: losses then compare all
+    words, at the cost of its forward; the cache gives the text and the evaluation."""
     on_policy: Loss[float] = Field(0.0, ge=0, le=1)
-    """Share of each step's rows in which the student goes on by itself with a prompt of the cache,
-    and learns from what the --teacher beside says to its words; the other rows are the cache's."""
+    """Share of each step's rows in which the student continues a prompt of the cache itself and
+    learns from the --teacher's distribution over its text; the other rows come from the cache."""
     on_policy_loss: Loss[str] = "reverse_kl"
-    """What is learned on the student's own words: reverse_kl, kl, jsd, cakld, or a sum."""
+    """Loss on the student's own text: reverse_kl, kl, jsd, cakld, or a sum."""
     rollout_every: Loss[int] = Field(1, gt=0)
-    """Steps between two rollouts; each is learned from in so many steps, so the last of them sees
-    words of weights that are one less steps old."""
+    """Steps per rollout. Each rollout is used for that many steps, so its text is by then up to
+    that number minus 1 steps old."""
     rollout_tokens: Loss[int] = Field(0, ge=0)
-    """Most words of the student in a row; 0 is three quarters of the cache's sequence length."""
+    """Most tokens that the student generates per row; 0 is three quarters of the cache's sequence
+    length."""
     rollout_temperature: Loss[float] = Field(1.0, ge=0)
-    """Temperature at which the student draws its words; 0 takes the most likely one."""
+    """Sampling temperature of rollouts; 0 takes the most likely token."""
     max_steps: Steps[int] = Field(1000, gt=0)
     """Optimizer steps."""
     lr: Rates[float] = Field(1e-2, ge=0)
@@ -154,21 +157,21 @@ class TrainConfig(StepConfig):
     lr_gates: Rates[float] = Field(3e-3, ge=0)
     """Peak learning rate of sparse attention's gates and pooling weights."""
     lr_router: Rates[float] = Field(1e-3, ge=0)
-    """Peak learning rate of what chooses among experts."""
+    """Peak learning rate of the routers, which choose among experts."""
     schedule: Rates[Literal["cosine", "constant", "wsd"]] = "cosine"
-    """Course of the learning rates after the warm-up; wsd decays over the last fifth."""
+    """Shape of the learning rates after the warm-up; wsd decays over the last fifth."""
     warmup_steps: Rates[int] = Field(
         default_factory=lambda known: min(MOST_WARM_UP, known["max_steps"] // WARM_UP_PART), ge=0
     )
     """Steps of linear warm-up; by default a tenth of max_steps, at most 50."""
     min_lr_ratio: Rates[float] = Field(0.0, ge=0, le=1)
-    """Where the schedule ends, as a share of the peak."""
+    """Final learning rate as a share of the peak."""
     weight_decay: Rates[float] = Field(0.0, ge=0)
     """Decay of the latent weights; quantizer parameters and norms never decay."""
     beta2: Rates[float] = Field(0.95, gt=0, lt=1)
-    """AdamW's memory of squared gradients."""
+    """AdamW's beta2, the decay of its mean of squared gradients."""
     clip_grad_norm: Rates[float] = Field(1.0, gt=0)
-    """Largest gradient norm."""
+    """Largest gradient norm; larger gradients are scaled down to it."""
     eval_every: Saving[int] = Field(100, gt=0)
     """Steps between evaluations on the held-out split."""
     eval_sequences: Saving[int] = Field(256, gt=0)
@@ -176,23 +179,23 @@ class TrainConfig(StepConfig):
     sample_prompt: Saving[str] = "The"
     """Text that the generated sample of each evaluation continues."""
     save_every: Saving[int] = Field(100, ge=0)
-    """Steps between checkpoints; 0 saves at evaluations' best and at the end only."""
+    """Steps between checkpoints; 0 saves only a new best at an evaluation, and at the end."""
     milestone_every: Saving[int] = Field(0, ge=0)
-    """Checkpoints at multiples of so many steps are kept for ever; 0 for none."""
+    """Steps between checkpoints that are never deleted; 0 for none."""
     keep: Saving[int] = Field(2, gt=0)
-    """Periodic checkpoints kept, besides the best one."""
+    """Number of periodic checkpoints to keep, besides the best one."""
     log_every: Saving[int] = Field(10, gt=0)
     """Steps between lines of metrics."""
     global_batch_size: Steps[int] = Field(0, ge=0)
-    """Sequences in one optimizer step over all ranks; 0 is batch_size x grad_accum_steps x ranks,
-    else grad_accum_steps follows from it."""
+    """Sequences in one optimizer step over all ranks, from which grad_accum_steps follows; 0 is
+    batch_size x grad_accum_steps x ranks."""
     shard_latents: Speed[bool] = False
     """Divide latent weights, their gradients and moments over the ranks, or over the XLA devices of
-    one process: each holds its rows."""
+    one process; each holds its rows."""
     price_per_hour: Careful[float] = Field(0.0, ge=0)
-    """What one device costs an hour, for the prediction."""
+    """Price of one device per hour, for the prediction of costs."""
     stall_s: Careful[float] = Field(600.0, gt=0)
-    """Seconds without the end of a step after which the stacks are written down."""
+    """Seconds without a finished step after which stack traces are written."""
     trust_remote_code: Loss[bool] = False
     """Run the code that comes with the model named by --teacher (recorded in run.json)."""
 
@@ -246,29 +249,30 @@ class TrainConfig(StepConfig):
 
     @property
     def own_losses(self) -> dict[str, float]:
-        """Weight by name of loss on the student's own words."""
+        """Weight by name of each loss on the student's own text."""
         return parse_losses(self.on_policy_loss, "on_policy_loss")
 
     @property
     def own_rows(self) -> int:
-        """Rows of a micro-batch that hold the student's own words."""
+        """Rows of a micro-batch that hold the student's own text."""
         return round(self.on_policy * self.batch_size)
 
     @property
     def reads_cache(self) -> bool:
-        """Whether `losses` read what the cache holds of the teacher.
+        """True if `losses` read the cache's targets.
 
-        They ask a teacher beside instead; but with `on_policy`, where it is there for the student's
-        own words, only if they name `kl`, which no cache can answer.
+        With a teacher the losses use its output instead. With `on_policy` the teacher is there for
+        the student's own text, and the losses use its output only if they include `kl`, which needs
+        all words.
         """
         return self.teacher is None or (self.on_policy > 0 and "kl" not in self.losses)
 
 
 def divide(config: TrainConfig, world: int) -> TrainConfig:
-    """The settings of each of `world` ranks: `grad_accum_steps` follows from the global batch.
+    """Return each rank's settings: `grad_accum_steps` follows from the global batch.
 
     Raises:
-        ConfigError: the global batch cannot be divided so.
+        ConfigError: the global batch is not a multiple of the ranks' micro-batches.
     """
     if not config.global_batch_size:
         return config

@@ -1,6 +1,6 @@
-"""Which parameters learn, and AdamW with a learning rate for each kind of them.
+"""The optimizer: which parameters learn, each kind with its own learning rate.
 
-Beside the `Optimizer` stand the schedule of its rates and the scale of float16 losses.
+Also the schedule of the rates and the loss scale of float16.
 """
 
 import math
@@ -29,29 +29,30 @@ from qat.train.adamw import MOMENTS, EightBitAdamW, Learner, Mover, StochasticAd
 from qat.train.config import KINDS, TrainConfig
 
 FORGOTTEN, LATE = 2.0**-24, 2**24
-"""What is lost beside one in float32; a number of steps at which all moments are as in the end."""
+"""Relative size below which float32 loses an addend; a step count at which bias corrections are
+1."""
 LEAST_SHARE = 2.0**-64
-"""Of a peak learning rate, where steps are compiled: rates that are zero would all be one constant,
-and the step another graph. It moves no weight by what float32 would keep."""
+"""Least share of a peak learning rate on devices that compile: a rate of zero would be treated as a
+constant, which changes the graph. So small a rate moves no weight in float32."""
 DECAY_FRAC = 0.2
-"""The share of a run's steps over which `wsd` falls: the last fifth."""
+"""Share of a run's steps over which `wsd` decays: the last fifth."""
 START, GROWTH_INTERVAL = 2.0**16, 2000
-"""The loss scale's first value and the good steps before it doubles, as `torch.amp.GradScaler`."""
+"""First loss scale and good steps before it doubles, as in `torch.amp.GradScaler`."""
 WHY_NONE = {
     "gates": "the student's attention has no gates (it is dense, or its branches are merged): "
     "convert with --attention nsa",
     "router": "the student has no experts to choose among",
 }
-"""Why a kind that is not of linears may have no parameters."""
+"""Reasons why a kind of parameter outside linears may be missing."""
 NSA_PART = ".nsa."
-"""In the name of every parameter that sparse attention adds: gates and pooling weights."""
+"""Part of the name of every parameter of sparse attention: gates and pooling weights."""
 
 
 def linears_in_scope(model: nn.Module, scope: str, kinds: tuple[str, ...] = KINDS) -> list[str]:
-    """Names of the quantized linears that may learn.
+    """Return the names of the quantized linears that may learn.
 
     Raises:
-        ConfigError: there are none, though one of `kinds` is theirs.
+        ConfigError: there are none, though one of `kinds` belongs to linears.
     """
     names = [name for name in quant_linears(model) if scope in ("e2e", role_of(name))]
     if not names and set(kinds) & set(KIND_OF.values()):
@@ -63,13 +64,13 @@ def linears_in_scope(model: nn.Module, scope: str, kinds: tuple[str, ...] = KIND
 
 
 def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dict[str, list[str]]:
-    """Parameter names by kind: of the linears `names`, and all norms, gates or routers.
+    """Return parameter names by kind: of the linears `names`, and all norms, gates or routers.
 
-    Static scales of inputs are `scales` as well. Fixed grids have no codebook to learn: beside
-    other kinds that one is then left out.
+    Static scales of inputs are `scales` as well. Fixed grids have no codebook to learn; if no
+    linear has one and there are other kinds, `codebook` is left out.
 
     Raises:
-        ConfigError: a wished kind has no parameters here.
+        ConfigError: a requested kind has no parameters here.
     """
     found: dict[str, list[str]] = {kind: [] for kind in kinds}
     modules = quant_linears(model)
@@ -79,7 +80,7 @@ def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dic
             is_fixed_grid = kind == "codebook" and modules[name].spec.codebook != "lut"
             if kind in found and not is_fixed_grid:
                 found[kind].append(f"{name}.{local}")
-    shared = {name for name, _ in model.named_parameters()}  # under the first of its names
+    shared = {name for name, _ in model.named_parameters()}  # a shared one has one name here
     if "scales" in found:
         scales = (f"{name}.{INPUT_SCALE}" for name in names)
         found["scales"] += [name for name in scales if name in shared]
@@ -108,9 +109,10 @@ class Optimizer:
     tensor had when the run began. When the step computes in float16, `scale_loss` must be applied
     to every loss.
 
-    Each of `ranks` gives the gradients of its own batches: their sums, alike everywhere, move every
-    rank's parameters alike. Of a `ShardedLutLinear`'s latent weight each rank moves the rows that
-    it holds; checkpoints hold all of them, and any number of ranks goes on from one.
+    Each of `ranks` contributes the gradients of its own batches; their sums, equal everywhere,
+    update every rank's parameters equally. For the latent weight of a `ShardedLutLinear` each rank
+    updates the rows that it holds; checkpoints hold all rows and can be resumed with any number of
+    ranks.
     """
 
     def __init__(
@@ -125,9 +127,9 @@ class Optimizer:
         self._config = config
         self.ranks = ranks
         self.kinds = tuple(by_kind)
-        """What learns."""
+        """Kinds of parameter that learn."""
         self.copying: Copying | None = None
-        """A copy of the parameters that the next step must not overtake."""
+        """A copy of the parameters in flight; the next step waits for it."""
         wanted = {name for names in by_kind.values() for name in names}
         self.parameters: dict[str, nn.Parameter] = {}
         for name, parameter in model.named_parameters():
@@ -140,15 +142,15 @@ class Optimizer:
             for name, owner in owners.items()
             if name in self.parameters and isinstance(owner, ShardedLutLinear)
         }
-        """Owners of the parameters that this rank has some rows of."""
+        """Owners of parameters of which this rank holds some rows."""
         self.hosted: dict[str, HostedLutLinear] = {
             name: owner
             for name, owner in owners.items()
             if name in self.parameters and isinstance(owner, HostedLutLinear)
         }
-        """Owners of the parameters whose values lie on the host."""
+        """Owners of parameters whose values are on the host."""
         self.sizes = natural_sizes(model, by_kind)
-        if state:  # a run that goes on keeps the sizes that it began with
+        if state:  # a resumed run keeps its original sizes
             self.sizes = {name: state[f"size.{name}"].item() for name in self.parameters}
         self._device = next(iter(self.parameters.values())).device
         dtype = backend.select(config.device).dtype(config.dtype)
@@ -160,20 +162,20 @@ class Optimizer:
         if state:
             self._load(state)
             if config.shard_latents:
-                # moments that were read shall lie as the weights do; those of a first step follow
+                # shard loaded moments like the weights; new ones inherit it in the first step
                 names = {f"{key}.{name}" for name in by_kind["weights"] for key in MOMENTS}
                 held = self._state().items()
                 backend.on(self._device).spread([t for name, t in held if name in names])
 
     def _choose_movers(self, by_kind: dict[str, list[str]]) -> list[Mover]:
-        """One for the latent weights if they are kept in a way of their own, one for the rest."""
+        """Return one mover for latent weights with their own optimizer, and one for the rest."""
         config, has_scale = self._config, self.loss_scale is not None
         rest: dict[str, Learner] = {}
         for kind, names in by_kind.items():
             rate = config.lr if kind == "weights" else getattr(config, f"lr_{kind}")
             for name in names:
                 size = self.sizes[name]
-                # AdamW multiplies the decay by the learning rate, which here holds the size
+                # AdamW multiplies the decay by the learning rate, which includes the size here
                 decay = config.weight_decay / size if kind == "weights" else 0.0
                 rest[name] = Learner(self.parameters[name], rate * size, decay)
         latents = {name: rest[name] for name in by_kind.get("weights", ())}
@@ -187,21 +189,22 @@ class Optimizer:
             rest = {name: learner for name, learner in rest.items() if name not in latents}
         if rest:
             is_fused = self._device.type == "cuda" or has_scale
-            # before the latent weights: what is nearest to them depends on codebooks and scales
+            # before the latent weights, whose nearest codes depend on codebooks and scales
             movers.insert(0, TorchAdamW(rest, config, is_fused=is_fused))
         return movers
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """What to call `backward` on: `loss`, scaled if gradients pass through float16."""
+        """Return the loss to call `backward` on, scaled if gradients pass through float16."""
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     @torch.no_grad()
     def step(self, step: int) -> Tensor:
-        """Clip, move every parameter, forget the gradients; never waits for the device.
+        """Clip, move every parameter, drop the gradients; never waits for the device.
 
-        Returns the norm of the unscaled gradients before clipping, a float32 scalar on the device.
-        It is zero if float16 gradients overflowed: nothing moved then, and the next step's scale is
-        lower. It is not finite if they overflow at the lowest scale, or without scaling at all.
+        Returns:
+            The norm of the unscaled gradients before clipping, a float32 scalar on the device. Zero
+            if float16 gradients overflowed: nothing moved then, and the next step's scale is lower.
+            Not finite if they overflow at the lowest scale, or without scaling at all.
         """
         if self.copying is not None:
             self.copying.hold()
@@ -211,7 +214,7 @@ class Optimizer:
         norm = self._norm()
         if self.loss_scale is not None:
             norm = norm / self.loss_scale.scale
-        # as in clip_grad_norm_; no number at all where the gradients are none
+        # as in clip_grad_norm_; NaN where the gradients are not finite
         factor = (self._config.clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         factor = torch.where(norm.isfinite(), factor, torch.nan)
         if self.loss_scale is not None:
@@ -223,7 +226,7 @@ class Optimizer:
         return norm
 
     def _norm(self) -> Tensor:
-        """The norm of all gradients, alike on all ranks."""
+        """Return the norm of all gradients, equal on all ranks."""
         norms = []
         for parameters in (self.replicated(), [self.parameters[name] for name in self.sharded]):
             gradients = [p.grad for p in parameters if p.grad is not None]
@@ -237,25 +240,25 @@ class Optimizer:
         return torch.linalg.vector_norm(torch.stack([*norms[:-1], square.sqrt()]))
 
     def replicated(self) -> list[nn.Parameter]:
-        """The parameters that every rank holds, all with the same bits."""
+        """Return the parameters that every rank holds whole, with the same bits."""
         return [p for name, p in self.parameters.items() if name not in self.sharded]
 
     def hosted_codes(self) -> list[Tensor]:
-        """What the device holds of latent weights on the host."""
+        """Return the device's codes of the latent weights on the host."""
         return [owner.packed for owner in self.hosted.values()]
 
     def num_learnable(self) -> int:
-        """Numbers that learn, over all ranks."""
+        """Return the number of learnable values over all ranks."""
         rows = sum(owner.weight_count() for owner in self.sharded.values())
         return rows + sum(p.numel() for p in self.replicated())
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """A block of steps after which parameters and moments are what they were before.
+        """Restore parameters and moments after the block; until then copies are on the host.
 
-        They wait on the host. A device that compiles finds the same tensors in steps inside and
-        behind the block, so their graphs are the same: the moments are made before. Such devices
-        know AdamW alone as PyTorch has it (`Backend.check_optimizer`).
+        Devices that compile need the same tensors inside and after the block to reuse its graphs,
+        so the moments are created before it. Such devices support only PyTorch's AdamW
+        (`Backend.check_optimizer`).
         """
         for mover in self._adamw:
             mover.begin()
@@ -269,10 +272,13 @@ class Optimizer:
             undo()
 
     def age(self) -> bool:
-        """Let as many steps have been taken as the moments remember, if the run takes so many.
+        """Set the step count to where AdamW's bias corrections are exactly one.
 
-        Then a correction of theirs is exactly one, which may be a constant of the step already: its
-        graph becomes another one. Returns whether the run gets there.
+        A correction of one may be folded into the step's graph as a constant, which changes the
+        graph.
+
+        Returns:
+            True if the run takes enough steps to get there; otherwise nothing is set.
         """
         if self._config.beta2**self._config.max_steps > FORGOTTEN:
             return False
@@ -281,13 +287,13 @@ class Optimizer:
         return True
 
     def forget_gradients(self) -> None:
-        """Drop all gradients, those under way too."""
+        """Drop all gradients, including those in flight."""
         self.ranks.catch_up()
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def lr_share(self, step: int) -> float:
-        """The schedule's share of the peak at `step`."""
+        """Return the learning rates at `step` as a share of their peaks."""
         config = self._config
         return lr_share(
             step,
@@ -298,17 +304,17 @@ class Optimizer:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters, moments, starting sizes and loss scale as flat tensors, for a checkpoint.
+        """Return parameters, moments, starting sizes and loss scale for a checkpoint.
 
-        Without those of sharded parameters (`gathered`).
+        Tensors of sharded parameters are excluded (see `gathered`).
         """
         self._bring_home()
         return {key: t for key, t in self._state().items() if not self._owner(key, t)}
 
     def gathered(self) -> dict[str, Tensor]:
-        """What `state` lacks: whole, and on the first rank's host alone; all call it together.
+        """Gather what `state` excludes to the first rank's host; all ranks call it together.
 
-        To be read after a wait for the device (`Backend.to_host`).
+        Read the result after waiting for the device (`Backend.to_host`).
         """
         self._bring_home()
         host, found = backend.on(self._device).to_host, {}
@@ -320,24 +326,24 @@ class Optimizer:
         return found
 
     def moving(self) -> dict[str, Tensor]:
-        """Moments and loss scale of this rank: what moves the parameters."""
+        """Return this rank's moments and loss scale."""
         tensors = {} if self.loss_scale is None else self.loss_scale.state()
         for mover in self._movers:
             tensors |= mover.state()
         return tensors
 
     def state_bytes(self) -> int:
-        """Bytes of `state` and `gathered`."""
+        """Return the bytes of `state` and `gathered`."""
         owned = ((self._owner(key, tensor), tensor) for key, tensor in self._state().items())
         return sum(t.itemsize * owner.weight_count() if owner else t.nbytes for owner, t in owned)
 
     def _bring_home(self) -> None:
-        """Wait for what is on its way back to the host."""
+        """Wait for copies back to the host."""
         if self._config.offload != "none":
             backend.on(self._device).synchronize()
 
     def _owner(self, key: str, tensor: Tensor) -> ShardedLutLinear | None:
-        """Of which sharded parameter this part of the state holds rows."""
+        """Return the sharded parameter of which this part of the state holds rows, if any."""
         return self.sharded.get(key.partition(".")[2]) if tensor.dim() else None
 
     def _state(self) -> dict[str, Tensor]:
@@ -366,11 +372,11 @@ class Optimizer:
 
 
 def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, float]:
-    """How large each learnable tensor is: what its learning rate is relative to.
+    """Return the natural size of each learnable tensor, which its learning rate multiplies.
 
-    Its root mean square; one for a norm, whose weight scales by itself or by one more than itself.
-    A factor of an adapter may be zero: its size is that of factors whose product is as large as the
-    weight, so that a step at `lr_lora` moves the weight by about that share of its own size.
+    It is the root mean square; one for a norm, whose weight scales by itself or by one plus itself.
+    The factors of an adapter may be zero: their size is that of factors whose product is as large
+    as the weight, so that a step at `lr_lora` moves the weight by about that share of its own size.
     Gates may begin at zero: see `qat.nsa.fit.natural_size`.
     """
     linears, parameters = quant_linears(model), dict(model.named_parameters())
@@ -394,7 +400,7 @@ def lr_share(
     warmup_steps: int,
     min_ratio: float,
 ) -> float:
-    """The learning rate of optimizer step `step` (from 0) as a share of its peak.
+    """Return the learning rate of optimizer step `step` (from 0) as a share of its peak.
 
     Rises linearly over `warmup_steps`; then `constant` stays at 1, `cosine` falls to `min_ratio` at
     the end, and `wsd` (warm-up, stable, decay) stays at 1 and falls linearly over the last fifth.
@@ -412,23 +418,24 @@ def lr_share(
 
 
 class LossScale:
-    """A power of two: halved when gradients overflow, doubled after 2000 steps in which none did.
+    """A power of two: halved when gradients overflow, doubled after 2000 steps without overflow.
 
-    The rule and numbers of `torch.amp.GradScaler`. That class reads every gradient once more to
-    look for overflow and asks the host whether to step; here the gradients' norm, which clipping
-    needs anyway, tells, and nothing leaves the device.
+    The rule and numbers are those of `torch.amp.GradScaler`. That class reads every gradient once
+    more to look for overflow, and the host waits to decide whether to step; here the gradients'
+    norm, which clipping computes anyway, shows an overflow, and nothing leaves the device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.scale = torch.tensor(START, device=device)
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
-        """Since the scale changed last."""
+        """Steps since the last change of the scale."""
 
     def settle(self, norm: Tensor) -> Tensor:
-        """Set the next step's scale by this step's norm of gradients, before clipping.
+        """Set the next step's scale from this step's gradient norm before clipping.
 
-        Returns the norm that the trainer should see: zero where the step is skipped because it
-        overflowed and a lower scale is left to try.
+        Returns:
+            The norm for the trainer: zero if the step is skipped because of an overflow and the
+            scale can still be lowered.
         """
         has_overflowed = ~norm.isfinite()
         is_hopeless = self.scale <= 1
@@ -442,10 +449,10 @@ class LossScale:
         return torch.where(has_overflowed & ~is_hopeless, 0.0, norm)
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps."""
+        """Return the tensors for a checkpoint."""
         return {"loss_scale.scale": self.scale, "loss_scale.good_steps": self.good_steps}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Go on from `state`."""
+        """Restore `state`."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
