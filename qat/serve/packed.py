@@ -1,11 +1,12 @@
-"""A packed checkpoint as an engine holds it: its config, its tensors cut for several processes, and
-the operators that compute with them. Nothing here knows an engine.
+"""Packed checkpoints for serving engines: config, tensor slices for several processes, operators.
 
-An engine joins matrices that read the same input, such as queries, keys and values, to one linear.
+This module is independent of any engine.
+
+An engine joins matrices with the same input, such as queries, keys and values, into one linear.
 Each of these parts keeps its spec and its codebook; nothing is converted.
 
-Shapes: O out_features, I in_features, R rank, d weights that an index names; N rows of tokens, each
-with one of E experts.
+Shapes: O out_features, I in_features, R rank, d weights per index; N rows of tokens, each routed to
+one of E experts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,33 +50,33 @@ from qat.quant.weight import (
 )
 
 DENSE = "weight"
-"""Name of the one tensor of a matrix that stayed in floating point."""
+"""Name of the only tensor of a matrix that stayed in floating point."""
 BY_ROW = (PACKED, "scales", "scale_out", "lora_out", DENSE)
-"""Tensors whose first dimension is that of the outputs."""
+"""Tensors whose first dimension is the output features."""
 BY_COLUMN = ("scale_in", "lora_in", DENSE)
-"""Tensors whose second dimension is that of the inputs, one number for each."""
+"""Tensors whose second dimension is the input features, one entry each."""
 
 
 class Format(NamedTuple):
-    """What an operator must know of a part beside its tensors."""
+    """Numbers that describe a part to an operator; the tensors are passed separately."""
 
     bits: int = 0
-    """Of an index; 0 for a matrix in floating point."""
+    """Bits per index; 0 for a matrix in floating point."""
     vector_size: int = 1
     trellis_bits: int = 0
     rank: int = 0
-    """Of a low-rank scale; 0 with group scales."""
+    """Rank of a low-rank scale; 0 with group scales."""
     lora_rank: int = 0
-    """Of the adapter; 0 without one."""
+    """Rank of the LoRA adapter; 0 without one."""
     activation: int = 0
-    """How its input is rounded: which of `ACTIVATION_KINDS`, from 1; 0 for not at all."""
+    """Input quantization: position in `ACTIVATION_KINDS`, from 1; 0 for none."""
     input_scale_bits: int = 0
-    """Of a static scale of the input."""
+    """Bits of the input's static scale."""
     input_scale: int = 0
-    """Which of the checkpoint's static scales that is, from 1; 0 without one."""
+    """Number of the static input scale in the checkpoint, from 1; 0 without one."""
 
     def names(self) -> tuple[str, ...]:
-        """The tensors of such a part, in the order in which operators take them."""
+        """Return the names of the part's tensors, in the order in which operators take them."""
         if not self.bits:
             return (DENSE,)
         scales = SCALE_NAMES[1:] if self.rank else SCALE_NAMES[:1]
@@ -85,25 +86,25 @@ class Format(NamedTuple):
 
     @property
     def rounding(self) -> tuple[int, ...]:
-        """Equal for parts that read the same numbers of a common input."""
+        """A key that is equal for parts which quantize a common input identically."""
         return (self.activation, self.input_scale_bits, self.input_scale)
 
 
 class Stored(NamedTuple):
-    """How one matrix lies in the checkpoint."""
+    """The storage format of one matrix of the checkpoint."""
 
     name: str
     spec: LutSpec | None
-    """None: it stayed in floating point."""
+    """Quantization spec; None if the matrix stayed in floating point."""
     lora_rank: int = 0
     activation: ActivationSpec | None = None
-    """How its input is quantized; None: it is read as it is."""
+    """Quantization of its input; None if the input is not quantized."""
     input_scale: int = 0
-    """Which of the checkpoint's static scales its input has, from 1; 0 without one."""
+    """Number of its input's static scale in the checkpoint, from 1; 0 without one."""
 
     @property
     def format(self) -> Format:
-        """What an operator must know of it."""
+        """The description of the matrix for an operator."""
         spec, read = self.spec, self.activation
         if spec is None:
             return Format()
@@ -115,21 +116,21 @@ class Stored(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A matrix of the checkpoint, and the piece of it that one of several processes holds."""
+    """A matrix of the checkpoint, and the slice of it that one tensor-parallel process holds."""
 
     stored: Stored
     out_features: int
-    """Rows that are held; of a table some may be padding."""
+    """Number of rows held; those of a table may include padding."""
     columns: slice
-    """The input features that are held."""
+    """Range of input features held."""
     in_features: int
-    """Input features of the whole matrix."""
+    """Number of input features of the whole matrix."""
 
     @classmethod
     def of(
         cls, stored: Stored, out_features: int, in_features: int, *, columns: int, rank: int
     ) -> Self:
-        """The piece of `out_features` rows and `columns` columns of the process `rank`.
+        """Return the slice of `out_features` rows and `columns` columns for process `rank`.
 
         Raises:
             CheckpointError: the columns end inside a group, a vector, or the row of a trellis.
@@ -160,26 +161,26 @@ class Part(NamedTuple):
 
     @property
     def columns_held(self) -> int:
-        """How many input features are held."""
+        """Number of input features held."""
         return self.columns.stop - self.columns.start
 
     @property
     def rounds_a_piece(self) -> bool:
-        """Whether the scale of what it reads hangs on numbers that other processes have."""
+        """True if the input's scale depends on values that other processes hold."""
         read = self.stored.activation
         return self.columns_held < self.in_features and read is not None and not read.is_static
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What is held, without values, by name; `dtype` is that of matrices in floating point."""
+        """Return the held tensors by name, on the meta device; `dtype` is for float matrices."""
         return _tensors(self.stored, self.out_features, self.columns_held, dtype)
 
     def rows(self, total: int, rank: int, size: int) -> slice:
-        """The rows that process `rank` of `size` holds of a linear with `total` of them.
+        """Return the rows that process `rank` of `size` holds of a linear with `total` rows.
 
-        Where processes are more than there are heads of keys, several hold the same rows.
+        With more processes than key/value heads, several processes hold the same rows.
 
         Raises:
-            CheckpointError: these processes do not hold all rows equally often.
+            CheckpointError: the rows cannot be divided evenly among the processes.
         """
         held = self.out_features
         copies, rest = divmod(size * held, total)
@@ -193,14 +194,15 @@ class Part(NamedTuple):
         return slice(start, start + held)
 
     def cut(self, key: str, stored: Tensor, rows_of: Callable[[int], slice | Tensor]) -> Tensor:
-        """What is held of the checkpoint's tensor `key`; rows of padding are zero.
+        """Return the held slice of the checkpoint's tensor `key`; padding rows are zero.
 
-        `rows_of` says which rows are, of so many in the checkpoint: a slice of them, or their
-        places.
+        Args:
+            rows_of: returns the rows to hold, given their number in the checkpoint: a slice, or a
+                tensor of row numbers.
 
         Raises:
-            CheckpointError: the tensor is not of the shape and dtype that the spec says, names
-                levels that the codebook does not have, or is no scale.
+            CheckpointError: the tensor has another shape or dtype than the spec, holds an index
+                beyond the codebook, or is an invalid input scale.
         """
         self._check(key, stored)
         if key in BY_ROW:
@@ -246,11 +248,11 @@ class Part(NamedTuple):
 
 
 def read_config(values: dict) -> tuple[dict[str, Stored], KvSpec | None]:
-    """Each quantized module of the `quantization_config` of config.json, by name; how keys and
-    values are kept.
+    """Parse the `quantization_config` of config.json: quantized modules by name, and the KV spec.
 
     Raises:
-        CheckpointError: it is of a newer version, damaged, or has what no engine takes yet.
+        CheckpointError: the config is of a newer version or damaged, or has a feature that no
+            engine supports yet.
     """
     config = QatConfig(**values)
     if config.format % VECTORS == SPARSE_FORMAT % VECTORS:
@@ -270,20 +272,20 @@ def read_config(values: dict) -> tuple[dict[str, Stored], KvSpec | None]:
 
 
 class Experts(NamedTuple):
-    """Which experts of a stack one of several processes holds, and how much of each."""
+    """The experts of a stack that one process holds, and the slice of each."""
 
     total: int
-    """Experts in the checkpoint."""
+    """Number of experts in the checkpoint."""
     held: Sequence[int]
-    """Those that are held, in the order in which they are."""
+    """Numbers of the experts held, in their order in memory."""
     rank: int = 0
     size: int = 1
-    """Of each matrix of an expert, the piece `rank` of `size`."""
+    """Slice `rank` of `size` of each expert's matrices."""
 
     def rows(self, total: int, *, name: str, matrices: int, width: int) -> Tensor:
-        """The places of what is held among the `total` rows of the stack called `name`.
+        """Return the rows held among the `total` rows of the stack `name`.
 
-        An expert has `matrices` in it, one below the other, of `width` rows each.
+        Each expert has `matrices` stacked matrices of `width` rows.
 
         Raises:
             CheckpointError: the checkpoint has another number of rows.
@@ -299,15 +301,16 @@ class Experts(NamedTuple):
 
 
 def refused_path(source: str, error: BaseException | None = None) -> QatError | None:
-    """Why `source`, which is to be served, is no model that an engine opens; None if it may be.
+    """Return why an engine cannot serve `source`, or None if it may be able to.
 
-    `error` is what the engine ended with, if it was asked before. A path where nothing lies is then
-    refused only if the engine did not find it either.
+    `error` is the engine's exception, if it was started before. A missing path is then refused only
+    if the engine did not find it either.
     """
     is_unfound = (
         error is None
         or isinstance(error, HFValidationError)
-        or (isinstance(error, OSError) and error.errno is None)  # a port in use has a number
+        # an OSError with a number is another failure, such as a port in use
+        or (isinstance(error, OSError) and error.errno is None)
     )
     is_local = is_path(source) and not source.startswith("-") and "://" not in source
     if not (Path(source).exists() or (is_unfound and is_local)):
@@ -336,7 +339,7 @@ def refused_path(source: str, error: BaseException | None = None) -> QatError | 
 
 
 def num_processes(command: Sequence[str]) -> int:
-    """How many processes `PROGRAM serve DIR --tensor-parallel-size N` shares every weight among."""
+    """Return N of `PROGRAM serve DIR --tensor-parallel-size N`, the shares of a weight; else 1."""
     words = [word for each in command for word in each.split("=", 1)]
     flags = ("--tensor-parallel-size", "--tensor_parallel_size", "-tp")
     given = [after for flag, after in pairwise(words) if flag in flags and after.isdigit()]
@@ -344,10 +347,10 @@ def num_processes(command: Sequence[str]) -> int:
 
 
 def check_cut(headers: Headers, modules: Mapping[str, Stored], size: int) -> None:
-    """Make sure that input features can be shared among `size` processes, before any is started.
+    """Check that `size` processes can split the input features, before any process is started.
 
-    Only linears are looked at whose inputs engines share in every family; each process checks all
-    that it is given.
+    Only linears that engines split along their input in every model family are checked; each
+    process checks all of its own parts when it loads.
 
     Raises:
         CheckpointError: a process would get a part of a group or of a vector.
@@ -361,17 +364,17 @@ def check_cut(headers: Headers, modules: Mapping[str, Stored], size: int) -> Non
     for key in sorted(grouped.keys() & headers.keys()):
         (*_, groups), _ = headers[key]
         I = groups * grouped[key].spec.group_size
-        if I % size == 0:  # else the engine says so
+        if I % size == 0:  # otherwise the engine reports it
             Part.of(grouped[key], 1, I, columns=I // size, rank=0)
 
 
 def in_one_line(refusal: QatError) -> str:
-    """What a server writes before it ends because of `refusal`."""
+    """Format the message that a server prints before it exits because of `refusal`."""
     return f"qat: {' '.join(str(refusal).split())}\n"
 
 
 def _tensors(stored: Stored, O: int, I: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The checkpoint's tensors of an `(O, I)` matrix, on the meta device."""
+    """Return the checkpoint's tensors of an `(O, I)` matrix on the meta device."""
     spec, R = stored.spec, stored.lora_rank
     with torch.device("meta"):
         if spec is None:
@@ -390,10 +393,10 @@ def _in_units(features: slice, unit: int) -> slice:
     return slice(features.start // unit, features.stop // unit)
 
 
-# The operators: a compiler and a recorder of graphs see each as one step.
+# The operators, opaque to torch.compile and CUDA graph capture.
 #
 # `weights` are the tensors of all parts as a checkpoint stores them, in the order of
-# `Format.names`; `formats` the numbers of each part's `Format`, one after another.
+# `Format.names`; `formats` are the concatenated numbers of each part's `Format`.
 
 
 @torch.library.custom_op("qat::lut_linear", mutates_args=())
@@ -404,10 +407,10 @@ def lut_linear(  # noqa: PLR0917
     bias: Tensor | None,
     ends: Tensor | None = None,
 ) -> Tensor:
-    """`read(x) @ W.T + bias`, `(..., I)` to `(..., O)`: the rows of all parts below each other.
+    """Compute `read(x) @ W.T + bias`, `(..., I)` to `(..., O)`, with the rows of all parts stacked.
 
-    Parts whose inputs are quantized alike read one rounding of `x`. `ends` `(..., N)` has the least
-    and the largest number of each token that `x` is a piece of, if it is one.
+    Parts with the same input quantization share one rounding of `x`. If `x` is a slice of each
+    token's features, `ends` `(..., N)` holds the minima and maxima of all slices.
     """
     products, end = [], 0
     for _, alike in groupby(_by_part(weights, formats), key=lambda part: part[1].rounding):
@@ -437,7 +440,7 @@ def lut_embedding(  # noqa: PLR0917
     in_features: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`W[ids]` in `dtype`, of a table of one part; no other row is unpacked."""
+    """Return `W[ids]` in `dtype` for a table of one part; only these rows are unpacked."""
     rows = _formed_rows(weights, Format(*formats), ids.flatten(), in_features, dtype)
     return rows.view(*ids.shape, in_features)
 
@@ -461,11 +464,11 @@ def lut_experts(  # noqa: PLR0917
     formats: Sequence[int],
     num_experts: int,
 ) -> Tensor:
-    """`W[experts[n]] @ read(x[n])` for each row n of `x`: `(N, I)` to `(N, O)`.
+    """Compute `W[experts[n]] @ read(x[n])` for each row n of `x`: `(N, I)` to `(N, O)`.
 
-    `weights` are a part whose rows are those of E experts, one expert below the other. With fewer
-    rows than experts, only those that are asked for are formed, one for each row. Which are is not
-    looked at on the host, so that a graph can be recorded.
+    `weights` are one part that stacks the rows of E experts. With fewer rows than experts, only the
+    weights of the selected experts are formed, once per row. The selection is never read on the
+    host, so that a graph can be captured.
     """
     format, (N, I), E = Format(*formats), x.shape, num_experts
     x = _read(x, weights, format)
@@ -494,9 +497,10 @@ def _(  # noqa: PLR0917
 
 @torch.library.custom_op("qat::rounded_heads", mutates_args=())
 def rounded_heads(x: Tensor, bits: int) -> Tensor:
-    """Keys or values `(..., D)` as a cache of so many bits gives them back.
+    """Return keys or values `(..., D)` after a round trip through a cache of `bits` bits.
 
-    An operator of its own: a compiler would leave out that `x` was rounded to its dtype before.
+    It is an opaque operator because a compiler would drop the preceding rounding of `x` to its
+    dtype.
     """
     return fake_quantize_heads(x, bits)
 
@@ -509,7 +513,7 @@ def _(x: Tensor, bits: int) -> Tensor:
 def formed_part(
     tensors: Sequence[Tensor], format: Format, in_features: int, dtype: torch.dtype
 ) -> Tensor:
-    """`W`, `(O, I)` in `dtype`, of a part's tensors as a checkpoint stores them."""
+    """Return `W`, `(O, I)` in `dtype`, formed from a part's tensors as a checkpoint stores them."""
     held = dict(zip(format.names(), tensors, strict=True))
     if not format.bits:
         return held[DENSE].to(dtype)
@@ -529,7 +533,7 @@ def formed_part(
 def _read(
     x: Tensor, tensors: Sequence[Tensor], format: Format, ends: Tensor | None = None
 ) -> Tensor:
-    """`x` `(..., I)` as the product with a part reads it; the bits of `qat.nn.activation`."""
+    """Quantize `x` `(..., I)` as a part reads it, bit-identical to `qat.nn.activation`."""
     if not format.activation:
         return x
     if format.input_scale:
@@ -538,7 +542,7 @@ def _read(
     kind = ACTIVATION_KINDS[format.activation - 1]
     if ends is None:
         return quantize_tokens(x, kind)
-    # beside the extremes of its token, a piece of it takes the scale of the whole
+    # append the token's extremes, so that a slice gets the scale of the whole token
     return quantize_tokens(torch.cat([x, ends], -1), kind)[..., : x.shape[-1]].contiguous()
 
 
@@ -557,7 +561,7 @@ def _num_rows(parts: Sequence[tuple[Sequence[Tensor], Format]]) -> int:
 
 
 def _gemm_part(tensors: Sequence[Tensor], format: Format, in_features: int) -> GemmPart | None:
-    """What is multiplied as it lies; None where the weight is formed."""
+    """Return the operands of the packed matmul, or None if the weight must be formed first."""
     if not format.bits or format.trellis_bits or format.rank or format.lora_rank:
         return None
     packed, codebook, scales = tensors[:3]
@@ -570,7 +574,7 @@ def _gemm_part(tensors: Sequence[Tensor], format: Format, in_features: int) -> G
 def _formed_rows(  # noqa: PLR0917
     tensors: Sequence[Tensor], format: Format, rows: Tensor, in_features: int, dtype: torch.dtype
 ) -> Tensor:
-    """Those rows of a part, and no others."""
+    """Form only these rows of a part."""
     taken = [
         tensor[rows] if key in BY_ROW else tensor
         for key, tensor in zip(format.names(), tensors, strict=True)

@@ -1,7 +1,7 @@
 """The server of transformers for packed checkpoints: `python -m qat.serve.transformers serve DIR`.
 
-`transformers serve` looks for no plug-ins, so that it does not know how these weights are stored.
-Here the same command line runs after `import qat`, which adds that to it.
+`transformers serve` loads no plug-ins, so it cannot read packed weights. This program runs the same
+command line after `import qat`, which registers the format.
 """
 
 import sys
@@ -11,7 +11,7 @@ from qat.serve.packed import in_one_line, refused_path
 
 
 def main() -> None:
-    """Run transformers' command line; a checkpoint or a path that cannot be served is one line."""
+    """Run transformers' command line; print one line if a checkpoint or path cannot be served."""
     from transformers.cli.transformers import app
     from transformers.utils.import_utils import is_serve_available
 

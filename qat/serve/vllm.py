@@ -1,9 +1,9 @@
-"""Packed checkpoints in vLLM: `vllm serve DIR` opens what `qat train` wrote, as it is.
+"""Packed checkpoints in vLLM: `vllm serve DIR` opens the output of `qat train` without conversion.
 
-vLLM loads `register` as a plug-in, in each of its processes. The engine then asks `QatQuantization`
-for a method for each layer that it makes. A layer holds the checkpoint's own tensors: indices,
-codebook and scales of each of its parts; weights are formed where they are multiplied with, and
-inputs that the student quantizes are rounded there.
+vLLM loads `register` as a plug-in in each of its processes, and calls
+`QatQuantization.get_quant_method` for each layer that it builds. A layer holds the checkpoint's own
+tensors: indices, codebook and scales of each of its parts. Weights are formed when they are
+multiplied, and inputs are rounded there if the student quantizes them.
 """
 
 from __future__ import annotations
@@ -69,25 +69,27 @@ if TYPE_CHECKING:
     from qat.quant.spec import KvSpec
 
 SHARDS = {"q": 0, "k": 1, "v": 2}
-"""What vLLM calls the parts of a joined linear of queries, keys and values; others it counts."""
+"""vLLM's names for the parts of a joined query-key-value linear; other joined parts are
+numbered."""
 TRANSPOSED = ("gpt2",)
-"""Families whose float linears vLLM reads transposed, as they are not in a packed checkpoint."""
+"""Families whose float linears vLLM expects transposed; in a packed checkpoint they are not."""
 REORDERED = ("bloom", "llama4", "llama4_text", "k2_horizon")
-"""Families whose rows vLLM orders anew in a way that fits float weights alone."""
+"""Families whose rows vLLM permutes in a way that only works for float weights."""
 WITH_EXPERTS = ("olmoe", "qwen2_moe", "qwen3_moe")
-"""Families whose experts vLLM looks for where a packed checkpoint has them."""
+"""Families whose experts vLLM finds under the names of a packed checkpoint."""
 STACKS = ("gate_up_proj", "down_proj")
-"""The stacks of matrices of all experts of a layer."""
+"""Names of the stacked matrices of all experts of a layer."""
 JOINED = {"gate_up_proj": ["gate_proj", "up_proj"]}
-"""What vLLM joins, where the class of a model does not say so of its shared experts."""
+"""Parts that vLLM joins in shared experts, where the model's class does not declare it."""
 TABLES = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
-"""What families call the table of embeddings, which some of vLLM's models make without a name."""
+"""Names of the embedding table in various families; some of vLLM's models build it without a
+name."""
 
 
 def register() -> None:
-    """Make `quant_method: qat` known to vLLM; it calls this once or more in each process.
+    """Register `quant_method: qat` with vLLM, which calls this at least once in each process.
 
-    `vllm serve` then ends in one line where a checkpoint, or a path, cannot be served.
+    `vllm serve` then exits with a one-line message if a checkpoint or path cannot be served.
     """
     register_quantization_config(QUANT_METHOD)(QatQuantization)
     if sys.excepthook is sys.__excepthook__:
@@ -97,7 +99,7 @@ def register() -> None:
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     refusal = error if isinstance(error, QatError) else None
     if refusal is None:
-        # wherever the model stands on the command line, vLLM's `args` have what its parser found
+        # vLLM's parsed command line is a local `args` in some frame of the traceback
         parsed = [frame.f_locals.get("args") for frame, _ in walk_tb(trace)]
         sources = [args.model_tag for args in parsed if getattr(args, "model_tag", None)]
         refusal = refused_path(sources[0], error) if sources else None
@@ -108,7 +110,7 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 class QatQuantization(QuantizationConfig):
-    """Which of a model's layers are quantized, and how."""
+    """vLLM's quantization config: which layers of a model are quantized, and how."""
 
     def __init__(self, modules: dict[str, Stored], kv: KvSpec | None) -> None:
         super().__init__()
@@ -117,21 +119,21 @@ class QatQuantization(QuantizationConfig):
         self.family = ""
 
     def get_name(self) -> str:
-        """The `quant_method` of config.json."""
+        """Return the `quant_method` of config.json."""
         return QUANT_METHOD
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """What activations may be computed in."""
+        """Return the dtypes in which activations may be computed."""
         return [torch.float32, torch.float16, torch.bfloat16]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """The oldest GPU that Triton compiles for."""
+        """Return the oldest compute capability that Triton supports."""
         return 70
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """None: all is in config.json."""
+        """Return no files: everything is in config.json."""
         return []
 
     @classmethod
@@ -149,11 +151,11 @@ class QatQuantization(QuantizationConfig):
         hf_config: PreTrainedConfig | None = None,
         revision: str | None = None,
     ) -> None:
-        """Look at the directory and the model before anything is loaded.
+        """Check the directory and the model before anything is loaded.
 
         Raises:
-            CheckpointError: a file is cut short or differs from what was written, the family is
-                not read, or the number of processes splits a group.
+            CheckpointError: a file is truncated or changed, the family is not supported, or the
+                number of processes splits a group.
         """
         if Path(model_name).is_dir():
             check_checksums(Path(model_name), weights=True)
@@ -173,14 +175,14 @@ class QatQuantization(QuantizationConfig):
             self.is_transposed = hf_config.model_type in TRANSPOSED
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
-        """Call modules what vLLM's model calls them."""
+        """Rename the modules to the names in vLLM's model."""
         self.modules = hf_to_vllm_mapper.apply_dict(self.modules)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """How the layer called `prefix` computes; None for vLLM's own way.
+        """Return the method for the layer `prefix`; None selects vLLM's own.
 
         Raises:
-            CheckpointError: it stayed in floating point, and vLLM would read it transposed.
+            CheckpointError: the layer stayed in floating point, and vLLM would read it transposed.
         """
         if isinstance(layer, VocabParallelEmbedding):
             return self._table_method(layer, prefix)
@@ -205,7 +207,7 @@ class QatQuantization(QuantizationConfig):
                 f"{prefix} stayed in floating point, which vLLM reads transposed in this family; "
                 "quantize every linear, or export the model with 'qat export --to dense'"
             )
-        if self.kv is not None:  # the layers of the model, once all are made
+        if self.kv is not None:  # the layers of the model, complete once the model is built
             context = get_current_vllm_config().compilation_config.static_forward_context
             return QatLinearMethod(members, context)
         return QatLinearMethod(members) if is_quantized else UnquantizedLinearMethod()
@@ -230,14 +232,16 @@ class QatQuantization(QuantizationConfig):
 
 
 class QatLinearMethod(LinearMethodBase):
-    """A linear whose weight is one or several packed matrices, row under row.
+    """A linear whose weight is one or several packed matrices, stacked by rows.
 
-    `context` has layers of the model by name; those of them that keep something must round it.
+    `context` holds the model's layers by name, if keys and values are rounded: every attention
+    layer among them must round its cache.
     """
 
     def __init__(self, members: list[Stored], context: dict[str, nn.Module] | None = None) -> None:
         self.members = members
-        self.context = {} if context is None else context  # it is empty before any is made
+        # `or {}` would replace vLLM's dictionary, which is still empty
+        self.context = {} if context is None else context
 
     def create_weights(  # noqa: PLR0917 - the signature is vLLM's
         self,
@@ -249,11 +253,11 @@ class QatLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """Make room for the tensors of each part that this process holds.
+        """Allocate parameters for this process's slice of each part.
 
         Raises:
-            CheckpointError: the number of processes splits a group, or parts that the checkpoint
-                holds as one matrix.
+            CheckpointError: the number of processes splits a group, or splits parts that the
+                checkpoint stores as one matrix.
         """
         rank, size = layer.tp_rank, layer.tp_size
         sizes = output_partition_sizes
@@ -273,7 +277,7 @@ class QatLinearMethod(LinearMethodBase):
         _name_as_stored(layer)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Refuse a layer that was not loaded whole, and a cache of what is not rounded."""
+        """Refuse an incompletely loaded layer, and attention layers whose cache is not rounded."""
         _check_loaded(layer)
         for name, other in self.context.items():
             is_rounded = isinstance(getattr(other, "quant_method", None), QatCacheMethod)
@@ -285,14 +289,14 @@ class QatLinearMethod(LinearMethodBase):
                 )
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`(..., I)` to `(..., O)`."""
+        """Multiply: `(..., I)` to `(..., O)`."""
         return _multiplied(layer, x, bias)
 
 
 class QatCacheMethod(BaseKVCacheMethod):
-    """Attention to keys and values as a cache of few bits gives them back.
+    """Attention to keys and values that were rounded to few bits.
 
-    The engine keeps them in its own dtype, which holds what they were rounded to.
+    The engine's cache keeps them in its own dtype, which holds the rounded values exactly.
     """
 
     def __init__(self, config: QatQuantization, kv: KvSpec) -> None:
@@ -300,10 +304,10 @@ class QatCacheMethod(BaseKVCacheMethod):
         self.kv = kv
 
     def create_weights(self, layer: nn.Module) -> None:
-        """Let the layer, which keeps what it is given, be given rounded keys and values.
+        """Wrap the layer's forward, so that it receives and caches rounded keys and values.
 
         Raises:
-            CheckpointError: the engine would round them once more.
+            CheckpointError: --kv-cache-dtype would round them again.
         """
         if layer.kv_cache_torch_dtype != layer.dtype:
             raise CheckpointError(
@@ -314,7 +318,7 @@ class QatCacheMethod(BaseKVCacheMethod):
         layer.forward = partial(_attend, layer.forward, layer, self.kv.bits)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Nothing: no scale of keys or values is stored."""
+        """Do nothing: no scales of keys or values are stored."""
 
 
 def _attend(  # noqa: PLR0917
@@ -327,7 +331,10 @@ def _attend(  # noqa: PLR0917
     *rest: Any,
     **more: Any,
 ) -> Tensor:
-    """As `forward` of the layer; None for those that another layer keeps."""
+    """Round keys and values, if given, and call the layer's `forward`.
+
+    They are None where another layer caches them.
+    """
     if key is not None:
         key = rounded_heads(key.reshape(-1, layer.num_kv_heads, layer.head_size), bits)
     if value is not None:
@@ -336,9 +343,9 @@ def _attend(  # noqa: PLR0917
 
 
 class QatExpertsMethod(FusedMoEMethodBase):
-    """Experts of a layer: two stacks, `(E * 2F, D)` of gates and ups, and `(E * D, F)` behind them.
+    """The experts of a layer as two stacks: gates and ups `(E * 2F, D)`, and downs `(E * D, F)`.
 
-    Which experts a token goes to is vLLM's to choose, as it is in floating point.
+    vLLM routes tokens to experts as for floating-point weights.
     """
 
     def __init__(self, moe: FusedMoEConfig, members: list[Stored]) -> None:
@@ -346,12 +353,12 @@ class QatExpertsMethod(FusedMoEMethodBase):
         self.members = members
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
-        """None: no kernel of vLLM's computes with them."""
+        """Return None: no fused kernel of vLLM computes with these weights."""
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, *_: Any
     ) -> tuple[int, int]:
-        """As they are."""
+        """Return the sizes unchanged."""
         return hidden_size, intermediate_size_per_partition
 
     def create_weights(  # noqa: PLR0917 - the signature is vLLM's
@@ -363,7 +370,7 @@ class QatExpertsMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """Make room for the experts, or the piece of each, that this process holds.
+        """Allocate parameters for the experts, or the slice of each, that this process holds.
 
         Raises:
             CheckpointError: the number of processes splits a group.
@@ -371,7 +378,8 @@ class QatExpertsMethod(FusedMoEMethodBase):
         moe, width = self.moe, intermediate_size_per_partition
         held = range(num_experts)
         if layer.expert_map is not None:
-            held = layer.expert_map.argsort()[-num_experts:].tolist()  # those of others are -1
+            # experts of other processes are -1
+            held = layer.expert_map.argsort()[-num_experts:].tolist()
         whole = Experts(moe.num_experts, held)
         piece = whole._replace(rank=moe.tp_rank, size=moe.tp_size)
         rows = [num_experts * 2 * width, num_experts * hidden_size]
@@ -387,11 +395,11 @@ class QatExpertsMethod(FusedMoEMethodBase):
             partial(whole.rows, name=names[1], matrices=1, width=hidden_size),
         ]
         _make_room(layer, parts, rows_of, params_dtype)
-        # vLLM's own looks for stacks of three dimensions or for an expert's name
+        # vLLM's own loader expects three-dimensional stacks or one tensor per expert
         layer.load_weights = partial(_load_stacks, layer)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Refuse experts that were not loaded whole."""
+        """Refuse incompletely loaded experts."""
         _check_loaded(layer)
 
     def apply(  # noqa: PLR0917 - the signature is vLLM's
@@ -402,9 +410,9 @@ class QatExpertsMethod(FusedMoEMethodBase):
         topk_ids: Tensor,
         **_: Any,
     ) -> Tensor:
-        """Each token's experts `topk_ids` `(T, K)`, summed by `topk_weights`; `(T, D)` both ways.
+        """Sum each token's experts `topk_ids` `(T, K)`, weighted by `topk_weights`.
 
-        Shared experts, if there are any, are run and added by vLLM.
+        `x` is `(T, D)`, and so is the result. vLLM runs and adds shared experts, if there are any.
         """
         experts = topk_ids.long()
         if layer.expert_map is not None:
@@ -421,7 +429,7 @@ class QatExpertsMethod(FusedMoEMethodBase):
 
 
 class QatTableMethod(QuantizeMethodBase):
-    """An embedding or a head whose table is packed."""
+    """An embedding or a head with a packed table."""
 
     def __init__(self, member: Stored) -> None:
         self.member = member
@@ -436,7 +444,7 @@ class QatTableMethod(QuantizeMethodBase):
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """Make room for the rows of words that this process holds."""
+        """Allocate parameters for the vocabulary rows that this process holds."""
         (rows,) = output_partition_sizes
         part = Part.of(self.member, rows, input_size, columns=input_size, rank=0)
         held = layer.shard_indices
@@ -446,35 +454,35 @@ class QatTableMethod(QuantizeMethodBase):
         layer.qat_dtype = params_dtype
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Refuse a table that was not loaded whole."""
+        """Refuse an incompletely loaded table."""
         _check_loaded(layer)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Hidden states `(..., I)` to logits `(..., O)`."""
+        """Multiply hidden states `(..., I)` to logits `(..., O)`."""
         return _multiplied(layer, x, bias)
 
     def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
-        """The rows of these words."""
+        """Return the embeddings of the ids."""
         weights, formats = _operands(layer)
         (part,) = layer.qat_parts
         return lut_embedding(input_, weights, formats, part.in_features, layer.qat_dtype)
 
 
 class QatTiedMethod(QuantizeMethodBase):
-    """A head with the packed table of the embedding."""
+    """A head that shares the packed table of the embedding."""
 
     def create_weights(self, layer: nn.Module, *_: Any, **__: Any) -> None:
-        """None: they come with the embedding."""
+        """Create nothing: the weights are those of the embedding."""
 
     def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
-        """Let the head hold the parameters of the embedding."""
+        """Register the embedding's parameters in the head."""
         for name, parameter in embed_tokens.named_parameters(recurse=False):
             layer.register_parameter(name, parameter)
         layer.qat_parts = embed_tokens.qat_parts
         return layer
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Hidden states `(..., I)` to logits `(..., O)`."""
+        """Multiply hidden states `(..., I)` to logits `(..., O)`."""
         return _multiplied(layer, x, bias)
 
 
@@ -484,7 +492,7 @@ def _make_room(
     rows_of: list[Callable[[int], slice | Tensor]],
     dtype: torch.dtype,
 ) -> None:
-    """Parameters for what each part holds."""
+    """Register parameters for each part's tensors, and mark them as not loaded yet."""
     layer.qat_parts, layer.qat_rows_of, layer.qat_missing = parts, rows_of, set()
     for index, part in enumerate(parts):
         for key, tensor in part.tensors(dtype).items():
@@ -494,11 +502,11 @@ def _make_room(
 
 
 def _name_as_stored(layer: nn.Module) -> None:
-    """Let vLLM find the parameters of `layer` under the names of the checkpoint.
+    """Make the parameters of `layer` available to vLLM under the checkpoint's names.
 
-    Parts of a joined linear are loaded under one name, where vLLM says which of them it means: that
-    name is an empty parameter, and each part has its own. Some models order rows anew before they
-    load them, and look for `output_dim` to know which dimension these are.
+    vLLM loads all parts of a joined linear under one name, with the part's id as an argument. That
+    name is an empty parameter; the parts have parameters of their own. Some models permute rows
+    before loading and look for `output_dim` to find the dimension.
     """
     for key in dict.fromkeys(key for part in layer.qat_parts for key in part.stored.format.names()):
         owner, _, own = key.rpartition(".")
@@ -517,7 +525,7 @@ def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
 
 
 def _name(key: str, index: int, num_parts: int) -> str:
-    own = key.replace(".", "_")  # as a parameter may be called
+    own = key.replace(".", "_")  # parameter names cannot contain a dot
     return own if num_parts == 1 else f"{own}_{index}"
 
 
@@ -528,7 +536,7 @@ def _load(  # noqa: PLR0917 - the last three are vLLM's
     loaded: Tensor,
     shard: str | int | None = None,
 ) -> None:
-    """What vLLM calls with each tensor of the checkpoint, and with the part that it is of."""
+    """Load one tensor of the checkpoint (vLLM's `weight_loader`); `shard` names the joined part."""
     _put(layer, key, loaded, 0 if shard is None else SHARDS.get(shard, shard))
 
 
@@ -541,7 +549,7 @@ def _put(layer: nn.Module, key: str, loaded: Tensor, index: int) -> None:
 
 
 def _load_stacks(layer: RoutedExperts, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-    """What vLLM calls with the tensors of a layer's experts; the parameters that these became."""
+    """Load the tensors of a layer's experts and yield the names of the parameters they filled."""
     for name, loaded in weights:
         stack, _, key = name.partition(".")
         index = STACKS.index(stack)
@@ -562,13 +570,13 @@ def _multiplied(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
     weights, formats = _operands(layer)
     ends = None
     if any(part.rounds_a_piece for part in layer.qat_parts):
-        # a scale is that of the whole token: the extremes of its pieces, from all processes
+        # a scale belongs to the whole token: gather the extremes of its slices from all processes
         ends = tensor_model_parallel_all_gather(torch.stack(x.aminmax(dim=-1), -1))
     return lut_linear(x, weights, formats, bias, ends)
 
 
 def _operands(layer: nn.Module, only: int | None = None) -> tuple[list[Tensor], list[int]]:
-    """The tensors and formats of all parts, or of one."""
+    """Return the tensors and formats of all parts, or of one."""
     weights, formats = [], []
     for index, part in enumerate(layer.qat_parts):
         if only not in (None, index):
