@@ -5,8 +5,8 @@ used shards are evicted when the directory exceeds its budget. Batches are compu
 shards of the next steps are downloaded while those of the current step are read.
 
 Addresses with https:// or http:// are downloaded like files of the hub (`qat.hub.web`): redirects
-to unencrypted addresses are refused, and downloads have a time limit. Other addresses are read by
-fsspec.
+to unencrypted addresses are refused, and stalled downloads are aborted. Other addresses are read
+by fsspec.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all, and the hashes that tell them apart."""
+"""Atomic writes of files and directories, and the hashes that identify their content."""
 
 import hashlib
 from collections.abc import Iterator
@@ -22,25 +22,26 @@ from qat.logs import Ticker, progress
 MIB = 2**20
 MEND = "remove it, choose another --out, or replace it with --force"
 RECEIPT = ".qat-hub.json"
-"""What `qat hub` leaves in a directory that it brought; no part of its content."""
+"""File that `qat hub` writes into a directory it fetched; it is not part of the content."""
 SUFFIXES = (".tar.lz4", ".tgz", ".tar.gz")
-"""In the order in which a reader prefers them: lz4 packs twenty times faster than gzip."""
+"""Suffixes of archives, in a reader's order of preference: lz4 packs twenty times faster than
+gzip."""
 
 
 @contextmanager
 def atomic_directory(
     out: Path, *, replace: bool = False, place: Path | None = None
 ) -> Iterator[Path]:
-    """A directory to fill, which becomes `out` when the block ends and vanishes when it fails.
+    """Yield a directory to fill; it becomes `out` when the block ends, or is removed on failure.
 
-    A directory that holds nothing but another one is left out: `name/name/files` becomes
-    `out/files`. With `replace`, an older `out` stays until the new one is complete; files of it
-    that nobody brought stay, and where one is in the way, nothing is replaced. It is filled in
-    `place`, on the same disk as `out`; by default beside it.
+    A directory that contains only one other directory is skipped: `name/name/files` becomes
+    `out/files`. With `replace`, an older `out` stays until the new one is complete; its files that
+    `qat hub` did not fetch are kept, and if one of them conflicts, nothing is replaced. The
+    temporary directory lies in `place`, on the same disk as `out`; by default next to it.
 
     Raises:
-        ConfigError: `out` is not empty, or no longer, and `replace` is false; or it holds files
-            of new names that `qat hub` did not bring.
+        ConfigError: `out` is not empty and `replace` is false; or it holds files of the new names
+            that `qat hub` did not fetch.
         HubError: `out` cannot be written.
     """
     whole = whole_directory(
@@ -58,12 +59,13 @@ def atomic_directory(
 
 @contextmanager
 def atomic_file(out: Path) -> Iterator[BinaryIO]:
-    """A file to write, which becomes `out` when the block ends and vanishes when it fails.
+    """Yield a file to write; it becomes `out` at the end of the block, or is removed on failure.
 
     Raises:
         HubError: `out` cannot be written.
     """
-    partial = out.with_name(f".{out.name}.part-{token_hex(4)}")  # several may write at once
+    # unique, because several processes may write at once
+    partial = out.with_name(f".{out.name}.part-{token_hex(4)}")
     with _explained(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(out, partial) as file:
@@ -72,7 +74,7 @@ def atomic_file(out: Path) -> Iterator[BinaryIO]:
 
 
 def peeled(directory: Path) -> Path:
-    """`directory`, or the one inside it that is all it holds, and so on."""
+    """Descend while a directory contains only one other directory; return the innermost."""
     while True:
         inside = list(directory.iterdir())
         if len(inside) != 1 or inside[0].is_symlink() or not inside[0].is_dir():
@@ -81,17 +83,17 @@ def peeled(directory: Path) -> Path:
 
 
 def is_archive(name: str) -> bool:
-    """Whether a file of that name is one that `qat.hub.push.pack` could have written."""
+    """Return whether the file name has the suffix of an archive that `qat.hub.push.pack` writes."""
     return name.endswith(SUFFIXES)
 
 
 def regular_files(directory: Path, skip: str | None = None) -> list[Path]:
-    """The files below `directory` in the order of their names, without a Mac's litter.
+    """Return the files below `directory`, sorted by name, without macOS metadata files.
 
-    `skip` names a directory directly in it that is left out.
+    `skip` names a top-level subdirectory to leave out.
 
     Raises:
-        HubError: something there is neither a regular file nor a directory.
+        HubError: an entry is neither a regular file nor a directory.
     """
     return [
         path
@@ -103,16 +105,16 @@ def regular_files(directory: Path, skip: str | None = None) -> list[Path]:
 
 
 def sha256_tree(directory: Path, skip: str | None = None) -> str:
-    """SHA-256 of the list that `sha256sum` prints of all files, in the order of their names.
+    """Return the SHA-256 of the output of `sha256sum` for all files, sorted by name.
 
-    Without `skip` (see `regular_files`) equal to, in that directory:
+    Without `skip` (see `regular_files`) it equals, in that directory:
     `find * -type f | LC_ALL=C sort | xargs sha256sum | sha256sum`.
     """
     return tree_of(sha256_files(directory, skip))
 
 
 def sha256_files(directory: Path, skip: str | None = None) -> dict[str, str]:
-    """The SHA-256 of every file below `directory` (see `regular_files`), by its name there."""
+    """Return the SHA-256 of every file below `directory` (see `regular_files`) by relative path."""
     files = regular_files(directory, skip)
     with progress(f"reading {directory.name}", len(files), "files") as ticker:
         found = {}
@@ -123,13 +125,13 @@ def sha256_files(directory: Path, skip: str | None = None) -> dict[str, str]:
 
 
 def tree_of(files: dict[str, str]) -> str:
-    """What `sha256_tree` says of files with these hashes."""
+    """Return the `sha256_tree` of files with these hashes."""
     lines = (f"{files[name]}  {name}\n" for name in sorted(files))
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def copy_file(source: Path, out: BinaryIO, ticker: Ticker) -> tuple[int, str]:
-    """Append `source` to an open file; the bytes copied and their SHA-256."""
+    """Append `source` to an open file; return the number of bytes and their SHA-256."""
     digest, size = hashlib.sha256(), 0
     with source.open("rb") as file:
         while chunk := file.read(MIB):
@@ -141,7 +143,7 @@ def copy_file(source: Path, out: BinaryIO, ticker: Ticker) -> tuple[int, str]:
 
 
 def copy_files(files: list[Path], source: Path, into: Path) -> None:
-    """Copy files below `source` to the same names below `into`, with a progress bar."""
+    """Copy files below `source` to the same relative paths below `into`, with a progress bar."""
     total = sum(mebibytes(path.stat().st_size) for path in files)
     with progress(f"copying {source.name}", total, "MiB") as ticker:
         for path in files:
@@ -152,7 +154,7 @@ def copy_files(files: list[Path], source: Path, into: Path) -> None:
 
 
 def mebibytes(size: int) -> int:
-    """Chunks of 1 MiB in `size` bytes, the last one counted as whole: steps of a progress bar."""
+    """Return `size` in MiB, rounded up: the steps of a progress bar."""
     return -(-size // MIB)
 
 
@@ -173,10 +175,10 @@ ANEMLL_CACHE = "qwen_kd_topk_cache_v1"
 
 
 def format_of(directory: Path, kind: Kind) -> Format:
-    """Whether `directory` is in this package's format or in the reference system's.
+    """Return whether `directory` is in this package's format or in the reference system's.
 
     Raises:
-        HubError: it holds nothing that is a `kind`.
+        HubError: it contains nothing of this `kind`.
     """
     names = {path.name for path in directory.iterdir()}
     has_pickles = any(directory.rglob("*.pt"))
@@ -194,7 +196,7 @@ def format_of(directory: Path, kind: Kind) -> Format:
 
 
 def kind_of(directory: Path) -> Kind:
-    """What `directory` is, by its files; a run counts as a checkpoint, for it holds some."""
+    """Return the kind of `directory`, judged by its files; a run counts as a checkpoint."""
     is_cache = (directory / "manifest.json").is_file() or _format_in(directory / "meta.json")
     return "cache" if is_cache else "checkpoint"
 

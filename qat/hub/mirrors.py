@@ -1,4 +1,4 @@
-"""Brings what a mirror holds to this machine's own disk, one function for each kind of mirror."""
+"""Copy the content of a mirror to the local disk, with one function per kind of mirror."""
 
 import errno
 import shutil
@@ -21,42 +21,42 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 PICKLE = ".pt"
-"""A checkpoint of the reference system that lies alone."""
+"""Suffix of a checkpoint file of the reference system."""
 OF_STORES = {
     "aiohttp": "ClientError",
     "botocore.exceptions": "BotoCoreError",
     "gcsfs.retry": "HttpError",
     "google.auth.exceptions": "GoogleAuthError",
 }
-"""Modules of libraries that read stores, and what they raise beside Python's own errors."""
+"""Exceptions of the libraries that access object stores, by module, besides Python's own."""
 
 
 class FetchPlaces(NamedTuple):
-    """Where mirrors read and write."""
+    """Local directories and sizes that a fetch uses."""
 
     stage: Path
-    """A directory of ours, where broken downloads wait to be taken up again."""
+    """A private directory, where interrupted downloads are kept for a resume."""
     drive: Path | None = None
-    """Where a Drive is mounted; None if nobody said so."""
+    """Mount point of a Google Drive; None if not given."""
     size: int | None = None
-    """Bytes of the archive, if known."""
+    """Size of the archive in bytes, if known."""
 
 
 class Arrival(NamedTuple):
-    """What came: a file or a directory on this machine."""
+    """A fetched file or directory on the local disk."""
 
     path: Path
     name: str
-    """What it is called at its origin."""
+    """File name at the origin."""
     is_ours: bool
-    """It lies in the stage and may be moved or removed."""
+    """True if it lies in the stage and may be moved or removed."""
 
 
 def fetch(mirror: str, places: FetchPlaces) -> Arrival:
-    """What `mirror` holds, on the local disk.
+    """Fetch the content of `mirror` to the local disk.
 
     Raises:
-        HubError: it is not there, or does not come; one line with the reason.
+        HubError: the mirror lacks it, or the transfer fails; one line with the reason.
     """
     try:
         for scheme, fetcher in FETCHERS.items():
@@ -64,15 +64,15 @@ def fetch(mirror: str, places: FetchPlaces) -> Arrival:
                 return fetcher(mirror.removeprefix(scheme), places)
         found = lookup(Path(mirror))
         return Arrival(found, found.name, is_ours=False)
-    except OSError as error:  # of a Drive that went away, or a full disk
+    except OSError as error:  # an unmounted Drive or a full disk
         raise HubError(f"{mirror}: {error.strerror or error}") from error
 
 
 def lookup(path: Path) -> Path:
-    """`path` itself, or the archive of that name: .tar.lz4 before .tgz before a directory.
+    """Find `path` as an archive (.tar.lz4 before .tgz), else as it is.
 
     Raises:
-        HubError: none of them is there.
+        HubError: neither exists.
     """
     names = [path] if is_archive(path.name) else [Path(f"{path}{suffix}") for suffix in SUFFIXES]
     for candidate in [*names, path]:
@@ -82,9 +82,9 @@ def lookup(path: Path) -> Path:
 
 
 def in_bucket(mirrors: tuple[str, ...], bucket: str) -> tuple[str, ...]:
-    """Mirrors for a Drive that is a gs:// bucket: each `drive:` becomes what `lookup` would try.
+    """Translate `drive:` mirrors for a Drive in a gs:// bucket into the paths that `lookup` tries.
 
-    Nobody can look into a bucket without a request, so each place is a mirror of its own.
+    Checking a bucket costs a request, so each candidate path becomes a mirror of its own.
     """
     places: list[str] = []
     for mirror in mirrors:
@@ -99,10 +99,10 @@ def in_bucket(mirrors: tuple[str, ...], bucket: str) -> tuple[str, ...]:
 
 
 def open_store(address: str, error: type[QatError]) -> tuple["AbstractFileSystem", str]:
-    """What reads and writes an address such as `gs://bucket/path` or `s3://...`, and its path.
+    """Return the fsspec file system for an address such as `s3://bucket/path`, and the path.
 
     Raises:
-        error: nothing installed here does.
+        error: no installed library supports the address.
     """
     import fsspec
 
@@ -116,7 +116,7 @@ def open_store(address: str, error: type[QatError]) -> tuple["AbstractFileSystem
 
 
 def store_errors() -> tuple[type[Exception], ...]:
-    """What reading a store may raise: Python's own errors, and those of libraries in use."""
+    """Return the exceptions of store access: Python's own, and those of imported libraries."""
     found = ((sys.modules.get(module), name) for module, name in OF_STORES.items())
     own = (getattr(module, name) for module, name in found if module is not None)
     return (OSError, RuntimeError, ValueError, *own)
@@ -124,16 +124,16 @@ def store_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def in_store(address: str) -> Iterator[tuple["AbstractFileSystem", str]]:
-    """The store of `address`, and the path in it; what goes wrong there is a line.
+    """Yield the store of `address` and the path in it; turn its exceptions into one-line errors.
 
     Raises:
-        HubError: nothing here reads it, or it fails.
+        HubError: no installed library supports the address, or the store fails.
     """
     store, root = open_store(address, HubError)
     try:
         yield store, root
     except store_errors() as error:
-        if getattr(error, "errno", None) == errno.ENOSPC:  # of this machine's disk
+        if getattr(error, "errno", None) == errno.ENOSPC:  # the local disk is full, not the store
             raise
         why = " ".join(str(error).split()) or type(error).__name__
         raise HubError(f"{address}: {scrubbed(why)}") from None
@@ -177,7 +177,7 @@ def _storage(address: str, places: FetchPlaces) -> Arrival:
         files = store.find(root)
         if not files:
             raise HubError(f"{url} is not there, neither as a file nor as a directory")
-        # nothing of an earlier try stays: what lies there may have changed since
+        # remove files of an earlier attempt, since the mirror may have changed
         shutil.rmtree(part, ignore_errors=True)
         for file in files:
             inner = file.removeprefix(root).lstrip("/")
@@ -245,7 +245,7 @@ def _model_hub(address: str, _: FetchPlaces) -> Arrival:
 
 
 def _part(places: FetchPlaces, mirror: str, name: str) -> Path:
-    """Where a download of `mirror` waits: another one for every mirror."""
+    """Return the path of a partial download, different for each mirror."""
     return places.stage / f"{fingerprint(mirror)}-{name[:100]}.part"
 
 

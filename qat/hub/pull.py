@@ -1,4 +1,4 @@
-"""Fetches an entry of the registry once: mirror by mirror, checked, whole or not at all."""
+"""Fetch an entry of the registry: try its mirrors in order, verify the hash, write atomically."""
 
 import logging
 import shutil
@@ -36,33 +36,33 @@ from qat.hub.unpack import OPENERS, extract, is_web_page
 
 logger = logging.getLogger(__name__)
 LITTLE = ("config.json",)
-"""What is taken along with a checkpoint that is a single file."""
+"""Files that are copied along with a single-file checkpoint."""
 
 
 class Pulled(NamedTuple):
-    """Where an entry lies now, and how sure that is."""
+    """The location of a pulled entry, and the result of its verification."""
 
     path: Path
     format: Format
     mirror: str | None
-    """Where it came from; None if it was placed there by hand."""
+    """Mirror it came from; None if the user placed the files by hand."""
     sha256: str | None
-    """Of the archive; None if there was none."""
+    """SHA-256 of the archive; None if there was none."""
     tree_sha256: str | None
-    """Of the files; None if they were placed there by hand and there is nothing to compare with."""
+    """SHA-256 of the files; None if they were placed by hand and no hash is registered."""
     is_verified: bool
-    """A hash is registered of what lies there now, or of the archive that was just unpacked: every
-    byte was read."""
+    """True if every byte was compared with a registered hash: that of the files, or that of the
+    archive which was just unpacked."""
     is_new: bool
-    """It was fetched just now."""
+    """True if it was fetched by this call."""
 
 
 def pull(
     name: str, entry: HubEntry, out: Path, *, drive: Path | None = None, replace: bool = False
 ) -> Pulled:
-    """Have the files of `entry` in `out`; what is there, and complete, is not fetched again.
+    """Fetch the files of `entry` into `out`, unless they are already there and complete.
 
-    Every mirror is tried in order; the first that gives what was registered wins.
+    Mirrors are tried in order; the first one whose content matches the registered hashes is used.
 
     Raises:
         HubError: no mirror works, or `out` holds something else.
@@ -76,7 +76,8 @@ def pull(
             try:
                 return _pull_from(mirror, name, entry, (out, FetchPlaces(stage, drive, entry.size)))
             except HubError as error:
-                if mirror != entry.mirrors[-1]:  # the error below has all of them, once
+                # the final error lists all problems, so the last one is not logged
+                if mirror != entry.mirrors[-1]:
                     logger.warning("%s; trying the next mirror", error)
                 problems.append(str(error))
     raise HubError(
@@ -101,7 +102,8 @@ def _pull_from(mirror: str, name: str, entry: HubEntry, to: tuple[Path, FetchPla
                 sha256 is not None and sha256 == entry.sha256
             )
     except HubError as error:
-        if arrival.is_ours and not isinstance(error.__cause__, OSError):  # a full disk is no fault
+        # keep the download if the disk is full
+        if arrival.is_ours and not isinstance(error.__cause__, OSError):
             _remove(arrival.path)
         raise
     if arrival.is_ours:
@@ -111,7 +113,7 @@ def _pull_from(mirror: str, name: str, entry: HubEntry, to: tuple[Path, FetchPla
 
 
 def _verify(arrival: Arrival, entry: HubEntry, mirror: str) -> str | None:
-    """The SHA-256 of an archive; None for a directory."""
+    """Check size and hash of an archive; return its SHA-256, or None for a directory."""
     if arrival.path.is_dir():
         return None
     with arrival.path.open("rb") as file:
@@ -129,7 +131,7 @@ def _verify(arrival: Arrival, entry: HubEntry, mirror: str) -> str | None:
 
 
 def _fill(arrival: Arrival, partial: Path) -> bool:
-    """Write the files; whether the hash of what arrived, if it has one, is one of all of them."""
+    """Write the files into `partial`; return whether the arrival's hash covers all of them."""
     if arrival.path.is_dir():
         copy_files(regular_files(arrival.path), arrival.path, partial)
     elif _is_packed(arrival.path) or not arrival.name.endswith(PICKLE):
@@ -150,17 +152,18 @@ def _is_packed(path: Path) -> bool:
 
 
 def _there_already(name: str, entry: HubEntry, out: Path) -> Pulled | None:
-    """What `out` holds if that is `name`, complete, or something placed there by hand.
+    """Return the content of `out` if it is the complete entry, or files placed by hand; else None.
 
     Raises:
-        HubError: `out` holds another entry, or what is there is not what was brought or registered.
+        HubError: `out` holds another entry, or its files differ from those fetched or registered.
     """
     if not out.is_dir() or not any(out.iterdir()):
         return None
     receipt = read_receipt(out)
     if receipt is None:
         return _by_hand(entry, out)
-    if receipt.name not in (None, name):  # None: by 'qat hub unpack', as an error below advises
+    # None: unpacked by 'qat hub unpack', as an error below advises
+    if receipt.name not in (None, name):
         raise HubError(f"{out} is not {name!r}: it is {receipt.name!r}; {REPLACE}")
     extra, tree = examine(out, receipt), receipt.tree_sha256
     is_verified = is_registered(entry, receipt.sha256, tree, where=str(out), mend=REPLACE)
@@ -169,7 +172,7 @@ def _there_already(name: str, entry: HubEntry, out: Path) -> Pulled | None:
 
 
 def _by_hand(entry: HubEntry, out: Path) -> Pulled:
-    """What somebody placed in `out`; its files are read where there is a hash to compare."""
+    """Describe files that the user placed in `out`; hash them if a hash is registered."""
     tree = sha256_tree(out) if entry.tree_sha256 else None
     is_verified = tree is not None and tree == entry.tree_sha256
     told = "its files are the registered ones" if is_verified else "it is taken as it is"
@@ -180,7 +183,7 @@ def _by_hand(entry: HubEntry, out: Path) -> Pulled:
 
 
 def _told(pulled: Pulled, extra: list[str]) -> Pulled:
-    """The same, with a line where nothing proves it: no hash, or files that nobody pulled."""
+    """Warn if the result is unproven: no hash, or extra files; extra files clear `is_verified`."""
     if extra:
         logger.warning(
             "%s also holds %d files that were not pulled (%s), so it is not verified",
@@ -195,7 +198,7 @@ def _told(pulled: Pulled, extra: list[str]) -> Pulled:
 
 @contextmanager
 def _stage(out: Path) -> Iterator[Path]:
-    """A directory beside `out` for this pull alone; it stays if a download waits in it.
+    """Yield a private directory next to `out`; it is kept if it holds a partial download.
 
     Raises:
         HubError: another process is pulling to `out`, or nothing can be written there.
@@ -220,7 +223,7 @@ def _stage(out: Path) -> Iterator[Path]:
             ) from None
         try:
             for left in filter(Path.is_dir, stage.iterdir()):
-                if LEAVING.fullmatch(left.name):  # by a process that was killed
+                if LEAVING.fullmatch(left.name):  # left by a killed process
                     shutil.rmtree(left)
             yield stage
         finally:
@@ -232,4 +235,4 @@ def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path)
     else:
-        path.unlink(missing_ok=True)  # a single file became part of the directory
+        path.unlink(missing_ok=True)  # a single file was moved into the directory

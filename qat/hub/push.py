@@ -1,4 +1,4 @@
-"""Packs a directory into one file, and puts that where others can pull it from."""
+"""Pack a directory into an archive, and upload it to a place from which others can pull."""
 
 import gzip
 import tarfile
@@ -30,16 +30,15 @@ from qat.logs import Ticker, progress
 
 
 def pack(directory: Path, out: Path, *, name: str | None = None, skip: str | None = None) -> int:
-    """Write the files of `directory` into the archive `out`; their number.
+    """Write the files of `directory` into the archive `out`; return their number.
 
-    They lie in a directory called `name`, else as `directory` is; `skip` names one directly in it
-    that is left out.
-
-    Names are sorted, and owners, modes and times are left out: equal content gives equal bytes.
+    Archive paths begin with `name`, by default that of the directory. `skip` names a top-level
+    subdirectory to leave out. Paths are sorted, and owners, modes and times are omitted, so equal
+    content gives equal bytes.
 
     Raises:
-        HubError: `directory` is missing or empty, or `out` exists, lies inside it or has a suffix
-            of no known archive.
+        HubError: `directory` is missing or empty, or `out` exists, lies inside it or has an unknown
+            suffix.
     """
     if not directory.is_dir():
         raise HubError(f"{directory} is not there, expected a directory to pack; check the path")
@@ -89,13 +88,13 @@ def _write(packed: BinaryIO, root: Path, name: str, files: list[Path]) -> None:
 
 
 class _Ticking:
-    """A file that moves a progress bar as it is read."""
+    """A file that advances a progress bar when it is read."""
 
     def __init__(self, file: BinaryIO, ticker: Ticker) -> None:
         self._file, self._ticker, self._read = file, ticker, 0
 
     def read(self, size: int) -> bytes:
-        """Read up to `size` bytes, as a file does."""
+        """Read up to `size` bytes."""
         data = self._file.read(size)
         before, self._read = self._read, self._read + len(data)
         self._ticker.advance(mebibytes(self._read) - mebibytes(before))
@@ -103,7 +102,7 @@ class _Ticking:
 
 
 class Pushed(NamedTuple):
-    """Where a push put an archive, its kind and size, and the hashes that identify it."""
+    """The location of a pushed archive, its kind and size, and its hashes."""
 
     to: str
     kind: Kind
@@ -112,7 +111,7 @@ class Pushed(NamedTuple):
     tree_sha256: str
 
     def add_line(self, name: str, mirror: str) -> str:
-        """The command that registers it under `name`."""
+        """Return the command that registers the archive under `name`."""
         return (
             f"qat hub add {quote(name)} --kind {self.kind} --mirror {quote(mirror)} "
             f"--size {self.bytes} --sha256 {self.sha256} --tree-sha256 {self.tree_sha256}"
@@ -120,7 +119,7 @@ class Pushed(NamedTuple):
 
 
 TRAINER = "trainer"
-"""The directory of a checkpoint that holds what only training needs."""
+"""Subdirectory of a checkpoint that only training needs."""
 
 
 def push(
@@ -131,13 +130,13 @@ def push(
     with_trainer: bool = False,
     replace: bool = False,
 ) -> Pushed:
-    """Pack `directory` as NAME.tar.lz4 and copy that to the folder `to`, or below gs://.
+    """Pack `directory` as NAME.tar.lz4 and copy the archive to the folder `to` or below gs://.
 
-    In a folder the archive appears whole, after its bytes were read back and compared. It is called
-    `name`, else as `directory` is.
+    In a folder the archive appears atomically, after its bytes were read back and compared. NAME is
+    `name`, by default that of the directory.
 
     Raises:
-        HubError: there is nothing to pack, no such folder, or another archive of that name in it.
+        HubError: nothing to pack, no such folder, or it holds a different archive of that name.
     """
     inside, skip = name or directory.resolve().name, None if with_trainer else TRAINER
     name = f"{inside}.tar.lz4"
@@ -158,12 +157,13 @@ def push(
 
 
 def put(source: Path, target: Path, *, replace: bool = False) -> None:
-    """Copy a file under another name, read that back, and only then give it its own name.
+    """Copy a file under a temporary name, verify it by reading it back, and rename it.
 
-    An equal file that is there already is left alone.
+    An identical file at `target` is kept.
 
     Raises:
-        HubError: another file is there (and `replace` is false), or what was read back differs.
+        HubError: a different file exists and `replace` is false, or the copy differs when read
+            back.
     """
     sha256 = sha256_file(source)
     if target.exists() and not replace:

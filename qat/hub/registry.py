@@ -1,6 +1,6 @@
-"""The names that `qat hub pull` knows, and receipts of what it brought.
+"""The registry of names for `qat hub pull`, and receipts of fetched directories.
 
-Names are those of the package, and a user's own on top.
+The registry consists of the package's entries and the user's own, which take precedence.
 """
 
 import logging
@@ -25,20 +25,22 @@ SHA256 = r"^[0-9a-f]{64}$"
 
 
 class HubEntry(Settings):
-    """A cache or a checkpoint and the places that hold it."""
+    """A cache or a checkpoint, and the places that hold it."""
 
     kind: Required[Literal["cache", "checkpoint"]]
-    """What it is; says where it is put by default."""
+    """Kind of the entry; decides the default directory."""
     mirrors: Annotated[tuple[str, ...], Parameter(name="--mirror", negative=())] = Field(
         min_length=1
     )
-    """Tried in order: drive:PATH (below --drive), gdrive:FILE_ID, https://, gs://, hf:owner/name[@revision], or a local path."""  # noqa: E501
+    """Mirrors, tried in order: drive:PATH (below --drive), gdrive:FILE_ID, https://, gs://,
+    hf:owner/name[@revision], or a local path."""
     size: int | None = Field(default=None, gt=0)
-    """Bytes of the archive that the mirrors hold; absent where nobody knows."""
+    """Size of the archive in bytes, if known."""
     sha256: str | None = Field(default=None, pattern=SHA256)
-    """Of the archive, 64 hex digits; absent where nobody knows."""
+    """SHA-256 of the archive, 64 hex digits, if known."""
     tree_sha256: str | None = Field(default=None, pattern=SHA256)
-    """Of the files inside, however they are packed: what `qat hub pack` prints."""
+    """SHA-256 of the files inside, independent of the archive format, as `qat hub pack` prints
+    it."""
     note: str = ""
     """One line for `qat hub list`."""
 
@@ -70,27 +72,27 @@ Registry = dict[str, HubEntry]
 
 
 def user_file() -> Path:
-    """Where a user's own entries are kept unless a flag says otherwise."""
+    """Return the default file of a user's own entries."""
     return Path.home() / ".config" / "qat" / "hub.toml"
 
 
 def load_registry(own: Path) -> Registry:
-    """All entries; those of the file `own`, if there is one, replace others of the same name.
+    """Return all entries; those of the file `own`, if it exists, override entries of the same name.
 
     Local mirrors are relative to the repository in the packaged file, to its directory in `own`.
 
     Raises:
         HubError: `own` is not TOML.
-        ConfigError: an entry has an unknown key, or a value that cannot be.
+        ConfigError: an entry has an unknown key or an invalid value.
     """
     return _read(PACKAGED, REPOSITORY) | _read_own(own)
 
 
 def find(registry: Registry, name: str) -> HubEntry:
-    """The entry called `name`.
+    """Return the entry called `name`.
 
     Raises:
-        HubError: there is none; the message has the nearest names.
+        HubError: no such entry; the message lists the nearest names.
     """
     if name in registry:
         return registry[name]
@@ -100,11 +102,11 @@ def find(registry: Registry, name: str) -> HubEntry:
 
 
 def add_entry(own: Path, name: str, entry: HubEntry, *, replace: bool = False) -> None:
-    """Write `entry` into the file `own`, whole or not at all; local mirrors become absolute.
+    """Add `entry` to the file `own`, written atomically; local mirrors become absolute paths.
 
     Raises:
-        HubError: the name is taken (and `replace` is false) or cannot be a directory's name, or a
-            mirror's address holds a password or token, which this file would keep.
+        HubError: the name is taken and `replace` is false, or it is no valid directory name, or a
+            mirror's address holds a password or token, which this file would store.
     """
     for mirror in entry.mirrors:
         if scrubbed(mirror) != mirror:
@@ -123,11 +125,11 @@ def add_entry(own: Path, name: str, entry: HubEntry, *, replace: bool = False) -
 
 
 def learn_tree(own: Path, name: str, sha256: str | None, tree_sha256: str | None) -> bool:
-    """Note in the file `own` the hash of the files that were just unpacked from an archive.
+    """Record the hash of unpacked files in the file `own`; return whether it was recorded.
 
-    Only for an entry that knows the archive's hash, that one, and none of the files: later the
-    files are compared with it, and no receipt that lies beside them has to be believed. Whether it
-    was noted; nothing is where the file cannot be written.
+    Only an entry with this archive's hash and without a hash of the files is updated. Later checks
+    then compare the files with the registry instead of trusting a receipt. Nothing is recorded if
+    the file cannot be written.
     """
     entries = _read_own(own)
     entry = entries.get(name)
@@ -146,7 +148,7 @@ def learn_tree(own: Path, name: str, sha256: str | None, tree_sha256: str | None
 
 
 def is_local(mirror: str) -> bool:
-    """Whether a mirror is a path on this machine."""
+    """Return whether a mirror is a local path."""
     return not mirror.startswith(SCHEMES)
 
 
@@ -181,11 +183,10 @@ def _absolute(entry: HubEntry, base: Path) -> HubEntry:
     return entry.model_copy(update={"mirrors": tuple(mirrors)})
 
 
-# A receipt says from where a directory was brought, and the hash of every file. Nothing that comes
-# from elsewhere brings one along: archives that hold one are refused, and of directories it is
-# left out. But tar, git or rsync bring any file: who hands over a directory may have written its
-# receipt too. So a receipt tells what was brought, and what is verified has the hash that the
-# registry knows.
+# A receipt records the origin of a directory and the hash of every file. Downloads never contain
+# one: archives with a receipt are refused, and it is skipped when a directory is copied. But tar,
+# git or rsync copy any file, so whoever provides a directory may have forged its receipt. A receipt
+# therefore only detects changes; verification compares with the hash in the registry.
 
 Sha256 = Annotated[str, Field(pattern=SHA256)]
 MEND = "replace it with --force"
@@ -201,34 +202,34 @@ UNPROVEN = (
 
 
 class Receipt(Settings):
-    """Where the files of a directory came from, and what they were then."""
+    """The origin of a directory's files, and their hashes when they were fetched."""
 
     name: str | None
-    """In the registry; None for what `qat hub unpack` unpacked."""
+    """Name in the registry; None for files from `qat hub unpack`."""
     mirror: str
-    """Its address, or the archive."""
+    """Address of the mirror, or path of the archive."""
     sha256: Sha256 | None
-    """Of the archive; None if a directory was copied."""
+    """SHA-256 of the archive; None if a directory was copied."""
     files: dict[str, Sha256]
 
     @property
     def tree_sha256(self) -> str:
-        """SHA-256 over all files, computed as `sha256_tree` does."""
+        """SHA-256 over all files, equal to `sha256_tree`."""
         return tree_of(self.files)
 
 
 def leave_receipt(root: Path, name: str | None, mirror: str, sha256: str | None) -> Receipt:
-    """Write the receipt of the files in `root`, and give it back."""
+    """Write the receipt of the files in `root` and return it."""
     receipt = Receipt(name=name, mirror=scrubbed(mirror), sha256=sha256, files=sha256_files(root))
     (root / RECEIPT).write_text(receipt.model_dump_json(indent=1), encoding="utf-8")
     return receipt
 
 
 def read_receipt(directory: Path) -> Receipt | None:
-    """The receipt in a directory; None if there is none.
+    """Return the receipt in a directory, or None if there is none.
 
     Raises:
-        HubError: it is damaged.
+        HubError: the receipt is damaged.
     """
     path = directory / RECEIPT
     if not path.is_file():
@@ -243,10 +244,10 @@ def read_receipt(directory: Path) -> Receipt | None:
 
 
 def examine(directory: Path, receipt: Receipt) -> list[str]:
-    """Read every byte in a directory and compare it with the receipt; files that it does not name.
+    """Compare every file of a directory with the receipt; return files that are not in it.
 
     Raises:
-        HubError: files are missing or not what they were.
+        HubError: files are missing or changed.
     """
     now = sha256_files(directory)
     wrong = [name for name, sha256 in receipt.files.items() if now.get(name) != sha256]
@@ -261,7 +262,7 @@ def examine(directory: Path, receipt: Receipt) -> list[str]:
 
 
 class Verified(NamedTuple):
-    """What `verify` found."""
+    """The result of `verify`."""
 
     name: str | None
     mirror: str
@@ -269,14 +270,14 @@ class Verified(NamedTuple):
     sha256: str | None
     tree_sha256: str
     is_verified: bool
-    """The registry knows the hash of the files of this name, and it is equal."""
+    """True if the registry has a hash of this name's files, and it matches."""
 
 
 def verify(directory: Path, registry: Mapping[str, HubEntry]) -> Verified:
-    """Compare every byte in `directory` with its receipt, and that with the registry.
+    """Compare every byte in `directory` with its receipt, and the receipt with the registry.
 
     Raises:
-        HubError: there is no receipt, or anything differs; also a file that was not brought.
+        HubError: there is no receipt, a file differs, or there are extra files.
     """
     if not directory.is_dir():
         raise HubError(f"{directory} is no directory, expected what 'qat hub' brought")
@@ -305,7 +306,10 @@ def verify(directory: Path, registry: Mapping[str, HubEntry]) -> Verified:
 
 
 def extra_files(directory: Path, names: Collection[str]) -> list[str]:
-    """What lies in a directory beside `names` and its receipt; also what is never packed."""
+    """Return paths in a directory that are neither in `names` nor its receipt.
+
+    They include files that are never packed.
+    """
     files = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
     found = (path.relative_to(directory).as_posix() for path in files)
     return sorted(name for name in found if name not in names and name != RECEIPT)
@@ -314,11 +318,12 @@ def extra_files(directory: Path, names: Collection[str]) -> list[str]:
 def is_registered(
     entry: HubEntry, sha256: str | None, tree_sha256: str, *, where: str, mend: str
 ) -> bool:
-    """Whether the hash of the files is registered; that of their archive proves nothing of them,
-    but where it was just unpacked.
+    """Return whether the registered hash of the files matches.
+
+    The archive's hash proves nothing about files on disk, except right after unpacking.
 
     Raises:
-        HubError: one was registered and is another; `where` and `mend` are for the message.
+        HubError: a registered hash differs; `where` and `mend` are for the message.
     """
     pairs = ((" of the files", tree_sha256, entry.tree_sha256), ("", sha256, entry.sha256))
     for of, found, registered in pairs:

@@ -1,10 +1,10 @@
-"""Unpacks an archive that nobody vouches for, whole or not at all.
+"""Unpack an untrusted archive atomically.
 
-`Members` lets in plain files and directories inside the archive, each once; `Limits` is how much it
-may ask for. Python's `tarfile` reads headers through `TarStream`, which says no before memory or
-time run out, to what `tarfile` would swallow: a header that is longer than it may be (CVE-2024-6232
-takes quadratic time on one), chains of headers, sparse files, a seek backwards (CVE-2025-8194 never
-ends), and an end without the zero block that ends every archive.
+`Members` admits plain files and directories inside the archive, each once; `Limits` bounds its
+resources. Python's `tarfile` reads headers through `TarStream`, which raises before memory or time
+run out. It rejects input that `tarfile` accepts: headers that are too long (quadratic time,
+CVE-2024-6232), chains of headers, sparse files, a backwards seek (an endless loop, CVE-2025-8194),
+and an end without the zero block that ends every archive.
 """
 
 import gzip
@@ -29,18 +29,19 @@ from qat.hub.registry import leave_receipt
 from qat.logs import progress
 
 OPENERS = {b"\x04\x22\x4d\x18": lz4.frame.open, b"\x1f\x8b": gzip.open}
-"""What decompresses, by the first bytes of a file."""
+"""Decompressors by the first bytes of a file."""
 CORRUPT = (EOFError, OSError, RuntimeError, zlib.error)
-"""What the decompressors raise: lz4 a RuntimeError, gzip an OSError, both EOFError at a cut."""
+"""Exceptions of the decompressors: lz4 raises RuntimeError, gzip OSError, both EOFError when
+truncated."""
 EXTENSIONS = b"LKxgX"
-"""Types of headers that only describe the next one, by a payload."""
+"""Header types whose payload describes the next header."""
 PAYLOAD_BYTES = 2**15
 CHAIN = 4
-"""How many of them may describe one member: a long name, a long link, two of pax."""
+"""Maximum number of such headers per member: a long name, a long link, two of pax."""
 RECORD = re.compile(rb"(\d{1,5}) ([^=\0\n]{1,255})=")
 LONG_NUMBER = re.compile(rb"\d{64}")
 PADDING_BYTES = MIB
-"""Zeros that may follow the end: tar pads to its record, 10 KiB unless told otherwise."""
+"""Maximum number of zero bytes after the end: tar pads to its record size, 10 KiB by default."""
 JUNK = (".DS_Store", "__MACOSX")
 KINDS = {
     tarfile.LNKTYPE: "a hard link",
@@ -50,49 +51,49 @@ KINDS = {
     tarfile.FIFOTYPE: "a pipe",
 }
 RESERVE_BYTES = 16 * MIB
-"""Of the disk, left free."""
+"""Free disk space that unpacking must leave."""
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds that no honest archive of a cache, a checkpoint or a run comes near."""
+    """Bounds far above any legitimate archive of a cache, a checkpoint or a run."""
 
     members: int = 100_000
-    """Files and directories, also those that only names of others imply."""
+    """Maximum number of files and directories, including implied parent directories."""
     depth: int = 16
-    """Directories in a name."""
+    """Maximum depth of a path."""
     name_bytes: int = 1024
-    """Of a whole name in UTF-8; each part of it may have 255."""
+    """Maximum length of a path in UTF-8 bytes; each component may have 255."""
     ratio: int = 100
-    """Unpacked bytes per packed byte: tensors reach 10, a bomb in gzip 1,000."""
+    """Maximum unpacked bytes per packed byte: tensors reach 10, a gzip bomb 1,000."""
     floor_bytes: int = 64 * MIB
-    """What any archive may unpack to, however small it is."""
+    """Unpacked size that is allowed for any archive, however small."""
     entry_bytes: int = 2**14
-    """What each file and directory counts as: empty ones take time and room on a disk, too."""
+    """Cost in bytes of each file and directory: empty ones also take time and disk space."""
 
     def unpacked_bytes(self, packed: int, free: int) -> int:
-        """Most bytes that an archive of `packed` bytes may unpack to on a disk with `free` left."""
+        """Return how many bytes an archive of `packed` bytes may unpack to, with `free` on disk."""
         return min(max(self.ratio * packed, self.floor_bytes), free)
 
     def entries(self, unpacked_bytes: int) -> int:
-        """Most files and directories of an archive that may unpack to so many bytes."""
+        """Return the maximum number of files and directories for this unpacked size."""
         return min(self.members, unpacked_bytes // self.entry_bytes)
 
 
 USUAL = Limits()
-"""What holds unless a caller knows better."""
+"""The default limits."""
 
 
 def unpack(archive: Path, out: Path, *, replace: bool = False, limits: Limits = USUAL) -> None:
     """Unpack `archive` (.tar.lz4 or .tgz) so that its files lie in `out`.
 
-    Directories around all files are left out: `name/files` and, as one packer of old caches wrote
-    it, `name/name/files` both become `out/files`. With `replace`, files of an older `out` that
-    `qat hub` brought give way; others stay, and stop it if they are in the way.
+    Directories that enclose all files are removed: `name/files` and `name/name/files`, as one
+    packer of old caches wrote it, both become `out/files`. With `replace`, files of an older `out`
+    that `qat hub` fetched are replaced; others are kept, and a conflict with one is an error.
 
     Raises:
-        HubError: the archive is damaged, incomplete or not to be trusted, or `out` is in use.
+        HubError: the archive is damaged, truncated or not trustworthy, or `out` is in use.
     """
     with atomic_directory(out, replace=replace) as partial:
         extract(archive, partial, limits)
@@ -103,7 +104,7 @@ def extract(archive: Path, into: Path, limits: Limits = USUAL) -> None:
     """Write the files of `archive` below the empty directory `into`.
 
     Raises:
-        HubError: the archive is missing, damaged, incomplete or not to be trusted.
+        HubError: the archive is missing, damaged, truncated or not trustworthy.
     """
     if not archive.is_file():
         raise HubError(f"{archive} is not there; expected .tar.lz4 or .tgz; check the path")
@@ -123,11 +124,11 @@ def extract(archive: Path, into: Path, limits: Limits = USUAL) -> None:
 
 
 def _write_members(stream: "TarStream", members: "Members", into: Path) -> Iterator[int]:
-    """Write one member after the other; the number of files in each."""
+    """Write the members in order; yield the number of files in each, 0 or 1."""
     tar = None
     while True:
         try:
-            # the constructor reads the first header, and `next` gives it
+            # the constructor reads the first header, which `next` returns
             tar = tar or tarfile.TarFile(fileobj=stream, encoding="utf-8")
             member = tar.next()
             if member is None:
@@ -156,9 +157,9 @@ class TarStream:
     """The unpacked bytes of an archive, forward only and counted.
 
     Args:
-        file: what decompresses.
-        name: the archive in messages.
-        limit: bytes that may be read in all.
+        file: decompressed stream.
+        name: archive name in messages.
+        limit: maximum number of bytes to read in all.
     """
 
     def __init__(self, file: BinaryIO, name: str, limit: int) -> None:
@@ -167,34 +168,34 @@ class TarStream:
         self._header, self._awaits_payload = b"", False
 
     def tell(self) -> int:
-        """Bytes read or skipped so far."""
+        """Return the number of bytes read or skipped so far."""
         return self._position
 
     def read(self, size: int) -> bytes:
-        """The next header, or the payload of the one before; never fewer bytes than `size`."""
-        if size == 1:  # the last byte of a member's padding
+        """Return the next header, or the payload of the previous one; exactly `size` bytes."""
+        if size == 1:  # tarfile reads the last byte of a member's padding
             return self._take(size)
         return self._payload(size) if self._awaits_payload else self._next_header(size)
 
     def seek(self, position: int) -> None:
-        """Skip to `position`."""
+        """Skip forward to `position`."""
         if position < self._position:
             raise self._damaged("a member lies before the one that precedes it")
         for _ in self.chunks(position - self._position):
             pass
 
     def chunks(self, size: int) -> Iterator[bytes]:
-        """The next `size` bytes, at most 1 MiB at a time."""
+        """Yield the next `size` bytes, at most 1 MiB at a time."""
         while size > 0:
             data = self._take(min(size, MIB))
             size -= len(data)
             yield data
 
     def finish(self) -> None:
-        """Check that the archive ended where `tarfile` stopped, and that nothing follows.
+        """Check that the archive ended where `tarfile` stopped and that only padding follows.
 
         Raises:
-            HubError: a header was damaged, or other bytes than padding follow.
+            HubError: a header is damaged, or other bytes than padding follow.
         """
         if any(self._header):
             raise self._damaged(f"no header of a member at byte {self._position - BLOCKSIZE:,}")
@@ -228,7 +229,7 @@ class TarStream:
         return payload
 
     def _check_records(self, payload: bytes) -> None:
-        """Of a pax header: `LENGTH KEY=VALUE` and a newline, one after the other, then zeros."""
+        """Check a pax header: consecutive `LENGTH KEY=VALUE` lines, then zeros."""
         records, position = payload.rstrip(b"\0"), 0
         if LONG_NUMBER.search(records):
             raise self._damaged("a header holds a number of more than 63 digits")
@@ -248,7 +249,8 @@ class TarStream:
 
     def _raw(self, size: int) -> bytes:
         if self._position + size > self._limit:
-            if self._limit == 0:  # an archive of any size may unpack to something
+            # a limit of 0 means a full disk: any archive may unpack to `floor_bytes`
+            if self._limit == 0:
                 raise HubError(
                     f"{self._name} cannot be unpacked: the disk has less than "
                     f"{RESERVE_BYTES // MIB} MiB left, expected room for its files; free some "
@@ -272,16 +274,16 @@ class TarStream:
 
 
 def damaged(name: str, why: str) -> HubError:
-    """What to raise for an archive that is not whole or not honest."""
+    """Return the error for an archive that is truncated or malformed."""
     return HubError(f"{name} is damaged: {why}; fetch it again")
 
 
 @contextmanager
 def open_stream(raw: BinaryIO, path: Path, limit: int) -> Iterator[TarStream]:
-    """The stream of an archive that is open as `raw`: lz4 or gzip, by its first bytes.
+    """Yield the stream of an open archive; lz4 or gzip is detected by its first bytes.
 
     Raises:
-        HubError: it is neither.
+        HubError: the file is neither.
     """
     start = raw.read(512)
     raw.seek(0)
@@ -294,29 +296,29 @@ def open_stream(raw: BinaryIO, path: Path, limit: int) -> Iterator[TarStream]:
 
 
 def is_web_page(start: bytes) -> bool:
-    """Whether a file that begins with `start` is HTML: what servers send instead of a file."""
+    """Return whether a file that begins with `start` is HTML, a common answer of servers."""
     return start.lstrip().lower().startswith((b"<!doctype html", b"<html", b"<head"))
 
 
 class Members:
-    """The names met so far in one archive.
+    """The paths seen so far in one archive.
 
-    No link is let in, not even one that stays inside: what is handed over here never needs one, and
-    links are the usual way out of a directory.
+    Links are refused, even those that stay inside: caches and checkpoints never need one, and links
+    are the usual way to escape from a directory.
     """
 
     def __init__(self, archive: str, limits: Limits, most: int) -> None:
-        """At most `most` members are let in, and files and directories that come of them."""
+        """Admit at most `most` members, and as many files and directories implied by them."""
         self.archive, self._limits, self._most = archive, limits, most
         self._files: set[PurePosixPath] = set()
         self._directories: set[PurePosixPath] = {PurePosixPath()}
         self._count = 0
 
     def admit(self, member: TarInfo) -> PurePosixPath | None:
-        """The path of `member` inside the archive; None for one to pass over (a Mac's litter).
+        """Return the path of `member` inside the archive, or None for macOS metadata to skip.
 
         Raises:
-            HubError: it is no file or directory, lies outside, or was there before.
+            HubError: the member is no file or directory, lies outside, or occurs twice.
         """
         self._count += 1
         self._check_number(self._count)
@@ -326,7 +328,7 @@ class Members:
             raise self._refused(f"{kind} ({shown(member.name)})")
         if member.size < 0:
             raise self._refused(f"a file of {member.size} bytes ({shown(member.name)})")
-        if RECEIPT in (part.casefold() for part in path.parts):  # Macs know no other case
+        if RECEIPT in (part.casefold() for part in path.parts):  # macOS file systems ignore case
             raise self._refused(
                 f"{RECEIPT}, which 'qat hub' alone writes ('qat hub pack' omits it)"
             )
@@ -366,5 +368,5 @@ class Members:
 
 
 def shown(name: str) -> str:
-    """A name for a message: quoted, and cut if it is long."""
+    """Return a name quoted for a message, and truncated if it is long."""
     return ascii(name if len(name) <= 80 else name[:77] + "...")

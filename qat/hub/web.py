@@ -1,4 +1,4 @@
-"""Downloads over https that go on where they broke off."""
+"""Resumable downloads over http(s)."""
 
 import logging
 import re
@@ -19,52 +19,52 @@ from qat.logs import progress
 
 logger = logging.getLogger(__name__)
 TIMEOUT_S = 60.0
-"""Without a byte, before a connection counts as broken."""
+"""Read and connect timeout in seconds."""
 PATIENCE_S = 600.0
-"""In which a MiB has to come, whatever a server does meanwhile."""
+"""Time in seconds within which each further MiB has to arrive, whatever the server does."""
 ATTEMPTS = 3
-"""In a row that may end without a byte more than before."""
+"""Maximum number of consecutive attempts without progress."""
 PAUSE_S = 1.0
-"""Before the second attempt; doubled before each further one."""
+"""Pause before the second attempt in seconds; doubled before each further one."""
 BUSY = (408, 429, 500, 502, 503, 504)
 REDIRECTS = 10
 VALIDATORS = {"ETag": re.compile(r'"[!#-~]{0,256}"'), "Last-Modified": re.compile(r"[ -~]{1,64}")}
-"""What tells one version of a file from the next; a weak ETag does not."""
+"""Headers that identify a version of a file, with their syntax; weak ETags do not qualify."""
 PART = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})")
 
 
-class _Broken(Exception):  # noqa: N818 - no error: another attempt follows
-    """An answer that is not what it should be, but may be the next time."""
+class _Broken(Exception):  # noqa: N818 - not an error: a retry follows
+    """An unexpected response that may differ on the next attempt."""
 
 
 BROKEN = (_Broken, httpx2.TransportError)
 
 
 class _Version(NamedTuple):
-    """Which file the bytes of a part belong to."""
+    """The version of a file to which the bytes of a partial download belong."""
 
     validator: str
-    """Empty if the server does not say."""
+    """Its ETag or Last-Modified; empty if the server sends none."""
     total: int | None
-    """Its bytes, if the server said."""
+    """Size in bytes, if the server sent it."""
 
 
 def download(url: str, part: Path, size: int | None = None, most: int | None = None) -> None:
-    """Fetch `url` into the file `part`, going on after what is there already.
+    """Download `url` into the file `part`, resuming after the bytes that are already there.
 
-    What is there is kept only if the server says that its file is still the same one: it is asked
-    to send all of it otherwise (If-Range), and what it sends must name the same version. A server
-    that cannot send parts sends all of it again.
+    Bytes are only reused if the server confirms the same version: the request is conditional
+    (If-Range), and the response must name the same validator. A server without range support sends
+    the whole file again.
 
     Args:
         url: https:// or http://.
-        part: the file; it stays, for the next time, if the download breaks off.
-        size: bytes that the file has to have, if known.
-        most: bytes that it may have; what the disk has room for, if not given.
+        part: target file; if the download fails it is kept for the next attempt.
+        size: expected size in bytes, if known.
+        most: maximum size in bytes; by default the free disk space.
 
     Raises:
-        HubError: the server refuses, sends a web page or another size, leads to where nothing is
-            encrypted, or is too slow.
+        HubError: the server refuses, sends a web page or another size, redirects to an unencrypted
+            address, or is too slow.
     """
     failures, furthest = 0, _length(part)
     with _Patience() as patience:
@@ -119,7 +119,7 @@ def _attempt(
 
 @contextmanager
 def _answer(url: str, headers: dict[str, str], patience: "_Patience") -> Iterator[httpx2.Response]:
-    """What a server answers; a place that it leads to is looked at before it is asked."""
+    """Yield the server's response; check each redirect before it is followed."""
     schemes = ("https",) if url.startswith("https://") else ("http", "https")
     with httpx2.Client(timeout=TIMEOUT_S, headers=headers) as client:
         request = client.build_request("GET", url, extensions={"trace": patience.note})
@@ -141,7 +141,7 @@ def _answer(url: str, headers: dict[str, str], patience: "_Patience") -> Iterato
 
 
 def _accept_if_whole(part: Path, known: _Version, answer: httpx2.Response) -> None:
-    """A server has nothing after what is here: either all is here, or too much is."""
+    """Handle status 416: accept `part` if it is the whole file, otherwise delete it and retry."""
     length = _length(part)
     is_whole = answer.headers.get("Content-Range") == f"bytes */{length}" and known.total == length
     if not is_whole or _validator(answer) not in ("", known.validator):
@@ -169,7 +169,7 @@ def _version(url: str, answer: httpx2.Response, start: int) -> _Version:
 
 
 def _is_same(version: _Version, known: _Version) -> bool:
-    """Whether a part belongs to the bytes that are here; it does not where nobody says so."""
+    """Return whether a partial response continues the bytes on disk; False if it is unknown."""
     return version.validator == known.validator and known.total in (None, version.total)
 
 
@@ -229,7 +229,7 @@ def _validator(answer: httpx2.Response) -> str:
 
 
 def _known_version(part: Path) -> _Version:
-    """Validator and size that the server gave for the file whose first bytes lie in `part`."""
+    """Return validator and size of the file whose first bytes lie in `part`."""
     path = version_file(part)
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     validator, _, total = text.partition("\n")
@@ -237,7 +237,7 @@ def _known_version(part: Path) -> _Version:
 
 
 def version_file(part: Path) -> Path:
-    """Where it is noted of which version the bytes in `part` are."""
+    """Return the file that records the version of the bytes in `part`."""
     return part.with_name(f"{part.name}.version")
 
 
@@ -246,9 +246,9 @@ def _length(part: Path) -> int:
 
 
 class _Patience:
-    """Ends the connections of a download that brings less than a MiB in `PATIENCE_S`.
+    """A watchdog that closes a download's connection after `PATIENCE_S` without a further MiB.
 
-    Timeouts alone do not: a byte a minute keeps any connection alive, also in its head.
+    Timeouts alone do not: one byte per minute keeps any connection alive, even within the headers.
     """
 
     def __init__(self) -> None:
@@ -265,18 +265,18 @@ class _Patience:
         self._let_go()
 
     def begin(self, start: int) -> None:
-        """The next bytes are those from `start` on."""
+        """Set the position of the first byte to receive."""
         self._mark = start
 
     def advance(self, received: int) -> None:
-        """Restart the time limit whenever another MiB of the file has arrived."""
+        """Restart the timer whenever another MiB of the file has arrived."""
         if received >= self._mark + MIB:
             self._mark = received
             self._timer.cancel()
             self._wind_up()
 
     def note(self, event: str, info: dict) -> None:
-        """What the library tells of its connections: of a new one a handle is kept."""
+        """Keep a handle of each new connection (a trace callback of the HTTP library)."""
         if event == "connection.connect_tcp.complete":
             self._let_go()
             self._socket = info["return_value"].get_extra_info("socket").dup()
@@ -290,7 +290,7 @@ class _Patience:
 
     def _end(self) -> None:
         self.is_over = True
-        with suppress(OSError, AttributeError):  # closed already, or none is open
+        with suppress(OSError, AttributeError):  # already closed, or never opened
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _let_go(self) -> None:
