@@ -61,9 +61,8 @@ def import_checkpoint(source: Path, base: str | None, out: Path) -> ImportReport
 
     Args:
         source: a `.pt` file with its `config.json` in the same directory, or that directory.
-        base: the float model it was made from, for architecture and tokenizer; None for the one
-            that
-            `config.json` names.
+        base: the float model it was made from, for architecture and tokenizer; None for the
+            one that `config.json` names.
         out: the directory to create.
 
     Raises:

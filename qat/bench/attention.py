@@ -1,4 +1,4 @@
-"""`qat bench attention`: ways to attend in turns, over lengths and group sizes.
+"""`qat bench attention`: dense and sparse attention in turns, over lengths and group sizes.
 
 Shapes: B rows, H query heads, K key-value heads, S positions, D head width.
 """
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def call_of(attend: Attend, layer: Layer, which: Pass) -> Callable[[], object]:
-    """One call: without gradients, or forward and backward for gradients of the whole layer."""
+    """Return one call: forward without gradients, or forward and backward of the whole layer."""
     if which != "train":
 
         def forward() -> Tensor:
@@ -56,14 +56,14 @@ DENSE = {
 
 
 def ways_of(which: Pass, presets: tuple[str, ...]) -> Iterator[Way]:
-    """Dense ones first, each by its own name: `dense cudnn`, ..., `nsa flex`, ..."""
+    """Yield the dense ways, then the sparse ones, by name: `dense cudnn`, ..., `nsa flex`, ..."""
     for name, kernel in DENSE.items():
         yield Way(f"dense {name}", partial(_dense, kernel=kernel, is_causal=which != "decode"))
     yield from sparse_ways(which, presets)
 
 
 def recorded(attend: Attend, layer: Layer, backend: Backend) -> Attend:
-    """`attend` of `layer` as one graph, as a generating model runs it; itself without a GPU."""
+    """Capture `attend` of `layer` as a graph, as in generation; return it as is without a GPU."""
     if not backend.records():
         return attend
     with torch.no_grad():
@@ -90,20 +90,20 @@ def _dense(layer: Layer, work: Work, *, kernel: SDPBackend, is_causal: bool) -> 
 
 SAMPLE_S = 40e-3
 MOST_CALLS = 32
-"""A sample is of so many calls in a row that the host's launches do not show."""
+"""Seconds and most calls of one sample: enough calls in a row to hide the launch overhead."""
 
 
 class Ready(NamedTuple):
-    """A way that ran once."""
+    """A way to attend whose first call succeeded."""
 
     row: Row
     sample: Callable[[], None]
-    """As many calls as the row says."""
+    """Makes as many calls as `row["calls"]` states."""
 
 
 @dataclass(frozen=True)
 class AttentionReport:
-    """What was measured, for whoever shows it."""
+    """The results of the benchmark, for printing."""
 
     path: Path
     rows: list[Row]
@@ -111,10 +111,10 @@ class AttentionReport:
 
 
 def run_attention(config: AttentionConfig, out: Path | None) -> AttentionReport:
-    """Time every way on every shape; what cannot run has a row that says why.
+    """Time every way on every shape; a way that cannot run has a row with the reason.
 
     Raises:
-        ConfigError: no such device or preset.
+        ConfigError: there is no such device or preset.
     """
     backend = select(config.device)
     clock = Clock(backend, config.repeats, config.limit_s)
@@ -133,7 +133,7 @@ def run_attention(config: AttentionConfig, out: Path | None) -> AttentionReport:
 
 
 def measured(ways: Iterator[Way], work: Work, which: Pass, *, clock: Clock) -> list[Row]:
-    """A row for each way, those that can run in turns; `over_dense` against the best dense one."""
+    """Return a row per way, timed in turns; `over_dense` is the speedup over the best dense way."""
     logger.info("%s, S=%d, %d/%d heads", which, work.length, work.heads, work.key_heads)
     tried = [ready(way, work, which, clock.backend) for way in ways]
     able = [each for each in tried if isinstance(each, Ready)]
@@ -147,7 +147,7 @@ def measured(ways: Iterator[Way], work: Work, which: Pass, *, clock: Clock) -> l
 
 
 def ready(way: Way, work: Work, which: Pass, backend: Backend) -> Ready | Row:
-    """A way after its first calls, whose compiling and memory the row tells; or why not."""
+    """Compile a way and measure its memory; return it ready to time, or a row with the failure."""
     row: Row = {
         "kind": "attention",
         "case": f"{way.name}, {which}, S={work.length}, {work.heads}/{work.key_heads}",
@@ -194,7 +194,7 @@ def ready(way: Way, work: Work, which: Pass, backend: Backend) -> Ready | Row:
 
 
 def crossovers(rows: Sequence[Row]) -> list[Row]:
-    """For each sparse way the least length from which on it beats every dense one; None: never."""
+    """Return each sparse way's least length from which it beats all dense ones; None if never."""
     kinds: dict[tuple, list[Row]] = defaultdict(list)
     names = ("way", "pass", "heads", "key_heads")
     for row in rows:
@@ -210,7 +210,7 @@ def crossovers(rows: Sequence[Row]) -> list[Row]:
 
 
 def _added_gib(call: Callable[[], object], backend: Backend) -> float | None:
-    """What one call holds at most beyond what is held before it."""
+    """Return the memory that one call adds at its peak, in GiB."""
     backend.reset_peak_memory()
     before = backend.held_memory_gib()
     call()

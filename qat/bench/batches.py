@@ -1,4 +1,4 @@
-"""What a benchmark trains on: sequences of a teacher cache, or random ones of the same form.
+"""The batches of a benchmark: sequences of a teacher cache, or random ones of the same form.
 
 Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws.
 """
@@ -20,12 +20,12 @@ from qat.losses.config import check_targets
 from qat.models.language_model import LanguageModel
 
 TAIL_MASS = 0.03
-"""Share of a random teacher outside its top K: that of a real one at K = 64, about."""
+"""Mass of a random teacher outside its top K, about that of a real one at K = 64."""
 
 
 @dataclass(frozen=True)
 class BatchSource:
-    """Where batches come from, and their sizes."""
+    """The source of batches, and their sizes."""
 
     cache: TeacherCache | None
     seq_len: int
@@ -36,16 +36,16 @@ class BatchSource:
 
     @property
     def kind(self) -> str:
-        """What a record says about the data."""
+        """The description of the data in a record."""
         return "synthetic" if self.cache is None else f"cache {self.cache.manifest.fingerprint}"
 
     @property
     def num_sequences(self) -> int | None:
-        """Training sequences that there are, or None if they are made up."""
+        """The number of training sequences; None for random ones."""
         return None if self.cache is None else self.cache.num_sequences("train")
 
     def batch(self, batch_size: int, step: int, backend: Backend) -> Batch:
-        """`batch_size` sequences in host memory; which ones depends on seed and step alone.
+        """Return `batch_size` sequences in host memory, chosen by seed and step alone.
 
         A cache with fewer sequences repeats them. Random ones are made on the device, for speed.
         """
@@ -57,7 +57,7 @@ class BatchSource:
 
 
 def random_source(config: MeasureConfig, vocab_size: int) -> BatchSource:
-    """Random batches of the sizes that `config` names, or the usual ones."""
+    """Return random batches of the sizes in `config`, or of the default sizes."""
     return BatchSource(
         cache=None,
         seq_len=config.seq_len or DEFAULT_LENGTH,
@@ -69,12 +69,12 @@ def random_source(config: MeasureConfig, vocab_size: int) -> BatchSource:
 
 
 def open_source(config: MeasureConfig, student: LanguageModel) -> BatchSource:
-    """The cache of `config`, or random batches where it names none.
+    """Open the cache of `config`; without one return random batches.
 
     Raises:
-        CacheError: the cache cannot be read, or is not one for this student.
-        ConfigError: its sequence length or K is not the one asked for, or the loss needs what it
-            does not hold.
+        CacheError: the cache cannot be read, or does not fit this student.
+        ConfigError: its sequence length or K is not the requested one, or it lacks what the loss
+            needs.
     """
     vocab_size = student.config.vocab_size
     if config.cache_dir is None:
@@ -96,7 +96,7 @@ def open_source(config: MeasureConfig, student: LanguageModel) -> BatchSource:
                 "choose another cache"
             )
     check_targets(config.losses, top_k, draws, has_tail=has_tail)
-    # a shape has no tokenizer of its own: it takes any cache over its vocabulary
+    # a shape has no tokenizer of its own: it takes any cache of its vocabulary size
     cache.check_student(cache.manifest.tokenizer, vocab_size, student.longest)
     if cache.num_sequences("train") == 0:
         raise ConfigError(
@@ -107,11 +107,7 @@ def open_source(config: MeasureConfig, student: LanguageModel) -> BatchSource:
 
 
 def check_batch_sizes(source: BatchSource, sizes: tuple[int, ...], grad_accum_steps: int) -> None:
-    """Refuse a batch with more sequences than the cache has: it would repeat some.
-
-    Raises:
-        ConfigError: naming the largest such batch.
-    """
+    """Raise ConfigError for a batch of more sequences than the cache has: it would repeat some."""
     total = source.num_sequences
     if total is not None and max(sizes) * grad_accum_steps > total:
         raise ConfigError(
@@ -122,15 +118,15 @@ def check_batch_sizes(source: BatchSource, sizes: tuple[int, ...], grad_accum_st
 
 
 def random_batch(source: BatchSource, batch_size: int, generator: torch.Generator) -> Batch:
-    """Uniform tokens, one document a row, every position counting, on the generator's device.
+    """Return uniform tokens, one document per row, all positions valid, on the generator's device.
 
-    The teacher's log-probabilities fall like a power of the rank and sum to `1 - TAIL_MASS`.
+    The teacher's probabilities follow a power law of the rank and sum to `1 - TAIL_MASS`.
     """
     B, S, V, device = batch_size, source.seq_len, source.vocab_size, generator.device
     here = {"generator": generator, "device": device}
 
     def distinct_ids(number: int) -> Tensor:
-        """`(B, S, number)`, distinct in each position: even strides through the vocabulary."""
+        """Return `(B, S, number)`, distinct per position: an even stride through the vocabulary."""
         first = torch.randint(V, (B, S, 1), **here)
         stride = torch.randint(1, max(2, V // max(number, 1)), (B, S, 1), **here)
         return (first + stride * torch.arange(number, device=device)) % V
@@ -152,27 +148,27 @@ def random_batch(source: BatchSource, batch_size: int, generator: torch.Generato
     )
 
 
-# How documents of varied lengths become rows: packed, in fixed slices, or in buckets of lengths.
-# Caches are packed; this is for comparing what that is worth.
+# Layouts of documents of varied lengths: packed, in fixed slices, or in buckets of lengths. Caches
+# are packed; the other layouts measure the gain from packing.
 
 MEDIAN_SHARE, LOG_SPREAD = 1 / 4, 0.8
-"""Median of the lengths as a share of a row, and standard deviation of their logarithm: lengths are
-log-normal, as those of text are, about."""
+"""The median length as a fraction of a row, and the standard deviation of the logarithm: lengths
+are log-normal, as those of text are approximately."""
 SHORTEST = 2
 BUCKETS = (8, 4, 2, 1)
-"""A row of each bucket is a whole row divided by this."""
+"""Divisors of a row's length that give the row lengths of the buckets."""
 STEPS = 16
-"""Steps before the batches repeat: as many as it takes for each bucket to have its share."""
+"""Steps before the batches repeat: enough for each bucket to get its share."""
 
 
 def make_batches(
     source: BatchSource, layout: str, batch_size: int, backend: Backend
 ) -> list[Batch]:
-    """A batch for each of `STEPS` steps, in host memory; all have `batch_size * seq_len` positions.
+    """Return `STEPS` batches in host memory, each of `batch_size * seq_len` positions.
 
-    `packed`: documents end to end, cut where a row is full. `slices`: one document a row, cut or
-    padded to `seq_len`. `buckets`: cut likewise, padded to the next bucket's length; a batch has
-    rows of one bucket, and buckets come as often as documents fill them.
+    `packed`: documents end to end, cut at the end of a row. `slices`: one document per row, cut or
+    padded to `seq_len`. `buckets`: cut likewise, padded to the length of the next bucket; a batch
+    has rows of one bucket, and buckets are as frequent as their share of padded positions.
     """
     generator = torch.Generator(backend.device).manual_seed(source.seed)
     S = source.seq_len
@@ -187,18 +183,18 @@ def make_batches(
 
 
 def document_lengths(number: int, S: int, generator: torch.Generator) -> Tensor:
-    """`(number,)` int64 lengths, log-normal with median `S / 4`, at least two tokens."""
+    """Return `(number,)` int64 lengths, log-normal with median `S / 4`, at least two tokens."""
     spread = torch.randn(number, generator=generator, device=generator.device) * LOG_SPREAD
     return (spread.exp() * S * MEDIAN_SHARE).long().clamp(min=SHORTEST)
 
 
 def bucket_edges(S: int) -> list[int]:
-    """Lengths of rows, ascending; parts of S too short for a document are left out."""
+    """Return the row lengths of the buckets, ascending, without those too short for a document."""
     return [S // part for part in BUCKETS if S % part == 0 and S // part >= SHORTEST]
 
 
 def _rows(lengths: Tensor, edges: list[int], positions: int) -> Iterator[tuple[Tensor, int]]:
-    """For each of `STEPS` steps the lengths of its rows, and what they are padded to."""
+    """Yield for each of `STEPS` steps the document lengths of its rows and their padded length."""
     pools = {
         edge: lengths[(lengths > below) & (lengths <= edge)]
         for below, edge in pairwise([0, *edges])
@@ -207,7 +203,7 @@ def _rows(lengths: Tensor, edges: list[int], positions: int) -> Iterator[tuple[T
     padded = torch.tensor([float(len(pool) * edge) for edge, pool in pools.items()])
     counts = (padded / padded.sum() * STEPS).round().int().tolist()
     order = [edge for edge, times in zip(edges, counts, strict=True) for _ in range(times)]
-    order = order[::3] + order[1::3] + order[2::3]  # sizes alternate, as shuffled buckets do
+    order = order[::3] + order[1::3] + order[2::3]  # interleave the sizes, as shuffled buckets do
     begun = dict.fromkeys(edges, 0)
     for edge in islice(cycle(order), STEPS):
         begun[edge], start = begun[edge] + positions // edge, begun[edge]

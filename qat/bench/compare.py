@@ -1,7 +1,7 @@
-"""Two sets of measurements, case by case: same, slower, faster, or not to be compared.
+"""Comparison of two sets of measurements by case: same, slower, faster, or not comparable.
 
-A case is slower when its median is by more than a threshold and the 95 % intervals of both medians
-share nothing. What `qat bench compare` exits with follows from all cases together.
+A case is slower if its median is, by more than a threshold, and the 95 % intervals of both medians
+do not overlap. The exit code of `qat bench compare` follows from all cases together.
 """
 
 import json
@@ -30,15 +30,15 @@ SHAPE = (
     *("student", "parameters", "data", "seq_len", "top_k", "batch_size", "grad_accum_steps"),
     *("scope", "to", "shape", "size", "unit"),
 )
-"""Facts that say how much work a case is: of two sets they must agree."""
+"""Facts about the amount of work in a case, which must be equal in both sets."""
 PLACE = ("device", "dtype")
 PLACE_OF_CPU = ("cpu", "threads")
-"""Facts that say what it ran on; a device called "cpu" is told apart by the second."""
+"""Facts about the hardware. All devices called "cpu" differ by the second tuple."""
 SETTINGS = (
     *("learn", "loss", "optimizer", "latent_dtype", "gradient_checkpointing", "checkpoint_every"),
     *("compile", "settings", "torch", "triton", "commit"),
 )
-"""Facts that may differ: what a comparison is about. It names those that do."""
+"""Facts that may differ, as the subject of a comparison; it lists those that do."""
 
 Row = dict[str, object]
 
@@ -52,14 +52,15 @@ class MeasuredCase:
 
     @property
     def runs(self) -> list[list[float]]:
-        """The samples of each row."""
+        """Samples of each row."""
         return [row["samples"] for row in self.rows]
 
     @property
     def samples(self) -> list[float]:
-        """What intervals rest on: the median of each of three rows or more, else every sample.
+        """The basis of intervals: the medians of three rows or more, else all samples.
 
-        Samples of one run share its luck (clocks, memory layout); only several runs tell of it.
+        Samples within one run share its clocks and memory layout, so only several runs show the
+        variation between runs.
         """
         if len(self.rows) >= MIN_SAMPLES:
             return self.medians
@@ -67,30 +68,30 @@ class MeasuredCase:
 
     @property
     def medians(self) -> list[float]:
-        """Median of the samples of each row."""
+        """The median of the samples of each row."""
         return [statistics.median(run) for run in self.runs]
 
     def facts(self, names: Sequence[str]) -> dict[str, object]:
-        """Those of `names` that the rows have; all rows agree on a shape and a place."""
+        """Return those of `names` that the rows have; all rows agree on shape and place."""
         return {name: self.rows[0][name] for name in names if name in self.rows[0]}
 
     @property
     def place(self) -> dict[str, object]:
-        """Device, and on a CPU the processor and threads, that the case ran on."""
+        """The device, and for a CPU its processor and threads."""
         names = (*PLACE, *PLACE_OF_CPU) if self.rows[0].get("device") == "cpu" else PLACE
         return self.facts(names)
 
     @property
     def within_runs(self) -> float:
-        """Coefficient of variation of the samples within a row, mean over rows."""
+        """The coefficient of variation of the samples within a row, averaged over rows."""
         return statistics.fmean(variation(run) for run in self.runs)
 
 
 def read_cases(path: Path) -> dict[str, MeasuredCase]:
-    """The cases of a file of rows, of a directory of results, or of a record.
+    """Read the cases of a file of rows, a directory of results, or a record.
 
     Raises:
-        ComparisonError: nothing is there, no row has raw samples, or a case has two shapes.
+        ComparisonError: the path does not exist, no row has raw samples, or a case has two shapes.
     """
     try:
         rows = [row for file in files_of(path) for row in read_json_lines(file)]
@@ -107,7 +108,7 @@ def read_cases(path: Path) -> dict[str, MeasuredCase]:
         by_name.setdefault(str(row.get("case", "")), []).append(row)
     cases = {}
     for name, found in by_name.items():
-        # single turns where there are any: the other rows of such a case are their sum
+        # prefer single turns if there are any: the other rows of such a case are their sum
         turns = [row for row in found if str(row.get("kind")).endswith("round")]
         cases[name] = MeasuredCase(name, tuple(turns or found))
         _check_alike(cases[name], path)
@@ -115,7 +116,7 @@ def read_cases(path: Path) -> dict[str, MeasuredCase]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of rows at `path`: itself, its results.jsonl, those below it, or other tables.
+    """Return the files of rows at `path`: itself, its results.jsonl, those below, or other .jsonl.
 
     Raises:
         ComparisonError: there are none.
@@ -139,19 +140,19 @@ def files_of(path: Path) -> list[Path]:
 
 
 def has_repeats(case: MeasuredCase) -> bool:
-    """Whether there are enough samples to speak of a spread."""
+    """Return whether a case has enough samples to estimate a spread."""
     return len(case.samples) >= MIN_SAMPLES
 
 
 def between_cases(cases: Iterable[MeasuredCase]) -> float:
-    """Coefficient of variation of the cases' medians: what the choice of case changes."""
+    """Return the coefficient of variation of the medians of the cases."""
     return variation([statistics.median(case.samples) for case in cases])
 
 
 def between_runs(cases: Iterable[MeasuredCase]) -> float | None:
-    """The same of the runs of a case, mean over cases: what changes though nothing was changed.
+    """Return the coefficient of variation between runs of a case, averaged over cases: the noise.
 
-    None where no case has two runs.
+    None if no case has two runs.
     """
     found = [variation(case.medians) for case in cases if len(case.rows) > 1]
     return statistics.fmean(found) if found else None
@@ -173,18 +174,18 @@ SAME, REGRESSION, NOT_COMPARABLE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Pair:
-    """One case on both sides."""
+    """One case in both sets."""
 
     before: MeasuredCase
     after: MeasuredCase
     difference: Difference | None
-    """None where they cannot be compared."""
+    """The difference of the medians; None if the cases are not comparable."""
     reason: str = ""
-    """Why not."""
+    """The reason why the cases are not comparable."""
 
     @property
     def name(self) -> str:
-        """Name of the case."""
+        """The name of the case."""
         return self.before.name
 
     @property
@@ -195,23 +196,23 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All cases of two sets."""
+    """The comparison of all cases of two sets."""
 
     pairs: tuple[Pair, ...]
     gone: tuple[str, ...]
-    """Cases of the first set alone."""
+    """Cases only in the first set."""
     new: tuple[str, ...]
-    """Cases of the second set alone."""
+    """Cases only in the second set."""
     between_cases: float
     between_runs: float | None
     settings: dict[str, tuple[object, object]]
-    """Settings that differ: before and after."""
+    """Settings that differ, as (before, after)."""
     hosts: int
-    """How many hosts measured."""
+    """Number of hosts that measured."""
 
     @property
     def exit_code(self) -> int:
-        """1 for any regression; else 2 if a case could not be compared or is gone; else 0."""
+        """1 for any regression; else 2 if a case is not comparable or missing; else 0."""
         verdicts = {pair.verdict for pair in self.pairs}
         if "slower" in verdicts:
             return REGRESSION
@@ -219,16 +220,16 @@ class Comparison:
 
     @property
     def is_single_run(self) -> bool:
-        """Whether some verdict rests on samples within one run or two."""
+        """True if some interval rests on samples within fewer than `MIN_SAMPLES` runs."""
         cases = [case for pair in self.pairs for case in (pair.before, pair.after)]
         return any(len(case.rows) < MIN_SAMPLES for case in cases)
 
 
 def compare_files(before: Path, after: Path, threshold: float = THRESHOLD) -> Comparison:
-    """Pair the cases of two results by name and compare each.
+    """Pair the cases of two results by name and compare each pair.
 
     Raises:
-        ComparisonError: a side has no raw samples, or they have no case in common.
+        ComparisonError: a side has no raw samples, or there is no case in common.
     """
     return compare_cases(read_cases(before), read_cases(after), threshold)
 
@@ -236,7 +237,7 @@ def compare_files(before: Path, after: Path, threshold: float = THRESHOLD) -> Co
 def compare_cases(
     before: dict[str, MeasuredCase], after: dict[str, MeasuredCase], threshold: float = THRESHOLD
 ) -> Comparison:
-    """Compare cases that were read already, as `compare_files` does with files."""
+    """Compare cases that are already read, as `compare_files` does with files."""
     shared = [name for name in before if name in after]
     if not shared:
         raise ComparisonError(
@@ -261,7 +262,7 @@ def compare_cases(
 
 
 def compare_pair(before: MeasuredCase, after: MeasuredCase, threshold: float) -> Pair:
-    """One case; the reason instead of a difference where shapes, devices or repeats forbid it."""
+    """Compare one case, or give the reason if shapes, devices or too few samples forbid it."""
     found = _differences(before.facts(SHAPE), after.facts(SHAPE))
     found |= _differences(before.place, after.place)
     reason = next((f"{name}: {old} and {new}" for name, (old, new) in found.items()), "")
@@ -290,21 +291,21 @@ def _some(cases: dict[str, MeasuredCase]) -> str:
 ENVIRONMENT, RECIPE, PLOT, PAGE = "environment.json", "recipe.toml", "medians.svg", "README.md"
 SLUG = re.compile(r"[a-z0-9]+([_-][a-z0-9]+)*")
 WIDE = 20
-"""Samples that span so many times the least are drawn on a logarithmic axis."""
+"""Samples are drawn on a logarithmic axis if the largest is more than this times the least."""
 HEADINGS = ("case", "median", "95 % interval", "tokens/s", "MFU", "peak GiB", "runs", "CV")
 IN_PAGE = ("device", "cpu", "dtype", "python", "torch", "triton", "transformers", "commit", "host")
-"""What the page says of where it was measured."""
+"""Facts about the environment that the page shows."""
 STATES = {
     None: "; whether the tree had changes besides is not known.",
     True: ": **the tree had changes that are in no commit**.",
     False: ", nothing changed besides.",
 }
-"""What the page says behind the commit, by whether rows came from changes in no commit."""
+"""The text after the commit on the page, by `Record.is_dirty`."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What goes into a record."""
+    """The content of a record."""
 
     slug: str
     day: str
@@ -312,19 +313,19 @@ class Record:
     cases: dict[str, MeasuredCase]
     environment: dict[str, object]
     settings: dict[str, object]
-    """A sweep's recipe, or what a verb was asked for."""
+    """The recipe of a sweep, or the settings of a verb."""
 
     @property
     def is_dirty(self) -> bool | None:
-        """Whether any row was measured from changes in no commit; None if no row tells."""
+        """True if any row was measured with uncommitted changes; None if some row does not tell."""
         told = [row.get("dirty") for case in self.cases.values() for row in case.rows]
         return True if True in told else None if None in told else False
 
     @property
     def commit(self) -> str:
-        """Of the code that was measured, with `-dirty` behind it where that was not all.
+        """The measured commit, with the suffix `-dirty` if there were uncommitted changes.
 
-        All of them, if it changed between rows.
+        If rows have different commits, all of them.
         """
         told = [row.get("commit") for case in self.cases.values() for row in case.rows]
         told = told if any(told) else [self.environment.get("commit")]
@@ -333,7 +334,7 @@ class Record:
 
 
 def write_record(slug: str, source: Path, records: Path, day: str | None = None) -> Path:
-    """Make `records/DAY_SLUG` of the results in `source`: whole, or not at all.
+    """Create `records/DAY_SLUG` from the results in `source`, completely or not at all.
 
     Raises:
         ConfigError: no raw samples, a case without repeats, a bad name, or the record exists.
@@ -361,7 +362,7 @@ def write_record(slug: str, source: Path, records: Path, day: str | None = None)
 
 
 def figures(record: Record) -> list[dict[str, object]]:
-    """A figure for the median of each case, and one for its tokens per second."""
+    """Return a figure for the median of each case, and one for its tokens per second."""
     found = []
 
     def add(case: MeasuredCase, unit: str, values: list[float], **more: object) -> None:
@@ -392,7 +393,7 @@ def figures(record: Record) -> list[dict[str, object]]:
 
 
 def page(record: Record) -> str:
-    """The record's README: where it comes from, the table, and how much varies."""
+    """Return the record's README: its source, the table of cases, and the variation."""
     cases, runs = list(record.cases.values()), between_runs(record.cases.values())
     timed = [row for case in cases for row in case.rows if row.get("unit", "s") == "s"]
     hours = sum(sum(row["samples"]) for row in timed) / 3600
@@ -419,10 +420,10 @@ def page(record: Record) -> str:
 
 
 def draw_medians(cases: dict[str, MeasuredCase], path: Path) -> None:
-    """Each case's median with its interval, and every sample as a dot."""
+    """Draw the median of each case with its interval, and every sample as a dot."""
     every = {name: [x for run in case.runs for x in run] for name, case in cases.items()}
     figure = Figure(figsize=(7.5, 1.2 + 0.4 * len(cases)), layout="constrained")
-    with matplotlib.rc_context({"text.parse_math": False}):  # names are no formulas
+    with matplotlib.rc_context({"text.parse_math": False}):  # names are not formulas
         axes = figure.subplots()
         for place, (name, case) in enumerate(cases.items()):
             interval = median_interval(case.samples)
@@ -467,7 +468,7 @@ def _gathered(slug: str, source: Path, day: str) -> Record:
 
 
 def _without_none(values: object) -> Any:
-    """TOML has no word for nothing."""
+    """Return the values without `None`, which TOML cannot express."""
     if isinstance(values, dict):
         return {k: _without_none(each) for k, each in values.items() if each is not None}
     return [_without_none(each) for each in values] if isinstance(values, list) else values

@@ -1,4 +1,4 @@
-"""Settings of the bench verbs, and the shapes and TPUs that they name."""
+"""Settings of the bench verbs, and the model shapes and TPUs that they can name."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -15,29 +15,29 @@ from qat.train.config import StepConfig
 
 ATTENTION = ("nsa", "nsa-merged", "nsa-shared", "nsa-merged-shared", "nsa-paper")
 PASSES = ("forward", "train", "decode")
-"""What `qat bench attention` measures."""
+"""The kinds of calls that `qat bench attention` measures."""
 CASES = ("ours", "plain-eager", "plain-compiled", "torchao-int2", "reference")
-"""What `qat bench baselines` compares, by the names that its rows carry."""
+"""The cases of `qat bench baselines`, by the names in its rows."""
 DEFAULT_SHAPE = "qwen3-0.6b"
 CPU_SHAPE = "tiny"
-"""What is measured where nobody names a student."""
+"""The shapes that are measured by default, on a GPU and on a CPU."""
 DEFAULT_LENGTH, DEFAULT_TOP_K, DEFAULT_DRAWS = 64, 64, 50
 GIB_PER_UNIT = {"gib": 1.0, "gb": 1e9 / 2**30, "mib": 2**-10, "mb": 1e6 / 2**30}
 
 
-# TPUs that a step is compiled for. Memory is one chip's HBM as its maker states it (Google Cloud's
-# documentation); what the compiler lets a program have is a little less.
+# TPUs that a step is compiled for. Memory is the HBM of one chip from Google Cloud's documentation;
+# the compiler leaves slightly less to a program.
 
 
 @dataclass(frozen=True)
 class Topology:
-    """One chip of a kind."""
+    """A chip of one TPU generation."""
 
     name: str
     described: str
     """The smallest slice that libtpu describes; the step is compiled for its first chip."""
     host_bounds: tuple[int, int, int] | None
-    """Chips of a host, where libtpu must be told."""
+    """Chips per host, where libtpu needs them; else None."""
     hbm_gib: float
 
 
@@ -50,7 +50,7 @@ TOPOLOGIES = (
 
 
 def split_names(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[Topology, ...]]:
-    """Devices to predict, and topologies to compile for; every other name counts as a device."""
+    """Split names into devices to predict and topologies to compile for."""
     known = {topology.name: topology for topology in TOPOLOGIES}
     cleaned = [name.strip() for name in names]
     devices = tuple(name for name in cleaned if name.lower() not in known)
@@ -58,28 +58,27 @@ def split_names(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[Topology, 
 
 
 class MeasureConfig(StepConfig):
-    """One setting of the training step, and how it is measured."""
+    """One setting of the training step, and how to measure it."""
 
     to: Formats[str] = "q2a4"
-    """Preset that a student given by a shape's name is quantized by; q2a4_a8 and the like quantize
-    the inputs of its linears too."""
+    """Preset that quantizes a student given by the name of a shape; q2a4_a8 and the like also
+    quantize the inputs of its linears."""
     layers: Formats[int | None] = Field(None, ge=1)
-    """Decoder layers of a student given by a shape's name; all that it was published with if not
-    given."""
+    """Decoder layers of a student given by the name of a shape; by default as many as published."""
     attention: Formats[str | None] = None
-    """How the student attends, as 'qat convert --attention' names it; as it is if not given."""
+    """Attention of the student, as in 'qat convert --attention'; by default unchanged."""
     cache_dir: Text[Path | None] = None
     """Teacher cache for real batches; without one they are random."""
     seq_len: Text[int | None] = Field(None, ge=2)
-    """Positions in a sequence; by default the cache's, or 64."""
+    """Positions per sequence; by default the cache's, or 64."""
     top_k: Text[int | None] = Field(None, ge=1)
-    """Teacher tokens at a position; by default the cache's, or 64."""
+    """Teacher tokens per position; by default the cache's, or 64."""
     steps: Measured[int] = Field(20, ge=1)
     """Timed optimizer steps."""
     warmup: Measured[int] = Field(3, ge=1)
     """Steps before the clock starts; the first one compiles."""
     memory_limit: Measured[str] = ""
-    """Emulate a device of so much memory, such as 16GiB."""
+    """Emulate a device with this much memory, such as 16GiB."""
 
     @field_validator("memory_limit")
     @classmethod
@@ -90,25 +89,25 @@ class MeasureConfig(StepConfig):
 
     @property
     def memory_limit_gib(self) -> float | None:
-        """The memory to stay within, or None for all that there is."""
+        """The memory limit in GiB; None for all of the device's memory."""
         return parse_gib(self.memory_limit) if self.memory_limit else None
 
 
 class BenchConfig(MeasureConfig):
-    """What `qat bench` measures. Learning rates are zero: every trial sees the same student."""
+    """Settings of `qat bench`. Learning rates are zero: every trial sees the same student."""
 
     shape: Formats[str | None] = None
-    """Published shape to measure with random weights, where no STUDENT is named; qwen3-0.6b, or
-    tiny on a CPU, if neither is."""
+    """Published shape to measure with random weights if no STUDENT is named; by default qwen3-0.6b,
+    or tiny on a CPU."""
     batch_sizes: Measured[str] = ""
     """Batch sizes to measure, joined by commas; with --find-max-batch, the only ones to try."""
     find_max_batch: Measured[bool] = False
-    """Search the largest batch that fits into memory, and the fastest."""
+    """Search for the largest batch that fits into memory, and for the fastest."""
     plan: Measured[bool | str] = False
     """Predict other devices from this run: all, or those named, joined by commas; for v4, v5e, v5p
-    and v6e the step is compiled, without a TPU (needs the extra tpu-plan)."""
+    and v6e the step is compiled without a TPU (needs the extra tpu-plan)."""
     strict: Measured[bool] = False
-    """Fail if something else ran than was asked for: another dtype, uncompiled layers, ..."""
+    """Fail if anything ran differently than requested: another dtype, uncompiled layers, ..."""
 
     @field_validator("batch_sizes")
     @classmethod
@@ -118,29 +117,29 @@ class BenchConfig(MeasureConfig):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The batch sizes named, ascending; none if none are."""
+        """The named batch sizes, ascending; empty if none are named."""
         return parse_sizes(self.batch_sizes)
 
     @property
     def topologies(self) -> tuple[Topology, ...]:
-        """TPUs that the step is to be compiled for."""
+        """The TPUs to compile the step for."""
         return split_names(self.plan.split(","))[1] if isinstance(self.plan, str) else ()
 
     @property
     def planned(self) -> tuple[str, ...] | None:
-        """Names of the devices to predict; empty means all, None no prediction."""
+        """The names of devices to predict; empty for all, None for no prediction."""
         if isinstance(self.plan, bool):
             return () if self.plan else None
         return split_names(self.plan.split(","))[0] or None
 
 
 class BaselinesConfig(MeasureConfig):
-    """Our step beside other ways to do the same, in one run on the same shapes and data."""
+    """Our training step against other implementations, in one run on the same shapes and data."""
 
     only: Measured[str] = ",".join(CASES)
     """Cases to run, joined by commas."""
     rounds: Measured[int] = Field(2, ge=1)
-    """How often all cases take their turn; every second round runs them backwards."""
+    """Rounds in which each case takes a turn; every second round runs in reverse order."""
 
     @field_validator("only")
     @classmethod
@@ -157,52 +156,54 @@ class BaselinesConfig(MeasureConfig):
 
 
 class KernelsConfig(Settings):
-    """Every Triton kernel and its reference through the gates: compile, correct, fast."""
+    """Checks of every Triton kernel against its reference: it compiles, is correct, and is fast."""
 
     only: str = ""
-    """Parts of kernels' names, joined by commas; all for none."""
+    """Kernels to run: those whose name contains one of these words, joined by commas; by default
+    all."""
     shape: str | None = None
-    """Published shape whose dimensions speed is measured at, or tiny for a trial; by default
-    qwen3-0.6b on a GPU, and tiny where no kernel runs."""
+    """Published shape whose dimensions are timed, or tiny for a trial; by default qwen3-0.6b on a
+    GPU, and tiny where kernels cannot run."""
     device: str = "auto"
-    """Where to measure: auto, cpu, cuda, cuda:1."""
+    """Device to measure on: auto, cpu, cuda, cuda:1."""
     repeats: int = Field(30, ge=1)
     """Rounds in which a kernel and its reference take turns."""
     limit_s: float = Field(4.0, gt=0)
-    """Seconds for the rounds of one kernel; at least five are taken."""
+    """Time limit in seconds for the rounds of one kernel; at least five rounds are run."""
     seed: int | None = Field(None, ge=0)
-    """Of the inputs; without it a new one each time, which the rows tell."""
+    """Seed of the inputs; by default a new one each time, which the rows record."""
     tune: bool = False
-    """Tune the kernels that passed; what beats its default goes into the device's table."""
+    """Tune the kernels that passed; configurations faster than the default enter the device's
+    table."""
     keep: int = Field(4, ge=1)
-    """Configurations that are measured again beside the default."""
+    """Best configurations to measure again against the default."""
     figures: Path | None = None
-    """Append the figures that this run is asked for to that file."""
+    """File to which the goals' figures of this run are appended."""
 
 
 class AttentionConfig(Settings):
-    """Dense attention by each of PyTorch's kernels, and sparse attention by each of ours."""
+    """Dense attention by each PyTorch kernel, and sparse attention by each of ours."""
 
     lengths: str = "512,1024,2048,4096,8192,16384,32768,65536"
-    """Positions in a row, joined by commas."""
+    """Positions per row, joined by commas."""
     groups: str = "2,4,5,8,16"
-    """Query heads that share a key-value head, joined by commas."""
+    """Query heads per key-value head, joined by commas."""
     key_heads: int = Field(8, ge=1)
     """Key-value heads."""
     head_dim: int = Field(128, ge=1)
     """Width of a head."""
     batch_size: int = Field(1, ge=1)
-    """Rows."""
+    """Rows per call."""
     attention: str = "nsa,nsa-merged"
-    """Kinds of sparse attention, as 'qat convert --attention' calls them, joined by commas."""
+    """Kinds of sparse attention, as in 'qat convert --attention', joined by commas."""
     passes: str = "forward,train,decode"
-    """Kinds of calls: prefill, prefill with backward, and one position more."""
+    """Kinds of calls, joined by commas: prefill, prefill with backward, decoding one position."""
     device: str = "auto"
-    """Where to measure: auto, cpu, cuda, cuda:1."""
+    """Device to measure on: auto, cpu, cuda, cuda:1."""
     repeats: int = Field(20, ge=1)
     """Rounds in which all ways take turns."""
     limit_s: float = Field(4.0, gt=0)
-    """Seconds for the rounds of one shape; at least five are taken."""
+    """Time limit in seconds for the rounds of one shape; at least five rounds are run."""
 
     @field_validator("lengths", "groups")
     @classmethod
@@ -222,38 +223,38 @@ class AttentionConfig(Settings):
 
 
 class SweepConfig(Settings):
-    """How a sweep runs; nothing here changes what is compared but `tiny`."""
+    """Settings for running a sweep; only `tiny` changes what is compared."""
 
     tiny: bool = False
-    """Run the recipe's [tiny] variant, which a CPU takes in seconds."""
+    """Run the recipe's [tiny] variant, which takes seconds on a CPU."""
     dry_run: bool = False
     """Print the runs and stop."""
     strict: bool = False
-    """Fail a run in which something else ran than was asked for."""
+    """Fail a run in which anything ran differently than requested."""
     sample_s: float = Field(1.0, gt=0)
-    """Seconds between samples of GPU and host."""
+    """Seconds between samples of GPU and host telemetry."""
     allow_command: bool = False
-    """Run the program that a recipe of verb = "command" names: read it before."""
+    """Run the program of a recipe with verb = "command"; read the recipe first."""
 
 
 class QualityConfig(Settings):
-    """Where the jobs of a recipe run; nothing here changes what they find."""
+    """Settings for running the jobs of a recipe; nothing here changes their results."""
 
     workers: int = Field(1, ge=1)
-    """Jobs side by side on each device; seconds compare only between rows of equal workers."""
+    """Parallel jobs per device; compare seconds only between rows with equal workers."""
     device: str = "auto"
-    """auto or cuda, whose jobs spread over all GPUs, cpu, cuda:1 or mps."""
+    """Device of the jobs: auto or cuda (spread over all GPUs), cpu, cuda:1 or mps."""
     only: str = ""
-    """Recipes to run now: those whose name holds one of these words, joined by |; all if empty.
-    The table keeps what others found before."""
+    """Recipes to run: those whose name contains one of these words, joined by |; all if empty. The
+    table keeps earlier results of the others."""
 
     def wants(self, name: str) -> bool:
-        """Whether the recipe called `name` is to run."""
+        """Return whether the recipe called `name` is selected."""
         return any(word.strip() in name for word in self.only.split("|"))
 
 
 def parse_gib(text: str) -> float:
-    """`16GiB`, `24 GB` or `512MiB` in GiB.
+    """Parse `16GiB`, `24 GB` or `512MiB` to GiB.
 
     Raises:
         ValueError: it is not a positive number with such a unit.
@@ -266,7 +267,7 @@ def parse_gib(text: str) -> float:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """`8,16,32` as numbers, ascending, each once; nothing for no text.
+    """Parse `8,16,32` to ascending numbers without duplicates; empty for empty text.
 
     Raises:
         ValueError: a part is not a whole number of at least 1.
@@ -277,14 +278,14 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-# Recipe files of the benchmarks: TOML read with messages that say what was meant.
+# Recipe files of the benchmarks, in TOML.
 
 
 def read_toml(path: Path, kind: str) -> dict[str, Any]:
-    """The tables of a TOML file that should be a recipe of `kind`.
+    """Read the tables of a TOML file that should be a recipe of `kind`.
 
     Raises:
-        ConfigError: it is missing or no TOML, or would run code of others.
+        ConfigError: the file is missing, is not TOML, or would run third-party code.
     """
     try:
         values = parse_toml(path.read_text(encoding="utf-8"))
@@ -301,11 +302,7 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
 
 
 def check_keys(where: str, keys: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse a key that nobody reads, with the nearest one that somebody does.
-
-    Raises:
-        ConfigError: naming the first such key.
-    """
+    """Raise ConfigError for the first unknown key, with the nearest known one."""
     known = sorted(known)
     for key in keys:
         if key not in known:
@@ -314,15 +311,14 @@ def check_keys(where: str, keys: Iterable[str], known: Iterable[str]) -> None:
             raise ConfigError(f"{where} has {key!r}, expected a key that it knows; {hint}")
 
 
-# Published sizes of the models that students are made of, by name, from each model's config.json on
-# the hub. What does not change the cost of a step (rotary base, epsilon, tokens of a kind) is left
-# at its architecture's default.
+# Published model sizes by name, from each model's config.json on the hub. Settings that do not
+# change the cost of a step (rotary base, epsilon, special tokens) keep the architecture's defaults.
 
 
 def _sizes(
     width: int, ffn: int, layers: int, heads: tuple[int, int, int], *, tied: bool = True
 ) -> dict[str, Any]:
-    """Sizes of a shape; `heads` are query heads, key-value heads and the width of one."""
+    """Return the sizes of a shape; `heads` are query heads, key-value heads and the head width."""
     return {
         "hidden_size": width,
         "intermediate_size": ffn,
@@ -365,7 +361,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_called(name: str) -> dict:
-    """The sizes published under `name`, upper or lower case.
+    """Return the sizes published under `name`, in any case.
 
     Raises:
         ConfigError: no shape has that name.

@@ -1,8 +1,8 @@
-"""What was asked for, and what really ran: told by what ran, never by what could be imported.
+"""Facts about what really ran, for comparison with what was requested.
 
-One step is profiled before the clock starts: the operators that it called say in which dtype it
-multiplied and how it attended, inside compiled graphs as well. Counters of the kernels, the
-compiler and the recomputed layers say the rest.
+One step is profiled before the clock starts: the operators that it called show the dtype of matmuls
+and the kind of attention, inside compiled graphs as well. Counters of the kernels, the compiler and
+the recomputed layers give the rest.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from qat.train.step import StepResult
 
 DTYPES = {"float": "fp32", "double": "fp64", "c10::BFloat16": "bf16", "c10::Half": "fp16"}
 SHOWN_AS = {"tf32": "fp32"}
-"""Rounded inside the multiplication: its operands are what the dtype behind is."""
+"""The operand dtype that a profiler shows: TF32 rounds fp32 operands inside the product."""
 MATMULS = {
     "aten::mm": (0, 1),
     "aten::bmm": (0, 1),
@@ -30,20 +30,20 @@ MATMULS = {
     "aten::baddbmm": (1, 2),
     "mkldnn::_linear_pointwise": (0, 1),
 }
-"""Which of an operator's arguments are multiplied."""
+"""Positions of the two factors among an operator's arguments."""
 ATTENTION = ("aten::_scaled_dot_product_", "qat::tile_attention", "qat::joined_tile_attention")
 MATH = "aten::_scaled_dot_product_attention_math"
 LEAST_SHARE = 0.5
-"""Of the matmul FLOPs of a step, what must be in the dtype that was asked for."""
+"""Least fraction of a step's matmul FLOPs that must be in the requested dtype."""
 
 Facts = dict[str, object]
 
 
 class Watched:
-    """A subject whose second step (or the only one before the clock) is looked into.
+    """A subject whose second step (or the only one before the clock) is profiled.
 
-    Not where operators only record (`looks` is false): each tensor that a profiler holds would
-    become a result, and the step another graph.
+    With `looks` false nothing is profiled. This is for backends that only record operators: each
+    tensor that the profiler holds would become an output and change the graph.
     """
 
     def __init__(self, subject: Subject, warmup: int, *, looks: bool = True) -> None:
@@ -54,7 +54,7 @@ class Watched:
         self._taken, self._compiled, self._recomputed = _counters()
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
-        """Take the step."""
+        """Take the step, profiled if it is its turn."""
         self._calls += 1
         if self._calls - 1 != self._looks_at:
             return self._subject(batches, step)
@@ -64,7 +64,7 @@ class Watched:
         return result
 
     def compile_facts(self) -> Facts:
-        """The subject's, and all that is known of what ran, as `effective`."""
+        """Return the subject's facts, and under `effective` all that is known about what ran."""
         now, compiled, recomputed = _counters()
         facts = self._subject.compile_facts()
         effective = {
@@ -82,9 +82,10 @@ class Watched:
 
 
 def operator_facts(events: Sequence) -> Facts:
-    """Shares of matmul FLOPs by dtype, how attention ran, and calls of our own operators.
+    """Return matmul FLOPs by dtype as fractions, attention operators, and calls of our operators.
 
-    A product of unknown sizes does not count: the compiler looked at it, nothing multiplied.
+    A product of unknown sizes is not counted: it comes from the compiler's tracing, not from a
+    matmul.
     """
     flops, attention, own = Counter(), set(), Counter()
     for event in events:
@@ -106,19 +107,19 @@ def operator_facts(events: Sequence) -> Facts:
 def what_ran(
     config: StepConfig, student: LanguageModel, effective: Facts, backend: Backend
 ) -> Facts:
-    """For a row of results: what was asked for, and sentences about what ran instead."""
+    """Return the columns of a row that state what was requested and what ran instead."""
     wished = requested(config, student.config._attn_implementation)
     return {"requested": wished, "fallbacks": fallbacks(wished, effective, backend)}
 
 
 def requested(config: StepConfig, attention: str) -> Facts:
-    """The settings that something else could take the place of."""
+    """Return the settings that may be silently replaced by something else."""
     names = ("dtype", "compile", "gradient_checkpointing", "checkpoint_every")
     return {**{name: getattr(config, name) for name in names}, "attention": attention}
 
 
 def fallbacks(wished: Facts, effective: Facts, backend: Backend) -> list[str]:
-    """Sentences about what was asked for and did not run; none if all did."""
+    """Return a sentence for each request that was not met."""
     found = []
     compiles = wished["compile"] == "on" or (wished["compile"] == "auto" and backend.compiles())
     if compiles and not (effective["compiled"] and effective["graphs"]):
@@ -145,11 +146,7 @@ def fallbacks(wished: Facts, effective: Facts, backend: Backend) -> list[str]:
 
 
 def check_strictly(found: Sequence[str]) -> None:
-    """Refuse a run in which something else ran than was asked for.
-
-    Raises:
-        TrainingError: naming all of it.
-    """
+    """Raise TrainingError if anything ran differently than requested."""
     if found:
         raise TrainingError(
             f"{'; '.join(found)}; expected what was asked for (strict); mend the cause, ask for "
@@ -158,10 +155,10 @@ def check_strictly(found: Sequence[str]) -> None:
 
 
 def _matmul(event, first: int, second: int) -> dict[str, int]:  # noqa: ANN001 - a kineto event
-    """An operator's FLOPs by the dtype of its factors: 2 x rows x inner x columns."""
+    """Return an operator's FLOPs by the dtype of its factors: 2 x rows x inner x columns."""
     shapes, dtypes = event.shapes(), event.dtypes()
     left, right = shapes[first], shapes[second]
-    if not (left and right):  # symbols, while a step of another shape is compiled
+    if not (left and right):  # symbolic sizes, while a step of another shape is compiled
         return {}
     columns = prod(right) // max(prod(right[:-2]) * left[-1], 1)
     return {DTYPES.get(dtypes[first], dtypes[first]): 2 * prod(left) * columns}

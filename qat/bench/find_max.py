@@ -1,4 +1,4 @@
-"""The largest batch that fits into memory, the fastest one, and what a memory model predicts."""
+"""Search for the largest batch that fits into memory and the fastest one, by a memory model."""
 
 import logging
 import traceback
@@ -16,17 +16,17 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SLACK_GIB = 1 / 8
-"""What a failed run may leave: workspaces of libraries, which are made once and stay."""
+"""Memory that a failed run may leave allocated: library workspaces, which are allocated once."""
 
 
 def unless_out_of_memory(run: Callable[[], T], backend: Backend) -> T | None:
-    """What `run` returns, or None if memory ran out inside; every other error propagates.
+    """Return the result of `run`, or None if it runs out of memory; other errors propagate.
 
-    Memory that is free to give is given back before and after. `run` must drop what it makes when
-    it fails (`try ... finally`); its stack frames are cleared here.
+    Cached memory is freed before and after. If `run` fails it must drop what it made (`try ...
+    finally`); its stack frames are cleared here.
 
     Raises:
-        AssertionError: a failed `run` left memory behind, which is our bug.
+        AssertionError: a failed `run` left memory allocated, which is our bug.
     """
     backend.free_memory()
     before = backend.held_memory_gib()
@@ -36,7 +36,7 @@ def unless_out_of_memory(run: Callable[[], T], backend: Backend) -> T | None:
     except (RuntimeError, MemoryError) as error:
         if not backend.is_out_of_memory(error):
             raise
-        while error is not None:  # frames hold tensors, of the errors behind it as well
+        while error is not None:  # frames hold tensors, also those of chained errors
             traceback.clear_frames(error.__traceback__)
             error = error.__context__
     backend.free_memory()
@@ -47,26 +47,25 @@ def unless_out_of_memory(run: Callable[[], T], backend: Backend) -> T | None:
 
 
 FIRST_STRIDES = 128
-"""The first stride is one part in so many of the guess."""
+"""The first stride is the guess over this."""
 GROWTH = 4
-"""Each stride is so many times the one before: as a guess may be far off, most of the trials would
-else be strides."""
+"""Factor between strides: a guess may be far off, and fixed strides would then take most trials."""
 
 
 def largest_that_fits(
     fits: Callable[[int], bool], guess: int, most: int | None = None, *, least: int = 0
 ) -> int:
-    """The largest `n >= 1` for which `fits(n)`, exactly; 0 if not even 1 fits.
+    """Return the largest `n >= 1` for which `fits(n)`, exactly; 0 if not even 1 fits.
 
-    `fits` must be true up to some size and false above. From `guess` the search walks in strides
-    that grow fourfold until a size that fits and one that does not enclose the answer, then halves
-    the gap; it never asks twice for one size. With `t` the answer and `g` the guess it takes at
-    most `2 log2(max(g, t)) + 6` trials, and few if the guess is good.
+    `fits` must be true up to some size and false above. From `guess` the search moves in strides
+    that grow fourfold until a size that fits and one that does not enclose the answer, then it
+    bisects. No size is tried twice. With the answer `t` and the guess `g` it takes at most `2
+    log2(max(g, t)) + 6` trials, and few if the guess is good.
 
     Args:
         fits: tries one size.
-        guess: where to begin; any whole number.
-        most: the largest size to consider; without it there is no cap.
+        guess: the first size to try; any whole number.
+        most: the largest size to consider; None for no limit.
         least: a size that is known to fit; 0 for none.
     """
     guess = max(1, guess if most is None else min(guess, most))
@@ -90,58 +89,58 @@ def largest_that_fits(
 
 
 PROBES = (1, 8)
-"""The smaller trial of the memory model has the tokens that keep a device busy, or the eighth part
-of them where those do not fit: buffers of fixed size would pass for a cost per sequence of fewer,
-and so would what a recomputed layer holds for a slice of the batch."""
+"""Divisors of the tokens that keep a device busy: the smaller trial of the memory model has all of
+them, or an eighth if those do not fit. With fewer tokens, buffers of fixed size and the slices of a
+recomputed layer would look like a cost per sequence."""
 REACH, FARTHEST = 2, 3
-"""A trial that corrects a prediction is one part in so many of it; another follows while the
-prediction is more than so many times as large as the largest trial."""
+"""A trial that corrects a prediction has the predicted size over `REACH`; more follow while the
+prediction is over `FARTHEST` times the largest trial."""
 
 
 SPEED_TRIALS = 3
-"""Trials that look for a faster batch beside those that the search for the largest took."""
+"""Trials that look for a faster batch after the search for the largest."""
 CHOICES = 32
-"""If the largest batch does not survive all steps, one of so many sizes below it is taken."""
+"""Number of smaller sizes to choose from if the largest batch does not survive all steps."""
 
 
 @dataclass(frozen=True)
 class BatchTrial:
-    """A few optimizer steps at one batch size; None is what did not fit, or what nobody counts."""
+    """A few optimizer steps at one batch size; None is what did not fit or is not counted."""
 
     batch_size: int
     fits: bool
     peak_gib: float | None = None
-    """Most memory held."""
+    """Peak of memory in use."""
     peak_reserved_gib: float | None = None
-    """Most memory that PyTorch took from the device."""
+    """Peak of memory that PyTorch reserved on the device."""
     step_s: float | None = None
     tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """`peak = fixed + per_sequence * batch_size`, through two measured points."""
+    """The line `peak = fixed + per_sequence * batch_size` through two measured points."""
 
     fixed_gib: float
     per_sequence_gib: float
 
     def peak_gib(self, batch_size: int) -> float:
-        """Predicted peak."""
+        """Return the predicted peak in GiB."""
         return self.fixed_gib + self.per_sequence_gib * batch_size
 
     @classmethod
     def through(cls, low: tuple[int, float], high: tuple[int, float]) -> Self:
-        """The line through two batch sizes and their peaks in GiB."""
+        """Return the line through two batch sizes and their peaks in GiB."""
         slope = (high[1] - low[1]) / (high[0] - low[0])
         return cls(low[1] - slope * low[0], slope)
 
     def largest(self, memory_gib: float) -> int:
-        """The largest batch whose predicted peak stays within `memory_gib`; at least 0."""
+        """Return the largest batch whose predicted peak stays within `memory_gib`; at least 0."""
         return max(0, int((memory_gib - self.fixed_gib) / self.per_sequence_gib))
 
 
 class Trials:
-    """Tries batch sizes, each once, so that no trial feels the one before."""
+    """Tries each batch size once, with memory freed between trials so that they are independent."""
 
     def __init__(self, time_steps: Callable[[int], Timing], backend: Backend) -> None:
         self._time_steps = time_steps
@@ -149,7 +148,7 @@ class Trials:
         self.done: dict[int, BatchTrial] = {}
 
     def fits(self, batch_size: int) -> bool:
-        """Whether a few optimizer steps of `batch_size` stay within memory."""
+        """Return whether a few optimizer steps of `batch_size` fit into memory."""
         if batch_size not in self.done:
             found = unless_out_of_memory(lambda: self._time_steps(batch_size), self._backend)
             if found is None:
@@ -171,13 +170,13 @@ class Trials:
         return self.done[batch_size].fits
 
     def fastest(self, choices: Sequence[int]) -> int:
-        """The one of `choices` with the most tokens a second, of those tried; the last for none."""
+        """Return the tried one of `choices` with the most tokens/s; the last if none was tried."""
         speeds = {size: trial.tokens_per_s for size, trial in self.done.items() if trial.fits}
         among = (size for size in speeds if size in choices)
         return max(among, key=speeds.__getitem__, default=choices[-1])
 
     def look_for_faster(self, choices: Sequence[int]) -> None:
-        """Go from the fastest so far a quarter of the way to its farther neighbour, some times.
+        """Try sizes a quarter of the way from the fastest towards its farther neighbour.
 
         `choices` are all sizes that may be tried, ascending up to the largest that fits.
         """
@@ -195,7 +194,7 @@ class Trials:
             self.fits(gap[len(gap) // 4])
 
     def memory_model(self, seq_len: int) -> MemoryModel | None:
-        """The line through two small batches' peaks; None if they do not fit or tell nothing."""
+        """Return the line through two small batches' peaks; None if they do not fit or grow."""
         tokens = self._backend.tokens_at_once()
         for small in dict.fromkeys((*(max(1, tokens // part // seq_len) for part in PROBES), 1)):
             if self.fits(small) and self.fits(2 * small):
@@ -206,10 +205,10 @@ class Trials:
         return None
 
     def nearer(self, model: MemoryModel, memory_gib: float) -> MemoryModel:
-        """A model through larger trials: it predicts from less far away.
+        """Correct a memory model by larger trials, so that it extrapolates less.
 
-        A step's peak may be of one kind for small batches (what a recomputed layer holds for a
-        slice of them) and of another for large ones, which costs more for each sequence.
+        The peak of a step may have one cause for small batches (a recomputed layer's buffers for a
+        slice of the batch) and another for large ones, with a higher cost per sequence.
         """
         reached = 0
         while (size := model.largest(memory_gib)) > FARTHEST * reached:
@@ -227,18 +226,18 @@ class Trials:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search found."""
+    """The result of a search."""
 
     largest: int
     fastest: int
-    """The one with the most tokens a second: not always the largest."""
+    """The size with the most tokens/s, which is not always the largest."""
     confirmed: dict[int, float | None]
-    """Tokens a second, or None for out of memory, of each size that took all timed steps."""
+    """Tokens/s of each size that was run for all timed steps; None for out of memory."""
     memory_gib: float | None
     model: MemoryModel | None
-    """None where even two sequences do not fit, or where nobody counts memory."""
+    """The fitted model; None if two sequences do not fit, or if memory is not counted."""
     predicted: int | None
-    """The model's answer, before the search."""
+    """The prediction of the model before the search."""
     trials: tuple[BatchTrial, ...]
 
 
@@ -252,17 +251,17 @@ def find_max_batch(
 ) -> Search:
     """Fit a memory model on two small trials, search around its prediction, then confirm.
 
-    Unless sizes are named, one trial between corrects the model. The largest batch
-    then takes all timed steps. If it survives them, a few trials more look for a faster one; else a
-    bisection of `CHOICES` sizes below finds one that does. So does, at last, the fastest one tried.
+    Unless `sizes` are given, larger trials correct the model. The largest batch then runs all timed
+    steps. If it survives, a few more trials look for a faster one; else a bisection of about
+    `CHOICES` smaller sizes finds one that does. Finally the fastest size tried runs all timed steps
+    too.
 
     Args:
-        trials: what tries a size.
-        confirm: takes all timed steps of a size and gives its tokens a second; None for out of
-            memory.
-        memory_gib: memory that may be held.
-        seq_len: positions in a sequence.
-        sizes: the only sizes to consider, ascending; all for none.
+        trials: tries a size.
+        confirm: runs all timed steps of a size and returns its tokens/s; None for out of memory.
+        memory_gib: memory that may be used.
+        seq_len: positions per sequence.
+        sizes: the only sizes to consider, ascending; all if empty.
 
     Raises:
         ConfigError: not even the smallest size fits.

@@ -1,7 +1,7 @@
-"""Runs the jobs of a comparison, each a process of its own that leaves a row or its last words.
+"""Runs the jobs of a comparison, each as a process that leaves a row or an error message.
 
-`qat bench sweep` and `qat bench quality` run on this. What a job does and what its row holds is
-theirs; how jobs start, wait for a device, end, fail and go on after a stop is the same for both.
+`qat bench sweep` and `qat bench quality` use this. They define what a job does and what its row
+holds; here are start, device assignment, end, failure and resumption, which are the same for both.
 """
 
 import json
@@ -26,69 +26,70 @@ from qat.files import locked, write_atomically
 
 POLL_S = 0.02
 PATIENCE_S = 5.0
-"""How long to wait for the last job of a comparison that was killed to notice."""
+"""Seconds to wait for the leftover jobs of a killed comparison to release the directory."""
 ERROR = re.compile(r"(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception): \S.*)")
-"""What a traceback ends with, before what CUDA adds to it; the launcher's own says nothing."""
+"""The error line of a traceback, before the hints that CUDA appends. The launcher's own errors,
+which have no message on that line, do not match."""
 GRACE_S = 2.0
-"""Between asking a process to end, which lets it write its stack, and ending it."""
+"""Seconds between SIGTERM, on which a process may write its stack, and SIGKILL."""
 
 
 class JobFiles:
-    """Where the files of a job lie, which has a directory of results `out` and a `label`."""
+    """Paths of a job's files; a subclass has a directory of results `out` and a `label`."""
 
     module: ClassVar[str]
-    """What runs the job: it calls `run_as_process`."""
+    """The module that runs the job: it calls `run_as_process`."""
 
     @property
     def ranks(self) -> int:
-        """Processes that do the job together, started by torchrun if there are several."""
+        """Processes that run the job together, started by torchrun if there are several."""
         return 1
 
     @property
     def row(self) -> Path:
-        """What a finished job leaves, whole or not at all; a job with it never runs again."""
+        """The result of a finished job, written atomically; a job that has one is not rerun."""
         return self.out / "rows" / f"{self.label}.json"
 
     @property
     def job(self) -> Path:
-        """The settings that its process reads."""
+        """The settings that the job's process reads."""
         return self.out / "jobs" / f"{self.label}.json"
 
     @property
     def log(self) -> Path:
-        """What its process said."""
+        """The output of the job's process."""
         return self.out / "logs" / f"{self.label}.log"
 
     @property
     def directory(self) -> Path:
-        """Directory of files that the job makes, such as training runs and heartbeats of ranks."""
+        """The directory of the job's own files, such as training runs and heartbeats of ranks."""
         return self.out / "runs" / self.label
 
     def finish(self, found: object) -> None:
-        """Leave the row, or rows, that the job found."""
+        """Write the row, or rows, of the job."""
         self.row.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self.row, json.dumps(found, indent=1, default=str) + "\n")
 
 
 def name_in_path(name: str) -> str:
-    """The name in lower case with a hyphen for whatever is no letter or digit."""
+    """Return the name in lower case with a hyphen for every character but letters and digits."""
     return "".join(letter if letter.isalnum() else "-" for letter in name.lower())
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A job whose process is gone."""
+    """A job whose process has ended."""
 
     job: Any
     status: int
     is_late: bool
-    """Whether it was ended because it took too long."""
+    """True if the process was ended by the timeout."""
 
     @property
     def last_words(self) -> str:
-        """Why it failed: a user's mistake, the last error of a traceback, or the last line.
+        """The reason of a failure: a user error, the last error of a traceback, or the last line.
 
-        More follows these: a launcher tells of the end of its ranks, CUDA of ways to debug.
+        Later lines do not matter: launchers report the end of their ranks, CUDA ways to debug.
         """
         log = self.job.log
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
@@ -109,17 +110,19 @@ def run_processes(
     timeout_s: float = float("inf"),
     keep_open: tuple[int, ...] = (),
 ) -> None:
-    """Run each job as `python -m ITS.MODULE JOB.json`; when this process ends, so do they.
+    """Run each job as `python -m MODULE JOB.json`; the jobs end with this process.
 
     Args:
-        jobs: settings with a `JobFiles`, in the order in which they start.
-        after_each: called when one has ended; false starts no more of them.
-        told: what the line of progress says, and what it counts.
-        side_by_side: how many run at once.
-        placed: a job as it starts, such as with a device, given the jobs that are running; None
-            while it waits for one of them. What still waits when none runs is given up.
-        watched: what goes on while a job with that process id runs.
-        timeout_s: a job that takes longer is ended with all its processes.
+        jobs: settings that are `JobFiles`, in starting order.
+        after_each: called when a job has ended; false starts no more jobs and ends the running
+            ones.
+        told: label and unit of the progress line.
+        side_by_side: number of jobs that run in parallel.
+        placed: returns a job as it starts, such as with a device, given the running jobs; None
+            while the job must wait for one of them. Jobs that still wait when none runs are
+            dropped.
+        watched: a context that is entered while a job with the given process ID runs.
+        timeout_s: time limit of a job, after which all its processes are ended.
         keep_open: file descriptors that the jobs inherit.
     """
     waiting, running = [*jobs], []
@@ -148,12 +151,12 @@ def run_processes(
 
 
 def least_busy(devices: Sequence[str], busy: Sequence[str]) -> str:
-    """The first of the devices that occur in `busy` least often."""
+    """Return the first device with the fewest entries in `busy`."""
     return min(devices, key=busy.count)
 
 
 class _Running:
-    """A job's process, which leads a group of its own and is watched until it ends."""
+    """A job's process, which leads its own process group and is watched until it ends."""
 
     def __init__(self, job: Any, keep_open: tuple[int, ...], watched: Callable) -> None:  # noqa: ANN401
         self.job = job
@@ -163,7 +166,7 @@ class _Running:
         with job.log.open("ab") as file:
             self._process = subprocess.Popen(
                 [sys.executable, *_launcher(job.ranks), "-m", job.module, str(job.job)],
-                stdin=subprocess.PIPE,  # the job ends when it does: see `run_as_process`
+                stdin=subprocess.PIPE,  # its end of file ends the job: see `run_as_process`
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
@@ -175,14 +178,14 @@ class _Running:
         self._watch.__enter__()
 
     def is_over(self, timeout_s: float) -> bool:
-        """Whether the process has ended, or has had its time."""
+        """Return whether the process has ended or exceeded its time limit."""
         if self._process.poll() is not None:
             return True
         self._is_late = time.monotonic() - self._began > timeout_s
         return self._is_late
 
     def end(self) -> Ended:
-        """End the process, if it is still there, and all of its group: asked first, then killed."""
+        """End the process and its group: first SIGTERM, then SIGKILL."""
         try:
             self._watch.__exit__(None, None, None)
         finally:
@@ -209,13 +212,13 @@ def _launcher(ranks: int) -> list[str]:
 
 
 def run_as_process(kind: type[Settings], do: Callable[[Any], object]) -> None:
-    """Do the job whose file is named on the command line; a user's mistake is one line.
+    """Run the job whose file is named on the command line; a user error is one line.
 
-    When standard input ends, this process and its group do at once: no job outlives its starter.
+    When standard input ends, this process and its group are killed: no job outlives its parent.
     """
 
     def watch() -> None:
-        while os.read(0, 1):  # not sys.stdin, whose lock would be held when the interpreter ends
+        while os.read(0, 1):  # not sys.stdin, whose lock would be held at interpreter exit
             pass
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
@@ -227,7 +230,7 @@ def run_as_process(kind: type[Settings], do: Callable[[Any], object]) -> None:
     except QatError as error:
         sys.exit(f"qat: {error}")
     except (RuntimeError, MemoryError) as error:
-        from qat.backend.device import select  # which brings torch: a plan is read without
+        from qat.backend.device import select  # imports torch, which reading a plan does not need
 
         if not select("cpu").is_out_of_memory(error):
             raise
@@ -240,12 +243,12 @@ def run_as_process(kind: type[Settings], do: Callable[[Any], object]) -> None:
 
 @contextmanager
 def claimed(out: Path) -> Iterator[int]:
-    """Hold a directory of results, so that no other sweep runs there; the lock's descriptor.
+    """Lock a directory of results against other sweeps, and yield the descriptor of the lock.
 
-    Runs inherit it: what a killed sweep has left running holds the directory until it is gone.
+    Jobs inherit it: what a killed sweep left running holds the lock until it ends.
 
     Raises:
-        ConfigError: somebody else holds it.
+        ConfigError: another process holds the lock.
     """
     out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:

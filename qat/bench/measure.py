@@ -1,4 +1,4 @@
-"""Clocks of the benchmarks: of steps, of calls that take turns, and of the device itself."""
+"""Clocks of the benchmarks: for steps, for calls in turns, and for the peak rates of the device."""
 
 import statistics
 import time
@@ -16,32 +16,32 @@ from qat.data.packing import Batch
 from qat.models.cost import device_called
 
 Row = dict[str, object]
-"""Of results."""
+"""A row of results."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What the timed steps took."""
+    """The measurements of the timed steps."""
 
     warmup_s: float
-    """All steps before the clock, the compiler's work among them."""
+    """Seconds of all steps before the clock starts, compilation included."""
     steps_s: tuple[float, ...]
-    """Device time of each step: from the end of the one before to its own end."""
+    """Device time of each step: from the end of the previous one to its own end."""
     peak_gib: float | None
-    """Most memory held from the first step on."""
+    """Peak of memory in use since the first step."""
     reserved_gib: float | None
-    """Most memory that PyTorch took from a GPU meanwhile, in use or not."""
+    """Peak of memory that PyTorch reserved on a GPU, in use or not."""
     loss_nats: float
-    """Mean over valid tokens; the same student and data at every step. Of several ranks the part
-    that this one's tokens add to the mean over all."""
+    """Mean over valid tokens; student and data are the same at every step. With several ranks, this
+    rank's part of the mean over all."""
     valid_tokens: int
     positions: int
-    """Tokens of one step, padding included."""
+    """Tokens per step, padding included."""
     compiler: dict[str, object]
 
     @property
     def step_s(self) -> float:
-        """The median step."""
+        """The median step time."""
         return statistics.median(self.steps_s)
 
     @property
@@ -50,7 +50,7 @@ class Timing:
         return self.positions / self.step_s
 
     def numbers(self) -> Row:
-        """The fields of a row of results."""
+        """Return the columns for a row of results."""
         around = percentiles(self.steps_s)
         return {
             "unit": "s",
@@ -74,12 +74,12 @@ class Timing:
 def time_steps(
     subject: Subject, batches: Sequence[Batch], backend: Backend, *, warmup: int, steps: int
 ) -> Timing:
-    """Take `warmup` steps, then `steps` timed ones, all over the same micro-batches.
+    """Take `warmup` steps, then `steps` timed ones, all with the same micro-batches.
 
-    Nothing waits for the device between the timed steps, as in training: they are told apart by
-    marks on its own clock.
+    The host never waits for the device between timed steps, as in training: events on the device's
+    clock separate them.
     """
-    # from here on: a replayed graph asks for no memory, only its recording did
+    # reset before the warm-up: capturing a graph allocates memory, replaying it does not
     backend.reset_peak_memory()
     began = backend.mark()
     for step in range(warmup):
@@ -104,29 +104,29 @@ def time_steps(
 
 
 def compile_anew() -> None:
-    """Forget what was compiled for other shapes: a run of one shape compiles for that shape."""
+    """Drop code compiled for other shapes, so that a shape is compiled as in a run of its own."""
     torch.compiler.reset()
 
 
 @dataclass(frozen=True)
 class CostFit:
-    """Step time as a fixed cost and one per token."""
+    """A linear model of step time: a fixed cost and a cost per token."""
 
     fixed_s: float
     per_token_s: float
     worst_error: float
-    """Largest deviation of a measured step from the line, as a share of it."""
+    """Largest relative error of the line over the measured steps."""
 
     @property
     def marginal_tokens_per_s(self) -> float:
-        """What an endless batch would reach."""
+        """The speed of an infinitely large batch."""
         return 1 / self.per_token_s
 
 
 def fit_cost(tokens: Sequence[int], seconds: Sequence[float]) -> CostFit | None:
-    """The line `seconds = fixed + per_token * tokens` of least relative squares.
+    """Fit `seconds = fixed + per_token * tokens` by least squares of the relative errors.
 
-    None for fewer than three sizes, or where more tokens take no longer.
+    None for fewer than three sizes, or if more tokens do not take longer.
     """
     if len(set(tokens)) < 3:
         return None
@@ -140,26 +140,26 @@ def fit_cost(tokens: Sequence[int], seconds: Sequence[float]) -> CostFit | None:
     return CostFit(fixed.item(), per_token.item(), errors.max().item())
 
 
-# Calls that take turns, each time on data that no cache holds.
+# Calls in turns, each with a cold cache.
 
 SPREAD_BYTES = 2**28
-"""What is written before each call on a GPU: several times the last cache of any."""
+"""Bytes written before each call on a GPU: several times its last-level cache."""
 LEAST_ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class Clock:
-    """How calls are timed: on which device, how often, and for how long at most."""
+    """The device, the number of rounds and the time limit of a timing."""
 
     backend: Backend
     repeats: int
     limit_s: float
-    """Of one case; at least `LEAST_ROUNDS` rounds are taken all the same."""
+    """Time limit of one case; at least `LEAST_ROUNDS` rounds are run."""
 
     def turns(self, runs: list[Callable[[], object]]) -> list[list[float]]:
-        """Device seconds of every run, one after the other, in rounds of alternating direction.
+        """Return the device seconds of all runs in turns, in rounds of alternating direction.
 
-        Before each one memory is written until no cache holds anything else.
+        Before each call memory is overwritten to flush the caches.
         """
         backend, began = self.backend, time.perf_counter()
         size = SPREAD_BYTES if backend.records() else 0
@@ -176,12 +176,12 @@ class Clock:
 
 
 def kernel_dtype(backend: Backend) -> str:
-    """What kernels' inputs are in: bf16 on a GPU, fp32 elsewhere, where they are interpreted."""
+    """Return the dtype of kernels' inputs: bf16 on a GPU, else fp32, where they are interpreted."""
     return "bf16" if backend.records() else "fp32"
 
 
 def times(seconds: list[float]) -> Row:
-    """Percentiles, the median's interval and the variation of some times, and themselves."""
+    """Return columns with the samples, percentiles, the median's interval and the variation."""
     interval = median_interval(seconds)
     return {
         "unit": "s",
@@ -193,26 +193,26 @@ def times(seconds: list[float]) -> Row:
     }
 
 
-# How fast this device really is: the rates that every benchmark measures before its cases.
+# The device's peak rates, which every benchmark measures before its cases.
 
 SHORTEST_S, REPEATS = 2e-3, 10
-"""Sizes grow until one call takes so long; of so many the fastest counts."""
+"""Sizes grow until one call takes `SHORTEST_S`; the fastest of `REPEATS` calls counts."""
 LARGEST_SIDE, LARGEST_COUNT = 8192, 2**28
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """How fast the device is, by its data sheet and by what was measured on the spot."""
+    """The device's peak rates, from its data sheet and as measured."""
 
     sheet_flops: float | None
-    """Peak FLOP/s in the compute dtype, or None for a device outside the table."""
+    """Peak FLOP/s in the compute dtype; None for a device outside the table."""
     matmul_flops: float
     """FLOP/s of a large square matmul in the compute dtype."""
     copy_bytes: float
-    """Bytes per second read and written by a large copy."""
+    """Bytes per second of a large copy, reads and writes together."""
 
     def mfu(self, flops_per_s: float) -> dict[str, float | None]:
-        """The share of each peak that `flops_per_s` is."""
+        """Return `flops_per_s` as a fraction of each peak."""
         sheet = self.sheet_flops
         return {
             "mfu_frac": None if sheet is None else flops_per_s / sheet,
@@ -221,7 +221,7 @@ class Roofline:
 
 
 def measure_roofline(backend: Backend, dtype: str) -> Roofline:
-    """Peaks of the device for the compute dtype called `dtype`."""
+    """Measure the device's peak rates in the compute dtype called `dtype`."""
 
     def fastest(run: Callable[[], object]) -> float:
         run()

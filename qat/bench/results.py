@@ -1,6 +1,6 @@
-"""Where a benchmark's rows go: results.jsonl as they come, results.csv and results.json at last.
+"""Result files of a benchmark: results.jsonl row by row, results.csv and results.json at the end.
 
-Every row carries what it takes to read it alone: commit, device, versions, model and settings.
+Every row has all that is needed to read it alone: commit, device, versions, model and settings.
 Comparisons also write a page in Markdown and pictures.
 """
 
@@ -39,9 +39,9 @@ NOT_IN_TABLE = ("samples",)
 
 
 class Results:
-    """The directory of one benchmark; nothing is there before the first row.
+    """The result directory of one benchmark, created with its first row.
 
-    A context manager: what was measured before an error stays in the file of rows.
+    A context manager: the rows measured before an error stay in the file.
     """
 
     def __init__(self, out: Path | None, environment: dict[str, object]) -> None:
@@ -52,7 +52,7 @@ class Results:
         self._lines: JsonLines | None = None
 
     def add(self, **row: object) -> None:
-        """Append one row to the file of rows, with the environment's identity."""
+        """Append one row to the file of rows, with the key facts of the environment."""
         if self._lines is None:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lines = JsonLines(self.path / ROWS)
@@ -61,7 +61,7 @@ class Results:
         self._lines.write(**self.rows[-1])
 
     def __enter__(self) -> Self:
-        """Ready for rows."""
+        """Return itself; no file is opened before the first row."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -70,7 +70,7 @@ class Results:
             self._lines.close()
 
     def finish(self, **summary: object) -> None:
-        """Write the table and the whole, after the last row."""
+        """Write the CSV table and the JSON file, after the last row."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / TABLE, as_csv(self.rows))
         whole = {"environment": self.environment, **summary, "rows": self.rows}
@@ -85,14 +85,14 @@ def write_comparison(
     whole: dict[str, object],
     pictures: dict[str, bytes],
 ) -> None:
-    """Write what a comparison found so far into `out`, each file whole.
+    """Write the current results of a comparison into `out`, each file atomically.
 
     Args:
         out: directory of results.
-        rows: of all jobs that are finished.
+        rows: rows of all finished jobs.
         page: name and text of the page in Markdown.
-        whole: what the file for machines holds before the rows.
-        pictures: SVG by file name.
+        whole: content of the JSON file besides the rows.
+        pictures: SVG images by file name.
     """
     files = {ROWS: "".join(json.dumps(row) + "\n" for row in rows), page[0]: page[1]}
     files[WHOLE] = json.dumps({**whole, "rows": rows}, indent=1, default=str) + "\n"
@@ -101,7 +101,7 @@ def write_comparison(
 
 
 def environment(backend: Backend, config: Settings) -> dict[str, object]:
-    """What the numbers depend on besides the code: versions, device, command, settings."""
+    """Return the environment of the numbers: versions, device, command, settings."""
     gpu = nvidia.present()
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -124,7 +124,7 @@ def environment(backend: Backend, config: Settings) -> dict[str, object]:
 
 
 def as_csv(rows: list[dict[str, object]]) -> str:
-    """Rows as CSV, with a column for every key that any of them has but the raw samples."""
+    """Return rows as CSV, with a column for every key of any row except the raw samples."""
     keys = dict.fromkeys(key for row in rows for key in row)
     columns = [key for key in keys if key not in NOT_IN_TABLE]
     text = io.StringIO()
@@ -135,14 +135,14 @@ def as_csv(rows: list[dict[str, object]]) -> str:
 
 
 def markdown_table(headings: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """The table in Markdown; all columns but the first are numbers."""
+    """Return a Markdown table; all columns but the first are right-aligned numbers."""
     rule = ["---", *("---:" for _ in headings[1:])]
     escaped = [[cell.replace("|", "\\|") for cell in row] for row in (headings, rule, *body)]
     return "".join(f"| {' | '.join(row)} |\n" for row in escaped)
 
 
 def has_changes() -> bool | None:
-    """Whether tracked files differ from the commit; None outside a checkout."""
+    """Return whether tracked files differ from the commit; None outside a checkout."""
     home = str(Path(qat.__file__).parent)
     command = ["git", "-C", home, "status", "--porcelain", "--untracked-files=no"]
     try:
@@ -152,7 +152,7 @@ def has_changes() -> bool | None:
 
 
 def cpu_name() -> str:
-    """The processor, as the system calls it."""
+    """Return the processor's name as the operating system reports it."""
     path = Path("/proc/cpuinfo")
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():

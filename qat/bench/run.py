@@ -1,4 +1,4 @@
-"""`qat bench`: one student, one or several batch sizes, or the search for the largest."""
+"""`qat bench`: measures one student at one or several batch sizes, or finds the largest batch."""
 
 import logging
 import time
@@ -48,34 +48,34 @@ from qat.train.step import EAGER_STEPS, GRAPH_TOKENS, check_dtype
 
 logger = logging.getLogger(__name__)
 
-# What other devices would do, predicted from one measured run; never measured.
+# Predictions for other devices from one measured run; they are never measured.
 #
 # Memory: `largest = (memory - RESERVED_GIB - fixed) / per_sequence` of the fitted memory model.
-# Time: the work of a step at the rates that we reached on one H200, as shares of the data sheet's
-# peaks. From a device of the table the measured speed is scaled by what this says of both; from any
-# other what it says of the predicted one is the prediction.
+# Time: the work of a step at the rates that we reached on one H200, as fractions of the data
+# sheet's peaks. If the measured device is in the table, its measured speed is scaled by the ratio
+# of the two predicted times; otherwise the predicted time is used as it is.
 
 RESERVED_GIB = 0.8
-"""Memory that a driver's context and libraries take."""
+"""Memory that the driver's context and libraries take."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a training step reaches of a device's peaks."""
+    """The fractions of a device's peaks that a training step reaches."""
 
     matmul: float
-    """Share of the peak FLOP/s, in linears."""
+    """Fraction of the peak FLOP/s in linears."""
     attention: float
-    """The same in attention, as FLOPs of a step are counted."""
+    """Fraction of the peak FLOP/s in attention, by the counted FLOPs of a step."""
     traffic: float
-    """Bytes moved for each of the numbers that enter and leave linears."""
+    """Bytes moved per element that enters or leaves a linear."""
     weight: float
-    """Bytes moved for each weight, once a step."""
+    """Bytes moved per weight, once per step."""
     layer_s: float
-    """Least seconds that a layer takes in a step, however small: those of its launches."""
+    """Least seconds of a layer per step, however small: its launch overhead."""
 
     def seconds(self, work: StepWork, device: Device, dtype: str, positions: int) -> float:
-        """Time of one position, in steps of so many, in a dtype that the device multiplies in."""
+        """Return seconds per position in steps of `positions`, in a supported dtype."""
         moved = self.traffic * work.elements + self.weight * work.weights / positions
         flops = work.matmul_flops / self.matmul + work.attention_flops / self.attention
         busy_s = flops / device.peak_flops(dtype) + moved / device.bandwidth
@@ -83,49 +83,49 @@ class Rates:
 
 
 RATES = Rates(matmul=0.740, attention=0.456, traffic=11.9, weight=25.7, layer_s=4.85e-4)
-"""Fitted by `speedrun/measure_predictor.py` on the H200's rows of speedrun/records."""
+"""Fitted by `speedrun/measure_predictor.py` to the H200's rows of speedrun/records."""
 SPREADS = {"A100-40": (0.84, 1.08), "A100-80": (0.81, 1.17), "H100": (0.61, 1.20)}
-"""Measured over predicted, least and most, on cards with ten published throughputs or more."""
+"""Measured over predicted speed, least and most, on cards with ten published speeds or more."""
 SPREAD = (0.45, 1.20)
-"""The same over all cards, for the others. Both are what `speedrun/measure_predictor.py` finds."""
+"""The same over all cards, for the rest. Both come from `speedrun/measure_predictor.py`."""
 
 
 @dataclass(frozen=True)
 class DevicePrediction:
-    """PREDICTED numbers of one device."""
+    """The PREDICTED numbers of one device."""
 
     device: str
     dtype: str
     max_batch: int | None
-    """None where no memory model was measured, 0 where not even an empty batch has room."""
+    """The largest batch; None without a memory model, 0 if not even an empty batch fits."""
     peak_gib: float | None
-    """At that batch, or beside any where nothing ran; what the driver takes included."""
+    """Peak at that batch, or of the fixed part if nothing ran; the driver's memory included."""
     tokens_per_s: float
     tokens_per_s_range: tuple[float, float]
-    """Where published throughputs lead to expect it; no range on the card that was measured."""
+    """Expected range from published throughputs; a single value on the measured card."""
     recomputes: bool
-    """Whether layers were recomputed in the run that this rests on: so they are here."""
+    """True if layers are recomputed, as in the measured run."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The run that predictions rest on."""
+    """The measured run that predictions are based on."""
 
     device: Device | None
     dtype: str
     work: StepWork
     positions: int
-    """Of a step."""
+    """Positions per step."""
     tokens_per_s: float | None
-    """None where nothing ran, on no device of the table."""
+    """The measured speed; None if nothing ran, and then `device` is None too."""
     memory: MemoryModel | None
     recomputes: bool
-    """Whether it recomputed layers, told by what ran."""
+    """True if the run recomputed layers, from counters of what ran."""
     held_gib: Callable[[str], float] | None = None
-    """What a step in a dtype holds beside its batch, where nothing ran."""
+    """The memory of a step in a dtype without its batch, in GiB; only set if nothing ran."""
 
     def seconds(self, device: Device) -> float:
-        """Time of a position of this run on `device`, in its own best dtype."""
+        """Return seconds per position of this run on `device`, in its best dtype."""
         predicted = RATES.seconds(self.work, device, device.dtype, self.positions)
         if self.device is None or self.device.peak_flops(self.dtype) is None:
             return predicted
@@ -134,7 +134,7 @@ class Measured:
 
 
 def predict(measured: Measured, device: Device) -> DevicePrediction:
-    """What `device` would do at the same settings in its own best dtype."""
+    """Predict the speed and memory of `device` at the same settings in its best dtype."""
     largest = peak_gib = None
     if measured.memory is not None:
         largest = measured.memory.largest(device.memory_gib - RESERVED_GIB)
@@ -158,29 +158,30 @@ FACTS = (
 )
 """Settings that every row repeats."""
 TRIAL_STEPS = 2
-"""Timed steps of a trial: enough to rank sizes by, and the second needs what all others do."""
+"""Timed steps of a trial: enough to rank sizes, and the second step needs as much memory as all
+later ones."""
 SAFE_SHARE = 0.9
-"""Of the memory of a machine that overcommits: a search or a plan stays within it."""
+"""Fraction of memory that a search or a plan may use on a machine that overcommits."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all measurements of one benchmark share."""
+    """The common part of all measurements of one benchmark."""
 
     name: str
-    """The student, as the user called it."""
+    """The student's name as the user gave it."""
     parameters: int
-    """Its weights, embeddings among them."""
+    """Number of weights of the student, embeddings included."""
     config: MeasureConfig
     backend: Backend
     data: BatchSource
     roofline: Roofline
     flops: TokenFlops
     looks: bool = True
-    """Whether a step is looked into by a profiler, which on a CPU doubles what the step holds."""
+    """True to profile one step, which on a CPU doubles the memory of that step."""
 
     def batches(self, batch_size: int) -> list[Batch]:
-        """The micro-batches of a step, on the host where a loader would have put them."""
+        """Return the micro-batches of a step, in pinned host memory as from a loader."""
         count = self.config.grad_accum_steps
         made = [self.data.batch(batch_size, step, self.backend) for step in range(count)]
         return [Batch(*map(self.backend.pinned, batch)) for batch in made]
@@ -188,9 +189,9 @@ class Setting:
     def time(
         self, subject: Subject, batch_size: int, clock: tuple[int, int] | None = None
     ) -> Timing:
-        """Time a subject, then close it; all its graphs are compiled before the clock.
+        """Time a subject, then close it; all its graphs are compiled before the clock starts.
 
-        `clock` are steps before the clock and on it, by default those of the settings.
+        `clock` is the number of warm-up steps and of timed steps, by default from the settings.
         """
         warmup, steps = clock or (self.config.warmup, self.config.steps)
         is_compiled = self.backend.fixed_shapes()
@@ -207,7 +208,7 @@ class Setting:
             subject.close()
 
     def row(self, kind: str, case: str, batch_size: int) -> dict[str, object]:
-        """What identifies a row."""
+        """Return the columns that identify a row."""
         facts = {name: getattr(self.config, name) for name in FACTS}
         return {
             "kind": kind,
@@ -223,7 +224,7 @@ class Setting:
         }
 
     def numbers(self, timing: Timing, devices: int = 1) -> dict[str, object]:
-        """A timing as a row holds it, with its shares of the peaks of the `devices` it is of."""
+        """Return the columns of a timing, with the fractions of the peaks of all its `devices`."""
         speed, flops = timing.tokens_per_s / devices, self.flops
         linears = self.roofline.mfu(flops.linears * speed)
         return {
@@ -236,7 +237,7 @@ class Setting:
         }
 
     def memory_limit(self, *, may_outgrow: bool = False) -> AbstractContextManager:
-        """The emulated device, if one was asked for, or if too large a step would end in a kill."""
+        """Limit memory to an emulated device, or where a large step would be killed."""
         gib = self.config.memory_limit_gib
         if gib is None and may_outgrow and self.backend.overcommits():
             gib = SAFE_SHARE * self.backend.memory_gib()
@@ -245,7 +246,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """What a benchmark found, for whoever shows it."""
+    """The results of a benchmark, for printing."""
 
     path: Path
     rows: list[dict[str, object]]
@@ -258,9 +259,9 @@ class BenchReport:
 
 
 def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchReport:
-    """Measure the training step of `student`; rows go to `out` or a directory of the hour."""
+    """Measure the training step of `student`; rows go to `out` or a directory named by the time."""
     devices = () if config.planned is None else devices_named(config.planned)
-    asked = config  # a TPU's own dtype is not this device's
+    asked = config  # `check_dtype` resolves the dtype for this device, not for a TPU
     config, backend = check_dtype(config), select(config.device)
     sizes = config.sizes or (config.batch_size,)
     with Results(out, environment(backend, config)) as results:
@@ -292,7 +293,7 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
         else:
             bench = _Bench(setting, Ours(model, config), results)
             load_s = time.perf_counter() - began
-            # a plan is often asked for where the student has no room
+            # plans are often made where the student does not fit
             may_outgrow = config.find_max_batch or bool(devices)
             with setting.memory_limit(may_outgrow=may_outgrow) as limit:
                 if config.find_max_batch:
@@ -309,9 +310,9 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
 
 
 def _lacking(config: BenchConfig, student: str, backend: Backend) -> str | None:
-    """That a step of a shape has no room here, whatever its batch; None if it has.
+    """Return why a step of a shape cannot fit here, whatever its batch; None if it can.
 
-    Where memory is promised that is not there it would take minutes to run out.
+    On a machine that overcommits memory, trying it would take minutes to fail.
     """
     free = config.memory_limit_gib or backend.memory_gib()
     if free is None or not backend.overcommits() or not is_shape(student):
@@ -326,7 +327,7 @@ def _lacking(config: BenchConfig, student: str, backend: Backend) -> str | None:
 
 
 def held_gib(model: PreTrainedModel, config: MeasureConfig, dtype: str) -> float:
-    """What a step of `model` holds beside its batch, where weights are formed a layer at a time."""
+    """Return the memory of a step without its batch in GiB, with weights formed layer by layer."""
     learning = linears_in_scope(model, config.scope, config.kinds)
     return step_bytes(model, learning, config, DTYPES[dtype]).total(by_layer=True) / GIB
 
@@ -334,7 +335,7 @@ def held_gib(model: PreTrainedModel, config: MeasureConfig, dtype: str) -> float
 def prepare(
     config: MeasureConfig, student: str, place: str | None = None
 ) -> tuple[Setting, LanguageModel]:
-    """Open the student, a shape's where `place` says, and the data, and measure the device."""
+    """Open the student (a shape on `place`) and the data, and measure the device."""
     backend = select(config.device)
     model = open_student(student, config, place)
     data = open_source(config, model)
@@ -346,7 +347,7 @@ def prepare(
 
 
 def time_ours(setting: Setting, ours: Ours, batch_size: int) -> Timing | None:
-    """Our step, compiled anew for this size; None if it does not fit into memory."""
+    """Time our step, freshly compiled for this size; None if it does not fit into memory."""
 
     def steps() -> Timing:
         with ours.mended(), setting.backend.waiting_for(f"a step of batch {batch_size}"):
@@ -357,9 +358,9 @@ def time_ours(setting: Setting, ours: Ours, batch_size: int) -> Timing | None:
 
 
 def try_steps(setting: Setting, ours: Ours, batch_size: int) -> Timing:
-    """A few steps of ours, as a trial of `batch_size`; what was compiled before is used again.
+    """Time a few of our steps, as a trial of `batch_size`, reusing compiled code.
 
-    Where steps of the size are recorded as a graph the clock starts behind the recording.
+    If steps of this size are captured as a graph, the clock starts after the capture.
     """
     is_recorded = setting.backend.records() and batch_size * setting.data.seq_len <= GRAPH_TOKENS
     clock = (EAGER_STEPS + 1 if is_recorded else 1), TRIAL_STEPS
@@ -374,7 +375,7 @@ def _predict_all(
     results: Results,
     **ran: object,
 ) -> tuple[DevicePrediction, ...]:
-    """What each device would do, from what `ran` here, as `Measured` has it; a row each."""
+    """Predict each device from `ran`, the other fields of `Measured`, and add a row for each."""
     recompute = float(setting.config.gradient_checkpointing)
     work = step_work(student, setting.flops, recompute=recompute)
     measured = Measured(dtype=setting.config.dtype, work=work, **ran)
@@ -400,7 +401,7 @@ class _Bench:
         self._trials = Trials(partial(try_steps, setting, ours), setting.backend)
 
     def measure_all(self, sizes: tuple[int, ...]) -> None:
-        """One row per batch size; one that does not fit says so.
+        """Add one row per batch size, with status OOM if it does not fit.
 
         Raises:
             ConfigError: none of them fits.
@@ -415,8 +416,8 @@ class _Bench:
             )
 
     def find_max(self, sizes: tuple[int, ...], limit: float | None) -> Search:
-        """A row per trial, then one for the fastest batch and, last, one for the largest."""
-        # a limited CPU would run out of what the profiler holds: the batch would be the tool's
+        """Add a row per trial, then one for the fastest batch and finally one for the largest."""
+        # the profiler's memory would count against the limit and lower the largest batch
         if self.setting.backend.overcommits():
             self.setting = replace(self.setting, looks=False)
         setting, timings = self.setting, {}
@@ -430,14 +431,14 @@ class _Bench:
         for trial in search.trials:
             row = setting.row("trial", "ours", trial.batch_size) | asdict(trial)
             self.results.add(**row, status="TRIED" if trial.fits else "OOM")
-        # the largest comes last, and alone where it is the fastest
+        # the largest comes last, and there is one row if it is also the fastest
         for size, kind in {search.fastest: "fastest", search.largest: "max"}.items():
             predicted = search.predicted
             self._add(kind, size, timings[size], predicted_max_batch=predicted, status=kind.upper())
         return search
 
     def plan(self, devices: tuple, search: Search | None) -> tuple[DevicePrediction, ...]:
-        """Other devices, predicted from the fastest row of this run."""
+        """Predict other devices from the fastest row of this run."""
         setting = self.setting
         model = search.model if search else self._trials.memory_model(setting.data.seq_len)
         fastest = max(self.timings, key=lambda timing: timing.tokens_per_s)

@@ -1,6 +1,6 @@
-"""What measurements can say: medians with intervals, whether two sets differ, whether memory leaks.
+"""Statistics of measurements: medians with intervals, comparison of two sets, and memory leaks.
 
-Pure functions over lists of floats, all of one unit; every random draw has a fixed seed.
+Pure functions over lists of floats of one unit; every random draw has a fixed seed.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ Verdict = Literal["same", "slower", "faster"]
 
 @dataclass(frozen=True)
 class Interval:
-    """A median between the bounds that hold the true one with the stated confidence."""
+    """A median with the bounds that hold the true median at the stated confidence."""
 
     median: float
     low: float
@@ -29,7 +29,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Between the nearest ranks, as `numpy.percentile` takes them."""
+    """Percentiles with linear interpolation between the nearest ranks, as in `numpy.percentile`."""
 
     p10: float
     p50: float
@@ -39,14 +39,14 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class Difference:
-    """What lies between a set of timings and another of the same thing."""
+    """The difference between two sets of timings of the same thing."""
 
     before: Interval
     after: Interval
     ratio: float
     """Median after over median before; above 1 is slower."""
     effect: float
-    """Cliff's delta: above 0 is slower."""
+    """Cliff's delta; above 0 is slower."""
     p: float
     verdict: Verdict
 
@@ -54,9 +54,9 @@ class Difference:
 def median_interval(
     samples: Sequence[float], *, confidence: float = CONFIDENCE, seed: int = 0
 ) -> Interval:
-    """The median and its percentile bootstrap interval (Efron 1979), the same at every call.
+    """Return the median and its percentile bootstrap interval (Efron 1979), the same at every call.
 
-    Of fewer than six samples, which cannot bound a median so well, it is the least and the largest.
+    For fewer than six samples, too few for such bounds, these are the least and the largest.
 
     Raises:
         ValueError: no samples, one that is not finite, or a confidence outside (0, 1).
@@ -71,29 +71,29 @@ def median_interval(
 
 
 def percentiles(samples: Sequence[float]) -> Percentiles:
-    """The 10th, 50th, 90th and 99th percentile."""
+    """Return the 10th, 50th, 90th and 99th percentile."""
     return Percentiles(*np.percentile(_checked(samples), [10, 50, 90, 99]).tolist())
 
 
 def variation(samples: Sequence[float]) -> float:
-    """Coefficient of variation: sample standard deviation over mean; 0 for a single sample."""
+    """Return the coefficient of variation, sample standard deviation over mean; 0 for one value."""
     values = _checked(samples)
     return float(values.std(ddof=1) / values.mean()) if len(values) > 1 else 0.0
 
 
 def effect_size(before: Sequence[float], after: Sequence[float]) -> float:
-    """Cliff's delta: P(after > before) - P(after < before), from -1 to 1."""
+    """Return Cliff's delta: P(after > before) - P(after < before), from -1 to 1."""
     pairs = np.sign(_checked(after)[:, None] - _checked(before)[None, :])
     return float(pairs.mean())
 
 
 def p_value(before: Sequence[float], after: Sequence[float]) -> float:
-    """Two-sided Mann-Whitney test that neither set tends to be larger.
+    """Return the p-value of the two-sided Mann-Whitney test that neither set tends to be larger.
 
-    Exact given the ties for up to `EXACT_UP_TO` samples in all; beyond, the normal approximation
-    with corrections for ties and continuity.
+    Exact given the ties for up to `EXACT_UP_TO` samples in total; beyond that, the normal
+    approximation with corrections for ties and continuity.
     """
-    from scipy.stats import mannwhitneyu, rankdata  # half a second
+    from scipy.stats import mannwhitneyu, rankdata  # imported here: it takes half a second
 
     a, b = _checked(before), _checked(after)
     both = np.concatenate([a, b])
@@ -111,9 +111,10 @@ def compare(
     threshold: float = THRESHOLD,
     confidence: float = CONFIDENCE,
 ) -> Difference:
-    """Whether `after` is slower or faster than `before`: by more than `threshold`, intervals apart.
+    """Decide whether `after` is slower or faster than `before`.
 
-    Both must hold; one alone is chance or too small to matter, and the verdict is `same`.
+    The medians must differ by more than `threshold` and their intervals must not overlap. One alone
+    is chance or too small to matter, and the verdict is `same`.
     """
     first = median_interval(before, confidence=confidence)
     second = median_interval(after, confidence=confidence)
@@ -130,7 +131,7 @@ def compare(
 
 
 def _exact_p(doubled_ranks: NDArray[np.int_], n: int) -> float:
-    """How often a choice of `n` ranks has a sum as extreme as the first `n`: all are counted."""
+    """Return the exact two-sided p-value of the rank sum of the first `n`, counting all choices."""
     ways = np.zeros((n + 1, doubled_ranks.sum() + 1))
     ways[0, 0] = 1
     for rank in doubled_ranks:
@@ -147,59 +148,61 @@ def _checked(samples: Sequence[float]) -> Array:
     return values
 
 
-# Whether memory grows with every step: a robust slope that must be steady to count as a leak.
+# Detection of memory that grows with every step: a robust slope that must be steady to count as a
+# leak.
 #
-# Allocators rise and fall like a saw, caches fill and are then full. Both are told from a leak by
-# the least memory within each tenth of the steps: a leak lifts one after the other, and as fast at
-# the end as at the beginning. Teeth longer than a tenth of the steps cannot be told from it.
+# Allocators follow a sawtooth; caches fill up and then stay full. Both differ from a leak in the
+# least memory within each tenth of the steps: a leak raises one after the other, as fast at the end
+# as at the beginning. A sawtooth longer than a tenth of the steps cannot be told apart from a leak.
 
 FIRST_LOOK, NEXT_LOOK = 150, 20
-"""Steps before the first verdict; the next follows after that part of the steps so far."""
+"""Steps before the first verdict; the next one follows after another 1/NEXT_LOOK of the steps so
+far."""
 WARM_UP_STEPS, WARM_UP_SHARE = 40, 0.2
-"""What is left out at the beginning: so many steps, or that share if it is more."""
+"""Steps left out at the beginning: this number or this fraction, whichever is more."""
 BLOCKS = 10
 RANKS = 8
-"""Of the 45 slopes between ten blocks, as many must lie outside either bound: 99 % by Kendall's
-variance (Sen 1968)."""
+"""Rank of the interval's bounds from either end of the 45 sorted slopes between ten blocks: 99 % by
+the variance of Kendall's statistic (Sen 1968)."""
 LEAST_DRIFT_MIB = 32.0
-"""A lower bound of the growth below this is not worth an alarm."""
+"""The growth at the interval's lower bound must reach this to be worth an alarm."""
 LEAST_STEADINESS = 0.75
-"""Slope of the later half over that of the earlier one; what fills up comes to rest."""
+"""Least slope of the later half over that of the earlier one; filling caches slow down."""
 EVEN_RISE, LEAST_RISES = 0.25, 7
-"""A leak rises from a tenth to the next by this share of its slope at least, in so many of the nine
-places; a cache that grows by a block now and then does not."""
+"""A leak rises from a tenth to the next by at least this fraction of its slope, in this many of the
+nine places; a cache that occasionally grows by a block does not."""
 LOOKS = 2
-"""In a row that must find it."""
+"""Consecutive looks that must find a leak."""
 
 
 @dataclass(frozen=True)
 class Trend:
-    """How memory moved after the warm-up, in MiB."""
+    """The trend of memory after the warm-up, in MiB."""
 
     slope_mib: float
-    """A step, Theil-Sen over the least of each tenth."""
+    """Growth per step: Theil-Sen over the least memory of each tenth."""
     low_mib: float
     high_mib: float
-    """99 % interval of the slope."""
+    """Bounds of the 99 % interval of the slope."""
     drift_mib: float
     """Slope times steps."""
     steadiness: float
     """Slope of the later half over that of the earlier one."""
     rises: int
-    """From a tenth of the steps to the next, of nine: those that are as large as a leak's."""
+    """The number of the nine differences between successive tenths are as large as a leak's."""
     steps: int
-    """Steps looked at, warm-up left out."""
+    """Steps considered, without the warm-up."""
 
     @property
     def is_leak(self) -> bool:
-        """Whether all of the interval means growth that matters and does not slow down."""
+        """True if even the interval's lower bound is relevant growth, and it does not slow down."""
         is_large = self.low_mib * self.steps >= LEAST_DRIFT_MIB
         is_steady = self.steadiness >= LEAST_STEADINESS and self.rises >= LEAST_RISES
         return is_large and is_steady
 
 
 def memory_trend(memory_mib: Sequence[float]) -> Trend | None:
-    """The trend of the memory after each step; None for fewer than `FIRST_LOOK` steps."""
+    """Return the trend of the memory after each step; None for fewer than `FIRST_LOOK` steps."""
     if len(memory_mib) < FIRST_LOOK:
         return None
     start = max(WARM_UP_STEPS, int(WARM_UP_SHARE * len(memory_mib)))
@@ -222,9 +225,9 @@ def memory_trend(memory_mib: Sequence[float]) -> Trend | None:
 
 
 def leak_found_after(memory_mib: Sequence[float]) -> int | None:
-    """After how many steps somebody who looks now and then finds a leak, or None.
+    """Return after how many steps regular checks find a leak, or None.
 
-    Found is what two looks in a row see.
+    A leak is found if `LOOKS` consecutive checks see it.
     """
     steps, in_a_row = FIRST_LOOK, 0
     while steps <= len(memory_mib):
@@ -236,6 +239,6 @@ def leak_found_after(memory_mib: Sequence[float]) -> int | None:
 
 
 def _slopes(values: Sequence[float], width: float) -> list[float]:
-    """Slopes a step between all pairs of blocks that are `width` steps wide."""
+    """Return the slopes per step between all pairs of blocks that are `width` steps wide."""
     pairs = combinations(enumerate(values), 2)
     return [float((second - first) / ((j - i) * width)) for (i, first), (j, second) in pairs]

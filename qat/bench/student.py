@@ -1,4 +1,4 @@
-"""The student that a benchmark trains: a checkpoint, or random codes in a published shape."""
+"""The student of a benchmark: a checkpoint, or a published shape with random codes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,23 +32,23 @@ from qat.train.start import make_trainable
 from qat.train.step import StepResult, TrainingStep
 
 WEIGHT_RMS = 0.02
-"""Root mean square of the random weights: what these models are initialised with."""
+"""Root mean square of the random weights, as in these models' initialization."""
 INPUT_RANGE = 4.0
-"""The largest input that a static scale holds: four times the size of what a norm gives."""
+"""Largest input that a static scale represents: four times the RMS of a norm's output."""
 
 
 def is_shape(source: str) -> bool:
-    """Whether `source` is called like a published shape, not like a checkpoint."""
+    """Return whether `source` is the name of a published shape rather than a checkpoint."""
     return not (Path(source).exists() or "/" in source)
 
 
 def open_student(source: str, config: MeasureConfig, device: str | None = None) -> LanguageModel:
-    """The quantized student that `source` names, on `config.device`, in float32 and eval mode.
+    """Open the quantized student `source` on `config.device`, in float32 and eval mode.
 
-    Either kind attends as `config.attention` says; a shape's may be on another `device`.
+    Its attention follows `config.attention`; a shape may be created on another `device`.
 
     Raises:
-        ConfigError: `source` or the preset has no such name.
+        ConfigError: there is no shape or preset of that name.
         CheckpointError: the checkpoint is damaged.
     """
     attention = None if config.attention is None else read_attention(config.attention)
@@ -61,10 +61,10 @@ def open_student(source: str, config: MeasureConfig, device: str | None = None) 
 def quantized_model(
     source: str, config: MeasureConfig, device: str | torch.device | None = None
 ) -> PreTrainedModel:
-    """A checkpoint's float32 model; or random codes in the formats of preset `config.to`.
+    """Return a checkpoint's float32 model, or random codes in the formats of preset `config.to`.
 
-    A shape's model is made on `device`, which may be `meta`: nothing is fitted, so it is there at
-    once, and never in floating point, which a large one has no room for.
+    A shape's model is created on `device`, which may be `meta`. Nothing is fitted, so this is fast,
+    and it never exists in floating point, for which a large one would not fit.
     """
     if not is_shape(source):
         if config.layers is not None:
@@ -87,10 +87,10 @@ def quantized_model(
 def random_model(
     shape: str, config: MeasureConfig, device: str | torch.device | None = None
 ) -> PreTrainedModel:
-    """A bfloat16 model of a published shape with random weights, by default on `config.device`.
+    """Return a random bfloat16 model of a published shape, by default on `config.device`.
 
     Raises:
-        ConfigError: no shape has that name, or the device is not there.
+        ConfigError: no shape has that name, or the device is not available.
     """
     layers = {} if config.layers is None else {"num_hidden_layers": config.layers}
     settings = AutoConfig.for_model(**shape_called(shape) | layers)
@@ -102,9 +102,9 @@ def random_model(
 
 
 def quantize_at_random_(model: PreTrainedModel, plan: QuantPlan) -> None:
-    """Put a `FrozenLutLinear` of random codes in the place of every linear that `plan` names.
+    """Replace every linear in `plan` by a `FrozenLutLinear` with random codes.
 
-    Inputs are quantized as it says; static scales are shared by linears of one module and width.
+    Inputs are quantized as in the plan; linears of one module and width share a static scale.
     """
     quantizers: dict[tuple[str, int], ActivationQuantizer] = {}
     for name, spec in plan.assign(linear_names(model)).items():
@@ -121,20 +121,23 @@ def quantize_at_random_(model: PreTrainedModel, plan: QuantPlan) -> None:
 
 
 def _fill_all_at_random_(model: PreTrainedModel, device: torch.device) -> None:
-    """Give a model on `meta`, its linears quantized, memory and random values."""
+    """Allocate and randomly fill a model on `meta` whose linears are quantized."""
     model.to_empty(device=device)
     for module in model.modules():
         if isinstance(module, FrozenLutLinear):
             fill_at_random_(module)
-        elif not isinstance(module, Owner):  # whose stacks are such linears
+        elif not isinstance(module, Owner):  # the stacks of an `Owner` are such linears
             model._init_weights(module)
     model.tie_weights()
 
 
 @torch.no_grad()
 def fill_at_random_(linear: FrozenLutLinear) -> None:
-    """Random codes over levels evenly spread in -1 ... 1, or random codewords of such numbers, and
-    scales that give `WEIGHT_RMS`; a static scale of inputs that gives `INPUT_RANGE`."""
+    """Fill a linear with random codes and with scales that give an RMS of `WEIGHT_RMS`.
+
+    Levels are evenly spread in [-1, 1], codewords are random in that range, and a static input
+    scale represents up to `INPUT_RANGE`.
+    """
     O, I, spec = linear.out_features, linear.in_features, linear.spec
     grid = fixed_grid(spec)
     levels = torch.linspace(-1, 1, spec.num_levels) if grid is None else grid
@@ -142,7 +145,7 @@ def fill_at_random_(linear: FrozenLutLinear) -> None:
         levels = torch.empty(spec.codebook_shape).uniform_(-1, 1)
     levels = round_levels(levels.to(linear.codebook), spec.level_bits)
     scale = WEIGHT_RMS / levels.pow(2).mean().sqrt()
-    linear.packed.random_(0, 256)  # any bits are indices: the presets' codebooks are full
+    linear.packed.random_(0, 256)  # any bits are valid indices: the presets' codebooks are full
     linear.codebook.copy_(levels)
     if spec.scale == "group":
         linear.scales.uniform_(0.5, 1.5).mul_(scale)
@@ -157,20 +160,20 @@ def fill_at_random_(linear: FrozenLutLinear) -> None:
 
 
 class Subject(Protocol):
-    """One way to take a training step."""
+    """One implementation of a training step."""
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
         """Take one optimizer step."""
 
     def compile_facts(self) -> dict[str, object]:
-        """What the compiler did: compiled, graphs, recompiles, cuda_graph, fallback."""
+        """Return what the compiler did: compiled, graphs, recompiles, cuda_graph, fallback."""
 
     def close(self) -> None:
         """Free the memory of this subject."""
 
 
 class Ours:
-    """A student ready to learn; every `subject()` is a fresh training step over it.
+    """A student ready to train; every `subject()` is a fresh training step over it.
 
     Learning rates are zero, so all of them train the same student. Several `ranks` take each step
     together; with `is_sharded` each of them holds its rows of the latent weights.
@@ -188,7 +191,8 @@ class Ours:
         self.config = config
         settings = standing_still(config, shard_latents=is_sharded)
         self.optimizer = make_trainable(student.model, settings, ranks=ranks)
-        # moments are made now, so that the first step holds what all others do
+        # create the optimizer's moments now, so that the first step uses as much memory as the
+        # others
         for parameter in self.optimizer.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step(0)
@@ -197,15 +201,16 @@ class Ours:
         self._undo = backend.undoing(state) if backend.fixed_shapes() else None
 
     def subject(self) -> TrainingStep:
-        """A training step that has compiled and recorded nothing yet."""
+        """Return a training step that has not compiled or captured anything yet."""
         self.optimizer.forget_gradients()
         return TrainingStep(self.student, self.optimizer, self.config)
 
     @contextmanager
     def mended(self) -> Iterator[None]:
-        """A block of steps that leaves no gradients and, if it fails, all as it was before.
+        """Clear gradients after a block of steps and, if it fails, restore the state.
 
-        A compiled step that fails has given away what it would have replaced.
+        A failed compiled step has lost its inputs, because their buffers were donated to its
+        outputs.
         """
         try:
             yield
@@ -218,7 +223,7 @@ class Ours:
 
 
 def standing_still(config: MeasureConfig, *, shard_latents: bool = False) -> TrainConfig:
-    """The settings of an endless training run with these steps, whose learning rates are zero."""
+    """Return the settings of an endless training run of these steps with learning rates of zero."""
     shared = {name: getattr(config, name) for name in StepConfig.model_fields}
     rates = {name: 0.0 for name in TrainConfig.model_fields if f"{name}_".startswith("lr_")}
     return TrainConfig(
