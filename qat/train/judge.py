@@ -1,8 +1,8 @@
-"""Judges a student during training: on the cache's held-out split, and by a sample of its text.
+"""Evaluation during training: on the cache's held-out split, and by a sample of generated text.
 
-`Judged` says which held-out sequences judge a run, the same from the first evaluation to the last;
-`Judge` makes a verdict of them (`qat.observe.runs.score` is the one number in it that decides which
-student is best), and `CodeWatch` counts the codes that changed since the evaluation before.
+`Judged` identifies the held-out sequences of a run, the same from the first evaluation to the last;
+`Judge` evaluates on them (`qat.observe.runs.score` of the result decides which student is best),
+and `CodeWatch` counts the codes that changed since the previous evaluation.
 
 Shapes: N sequences, S positions.
 """
@@ -35,35 +35,37 @@ from qat.quant.weight import pack, unpack
 from qat.train.config import TrainConfig
 
 SAMPLE_TOKENS = 32
-"""Of the text that each evaluation generates: a line to read in a log."""
+"""Length of each evaluation's sample: short enough for a log line."""
 LOOKED_AT = 2
-"""Sequences that sparse attention is looked at on, which costs what dense attention does."""
+"""Sequences for measuring sparse attention, which costs as much as dense attention."""
 CHUNK = 256
-"""Held-out sequences that are read together to find those that judge."""
+"""Held-out sequences read at a time while searching for those of the evaluation."""
 CODES_PREFIX = "codes."
-"""Of the names of a `CodeWatch`'s tensors in a checkpoint."""
+"""Prefix of a `CodeWatch`'s tensors in a checkpoint."""
 
 
 class Judged(NamedTuple):
-    """Held-out sequences, found by what they say."""
+    """Held-out sequences, identified by their content."""
 
     marks: list[str]
-    """Of each, how many positions count and the xxh3-64 of those, such as `64:0123456789abcdef`."""
+    """For each sequence, its number of positions and their xxh3-64, such as
+    `64:0123456789abcdef`."""
     places: list[int]
-    """Where each is in the cache's held-out split."""
+    """Index of each sequence in the cache's held-out split."""
 
     @classmethod
     def first(cls, cache: TeacherCache, count: int) -> Self:
-        """The first `count`, or all if there are fewer."""
+        """Return the first `count` sequences, or all if there are fewer."""
         rows = zip(range(count), _held_out(cache), strict=False)
         marks = [_mark(row, _end(row)) for _, row in rows]
         return cls(marks, list(range(len(marks))))
 
     @classmethod
     def found(cls, cache: TeacherCache, marks: Sequence[str]) -> Self | None:
-        """Those with these marks, in this order; None if the cache lacks one.
+        """Return the sequences with these marks, in this order; None if the cache lacks one.
 
-        A sequence that was the last one, and so padded, may go on: its beginning is looked for.
+        A sequence that was last, and therefore padded, may have been extended: only its start must
+        match.
         """
         wanted: dict[str, deque[int]] = defaultdict(deque)
         for number, mark in enumerate(marks):
@@ -79,12 +81,12 @@ class Judged(NamedTuple):
         return None
 
     def ends(self) -> np.ndarray:
-        """`(N,)` int64: the position of each from which on nothing counts."""
+        """Return the number of positions of each sequence that may count, `(N,)` int64."""
         return np.array([_end_of(mark) for mark in self.marks], dtype=np.int64)
 
 
 def _held_out(cache: TeacherCache) -> Iterator[np.ndarray]:
-    """`(3, S)` int64 of each held-out sequence: tokens, positions, and whether each counts."""
+    """Yield tokens, positions and the mask of each held-out sequence, `(3, S)` int64."""
     total = cache.num_sequences("held_out")
     for start in range(0, total, CHUNK):
         batch = cache.batch(range(start, min(start + CHUNK, total)), "held_out", targets=())
@@ -93,7 +95,7 @@ def _held_out(cache: TeacherCache) -> Iterator[np.ndarray]:
 
 
 def _end(row: np.ndarray) -> int:
-    """Positions up to the label of the last one that counts."""
+    """Return the number of positions up to the label of the last one that counts."""
     counted = np.flatnonzero(row[2])
     return min(row.shape[1], int(counted[-1]) + 2) if len(counted) else 1
 
@@ -109,7 +111,7 @@ def _end_of(mark: str) -> int:
 class Judge:
     """Evaluates one student on the same held-out sequences every time.
 
-    These are the `judged` ones, or else as many of the first as the settings say.
+    These are the `judged` ones; without them, the first ones up to the number in the settings.
     """
 
     def __init__(
@@ -129,10 +131,10 @@ class Judge:
         self.backend = backends.select(config.device)
 
     def verdict(self, dtype: torch.dtype) -> dict[str, object]:
-        """KD, tail KL, top-1 agreement, perplexity and a greedy sample, computing in `dtype`.
+        """Return KD, tail KL, top-1 agreement, perplexity and a greedy sample, in `dtype`.
 
-        Also how sparse attention fares (`qat.nsa.fit`). The student's weights are formed
-        before (`qat.nn.step.form_weights`).
+        Also measures of sparse attention (`qat.nsa.fit`). The student's weights must be formed
+        (`qat.nn.step.form_weights`).
         """
         with self.backend.autocast(dtype):
             divergence = cached_divergence(self.student, self._batches())
@@ -148,7 +150,7 @@ class Judge:
         return {**divergence._asdict(), **sparse, "sample": sample.text}
 
     def _sparse_attention(self) -> dict[str, object]:
-        """On a few held-out sequences; nothing of dense attention."""
+        """Measure sparse attention on a few held-out sequences; empty for dense attention."""
         if not nsa_modules(self.student.model):
             return {}
         batch = next(self._batches())
@@ -166,7 +168,7 @@ class Judge:
         size = min(self.config.batch_size, count)
         with progress("judging", count, "sequences") as ticker:
             for start in range(0, count, size):
-                # the last batch is filled up, for a compiled model knows one shape
+                # the last batch is padded, because a compiled model has one shape
                 places = np.arange(start, start + size)
                 batch = self.cache.batch(found[places % count], split="held_out")
                 counts = inside_NS[places % count] & (places < count)[:, None]
@@ -175,7 +177,7 @@ class Judge:
 
 
 class CodeWatch:
-    """Remembers, packed, which codes the latent weights took when it was last asked."""
+    """Counts which codes changed since it was last called; it keeps them packed."""
 
     def __init__(self, model: nn.Module) -> None:
         linears = quant_linears(model).items()
@@ -183,10 +185,10 @@ class CodeWatch:
         self._last: dict[str, Tensor] = {}
 
     def flipped_frac(self) -> float | None:
-        """Share of codes that differ from when it was last asked, in [0, 1].
+        """Return the share of codes that differ from those of the previous call, in [0, 1].
 
-        None the first time, and where no weight is latent. Counts where training ended up: a code
-        that went and came back has not flipped. Waits for the device.
+        None at the first call, and without latent weights. It compares the two states only: a code
+        that changed and changed back has not flipped. Waits for the device.
         """
         flipped, codes = [], 0
         for name, linear in self._linears.items():
@@ -204,11 +206,11 @@ class CodeWatch:
         return backend.read([total])[0] / codes
 
     def state(self) -> dict[str, Tensor]:
-        """The codes that it remembers, for a checkpoint."""
+        """Return the stored codes for a checkpoint."""
         return {CODES_PREFIX + name: octets for name, octets in self._last.items()}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Remember what a checkpoint's `state` did."""
+        """Restore the codes of a checkpoint's `state`."""
         for name, linear in self._linears.items():
             if CODES_PREFIX + name in state:
                 self._last[name] = state[CODES_PREFIX + name].to(linear.codebook.device)

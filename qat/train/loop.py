@@ -1,6 +1,6 @@
-"""The one training loop.
+"""The training loop.
 
-It asks for batches ahead of time, takes steps, and every so often logs, judges and saves.
+It prefetches batches, takes steps, and periodically logs, evaluates and saves.
 """
 
 import logging
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Everything one run needs, and the loop over its steps."""
+    """The state of one run, and the loop over its steps."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Trainer:
         self._targets = targets_read(config.losses, with_teacher=not config.reads_cache)
         self.teacher = teacher
         self.rollouts: Rollouts | None = None
-        """Where the student's own words come from, if it learns from any."""
+        """Source of the student's own text, if it learns from any."""
         if config.on_policy:
             end = judge.tokenizer.eos_token_id
             self.rollouts = Rollouts(student, cache, config, end=end, ranks=ranks)
@@ -79,18 +79,18 @@ class Trainer:
         self.step = 0
         self.best = math.inf
         self.skipped: list[str] = []
-        """Damaged checkpoints that were newer than the one the run goes on from."""
+        """Damaged checkpoints that are newer than the one from which the run was resumed."""
         self._metrics: Metrics | None
-        """The numbers of the run, on its first rank; there while it trains."""
+        """The run's metrics, on its first rank; set while it trains."""
         self._pulse: Pulse
-        """What this rank tells of its steps; there while it trains."""
+        """This rank's heartbeats and events; set while it trains."""
 
     def train(self) -> None:
-        """Run until `max_steps`, from wherever the run stands.
+        """Run from the present step to `max_steps`.
 
         Raises:
             TrainingError: the loss is not finite; the last good checkpoint is kept.
-            Stopped: somebody asked for it; the checkpoint of this very step is there.
+            Stopped: a stop was requested; the checkpoint of this very step is saved.
         """
         self._metrics = Metrics(self.run.path) if self.ranks.is_first else None
         for line in self._intention():
@@ -116,7 +116,7 @@ class Trainer:
                         result = self.take_step(batches, self.step, stop=self.stops.wanted())
                         self._follow(result, ticker)
                     self.saver.finish()
-                except CheckpointError as error:  # a save behind could not be written
+                except CheckpointError as error:  # a background save failed
                     self._pulse.event("save_failed", error=str(error))
                     raise
         finally:
@@ -125,7 +125,7 @@ class Trainer:
             self.take_step.close()
 
     def _intention(self) -> list[str]:
-        """What the run does, in lines for the user."""
+        """Return lines that tell the user what the run will do."""
         config, count = self.config, self.cache.num_sequences("train")
         sequences = config.sequences_per_step * self.ranks.size
         linears = len(linears_in_scope(self.student.model, config.scope, config.kinds))
@@ -152,22 +152,23 @@ class Trainer:
         return lines
 
     def _begin(self) -> None:
-        """Compile, judge the untrained student, or tell that the run goes on."""
+        """Compile; evaluate the untrained student, or record that the run was resumed."""
         with self._pulse.pause():
             self._warm_up()
         if self.step > 0:
             self._pulse.event("resumed", step=self.step, world_size=self.ranks.size)
-        # the best may be lost, and no step left to seek it anew
+        # a resumed run may have lost its best checkpoint and have no step left to find a new one
         if self.step == 0 or (self.step == self.config.max_steps and math.isinf(self.best)):
             with self._pulse.pause():
-                # the untrained student competes: a run that makes it worse hands on what it got
+                # the untrained student competes, so that a run that makes it worse returns it
+                # unchanged
                 if self._evaluate() and self.step == 0:
                     self._save(is_best=True)
         for name in self.skipped:
             self._pulse.event("fallback_checkpoint", step=self.step, damaged=name)
 
     def _warm_up(self) -> None:
-        """Compile the step before the first one, where that takes long."""
+        """Compile the step ahead of the first one, on devices where that takes long."""
         if not self.backend.fixed_shapes() or self.step == self.config.max_steps:
             return
         with self.backend.waiting_for("the training step"):
@@ -181,7 +182,7 @@ class Trainer:
             )
 
     def _flops_share(self) -> float | None:
-        """What one position a second is of the device's peak; None for an unknown device."""
+        """Return the peak's share that one position a second takes; None for an unknown device."""
         student, config, S = self.student, self.config, self.cache.sequence_length
         names = linears_in_scope(student.model, config.scope, config.kinds)
         K = self.cache.manifest.settings.top_k
@@ -194,7 +195,7 @@ class Trainer:
         return None if peak is None else flops / peak
 
     def _follow(self, result: StepResult, ticker: Ticker) -> None:
-        """What is due after a step: count it, log, judge and save, or stop."""
+        """Count a finished step; log, evaluate, save or stop if due."""
         self.step += 1
         self._pulse.stepped(self.step, result.positions, result.grad_norm)
         is_logged = self._is_due(self.config.log_every)
@@ -207,7 +208,7 @@ class Trainer:
         ticker.advance()
         if is_pause:
             with self._pulse.pause():
-                # a best student is always saved
+                # a new best student is always saved
                 is_best = self._is_due(self.config.eval_every) and self._evaluate()
                 if is_best or self._is_due(self.config.save_every):
                     self._save(is_best=is_best)
@@ -216,18 +217,18 @@ class Trainer:
                 self._stop(result)
 
     def _save(self, *, is_best: bool) -> None:
-        """Save the checkpoint of this step, once all ranks are known to hold the same student."""
+        """Save this step's checkpoint after checking that all ranks hold the same student."""
         alike = [*self.optimizer.replicated(), *self.optimizer.hosted_codes()]
         check_alike(alike, self.step, self.ranks)
         self.saver.save(self.step, self.best, is_best=is_best)
 
     def _is_due(self, *periods: int) -> bool:
-        """Whether this step is the last one, or a multiple of a period that is not 0."""
+        """Return whether this step is the last one, or a multiple of a period that is not 0."""
         is_last = self.step == self.config.max_steps
         return is_last or any(period and self.step % period == 0 for period in periods)
 
     def _micro_batches(self, step: int) -> list[Batch]:
-        """The sequences of a step, on the host: seed and step alone decide which."""
+        """Return this rank's sequences of a step, on the host; seed and step determine them."""
         pinned, count = self.backend.pinned, self.cache.num_sequences("train")
         parts = rank_indices(self.config, step, count, self.ranks)
         parts = parts if self.rollouts is None else parts[:, self.rollouts.order]
@@ -235,7 +236,7 @@ class Trainer:
         return [Batch(*map(pinned, batch)) for batch in batches]
 
     def _with_own_words(self, batches: list[Batch]) -> list[Batch]:
-        """The batches of the coming step, with what the student said to some of their prompts."""
+        """Insert the student's own text into the batches of the coming step."""
         if self.rollouts is None:
             return batches
         if not self.rollouts.needed(self.step):
@@ -244,7 +245,7 @@ class Trainer:
             return self.rollouts.into(batches, self.step)
 
     def _read(self, result: StepResult) -> "_Said":
-        """What a step says to the host, over all ranks, which call this together."""
+        """Read a step's results on the host, over all ranks; all ranks call this together."""
         result, spoilt = self.take_step.told(result)
         told = (result.valid_tokens, result.grad_norm, spoilt)
         *sums, valid, norm, trouble = self.backend.read([*result.sums.values(), *told])
@@ -264,7 +265,7 @@ class Trainer:
         return _Said(means, own, valid, norm, math.isfinite(means["loss_nats"] + trouble))
 
     def _log(self, said: "_Said") -> str:
-        """Write the step's lines; returns what the progress line shows."""
+        """Write the step's metrics and heartbeat; return the text of the progress line."""
         means = said.means
         if self._metrics is not None:
             self._metrics.write(
@@ -285,10 +286,10 @@ class Trainer:
         return f"loss {means['loss_nats']:.4f}, {tokens_per_s:,.0f} tokens/s"
 
     def _evaluate(self) -> bool:
-        """Judge the student; whether it is the best so far.
+        """Evaluate the student; return whether it is the best so far.
 
-        All ranks form the weights; the first judges, and the others wait for its number. Where
-        each layer's weights are gathered as it runs, all ranks judge.
+        All ranks form the weights; the first evaluates, and the others wait for its score. Where
+        each layer's weights are gathered as it runs, all ranks evaluate.
         """
         form_weights(self.student.model, self.dtype)
         with self.backend.waiting_for("the evaluation"):
@@ -316,7 +317,7 @@ class Trainer:
         return is_best
 
     def _stop(self, result: StepResult) -> None:
-        """Save, and end the run with who wanted it."""
+        """Save, and end the run with the reason of the stop."""
         self._check_finite(self._read(result))
         if self.saver.saved != self.step:
             self.saver.save(self.step, self.best, is_best=False)
@@ -344,8 +345,8 @@ class Trainer:
         )
 
     def _give_up(self, found: str) -> None:
-        """End a run that has lost its numbers; what is saved behind is finished first."""
-        self.ranks.together(self.saver.finish)  # only the first one writes, but all name it
+        """End a run whose numbers are not finite, after finishing a background save."""
+        self.ranks.together(self.saver.finish)  # the first one writes, all raise its error
         latest = self.run.pointed("latest")
         kept = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
         raise TrainingError(
@@ -358,10 +359,10 @@ class _Said(NamedTuple):
     """The numbers of one step, on the host."""
 
     means: dict[str, float]
-    """Nats per valid token, by loss and `_nats`."""
+    """Nats per valid token by loss, with the suffix `_nats`."""
     own_words: dict[str, float]
-    """Numbers of the student's own rows (`Rollouts.told`)."""
+    """Metrics of the student's own rows (`Rollouts.told`)."""
     valid_tokens: float
     grad_norm: float
     is_finite: bool
-    """Every loss and gradient up to this step, and all that the run is made of after it."""
+    """True if every loss and gradient up to this step, and all state after it, is finite."""

@@ -1,8 +1,7 @@
-"""The numbers of a run: lines of JSON for machines, tables for spreadsheets, a summary at the end.
+"""The metrics of a run: JSON lines, CSV tables, and a summary at the end.
 
-The tables hold no fact of their own: they are made anew from `metrics.jsonl` whenever a run begins
-or goes on, then grow with it. `metrics.json` says what a finished run came to, all of it read from
-the run's own files.
+The tables hold no data of their own: they are rebuilt from `metrics.jsonl` whenever a run starts or
+is resumed, then appended to. `metrics.json` summarizes a finished run from the run's own files.
 """
 
 import csv
@@ -32,14 +31,14 @@ from qat.observe.runs import NOTHING, token_count, wall_seconds
 
 FILES = {"train": TRAINING_CSV, "eval": VAL_CSV}
 LATER = {"train": (), "eval": ("codes_flipped_frac",)}
-"""Columns that the first line does not have yet."""
+"""Columns that may first appear after the first line."""
 COPIED = ("commit", "config_fingerprint", "world_size", "device", "dtype")
-"""Facts of `run.json` that stand in the summary too."""
+"""Facts of `run.json` that are copied to the summary."""
 NO_COLUMN = ("kind", "sample", "nsa_layers")
 
 
 class Metrics:
-    """`metrics.jsonl`, `training.csv` and `val.csv` of one run, for its first rank to write."""
+    """`metrics.jsonl`, `training.csv` and `val.csv` of one run, written by its first rank."""
 
     def __init__(self, path: Path) -> None:
         self._lines = JsonLines(path / METRICS)
@@ -61,7 +60,7 @@ class Metrics:
 
 
 class Tables:
-    """`training.csv` and `val.csv`: the columns are those of the first line, text left out."""
+    """`training.csv` and `val.csv`, with the columns of the first line except text."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -70,7 +69,7 @@ class Tables:
         self._rebuild()
 
     def row(self, kind: str, values: dict[str, object]) -> None:
-        """Append `values` to the table of their `kind`; the first row brings the header."""
+        """Append `values` to the table of their `kind`; the first row writes the header."""
         if kind not in self._files:
             self._columns[kind] = columns(kind, values)
             self._files[kind] = Lines(self._path / FILES[kind])
@@ -83,7 +82,7 @@ class Tables:
             file.close()
 
     def _rebuild(self) -> None:
-        """Write the tables of all lines that there are; without any there is no file."""
+        """Rewrite the tables from all existing lines; a table without lines has no file."""
         found = _lines(self._path / METRICS)
         for kind, name in FILES.items():
             path, rows = self._path / name, [row for row in found if row.get("kind") == kind]
@@ -100,23 +99,23 @@ class Tables:
 
 
 def columns(kind: str, first: dict[str, object]) -> list[str]:
-    """Names of the columns of a table whose first line is `first`."""
+    """Return the names of the columns of a table whose first line is `first`."""
     return [*(name for name in first if name not in NO_COLUMN), *LATER[kind]]
 
 
 def _text(cells: Sequence[object]) -> str:
-    """One line of CSV; None is an empty cell."""
+    """Return one line of CSV; None is an empty cell."""
     text = io.StringIO()
     csv.writer(text, lineterminator="").writerow(cells)
     return text.getvalue()
 
 
 def write_summary(path: Path, *, final: Path, best: float, best_step: int) -> dict[str, Any]:
-    """Write `metrics.json` of the run in `path`, all of it read from the run's own files.
+    """Write `metrics.json` of the run in `path`, computed from the run's own files; return it.
 
-    `final` is the checkpoint to use, that of `best_step`, and `best` its held-out score, nats a
-    token. The speed is the median over heartbeats without the first one, which holds the compiler's
-    work; a heartbeat stands for the steps since the one before it.
+    `final` is the checkpoint to use, that of `best_step`, and `best` its held-out score in nats per
+    token. The speed is the median over heartbeats except the first, which includes compilation; a
+    heartbeat covers the steps since the previous one.
     """
     facts = parse_json((path / FACTS).read_text(encoding="utf-8"))
     beats, steps = _lines(path / HEARTBEAT), _lines(path / METRICS)
@@ -144,7 +143,7 @@ def write_summary(path: Path, *, final: Path, best: float, best_step: int) -> di
 
 
 def _compiler(beats: list[dict]) -> dict[str, float]:
-    """What a device that compiles told: graphs, seconds and host fallbacks, over all processes."""
+    """Sum a compiling device's graphs, seconds and host fallbacks over all processes."""
     last = {beat.get("pid"): beat for beat in beats if "xla_compiles" in beat}.values()
     if not last:
         return {}
@@ -154,7 +153,7 @@ def _compiler(beats: list[dict]) -> dict[str, float]:
 
 
 def _events(path: Path) -> list[dict]:
-    """What befell any rank."""
+    """Return the events of all ranks."""
     return [event for file in sorted(path.glob(EVENTS)) for event in read_json_lines(file)]
 
 

@@ -1,7 +1,7 @@
-"""What speaks against a run before it begins: findings, the worst first.
+"""Checks before a run: findings ordered by severity.
 
-`preflight` is arithmetic over settings and a `RunPlan`; `examine` gathers the facts of that plan,
-and takes a few steps where time and memory matter; `refuse` stops a run that has errors.
+`preflight` computes findings from the settings and a `RunPlan`; `examine` collects that plan and
+takes a few steps to measure time and memory; `refuse` stops a run that has errors.
 """
 
 import shutil
@@ -36,47 +36,49 @@ from qat.train.rollout import Rollouts, check_rollouts
 from qat.train.start import check_batch, check_losses, make_trainable, open_teacher
 from qat.train.step import EAGER_STEPS, OwnRows, StepResult, TrainingStep, check_dtype
 
-# How long a run will take, hold and write, from two measured steps. All of it happens in objects
-# that are thrown away: a run that follows is the same, bit for bit.
+# A prediction of a run's time, memory and disk space from two measured steps. All objects used are
+# discarded: a run that follows has the same results, bit for bit.
 
 WARM_STEPS, MEASURED_STEPS = EAGER_STEPS + 1, 2
-"""The step that records comes after those that run as written."""
+"""Steps before the measured ones, of which the last captures the graph, and measured steps."""
 
 
 class RunPrediction(NamedTuple):
-    """What two steps and two evaluations tell of a run, on one device."""
+    """Predictions for a run, from two steps and three evaluations on one device."""
 
     step_s: float
-    """One optimizer step, evaluations and saving left out."""
+    """Seconds per optimizer step, without evaluations and saving."""
     tokens_per_s: float
-    """Positions, padding included."""
+    """Positions per second, including padding."""
     eval_s: float
-    """One evaluation with all its sequences."""
+    """Seconds of one evaluation with all its sequences."""
     peak_gib: float | None
-    """Most memory held in steps, evaluations and a checkpoint's tensors; None if nobody counts."""
+    """Peak memory of steps, evaluations and a checkpoint's tensors; None where it is not
+    counted."""
     pinned_gib: float
-    """Memory of the host that what is offloaded takes."""
+    """Host memory that offloaded tensors pin."""
     checkpoint_bytes: int
-    """One checkpoint with the trainer's state."""
+    """Bytes of one checkpoint with the trainer's state."""
     final_bytes: int
-    """The packed model alone."""
+    """Bytes of the packed model alone."""
     attention: str
-    """`tile`, our kernel for packed documents, or `sdpa`; nothing where graphs hold it."""
+    """`tile`, our kernel for packed documents, or `sdpa`; empty on devices that compile each
+    shape."""
     fallback: str | None
-    """Why layers run uncompiled although they should be compiled."""
+    """Reason why layers that should be compiled run uncompiled; None if there is none."""
 
     def hours(self, config: TrainConfig) -> float:
-        """The whole run, evaluations included; checkpoints are written behind the steps."""
+        """Return the hours of the whole run, evaluations included; saves run in the background."""
         return config.max_steps * self.step_s / 3600 + self.evaluation_h(config)
 
     def evaluation_h(self, config: TrainConfig) -> float:
-        """Hours of evaluations: the untrained student's, the periodic ones, and the last."""
+        """Return the hours of all evaluations: of the untrained student, periodic, and last."""
         return (1 + -(-config.max_steps // config.eval_every)) * self.eval_s / 3600
 
     def disk_bytes(self, config: TrainConfig) -> int:
-        """The most that a run's checkpoints take at any time.
+        """Return the most bytes that a run's checkpoints take at any time.
 
-        Those kept, milestones, the best one, the one being written, and the final model.
+        They are those kept, milestones, the best one, the one being written, and the final model.
         """
         saves = -(-config.max_steps // config.save_every) if config.save_every else 1
         milestones = config.max_steps // config.milestone_every if config.milestone_every else 0
@@ -87,10 +89,10 @@ class RunPrediction(NamedTuple):
 def predict(
     config: TrainConfig, student: str, cache: TeacherCache, *, world: int = 1
 ) -> RunPrediction:
-    """Take a few steps as the run will, on one device, and put everything back.
+    """Take a few steps like the run's on one device, and return predictions.
 
-    `config` has its dtype resolved and is that of one of `world` ranks, which rehearses its share,
-    exchanges left out.
+    `config` has its dtype resolved and is that of one of `world` ranks; its share of the work is
+    measured without communication.
 
     Raises:
         RuntimeError: device memory ran out (see `Backend.is_out_of_memory`).
@@ -111,7 +113,7 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
     backend = backends.select(config.device)
     model = load_model(student, device=config.device, dtype="fp32")
     optimizer = make_trainable(model.model, config, ranks=ranks)
-    config = config.model_copy(update={"rollout_every": 1})  # which takes longer than any other
+    config = config.model_copy(update={"rollout_every": 1})  # the most expensive setting
     rollouts = None
     if config.on_policy:
         rollouts = Rollouts(model, cache, config, end=load_tokenizer(student).eos_token_id)
@@ -137,7 +139,7 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
     finally:
         take_step.close()
     state_bytes = optimizer.state_bytes() + _bytes(CodeWatch(model.model).state())
-    beside = Path(resolve(student))  # a local student has tokenizer and configuration there
+    beside = Path(resolve(student))  # a local student's tokenizer and configuration are there
     files = [path for path in beside.iterdir() if path.is_file()] if beside.is_dir() else []
     around = sum(path.stat().st_size for path in files if path.suffix != ".safetensors")
     dtype = backend.dtype(config.dtype)
@@ -162,7 +164,7 @@ def _batches(config: TrainConfig, cache: TeacherCache, step: int) -> list[Batch]
 
 
 def _evaluation_s(config: TrainConfig, judge: Judge) -> float:
-    """Seconds of a whole verdict, from those of its first one and two batches."""
+    """Return the seconds of a whole evaluation, extrapolated from one and two batches."""
     backend, dtype = judge.backend, judge.backend.dtype(config.dtype)
     total = min(config.eval_sequences, judge.cache.num_sequences("held_out"))
     size = min(config.batch_size, total)
@@ -185,29 +187,29 @@ Severity = Literal["error", "warning", "note"]
 ORDER: tuple[Severity, ...] = ("error", "warning", "note")
 
 LONG_STEPS, LONG_H = 5000, 1.0
-"""A run is long from here on, in steps or in hours."""
+"""Steps and hours from which a run counts as long."""
 LOST_ERROR_H, LOST_WARNING_H = 1.0, 1 / 3
-"""Work that a kill between two checkpoints may cost."""
+"""Hours of work lost between two checkpoints that are an error, and a warning."""
 LEAST_HELD_OUT = 64
-"""Sequences below which the best checkpoint is chosen by noise."""
+"""Held-out sequences below which noise decides which checkpoint is best."""
 LEAST_LENGTH, LEAST_TOKENS, LEAST_WIDTH = 32, 2048, 256
-"""Sequences, steps and models smaller than these are those of a test."""
+"""Lengths, tokens per step and widths below these suggest the settings of a test."""
 MOST_EVALUATION, MOST_WARM_UP, MOST_PASSES = 0.1, 0.2, 20
 FAR_TOO_MANY_PASSES = 1000
-"""Nothing is left to be learned from the same sequences long before."""
+"""Passes over the data long after which nothing more is learned from it."""
 DISK_WARNING, MEMORY_WARNING = 0.8, 0.92
 FAR_RATE, MOST_RATE = 10.0, 1.0
-"""Learning rates are relative: a step at 1 moves a tensor by as much as it is large."""
+"""Learning rates are relative: a step at 1 moves a tensor by its own size."""
 LESS_MEMORY = "lower --batch-size and raise --grad-accum-steps, or add --gradient-checkpointing"
 USUAL_SHARE = 1 / 3
-"""Of a device's peak, for a first guess at how long a run takes."""
+"""Usual share of a device's peak, for a first estimate of a run's time."""
 REFUSED = {"cache", "eval_split"}
-"""Codes of errors that no run can go on in spite of."""
+"""Codes of errors that --force does not override."""
 GIB = 2**30
 
 
 class RunFinding(NamedTuple):
-    """One thing that a user should know, and what to do about it."""
+    """A problem or fact about a run, with its severity and remedy."""
 
     code: str
     severity: Severity
@@ -216,58 +218,58 @@ class RunFinding(NamedTuple):
     mend: str
 
     def line(self) -> str:
-        """The finding as one line."""
+        """Return the finding as one line."""
         return f"{self.code}: {self.found}, {self.reason}; {self.mend}"
 
 
 class SparsePlan(NamedTuple):
-    """What is known of a student's sparse attention."""
+    """Properties of a student's sparse attention."""
 
     reach: int
-    """Longest sequence that it attends to densely."""
+    """The longest sequence over which it is still dense."""
     has_gates: bool
     backend: str
-    """What computes it: `flex`, `reference`, ..."""
+    """Implementation that computes it: `flex`, `reference`, ..."""
     reason: str
 
 
 class RunPlan(NamedTuple):
-    """What is known of a run before it begins."""
+    """Facts about a run, collected before it starts."""
 
     device: str
-    """Its name; `cpu` for any CPU."""
+    """The device's name; `cpu` for any CPU."""
     has_bf16: bool
     memory_gib: float | None
-    """What the device can give; None where nobody counts."""
+    """Memory that the device can provide; None where it is not counted."""
     free_bytes: int
-    """Free on the disk of the run's directory."""
+    """Bytes free on the disk of the run's directory."""
     train_sequences: int
     held_out_sequences: int
     sequence_length: int
     width: int
-    """Of the student's hidden states."""
+    """Width of the student's hidden states."""
     world: int = 1
-    """Devices that train."""
+    """Number of devices that train."""
     prediction: RunPrediction | None = None
     has_run_out: bool = False
-    """Whether memory ran out in the attempt to predict."""
+    """True if memory ran out while predicting."""
     problems: tuple[str, ...] = ()
     """Messages of errors that would stop the run before its first step."""
     sparse: SparsePlan | None = None
-    """None for dense attention."""
+    """Properties of sparse attention; None for dense attention."""
 
     def is_long(self, config: TrainConfig) -> bool:
-        """Whether the run is long by its steps, or by the hours that were predicted."""
+        """Return whether the run is long by its steps, or by the predicted hours."""
         return is_long(config, self.prediction.hours(config) if self.prediction else None)
 
 
 def is_long(config: TrainConfig, hours: float | None) -> bool:
-    """Whether a run deserves all of the preflight; `hours` may be unknown."""
+    """Return whether a run is long enough for the whole preflight; `hours` may be unknown."""
     return config.max_steps >= LONG_STEPS or (hours or 0.0) >= LONG_H
 
 
 def preflight(config: TrainConfig, plan: RunPlan) -> list[RunFinding]:
-    """All that can be said of `plan`, errors first; `config.dtype` and its kin are resolved."""
+    """Return all findings about `plan`, errors first; `config` has its dtype resolved."""
     checks = (_precision, _saving, _data, _rates, _shape, _sparse, _measured)
     why = "the run would stop before its first step"
     problems = (problem.rpartition("; ") for problem in plan.problems)
@@ -318,7 +320,7 @@ def _saving(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
 
 
 def suggested_save_every(config: TrainConfig, plan: RunPlan) -> int:
-    """Steps of about ten minutes where steps were timed; else a hundredth of the run."""
+    """Return the steps of about ten minutes if steps were timed, else a hundredth of the run."""
     if plan.prediction is None:
         return max(1, config.max_steps // 100)
     return max(1, min(config.max_steps, round(600 / plan.prediction.step_s)))
@@ -386,7 +388,7 @@ def _shape(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
     }
     found = [fact for fact, is_small in small.items() if is_small]
     if found:
-        # one of them may be meant; several, where time is paid for, are a test's settings left in
+        # one of them may be intended; several, on a paid device, are probably left over from a test
         is_left_in = len(found) > 1 and plan.device != "cpu"
         yield RunFinding(
             "toy",
@@ -427,7 +429,7 @@ def _sparse(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
 
 
 def _measured(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
-    """What two steps tell."""
+    """Findings from the measured steps."""
     prediction = plan.prediction
     if plan.has_run_out:
         found = f"device memory ran out in the first steps on {plan.device}"
@@ -506,27 +508,27 @@ def _disk(config: TrainConfig, plan: RunPlan, prediction: RunPrediction) -> Iter
 
 
 class Checked(NamedTuple):
-    """What the preflight found, and what it measured."""
+    """Findings and predictions of the preflight."""
 
     findings: list[RunFinding]
     prediction: RunPrediction | None
     is_long: bool
 
     def errors(self) -> list[RunFinding]:
-        """The findings that stop a run."""
+        """Return the findings that stop a run."""
         return [finding for finding in self.findings if finding.severity == "error"]
 
 
 def examine(
     config: TrainConfig, student: str, out: Path, *, world: int = 1, measures: bool = False
 ) -> Checked:
-    """Look at a run on `world` devices before it begins; nothing is written.
+    """Check a run on `world` devices before it starts; nothing is written.
 
-    A run that is long, by its steps or by a guess from their FLOPs, takes a few steps to predict
-    time and memory; with `measures` any does.
+    If the run is long, by its steps or by an estimate from their FLOPs, a few steps are taken to
+    predict time and memory; with `measures` they are taken for any run.
 
     Raises:
-        ConfigError, CacheError, CheckpointError: cache, student or device are not there.
+        ConfigError, CacheError, CheckpointError: cache, student or device are missing.
     """
     resolved = check_dtype(divide(config, world))
     cache = open_cache(config.cache_dir)
@@ -556,15 +558,15 @@ def examine(
                 raise
             plan = plan._replace(has_run_out=True)
         if plan.has_run_out:
-            backend.free_memory()  # not above: the error holds what had been loaded
+            backend.free_memory()  # not above: the error references what had been loaded
     hours = plan.prediction.hours(resolved) if plan.prediction else guess
     return Checked(preflight(resolved, plan), plan.prediction, is_long(resolved, hours))
 
 
 def codes_forced(findings: Sequence[RunFinding], *, force: bool) -> list[str]:
-    """The codes of errors that the user wishes to go on in spite of.
+    """Return the codes of errors that --force overrides.
 
-    Those that `train_student` refuses in its own words are left to it.
+    Errors that `train_student` raises itself are left to it.
 
     Raises:
         ConfigError: there are errors, and `force` is false.
@@ -576,10 +578,10 @@ def codes_forced(findings: Sequence[RunFinding], *, force: bool) -> list[str]:
 
 
 def refuse(findings: Sequence[RunFinding]) -> None:
-    """Stop where there are errors.
+    """Stop if there are errors.
 
     Raises:
-        ConfigError: the first error, and how many more there are.
+        ConfigError: names the first error, and the number of others.
     """
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
@@ -588,7 +590,7 @@ def refuse(findings: Sequence[RunFinding]) -> None:
 
 
 def guessed_hours(config: TrainConfig, student: str, cache: TeacherCache) -> float | None:
-    """Hours of all steps at a third of the device's peak; None for a device nobody knows."""
+    """Return the hours of all steps at a third of the device's peak; None for an unknown device."""
     device = device_called(backends.select(config.device).name())
     peak = None if device is None else device.peak_flops(config.dtype)
     if peak is None:
@@ -602,7 +604,7 @@ def guessed_hours(config: TrainConfig, student: str, cache: TeacherCache) -> flo
 
 
 def _problems(config: TrainConfig, student: str, cache: TeacherCache) -> Iterator[str]:
-    """What `train_student` would refuse: targets, rollouts, tokenizer, vocabulary, length."""
+    """Yield the errors that `train_student` would raise: targets, rollouts, tokenizer, lengths."""
     tokenizer, model = load_tokenizer(student), load_config(student).get_text_config()
     checks: tuple[Callable[[], None], ...] = (
         lambda: check_losses(config, cache),
@@ -622,7 +624,7 @@ def _problems(config: TrainConfig, student: str, cache: TeacherCache) -> Iterato
 
 
 def _sparse_plan(student: str, length: int, backend: backends.Backend) -> SparsePlan | None:
-    """What is known of sparse attention at this length; None for a dense student.
+    """Return the properties of sparse attention at this length; None for a dense student.
 
     Raises:
         ConfigError: the backend that it names cannot compute it.

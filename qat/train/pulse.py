@@ -1,7 +1,7 @@
-"""The pulse of a run: what each rank tells of its steps, and who watches that they go on.
+"""Heartbeats and events of a run's ranks, and a watchdog for stalls and slow ranks.
 
-`Pulse` writes heartbeats and events. Its `Watchdog` looks on from a thread of its own: it writes
-events, warns once of each, and dumps stacks; nothing that it does changes the run.
+`Pulse` writes heartbeats and events. Its `Watchdog` polls from a thread of its own: it writes
+events, warns once of each, and dumps stacks; it never changes the run.
 """
 
 import faulthandler
@@ -34,47 +34,48 @@ from qat.train.config import TrainConfig
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Clock = Callable[[], float]
-"""Seconds."""
+"""A function that returns seconds."""
 
 RECENT = 512
-"""Most steps over which a quantile is taken."""
+"""Most steps over which quantiles are computed."""
 LOOK_S, SAMPLE_S = 1.0, 10.0
-"""Between looks at the steps and the clocks; at the device and the other ranks, which take ms."""
+"""Seconds between checks of steps and clocks, and of the device and other ranks (which take ms)."""
 FIRST_STEP, PAUSE = 3, 10
-"""Times as long may take the first step, which holds the compiler's work, and an evaluation."""
+"""Factors on the stall limit for the first step, which compiles, and for an evaluation."""
 JUMP_S = 5.0
-"""Most that the wall clock may move against the monotonic one between two looks."""
+"""Largest change of the wall clock against the monotonic one between two checks."""
 SLOW_FRAC, DROP_FRAC = 1.2, 0.7
-"""A rank is slow over that share of the others' median, a run under that of its own."""
+"""A rank is slow above the first factor of the others' median; a run has slowed down below the
+second factor of its own."""
 HISTORY, LEAST_HISTORY = 20, 8
-"""Stretches whose median is the usual speed, and how many make one."""
+"""Number of stretches whose median is the usual speed, and the fewest that define one."""
 IN_A_ROW, LEAST_DROP_S = 3, 30.0
-"""A drop lasts so many stretches and so long; a rank is slow in so many heartbeats."""
+"""Consecutive low stretches (or heartbeats of a slow rank) and seconds before an event."""
 
 
 @dataclass
 class Pace:
-    """Where a rank's loop stands: the loop writes it, the watchdog reads it."""
+    """Progress of a rank's loop: written by the loop, read by the watchdog."""
 
     since: float
-    """By the monotonic clock, when the last step ended, or a pause began or ended."""
+    """Monotonic time when the last step ended, or a pause began or ended."""
     step: int = 0
-    """The last step that ended."""
+    """The last finished step."""
     taken: int = 0
-    """Steps that this process took."""
+    """Steps taken by this process."""
     is_paused: bool = False
-    """Whether something else than steps is under way, such as an evaluation."""
+    """True while something other than steps runs, such as an evaluation."""
 
 
 class Stall:
-    """Tells a loop that stands still, once in each stand-still."""
+    """Detects when the loop stalls, and reports each stall once."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._told: float | None = None
 
     def look(self, pace: Pace, now: float) -> float | None:
-        """Seconds without the end of a step, when they first pass the limit; else None."""
+        """Return the seconds without a finished step as they first exceed the limit, else None."""
         times = PAUSE if pace.is_paused else 1 if pace.taken else FIRST_STEP
         still_s = now - pace.since
         if still_s <= self._limit_s * times or self._told == pace.since:
@@ -84,21 +85,21 @@ class Stall:
 
 
 class Clocks:
-    """Tells when the wall clock jumps, by comparing it with one that cannot."""
+    """Detects jumps of the wall clock by comparing it with the monotonic clock."""
 
     def __init__(self, wall: Clock = time.time, monotonic: Clock = time.monotonic) -> None:
         self._wall, self._monotonic = wall, monotonic
         self._ahead_s = wall() - monotonic()
 
     def look(self) -> float | None:
-        """Seconds by which the wall clock jumped since the last look, if they matter."""
+        """Return the seconds by which the wall clock jumped since the last call, if large."""
         ahead_s = self._wall() - self._monotonic()
         jump_s, self._ahead_s = ahead_s - self._ahead_s, ahead_s
         return jump_s if abs(jump_s) > JUMP_S else None
 
 
 class Drop:
-    """Tells when a run became slower than it used to be, once in each drop."""
+    """Detects that a run has become slower than usual; reports each drop once."""
 
     def __init__(self) -> None:
         self._history: deque[float] = deque(maxlen=HISTORY)
@@ -106,11 +107,11 @@ class Drop:
         self._is_told = False
 
     def look(self, tokens_per_s: float, seconds: float) -> float | None:
-        """The share of the usual speed, when a stretch of `seconds` makes it a drop; else None."""
+        """Return the share of the usual speed if this stretch completes a drop, else None."""
         usual = statistics.median(self._history) if len(self._history) >= LEAST_HISTORY else 0.0
         is_low = tokens_per_s < DROP_FRAC * usual
         self._low = [*self._low, seconds] if is_low else []
-        if self._is_told or not is_low:  # what was told of becomes the usual speed if it stays
+        if self._is_told or not is_low:  # a reported drop that stays becomes the usual speed
             self._history.append(tokens_per_s)
             self._is_told = is_low
             return None
@@ -119,20 +120,20 @@ class Drop:
 
 
 class Slow(NamedTuple):
-    """A rank for which the others wait."""
+    """A rank that the others wait for."""
 
     slow_rank: int
     times_median: float
-    """Its own time a step over the median of the others'."""
+    """Its own time per step over the median of the others'."""
     cause: str
     """`data` if it waits for batches, else `device`."""
 
 
 class SlowRanks:
-    """Tells, from the heartbeats of all ranks, for which one the others wait.
+    """Detects ranks that the others wait for, from the heartbeats of all ranks.
 
-    A step ends on all ranks together, so a rank's own time is what it spends outside the exchange,
-    in which the fast ones wait for the slow ones.
+    All ranks finish a step together, so a rank's own time is its time outside communication, in
+    which fast ranks wait for slow ones.
     """
 
     def __init__(self, size: int) -> None:
@@ -141,7 +142,7 @@ class SlowRanks:
         self._in_a_row = dict.fromkeys(range(size), 0)
 
     def look(self, beats: list[dict]) -> list[Slow]:
-        """New heartbeat lines of any ranks; the ranks that became slow by them."""
+        """Add new heartbeats of any ranks; return the ranks that have become slow."""
         for beat in beats:
             self._beats.setdefault(beat["step"], {})[beat["rank"]] = beat
         whole = sorted(step for step, found in self._beats.items() if len(found) == self._size)
@@ -158,7 +159,7 @@ class SlowRanks:
 
 
 def slow_ranks(by_rank: dict[int, dict]) -> list[Slow]:
-    """The ranks whose own time a step is over `SLOW_FRAC` of the others' median at one beat."""
+    """Return the ranks whose own step time exceeds `SLOW_FRAC` of the others' median."""
     own = {rank: beat["step_s"] - (beat["exchange_s"] or 0.0) for rank, beat in by_rank.items()}
     waits = {rank: beat["data_wait_s"] for rank, beat in by_rank.items()}
     found = []
@@ -174,17 +175,17 @@ def slow_ranks(by_rank: dict[int, dict]) -> list[Slow]:
 
 
 class Watchdog:
-    """The thread; `look` is one of its looks.
+    """A thread that checks progress, clocks and ranks; `look` is one round of checks.
 
     Args:
-        pace: where the loop stands.
-        event: told a kind and facts of what is amiss.
-        sample: what only a slow question tells of the device; the latest answer is `health`.
-        stacks: file that gets the stacks of all threads at a stall.
-        stall_s: seconds without the end of a step that are a stall, thrice as many for the first.
-        clock: what `pace` is kept by.
+        pace: the loop's progress.
+        event: called with a kind and facts of each problem.
+        sample: slow query of the device's health; the latest result is `health`.
+        stacks: file for the stacks of all threads at a stall.
+        stall_s: seconds without a finished step that count as a stall; thrice that for the first.
+        clock: the clock of `pace`.
         clocks: the clocks to compare.
-        heartbeats: files of all ranks of a run, for the one that compares them; else none.
+        heartbeats: heartbeat files of all ranks, on the rank that compares them; empty elsewhere.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         for tail in self._tails:
-            tail.read()  # of an earlier process
+            tail.read()  # skip lines of an earlier process
         self._thread.start()
         return self
 
@@ -229,7 +230,7 @@ class Watchdog:
             self._end.wait(LOOK_S)
 
     def look(self) -> None:
-        """Look at the steps and the clocks, and now and then at the device and other ranks."""
+        """Check steps and clocks, and at longer intervals the device and other ranks."""
         if (still_s := self._stall.look(self._pace, self._clock())) is not None:
             self._tell_stall(still_s)
         if (jump_s := self._clocks.look()) is not None:
@@ -242,7 +243,7 @@ class Watchdog:
             self.compare()
 
     def compare(self) -> None:
-        """Read the new heartbeats of all ranks, and tell of the slow ones."""
+        """Read new heartbeats of all ranks, and report slow ranks."""
         try:
             beats = [beat for tail in self._tails for beat in tail.read()]
         except (OSError, ValueError) as error:
@@ -269,14 +270,14 @@ class Watchdog:
 
 
 class Pulse:
-    """The heartbeat and the events of one rank; its watchdog lives inside the block.
+    """The heartbeat and the events of one rank; its watchdog runs inside the block.
 
-    Steps are timed outside evaluation and saving. A file that cannot be written is warned of once
-    and stops nothing.
+    Steps are timed without evaluations and saving. A file that cannot be written causes one warning
+    and does not stop the run.
 
     Args:
         path: the run's directory.
-        flops_share: what one position a second is of the device's peak; None if nobody knows.
+        flops_share: share of the device's peak per position a second; None if unknown.
         clock: monotonic seconds.
     """
 
@@ -302,7 +303,7 @@ class Pulse:
         self._steps_s: deque[float] = deque(maxlen=RECENT)
         self._drop = Drop()
         self._rolled_out_s: float | None = None
-        """Of the stretch; None in a run that has had no rollout."""
+        """Seconds of rollouts in this stretch; None in a run without rollouts so far."""
         self._pace = Pace(since=self._began)
         compared = range(ranks.size) if ranks.is_first and ranks.size > 1 else ()
         self._watchdog = Watchdog(
@@ -328,7 +329,7 @@ class Pulse:
         self._events.close()
 
     def timed(self, stream: Iterator[T]) -> Iterator[T]:
-        """The items of `stream`; how long each is waited for is noted."""
+        """Yield the items of `stream` and measure the wait for each."""
         while True:
             before = time.monotonic()
             try:
@@ -341,7 +342,7 @@ class Pulse:
 
     @contextmanager
     def rolling_out(self) -> Iterator[None]:
-        """What happens in the block is a rollout: the part of the steps' time in it is noted."""
+        """Measure a block that generates a rollout as part of the steps' time."""
         self._backend.synchronize()
         before = self._clock()
         try:
@@ -350,9 +351,9 @@ class Pulse:
             self._rolled_out_s = (self._rolled_out_s or 0.0) + self._clock() - before
 
     def stepped(self, step: int, positions: int, last: Tensor | None = None) -> None:
-        """Optimizer step number `step` was given to the device: `positions` tokens on all ranks.
+        """Count optimizer step `step`, just submitted, with `positions` tokens on all ranks.
 
-        `last` is something that it computes last.
+        `last` is a tensor that the step computes last.
         """
         self._steps += 1
         self._positions += positions
@@ -363,14 +364,14 @@ class Pulse:
     def beat(
         self, step: int, *, loss_nats: float, grad_norm: float, facts: dict[str, object]
     ) -> float:
-        """One heartbeat line for the stretch so far, with `facts`; returns tokens per second."""
+        """Write a heartbeat for the stretch so far, with `facts`; return tokens per second."""
         self._backend.synchronize()
         seconds = self._clock() - self._since
         tokens_per_s, size = self._positions / seconds, self._ranks.size
         exchange_s = self._ranks.exchange_s()
         mfu_of = self._flops_share
-        # of the latest `RECENT` steps, from one's end to the next: ends are the device's, so a host
-        # that runs ahead of it does not hide what a step takes
+        # The latest `RECENT` steps, each from the previous step's end to its own. Ends are measured
+        # on the device, so that a host that runs ahead does not hide a step's duration.
         between = self._backend.seconds_between
         self._steps_s.extend(between(*ends) for ends in pairwise(self._ends))
         self._heartbeat.write(
@@ -395,7 +396,7 @@ class Pulse:
             **facts,
         )
         share = self._drop.look(tokens_per_s, seconds)
-        if share is not None and self._ranks.is_first:  # the speed is that of all
+        if share is not None and self._ranks.is_first:  # the speed is that of all ranks
             self.event("throughput_drop", tokens_per_s=tokens_per_s, share=share)
             logger.warning(
                 "%.0f tokens/s, %.0f %% of what was usual; see data_wait_s, gpu_temp_c and "
@@ -408,7 +409,7 @@ class Pulse:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What happens in the block is no training: the next stretch begins behind it."""
+        """Exclude the block from the steps' time; the next stretch starts after it."""
         self._pace.since, self._pace.is_paused = self._clock(), True
         try:
             yield
@@ -417,7 +418,7 @@ class Pulse:
             self._pace.since, self._pace.is_paused = self._clock(), False
 
     def event(self, kind: str, **facts: object) -> None:
-        """One line of what befell this rank: time, step, `kind`, and `facts`. For any thread."""
+        """Write one event of this rank: time, step, `kind`, `facts`; callable from any thread."""
         self._events.write(
             time=_now(),
             elapsed_s=self._clock() - self._began,
@@ -426,9 +427,9 @@ class Pulse:
         )
 
     def _restart(self) -> None:
-        """Begin a new stretch of steps."""
+        """Start a new stretch of steps."""
         self._backend.synchronize()
-        self._ranks.exchange_s()  # of the pause
+        self._ranks.exchange_s()  # discard the communication of the pause
         self._since = self._clock()
         self._steps = self._positions = 0
         self._waited_s = 0.0
@@ -436,7 +437,7 @@ class Pulse:
         self._ends = deque([self._backend.mark()], maxlen=RECENT + 1)
 
     def _rollouts(self, seconds: float) -> dict[str, float]:
-        """Seconds a step that rollouts took, and their share of the stretch; none without any."""
+        """Return the seconds per step and the time share of rollouts; empty without rollouts."""
         if self._rolled_out_s is None:
             return {}
         return {
@@ -456,9 +457,9 @@ class Pulse:
 
 
 class _Patient:
-    """A file of JSON lines that may fail: once it is said, and the next line is tried anew.
+    """A JSON lines file that tolerates errors: it warns once, and retries with the next line.
 
-    It is made with its first line.
+    The file is created with its first line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -468,7 +469,7 @@ class _Patient:
         self._has_failed = False
 
     def write(self, **values: object) -> None:
-        """Append one object, if that is possible; numbers that are not finite become text."""
+        """Append one object if possible; numbers that are not finite are written as text."""
         with self._lock:
             try:
                 if self._lines is None:
@@ -490,7 +491,7 @@ class _Patient:
 
 
 def _p50_p95(name: str, seconds: Collection[float]) -> dict[str, float | None]:
-    """Two quantiles, such as `step_s_p50` and `step_s_p95`; None of nothing."""
+    """Return two quantiles, such as `step_s_p50` and `step_s_p95`; None for no values."""
     found = np.quantile(list(seconds), (0.5, 0.95)).tolist() if seconds else (None, None)
     return {f"{name}_p50": found[0], f"{name}_p95": found[1]}
 
@@ -500,5 +501,5 @@ def _plain(value: object) -> object:
 
 
 def _now() -> str:
-    """The wall clock's time in UTC, as ISO 8601."""
+    """Return the wall clock's time in UTC, as ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,4 +1,4 @@
-"""How a run stops and goes on: who asks it to stop, where it goes on, and by what it is judged."""
+"""Stopping and resuming a run: stop requests, the checkpoint to resume, the evaluation set."""
 
 import json
 import logging
@@ -30,18 +30,18 @@ from qat.train.saver import problem
 logger = logging.getLogger(__name__)
 
 HALT = "HALT"
-"""The file that anybody may make; its run removes it as it obeys."""
+"""A file whose creation stops the run; the run removes it when it stops."""
 LOOK_S = 1.0
-"""Seconds between looks at that file."""
+"""Seconds between checks for that file."""
 EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, HALT: 3}
 
 
 class Stops:
-    """Notes wishes to stop while its block runs; the loop asks for them between steps.
+    """Records requests to stop inside its block; the loop polls them between steps.
 
-    The first signal is noted. After it SIGINT and SIGTERM have their old handlers back: a second
-    one ends the process at once. A terminal that closes says so several times, which is one wish;
-    where SIGHUP is ignored, as below `nohup`, it stays so.
+    The first signal is recorded. After it SIGINT and SIGTERM have their old handlers again, so that
+    a second one ends the process at once. A closing terminal sends SIGHUP several times, which
+    counts as one request; where SIGHUP is ignored, as under `nohup`, it stays ignored.
     """
 
     def __init__(self, halt: Path) -> None:
@@ -51,7 +51,7 @@ class Stops:
         self._handlers: dict[int, Any] = {}
 
     def wanted(self) -> str | None:
-        """`SIGTERM`, `SIGINT`, `SIGHUP` or `HALT`, once somebody asked; else None."""
+        """Return `SIGTERM`, `SIGINT`, `SIGHUP` or `HALT` after such a request, else None."""
         if self._wish is not None:
             return self._wish
         now = time.monotonic()
@@ -63,10 +63,10 @@ class Stops:
         return self._wish
 
     def obeyed(self) -> None:
-        """The run has stopped: remove the file, so that it can go on."""
+        """Remove the file after stopping, so that the run can be resumed."""
         try:
             self._halt.unlink(missing_ok=True)
-        except OSError as error:  # a directory, or one of somebody else
+        except OSError as error:  # a directory, or another user's file
             logger.warning(
                 "%s cannot be removed (%s): remove it before you go on", self._halt, error.strerror
             )
@@ -83,7 +83,7 @@ class Stops:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._wish = self._wish or signal.Signals(number).name
-        if number == signal.SIGHUP:  # writing to a terminal that is gone fails: go nowhere instead
+        if number == signal.SIGHUP:  # writes to a closed terminal fail: redirect them to /dev/null
             for descriptor in (1, 2):
                 try:
                     os.write(descriptor, b"")
@@ -98,20 +98,20 @@ class Stops:
 
 
 class Choice(NamedTuple):
-    """Where a run goes on."""
+    """The checkpoint from which a run continues."""
 
     checkpoint: Path | None
-    """None where it begins."""
+    """The checkpoint; None for a new run."""
     skipped: list[str]
     """Names of newer checkpoints that are damaged."""
     is_best_lost: bool
-    """Whether the best student so far is among them."""
+    """True if the best student so far is among the damaged ones."""
     step: int = 0
-    """Steps taken, once the checkpoint is read."""
+    """Steps taken; set once the checkpoint is read."""
     best: float = math.inf
     """The best score so far."""
     grown: dict[str, Any] = {}
-    """By name in `run.json`, what is new of a cache that has more sequences than it had."""
+    """New facts for `run.json` of a cache that has more sequences than before, by name."""
 
 
 def choose_together(
@@ -123,7 +123,7 @@ def choose_together(
     begins_anew: bool,
     ranks: Ranks,
 ) -> Choice:
-    """Where the run goes on, as the first rank finds it: the others go on there too."""
+    """Let the first rank choose the checkpoint and return it on all ranks."""
 
     def choose_alone() -> Choice:
         is_begun = ranks.is_first and run.is_begun(config, student, resume=resume)
@@ -136,10 +136,10 @@ def choose_together(
 
 
 def choose(run: RunDirectory, *, begins_anew: bool = False) -> Choice:
-    """The checkpoint that `latest` names, or the newest one that is whole; says what it skips.
+    """Return the checkpoint that `latest` names, or the newest whole one; log what is skipped.
 
-    A run that was killed before its first checkpoint begins again. If it had taken steps already,
-    that is done with `begins_anew` only.
+    A run that was killed before its first checkpoint starts again; if it had already taken steps,
+    only with `begins_anew`.
 
     Raises:
         CheckpointError: there are checkpoints, and all are damaged; or none, but steps.
@@ -177,7 +177,7 @@ def choose(run: RunDirectory, *, begins_anew: bool = False) -> Choice:
 
 
 def best_of(run: RunDirectory) -> Path:
-    """The best student's checkpoint; if that is damaged, the newest whole one, with a warning.
+    """Return the best student's checkpoint; if damaged, the newest whole one, with a warning.
 
     Raises:
         CheckpointError: none is whole.
@@ -196,10 +196,10 @@ def best_of(run: RunDirectory) -> Path:
 
 
 def load_training_state(checkpoint: Path) -> tuple[dict[str, Tensor], dict]:
-    """What a `Saver` wrote of the trainer: its tensors, and step, best and the like.
+    """Load what a `Saver` wrote of the trainer: tensors, and facts such as step and best score.
 
     Raises:
-        CheckpointError: it is not there, or damaged.
+        CheckpointError: it is missing or damaged.
     """
     try:
         return safetensors.torch.load_file(checkpoint / STATE_TENSORS), read_state(checkpoint)
@@ -211,7 +211,7 @@ def load_training_state(checkpoint: Path) -> tuple[dict[str, Tensor], dict]:
 
 
 def _is_lost(run: RunDirectory, chosen: Path) -> bool:
-    """Whether there is a best one, but `best` names no whole checkpoint."""
+    """Return whether the run had a best student, but `best` names no whole checkpoint."""
     if not run.has_pointer("best"):
         is_first = not run.has_pointer("latest") and run.checkpoints() == [chosen]
         if is_first or not math.isfinite(read_state(chosen)["best"]):
@@ -228,7 +228,7 @@ def _short(path: Path) -> str:
 
 
 def cache_facts(cache: TeacherCache) -> dict[str, Any]:
-    """What `run.json` keeps of a cache: how many sequences it has, and all else that made it."""
+    """Return a cache's facts for `run.json`: numbers of sequences, and how it was made."""
     manifest = cache.manifest
     settings = {k: v for k, v in manifest.settings.recorded().items() if k != "num_sequences"}
     made = {"teacher": manifest.teacher.identity, "dtype": manifest.teacher.dtype}
@@ -240,10 +240,11 @@ def cache_facts(cache: TeacherCache) -> dict[str, Any]:
 def check_identity(
     run: RunDirectory, checkpoint: Path | None, cache: TeacherCache, identity: dict[str, Any]
 ) -> dict[str, Any]:
-    """Make sure that a run goes on with what it began with; a cache may have more sequences.
+    """Check that a run is resumed with what it started with; a cache may have more sequences.
 
-    Gives by name in `run.json` what is new of such a cache. Of a run from before a cache's facts
-    were kept nobody can know whether it has more.
+    Returns:
+        New facts for `run.json` of such a cache, by name. For runs older than these facts it is
+        unknown whether the cache has grown.
 
     Raises:
         ConfigError: something has another value, or the cache differs in more than that.
@@ -268,7 +269,7 @@ def check_identity(
             f"learned from {before}, expected as many or more; restore it or choose another "
             f"--out{BEGIN_THERE}"
         )
-    if now == before:  # as many, and yet other ones
+    if now == before:  # the same number, but different ones
         run.check_identity(checkpoint, **identity)
         return {}
     run.check_identity(checkpoint, **{**identity, "cache_content": None})
@@ -276,10 +277,10 @@ def check_identity(
 
 
 def same_judged(cache: TeacherCache, count: int, run: RunDirectory) -> Judged:
-    """What has judged the run from its beginning; of a new one, the first `count` sequences.
+    """Return the run's original evaluation sequences; for a new run, the first `count`.
 
     Raises:
-        ConfigError: the cache does not hold all of it.
+        ConfigError: the cache lacks some of them.
     """
     marks = run.facts().get("judged")
     if marks is None:
@@ -304,7 +305,7 @@ def record_beginning(
     facts: dict[str, Any],
     forced: Sequence[str],
 ) -> None:
-    """Write what the run is, and cut what it wrote after the step that it goes on from."""
+    """Write the run's facts, and remove what it wrote after the step from which it is resumed."""
     old = run.begun_as(choice.checkpoint)
     resumed = old.get("resumed", [])
     if choice.checkpoint is None:
@@ -329,7 +330,7 @@ def record_beginning(
     if choice.is_best_lost and choice.checkpoint is not None:
         run.point("best", choice.checkpoint)
     if choice.checkpoint is not None and not run.has_pointer("latest"):
-        # killed between the first checkpoint and its pointers
+        # killed between writing the first checkpoint and its pointers
         if not run.has_pointer("best") and math.isfinite(choice.best):
             run.point("best", choice.checkpoint)
         run.point("latest", choice.checkpoint)
@@ -346,7 +347,7 @@ def _say_changes(
     choice: Choice,
     facts: dict[str, Any],
 ) -> None:
-    """Say with what else the run goes on, and what more steps do to the rates."""
+    """Log changed settings, and what a changed number of steps does to the learning rates."""
     if choice.grown:
         logger.info(
             "%s goes on with %d training sequences instead of %d, judged by the same %d",

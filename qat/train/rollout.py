@@ -1,9 +1,9 @@
-"""The student's own words: it continues prompts of the cache, and learns what the teacher says.
+"""On-policy training: the student continues prompts of the cache and learns from the teacher.
 
-A share of each step's rows is such. Every few steps a rollout draws those of all steps until the
-next one, with the weights as they are formed for training, which are those that a checkpoint holds.
-So at most one rollout waits to be learned from. Which prompt a row continues, and by which random
-numbers, follows from seed, step and the row's number in the step alone.
+A share of each step's rows is of this kind. Every few steps a rollout generates the rows of all
+steps until the next one, with the weights as formed for training, which are those of a checkpoint.
+So at most one rollout is waiting to be used. The prompt of a row and its random numbers depend only
+on the seed, the step and the row's number in the step.
 
 Shapes: B sequences of a micro-batch, n of them the student's own, S positions.
 """
@@ -40,16 +40,16 @@ from qat.train.step import rank_indices
 logger = logging.getLogger(__name__)
 
 PREFIX = "rollout."
-"""Of the names of a rollout's tensors in a checkpoint."""
+"""Prefix of a rollout's tensors in a checkpoint."""
 MOST_POSITIONS = 2**16
-"""Of all rows that the student writes at a time: what keeps their past grows with it."""
+"""Most positions over all rows generated at a time; the KV cache grows with it."""
 
 
 def check_rollouts(config: TrainConfig, cache: TeacherCache) -> None:
-    """Refuse rollouts that leave no room for a prompt, or on a device that cannot draw them.
+    """Check that a prompt fits beside the generated tokens, and that the device can generate.
 
     Raises:
-        ConfigError: either is so.
+        ConfigError: there is no room for a prompt, or the device compiles for each shape.
     """
     if not config.on_policy:
         return
@@ -68,11 +68,11 @@ def check_rollouts(config: TrainConfig, cache: TeacherCache) -> None:
 
 
 class OwnRow(NamedTuple):
-    """A prompt and what the student said to it."""
+    """A prompt and the student's continuation."""
 
     ids: list[int]
     begin: int
-    """Where its own words begin."""
+    """Index of the first generated token."""
 
 
 class Rollouts:
@@ -90,20 +90,20 @@ class Rollouts:
         end: int | None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """To be made before the layers of the student are compiled.
+        """Set up rollouts; call it before the layers of the student are compiled.
 
         Args:
-            end: the token by which the tokenizer ends a text, beside those that the model names.
+            end: the tokenizer's end-of-text token, in addition to those that the model names.
         """
         self._cache, self._config, self._ranks = cache, config, ranks
         S, places = cache.sequence_length, np.arange(config.batch_size + 1)
-        # as many of any other whole micro-batch too: how a step is divided changes none of its rows
+        # rounded down in the same way for every split into micro-batches: the split changes no row
         before = np.floor(places * config.on_policy + ALMOST_WHOLE)
         self._is_own = np.diff(before) > 0
         self.order = np.argsort(self._is_own, kind="stable")
-        """`(B,)`: the sequences of a micro-batch, those last that give a prompt alone."""
+        """`(B,)`: order of a micro-batch's sequences, those that only give a prompt last."""
         self.longest = config.rollout_tokens or max(1, 3 * S // 4)
-        """Most words of the student in a row."""
+        """Most tokens that the student generates in a row."""
         self.ends = frozenset(closing_tokens(student, end))
         """Tokens that end a row."""
         rows = config.own_rows * config.grad_accum_steps * config.rollout_every
@@ -116,19 +116,19 @@ class Rollouts:
         )
         self._speaker = Speaker(student, slotted, config)
         self._begun = 0
-        """The step whose weights drew the latest rollout."""
+        """The step whose weights generated the latest rollout."""
         self._waiting: dict[int, list[OwnRow]] = {}
         """This rank's rows by step, one micro-batch after the other."""
         self._now: tuple[int, list[OwnRow]] = (0, [])
-        """The step that was asked for last, and its rows."""
+        """The latest step used, and its rows."""
         self._has_warned = False
 
     def needed(self, step: int) -> bool:
-        """Whether `into` draws a rollout for this step."""
+        """Return whether `into` generates a rollout for this step."""
         return step not in self._waiting
 
     def into(self, batches: Sequence[Batch], step: int) -> list[Batch]:
-        """The micro-batches of a step, on the host, with the student's rows as their last ones."""
+        """Return the micro-batches of a step, on the host, the student's rows being the last."""
         if self.needed(step):
             self._roll(step)
         rows, n = self._waiting.pop(step), self._config.own_rows
@@ -137,9 +137,9 @@ class Rollouts:
         return [laid_in(batch, part) for batch, part in zip(batches, parts, strict=True)]
 
     def told(self) -> dict[str, float]:
-        """Numbers of the latest step's rows, over all ranks, which call this together.
+        """Return metrics of the latest step's rows over all ranks; all ranks call this together.
 
-        Tokens count where the student wrote them, the one that ends a row included.
+        Tokens are counted where the student generated them, including the one that ends a row.
         """
         step, rows = self._now
         said = [row.ids[row.begin :] for row in rows]
@@ -158,7 +158,7 @@ class Rollouts:
         }
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: the rows of all ranks that wait; all call this together."""
+        """Return all ranks' waiting rows for a checkpoint; all ranks call this together."""
         if not self._waiting:
             return {}
         S, n, (first, *_) = self._cache.sequence_length, self._config.own_rows, self._waiting
@@ -166,7 +166,7 @@ class Rollouts:
         for of_step, rows in zip(mine, self._waiting.values(), strict=True):
             for stored, row in zip(of_step, rows, strict=True):
                 stored[0] = row.begin
-                stored[1 : 1 + len(row.ids)] = torch.tensor(row.ids) + 1  # 0: nothing there
+                stored[1 : 1 + len(row.ids)] = torch.tensor(row.ids) + 1  # 0 means no token
         mine = mine.unflatten(1, (-1, n))
         whole = mine.new_zeros(*mine.shape[:2], self._ranks.size, *mine.shape[2:])
         whole[:, :, self._ranks.rank] = mine
@@ -175,7 +175,7 @@ class Rollouts:
         return {f"{PREFIX}rows": whole.flatten(1, 3), f"{PREFIX}steps": steps}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Go on with what a checkpoint's `state` held, on any number of ranks."""
+        """Restore a checkpoint's `state`, on any number of ranks."""
         if f"{PREFIX}rows" not in state:
             return
         first, self._begun = state[f"{PREFIX}steps"].tolist()
@@ -186,7 +186,7 @@ class Rollouts:
             ]
 
     def requests(self, step: int) -> list[Request]:
-        """What this rank's rows of a step ask the student, one micro-batch after the other."""
+        """Return the generation requests for this rank's rows of a step, by micro-batch."""
         config, ranks = self._config, self._ranks
         count = config.sequences_per_step * ranks.size
         numbers = step * count + np.arange(count)
@@ -202,7 +202,7 @@ class Rollouts:
         return found
 
     def _roll(self, step: int) -> None:
-        """Draw the rows of this step and of all that follow until the next rollout."""
+        """Generate the rows of this step and of all others until the next rollout."""
         every = self._config.rollout_every
         steps = range(step, step - step % every + every)
         requests = [self.requests(each) for each in steps]
@@ -224,26 +224,26 @@ class Rollouts:
 
 
 def prompt_of(row: Batch, number: int, most: int) -> list[int]:
-    """What the student is to continue of a cache's sequence, a `Batch` without its first dimension.
+    """Return the prompt from one sequence of the cache, a `Batch` without its first dimension.
 
-    Of the documents in it, the one that `number` falls on in turn. If something stands before what
-    is to be learned in it (a chat's question), that is the prompt; of one that is learned from its
-    beginning, the first half, but `most` tokens.
+    `number` selects one of the sequence's documents in turn. If its targets start after its
+    beginning (after a chat's question), the prompt is everything before them; otherwise its first
+    half, at most `most` tokens.
     """
     starts = (row.position_ids == 0).nonzero()[:, 0].tolist()
     bounds = pairwise([*starts, len(row.input_ids)])
     documents = [(row.input_ids[a:b], row.mask[a:b].nonzero()[:, 0].tolist()) for a, b in bounds]
     learned = [(ids, places) for ids, places in documents if places]
-    # an import may hold a sequence in which nothing counts
+    # an imported cache may have a sequence without targets
     ids, places = learned[number % len(learned)] if learned else (row.input_ids, [0])
     half = max(1, (places[-1] + 2) // 2)
     return ids[: places[0] + 1 if places[0] else min(half, most)].tolist()
 
 
 def laid_in(batch: Batch, rows: Sequence[OwnRow]) -> Batch:
-    """The batch with these as its last rows, written over what is there.
+    """Overwrite the last rows of the batch with these; return the batch.
 
-    What counts in them are the predictions of the student's own words.
+    Only predictions of the student's own tokens count in them.
     """
     B, S = batch.mask.shape
     for place, row in enumerate(rows, B - len(rows)):
@@ -252,7 +252,7 @@ def laid_in(batch: Batch, rows: Sequence[OwnRow]) -> Batch:
         batch.input_ids[place] = 0
         batch.input_ids[place, : len(ids)] = ids
         batch.position_ids[place] = torch.arange(S)
-        batch.position_ids[place, len(ids) :] -= len(ids)  # padding is no part of the document
+        batch.position_ids[place, len(ids) :] -= len(ids)  # padding does not belong to the document
         batch.mask[place] = False
         batch.mask[place, inside] = True
         batch.labels[place] = NO_LABEL
@@ -261,10 +261,10 @@ def laid_in(batch: Batch, rows: Sequence[OwnRow]) -> Batch:
 
 
 class Speaker:
-    """Continues prompts by the student as it is formed for the next step.
+    """Generates continuations with the student's weights as formed for the next step.
 
-    Where the layers are known, by a dense copy of it in the compute dtype, which is written over in
-    place, so that what a GPU recorded of its steps stays right; else by the student itself.
+    If the layers are supported, it uses a dense copy of the student in the compute dtype, which is
+    updated in place, so that captured graphs stay valid; otherwise the student itself.
     """
 
     def __init__(self, student: LanguageModel, slotted: Slotted, config: TrainConfig) -> None:
@@ -273,9 +273,9 @@ class Speaker:
         self._dtype = self._backend.dtype(config.dtype)
         self._is_copied = DecodeStep.fits(student)
         self._formed: list[tuple[Tensor, QuantLinear]] = []
-        """Where the weight of a quantized linear is written."""
+        """The dense copy's weights, each with the quantized linear that it comes from."""
         self._learning: list[tuple[Tensor, nn.Parameter]] = []
-        """Where what else learns is written."""
+        """The dense copy's other parameters that learn, each with the student's."""
         self._sampler: Sampler = Waves(student, slotted)
         if not self._is_copied:
             return
@@ -294,8 +294,8 @@ class Speaker:
 
     @torch.no_grad()
     def sample(self, requests: Sequence[Request]) -> list[list[int]]:
-        """The new tokens of each row, the one that ends it included."""
-        # the copy computes in its own dtype
+        """Return the new tokens of each row, including the one that ends it."""
+        # the copy already computes in its own dtype
         casting = nullcontext() if self._is_copied else self._backend.autocast(self._dtype)
         with self._backend.matmul_precision(self._precision), casting:
             if self._is_copied:
@@ -309,9 +309,9 @@ class Speaker:
 
 
 def dense_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The same model with plain linears that hold formed weights, in `dtype` but for its norms."""
+    """Copy a model with plain linears that hold formed weights; in `dtype`, except norms."""
     plain = {id(linear): dense_linear(linear, dtype) for linear in quant_linears(model).values()}
-    # their own, as much shared as the student's
+    # copies of the quantizers, shared among linears like the student's
     own = copy.deepcopy([linear.activation for linear in plain.values()])
     for linear, quantizer in zip(plain.values(), own, strict=True):
         linear.activation = quantizer

@@ -1,4 +1,4 @@
-"""A run directory: recipe, facts, metrics, checkpoints, and what it takes to go on after a kill.
+"""A run directory: recipe, facts, metrics and checkpoints, from which a killed run is resumed.
 
 recipe.toml  run.json  metrics.jsonl  training.csv  val.csv  heartbeat-rank0.jsonl  events.jsonl
 checkpoints/step-NNNNNN/   latest  best   metrics.json  {quant}_{scope}_{loss}_{dtype}/
@@ -77,8 +77,8 @@ FREE_TO_CHANGE = {
     "offload",
     "cache_dir",
 }
-"""Settings that a run may go on with in another value: if a step sees as many sequences, and the
-cache elsewhere is the same."""
+"""Settings that may change when a run is resumed: the number of sequences per step and the cache's
+content must stay the same."""
 WHY_NOT = {
     "what learns has its moments, which would fit nothing else": (
         "learn mlp_only attention_only e2e lora_rank optimizer latent_dtype"
@@ -95,14 +95,14 @@ WHY_NOT = {
     "it decides which sequences a step sees": "seed",
     "it is what learns": "student",
 }
-"""Why a run does not go on with other values of settings."""
+"""Reasons why other settings may not change when a run is resumed."""
 WHAT_CHANGED = {
     "cache_content": "the cache was rebuilt since, and decides what is learned and what judges",
     "student_fingerprint": "the student was changed since",
     "tokenizer": "the tokenizer was changed since",
     "sequences_per_step": "batch_size x grad_accum_steps x ranks must stay what it was",
 }
-"""What another value of a fact in `run.json`, or in a checkpoint, means."""
+"""Explanations for a changed fact in `run.json` or in a checkpoint."""
 
 
 BEGIN_THERE = " (with this run for STUDENT a new one begins from its best student)"
@@ -113,7 +113,7 @@ class _Resumed(BaseModel):
 
 
 class _Facts(BaseModel):
-    """The fields of `run.json` that a run goes by when it goes on."""
+    """Fields of `run.json` that are read when a run is resumed."""
 
     model_config = ConfigDict(strict=True)
     resumed: list[_Resumed] = []
@@ -129,10 +129,10 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.identity: dict[str, object] = {}
-        """What each checkpoint says of the run that it belongs to."""
+        """Facts about the run that each checkpoint records."""
 
     def is_begun(self, config: TrainConfig, student: str, *, resume: bool) -> bool:
-        """Whether there is a run to go on with.
+        """Return whether there is a run to resume.
 
         Raises:
             ConfigError: the directory is in use and `resume` is false, or its recipe differs.
@@ -152,17 +152,17 @@ class RunDirectory:
                 )
             self._check_same(config, student)
             return True
-        partial_file(recipe).unlink(missing_ok=True)  # of a run killed while it began
+        partial_file(recipe).unlink(missing_ok=True)  # left by a run killed at its start
         check_free(self.path, in_place=True)
         if resume:
             logger.info("%s holds no run to go on with: a new one begins", self.path)
         return False
 
     def begun_as(self, checkpoint: Path | None) -> dict[str, Any]:
-        """What the run was begun with: `run.json` says it, and the checkpoint that it goes on from.
+        """Return the facts that the run started with, from `run.json` and the checkpoint to resume.
 
         Raises:
-            ConfigError: `run.json` is damaged, or says something else than the checkpoint.
+            ConfigError: `run.json` is damaged, or differs from the checkpoint.
         """
         facts = self.facts()
         if checkpoint is None:
@@ -180,7 +180,7 @@ class RunDirectory:
         return {**state, **facts}
 
     def check_identity(self, checkpoint: Path | None, **now: object) -> None:
-        """Make sure that a run goes on with what it began with.
+        """Check that a run is resumed with what it started with.
 
         Raises:
             ConfigError: something has another value.
@@ -194,27 +194,27 @@ class RunDirectory:
                 )
 
     def begin(self, config: TrainConfig, student: str) -> None:
-        """Write the recipe, which makes the directory this run's."""
+        """Write the recipe, which marks the directory as this run's."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / RECIPE, tomli_w.dumps({"train": resolved(config, student)}))
 
     def inherited(self, config: TrainConfig) -> TrainConfig:
-        """The settings with the warm-up that the run began with, unless another was asked for."""
+        """Return the settings with the run's original warm-up, unless another was given."""
         if "warmup_steps" in config.model_fields_set or not (self.path / RECIPE).exists():
             return config
         return config.model_copy(update={"warmup_steps": self.begun_with()[0].warmup_steps})
 
     def changes(self, config: TrainConfig, student: str) -> dict[str, tuple[object, object]]:
-        """By name, what the recipe says and what the settings say instead."""
+        """Return the settings that differ from the recipe, by name: the old and the new value."""
         old, new = resolved(*self.begun_with()), resolved(config, student)
         names = sorted(old.keys() | new.keys())
         return {k: (old.get(k), new.get(k)) for k in names if old.get(k) != new.get(k)}
 
     def begun_with(self) -> tuple[TrainConfig, str]:
-        """The settings and the student that the recipe names.
+        """Return the settings and the student that the recipe names.
 
         Raises:
-            ConfigError: it is no recipe of a run.
+            ConfigError: it is not a run's recipe.
         """
         path = self.path / RECIPE
         try:
@@ -230,7 +230,7 @@ class RunDirectory:
             ) from None
 
     def _check_same(self, config: TrainConfig, student: str) -> None:
-        # of these the content is compared later, where they are there
+        # their content is compared later if they exist
         elsewhere = {"student"} if Path(student).is_dir() else set()
         elsewhere |= {"teacher"} if config.teacher and self.begun_with()[0].teacher else set()
         for key, (old, new) in self.changes(config, student).items():
@@ -243,23 +243,23 @@ class RunDirectory:
                 )
 
     def has_pointer(self, name: str) -> bool:
-        """Whether there is a file called `latest` or `best`, whatever it says."""
+        """Return whether the pointer file `latest` or `best` exists, whatever its content."""
         return (self.path / name).exists()
 
     def pointed(self, name: str) -> Path | None:
-        """The checkpoint that the pointer file `latest` or `best` names, there or not."""
+        """Return the checkpoint that `latest` or `best` names, even if it does not exist."""
         return pointed(self.path, name)
 
     def point(self, name: str, checkpoint: Path) -> None:
-        """Let `latest` or `best` name a checkpoint of this run."""
+        """Make `latest` or `best` name a checkpoint of this run."""
         write_atomically(self.path / name, f"{checkpoint.relative_to(self.path)}\n")
 
     def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint after `step` optimizer steps lies."""
+        """Return the path of the checkpoint after `step` optimizer steps."""
         return self.path / CHECKPOINTS / f"step-{step:06d}"
 
     def checkpoints(self) -> list[Path]:
-        """All checkpoints, in the order of their steps."""
+        """Return all checkpoints in the order of their steps."""
         found = (self.path / CHECKPOINTS).glob("step-*")
         ours = (path for path in found if STEP_NAME.fullmatch(path.name))
         return sorted((path for path in ours if is_real(path, self.path)), key=step_of)
@@ -267,9 +267,9 @@ class RunDirectory:
     def remove_old(self, keep: int, milestone_every: int = 0) -> None:
         """Delete the checkpoints up to `latest` except the newest `keep` and the milestones.
 
-        The untrained student's, step 0, stays only while it is the best or the latest. Nothing
-        after `latest` is deleted, because a resumed run has not been there yet. The best one stays
-        anywhere, and so does one in which a user has put a file.
+        That of the untrained student, step 0, is kept only while it is the best or the latest.
+        Nothing after `latest` is deleted, because a resumed run has not got there yet. The best
+        checkpoint is always kept, and so is one to which a user has added a file.
         """
         best, latest = self.pointed("best"), self.pointed("latest")
         end = 0 if latest is None else step_of(latest)
@@ -281,11 +281,12 @@ class RunDirectory:
         }
         for path in self.checkpoints():
             if path not in kept and is_all_ours(path):
-                # its name goes first: a kill leaves no checkpoint that looks like one and is not
+                # renamed first, so that a kill leaves no incomplete checkpoint under a checkpoint's
+                # name
                 shutil.rmtree(path.rename(path.with_name(f".{path.name}.old-")))
 
     def remove_leavings(self) -> None:
-        """Delete what a run that was killed had not finished writing."""
+        """Delete unfinished files of a run that was killed."""
         for folder in (self.path, self.path / CHECKPOINTS):
             for left in folder.glob(".*"):
                 if left.is_dir() and LEAVING.fullmatch(left.name):
@@ -296,18 +297,18 @@ class RunDirectory:
             left.unlink()
 
     def recorded_steps(self) -> int:
-        """The last step of which there are numbers."""
+        """Return the last step with metrics."""
         path = self.path / METRICS
         lines = read_json_lines(path) if path.exists() else []
         return max((line["step"] for line in lines), default=0)
 
     def next_attempt(self) -> Path:
-        """A directory that is not there yet, for what an attempt left that came to nothing."""
+        """Return a new directory name for the files of an attempt that left no checkpoint."""
         names = (self.path / f"{ATTEMPT}{number}" for number in count(1))
         return next(path for path in names if not path.exists())
 
     def set_aside(self) -> None:
-        """Keep the numbers and events of an attempt without a checkpoint in a directory beside."""
+        """Move metrics and events of an attempt without a checkpoint to their own directory."""
         steps, aside = self.recorded_steps(), self.next_attempt()
         if not steps:
             return
@@ -329,7 +330,7 @@ class RunDirectory:
             cut_after(path, step)
 
     def facts(self) -> dict[str, Any]:
-        """What `run.json` says; nothing before it is written.
+        """Return the content of `run.json`; empty before it is written.
 
         Raises:
             ConfigError: it is damaged.
@@ -349,7 +350,7 @@ class RunDirectory:
         return found
 
     def write_facts(self, **facts: object) -> None:
-        """Write `run.json`: what the run is, on what, from what."""
+        """Write `run.json`: these facts, with the versions and the environment."""
         common = {**versions(), "environment": environment()}
         write_atomically(
             self.path / FACTS, json.dumps(scrubbed_in({**common, **facts}), indent=1) + "\n"
@@ -357,18 +358,18 @@ class RunDirectory:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's name says."""
+    """Return the step in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def resolved(config: TrainConfig, student: str) -> dict:
-    """The settings as a recipe's table: every field, less those that are not set, no secrets."""
+    """Return the settings as a recipe's table: every field that is set, without secrets."""
     values = config.model_dump(mode="json", exclude_none=True)
     return scrubbed_in({"student": student, **values})
 
 
 def versions() -> dict[str, str]:
-    """The code that runs, and what it stands on."""
+    """Return the versions of the code and of the libraries that it uses."""
     return {
         "commit": git_commit(),
         "qat": qat.__version__,
@@ -379,7 +380,7 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str:
-    """The commit of the code that runs, or "unknown" outside a checkout."""
+    """Return the commit of the running code, or "unknown" outside a checkout."""
     command = ["git", "-C", str(Path(qat.__file__).parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -388,7 +389,7 @@ def git_commit() -> str:
 
 
 def is_all_ours(checkpoint: Path) -> bool:
-    """Whether every file in a checkpoint is one that its run wrote, and may delete."""
+    """Return whether a checkpoint has only files that its run wrote, and so may be deleted."""
     try:
         listed = parse_json((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
     except (OSError, ValueError, TypeError, KeyError):
@@ -401,7 +402,7 @@ def is_all_ours(checkpoint: Path) -> bool:
 
 
 def read_state(checkpoint: Path) -> dict:
-    """The facts beside a checkpoint's tensors: step, best and of what run it is.
+    """Read the facts beside a checkpoint's tensors: step, best score and the run's identity.
 
     Raises:
         ValueError: they are not what a run writes.

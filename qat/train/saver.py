@@ -1,8 +1,8 @@
-"""Saves a run while it goes on, and finds the checkpoint that a run which was stopped goes on from.
+"""Background saves of a run, and checks of its checkpoints.
 
-Saving makes a copy in host memory first, then files on a thread behind. A checkpoint has its name,
-and the pointers name it, only when its files have been read back and hold what was meant; where
-they were damaged later, the newest one that is whole takes its place.
+A save copies the state to host memory, then writes files on a background thread. A checkpoint gets
+its name, and pointers name it, only after its files have been read back and compared; if files are
+damaged later, the newest whole checkpoint is used instead.
 """
 
 import json
@@ -38,26 +38,26 @@ from qat.train.config import TrainConfig
 from qat.train.optim import Optimizer
 from qat.train.run import FORMAT, MANIFEST, STATE, RunDirectory, read_state
 
-# Proof that a run's numbers are numbers, and that a checkpoint holds what was meant.
+# Checks that a run's numbers are finite, and that a checkpoint holds what was saved.
 #
-# A quantizer gives NaN a level like any other weight, so a student whose latent weights are NaN has
-# a finite loss and finite gradients: only a look at what learns and at what moves it tells. A
-# checkpoint is compared with memory as it is written, and hashed ever after.
+# A quantizer maps NaN to a level like any other weight, so a student with NaN latent weights has a
+# finite loss and finite gradients: parameters and optimizer state must be checked themselves. A
+# checkpoint is compared with memory when it is written, and by its hashes later.
 
 NEEDED = ("config.json", STATE, STATE_TENSORS)
-"""Files that no checkpoint of a run lacks, beside those of its weights."""
+"""Files that every checkpoint of a run has, besides those of its weights."""
 
 
 def trouble(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """`()` float32 on `device`: 0, or NaN where a value there is NaN or infinite.
+    """Return 0, or NaN if a value on `device` is NaN or infinite: `()` float32 on `device`.
 
-    Reads each tensor once and does not wait. Integers, and tensors elsewhere, are left out.
+    Reads each tensor once and does not wait. Integers, and tensors on other devices, are skipped.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in {id(tensor): tensor.detach() for tensor in tensors.values()}.values():
         if tensor.is_floating_point() and tensor.device == device and tensor.numel():
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    # a sum keeps NaN and infinity on every device, which a maximum need not
+    # a sum propagates NaN and infinity on every device; a maximum may not
     whole = torch.zeros((), device=device)
     for dtype, found in by_dtype.items():
         sums = torch._foreach_norm(found, 1, dtype=torch.promote_types(dtype, torch.float32))
@@ -66,7 +66,7 @@ def trouble(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The first tensor with NaN or infinity, and how many it holds; None where there is none."""
+    """Return the first tensor with NaN or infinity, and their number; None if all are finite."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and trouble({name: tensor}, tensor.device).isnan():
             count = (~tensor.detach().isfinite()).sum().item()
@@ -77,8 +77,8 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 def prove(directory: Path, *written: dict[str, Tensor]) -> None:
     """Compare each tensor file in `directory` with the tensors in memory, then list all hashes.
 
-    The files are read back from the disk, not from what the system remembers of writing them. A
-    file is hashed while it is compared.
+    The files are read back from the disk, not from the page cache. A file is hashed while it is
+    compared.
 
     Raises:
         CheckpointError: a file holds something else, or a tensor holds NaN or infinity.
@@ -107,12 +107,12 @@ def prove(directory: Path, *written: dict[str, Tensor]) -> None:
 
 
 def problem(checkpoint: Path, *, is_student: bool = False) -> str | None:
-    """What is wrong with a run's checkpoint, in a few words; None where nothing is.
+    """Return what is wrong with a run's checkpoint, in a few words; None if it is whole.
 
-    One whose bytes are as they were written, but hold NaN, is wrong too.
+    A checkpoint that holds NaN is damaged too, even if its bytes are as they were written.
 
-    One that was written before there were manifests is looked at by its trainer's state only. Of
-    one that is wanted as a student alone the tensors of the trainer's state may be missing.
+    One that is older than manifests is checked by its trainer's state only. With `is_student`, the
+    tensors of the trainer's state may be missing.
     """
     try:
         if not checkpoint.is_dir():
@@ -137,7 +137,7 @@ def problem(checkpoint: Path, *, is_student: bool = False) -> str | None:
 
 
 def _mismatch(checkpoint: Path, there: set[str], *, is_student: bool) -> str | None:
-    """The first file that is not as the manifest lists it."""
+    """Return the first difference between the files and the manifest."""
     manifest = parse_json((checkpoint / MANIFEST).read_text(encoding="utf-8"))
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         return f"{MANIFEST}: unknown format"
@@ -162,7 +162,7 @@ def _mismatch(checkpoint: Path, there: set[str], *, is_student: bool) -> str | N
 
 
 def _forget_pages(path: Path) -> None:
-    """Have the next read of a file come from the disk, where the system lets itself be told."""
+    """Drop a file from the page cache where possible, so that it is next read from the disk."""
     sync(path)
     if hasattr(os, "posix_fadvise"):
         descriptor = os.open(path, os.O_RDONLY)
@@ -173,7 +173,7 @@ def _forget_pages(path: Path) -> None:
 
 
 def _compare(path: Path, meant: dict[str, Tensor]) -> None:
-    # not by safe_open: safetensors 0.8.0 keeps 64 bytes of every tensor that it reads, for ever
+    # not by safe_open: safetensors 0.8.0 leaks 64 bytes per tensor read
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         try:
@@ -195,7 +195,7 @@ def _reads_otherwise(path: Path, what: str) -> CheckpointError:
 
 
 def _is_same(read: bytes, shape: list[int], tensor: Tensor) -> bool:
-    """Whether these are the tensor's shape and its bytes, NaN or not."""
+    """Return whether shape and bytes equal the tensor's; NaN compare by their bits."""
     octets = tensor.detach().flatten().view(torch.uint8).numpy()
     return shape == [*tensor.shape] and np.array_equal(np.frombuffer(read, np.uint8), octets)
 
@@ -203,15 +203,15 @@ def _is_same(read: bytes, shape: list[int], tensor: Tensor) -> bool:
 logger = logging.getLogger(__name__)
 
 MODEL = "model."
-"""Of the names of the model's tensors beside those of the trainer, in memory only."""
+"""Prefix of the model's tensors among the trainer's, in memory only."""
 
 
 class _Copy(NamedTuple):
-    """A run's state as it was after a step."""
+    """A run's state after a step."""
 
     path: Path
     tensors: dict[str, Tensor]
-    """On the host, the raw state of the model by names that begin with `model.`."""
+    """Copies on the host; names of the model's raw state start with `model.`."""
     copying: Copying
     facts: dict[str, object]
     is_best: bool
@@ -222,14 +222,14 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 
 class Remembers(Protocol):
-    """What a run goes on with beside its student and what moves it."""
+    """State that a resumed run needs, besides the student's and the optimizer's."""
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors for a checkpoint, by names of its own; all ranks call this together."""
+        """Return tensors for a checkpoint under names of its own; all ranks call this together."""
 
 
 class Saver:
-    """Writes the checkpoints of one run, at most one behind, and lets its pointers name them."""
+    """Writes the checkpoints of one run in the background, one at a time; moves its pointers."""
 
     def __init__(
         self,
@@ -252,22 +252,22 @@ class Saver:
         self._backend = backends.select(config.device)
         self._behind: Behind[None, _Copy] = Behind(self._write, None)
         self._kept = KeptCopies()
-        """Of what does not learn."""
+        """Host copies of tensors that do not learn."""
         self.saved: int | None = None
         """The step that was saved last."""
         self.seconds: dict[str, float] = {}
-        """What the parts of the last save took. The loop stood still for `wait` (for the save
-        before), `gather` and `begin` (the copies); `arrive`, `convert`, `write`, `prove` are
-        behind."""
+        """Seconds of each part of the last save. The loop was blocked during `wait` (for the
+        previous save), `gather` and `begin` (the copies); `arrive`, `convert`, `write` and `prove`
+        ran in the background."""
 
     def save(self, step: int, best: float, *, is_best: bool) -> None:
-        """Copy the state after `step` and have it written; all ranks call it, the first writes.
+        """Copy the state after `step` and queue it for writing; all ranks call, the first writes.
 
-        Waits for the save before; for the device the first time only.
+        Waits for the previous save; for the device the first time only.
 
         Raises:
-            CheckpointError: that one could not be written, or held a scale that is not finite as
-                stored.
+            CheckpointError: the previous save could not be written, or held a scale that is not
+                finite as stored.
         """
         with self._timed("wait"):
             self._behind.state()
@@ -285,11 +285,11 @@ class Saver:
             copies, copying = self._copied(raw, state)
         self._optimizer.copying = copying
         path = self._run.checkpoint_path(step)
-        # the copies begin after those of what was gathered, so waiting for them waits for both
+        # the copies follow those of the gathered tensors, so waiting for them waits for both
         self._behind.push(_Copy(path, copies | gathered, copying, facts, is_best))
 
     def finish(self) -> None:
-        """Wait until all is written.
+        """Wait until all saves are written.
 
         Raises:
             CheckpointError: the last save could not be written.
@@ -303,10 +303,10 @@ class Saver:
         self._behind.__exit__(None, None, None)
 
     def _copied(self, raw: RawState, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], Copying]:
-        """Copies of the model's raw state, named `model.`, and of `state`.
+        """Copy the model's raw state, under names with `model.`, and `state`.
 
-        What does not learn is copied once, by the first save, which waits for it; on the host it is
-        its own copy.
+        Tensors that do not learn are copied once, by the first save, which waits for the copies; on
+        the host the tensors themselves are used.
         """
         learning = {MODEL + name for name in self._optimizer.parameters}
         own = {MODEL + name: tensor for name, tensor in raw.own.items()}
@@ -329,7 +329,7 @@ class Saver:
         self.seconds[part] = time.perf_counter() - began
 
     def _write(self, _: None, copy: _Copy) -> None:
-        """Write, prove, then let the pointers move; on the thread behind."""
+        """Write and verify a checkpoint, then move the pointers; runs on the background thread."""
         with self._timed("arrive"):
             copy.copying.wait()
         with self._timed("convert"):
@@ -347,7 +347,7 @@ class Saver:
             with self._timed("prove"):
                 prove(partial, packed, state)
         metrics = self._run.path / METRICS
-        if metrics.exists():  # what is known of the steps up to here must not be lost after it
+        if metrics.exists():  # metrics up to this step must survive a crash after it
             sync(metrics)
         if copy.is_best:
             self._run.point("best", copy.path)
@@ -356,9 +356,9 @@ class Saver:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """12 hex digits of the bits of tensors, of their order and shapes; waits for the device.
+    """Return 12 hex digits of tensors' bits, order and shapes; waits for the device.
 
-    Bits are summed as integers, so that what sums them in another order finds the same.
+    Bits are summed as integers, so that the order of summation does not matter.
     """
     words = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
     tensors = [tensor.detach() for tensor in tensors]
@@ -368,10 +368,10 @@ def digest(tensors: Iterable[Tensor]) -> str:
 
 
 def check_alike(tensors: Iterable[Tensor], step: int, ranks: Ranks) -> None:
-    """Make sure that all ranks have learned the same, bit for bit.
+    """Check that all ranks have learned the same, bit for bit.
 
     Raises:
-        TrainingError: one has not: equal sums moved weights differently.
+        TrainingError: a rank has other weights: equal gradients moved them differently.
     """
     if ranks.size == 1:
         return

@@ -1,4 +1,4 @@
-"""From settings to a finished run: open and check everything, train, name the result."""
+"""Train a student as its settings say: open and check everything, train, name the result."""
 
 import logging
 import math
@@ -60,20 +60,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What a finished run leaves."""
+    """Result of a finished run."""
 
     final: Path
     """The packed checkpoint to use: the best one on the held-out split."""
     steps: int
-    """Steps that the run took."""
+    """Number of steps that the run took."""
     best: float
     """The held-out tail KL (or sampled cross-entropy) of `final`, nats per token."""
     best_step: int
-    """The step that `final` is of; 0 where no step made the student better."""
+    """The step of `final`; 0 if no step made the student better."""
 
 
 class Loaded(NamedTuple):
-    """A quantized model that is in memory, in float32 and where the settings say."""
+    """A quantized model in memory, in float32 and on the settings' device."""
 
     model: LanguageModel
     tokenizer: PreTrainedTokenizerBase
@@ -109,14 +109,14 @@ def opened(
     ranks: Ranks = ALONE,
     loaded: Loaded | None = None,
 ) -> Iterator[Trainer]:
-    """The run in `out`, ready to train `student` (a packed checkpoint); ours alone in the block.
+    """Open the run in `out` to train `student`, a packed checkpoint; lock it during the block.
 
-    What is `loaded` is trained instead, in place, and `student` only says what it is called; a run
-    that goes on reads its checkpoint all the same.
+    If a model is `loaded`, that is trained instead, in place, and `student` is only its name; a
+    resumed run reads its checkpoint all the same.
 
-    With `resume` a run that was stopped goes on from its latest checkpoint, bit for bit on a CPU.
-    One that took steps and has no checkpoint is refused; with `begins_anew` it does what that says.
-    `forced` are codes of findings that the user chose to go on in spite of, for `run.json`.
+    With `resume` a stopped run continues from its latest checkpoint, bit for bit on a CPU. One that
+    took steps but has no checkpoint is refused; with `begins_anew` it starts again. `forced` are
+    codes of findings that the user has overridden, for `run.json`.
 
     Raises:
         ConfigError, CacheError, CheckpointError, TrainingError, Stopped: see their messages.
@@ -163,7 +163,7 @@ def opened(
         trainer.skipped = choice.skipped
         if (
             trainer.step
-        ):  # at step 0 the untrained student is judged again, as if for the first time
+        ):  # at step 0 the untrained student is evaluated again, as if for the first time
             trainer.codes.load(whole.remembered)
         if trainer.rollouts is not None:
             trainer.rollouts.load(whole.remembered)
@@ -171,7 +171,7 @@ def opened(
 
 
 def finished(trainer: Trainer) -> TrainReport:
-    """Copy the best student of a run that has come to its end to a name that says what it is."""
+    """Copy the best student of a finished run to a directory named after its properties."""
     out = trainer.run.path
     final = out / _final_name(trainer.student.model, trainer)
     best_step = 0
@@ -182,26 +182,26 @@ def finished(trainer: Trainer) -> TrainReport:
             ignore = shutil.ignore_patterns("trainer")
             try:
                 shutil.copytree(best, partial, ignore=ignore, dirs_exist_ok=True)
-            except shutil.Error as error:  # which lists every file: one is enough to know why
+            except shutil.Error as error:  # it lists every file; one is enough to show the cause
                 raise OSError(error.args[0][0][2]) from error
         write_summary(out, final=final, best=trainer.best, best_step=best_step)
     return TrainReport(final, trainer.step, trainer.best, best_step)
 
 
 class _Opened(NamedTuple):
-    """What a rank has read before anything is written."""
+    """Everything that a rank reads before anything is written."""
 
     model: LanguageModel
     optimizer: Optimizer
     judge: Judge
     teacher: LanguageModel | None
     config: TrainConfig
-    """The settings as they are on this rank and device."""
+    """The settings as resolved on this rank and device."""
     choice: Choice
     identity: dict[str, Any]
-    """What the run is made of: it goes on with nothing else."""
+    """Facts that must be the same when the run is resumed."""
     remembered: dict[str, Tensor]
-    """What a `CodeWatch` and `Rollouts` left in the checkpoint."""
+    """State of `CodeWatch` and `Rollouts` in the checkpoint."""
 
 
 def _open(
@@ -213,7 +213,7 @@ def _open(
     ranks: Ranks,
     loaded: Loaded | None,
 ) -> _Opened:
-    """Read everything, and refuse what does not fit."""
+    """Read and check everything."""
     divided = divide(config, ranks.size)
     cache = open_cache(config.cache_dir)
     check_losses(config, cache)
@@ -228,7 +228,7 @@ def _open(
     source = str(choice.checkpoint or student)
     begins_with = loaded if choice.checkpoint is None else None
     tokenizer = begins_with.tokenizer if begins_with else load_tokenizer(source)
-    # what changes when the student does; None for one that is gone, of a run that goes on
+    # changes with the student; None for a resumed run whose student no longer exists
     now = state_identity(loaded.model.model) if loaded else None
     if loaded is None and (choice.checkpoint is None or Path(student).is_dir()):
         now = model_identity(student)
@@ -249,7 +249,7 @@ def _open(
     }
     judges = ranks.is_first or config.shard_latents
     judged = same_judged(cache, config.eval_sequences, run) if judges else None
-    # masters are float32 always; the compute dtype is autocast's and the formed weights'
+    # latent weights are loaded in float32; the compute dtype is that of autocast and formed weights
     model = (
         begins_with.model if begins_with else load_model(source, device=config.device, dtype="fp32")
     )
@@ -279,9 +279,9 @@ def _open(
 def _prepare(
     model: LanguageModel, config: TrainConfig, choice: Choice, ranks: Ranks
 ) -> tuple[Optimizer, Choice, dict[str, Tensor]]:
-    """Let the wished parameters learn; where the run stands, and what it left beside that.
+    """Make the requested parameters learn; return optimizer, progress and the other state.
 
-    Random numbers go on as they went in the checkpoint.
+    Random number generators are restored from the checkpoint.
     """
     if choice.checkpoint is None:
         optimizer = make_trainable(model.model, config, ranks=ranks)
@@ -312,18 +312,18 @@ def make_trainable(
     ranks: Ranks = ALONE,
     state: dict[str, Tensor] | None = None,
 ) -> Optimizer:
-    """Let the parameters that the settings name learn, all others stand; gives what moves them.
+    """Make the parameters that the settings name learn and freeze all others; return the optimizer.
 
-    Frozen codes in scope become latent weights where weights learn, and get an adapter where `lora`
-    does; neither changes the function. With `shard_latents` each of the `ranks`, or of the devices
-    of one process, holds some rows of the latent weights.
+    Frozen codes in scope become latent weights if weights learn, and get an adapter if `lora`
+    learns; neither changes the function. With `shard_latents` each of the `ranks`, or of the
+    devices of one process, holds some rows of the latent weights.
 
     Args:
         model: a packed student, in float32.
-        config: the run's, with its dtype resolved.
-        ranks: who takes each step together.
-        state: the tensors of a checkpoint's trainer (`load_training_state`) to go on from; without
-            them the generators of random numbers begin at the settings' seed.
+        config: the run's settings, with the dtype resolved.
+        ranks: the ranks that take each step together.
+        state: the tensors of a checkpoint's trainer (`load_training_state`) to resume from; without
+            them the random number generators start from the settings' seed.
 
     Raises:
         ConfigError: nothing in scope can learn what the settings name, the device cannot find the
@@ -359,8 +359,8 @@ def make_trainable(
         return Optimizer(model, by_kind, config, ranks=ranks)
     for name, linear in quant_linears(model).items():
         codebook = state.get(f"parameter.{name}.codebook")
-        # training may carry one level past another, and a checkpoint ranks levels anew: indices are
-        # renamed for the order in which the optimizer holds them (codewords are stored as they lie)
+        # Training may change the order of levels, and a checkpoint sorts them: indices are renamed
+        # to the order in the optimizer's state (codewords are stored in their order).
         if codebook is not None and codebook.dim() == 1 and isinstance(linear, FrozenLutLinear):
             order = codebook.argsort(stable=True).to(linear.packed.device, torch.uint8)
             linear.packed.copy_(pack(order[linear.indices().int()], linear.spec.bits))
@@ -370,7 +370,7 @@ def make_trainable(
 def _check_host(
     model: PreTrainedModel, names: list[str], config: TrainConfig, sharers: Ranks
 ) -> None:
-    """Refuse to pin more memory than the host has: its system would kill the process."""
+    """Check that the host has enough memory to pin; otherwise the system would kill the process."""
     dtype, free = backends.select(config.device).dtype(config.dtype), available_gib()
     needed = step_bytes(model, names, config, dtype, parts=sharers.size).pinned / GIB
     if free is not None and needed > free:
@@ -381,7 +381,7 @@ def _check_host(
 
 
 def check_batch(config: TrainConfig, cache: TeacherCache) -> None:
-    """Refuse a forward that repeats a sequence, unless nobody asked for so large a batch.
+    """Check that no forward repeats a sequence, unless the batch is no larger than the default.
 
     Raises:
         ConfigError: the micro-batch has more sequences than the cache, and than the default has.
@@ -396,7 +396,7 @@ def check_batch(config: TrainConfig, cache: TeacherCache) -> None:
 
 
 def check_losses(config: TrainConfig, cache: TeacherCache) -> None:
-    """Refuse losses that whoever teaches, the cache or a teacher beside, cannot answer."""
+    """Check that the teacher, cached or running, provides what the losses read."""
     if not config.reads_cache:
         check_with_teacher(config.losses)
         return
@@ -405,7 +405,7 @@ def check_losses(config: TrainConfig, cache: TeacherCache) -> None:
 
 
 def open_teacher(config: TrainConfig, cache: TeacherCache) -> LanguageModel | None:
-    """The teacher in the compute dtype, without gradients; None where the cache alone teaches.
+    """Load the teacher in the compute dtype, without gradients; None if only the cache is used.
 
     Raises:
         CheckpointError: there is no such model.
@@ -426,7 +426,7 @@ def open_teacher(config: TrainConfig, cache: TeacherCache) -> LanguageModel | No
 
 
 def _facts(config: TrainConfig, student: str, whole: _Opened, ranks: Ranks) -> dict[str, object]:
-    """What `run.json` says beside the versions, and what the run was begun with."""
+    """Return the facts of `run.json` except versions and the history of the run."""
     backend, cache = backends.select(config.device), whole.judge.cache
     manifest, judged = cache.manifest, whole.judge.judged
     return {
@@ -447,11 +447,11 @@ def _facts(config: TrainConfig, student: str, whole: _Opened, ranks: Ranks) -> d
 
 
 def _final_name(model: nn.Module, trainer: Trainer) -> str:
-    """`{quant}_{scope}_{loss}_{dtype}`, such as `q2a4_mlp_0.58_bf16` or `q2.4a3_e2e_0.0036_bf16`.
+    """Return `{quant}_{scope}_{loss}_{dtype}`: `q2a4_mlp_0.58_bf16`, `q2.4a3_e2e_0.0036_bf16`.
 
-    `quant` holds the mean bits of a weight's index, in the MLPs (behind a v or a t if those are
-    vectors or trellises) and in the attention, and how inputs, and keys and values, are quantized,
-    if they are: `q2a4_a8kv8`.
+    `quant` holds the mean bits per index in the MLPs (after a v or a t if those are vectors or
+    trellises) and in the attention, and how inputs, keys and values are quantized, if they are:
+    `q2a4_a8kv8`.
     """
     quant, config = "", trainer.config
     for letter, role in (("q", "mlp"), ("a", "attention")):
@@ -470,6 +470,6 @@ def _final_name(model: nn.Module, trainer: Trainer) -> str:
 
 
 def _two_digits(loss: float) -> str:
-    """A loss with two decimals, or with so many that two digits of it are seen: 0.58, 0.0036."""
+    """Format a loss with two decimals, or as many as show two digits of it: 0.58, 0.0036."""
     is_small = 0 < abs(loss) < 1
     return f"{loss:.{1 - math.floor(math.log10(abs(loss))) if is_small else 2}f}"

@@ -1,14 +1,14 @@
-"""One optimizer step: form every weight once, run micro-batches, pull back, move what learns.
+"""One optimizer step: form every weight once, run micro-batches, pull back, update.
 
-The road of a step is `TrainingStep.__call__`: `qat.nn.step` forms the weights, `run_micro_step`
-runs the student forward, asks `qat.losses` for the loss and calls backward, in which every linear
-pulls its gradient back, and `qat.train.optim` moves what learns. Beside it stand what part of a
-step is a rank's and what all ranks decide together.
+`TrainingStep.__call__` is the entry: `qat.nn.step` forms the weights, `run_micro_step` runs the
+student forward, computes the loss with `qat.losses` and calls backward, in which every linear pulls
+its gradient back, and `qat.train.optim` updates the parameters. Also here: which sequences of a
+step belong to a rank, and decisions that all ranks take together.
 
-Nothing in a step of ours waits for the device. On a GPU the first steps compile; then forward and
-backward of a micro-batch are recorded as one graph and replayed, where its size makes that pay and
-the model's own code does not wait either (some mixtures read on the host how many tokens an expert
-got).
+Nothing in this code waits for the device. On a GPU the first steps compile; then forward and
+backward of a micro-batch are captured as one graph and replayed, if the micro-batch is small enough
+to profit and the model's own code does not wait either (some mixtures of experts read on the host
+how many tokens an expert got).
 """
 
 import logging
@@ -46,67 +46,67 @@ logger = logging.getLogger(__name__)
 Settings = TypeVar("Settings", bound=StepConfig)
 
 EAGER_STEPS = 2
-"""Steps of one shape before recording: the compiler and the allocator must have seen all once."""
+"""Steps of one shape before capture, so that compiler and allocator have warmed up."""
 GRAPH_TOKENS = 2**16
-"""Largest micro-batch worth recording: beyond, launches hide behind the work."""
+"""Largest micro-batch worth capturing: beyond, launch overhead is hidden by the work."""
 
 
 HELD_SHARE = 2 / 3
-"""Of a device's memory, beyond which weights are formed by layer: activations need the rest."""
+"""Share of a device's memory for weights and optimizer beyond which weights are formed by layer;
+activations need the rest."""
 
 
 class OwnRows(NamedTuple):
-    """The last rows of every micro-batch, which hold words of the student (`qat.train.rollout`)."""
+    """The last rows of every micro-batch, with the student's own text (`qat.train.rollout`)."""
 
     number: int
     losses: dict[str, float]
-    """Learned on them, from the teacher beside: weight by name."""
+    """Losses on these rows, against the running teacher: weight by name."""
     reads_cache: bool
-    """Whether the other rows learn from what the batch holds, although a teacher is there."""
+    """True if the other rows use the batch's targets although a teacher is running."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> Self | None:
-        """Those that the settings of a run wish; None for none."""
+        """Return the own rows of a run's settings; None if the run has none."""
         if not config.on_policy:
             return None
         return cls(config.own_rows, config.own_losses, config.reads_cache)
 
 
 class _Part(NamedTuple):
-    """Rows of a micro-batch that learn the same losses."""
+    """Rows of a micro-batch that share their losses."""
 
     rows: slice
     losses: dict[str, float]
     is_online: bool
-    """Whether the teacher beside is asked, or what the batch holds of it."""
+    """True if targets come from the running teacher, false if from the batch."""
     prefix: str = ""
-    """Of the names that their losses have in a step's result."""
+    """Prefix of these losses' names in a step's result."""
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step saw; tensors stay on the device until somebody logs them."""
+    """Results of one optimizer step; tensors stay on the device until they are logged."""
 
     sums: dict[str, Tensor]
-    """Nats summed over valid tokens, by loss, those of `OwnRows` as `own_...`, and the weighted sum
+    """Nats summed over valid tokens by loss, those of `OwnRows` as `own_...`, and the weighted sum
     of all as `loss`."""
     grad_norm: Tensor
-    """Before clipping."""
+    """Norm of the gradients before clipping."""
     valid_tokens: Tensor
-    """Tokens that count, over all ranks."""
+    """Number of valid tokens over all ranks."""
     positions: int
-    """Tokens including those that do not count, over all ranks."""
+    """Number of tokens over all ranks, valid or not."""
 
 
 class TrainingStep:
-    """The step of one student; calling it takes one.
+    """The step of one student; calling it takes one step.
 
-    The optimizer's ranks take it together, each over batches of its own: gradients are divided by
-    the valid tokens of all and summed, as if one process had seen every batch.
+    The optimizer's ranks call it together, each with its own batches: gradients are divided by the
+    valid tokens of all ranks and summed, as if one process had seen every batch.
 
-    With a `teacher`, in the compute dtype, that one runs beside the student and is learned from;
-    without, what the batches hold of it. Where some rows are the student's `own` words, both may be
-    so: what is learned is the sum over the valid tokens of all rows, whosever they are, divided
-    once by their number.
+    With a `teacher`, in the compute dtype, losses use that model's output; without one, the targets
+    in the batches. If some rows are the student's `own` text, both may occur: the loss is the sum
+    over the valid tokens of all rows, divided once by their number.
     """
 
     def __init__(
@@ -126,12 +126,12 @@ class TrainingStep:
         self.backend = backends.select(config.device)
         self.dtype = self.backend.dtype(config.dtype)
         self.fallback: str | None = None
-        """Why the layers run uncompiled although they should be compiled."""
+        """Reason why layers that should be compiled run uncompiled; None if there is none."""
         wish = self.backend.compiles() if config.compile == "auto" else config.compile == "on"
         every = config.checkpoint_every if config.gradient_checkpointing else None
         self._is_compiled = wish
         self.forms_by_layer = self._is_formed_by_layer(is_on_policy=own is not None)
-        """Whether weights are formed a layer at a time, not all at once."""
+        """True if weights are formed a layer at a time, not all at once."""
         self._regions = [
             Regions(
                 student.model,
@@ -149,18 +149,19 @@ class TrainingStep:
         self._steadiness = Steadiness(self.backend)
         self._agreement = Agreement(self.backend, optimizer.ranks)
         self.is_stop_agreed = False
-        """Whether all ranks stop after this step; where there are several, they say so alike."""
+        """True if all ranks stop after this step; all ranks agree on it."""
         self._graph: _Graph | None = None
         self._ran: set[tuple[torch.Size, bool]] = set()
-        """Shapes of micro-batches, and whether rows were packed: what the compiler has seen."""
+        """Shapes of micro-batches, and whether rows were packed, that the compiler has seen."""
         self._waits: list[str] | None = None
-        """Where the host waits for the device in a step; None until one was looked at."""
+        """Source lines where the host waits for the device in a step; None until a step was
+        checked."""
         self._end_precision = compute_in(student.model, self.dtype)
         for regions in self._regions:
             regions.install()
 
     def _is_formed_by_layer(self, *, is_on_policy: bool) -> bool:
-        """As the settings say; `auto` looks at what would be held, and what the device can hold."""
+        """Return whether to form by layer; `auto` compares the memory needed with the device's."""
         config, model, optimizer = self.config, self.student.model, self.optimizer
         speaks_alone = is_on_policy and bool(optimizer.sharded)
         if config.form == "whole" or self.backend.fixed_shapes() or speaks_alone:
@@ -170,7 +171,7 @@ class TrainingStep:
         held = step_bytes(model, learning, config, self.dtype, parts=parts)
         room = (self.backend.memory_gib() or math.inf) * GIB
         is_wished = config.form == "layer" or held.total(by_layer=False) > HELD_SHARE * room
-        if optimizer.sharded:  # ranks that gather each layer do so together
+        if optimizer.sharded:  # ranks gather each layer together, so all must agree
             wishes = torch.tensor(float(is_wished), device=self.student.device)
             optimizer.ranks.sum_([wishes])
             is_wished = bool(wishes)
@@ -187,11 +188,11 @@ class TrainingStep:
     def __call__(self, batches: Sequence[Batch], step: int, stop: str | None = None) -> StepResult:
         """Take optimizer step number `step` over equally shaped micro-batches.
 
-        The batches may lie in pinned host memory or on the device. `stop` is why this rank would
-        like to stop, if it does.
+        The batches may be in pinned host memory or on the device. `stop` is this rank's reason to
+        stop; None to continue.
 
         Raises:
-            ConfigError: steps are compiled one after the other, without end.
+            ConfigError: too many consecutive steps each compile a new graph.
         """
         with self._steadiness.step(tuple(batches[0].mask.shape)):
             ranks = self.optimizer.ranks
@@ -221,7 +222,7 @@ class TrainingStep:
             return StepResult(by_name, norm, valid, positions)
 
     def warm_up(self, batches: Sequence[Batch], step: int) -> None:
-        """Let the device compile what steps over such batches run; nothing else changes."""
+        """Compile what steps over such batches run, without changing parameters or moments."""
         with self.backend.matmul_precision(self.config.dtype):
             form_moved_weights(self.student.model, self.dtype)
         self.trouble = none = torch.zeros((), device=self.student.device)
@@ -242,7 +243,7 @@ class TrainingStep:
         if self._taken == 0:
             return self._first(batches, valid, is_packed)
         is_small = batches[0].mask.numel() <= GRAPH_TOKENS
-        is_whole = not self.optimizer.sharded  # a recorded graph would hold exchanges
+        is_whole = not self.optimizer.sharded  # a captured graph would contain collectives
         is_worth = is_small and is_whole and self.fallback is None and self.backend.records()
         if is_worth and is_known and self._graph is None:
             if self._waits is None:
@@ -261,7 +262,7 @@ class TrainingStep:
         return cast(Tensor, sum(self.run_micro_step(b, valid, is_packed) for b in batches))
 
     def _first(self, batches: list[Batch], valid: Tensor, is_packed: bool) -> Tensor:
-        """The first step, which compiles; if that fails, all layers run as they are written."""
+        """Take the first step, which compiles; if compilation fails, run all layers uncompiled."""
         try:
             return self._run(batches, valid, is_packed)
         except refusals() as error:
@@ -275,7 +276,7 @@ class TrainingStep:
         return self._run(batches, valid, is_packed)
 
     def run_micro_step(self, batch: Batch, valid: Tensor, is_packed: bool) -> Tensor:
-        """Forward and backward of one micro-batch: the sum of each loss, their total last."""
+        """Run forward and backward of one micro-batch; return each loss's sum and the total."""
         batches = [Batch(*(tensor[part.rows] for tensor in batch)) for part in self._parts]
         pairs = zip(self._parts, batches, strict=True)
         targets = [self._targets(part, rows, is_packed) for part, rows in pairs]
@@ -297,7 +298,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def _targets(self, part: _Part, batch: Batch, is_packed: bool) -> Targets | OnlineTargets:
-        """What the batch holds of the teacher, or the teacher itself after reading the batch."""
+        """Return the batch's targets, or the teacher's hidden states for the batch."""
         if not part.is_online or self.teacher is None:
             return to_targets(batch)
         hidden = self.teacher.hidden(batch.input_ids, batch.position_ids, is_packed=is_packed)
@@ -309,14 +310,14 @@ class TrainingStep:
         )
 
     def numbers(self) -> dict[str, Tensor]:
-        """All that the student is on this rank, and all that moves it, by name."""
+        """Return the student's tensors on this rank and the optimizer's, by name."""
         return {**self.student.model.state_dict(keep_vars=True), **self.optimizer.moving()}
 
     def told(self, result: StepResult) -> tuple[StepResult, Tensor]:
-        """The losses summed over ranks, and NaN if any rank ever saw NaN or infinity, else 0.
+        """Sum the losses over ranks; also return NaN if any rank ever saw NaN or infinity, else 0.
 
-        All ranks call this together, and none waits for its device. Losses and gradients of every
-        step up to here count, and the `numbers` as they are now.
+        All ranks call this together, and none waits for its device. It checks losses and gradients
+        of every step so far, and the present `numbers`.
         """
         found = [*result.sums.values(), self.trouble + trouble(self.numbers(), self.student.device)]
         if self.optimizer.ranks.size > 1:
@@ -328,7 +329,7 @@ class TrainingStep:
         return result._replace(sums=dict(zip(result.sums, sums, strict=True))), anywhere
 
     def compile_facts(self) -> dict[str, object]:
-        """Whether the layers are compiled, into how many graphs, how often anew, and why not."""
+        """Return whether layers are compiled, with counts of graphs and recompilations."""
         found = compile_facts()
         return {
             "compiled": self._is_compiled,
@@ -341,7 +342,7 @@ class TrainingStep:
         }
 
     def close(self) -> None:
-        """Drop the recorded graph and the formed weights; layers run as written again."""
+        """Drop the captured graph and the formed weights; restore uncompiled layers."""
         self._graph = None
         for regions in self._regions:
             regions.remove()
@@ -350,7 +351,7 @@ class TrainingStep:
 
 
 class _Graph:
-    """Forward and backward of one micro-batch, recorded once and replayed on other data."""
+    """Forward and backward of one micro-batch, captured once and replayed on other data."""
 
     def __init__(self, step: TrainingStep, batch: Batch, valid: Tensor, is_packed: bool) -> None:
         self._batch = Batch(*(tensor.clone() for tensor in batch))
@@ -367,9 +368,9 @@ class _Graph:
         step.optimizer.forget_gradients()
 
     def fits(self, batches: Sequence[Batch], is_packed: bool) -> bool:
-        """Whether all batches have the recorded shapes, and rows like those recorded.
+        """Return whether all batches match the captured shapes and packing.
 
-        What was recorded for packed rows is right for any; not the other way round.
+        A graph captured for packed rows is valid for any rows, but not the reverse.
         """
         if is_packed and not self._is_packed:
             return False
@@ -377,7 +378,7 @@ class _Graph:
         return all(new.shape == old.shape for new, old in pairs)
 
     def run(self, batches: list[Batch], valid: Tensor) -> Tensor:
-        """The summed losses over all micro-batches; their gradients lie in the parameters."""
+        """Return the losses summed over all micro-batches; gradients are left in the parameters."""
         self._valid.copy_(valid)
         gradients = self._gradients
         sums: Any = 0
@@ -398,7 +399,7 @@ class _Graph:
 
 
 def _parts_of(config: StepConfig, own: OwnRows | None, *, has_teacher: bool) -> list[_Part]:
-    """What the rows of a micro-batch learn, in their order."""
+    """Return the parts of a micro-batch by their losses, in row order."""
     if own is None:
         return [_Part(slice(None), config.losses, has_teacher)]
     cached = _Part(slice(0, config.batch_size - own.number), config.losses, not own.reads_cache)
@@ -407,17 +408,18 @@ def _parts_of(config: StepConfig, own: OwnRows | None, *, has_teacher: bool) -> 
 
 
 def _is_packed(batch: Batch) -> bool:
-    """Whether a row holds several documents; assumed where looking would wait for the device."""
+    """Return whether a row has several documents; true where a check would wait for the device."""
     if batch.position_ids.shape[1] <= MAX_TILE or batch.position_ids.device.type != "cpu":
         return True
     return bool((batch.position_ids[:, 1:] == 0).any())
 
 
 def check_dtype(config: Settings) -> Settings:
-    """The settings with `dtype=auto` replaced by what it means on their device.
+    """Return the settings with `dtype=auto` resolved for their device.
 
     Raises:
-        ConfigError: the device is not there, lacks the dtype or cannot form or move weights so.
+        ConfigError: the device is missing, lacks the dtype or does not support `form` or the
+            optimizer.
     """
     backend = backends.select(config.device)
     backend.check_optimizer(config.optimizer, config.latent_dtype)
@@ -430,10 +432,10 @@ def check_dtype(config: Settings) -> Settings:
 
 
 def rank_indices(config: TrainConfig, step: int, num_sequences: int, ranks: Ranks) -> np.ndarray:
-    """The sequences of a step that are this rank's: `(grad_accum_steps, batch_size)` int64.
+    """Return the sequences of a step for this rank: `(grad_accum_steps, batch_size)` int64.
 
-    All ranks together see what one rank with as many times their micro-batches would, so a run may
-    go on with another number of ranks at the same global batch.
+    All ranks together see the same sequences as one rank with as many more micro-batches, so a run
+    may be resumed with another number of ranks at the same global batch.
     """
     count = config.sequences_per_step * ranks.size
     indices = sequence_indices(config.seed, step, count, num_sequences)
@@ -441,7 +443,7 @@ def rank_indices(config: TrainConfig, step: int, num_sequences: int, ranks: Rank
 
 
 class Agreement:
-    """What the ranks decided some steps ago, so that no host waits for its device to know it."""
+    """A decision of all ranks, read some steps late, so that no host waits for its device."""
 
     def __init__(self, backend: Backend, ranks: Ranks) -> None:
         self._backend = backend
@@ -449,10 +451,10 @@ class Agreement:
         self._under_way: deque[tuple[Tensor, Callable[[], None]]] = deque()
 
     def settle(self, wishes: Tensor) -> bool:
-        """Whether anybody wished it: in this step, or in the one `decision_lag` steps before.
+        """Return whether any rank asked for it `decision_lag` steps ago; with one rank, now.
 
         Args:
-            wishes: how many ranks wish it in this step, a sum over all, on the device.
+            wishes: the number of ranks that ask for it in this step, on the device.
         """
         self._under_way.append((self._backend.to_host(wishes), self._backend.finished()))
         if len(self._under_way) <= self._lag:
