@@ -1,4 +1,4 @@
-"""Lets quantized linears and heads quantize what they read, and finds the scales that are static.
+"""Quantization of the inputs of quantized linears and heads, with calibration of static scales.
 
 Shapes: N numbers of an input, K bins of its histogram.
 """
@@ -25,20 +25,22 @@ from qat.quant.activation import LEVELS
 from qat.quant.spec import ActivationSpec, QuantPlan
 
 LOWEST_EXPONENT, OCTAVES, BINS_AN_OCTAVE = -24, 48, 32
-"""A histogram of magnitudes reaches from 2**-24 to 2**24, in steps of two percent."""
+"""The histogram of magnitudes covers 2**-24 to 2**24 in steps of about two percent."""
 MOST_OF_MEDIAN = 4.0
-"""A channel may reach so many times as far as the median of those that are not zero."""
+"""Largest peak of a channel, as a multiple of the median peak of the nonzero channels."""
 TOKENS = 16
-"""So many are read before and after channels are levelled."""
+"""Tokens whose outputs are compared before and after channels are levelled."""
 
 
 def inputs_to_quantize(
     model: PreTrainedModel, plan: QuantPlan, names: Collection[str]
 ) -> dict[str, ActivationSpec | None]:
-    """How `plan` quantizes what those of its modules `names` read that read an input.
+    """Return how `plan` quantizes the input of each module in `names` that reads an input.
+
+    No weight is read.
 
     Raises:
-        ConfigError: an input cannot be reached; no weight is read.
+        ConfigError: an input cannot be observed (`unseen_input`).
     """
     tables = table_names(model)
     found = {
@@ -64,12 +66,13 @@ def level_products(
     activations: dict[str, ActivationSpec | None],
     calibration: Sequence[TokenBatch],
 ) -> int:
-    """Make room in the static ranges of gated products; how many channels were made smaller.
+    """Shrink outlier channels of gated products before static scales; return how many.
 
-    A channel of what `down_proj` reads that reaches much further than the median one is divided by
-    a power of two in a row of `up_proj`, and multiplied in a column of `down_proj` (SmoothQuant,
-    arXiv:2211.10438, of outliers alone). The model gives the same bits. Where it would not, as
-    behind a product that is not linear in `up_proj`, and where a weight is quantized, all stays.
+    A channel of the input of `down_proj` whose peak is far above the median is divided by a power
+    of two in a row of `up_proj` and multiplied by it in a column of `down_proj` (SmoothQuant,
+    arXiv:2211.10438, for outliers only). The output of the model keeps its bits. Where it would
+    not, as after a product that is not linear in `up_proj`, and where a weight is quantized,
+    nothing changes.
     """
     model = student.model
     downs = {}
@@ -92,10 +95,11 @@ def level_products(
 
 
 def _level(mlp: nn.Module, peak: Tensor) -> int:
-    """Level the product inside `mlp`, whose channels reach up to `peak` `(I,)`."""
-    most = MOST_OF_MEDIAN * peak[peak > 0].median()  # a pruned channel has no range
+    """Level the product inside `mlp` with channel peaks `peak` `(I,)`; return how many shrank."""
+    # pruned channels are zero and would lower the median
+    most = MOST_OF_MEDIAN * peak[peak > 0].median()
     factor = (peak / most).log2().ceil().clamp_min(0).exp2()
-    tokens = mlp.up_proj.weight[None, :TOKENS].clone()  # any show it
+    tokens = mlp.up_proj.weight[None, :TOKENS].clone()  # rows of weights serve as test inputs
     before = mlp(tokens)
     weights = [mlp.down_proj.weight, mlp.up_proj.weight, mlp.up_proj.bias]
     kept = [(weight, weight.clone()) for weight in weights if weight is not None]
@@ -104,7 +108,7 @@ def _level(mlp: nn.Module, peak: Tensor) -> int:
     if mlp.up_proj.bias is not None:
         mlp.up_proj.bias.div_(factor)
     if not torch.equal(mlp(tokens), before):
-        for weight, old in kept:  # to divide again may round, or give NaN
+        for weight, old in kept:  # restore copies: dividing back may round or give NaN
             weight.copy_(old)
         return 0
     return int((factor > 1).sum())
@@ -116,11 +120,11 @@ def put_activations(
     activations: dict[str, ActivationSpec | None],
     calibration: Sequence[TokenBatch] = (),
 ) -> None:
-    """Let the quantized modules named in `activations` quantize their inputs so, or not at all.
+    """Set how the quantized modules in `activations` quantize their inputs; None removes it.
 
-    What is quantized so already keeps its scale. Static scales are those of the least squared error
-    on what the modules read in `calibration`, with all weights quantized and these inputs in
-    floating point. Modules that read the same tensor share one.
+    A module whose spec does not change keeps its scale. Static scales minimise the squared error on
+    the module inputs in `calibration`, with all weights quantized and these inputs in floating
+    point. Modules that read the same tensor share one scale.
 
     Raises:
         ConfigError: scales are static, and no token of `calibration` reaches a module.
@@ -131,7 +135,7 @@ def put_activations(
     for name, module in modules.items():
         spec = activations[name]
         if spec == (None if module.activation is None else module.activation.spec):
-            continue  # a scale that has learned is kept
+            continue  # keep a learned scale
         module.activation = None
         if spec is not None and spec.is_static:
             statics[name] = module
@@ -154,17 +158,17 @@ def put_activations(
 
 @dataclass
 class Magnitudes:
-    """How often which magnitude was read: `(K,)`, bins of equal ratio.
+    """A histogram of input magnitudes: `(K,)` counts in bins of equal ratio.
 
-    A number counts `1 / |token|`. So an error counts by what it is beside its token, and the few
-    tokens that are hundreds of times as large as the others do not choose the range for all.
+    A number counts `1 / |token|`, so that an error is weighed relative to its token: otherwise the
+    few tokens that are hundreds of times as large as the others would set the range for all.
     """
 
     counts: Tensor | None = None
     names: list[str] = field(default_factory=list)
 
     def add(self, x: Tensor) -> None:
-        """Count the numbers of `x`, `(..., I)`."""
+        """Add the numbers of `x`, `(..., I)`, to the histogram."""
         x = x.float()
         places = (x.abs().log2() - LOWEST_EXPONENT) * BINS_AN_OCTAVE
         bins = places.clamp(0, OCTAVES * BINS_AN_OCTAVE - 1).long().flatten()
@@ -174,18 +178,18 @@ class Magnitudes:
         self.counts = counts if self.counts is None else self.counts + counts
 
     def values(self) -> Tensor:
-        """The middle of each bin, `(K,)` float64."""
+        """Return the middle of each bin, `(K,)` float64."""
         exponents = (torch.arange(OCTAVES * BINS_AN_OCTAVE) + 0.5) / BINS_AN_OCTAVE
         return (exponents.double() + LOWEST_EXPONENT).exp2().to(self.counts.device)
 
     def best_scale(self) -> Tensor:
-        """The scale of the least expected squared error, as counted, one float32 number.
+        """Return the scale of the least expected squared error, one float32 number.
 
-        Inside the range a step of rounding errs by `scale**2 / 12` on average, below half a step by
-        the number itself, above the range by the distance to it.
+        Inside the range the error of a rounding step is `scale**2 / 12` on average, below half a
+        step it is the number itself, and above the range it is the distance to it (each squared).
         """
         values = self.values()
-        scales = values / LEVELS  # each value is tried as the end of the range
+        scales = values / LEVELS  # try each value as the end of the range
         size, value = scales[:, None], values[None]
         inside = torch.where(value < size / 2, value.square(), size.square() / 12)
         error = torch.where(value > LEVELS * size, (value - LEVELS * size).square(), inside)
@@ -197,13 +201,14 @@ def inputs_of(
     modules: dict[str, nn.Module],
     calibration: Sequence[TokenBatch],
 ) -> dict[tuple[str, ...], Magnitudes]:
-    """What the quantized `modules` read, by the names of those that read the same tensor."""
+    """Return input histograms of the quantized `modules`, by the names that read one tensor."""
     found: dict[str, Magnitudes] = {}
     here: dict[int, tuple[ref[Tensor], str]] = {}
 
     def note(names: Sequence[str], x: Tensor) -> None:
         seen = here.get(id(x))
-        if seen is None or seen[0]() is not x:  # not kept: another may be at its address
+        # the first tensor was freed, and another has its address
+        if seen is None or seen[0]() is not x:
             seen = here[id(x)] = ref(x), names[0]
         first = seen[1]
         if names[0] not in found:
@@ -220,7 +225,7 @@ def inputs_of(
 
 @contextmanager
 def _noting(student: LanguageModel, modules: dict[str, nn.Module], note: Any) -> Iterator[None]:
-    """A block in which `note` is told of every input of `modules`: their names, and the tensor."""
+    """Call `note(names, tensor)` on every input of `modules` inside the block."""
     model = student.model
     stacks: dict[nn.Module, list[str]] = {}
     with ExitStack() as hooks:

@@ -1,8 +1,8 @@
-"""Bits per module from measured sensitivity: the least KL that a budget of bits can buy.
+"""Choice of bits per module from measured sensitivity: the least KL within a budget of bits.
 
-Sensitivity is how much a model's output changes when one of its weights is quantized and nothing
-else. Each weight is fitted to each format as a conversion would fit it, put in place, judged, and
-taken out again; what lies before its decoder layer is not computed anew.
+The sensitivity of a weight is how much the model's output changes when only that weight is
+quantized. Each weight is fitted to each format as a conversion would fit it, put in place, judged,
+and restored; the decoder layers before it are not computed again.
 
 Shapes: O out_features, I in_features, T tokens, V vocabulary.
 """
@@ -44,7 +44,7 @@ ROWS = 256
 """Tokens whose logits are compared at a time."""
 
 Sensitivities = dict[str, dict[LutSpec, float]]
-"""By name and format: KL(model || model with that weight in that format), nats per token."""
+"""KL(model || model with that weight in that format) by name and format, in nats per token."""
 
 
 @torch.no_grad()
@@ -54,15 +54,15 @@ def measure_sensitivities(
     formats: Mapping[str, Sequence[LutSpec]],
     ticker: Ticker,
 ) -> Sensitivities:
-    """The exact KL of every weight named in `formats`, in each of its formats alone.
+    """Measure the exact KL of every weight named in `formats`, in each of its formats alone.
 
-    The first sequences of `calibration`, `JUDGED_TOKENS` or half of them, are judged on; linears
-    are fitted to their inputs over the others. Embeddings and heads are fitted to their values.
-    The model is as before afterwards.
+    The first sequences of `calibration`, `JUDGED_TOKENS` or half of them, are used for judging;
+    linears are fitted to their inputs over the others. Embeddings and heads are fitted to their
+    values. The model is restored at the end.
 
     Args:
         formats: names of linears in the decoder layers, of the embedding or of an untied head.
-        ticker: moves by one for each KL.
+        ticker: advances by one for each KL.
     """
     judged, rest = split_calibration(calibration)
     found: Sensitivities = {name: {} for name in formats}
@@ -76,7 +76,8 @@ def measure_sensitivities(
             ticker.note(name)
 
         def measure_stage(names: list[str], inputs: StageInputs | StackInputs | None) -> None:
-            if not isinstance(inputs, StageInputs):  # each by itself
+            # tables, experts and unused linears are fitted one by one
+            if not isinstance(inputs, StageInputs):
                 for name in names:
                     for spec in formats[name]:
                         note(name, spec, _fitted(_weight(modules[name]), spec, inputs))
@@ -96,14 +97,14 @@ def measure_sensitivities(
 
 
 def _fitted(weight: Tensor, spec: LutSpec, inputs: StackInputs | None) -> QuantizedWeight:
-    """A weight in a format: fitted to its values, or that of experts to the inputs of each."""
+    """Fit a weight to its values, or the weight of experts to the inputs of each."""
     if inputs is None:
         return fit_weight(weight, spec, nearest=nearest_vectors, path=best_path)
     return fit_stack_to_inputs(weight, spec, *inputs, ops=COLUMN_OPS).quantized
 
 
 def split_calibration(batches: Sequence[TokenBatch]) -> tuple[TokenBatch, list[TokenBatch]]:
-    """The sequences to judge on and those to fit to; a single sequence serves both."""
+    """Return the sequences to judge on and those to fit to; a single sequence is used for both."""
     ids, positions = (torch.cat(part) for part in zip(*batches, strict=True))
     wished = -(-JUDGED_TOKENS // ids.shape[1])
     count = max(1, min(wished, len(ids) // 2))
@@ -116,7 +117,11 @@ def split_calibration(batches: Sequence[TokenBatch]) -> tuple[TokenBatch, list[T
 
 
 class _Judge:
-    """A model, what it says about some tokens, and what its decoder layers gave for them."""
+    """Measures the KL of a model with one changed weight.
+
+    It keeps the model's distributions on some tokens and the outputs of its decoder layers for
+    them.
+    """
 
     def __init__(self, model: LanguageModel, batch: TokenBatch) -> None:
         self._model = model
@@ -129,19 +134,19 @@ class _Judge:
         self._negative_entropy = _row_dots(self._p_TV, log_p_TV)
 
     def layer_of(self, module: nn.Module) -> int | None:
-        """The number of the decoder layer that `module` lies in; None outside."""
+        """Return the index of the decoder layer that contains `module`; None if it is outside."""
         for number, layer in enumerate(self._layers):
             if any(inner is module for inner in layer.modules()):
                 return number
         return None
 
     def divergence(self, module: nn.Module, weight: Tensor) -> float:
-        """KL(model || model whose `module` has that weight), nats per token."""
-        # layers whose input and weights another weight of `module` leaves alone give what they gave
+        """Return KL(model || model with `weight` in `module`), in nats per token."""
+        # layers before the changed one give the same outputs, so they are replayed
         number = self.layer_of(module)
         if module is self._model.model.get_input_embeddings():
             number = 0
-        skipped = self._layers[:number]  # all of them for a head
+        skipped = self._layers[:number]  # all layers for a head
         given = self._gave[len(skipped) - 1] if skipped else None
         stand_ins = {layer: lambda *_args, **_named: given for layer in skipped}
         with _holding(module, weight), patched_forwards(stand_ins):
@@ -164,14 +169,17 @@ class _Judge:
 
 
 def _row_dots(left: Tensor, right: Tensor) -> Tensor:
-    """`sum_v left * right` for each row, a few rows at a time."""
+    """Return `sum_v left * right` for each row, `ROWS` rows at a time."""
     pairs = zip(left.split(ROWS), right.split(ROWS), strict=True)
     return torch.cat([(one * other).sum(-1) for one, other in pairs])
 
 
 @contextmanager
 def _holding(module: nn.Module, weight: Tensor) -> Iterator[None]:
-    """Let a linear compute with `weight`, or experts, or an embedding and the head tied to it."""
+    """Let `module` compute with `weight` inside the block.
+
+    `module` is a linear, a stack of experts, or an embedding with the head that may be tied to it.
+    """
     if isinstance(module, nn.Embedding | StackedLinear):
         own = module.weight.data
         module.weight.data = weight.to(own.dtype)
@@ -192,29 +200,29 @@ def _weight(module: nn.Module) -> Tensor:
 
 Bend = Callable[[str, LutSpec, tuple[int, int]], LutSpec]
 LEVELS = ((2, 1), (3, 1), (4, 1))
-"""Bits of an index, and weights that it names, which are tried where the plan has levels."""
+"""Bits per index and weights per index that are tried where the plan has levels."""
 VECTORS = ((8, 4), (6, 2), (8, 2))
-"""The same where it has vectors: 2, 3 and 4 bits a weight too."""
+"""The same for vectors: also 2, 3 and 4 bits per weight."""
 TRELLISES = (2, 3, 4)
-"""Bits a weight of a trellis, under windows as the plan has them, where it has one."""
+"""Bits per weight of a trellis that are tried where the plan has one, with the plan's window."""
 TABLE_BITS = (4, 8)
 TOLERANCE = 1e-9
-"""Relative room for the rounding of a budget."""
+"""Relative tolerance for rounding errors of a budget."""
 
 
 @dataclass(frozen=True)
 class FormatTrial:
-    """One format that a module could have got."""
+    """One format that was tried for a module."""
 
     bits: float
-    """Of a weight's index."""
+    """Bits per weight of the indices alone."""
     vector_size: int
-    """Weights that an index names."""
+    """Weights per index."""
     trellis_bits: int
-    """Bits a weight of a trellis; 0 without one."""
+    """Bits per weight of a trellis; 0 without one."""
     group_size: int
     bits_per_weight: float
-    """With scales and codebook."""
+    """Bits per weight with scales and codebook."""
     kl_nats: float
     """KL(model || model with this module alone in this format) per token."""
     is_chosen: bool
@@ -222,16 +230,16 @@ class FormatTrial:
 
 @dataclass(frozen=True)
 class BudgetReport:
-    """How a budget was spent."""
+    """The result of spending a budget."""
 
     bits_budget: float
-    """Bits per weight that the modules below may take together."""
+    """Bits per weight that the modules below may use together."""
     bits_per_weight: float
-    """What they take."""
+    """Bits per weight that they use."""
     predicted_kl_nats: float
     """The sum of the chosen formats' KLs, each measured alone."""
     seconds: float
-    """Of measuring and choosing."""
+    """Seconds for measuring and choosing."""
     modules: dict[str, list[FormatTrial]]
 
 
@@ -245,9 +253,10 @@ def formats_to_try(
     wider_groups: bool = False,
     bend: Bend | None = None,
 ) -> tuple[dict[str, LutSpec], dict[str, list[LutSpec]], dict[str, list[int]]]:
-    """What `plan_within_budget` leaves as `plan` has it, what it tries, and the bits that takes.
+    """Return the modules that keep the plan's format, the formats to try, and the bits of each.
 
-    Reads names and shapes alone, so `model` may lie on the meta device.
+    Reads names and shapes only, so `model` may be on the meta device. For the arguments see
+    `plan_within_budget`.
 
     Raises:
         ConfigError: the formats cannot meet the budget, need less, or do not fit a layer.
@@ -301,22 +310,23 @@ def plan_within_budget(
     wider_groups: bool = False,
     bend: Bend | None = None,
 ) -> tuple[QuantPlan, BudgetReport]:
-    """The plan whose KLs, each measured alone, add up to the least within `bits_budget`.
+    """Return the plan of the least sum of KLs, each measured alone, within `bits_budget`.
 
-    Every linear that `plan` quantizes gets 2, 3 or 4 bits a weight of a learned codebook, of
-    levels, of vectors or of a trellis as the plan has it, under the plan's form of scale; what does
-    not fit its shape is not tried. `with_tables` the embedding and an untied head get 4 or 8.
-    Together they take at most `bits_budget` bits per weight. Tables that the plan itself names stay
-    as it says.
+    Every linear that `plan` quantizes gets a learned codebook of 2, 3 or 4 bits per weight: levels,
+    vectors or a trellis, and the form of scale, as in the plan. Formats that do not fit its shape
+    are not tried. With `with_tables` the embedding and an untied head get 4 or 8 bits. Together
+    they use at most `bits_budget` bits per weight. Tables that the plan itself names keep the
+    plan's format.
 
     Args:
-        model: whose weights are quantized and whose output is kept; as before afterwards.
-        plan: says which linears, and in which groups.
-        calibration: what to judge on and to fit to, see `measure_sensitivities`.
-        levels: a format that is tried beside those of `plan`. A linear whose shape or target cannot
-            have those gets 2, 3 or 4 bits of levels under this one's form of scale.
+        model: the model whose weights are quantized and whose output is the target; restored at the
+            end.
+        plan: the linears to quantize and their groups.
+        calibration: text to judge on and to fit to, see `measure_sensitivities`.
+        levels: a format that is tried besides those of `plan`. A linear whose shape or target
+            cannot have those gets 2, 3 or 4 bits of levels with this one's form of scale.
         wider_groups: linears may also have groups of the next size that divides their rows.
-        bend: from a module's name, a format and `(O, I)` to the format that is tried instead.
+        bend: maps a module's name, a format and `(O, I)` to the format that is tried instead.
 
     Raises:
         ConfigError: the formats cannot meet the budget, need less, or do not fit a layer.
@@ -373,13 +383,14 @@ def _trials(
 def _formats_like(
     spec: LutSpec, name: str, shape: tuple[int, int], wider_groups: bool
 ) -> list[LutSpec]:
-    """Those of 2, 3 and 4 bits a weight that the weight called `name` can have.
+    """Return the formats of 2, 3 and 4 bits per weight that fit the weight called `name`.
 
     Raises:
-        ConfigError: there is none; what is wrong with the first.
+        ConfigError: none fits; the message is that of the first.
     """
     size, I = spec.group_size, shape[1]
-    # a size that does not divide the rows gives way to the next that does, in finer steps
+    # with `wider_groups`: the first two sizes from `size` on that divide the rows, in the coarsest
+    # steps that find any
     steps = [step for step in (size, size // 2, size // 4) if step and wider_groups]
     found = ([s for s in range(size, I + 1, step) if I % s == 0] for step in steps)
     groups = next(filter(None, found), [size])[:2]
@@ -418,7 +429,7 @@ def _table_formats(model: LanguageModel, names: Sequence[str]) -> dict[str, list
 
 
 def _check_reach(bits_budget: float, bits: Sequence[Sequence[int]], num_weights: int) -> None:
-    """Refuse a budget outside of what the formats can take.
+    """Refuse a budget outside the range that the formats can reach.
 
     Raises:
         ConfigError: it is below the smallest formats or above the largest.

@@ -1,13 +1,13 @@
-"""Runs a model block by block, so that each linear is quantized against the inputs it will see.
+"""Block-by-block calibration: each linear is quantized against the inputs it will see.
 
-Every block gets the output of the blocks already quantized (GPTQ's sequential order,
-arXiv:2210.17323); inside a block, linears that share an input are one stage, in the order of use.
-A block runs once for each stage, only as far as the stage's input. Where memory allows, what ran
-before for the same batch is remembered, so that each linear multiplies its inputs once. Where it
-does not, only the hidden states between blocks are kept and the block runs from its start for every
-stage: about 2.5 times the arithmetic, and memory of 4 D numbers per token.
+Every block reads the output of the blocks already quantized (GPTQ's sequential order,
+arXiv:2210.17323). Inside a block, linears that share an input are one stage, in the order of use. A
+block runs once per stage, only as far as the stage's input. If memory allows, outputs of earlier
+runs of a batch are cached, so that each linear multiplies its inputs once. If not, only the hidden
+states between blocks are kept, and the block runs from its start for every stage: about 2.5 times
+the arithmetic, and memory of 4 D numbers per token.
 
-A teacher, if there is one, is walked with the student, block for block and batch for batch.
+A teacher, if given, runs in step with the student, block by block and batch by batch.
 
 Shapes: B sequences, S positions, D model width, I in_features.
 """
@@ -49,15 +49,15 @@ FLOAT_BYTES = 4
 CHUNK = 2048
 """Tokens whose products are summed in float32 before the sum joins a total in float64."""
 MASSIVE = 16.0
-"""A token counts as massive if its energy `|x|^2` is more than this many times the median's."""
+"""A token is massive if its energy `|x|^2` exceeds this multiple of the median energy."""
 ESTIMATED_BATCHES = 8
-"""From this many batches on, their time is estimated before the first linear is quantized."""
+"""The least number of batches for which the time is estimated before quantization begins."""
 ESTIMATED_S = 20.0
-"""An estimate below this is not worth a line."""
+"""Estimates below this are not logged."""
 
 
 class StageInputs(NamedTuple):
-    """The common input x of a stage's linears, and its distance from the teacher's x_f.
+    """Statistics of the common input x of a stage's linears and of its gap to the teacher's x_f.
 
     `s` is the residual stream that the output of a linear is added to.
     """
@@ -65,19 +65,20 @@ class StageInputs(NamedTuple):
     second_moment: Tensor
     """`mean(x x^T)`, `(I, I)` float64."""
     input_gap: Tensor | None = None
-    """`mean((x_f - x) x^T)`, `(I, I)` float32; None without a teacher, or if not all tokens
-    come in order (the experts of a mixture)."""
+    """`mean((x_f - x) x^T)`, `(I, I)` float32; None without a teacher, or if tokens are not in
+    order (the experts of a mixture)."""
     stream_gap: Tensor | None = None
-    """`mean((s_f - s) x^T)`, `(D, I)`; None too where something comes between output and stream."""
+    """`mean((s_f - s) x^T)`, `(D, I)`; also None if the output is not added to the stream
+    directly."""
 
 
 class StackInputs(NamedTuple):
-    """The inputs of E experts whose weights are one linear: float32."""
+    """Statistics of the inputs of E experts whose weights are one linear, float32."""
 
     second_moments: Tensor
-    """`mean(x x^T)` of each, `(E, I, I)`; 0 where none came."""
+    """`mean(x x^T)` of each expert, `(E, I, I)`; 0 for an expert without inputs."""
     counts: Tensor
-    """How many came, `(E,)`."""
+    """Number of inputs of each expert, `(E,)`."""
 
 
 class TokenBatch(NamedTuple):
@@ -88,7 +89,7 @@ class TokenBatch(NamedTuple):
 
 
 class Walk:
-    """A model's decoder layers, and the hidden states of all batches before the next one."""
+    """The decoder layers of a model, and the hidden states of all batches before the next one."""
 
     @torch.no_grad()
     def __init__(self, model: LanguageModel, batches: Sequence[TokenBatch]) -> None:
@@ -109,7 +110,7 @@ class Walk:
         self._passed = 0
 
     def present(self) -> AbstractContextManager[None]:
-        """A block in which the next layer, of a model that stays in its files, is in memory."""
+        """Keep the next layer in memory inside the block, for a model that stays in its files."""
         return self._model.present(self.layers[self._passed])
 
     def block(self, num_batches: int | None = None) -> "_Block":
@@ -119,12 +120,12 @@ class Walk:
         return _Block(layer, states, calls, self.keeper, remembers=self.remembers)
 
     def go_on(self, outputs: list[Tensor]) -> None:
-        """Step behind the next layer, given what it puts out for each batch."""
+        """Move past the next layer, given its output for each batch."""
         self._states = outputs
         self._passed += 1
 
     def pass_layer(self, stages: Sequence["_Stage"]) -> list[Iterable["_Reading"]]:
-        """Step behind the next layer; return what each of `stages` reads there, batch by batch."""
+        """Move past the next layer; return what each of `stages` reads there, batch by batch."""
         with self.present():
             block = self.block()
             if self.remembers:
@@ -138,10 +139,10 @@ class Walk:
 
 
 def _bytes_a_token(layer: nn.Module) -> tuple[int, int]:
-    """Return bytes held for a token while a layer is quantized: states alone, and everything.
+    """Return bytes per token held while a layer is quantized: states alone, and everything.
 
-    States are those of two models before and behind the layer; everything includes what each
-    linear read and gave.
+    States are those of two models before and after the layer; everything includes the inputs and
+    outputs of each linear.
     """
     linears = [m for m in layer.modules() if is_plain(m) and not isinstance(m, StackedLinear)]
     widths = [linear.in_features for linear in linears]
@@ -159,13 +160,14 @@ def stages_in_order(
     teacher: Walk | None = None,
     heartbeat: Callable[[str], None] = lambda _: None,
 ) -> Iterator[tuple[list[str], StageInputs | StackInputs | None]]:
-    """Walk the decoder layers, and give the `names` of each stage in turn with their inputs.
+    """Walk the decoder layers and yield the `names` of each stage in turn with their inputs.
 
-    The caller replaces the linears of a stage, or leaves them, before it takes the next stage.
-    Linears that no batch reaches come without inputs, after the stages of their layer.
+    The caller may replace the linears of a stage before it takes the next stage. Linears that no
+    batch reaches are yielded without inputs, after the stages of their layer.
 
-    `teacher` walks the same batches. It may walk the student's own layers: it goes through each
-    layer before the linears of that layer are replaced. `heartbeat` gets the batch being read.
+    `teacher` walks the same batches. It may walk the student's own layers: it passes each layer
+    before the linears of that layer are replaced. `heartbeat` is called with a description of the
+    current batch.
     """
     walk = Walk(student, batches)
     module_names = {module: name for name, module in student.model.named_modules()}
@@ -204,9 +206,9 @@ def _beating(
 
 
 def _seconds_a_batch(walk: Walk, teacher: Walk | None, stages: Sequence["_Stage"]) -> float:
-    """Time one batch through the next layer with all that is accumulated of it."""
+    """Time one batch through the next layer, including the statistics of its stages."""
     seconds = 0.0
-    for _ in range(2):  # the first run loads kernels
+    for _ in range(2):  # the first run is a warm-up
         block, began = walk.block(1), time.perf_counter()
         with nullcontext() if teacher is None else teacher.present():
             beside = None if teacher is None else teacher.block(1)
@@ -238,34 +240,34 @@ class _Stage(NamedTuple):
 
     names: list[str]
     stream: str | None
-    """The child of the layer that reads the residual stream to which the output is added as it is;
-    None if something comes between."""
+    """The child of the layer that reads the residual stream to which the output is added unchanged;
+    None if there is none."""
     stack: str | None = None
-    """The module that computes with the linear where that holds the weights of experts."""
+    """The module that computes with the linear, if the linear holds the weights of experts."""
 
 
 @dataclass
 class _Reading:
-    """What the linears of one stage read in one batch, and the stream before their output."""
+    """The input of the linears of one stage in one batch, and the stream before their output."""
 
     x: Tensor | None = None
-    """None if the batch misses them."""
+    """The common input; None if the batch does not reach the linears."""
     stream: Tensor | None = None
     by_expert: dict[int, list[Tensor]] = field(default_factory=dict)
-    """What each expert read, where the stage is a stack of them."""
+    """Inputs of each expert, if the stage is a stack of experts."""
     experts: int = 0
 
 
 Call = tuple[str, int]
-"""A module's name and how often it had been called in the same run."""
+"""A module's name and the number of its earlier calls in the same run."""
 
 
 class _Reached(Exception):
-    """The module that was waited for has been called."""
+    """Stops a run at the module whose input was wanted."""
 
 
 class _Block:
-    """One decoder layer with its inputs of all batches, and what its linears made of them."""
+    """One decoder layer with its inputs for all batches, and a cache of module outputs."""
 
     def __init__(
         self,
@@ -279,14 +281,14 @@ class _Block:
         self._layer, self._keeper, self._remembers = layer, keeper, remembers
         self._runs = list(zip(states, calls, strict=True))
         self._made: list[dict[Call, object]] = [{} for _ in self._runs]
-        """Per batch, what each call of a linear or a direct child of the layer gave."""
+        """The cached outputs per batch, by call of a linear or of a direct child of the layer."""
         self._formed: dict[str, Tensor] = {}
-        """The weight of each quantized linear that ran, by name."""
+        """Formed weights of quantized linears that ran, by name."""
 
     def twin(self) -> "_Block":
-        """Return a block that shares all tensors but no module: it stays when linears are replaced.
+        """Return a block that shares all tensors but no module, so it survives replaced linears.
 
-        It never remembers what its modules gave.
+        It never caches outputs.
         """
         tensors = chain(self._layer.parameters(), self._layer.buffers())
         layer = copy.deepcopy(self._layer, {id(tensor): tensor for tensor in tensors})
@@ -296,15 +298,15 @@ class _Block:
         return _Block(layer, states, calls, self._keeper, remembers=False)
 
     def stages(self, names: Sequence[str]) -> list[_Stage]:
-        """The linears called `names` in order of use, those that read the same tensor together."""
+        """Return the linears called `names` in order of use, grouped by the tensor they read."""
         read: dict[int, list[str]] = {}
         gave: dict[str, Tensor] = {}
-        alive = []  # keeps every input, so that no address is used twice
+        alive = []  # keep every input alive, so that no address is reused
         streams: list[tuple[str, Tensor]] = []
 
         def note_linear(name: str, _module: nn.Module, args: tuple, output: Tensor) -> None:
             alive.append(args[0])
-            if name in gave:  # it is used twice: the first use decides
+            if name in gave:  # called again: the first call decides
                 return
             read.setdefault(id(args[0]), []).append(name)
             gave[name] = output
@@ -322,7 +324,7 @@ class _Block:
             name = f"{owner}.{key}" if owner else key
             if name in names and name not in stacks:
                 stacks[name] = owner
-                read[-len(stacks)] = [name]  # no address is negative
+                read[-len(stacks)] = [name]  # a negative key cannot clash with an address
 
         hidden, call = self._call(0)
         with _hooked(children.items(), linears.items()), ExitStack() as watched:
@@ -337,7 +339,7 @@ class _Block:
         ]
 
     def run_to(self, stage: _Stage) -> Iterator[_Reading]:
-        """What `stage` reads in each batch; its linears themselves do not run."""
+        """Yield what `stage` reads in each batch; its linears themselves do not run."""
         for batch in range(len(self._runs)):
             reading = _Reading()
             if stage.stack is not None:
@@ -348,7 +350,7 @@ class _Block:
             yield reading
 
     def _read_stack(self, stage: _Stage, reading: _Reading, batch: int) -> None:
-        """Run the batch until the experts of `stage` are through, and note what each read."""
+        """Run the batch through the experts of `stage`, and record what each read."""
         owner, key = self._layer.get_submodule(stage.stack), stage.names[0].rpartition(".")[2]
         reading.experts = experts_of(owner, key)
 
@@ -363,7 +365,7 @@ class _Block:
             self._run(batch)
 
     def run_through(self, stages: Sequence[_Stage]) -> Iterator[tuple[list[_Reading], Tensor]]:
-        """What all of `stages` read in each batch, and the layer's output."""
+        """Yield what all of `stages` read in each batch, and the layer's output."""
         for batch in range(len(self._runs)):
             hidden, call = self._call(batch)
             readings = [_Reading() for _ in stages]
@@ -377,7 +379,7 @@ class _Block:
             yield readings, self._keeper.keep(output)
 
     def _noting(self, stage: _Stage, reading: _Reading, *, stops: bool) -> list[tuple]:
-        """Hooks that fill `reading` and then stop the run, if they should."""
+        """Return hooks that fill `reading`, and that stop the run at its input if `stops`."""
         if stage.stack is not None:
             return []
 
@@ -396,7 +398,7 @@ class _Block:
         return hooks
 
     def outputs(self) -> list[Tensor]:
-        """The layer's output for each batch."""
+        """Return the layer's output for each batch."""
         return [self._keeper.keep(self._run(batch)) for batch in range(len(self._runs))]
 
     def _call(self, batch: int) -> tuple[Tensor, dict[str, Any]]:
@@ -449,7 +451,7 @@ class _Block:
 def _stage_inputs(
     student: Iterable[_Reading], teacher: Iterable[_Reading] | None, keeper: Keeper
 ) -> StageInputs:
-    """The means over all tokens, from what a stage reads in each batch."""
+    """Compute the means over all tokens from the readings of a stage."""
     second, gap, drift = _MeanOuter(), _MeanOuter(torch.float32), _MeanOuter(torch.float32)
     is_taught = teacher is not None
     aims = repeat(None) if teacher is None else teacher
@@ -457,7 +459,7 @@ def _stage_inputs(
         if seen.x is None:
             continue
         second.add(seen.x, seen.x)
-        # both hold all tokens in order, `(B, S, I)`: experts get lists of some of them
+        # a gap needs both sides to hold all tokens in order, `(B, S, I)`: experts read subsets
         is_taught = (
             aim is not None
             and aim.x is not None
@@ -472,7 +474,7 @@ def _stage_inputs(
 
 
 def _stack_inputs(readings: Iterable[_Reading]) -> StackInputs:
-    """The means over the tokens of each expert."""
+    """Compute the means over the tokens of each expert."""
     means: dict[int, _MeanOuter] = {}
     experts = 0
     for seen in readings:
@@ -490,14 +492,14 @@ def _stack_inputs(readings: Iterable[_Reading]) -> StackInputs:
 
 
 class _MeanOuter:
-    """The mean over tokens of `left right^T`, summed and returned in `dtype`.
+    """Accumulates the mean over tokens of `left right^T`, summed and returned in `dtype`.
 
     Real models have massive activations (arXiv:2402.17762): a few channels of a few tokens are 10^4
-    times as large as the rest, and collinear. A float32 sum over thousands of tokens is off by more
-    than what one such channel has that another does not, and the second moment is not positive
+    times as large as the rest, and collinear. The rounding error of a float32 sum over thousands of
+    tokens then exceeds the difference between such channels, and the second moment is not positive
     definite: in layer 3 of Qwen2.5-Coder-0.5B the least eigenvalue came out as -0.0004 of the mean
     diagonal, and is 0.0025. So these tokens are multiplied in float64, all others `CHUNK` at a time
-    in the precision of `matmul_precision`. A gap need not be definite: float32 is enough for it.
+    in the precision of `matmul_precision`. A gap need not be definite, so float32 is enough for it.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
@@ -525,9 +527,9 @@ class _MeanOuter:
 
 
 def _stream_before(output: Tensor, streams: list[tuple[str, Tensor]]) -> str | None:
-    """Whose input the residual stream is that `output` turns into another of the `streams`.
+    """Return the name of the module whose input plus `output` equals a later one of the `streams`.
 
-    The sum is compared to the bit: a norm or a factor in between makes it another one.
+    Sums are compared bit by bit: a norm or a factor in between gives no match.
     """
     for number, (name, before) in enumerate(streams):
         if before.shape == output.shape:

@@ -1,4 +1,4 @@
-"""Settings of `qat convert`, and the plan that its `--to` names: which linear gets which format."""
+"""Settings of `qat convert`, and the plan that `--to` names: the format of each linear."""
 
 import re
 from pathlib import Path
@@ -22,57 +22,57 @@ from qat.quant.spec import (
 )
 
 REPORT_NAME = "convert_report.json"
-"""What a conversion says of itself, in the checkpoint that it makes."""
+"""File of a checkpoint with the report of its conversion."""
 
 
 class ConvertConfig(Settings):
-    """How to quantize a model, and how it is to attend, without training it."""
+    """Settings for quantizing a model, and changing its attention, without training it."""
 
     attention: Attention[str | None] = None
     """dense, nsa, nsa-merged, nsa-shared, nsa-merged-shared, nsa-paper, or a TOML file with sizes
-    of sparse attention; as the source has it if not given. Without --to nothing is quantized."""
+    of sparse attention; the source's attention by default. Without --to nothing is quantized."""
     attention_steps: Attention[int] = Field(100, ge=0)
-    """With --attention and --calibration: steps in which gates and pooling come closer to dense
-    attention, layer by layer; 0 for none."""
+    """With --attention and --calibration: steps that fit gates and pooling to dense attention,
+    layer by layer; 0 for none."""
     to: Formats[Annotated[str | None, Knows(tuple(PRESETS))]] = None
     """A preset (q4a4, q2a4, q2a2, q4a4_r4, q4a4_r32, q2a4_r32; with codebooks of vectors, for 2 or
     3 bits that stay packed, become dense or go to Core ML: v2a4, v2a2, v3a3; with a trellis, for
     the least error of 2 bits that stay packed or become dense: t2a4, t2a2) or a TOML file with a
-    plan. Behind a preset, _kv8 or _kv4 is --kv int8 or int4: q2a4_kv4, q2a4_a8kv8."""
+    plan. The suffix _kv8 or _kv4 of a preset means --kv int8 or int4: q2a4_kv4, q2a4_a8kv8."""
     activations: Formats[ActivationKind | None] = None
-    """Quantize what the quantized linears (and a quantized head) read: int8 or fp8 (E4M3) with a
-    scale for each token, int8-asymmetric with a zero point too, or int8-static with one learned
-    scale, which needs --calibration; else as the plan says, whose name may say so: q2a4_a8,
-    q2a4_a8z, q2a4_a8s, q2a4_f8."""
+    """Quantize the inputs of the quantized linears (and of a quantized head): int8 or fp8 (E4M3)
+    with a scale per token, int8-asymmetric with a zero point too, or int8-static with one learned
+    scale, which needs --calibration. The plan decides by default; presets have a suffix for it:
+    q2a4_a8, q2a4_a8z, q2a4_a8s, q2a4_f8."""
     kv: Formats[Literal["int8", "int4"] | None] = None
-    """Keep keys and values of attention in so many bits, in training and in every cache; as the
-    source has it if not given. Without --to nothing else is quantized."""
+    """Bits of attention keys and values, in training and in every cache; those of the source by
+    default. Without --to nothing else is quantized."""
     bits_budget: Formats[float | None] = Field(None, gt=0)
-    """Bits per weight to meet with 2, 3 or 4 bits per linear, chosen by measured KL; a plan then
-    only says which linears, of levels, vectors or trellises, in which groups (without a plan all,
-    of vectors, and of levels where a linear or a target cannot have these)."""
+    """Average bits per weight, met with 2, 3 or 4 bits per linear, chosen by measured KL. A plan
+    then only says which linears, whether levels, vectors or trellises, and in which groups. Without
+    a plan: all linears, as vectors, or as levels where a linear or a target cannot hold vectors."""
     group_size: Formats[int | None] = Field(None, gt=0)
-    """Input features that share a scale; the plan's own if not given."""
+    """Input features that share a scale; the plan's own by default."""
     embedding_bits: Formats[Literal[4, 8, 16, "auto"] | None] = None
-    """Bits of the embedding and the head: 4 or 8; 16 for floating point; auto for what the budget,
-    which then holds for them too, is best spent on. If not given, 8 (or fewer, where the source has
-    fewer) unless the plan has a rule for them, its scales are of low rank, or a target of --for
+    """Bits of the embedding and the head: 4 or 8; 16 for floating point; auto to choose within the
+    budget, which then includes them. By default the plan's rule for them; without one 8 (or fewer,
+    where the source has fewer), or floating point if scales are of low rank or a target of --for
     holds no quantized table."""
     rotate: Formats[bool] = False
-    """Rotate a float model before anything is quantized, so that what its linears read has fewer
-    outliers; its function stays. Without --to nothing is quantized."""
+    """Rotate a float model before it is quantized, so that inputs of linears have fewer outliers;
+    its function does not change. Without --to nothing is quantized."""
     base: Formats[str | None] = None
     """Float model to take weights from, where the source is already quantized."""
     calibration: Calibration[str | None] = None
-    """Teacher cache or text file whose tokens show what each layer's inputs look like."""
+    """Teacher cache or text file whose tokens are run through the model to measure layer inputs."""
     calibration_sequences: Calibration[int] = Field(256, gt=0)
-    """Sequences of it to use, drawn from all that it has."""
+    """Number of sequences to use, drawn at random from all."""
     calibration_seed: Calibration[int] = Field(0, ge=0)
-    """Seed of that draw."""
+    """Seed of the draw."""
     calibration_length: Calibration[int] = Field(256, gt=1)
-    """Tokens per sequence of a text file (a cache has its own)."""
+    """Tokens per sequence of a text file (a cache has its own length)."""
     workers: Speed[int] = Field(0, ge=0)
-    """Linears fitted at a time without calibration; 0: one per core, or one where a GPU works."""
+    """Linears fitted in parallel without calibration; 0: one per core, or one on a GPU."""
     device: Speed[Device] = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
     trust_remote_code: Speed[bool] = False
@@ -81,12 +81,12 @@ class ConvertConfig(Settings):
     @field_validator("embedding_bits", mode="before")
     @classmethod
     def _number(cls, value: object) -> object:
-        """A flag's digits are a number, as a recipe writes it."""
+        """Convert a flag's digits to a number, as a recipe has it."""
         return int(value) if isinstance(value, str) and value.isdigit() else value
 
 
 ALL_LINEARS = QuantPlan(name="all linears", rules=(PlanRule(pattern="*", spec=vectors(8, 4)),))
-"""Which linears share a budget of bits, and in which form, where no plan says so."""
+"""The plan of a budget without `--to`: all linears, as vectors."""
 NOTHING = QuantPlan(name="none", rules=())
 
 
@@ -98,16 +98,16 @@ class PlanFile(Settings):
 
 
 def split_kv(name: str) -> tuple[str, KvSpec | None]:
-    """A preset's name and the widths behind it: `q2a4_kv4` is `q2a4` with keys and values of 4."""
+    """Split a preset's name into plan and KV format: `q2a4_kv4` is `q2a4` with a 4-bit cache."""
     found = re.fullmatch(r"(.+?)_?kv([48])", name)
     return (name, None) if found is None else (found[1], KvSpec(bits=int(found[2])))
 
 
 def read_kv(config: ConvertConfig) -> KvSpec | None:
-    """How keys and values are to be kept; None for as they are.
+    """Return the format of keys and values; None to keep that of the source.
 
     Raises:
-        ConfigError: `kv` and the name of the preset say two things.
+        ConfigError: `kv` and the name of the preset disagree.
     """
     named = None if config.to is None or Path(config.to).is_file() else split_kv(config.to)[1]
     asked = None if config.kv is None else KvSpec(bits=int(config.kv.removeprefix("int")))
@@ -120,12 +120,13 @@ def read_kv(config: ConvertConfig) -> KvSpec | None:
 
 
 def read_plan(config: ConvertConfig) -> QuantPlan:
-    """The plan that `config.to` names, with the group size and activations that are given.
+    """Return the plan that `config.to` names, with the given group size and activations.
 
-    Else all linears for a budget, and nothing without one.
+    Without `to`, the plan is `ALL_LINEARS` for a budget, else `NOTHING`.
 
     Raises:
-        ConfigError: neither a preset nor a readable plan file, or activations are named twice.
+        ConfigError: `to` is neither a preset nor a readable plan file, or activations are given
+            twice.
     """
     plan = _with_group_size(_named_plan(config), config.group_size)
     if config.activations is None:
@@ -140,7 +141,7 @@ def read_plan(config: ConvertConfig) -> QuantPlan:
 
 
 def check_asked(config: ConvertConfig) -> QuantPlan:
-    """Return the plan of settings that name something to do and fit one another.
+    """Check that settings name something to do and fit together; return their plan.
 
     Raises:
         ConfigError: nothing is named to do, or a setting lacks another one that it needs.

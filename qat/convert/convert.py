@@ -1,4 +1,4 @@
-"""`qat convert`: from a model directory to a packed checkpoint with fewer bits per weight."""
+"""Conversion of a model directory to a packed checkpoint with fewer bits per weight."""
 
 import heapq
 import json
@@ -63,10 +63,9 @@ logger = logging.getLogger(__name__)
 PLAN_NAME = "plan.toml"
 BATCH = 16
 CHARACTERS_A_TOKEN = 64
-"""Of texts to calibrate on, so many characters are drawn for each token that is used: sixteen
-times what English takes."""
+"""Characters drawn from a text for each calibration token, sixteen times what English takes."""
 MOST_CHARACTERS = 2**28
-"""Of a longer text, or of a data set that comes over a network, no more is read."""
+"""Characters that are read at most of a longer text, or of a data set over a network."""
 
 
 def convert_checkpoint(
@@ -74,16 +73,16 @@ def convert_checkpoint(
 ) -> QuantizeReport:
     """Quantize the model `source` by the plan of `config` and write it to `out` with its report.
 
-    It is rotated, and its attention becomes what `config` says, before anything is quantized. With
-    `shipping` the plan is bent to what that target holds without loss.
+    Rotation and a change of attention come before quantization. With `shipping` the plan is adapted
+    to formats that its targets hold without loss.
 
     Raises:
         ConfigError, CheckpointError, CacheError, ExportError: see their messages.
     """
     check_free(out)
-    plan, _ = _read_settings(config)  # what is wrong is said before a model is read
-    # what a budget judges, and what sparse attention learns from, runs too often to be read anew;
-    # a rotation, and room for static ranges, change weights in their place
+    plan, _ = _read_settings(config)  # refuse bad settings before a model is read
+    # load the whole model for a budget and for new sparse attention, which run it too often to read
+    # layers from files, and for a rotation and static ranges, which change weights in place
     is_whole = config.rotate or config.bits_budget is not None or config.attention is not None
     is_whole |= plan.has_static
     how = {
@@ -124,9 +123,8 @@ def _report(
     calibration: Sequence[TokenBatch],
     done: "Converted",
 ) -> dict[str, object]:
-    """What a conversion says of itself beside its source."""
+    """Return the entries of the report file except `source`."""
     sparse, ids = nsa_config(student.model), [batch.input_ids for batch in calibration]
-    # enough to draw the same calibration again
     drawn = {
         "data": config.calibration,
         "seed": config.calibration_seed,
@@ -147,15 +145,15 @@ def _report(
 
 
 class Converted(NamedTuple):
-    """What was done to a model in memory."""
+    """The results of converting a model in memory."""
 
     report: QuantizeReport
     plan: QuantPlan
-    """With the formats that a budget or a target chose."""
+    """The plan with the formats that a budget or a target chose."""
     fits: list[LayerFit]
-    """Of new sparse attention."""
+    """The fits of new sparse attention."""
     rotation: Rotation | None
-    """None where it was not rotated."""
+    """The rotation; None if the model was not rotated."""
 
 
 def convert_model(
@@ -167,7 +165,7 @@ def convert_model(
     shipping: Shipping | None = None,
     stored: Mapping[str, StoredTable] = MappingProxyType({}),
 ) -> Converted:
-    """Do to `student`, in memory and in float32, what `config` says; nothing is read or written.
+    """Convert `student` by `config`, in memory and in float32; nothing is read or written.
 
     `stored` are its tables as a quantized file holds them.
 
@@ -183,12 +181,12 @@ def convert_model(
     if kv is not None:
         quantize_kv(student.model, kv, student.device)
     room = _room(config)
-    if rotation is not None:  # they are other tables now
+    if rotation is not None:  # rotated tables no longer match those of the file
         stored = {}
     tables = {"config": config, "stored": stored, "shipping": shipping}
-    if shipping is not None:  # refuses before any work
+    if shipping is not None:  # adapt the plan now, so that a refusal comes before any work
         asked = plan
-        if room["levels"] is not None:  # they stand in where a target has no vectors
+        if room["levels"] is not None:  # levels stand in for vectors where a target has none
             change = {"spec": room["levels"]}
             rules = tuple(rule.model_copy(update=change) for rule in plan.rules)
             asked = plan.model_copy(update={"rules": rules})
@@ -231,7 +229,7 @@ def check_conversion(model: LanguageModel, config: ConvertConfig) -> None:
 
 
 def _room(config: ConvertConfig) -> dict[str, Any]:
-    """What else a budget may be spent on."""
+    """Return what else a budget may be spent on, as arguments of `formats_to_try`."""
     return {
         "levels": by_group(4, config.group_size or 16) if config.to is None else None,
         "with_tables": config.embedding_bits == "auto",
@@ -240,10 +238,11 @@ def _room(config: ConvertConfig) -> dict[str, Any]:
 
 
 def _read_settings(config: ConvertConfig) -> tuple[QuantPlan, NSAConfig | None]:
-    """The plan, and the sparse attention to be; None for dense, or as it is.
+    """Return the plan and the new sparse attention; None for dense or unchanged attention.
 
     Raises:
-        ConfigError: nothing is named to do, a budget lacks what it needs, or no device can do it.
+        ConfigError: nothing is named to do, a budget lacks what it needs, or the device cannot do
+            it.
     """
     plan = check_asked(config)
     if select(config.device).fixed_shapes():
@@ -261,7 +260,7 @@ def _fitted(
     calibration: Sequence[TokenBatch],
     config: ConvertConfig,
 ) -> list[LayerFit]:
-    """Bring the gates and pooling of new sparse attention closer to dense attention."""
+    """Fit the gates and pooling of new sparse attention to dense attention."""
     if not calibration or not config.attention_steps or attention.mode == "merged":
         return []
     length = calibration[0].input_ids.shape[1]
@@ -283,7 +282,7 @@ def _fitted(
 
 
 Calibration = str | Path | TeacherCache | Sequence[str] | Sequence[Tensor]
-"""Tokens that show a layer's inputs: a cache or its directory, a file, texts, or token ids."""
+"""Calibration tokens: a cache or its directory, a text file, texts, or token ids."""
 
 
 def calibration_batches(
@@ -292,17 +291,21 @@ def calibration_batches(
     student: LanguageModel,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[TokenBatch]:
-    """`calibration_sequences` sequences of a cache's training split, a file, texts or tokens.
+    """Return calibration sequences from a cache's training split, a file, texts or token ids.
 
-    They are drawn from all that there are, by `calibration_seed`: what lies together in a file is
-    much alike. Of texts, documents are drawn until there is plenty, and then sequences of them.
-    Token ids come as they are, `(S,)` or `(N, S)` each; those of equal length make a batch. Only
-    they need no `tokenizer`.
+    At most `calibration_sequences` are drawn from all there are, by `calibration_seed`, because
+    neighbours in a file are much alike. From texts, a surplus of documents is drawn first and then
+    sequences from these. Token ids are `(S,)` or `(N, S)` each and need no `tokenizer`; rows of
+    equal length form batches.
+
+    They are drawn from all there are, by `calibration_seed`, because neighbours in a file are much
+    alike. From texts, a surplus of documents is drawn first and then sequences from these. Token
+    ids are `(S,)` or `(N, S)` each and need no `tokenizer`; rows of equal length form batches.
 
     Raises:
         CacheError, DataError: it cannot be read, or a cache is of another tokenizer.
-        ConfigError: its sequences are none or not even one, or too long for the model; or it is
-            text, and there is no tokenizer.
+        ConfigError: there is no whole sequence, sequences are too long for the model, or the
+            calibration is text and there is no tokenizer.
     """
     is_path = isinstance(calibration, str | Path)
     if is_path and ((Path(calibration) / MANIFEST).exists() or import_command(Path(calibration))):
@@ -340,7 +343,7 @@ def _cached_tokens(
 def _own_tokens(
     rows: Sequence[Tensor], config: ConvertConfig, student: LanguageModel
 ) -> list[TokenBatch]:
-    """One batch for each length among the rows drawn."""
+    """Return one batch per length among the rows drawn."""
     by_length: dict[int, list[Tensor]] = {}
     singles = [row for each in rows for row in torch.atleast_2d(each)]
     for number in _draw(len(singles), config):
@@ -392,16 +395,16 @@ def _packed_text(
 
 
 def _draw(count: int, config: ConvertConfig) -> np.ndarray:
-    """`calibration_sequences` numbers below `count`, or all of them, in random order."""
+    """Return `calibration_sequences` numbers below `count`, or all of them, in random order."""
     generator = np.random.default_rng(config.calibration_seed)
     return generator.permutation(count)[: config.calibration_sequences]
 
 
 def _drawn_documents(documents: Iterable[Document], wished: int, seed: int) -> list[Document]:
-    """Documents in random order, just enough of them to hold `wished` characters.
+    """Return documents in random order, just enough of them to hold `wished` characters.
 
-    Each document is as likely as any other to come first; the others are forgotten as they are
-    read.
+    Each document is equally likely to come first. Documents that are not drawn are dropped as they
+    are read.
     """
     generator = np.random.default_rng(seed)
     kept: list[tuple[float, int, int, Document]] = []

@@ -1,6 +1,6 @@
-"""The forecast of a conversion's result and cost, from a model's configuration alone.
+"""Forecast of a conversion's result and cost from a model's configuration alone.
 
-The model is built without values, gets its formats as a checkpoint that is opened does, and is
+The model is built without values, gets its formats in the same way as an opened checkpoint, and is
 counted. The time is estimated from a matrix product and a fit that are timed on the device.
 """
 
@@ -55,13 +55,13 @@ SIDE = 1024
 FIT_ROWS, FIT_COLUMNS = 512, 1024
 """The shape of the weight whose fit is timed."""
 READ_BYTES = 1e8
-"""Bytes of a source that are read and turned into floats in a second."""
+"""Bytes of a source that are read and converted to floats per second."""
 COLUMN_S = 4e-5
-"""Seconds of a device's launches for each column of a weight that is fitted to inputs."""
+"""Seconds of kernel launches per column of a weight that is fitted to inputs."""
 BUDGET_BITS = 4
-"""Bits of levels that stand in for what a budget will choose."""
+"""Bits of levels that stand in for the formats that a budget will choose."""
 FLOAT = 4
-"""Bytes of a weight while a model is converted."""
+"""Bytes per weight while a model is converted."""
 
 
 class Forecast(NamedTuple):
@@ -72,23 +72,24 @@ class Forecast(NamedTuple):
     sizes: Sizes
     """The sizes of the packed checkpoint."""
     float_tables_frac: float
-    """Share of it that an embedding and a head in floating point take."""
+    """Fraction of the checkpoint used by an embedding and a head in floating point."""
     minutes: float
-    """An estimate, on the device and in the state that it is in now."""
+    """An estimate for the device in its current state."""
     memory_gib: float
-    """Host or device memory at the most, an estimate."""
+    """Peak host or device memory, an estimate."""
 
 
 def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = None) -> Forecast:
-    """Forecast a conversion of `source` by `config`; read no weights but a few rows.
+    """Forecast a conversion of `source` by `config`; only a few rows of weights are read.
 
-    A text to calibrate on need not be there yet.
+    The calibration text need not exist yet.
 
     Raises:
-        ConfigError, CheckpointError, ExportError: what the conversion itself would refuse.
+        ConfigError, CheckpointError, ExportError: the conversion itself would fail in this way.
     """
     plan = read_plan(config)
-    if config.bits_budget is not None and config.to is None:  # levels, which most targets hold
+    # levels stand in: most targets hold them
+    if config.bits_budget is not None and config.to is None:
         spec = by_group(BUDGET_BITS, config.group_size or 16)
         plan = plan.model_copy(update={"rules": (PlanRule(pattern="*", spec=spec),)})
     model, itemsize, stored = _skeleton(source, config)
@@ -134,7 +135,7 @@ def _float_tables(model: PreTrainedModel) -> list[nn.Module]:
 def _skeleton(
     source: str, config: ConvertConfig
 ) -> tuple[PreTrainedModel, int, dict[str, StoredTable]]:
-    """The model of `source` without values, bytes of its floats, and its tables in a GGUF file."""
+    """Return the model of `source` without values, bytes per float, and its tables in GGUF."""
     path = resolve(source)
     path = adapted(path) or path
     if is_packed(Path(path)):
@@ -148,7 +149,7 @@ def _skeleton(
     stored = join_tables(model, stored_tables(path, model))
     if config.rotate:
         stored = {}
-        if is_tied(model):  # a rotated head has the last norm's gains in it
+        if is_tied(model):  # rotation folds the last norm's gains into the head
             untie_head(model)
     dtype = getattr(settings, "dtype", None)
     is_wide = dtype == torch.float32 and not path.endswith(GGUF)
@@ -156,7 +157,7 @@ def _skeleton(
 
 
 def _put_formats(model: PreTrainedModel, plan: QuantPlan, specs: Mapping[str, LutSpec]) -> None:
-    """Replace what `specs` name by modules of these formats without values."""
+    """Replace the modules in `specs` by quantized modules without values."""
     tables = table_names(model)
     for name, spec in specs.items():
         if name in tables:
@@ -170,7 +171,7 @@ def _put_formats(model: PreTrainedModel, plan: QuantPlan, specs: Mapping[str, Lu
 
 
 def _bytes(model: PreTrainedModel, itemsize: int) -> int:
-    """Bytes of the checkpoint of a model without values, whose floats have `itemsize` each."""
+    """Return the bytes of a model's checkpoint, with `itemsize` bytes per float."""
     modules = quantized_modules(model).values()
     inside = {id(t) for module in modules for t in (*module.parameters(), *module.buffers())}
     inside -= {id(module.bias) for module in modules if getattr(module, "bias", None) is not None}
@@ -199,7 +200,7 @@ def _seconds(model: PreTrainedModel, specs: Mapping[str, LutSpec], config: Conve
 
 
 def _fit_seconds(backend: Backend, spec: LutSpec) -> float:
-    """Seconds a weight of fitting alone, timed on a random one."""
+    """Return the seconds per weight of a fit to the weight alone, timed on random values."""
     columns = -(-FIT_COLUMNS // spec.group_size) * spec.group_size
     weight = torch.randn(FIT_ROWS, columns, device=backend.device)
     return backend.seconds_of(lambda: fit_weight(weight, spec)) / weight.numel()
@@ -208,17 +209,20 @@ def _fit_seconds(backend: Backend, spec: LutSpec) -> float:
 def _calibrated_seconds(
     backend: Backend, shapes: Mapping[str, tuple[int, int]], config: ConvertConfig
 ) -> float:
-    """Estimate the seconds of fitting linears of these `(O, I)` to inputs: the teacher's and the
-    student's forward, the products of inputs, their factor, and the sweep over columns."""
+    """Estimate the seconds to fit linears of these `(O, I)` to inputs.
+
+    That is the forward of teacher and student, the products of inputs, their factor, and the sweep
+    over columns.
+    """
     tokens = config.calibration_sequences * config.calibration_length
     flops, columns = 0.0, 0
     for O, I in shapes.values():
-        flops += 2 * 2 * tokens * O * I  # teacher and student
-        flops += 2 * 2 * tokens * I * I / 3  # products, shared by about three linears
+        flops += 2 * 2 * tokens * O * I  # forward of teacher and student
+        flops += 2 * 2 * tokens * I * I / 3  # products of inputs, shared by about three linears
         flops += 4 * I**3 + 4 * O * I * I
         columns += I
     one = torch.randn(SIDE, SIDE, device=backend.device)
-    backend.seconds_of(lambda: one @ one)  # the first product finds its kernel
+    backend.seconds_of(lambda: one @ one)  # warm-up
     speed = 2 * SIDE**3 / backend.seconds_of(lambda: one @ one)
     return flops / speed + columns * COLUMN_S
 
@@ -226,7 +230,7 @@ def _calibrated_seconds(
 def _memory(
     source: str, model: PreTrainedModel, specs: Mapping[str, LutSpec], config: ConvertConfig
 ) -> float:
-    """Bytes at the most: the model, or one layer of one that stays in its files, and a fit."""
+    """Estimate peak bytes: the model, or one layer if it stays in its files, and a fit."""
     path = resolve(source)
     sizes = [math.prod(weight_shape(model.get_submodule(name))) for name in specs]
     stays = not (path.endswith(GGUF) or adapted(path) or is_packed(Path(path)))
@@ -238,7 +242,7 @@ def _memory(
     if config.calibration is not None:
         tokens = config.calibration_sequences * config.calibration_length
         width = model.config.get_text_config().hidden_size
-        memory += 2 * FLOAT * tokens * width  # the teacher's and the student's hidden states
+        memory += 2 * FLOAT * tokens * width  # hidden states of teacher and student
         columns = (weight_shape(model.get_submodule(name))[1] for name in specs)
         memory += 3 * 8 * max(columns, default=0) ** 2
     return memory

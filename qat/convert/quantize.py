@@ -1,4 +1,4 @@
-"""Quantizes the linears and tables of a model in place: each fitted alone, no training.
+"""Quantization of a model's linears and tables in place, without training.
 
 Shapes: O out_features, I in_features.
 """
@@ -63,20 +63,20 @@ logger = logging.getLogger(__name__)
 
 TINY = 1e-30
 FIT_BYTES = 14
-"""Bytes for each element of a weight while it is fitted, with its own float32 (measured: 13)."""
+"""Bytes per element of a weight while it is fitted, with its own float32 (measured: 13)."""
 
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """How well one linear or table survived."""
+    """Format and error of one quantized linear or table."""
 
     name: str
     bits: float
-    """Of a weight's index."""
+    """Bits per weight of the indices alone."""
     vector_size: int
-    """Weights that an index names."""
+    """Weights per index."""
     trellis_bits: int
-    """Bits a weight of a trellis; 0 without one."""
+    """Bits per weight of a trellis; 0 without one."""
     codebook: str
     scale: str
     group_size: int
@@ -85,28 +85,28 @@ class ModuleReport:
     relative_error: float
     """`|W - W_q| / |W|`, Frobenius."""
     weighted_error: float | None
-    """The same of the layer's output on the calibration inputs; None without any. W is then the
-    weight that was aimed at (`qat.quant.error_feedback`)."""
+    """The relative error of the layer's output on the calibration inputs; None without any. W is
+    then the weight after aiming (`qat.quant.error_feedback`)."""
     bits_per_weight: float
-    """Indices, scales and codebook over the number of weights."""
+    """Bits of indices, scales and codebook over the number of weights."""
     seconds: float
-    """Its share, by size, of fitting all linears that share its input."""
+    """Seconds of fitting, shared by size among linears with the same input."""
     activation: str | None = None
-    """How its input is quantized; None where that stays in floating point."""
+    """The kind of its quantized input; None for floating point."""
 
 
 @dataclass(frozen=True)
 class KvReport:
-    """What keys and values of one token take, in all layers, everything counted."""
+    """Size of the keys and values of one token, in all layers, with scales and zeros."""
 
     bits: int
     bytes_per_token: int
     bf16_frac: float
-    """Over what they take in bfloat16."""
+    """Size as a fraction of bfloat16 keys and values."""
 
     @classmethod
     def of(cls, student: LanguageModel) -> Self | None:
-        """Of that student; None where it keeps them as they are."""
+        """Return the report of `student`; None if it does not quantize keys and values."""
         spec = kv_spec(student.model.config)
         if spec is None:
             return None
@@ -117,29 +117,29 @@ class KvReport:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """What a conversion did."""
+    """The result of a conversion."""
 
     plan: str
     seconds: float
     bits_per_weight: float
-    """Over all quantized linears; NaN without any."""
+    """Bits per weight of all quantized linears; NaN without any."""
     whole_bits_per_weight: float
-    """Over the whole model: tables, norms and everything else included."""
+    """Bits per weight of the whole model, with tables, norms and everything else."""
     megabytes: float
-    """Of all tensors of the checkpoint, in 10**6 bytes."""
+    """Size of all tensors of the checkpoint, in 10**6 bytes."""
     kept: int
-    """Linears and tables that had their format already."""
+    """Linears and tables that already had their format."""
     num_tables: int
-    """How many of `modules` are tables."""
+    """The number of tables among `modules`."""
     modules: list[ModuleReport]
     float_tables_frac: float = 0.0
-    """Share of `megabytes` that an embedding and a head in floating point take."""
+    """Fraction of `megabytes` used by an embedding and a head in floating point."""
     budget: BudgetReport | None = None
-    """How a budget was spent; None without one."""
+    """The choices within a budget; None without one."""
     activations: dict[ActivationKind, int] = field(default_factory=dict)
-    """How many linears and tables quantize their input, by how."""
+    """Linears and tables that quantize their input, counted by kind."""
     kv: KvReport | None = None
-    """None where keys and values are kept as they are."""
+    """Size of keys and values; None if they are not quantized."""
 
 
 def quantize_model(
@@ -152,10 +152,10 @@ def quantize_model(
 ) -> QuantizeReport:
     """Quantize the linears and tables of `student` in place by `plan`.
 
-    What has the wished format already is kept as it is. The others are fitted to the weights of
-    `base` if given, else to their own. Tables come first. With `calibration` the blocks are then
-    quantized in order, against the inputs that they will see, each linear aimed at what it gives
-    in `base`, else in `student` as it was.
+    Modules that already have their format are kept. The others are fitted to the weights of `base`
+    if given, else to their own. Tables come first. With `calibration` the blocks are then quantized
+    in order, against the inputs that they will see, and each linear is aimed at its output in
+    `base`, else in the original `student`.
 
     Raises:
         ConfigError: the plan or the base does not fit the model.
@@ -184,7 +184,7 @@ def quantize_model(
         torch.no_grad(),
     ):
         job = _Conversion(student, todo, base or student, ticker, activations=activations)
-        # before the tables change: the teacher reads its own
+        # walk the teacher before the tables change, because it may share them
         teacher = Walk(base or student, calibration) if calibration and linears else None
         alone = [*(name for name in todo if name in tables), *([] if teacher else linears)]
 
@@ -242,9 +242,10 @@ def quantize_model(
 
 
 def fits_at_once(sizes: Sequence[int], memory_gib: float | None) -> int:
-    """How many weights of up to so many elements may be fitted, or lie there fitted, at a time.
+    """Return how many weights of up to these sizes may be fitted, or held fitted, at a time.
 
-    They take at most `SHARE` of the memory, if that is known; one always may.
+    They use at most `SHARE` of the memory, if its size is known, but at least one weight is
+    allowed.
     """
     if memory_gib is None or not sizes:
         return max(1, len(sizes))
@@ -253,11 +254,13 @@ def fits_at_once(sizes: Sequence[int], memory_gib: float | None) -> int:
 
 
 def check_experts(plan: QuantPlan, model: PreTrainedModel) -> None:
-    """Refuse a plan that means weights which are no linears: experts fused into one tensor.
+    """Refuse a plan that would quantize experts fused into one tensor, which are no linears.
 
-    Those are at least two matrices that are no narrower than the narrowest linear to quantize.
+    Fused experts are at least two matrices whose sides are no narrower than the narrowest linear to
+    quantize.
 
-    Raises ConfigError.
+    Raises:
+        ConfigError: the model has such a tensor and the plan has a format for it.
     """
     linears = (nn.Linear, QuantLinear, nn.Conv1d, nn.Conv2d, Owner)
     blocks = {id(module) for module in decoder_layers(model).modules()}
@@ -277,7 +280,7 @@ def check_experts(plan: QuantPlan, model: PreTrainedModel) -> None:
 
 
 def _say_others(plan: QuantPlan, linears: list[str]) -> None:
-    """Name the linears that the plan gives a format though their role is unknown."""
+    """Warn about linears of unknown role that the plan gives a format."""
     if not any(rule.role == "other" for rule in plan.rules):
         return
     others = [name for name in linears if role_of(name) == "other"]
@@ -293,7 +296,7 @@ def _say_others(plan: QuantPlan, linears: list[str]) -> None:
 
 
 def _say_requantized(model: nn.Module, todo: dict[str, LutSpec]) -> None:
-    """Name what is fitted to rounded values, since the float ones are not here."""
+    """Warn about modules that are fitted to already quantized values because no base is given."""
     modules = {name: model.get_submodule(name) for name in todo}
     rounded = {
         n: m.spec.index_bits
@@ -331,7 +334,7 @@ def _check_base(model: nn.Module, base: nn.Module, names: list[str]) -> None:
 
 
 class _Conversion:
-    """Fits linears and tables and puts the results in their place."""
+    """Fits linears and tables and replaces them by the results."""
 
     def __init__(
         self,
@@ -349,12 +352,12 @@ class _Conversion:
         self.base = base.model
         self.ticker = ticker
         self.experts = self.rare = 0
-        """Weights of experts that were fitted to inputs, or had too few."""
+        """Weights of experts in all, and those with too few inputs to be fitted to them."""
         self.dampings: dict[str, float] = {}
-        """Linears whose second moment needed more than `DAMPING`, with what it needed."""
+        """Damping of linears whose second moment needed more than `DAMPING`."""
         self._reports: dict[str, ModuleReport] = {}
         self._errors: list[Tensor] = []
-        """Their relative errors, read from the device all at once."""
+        """Relative errors, left on the device and read all at once."""
 
     def quantize_alone(self, names: list[str], workers: int) -> None:
         """Replace the linears and tables called `names`, each fitted to its own weight."""
@@ -380,10 +383,10 @@ class _Conversion:
                         in_files.settle(self.model.get_submodule(name))
 
     def quantize_stage(self, names: list[str], inputs: StageInputs | StackInputs) -> None:
-        """Replace the linears called `names`, aimed at the teacher's and fitted to `inputs`.
+        """Replace the linears called `names`, aimed at the teacher's output and fitted to `inputs`.
 
-        The experts of one linear are fitted each to its own; routers send a teacher's tokens
-        elsewhere than a student's, so that these have no aim.
+        The experts of a stack are each fitted to their own inputs, without an aim: routers send the
+        tokens of the teacher and of the student to different experts.
         """
         if isinstance(inputs, StackInputs):
             (name,) = names
@@ -449,7 +452,7 @@ class _Conversion:
         self.ticker.note(name)
 
     def reports(self) -> dict[str, ModuleReport]:
-        """Report of each module that was replaced, by name; nothing is replaced afterwards."""
+        """Return the report of each replaced module by name; call it after all replacements."""
         if self.student.in_files is not None:
             self.student.in_files.widen(self.model)
         errors = torch.stack(self._errors).tolist() if self._errors else []
@@ -457,7 +460,7 @@ class _Conversion:
         return {name: replace(report, relative_error=error) for (name, report), error in found}
 
     def weight(self, name: str) -> Tensor:
-        """The float weight to imitate, on the device of the one it replaces."""
+        """Return the float weight to imitate, on the device of the weight it replaces."""
         own, module = self.model.get_submodule(name), self.base.get_submodule(name)
         if isinstance(module, QuantLinear | FrozenLutTable):
             return module.quantized_weight()

@@ -1,12 +1,12 @@
-"""Rotates what a model computes with, so that few values are much larger than the others.
+"""Rotation of a model's weights, so that fewer values are much larger than the others.
 
 Some channels of the residual stream of a trained model hold values many times as large as the rest,
-and who rounds a token's values to few bits must make room for them. The function of a decoder does
-not change when its stream is multiplied by an orthogonal matrix Q: norms without gains commute with
-it, what reads the stream is multiplied by Q beforehand, and so is what writes to it. Q mixes all
-channels (QuaRot, arXiv:2404.00456; SpinQuant, arXiv:2405.16406). The values of each head are
-rotated in the same way, between the value projection and the one of the output. All of it is done
-to weights: nothing is added that runs.
+and rounding a token's values to few bits must cover them. The function of a decoder does not change
+when its stream is multiplied by an orthogonal matrix Q: norms without gains commute with it, and
+the weights that read the stream and those that write to it are multiplied by Q in advance. Q mixes
+all channels (QuaRot, arXiv:2404.00456; SpinQuant, arXiv:2405.16406). The values of each head are
+rotated in the same way, between the value projection and the output projection. Only weights
+change; nothing is added at run time.
 
 Shapes: D model width, O out_features, I in_features, E experts, n a size.
 """
@@ -31,43 +31,47 @@ from qat.nn.swap import decoder_layers, untie_head
 logger = logging.getLogger(__name__)
 
 SEED = 0
-"""Of the signs, and of what has no Hadamard matrix."""
+"""The seed of the signs, and of random matrices for sizes without a Hadamard matrix."""
 ROTATION = "rotation_seed"
-"""Key of a rotated model's configuration."""
+"""Key of a rotated model's configuration, with the seed."""
 TOKENS = 16
-"""So many are read before and after."""
+"""Tokens whose logits are compared before and after."""
 MOST_OF_ROUNDING = 8.0
-"""So many times one rounding in every layer, which has many, logits may differ. Of 169 classes of
-tiny models those that were rotated rightly differed by up to 1.1 times, real ones by 1.6, and
-others from 334."""
+"""Largest allowed change of the logits, as a multiple of the change by one rounding in every layer.
+Over 169 classes of tiny models, correct rotations changed them by up to 1.1 times (real models 1.6
+times), and wrong ones by at least 334 times."""
 VALUES = ("v_proj", "qkv_proj")
-"""Linears whose last rows give the values of all heads, beside an `o_proj` that reads them."""
+"""Linears whose last rows compute the values of all heads, in modules with an `o_proj` that reads
+them."""
 
 
 class Rotation(NamedTuple):
-    """What a rotation did to a model."""
+    """The result of rotating a model."""
 
     seed: int
     logits_off: float
     """`|rotated - logits| / |logits|`, Frobenius, on a few tokens."""
     rounding: float
-    """The same for two models of which each decoder layer is off by a rounding: the one before and
-    the one after."""
+    """The same measure for one rounding in each decoder layer, summed over the model before and
+    after."""
     untied_megabytes: float
-    """10**6 bytes in float32 of a head that was the embedding before; 0 if there was none."""
+    """Size in float32, in 10**6 bytes, of a head that was tied to the embedding; 0 if it was not
+    untied."""
 
 
 @torch.no_grad()
 def rotate(student: LanguageModel, seed: int = SEED) -> Rotation:
-    """Rotate the float weights of `student` in place; its function stays, but for rounding.
+    """Rotate the float weights of `student` in place; up to rounding its function stays.
 
-    Gains of norms go into the weights that read them. A head tied to the embedding gets a table of
-    its own, unless all gains of the last norm are the same. Tables that fit bfloat16 exactly are
-    rounded to it again: they often stay floats, which a checkpoint would keep in 32 bits.
+    Gains of norms are folded into the weights that read them. A head tied to the embedding gets a
+    table of its own, unless all gains of the last norm are equal. Tables that fit bfloat16 exactly
+    are rounded to it again: they often stay in floating point, and a checkpoint would otherwise
+    store them in 32 bits.
 
     Raises:
-        ConfigError: weights are quantized or rotated, the stream is not as expected, or the model
-            is another function afterwards; only then `student` was changed, and is of no use.
+        ConfigError: weights are quantized or rotated, the stream is not as expected, or the
+            function of the model has changed. Only in the last case `student` was modified and is
+            unusable.
     """
     model = student.model
     _check(model)
@@ -105,11 +109,11 @@ def rotate(student: LanguageModel, seed: int = SEED) -> Rotation:
 
 
 def orthogonal(n: int, generator: torch.Generator) -> Tensor:
-    """A random orthogonal matrix `(n, n)`, float64: of equal magnitudes where one is known.
+    """Return a random orthogonal matrix `(n, n)`, float64, with equal magnitudes where possible.
 
-    It is a Hadamard matrix with random signs of its rows. That is Sylvester's for a power of two,
-    times one of Paley's for n that have an odd factor. Where Paley has none (his are of 12, 20,
-    28, 36, 44, 60 and most others), or n is no multiple of 4, the odd factor is a random matrix.
+    It is a Hadamard matrix whose rows have random signs: Sylvester's for a power of two, times one
+    of Paley's if n has an odd factor. If Paley has none (his orders include 12, 20, 28, 36, 44, 60
+    and most others), or n is no multiple of 4, the odd factor is a random matrix.
     """
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     powers, odd = n & -n, n // (n & -n)
@@ -125,7 +129,7 @@ def orthogonal(n: int, generator: torch.Generator) -> Tensor:
 
 
 def _paley(order: int) -> Tensor | None:
-    """A Hadamard matrix of that order from the squares modulo a prime, or `[[1]]`; else None."""
+    """Return a Hadamard matrix of `order` from squares modulo a prime, or `[[1]]`; else None."""
     if order == 1:
         return torch.ones(1, 1, dtype=torch.float64)
     for prime, is_symmetric in ((order - 1, False), (order // 2 - 1, True)):
@@ -154,9 +158,10 @@ class _Stream:
         embedding = student.model.get_input_embeddings()
         self.width = embedding.weight.shape[1]
         self._reads: dict[nn.Module, list[nn.Parameter]] = {}
-        """Of each norm, the weights `(O, D)` that multiply what it gives."""
+        """The weights `(O, D)` that multiply the output of each norm."""
         given: dict[int, tuple[nn.Module, Tensor]] = {}
-        """Norms by the address of what they gave, which is kept so that no address comes twice."""
+        """Norms by the address of their output, which is kept alive so that no address is
+        reused."""
 
         def note(module: nn.Module, args: tuple, named: dict, output: object) -> None:
             inputs = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]
@@ -185,25 +190,25 @@ class _Stream:
         return "norm" in type(module).__name__.lower() and shapes in ([], [(self.width,)])
 
     def _reading(self, module: nn.Module) -> list[nn.Parameter]:
-        """The weights that `module` itself multiplies its input with."""
+        """Return the weights that `module` itself multiplies its input with."""
         if isinstance(module, Owner):
             return [linear.weight for name, linear in _stacks(module) if not _writes(name)]
         own = module.parameters(recurse=False)
         return [weight for weight in own if weight.dim() == 2 and weight.shape[1] == self.width]
 
     def fold_gains(self) -> int:
-        """Move the norms' gains into what reads them; the bytes of a head that is tied no more."""
+        """Fold gains of norms into weights that read them; return the bytes of an untied head."""
         head, embedding = self._student.head, self._student.model.get_input_embeddings()
         untied = 0
         for norm, weights in self._reads.items():
             gain = getattr(norm, "weight", None)
             if gain is None or not weights:
                 continue
-            # some norms multiply by 1 + weight; eps is lost beside values this large
+            # some norms multiply by 1 + weight; eps vanishes next to values this large
             offset = (norm(torch.full_like(gain, 2.0**20)) - gain).mean().round()
             if head.weight is embedding.weight and any(w is head.weight for w in weights):
                 if torch.equal(gain, gain[:1].expand_as(gain)):
-                    continue  # a factor commutes with every matrix
+                    continue  # equal gains are a scalar, which commutes with every matrix
                 untie_head(self._student.model)
                 untied = head.weight.nbytes
                 weights = [head.weight if w is embedding.weight else w for w in weights]
@@ -214,11 +219,12 @@ class _Stream:
         return untied
 
     def turn(self, matrix: Tensor) -> None:
-        """Rotate everything that writes and reads by `matrix` `(D, D)`."""
+        """Rotate all weights that write to or read the stream by `matrix` `(D, D)`."""
         tables = [m.weight for m in self._student.model.modules() if isinstance(m, nn.Embedding)]
         tables = [weight for weight in tables if weight.shape[1] == self.width]
         reads = [weight for weights in self._reads.values() for weight in weights]
-        rows = {id(weight): weight for weight in (*tables, *reads)}  # a tied table comes twice
+        # by id, because a tied table occurs twice
+        rows = {id(weight): weight for weight in (*tables, *reads)}
         for weight in rows.values():
             weight.copy_(weight @ matrix.to(weight))
         for weight, bias, experts in self._writers(rows.keys()):
@@ -228,7 +234,7 @@ class _Stream:
                 bias.copy_(bias @ matrix.to(bias))
 
     def _writers(self, known: set[int]) -> Iterator[tuple[Tensor, Tensor | None, int]]:
-        """Weight, bias and number of experts of what has D outputs in the decoder layers."""
+        """Yield weight, bias and number of experts of decoder modules that have D outputs."""
         for module in decoder_layers(self._student.model).modules():
             if isinstance(module, Owner):
                 for name, linear in _stacks(module):
@@ -248,10 +254,10 @@ def _turn_values(model: PreTrainedModel, generator: torch.Generator) -> None:
             continue
         reader, n = linears["o_proj"].weight, module.head_dim
         num_rows, num_queries = source.out_features, reader.shape[1]
-        if "v_proj" not in linears:  # behind the queries, and as many keys
+        if "v_proj" not in linears:  # fused rows: queries, keys, then as many values
             num_rows = (num_rows - num_queries) // 2
         elif linears["q_proj"].out_features != num_queries:
-            continue  # some queries are gates, which multiply each value by itself
+            continue  # some query rows are gates, which multiply the values elementwise
         matrix = orthogonal(n, generator).to(reader)
         for values in (source.weight, source.bias):
             if values is not None:
@@ -262,7 +268,7 @@ def _turn_values(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 
 def _logits(student: LanguageModel, ids: Tensor) -> tuple[Tensor, float]:
-    """The logits of `ids`, and how far a rounding in each decoder layer puts them off."""
+    """Return the logits of `ids`, and how much a rounding in each decoder layer changes them."""
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     plain = student.logits(student.hidden(ids, positions))
     with disturbed(student.model, torch.finfo(plain.dtype).eps):
@@ -270,10 +276,10 @@ def _logits(student: LanguageModel, ids: Tensor) -> tuple[Tensor, float]:
 
 
 def _check(model: PreTrainedModel) -> None:
-    """Refuse what is rotated or has no float weights, or a stream to which not only text comes.
+    """Refuse a model that is rotated, has quantized weights, or reads more than text.
 
     Raises:
-        ConfigError: it is such a model.
+        ConfigError: the model is one of these.
     """
     if found := quantized_modules(model):
         raise ConfigError(
@@ -293,12 +299,12 @@ def _check(model: PreTrainedModel) -> None:
 
 
 def _stacks(owner: Owner) -> list[tuple[str, nn.Linear]]:
-    """The stacked weights of experts of `owner`, by name."""
+    """Return the stacked weights of experts of `owner`, with their names."""
     return [(n, m) for n, m in owner.named_children() if isinstance(m, StackedLinear)]
 
 
 def _writes(name: str) -> bool:
-    """Whether the experts' weight called so gives what they add to the stream."""
+    """Return whether the experts' weight called `name` writes to the stream."""
     return name.startswith("down")
 
 

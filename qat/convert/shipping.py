@@ -1,4 +1,4 @@
-"""A plan bent to what targets of `qat export` hold without loss, before anything is quantized.
+"""Adaptation of a plan to what targets of `qat export` hold without loss, before quantization.
 
 Shapes: O out_features, I in_features.
 """
@@ -17,34 +17,39 @@ from qat.quant.spec import ActivationKind, ActivationSpec, LutSpec, QuantPlan
 
 
 class Holder(Protocol):
-    """What a conversion asks of a target (`qat.export.targets.Target`)."""
+    """The part of a target (`qat.export.targets.Target`) that a conversion uses."""
 
     HOLDS_TABLES: bool
-    """Whether an embedding or a head may be quantized."""
+    """True if an embedding or a head may be quantized."""
     HOLDS_ACTIVATIONS: tuple[ActivationKind | None, ...]
-    """Kinds of inputs that the target computes with; None: in floating point."""
+    """Kinds of inputs that the target computes with; None stands for floating point."""
 
     def lost(self, spec: LutSpec, shape: tuple[int, int]) -> str | None:
-        """Why a weight in that format would lose something; None if it loses nothing."""
+        """Return why a weight in that format would lose something; None if it loses nothing."""
 
     def scheme(self, spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-        """The nearest format that is held without loss."""
+        """Return the nearest format that is held without loss."""
 
     def check(self, model: PreTrainedModel) -> None:
         """Refuse an architecture that cannot be written."""
 
 
 KEEPS_ATTENTION = "packed"
-"""The one target that holds sparse attention: the checkpoint itself."""
+"""The only target that holds sparse attention: the checkpoint itself."""
 KEEP_SITES = ("packed", "dense")
-"""Those that hold weights which are not those of linears."""
+"""Targets that hold quantized weights outside of linears."""
 COMPUTES_IN_HALF = "coreml"
-"""The one target whose programs may compute in float16 with static scales of inputs."""
+"""The only target whose programs may compute in float16 with static scales of inputs."""
 
 
 def check_architecture(name: str, model: PreTrainedModel) -> None:
-    """Refuse a model with something that the target called `name` has no place for (ExportError):
-    sparse attention, experts in one tensor, transposed weights."""
+    """Refuse a model with a part that the target called `name` cannot hold.
+
+    These are sparse attention, experts in one tensor, and transposed weights.
+
+    Raises:
+        ExportError: the model has such a part.
+    """
     site = None if name in KEEP_SITES else odd_site(model)
     if site is not None:
         raise ExportError(
@@ -59,11 +64,11 @@ def check_architecture(name: str, model: PreTrainedModel) -> None:
 
 
 HELD_INPUTS = {None: "in floating point", "int8-static": "int8-static, whose range is fixed"}
-"""What messages call inputs that a target holds; others have the name of their kind."""
+"""Descriptions of held inputs in messages; other kinds are described by their name."""
 
 
 def lost_by_activation(target: Holder, activation: ActivationSpec | None) -> str | None:
-    """Why the target does not compute with inputs that are quantized so; None if it does."""
+    """Return why the target does not compute with inputs quantized in this way; None if it does."""
     kind = None if activation is None else activation.kind
     if kind in target.HOLDS_ACTIVATIONS:
         return None
@@ -73,18 +78,18 @@ def lost_by_activation(target: Holder, activation: ActivationSpec | None) -> str
 
 
 GROUP_SIZES = (32, 64, 128, 256)
-"""Sizes that are tried where several targets hold no common format of the plan's."""
+"""Group sizes to try if several targets have no format in common at the plan's size."""
 
 
 class Shipping(NamedTuple):
-    """Where a student is to go."""
+    """The export targets of a student."""
 
     targets: dict[str, Holder]
-    """By name, for names and messages; the first is asked first."""
+    """Targets by name; the first has priority."""
 
     @property
     def name(self) -> str:
-        """Of all targets."""
+        """The names of all targets, joined."""
         return "_".join(self.targets)
 
     @property
@@ -93,13 +98,13 @@ class Shipping(NamedTuple):
         return all(target.HOLDS_TABLES for target in self.targets.values())
 
     def bend(self, module: str, spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-        """The format that the `(O, I)` weight of `module` gets instead of `spec`: of as many bits.
+        """Return the format of equal bits that replaces `spec` for the `(O, I)` weight of `module`.
 
-        A fixed grid that all targets hold already, with scales of 8 bits, which every dtype holds,
-        stays.
+        A fixed grid with 8-bit scales, which every dtype holds, is returned unchanged if all
+        targets hold it.
 
         Raises:
-            ExportError: they hold none in common; two that conflict are named.
+            ExportError: the targets have none in common; the message names two that conflict.
         """
         sizes = [size for size in GROUP_SIZES if size > spec.group_size and not shape[1] % size]
         for size in [spec.group_size, *(sizes if len(self.targets) > 1 else ())]:
@@ -120,7 +125,7 @@ class Shipping(NamedTuple):
         )
 
     def _common(self, spec: LutSpec, shape: tuple[int, int]) -> LutSpec | None:
-        """What `spec` becomes where each target in turn bends it, if all hold that; else None."""
+        """Adapt `spec` to each target in turn; None if the result is not held by all."""
         try:
             for target in (*self.targets.values(), *self.targets.values()):
                 is_fixed = spec.scale_bits == 8 and spec.codebook != "lut"
@@ -132,11 +137,11 @@ class Shipping(NamedTuple):
         return spec if is_held else None
 
     def plan(self, plan: QuantPlan, model: PreTrainedModel) -> QuantPlan:
-        """`plan` with a rule for each module, its format bent to what all targets hold.
+        """Return `plan` with a rule for each module, its format adapted to all targets.
 
         Raises:
-            ExportError: a target cannot hold the model, a format of the plan, or one that a
-                module outside of the plan has already, or two hold no format in common.
+            ExportError: a target cannot hold the model, a format of the plan, or one that a module
+                outside of the plan already has, or two targets have no format in common.
             ConfigError: a pattern of the plan matches nothing.
         """
         for name, target in self.targets.items():
@@ -153,11 +158,14 @@ class Shipping(NamedTuple):
         return QuantPlan(name=f"{plan.name}_{self.name}", rules=rules)
 
     def _with_inputs(self, plan: QuantPlan) -> QuantPlan:
-        """`plan` with its inputs as all targets take them, where it says nothing of them and one of
-        them takes none in floating point; with static scales that the targets' dtype holds.
+        """Return `plan` with inputs that all targets support.
+
+        If the plan leaves inputs in floating point and a target does not support that, they get a
+        kind that all targets have in common. Static scales get the dtype that the targets compute
+        in.
 
         Raises:
-            ExportError: a target does not take inputs as they are then.
+            ExportError: a target does not support the inputs of the plan.
         """
         takes = [target.HOLDS_ACTIVATIONS for target in self.targets.values()]
         common = [kind for kind in takes[0] if all(kind in kinds for kinds in takes)]
@@ -181,7 +189,7 @@ class Shipping(NamedTuple):
                 )
 
     def _check_others(self, model: PreTrainedModel, planned: set[str]) -> None:
-        """Refuse targets that cannot hold the modules that are quantized already and stay."""
+        """Refuse targets that cannot hold modules already quantized outside of the plan."""
         others = {n: m for n, m in quantized_modules(model).items() if n not in planned}
         for (name, module), (to, target) in product(others.items(), self.targets.items()):
             reason = target.lost(module.spec, weight_shape(module))

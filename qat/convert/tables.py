@@ -1,8 +1,8 @@
-"""The formats of a student's embedding and head, and the formats that their source had.
+"""Formats of a student's embedding and head, and the formats that they have in the source.
 
-A file of llama.cpp may hold one table twice, rounded to different types: such a pair becomes the
-finer one. Its integers are recovered, so that a table that was rounded once is not rounded a
-second time (`qat.quant.integers`).
+A llama.cpp file may hold one table twice, rounded to different types; the finer one is used for
+both. Its integers are recovered, so that a table that was rounded once is not rounded a second time
+(`qat.quant.integers`).
 """
 
 import logging
@@ -36,31 +36,31 @@ logger = logging.getLogger(__name__)
 
 USUAL_BITS = 8
 FLOAT_BITS = 16
-"""Bits from which on a type holds floating point, and `--embedding-bits` asks for that."""
+"""Bits from which on a type is floating point; the value of `--embedding-bits` for that."""
 SAMPLE = 256
-"""Rows of a table that are looked at before it is read."""
+"""Rows of a table that are inspected before it is read."""
 GGUF_TABLES = ("token_embd.weight", "output.weight")
-"""The names of the embedding and the head in llama.cpp."""
+"""Names of the embedding and the head in llama.cpp."""
 
 
 class StoredTable(NamedTuple):
-    """An embedding or a head as the file of the source holds it."""
+    """An embedding or a head as stored in the file of the source."""
 
     bits: float
     """Bits per weight, scales included."""
     sample: Tensor
-    """Some of its rows, float32 `(n, D)`."""
+    """Some rows, float32 `(n, D)`."""
 
     @property
     def index_bits(self) -> int:
-        """Bits of a weight without its share of scales: 4 of Q4_0, Q4_1 and Q4_K."""
+        """Bits per weight without its share of scales: 4 for Q4_0, Q4_1 and Q4_K."""
         return math.ceil(self.bits - 1)
 
 
 def stored_tables(source: str, model: PreTrainedModel) -> dict[str, StoredTable]:
-    """The tables of `model` in the GGUF file `source`, by the model's names; else nothing.
+    """Return the tables of `model` in the GGUF file `source`, by the model's names; else nothing.
 
-    A few rows are read.
+    Only a few rows are read.
     """
     path = Path(resolve(source))
     if path.suffix != GGUF:
@@ -76,10 +76,10 @@ def stored_tables(source: str, model: PreTrainedModel) -> dict[str, StoredTable]
 def join_tables(
     model: PreTrainedModel, stored: Mapping[str, StoredTable]
 ) -> dict[str, StoredTable]:
-    """Tie the head of `model` to its embedding where both are roundings of one table; what is left.
+    """Tie the head of `model` to its embedding if both are roundings of one table; return the rest.
 
-    The finer one of the two stays. That of b bits is off by about two thirds of `2**(1 - b)` of
-    itself: two tables that are further apart are different ones.
+    The finer one of the two is kept. A table rounded to b bits has a relative error of about two
+    thirds of `2**(1 - b)`: two tables that are further apart are different ones.
     """
     if len(stored) != 2 or max(table.bits for table in stored.values()) >= FLOAT_BITS:
         return dict(stored)
@@ -107,10 +107,10 @@ def plan_tables(
     stored: Mapping[str, StoredTable],
     shipping: Shipping | None,
 ) -> QuantPlan:
-    """`plan` with rules for the tables, as `config` asks or by default.
+    """Return `plan` with rules for the tables, as `config` says or by default.
 
     Raises:
-        ConfigError: floating point is asked for and a table is quantized already.
+        ConfigError: floating point is requested and a table is quantized already.
     """
     bits = config.embedding_bits
     if bits == FLOAT_BITS:
@@ -124,8 +124,11 @@ def plan_tables(
 def _format(
     model: PreTrainedModel, name: str, bits: int | None, stored: StoredTable | None
 ) -> LutSpec:
-    """The format of a table: as it is where it has one, in no more bits than its source has, and as
-    integers where its values are such already."""
+    """Return the format of a table.
+
+    A quantized table keeps its format. A table whose values are integers of few enough bits becomes
+    these integers. Otherwise it gets no more bits than it has in the source.
+    """
     module, most = model.get_submodule(name), bits or USUAL_BITS
     if bits is None and isinstance(module, FrozenLutTable):
         return module.spec
@@ -138,9 +141,9 @@ def _format(
 
 
 def _has_default(plan: QuantPlan, model: PreTrainedModel, shipping: Shipping | None) -> bool:
-    """Return whether tables that no rule names are quantized.
+    """Return whether tables without a rule are quantized by default.
 
-    Scales of low rank are those of the reference system, whose tables are in floating point.
+    Low-rank scales come from the reference system, which keeps its tables in floating point.
     """
     specs = [rule.spec for rule in plan.rules if rule.spec is not None]
     tables = table_names(model)
@@ -168,11 +171,10 @@ def _in_floats(plan: QuantPlan, model: PreTrainedModel) -> QuantPlan:
 def round_float_tables(
     model: PreTrainedModel, plan: QuantPlan, stored: Mapping[str, StoredTable]
 ) -> None:
-    """Round the tables that `plan` leaves in floating point to bfloat16, where their source has
-    fewer bits.
+    """Round tables that `plan` leaves in floating point to bfloat16 if their source has fewer bits.
 
-    Read from a file of quantized blocks they are products that only float32 holds, at four bytes
-    for what was one; the rounding is a fraction of that of the blocks.
+    Dequantized blocks are products that only float32 holds, at four bytes for one byte in the file;
+    this rounding is small compared to that of the blocks.
     """
     for name, table in stored.items():
         if plan.spec_for(name, is_table=True) is None and table.bits < FLOAT_BITS:
