@@ -45,7 +45,7 @@ INPUTS: dict[ActivationKind, dict[str, object]] = {
     }
     for kind in ACTIVATION_KINDS
 }
-"""`input_activations` of each kind."""
+"""The `input_activations` of each kind."""
 HOW_TO_LOAD = """\
 ```python
 # pip install compressed-tensors
@@ -59,15 +59,18 @@ or `vllm serve DIR`, where vLLM has a kernel for these bits and groups.
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """Integers around zero of 2 to 8 bits, in groups of any size."""
+    """Return why a weight would lose something; None if not.
+
+    Symmetric integers of 2 to 8 bits, in groups of any size, lose nothing.
+    """
     return lost_by_grid(spec, GRIDS)
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """Integers of as many bits in the plan's groups, scales of 8 bits.
+    """Return integers of as many bits, in the plan's groups, with 8-bit scales.
 
     Raises:
-        ExportError: one bit, vectors, or scales of low rank.
+        ExportError: one bit, vectors, a trellis, or low-rank scales.
     """
     refuse_codewords(spec)
     refuse_low_rank(spec)
@@ -110,7 +113,7 @@ def save(
     tensors: dict[str, Tensor],
     settings: dict[str, object],
 ) -> None:
-    """Write the tensors, the configuration with these `settings` of quantization, the tokenizer."""
+    """Write the tensors, the configuration with quantization `settings`, and the tokenizer."""
     dtype, extra = embedding_dtype(model), {"quantization_config": settings}
     write_config(model, tokenizer, directory, dtype=dtype, extra=extra)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -119,9 +122,10 @@ def save(
 def config(
     form: str, groups: list[tuple[list[str], dict[str, object]]], left: list[str]
 ) -> dict[str, object]:
-    """The `quantization_config` of linears in that form: their names, and how they are held.
+    """Return the `quantization_config` of linears stored as `form`.
 
-    `left` names the linears in floating point.
+    `groups` are names of linears and how they are stored; `left` names the linears in floating
+    point.
     """
     return {
         "quant_method": "compressed-tensors",
@@ -136,7 +140,7 @@ def config(
 
 
 def _groups(modules: dict[str, QuantLinear]) -> list[tuple[list[str], dict[str, object]]]:
-    """One group of linears for each format of weights and inputs."""
+    """Return one group of linears for each format of weights and inputs."""
 
     def key(name: str) -> tuple[int, int, str]:
         spec, reads = modules[name].spec, modules[name].activation
@@ -158,10 +162,10 @@ def _groups(modules: dict[str, QuantLinear]) -> list[tuple[list[str], dict[str, 
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Those of the weights that transformers reads with compressed-tensors, on inputs that are
-    rounded as its configuration says and as vLLM's kernels do it.
+    """Return logits with the weights that transformers reads with compressed-tensors.
 
-    compressed-tensors rounds inputs too, by a formula of its own (docs/export.md).
+    Inputs are rounded as the configuration says, and in the way of vLLM's kernels:
+    compressed-tensors uses a formula of its own (docs/export.md).
     """
     found = reloaded(model, directory, dtype=embedding_dtype(model))
     with safe_open(directory / "model.safetensors", framework="pt") as stored:
@@ -171,10 +175,10 @@ def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
                 continue
             said = scheme.input_activations.model_dump(mode="json", include={*INPUTS["int8"]})
             kind = next(kind for kind, inputs in INPUTS.items() if inputs == said)
-            # transformers rounds it to the dtype of the model
+            # read from the file, because transformers rounds it to the dtype of the model
             scale = stored.get_tensor(f"{name}.input_scale") if kind == "int8-static" else None
             reads = ActivationQuantizer(ActivationSpec(kind=kind), scale)
             linear.register_forward_pre_hook(lambda _module, args, reads=reads: (reads(args[0]),))
-            linear.quantization_enabled = False  # one scheme is that of many linears
+            linear.quantization_enabled = False  # per linear, because many share one scheme
     with quiet_transformers():
-        return logits_of(found, ids)  # weights are decompressed at the first call
+        return logits_of(found, ids)  # the first call decompresses the weights

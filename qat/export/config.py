@@ -18,7 +18,7 @@ TargetName = Literal[
     "executorch",
     "anemll",
 ]
-"""What a student can be shipped as; `qat.export.targets` says where each is written."""
+"""The forms that a student can be exported to; `qat.export.targets` lists their modules."""
 
 
 LIBRARIES: dict[TargetName, tuple[str, str]] = {
@@ -31,15 +31,14 @@ LIBRARIES: dict[TargetName, tuple[str, str]] = {
     "torchao": ("torchao", "adam8bit"),
     "executorch": ("executorch.runtime", "executorch"),
 }
-"""What writes and reads back the files of a target, and the extra that brings it; others need
-nothing more."""
+"""The library that writes and reads back the files of a target, and the extra that installs it."""
 
 
 def check_installed(name: TargetName) -> None:
-    """Refuse the target called `name` where its library is not there; nothing is imported.
+    """Refuse the target called `name` if its library is not installed; nothing is imported.
 
     Raises:
-        ExportError: the library, and the command that installs it.
+        ExportError: the library is missing; the message has the command that installs it.
     """
     library, extra = LIBRARIES.get(name, ("", ""))
     package = library.partition(".")[0]
@@ -51,11 +50,11 @@ def check_installed(name: TargetName) -> None:
 
 
 class ExportConfig(Settings):
-    """Which deployable form to write."""
+    """Settings of the deployable form to write."""
 
     to: Required[TargetName]
     """packed: the checkpoint itself; dense: a plain Hugging Face model that needs no qat; the
     others: files of that program, and only what they hold without loss."""
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """Of the dense weights, or of what is not packed; auto: the one the checkpoint was saved in,
-    or where the target cannot hold it in that one, fp16, or else fp32."""
+    """Dtype of dense weights, or of everything that is not packed; auto: the dtype of the
+    checkpoint, or fp16, or else fp32, if the target cannot hold it in that dtype."""

@@ -1,8 +1,8 @@
-"""Target `coreml`: an .mlpackage for iOS 18 and macOS 15, weights as look-up tables.
+"""Target `coreml`: an .mlpackage for iOS 18 and macOS 15 with weights as look-up tables.
 
-A weight is `constexpr_lut_to_dense`, one table of 1 to 8 bits for the whole tensor, under
-`constexpr_blockwise_shift_scale`, one scale for each group: `W = lut[indices] * scale`. An entry of
-the table is a level, or a codeword of neighbouring weights of a row.
+A weight is a `constexpr_lut_to_dense`, one table of 1 to 8 bits for the whole tensor, under a
+`constexpr_blockwise_shift_scale`, one scale per group: `W = lut[indices] * scale`. An entry of the
+table is a level, or a codeword of neighbouring weights of a row.
 """
 
 from pathlib import Path
@@ -38,7 +38,7 @@ HOLDS_TABLES = True
 HOLDS_ACTIVATIONS = (None, "int8-static")
 FILE_NAME = "model.mlpackage"
 LENGTH = 256
-"""Positions that the program reads at a time, at most."""
+"""The largest number of positions that the program reads at a time."""
 INDEX_BITS = (1, 2, 3, 4, 6, 8)
 NUMPY_DTYPES = {torch.float16: np.float16, torch.float32: np.float32}
 HOW_TO_LOAD = """\
@@ -60,7 +60,10 @@ The program has a fixed length and no state: it reads a prompt and gives the log
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """Core ML holds up to 256 levels or codewords, and a scale for each group, none of low rank."""
+    """Return why a weight would lose something; None if not.
+
+    Up to 256 levels or codewords, with a scale per group, lose nothing.
+    """
     if spec.is_trellis:
         return lost_by_codewords(spec)
     if spec.bits > INDEX_BITS[-1]:
@@ -69,10 +72,10 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """`spec` with levels of 16 bits, which float16 programs hold too, and scales of 8.
+    """Return `spec` with 16-bit levels, which float16 programs also hold, and 8-bit scales.
 
     Raises:
-        ExportError: there are more than 256 codewords, a trellis, or scales of low rank.
+        ExportError: there are more than 256 codewords, a trellis, or low-rank scales.
     """
     refuse_low_rank(spec)
     if spec.is_trellis:
@@ -84,7 +87,11 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
 
 
 def check(model: PreTrainedModel) -> None:
-    """Refuse an architecture that is not written as a graph here (ExportError)."""
+    """Refuse an architecture that cannot be written as a graph here.
+
+    Raises:
+        ExportError: the reason.
+    """
     plain_decoder(model, "a Core ML program")
 
 
@@ -113,7 +120,7 @@ def write(
             program,
             convert_to="mlprogram",
             minimum_deployment_target=OPSET,
-            compute_precision=ct.precision.FLOAT32,  # as the graph is: nothing is cast
+            compute_precision=ct.precision.FLOAT32,  # keep the graph's dtypes: cast nothing
             pass_pipeline=ct.PassPipeline.EMPTY,
             skip_model_load=True,
         )
@@ -122,8 +129,11 @@ def write(
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Those that coremltools infers from the saved program, whose weights and scales of inputs are
-    ours to the bit."""
+    """Return the logits that coremltools infers from the saved program.
+
+    Raises:
+        ValueError: its weights or its scales of inputs are not ours to the bit.
+    """
     from coremltools.converters.mil.frontend.milproto.load import load
     from coremltools.models import MLModel
 
@@ -152,7 +162,7 @@ def _length(model: PreTrainedModel) -> int:
 
 
 def _weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, object]:
-    """Every weight as the graph takes it."""
+    """Return every weight in the form that the graph takes."""
     state = unquantized_state(model, dtype)
     plain = {name: tensor.numpy() for name, tensor in state.items()}
     modules = quantized_modules(model).items()
@@ -160,7 +170,7 @@ def _weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, object]:
 
 
 def _scales(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, np.floating]:
-    """The static scale of what each module reads."""
+    """Return the static scale of each module's input."""
     modules = {n: m for n, m in quantized_modules(model).items() if has_input_scale(m)}
     scales = {name: module.activation.stored_scale().double() for name, module in modules.items()}
     return {
@@ -170,10 +180,10 @@ def _scales(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, np.floating
 
 
 def _lookup(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype) -> object:
-    """The table of a module, filled up with zeros to a size that Core ML has.
+    """Return the table of a module, padded with zeros to a size that Core ML supports.
 
-    Levels that are all the integers of 8 bits need none. Beside inputs of 8 bits Core ML may
-    multiply such a weight as integers.
+    Integers of 8 bits need no table. With inputs of 8 bits Core ML may multiply such a weight as
+    integers.
     """
     from qat.export.coreml_program import Lookup
 
@@ -191,7 +201,7 @@ def _lookup(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype)
 
 @torch.no_grad()
 def _rotary(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the places, as the model computes them."""
+    """Return cosines and sines of the positions, as the model computes them."""
     places = torch.arange(_length(model))[None]
     cos, sin = model.model.rotary_emb(torch.zeros(1), places)
     return cos[0], sin[0]

@@ -1,8 +1,7 @@
 """A decoder as a MIL program: fixed length, no state, every quantized weight a look-up table.
 
-What a linear reads goes through `quantize` and `dequantize` where its student was trained so.
-
-It is the one file that needs coremltools to be imported.
+The input of a linear passes through `quantize` and `dequantize` if its student was trained so. Only
+this file imports coremltools at the top.
 
 Shapes: S positions, D model width, H heads, K key heads, E head width, V words.
 """
@@ -18,17 +17,17 @@ from transformers import PreTrainedConfig
 
 OPSET = target.iOS18
 MASKED = -30000.0
-"""What is added to a score that must not count: below every score, above what float16 ends at."""
+"""Added to masked scores: below every real score, but within the range of float16."""
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """A weight as Core ML holds it: `lut[indices] * scale`, each scale for a block of a row."""
+    """A weight in Core ML: `lut[indices] * scale`, with a scale per block of a row."""
 
     indices: np.ndarray
-    """`(O, I / d)` uint8; int8 where they are the levels themselves."""
+    """`(O, I / d)` uint8; int8 if they are the levels themselves."""
     lut: np.ndarray | None
-    """`(2**bits, d)`, float: an index names d neighbours of a row. None: `indices * scale`."""
+    """`(2**bits, d)`, float: an index names d neighbours of a row. None for `indices * scale`."""
     scale: np.ndarray
     """`(O, G)`, float."""
 
@@ -36,7 +35,7 @@ class Lookup:
 Weights = dict[str, Lookup | np.ndarray]
 """Every weight of the model by transformers' name."""
 Scales = dict[str, np.floating]
-"""The static scale of what a linear reads, by the linear's name, where it is rounded."""
+"""The static scale of a linear's input, by the linear's name, if it is quantized."""
 
 
 def decoder(
@@ -47,13 +46,13 @@ def decoder(
     *,
     scales: Scales,
 ) -> Program:
-    """From `input_ids` `(1, S)` to `logits` `(1, S, V)` float32.
+    """Build the program from `input_ids` `(1, S)` to `logits` `(1, S, V)` float32.
 
     Args:
         config: of a llama, qwen2 or qwen3 model.
         weights: in `dtype`; a tied head is left out.
         rotary: cosines and sines, `(S, E)` each.
-        dtype: `np.float16` or `np.float32`: what the program computes in.
+        dtype: `np.float16` or `np.float32`: the dtype that the program computes in.
         scales: in `dtype`.
     """
     length = rotary[0].shape[0]
@@ -74,7 +73,7 @@ def decoder(
 
 
 class _Graph:
-    """The parts of a block, each from weights by name."""
+    """Builds the parts of a block, each from weights by name."""
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class _Graph:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
 
     def weight(self, name: str) -> Var:
-        """A constant, or a look-up table, made once."""
+        """Return a constant or a look-up table, created once."""
         if name not in self.made:
             value = self.weights[name]
             is_lookup = isinstance(value, Lookup)
@@ -103,14 +102,14 @@ class _Graph:
         return self.made[name]
 
     def linear(self, x: Var, name: str) -> Var:
-        """`read(x) @ W.T + b`."""
+        """Return `read(x) @ W.T + b`."""
         bias = f"{name}.bias"
         has_bias = bias in self.weights
         given = {"bias": self.weight(bias)} if has_bias else {}
         return mb.linear(x=self.read(x, name), weight=self.weight(f"{name}.weight"), **given)
 
     def read(self, x: Var, name: str) -> Var:
-        """`clip(round(x / scale), -128, 127) * scale`, once for all that read `x` so."""
+        """Return `clip(round(x / scale), -128, 127) * scale`, shared for equal `x` and scale."""
         if name not in self.scales:
             return x
         scale = self.scales[name]
@@ -120,7 +119,7 @@ class _Graph:
         return self.rounded[x, scale]
 
     def norm(self, x: Var, name: str) -> Var:
-        """`x / sqrt(mean(x^2) + eps) * gamma`: the layer norm of x beside -x, which has mean 0."""
+        """Return `x / sqrt(mean(x^2) + eps) * gamma`: the layer norm of (x, -x), of mean 0."""
         width = x.shape[-1]
         both = mb.concat(values=[x, mb.mul(x=x, y=self.dtype(-1))], axis=-1)
         epsilon = self.dtype(self.config.rms_norm_eps)
@@ -130,7 +129,7 @@ class _Graph:
         return mb.mul(x=half, y=self.weight(f"{name}.weight"))
 
     def block(self, x: Var, name: str) -> Var:
-        """Attention, then the gated MLP, each beside the residual stream."""
+        """Add attention, then the gated MLP, to the residual stream."""
         attended = self.attention(self.norm(x, f"{name}input_layernorm"), f"{name}self_attn.")
         x = mb.add(x=x, y=attended)
         y = self.norm(x, f"{name}post_attention_layernorm")
@@ -139,7 +138,7 @@ class _Graph:
         return mb.add(x=x, y=self.linear(inner, f"{name}mlp.down_proj"))
 
     def attention(self, x: Var, name: str) -> Var:
-        """Causal attention with rotary positions."""
+        """Compute causal attention with rotary positions."""
         config = self.config
         heads, key_heads = config.num_attention_heads, config.num_key_value_heads
         q = self.rotated(self.heads(x, f"{name}q_proj", heads, f"{name}q_norm"))
@@ -155,20 +154,20 @@ class _Graph:
         return self.linear(joined, f"{name}o_proj")
 
     def heads(self, x: Var, name: str, count: int, norm: str | None) -> Var:
-        """`(1, S, D)` to `(1, count, S, E)`, normed where the model has such a norm."""
+        """Project `(1, S, D)` to `(1, count, S, E)`, normed if the model has such a norm."""
         split = mb.reshape(x=self.linear(x, name), shape=[1, x.shape[1], count, self.head_dim])
         if norm is not None and f"{norm}.weight" in self.weights:
             split = self.norm(split, norm)
         return mb.transpose(x=split, perm=[0, 2, 1, 3])
 
     def rotated(self, x: Var) -> Var:
-        """`x * cos + (-x2, x1) * sin`."""
+        """Return `x * cos + (-x2, x1) * sin`."""
         x1, x2 = mb.split(x=x, num_splits=2, axis=-1)
         turned = mb.concat(values=[mb.mul(x=x2, y=self.dtype(-1)), x1], axis=-1)
         return mb.add(x=mb.mul(x=x, y=self.cos), y=mb.mul(x=turned, y=self.sin))
 
     def shared(self, x: Var, times: int) -> Var:
-        """Each key head for `times` query heads: `(1, K, S, E)` to `(1, H, S, E)`."""
+        """Repeat each key head for `times` query heads: `(1, K, S, E)` to `(1, H, S, E)`."""
         if times == 1:
             return x
         _, count, length, width = x.shape
@@ -177,7 +176,7 @@ class _Graph:
 
 
 def lookup(weight: Lookup, name: str) -> Var:
-    """A look-up table of the whole tensor, or integers, under a scale for each block."""
+    """Return a look-up table of the whole tensor, or integers, under a scale per block."""
     if weight.lut is None:
         data = weight.indices
         return mb.constexpr_blockwise_shift_scale(data=data, scale=weight.scale, name=name)
@@ -191,22 +190,22 @@ def lookup(weight: Lookup, name: str) -> Var:
     return mb.constexpr_blockwise_shift_scale(data=levels, scale=weight.scale, name=name)
 
 
-# Runs a saved Core ML program without Core ML: coremltools reads it and infers every value.
-#
-# Weights are decompressed by coremltools in the dtype that they are stored in; the rest runs in
-# float32.
+# Evaluation of a saved program without Core ML: coremltools reads it and infers every value.
+# Weights are decompressed by coremltools in their stored dtype; everything else runs in float32.
 
 
 def read_weights(program: Program) -> dict[str, np.ndarray]:
-    """What coremltools decompresses of each quantized weight, by the name written."""
+    """Return the quantized weights that coremltools decompresses, by the name written."""
     (main,) = program.functions.values()
     found = [op for op in main.operations if op.op_type == "constexpr_blockwise_shift_scale"]
     return {op.name: op.materialized_val_inference() for op in found}
 
 
 def read_scales(program: Program) -> dict[str, set[float]]:
-    """The scales of the `quantize` and `dequantize` in front of each linear that has them, one if
-    they are a pair, by the name of its weight."""
+    """Return the scales of `quantize` and `dequantize` before each linear that has them.
+
+    The key is the name of its weight. The set has one scale if the two agree.
+    """
     (main,) = program.functions.values()
     return {
         op.weight.op.name: {float(part.scale.val) for part in (op.x.op, op.x.op.input.op)}
@@ -216,9 +215,9 @@ def read_scales(program: Program) -> dict[str, set[float]]:
 
 
 def evaluate(program: Program, input_ids: np.ndarray) -> np.ndarray:
-    """The output of a program of one input and one output, in float32.
+    """Return the output of a program with one input and one output, in float32.
 
-    A look-up table is decompressed where it is used and dropped again.
+    A look-up table is decompressed at each use and not kept.
     """
     (main,) = program.functions.values()
     (given,) = main.inputs.values()
@@ -231,7 +230,7 @@ def evaluate(program: Program, input_ids: np.ndarray) -> np.ndarray:
 
 
 def _outputs(op: Operation, values: dict[Var, np.ndarray]) -> list[np.ndarray]:
-    """The outputs of one operation, its inputs being known."""
+    """Return the outputs of one operation, given the values of its inputs."""
     inputs = {
         name: [_value(part, values) for part in var]
         if isinstance(var, list | tuple)
@@ -239,18 +238,18 @@ def _outputs(op: Operation, values: dict[Var, np.ndarray]) -> list[np.ndarray]:
         for name, var in op.inputs.items()
         if var is not None
     }
-    if op.op_type == "silu":  # coremltools infers no value of it
+    if op.op_type == "silu":  # coremltools infers no value for silu
         return [inputs["x"] / (1 + np.exp(-inputs["x"]))]
     if op.op_type == "cast":
         return [inputs["x"]]
     made = getattr(mb, op.op_type)(**inputs)
-    if op.op_type == "dequantize":  # its value is inferred where it is asked for, as a table's
+    if op.op_type == "dequantize":  # its value must be requested, as for a table
         return [made.op.materialized_val_inference()]
     return [var.val for var in (made if isinstance(made, list | tuple) else (made,))]
 
 
 def _value(var: Var, values: dict[Var, np.ndarray]) -> np.ndarray:
-    """What a variable holds, halves as float32."""
+    """Return the value of a variable, with halves as float32."""
     if var in values:
         return values[var]
     is_table = var.op.op_type.startswith("constexpr_")

@@ -41,7 +41,7 @@ def write(
     directory: Path,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the model with ordinary linears, in the dtype that it computes in if none is given.
+    """Write the model with ordinary linears in `dtype`, by default that which it computes in.
 
     Raises:
         ExportError: a value does not fit into it.
@@ -64,8 +64,9 @@ def write(
 
 
 def dense_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The state of the same model with ordinary linears and tables, in `dtype`; what they read is
-    not rounded.
+    """Return the state of the same model with ordinary linears and tables, in `dtype`.
+
+    Inputs of the linears are not quantized in it.
 
     Raises:
         ExportError: a finite value overflows `dtype`.

@@ -1,8 +1,8 @@
-"""Target `executorch`: a program that ExecuTorch runs, its products by XNNPACK on a CPU.
+"""Target `executorch`: a program for ExecuTorch, with products by XNNPACK on a CPU.
 
-A weight is integers of 4 bits under a bfloat16 scale for each group, or integers of 8 bits under a
-float32 scale for each row. What it multiplies is rounded to 8 bits as the program runs, each token
-by itself. It is the one file that needs executorch to be imported.
+A weight is 4-bit integers under a bfloat16 scale per group, or 8-bit integers under a float32 scale
+per row. Its input is rounded to 8 bits at run time, with a scale per token. Only this file imports
+executorch.
 
 Shapes: S positions, V words.
 """
@@ -40,9 +40,9 @@ HOLDS_TABLES = False
 HOLDS_ACTIVATIONS = ("int8-asymmetric",)
 FILE_NAME = "model.pte"
 LENGTH = 1024
-"""Positions that the cache of keys and values has room for, at most."""
+"""The largest number of positions in the cache of keys and values."""
 GROUP_SIZES = (32, 64, 128, 256)
-"""XNNPACK has multiples of 32, under weights of 4 bits alone."""
+"""XNNPACK supports multiples of 32, only for 4-bit weights."""
 HOW_TO_LOAD = """\
 ```python
 # pip install executorch transformers
@@ -61,9 +61,9 @@ The program keeps keys and values: give it a prompt, then each new token with it
 
 
 def stored_bits(spec: LutSpec, in_features: int) -> int | None:
-    """Bits of the integers that XNNPACK holds the levels in, 4 or 8; None if it does not.
+    """Return the bits of the XNNPACK integers that hold the levels, 4 or 8; None if there are none.
 
-    Levels without a zero are the odd multiples of half a step, which take a bit more.
+    Levels without a zero are the odd multiples of half a step, which take one more bit.
     """
     bits = spec.bits + (spec.codebook == "seq")
     if bits <= 4 and spec.group_size % GROUP_SIZES[0] == 0 and spec.scale_bits == 8:
@@ -72,7 +72,11 @@ def stored_bits(spec: LutSpec, in_features: int) -> int | None:
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """Even levels in integers of 4 bits in groups, or of 8 bits with a scale for each row."""
+    """Return why a weight would lose something; None if not.
+
+    Even levels in 4-bit integers per group, or in 8-bit integers with a scale per row, lose
+    nothing.
+    """
     reason = lost_by_grid(spec, EVEN_GRIDS)
     if reason is None and stored_bits(spec, shape[1]) is None:
         reason = (
@@ -84,10 +88,10 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """Even levels without a zero up to 3 bits, integers above; from 5 bits on, one scale a row.
+    """Return even levels without a zero up to 3 bits, integers above; above 4 bits a scale per row.
 
     Raises:
-        ExportError: vectors, or scales of low rank; no group divides the row.
+        ExportError: vectors, a trellis, or low-rank scales; or no group size divides the row.
     """
     refuse_codewords(spec)
     refuse_low_rank(spec)
@@ -100,7 +104,11 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
 
 
 def check(model: PreTrainedModel) -> None:
-    """Refuse an architecture that is not known to become a program (ExportError)."""
+    """Refuse an architecture that is not known to become a program.
+
+    Raises:
+        ExportError: the reason.
+    """
     plain_decoder(model, "a program for ExecuTorch")
 
 
@@ -127,7 +135,7 @@ def write(
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Those of the program: half of each row is read as a prompt, the rest a token at a time."""
+    """Return the program's logits: half of each row is one prompt, the rest goes token by token."""
     from executorch.runtime import Runtime
 
     forward = Runtime.get().load_program(directory / FILE_NAME).load_method("forward")
@@ -145,12 +153,12 @@ def _length(model: PreTrainedModel) -> int:
 
 
 def _tensor(name: str, module: QuantLinear) -> Tensor:
-    """`W = integer * scale`, to be multiplied with tokens that are rounded first."""
+    """Return `W = integer * scale`, to be multiplied with inputs that are rounded first."""
     from torchao.quantization import IntxUnpackedToInt8Tensor
 
     weight, spec = affine(module), module.spec
     bits, parts = stored_bits(spec, module.in_features), 2 if spec.codebook == "seq" else 1
-    dtype = torch.bfloat16 if bits == 4 else torch.float32  # in which XNNPACK keeps scales
+    dtype = torch.bfloat16 if bits == 4 else torch.float32  # XNNPACK's scale dtypes
     scale = exact(f"{name}.scales", weight.scale / parts, dtype, has_choice=False).float()
     lowest, second = module.codebook.tolist()[:2]
     lowest = round(lowest / (second - lowest) * parts)
@@ -166,7 +174,7 @@ def _tensor(name: str, module: QuantLinear) -> Tensor:
 
 
 class _Cached(nn.Module):
-    """A model with a cache of fixed size among its own buffers, so that a program keeps it."""
+    """A model whose cache of fixed size is among its buffers, so that a program keeps it."""
 
     def __init__(self, model: PreTrainedModel, length: int) -> None:
         super().__init__()
@@ -181,7 +189,7 @@ class _Cached(nn.Module):
             self.register_buffer(f"values_{layer}", room.clone())
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Logits `(1, S, V)` of `tokens` `(1, S)` at consecutive `positions` `(S,)`."""
+        """Return logits `(1, S, V)` for `tokens` `(1, S)` at consecutive `positions` `(S,)`."""
         cache = StaticCache(config=self.model.config, max_cache_len=self.length)
         for number, layer in enumerate(cache.layers):
             layer.keys, layer.values = (
@@ -195,11 +203,11 @@ class _Cached(nn.Module):
 
 @torch.no_grad()
 def _lowered(model: _Cached) -> bytes:
-    """The program: tokens and their positions in, as many as there is room for; logits out."""
+    """Return the program: tokens and their positions in, up to the cache size; logits out."""
     few = torch.arange(2)
     count = torch.export.Dim("count", min=1, max=model.length)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what libraries say of each other
+        warnings.simplefilter("ignore")  # libraries warn about each other
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import (
             XnnpackDynamicallyQuantizedPartitioner,
         )
@@ -211,7 +219,7 @@ def _lowered(model: _Cached) -> bytes:
         lowered = to_edge_transform_and_lower(
             program,
             partitioner=[XnnpackDynamicallyQuantizedPartitioner()],
-            # torchao's operators are outside of its core set
+            # torchao's operators are outside of the core set
             compile_config=EdgeCompileConfig(_check_ir_validity=False),
         )
         return lowered.to_executorch().buffer

@@ -1,4 +1,4 @@
-"""Target `gguf`: one file for llama.cpp, quantized weights in the types of ggml that hold them."""
+"""Target `gguf`: one file for llama.cpp, with quantized weights in ggml types that hold them."""
 
 import json
 import logging
@@ -42,18 +42,18 @@ PRE_TOKENIZERS = {
     CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+": "llama-bpe",
 }
-"""The names in llama.cpp of the expressions that byte-level tokenizers split text with."""
+"""llama.cpp's names of the regular expressions that byte-level tokenizers split text with."""
 
 AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
-"""Settings of a BPE model that add text to the parts of a word, which llama.cpp does not."""
+"""Settings of a BPE model that add text to the parts of a word, which llama.cpp does not do."""
 
 
 def add_tokenizer(writer: object, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> bool:
     """Write tokens, merges or scores, special tokens and the chat template.
 
-    Byte-level BPE (of Qwen, Llama 3 and GPT-2) and BPE with byte fallback (of Llama 2) are known,
-    where they split text as llama.cpp does; of another tokenizer nothing is written, and that is
-    logged. Rows of the embedding above the last token get names of their own.
+    Supported are byte-level BPE (of Qwen, Llama 3 and GPT-2) and BPE with byte fallback (of Llama
+    2), if they split text as llama.cpp does. For another tokenizer nothing is written, with a
+    warning. Rows of the embedding after the last token get placeholder names.
 
     Returns:
         Whether the tokenizer was written.
@@ -93,13 +93,13 @@ def pre_tokenizer(values: dict) -> str | None:
     """Return llama.cpp's name for how a byte-level tokenizer splits text; None if unknown.
 
     Args:
-        values: the tokenizer as its tokenizer.json holds it.
+        values: the content of the tokenizer's tokenizer.json.
     """
     given = values.get("pre_tokenizer") or {}
     *steps, last = given.get("pretokenizers") or [given]
     is_known = (
         last.get("type") == "ByteLevel"
-        # no byte-level tokenizer of llama.cpp puts a space before a text
+        # llama.cpp's byte-level tokenizers put no space before a text
         and not last.get("add_prefix_space")
         and _types_of(values.get("normalizer"), "normalizers") <= {"NFC"}
         and not any(values["model"].get(key) for key in AFFIXES)
@@ -118,14 +118,14 @@ def pre_tokenizer(values: dict) -> str | None:
 
 
 def _types_of(part: dict | None, members: str) -> set[str]:
-    """The types of a part of a tokenizer, or of its `members` if it is a sequence of such."""
+    """Return the types of a part of a tokenizer, or of its `members` if it is a sequence."""
     if part is None:
         return set()
     return {each["type"] for each in part.get(members, [part])}
 
 
 def _types(values: dict, tokens: list[str]) -> Iterator[int]:
-    """What each token is: normal, control, user-defined, unused or a byte."""
+    """Yield the type of each token: normal, control, user-defined, unused or byte."""
     from gguf import TokenType
 
     added = {token["content"]: token["special"] for token in values.get("added_tokens", ())}
@@ -149,7 +149,8 @@ def _add_special(writer: object, tokenizer: PreTrainedTokenizerBase, vocab_size:
         (tokenizer.pad_token_id, writer.add_pad_token_id),
     )
     for number, add in adders:
-        if number is not None and number < vocab_size:  # a token may be added and not embedded
+        # an added token may have no row in the embedding
+        if number is not None and number < vocab_size:
             add(number)
     first = tokenizer("a").input_ids[:1]
     writer.add_add_bos_token(first == [tokenizer.bos_token_id])
@@ -168,19 +169,20 @@ SMALL, MIDDLE, LARGE = 32, 64, 256
 
 
 class BlockType(NamedTuple):
-    """One type of ggml: `W = d * (code + offset)`, or `d * code + m`."""
+    """A ggml type: `W = d * (code + offset)`, or `d * code + m`."""
 
     name: str
     size: int
     """Weights per block."""
     offset: int | None
-    """Of the codes, where the type has no `m`."""
+    """The offset of the codes; None if the type has `m` instead."""
     layout: Callable[[Tensor, Tensor, Tensor], list[Tensor]]
-    """Columns of bytes from `(n, N)` uint8 codes and the bytes of `d` and `m`, `(n, 2)` each."""
+    """Maps `(n, N)` uint8 codes and the bytes of `d` and `m`, `(n, 2)` each, to columns of
+    bytes."""
 
 
 def block_type(spec: LutSpec) -> BlockType | None:
-    """The smallest type that holds that format exactly; None if there is none."""
+    """Return the smallest type that holds that format exactly; None if there is none."""
     if spec.scale != "group" or spec.codebook not in EVEN_GRIDS:
         return None
     if spec.group_size % LARGE == 0:
@@ -200,10 +202,10 @@ def block_type(spec: LutSpec) -> BlockType | None:
 
 
 def to_blocks(name: str, weight: Affine, kind: BlockType) -> Tensor:
-    """The rows of a weight in that type, `(O, bytes)` uint8.
+    """Return the rows of a weight in that type, `(O, bytes)` uint8.
 
     Raises:
-        ExportError: a scale is no float16.
+        ExportError: a scale is not exact in float16.
     """
     O, I = weight.codes.shape
     repeats = I // weight.scale.shape[1] // kind.size
@@ -216,69 +218,69 @@ def to_blocks(name: str, weight: Affine, kind: BlockType) -> Tensor:
 
 
 def _lowest(weight: Affine) -> int:
-    """The integer that code 0 stands for."""
+    """Return the integer that code 0 represents."""
     some = weight.scale != 0
     return int((weight.bias[some] / weight.scale[some])[0]) if some.any() else 0
 
 
 def _half(name: str, value: Tensor) -> Tensor:
-    """Float16 numbers as two bytes each."""
+    """Return float16 numbers as two bytes each."""
     return exact(name, value, torch.float16, has_choice=False).view(torch.uint8)
 
 
 def _nibbles(codes: Tensor) -> Tensor:
-    """The first half of a block in the lower four bits, the second in the upper."""
+    """Pack the first half of a block into the lower four bits, the second half into the upper."""
     low, high = codes.chunk(2, 1)
     return (low & 15) | (high & 15) << 4
 
 
 def _fifth_bits(codes: Tensor) -> Tensor:
-    """The fifth bits of a block, 32 in a row."""
+    """Pack the fifth bits of a block, 32 in a row."""
     bits = (codes >> 4).view(-1, 4, 8) << torch.arange(8, dtype=torch.uint8)
     return bits.sum(-1, dtype=torch.uint8)
 
 
 def _negative(half: Tensor) -> Tensor:
-    """Float16 numbers as two bytes each, with the other sign."""
+    """Flip the sign of float16 numbers, given as two bytes each."""
     return half ^ torch.tensor([0, 0x80], dtype=torch.uint8)
 
 
 def _fours(codes: Tensor) -> Tensor:
-    """Two bits each: four neighbours share a byte."""
+    """Pack two bits each: four neighbours share a byte."""
     bits = codes.view(len(codes), -1, 4) << torch.arange(0, 8, 2, dtype=torch.uint8)
     return bits.sum(-1, dtype=torch.uint8)
 
 
 def _quarters(codes: Tensor) -> Tensor:
-    """Two bits each: four runs of 32 weights share 32 bytes."""
+    """Pack two bits each: four runs of 32 weights share 32 bytes."""
     runs = (codes & 3).view(-1, 2, 4, 32) << torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
     return runs.sum(2, dtype=torch.uint8).view(-1, 64)
 
 
 def _third_bits(codes: Tensor) -> Tensor:
-    """The third bits: eight runs of 32 weights share 32 bytes."""
+    """Pack the third bits: eight runs of 32 weights share 32 bytes."""
     runs = (codes >> 2).view(-1, 8, 32) << torch.arange(8, dtype=torch.uint8)[:, None]
     return runs.sum(1, dtype=torch.uint8)
 
 
 def _q2_0(codes: Tensor, d: Tensor, m: Tensor) -> list[Tensor]:
-    """Its levels are -1 to 2, ours -2 to 1: both the codes and the scale change their sign."""
+    """Lay out Q2_0, with levels -1 to 2 where ours are -2 to 1: signs of codes and scale flip."""
     return [_negative(d), _fours(3 - codes)]
 
 
 def _q2_k(codes: Tensor, d: Tensor, m: Tensor) -> list[Tensor]:
-    """16 scales and minima of 4 bits, all 1; then codes; the minimum is subtracted."""
+    """Lay out Q2_K: 16 scales and minima of 4 bits, all 1; then codes, less the minimum."""
     return [_repeated(codes, 0x11, 16), _quarters(codes), d, _negative(m)]
 
 
 def _q3_k(codes: Tensor, d: Tensor, m: Tensor) -> list[Tensor]:
-    """Codes, then 16 scales of 6 bits, all 33, which stand for 1."""
+    """Lay out Q3_K: codes, then 16 scales of 6 bits, all 33, which stands for 1."""
     scales = [_repeated(codes, 0x11, 8), _repeated(codes, 0xAA, 4)]
     return [_third_bits(codes), _quarters(codes), *scales, d]
 
 
 def _q6_k(codes: Tensor, d: Tensor, m: Tensor) -> list[Tensor]:
-    """Lower four bits and upper two of two halves of four runs of 32; then 16 scales, all 1."""
+    """Lay out Q6_K: lower 4 bits, then upper 2, of two halves of 4 runs of 32; 16 scales of 1."""
     runs = codes.view(-1, 2, 4, 32)
     low, high = runs & 15, runs >> 4
     lower = low[:, :, :2] | low[:, :, 2:] << 4
@@ -288,7 +290,7 @@ def _q6_k(codes: Tensor, d: Tensor, m: Tensor) -> list[Tensor]:
 
 
 def _repeated(codes: Tensor, value: int, count: int) -> Tensor:
-    """`(n, count)` of one byte."""
+    """Return `(n, count)` copies of one byte."""
     return codes.new_full((codes.shape[0], count), value)
 
 
@@ -316,11 +318,11 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "gemma3_text": "gemma3",
 }
-"""What GGUF calls the architecture of a `model_type`."""
+"""GGUF's name of the architecture for a `model_type`."""
 GEMMA_PERIOD = 6
 """llama.cpp runs Gemma-3 with full attention in every sixth layer."""
 LARGEST_GEMMA = 62
-"""Layers of Gemma-3 27B, by which llama.cpp knows that its scores are scaled by another width."""
+"""Layers of Gemma-3 27B; llama.cpp scales its attention scores by a different width."""
 HOW_TO_LOAD = """\
 ```
 llama-cli -m DIR/model.gguf -p "Once upon a time"
@@ -329,7 +331,11 @@ llama-cli -m DIR/model.gguf -p "Once upon a time"
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """Even levels of 2, 3 and 6 bits in groups of 64 or 256, of 4 to 8 in groups of 32."""
+    """Return why a weight would lose something; None if not.
+
+    Even levels of 2, 3 and 6 bits in groups of 64 or 256, and of 4 to 8 bits in groups of 32, lose
+    nothing.
+    """
     reason = lost_by_grid(spec, EVEN_GRIDS)
     if reason is not None:
         return reason
@@ -342,18 +348,25 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """Q2_K, Q3_K, Q6_K or TQ2_0 in groups of 256, or Q2_0 in groups of 64, where rows split into
-    them, else integers in Q4_0 to Q8_0 in groups of 32; scales of 8 bits.
+    """Return a format that ggml holds: Q2_K, Q3_K, Q6_K, TQ2_0, Q2_0, or integers in Q4_0 to Q8_0.
 
-    Even levels of 2 bits lose less than integers, whose zero leaves one level on the other side: so
-    integers go into Q2_0 where the plan has such, or where 256 does not divide the row.
+    The first four have groups of 256, Q2_0 has groups of 64, and Q4_0 to Q8_0 have groups of 32 and
+    are used if rows do not split into the others. Scales have 8 bits. Even levels of 2 bits lose
+    less than integers, whose zero leaves one level on the other side: so Q2_0 with integers is only
+    used if the plan has integers, or if 256 does not divide the row.
+
+    The first four have groups of 256, Q2_0 has groups of 64, and integers in Q4_0 to Q8_0 have
+    groups of 32 and are used if rows do not split into the others. Scales have 8 bits. Even levels
+    of 2 bits lose less than integers, whose zero leaves one level on the other side: so Q2_0 with
+    integers is only used if the plan has integers, or if 256 does not divide the row.
 
     Raises:
-        ExportError: rows split into none, an index names a vector, or scales are of low rank.
+        ExportError: rows split into none of these groups, an index names a vector, the format is a
+            trellis, or scales are of low rank.
     """
     refuse_codewords(spec)
     refuse_low_rank(spec)
-    if is_integers(spec):  # Q4_0, Q5_0 or Q8_0 to the bit, where one was read
+    if is_integers(spec):  # recovered from a Q4_0, Q5_0 or Q8_0 source: written back bit-exact
         return spec
     codebook = spec.codebook if spec.codebook == "ternary" else "int" if spec.bits > 1 else "seq"
     found = LutSpec(bits=spec.bits, codebook=codebook, group_size=SMALL, scale_bits=8)
@@ -368,7 +381,11 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
 
 
 def check(model: PreTrainedModel) -> None:
-    """Refuse an architecture whose names or rotary embedding are not written here (ExportError)."""
+    """Refuse an architecture whose names or rotary embedding are not written here.
+
+    Raises:
+        ExportError: llama.cpp would not compute the same.
+    """
     config = model.config
     if config.model_type not in ARCHITECTURES:
         raise ExportError(
@@ -376,7 +393,7 @@ def check(model: PreTrainedModel) -> None:
             f"{', '.join(ARCHITECTURES)}; export --to dense and use llama.cpp's own converter"
         )
     ropes = config.rope_parameters
-    is_nested = all(isinstance(value, dict) for value in ropes.values())  # one for a kind of layer
+    is_nested = all(isinstance(value, dict) for value in ropes.values())  # one per kind of layer
     each_rope = ropes.values() if is_nested else [ropes]
     kinds = {rope.get("rope_type", "default") for rope in each_rope}
     if kinds != {"default"}:
@@ -390,7 +407,7 @@ def check(model: PreTrainedModel) -> None:
 
 
 def _unwritten(config: PreTrainedConfig) -> str | None:
-    """What llama.cpp takes for granted and this model has otherwise; None if there is nothing."""
+    """Return what llama.cpp hard-codes and this model has otherwise; None if there is nothing."""
     is_gemma = config.model_type == "gemma3_text"
     activation = config.hidden_activation if is_gemma else config.hidden_act
     known = ("gelu_pytorch_tanh",) if is_gemma else ("silu", "swish")
@@ -418,7 +435,7 @@ def write(
     """Write model.gguf: metadata, tokenizer and tensors.
 
     Raises:
-        ExportError: a scale is no float16.
+        ExportError: a scale is not exact in float16.
     """
     import gguf
 
@@ -442,7 +459,7 @@ def write(
         rows = _row_order(stem, model.config)
         if rows is not None:
             tensor = tensor[rows]
-        elif _is_gemma_norm(stem, model.config):  # ggml's are the factors themselves
+        elif _is_gemma_norm(stem, model.config):  # ggml stores 1 + weight
             tensor = tensor.float() + 1
         _add_plain(writer, names, key, tensor)
     writer.write_header_to_file()
@@ -452,19 +469,19 @@ def write(
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Those of `model` with the weights that gguf reads and dequantizes: it runs no model."""
+    """Return logits of `model` with the weights that gguf reads and dequantizes."""
     weights = read_weights(model, directory / FILE_NAME)
     return logits_of(float_model(model, weights, embedding_dtype(model)), ids)
 
 
 def read_weights(model: PreTrainedModel, path: Path) -> dict[str, Tensor]:
-    """The float32 weights of a GGUF file under transformers' names, as `gguf` dequantizes them."""
+    """Return the float32 weights of a GGUF file by transformers' names, dequantized by `gguf`."""
     teach_q2_0()
     names = {written: name for name, written in _tensor_names(model).items()}
     weights = {}
     for tensor in open_gguf(path).tensors:
         stem, kind = tensor.name.rsplit(".", 1)
-        shape = tensor.shape[::-1].tolist()  # ggml counts from the fastest axis
+        shape = tensor.shape[::-1].tolist()  # ggml lists the fastest axis first
         values = dequantize(tensor.data, tensor.tensor_type).reshape(shape)
         weight, rows = torch.from_numpy(values.copy()), _row_order(names[stem], model.config)
         if rows is not None:
@@ -498,7 +515,7 @@ def _add_metadata(writer: object, config: PreTrainedConfig) -> None:
 
 
 def _tensor_names(model: PreTrainedModel) -> dict[str, str]:
-    """What GGUF calls each module that has a weight or a bias, without `.weight`."""
+    """Return GGUF's name of each module that has a weight or a bias, without `.weight`."""
     import gguf
 
     architecture = ARCHITECTURES[model.config.model_type]
@@ -509,7 +526,7 @@ def _tensor_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _row_order(name: str, config: PreTrainedConfig) -> Tensor | None:
-    """Where the rows of llama's q and k come from: ggml rotates neighbours, transformers halves."""
+    """Return the source rows of llama's q and k: ggml rotates neighbours, transformers halves."""
     if config.model_type != "llama" or not name.endswith(("q_proj", "k_proj")):
         return None
     is_query = name.endswith("q_proj")
@@ -523,7 +540,7 @@ def _is_gemma_norm(stem: str, config: PreTrainedConfig) -> bool:
 
 
 def _add_plain(writer: object, names: dict[str, str], key: str, tensor: Tensor) -> None:
-    """A float tensor: vectors in float32, as ggml reads them, matrices in their own dtype."""
+    """Write a float tensor: vectors in float32, as ggml reads them, matrices in their own dtype."""
     import gguf
 
     stem, kind = key.rsplit(".", 1)

@@ -1,7 +1,7 @@
 """Target `mlx`: a directory for mlx-lm, with MLX's affine quantization.
 
 A row of I weights of b bits is `I * b / 32` uint32 words, least significant bits first, with a
-float `scale` and `bias` for each group: `W = scale * code + bias`.
+float `scale` and `bias` per group: `W = scale * code + bias`.
 """
 
 from collections import Counter
@@ -37,11 +37,11 @@ HOLDS_ACTIVATIONS = (None,)
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 SAME_AS = {"mistral": "llama"}
-"""Models that mlx-lm runs by the code of another."""
+"""Models that mlx-lm runs with the code of another."""
 WITHOUT_WINDOW = ("qwen2", "qwen3")
-"""Models whose sliding window, where their configuration has one, mlx-lm leaves out."""
+"""Models whose sliding window, if their configuration has one, mlx-lm ignores."""
 MOST_SEQ_BITS = 4
-"""With more, the bias of a scale of 8 bits does not fit into a bfloat16."""
+"""With more bits, the bias of an 8-bit scale does not fit into bfloat16."""
 HOW_TO_LOAD = """\
 ```
 pip install mlx-lm        # on Linux: pip install 'mlx-lm[cpu]'
@@ -51,7 +51,10 @@ mlx_lm.generate --model DIR --prompt "Once upon a time"
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """MLX holds evenly spaced levels of 2 to 8 bits (not 7) in groups of 32, 64 or 128."""
+    """Return why a weight would lose something; None if not.
+
+    Even levels of 2 to 8 bits (not 7) in groups of 32, 64 or 128 lose nothing.
+    """
     reason = lost_by_grid(spec, EVEN_GRIDS)
     if reason is None and spec.bits not in BITS:
         reason = f"MLX has no weights of {spec.bits} bits, expected one of {BITS}"
@@ -61,10 +64,11 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """Even levels without a zero up to 4 bits, integers above, scales of 8 bits.
+    """Return even levels without a zero up to 4 bits, integers above, with 8-bit scales.
 
     Raises:
-        ExportError: MLX has no such bits or groups, no vectors, or no scales of low rank.
+        ExportError: MLX lacks such bits or groups, or the spec has vectors, a trellis or low-rank
+            scales.
     """
     refuse_codewords(spec)
     refuse_low_rank(spec)
@@ -77,13 +81,16 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
 
 
 def check(model: PreTrainedModel) -> None:
-    """Refuse what mlx-lm, where it is installed, does not know or computes otherwise.
+    """Refuse a model that mlx-lm does not support or computes differently.
 
-    Raises ExportError.
+    Whether it supports the model is only checked if mlx-lm is installed.
+
+    Raises:
+        ExportError: the reason.
     """
     config = model.config
     kind, layers = config.model_type, getattr(config, "layer_types", None) or []
-    # found, not imported: before a run too this is checked
+    # find the file without an import: this check also runs before training
     file = f"{SAME_AS.get(kind, kind)}.py"
     if (
         is_installed("mlx_lm")
@@ -128,17 +135,17 @@ def write(
     common = Counter(formats.values()).most_common(1)[0][0]
     quantization = {**_format(common), **{n: _format(f) for n, f in formats.items()}}
     extra: dict[str, object] = {"quantization": quantization}
-    if model.config.model_type == "gemma3_text":  # which mlx-lm reads instead of layer_types
+    if model.config.model_type == "gemma3_text":  # mlx-lm reads this instead of layer_types
         extra["sliding_window_pattern"] = model.config.layer_types.index("full_attention") + 1
     write_config(model, tokenizer, directory, dtype=dtype, extra=extra)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "mlx"})
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Those of the model that mlx-lm reads, run in float32: on a CPU MLX adds up in bfloat16.
+    """Return logits of the model that mlx-lm reads, run in float32: on a CPU MLX sums in bfloat16.
 
-    Whatever the dtype, mlx-lm rounds the factor of Gemma's embeddings to bfloat16, as transformers
-    does in a bfloat16 model; here, where both compute in float32, that is taken back.
+    In any dtype mlx-lm rounds the factor of Gemma's embeddings to bfloat16, as transformers does in
+    a bfloat16 model. Here both compute in float32, so that rounding is undone.
     """
     import mlx.core as mx
     import numpy as np

@@ -1,4 +1,4 @@
-"""`qat export`: write a deployable form, read it back, and believe only equal logits."""
+"""Export of a model to a deployable form, which must give equal logits when it is read back."""
 
 import logging
 from collections import Counter
@@ -50,20 +50,21 @@ from qat.quant.spec import LutSpec
 logger = logging.getLogger(__name__)
 
 UNREADABLE = (OSError, ValueError, RuntimeError, LookupError, SafetensorError)
-"""What libraries raise at files that they cannot read."""
+"""Errors that libraries raise for files that they cannot read."""
 SUMS = 64 * torch.finfo(torch.float32).eps
-"""By how much of itself a value behind a layer may be off where float32 sums run in another order:
-models of 2 to 30 layers were off by up to 8 `eps`."""
+"""Relative noise of a layer's output if float32 sums run in another order: models of 2 to 30 layers
+differed by up to 8 `eps`."""
 STEPS = 4
-"""How many times as far logits may be off where inputs are rounded to 8 bits: one beside a half
-moves by a whole step or not at all, others follow, and where that happens is chance: in 128 rows of
-16 tokens a program was off by up to 2.35 times as far."""
+"""Factor on the allowed difference if inputs are rounded to 8 bits. A value next to a rounding
+boundary moves by a whole step or not at all, others follow, and that is chance: in 128 rows of 16
+tokens a program differed by up to 2.35 times the noise."""
 DRAWS = 8
-"""The number of noise draws there: in a small model one draw in three moves no input at all."""
+"""The number of noise draws in that case: in a small model one draw in three moves no input at
+all."""
 OTHERS = {torch.bfloat16: (torch.float16, torch.float32), torch.float16: (torch.float32,)}
-"""What is tried, in turn, where a target cannot hold a model in the dtype that it was saved in."""
+"""Dtypes to try, in order, if a target cannot hold a model in the dtype of its checkpoint."""
 IMPORT = "import_report.json"
-"""What an import of the reference's checkpoint says of itself, beside its tensors."""
+"""Report of an import of the reference's checkpoint, stored with its tensors."""
 CARD = "README.md"
 MEASURES = {
     "kl_tail_nats": "KL to the teacher, tail included (nats a token)",
@@ -111,41 +112,42 @@ A {{ architecture }} of {{ "%.1f"|format(parameters / 1e6) }}M parameters, quant
 
 
 class ExportReport(NamedTuple):
-    """What was written."""
+    """Facts about the files that were written."""
 
     dtype: str
-    """Of what is not packed."""
+    """Dtype of the tensors that are not packed."""
     saved_dtype: str
-    """That of the checkpoint."""
+    """Dtype of the checkpoint."""
     bytes: int
-    """Of all files that hold weights."""
+    """Size of all files that hold weights."""
     bits_per_weight: float
     """Bits of these files over all weights: tables, norms, scales and codebooks included."""
     linear_bits: float
-    """Bits per weight of the quantized linears in the packed checkpoint; in dense, of floats."""
+    """Bits per weight of the quantized linears in the packed checkpoint; for dense, of floats."""
     source_megabytes: float | None
-    """The model that the checkpoint began with, in 10**6 bytes; None where it is not here."""
+    """Size of the model that the checkpoint began with, in 10**6 bytes; None if it is not on this
+    disk."""
     has_float_tables: bool
     """True if the embedding or the head is in floating point."""
     quantized_weights: int
-    """How many weights those hold."""
+    """Number of weights in quantized linears and tables."""
     logits_max_diff: float
-    """The largest difference of a logit, read back, from the model's own; 0: equal to the bit."""
+    """The largest difference of a read-back logit from the model's own; 0 means bit-exact."""
 
     def sizes(self) -> Sizes:
-        """Return the sizes of the source and of what was written."""
+        """Return the sizes of the source and of the export."""
         megabytes = self.bytes / MEGABYTE
         return Sizes(self.source_megabytes, megabytes, self.bits_per_weight, self.linear_bits)
 
 
 def export_model(source: str, config: ExportConfig, out: Path) -> ExportReport:
-    """Write the packed checkpoint or run `source` in the wished form at `out`, whole or not at all.
+    """Write the packed checkpoint or run `source` in the form of `config` to `out`, atomically.
 
     Raises:
         ConfigError: `out` is not empty.
         CheckpointError: `source` is missing or damaged, or `out` cannot be written.
         ExportError: `source` is not packed, the target would lose something of it or lacks its
-            library, a value does not fit into the dtype, or what was written gives other logits.
+            library, a value does not fit into the dtype, or the files read back give other logits.
     """
     check_free(out)
     path = Path(resolve(source))
@@ -190,7 +192,7 @@ def export_model(source: str, config: ExportConfig, out: Path) -> ExportReport:
 
 
 def _load(name: TargetName, path: Path, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
-    """The model at `path` as that target holds it: but for packed, keys and values as they are."""
+    """Load the model at `path` for that target: only packed keeps the format of keys and values."""
     model = load_checkpoint(path, dtype)
     if name != "packed" and kv_spec(model.config) is not None:
         set_kv(model, None)
@@ -198,7 +200,7 @@ def _load(name: TargetName, path: Path, dtype: torch.dtype | Literal["auto"]) ->
 
 
 def _write(name: TargetName, model: PreTrainedModel, source: Path, out: Path) -> ExportReport:
-    """Write the model, read from `source`, to `out` in the dtype that it has."""
+    """Write the model, read from `source`, to `out` in its dtype."""
     has_tokenizer = (source / "tokenizer_config.json").is_file()
     tokenizer = load_tokenizer(str(source)) if has_tokenizer else None
     with atomic_directory(out) as partial:
@@ -215,11 +217,11 @@ def _write(name: TargetName, model: PreTrainedModel, source: Path, out: Path) ->
 
 
 def check_equal(name: TargetName, model: PreTrainedModel, directory: Path) -> float:
-    """Read what was written to `directory` and compare its logits on a few tokens with `model`'s.
+    """Read the export in `directory` and compare its logits on a few tokens with those of `model`.
 
-    A target whose sums run in another order is compared in float32. How far rounding takes its
-    logits depends on the model, and deep ones with large values in a few channels are taken far;
-    so that is measured.
+    Targets whose sums run in another order are compared in float32. The allowed difference depends
+    on the model, because rounding grows in deep models with large values in a few channels; so it
+    is measured.
 
     Returns:
         The largest difference.
@@ -250,7 +252,7 @@ def check_equal(name: TargetName, model: PreTrainedModel, directory: Path) -> fl
             plain, ids, max(SUMS, torch.finfo(dtype).eps), bool(activation_counts(model))
         )
     difference = _most(found, expected)
-    if not difference <= allowed:  # NaN is no number to believe
+    if not difference <= allowed:  # NaN fails too
         wished = f"within {allowed:.3g}" if allowed else "to the bit"
         raise ExportError(
             f"what was written gives other logits (by up to {difference:.3g}), expected the same "
@@ -260,8 +262,10 @@ def check_equal(name: TargetName, model: PreTrainedModel, directory: Path) -> fl
 
 
 def _noise(model: PreTrainedModel, ids: Tensor, eps: float, is_rounded: bool) -> float:
-    """Measure how far a right program's logits may be from the model's, by disturbing the model's
-    values by `eps` of themselves. `is_rounded`: the program rounds the inputs of its linears."""
+    """Measure how far a correct program's logits may differ: disturb each value by relative `eps`.
+
+    `is_rounded`: the program rounds the inputs of its linears.
+    """
     expected, most = logits_of(model, ids), 0.0
     for seed in range(DRAWS if is_rounded else 1):
         with disturbed(model, eps, every_product=is_rounded, seed=seed):
@@ -309,12 +313,11 @@ def write_card(
     """Write README.md into `directory`.
 
     Args:
-        name: what the export is called.
+        name: name of the export.
         target: the form.
-        source: the checkpoint that was exported; its run and its conversion are read where they
-            are.
-        model: what it holds.
-        facts: `sizes`, `dtype` and `difference` of what was written.
+        source: the checkpoint that was exported; its run and its conversion are read if they exist.
+        model: the model in it.
+        facts: `sizes`, `dtype` and `difference` of the files.
 
     Raises:
         CheckpointError: a file of the run is damaged.
@@ -356,7 +359,7 @@ def _scale(spec: LutSpec) -> str:
 
 
 def _history(checkpoint: Path) -> dict[str, object]:
-    """Return where a checkpoint comes from, and how it was judged at its step."""
+    """Return the origin of a checkpoint, and its evaluation at its step."""
     checkpoint = checkpoint.resolve()
     is_final = (checkpoint.parent / SUMMARY).is_file()
     run = checkpoint.parent if is_final else checkpoint.parent.parent
@@ -388,7 +391,7 @@ def _history(checkpoint: Path) -> dict[str, object]:
 
 
 def _plan(checkpoint: Path) -> str | None:
-    """The plan that a checkpoint was converted by; None where no report of a conversion is left."""
+    """Return the plan that a checkpoint was converted by; None without a report of a conversion."""
     report = checkpoint / REPORT_NAME
     if not report.is_file():
         return None
@@ -399,7 +402,7 @@ def _plan(checkpoint: Path) -> str | None:
 
 
 def _short(source: str) -> str:
-    """The last part of a path or a hub id: a card names no place on its author's disk."""
+    """Return the last part of a path or a hub id: a card shows no paths of its author's disk."""
     return Path(source).name or source
 
 
@@ -411,16 +414,16 @@ def _damaged(checkpoint: str | Path, error: Exception) -> CheckpointError:
 
 
 def _base(checkpoint: Path) -> str:
-    """The float model that a checkpoint began with; of a directory elsewhere its name alone."""
+    """Return the float model that a checkpoint began with; for a local directory only its name."""
     base = Path(float_base(checkpoint))
     return base.name if base.is_absolute() else str(base)
 
 
 def float_base(checkpoint: str | Path) -> str:
-    """The model that `checkpoint` began with, as far back as reports lead; else itself.
+    """Return the model that `checkpoint` began with, as far back as reports lead; else itself.
 
     Raises:
-        CheckpointError: a report on the way is damaged.
+        CheckpointError: one of these reports is damaged.
     """
     found, seen = str(checkpoint), set()
     while found not in seen:
@@ -433,8 +436,8 @@ def float_base(checkpoint: str | Path) -> str:
 
 
 def _made_from(checkpoint: Path) -> str | None:
-    """What a checkpoint (or a run) says that it was made from; None if it says nothing."""
-    if not checkpoint.is_dir():  # a hub id
+    """Return the source that a checkpoint or a run records; None without a record."""
+    if not checkpoint.is_dir():  # a hub id, or a deleted directory
         return None
     place = checkpoint.resolve()
     for run in (place, place.parent, place.parent.parent):

@@ -1,7 +1,7 @@
-"""Target `modelopt`: what `nvfp4` writes, under the names of NVIDIA's Model-Optimizer, for engines
-that read its checkpoints (TensorRT-LLM, SGLang, vLLM).
+"""Target `modelopt`: the tensors of `nvfp4` under the names of NVIDIA's Model-Optimizer.
 
-`W = e2m1 * e4m3 * weight_scale_2`, which it calls `W4A16_NVFP4` (`modelopt/torch/export` of
+For engines that read its checkpoints (TensorRT-LLM, SGLang, vLLM). `W = e2m1 * e4m3 *
+weight_scale_2`, called `W4A16_NVFP4` there (`modelopt/torch/export` of
 github.com/NVIDIA/Model-Optimizer, release 0.47).
 """
 
@@ -36,7 +36,7 @@ def write(
     """Write config.json, hf_quant_config.json, model.safetensors and the tokenizer.
 
     Raises:
-        ExportError: scales lie too far apart.
+        ExportError: the scales span too wide a range.
     """
     weights, factor = nvfp4.held(model)
     tensors = narrow_state(model)
@@ -66,8 +66,10 @@ def write(
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Those of a copy with the weights of the file, which compressed-tensors decompresses under its
-    own names: no engine that reads these runs here."""
+    """Return logits of a copy with the weights of the file, decompressed by compressed-tensors.
+
+    The weights are renamed to its own names, because no engine that reads these files runs here.
+    """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 

@@ -1,8 +1,8 @@
-"""Target `nvfp4`: weights as E2M1 under an E4M3 scale for each 16, one factor, for vLLM and others.
+"""Target `nvfp4`: weights as E2M1 under an E4M3 scale per 16 and one factor, for vLLM and others.
 
-`W = e2m1 * e4m3 / factor`, as compressed-tensors' `nvfp4-pack-quantized` has it. A scale of 8 bits
-here has 3 mantissa bits as E4M3 does, and one more of exponent: divided by a power of two it is an
-E4M3 number if it is not too far below the largest.
+`W = e2m1 * e4m3 / factor`, as in compressed-tensors' `nvfp4-pack-quantized`. Our 8-bit scales have
+3 mantissa bits as E4M3 does, and one exponent bit more: divided by a power of two a scale is an
+E4M3 number, unless it is too far below the largest scale.
 """
 
 import warnings
@@ -38,11 +38,12 @@ check = any_model
 GRIDS = ("e2m1", "seq", "int", "ternary")
 GROUP_SIZE = 16
 LARGEST = 448.0
-"""Of E4M3."""
+"""The largest finite E4M3 value."""
 MOST_BITS = 4
 CODEBOOKS = {1: "seq", 2: "seq", 3: "int", 4: "e2m1"}
-"""The grid of E2M1 values for so many bits. Of the two of 2 bits seq loses less: the embedded
-teacher, converted to `q2a2` with calibration, is off by a KL of 0.109 nats, with int by 0.148."""
+"""The grid of E2M1 values for each number of bits. At 2 bits seq loses less than int: the embedded
+teacher, converted to `q2a2` with calibration, has a KL of 0.109 nats with seq and 0.148 with
+int."""
 FORM = "nvfp4-pack-quantized"
 SETTINGS = {
     "num_bits": 4,
@@ -66,7 +67,10 @@ model = AutoModelForCausalLM.from_pretrained("DIR", dtype="auto", quantization_c
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """NVFP4 holds grids of E2M1 values, in groups of a multiple of 16 with scales of 8 bits."""
+    """Return why a weight would lose something; None if not.
+
+    Grids of E2M1 values in groups of a multiple of 16, with 8-bit scales, lose nothing.
+    """
     reason = lost_by_grid(spec, GRIDS)
     if reason is None and not _is_e2m1(spec):
         reason = (
@@ -81,10 +85,11 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """The grid of as many bits, or the plan's if it is one of E2M1 values; groups of 16.
+    """Return the E2M1 grid of as many bits, or the plan's own if it is one, in groups of 16.
 
     Raises:
-        ExportError: more than 4 bits, vectors, scales of low rank, or 16 does not divide the row.
+        ExportError: more than 4 bits, vectors, a trellis, low-rank scales, or 16 does not divide
+            the row.
     """
     refuse_codewords(spec)
     refuse_low_rank(spec)
@@ -102,10 +107,11 @@ def write(
 ) -> None:
     """Write config.json, model.safetensors and the tokenizer.
 
-    All weights have one factor: vLLM takes the largest for linears that it joins (q, k and v).
+    All weights share one factor, because vLLM takes the largest for linears that it joins (q, k and
+    v).
 
     Raises:
-        ExportError: scales lie too far apart.
+        ExportError: the scales span too wide a range.
     """
     weights, factor = held(model)
     tensors = narrow_state(model)
@@ -119,24 +125,27 @@ def write(
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Those of the model that transformers reads, decompressed by compressed-tensors."""
-    config = CompressedTensorsConfig(dequantize=True)  # else the weights are bfloat16 in any model
+    """Return logits of the model that transformers reads, decompressed by compressed-tensors."""
+    # without it the weights would always be bfloat16
+    config = CompressedTensorsConfig(dequantize=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="You passed `quantization_config`")  # as we wish
+        warnings.filterwarnings("ignore", message="You passed `quantization_config`")  # intended
         return reloaded_logits(model, directory, ids, quantization_config=config)
 
 
 def held(model: PreTrainedModel) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor]:
-    """Each weight as E2M1 values `(O, I / 2)` uint8, the even feature in the lower half, and E4M3
-    scales `(O, I / 16)`, by the name of its linear; and the factor, a power of two, of all.
+    """Return E2M1 values and E4M3 scales by the name of each linear, and their common factor.
+
+    Values are `(O, I / 2)` uint8 with the even feature in the lower half, scales are `(O, I / 16)`,
+    and the factor is a power of two.
 
     Raises:
-        ExportError: scales lie too far apart.
+        ExportError: the scales span too wide a range.
     """
     modules = quantized_modules(model)
     scales = {name: _scales(module) for name, module in modules.items()}
     largest = torch.stack([scale.max() for scale in scales.values()]).max().clamp_min(SMALLEST)
-    factor = 2.0 ** (LARGEST / largest).log2().floor()  # so that E4M3 holds the largest of all
+    factor = 2.0 ** (LARGEST / largest).log2().floor()  # scales the largest into E4M3's range
     weights = {}
     for name, module in modules.items():
         codes, _ = _nibbles(module.levels())
@@ -146,12 +155,12 @@ def held(model: PreTrainedModel) -> tuple[dict[str, tuple[Tensor, Tensor]], Tens
 
 
 def _unit(levels: Tensor) -> Tensor:
-    """What E2M1 values are multiplied with, where 1/2 is to be the smallest level but zero."""
+    """Return the multiplier of E2M1 values at which 1/2 is the smallest nonzero level."""
     return 2 * levels[levels != 0].abs().min()
 
 
 def _nibbles(levels: Tensor) -> tuple[Tensor, bool]:
-    """The 4 bits `(C,)` uint8 of each level over the unit, and whether all are E2M1 values."""
+    """Return the 4 bits `(C,)` uint8 of each level over the unit; True if all are E2M1 values."""
     values = levels / _unit(levels)
     codes = torch.searchsorted(E2M1, values.abs()).clamp_max(len(E2M1) - 1)
     is_held = torch.equal(E2M1[codes], values.abs())
@@ -159,22 +168,22 @@ def _nibbles(levels: Tensor) -> tuple[Tensor, bool]:
 
 
 def _is_e2m1(spec: LutSpec) -> bool:
-    """Whether the levels are a fixed grid of E2M1 values times a number."""
+    """Return whether the levels are a fixed grid of E2M1 values times a number."""
     levels = fixed_grid(spec)
     return levels is not None and _nibbles(levels)[1]
 
 
 def _scales(module: QuantLinear) -> Tensor:
-    """`(O, I / 16)` float32: what E2M1 values are multiplied with."""
+    """Return the multipliers of E2M1 values, `(O, I / 16)` float32."""
     scales, levels = module.scales_as_stored().by_group(), module.levels().detach()
     return (scales * _unit(levels)).repeat_interleave(module.spec.group_size // GROUP_SIZE, 1)
 
 
 def _e4m3(name: str, scales: Tensor, factor: Tensor) -> Tensor:
-    """`scales * factor` in E4M3, exactly.
+    """Return `scales * factor` in E4M3, exactly.
 
     Raises:
-        ExportError: one is too small for that.
+        ExportError: a scale is too small for that.
     """
     found = (scales * factor).to(torch.float8_e4m3fn)
     is_held = found.float() == scales * factor

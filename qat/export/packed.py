@@ -1,4 +1,4 @@
-"""Target `packed`: the checkpoint itself, without what training keeps beside it."""
+"""Target `packed`: the checkpoint itself, without the state of training."""
 
 from qat.export.parts import any_model, as_it_is, loses_nothing, reloaded_logits
 from qat.models.checkpoint import write_checkpoint

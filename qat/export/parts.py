@@ -1,4 +1,4 @@
-"""What the targets share: a quantized weight as integers and exact scales, and all that is not one.
+"""Shared parts of the targets: exact integers and scales of a weight, and all unquantized tensors.
 
 Shapes: O out_features, I in_features, G groups per row.
 """
@@ -32,17 +32,17 @@ DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf
 EVEN_GRIDS = ("seq", "int", "ternary")
 """Codebooks of evenly spaced levels."""
 DECODERS = ("llama", "qwen2", "qwen3")
-"""Models that programs are made of."""
+"""Model types that can be written as programs."""
 ROPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose angles are the same however long the text is."""
+"""Rotary embeddings whose angles do not depend on the length of the text."""
 
 
 class DtypeError(ExportError):
-    """A value that the wished dtype does not hold, and another may."""
+    """A value does not fit into the dtype, but may fit into another one."""
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` in `dtype`, if it is a floating-point one; `name` is for the message.
+    """Return `tensor` in `dtype` if it is a floating-point one; `name` is for the message.
 
     Raises:
         DtypeError: a finite value overflows `dtype`.
@@ -59,7 +59,7 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Affine(NamedTuple):
-    """A weight of evenly spaced levels: `W = scale * codes + bias`, each group with its own two."""
+    """A weight of evenly spaced levels: `W = scale * codes + bias`, with both per group."""
 
     codes: Tensor
     """`(O, I)` uint8, from 0."""
@@ -70,7 +70,7 @@ class Affine(NamedTuple):
 
 
 def affine(module: QuantLinear | FrozenLutTable) -> Affine:
-    """The weight of a module with group scales and evenly spaced levels, exactly.
+    """Return the exact affine form of a module with group scales and evenly spaced levels.
 
     Levels are multiples of a power of two, so float64 holds their products with scales.
     """
@@ -80,10 +80,10 @@ def affine(module: QuantLinear | FrozenLutTable) -> Affine:
 
 
 def exact(name: str, value: Tensor, dtype: torch.dtype, *, has_choice: bool = True) -> Tensor:
-    """`value` (float64) in `dtype`, where that changes nothing.
+    """Return `value` (float64) in `dtype` if that changes nothing.
 
     Raises:
-        ExportError: it changes something; a `DtypeError` where the target `has_choice` of others.
+        ExportError: it changes something; a `DtypeError` if the target `has_choice` of dtypes.
     """
     found = value.to(dtype)
     if torch.equal(found.double(), value):
@@ -99,25 +99,25 @@ def exact(name: str, value: Tensor, dtype: torch.dtype, *, has_choice: bool = Tr
 
 
 def loses_nothing(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """None: the target holds every format (`Target.lost`)."""
+    """Return None: the target holds every format (`Target.lost`)."""
     return None
 
 
 def as_it_is(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """`spec` itself, of a target that holds every format (`Target.scheme`)."""
+    """Return `spec` itself, for a target that holds every format (`Target.scheme`)."""
     return spec
 
 
 def any_model(model: PreTrainedModel) -> None:
-    """Every model that transformers runs can be written (`Target.check`)."""
+    """Accept every model that transformers runs (`Target.check`)."""
 
 
 def plain_decoder(model: PreTrainedModel, program: str) -> None:
-    """Refuse a model that is not known to become a program for devices, named so.
+    """Refuse a model that is not known to become a `program`, which is named in the message.
 
     Raises:
-        ExportError: another family, rotary positions that change with the text, another activation,
-            or attention that does not see all of the text.
+        ExportError: another family, rotary positions that depend on the length of the text, another
+            activation, or attention that does not see all of the text.
     """
     config = model.config
     if config.model_type not in DECODERS:
@@ -138,14 +138,14 @@ def plain_decoder(model: PreTrainedModel, program: str) -> None:
 
 
 def lost_by_rank(spec: LutSpec) -> str | None:
-    """Why one scale for each group is not that weight's; None if it is."""
+    """Return why one scale per group cannot hold that weight; None if it can."""
     if spec.scale != "group":
         return f"its scale is of low rank ({spec.rank}), expected one for each group"
     return None
 
 
 def lost_by_codewords(spec: LutSpec) -> str | None:
-    """Why one stored index for each weight is not that weight; None if it is."""
+    """Return why one stored index per weight cannot hold that weight; None if it can."""
     if spec.is_vector:
         return f"an index names {spec.vector_size} weights, expected one"
     if spec.is_trellis:
@@ -154,7 +154,7 @@ def lost_by_codewords(spec: LutSpec) -> str | None:
 
 
 def lost_by_grid(spec: LutSpec, grids: tuple[str, ...]) -> str | None:
-    """Why integers times a scale of each group are not that weight; None if they are."""
+    """Return why integers times group scales cannot hold that weight; None if they can."""
     reason = lost_by_codewords(spec) or lost_by_rank(spec)
     if reason is None and spec.codebook not in grids:
         reason = f"its codebook is {spec.codebook}, expected {' or '.join(grids)}"
@@ -162,7 +162,7 @@ def lost_by_grid(spec: LutSpec, grids: tuple[str, ...]) -> str | None:
 
 
 def refuse_codewords(spec: LutSpec) -> None:
-    """Refuse a codebook of vectors, or a trellis, that a scheme of levels would replace.
+    """Refuse a codebook of vectors or a trellis, which a scheme of levels would replace.
 
     Raises:
         ExportError: an index names several weights, or is not stored whole.
@@ -173,10 +173,10 @@ def refuse_codewords(spec: LutSpec) -> None:
 
 
 def refuse_low_rank(spec: LutSpec) -> None:
-    """Refuse a scale that a scheme of groups would replace.
+    """Refuse a low-rank scale, which a scheme of groups would replace.
 
     Raises:
-        ExportError: it is of low rank.
+        ExportError: the scale is of low rank.
     """
     reason = lost_by_rank(spec)
     if reason is not None:
@@ -184,10 +184,10 @@ def refuse_low_rank(spec: LutSpec) -> None:
 
 
 def group_size_near(wished: int, sizes: tuple[int, ...], in_features: int) -> int:
-    """The one of `sizes` that divides the row, nearest to the wished one, smaller first.
+    """Return the divisor of the row among `sizes` that is nearest to `wished`, smaller first.
 
     Raises:
-        ExportError: none does.
+        ExportError: none divides the row.
     """
     whole = [size for size in sizes if in_features % size == 0]
     if not whole:
@@ -199,7 +199,9 @@ def group_size_near(wished: int, sizes: tuple[int, ...], in_features: int) -> in
 
 
 def unquantized_state(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Norms, biases, float tables: all that is no quantized weight, in `dtype`, a tied head once.
+    """Return all tensors that are no quantized weight, in `dtype`: norms, biases, float tables.
+
+    A tied head is included once.
 
     Raises:
         ExportError: a value overflows `dtype`.
@@ -217,8 +219,9 @@ def unquantized_state(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, T
 
 
 def narrow_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """`unquantized_state` in the dtype of the model, or in 16 bits that lose nothing of it: for
-    files whose tensors have a dtype each.
+    """Return `unquantized_state` in the model's dtype, or in 16 bits where that is lossless.
+
+    For files in which each tensor has its own dtype.
 
     Raises:
         ExportError: a value overflows the dtype of the model.
@@ -227,9 +230,9 @@ def narrow_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def float_linears(model: PreTrainedModel) -> list[str]:
-    """The names of the linears that stay in floating point, the head among them.
+    """Return the names of the linears that stay in floating point, including the head.
 
-    Engines stop at a linear that a checkpoint lists neither as quantized nor as left so.
+    Engines refuse a linear that a checkpoint lists neither as quantized nor as ignored.
     """
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
@@ -242,7 +245,7 @@ def write_config(
     dtype: torch.dtype,
     extra: dict[str, object],
 ) -> None:
-    """Write config.json with `extra` keys and no quantization of ours, and the tokenizer."""
+    """Write config.json with `extra` keys and without our quantization, and the tokenizer."""
     config = _plain_config(model)
     named = with_older_names(config, config.to_diff_dict())
     values = {**named, "dtype": str(dtype).removeprefix("torch."), **extra}
@@ -255,29 +258,29 @@ def write_config(
         tokenizer.save_pretrained(directory)
 
 
-# Logits on a few tokens: how an export is compared with the model that it came from.
-#
-# Shapes: B sequences, S positions, V words.
+# Logits on a few tokens, which compare an export with its model. Shapes: B sequences, S positions,
+# V words.
 
 NUM_PROBE_TOKENS = 16
 
 
 def probe_ids(model: PreTrainedModel) -> Tensor:
-    """Tokens spread over the vocabulary, `(1, S)`."""
+    """Return tokens spread over the vocabulary, `(1, S)`."""
     vocab_size = model.config.get_text_config().vocab_size
     return torch.arange(NUM_PROBE_TOKENS)[None] * (vocab_size // NUM_PROBE_TOKENS) % vocab_size
 
 
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """`(B, S, V)` in the dtype that the model computes in."""
+    """Return the logits `(B, S, V)` in the dtype that the model computes in."""
     return model(input_ids=ids, use_cache=False).logits
 
 
 def align(model: PreTrainedModel) -> None:
-    """Move each parameter to where torch puts new tensors.
+    """Move each parameter to newly allocated memory.
 
-    In a file one may begin at any byte, and a CPU sums a product of few rows in another order then.
+    A tensor in a file may begin at any byte, and a CPU then sums a product of few rows in another
+    order.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
@@ -286,20 +289,22 @@ def align(model: PreTrainedModel) -> None:
 def reloaded_logits(
     model: PreTrainedModel, directory: Path, ids: Tensor, **settings: object
 ) -> Tensor:
-    """Those of the model that transformers, given these `settings` too, reads from `directory`, in
-    the dtype of `model`."""
+    """Return logits of the model that transformers reads from `directory`, in the dtype of `model`.
+
+    `settings` go to `from_pretrained`.
+    """
     found = reloaded(model, directory, dtype=embedding_dtype(model), **settings)
     with quiet_transformers():
-        return logits_of(found, ids)  # some decompress at the first call
+        return logits_of(found, ids)  # some are decompressed at the first call
 
 
 def reloaded(model: PreTrainedModel, directory: Path, **settings: object) -> PreTrainedModel:
-    """The model like `model` that transformers, given these `settings`, reads from `directory`."""
+    """Load a model like `model` from `directory` by transformers with these `settings`."""
     with quiet_transformers():
         found = auto_class(model.config).from_pretrained(
             directory, local_files_only=True, **settings
         )
-    open_sites(found)  # so that experts multiply in the layout that they have in `model`
+    open_sites(found)  # experts then multiply in the same layout as in `model`
     align(found)
     return found.eval()
 
@@ -307,7 +312,7 @@ def reloaded(model: PreTrainedModel, directory: Path, **settings: object) -> Pre
 def float_model(
     model: PreTrainedModel, weights: dict[str, Tensor], dtype: torch.dtype
 ) -> PreTrainedModel:
-    """A float model like `model` with these weights in `dtype`, in eval mode.
+    """Return a float model like `model` with these weights in `dtype`, in eval mode.
 
     Raises:
         RuntimeError: a weight is missing, or there is one too many.
@@ -325,10 +330,10 @@ def float_model(
 
 
 def quantize_inputs(copy: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Let the linears and the head of a float copy of `model` read their inputs as its own do."""
+    """Let the linears and the head of a float copy of `model` quantize their inputs likewise."""
     for name, module in quantized_modules(model).items():
         if module.activation is not None:
-            is_head = isinstance(module, FrozenLutTable)  # a tied one has the embedding's name
+            is_head = isinstance(module, FrozenLutTable)  # a tied head has the embedding's name
             reader = copy.get_output_embeddings() if is_head else copy.get_submodule(name)
             reader.register_forward_pre_hook(
                 lambda _module, args, read=module.activation: (read(args[0]),)
@@ -336,7 +341,7 @@ def quantize_inputs(copy: PreTrainedModel, model: PreTrainedModel) -> None:
 
 
 def float_skeleton(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A new model of the same class and configuration, without quantization."""
+    """Return a new model of the same class and configuration, without quantization."""
     return type(model)._from_config(_plain_config(model), dtype=dtype)
 
 

@@ -1,7 +1,7 @@
-"""The registry of targets: what a student can be shipped as, one module of `qat.export` each.
+"""Registry of export targets, with one module of `qat.export` each.
 
-A target says of every weight format whether it holds it without loss, before anything is trained
-(`qat convert --for TARGET`) and before anything is written (`qat export --to TARGET`).
+A target can tell for every weight format whether it holds it without loss. This is checked before
+training (`qat convert --for TARGET`) and before files are written (`qat export --to TARGET`).
 """
 
 from importlib import import_module
@@ -34,40 +34,40 @@ TARGETS: dict[TargetName, str] = {
     "executorch": "qat.export.executorch",
     "anemll": "qat.anemll.export",
 }
-"""The module of each target; none is imported before it is asked for."""
+"""The module of each target, imported on first use."""
 
 
 class Lack(NamedTuple):
-    """Why a target cannot hold a checkpoint as it is."""
+    """The reason that a target cannot hold a checkpoint as it is."""
 
     reason: str
-    """In a clause."""
+    """The reason as a clause."""
     is_format: bool
-    """Whether it is a weight's format, which `qat convert --for` would have chosen otherwise."""
+    """True if it is a weight's format, which `qat convert --for` would have chosen otherwise."""
 
 
 class Target(Protocol):
-    """What the module of a target defines. Its own library is imported inside the functions."""
+    """The interface of a target's module. Its own library is imported inside the functions."""
 
     COMPARED: Literal["bits", "bits32", "sums", "constants"]
-    """How logits that are read back must equal the model's. bits: to the bit, in its own dtype;
-    bits32: in float32, as the library rounds scales of inputs to the dtype of the model; sums: in
-    float32, where sums run in another order; constants: in float32 with weights rounded to the
-    model's dtype, as angles and other constants are in the files."""
+    """How read-back logits must equal the model's. bits: bit-exact in the model's dtype; bits32:
+    bit-exact in float32, because the library rounds scales of inputs to the dtype of the model;
+    sums: in float32, with sums in another order; constants: in float32 with weights rounded to the
+    model's dtype, as are angles and other constants in the files."""
     HOLDS_ADAPTERS: bool
-    """Whether `lora_out @ lora_in` may be part of a weight."""
+    """True if `lora_out @ lora_in` may be part of a weight."""
     HOLDS_TABLES: bool
-    """Whether the embedding or the head may be quantized."""
+    """True if the embedding or the head may be quantized."""
     HOLDS_ACTIVATIONS: tuple[ActivationKind | None, ...]
-    """Kinds of inputs that the target computes with; None: in floating point."""
+    """Kinds of inputs that the target computes with; None stands for floating point."""
     HOW_TO_LOAD: str
     """Markdown for the model card: how to load the files with the target's own library."""
 
     def lost(self, spec: LutSpec, shape: tuple[int, int]) -> str | None:
-        """Why an `(O, I)` weight in that format would lose something; None if it loses nothing."""
+        """Return why an `(O, I)` weight in that format would lose something; None if not."""
 
     def scheme(self, spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-        """The format nearest to `spec`, with as many bits, that is held without loss.
+        """Return the format nearest to `spec`, with as many bits, that is held without loss.
 
         Raises:
             ExportError: there is none.
@@ -83,27 +83,30 @@ class Target(Protocol):
     def write(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
     ) -> None:
-        """Write the files into `directory`, which exists.
+        """Write the files into the existing `directory`.
 
         Raises:
             ExportError: a value of the model does not fit.
         """
 
     def read_logits(self, model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-        """The logits `(B, S, V)` for `ids` `(B, S)` of what was written, read by the target's own
-        library; where that runs no model here, its weights in a copy of `model`."""
+        """Return the logits `(B, S, V)` of the written files for `ids` `(B, S)`.
+
+        The target's own library reads the files; if it cannot run models here, it reads the weights
+        into a copy of `model`.
+        """
 
 
 def load_target(name: TargetName) -> Target:
-    """The module of the target called `name`."""
+    """Return the module of the target called `name`."""
     return import_module(TARGETS[name])
 
 
 def check_library(name: TargetName) -> None:
-    """Refuse the target called `name` where its library is not installed or does not load.
+    """Refuse the target called `name` if its library is not installed or does not load.
 
     Raises:
-        ExportError: the library, and the command that installs it.
+        ExportError: the library is missing; the message has the command that installs it.
     """
     if name not in LIBRARIES:
         return
@@ -111,7 +114,7 @@ def check_library(name: TargetName) -> None:
     try:
         if getattr(import_module(library), "__file__", None) is None:
             raise ImportError("only a folder is called so")
-    except (ImportError, OSError) as error:  # OSError: a shared library of its own is missing
+    except (ImportError, OSError) as error:  # OSError: one of its shared libraries is missing
         raise ExportError(
             f"{library} does not load ({' '.join(str(error).split())[:160]}), expected it to check "
             f"what is written; run: {how_to_install(extra)}"
@@ -138,13 +141,13 @@ def check_model(name: TargetName, model: PreTrainedModel) -> None:
 
 
 def ships_to(directory: Path, *, adapters: bool = False) -> dict[TargetName, Lack | None]:
-    """Of the packed checkpoint in `directory`: what each target lacks for it, None where nothing.
+    """Return what each target lacks for the packed checkpoint in `directory`; None if nothing.
 
-    Its configuration alone is read.
+    Only the configuration is read.
 
     Args:
         directory: of the checkpoint.
-        adapters: its linears will get some.
+        adapters: its linears will get adapters.
 
     Raises:
         CheckpointError: it is not a packed checkpoint.
@@ -160,7 +163,7 @@ def model_ships_to(
 
 
 def _lacks(target: Target, name: TargetName, model: PreTrainedModel, adapters: bool) -> Lack | None:
-    """What a target lacks for a model."""
+    """Return what a target lacks for a model; None if nothing."""
     try:
         check_architecture(name, model)
         target.check(model)
@@ -174,12 +177,12 @@ def _lacks(target: Target, name: TargetName, model: PreTrainedModel, adapters: b
 
 
 def _linears_first(model: PreTrainedModel) -> dict[str, QuantLinear | FrozenLutTable]:
-    """The quantized modules by name: what is wrong with a linear decides about the plan."""
+    """Return the quantized modules by name, linears first: their faults decide on the plan."""
     return {**quant_linears(model), **lut_tables(model)}
 
 
 def _lost(target: Target, module: QuantLinear | FrozenLutTable) -> tuple[str, str] | None:
-    """What the target would lose of a module, and what to do about it; None for nothing."""
+    """Return what the target would lose of a module, and the remedy; None if nothing."""
     if isinstance(module, FrozenLutTable) and not target.HOLDS_TABLES:
         reason = "a quantized table, expected one in floating point"
         return reason, "convert the model with --embedding-bits 16, or --for {name}"
@@ -190,7 +193,7 @@ def _lost(target: Target, module: QuantLinear | FrozenLutTable) -> tuple[str, st
     if reason is None and activation is not None:
         remedy = "convert the model with inputs as expected, or keep the packed checkpoint"
     else:
-        # --for makes no levels of vectors or trellises
+        # --for does not turn vectors or trellises into levels
         plan = " --to q2a4" if module.spec.has_codewords else ""
         remedy = f"convert the model with 'qat convert{plan} --for {{name}}' before training"
     reason = reason or lost_by_activation(target, activation)

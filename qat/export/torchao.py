@@ -33,9 +33,9 @@ HOLDS_TABLES = False
 HOLDS_ACTIVATIONS = (None, "int8-asymmetric")
 check = any_model
 READS_INT8 = "int8_asym_per_token"
-"""What torchao calls inputs of kind int8-asymmetric."""
+"""torchao's name for inputs of kind int8-asymmetric."""
 MOST_SEQ_BITS = 4
-"""Above, a zero among the levels costs little."""
+"""Above this, a zero among the levels costs little."""
 HOW_TO_LOAD = """\
 ```python
 # pip install torchao
@@ -49,15 +49,18 @@ Each weight takes a byte in this form, whatever its bits: it is what torchao low
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """Evenly spaced levels of 1 to 8 bits in groups of any size."""
+    """Return why a weight would lose something; None if not.
+
+    Evenly spaced levels of 1 to 8 bits, in groups of any size, lose nothing.
+    """
     return lost_by_grid(spec, EVEN_GRIDS)
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """Even levels without a zero up to 4 bits, integers above, in the plan's groups.
+    """Return even levels without a zero up to 4 bits, integers above, in the plan's groups.
 
     Raises:
-        ExportError: vectors, or scales of low rank.
+        ExportError: vectors, a trellis, or low-rank scales.
     """
     refuse_codewords(spec)
     refuse_low_rank(spec)
@@ -88,14 +91,14 @@ def write(
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Those of what transformers reads with torchao, in float32."""
+    """Return logits of what transformers reads with torchao, in float32."""
     found = reloaded(model, directory, dtype="auto")
-    # transformers' own refuses to cast what is quantized
+    # transformers' own `to` refuses to cast quantized models
     return logits_of(nn.Module.to(found, torch.float32), ids)
 
 
 def _tensor(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype) -> Tensor:
-    """`W = (integer - zero_point) * scale`, with a zero point in floating point."""
+    """Return `W = (integer - zero_point) * scale`, with a zero point in floating point."""
     from torchao.quantization import IntxUnpackedToInt8Tensor
 
     weight, spec = affine(module), module.spec
@@ -115,7 +118,7 @@ def _tensor(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype)
 
 
 def _config(model: PreTrainedModel) -> dict[str, object]:
-    """The `quantization_config`; what each tensor is stands in the file itself."""
+    """Return the `quantization_config`; the format of each tensor is in the file itself."""
     from torchao.core.config import config_to_dict
     from torchao.quantization import (
         FqnToConfig,
