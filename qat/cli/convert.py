@@ -141,7 +141,7 @@ def convert(
         linears=len(report.modules) - report.num_tables,
         tables=report.num_tables,
         kept=report.kept,
-        **_rounded(sizes),
+        **sizes.rounded(),
         kv_bytes_per_token=report.kv and report.kv.bytes_per_token,
         **(spending or {}),
         seconds=round(report.seconds, 2),
@@ -175,18 +175,11 @@ def forecast_conversion(
     _warn(found.sizes, found.float_tables_frac, console)
     console.print(table)
     return {
-        **_rounded(found.sizes),
+        **found.sizes.rounded(),
         "minutes": round(found.minutes, 1),
         "memory_gib": round(found.memory_gib, 2),
         "ships_to": show_lacks(model_ships_to(found.model)),
     }
-
-
-def _rounded(sizes: "Sizes") -> dict[str, float | None]:
-    """The sizes for the last line; null for what is not known."""
-    values = {key: value for key, value in sizes._asdict().items() if value is not None}
-    known = {key: round(value, 4) for key, value in values.items() if not math.isnan(value)}
-    return dict.fromkeys(sizes._fields) | known
 
 
 def _warn(sizes: "Sizes", float_tables_frac: float, console: "Terminal") -> None:

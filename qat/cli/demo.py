@@ -77,8 +77,7 @@ def _stages(pipeline: Pipeline, teacher: Path, steps: int) -> Path:
     )  # fmt: skip
     models = {"teacher": teacher, "converted": converted, "trained": trained}
     for name in ("converted", "trained"):
-        words = ("--cache-dir", cache)
-        pipeline.examine(name, models[name], *words, teacher=str(teacher), converted=converted)
+        pipeline.examine(name, models[name], "--cache-dir", cache, teacher=str(teacher))
     pipeline.compare(models, PROMPT)
     pipeline.make("export/packed", "export", trained, "--to", "packed")
     return pipeline.report()

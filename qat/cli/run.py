@@ -9,7 +9,6 @@ asking the disk.
 """
 
 import json
-import math
 import re
 import shlex
 import time
@@ -145,14 +144,10 @@ class Pipeline:
         self.call(verb, *words, "--out", made, *resume, stage=name)
         return made
 
-    def examine(
-        self, name: str, model: Path, *words: object, teacher: str, converted: Path
-    ) -> None:
-        """Judge `model` with `qat eval` and `words`, unless `eval.json` has it.
-
-        `converted` is the checkpoint whose report knows its bits per weight.
-        """
-        from qat.models.cost import source_megabytes
+    def examine(self, name: str, model: Path, *words: object, teacher: str) -> None:
+        """Judge `model` with `qat eval` and `words`, unless `eval.json` has it."""
+        from qat.models.cost import checkpoint_sizes
+        from qat.models.directory import resolve
 
         exams = self.exams()
         if name in exams:
@@ -160,12 +155,16 @@ class Pipeline:
             return
         self.has_news = True
         found = self.call("eval", model, "--teacher", teacher, *words, stage=f"eval {name}")
-        report = parse_json((converted / LAST_FILES["convert"]).read_text(encoding="utf-8"))
+        sizes = checkpoint_sizes(Path(resolve(str(model))), teacher).rounded()
         if "teacher" not in exams:
             same = {"kd_nats": 0.0, "kl_nats": 0.0, "top1_frac": 1.0, "ppl": found["teacher_ppl"]}
-            exams["teacher"] = {**same, "megabytes": source_megabytes(teacher)}
-        bits = {key: report[key] for key in ("bits_per_weight", "whole_bits_per_weight")}
-        found |= {**bits, "megabytes": source_megabytes(str(model)), "step": best_step(model)}
+            exams["teacher"] = {**same, "megabytes": sizes["source_megabytes"]}
+        found |= {
+            "megabytes": sizes["megabytes"],
+            "whole_bits_per_weight": sizes["bits_per_weight"],
+            "bits_per_weight": sizes["linear_bits"],
+            "step": best_step(model),
+        }
         exams[name] = {key: value for key, value in found.items() if value is not None}
         write_atomically(self.out / EXAM, json.dumps(exams, indent=1, default=str) + "\n")
 
@@ -569,10 +568,7 @@ class Run:
         table.add_row(*sizes.cells(), *cells)
         self.pipeline.console.print(table)
         return {
-            "source_megabytes": sizes.source_megabytes,
-            "megabytes": round(sizes.megabytes, 3),
-            "bits_per_weight": round(sizes.bits_per_weight, 4),
-            "linear_bits": None if math.isnan(sizes.linear_bits) else round(sizes.linear_bits, 4),
+            **sizes.rounded(),
             "steps": train.max_steps,
             "minutes": round(found.minutes, 1),
             "memory_gib": round(found.memory_gib, 2),
@@ -601,8 +597,7 @@ class Run:
         converted = pipeline.make("converted", "convert", *self._words("convert"))
         trained = pipeline.make("trained", "train", *self._words("train"))
         for name, student in (("converted", converted), ("trained", trained)):
-            words = self._words("eval")
-            pipeline.examine(name, student, *words, teacher=self.teacher, converted=converted)
+            pipeline.examine(name, student, *self._words("eval"), teacher=self.teacher)
         models = {"teacher": self.teacher, "converted": converted, "trained": trained}
         prompt = held_out_prompt(cache, load_tokenizer(self.teacher))
         device = {"device": self.config.device, "dtype": self.config.dtype}

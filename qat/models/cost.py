@@ -119,6 +119,13 @@ class Sizes(NamedTuple):
             "-" if math.isnan(self.linear_bits) else f"{self.linear_bits:.3f}",
         )
 
+    def rounded(self) -> dict[str, float | None]:
+        """The sizes by name with four decimals; None for one that is not known."""
+        return {
+            name: None if value is None or math.isnan(value) else round(value, 4)
+            for name, value in self._asdict().items()
+        }
+
     def warning(self, reason: str) -> str | None:
         """A line for a result that is not smaller than its source, with `reason`; else None."""
         if self.source_megabytes is None or self.megabytes < self.source_megabytes:

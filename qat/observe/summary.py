@@ -11,7 +11,7 @@ from typing import Any
 from qat.errors import CheckpointError
 from qat.files import parse_toml
 from qat.logs import EXAM, METRICS, RECIPE, SAMPLES
-from qat.models.cost import model_bytes
+from qat.models.cost import source_megabytes
 from qat.observe.runs import Conversion, Exams, TrainingRun
 
 DEMO_TEXT = "stdlib"
@@ -105,7 +105,7 @@ def summary_of_run(path: Path, run: TrainingRun) -> Summary:
     if run.evals:
         first, best = run.evals[0], run.best()
         rows = {"before training": first, f"step {best['step']}": best}
-    megabytes = None if run.checkpoint is None else model_bytes(run.checkpoint) / 1e6
+    megabytes = None if run.checkpoint is None else source_megabytes(str(run.checkpoint))
     results = [
         Result(name, megabytes, row.get("kl_tail_nats"), row.get("top1_frac"), row.get("ppl"))
         for name, row in rows.items()

@@ -25,6 +25,7 @@ from qat.cli.demo import demo
 from qat.cli.run import Pipeline, Run, RunConfig
 from qat.errors import ConfigError, ExportError, QatError, Stopped
 from qat.models.checkpoint import load_checkpoint
+from qat.models.cost import checkpoint_sizes
 from qat.models.directory import resolve
 from qat.observe.page import Written
 
@@ -72,6 +73,10 @@ def test_it_makes_all_that_it_says(finished: Path) -> None:
     exams = json.loads((finished / "eval.json").read_text())
     assert [*exams] == ["teacher", "converted", "trained"]
     assert exams["trained"]["megabytes"] < exams["teacher"]["megabytes"]
+    for name in ("converted", "trained"):  # each student's own
+        sizes = checkpoint_sizes(Path(resolve(str(finished / name))), None).rounded()
+        keys = ("megabytes", "whole_bits_per_weight", "bits_per_weight")
+        assert [exams[name][key] for key in keys] == [*sizes.values()][1:]
     assert exams["trained"]["step"] in range(5) and "step" not in exams["converted"]
     assert (finished / "student").read_text() in ("trained\n", "converted\n")
     assert load_checkpoint(Path(resolve(str(finished)))) is not None
