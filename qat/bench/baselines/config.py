@@ -10,70 +10,71 @@ from qat.losses.config import parse_losses
 from qat.quant.spec import role_of
 
 METHODS = ("reference", "torchao_int2", "efficientqat", "edgerazor", "rtn", "gptq")
-"""What our recipes are compared with, by the names that a table carries."""
+"""Methods that our recipes are compared with, by their names in the results table."""
 PTQ = ("rtn", "gptq")
-"""Those that train nothing."""
+"""Methods without training."""
 PLANS = {"q2a4": {"mlp": 2, "attention": 4}, "q2a2": {"mlp": 2, "attention": 2}}
-"""Bits of each part by plan."""
+"""Bits of each part of the model, by plan."""
 OWN = {
     "reference": {"lr": 5e-5, "warmup_steps": 100},
     "torchao_int2": {"lr": 1e-4, "warmup_steps": 50},
     "efficientqat": {"lr": 1e-4, "warmup_steps": 50},
     "edgerazor": {"lr": 1e-4, "warmup_steps": 50},
 }
-"""What a method trains with where the settings leave it open."""
+"""Each method's defaults for settings that are left open."""
 
 
 class BaselineSettings(Settings):
-    """How a baseline is trained, on what, and what it becomes; learning rates are absolute."""
+    """Settings of a baseline: its format, data and training; learning rates are absolute."""
 
     plan: Literal["q2a4", "q2a2"] = "q2a4"
-    """Bits of MLPs and attention."""
+    """Plan of bits for MLPs and attention."""
     group_size: int = Field(32, gt=0)
-    """Weights of a row that share a scale (for the reference: those that its scales start from)."""
+    """Weights of a row that share a scale (for the reference, of its initial scales)."""
     max_steps: int = Field(1000, ge=1)
-    """Optimizer steps; for efficientqat what both stages cost together, in whole steps."""
+    """Optimizer steps; for efficientqat the cost of both stages together, in full steps."""
     batch_size: int = Field(64, ge=1)
-    """Sequences in a step."""
+    """Sequences per step."""
     lr: float | None = Field(None, ge=0)
     """Peak learning rate of AdamW; by default the method's own, for the reference as published."""
     warmup_steps: int | None = Field(None, ge=0)
-    """Steps of linear rise; by default 100 for the reference and 50 for the others."""
+    """Steps of linear warm-up; by default 100 for the reference and 50 for the others."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """Where the cosine ends, as a share of the peak."""
+    """Final learning rate of the cosine schedule, as a fraction of the peak."""
     seed: int = Field(0, ge=0)
-    """Decides the order of the data, as in `qat train`, and random starts."""
+    """Seed of the data order, as in `qat train`, and of random initial values."""
     loss: str = "tail"
-    """Distillation loss at temperature 1 of all methods but the reference."""
+    """Distillation loss of all methods but the reference, at temperature 1."""
     temperature: float = Field(2.0, gt=0)
-    """Of the reference's candidates loss."""
+    """Temperature of the reference's candidates loss."""
     hard_top1: float = Field(0.0, ge=0)
-    """Weight of the reference's cross-entropy with the teacher's likeliest token (it ships 0.2)."""
+    """Weight of the reference's cross-entropy with the teacher's top-1 token (published as 0.2)."""
     start: Literal["q4", "from_scratch", "full_rank"] = "q4"
-    """Where the reference starts: at 4 bits and rank 4, then its converter; from scratch with its
-    evenly spaced table; or with its converter's table over scales of the whole rank."""
+    """Initial state of the reference: 4 bits at rank 4 and then its converter; from scratch with
+    its evenly spaced table; or its converter's table over scales of the full rank."""
     factored: bool = True
-    """Whether the reference multiplies rank by rank as published, or by the formed weight: the same
-    numbers, faster."""
+    """True multiplies rank by rank, as the reference does; false forms the weight first, which
+    gives the same numbers faster."""
     int4_share: float = Field(0.5, gt=0, le=1)
-    """Share of rows that edgerazor keeps in 4 bits, the others being ternary, whatever `plan` says.
-    It is rounded up to every nth row; published are 0.5 ("2.79 bits") and 0.125 ("1.88 bits")."""
+    """Fraction of rows that edgerazor keeps in 4 bits, whatever `plan` says; the others are
+    ternary. It is rounded up to every nth row; published are 0.5 ("2.79 bits") and 0.125 ("1.88
+    bits")."""
     activations: Literal["int8"] | None = None
-    """Let edgerazor, in training and after it, round what linears read to 8 bits: a scale for each
-    token and group of `group_size` features. By default they read what there is."""
+    """Round the inputs of edgerazor's linears to 8 bits, in training and afterwards, with a scale
+    per token and group of `group_size` features. By default they are not rounded."""
     kv: Literal["int8"] | None = None
-    """Let edgerazor, in training and after it, keep keys and values in 8 bits: a scale for each
-    head of a token. By default they are kept as they are."""
+    """Keep edgerazor's keys and values in 8 bits, in training and afterwards, with a scale per
+    token and head. By default they are not rounded."""
     block_steps: int | None = Field(None, ge=0)
-    """Steps of efficientqat in each block; by default what half of max_steps pays for."""
+    """Steps of efficientqat in each block; by default as many as half of max_steps pays for."""
     block_lr: float = Field(1e-4, ge=0)
     """Peak learning rate of the weights in efficientqat's blocks."""
     block_lr_scales: float = Field(1e-4, ge=0)
     """Peak learning rate of scales and zero points in efficientqat's blocks."""
     device: str = "auto"
-    """auto, cpu, cuda, cuda:1, ..."""
+    """Device: auto, cpu, cuda, cuda:1, ..."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """What matmuls compute in over float32 parameters; auto is bf16 where it is native."""
+    """Compute dtype of matmuls over float32 parameters; auto is bf16 where it is native."""
 
     @field_validator("loss")
     @classmethod
@@ -82,14 +83,15 @@ class BaselineSettings(Settings):
         return text
 
     def bits_of(self, name: str) -> int:
-        """Bits of the linear called `name`."""
+        """Return the bits of the linear called `name`."""
         return PLANS[self.plan]["mlp" if role_of(name) == "mlp" else "attention"]
 
     def check(self, method: str) -> None:
-        """Refuse what `method` would not do.
+        """Raise ConfigError for settings that `method` does not support.
 
         Raises:
-            ConfigError: it rounds weights alone, and inputs, keys or values are to be rounded.
+            ConfigError: inputs, keys or values are to be rounded by a method that rounds only
+                weights.
         """
         for name in ("activations", "kv"):
             asked = getattr(self, name)
@@ -100,6 +102,6 @@ class BaselineSettings(Settings):
                 )
 
     def filled(self, method: str) -> "BaselineSettings":
-        """The settings with the method's own values where they leave something open."""
+        """Return the settings with the method's own defaults where they are left open."""
         own = {name: value for name, value in OWN[method].items() if getattr(self, name) is None}
         return self.model_copy(update=own)

@@ -1,4 +1,4 @@
-"""The methods that our recipes are compared with, each from a teacher to a judgeable student."""
+"""The methods that our recipes are compared with, each from a teacher to an evaluable student."""
 
 import math
 import re
@@ -43,18 +43,18 @@ from qat.nn.swap import CACHE, decoder_layers
 # torchao's own quantization-aware training: int2 or int4 weights in groups, straight-through.
 
 GROUP_SIZE = 32
-"""Of the benchmark of speed."""
+"""Group size in the speed benchmark."""
 
 
 def is_installed() -> bool:
-    """Whether torchao can be imported."""
+    """Return whether torchao can be imported."""
     return find_spec("torchao") is not None
 
 
 def torchao_step(
     student: LanguageModel, names: Collection[str], config: MeasureConfig, *, is_compiled: bool
 ) -> PlainStep:
-    """Fake-quantized int2 training of the linears called `names`, weights only."""
+    """Return a step that trains the linears called `names` with int2 fake-quantized weights."""
     return plain_step(
         student,
         names,
@@ -65,7 +65,7 @@ def torchao_step(
 
 
 def fake_quantize(model: PreTrainedModel, bits: dict[str, int], group_size: int) -> None:
-    """Let the linears named in `bits` compute with symmetric integers of so many bits."""
+    """Fake-quantize the linears in `bits` to symmetric integers with that number of bits."""
     from torchao.quantization import quantize_
     from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
@@ -80,7 +80,7 @@ def fake_quantize(model: PreTrainedModel, bits: dict[str, int], group_size: int)
 
 
 def torchao_lesson(job: BaselineJob) -> Lesson:
-    """The weights of all linears learn through torchao's fake quantizers.
+    """Prepare training of the weights of all linears through torchao's fake quantizers.
 
     Raises:
         ConfigError: torchao is not installed.
@@ -105,7 +105,7 @@ def torchao_lesson(job: BaselineJob) -> Lesson:
 def _deployed(
     model: PreTrainedModel, bits: dict[str, int], settings: BaselineSettings
 ) -> dict[str, Deployed]:
-    """What the fake quantizers give, counted with a scale of 16 bits a group."""
+    """Return the fake-quantized weights; the size includes a 16-bit scale per group."""
     found = {}
     for name, kind in bits.items():
         linear: nn.Linear = model.get_submodule(name)
@@ -115,26 +115,26 @@ def _deployed(
     return found
 
 
-# EdgeRazor's own training (arXiv:2605.04062): rows of 4 bits among ternary ones, straight-through.
+# EdgeRazor's own training (arXiv:2605.04062): rows of 4 bits and ternary rows, straight-through.
 #
-# Where the settings say so, what linears read and what a cache keeps of keys and values is 8 bits:
-# codes of -127 ... 127 times a scale of max |x| / 127, measured for each token.
+# Optionally the inputs of linears and the cached keys and values are rounded to 8 bits: codes of
+# -127 ... 127 times a scale of max |x| / 127 per token.
 
 ROW_WISE = "weight_quant_uniform_symmetric_clip_per_block_mp_int1_58_int4_static_row_wise_sparse"
-"""What its recipes of "2.79 bits" and "1.88 bits" quantize weights with."""
+"""The weight quantizer of its recipes of "2.79 bits" and "1.88 bits"."""
 INPUTS = "state_quant_uniform_symmetric_absmax_per_block_int8"
-"""What its recipes round inputs with, in blocks of as many features as the weights' groups."""
+"""The input quantizer of its recipes, in blocks of the same size as the weights' groups."""
 HEADS = "state_quant_uniform_symmetric_absmax_per_token_int8"
-"""Rounds a head of a token: what `INPUTS` does in blocks of a head's width, as its recipes for
-Qwen3 and MobileLLM have it."""
+"""The quantizer of a token's head: as `INPUTS` with the head's width as block size, as in its
+recipes for Qwen3 and MobileLLM."""
 
 
 def edgerazor_lesson(job: BaselineJob) -> Lesson:
-    """The weights of all linears learn through EdgeRazor's quantizers.
+    """Prepare training of the weights of all linears through EdgeRazor's quantizers.
 
     Raises:
-        ConfigError: EdgeRazor is not installed, a group does not divide a row, or the model keeps
-            inputs, keys or values where EdgeRazor does not reach them.
+        ConfigError: EdgeRazor is not installed, a group does not divide a row, or the model
+            computes inputs, keys or values where EdgeRazor cannot round them.
     """
     try:
         from edgerazor.log import set_component_level
@@ -147,7 +147,7 @@ def edgerazor_lesson(job: BaselineJob) -> Lesson:
 
     class Rounded(QuantizedKVState):
         def update(self, *heads: object, **_more: object) -> tuple[Tensor, Tensor]:
-            """Without what layers of transformers 5.24 hand over by name: it takes none."""
+            """Drop keyword arguments, which transformers 5.24 passes and edgerazor rejects."""
             return super().update(*heads)
 
     settings, size = job.settings, job.settings.group_size
@@ -168,7 +168,7 @@ def edgerazor_lesson(job: BaselineJob) -> Lesson:
         "kv_cache_function": HEADS if settings.kv else "",
     }
     select = {"target_names": [re.escape(name) for name in job.names]}
-    set_component_level("QAT", "ERROR")  # it says each of its steps
+    set_component_level("QAT", "ERROR")  # it logs each of its steps
 
     def apply(model: PreTrainedModel, *, is_w_quantized: bool) -> None:
         own = QAT({"function": function | {"is_w_quantized": is_w_quantized}, "select": select})
@@ -183,7 +183,7 @@ def edgerazor_lesson(job: BaselineJob) -> Lesson:
     apply(job.model, is_w_quantized=False)
     linears = {name: job.model.get_submodule(name) for name in job.names}
     for linear in linears.values():
-        linear.train()  # it passes gradients straight through then alone
+        linear.train()  # only in training mode it passes gradients straight through
     step = job.step(
         [linear.weight for linear in linears.values()], job.kd_loss(), steps=settings.max_steps
     )
@@ -206,7 +206,7 @@ def edgerazor_lesson(job: BaselineJob) -> Lesson:
 
 
 class NothingKept(Cache):
-    """In the place of a cache: gives back what it is to keep, as if nothing came before."""
+    """A stand-in for a cache that returns the given keys and values, as if nothing came before."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -214,21 +214,21 @@ class NothingKept(Cache):
     def update(
         self, key: Tensor, value: Tensor, *_rest: object, **_more: object
     ) -> tuple[Tensor, Tensor]:
-        """Of one layer."""
+        """Return the keys and values of one layer unchanged."""
         return key, value
 
     def update_indexer(self, key: Tensor, *_rest: object, **_more: object) -> Tensor:
-        """Of what chooses the tokens that a layer attends to."""
+        """Return unchanged the keys that select the tokens a layer attends to."""
         return key
 
 
 def wrap_caches(model: PreTrainedModel, wrap: Callable[[object], object]) -> None:
-    """Let each layer hand its keys and values to `wrap` of the cache it gets, or of `NothingKept`.
+    """Make each layer use `wrap` of the cache that it is given, or of `NothingKept` without one.
 
-    A cache given to the whole model instead would have transformers take packed documents for one.
+    A cache passed to the whole model instead would make transformers treat packed documents as one.
 
     Raises:
-        ConfigError: a layer takes no cache of keys and values.
+        ConfigError: a layer does not take a cache of keys and values.
     """
     layers, nothing_kept = decoder_layers(model), wrap(NothingKept())
     calls = [signature(layer.forward) for layer in layers]
@@ -245,7 +245,7 @@ def wrap_caches(model: PreTrainedModel, wrap: Callable[[object], object]) -> Non
     def hand_on(
         call: Signature, _layer: nn.Module, args: tuple, named: dict[str, object]
     ) -> tuple[tuple, dict]:
-        bound = call.bind(*args, **named)  # some models give the cache by its place
+        bound = call.bind(*args, **named)  # some models pass the cache by position
         given = bound.arguments.get(CACHE)
         bound.arguments[CACHE] = nothing_kept if given is None else wrap(given)
         return bound.args, bound.kwargs
@@ -263,18 +263,18 @@ LESSONS: dict[str, Callable[[BaselineJob], Lesson]] = {
 
 
 class BaselineStudent(NamedTuple):
-    """What a baseline made of a teacher."""
+    """The student that a baseline made of a teacher."""
 
     model: LanguageModel
-    """In float32; its linears hold exactly the weights that the method would deploy."""
+    """The float32 model; its linears hold exactly the weights that the method would deploy."""
     bits_per_weight: float
-    """Over the quantized linears: codes, scales, zero points and codebooks."""
+    """Bits per weight of the quantized linears: codes, scales, zero points and codebooks."""
     steps: int
-    """Optimizer steps, blocks' steps counted as parts of one; 0 where nothing is trained."""
+    """Optimizer steps, with steps of blocks as fractions; 0 without training."""
     seconds: float
-    """The training loop alone, or the quantization where nothing is trained."""
+    """Seconds of the training loop alone, or of the quantization without training."""
     peak_gib: float
-    """Most memory held meanwhile."""
+    """Peak memory of that time."""
 
 
 def train_baseline(
@@ -286,15 +286,15 @@ def train_baseline(
     settings: BaselineSettings,
     calibration: Sequence[TokenBatch] = (),
 ) -> BaselineStudent:
-    """Make a student of a float teacher; the teacher stays as it is.
+    """Make a student from a float teacher, which is not modified.
 
-    Sequences come in the order in which `qat train` takes them at the same seed and batch size.
-    `gptq` alone reads the calibration batches.
+    Sequences come in the order of `qat train` with the same seed and batch size. Only `gptq` reads
+    the calibration batches.
 
     Raises:
-        ConfigError: an unknown method, one that is not installed, or settings that do not fit it.
-        CacheError: the cache is not one for this teacher.
-        TrainingError: the loss is not a number any more.
+        ConfigError: the method is unknown or not installed, or the settings do not fit it.
+        CacheError: the cache does not belong to this teacher.
+        TrainingError: the loss is not finite.
     """
     _check(method, settings, calibration)
     cache.check_student(tokenizer_hash(tokenizer), teacher.config.vocab_size, teacher.longest)
@@ -319,9 +319,10 @@ def time_step(
     settings: BaselineSettings,
     steps: int,
 ) -> float:
-    """Median seconds of an optimizer step; 0 for a method that takes none.
+    """Return the median seconds of an optimizer step; 0 for a method without training.
 
-    For `efficientqat` a step of its second stage; one of its first costs as much over all blocks.
+    For `efficientqat` this is a step of its second stage; a step of the first stage costs as much,
+    summed over all blocks.
     """
     _check(method, settings)
     if method in PTQ:
@@ -359,7 +360,7 @@ def _check(
 
 @torch.no_grad()
 def _quantize(method: str, job: BaselineJob) -> BaselineStudent:
-    """Round all linears, one by one or in the order of their inputs."""
+    """Round all linears, independently or in the order of their inputs."""
     settings, model, size = job.settings, job.model, job.settings.group_size
     weights = {name: model.get_submodule(name).weight for name in job.names}
 
@@ -369,7 +370,7 @@ def _quantize(method: str, job: BaselineJob) -> BaselineStudent:
     job.backend.reset_peak_memory()
     began = time.perf_counter()
     if method == "gptq":
-        # as published: towards each weight itself, on the student's inputs
+        # as published: towards the original weight, with inputs from the quantized student
         walk = stages_in_order(LanguageModel(model), job.calibration, [*alone, *stacks])
         for names, inputs in walk:
             if isinstance(inputs, StackInputs):
@@ -394,5 +395,5 @@ def _quantize(method: str, job: BaselineJob) -> BaselineStudent:
 
 
 def _judgeable(job: BaselineJob) -> LanguageModel:
-    """The model without anything that compiled or recomputed its layers."""
+    """Return the model without compiled or checkpointed layers."""
     return LanguageModel(dense_copy(LanguageModel(job.model), torch.float32))

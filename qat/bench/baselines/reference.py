@@ -1,9 +1,10 @@
-"""The reference's training, from its formula: rank by rank, never forming the weight.
+"""The reference's training from its formula: rank by rank, without forming the weight.
 
 Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5: `y = sum_r g_r A_r * ((x * B_r) @ Q.T)`, with
-unit columns in A and unit rows in B, normalised anew in every forward; MLP rank 32, attention rank
-8. Below rank 16 one matmul after the other, from there on all ranks at once. Its loss gathers
-the head's rows of all candidates. Always with gradient checkpointing, as it was published.
+unit columns in A and unit rows in B, normalised in every forward; MLP rank 32, attention rank 8.
+Below rank 16 the matmuls run one after the other, from there on as one batch of ranks. The loss
+gathers the rows of the head for all candidates. It always uses gradient checkpointing, as
+published.
 
 Shapes: O out_features, I in_features, R rank, T tokens, K teacher tokens kept, D width.
 """
@@ -36,13 +37,13 @@ from qat.nn.swap import replace_module
 from qat.quant.spec import role_of
 from qat.quant.weight import chosen_levels, expand_scales
 
-# Where the reference's student starts: low-rank scales, its 4-bit stage, and its converter.
+# Initialization of the reference's student: low-rank scales, its 4-bit stage, and its converter.
 #
 # Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5: the largest absolute weight of each group,
-# written out to the weight's full width, is cut to low rank by SVD; each weight then takes the
-# nearest value of an evenly spaced table times `S = A diag(g) B`, unit columns in A and unit rows
-# in B. The converter cuts the table of 16 to 4 by k-means over its own entries, adds ranks of noise
-# to the scale, and chooses all levels anew.
+# repeated over the group, is approximated at low rank by SVD; each weight then takes the nearest
+# value of an evenly spaced table times `S = A diag(g) B`, with unit columns in A and unit rows in
+# B. The converter reduces the table from 16 to 4 entries by k-means over the entries, adds ranks of
+# noise to the scale, and chooses all levels again.
 #
 # Shapes: O out_features, I in_features, R rank, L table entries.
 
@@ -64,20 +65,20 @@ class LowRank(NamedTuple):
     """`(R, I)`."""
 
     def unit(self) -> "LowRank":
-        """The same scale with unit columns in A and unit rows in B."""
+        """Return the same scale with unit columns in A and unit rows in B."""
         A = self.A / self.A.norm(dim=0, keepdim=True).clamp_min(TINY)
         return LowRank(A, self.g, self.B / self.B.norm(dim=1, keepdim=True).clamp_min(TINY))
 
     def formed(self) -> Tensor:
-        """`(O, I)`, of either sign."""
+        """Return the scale as a matrix `(O, I)`, of either sign."""
         A, g, B = self.unit()
         return (A * g) @ B
 
 
 def svd_scale(weight: Tensor, rank: int, group_size: int) -> LowRank:
-    """The best scale of `rank` for the largest absolute weight of each group.
+    """Return the best approximation of rank `rank` to the largest absolute weight of each group.
 
-    No gain is below a hundredth of the largest, nor below 0.01.
+    Gains are at least a hundredth of the largest one, and at least 0.01.
 
     Raises:
         ConfigError: the groups do not divide the rows.
@@ -91,12 +92,12 @@ def svd_scale(weight: Tensor, rank: int, group_size: int) -> LowRank:
 
 
 def even_lut(entries: int) -> Tensor:
-    """Evenly spaced values from -1 to 1, rounded to float16, `(L,)` float32."""
+    """Return evenly spaced values from -1 to 1, rounded to float16, `(L,)` float32."""
     return torch.linspace(-1, 1, entries, dtype=torch.float16).float()
 
 
 def fewer_entries(lut: Tensor, entries: int) -> Tensor:
-    """K-means over the entries of `lut`, started at its quantiles; ties go down."""
+    """Reduce `lut` by k-means over its entries, initialized at its quantiles; ties go down."""
     L = len(lut)
     centres = lut[torch.arange(1, entries + 1) * L // (entries + 1)]
     for _ in range(KMEANS_ROUNDS):
@@ -106,7 +107,7 @@ def fewer_entries(lut: Tensor, entries: int) -> Tensor:
 
 
 def more_ranks(scale: LowRank, rank: int, generator: torch.Generator) -> LowRank:
-    """The scale with further ranks of random direction and a gain of 0.01."""
+    """Return the scale with added ranks of random direction and a gain of 0.01."""
     (O, R), I = scale.A.shape, scale.B.shape[1]
     here = {"generator": generator, "device": generator.device}
     A = NEW_STD * torch.randn(O, rank - R, **here).to(scale.A)
@@ -116,7 +117,7 @@ def more_ranks(scale: LowRank, rank: int, generator: torch.Generator) -> LowRank
 
 
 def nearest_entries(weight: Tensor, scale: LowRank, lut: Tensor) -> Tensor:
-    """The entry of `lut` nearest to each weight over its scale, `(O, I)` float32."""
+    """Return the entry of `lut` nearest to each weight over its scale, `(O, I)` float32."""
     S = scale.formed()
     lut = lut.to(weight.device)
     wished = torch.where(S == 0, 0.0, weight.float() / S)
@@ -128,7 +129,7 @@ TEMPERATURE = 2.0
 
 
 class RankByRank(nn.Module):
-    """A linear of fixed levels `Q` whose scale `A diag(g) B` trains."""
+    """A linear of fixed levels `Q` with a trained scale `A diag(g) B`."""
 
     def __init__(self, Q: Tensor, scale: LowRank, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -137,7 +138,7 @@ class RankByRank(nn.Module):
         self.A, self.g, self.B = map(nn.Parameter, scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(..., I)` to `(..., O)`."""
+        """Map `(..., I)` to `(..., O)`."""
         A, g, B = LowRank(self.A, self.g, self.B).unit()
         gained = A * g
         if len(B) >= BATCHED_FROM:
@@ -149,7 +150,7 @@ class RankByRank(nn.Module):
 
     @torch.no_grad()
     def deployed(self, bits: int) -> Deployed:
-        """As exported: the gain inside A, both factors in float16, one table of `2**bits`."""
+        """Return the exported weight: gains in A, factors in float16, a table of `2**bits`."""
         A, g, B = LowRank(self.A, self.g, self.B).unit()
         S = (A * g).half().float() @ B.half().float()
         numbers = A.numel() + B.numel() + 2**bits
@@ -157,24 +158,24 @@ class RankByRank(nn.Module):
 
 
 class Formed(RankByRank):
-    """The same linear with its weight formed in every forward: the same numbers, one matmul."""
+    """The same linear with its weight formed in every forward: the same numbers with one matmul."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(..., I)` to `(..., O)`."""
+        """Map `(..., I)` to `(..., O)`."""
         with torch.autocast(x.device.type, enabled=False):
             weight = self.Q * LowRank(self.A, self.g, self.B).formed()
         return F.linear(x, weight, self.bias)
 
 
 class GatheredCandidates:
-    """KL over the teacher's K tokens, from K gathered rows of the head a token."""
+    """KL over the teacher's K tokens, from K gathered rows of the head per token."""
 
     def __init__(self, head: Tensor, temperature: float = TEMPERATURE) -> None:
         self._head = head
         self._temperature = temperature
 
     def __call__(self, hidden: Tensor, targets: Targets) -> Tensor:
-        """`(T, D)` hidden states to the sum over valid tokens; `(T, K, D)` exists meanwhile."""
+        """Map `(T, D)` hidden states to the sum over valid tokens; materialises `(T, K, D)`."""
         rows_TKD = self._head[targets.topk_ids]
         logits_TK = torch.einsum("td,tkd->tk", hidden, rows_TKD).float()
         log_q = torch.log_softmax(logits_TK / self._temperature, 1)
@@ -186,7 +187,7 @@ class GatheredCandidates:
 def reference_step(
     student: LanguageModel, names: Collection[str], config: MeasureConfig
 ) -> PlainStep:
-    """The linears called `names`, rank by rank, their scales training."""
+    """Return a step that trains the scales of the linears called `names`, rank by rank."""
     model = dense_copy(student, DTYPES[config.dtype])
     learning = []
     for name in names:
@@ -200,9 +201,9 @@ def reference_step(
 
 @torch.no_grad()
 def rank_by_rank(linear: QuantLinear, rank: int, dtype: torch.dtype) -> RankByRank:
-    """The levels of a quantized linear under a scale of about its own size.
+    """Return the levels of a quantized linear with a random scale of about the same size.
 
-    The scale's values are not the student's: they change no speed.
+    The scale's values are not the student's, which does not affect speed.
     """
     quantized = linear.quantized()
     Q = chosen_levels(quantized).to(dtype)
@@ -218,7 +219,7 @@ def rank_by_rank(linear: QuantLinear, rank: int, dtype: torch.dtype) -> RankByRa
 
 
 def reference_lesson(job: BaselineJob) -> Lesson:
-    """The scales of all linears learn; levels and tables stay as the start chose them."""
+    """Prepare training of the scales of all linears; levels and tables stay as initialized."""
     settings, learning = job.settings, []
     kind = RankByRank if settings.factored else Formed
     generator = torch.Generator().manual_seed(settings.seed)
@@ -246,22 +247,22 @@ def reference_lesson(job: BaselineJob) -> Lesson:
 def start_of(
     weight: Tensor, name: str, settings: BaselineSettings, generator: torch.Generator
 ) -> tuple[Tensor, LowRank]:
-    """The table's entry that each weight of a linear takes `(O, I)`, and its scale, untrained."""
+    """Return the table entry of each weight of a linear `(O, I)`, and its initial scale."""
     bits, size = settings.bits_of(name), settings.group_size
     rank = min(MLP_RANK if bits == 2 else ATTENTION_RANK, *weight.shape)
-    if settings.start == "q4":  # by way of 4 bits and rank 4, then the converter
+    if settings.start == "q4":  # the 4-bit stage of rank 4, then the converter
         scale = more_ranks(svd_scale(weight, min(Q4_RANK, rank), size), rank, generator)
     else:
         scale = svd_scale(weight, rank, size)
     if settings.start == "from_scratch" or bits == Q4_BITS:
         lut = even_lut(2**bits)
-    else:  # the converter's: the table of the 4-bit stage, cut
+    else:  # the converter's: the table of the 4-bit stage, reduced
         lut = fewer_entries(even_lut(2**Q4_BITS), 2**bits)
     return nearest_entries(weight, scale, lut), scale
 
 
 def _loss(job: BaselineJob) -> HiddenLoss:
-    """The reference's candidates, and its cross-entropy with the likeliest token if wished."""
+    """Return the candidates loss, plus cross-entropy with the top-1 token if it has a weight."""
     settings = job.settings
     head = job.model.get_output_embeddings().weight.detach().to(job.dtype)
     soft = GatheredCandidates(head, settings.temperature)

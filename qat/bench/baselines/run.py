@@ -1,4 +1,4 @@
-"""`qat bench baselines`: several ways to train the same layers, taking turns in one run."""
+"""`qat bench baselines`: several ways to train the same layers, in turns in one run."""
 
 import logging
 import statistics
@@ -28,20 +28,20 @@ from qat.train.step import check_dtype
 logger = logging.getLogger(__name__)
 
 Build = Callable[[bool], Subject]
-"""Makes one case's subject, compiled or not."""
+"""Builds the subject of one case, compiled or not."""
 OWN_SETTINGS = {
     "reference": {"loss": "candidates", "temperature": TEMPERATURE, "gradient_checkpointing": True}
 }
-"""What a case trains with whatever the flags say."""
+"""Settings that a case always trains with, whatever the flags say."""
 
 
 @dataclass(frozen=True)
 class BaselinesReport:
-    """What a comparison found."""
+    """The results of a comparison."""
 
     path: Path
     rows: list[dict[str, object]]
-    """One per case, those that took no step among them."""
+    """One row per case, including those that took no step."""
 
     @property
     def speeds(self) -> dict[str, float]:
@@ -50,7 +50,7 @@ class BaselinesReport:
 
     @property
     def ours_over(self) -> dict[str, float]:
-        """How many times as fast as each case ours is, where both ran."""
+        """The speedup of our step over each case that ran."""
         found = "ours_over_this"
         return {row["case"]: row[found] for row in self.rows if found in row}
 
@@ -58,8 +58,8 @@ class BaselinesReport:
 def run_baselines(config: BaselinesConfig, student: str, out: Path | None) -> BaselinesReport:
     """Run every case of `config` in turn, `rounds` times, and compare them.
 
-    Only the case whose turn it is lies on the device. Every second round runs backwards, so that
-    a device which warms up or slows down favours nobody.
+    Only the current case is on the device. Every second round runs in reverse order, so that a
+    device that warms up or slows down favours no case.
     """
     if set(config.cases) - {"ours", "reference"}:
         check_losses(config.losses)
@@ -82,7 +82,7 @@ def run_baselines(config: BaselinesConfig, student: str, out: Path | None) -> Ba
 
 
 def _take_turns(cases: "Cases", config: BaselinesConfig, results: Results) -> dict[str, Timing]:
-    """All rounds of each case as one timing; a row for every turn as it ends."""
+    """Return all rounds of each case as one timing; add a row after every turn."""
     found: dict[str, list[Timing]] = defaultdict(list)
     for number in range(config.rounds):
         for name in config.cases[:: -1 if number % 2 else 1]:
@@ -95,7 +95,7 @@ def _take_turns(cases: "Cases", config: BaselinesConfig, results: Results) -> di
 
 
 class Cases:
-    """Builds one case after the other from one student, which waits on the host meanwhile."""
+    """Builds one case at a time from one student, which is kept on the host meanwhile."""
 
     def __init__(self, setting: Setting, student: LanguageModel) -> None:
         self.setting = setting
@@ -114,12 +114,12 @@ class Cases:
             "reference": lambda _: reference_step(student, self._names, config),
         }
         self.trouble: dict[str, str] = {}
-        """Why a case takes no turns any more."""
+        """The reason why a case is not run any more."""
         if not is_installed():
             self.trouble["torchao-int2"] = "torchao is not installed"
 
     def time(self, name: str) -> Timing | None:
-        """One turn of a case; None if it is not to be had, or does not fit into memory."""
+        """Run one turn of a case; None if it is unavailable or does not fit into memory."""
         if name in self.trouble:
             return None
         compile_anew()
@@ -152,14 +152,14 @@ class Cases:
             model.to("cpu")
 
     def row(self, kind: str, name: str, timing: Timing | None) -> dict[str, object]:
-        """A row of results; the numbers are missing where a case took no step."""
+        """Return a row of results, without numbers if the case took no step."""
         setting = self.setting
         row = setting.row(kind, name, setting.config.batch_size) | OWN_SETTINGS.get(name, {})
         return row if timing is None else row | setting.numbers(timing)
 
 
 def merged(timings: list[Timing]) -> Timing:
-    """All rounds of a case as one: every timed step, the largest peak."""
+    """Merge all rounds of a case: every timed step, the largest peak."""
     peaks = [timing.peak_gib for timing in timings if timing.peak_gib is not None]
     reserved = [t.reserved_gib for t in timings if t.reserved_gib is not None]
     return replace(

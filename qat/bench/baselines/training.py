@@ -39,14 +39,14 @@ from qat.train.step import StepResult
 
 # The losses as a competent user would write them: log-softmax over all logits, chunk by chunk.
 #
-# Independent of `qat.losses` on purpose: equal numbers in one table are then a check of both.
+# They are independent of `qat.losses` on purpose: equal numbers in a table then verify both.
 # Shapes: T tokens, V vocabulary, K teacher tokens kept, D width.
 
 CHUNK_TOKENS = 2048
 
 
 def tail(logits: Tensor, targets: Targets, temperature: float) -> Tensor:
-    """KL over the teacher's K tokens and one outcome for all others, `(T,)`."""
+    """Return the KL over the teacher's K tokens and one bucket for all others, `(T,)`."""
     log_q = torch.log_softmax(logits, -1).gather(1, targets.topk_ids)
     others = torch.log1p(-log_q.exp().sum(1).clamp(max=1 - 1e-6))
     log_q = torch.log_softmax(torch.cat([log_q, others[:, None]], 1) / temperature, 1)
@@ -55,20 +55,20 @@ def tail(logits: Tensor, targets: Targets, temperature: float) -> Tensor:
 
 
 def candidates(logits: Tensor, targets: Targets, temperature: float) -> Tensor:
-    """KL over the teacher's K tokens alone, both sides renormalised, `(T,)`."""
+    """Return the KL over the teacher's K tokens alone, with both sides renormalised, `(T,)`."""
     chosen = logits.gather(1, targets.topk_ids)
     return _kl(targets.topk_logprobs, torch.log_softmax(chosen / temperature, 1), temperature)
 
 
 def sampled(logits: Tensor, targets: Targets, temperature: float) -> Tensor:
-    """Cross-entropy with the tokens drawn from the teacher, `(T,)`."""
+    """Return the cross-entropy with tokens drawn from the teacher, `(T,)`."""
     log_q = torch.log_softmax(logits, -1).gather(1, targets.sample_ids)
     shares = targets.sample_counts / targets.sample_counts.sum(1, keepdim=True).clamp_min(1)
     return -(shares * log_q).sum(1)
 
 
 def hard_ce(logits: Tensor, targets: Targets, temperature: float) -> Tensor:
-    """Cross-entropy with the token that follows, `(T,)`."""
+    """Return the cross-entropy with the next token, `(T,)`."""
     return F.cross_entropy(logits, targets.labels, ignore_index=NO_LABEL, reduction="none")
 
 
@@ -81,11 +81,7 @@ LOSSES: dict[str, Callable[[Tensor, Targets, float], Tensor]] = {
 
 
 def check_losses(terms: dict[str, float]) -> None:
-    """Refuse losses that this file does not write out.
-
-    Raises:
-        ConfigError: naming one.
-    """
+    """Raise ConfigError for the first loss that is not implemented here."""
     for name in terms:
         if name not in LOSSES:
             raise ConfigError(
@@ -95,9 +91,9 @@ def check_losses(terms: dict[str, float]) -> None:
 
 
 class ChunkedLoss:
-    """The weighted sum of losses over valid tokens, for `CHUNK_TOKENS` rows of logits at a time.
+    """The weighted sum of losses over valid tokens, `CHUNK_TOKENS` rows of logits at a time.
 
-    Each chunk is recomputed in backward, so that one chunk of logits exists at a time.
+    Each chunk is recomputed in backward, so that only one chunk of logits exists at a time.
     """
 
     def __init__(
@@ -110,15 +106,15 @@ class ChunkedLoss:
         self._run: Callable[..., Tensor] = self._chunk
 
     def compile(self) -> None:
-        """Let the compiler fuse what happens to a chunk of logits."""
+        """Compile the computation of a chunk, so that it is fused."""
         self._run = torch.compile(self._chunk)
 
     def run_eagerly(self) -> None:
-        """Take back `compile`."""
+        """Undo `compile`."""
         self._run = self._chunk
 
     def __call__(self, hidden: Tensor, targets: Targets) -> Tensor:
-        """`(T, D)` hidden states to the sum in nats."""
+        """Map `(T, D)` hidden states to the sum in nats."""
         pieces = zip(
             hidden.split(CHUNK_TOKENS), *(t.split(CHUNK_TOKENS) for t in targets), strict=True
         )
@@ -147,15 +143,15 @@ def _kl(log_p: Tensor, log_q: Tensor, temperature: float) -> Tensor:
 
 HiddenLoss = Callable[[Tensor, Targets], Tensor]
 Change = Callable[[PreTrainedModel], None]
-"""Puts other modules into a model, or wraps those it has."""
+"""Replaces or wraps modules of a model."""
 MAX_GRAD_NORM = 1.0
 
 
 class PlainStep:
-    """A step of any Hugging Face model whose `learning` parameters train.
+    """A training step of any Hugging Face model with the given `learning` parameters.
 
-    `lr` gives the learning rate of each step; by default it is zero, and the model stands still.
-    With `autocast` the matmuls compute in that dtype whatever the parameters are kept in.
+    `lr` gives the learning rate of each step; the default is zero, which leaves the model
+    unchanged. With `autocast` matmuls compute in that dtype, whatever the dtype of the parameters.
     """
 
     def __init__(
@@ -201,7 +197,7 @@ class PlainStep:
         return StepResult({"loss": sums}, norm, valid, positions)
 
     def add_gradients(self, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
-        """Forward and backward of the mean loss: the number of valid tokens, and the sum."""
+        """Run forward and backward of the mean loss; return the valid tokens and the sum."""
         is_packed = any(bool((batch.position_ids[:, 1:] == 0).any()) for batch in batches)
         device = self._learning[0].device
         batches = [batch.to(device) for batch in batches]
@@ -225,7 +221,7 @@ class PlainStep:
         self._adamw.zero_grad(set_to_none=True)
 
     def run_eagerly(self) -> None:
-        """Let the layers, and a loss that the compiler helps, run as they are written."""
+        """Undo the compilation of the layers and of the loss."""
         self._is_compiled = False
         for layer in decoder_layers(self._model):
             vars(layer).pop("forward", None)
@@ -233,7 +229,7 @@ class PlainStep:
             self._loss.run_eagerly()
 
     def compile_facts(self) -> dict[str, object]:
-        """Compiler facts under the keys of our own step."""
+        """Return compiler facts under the same keys as our own step."""
         found = compile_facts()
         return {
             "compiled": self._is_compiled,
@@ -259,7 +255,7 @@ def plain_step(
     is_compiled: bool,
     change: Change = lambda _model: None,
 ) -> PlainStep:
-    """Training of the linears called `names`, from the student's own weights, after `change`."""
+    """Return a step that trains the linears called `names` of the student after `change`."""
     model = dense_copy(student, DTYPES[config.dtype])
     change(model)
     loss = chunked_loss(model, config.losses, config.temperature, dtype=DTYPES[config.dtype])
@@ -277,14 +273,14 @@ def plain_step(
 def chunked_loss(
     model: PreTrainedModel, terms: dict[str, float], temperature: float, *, dtype: torch.dtype
 ) -> ChunkedLoss:
-    """The exact sum of losses behind the head of `model`, computed in `dtype`."""
+    """Return the exact sum of losses with the head of `model`, computed in `dtype`."""
     head = model.get_output_embeddings().weight.detach().to(dtype)
     return ChunkedLoss(head, softcap_of(model.config.get_text_config()), terms, temperature)
 
 
 @torch.no_grad()
 def dense_copy(student: LanguageModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The student as an ordinary model in `dtype` with transformers' own attention."""
+    """Copy the student to an ordinary model in `dtype` with transformers' own attention."""
     settings = deepcopy(student.model.config)
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config
@@ -308,7 +304,7 @@ def dense_copy(student: LanguageModel, dtype: torch.dtype) -> PreTrainedModel:
     return model.eval()
 
 
-# What a baseline leaves behind: plain linears of the weights it would deploy, and their bits.
+# The result of a baseline: plain linears with the weights it would deploy, and their bits.
 #
 # Shapes: O out_features, I in_features.
 
@@ -319,13 +315,13 @@ class Deployed(NamedTuple):
     """One quantized linear as it would be stored."""
 
     weight: Tensor
-    """`(O, I)`, dequantized."""
+    """The dequantized weight `(O, I)`."""
     stored_bits: int
-    """Codes, scales, zero points and codebook together."""
+    """Bits of codes, scales, zero points and codebook together."""
 
 
 def put_plain(model: nn.Module, deployed: dict[str, Deployed]) -> float:
-    """Put float linears of these weights into `model`; returns their mean bits per weight."""
+    """Put float linears with these weights into `model`; return their mean bits per weight."""
     for name, (weight, _) in deployed.items():
         bias = model.get_submodule(name).bias
         replace_module(model, name, _linear(weight, bias))
@@ -337,9 +333,9 @@ def put_plain(model: nn.Module, deployed: dict[str, Deployed]) -> float:
 
 
 class SplitStack(nn.Module):
-    """Stands where a model keeps experts in one linear, with a linear for each of them.
+    """Replaces one linear that stacks all experts by a linear per expert.
 
-    The methods know nothing of experts: each sees one weight at a time, as published.
+    The methods do not support stacks: each sees one weight at a time, as published.
     """
 
     def __init__(self, stack: nn.Linear, experts: int) -> None:
@@ -349,13 +345,13 @@ class SplitStack(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """`(E * O, I)`: what each linear, whatever a method made of it, multiplies with."""
+        """The stacked weight `(E * O, I)` of the linears, however a method changed them."""
         unit = torch.eye(self.in_features, device=next(self.parameters()).device)
         return torch.cat([linear(unit).T for linear in self.experts])
 
 
 def split_stacks(model: nn.Module) -> None:
-    """Give every expert linears of its own, which `put_plain` takes back."""
+    """Give every expert its own linears, which `put_plain` merges again."""
     for name, module in [*model.named_modules()]:
         if isinstance(module, StackedLinear):
             owner, _, key = name.rpartition(".")
@@ -373,11 +369,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def check_groups(in_features: int, group_size: int) -> None:
-    """Refuse a group size that leaves a rest.
-
-    Raises:
-        ConfigError: naming both.
-    """
+    """Raise ConfigError if a group size does not divide the rows."""
     if in_features % group_size:
         raise ConfigError(
             f"group_size={group_size} does not divide rows of {in_features} weights; choose one "
@@ -385,30 +377,30 @@ def check_groups(in_features: int, group_size: int) -> None:
         )
 
 
-# Trains a baseline on a teacher cache: the same sequences, schedule and clock for every method.
+# Training of a baseline on a teacher cache: the same sequences, schedule and clock for all methods.
 
 logger = logging.getLogger(__name__)
 
 REHEARSALS = 2
-"""Forwards and backwards before the clock starts: the compiler works in the first."""
+"""Forward and backward passes before the clock starts; compilation happens in the first."""
 
 
 @dataclass(frozen=True)
 class BaselineJob:
-    """A float copy of the teacher that is to become a quantized student, and what it learns from.
+    """A float copy of the teacher to be quantized, with its data and settings.
 
-    `settings` leave nothing open that the method has a value of its own for.
+    `settings` must have the method's defaults filled in.
     """
 
     model: PreTrainedModel
-    """In float32, with transformers' own attention."""
+    """The float32 model with transformers' own attention."""
     names: list[str]
-    """Its linears, all of them to be quantized."""
+    """Names of its linears, all of which are quantized."""
     cache: TeacherCache
     settings: BaselineSettings
     backend: Backend
     dtype: torch.dtype
-    """What matmuls compute in."""
+    """The compute dtype of matmuls."""
     calibration: Sequence[TokenBatch]
 
     @classmethod
@@ -419,7 +411,7 @@ class BaselineJob:
         settings: BaselineSettings,
         calibration: Sequence[TokenBatch] = (),
     ) -> "BaselineJob":
-        """The job of making a student of `teacher` on the settings' device."""
+        """Create the job of making a student of `teacher` on the settings' device."""
         backend = select(settings.device)
         dtype = backend.dtype(settings.dtype)
         model = dense_copy(teacher, torch.float32).to(backend.device)
@@ -430,16 +422,16 @@ class BaselineJob:
             cache=cache,
             settings=settings,
             backend=backend,
-            # fp16, which `auto` means on old GPUs, would need its loss scaled
+            # fp16, which `auto` means on old GPUs, would need loss scaling
             dtype=torch.float32 if dtype == torch.float16 else dtype,
             calibration=calibration,
         )
 
     def batch(self, step: int) -> Batch:
-        """The sequences of a step, on the host: those that `qat train` takes."""
+        """Return the sequences of a step in pinned host memory, the same as in `qat train`."""
         settings, total = self.settings, self.cache.num_sequences("train")
         indices = sequence_indices(settings.seed, step, settings.batch_size, total)
-        # the reference reads the top K whatever `loss` says
+        # the reference reads the top K, whatever `loss` says
         targets = {"topk"} | targets_read(parse_losses(settings.loss))
         return Batch(*map(self.backend.pinned, self.cache.batch(indices, targets=targets)))
 
@@ -452,7 +444,7 @@ class BaselineJob:
         is_compiled: bool = True,
         is_checkpointed: bool = False,
     ) -> PlainStep:
-        """A step that trains `learning` over a run of `steps`, compiled where that pays."""
+        """Return a step that trains `learning` in a run of `steps`, compiled if the backend can."""
         settings = self.settings
         share = partial(
             lr_share,
@@ -471,10 +463,10 @@ class BaselineJob:
         )
 
     def kd_loss(self) -> ChunkedLoss:
-        """The settings' distillation loss at temperature 1.
+        """Return the settings' distillation loss at temperature 1.
 
         Raises:
-            ConfigError: the baselines do not write it out.
+            ConfigError: the baselines do not implement it.
         """
         terms = parse_losses(self.settings.loss)
         check_losses(terms)
@@ -485,7 +477,7 @@ class BaselineJob:
 
 
 class Course(NamedTuple):
-    """What training cost so far."""
+    """The accumulated cost of training."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -493,24 +485,24 @@ class Course(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """A student in the middle of becoming one: the step it takes, and what is left at the end."""
+    """A prepared training run: its step, and what follows after the last one."""
 
     step: PlainStep
     deploy: Callable[[], dict[str, Deployed]]
-    """The quantized linears by name, once the training is over."""
+    """Returns the quantized linears by name after training."""
     steps: int
     """Steps still to take."""
     before: Course = Course()
-    """What was done already."""
+    """The cost of earlier stages."""
     finish: Change = lambda _model: None
-    """Lets the model to be judged, which has the deployed weights, round what else is rounded."""
+    """Adds the rounding of inputs or caches to the final model with the deployed weights."""
 
 
 def distil(lesson: Lesson, job: BaselineJob) -> Course:
-    """Take the steps of a lesson, after what `lesson.before` has used; the cost of both.
+    """Run the steps of a lesson; return the cost including `lesson.before`.
 
     Raises:
-        TrainingError: the loss at the end is not a number.
+        TrainingError: the final loss is not finite.
     """
     before, backend = lesson.before, job.backend
     rehearse(lesson.step, job)
@@ -535,7 +527,7 @@ def distil(lesson: Lesson, job: BaselineJob) -> Course:
 
 
 def rehearse(step: PlainStep, job: BaselineJob) -> None:
-    """Let compiler and allocator see everything once; the student stays as it is."""
+    """Warm up compiler and allocator without changing the student."""
 
     def run() -> None:
         for number in range(REHEARSALS):
@@ -547,7 +539,7 @@ def rehearse(step: PlainStep, job: BaselineJob) -> None:
 
 
 def run_or_uncompile(run: Callable[[], None], uncompile: Callable[[], None]) -> None:
-    """Run what compiles; where the compiler fails, `uncompile` and run again."""
+    """Call `run`; if the compiler fails, call `uncompile` and run again."""
     try:
         run()
     except torch._dynamo.exc.TorchDynamoException as error:

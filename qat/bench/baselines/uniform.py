@@ -35,16 +35,16 @@ SMALLEST_SCALE = 1e-5
 
 
 class Grid(NamedTuple):
-    """What a group's codes mean."""
+    """The scales and zero points that give codes their values."""
 
     scales: Tensor
     """`(O, G)` float32, positive, rounded to float16."""
     zeros: Tensor
-    """`(O, G)` float32, whole numbers of the codes' range."""
+    """`(O, G)` float32, whole numbers in the range of the codes."""
 
 
 def minmax_grid(weight: Tensor, bits: int, group_size: int) -> Grid:
-    """The grid from each group's least to its largest weight, zero always on it.
+    """Return the grid from each group's least to its largest weight, extended to include zero.
 
     Raises:
         ConfigError: the groups do not divide the rows of `weight` `(O, I)`.
@@ -57,35 +57,35 @@ def minmax_grid(weight: Tensor, bits: int, group_size: int) -> Grid:
 
 
 def codes_of(weight: Tensor, grid: Grid, bits: int) -> Tensor:
-    """The nearest codes, `(O, I)` whole numbers from 0 in float32."""
+    """Return the nearest codes, `(O, I)` whole numbers from 0 in float32."""
     groups = weight.float().unflatten(1, (grid.scales.shape[1], -1))
     codes = (groups / grid.scales[..., None]).round() + grid.zeros[..., None]
     return codes.clamp(0, 2**bits - 1).flatten(1)
 
 
 def values_of(codes: Tensor, grid: Grid) -> Tensor:
-    """The weight that `codes` mean, `(O, I)`."""
+    """Return the weight that `codes` represent, `(O, I)`."""
     groups = codes.unflatten(1, (grid.scales.shape[1], -1))
     return ((groups - grid.zeros[..., None]) * grid.scales[..., None]).flatten(1)
 
 
 def uniform_bits(weight: Tensor, bits: int, group_size: int) -> int:
-    """Bits to store: a code per weight, a float16 scale and a zero point of `bits` per group."""
+    """Return the bits stored: a code per weight, a float16 scale and a zero point per group."""
     groups = weight.numel() // group_size
     return weight.numel() * bits + groups * (FP16_BITS + bits)
 
 
 def round_to_nearest(weight: Tensor, bits: int, group_size: int) -> Tensor:
-    """The weight on its min-max grid, `(O, I)`."""
+    """Round the weight to its min-max grid, `(O, I)`."""
     grid = minmax_grid(weight, bits, group_size)
     return values_of(codes_of(weight, grid, bits), grid)
 
 
-# GPTQ (arXiv:2210.17323) on uniform asymmetric grids, in order of activation.
+# GPTQ (arXiv:2210.17323) on uniform asymmetric grids, in activation order.
 #
-# Each column is rounded in turn; its error, seen through the inverse Hessian of the layer's inputs,
-# is taken off the columns not yet rounded. Groups keep their min-max grid from the start, so that
-# the order of columns costs no bits.
+# The columns are rounded one after the other; the error of each, weighted by the inverse Hessian of
+# the layer's inputs, is compensated in the columns not yet rounded. Groups keep their initial
+# min-max grid, so that the order of columns costs no bits.
 #
 # Shapes: O out_features, I in_features, G groups per row.
 
@@ -93,7 +93,7 @@ BLOCK = 128
 
 
 def gptq(weight: Tensor, hessian: Tensor, bits: int, group_size: int) -> Tensor:
-    """The weight `(O, I)` on its grid, chosen against `hessian = mean(x x^T)` `(I, I)`.
+    """Return the weight `(O, I)` on its grid, optimized for `hessian = mean(x x^T)` `(I, I)`.
 
     Raises:
         ConfigError: the groups do not divide the rows.
@@ -102,7 +102,7 @@ def gptq(weight: Tensor, hessian: Tensor, bits: int, group_size: int) -> Tensor:
     H = damped(hessian.double(), needed_damping(hessian))
     order = H.diagonal().argsort(descending=True)
     group_of = order // group_size
-    each = Grid(grid.scales[:, group_of], grid.zeros[:, group_of])  # a group per column
+    each = Grid(grid.scales[:, group_of], grid.zeros[:, group_of])  # one group per column
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(H[order][:, order]))
     U = torch.linalg.cholesky(inverse, upper=True).float()  # U^T U = H^-1
     found = sweep(weight.float()[:, order], U, each, bits)
@@ -110,7 +110,7 @@ def gptq(weight: Tensor, hessian: Tensor, bits: int, group_size: int) -> Tensor:
 
 
 def sweep(weight: Tensor, U: Tensor, grid: Grid, bits: int) -> Tensor:
-    """Round the columns from left to right, each with the errors before it taken off.
+    """Round the columns from left to right, compensating errors in the columns that follow.
 
     `grid` has a scale and a zero point for every column.
     """
@@ -130,30 +130,30 @@ def sweep(weight: Tensor, U: Tensor, grid: Grid, bits: int) -> Tensor:
 
 # EfficientQAT (arXiv:2407.11062) on a teacher cache: block by block first, then scales end to end.
 #
-# Stage 1 trains weights, scales and zero points of one decoder block after the other, so that
-# behind the blocks already quantized it gives what the float model gives there (mean squared
-# error). Stage 2 keeps codes and zero points and trains the scales alone, here with the
+# Stage 1 trains weights, scales and zero points of one decoder block after the other: on the
+# outputs of the already quantized blocks it must reproduce the outputs of the float model (mean
+# squared error). Stage 2 keeps codes and zero points and trains the scales alone, here with the
 # distillation loss.
 #
-# Cost: a block's step works on 1 / num_layers of the model, so S of them in every block are S whole
-# steps. Half of `max_steps` goes to stage 1, less the two forwards (of a third of a step each) over
-# the sequences that it learns from.
+# Cost: a block's step covers 1 / num_layers of the model, so S steps in every block cost S full
+# steps. Half of `max_steps` goes to stage 1, minus its two forward passes over its sequences (a
+# third of a step each).
 #
 # Shapes: O out_features, I in_features, G groups per row, W weights per group, B sequences.
 
 logger = logging.getLogger(__name__)
 
 MOST_SEQUENCES = 4096
-"""Sequences that stage 1 learns from, as published."""
+"""Most sequences in stage 1, as published."""
 POOL_SHARE = 8
-"""Stage 1 learns from what at most this part of `max_steps` would show."""
+"""Stage 1 uses at most `max_steps` / POOL_SHARE different batches."""
 FORWARD_SHARE = 1 / 3
-"""A forward's part of a step."""
+"""Cost of a forward pass in steps."""
 BLOCK_MIN_LR_RATIO = 0.05
 
 
 class BlockLinear(nn.Module):
-    """Stage 1: a weight on a grid that learns with it, rounded straight-through."""
+    """Stage 1: a trained weight on a trained grid, rounded straight-through."""
 
     def __init__(self, linear: nn.Linear, bits: int, group_size: int) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class BlockLinear(nn.Module):
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
     def quantized_weight(self) -> Tensor:
-        """`(O, I)`, with gradients to weight, scales and zero points."""
+        """Return the quantized weight `(O, I)`, differentiable in weight, scales and zeros."""
         groups = self.weight.unflatten(1, (self.scales.shape[1], -1))
         scales = self.scales.clamp(min=SMALLEST_SCALE)[..., None]
         highest = 2**self.bits - 1
@@ -174,18 +174,18 @@ class BlockLinear(nn.Module):
 
     @torch.no_grad()
     def grid(self) -> Grid:
-        """Scales and whole zero points as they stand."""
+        """Return the current scales and rounded zero points."""
         highest = 2**self.bits - 1
         zeros = self.zeros.round().clamp(0, highest)
         return Grid(self.scales.clamp(min=SMALLEST_SCALE).clone(), zeros)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(..., I)` to `(..., O)`."""
+        """Map `(..., I)` to `(..., O)`."""
         return F.linear(x, self.quantized_weight(), self.bias)
 
 
 class ScaledLinear(nn.Module):
-    """Stage 2: codes and zero points stay, the scales learn."""
+    """Stage 2: fixed codes and zero points, trained scales."""
 
     def __init__(self, linear: BlockLinear) -> None:
         super().__init__()
@@ -197,29 +197,29 @@ class ScaledLinear(nn.Module):
         self.scales = nn.Parameter(grid.scales)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(..., I)` to `(..., O)`."""
+        """Map `(..., I)` to `(..., O)`."""
         weight = values_of(self.codes, Grid(self.scales, self.zeros))
         return F.linear(x, weight, self.bias)
 
     @torch.no_grad()
     def deployed(self) -> Deployed:
-        """With scales in float16."""
+        """Return the weight with scales in float16."""
         weight = values_of(self.codes, Grid(self.scales.half().float(), self.zeros))
         size = weight.shape[1] // self.scales.shape[1]
         return Deployed(weight, uniform_bits(weight, self.bits, size))
 
 
 def round_through(x: Tensor) -> Tensor:
-    """`x` rounded, with the gradient of `x` itself."""
+    """Round `x` with the gradient of the identity."""
     return x.detach().round() + (x - x.detach())
 
 
 def efficientqat_lesson(job: BaselineJob) -> Lesson:
-    """Stage 1 done, stage 2 ready: `settings.block_steps` of 0 leaves the first out.
+    """Run stage 1 and prepare stage 2; `settings.block_steps` of 0 skips stage 1.
 
     Raises:
         ConfigError: the groups do not divide the rows.
-        TrainingError: a block's error is not a number.
+        TrainingError: a block's error is not finite.
     """
     budget = Budget.of(job)
     original = deepcopy(job.model) if budget.block_steps else job.model
@@ -243,10 +243,10 @@ def efficientqat_lesson(job: BaselineJob) -> Lesson:
 
 
 class Budget(NamedTuple):
-    """How `max_steps` is spent."""
+    """The division of `max_steps` between the stages."""
 
     num_batches: int
-    """Different batches that stage 1 learns from."""
+    """Different batches in stage 1."""
     block_steps: int
     """Steps in each block."""
     steps: int
@@ -254,7 +254,7 @@ class Budget(NamedTuple):
 
     @classmethod
     def of(cls, job: BaselineJob) -> "Budget":
-        """Half for each stage, unless the settings name the block's steps."""
+        """Give each stage half, unless the settings fix the steps per block."""
         settings = job.settings
         sequences = min(MOST_SEQUENCES, job.cache.num_sequences("train"))
         batches = min(sequences // settings.batch_size, settings.max_steps // POOL_SHARE)
@@ -268,7 +268,7 @@ class Budget(NamedTuple):
 
 
 def _train_blocks(job: BaselineJob, original: LanguageModel, budget: Budget) -> Course:
-    """Stage 1, over all blocks in order."""
+    """Run stage 1 over all blocks in order."""
     blocks = _Blocks(job, original, budget)
     job.backend.reset_peak_memory()
     seconds = 0.0
@@ -292,7 +292,7 @@ def _train_blocks(job: BaselineJob, original: LanguageModel, budget: Budget) -> 
 
 
 class _Blocks:
-    """Trains one block after the other on the hidden states before it, float and quantized."""
+    """Trains one block at a time on the hidden states before it, float and quantized."""
 
     def __init__(self, job: BaselineJob, original: LanguageModel, budget: Budget) -> None:
         self._job = job
@@ -308,7 +308,7 @@ class _Blocks:
         self._states = list(self._targets)
 
     def rehearse(self, layer: nn.Module, index: int) -> None:
-        """Compile the block outside the clock; it stays as it is."""
+        """Compile the block outside the clock, without changing it."""
         layer.requires_grad_(False)
         for linear in _linears(layer):
             linear.requires_grad_(True)
@@ -324,7 +324,7 @@ class _Blocks:
         self._job.backend.synchronize()
 
     def train(self, float_layer: nn.Module, layer: nn.Module, index: int) -> float:
-        """Train the block, then move all states behind it; returns the last step's error."""
+        """Train the block, then advance all states past it; return the last step's error."""
         self._targets = self._moved(float_layer, self._targets, index)
         adamw = self._optimizer(layer)
         for step in range(self._steps):
@@ -338,7 +338,7 @@ class _Blocks:
             adamw.step()
             adamw.zero_grad(set_to_none=True)
         layer.requires_grad_(False)
-        vars(layer).pop("forward", None)  # without gradients it would be compiled anew
+        vars(layer).pop("forward", None)  # without gradients it would be compiled again
         self._states = self._moved(layer, self._states, index)
         return error.item()
 
@@ -352,7 +352,7 @@ class _Blocks:
         return torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, fused=True)
 
     def _error(self, layer: nn.Module, index: int, number: int) -> Tensor:
-        """Mean squared error of one batch against the float block's output."""
+        """Return the mean squared error of one batch against the float block's output."""
         output = self._output(layer, self._states[number], index, number=number)
         return F.mse_loss(output, self._targets[number])
 
@@ -361,7 +361,7 @@ class _Blocks:
         return [self._output(layer, x, index, number=i) for i, x in enumerate(states)]
 
     def _output(self, layer: nn.Module, hidden: Tensor, index: int, *, number: int) -> Tensor:
-        """What block `index` makes of batch `number`, `(B, S, D)` float32."""
+        """Return the output of block `index` for batch `number`, `(B, S, D)` float32."""
         with self._job.backend.autocast(self._job.dtype):
             output = layer(hidden, **self._calls[number].kwargs[index])
         return (output[0] if isinstance(output, tuple) else output).float()

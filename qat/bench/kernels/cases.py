@@ -1,4 +1,4 @@
-"""Every kernel as a case of the gates: its inputs, both its ways, the sizes that are timed.
+"""The gates' cases of all kernels: inputs, both implementations, and the sizes that are timed.
 
 Shapes: B sequences or columns of a block, S positions, T tokens, H query heads, J key-value heads,
 D width of a head or of the model, F width of gates, N positions of a cache, O out_features, I
@@ -45,15 +45,15 @@ from qat.quant.error_feedback import Columns
 from qat.quant.weight import PackedIndices, Scales, packed_width
 
 Work = Mapping[str, Any]
-"""A shape's configuration, and the sizes of a batch."""
+"""A shape's configuration together with the sizes of a batch."""
 TRAINING = {"sequences": 512, "length": 64, "kept": 64, "logit_rows": 8192, "context": 2048}
 TRIAL = {"sequences": 2, "length": 8, "kept": 8, "logit_rows": 16, "context": 32}
-"""Of the smallest shape, for a look at whether everything runs."""
+"""The sizes of the smallest shape, for a quick check that everything runs."""
 EPS = 1e-6
 
 
 def work_of(shape: str) -> dict[str, Any]:
-    """A published shape's dimensions, and those of a batch, the cache's pass and a context.
+    """Return a published shape's dimensions, and those of a batch, the cache's pass and a context.
 
     Raises:
         ConfigError: no shape has that name.
@@ -62,7 +62,7 @@ def work_of(shape: str) -> dict[str, Any]:
 
 
 def all_cases() -> dict[str, KernelCase]:
-    """By name, in the order in which they are run."""
+    """Return all cases by name, in the order in which they run."""
     every = (
         *attention_cases(),
         *joined_cases(),
@@ -88,10 +88,10 @@ def all_cases() -> dict[str, KernelCase]:
 
 
 def cases_named(only: str) -> list[KernelCase]:
-    """Cases whose names hold one of the parts of `only`, joined by commas; all for none.
+    """Return the cases whose names contain a comma-separated part of `only`; all if empty.
 
     Raises:
-        ConfigError: a part is in no name.
+        ConfigError: no name contains a part.
     """
     every, parts = all_cases(), [part.strip() for part in only.split(",")]
     for part in parts:
@@ -102,7 +102,7 @@ def cases_named(only: str) -> list[KernelCase]:
     return [case for name, case in every.items() if any(part in name for part in parts)]
 
 
-# Inside a decoder layer: attention, its joined form, the gated unit, decoding.
+# Kernels of a decoder layer: attention, its joined form, the gated unit, decoding.
 
 ATTENTION = {
     "size": lambda c: {"B": c["sequences"], "S": c["length"], **_heads(c)},
@@ -111,13 +111,13 @@ ATTENTION = {
         {"B": 3, "S": 100, "H": 16, "J": 8, "D": 128},
         {"B": 65, "S": 64, "H": 6, "J": 2, "D": 64},
     ),
-    # half-precision weights are rounded between two products, in eager PyTorch elsewhere than here
+    # eager PyTorch rounds the half-precision weights between two products at another point
     "slack": 2e-2,
 }
 
 
 def attention_cases() -> Iterator[KernelCase]:
-    """Attention alone, heads apart."""
+    """Yield the cases of attention alone, with separate heads."""
 
     def inputs(room: Room, size: Size) -> Inputs:
         B, S, H, J, D = (size[name] for name in "BSHJD")
@@ -154,7 +154,7 @@ def attention_cases() -> Iterator[KernelCase]:
 
 
 def joined_cases() -> Iterator[KernelCase]:
-    """Norms, rotary embedding and attention of heads that lie side by side."""
+    """Yield the cases of norms, rotary embedding and attention with concatenated heads."""
 
     def inputs(room: Room, size: Size) -> Inputs:
         B, S, H, J, D = (size[name] for name in "BSHJD")
@@ -172,7 +172,7 @@ def joined_cases() -> Iterator[KernelCase]:
         return i["cos"], i["sin"], *i["norms"], i["p"], _scale(s), EPS, s["H"]
 
     def backward(i: Inputs, s: Size) -> Outputs:
-        if "turned" not in i:  # kept from forward: made once, outside the clock
+        if "turned" not in i:  # saved by the forward pass: computed once, outside the clock
             i["turned"] = joined_tile_operator(i["qkv"], *rest(i, s))[1]
         operator = torch.ops.qat.joined_tile_attention_backward
         return {"d_qkv": operator(i["grad"], i["turned"], i["qkv"], *rest(i, s)[:-1], False)[0]}
@@ -201,7 +201,7 @@ def joined_cases() -> Iterator[KernelCase]:
 
 
 def gated_cases() -> Iterator[KernelCase]:
-    """`silu(gate) * up` and its gradient."""
+    """Yield the cases of `silu(gate) * up` and its gradient."""
     common = {
         "size": lambda c: {"T": c["sequences"] * c["length"], "F": c["intermediate_size"]},
         "odd": ({"T": 7, "F": 37}, {"T": 3, "F": 1030}),
@@ -234,7 +234,7 @@ def gated_cases() -> Iterator[KernelCase]:
 
 
 def decode_case() -> KernelCase:
-    """One new position against a full cache."""
+    """Return the case of one new position against a full cache."""
 
     def inputs(room: Room, size: Size) -> Inputs:
         B, H, J, D, N = (size[name] for name in "BHJDN")
@@ -266,7 +266,7 @@ def decode_case() -> KernelCase:
         query, key = (turned(x, g) for x, g in zip((query, key), i["gains"], strict=True))
         seen = []
         for cache, new in zip(i["cache"], (key, value), strict=True):
-            # rounded to float32 first, as both ways do: then to what the cache holds
+            # rounded to float32 first, as in both implementations, then to the cache's dtype
             kept = new.float().to(cache.dtype).double()
             seen.append(torch.cat([cache[:, :, :-1].double(), kept[:, :, None]], 2))
         keys, values = (cache.repeat_interleave(H // J, 1) for cache in seen)
@@ -286,19 +286,19 @@ def decode_case() -> KernelCase:
         ),
         wide=({"B": 3, "H": 16, "J": 8, "D": 128, "N": 1999},),
         moved=lambda i, o, s: num_bytes(i["qkv"], i["cache"], o["out"]),
-        slack=1e-3,  # a new key on the edge of two bfloat16 numbers may become either
+        slack=1e-3,  # a new key on the edge of two bfloat16 numbers may round to either
     )
 
 
 def gradients(function: Callable[..., Any], grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """What autograd makes of `grad`, for each input."""
+    """Return the gradients of each input for the output gradient `grad`, by autograd."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     with torch.enable_grad():
         return torch.autograd.grad(function(*leaves), leaves, grad)
 
 
 def product_flops(size: Size) -> float:
-    """FLOPs of one matmul of all heads over the keys that a causal query sees."""
+    """Return the FLOPs of one matmul of all heads over the keys that a causal query sees."""
     S = size["S"]
     return size["B"] * size["H"] * size["D"] * S * (S + 1)
 
@@ -312,12 +312,12 @@ def _scale(size: Size) -> float:
     return size["D"] ** -0.5
 
 
-# Quantized linears: form and pull back in training, matrix-vector in decoding. Bits are of an
-# index; 16 are a dense matrix.
+# Quantized linears: form and pull back in training, matrix-vector in decoding. Bits are per index;
+# 16 is a dense matrix.
 
 GROUP, PARTS = 16, 640
 SHORT_SLACK = 5e-4
-"""Levels of 16 bits (`short_levels`) err by at most that of themselves."""
+"""Largest rounding error of 16-bit levels (`short_levels`), relative to a level."""
 FORM = {
     "odd": ({"O": 37, "I": 80}, {"O": 5, "I": 112}),
     "wide": ({"O": 1031, "I": 1040}, {"O": 129, "I": 3056}),
@@ -325,7 +325,7 @@ FORM = {
 
 
 def decode_cases(*, mlp: int, attention: int, head: int) -> Iterator[KernelCase]:
-    """The five matrices of a decoding step, by bits of their indices; 16: dense ones."""
+    """Yield the five matrices of a decoding step, by bits per index; 16 is dense."""
 
     yield matvec_case("queries, keys, values", attention, _joined_heads)
     yield matvec_add_case(
@@ -339,14 +339,14 @@ def decode_cases(*, mlp: int, attention: int, head: int) -> Iterator[KernelCase]
 
 
 def form_cases(source: str, bits: int) -> Iterator[KernelCase]:
-    """A weight formed of its parts, and the gradients of scales and codebook."""
+    """Yield the cases of forming a weight, and of the gradients of scales and codebook."""
     size = _mlp_in if bits == 2 else _joined_heads
     yield form_case(f"{source} {bits}-bit", size, source, bits)
     yield pull_back_case(f"{source} {bits}-bit", size, source, bits)
 
 
 def vector_cases(bits: int, d: int) -> Iterator[KernelCase]:
-    """The codewords of a latent weight; then it formed of them, and the gradients by them."""
+    """Yield the choice of a latent weight's codewords, forming it from them, and gradients."""
     name, C = f"packed {2**bits} x {d}", 2**bits
 
     def run(i: Inputs, s: Size) -> Outputs:
@@ -369,7 +369,7 @@ def vector_cases(bits: int, d: int) -> Iterator[KernelCase]:
 
 
 def path_case() -> KernelCase:
-    """The paths of a latent weight through a trellis of 256 states and 2 bits a weight."""
+    """Return the paths of a latent weight through a trellis of 256 states, 2 bits per weight."""
 
     def inputs(room: Room, size: Size) -> Inputs:
         O, I = size["O"], size["I"]
@@ -388,7 +388,7 @@ def path_case() -> KernelCase:
         size=_mlp_in,
         slack=0.0,  # the same paths on every device
         flops=lambda s: 4.0 * s["O"] * s["I"] * 256,
-        counts=False,  # bound by instructions, most of them no product
+        counts=False,  # bound by instructions, few of which are multiplications
         **FORM,
     )
 
@@ -396,7 +396,7 @@ def path_case() -> KernelCase:
 def form_case(
     name: str, size: Callable[[Work], Size], source: str, bits: int, *, d: int = 1
 ) -> KernelCase:
-    """A weight formed of its parts."""
+    """Return the case of forming a weight from indices or a latent, codebook and scales."""
     both = ways(lambda i, s: {"W": form(*i["weight"], i["dtype"])})
     return KernelCase(
         f"form, {name}",
@@ -413,7 +413,7 @@ def form_case(
 def pull_back_case(
     name: str, size: Callable[[Work], Size], source: str, bits: int, *, d: int = 1
 ) -> KernelCase:
-    """The gradients of scales and codebook."""
+    """Return the case of the gradients of scales and codebook."""
     return KernelCase(
         f"pull back, {name}",
         inputs=lambda room, s: {
@@ -423,13 +423,13 @@ def pull_back_case(
         **ways(lambda i, s: pull_back(i["dW"], *i["weight"], wanted=("codebook", "scales"))),
         size=size,
         space=None if d == 1 else lambda s: reduce_space(s, 2**bits, d),
-        counts=d == 1,  # bound by the product that sums by codeword
+        counts=d == 1,  # bound by the matmul that sums by codeword
         **FORM,
     )
 
 
 def both_case(bits: int, *, d: int = 1) -> KernelCase:
-    """What a step does with a latent weight: levels beside vectors, in one row each."""
+    """Return a step's whole work on a latent weight as one case, for levels and vectors alike."""
 
     def run(i: Inputs, s: Size) -> Outputs:
         latent, *rest = i["weight"]
@@ -445,7 +445,7 @@ def both_case(bits: int, *, d: int = 1) -> KernelCase:
         },
         **ways(run),
         size=_mlp_in,
-        counts=False,  # each part is a case
+        counts=False,  # each part is its own case
         **FORM,
     )
 
@@ -453,7 +453,7 @@ def both_case(bits: int, *, d: int = 1) -> KernelCase:
 def matvec_case(
     name: str, bits: int, size: Callable[[Work], Size], *, is_gated: bool = False, d: int = 1
 ) -> KernelCase:
-    """A product behind a norm, perhaps with a gated unit behind it."""
+    """Return a product with a norm before it and optionally a gated unit after it."""
 
     def inputs(room: Room, size: Size) -> Inputs:
         shape = {**size, "O": size["O"] * (2 if is_gated else 1)}
@@ -495,7 +495,7 @@ def matvec_add_case(
     has_exact_levels: bool = False,
     d: int = 1,
 ) -> KernelCase:
-    """A product onto the residual stream."""
+    """Return a product that is added to the residual stream."""
     is_short = not has_exact_levels
 
     def inputs(room: Room, size: Size) -> Inputs:
@@ -511,7 +511,7 @@ def matvec_add_case(
     def exact(i: Inputs, s: Size) -> Outputs:
         residual = i["residual"].double() + _product(i["x"], i["rows"])
         scaled = residual * i["gamma"].double()
-        scaled = scaled.unflatten(1, (-1, UNIT)).transpose(1, 2).flatten(1)  # not to float32
+        scaled = scaled.unflatten(1, (-1, UNIT)).transpose(1, 2).flatten(1)  # stays float64
         return {"residual": residual, "scaled": scaled, "squares": residual.square().sum(1)}
 
     return KernelCase(
@@ -520,7 +520,7 @@ def matvec_add_case(
         **ways(run),
         exact=exact,
         size=size,
-        compared=lambda o: {**o, "squares": o["squares"].sum(1)},  # in as many parts as tiles
+        compared=lambda o: {**o, "squares": o["squares"].sum(1)},  # a partial sum per tile
         odd=({"O": 48, "I": 192}, {"O": 16, "I": 80}),
         wide=({"O": 336, "I": 1040},),
         moved=_moved_rows,
@@ -531,17 +531,17 @@ def matvec_add_case(
 
 
 def _slack(bits: int, d: int) -> float:
-    """Levels are rounded for tensor cores, codewords are not."""
+    """Return the slack: levels are rounded for tensor cores, codewords are not."""
     return SHORT_SLACK if d == 1 and (bits, d) in MMA_FORMATS else 2e-6
 
 
 def _format(bits: int, d: int) -> str:
-    """Levels by the bits of an index, codewords as they are."""
+    """Return `N-bit` for levels and `entries x d` for codewords."""
     return f"{2**bits} x {d}" if d > 1 else f"{bits}-bit"
 
 
 def _weight(room: Room, size: Size, source: str, bits: int, *, d: int = 1) -> tuple:
-    """Source, codebook and scales in groups of 16 with 8 bits, as presets have them."""
+    """Return source, codebook and scales in groups of 16 with 8 bits, as in the presets."""
     O, I = size["O"], size["I"]
     if d == 1:
         codebook = room.normal(2**bits, dtype=torch.float32).sort().values
@@ -555,7 +555,7 @@ def _weight(room: Room, size: Size, source: str, bits: int, *, d: int = 1) -> tu
 
 
 def _factors(room: Room, size: Size, bits: int, *, is_short: bool, d: int) -> Inputs:
-    """A matrix, and a vector as it reads one."""
+    """Return a matrix, and a vector in the order in which it is read."""
     if bits == 16:
         rows: Rows = room.normal(size["O"], size["I"])
     else:
@@ -588,15 +588,15 @@ def _mlp_out(work: Work) -> Size:
     return {"O": work["hidden_size"], "I": work["intermediate_size"]}
 
 
-# Over the vocabulary; then the optimizer and the converter.
+# Kernels over the vocabulary, then those of the optimizer and the converter.
 
 
 def head_cases() -> Iterator[KernelCase]:
-    """The losses' passes over the head: chosen words, their gradient, and all others."""
+    """Yield the losses' passes over the head: chosen words, their gradient, and all others."""
 
     def inputs(room: Room, size: Size) -> Inputs:
         T, K, V, D = (size[name] for name in "TKVD")
-        # ids of a row differ, as a teacher's do
+        # IDs of a row are distinct, as a teacher's are
         ids = room.integers(V, T, 1) + torch.arange(K, device=room.device) * (V // K)
         return {
             "hidden": room.normal(T, D) * D**-0.5,
@@ -647,17 +647,17 @@ def head_cases() -> Iterator[KernelCase]:
                 i["hidden"], Head(i["weight"]), i["ids"], want_slope=True
             )._asdict()
         ),
-        # a logit is written, read, and its share written and read: four bytes, then two
+        # a logit of four bytes and its share of two are written and read; each counts once
         moved=lambda i, o, s: s["T"] * s["V"] * (4 + i["hidden"].element_size()),
         flops=lambda s: 4.0 * s["T"] * s["V"] * s["D"],
         slack=2.0**-9,
-        counts=False,  # mostly matmuls of a library
+        counts=False,  # mostly library matmuls
         **common,
     )
 
 
 def top_k_cases() -> Iterator[KernelCase]:
-    """The cache's pass over logits, and what picks the top K from its blocks."""
+    """Yield the cache's pass over logits, and the selection of the top K from its blocks."""
 
     def with_blocks(room: Room, size: Size) -> Inputs:
         logits = room.normal(size["T"], size["V"])
@@ -692,13 +692,13 @@ def top_k_cases() -> Iterator[KernelCase]:
             num_bytes(i["blocks"], o) + s["T"] * s["K"] * BLOCK * i["logits"].element_size()
         ),
         exact=exact,
-        counts=False,  # the cache's, and bound by comparisons
+        counts=False,  # part of cache building, and bound by comparisons
         **common,
     )
 
 
 def adamw_case() -> KernelCase:
-    """AdamW on bfloat16: every result is a neighbour of the exact one."""
+    """Return AdamW on bfloat16, where every result must be a neighbour of the exact one."""
     rates = Rates(lr=1e-2, decay=1e-3, beta1=0.9, beta2=0.95, eps=1e-12)
 
     def inputs(room: Room, size: Size) -> Inputs:
@@ -729,15 +729,15 @@ def adamw_case() -> KernelCase:
         size=_mlp_in,
         odd=({"O": 37, "I": 11}, {"O": 2, "I": 2500}),
         wide=({"O": 1027, "I": 1025},),
-        slack=2.0**-7,  # one last bit of bfloat16
+        slack=2.0**-7,  # one unit in the last place of bfloat16
     )
 
 
 def column_cases() -> Iterator[KernelCase]:
-    """The two steps inside a block of a converter's sweep."""
+    """Yield the two steps within a block of a converter's sweep."""
 
     def to_settle(room: Room, size: Size) -> Inputs:
-        """Short binary fractions: every sum is exact, so that no choice hangs on a rounding."""
+        """Return short binary fractions: sums are exact, so no choice depends on rounding."""
         B, O, C = (size[name] for name in "BOC")
 
         def fractions(*shape: int, high: int, unit: float) -> Tensor:
@@ -770,7 +770,7 @@ def column_cases() -> Iterator[KernelCase]:
         }
 
     def columns_of(i: Inputs) -> Columns:
-        """A block before its first choice: the lowest level everywhere, if nothing was chosen."""
+        """Return a block before its first choice; without choices it has the lowest level."""
         weight, scales, levels = i["weight"], i["scales"], i["levels"]
         chosen = i.get("chosen", levels[:1].expand_as(weight)).clone()
         return Columns(weight, weight - chosen * scales, chosen, scales, levels)
@@ -790,8 +790,8 @@ def column_cases() -> Iterator[KernelCase]:
         "size": lambda c: {"B": 16, "C": 4, "O": c["intermediate_size"]},
         "odd": ({"B": 20, "O": 129, "C": 4}, {"B": 7, "O": 40, "C": 16}),
         "wide": ({"B": 16, "O": 3071, "C": 4},),
-        "counts": False,  # bound by walking columns one after the other
+        "counts": False,  # bound by the sequential loop over columns
     }
     yield KernelCase("columns, settle", inputs=to_settle, **ways(settle), slack=0.0, **common)
-    # scales are rounded to float16: a tie may go the other way
+    # scales are rounded to float16: a tie may round the other way
     yield KernelCase("columns, refit", inputs=to_refit, **ways(refit), slack=2e-3, **common)

@@ -1,4 +1,4 @@
-"""The gates of one kernel, in order: compile, correct, fast. Behind one that fails none is run."""
+"""The gates of a kernel, in order: compile, correct, fast. A failed gate skips the rest."""
 
 import gc
 import statistics
@@ -19,40 +19,40 @@ from qat.kernels.dispatch import HAS_TRITON, computing_by
 from qat.kernels.tuned import Key
 
 Size = Mapping[str, int]
-"""Dimensions by letter, as the kernel's own module names them."""
+"""Dimensions by letter, named as in the kernel's module."""
 Inputs = dict[str, Any]
-"""Tensors by name, alone or in tuples, and whatever else a call takes."""
+"""Tensors by name, alone or in tuples, and other arguments of a call."""
 Outputs = dict[str, Tensor]
 Way = Callable[[Inputs, Size], Outputs]
-"""A call; it may write into its inputs, and what it wrote is among its outputs."""
+"""One implementation. It may write into its inputs; what it wrote is among its outputs."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """Where inputs are made: a device, its compute dtypes and a generator."""
+    """The device, compute dtypes and generator for making inputs."""
 
     device: torch.device
     dtype: torch.dtype
     half: torch.dtype
-    """For kernels that take half precision alone."""
+    """The dtype for kernels that support only half precision."""
     generator: torch.Generator
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Standard normal numbers."""
+        """Return standard normal numbers."""
         made = torch.randn(shape, device=self.device, generator=self.generator)
         return made.to(dtype or self.dtype)
 
     def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
-        """Float32 between `low` and `high`."""
+        """Return uniform float32 numbers in [low, high)."""
         made = torch.rand(shape, device=self.device, generator=self.generator)
         return made * (high - low) + low
 
     def integers(self, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Whole numbers below `high`."""
+        """Return uniform integers in [0, high)."""
         return torch.randint(high, shape, device=self.device, dtype=dtype, generator=self.generator)
 
     def positions(self, B: int, S: int) -> Tensor:
-        """`(B, S)`: places inside documents of random lengths, which begin anew with 0."""
+        """Return positions `(B, S)` in documents of random lengths, each starting at 0."""
         is_start = self.uniform(B, S) < 0.1
         places = torch.arange(S, device=self.device).expand(B, S)
         first = torch.where(is_start, places, 0).cummax(1).values
@@ -60,7 +60,7 @@ class Room:
 
 
 class Space(NamedTuple):
-    """The configurations that a kernel may run with at one size (`qat.kernels.tuned`)."""
+    """The configurations that a kernel may run with at one size (see `qat.kernels.tuned`)."""
 
     kernel: str
     key: Key
@@ -70,50 +70,50 @@ class Space(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelCase:
-    """A kernel beside the plain-PyTorch reference of the same signature."""
+    """A kernel and the plain-PyTorch reference of the same signature."""
 
     name: str
     inputs: Callable[[Room, Size], Inputs]
     kernel: Way
     reference: Way
     size: Callable[[Mapping[str, Any]], Size]
-    """Of a model's configuration: where speed is measured."""
+    """Maps a model's configuration to the size that is timed."""
     odd: tuple[Size, ...]
-    """Where results are checked everywhere: no dimension fills the kernel's tiles."""
+    """Sizes that are checked everywhere: no dimension is a multiple of the kernel's tiles."""
     wide: tuple[Size, ...] = ()
-    """Where results are checked on a GPU besides: as wide as real models, no multiple of a tile."""
+    """Sizes that are also checked on a GPU: as wide as real models, not a multiple of a tile."""
     exact: Way | None = None
-    """In float64 from the inputs as they are; without it the reference on float64 inputs."""
+    """Computes the results in float64 from the inputs; None runs the reference in float64."""
     compared: Callable[[Outputs], Outputs] = lambda outputs: outputs
-    """What of the results of both ways is compared with the exact ones."""
+    """Selects the results of both implementations that are compared with the exact ones."""
     moved: Callable[[Inputs, Outputs, Size], int] | None = None
-    """Bytes; without it those of all inputs and outputs, once each."""
+    """Counts the bytes that a call moves; None counts all inputs and outputs once."""
     flops: Callable[[Size], float] = lambda size: 0.0
     slack: float = 2e-6
-    """Beyond eager PyTorch's error, as a share of the largest exact value."""
+    """Allowed error beyond that of eager PyTorch, as a fraction of the largest exact value."""
     floor: float = 0.0
-    """What the largest exact value counts for at least: 1 for results that are logarithms."""
+    """Lower bound of the largest exact value in `slack`: 1 for results that are logarithms."""
     space: Callable[[Size], Space] | None = None
-    """What there is to tune, where there is anything."""
+    """The configurations to tune; None if there are none."""
     counts: bool = True
-    """Whether the smallest share of the roofline is looked for here too."""
+    """True if this kernel counts in the search for the smallest fraction of the roofline."""
 
     def truth(self, inputs: Inputs, size: Size) -> Outputs:
-        """The exact results."""
+        """Return the exact results in float64."""
         if self.exact is not None:
             return self.exact(copied(inputs), size)
         wide = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs)
         return self.compared(self.reference(copied(wide), size))
 
     def num_bytes(self, inputs: Inputs, outputs: Outputs, size: Size) -> int:
-        """What a call reads and writes."""
+        """Return the bytes that a call reads and writes."""
         if self.moved is not None:
             return self.moved(inputs, outputs, size)
         return num_bytes(inputs) + num_bytes(outputs)
 
 
 def ways(function: Way) -> dict[str, Way]:
-    """Both ways of a function that chooses by `use_triton`."""
+    """Return both implementations of a function that dispatches by `use_triton`."""
 
     def by(kernel: bool) -> Way:
         def run(inputs: Inputs, size: Size) -> Outputs:
@@ -126,22 +126,22 @@ def ways(function: Way) -> dict[str, Way]:
 
 
 def copied(inputs: Inputs) -> Inputs:
-    """Inputs that a call may write into."""
+    """Copy all tensors, so that a call may write into them."""
     return tree_map_only(Tensor, torch.clone, inputs)
 
 
 def num_bytes(*values: object) -> int:
-    """Bytes that tensors hold, at any depth."""
+    """Return the bytes of all tensors, at any depth."""
     return sum(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
-# Three-way comparison of a kernel: against float64, and against eager PyTorch in its dtype.
+# Three-way comparison of a kernel: against float64, and against eager PyTorch in the same dtype.
 
 
 def difference(kernel: Tensor, eager: Tensor, exact: Tensor, slack: float = 0.0) -> str | None:
-    """What is wrong with the kernel's result; None if nothing is.
+    """Return what is wrong with the kernel's result; None if it is correct.
 
-    It may err by what eager PyTorch errs at most in the same dtype, plus `slack`. Where the exact
+    Its largest error may be that of eager PyTorch in the same dtype, plus `slack`. Where the exact
     result is infinite, the kernel's must be the same infinity.
     """
     if kernel.shape != exact.shape:
@@ -173,7 +173,7 @@ FAULTS: tuple[type[Exception], ...] = (
     TypeError,
     ValueError,
 )
-"""What a kernel that does not compile or launch may raise, through Triton or PyTorch."""
+"""Exceptions of a kernel that does not compile or launch, from Triton or PyTorch."""
 if HAS_TRITON:
     from triton.runtime.errors import TritonError
 
@@ -183,7 +183,7 @@ MESSAGE = 300
 
 @dataclass(frozen=True)
 class Refusal:
-    """Which gate a kernel failed, and how."""
+    """A failed gate, and how the kernel failed it."""
 
     gate: Literal["compile", "correct", "fast"]
     difference: str
@@ -191,28 +191,28 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Seeds:
-    """Where inputs come from: a device, and a seed for each shape."""
+    """The device of the inputs, and a seed for each shape."""
 
     device: torch.device
     first: int
     is_interpreted: bool
 
     def room(self, offset: int) -> Room:
-        """Inputs of the seed `first + offset`: bfloat16.
+        """Return a source of bfloat16 inputs with the seed `first + offset`.
 
-        The interpreter rounds that wrongly, so there float32 and float16.
+        Triton's interpreter rounds bfloat16 incorrectly, so there it is float32 and float16.
         """
         dtypes = (torch.float32, torch.float16) if self.is_interpreted else (torch.bfloat16,) * 2
         seed = self.first + offset
         return Room(self.device, *dtypes, torch.Generator(self.device).manual_seed(seed))
 
     def sizes(self, case: KernelCase) -> tuple[Size, ...]:
-        """Shapes to check: wide ones too where kernels are compiled."""
+        """Return the sizes to check: wide ones only where kernels are compiled."""
         return case.odd if self.is_interpreted else (*case.odd, *case.wide)
 
 
 def compiles(case: KernelCase, seeds: Seeds) -> Refusal | None:
-    """Build and launch the kernel once for every shape."""
+    """Check that the kernel compiles and launches at every size."""
     for offset, size in enumerate(seeds.sizes(case)):
         inputs = case.inputs(seeds.room(offset), size)
         try:
@@ -229,10 +229,10 @@ def compiles(case: KernelCase, seeds: Seeds) -> Refusal | None:
 
 
 def is_correct(case: KernelCase, seeds: Seeds) -> Refusal | None:
-    """Compare with eager PyTorch and with float64, at every shape.
+    """Compare with eager PyTorch and with float64, at every size.
 
-    What the kernel allocates is full of NaN before it writes; it runs twice, the second time on
-    whatever the first left in buffers that it keeps.
+    Memory that the kernel allocates is filled with NaN. It runs twice, so that the second run sees
+    the contents that the first one left in persistent buffers.
     """
     for offset, size in enumerate(seeds.sizes(case)):
         inputs = case.inputs(seeds.room(offset), size)
@@ -249,7 +249,7 @@ def is_correct(case: KernelCase, seeds: Seeds) -> Refusal | None:
 
 
 def worst_of(case: KernelCase, found: Outputs, eager: Outputs, exact: Outputs) -> str | None:
-    """The first result in which the kernel is worse than eager PyTorch; None if there is none."""
+    """Return the first result in which the kernel is worse than eager PyTorch, if any."""
     found, eager = case.compared(found), case.compared(eager)
     if found.keys() != exact.keys():
         return f"results {', '.join(found)}, expected {', '.join(exact)}"
@@ -265,13 +265,14 @@ def worst_of(case: KernelCase, found: Outputs, eager: Outputs, exact: Outputs) -
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside, memory that is not written holds NaN, or the largest integer."""
+    """Fill memory allocated in the block with NaN, or with the largest integer."""
     before = torch.are_deterministic_algorithms_enabled()
     is_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+    # deterministic mode fills uninitialized memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that other operators are not deterministic
+            warnings.simplefilter("ignore")  # other operators warn that they are not deterministic
             yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=is_warning)
@@ -281,7 +282,7 @@ def _shown(size: Size) -> str:
     return " ".join(f"{name}={value}" for name, value in size.items())
 
 
-# Times a kernel and its reference in turns, each time on data that no cache holds.
+# Timing of a kernel and its reference in turns, each with a cold cache.
 
 MOST_CALLS = 64
 REFERENCE_CALLS = 4
@@ -289,21 +290,21 @@ REFERENCE_CALLS = 4
 
 @dataclass(frozen=True)
 class Speed:
-    """What the turns took, per call."""
+    """Seconds per call, in turns."""
 
     kernel_s: list[float]
-    """Empty where no kernel is compiled."""
+    """Empty if the kernel is not compiled."""
     reference_s: list[float]
     calls: int
     num_bytes: int
-    """Of one call."""
+    """Bytes per call."""
     flops: float
 
 
 def measure(case: KernelCase, size: Size, seeds: Seeds, clock: Clock) -> Speed:
-    """Interleaved times of the kernel, recorded as one graph of several calls, and the reference.
+    """Time kernel and reference in turns, the kernel as one captured graph of several calls.
 
-    The reference is called as eager PyTorch is, launches included: one may wait for the host.
+    The reference is called as in eager PyTorch, launches included, because it may synchronize.
     """
     backend = clock.backend
     with torch.no_grad():
@@ -325,7 +326,7 @@ def measure(case: KernelCase, size: Size, seeds: Seeds, clock: Clock) -> Speed:
 
 
 def spread_inputs(case: KernelCase, size: Size, seeds: Seeds, *, is_spread: bool) -> list[Inputs]:
-    """As many different inputs as hold `SPREAD_BYTES`, but one where all fit into no cache."""
+    """Return different inputs of `SPREAD_BYTES` in all, or only one unless `is_spread`."""
     inputs = [case.inputs(seeds.room(0), size)]
     count = min(SPREAD_BYTES // max(num_bytes(inputs[0]), 1), MOST_CALLS) if is_spread else 1
     return inputs + [case.inputs(seeds.room(offset), size) for offset in range(1, count)]
@@ -334,9 +335,9 @@ def spread_inputs(case: KernelCase, size: Size, seeds: Seeds, *, is_spread: bool
 def recorded(
     case: KernelCase, size: Size, inputs: list[Inputs], backend: Backend
 ) -> Callable[[], object]:
-    """A replay of the kernel's calls on all inputs; all results stay, each in memory of its own.
+    """Return the replay of a graph that calls the kernel on all inputs and keeps all outputs.
 
-    One that wrote where the one before did would write into a cache.
+    Each output has its own memory: one that overwrites the previous output would write to a cache.
     """
 
     def run() -> list[Outputs]:
@@ -350,7 +351,7 @@ def recorded(
 
 
 def is_fast(speed: Speed) -> Refusal | None:
-    """No kernel may be slower than its reference."""
+    """Refuse a kernel that is slower than its reference."""
     if not speed.kernel_s:
         return None
     found = compare(speed.reference_s, speed.kernel_s)
@@ -361,10 +362,10 @@ def is_fast(speed: Speed) -> Refusal | None:
 
 
 def numbers(speed: Speed, rates: Roofline) -> Row:
-    """A case's times as a row of results holds them, with its share of the roofline.
+    """Return a case's times for a row of results, with its fraction of the roofline.
 
-    The bound is what its bytes take at the rate of a large copy, or its FLOPs at that of a large
-    matmul, whichever is longer.
+    The bound is the time of its bytes at the rate of a large copy, or of its FLOPs at that of a
+    large matmul, whichever is longer.
     """
     reference = statistics.median(speed.reference_s)
     common: Row = {"calls": speed.calls, "reference_s": reference}

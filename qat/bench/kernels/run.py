@@ -1,4 +1,4 @@
-"""`qat bench kernels`: every kernel through its gates, and a row of results for each."""
+"""`qat bench kernels`: runs every kernel through its gates and writes a row of results for each."""
 
 import json
 import logging
@@ -30,24 +30,24 @@ from qat.kernels.dispatch import HAS_TRITON
 logger = logging.getLogger(__name__)
 
 TABLE_FACTS = ("device", "commit", "torch", "triton")
-"""Of the environment, what a table of tuned configurations names."""
+"""Facts about the environment that a table of tuned configurations records."""
 
 
 @dataclass(frozen=True)
 class KernelsReport:
-    """What the gates found, for whoever shows it."""
+    """The results of the gates, for printing."""
 
     path: Path
     rows: list[Row]
-    """One a kernel."""
+    """One row per kernel."""
     rates: Roofline
     note: str
-    """What could not be asked of this device."""
+    """A note about what could not be measured on this device; empty on a GPU."""
     tuned: list[Tuned]
     """Empty without `tune`."""
 
     def figures(self) -> list[Row]:
-        """The figures that this run can give, each with its goal."""
+        """Return the figures that this run provides, each with its goal."""
         found: list[Row] = []
         if self.least is not None:
             share = round(self.least["roofline_frac"], 3)
@@ -59,20 +59,20 @@ class KernelsReport:
 
     @property
     def worst_ratio(self) -> float | None:
-        """The least of the tuned kernels' speeds over their defaults'."""
+        """The least speed of a tuned kernel relative to its default; None without tuning."""
         return min((each.ratio for each in self.tuned), default=None)
 
     @property
     def least(self) -> Row | None:
-        """The kernel furthest from the roofline, of those that count."""
+        """The row of the kernel furthest from the roofline, among those that count."""
         counted = [row for row in self.rows if row["counts"] and "roofline_frac" in row]
         return min(counted, key=lambda row: row["roofline_frac"]) if counted else None
 
     def check(self) -> None:
-        """Make sure that every kernel passed.
+        """Raise BenchError if a kernel failed.
 
         Raises:
-            BenchError: one did not.
+            BenchError: naming the first one that failed.
         """
         failed = [row for row in self.rows if row["status"] == "FAILED"]
         if failed:
@@ -89,7 +89,7 @@ def _figure(name: str, value: float, unit: str, goal: str) -> Row:
 
 
 def record_figures(path: Path, found: list[Row], environment: dict[str, object]) -> None:
-    """Append figures to `path`, made if missing, with command, commit and device: one a line."""
+    """Append figures to `path`, one per line, with command, commit and device."""
     common = {name: environment[name] for name in ("command", "commit", "device")}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -100,7 +100,7 @@ def record_figures(path: Path, found: list[Row], environment: dict[str, object])
 def judge(
     case: KernelCase, config: KernelsConfig, seeds: Seeds, clock: Clock, *, rates: Roofline
 ) -> tuple[Row, Speed | None]:
-    """The row of one kernel; behind the gate that it fails none is run."""
+    """Return the row of one kernel; a failed gate skips the remaining ones."""
     backend = clock.backend
     runs_kernels = backend.records() or interprets()
     size = case.size(work_of(str(config.shape)))
@@ -127,7 +127,7 @@ def judge(
 
 
 def interprets() -> bool:
-    """Whether Triton was told to interpret its kernels, which needs no GPU."""
+    """Return whether Triton interprets its kernels, which needs no GPU."""
     if not HAS_TRITON:
         return False
     from triton import knobs
@@ -138,10 +138,10 @@ def interprets() -> bool:
 def run_kernels(
     config: KernelsConfig, out: Path | None, cases: list[KernelCase] | None = None
 ) -> KernelsReport:
-    """Put `cases`, by default those that `config` names, through their gates.
+    """Run `cases`, by default those that `config` names, through their gates.
 
     Raises:
-        ConfigError: no such kernel, shape or device, or tuning without a GPU.
+        ConfigError: there is no such kernel, shape or device, or tuning without a GPU.
     """
     cases = cases_named(config.only) if cases is None else cases
     backend = select(config.device)
@@ -164,7 +164,7 @@ def run_kernels(
             row, speed = judge(case, config, seeds, clock, rates=rates)
             row["configurations"] = tuned.used()
             results.add(**row)
-            if speed:  # the reference's own samples, as a case of its own
+            if speed:  # the samples of the reference, as a case of its own
                 same = {name: row[name] for name in ("shape", "size", "dtype", "seed")}
                 of_reference = {**same, **times(speed.reference_s)}
                 results.add(kind="reference", case=f"{case.name}, reference", **of_reference)

@@ -1,7 +1,7 @@
-"""Tunes a kernel: every configuration once, the best few again beside the default, then a verdict.
+"""Tuning of a kernel: every configuration is tried, the best few again against the default.
 
-A configuration is adopted only if it gives the default's results and, in turns with the default,
-was not slower: the 95 % interval of the median of its ratios must lie at or above 1.
+A configuration is adopted only if it gives the results of the default and was not slower in turns
+with it: the 95 % interval of the median of the ratios must be at or above 1.
 """
 
 import statistics
@@ -51,7 +51,7 @@ from qat.kernels.lut_tiles import FormTile
 from qat.kernels.lut_vectors import ChooseTile, ReduceTile
 from qat.kernels.topk import BlockPass
 
-# The configurations that tuning tries, by kernel; each is one of `qat.kernels.tuned`.
+# The configurations that tuning tries, by kernel, as types of `qat.kernels`.
 
 PACKED = (
     (16, 32, 1, 4, 64),
@@ -63,7 +63,7 @@ PACKED = (
     (2, 128, 1, 2, 96),
     (8, 128, 1, 8, 96),
 )
-"""Rows, units, depth, warps and registers."""
+"""Rows, units, depth, warps and registers of a tile."""
 SUMS = (
     *product((512, 256), (1, 2, 3, 4), (8,), (2,)),
     *product((256,), (2, 3, 4), (4,), (2,)),
@@ -71,16 +71,17 @@ SUMS = (
     (512, 4, 8, 4),
     (256, 4, 8, 4),
 )
-"""Inputs, times 32 rows, warps, and times 32 rows ahead."""
+"""Inputs, rows of a warp / 32, warps, and prefetched rows / 32 of a `SumsTile`."""
 DENSE = ((4, 512, 1, 4), (4, 512, 5, 4), (8, 512, 1, 8), (2, 512, 5, 4), (4, 1024, 2, 4))
 
 
 def matvec_space(
     size: Size, bits: int, *, is_short: bool, is_gated: bool = False, d: int = 1
 ) -> Space:
-    """Tiles of a matrix times a vector; with `is_short`, of tensor cores where they can.
+    """Return tiles for a matrix-vector product; with `is_short`, of tensor cores where they fit.
 
-    On Hopper of sums that are looked up, where they can, beside what tensor cores would take.
+    On Hopper, where sums can be looked up: tiles for that, and `NO_SUMS`, which leaves it to tensor
+    cores.
     """
     I, is_dense = size["I"], bits == 16
     key = (size["O"], I, bits // d)
@@ -100,7 +101,7 @@ def matvec_space(
         return _space("lut_mma", key, mma_tile_for(*key), fitting)
     listed = DENSE if is_dense else PACKED
     tiles = [Tile(*t[:4], registers=0 if is_dense else t[4]) for t in listed]
-    # not those of which more than a third would lie outside the row
+    # without tiles of which more than a third would be outside the row
     widths = [tile.units * tile.depth * (1 if is_dense else UNIT) for tile in tiles]
     fitting = [t for t, w in zip(tiles, widths, strict=True) if I % w == 0 or I > 2 * w]
     if d > 1:
@@ -113,26 +114,26 @@ def _is_hopper() -> bool:
 
 
 def form_space(size: Size, bits: int, d: int, *, is_packed: bool) -> Space:
-    """Tiles of a weight that is formed."""
+    """Return tiles for forming a weight."""
     key = (size["O"], size["I"], bits if is_packed else 0, 2**bits * d)
     return _space("lut_form", key, FormTile(), map(FormTile, (1024, 2048, 8192)))
 
 
 def choose_space(size: Size, C: int, d: int) -> Space:
-    """Tiles of vectors and chunks of codewords whose scores fit in registers."""
+    """Return tiles of vectors and chunks of codewords whose scores fit into registers."""
     listed = map(ChooseTile._make, product((64, 128), (64, 128), (2, 4, 8), (8, 24), (4, 8)))
     fitting = [one for one in listed if 4096 <= one.vectors * one.chunk / one.warps * 4 <= 16384]
     return _space("vectors_choose", (size["O"], size["I"], C, d), ChooseTile(), fitting)
 
 
 def reduce_space(size: Size, C: int, d: int) -> Space:
-    """Tiles of vectors that are summed by codeword, and programs that share them."""
+    """Return tiles of vectors that are summed by codeword, and numbers of programs."""
     listed = map(ReduceTile._make, product((32, 64, 128, 256), (132, 264, 528)))
     return _space("vectors_reduce", (size["O"], size["I"], C, d), ReduceTile.of(C, d), listed)
 
 
 def gated_space(size: Size, kernel: str) -> Space:
-    """Columns of a gated unit's program."""
+    """Return blocks of columns for the gated unit."""
     most = 2 ** (size["F"] - 1).bit_length()
     cuts = (Cut(block, w) for block, w in product((512, 1024, 2048, 4096), (2, 4, 8)))
     fitting = [cut for cut in cuts if cut.block <= most]
@@ -140,14 +141,14 @@ def gated_space(size: Size, kernel: str) -> Space:
 
 
 def gather_space(size: Size, kernel: str) -> Space:
-    """Pieces of chosen words' weights."""
+    """Return pieces of the chosen words' weights."""
     listed = product((4, 8, 16, 32), (128, 256, 512, 1024), (2, 4, 8))
     pieces = [Gather(*one) for one in listed if 1024 <= one[0] * one[1] / (one[2] / 4) <= 8192]
     return _space(kernel, (size["K"], size["D"]), Gather(), pieces)
 
 
 def block_pass_space(size: Size) -> Space:
-    """Blocks of a program of the pass over logits."""
+    """Return the number of blocks per program in the pass over logits."""
     listed = [BlockPass(*one) for one in product((16, 32, 64, 128), (2, 4, 8))]
     return _space("top_k_blocks", (size["V"],), BlockPass(), listed)
 
@@ -156,7 +157,7 @@ def _space(kernel: str, key: tuple[int, ...], default: tuple, listed: Iterable[t
     return Space(kernel, key, default, tuple(c for c in dict.fromkeys(listed) if c != default))
 
 
-# Tuning itself: kernels are compiled several at a time, before any of them runs.
+# Tuning: kernels are compiled in parallel before any of them runs.
 
 WORKERS = 12
 FIRST_ROUNDS = 5
@@ -164,9 +165,9 @@ FIRST_ROUNDS = 5
 
 @contextmanager
 def compiling_only() -> Iterator[None]:
-    """Inside, a launch of a Triton kernel compiles it and nothing more; all are ready at the end.
+    """Make launches of Triton kernels in the block only compile; all are compiled at its end.
 
-    One that does not compile says so when it is launched for real.
+    Compile errors are ignored here and raised again at the real launch.
     """
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
@@ -187,20 +188,20 @@ def compiling_only() -> Iterator[None]:
 
 
 FACTS = "measured"
-"""The part of a table that is no kernel's."""
+"""The key of the part of a table that is not a kernel's."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A configuration and what a call took, in turns with the default."""
+    """A configuration and its seconds per call, in turns with the default."""
 
     configuration: tuple
     seconds: tuple[float, ...]
     ratio: Interval
-    """The default's time over its own, round by round, so that a drift of the device cancels."""
+    """The default's time over its own in the same round, so that drift of the device cancels."""
 
     def row(self) -> Row:
-        """As a row of results holds it."""
+        """Return the configuration and its times for a row of results."""
         return {
             **self.configuration._asdict(),
             "median_s": statistics.median(self.seconds),
@@ -212,32 +213,32 @@ class Timed:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning one kernel at one size found."""
+    """The result of tuning one kernel at one size."""
 
     case: str
     space: Space
     calls: int
     num_bytes: int
-    """Of one call."""
+    """Bytes per call."""
     best: tuple[Timed, ...]
-    """The few that were measured again, fastest first, the default among them."""
+    """Configurations that were measured again, fastest first, including the default."""
     refused: dict[tuple, str]
-    """Those that did not compile or gave other results."""
+    """Configurations that did not compile or gave other results, with the reason."""
 
     @property
     def adopted(self) -> Timed | None:
-        """The fastest, if it is not the default and was not slower than that."""
+        """The fastest configuration unless it is the default or was slower than it."""
         first = self.best[0]
         is_better = first.configuration != self.space.default and first.ratio.low >= 1.0
         return first if is_better else None
 
     @property
     def ratio(self) -> float:
-        """The default's time over that of what runs from now on; 1 where the default stays."""
+        """The speedup of the adopted configuration over the default; 1 if the default stays."""
         return 1.0 if self.adopted is None else self.adopted.ratio.median
 
     def row(self) -> Row:
-        """The fields of a row of results."""
+        """Return the columns of a row of results."""
         runs = self.adopted or next(t for t in self.best if t.configuration == self.space.default)
         return {
             "kind": "tuned",
@@ -266,7 +267,7 @@ def tune(case: KernelCase, size: Size, *, seeds: Seeds, clock: Clock, keep: int)
         default = trial.space.default
         near = sorted((c for c in runs if c != default), key=medians.__getitem__)
         few, wanted = [default], trial.once(default)
-        # both may err by the case's slack, and a sum in another order by a little more
+        # both may err by the case's slack, and a sum in another order by slightly more
         lenient = replace(case, slack=2 * case.slack + 2e-6)
         for configuration in near:
             if len(few) > keep:
@@ -292,7 +293,7 @@ def tune(case: KernelCase, size: Size, *, seeds: Seeds, clock: Clock, keep: int)
 
 @dataclass(frozen=True)
 class Tuning:
-    """A case's kernel at one size, about to run with several configurations."""
+    """A case's kernel at one size, ready to run with several configurations."""
 
     case: KernelCase
     size: Size
@@ -301,7 +302,7 @@ class Tuning:
     clock: Clock
 
     def runs(self) -> tuple[dict[tuple, Callable[[], object]], dict[tuple, str]]:
-        """Calls on all inputs by configuration, the default first; and which do not compile."""
+        """Return calls on all inputs by configuration, default first, and the compile errors."""
         runs: dict[tuple, Callable[[], object]] = {}
         refused: dict[tuple, str] = {}
         every = (self.space.default, *self.space.others)
@@ -319,7 +320,7 @@ class Tuning:
         return runs, refused
 
     def once(self, configuration: tuple) -> Outputs:
-        """The results of one call with a configuration."""
+        """Return the results of one call with a configuration."""
         with self._forcing(configuration):
             return self.case.kernel(copied(self.inputs[0]), self.size)
 
@@ -342,7 +343,7 @@ class Tuning:
 
 
 def write_table(path: Path, found: list[Tuned], facts: dict[str, object]) -> None:
-    """Put what was adopted into a device's table; where the default won, an entry goes."""
+    """Write adopted configurations into a device's table; remove entries where the default won."""
     entries = [(each.space, each.adopted) for each in found]
     write_entries(
         path,
@@ -359,9 +360,9 @@ def write_entries(
     chosen: dict[tuple[str, tuned.Key], tuple | None],
     facts: dict[str, object],
 ) -> None:
-    """Put configurations by kernel and key into a device's table; None takes an entry out.
+    """Write configurations by kernel and key into a device's table; None removes an entry.
 
-    Entries of other kernels and keys stay.
+    Entries of other kernels and keys are kept.
     """
     table = tuned.read_table(path)
     for (kernel, key), configuration in chosen.items():
