@@ -10,46 +10,45 @@ from qat.errors import ConfigError
 
 
 class SampleSettings(Settings):
-    """Everything that decides the rows, besides the model."""
+    """All settings that decide the sampled rows, apart from the model."""
 
     prompts: Text[str | None] = None
-    """What to answer or continue: whatever 'qat cache --data' reads, of chats all but the last
-    answer; without it each row begins from nothing."""
+    """Prompts to answer or continue, in any format of 'qat cache --data'; the last answer of a chat
+    is dropped. Without prompts each row begins from the token that begins a text."""
     format: Text[DataFormat] = "auto"
-    """What a row of the prompts holds; `auto` looks at the fields of the first row."""
+    """Format of a row of the prompts; `auto` looks at the fields of the first row."""
     text_field: Text[str] = "text"
     """Field of a `plain` row that holds the text."""
     thinking: Text[Thinking] = "false"
-    """How chats are put to the model: without thinking, with, both, without template (none), all
-    three; a row for each."""
+    """Chat rendering: thinking off (false), on (true), both, no chat template (none), or all three;
+    one row each."""
     raw: Text[bool] = False
-    """Continue plain prompts as they are, not as a user's message in the chat template."""
+    """Continue plain prompts as they are, instead of as a user's message in the chat template."""
     rows: Text[int] = Field(0, ge=0)
-    """Rows to sample; 0 takes all that the prompts ask for."""
+    """Number of rows to sample; 0 samples all prompts."""
     samples: Text[int] = Field(1, ge=1)
-    """Rows of each prompt and thinking mode."""
+    """Number of rows per prompt and thinking mode."""
     least_variety: Text[float] = Field(0.0, ge=0, lt=1)
-    """Leave out rows of whose bytes zlib saves more than all but this share: they repeat
-    themselves."""
+    """Drop repetitive rows: those whose zlib-compressed size is below this fraction of the text."""
     max_new_tokens: Sampling[int] = Field(512, ge=1)
-    """End a row after so many tokens, if the model does not end it before."""
+    """Maximum number of new tokens in a row."""
     temperature: Sampling[float] = Field(1.0, ge=0)
     """Sampling temperature; 0 takes the most likely token."""
     top_p: Sampling[float] = Field(1.0, gt=0, le=1)
-    """Sample from the smallest set of tokens that holds this mass."""
+    """Nucleus sampling: draw from the smallest set of tokens with this probability mass."""
     seed: Sampling[int] = Field(0, ge=0, lt=2**63)
-    """Seed of all rows; each draws by random numbers of its own."""
+    """Seed of all rows; each row has its own random stream."""
     batch_size: Speed[int] = Field(256, ge=1)
-    """Rows at a time; one that ends makes room for the next."""
+    """Rows in flight at once; a finished row is replaced by the next."""
     shard_size: Speed[int] = Field(4096, ge=1)
-    """Rows between two looks at the disk: what a sampling that was stopped may have to repeat, and
-    what a rank takes at a time."""
+    """Rows per shard. A shard is the unit of work of a rank, and an interrupted run repeats at most
+    one shard per rank."""
 
     def check_asked(self) -> None:
-        """Refuse settings that ask for no rows, or for rows of prompts that are not there.
+        """Refuse settings without anything to sample, or with samples per prompt but no prompts.
 
         Raises:
-            ConfigError: they do.
+            ConfigError: `rows` is 0 without prompts, or `samples` is set without prompts.
         """
         if self.prompts is None and self.rows == 0:
             raise ConfigError(
@@ -72,5 +71,5 @@ class SampleConfig(SampleSettings, DeviceSettings):
     """Run the code that comes with the model."""
 
     def settings(self) -> SampleSettings:
-        """The part that decides the rows."""
+        """Return the settings that decide the rows."""
         return SampleSettings(**{name: getattr(self, name) for name in SampleSettings.model_fields})

@@ -1,8 +1,8 @@
-"""Writes a corpus that a model says: prompts -> shards of rows -> one file of JSON lines.
+"""Sample a corpus from a model: prompts -> shards of rows -> one file of JSON lines.
 
-A shard is the unit of everything: its rows are sampled from an empty batch and written whole, so a
-sampling that was killed at any instant goes on after its last shard and ends in the same bytes, and
-several ranks take shards in turn.
+Shards are independent: each is sampled starting with an empty batch and written atomically. A run
+that was killed at any point therefore resumes after its last shard and ends with the same bytes,
+and several ranks can take shards in turn.
 """
 
 import hashlib
@@ -36,17 +36,17 @@ from qat.ranks import ALONE, Ranks
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-"""Of what a row says about itself."""
+"""Version of the metadata in a row."""
 SETTINGS = "settings.json"
-"""Beside the shards: what decides their rows."""
+"""File in the directory of the shards with the settings that decide their rows."""
 TOLD = ("thinking", "temperature", "top_p", "max_new_tokens", "seed")
-"""Settings that every row says."""
+"""Settings that are recorded in every row."""
 ROWS_TELL = ("teacher", "identity", "dtype", *TOLD[1:])
-"""Of what decides the rows, what each says as it was asked for."""
+"""Facts that are recorded in every row exactly as they were requested."""
 
 
 class Corpus(NamedTuple):
-    """What is to be sampled, and what decides the bytes of the rows."""
+    """The prompts and settings of a corpus, which decide the bytes of its rows."""
 
     prompts: list[Prompt]
     settings: SampleSettings
@@ -54,30 +54,30 @@ class Corpus(NamedTuple):
     ends: frozenset[int]
     """Tokens that end a row."""
     longest: int
-    """Tokens that the model's window has."""
+    """Length of the model's context in tokens."""
     teacher: dict[str, str]
-    """Its name, its identity and its dtype."""
+    """Name, identity and dtype of the model."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of the whole corpus, those that will be left out included."""
+        """Number of rows of the whole corpus, including those that will be dropped."""
         asked = len(self.prompts) * self.settings.samples
         if self.settings.prompts is None:
             return self.settings.rows
         return min(asked, self.settings.rows or asked)
 
     def prompt(self, row: int) -> Prompt:
-        """What row number `row` continues."""
+        """Return the prompt of row number `row`."""
         return self.prompts[0 if self.settings.prompts is None else row // self.settings.samples]
 
     def request(self, row: int) -> Request:
-        """What the sampler is asked for row number `row`."""
+        """Return the sampler's request for row number `row`."""
         ids = self.prompt(row).ids
         limit = min(self.settings.max_new_tokens, self.longest - len(ids))
         return Request(ids, limit, (self.settings.seed, row))
 
     def batch(self) -> Batch:
-        """How many rows go together, and how long they may become."""
+        """Return the batch size and the maximum lengths of a batch."""
         settings, rows = self.settings, map(self.request, range(self.num_rows))
         lengths = [(len(request.ids) + request.limit, request.limit) for request in rows]
         num_positions, max_new_tokens = (max(each) for each in zip(*lengths, strict=True))
@@ -86,12 +86,12 @@ class Corpus(NamedTuple):
         return Batch(size, num_positions, max_new_tokens, sampling, self.ends)
 
     def shards(self) -> list[range]:
-        """The rows of each shard."""
+        """Return the row numbers of each shard."""
         size, count = self.settings.shard_size, self.num_rows
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
     def facts(self) -> dict[str, object]:
-        """All that decides the bytes of the rows."""
+        """Return everything that decides the bytes of the rows."""
         digest = xxhash.xxh3_64()
         for prompt in self.prompts:
             digest.update(json.dumps(prompt).encode())
@@ -106,25 +106,25 @@ class Corpus(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What came of a corpus."""
+    """The result of sampling a corpus."""
 
     rows: int
     left_out: int
-    """Rows in which the model said nothing, or repeated itself."""
+    """Rows that were dropped because the model said nothing or repeated itself."""
     tokens: int
-    """New tokens of the rows, those that end them included."""
+    """New tokens of the rows, including those that end them."""
     tokens_per_s: float | None
-    """New tokens of this run, on this rank, over the seconds of sampling; None if it did none."""
+    """New tokens per second of this run, on this rank; None if nothing was sampled."""
 
 
 def open_corpus(
     source: str, config: SampleConfig, ranks: Ranks = ALONE
 ) -> tuple[LanguageModel, Corpus]:
-    """The model that `source` names, and the corpus that it is to say.
+    """Open the model `source` and the corpus to sample from it.
 
     Raises:
         CheckpointError: there is no such model, or it has no tokenizer.
-        ConfigError, DataError: as `qat.generate.prompts.open_prompts`.
+        ConfigError, DataError: see `qat.generate.prompts.open_prompts`.
     """
 
     def opened() -> tuple[LanguageModel, Corpus]:
@@ -136,7 +136,7 @@ def open_corpus(
         prompts = open_prompts(settings, model, tokenizer)
         ends = {*closing_tokens(model, tokenizer.eos_token_id)}
         if settings.prompts is None:
-            ends |= set(prompts[0].ids)  # what begins a text begins the next one
+            ends |= set(prompts[0].ids)  # the begin token of a next text ends this one
         teacher = {
             "teacher": source,
             "identity": model_identity(source, trust_remote_code=trust),
@@ -148,14 +148,14 @@ def open_corpus(
 
 
 def write_corpus(model: LanguageModel, corpus: Corpus, out: Path, ranks: Ranks = ALONE) -> Sampled:
-    """Sample the corpus from `model`, which it takes over, into `out`; goes on where it stopped.
+    """Sample the corpus from `model`, which is modified, into `out`, or resume an earlier run.
 
-    A finished file of the same settings is left as it is. All ranks see one `out`; they may be as
-    many as one likes, and others when it goes on.
+    A finished file of the same settings is kept. All ranks share one `out`; their number is free,
+    and may change before a resume.
 
     Raises:
-        ConfigError: `out`, or what was begun of it, belongs to other settings.
-        DataError: no row holds a text.
+        ConfigError: `out`, or an unfinished run for it, belongs to other settings.
+        DataError: no row holds text.
     """
     facts = corpus.facts()
     run = fingerprint(facts)
@@ -170,19 +170,23 @@ def write_corpus(model: LanguageModel, corpus: Corpus, out: Path, ranks: Ranks =
             return _summary(out, corpus.num_rows, None)
         ranks.together(lambda: _begin(parts, facts) if ranks.is_first else None)
         speed = ranks.together(lambda: _sample_shards(model, corpus, parts, run=run, ranks=ranks))
-        # all ranks end together, and with the first one's error if there is one
+        # all ranks end together, and raise the first rank's error if it has one
         ranks.together(lambda: _join(corpus, parts, out, run) if ranks.is_first else None)
         return _summary(out, corpus.num_rows, speed)
 
 
 def variety(text: str) -> float:
-    """How little of its bytes zlib can save: near 0 for what repeats itself, above 1 for a word."""
+    """Return a text's compressed over its plain size: near 0 if repetitive, above 1 for a word."""
     found = text.encode()
     return len(zlib.compress(found)) / len(found)
 
 
 def _is_done(out: Path, facts: dict[str, object], run: str) -> bool:
-    """Whether `out` is there, whole, and of these settings."""
+    """Return whether `out` is a complete corpus of these settings.
+
+    Raises:
+        ConfigError: `out` is another file, or has other settings.
+    """
     if not out.exists():
         return False
     try:
@@ -194,7 +198,7 @@ def _is_done(out: Path, facts: dict[str, object], run: str) -> bool:
         raise ConfigError(
             f"out={out} was not written by 'qat sample', expected a new file; choose another --out"
         ) from None
-    # a row's own `format` and `thinking` are not those of the settings
+    # a row's own `format` and `thinking` have another meaning than the settings
     told = {name: old.get(name, facts[name]) for name in ROWS_TELL}
     raise ConfigError(
         f"out={out} holds rows of other prompts or settings{_differences(told, facts)}; choose "
@@ -203,7 +207,7 @@ def _is_done(out: Path, facts: dict[str, object], run: str) -> bool:
 
 
 def _begin(parts: Path, facts: dict[str, object]) -> None:
-    """Make the folder of the shards, or find it made by the same settings."""
+    """Create the directory of the shards, or check that the existing one has the same settings."""
     path = parts / SETTINGS
     if not path.exists():
         parts.mkdir(exist_ok=True)
@@ -222,7 +226,7 @@ def _begin(parts: Path, facts: dict[str, object]) -> None:
 
 
 def _differences(old: dict[str, object], new: dict[str, object]) -> str:
-    """Settings that two corpora both tell and that differ."""
+    """Describe the settings that two corpora both record and that differ."""
     names = [name for name in new if name in old and old[name] != new[name]]
     pairs = "; ".join(f"{name}={old[name]}, now asked for {name}={new[name]}" for name in names)
     return f" ({pairs})" if pairs else ""
@@ -231,7 +235,7 @@ def _differences(old: dict[str, object], new: dict[str, object]) -> str:
 def _sample_shards(
     model: LanguageModel, corpus: Corpus, parts: Path, *, run: str, ranks: Ranks
 ) -> float | None:
-    """Sample this rank's shards that are not there yet; new tokens a second, None without any."""
+    """Sample this rank's missing shards; return new tokens per second, None without any."""
     mine = list(enumerate(corpus.shards()))[ranks.rank :: ranks.size]
     missing = [(number, rows) for number, rows in mine if _rows_in(parts, number, run) is None]
     if not missing:
@@ -243,7 +247,7 @@ def _sample_shards(
         progress("sampling", corpus.num_rows, "rows", done=done * ranks.size) as ticker,
         ThreadPoolExecutor(1) as writer,
     ):
-        # a thread turns a shard into text while the next one is sampled
+        # a background thread decodes and writes a shard while the next one is sampled
         written: Future[None] = Future()
         written.set_result(None)
         for number, rows in missing:
@@ -272,13 +276,13 @@ def _write_shard(
 
 
 def _head(path: Path, run: str, content: bytes) -> bytes:
-    """The first line of a shard, by which a later run knows that it is whole."""
+    """Return the first line of a shard, with the hash that a resumed run checks."""
     sha256 = hashlib.sha256(content).hexdigest()
     return json.dumps({"shard": path.name, "run": run, "sha256": sha256}).encode() + b"\n"
 
 
 def _rows_in(parts: Path, number: int, run: str) -> bytes | None:
-    """The lines of a shard that is there as it was written; None where it is to be sampled."""
+    """Return the lines of an intact shard; None if it has to be sampled."""
     path = _shard(parts, number)
     if not path.exists():
         return None
@@ -292,7 +296,7 @@ def _rows_in(parts: Path, number: int, run: str) -> bytes | None:
 def _told(
     corpus: Corpus, rows: Sequence[int], said: Sequence[list[int]], run: str
 ) -> Iterator[dict[str, object]]:
-    """The rows as the file has them, without those that are left out."""
+    """Yield the rows as they are written, without those that are dropped."""
     settings = corpus.settings.model_dump(mode="json", include={*TOLD})
     for number, ids in zip(rows, said, strict=True):
         prompt, is_ended = corpus.prompt(number), ids[-1] in corpus.ends
@@ -305,7 +309,7 @@ def _told(
 
 
 def _join(corpus: Corpus, parts: Path, out: Path, run: str) -> None:
-    """Make one file of all shards, and remove these."""
+    """Concatenate all shards into `out` and delete them."""
     count = len(corpus.shards())
     with whole_file(out, partial_file(out)) as file:
         for number in range(count):
@@ -326,7 +330,7 @@ def _join(corpus: Corpus, parts: Path, out: Path, run: str) -> None:
 
 
 def _remove(parts: Path, count: int) -> None:
-    """Delete what was written to the folder of the shards, and the folder if that empties it."""
+    """Delete the files that a run wrote to the directory of shards, and the directory if empty."""
     for path in (*(_shard(parts, number) for number in range(count)), parts / SETTINGS):
         path.unlink(missing_ok=True)
         partial_file(path).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Continue prompts token by token on the device: a static cache, each step one recorded graph.
+"""Continue prompts token by token on the device, with a static KV cache and graph replay.
 
 Shapes: B sequences, S tokens of a prompt, V words.
 """
@@ -20,9 +20,9 @@ from qat.models.load import load_model, load_tokenizer
 from qat.nn.step import form_weights
 
 LOOK_EVERY = 8
-"""Steps between two looks at what was said."""
+"""Number of steps between two reads of the new tokens on the host."""
 ROOM = 256
-"""Positions of a cache come in multiples of it."""
+"""Cache lengths are rounded up to a multiple of this many positions."""
 
 Seen = Callable[[list[list[int]]], None]
 
@@ -30,13 +30,13 @@ Seen = Callable[[list[list[int]]], None]
 def open_speaker(
     source: str, *, device: str, dtype: str
 ) -> tuple["LanguageModel | Decoder", PreTrainedTokenizerBase]:
-    """The model that generates and its tokenizer; a packed decoder where one fits.
+    """Open a model for generation and its tokenizer; as a packed `Decoder` where supported.
 
-    Else the model itself, its quantized weights formed once.
+    Otherwise the model itself is returned, with its quantized weights formed once.
 
     Raises:
         CheckpointError: no such model or tokenizer.
-        ConfigError: the device is not there or cannot compute in `dtype`.
+        ConfigError: the device is missing or cannot compute in `dtype`.
     """
     model = load_model(source, device=device, dtype=dtype)
     tokenizer = load_tokenizer(source)
@@ -48,15 +48,15 @@ def open_speaker(
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn."""
+    """Parameters for drawing the next token."""
 
     temperature: float
-    """0 takes the most likely token."""
+    """Softmax temperature of the draw; 0 takes the most likely token."""
     top_p: float = 1.0
-    """Draw from the smallest set of tokens that holds this mass."""
+    """Nucleus sampling: draw from the smallest set of tokens with this probability mass."""
 
     def draw(self, logits: Tensor) -> Tensor:
-        """Token ids `(B,)` for logits `(B, V)`, by torch's generator of their device."""
+        """Draw token ids `(B,)` from logits `(B, V)` with torch's generator of their device."""
         if self.temperature == 0:
             return logits.argmax(-1)
         scaled = logits.float() / self.temperature
@@ -65,13 +65,13 @@ class Sampling:
             rare = ordered.softmax(-1).cumsum(-1) <= 1 - self.top_p
             rare[:, -1] = False
             scaled = scaled.masked_fill(rare.scatter(-1, order, rare), -torch.inf)
-        # the smallest of exponential times falls to each token with its probability
+        # exponential race: token i with rate p_i is first with probability p_i
         times = torch.empty_like(scaled).exponential_()
         return (scaled.softmax(-1) / times).argmax(-1)
 
 
 class Decoder:
-    """Continues prompts of up to 8 sequences by `DecodeStep`, which takes the model over."""
+    """Continues up to 8 prompts at once with `DecodeStep`, which replaces the model's linears."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model, self.step = model, DecodeStep(model)
@@ -79,7 +79,7 @@ class Decoder:
 
     @staticmethod
     def fits(model: LanguageModel) -> bool:
-        """Whether the model's family is known and its device is one that this is made for."""
+        """Return whether the device captures graphs and the model's family is supported."""
         return on(model.device).records() and DecodeStep.fits(model)
 
     def generate(
@@ -91,10 +91,10 @@ class Decoder:
         ends: Collection[int] = (),
         seen: Seen | None = None,
     ) -> list[list[int]]:
-        """New tokens for each of the prompts `ids` `(B, S)`, each up to its first of `ends`.
+        """Return new tokens for each of the prompts `ids` `(B, S)`, up to the first of `ends`.
 
-        `seen` gets what was said since its last call, every few tokens. Draws from torch's
-        generator (`qat.backend.device.seeded`).
+        `seen` receives the tokens since its last call, every few steps. Draws use torch's generator
+        (`qat.backend.device.seeded`).
 
         Raises:
             ValueError: more than 8 prompts.
@@ -119,7 +119,7 @@ class Decoder:
 
     @torch.no_grad()
     def begin(self, ids: Tensor, sampling: Sampling, max_new_tokens: int) -> "Generation":
-        """Read the prompts, draw the first token, and record the step that draws all others."""
+        """Prefill the prompts, draw the first token, and capture the step that draws all others."""
         ids = ids.to(self.model.device)
         num_positions = -(-(ids.shape[1] + max_new_tokens) // ROOM) * ROOM
         logits, caches = self.step.prefill(ids, num_positions)
@@ -131,7 +131,7 @@ class Decoder:
 
 
 class Generation:
-    """A generation under way: what one step reads and writes, at addresses that stay."""
+    """The state of a running generation, at fixed addresses so that a graph can be replayed."""
 
     def __init__(
         self, step: DecodeStep, caches: list[Cache], angles: Angles, sampling: Sampling
@@ -141,16 +141,19 @@ class Generation:
         self.advance: Callable[[], None] = self._advance
 
     def start(self, first: Tensor, length: int, max_new_tokens: int) -> None:
-        """Begin with the tokens `first` `(B,)` behind prompts of that length."""
+        """Start with the first new tokens `first` `(B,)` after prompts of the given length."""
         self._token = first.clone()
         self._position = torch.tensor([length], device=first.device)
         self._count = torch.ones(1, dtype=torch.int64, device=first.device)
         self.said = first.new_zeros(first.shape[0], max_new_tokens)
-        """`(B, max_new_tokens)`: the new tokens; those not drawn yet are zeros."""
+        """New tokens `(B, max_new_tokens)`; zeros where none was drawn yet."""
         self.said[:, 0] = first
 
     def record(self, backend: Backend) -> None:
-        """From now on replay one step; it runs once before, without being seen."""
+        """Capture one step as a graph and replay it from now on.
+
+        A warm-up step runs first; its effect on the state is undone.
+        """
         state = (self._token, self._position, self._count, self.said)
         kept = [tensor.clone() for tensor in state]
         self._advance()
@@ -160,7 +163,7 @@ class Generation:
 
     @torch.no_grad()
     def _advance(self) -> None:
-        """One token more for each sequence."""
+        """Draw one more token for each sequence."""
         logits = self._step.logits(self._token, self._position, self._caches, self._angles)
         self._token.copy_(self._sampling.draw(logits))
         self.said.index_copy_(1, self._count, self._token[:, None])
@@ -169,6 +172,6 @@ class Generation:
 
 
 def until_end(ids: list[int], ends: Collection[int]) -> list[int]:
-    """`ids` up to their first of `ends`, that one included."""
+    """Return `ids` up to and including the first of `ends`."""
     stop = next((place for place, token in enumerate(ids) if token in ends), len(ids))
     return ids[: stop + 1]

@@ -1,4 +1,4 @@
-"""Prompts of a corpus: from a file or from nothing, and what a row says in the end."""
+"""Prompts of a corpus, from a file or from the begin token, and the text of a sampled row."""
 
 import re
 from itertools import islice
@@ -16,27 +16,27 @@ OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
 
 
 class Prompt(NamedTuple):
-    """What the model is to continue, and what the row holds of it."""
+    """The tokens that the model continues, and their form in the row."""
 
     ids: list[int]
-    """Its tokens, of one at least."""
+    """Token ids, at least one."""
     said: str | list[Message]
-    """A text, or the turns of a chat before the answer."""
+    """A text, or the messages of a chat before the answer."""
     mode: str
-    """One of the thinking `MODES`."""
+    """Thinking mode, one of `MODES`."""
     opening: str = ""
-    """What the template has already written of the answer."""
+    """Start of the answer that the template has already written."""
 
 
 def open_prompts(
     settings: SampleSettings, model: LanguageModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    """All prompts in their order, one for each document and thinking mode; one from nothing.
+    """Return all prompts in order, one per document and thinking mode, or one begin token.
 
     Raises:
-        ConfigError: a prompt leaves no room in the model's window or holds a token that the model
-            has no embedding for, chats come without a chat template, or no token begins a text.
-        DataError: the prompts cannot be read, a chat asks nothing, or a template fails over one.
+        ConfigError: a prompt leaves no room in the model's context or holds a token without an
+            embedding, chats come without a chat template, or no token begins a text.
+        DataError: the prompts cannot be read, a chat has no question, or a template fails.
     """
     if settings.prompts is None:
         prompts = [_from_nothing(model, tokenizer)]
@@ -63,9 +63,9 @@ def open_prompts(
 def row_text(
     prompt: Prompt, new_ids: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, object], str]:
-    """A row as `qat cache --data` reads it, and what of it the model said.
+    """Return a row in the format of `qat cache --data`, and the model's part of its text.
 
-    `new_ids` come without the token that ends them; special tokens among them are left out.
+    `new_ids` exclude the end token; special tokens among them are dropped.
     """
 
     def decoded(ids: list[int]) -> str:
@@ -75,14 +75,14 @@ def row_text(
         answer = decoded(new_ids).strip()
         turn = {"role": "assistant", "content": prompt.opening + answer}
         return {"messages": [*prompt.said, turn]}, answer
-    # some tokenizers drop the space before the first of a few tokens
+    # decode prompt and answer together: some tokenizers drop a leading space
     answer = decoded([*prompt.ids, *new_ids])[len(decoded(prompt.ids)) :].rstrip()
     is_from_nothing = len(prompt.ids) == 1
     return {"text": prompt.said + (answer.lstrip() if is_from_nothing else answer)}, answer
 
 
 def _from_nothing(model: LanguageModel, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """The token that a text begins with, which the row writes out unless every reader adds it."""
+    """Return a prompt of only the begin token, written out in the row unless readers add it."""
     begin = begin_token(tokenizer)
     known = (begin, tokenizer.bos_token_id, getattr(model.config, "bos_token_id", None))
     start = next((one for one in (*known, tokenizer.eos_token_id) if one is not None), None)
@@ -97,7 +97,7 @@ def _from_nothing(model: LanguageModel, tokenizer: PreTrainedTokenizerBase) -> P
 def _prompts_of(
     document: Document, settings: SampleSettings, tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    """The prompts that a document asks, in each thinking mode."""
+    """Return a document's prompts, one per thinking mode."""
     if isinstance(document, str):
         if settings.raw or not tokenizer.chat_template:
             ids = text_ids(document, tokenizer)

@@ -1,13 +1,13 @@
-"""Continue many prompts at once: rows that end make room for the next prompt.
+"""Continuous batching: continue many prompts at once, and replace each finished row by the next.
 
-A row of the batch is a slot. Each slot is at a position of its own, so that a prompt takes the
-place of a row that ended while all others go on. A step is recorded once as a graph and replayed,
-and the host looks at what ended every few steps. Models whose layers are not known here go through
-transformers' own loop instead, rows of equal prompts' lengths together.
+A row of the batch is a slot. Each slot has its own position, so a new prompt can start in the slot
+of a finished row while all others continue. A step is captured once as a graph and replayed, and
+the host checks for finished rows every few steps. Models with unsupported layers use transformers'
+own loop instead, with prompts of equal length batched together.
 
-What a row draws depends on its own random numbers alone. Its logits may differ in their last bits
-with the batch that they are computed in, so the same requests give the same tokens on the same
-device if they come in the same order with the same number of slots.
+A row's draws depend only on its own random stream. Its logits may differ in their last bits with
+the batch that they are computed in, so equal requests give equal tokens on the same device only in
+the same order and with the same number of slots.
 
 Shapes: B slots, T tokens of prompts, N positions of a slot, M new tokens of a row, V words.
 """
@@ -39,34 +39,35 @@ from qat.nn.activation import ActivationQuantizer, read
 from qat.nn.step import form_weights
 
 LOOK_EVERY = 4
-"""Steps between two looks at what ended."""
+"""Number of steps between two checks for finished rows."""
 PREFILL_TOKENS = 2**14
-"""Tokens of prompts that are read together."""
+"""Maximum number of prompt tokens in one prefill."""
 UNIT = 16
-"""Prompts that are read together are filled up to a multiple of it."""
+"""Prompt lengths of one prefill are padded to a multiple of this."""
 LEAST_WEIGHTS, WEIGHTS_A_SLOT, MOST_SLOTS = 2**23, 5 * 2**17, 48
-"""A packed weight of at least so many numbers, altogether and for each slot, and with no more slots
-is read as it is: with 2 bits its product is then faster than bfloat16's on an H200 and an H100 (the
-newest lut_gemm of speedrun/records)."""
+"""Minimum numbers of weights in total and per slot, and maximum number of slots, for a linear to
+stay packed: within them the 2-bit product is faster than the bfloat16 one on an H200 and an H100
+(latest lut_gemm in speedrun/records)."""
 
 Attend = Callable[[Tensor, Cache, Scoring], Tensor]
-"""What the heads of a layer say, `(T, H D)`, given its projections, its cache and its scoring."""
+"""Attention of one layer: projections, cache and scoring to `(T, H D)`."""
 
 
 class Request(NamedTuple):
     """A row to sample."""
 
     ids: list[int]
-    """The prompt, of one token at least."""
+    """Token ids of the prompt, at least one."""
     limit: int
-    """Most new tokens."""
+    """Maximum number of new tokens."""
     key: tuple[int, int]
-    """Names the row's random numbers: a seed and the number of the row."""
+    """Key of the row's random stream: a seed and the row number."""
 
     def uniforms(self) -> np.ndarray:
-        """`(limit,)` float32 in [0, 1): one for each new token, in order.
+        """Return `(limit,)` float32 in [0, 1), one per new token, in order.
 
-        Philox in counter mode (Salmon et al., SC 2011) under the row's key, as numpy has it.
+        They come from Philox, a counter-based generator (Salmon et al., SC 2011), in NumPy's
+        implementation, keyed by the row.
         """
         bits = np.random.Philox(key=np.array(self.key, dtype=np.uint64))
         return np.random.Generator(bits).random(self.limit, dtype=np.float32)
@@ -74,30 +75,30 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """How rows are sampled together."""
+    """Sizes and sampling parameters of a batch."""
 
     num_slots: int
-    """Rows at a time."""
+    """Number of rows in flight."""
     num_positions: int
-    """Tokens of the longest row, its prompt included."""
+    """Maximum number of tokens of a row, including its prompt."""
     max_new_tokens: int
-    """New tokens of the longest row."""
+    """Maximum number of new tokens of a row."""
     sampling: Sampling
     ends: Collection[int]
     """Tokens that end a row."""
 
 
 class Sampler(Protocol):
-    """Continues prompts."""
+    """The protocol of samplers, which continue prompts."""
 
     def sample(
         self, requests: Sequence[Request], seen: Callable[[int], None] = lambda count: None
     ) -> list[list[int]]:
-        """The new tokens of each row, the one that ends it included; `seen` counts ended rows."""
+        """Return each row's new tokens with its end token; `seen` receives counts of ended rows."""
 
 
 def open_sampler(model: LanguageModel, batch: Batch) -> Sampler:
-    """The fastest way to sample from `model`, which it takes over."""
+    """Return the fastest sampler that supports `model`, whose weights it modifies."""
     if not on(model.device).fixed_shapes() and DecodeStep.fits(model):
         return Slots(SlotStep(model, batch.num_slots), batch)
     form_weights(model.model, model.dtype)
@@ -105,16 +106,16 @@ def open_sampler(model: LanguageModel, batch: Batch) -> Sampler:
 
 
 class Dense(NamedTuple):
-    """A linear layer in the dtype that it computes in."""
+    """A linear layer with a dense weight in the compute dtype."""
 
     weight: Tensor
     bias: Tensor | None
     activation: ActivationQuantizer | None
-    """What rounds the input."""
+    """Quantizer of the input."""
 
     @classmethod
     def of(cls, linears: Together, dtype: torch.dtype) -> Self:
-        """Linears that read the same input, as one whose weight is formed."""
+        """Join linears with the same input into one with a formed weight."""
         members = [
             rows if isinstance(rows, Tensor)
             else form_rows(rows, rows.scales.new_empty(rows.shape, dtype=dtype))
@@ -126,34 +127,34 @@ class Dense(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the weight."""
+        """Size of the weight in bytes."""
         return self.weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`(T, I)` to `(T, O)`."""
+        """Multiply: `(T, I)` to `(T, O)`."""
         return F.linear(read(self, x), self.weight, self.bias)
 
 
 class Packed(NamedTuple):
-    """A linear layer whose weight stays packed: the same numbers, looked up in each step."""
+    """A linear layer whose weight stays packed and is dequantized inside the matmul."""
 
     parts: list[Part]
     bias: Tensor | None
     activation: ActivationQuantizer | None
-    """What rounds the input."""
+    """Quantizer of the input."""
 
     @property
     def nbytes(self) -> int:
-        """Of indices and scales."""
+        """Size of indices and scales in bytes."""
         return sum(part.octets.nbytes + part.scales.nbytes for part in self.parts)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`(T, I)` to `(T, O)`."""
+        """Multiply: `(T, I)` to `(T, O)`."""
         return lut_gemm(read(self, x), self.parts, self.bias)
 
 
 def linear_of(linears: Together, dtype: torch.dtype, num_slots: int) -> Dense | Packed:
-    """Linears that read the same input as one, which is packed where that is faster."""
+    """Join linears with the same input into one, packed where that is faster."""
     rows = linears.rows[0]
     if len(linears.rows) == 1 and isinstance(rows, LutRows):
         parts, weights = Part.of(rows), rows.shape.numel()
@@ -164,7 +165,7 @@ def linear_of(linears: Together, dtype: torch.dtype, num_slots: int) -> Dense | 
 
 
 class SlotLayer(NamedTuple):
-    """What one layer is made of."""
+    """The linears, norms and scoring of one layer."""
 
     qkv: Dense | Packed
     heads: Scoring
@@ -172,13 +173,13 @@ class SlotLayer(NamedTuple):
     gate_up: Dense | Packed
     down: Dense | Packed
     before: Tensor
-    """`(D,)` float32: the gain of the norm before the attention."""
+    """Gain of the norm before the attention, `(D,)` float32."""
     between: Tensor
-    """The gain of the norm before the gated unit."""
+    """Gain of the norm before the gated unit, `(D,)` float32."""
 
     @classmethod
     def of(cls, layer: DecodeLayer, dtype: torch.dtype, num_slots: int) -> Self:
-        """The same layer for so many slots."""
+        """Build the layer for this number of slots."""
         members = (
             linear_of(part, dtype, num_slots) if isinstance(part, Together) else part
             for part in layer
@@ -187,11 +188,11 @@ class SlotLayer(NamedTuple):
 
 
 class SlotStep:
-    """Computes one token of every slot; `prefill` reads the prompts.
+    """Computes one token of every slot; `prefill` processes the prompts.
 
-    Equals the model within the order of summation and the rounding between layers, of which there
-    is less here: the residual stream is float32. Takes over the model, whose packed weights are
-    formed once, but for those that so many slots read faster as they are.
+    The result equals the model's up to summation order and rounding between layers, of which there
+    is less here: the residual stream is float32. The model's packed weights are formed once, except
+    those that are faster packed at this number of slots; the model is modified.
     """
 
     def __init__(self, model: LanguageModel, num_slots: int) -> None:
@@ -201,20 +202,21 @@ class SlotStep:
         self._head = model.head_in(model.dtype)
 
     def read_bytes(self) -> int:
-        """Bytes of weights that one step reads: all but the embedding's other rows."""
+        """Return the bytes of weights that one step reads: the embedding table is not counted."""
         linears = [p for layer in self._layers for p in layer if isinstance(p, Dense | Packed)]
         return self._head.weight.nbytes + sum(linear.nbytes for linear in linears)
 
     def new_caches(self, num_positions: int) -> list[Cache]:
-        """Empty caches of all layers; prepares the angles of so many positions."""
+        """Allocate empty caches of all layers, and compute the rotary angles of their positions."""
         self._angles = self._step.angles(num_positions)
         return self._step.new_caches(self._num_slots, num_positions)
 
     @torch.no_grad()
     def logits(self, ids: Tensor, positions: Tensor, caches: Sequence[Cache]) -> Tensor:
-        """Logits `(B, V)` float32 after the tokens `ids` `(B,)`, slot b's at `positions[b]`.
+        """Return logits `(B, V)` float32 after the tokens `ids` `(B,)` at `positions` `(B,)`.
 
-        Writes keys and values into `caches`. On a GPU nothing waits, so that it can be recorded.
+        Writes keys and values into `caches`. Does not synchronize with a GPU, so that it can be
+        captured.
         """
 
         def attend(qkv: Tensor, cache: Cache, heads: Scoring) -> Tensor:
@@ -227,9 +229,10 @@ class SlotStep:
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, slots: Tensor, caches: Sequence[Cache]) -> None:
-        """Put keys and values of `ids` `(B, T)` into `slots` `(B,)`, from position 0 on.
+        """Write keys and values of `ids` `(B, T)` into `slots` `(B,)`, from position 0 on.
 
-        Prompts may be filled up behind: what comes there is overwritten before it is read.
+        Prompts may be padded at the end: the padding's entries are overwritten before they are
+        read.
         """
         B, T = ids.shape
         of_tokens = slots.repeat_interleave(T)
@@ -251,7 +254,7 @@ class SlotStep:
         self._hidden(ids.flatten(), caches, attend)
 
     def _hidden(self, ids: Tensor, caches: Sequence[Cache], attend: Attend) -> Tensor:
-        """The last hidden states `(T, D)` of the tokens `ids` `(T,)`."""
+        """Return the last hidden states `(T, D)` of the tokens `ids` `(T,)`."""
         residual = self._step.embedding(ids[:, None])[:, 0].float()
         eps, delta = self._step.eps, None
         for layer, cache in zip(self._layers, caches, strict=True):
@@ -263,22 +266,22 @@ class SlotStep:
 
 
 class Look(NamedTuple):
-    """What the host was told of the slots, after a number of turns."""
+    """A snapshot of the slots on the host, taken after a round of steps."""
 
     turn: int
     facts: Tensor
-    """`(2, B)`: new tokens still to come in each slot, and those that are there."""
+    """Remaining and drawn number of new tokens in each slot, `(2, B)`."""
     said: Tensor
-    """`(B, M + 1)`: the new tokens."""
+    """New tokens, `(B, M + 1)`."""
     wait: Callable[[], None]
-    """To be called before the others are read."""
+    """Waits for the copies; call it before reading the tensors."""
 
 
 class Slots:
-    """A batch in which each slot goes its own way, by `SlotStep`.
+    """A batch of independent slots on top of `SlotStep`.
 
-    A GPU is given the steps of the next turn before the host looks at what ended in the last one,
-    so that it goes on while new rows are prepared.
+    On a GPU the next round of steps is launched before the host reads which rows finished in the
+    last one, so the GPU stays busy while new rows are prepared.
     """
 
     def __init__(self, step: SlotStep, batch: Batch) -> None:
@@ -290,22 +293,23 @@ class Slots:
         self._ends = torch.tensor(sorted(batch.ends), dtype=torch.int64, device=device)
         self._token = torch.zeros(B, dtype=torch.int64, device=device)
         self._position, self._count, self._left = (self._token.clone() for _ in range(3))
-        # a slot that rests writes behind the end of its row
+        # column M absorbs the writes of idle slots
         self._said = self._token.new_zeros(B, M + 1)
         self._uniforms = torch.zeros(B, M + 1, device=device)
         self._advance: Callable[[], None] = self._step_all
         if on(device).records():
-            self._step_all()  # all slots rest
+            self._step_all()  # a warm-up while all slots are idle
             self._advance, _ = on(device).record(self._step_all)
 
     def sample(
         self, requests: Sequence[Request], seen: Callable[[int], None] = lambda count: None
     ) -> list[list[int]]:
-        """See `Sampler`; rows begin in their order, each in the first slot that is free."""
+        """Sample rows in order, each in the first free slot; see `Sampler`."""
         said: list[list[int]] = [[] for _ in requests]
         waiting = deque(enumerate(requests))
         free = list(range(self._batch.num_slots))
-        busy: dict[int, tuple[int, int]] = {}  # by slot: number of the row, and turn of its begin
+        # by slot: row number, and the round in which it began
+        busy: dict[int, tuple[int, int]] = {}
         looks: deque[Look] = deque()
         turn = 0
         while waiting or busy:
@@ -321,7 +325,7 @@ class Slots:
             if len(looks) <= self._lag:
                 continue
             look = looks.popleft()
-            # a row that began since is not what the look saw in its slot
+            # skip rows that began after this snapshot of their slot
             seen_slots = [slot for slot, (_, begin) in busy.items() if begin <= look.turn]
             ended = _ended(look, sorted(seen_slots))
             for slot, row in ended:
@@ -332,7 +336,7 @@ class Slots:
         return said
 
     def _begin(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
-        """Let rows begin in slots that rest; does not wait for a GPU."""
+        """Start rows in idle slots, without a GPU sync."""
         to_device = on(self._step.device).to_device
         uniforms = torch.zeros(len(slots), self._uniforms.shape[1])
         for row, request in zip(uniforms, requests, strict=True):
@@ -348,7 +352,7 @@ class Slots:
 
     @torch.no_grad()
     def _step_all(self) -> None:
-        """One token more in every slot that does not rest."""
+        """Draw one more token in every busy slot."""
         logits = self._step.logits(self._token, self._position, self._caches)
         count = self._count[:, None]
         sampling = self._batch.sampling
@@ -364,11 +368,11 @@ class Slots:
         self._token.copy_(token)
         self._count += is_busy
         self._left.copy_((self._left - 1) * (is_busy & ~is_last))
-        # one that rests reads a single position
+        # an idle slot stays at position 0, so that it attends to one position only
         self._position.copy_((self._position + 1) * (self._left > 0))
 
     def _look(self, turn: int) -> Look:
-        """Have the host told of the slots as they are now; it does not wait for a GPU."""
+        """Start copying the state of the slots to the host, without a GPU sync."""
         backend = on(self._step.device)
         facts = backend.to_host(torch.stack([self._left, self._count]))
         said = backend.to_host(self._said)
@@ -376,16 +380,17 @@ class Slots:
 
 
 def _ended(look: Look, slots: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Those of the slots whose rows have ended, with these."""
+    """Return the slots, among those given, whose rows have ended, with their tokens."""
     look.wait()
     left, counts = look.facts.tolist()
     return [(slot, look.said[slot, : counts[slot]].tolist()) for slot in slots if not left[slot]]
 
 
 class Waves:
-    """Batches of prompts of equal lengths, each by the model's own loop until all its rows ended.
+    """Batches of prompts with equal lengths and limits, continued by the model's own loop.
 
-    For any causal language model: what keeps its past is the model's own.
+    A batch runs until all its rows ended. Works for any causal language model, with its own KV
+    cache.
     """
 
     def __init__(self, model: LanguageModel, batch: Batch) -> None:
@@ -394,7 +399,7 @@ class Waves:
     def sample(
         self, requests: Sequence[Request], seen: Callable[[int], None] = lambda count: None
     ) -> list[list[int]]:
-        """See `Sampler`."""
+        """Sample rows grouped by length; see `Sampler`."""
         said: list[list[int]] = [[] for _ in requests]
         alike: dict[tuple[int, int], list[int]] = {}
         for number, request in enumerate(requests):
@@ -423,13 +428,13 @@ class Waves:
 
 
 class _Drawing(LogitsProcessor):
-    """Leaves of each row's logits the token that is drawn."""
+    """A logits processor that draws each row's token and masks all others."""
 
     def __init__(self, uniforms: Tensor, length: int, sampling: Sampling) -> None:
         self._uniforms, self._length, self._sampling = uniforms, length, sampling
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """`(B, V)` of zeros and -inf."""
+        """Return `(B, V)` logits: 0 for the drawn token, -inf for all others."""
         uniforms = self._uniforms[:, input_ids.shape[1] - self._length].to(scores.device)
         sampling = self._sampling
         drawn = draw_next(
@@ -439,14 +444,14 @@ class _Drawing(LogitsProcessor):
 
 
 def _filled(prompts: Sequence[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Prompts of similar lengths as `(B, T)`, filled up behind, and which they are; no empty one.
+    """Yield prompts of similar lengths as `(B, T)`, padded at the end, with their row numbers.
 
-    At most `PREFILL_TOKENS` together, or a single prompt.
+    Empty prompts are skipped. Each batch has at most `PREFILL_TOKENS` tokens, or one prompt.
     """
     order = sorted((row for row, ids in enumerate(prompts) if ids), key=lambda n: len(prompts[n]))
     while order:
         length = -(-len(prompts[order[0]]) // UNIT) * UNIT
-        # the shortest first, as far as the room of each is that of the longest among them
+        # shortest first; stop when padding all to the longest would exceed PREFILL_TOKENS
         taken = 1
         while taken < len(order):
             longer = -(-len(prompts[order[taken]]) // UNIT) * UNIT

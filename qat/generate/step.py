@@ -1,12 +1,11 @@
-"""One step of generation in few launches: a token of each sequence in, all logits out.
+"""One decoding step in few launches: one token per sequence in, all logits out.
 
-Each linear takes its norm, its gated unit or its residual sum with it (`qat.kernels.lut_matvec`),
-queries, keys and values are one product, and so are gates and ups: five linears' and two
-attention's launches a layer, all of which one graph can hold. Weights stay packed where they are,
-and dense where they are not.
+Norms, gated units and residual sums are fused into the linears (`qat.kernels.lut_matvec`), queries,
+keys and values are one product, and so are gates and ups. A layer takes four launches for linears
+and two for attention, all captured in one graph. Weights that are packed stay packed.
 
-Shapes: B sequences, N positions of the cache, V words, D model width, O out_features,
-I in_features.
+Shapes: B sequences, N positions of the cache, V words, D model width, O out_features, I
+in_features.
 """
 
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ class Scratch:
         self._memory: Tensor | None = None
 
     def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Where to write a weight of that kind, until the next call."""
+        """Return memory for a weight of this shape and dtype, valid until the next call."""
         memory, size = self._memory, prod(shape)
         is_fit = memory is not None and (memory.dtype, memory.device) == (dtype, device)
         if not is_fit or memory.numel() < size:
@@ -50,7 +49,7 @@ class Scratch:
 
 
 def form_rows(rows: LutRows, out: Tensor) -> Tensor:
-    """The weight `(O, I)` that packed rows stand for, into `out`, each number rounded once."""
+    """Dequantize packed rows into the weight `out` `(O, I)`, rounding each number once."""
     bits, ends = 8 * rows.scales.element_size(), (*rows.starts[1:], rows.shape[0])
     for index, (start, end) in enumerate(zip(rows.starts, ends, strict=True)):
         part = rows.part(index)
@@ -61,11 +60,12 @@ def form_rows(rows: LutRows, out: Tensor) -> Tensor:
 
 
 class PackedLinear(nn.Module):
-    """`y = x @ W.T + bias` with `W = codebook[indices] * S` of a frozen linear, read packed.
+    """`y = x @ W.T + bias` with the packed `W = codebook[indices] * S` of a frozen linear.
 
-    Up to 8 tokens are multiplied in float32; more, in their own dtype (`qat.kernels.lut_gemm`), and
-    so many that a library is faster with a weight formed in memory that all layers share. Nothing
-    learns here, and nothing is saved. Its input is rounded as that of the frozen linear.
+    Up to 8 tokens are multiplied in float32, more in their own dtype (`qat.kernels.lut_gemm`). If
+    the format does not allow that, or with so many tokens that a library is faster, the weight is
+    formed in a buffer that all layers share. It has no trainable parameters and no state. Its input
+    is quantized as in the frozen linear.
     """
 
     def __init__(self, linear: QuantLinear, rows: LutRows, scratch: Scratch) -> None:
@@ -77,12 +77,12 @@ class PackedLinear(nn.Module):
         self._scratch = scratch
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """`W`, `(O, I)` in `dtype`, until another layer of the model forms its own."""
+        """Form `W`, `(O, I)` in `dtype`; valid until another layer of the model forms its own."""
         out = self._scratch.room(self.rows.shape, dtype, self.rows.octets.device)
         return form_rows(self.rows, out)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(..., I)` to `(..., O)`."""
+        """Multiply: `(..., I)` to `(..., O)`."""
         x = read(self, x)
         if x.numel() > MOST_VECTORS * self.in_features:
             spec = self.spec
@@ -96,32 +96,33 @@ class PackedLinear(nn.Module):
 
 
 STATIC_ANGLES = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose angles do not depend on the length."""
-LARGEST_HEAD = 256
+"""Rotary embedding types whose angles do not depend on the sequence length."""
+LARGEST_HEAD = 256  # maximum head width of the decode attention
 
 
 class DenseLinear(nn.Linear):
-    """A plain linear in the place of a quantized one, whose input is rounded as before."""
+    """A plain linear that replaces a quantized one and quantizes its input in the same way."""
 
     activation: ActivationQuantizer | None
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(..., I)` to `(..., O)`."""
+        """Multiply: `(..., I)` to `(..., O)`."""
         return super().forward(read(self, x))
 
 
 class Together(NamedTuple):
-    """Linears that read the same input: as one matrix, or one after the other."""
+    """Linears with the same input, as one stacked matrix or one after the other."""
 
     rows: tuple[Rows, ...]
     bias: Tensor | None
     activation: ActivationQuantizer | None
-    """What rounds the input, after its norm and in `dtype`: no product takes the norm with it."""
+    """Quantizer of the input. It needs the normed input in `dtype`, so the norm is not fused
+    then."""
     dtype: torch.dtype
 
     @classmethod
     def of(cls, linears: Sequence[nn.Module], dtype: torch.dtype) -> Self:
-        """Packed where all are; their modules then hold parts of the joined memory."""
+        """Stack the linears where possible, packed if all are; their modules share the memory."""
         members = [_rows(linear) for linear in linears]
         if len({order_of(rows) for rows in members}) > 1:
             members = [_dense(linear, dtype) for linear in linears]
@@ -136,11 +137,11 @@ class Together(NamedTuple):
 
     @property
     def order(self) -> int:
-        """How they are given their input: as it is where it is still to be rounded."""
+        """Order in which the input must be given; 1 (unchanged) if it is still to be quantized."""
         return order_of(self.rows[0]) if self.activation is None else 1
 
     def _read(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Norm | None]:
-        """The input in the order of the rows, and the norm that the product is to take with it."""
+        """Return the input in the order of the rows, and the norm to fuse into the product."""
         if self.activation is None:
             return x, norm
         if norm is not None:
@@ -150,7 +151,7 @@ class Together(NamedTuple):
     def __call__(
         self, x: Tensor, norm: Norm | None = None, *, is_gated: bool = False, order: int = 1
     ) -> Tensor:
-        """Side by side, as `matvec` does of one."""
+        """Return the outputs side by side, as `matvec` does for one matrix."""
         x, norm = self._read(x, norm)
         if len(self.rows) == 1:
             return matvec(
@@ -165,13 +166,13 @@ class Together(NamedTuple):
         return spread(parts, order)
 
     def add(self, x: Tensor, residual: Tensor, gamma: Tensor, *, order: int) -> Stream:
-        """Onto the residual stream, as `matvec_add` does; of a single linear."""
+        """Add the output to the residual stream, as `matvec_add` does; for a single linear."""
         x, _ = self._read(x, None)
         return matvec_add(x, self.rows[0], residual, gamma, bias=self.bias, order=order)
 
 
 class DecodeLayer(NamedTuple):
-    """What one layer is made of."""
+    """The linears, norms and scoring of one layer."""
 
     qkv: Together
     heads: Scoring
@@ -179,17 +180,17 @@ class DecodeLayer(NamedTuple):
     gate_up: Together
     down: Together
     before: Tensor
-    """`(D,)` float32: the gain of the norm before the attention."""
+    """Gain of the norm before the attention, `(D,)` float32."""
     between: Tensor
-    """The gain of the norm before the gated unit."""
+    """Gain of the norm before the gated unit, `(D,)` float32."""
 
 
 class DecodeStep:
-    """Computes the logits of one token after another; `prefill` begins.
+    """Computes logits token by token; `prefill` processes the prompts.
 
-    Equals the model within the order of summation and the rounding between layers, of which there
-    is less here: the residual stream is float32. Takes over the model's linears: those that can be
-    read packed are `PackedLinear` from then on.
+    The result equals the model's up to summation order and rounding between layers, of which there
+    is less here: the residual stream is float32. The model is modified: its linears become
+    `PackedLinear` where they can be read packed, otherwise dense.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -210,7 +211,7 @@ class DecodeStep:
 
     @staticmethod
     def fits(model: LanguageModel) -> bool:
-        """Whether the model is of a family whose layers are known here."""
+        """Return whether the layers of the model's family are supported."""
         base = model.model.base_model
         rotary = getattr(base, "rotary_emb", None)
         return (
@@ -222,14 +223,14 @@ class DecodeStep:
 
     @torch.no_grad()
     def angles(self, num_positions: int) -> Angles:
-        """Rotary angles of positions 0 ... N - 1, in float32."""
+        """Return the float32 rotary angles of positions 0 ... N - 1."""
         device = self.model.device
         places = torch.arange(num_positions, device=device)[None]
         cos, sin = self._rotary(torch.empty(0, dtype=torch.float32, device=device), places)
         return Angles(cos[0].contiguous(), sin[0].contiguous())
 
     def new_caches(self, num_sequences: int, num_positions: int) -> list[Cache]:
-        """Empty caches of all layers, packed where the model keeps keys and values quantized."""
+        """Allocate empty caches of all layers, packed if the model quantizes keys and values."""
         shape = (num_sequences, self.num_key_heads, num_positions, self.head_dim)
         kv = kv_spec(self.model.config)
         bits = None if kv is None else kv.bits
@@ -237,7 +238,7 @@ class DecodeStep:
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, num_positions: int) -> tuple[Tensor, list[Cache]]:
-        """Logits `(B, V)` after `ids` `(B, S)`, and caches of N positions that hold them."""
+        """Return logits `(B, V)` after `ids` `(B, S)`, and filled caches of N positions."""
         with as_written(self.model.model):
             said = self.model.model.base_model(input_ids=ids, use_cache=True)
         caches = self.new_caches(ids.shape[0], num_positions)
@@ -250,9 +251,10 @@ class DecodeStep:
     def logits(
         self, ids: Tensor, position: Tensor, caches: Sequence[Cache], angles: Angles
     ) -> Tensor:
-        """Logits `(B, V)` float32 after the tokens `ids` `(B,)` at `position` `(1,)`.
+        """Return logits `(B, V)` float32 after the tokens `ids` `(B,)` at `position` `(1,)`.
 
-        Writes keys and values into `caches`. On a GPU nothing waits, so that it can be recorded.
+        Writes keys and values into `caches`. Does not synchronize with a GPU, so that it can be
+        captured.
         """
         embedded = self.embedding(ids[:, None])[:, 0]
         flow = stream(embedded, self.blocks[0].before, self.blocks[0].qkv.order)
@@ -273,7 +275,7 @@ class DecodeStep:
 
 
 def read_bytes(step: DecodeStep) -> int:
-    """Bytes of weights that one step reads: all but the embedding's other rows."""
+    """Return the bytes of weights that one step reads: the embedding table is not counted."""
     groups = [g for b in step.blocks for g in (b.qkv, b.out, b.gate_up, b.down)]
     rows = [rows for group in (*groups, step.head) for rows in group.rows]
     tensors = [t for r in rows for t in ([r] if isinstance(r, Tensor) else [r.octets, r.scales])]
@@ -297,7 +299,7 @@ def _is_known(layer: nn.Module, rotary: nn.Module) -> bool:
 
 
 def _read_packed_(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Put a `PackedLinear`, or a dense linear, in the place of every quantized one."""
+    """Replace every quantized linear by a `PackedLinear`, or by a dense one."""
     scratch = Scratch()
     for name, linear in quant_linears(model).items():
         if reads(linear.spec) and not linear.lora_rank:
@@ -316,7 +318,7 @@ def _read_packed_(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def dense_linear(linear: QuantLinear, dtype: torch.dtype) -> DenseLinear:
-    """A plain linear that holds the weight of a quantized one, formed in `dtype`."""
+    """Return a plain linear with the dequantized weight of a quantized one, in `dtype`."""
     O, I = linear.out_features, linear.in_features
     dense = DenseLinear(I, O, bias=linear.bias is not None, device="meta")
     dense.activation = linear.activation
@@ -350,13 +352,13 @@ def _rows(linear: nn.Module) -> Rows:
 
 
 def _dense(linear: nn.Module, dtype: torch.dtype) -> Tensor:
-    """The weight in memory of its own."""
+    """Return the weight in memory that is not shared."""
     is_packed = isinstance(linear, PackedLinear)
     return linear.weight_in(dtype).clone() if is_packed else linear.weight.detach()
 
 
 def _hand_back(linears: Sequence[nn.Module], joined: Rows) -> None:
-    """Let each module read its part of the joined matrix, so that no weight is there twice."""
+    """Let each module read its part of the stacked matrix, so that no weight is stored twice."""
     start = 0
     for part, linear in enumerate(linears):
         end = start + linear.out_features

@@ -1,4 +1,4 @@
-"""Continue a prompt, piece by piece, and see whether the result is language."""
+"""Continue a prompt with streaming, and measure whether the result degenerates."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,22 +26,22 @@ from qat.models.language_model import LanguageModel, judging
 from qat.models.regions import as_written
 
 MEDIA = ("image", "video", "audio")
-"""What a token of a prompt may stand for in models of more than text."""
+"""Input types whose placeholder tokens multimodal models use."""
 PROMPT_TOKENS = 16
-"""Tokens of a held-out document that models are given to continue."""
+"""Number of tokens of a held-out document that are used as a prompt."""
 
 
 class Generated(NamedTuple):
-    """What a model said."""
+    """A generated text and its statistics."""
 
     text: str
-    """Without the prompt and special tokens."""
+    """Text without the prompt and without special tokens."""
     num_tokens: int
-    """Tokens generated, the closing one included."""
+    """Number of tokens generated, including the end token."""
     repeated_frac: float
-    """Share of 4-grams that were said before: above a half, the model goes in circles."""
+    """Fraction of 4-grams that occurred before: above 0.5 the model loops."""
     distinct_frac: float
-    """Distinct tokens over tokens."""
+    """Number of distinct tokens over number of tokens."""
 
 
 def generate_text(
@@ -55,16 +55,16 @@ def generate_text(
     raw: bool = False,
     stream: Callable[[str], None] | None = None,
 ) -> Generated:
-    """Continue `prompt`, as a user's message if the tokenizer has a chat template and not `raw`.
+    """Continue `prompt`; with a chat template, and unless `raw`, it becomes a user's message.
 
-    Sampling is by `temperature` and `top_p` alone, not by the checkpoint's generation settings,
-    and draws from torch's generator (`qat.backend.device.seeded`); temperature 0 takes the
-    most likely token and draws nothing. `stream` gets the text in pieces as soon as they are final.
-    A `Decoder` continues in the place of its model's own loop; its draws differ.
+    Sampling uses only `temperature` and `top_p`, not the checkpoint's generation settings, and
+    draws from torch's generator (`qat.backend.device.seeded`); temperature 0 takes the most likely
+    token without a draw. `stream` receives the text in pieces as soon as they are final. A
+    `Decoder` replaces the model's own loop; its draws differ.
 
     Raises:
-        ConfigError: the prompt holds no token, one that stands for an image or the like, or one
-            that the model has no embedding for.
+        ConfigError: the prompt holds no token, a placeholder for an image or the like, or a token
+            without an embedding.
     """
     ids = encode_prompt(tokenizer, prompt, raw=raw)
     streamer = None if stream is None else _Pieces(tokenizer, stream)
@@ -89,10 +89,10 @@ def sample_continuations(
     end: int | None,
     top_p: float = 0.95,
 ) -> list[list[int]]:
-    """One sample for each of the prompts `ids` `(B, N)`, all at once, at temperature 1.
+    """Sample one continuation for each of the prompts `ids` `(B, N)` in a batch, at temperature 1.
 
-    Each ends with one of `closing_tokens` or after `max_new_tokens`. Draws from torch's
-    generator (`qat.backend.device.seeded`).
+    Each ends with one of `closing_tokens` or after `max_new_tokens`. Draws use torch's generator
+    (`qat.backend.device.seeded`).
     """
     ends = closing_tokens(model, end)
     return continue_rows(model, ids, _generation_config(ends, max_new_tokens, 1.0, top_p))
@@ -106,14 +106,14 @@ def continue_rows(
     streamer: "_Pieces | None" = None,
     processor: LogitsProcessor | None = None,
 ) -> list[list[int]]:
-    """The new tokens of each of the prompts `ids` `(B, N)`, each up to its closing token.
+    """Return the new tokens of each of the prompts `ids` `(B, N)`, up to its end token.
 
-    `processor` may change the logits `(B, V)` of each step before a token is chosen by them.
+    `processor` may change the logits `(B, V)` of each step before a token is chosen.
     """
     if on(model.device).fixed_shapes():
         return _continue_filled(model, ids, config, streamer=streamer, processor=processor)
     ids = ids.to(model.device)
-    # a compiled layer would be compiled again for every length
+    # a compiled layer would be recompiled for every length
     with judging(model), as_written(model.model), _generating_by(model, config):
         answers = model.model.generate(
             input_ids=ids,
@@ -133,16 +133,20 @@ def _continue_filled(
     streamer: "_Pieces | None",
     processor: LogitsProcessor | None,
 ) -> list[list[int]]:
-    """As `continue_rows`, by forwards over rows filled up to the end: one shape, and no cache."""
+    """Do what `continue_rows` does with forwards over rows padded to full length.
+
+    All forwards have one shape, and there is no KV cache.
+    """
     backend, ends, (B, N) = on(model.device), set(config.eos_token_id or ()), ids.shape
     length = backend.filled_length(N + config.max_new_tokens)
     rows = torch.nn.functional.pad(ids, (0, length - N))
     places = torch.arange(length).expand(B, length)
     if streamer is not None:
-        streamer.put(ids)  # which it skips
+        streamer.put(ids)  # skipped: the streamer drops the prompt
     with judging(model), as_written(model.model):
         for place in range(N, N + config.max_new_tokens):
-            # what is still to come is no part of the text, which must not seem longer than it is
+            # positions of later padding are 0, so that the text does not seem longer (rotary
+            # scaling)
             positions = (places * (places < place)).to(model.device)
             hidden = model.hidden(rows.to(model.device), positions, is_packed=False)
             last = torch.tensor([place - 1]).to(model.device)
@@ -162,7 +166,7 @@ def _continue_filled(
 
 
 def _drawn(logits: Tensor, config: GenerationConfig) -> Tensor:
-    """The next token of each row, `(B,)`, from `(B, V)` logits on the host."""
+    """Draw the next token of each row, `(B,)`, from `(B, V)` logits on the host."""
     if not config.do_sample:
         return logits.argmax(1)
     probs, ids = (logits / config.temperature).softmax(1).sort(1, descending=True)
@@ -173,9 +177,9 @@ def _drawn(logits: Tensor, config: GenerationConfig) -> Tensor:
 def _decode(
     decoder: Decoder, ids: Tensor, config: GenerationConfig, streamer: "_Pieces | None"
 ) -> list[int]:
-    """Continue one prompt, one token at a time over a cache of fixed size."""
+    """Continue one prompt with a `Decoder`, one token at a time."""
     if streamer is not None:
-        streamer.put(ids)  # which it skips
+        streamer.put(ids)  # skipped: the streamer drops the prompt
 
     def seen(said: list[list[int]]) -> None:
         if streamer is not None:
@@ -196,9 +200,9 @@ def _decode(
 
 
 def closing_tokens(model: LanguageModel, end: int | None) -> list[int]:
-    """The ids by which a text ends: those that the checkpoint names, then the tokenizer's `end`.
+    """Return the ids that end a text: those of the checkpoint, then the tokenizer's `end`.
 
-    A chat template ends a turn with the latter. There may be none.
+    Chat templates end a turn with the latter. The list may be empty.
     """
     ends = model.model.generation_config.eos_token_id
     ends = getattr(model.config, "eos_token_id", None) if ends is None else ends
@@ -207,12 +211,14 @@ def closing_tokens(model: LanguageModel, end: int | None) -> list[int]:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, raw: bool = False) -> Tensor:
-    """Token ids `(1, N)` of a prompt, in the chat template unless there is none or `raw` is set:
-    then it begins as plain text does in a cache, with `qat.data.text.begin_token`.
+    """Return the token ids `(1, N)` of a prompt, in the chat template if there is one.
+
+    Without a template, or if `raw`, it begins like a plain text of a cache, with
+    `qat.data.text.begin_token`.
 
     Raises:
         ConfigError: the prompt holds no token.
-        DataError: the chat template fails over it.
+        DataError: the chat template fails.
     """
     if tokenizer.chat_template and not raw:
         turn = {"role": "user", "content": prompt}
@@ -228,10 +234,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, *, raw: bool 
 
 
 def _refuse_media(model: LanguageModel, tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> None:
-    """Refuse a prompt in which a token stands for something that is no text.
+    """Refuse a prompt with a placeholder token for an image, a video or audio.
 
     Raises:
-        ConfigError: one does.
+        ConfigError: the prompt holds such a token.
     """
     for medium in MEDIA:
         for key in (f"{medium}_token_id", f"{medium}_token_index"):
@@ -244,20 +250,20 @@ def _refuse_media(model: LanguageModel, tokenizer: PreTrainedTokenizerBase, ids:
 
 
 def repeated_frac(ids: list[int], n: int = 4) -> float:
-    """Share of the n-grams of `ids` that occurred before; 0 if there are none."""
+    """Return the fraction of n-grams of `ids` that occurred before; 0 if there are none."""
     grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def distinct_frac(ids: list[int]) -> float:
-    """Distinct tokens of `ids`, which are not none, over all of them."""
+    """Return the number of distinct tokens over the number of tokens; `ids` must not be empty."""
     return len(set(ids)) / len(ids)
 
 
 def _generation_config(
     ends: list[int], max_new_tokens: int, temperature: float, top_p: float
 ) -> GenerationConfig:
-    """A fresh configuration that takes from the checkpoint only how a text ends."""
+    """Return a new configuration that takes only the end tokens from the checkpoint."""
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > 0 else {}
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -270,7 +276,10 @@ def _generation_config(
 
 @contextmanager
 def _generating_by(model: LanguageModel, config: GenerationConfig) -> Iterator[None]:
-    """Lend the model a configuration: handed to `generate`, it would be filled up from the old."""
+    """Replace the model's generation config for a block.
+
+    If passed to `generate`, it would be merged with the checkpoint's config.
+    """
     own = model.model.generation_config
     model.model.generation_config = config
     try:
@@ -280,14 +289,14 @@ def _generating_by(model: LanguageModel, config: GenerationConfig) -> Iterator[N
 
 
 class _Pieces(TextStreamer):
-    """Hands finished pieces of text to a function instead of printing them."""
+    """A streamer that passes finished pieces of text to a function instead of printing them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._stream = stream
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Called by the streamer whenever words are complete."""
+        """Pass on complete words; called by the streamer."""
         if text:
             self._stream(text)
 
@@ -295,8 +304,9 @@ class _Pieces(TextStreamer):
 def held_out_prompt(cache: Path | str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the beginning of the first held-out document of a teacher cache.
 
-    Of a chat it is all before the first answer; of other text `PROMPT_TOKENS` tokens, or half of a
-    short document. A cache that holds nothing out gives the beginning of its training text.
+    For a chat it is everything before the first answer, for other text `PROMPT_TOKENS` tokens or
+    half of a short document. A cache without a held-out split gives the beginning of its training
+    text.
     """
     reader = TeacherCache.open(cache)
     split: Split = "held_out" if reader.num_sequences("held_out") else "train"
