@@ -12,49 +12,51 @@ from qat.errors import ConfigError, how_to_install, is_installed
 
 
 class EvalConfig(DeviceSettings):
-    """What to judge a student against: a cache, a teacher, a text, tasks."""
+    """Settings of `qat eval`: a cache, a teacher, a text and tasks to evaluate a student on."""
 
     cache_dir: Judged[Location | None] = None
     """Teacher cache: KD, tail KL, top-1 agreement and perplexity on its held-out split."""
     teacher: Judged[str | None] = None
-    """Teacher, directory or hub id: exact KL and its own perplexity, on the cache or the text."""
+    """Directory or hub id of the teacher: exact KL and its own perplexity, on the cache or the
+    text."""
     text: Judged[Path | None] = None
     """UTF-8 text file, or a file of chats or other rows, for sliding-window perplexity."""
     format: OfText[DataFormat] = "auto"
-    """What a row of the text file holds; `auto` looks at the fields of the first row."""
+    """Format of a row of the text file; `auto` looks at the fields of the first row."""
     text_field: OfText[str] = "text"
     """Field of a `plain` row that holds the text."""
     thinking: OfText[Thinking] = "false"
-    """How chats are rendered: without thinking, with, both, without template (none), all three."""
+    """Chat rendering: thinking off (false), on (true), both, no chat template (none), or all
+    three."""
     targets: OfText[AnyTargets] = "auto"
-    """Whose tokens count: in chats those that assistants say, with the token that ends their turn,
-    or all; auto is assistant for chats, all for plain text."""
+    """Tokens that count: those of assistants with the end of their turn, or all; auto is assistant
+    for chats and all for plain text."""
     tasks: Judged[str | None] = None
-    """Tasks of lm-eval, joined by commas: arc_easy,hellaswag,... (needs the extra eval)."""
+    """Comma-separated tasks of lm-eval: arc_easy,hellaswag,... (needs the extra eval)."""
     tasks_dir: Judged[Path | None] = None
-    """Directory with tasks of your own, as YAML files of lm-eval."""
+    """Directory with your own tasks as YAML files of lm-eval."""
     limit: HowMuch[int] = Field(0, ge=0)
-    """Questions of each task, from its first; 0 for all."""
+    """Number of questions per task, from the first; 0 for all."""
     num_fewshot: HowMuch[int | None] = Field(None, ge=0)
-    """Solved examples before each question; by default what the task says."""
+    """Number of few-shot examples; by default as the task defines."""
     context: HowMuch[int] = Field(256, ge=2)
-    """Tokens in a window of the text."""
+    """Tokens per window of the text."""
     stride: HowMuch[int] = Field(128, ge=1)
-    """Tokens from one window to the next; each token is scored once."""
+    """Tokens between the starts of two windows; each token is scored once."""
     split: HowMuch[Literal["held_out", "train"]] = "held_out"
-    """Split of the cache to judge on."""
+    """Split of the cache to evaluate on."""
     batch_size: Speed[int] = Field(8, ge=1)
-    """Sequences in one forward."""
+    """Sequences per forward."""
     max_sequences: HowMuch[int] = Field(0, ge=0)
-    """Judge on the first so many sequences of the split; 0 for all."""
+    """Maximum number of sequences of the split, from the first; 0 for all."""
     dtype: Speed[Literal["auto", "fp32", "bf16", "fp16"]] = "auto"
     """Compute dtype; auto is bf16 where it is native."""
 
     def check_named(self) -> None:
-        """Refuse settings that name nothing to judge by.
+        """Refuse settings that name nothing to evaluate on.
 
         Raises:
-            ConfigError: neither cache nor text nor tasks are given, or lm-eval is not there.
+            ConfigError: no cache, text or tasks are given, or lm-eval is not installed.
         """
         if self.cache_dir is None and self.text is None and self.tasks is None:
             raise ConfigError(
@@ -69,16 +71,16 @@ class EvalConfig(DeviceSettings):
 
 
 class GenerateConfig(DeviceSettings):
-    """How to continue a prompt."""
+    """Settings of `qat generate`."""
 
     prompt: Sampling[str] = "Once upon a time"
-    """What to continue or to answer."""
+    """Text to continue, or message to answer."""
     max_new_tokens: Sampling[int] = Field(128, ge=1)
-    """Stop after so many tokens, if the model does not end before."""
+    """Maximum number of new tokens."""
     temperature: Sampling[float] = Field(0.7, ge=0)
     """Sampling temperature; 0 takes the most likely token."""
     top_p: Sampling[float] = Field(0.95, gt=0, le=1)
-    """Sample from the smallest set of tokens that holds this mass."""
+    """Nucleus sampling: draw from the smallest set of tokens with this probability mass."""
     seed: Sampling[int] = 0
     """Seed of the sampling."""
     raw: Sampling[bool] = False

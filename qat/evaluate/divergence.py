@@ -1,4 +1,4 @@
-"""How far a student is from its teacher: against a cache, or exactly, with both at hand.
+"""Divergence of a student from its teacher: against a cache, or exactly, with both models loaded.
 
 Shapes: B sequences, S positions, D model width, V vocabulary, T valid tokens.
 """
@@ -19,7 +19,7 @@ from qat.models.language_model import LanguageModel, judging
 
 
 def to_targets(batch: Batch) -> Targets:
-    """A batch's targets, `(B, S)` flattened to `(T,)`: views where the batch is contiguous."""
+    """Return a batch's targets, `(B, S)` flattened to `(T,)`: views if the batch is contiguous."""
     return Targets(**{name: getattr(batch, name).flatten(0, 1) for name in Targets._fields})
 
 
@@ -27,47 +27,47 @@ KD_TEMPERATURE = 2.0
 """The temperature of the reference system's published KD numbers."""
 
 CHUNK_TOKENS = 1024
-"""Rows of logits that exist together: 0.6 GB in float32 at a vocabulary of 150,000."""
+"""Rows of logits that exist at once: 0.6 GB in float32 at a vocabulary of 150,000."""
 
 
 class Divergence(NamedTuple):
-    """Means over valid tokens; None where the batches hold nothing to measure it by."""
+    """Means over valid tokens; None if the batches lack the targets for a metric."""
 
     num_tokens: int
-    """Valid tokens."""
+    """Number of valid tokens."""
     kd_nats: float | None
     """The loss `candidates` at temperature 2: the reference system's KD number."""
     kl_tail_nats: float | None
     """KL over the teacher's top K and one outcome for the rest: a lower bound on the KL."""
     sampled_ce_nats: float | None
-    """Cross-entropy with the teacher's draws: the KL plus the teacher's entropy, in expectation."""
+    """Cross-entropy with the teacher's draws: in expectation the KL plus the teacher's entropy."""
     top1_frac: float | None
-    """Share of tokens where student and teacher find the same word most likely."""
+    """Fraction of tokens where student and teacher have the same most likely token."""
     ppl: float | None
     """Perplexity on the labels."""
 
 
 class CachedTeacher(NamedTuple):
-    """What a cache's top K and tail tell of the teacher itself, means over valid tokens."""
+    """Bounds on the teacher's metrics from its cached top K and tail; means over valid tokens."""
 
     teacher_ppl_floor: float
-    """Its perplexity on the labels, at least: a label outside its top K counts as the whole tail,
-    of which it is a part."""
+    """Lower bound on its perplexity on the labels: a label outside the top K gets the mass of the
+    whole tail."""
     teacher_entropy_floor_nats: float
-    """Its entropy, at least: the tail counts as one outcome."""
+    """Lower bound on its entropy in nats: the tail counts as one outcome."""
     labels_outside_frac: float
-    """Share of the labels outside its top K; where there is none, its perplexity is exact."""
+    """Fraction of labels outside its top K; at 0 its perplexity is exact."""
 
 
 class ExactDivergence(NamedTuple):
-    """Means over valid tokens, over the whole vocabulary."""
+    """Means over valid tokens, computed over the whole vocabulary."""
 
     num_tokens: int
-    """Valid tokens."""
+    """Number of valid tokens."""
     kl_nats: float
     """KL(teacher || student)."""
     top1_frac: float
-    """Share of tokens where student and teacher find the same word most likely."""
+    """Fraction of tokens where student and teacher have the same most likely token."""
     ppl: float | None
     """The student's perplexity on the labels; None without labels."""
     teacher_ppl: float | None
@@ -75,10 +75,10 @@ class ExactDivergence(NamedTuple):
 
 
 def cached_divergence(student: LanguageModel, batches: Iterable[Batch]) -> Divergence:
-    """Judge a student by what a cache holds: whatever the batches lack comes back as None.
+    """Evaluate a student on cached targets; metrics whose targets are missing are None.
 
-    Logits are formed for valid tokens only, `CHUNK_TOKENS` at a time. A quantized student should
-    have its weights formed (`qat.nn.step.form_weights`) before, or each forward forms them again.
+    Logits are formed for valid tokens only, `CHUNK_TOKENS` at a time. Form the weights of a
+    quantized student before (`qat.nn.step.form_weights`); otherwise each forward forms them again.
 
     Raises:
         DataError: the batches hold no valid token.
@@ -106,9 +106,9 @@ def cached_divergence(student: LanguageModel, batches: Iterable[Batch]) -> Diver
 
 
 def cached_teacher(batches: Iterable[Batch]) -> CachedTeacher | None:
-    """Judge the teacher by what a cache holds of it; None without labels, a top K or its tail.
+    """Evaluate the teacher on its cached log-probs; None without labels, a top K or its tail.
 
-    Log-probabilities are as the cache stores them, a few thousandths of a nat off.
+    Cached log-probabilities are off by a few thousandths of a nat.
     """
     totals: Counter[str] = Counter()
     for batch in batches:
@@ -136,10 +136,10 @@ def cached_teacher(batches: Iterable[Batch]) -> CachedTeacher | None:
 def exact_divergence(
     student: LanguageModel, teacher: LanguageModel, batches: Iterable[Batch]
 ) -> ExactDivergence:
-    """Judge a student by its teacher itself, over the whole vocabulary; caches are not read.
+    """Evaluate a student against the loaded teacher, over the whole vocabulary.
 
-    Only the tokens, the mask and the labels of the batches count. Both sets of logits exist for
-    `CHUNK_TOKENS` valid tokens at a time.
+    Only tokens, masks and labels of the batches are used, not cached targets. Both models' logits
+    exist for `CHUNK_TOKENS` valid tokens at a time.
 
     Raises:
         ConfigError: the two vocabularies differ in size.
@@ -163,7 +163,7 @@ def exact_divergence(
 
 
 def _of_one_shape(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches; where shapes should not vary, smaller ones are filled up to the first."""
+    """Yield the batches; where each shape costs a compilation, pad smaller ones to the first."""
     if not on(device).fixed_shapes():
         yield from batches
         return
@@ -214,9 +214,10 @@ def _loss(name: str, logits: Tensor, rows: Targets, temperature: float = 1.0) ->
 
 
 def _valid_targets(batch: Batch, device: torch.device) -> tuple[Targets, Tensor, bool]:
-    """The valid tokens' targets, their `(T,)` places in `B * S`, and whether all tails are known.
+    """Return the valid tokens' targets, their `(T,)` places in `B * S`, and if all tails are known.
 
-    On `device`; chosen where the batch lies. Masked rows follow where shapes should not vary.
+    The tensors are on `device`, but selected where the batch lies. Where shapes must not vary, the
+    masked rows follow the valid ones.
     """
     targets = to_targets(batch)
     valid = targets.mask.nonzero()[:, 0]
@@ -228,7 +229,7 @@ def _valid_targets(batch: Batch, device: torch.device) -> tuple[Targets, Tensor,
 
 
 def _logits(model: LanguageModel, batch: Batch, valid: Tensor) -> Iterator[Tensor]:
-    """Logits of the valid rows in pieces of `CHUNK_TOKENS`, where `valid` lies."""
+    """Yield logits of the valid rows in chunks of `CHUNK_TOKENS`, on the device of `valid`."""
     ids, positions = batch.input_ids.to(model.device), batch.position_ids.to(model.device)
     hidden = model.hidden(ids, positions).flatten(0, 1)
     for rows in hidden[valid.to(hidden.device)].split(CHUNK_TOKENS):
@@ -240,7 +241,7 @@ def _split(targets: Targets) -> Iterator[Targets]:
 
 
 def _add(totals: Counter[str], chunks: list[dict[str, Tensor]], device: torch.device) -> None:
-    """Add the device's sums in the host's double precision."""
+    """Add sums from the device to the totals, in double precision on the host."""
     backend = on(device)
     backend.step_end()
     for sums in chunks:

@@ -1,4 +1,4 @@
-"""Everything that `qat eval` finds out about a student."""
+"""Evaluate a student with all metrics of `qat eval`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,13 +34,13 @@ from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer
 from qat.nn.step import form_weights
 
-# Judges a model, by its name, on the split of a cache that training never sees.
+# Evaluation of a model, given by name, on the held-out split of a cache.
 
 
 def held_out_divergence(
     source: str, cache_dir: Path, *, device: str = "auto", dtype: str = "auto", batch_size: int = 8
 ) -> Divergence:
-    """What a cache's held-out split says of the model that `source` names.
+    """Evaluate the model `source` on the held-out split of a cache.
 
     Raises:
         CacheError: no such cache, or one for another tokenizer or vocabulary, or without the split.
@@ -55,11 +55,11 @@ def held_out_divergence(
 def open_student(
     source: str, *, device: str, dtype: str
 ) -> tuple[LanguageModel, PreTrainedTokenizerBase]:
-    """A model ready for many forwards, its quantized weights formed once, and its tokenizer.
+    """Load a model for many forwards, with its quantized weights formed once, and its tokenizer.
 
     Raises:
         CheckpointError: no such model or tokenizer.
-        ConfigError: the device is not there or cannot compute in `dtype`.
+        ConfigError: the device is missing or cannot compute in `dtype`.
     """
     student = load_model(source, device=device, dtype=dtype)
     form_weights(student.model, student.dtype)
@@ -69,10 +69,10 @@ def open_student(
 def check_fit(
     cache: TeacherCache, student: LanguageModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Make sure that the cache speaks of this student's words and lengths.
+    """Check that the cache has this student's tokenizer, vocabulary and sequence length.
 
     Raises:
-        CacheError: its tokenizer or vocabulary differ, or its sequences are too long.
+        CacheError: its tokenizer or vocabulary differs, or its sequences are too long.
     """
     cache.check_student(tokenizer_hash(tokenizer), student.config.vocab_size, student.longest)
 
@@ -83,7 +83,7 @@ def split_batches(
     batch_size: int,
     max_sequences: int = 0,
 ) -> Iterator[Batch]:
-    """The first `max_sequences` sequences of a split (0: all) in order, with a progress bar.
+    """Yield the first `max_sequences` sequences of a split (0: all) in order, with a progress bar.
 
     Raises:
         CacheError: the split is empty.
@@ -103,27 +103,28 @@ def split_batches(
 
 
 class Verdict(NamedTuple):
-    """What was measured; None where the settings named nothing to measure by."""
+    """All measurements; None if the settings did not request one."""
 
     cached: Divergence | None
-    """Against the cache."""
+    """The student against the cache."""
     cached_teacher: CachedTeacher | None
-    """The teacher by what the cache holds of it."""
+    """The teacher, as far as the cache describes it."""
     exact: ExactDivergence | None
-    """Against the teacher, on the cache's sequences, or on the text where there is no cache."""
+    """The student against the loaded teacher, on the cache's sequences or, without a cache, on the
+    text."""
     text: Perplexity | None
-    """On the text."""
+    """The student's perplexity on the text."""
     teacher_text: Perplexity | None
-    """The teacher on the text."""
+    """The teacher's perplexity on the text."""
     tasks: Scores | None
-    """On tasks, by task and measure."""
+    """The student's scores by task and measure."""
     teacher_tasks: Scores | None
-    """The teacher on the tasks."""
+    """The teacher's scores by task and measure."""
 
     def numbers(self) -> dict[str, float | Scores | None]:
-        """All numbers by name, the same names always; None where nothing was measured.
+        """Return all numbers by name, always with the same names; None where nothing was measured.
 
-        What cache and teacher both tell of the same tokens is the teacher's.
+        Numbers that both the cache and the teacher provide are those of the teacher.
         """
         parts = [
             ("", Divergence, self.cached),
@@ -141,11 +142,11 @@ class Verdict(NamedTuple):
 
 
 def judge(source: str, config: EvalConfig) -> Verdict:
-    """Measure the model that `source` names by all that `config` names.
+    """Measure the model `source` with everything that `config` names.
 
     Raises:
-        ConfigError: neither cache nor text is given, or the windows do not fit.
-        CacheError, CheckpointError, DataError: what is named is missing, damaged or does not fit.
+        ConfigError: no cache, text or tasks are given, or the windows do not fit.
+        CacheError, CheckpointError, DataError: a source is missing, damaged or does not fit.
     """
     config.check_named()
     tasks = None if config.tasks is None else Tasks(config)
@@ -162,7 +163,7 @@ def judge(source: str, config: EvalConfig) -> Verdict:
     size = config.batch_size
 
     def batches() -> Iterator[Batch]:
-        """What divergences are measured on, from its start."""
+        """Return a new iterator over the batches for divergences."""
         if cache is not None:
             return split_batches(cache, config.split, size, config.max_sequences)
         return text_batches(text, config.context, config.stride, size)

@@ -1,4 +1,4 @@
-"""Scores a model on tasks of EleutherAI's lm-evaluation-harness (`arc_easy`, `hellaswag`, ...)."""
+"""Scores on tasks of EleutherAI's lm-evaluation-harness (`arc_easy`, `hellaswag`, ...)."""
 
 import logging
 from collections.abc import Mapping
@@ -15,17 +15,19 @@ from qat.models.regions import as_written
 from qat.models.rotary import reads_lengths
 
 Scores = dict[str, dict[str, float]]
-"""By task, by measure: `acc`, `acc_stderr`, `acc_norm`, ...; all are fractions but perplexities."""
+"""Scores by task and measure: `acc`, `acc_stderr`, `acc_norm`, ...; fractions, except
+perplexities."""
 
 
 class Tasks:
-    """The tasks that the settings name, known to exist."""
+    """The tasks of the settings, after a check that they exist."""
 
     def __init__(self, config: EvalConfig) -> None:
         """Find the tasks.
 
         Raises:
-            ConfigError: lm-eval is not installed, or knows no such task.
+            ConfigError: lm-eval is not installed or has no such task, or the device compiles each
+                shape.
         """
         if select(config.device).fixed_shapes():
             raise ConfigError(
@@ -38,10 +40,10 @@ class Tasks:
         self._manager = _manager_of(self._names, config.tasks_dir)
 
     def scores(self, model: LanguageModel, tokenizer: PreTrainedTokenizerBase) -> Scores:
-        """The measures of each task (and of each part of a group of tasks).
+        """Return the measures of each task (and of each part of a group of tasks).
 
         Raises:
-            DataError: the texts of a task are not here and cannot be fetched.
+            DataError: the task's data is not available locally and cannot be downloaded.
         """
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
@@ -51,7 +53,7 @@ class Tasks:
             pretrained=model.model,
             tokenizer=tokenizer,
             backend="causal",
-            # the harness fills rows up, and then a short one would seem as long as its neighbours
+            # the harness pads rows, which would give a short row the rotary scaling of the longest
             batch_size=1 if reads_lengths(model.model) else config.batch_size,
             max_length=most_positions(model.config),
         )
@@ -75,9 +77,9 @@ class Tasks:
 
 
 def measures(result: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of one task by name; the harness writes `acc,none` and `acc_stderr,none`.
+    """Return the numbers of one task by name; the harness writes `acc,none` and `acc_stderr,none`.
 
-    A filter other than `none` stays in the name, behind a comma.
+    A filter other than `none` stays in the name, after a comma.
     """
     return {
         name.removesuffix(",none"): float(value)
@@ -87,7 +89,7 @@ def measures(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _manager_of(names: list[str], own: Path | None) -> Any:
-    """What finds the tasks: those in `own`, and the harness's thousands if these are not all."""
+    """Return the task manager for `own`, with the harness's own tasks if more are needed."""
     from lm_eval.tasks import TaskManager
 
     if own is not None:

@@ -1,4 +1,4 @@
-"""A text as batches: of overlapping windows, each token scored once, or packed as in a cache.
+"""Turn a text into batches: overlapping windows, each token scored once, or packed as in a cache.
 
 Shapes: N tokens of a document, B windows, S tokens in a window.
 """
@@ -37,19 +37,19 @@ logger = logging.getLogger(__name__)
 
 
 class Text(NamedTuple):
-    """Documents as a tokenizer sees them: a whole text file is one, each row of others is one."""
+    """A tokenized text: one document per row of a file of rows, one in all for other files."""
 
     documents: list[Tokens]
-    """With the tokens that the tokenizer or the chat template puts around a text; a row also with
-    the end token, as in a cache."""
+    """Documents with the special tokens that the tokenizer or the chat template adds; rows also end
+    with the end token, as in a cache."""
     num_bytes: int
-    """Length in UTF-8; of chats, where assistants alone count, that of what they say."""
+    """Length in UTF-8 bytes; if only assistants count, the length of what they say."""
     special: frozenset[int] = frozenset()
-    """`qat.data.text.special_tokens`."""
+    """The tokenizer's `qat.data.text.special_tokens`."""
 
 
 class Window(NamedTuple):
-    """Tokens `begin` to `end` of a text; those from `first_scored` on are predicted."""
+    """Tokens `begin` to `end` of a text; those from `first_scored` on are scored."""
 
     begin: int
     end: int
@@ -57,11 +57,11 @@ class Window(NamedTuple):
 
 
 def read_text(config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """Read and tokenize the text file: rows as `qat cache` does, any other file as one text.
+    """Read and tokenize the text file: rows as in `qat cache`, any other file as one text.
 
     Raises:
-        DataError: no such file, not UTF-8, a row that is not as it should be, or nothing to score.
-        ConfigError: assistants alone are to count in plain text, or chats need a template.
+        DataError: the file is missing or not UTF-8, a row is malformed, or nothing is scored.
+        ConfigError: `targets=assistant` for plain text, or chats need a template.
     """
     if holds_rows(config.text):
         text = _rows_text(config, tokenizer)
@@ -107,20 +107,20 @@ def _rows_text(config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Text:
 
 
 def _targets(tokens: Tokens) -> Tensor:
-    """Which tokens count, `(N,)` bool."""
+    """Return which tokens count, `(N,)` bool."""
     if tokens.is_target is None:
         return torch.ones(len(tokens.ids), dtype=torch.bool)
     return torch.from_numpy(tokens.is_target)
 
 
 def windows(num_tokens: int, context: int, stride: int) -> list[Window]:
-    """Windows of `context` tokens every `stride` that score each token but the first once.
+    """Return windows of `context` tokens every `stride` that score each token but the first once.
 
-    All but the last have `context` tokens; each token after the first window sees at least
-    `context - stride` tokens before it.
+    All but the last have `context` tokens; each token after the first window has at least
+    `context - stride` tokens of context.
 
     Raises:
-        ConfigError: `stride` leaves tokens out because it is not less than `context`.
+        ConfigError: `stride` is not less than `context`, so tokens would be skipped.
     """
     if stride >= context:
         raise ConfigError(
@@ -135,16 +135,16 @@ def windows(num_tokens: int, context: int, stride: int) -> list[Window]:
 
 
 def text_batches(text: Text, context: int, stride: int, batch_size: int) -> Iterator[Batch]:
-    """The windows of each document as batches without a teacher's word, with a progress bar.
+    """Yield the windows of each document as batches without teacher targets, with a progress bar.
 
-    The mask is true where a window's prediction is scored; windows without such are left out. A
-    window that goes on with a document begins with the document's first token if that is special,
-    in place of its own, which is never scored: models that learned with it are at a loss without.
+    The mask is true where a window's prediction is scored; windows without such a position are
+    dropped. If a document's first token is special, it replaces the first token of each of its
+    windows, which is never scored: models trained with such a token in front fail without it.
 
     Args:
-        text: what is judged on.
+        text: documents to score.
         context: tokens in a window.
-        stride: tokens from one window to the next, below `context`.
+        stride: tokens between the starts of two windows, below `context`.
         batch_size: windows in a batch.
 
     Raises:
@@ -156,7 +156,7 @@ def text_batches(text: Text, context: int, stride: int, batch_size: int) -> Iter
         pieces = [_Piece(ids, counts, each) for each in windows(len(ids), context, stride)]
         whole += pieces[:-1]
         last += pieces[-1:]
-    # those that end documents may be shorter: longest first, and the shortest goes alone
+    # last windows may be shorter: sort them longest first, and give the shortest a batch of its own
     last.sort(key=lambda piece: piece.window.begin - piece.window.end)
     pieces = [piece for piece in (*whole, *last) if piece.is_scored().any()]
     *many, one = pieces
@@ -171,20 +171,20 @@ class _Piece(NamedTuple):
     """A window of a document."""
 
     ids: Tensor
-    """All tokens of the document, `(N,)` int64."""
+    """Token ids of the whole document, `(N,)` int64."""
     counts: Tensor
-    """Which of them count, `(N,)` bool."""
+    """Flags of the tokens that count, `(N,)` bool."""
     window: Window
 
     def input_ids(self, special: frozenset[int]) -> Tensor:
-        """The window's tokens, the first of them the document's own first one if it is special."""
+        """Return the window's tokens, the first replaced by the document's first if special."""
         ids = self.ids[self.window.begin : self.window.end].clone()
         if int(self.ids[0]) in special:
             ids[0] = self.ids[0]
         return ids
 
     def is_scored(self) -> Tensor:
-        """Where the window's predictions count, `(S,)` bool: never at its last token."""
+        """Return where the window's predictions count, `(S,)` bool: never at its last token."""
         begin, end, first_scored = self.window
         scored = self.counts[begin + 1 : end] & (torch.arange(begin + 1, end) >= first_scored)
         return torch.nn.functional.pad(scored, (0, 1))
@@ -193,7 +193,7 @@ class _Piece(NamedTuple):
 def _window_batch(group: list[_Piece], special: frozenset[int]) -> Batch:
     input_ids = pad_sequence([piece.input_ids(special) for piece in group], batch_first=True)
     mask = pad_sequence([piece.is_scored() for piece in group], batch_first=True)
-    # padding is no part of a window, which must not seem longer than it is
+    # positions of padding are 0, so that a window does not seem longer (rotary scaling)
     position_ids = pad_sequence(
         [torch.arange(piece.window.end - piece.window.begin) for piece in group], batch_first=True
     )
@@ -211,9 +211,9 @@ def packed_batches(
     thinking: Thinking = "none",
     targets: Targets = "all",
 ) -> list[Batch]:
-    """Documents in sequences of `length` tokens as a cache packs them, without a teacher's word.
+    """Return documents packed into sequences of `length` tokens as in a cache, without targets.
 
-    No document sees another one; chats are rendered, and count, as in a cache.
+    Attention stays within documents; chats are rendered, and count, as in a cache.
 
     Raises:
         DataError: the documents hold no text.
@@ -241,7 +241,7 @@ def packed_batches(
 
 
 def without_teacher(input_ids: Tensor, position_ids: Tensor, mask: Tensor, labels: Tensor) -> Batch:
-    """Sequences of which nobody has said anything, each part `(B, S)`."""
+    """Return a batch of sequences without teacher targets; each argument is `(B, S)`."""
     B, S = input_ids.shape
     return Batch(
         input_ids=input_ids,
@@ -256,34 +256,34 @@ def without_teacher(input_ids: Tensor, position_ids: Tensor, mask: Tensor, label
     )
 
 
-# How well a model predicts a text: perplexity over sliding windows.
+# Perplexity of a text over sliding windows.
 
 
 class Perplexity(NamedTuple):
-    """How surprised a model is by a text."""
+    """The perplexity of a model on a text."""
 
     num_tokens: int
-    """Tokens scored: all but the first of a text; of chats, what assistants say."""
+    """Number of tokens scored: all but a text's first; in chats the assistants' tokens."""
     nats_per_token: float
-    """Mean of `-log q` of the tokens scored."""
+    """Mean of `-log q` over the tokens scored."""
     ppl: float
-    """`exp(nats_per_token)`; depends on the tokenizer."""
+    """Perplexity `exp(nats_per_token)`; depends on the tokenizer."""
     bits_per_byte: float
-    """Bits spent on the tokens scored, over the bytes of the text that counts: free of the
-    tokenizer."""
+    """Bits of all tokens scored over the bytes of counted text; independent of the tokenizer."""
 
 
 def text_perplexity(
     model: LanguageModel, text: Text, *, context: int, stride: int, batch_size: int
 ) -> Perplexity:
-    """Perplexity of a text over windows of `context` tokens every `stride`, each token scored once.
+    """Compute the perplexity of a text over windows of `context` tokens every `stride`.
 
-    The method of Hugging Face's guide to the perplexity of fixed-length models: a token sees at
-    least `context - stride` tokens before it, save in the first window.
+    Each token is scored once, by the method of Hugging Face's guide to the perplexity of
+    fixed-length models: it has at least `context - stride` tokens of context, except in the first
+    window.
 
     Raises:
-        ConfigError: `context` is beyond the model's positions, `stride` not below `context`, or the
-            model has no embedding for a token.
+        ConfigError: `context` exceeds the model's positions, `stride` is not below `context`, or
+            the model has no embedding for a token.
     """
     check_context(model, context)
     largest = max(max(tokens.ids, default=0) for tokens in text.documents)
@@ -296,10 +296,10 @@ def text_perplexity(
 
 
 def check_context(model: LanguageModel, context: int) -> None:
-    """Refuse windows that the model has no positions for.
+    """Refuse windows that are longer than the model's context.
 
     Raises:
-        ConfigError: `context` is beyond the model's positions.
+        ConfigError: `context` exceeds the model's positions.
     """
     limit = model.longest
     if context > limit:
