@@ -41,7 +41,7 @@ def save_checkpoint(
     *,
     replace: bool = False,
 ) -> None:
-    """Write `model` as a packed checkpoint that appears at `out` whole or not at all.
+    """Write `model` as a packed checkpoint to `out`, atomically.
 
     Raises:
         ConfigError: `out` is not empty; with `replace`, it is not a packed checkpoint either.
@@ -62,13 +62,13 @@ def write_checkpoint(
     directory: Path,
     packed: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write the files of a packed checkpoint into `directory`, which exists.
+    """Write the files of a packed checkpoint into the existing `directory`.
 
-    For callers that write more beside them inside one `atomic_directory`.
+    For callers that write more files with them inside one `atomic_directory`.
 
     Args:
-        packed: what `packed_state_dict` gave, to be written instead of the model as it is now: then
-            nothing here reads a weight, and another thread may go on to train it.
+        packed: the result of `packed_state_dict`, to be written instead of the model's current
+            state: then no weight is read here, and another thread may continue training.
 
     Raises:
         CheckpointError: nothing of the model is quantized or sparse, or a scale is not finite as
@@ -79,7 +79,7 @@ def write_checkpoint(
     model.hf_quantizer.packed = packed
     try:
         with quiet_transformers():
-            # under the names of the model's own modules, which are those that loading looks for
+            # use the names of the model's own modules, which loading looks for
             model.save_pretrained(directory, save_original_format=False)
     finally:
         model.hf_quantizer.packed = None
@@ -92,7 +92,7 @@ def write_checkpoint(
 def write_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
 ) -> None:
-    """As `write_checkpoint`, or an ordinary directory where nothing of `model` needs `qat`.
+    """Write a packed checkpoint, or an ordinary directory if nothing of `model` needs `qat`.
 
     Raises:
         CheckpointError: a scale is not finite as stored.
@@ -113,9 +113,9 @@ def write_model(
 
 
 def copy_processors(model: PreTrainedModel, directory: Path) -> None:
-    """Copy what prepares images, videos and sound from where `model` was opened, where it lies.
+    """Copy the image, video and audio processor files from the directory that `model` came from.
 
-    Nothing here reads these files: they are for whoever runs the student with more than text.
+    They are not used here, but by programs that run the student on more than text.
     """
     source = Path(model.name_or_path)
     source = source.parent if source.suffix == GGUF else source
@@ -131,7 +131,7 @@ def copy_processors(model: PreTrainedModel, directory: Path) -> None:
 
 
 def check_written(directory: Path, model: PreTrainedModel) -> None:
-    """Open what was just written to `directory` as any later command will, and compare tensors.
+    """Open the files just written to `directory` as later commands will, and compare tensors.
 
     Raises:
         CheckpointError: it does not open, or a tensor is not the one that `model` has.
@@ -160,12 +160,13 @@ def check_written(directory: Path, model: PreTrainedModel) -> None:
 def finish_config(
     directory: Path, model: PreTrainedModel, *, dtype: torch.dtype, **settings: str
 ) -> None:
-    """Name in the config.json that transformers wrote what it does not: the dtype of the file,
-    rotary settings as transformers 4 reads them, and `settings`.
+    """Complete the config.json that transformers wrote.
+
+    Adds the dtype of the file, rotary settings as transformers 4 reads them, and `settings`.
     """
     path = directory / "config.json"
     config = with_older_names(model.config, json.loads(path.read_text(encoding="utf-8")))
-    # transformers names the dtype that the model computes in, which may be wider than the file's
+    # transformers writes the compute dtype, which may be wider than that of the file
     config |= {"dtype": str(dtype).removeprefix("torch."), **settings}
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -182,10 +183,10 @@ def load_checkpoint(
     dtype: torch.dtype | Literal["auto"] = "auto",
     device_map: str | dict | None = None,
 ) -> PreTrainedModel:
-    """The model of a packed checkpoint, its quantized linears as `FrozenLutLinear`, in eval mode.
+    """Load a packed checkpoint with its quantized linears as `FrozenLutLinear`, in eval mode.
 
-    `dtype` is that of everything but packed indices, codebooks and scales; `auto` takes the one it
-    was saved in. Exactly `from_pretrained` of transformers, with errors in one line.
+    `dtype` applies to everything but packed indices, codebooks and scales; `auto` takes the saved
+    one. Equals `from_pretrained` of transformers, with errors in one line.
 
     Raises:
         CheckpointError: there is none, or it is damaged, incomplete or of an unknown format.
@@ -207,7 +208,7 @@ def load_checkpoint(
 
 
 def load_skeleton(path: Path) -> PreTrainedModel:
-    """The model of a packed checkpoint on the meta device: shapes and formats without values.
+    """Build the model of a packed checkpoint on the meta device: shapes and formats, no values.
 
     Raises:
         CheckpointError: there is none, or its config.json is of an unknown format.
@@ -231,10 +232,10 @@ def _check_packed(path: Path) -> None:
 
 
 def is_packed(path: Path) -> bool:
-    """Whether `path` is a directory that calls itself a packed checkpoint.
+    """Return whether `path` is a directory whose config.json declares a packed checkpoint.
 
     Raises:
-        CheckpointError: its config.json is no table in JSON.
+        CheckpointError: its config.json is no JSON object.
     """
     config = path / "config.json"
     if not config.is_file():
@@ -245,10 +246,10 @@ def is_packed(path: Path) -> bool:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence in a block the progress bars of transformers and what it calls, and its load reports.
+    """Silence progress bars and load reports of transformers inside the block.
 
-    The bars outlive their work on a terminal, and stand between the lines of a log elsewhere. In
-    place of a report, `qat.models.load` names missing and unexpected tensors in one line.
+    Bars would stay on a terminal and break up a log. Instead of a report, `qat.models.load` names
+    missing and unexpected tensors in one line.
     """
     shown, begin = hf_logging.is_progress_bar_enabled(), tqdm.__init__
     hf_logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""What a model costs: parameters, bits per weight, bytes, FLOPs, and what devices can do."""
+"""Costs of a model: parameters, bits per weight, bytes and FLOPs, and peak rates of devices."""
 
 import math
 from collections.abc import Collection
@@ -28,7 +28,7 @@ from qat.quant.weight import STORED_DTYPES, dtype_as_stored, packed_width
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Parameters of the model as it is without quantization; a tied head counts once.
+    """Count the parameters of the model without quantization; a tied head counts once.
 
     A quantized linear counts as its `O * I` weights and its bias, a quantized table as `V * D`.
     """
@@ -41,12 +41,12 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def quantized_parameter_count(model: nn.Module) -> int:
-    """Weights of the linears that are stored as indices."""
+    """Count the weights of the linears that are stored as indices."""
     return sum(_num_weights(linear) for linear in quant_linears(model).values())
 
 
 def stored_bits(module: QuantLinear | FrozenLutTable) -> int:
-    """Bits that a checkpoint spends on this weight: packed indices, scales, codebook, adapter."""
+    """Return the bits of this weight in a checkpoint: packed indices, scales, codebook, adapter."""
     spec, bits = module.spec, 8 * _packed_bytes(module)
     is_table = isinstance(module, FrozenLutTable)
     tensors = module.weight_tensors() if is_table else module.weight_parameters()
@@ -57,30 +57,30 @@ def stored_bits(module: QuantLinear | FrozenLutTable) -> int:
 
 
 def bits_per_weight(module: QuantLinear | FrozenLutTable) -> float:
-    """Bits a weight including scales, codebook and adapter."""
+    """Return the bits per weight including scales, codebook and adapter."""
     return stored_bits(module) / _num_weights(module)
 
 
 def model_bits_per_weight(model: nn.Module) -> float:
-    """Bits a weight over all quantized linears together, without tables; NaN without linears."""
+    """Return the bits per weight over all quantized linears, without tables; NaN if none."""
     linears = quant_linears(model).values()
     weights = sum(_num_weights(linear) for linear in linears)
     return sum(map(stored_bits, linears)) / weights if weights else math.nan
 
 
 def whole_model_bits(model: nn.Module) -> float:
-    """Bits a weight over the whole model: tables, norms and all else that a checkpoint stores."""
+    """Return the bits per weight over the whole model, with tables, norms and all else stored."""
     return 8 * tensor_bytes(model) / parameter_count(model)
 
 
 def tensor_bytes(model: nn.Module) -> int:
-    """Bytes of the tensors that a checkpoint of this model would hold; a tied head counts once."""
+    """Return the bytes of the tensors in a checkpoint of this model; a tied head counts once."""
     tensors = {t.data_ptr(): t for t in packed_state_dict(model).values()}
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def float_table_bytes(model: PreTrainedModel) -> int:
-    """Bytes that a checkpoint of this model would spend on tables in floating point."""
+    """Return the bytes of floating-point tables in a checkpoint of this model."""
     stored = packed_state_dict(model)
     tables = {
         t.data_ptr(): t for n in table_names(model) if (t := stored.get(f"{n}.weight")) is not None
@@ -89,7 +89,7 @@ def float_table_bytes(model: PreTrainedModel) -> int:
 
 
 def model_bytes(path: Path) -> int:
-    """Bytes of the safetensors files of a model directory."""
+    """Return the bytes of the safetensors files of a model directory."""
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
@@ -102,16 +102,16 @@ class Sizes(NamedTuple):
     """The sizes of a model and of the one that it came from."""
 
     source_megabytes: float | None
-    """Weights of the source in 10**6 bytes; None where its files are not here."""
+    """Weights of the source in 10**6 bytes; None if its files are not on this disk."""
     megabytes: float
-    """Weights of the result."""
+    """Weights of the result in 10**6 bytes."""
     bits_per_weight: float
-    """Over all weights: tables, norms, scales and codebooks included."""
+    """Bits per weight over all weights, with tables, norms, scales and codebooks."""
     linear_bits: float
     """Bits per weight of the quantized linears alone; NaN without any."""
 
     def cells(self) -> tuple[str, str, str, str]:
-        """A row of a table below `SIZE_COLUMNS`."""
+        """Return a table row for the headings `SIZE_COLUMNS`."""
         return (
             "-" if self.source_megabytes is None else f"{self.source_megabytes:.1f}",
             f"{self.megabytes:.1f}",
@@ -127,7 +127,7 @@ class Sizes(NamedTuple):
         }
 
     def warning(self, reason: str) -> str | None:
-        """A line for a result that is not smaller than its source, with `reason`; else None."""
+        """Return a warning with `reason` if the result is not smaller than its source, or None."""
         if self.source_megabytes is None or self.megabytes < self.source_megabytes:
             return None
         return (
@@ -137,11 +137,9 @@ class Sizes(NamedTuple):
 
 
 def source_megabytes(source: str) -> float | None:
-    """The weights of the model that `source` names, in 10**6 bytes; None if they are not here."""
+    """Return the size of the model's weights in 10**6 bytes; None if they are not on this disk."""
     try:
-        if not Path(
-            source
-        ).exists():  # the hub is not asked: a report may name a place that is gone
+        if not Path(source).exists():  # local files only: a report may name a deleted path
             source = snapshot_download(source, local_files_only=True)
         path = Path(adapted(source) or resolve(source))
     except (QatError, OSError, ValueError):
@@ -176,11 +174,11 @@ def _packed_bytes(module: QuantLinear | FrozenLutTable) -> int:
     return module.out_features * packed_width(count, spec.bits, spec.trellis_bits)
 
 
-# What a training step holds on one device.
+# Memory of a training step on one device.
 
 
 class Moved(Protocol):
-    """What of a step's settings decides what it holds."""
+    """The settings of a step that determine its memory."""
 
     @property
     def kinds(self) -> Collection[str]:
@@ -188,45 +186,47 @@ class Moved(Protocol):
 
     @property
     def optimizer(self) -> str:
-        """What moves latent weights."""
+        """The optimizer of latent weights."""
 
     @property
     def latent_dtype(self) -> str:
-        """What latent weights are kept in."""
+        """The dtype of latent weights."""
 
     @property
     def offload(self) -> str:
-        """What of them lies on the host: `none`, their `moments`, or `latents` and moments."""
+        """State on the host: `none`, `moments` of latent weights, or `latents` and moments."""
 
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes that a device holds through training, beside activations, logits and workspaces."""
+    """Bytes that a device holds during training, without activations, logits and workspaces."""
 
     stored: int
-    """Codes or latent weights, scales, codebooks, adapters, and what is not quantized."""
+    """Packed indices or latent weights, scales, codebooks, adapters, and all unquantized
+    tensors."""
     gradients: int
-    """Of all that learns."""
+    """Gradients of everything that learns."""
     moments: int
-    """AdamW's; of what lies on the host what visits the device at once, latent weights as well."""
+    """Moments of AdamW; with offload, the part that is on the device at one time, with latent
+    weights."""
     formed: int
     """All formed weights."""
     largest_layer: int
-    """The formed weights of the largest layer; of two, where devices gather one ahead."""
+    """Formed weights of the largest layer; of two layers if devices prefetch the next one."""
     pinned: int
-    """Of the host's memory."""
+    """Pinned host memory."""
 
     def total(self, *, by_layer: bool) -> int:
-        """All that the device holds, if weights are formed at once or a layer at a time."""
+        """Return all bytes on the device, with weights formed at once or layer by layer."""
         formed = self.largest_layer if by_layer else self.formed
         return self.stored + self.gradients + self.moments + formed
 
 
 BLOCK_OF_MOMENTS = 256
-"""Moments of 8 bits that share a scale in float32."""
+"""8-bit moments that share a float32 scale."""
 LATENT_BYTES = {"fp32": 4, "bf16": 2}
 HOSTED = {"none": 0, "moments": 2, "latents": 3}
-"""By `offload`, how many tensors of a latent weight's size lie on the host."""
+"""Tensors of a latent weight's size on the host, by `offload`."""
 
 
 def step_bytes(
@@ -237,11 +237,11 @@ def step_bytes(
     *,
     parts: int = 1,
 ) -> StepBytes:
-    """What a step of `model` in `dtype` holds when the linears called `learning` train.
+    """Return the memory of a step of `model` in `dtype` when the linears called `learning` train.
 
-    The same whether their codes are latent weights yet or not; a model on `meta` will do. Of
-    `parts` devices each holds its rows of the latent weights. What is no linear counts as it is,
-    in `dtype`, as if it stood still: norms, gates and routers are small.
+    The result does not depend on whether linears already have latent weights, and the model may be
+    on `meta`. Each of `parts` devices holds its rows of the latent weights. Everything but linears
+    counts as frozen in `dtype`: norms, gates and routers are small.
     """
     stored = gradients = moments = 0.0
     latents, each, hosted = [], LATENT_BYTES[config.latent_dtype], HOSTED[config.offload]
@@ -266,7 +266,8 @@ def step_bytes(
     if hosted:
         moments += hosted * VISITORS * max(latents, default=0)
         blocks = [math.ceil(latent) for latent in latents]
-        for away in (2 * blocks, (hosted - 2) * blocks):  # moments, and latent weights if they are
+        # moments, and latent weights if these are offloaded
+        for away in (2 * blocks, (hosted - 2) * blocks):
             pinned += sum(placed(away)[1])
     else:
         is_eight = config.optimizer == "adamw8bit"
@@ -277,7 +278,8 @@ def step_bytes(
             is_wide = tensor.is_floating_point() and tensor.itemsize > dtype.itemsize
             stored += tensor.numel() * (dtype.itemsize if is_wide else tensor.itemsize)
     tables = map(_num_weights, lut_tables(model).values())
-    stored += dtype.itemsize * max(tables, default=0)  # what a head forms of its table, and keeps
+    # the float weight that a head forms from its table and keeps
+    stored += dtype.itemsize * max(tables, default=0)
     formed = sum(map(_num_weights, linears.values()))
     largest = max(sum(map(_num_weights, quant_linears(layer).values())) for layer in layers)
     held = min(2, parts) * largest
@@ -293,31 +295,31 @@ def step_bytes(
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """FLOPs per position of one training step, in its three parts."""
+    """FLOPs per position of one training step, in three parts."""
 
     linears: float
-    """Of the decoder's linears: 6 per weight that learns, 4 per weight that only passes
-    gradients on."""
+    """Linears of the decoder: 6 per weight that learns, 4 per weight that only propagates
+    gradients."""
     head: float
-    """4 per weight: logits, and their gradient for the hidden states. The candidates loss alone
-    needs K rows of the head only."""
+    """The head, 4 per weight: logits and their gradient for the hidden states. The candidates loss
+    alone only needs K rows of the head."""
     attention: float
     """Scores and weighted sums of causal attention, forward and backward."""
 
     @property
     def total(self) -> float:
-        """All three."""
+        """The sum of all three."""
         return self.linears + self.head + self.attention
 
 
 WITHOUT_SCORES = ("linear_attention", "conv", "mamba", "mamba2", "recurrent", "moe", "mlp")
-"""Kinds of layers, as configurations call them, in which no query meets a key."""
+"""Layer types in configurations that have no attention scores."""
 CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
-"""What configurations call the number of experts that a token is sent to."""
+"""Names in configurations for the number of experts per token."""
 
 
 class Objective(Protocol):
-    """What of a step's settings decides its FLOPs."""
+    """The settings of a step that determine its FLOPs."""
 
     @property
     def kinds(self) -> Collection[str]:
@@ -331,7 +333,7 @@ class Objective(Protocol):
 def token_flops(
     student: LanguageModel, learning: Collection[str], config: Objective, *, S: int, K: int
 ) -> TokenFlops:
-    """What one position costs when the linears called `learning` train, in sequences of S."""
+    """Return the FLOPs of one position when the linears in `learning` train, in sequences of S."""
     teaches_weights = bool({"weights", "scales", "codebook"} & set(config.kinds))
     linears = 0.0
     for name, weights in _weights_used(student).items():
@@ -343,26 +345,26 @@ def token_flops(
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a training step asks of a device, per position unless said otherwise."""
+    """The work of a training step on a device, per position unless stated otherwise."""
 
     matmul_flops: float
-    """Of the decoder's linears and the head, recomputed ones among them."""
+    """FLOPs of the decoder's linears and the head, with recomputation."""
     attention_flops: float
     elements: float
-    """Numbers that enter and leave the linears: what norms, gates, rotations and the loss read and
-    write is a multiple of them."""
+    """Numbers read and written by the linears; traffic of norms, gates, rotations and the loss is a
+    multiple of them."""
     weights: float
-    """Weights of the linears; they are moved once a step, however many positions it has."""
+    """Weights of the linears; they are moved once per step, however many positions it has."""
     layers: int
-    """Decoder layers: of a small step they take the time of their launches."""
+    """Decoder layers; in a small step their launch overhead dominates."""
 
 
 def step_work(student: LanguageModel, flops: TokenFlops, *, recompute: float = 0.0) -> StepWork:
-    """The work of a step that costs `flops`, of which a share `recompute` of the forward repeats.
+    """Return the work of a step of cost `flops` that repeats a fraction `recompute` of the forward.
 
     Args:
-        student: what trains.
-        flops: of the student's step, at the length of its sequences.
+        student: the model that trains.
+        flops: FLOPs of the student's step, at the length of its sequences.
         recompute: 1 with gradient checkpointing, 0 without.
     """
     used, D = _weights_used(student), student.head.in_features
@@ -380,7 +382,7 @@ def step_work(student: LanguageModel, flops: TokenFlops, *, recompute: float = 0
 
 
 def forward_flops(model: LanguageModel, S: int) -> float:
-    """FLOPs per position of a forward pass alone, all logits among them: what a teacher costs."""
+    """Return the FLOPs per position of a forward pass with all logits, as a teacher runs it."""
     weights = sum(_weights_used(model).values())
     head = model.head.out_features * model.head.in_features
     return 2.0 * (weights + head) + _attention_flops(model, S)
@@ -392,7 +394,7 @@ def _linear_weights(model: LanguageModel) -> dict[str, float]:
 
 
 def _weights_used(model: LanguageModel) -> dict[str, float]:
-    """Weights of each linear that a token is multiplied with: of experts, those it is sent to."""
+    """Return the weights of each linear that a token uses; for experts, those of chosen ones."""
     used = _linear_weights(model)
     for name in used:
         owner, _, key = name.rpartition(".")
@@ -403,9 +405,9 @@ def _weights_used(model: LanguageModel) -> dict[str, float]:
 
 
 def _attention_flops(model: LanguageModel, S: int) -> float:
-    """Scores and weighted sums of a forward pass, per position.
+    """Return the FLOPs per position of scores and weighted sums in a forward pass.
 
-    Of sparse attention those of its branches; the few queries that select are left out.
+    For sparse attention these are those of its branches, without the few queries that select.
     """
     sparse, flops = nsa_config(model.model), 0.0
     layers = range(model.config.num_hidden_layers)
@@ -423,9 +425,9 @@ def _attention_flops(model: LanguageModel, S: int) -> float:
 
 
 def _mean_keys(settings: object, layer: int, S: int, sparse: NSAConfig | None) -> float:
-    """Keys that a query sees on average in one layer: causal, and inside its window.
+    """Return the average number of keys per query in one layer: causal, and inside its window.
 
-    With `sparse` attention pooled keys are among them.
+    With `sparse` attention pooled keys are included.
     """
     if sparse is not None:
         selected = _mean_within(sparse.selected_keys, S)
@@ -440,7 +442,7 @@ def _mean_keys(settings: object, layer: int, S: int, sparse: NSAConfig | None) -
 
 
 def _mean_within(reach: int, S: int) -> float:
-    """Keys of the last `reach` that a causal query sees on average."""
+    """Return how many of the last `reach` keys a causal query sees on average."""
     reach = min(S, reach)
     return (reach * (reach + 1) / 2 + (S - reach) * reach) / S
 
@@ -463,26 +465,26 @@ TERA, GIGA = 1e12, 1e9
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device."""
+    """Peak rates of one kind of device."""
 
     name: str
     marks: tuple[str, ...]
-    """Lower-case words that its reported name holds, all of them."""
+    """Lower-case words that must all be in its reported name."""
     memory_gib: float
     peak_tflops: dict[str, float | None]
-    """Dense peak of fp32, tf32, bf16 and fp16 matmuls; None where not native."""
+    """Dense peak of fp32, tf32, bf16 and fp16 matmuls; None if not native."""
     bandwidth_gb_s: float
     dtype: str
-    """What to train in."""
+    """The dtype to train in."""
 
     def peak_flops(self, dtype: str) -> float | None:
-        """Peak FLOP/s in `dtype` (fp32, tf32, bf16, fp16), or None where it is not native."""
+        """Return peak FLOP/s in `dtype` (fp32, tf32, bf16, fp16), or None if it is not native."""
         tera = self.peak_tflops.get(dtype)
         return None if tera is None else tera * TERA
 
     @property
     def bandwidth(self) -> float:
-        """Peak bytes per second of its memory."""
+        """Peak memory bandwidth in bytes per second."""
         return self.bandwidth_gb_s * GIGA
 
 
@@ -520,9 +522,9 @@ DEVICES = (
 
 
 def device_called(reported: str) -> Device | None:
-    """The entry for a name as a driver reports it (`NVIDIA H200`), or None for an unknown one.
+    """Return the entry for a name as a driver reports it (`NVIDIA H200`), or None if unknown.
 
-    Marks are whole words, so that `NVIDIA A10` is no `NVIDIA A100`.
+    Marks are whole words, so that `NVIDIA A10` does not match `NVIDIA A100`.
     """
     words = f" {reported.lower().replace('-', ' ')} "
     for device in DEVICES:
@@ -532,7 +534,7 @@ def device_called(reported: str) -> Device | None:
 
 
 def devices_named(names: tuple[str, ...]) -> tuple[Device, ...]:
-    """The entries called `names` (upper or lower case); all for none.
+    """Return the entries called `names` (in any case), or all if `names` is empty.
 
     Raises:
         ConfigError: a name is not in the table.

@@ -1,8 +1,8 @@
-"""Checkpoints that somebody else quantized or adapted, as float weights to start from.
+"""Conversion of checkpoints quantized or adapted by other programs to float weights.
 
-transformers turns some formats into floats itself (`OWN`). GPTQ and AWQ it opens only with
-libraries of kernels, which need a GPU, so their few lines of arithmetic are here:
-`w = scale * (q - zero)` for each group of inputs. Adapters are merged by peft.
+transformers converts some formats itself (`OWN`). It opens GPTQ and AWQ only with kernel libraries,
+which need a GPU, so their few lines of arithmetic are here: `w = scale * (q - zero)` per group of
+inputs. Adapters are merged by peft.
 
 Shapes: O out_features, I in_features, G groups of inputs, N numbers in one int32.
 """
@@ -35,11 +35,11 @@ OWN: dict[str, Callable[[], Any]] = {
     "fp8": lambda: FineGrainedFP8Config(dequantize=True),
     "compressed-tensors": lambda: CompressedTensorsConfig(dequantize=True),
 }
-"""By name of the method, the settings with which transformers gives floats."""
+"""Settings with which transformers dequantizes, by name of the method."""
 BY_HAND = ("gptq", "awq")
-"""The methods whose weights `float_state` reads."""
+"""Methods whose weights are read by `float_state`."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where AWQ put each of the eight numbers of an int32: number n lies in nibble `AWQ_ORDER[n]`."""
+"""AWQ's order of the eight numbers of an int32: number n is in nibble `AWQ_ORDER[n]`."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 NO_CHANGE_OF_WEIGHTS = {
     "ADAPTION_PROMPT",
@@ -76,9 +76,9 @@ def method_of(config: PreTrainedConfig) -> str | None:
 
 
 def has_several_schemes(config: PreTrainedConfig) -> bool:
-    """Whether parts of a compressed-tensors checkpoint are packed in different ways.
+    """Return whether parts of a compressed-tensors checkpoint are packed in different ways.
 
-    transformers 5.23 reads all of them in the way of the first.
+    transformers 5.23 reads all of them with the first scheme.
     """
     settings = getattr(config, "quantization_config", None)
     groups = settings.get("config_groups") if isinstance(settings, dict) else None
@@ -86,7 +86,7 @@ def has_several_schemes(config: PreTrainedConfig) -> bool:
 
 
 def patterns_of(settings: object) -> list[str]:
-    """The texts in a `quantization_config` that may be used as regular expressions."""
+    """Return the strings in a `quantization_config` that may be used as regular expressions."""
     if isinstance(settings, str):
         return [settings.removeprefix("re:")] if set(settings) & set("*+?{|") else []
     inner = settings.values() if isinstance(settings, dict) else settings
@@ -94,14 +94,14 @@ def patterns_of(settings: object) -> list[str]:
 
 
 def float_state(directory: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a GPTQ or AWQ checkpoint, each packed weight as a float16 one.
+    """Return the tensors of a GPTQ or AWQ checkpoint, with each packed weight as a float16 one.
 
     Args:
-        directory: where its safetensors files lie.
+        directory: the directory of its safetensors files.
         settings: its `quantization_config`.
 
     Raises:
-        CheckpointError: the format is one of theirs that is not read here, or a tensor is missing.
+        CheckpointError: a variant of the format is not supported, or a tensor is missing.
     """
     method, bits = settings["quant_method"], settings.get("bits", settings.get("w_bit"))
     is_gemm = str(settings.get("version", "gemm")).lower() == "gemm"
@@ -168,15 +168,16 @@ def _part_fault(parts: dict[str, Any], method: str, bits: int, group_size: objec
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """`quantization_config` of config.json as it was written."""
+    """Return the `quantization_config` of config.json as it was written."""
     config = parse_json((directory / "config.json").read_text(encoding="utf-8"))
     return config["quantization_config"]
 
 
 def _gptq(parts: dict[str, Any], bits: int, offset: int) -> Tensor:
-    """`(O, I)`. GPTQ packs inputs along rows: `qweight` is `(I / N, O)`, `qzeros` `(G, O / N)`.
+    """Return the `(O, I)` weight of GPTQ, which packs inputs along rows.
 
-    The first version of the format stores each zero less one.
+    `qweight` is `(I / N, O)`, `qzeros` `(G, O / N)`. The first version of the format stores each
+    zero minus one.
     """
     q = _unpack(parts["qweight"].T.contiguous(), bits).T  # (I, O)
     zeros = _unpack(parts["qzeros"], bits) + offset
@@ -188,7 +189,10 @@ def _gptq(parts: dict[str, Any], bits: int, offset: int) -> Tensor:
 
 
 def _awq(parts: dict[str, Any]) -> Tensor:
-    """`(O, I)`. AWQ packs outputs, in an order of its own: `qweight` is `(I, O / N)`."""
+    """Return the `(O, I)` weight of AWQ, which packs outputs in an order of its own.
+
+    `qweight` is `(I, O / N)`.
+    """
     order = torch.tensor(AWQ_ORDER)
 
     def numbers(packed: Tensor) -> Tensor:
@@ -200,18 +204,18 @@ def _awq(parts: dict[str, Any]) -> Tensor:
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """The numbers in each int32, lowest bits first: `(R, C)` to `(R, C * N)`."""
+    """Unpack the numbers in each int32, lowest bits first: `(R, C)` to `(R, C * N)`."""
     shifts = torch.arange(0, 32, bits)
     numbers = (packed.long()[:, :, None] >> shifts) & (2**bits - 1)
     return numbers.view(len(packed), -1)
 
 
 def with_adapter(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
-    """`model` with the adapter of peft in `directory` added to its weights.
+    """Return `model` with the peft adapter in `directory` merged into its weights.
 
     Raises:
         CheckpointError: peft is not installed, or the adapter is for another model or cannot be
-            added to weights.
+            merged.
     """
     try:
         from peft import PeftModel, get_peft_model_state_dict
@@ -227,12 +231,12 @@ def with_adapter(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
             "with peft"
         )
     _check_adapter(directory / ADAPTER, model)
-    # tables that grew are saved beside an adapter whole
+    # resized tables are saved whole with an adapter
     own = {f"base_model.model.{name}": tuple(p.shape) for name, p in model.named_parameters()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of missing keys: compared below
+        warnings.simplefilter("ignore")  # warnings about missing keys, which are compared below
         adapted = PeftModel.from_pretrained(model, directory, torch_device=str(model.device))
-    # what peft would write: a tensor more or less was not read, or was made up
+    # compare with what peft would write: tensors may have been ignored or initialized
     state = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     wished = {name: tuple(tensor.shape) for name, tensor in state.items()}
     found = {name: shape for name, (shape, _) in read_headers([weights]).items()}
@@ -248,11 +252,12 @@ def with_adapter(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
 
 
 def _check_adapter(path: Path, model: PreTrainedModel) -> None:
-    """Refuse settings of an adapter by which peft would import a module, open another adapter, or
-    match names without end.
+    """Refuse adapter settings that make peft import a module, open another adapter, or hang.
+
+    Patterns of module names may take practically forever to match.
 
     Raises:
-        CheckpointError: they do one of these.
+        CheckpointError: the settings do one of these.
     """
     settings = read_table(path)
     kind = str(settings.get("peft_type"))
@@ -282,6 +287,6 @@ def _check_adapter(path: Path, model: PreTrainedModel) -> None:
 
 
 def _texts(value: object) -> list[str]:
-    """The texts in a setting that may be one, a list of them, or a table by them."""
+    """Return the strings in a setting: one string, a list of strings, or the keys of a table."""
     values = [value] if isinstance(value, str) else value if isinstance(value, list | dict) else []
     return [each for each in values if isinstance(each, str)]
