@@ -1,4 +1,4 @@
-"""Directories of models: what a user may call one, its hashes, and how one appears whole."""
+"""Model directories: how a source is resolved, its hashes, and atomic writing of new ones."""
 
 import json
 import re
@@ -29,32 +29,32 @@ from qat.process import cores
 if TYPE_CHECKING:  # nothing here needs transformers
     from transformers import PreTrainedTokenizerBase
 
-# What a user may call a model: a directory, a run, or a hub id.
+# Resolution of a source: a directory, a run, or a hub id.
 
 RUN_POINTERS = ("best", "latest")
 """Files of a run directory that name one of its checkpoints, in order of preference."""
 GGUF = ".gguf"
-"""Ending of llama.cpp's files, which hold a whole model with its tokenizer."""
+"""File name suffix of llama.cpp's files, which hold a whole model with its tokenizer."""
 ADAPTER = "adapter_config.json"
-"""What a directory without config.json holds whose model is another one with an adapter of peft."""
+"""The file of a directory without config.json whose model is another one with a peft adapter."""
 SOURCES = "a model directory, a run directory, a GGUF file or a hub id"
-"""What a user may call a model, for messages."""
+"""The kinds of sources, for messages."""
 STUDENT = "student"
-"""File of a directory of `qat run` that names the better of the students in it."""
+"""File of a `qat run` directory that names the better of its students."""
 FOLDER = re.compile(r"[A-Za-z0-9_]{1,64}")
-"""The names that the file may hold: of a directory next to it."""
+"""Allowed content of that file: the name of a directory in the same place."""
 CHECKPOINTS = "checkpoints"
 STEP_NAME = re.compile(r"step-[0-9]{6,18}")
 POINTER_BYTES = 4096
-"""The most that is read of a pointer file; a checkpoint's name takes about 25 bytes."""
+"""Bytes read at most from a pointer file; a checkpoint's name takes about 25 bytes."""
 
 
 def resolve(source: str) -> str:
-    """The model directory, GGUF file or hub id behind `source`; of a run, one of its checkpoints.
+    """Return the model directory, GGUF file or hub id for `source`; a run gives a checkpoint.
 
     Raises:
-        CheckpointError: `source` is a path without a model, or one that is to be imported.
-        HubError: `source` may be a hub id, but the hub does not know it or does not answer.
+        CheckpointError: `source` is a path without a model, or one that must be imported first.
+        HubError: `source` may be a hub id, but the hub does not have it or does not respond.
     """
     path = Path(source)
     theirs = import_command(path)
@@ -85,7 +85,7 @@ def resolve(source: str) -> str:
 
 
 def _checkpoint_of(run: Path, pointer: str) -> Path:
-    """The checkpoint of a run that its file `best` or `latest` names."""
+    """Return the checkpoint of a run that its file `best` or `latest` names."""
     checkpoint = pointed(run, pointer)
     if checkpoint is None or not (checkpoint / "config.json").is_file():
         raise CheckpointError(
@@ -97,7 +97,7 @@ def _checkpoint_of(run: Path, pointer: str) -> Path:
 
 
 def _student_in(path: Path) -> Path:
-    """The directory that the file `student` of one of `qat run` names, which lies in it."""
+    """Return the directory that the file `student` of a `qat run` directory names."""
     name = _said(path / STUDENT)
     found = path / name
     if not FOLDER.fullmatch(name) or found.is_symlink() or not found.is_dir():
@@ -109,7 +109,7 @@ def _student_in(path: Path) -> Path:
 
 
 def _no_model(source: str) -> CheckpointError:
-    """Return the error for a path that is no model; it names models inside, as of `qat demo`."""
+    """Return the error for a path that is no model; it lists the models that lie in it."""
     path = Path(source)
     names = ("config.json", *RUN_POINTERS)
     folders = sorted(path.iterdir()) if path.is_dir() else []
@@ -121,14 +121,14 @@ def _no_model(source: str) -> CheckpointError:
 
 
 def is_path(source: str) -> bool:
-    """Whether `source`, if nothing lies there, is a mistyped path and no `owner/name` of a hub."""
+    """Return whether a missing `source` is a mistyped path, and not an `owner/name` of a hub."""
     path = Path(source)
     begins_so = source.startswith((".", "/", "~"))
     return begins_so or path.parent.is_dir() or len(path.parts) != 2
 
 
 def _hub_id(source: str) -> str:
-    """`source`, which is no path here, if a hub has it."""
+    """Return `source`, which is no local path, if a hub has it."""
     if is_path(source):
         hint = "check the path"
         if "://" in source:
@@ -139,10 +139,10 @@ def _hub_id(source: str) -> str:
 
 
 def adapted(source: str) -> str | None:
-    """The resolved source of the model that the adapter in `source` is for; None without one.
+    """Return the resolved source of the base model of the adapter in `source`; None without one.
 
     Raises:
-        CheckpointError: what the adapter names is no model, or has an adapter itself.
+        CheckpointError: the base of the adapter is no model, or has an adapter itself.
     """
     path = Path(source, ADAPTER)
     if not path.is_file() or Path(source, "config.json").is_file():
@@ -169,9 +169,10 @@ def adapted(source: str) -> str | None:
 
 
 def as_transformers_asks(source: str) -> tuple[str, dict[str, str]]:
-    """A resolved source as `from_pretrained` takes it: the place, and which GGUF file there.
+    """Return a resolved source as arguments of `from_pretrained`.
 
-    Of an adapter those of the model that it is for.
+    These are the path and, if it is one, the GGUF file. For an adapter they are those of its base
+    model.
     """
     source = adapted(source) or source
     path = Path(source)
@@ -179,9 +180,9 @@ def as_transformers_asks(source: str) -> tuple[str, dict[str, str]]:
 
 
 def pointed(run: Path, pointer: str) -> Path | None:
-    """The checkpoint of `run` that its file `best` or `latest` names, there or not.
+    """Return the checkpoint of `run` that its file `best` or `latest` names; it need not exist.
 
-    None where there is no such file, or it names anything else, or links lead to either.
+    None if there is no such file, if it names anything else, or if either path has a symbolic link.
     """
     folder, _, name = _said(run / pointer).partition("/")
     is_one = folder == CHECKPOINTS and STEP_NAME.fullmatch(name)
@@ -210,20 +211,20 @@ def _check_indices(directory: Path) -> None:
 
 
 def is_kept_here(source: str) -> bool:
-    """Whether the files of a resolved `source` are read without asking a hub."""
+    """Return whether the files of a resolved `source` are read without a request to a hub."""
     return Path(source).exists() or not is_online(source)
 
 
-# Hashes that a packed checkpoint has of its own files, so that damage is never taken for sound.
+# Checksums of a packed checkpoint's files, which detect damage.
 
 
 CHECKSUMS = "checksums.json"
 FORMAT = 1
 BESIDE = (CHECKSUMS, "convert_report.json", "plan.toml")
-"""What 'qat convert' writes beside the files that are listed."""
+"""Files that 'qat convert' writes in addition to the listed ones."""
 WEIGHTS = ".safetensors"
 SETTLED_S = 2.0
-"""A file that changed less long ago is read whenever its hash is asked for."""
+"""Files changed within so many seconds are hashed on every request."""
 
 
 def write_checksums(directory: Path) -> None:
@@ -237,13 +238,11 @@ def write_checksums(directory: Path) -> None:
 
 
 def check_checksums(directory: Path, *, weights: bool, has: str = "config.json") -> None:
-    """Compare every file that is listed with `checksums.json`, before any of them is believed.
+    """Compare every listed file with `checksums.json` before any of them is used.
 
-    Without `weights` those are not read, for who reads none.
-
-    What was compared and has not changed since is not read again.
-
-    A checkpoint without such a file is taken as it is; so is a file that is not listed.
+    Without `weights` safetensors files are skipped, for callers that read none. Files that were
+    compared and have not changed since are not read again. A directory without `checksums.json` is
+    accepted, and so is a file that is not listed.
 
     Raises:
         CheckpointError: a file is missing or differs, or the list is damaged, or lacks the file
@@ -279,15 +278,15 @@ def check_checksums(directory: Path, *, weights: bool, has: str = "config.json")
 
 
 def _of_all(digest: Callable[[Path], str], files: Sequence[Path]) -> list[str]:
-    """The hash of each file, several at a time."""
+    """Return the digest of each file, computed in parallel."""
     with ThreadPoolExecutor(max(1, min(cores(), len(files)))) as pool:
         return [*pool.map(digest, files)]
 
 
 def settled_sha256(file: Path) -> str:
-    """SHA-256 of a file, read once as long as the system says that it is the same.
+    """Return the SHA-256 of a file, cached until its size, inode or change time differ.
 
-    What changed a moment ago may change again within one tick of the clock: it is read each time.
+    Files changed a moment ago could change again within one clock tick, so they are always read.
     """
     found = file.stat()
     if abs(time.time() - found.st_ctime) < SETTLED_S:
@@ -302,13 +301,13 @@ def _sha256_of(file: Path, _inode: int, _size: int, _changed_ns: int) -> str:
 
 @contextmanager
 def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
-    """A directory to fill, which becomes `out` when the block ends and vanishes when it fails.
+    """Yield a directory to fill; it becomes `out` when the block ends and is removed if it fails.
 
-    With `replace`, an older `out` stays until the new one is complete; then it goes, but for files
-    that qat did not write.
+    With `replace`, an older `out` stays until the new one is complete; then it is removed, except
+    for files that qat did not write.
 
     Raises:
-        ConfigError: `out` is not empty, or no longer, and `replace` is false.
+        ConfigError: `out` is not empty and `replace` is false.
         CheckpointError: the disk is full, or `out` cannot be written for another reason.
     """
     try:
@@ -332,7 +331,7 @@ def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> Non
     """
     try:
         tokenizer.save_pretrained(directory)
-    except Exception as error:  # noqa: BLE001 - of a full disk, tokenizers raises nothing narrower
+    except Exception as error:  # noqa: BLE001 - tokenizers raises a bare Exception for a full disk
         if type(error) is not Exception:
             raise
         raise OSError(f"the tokenizer cannot be written: {error}") from error

@@ -1,10 +1,10 @@
-"""Reads GGUF files at the speed of all cores, for transformers too.
+"""Fast reading of GGUF files on all cores, for transformers too.
 
-transformers opens a GGUF file by means of the package `gguf`. Most of the minutes that this takes
-for a vocabulary of 150,000 are not arithmetic: every token is cut out of the file by several views
-of a memory map, once for each of configuration, tokenizer and weights; the table of tensor names is
-built again for each module of the model; and blocks are dequantized 16 rows at a time on one core.
-`quick_gguf` lends both libraries functions with the same results, to the bit, without that work.
+transformers opens a GGUF file with the package `gguf`. Most of the minutes that this takes for a
+vocabulary of 150,000 tokens are overhead: every token is cut out of the file by several views of a
+memory map, once each for configuration, tokenizer and weights; the table of tensor names is rebuilt
+for each module of the model; and blocks are dequantized 16 rows at a time on one core. `quick_gguf`
+patches both libraries with functions that give the same results, bit-exact, without that overhead.
 """
 
 import struct
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from qat.process import cores
 
 CHUNK_WEIGHTS = 2**18
-"""Weights that one call dequantizes: 1 MiB in float32, which with its temporaries a cache holds."""
+"""Weights dequantized per call: 1 MiB in float32, which fits in a cache with its temporaries."""
 ARRAY, STRING = 9, 8
 SCALARS = {
     0: np.uint8,
@@ -40,17 +40,17 @@ SCALARS = {
     11: np.int64,
     12: np.float64,
 }
-"""The types of metadata by their numbers in GGUF; `gguf.GGUFValueType` has the same."""
+"""Metadata types by their GGUF numbers, as in `gguf.GGUFValueType`."""
 MAPPED_READER = "transformers.integrations.gguf.reader"
-"""The module with the metadata reader that transformers has from release 5.17 on."""
+"""The metadata reader of transformers from release 5.17 on."""
 
 _LENDING = threading.RLock()
 
 
 def open_gguf(path: str | Path) -> Any:
-    """Return a `gguf.GGUFReader` of the file, whose long arrays were parsed in one pass.
+    """Return a `gguf.GGUFReader` of the file that parses long arrays in one pass.
 
-    An array of metadata that does not fit into the file is left to the original, which raises.
+    Metadata arrays that do not fit into the file are left to the original reader, which raises.
     """
     return _reader_class()(path)
 
@@ -58,10 +58,10 @@ def open_gguf(path: str | Path) -> Any:
 @cache
 def _reader_class() -> type:
     from gguf import GGUFValueType
-    from gguf.gguf_reader import GGUFReader  # not gguf.GGUFReader, which `quick_gguf` replaces
+    from gguf.gguf_reader import GGUFReader  # gguf.GGUFReader itself may be patched by `quick_gguf`
 
     class QuickReader(GGUFReader):
-        """The reader of `gguf` without a view of the file for each element of an array."""
+        """A `gguf` reader that does not create a view of the file for each array element."""
 
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list, list, list]:
             is_quick = raw_type == ARRAY and self.byte_order == "I"
@@ -76,10 +76,10 @@ def _reader_class() -> type:
 
 
 def _read_array(data: memoryview, start: int) -> tuple[int, int, list] | None:
-    """The type, size in bytes and elements of an array of metadata.
+    """Return the type, size in bytes and elements of a metadata array.
 
-    A string is its bytes, a number a tuple of itself. None if the array holds arrays, or if it
-    reaches beyond the file.
+    A string is returned as bytes, a number as a tuple of itself. None if the array holds arrays, or
+    if it extends past the end of the file.
     """
     begin = start + 12
     if begin > len(data):
@@ -106,7 +106,7 @@ def _read_array(data: memoryview, start: int) -> tuple[int, int, list] | None:
 
 
 def dequantize(data: NDArray[Any], kind: Any) -> NDArray[np.float32]:
-    """`gguf.dequantize` of a whole tensor, its blocks divided among all cores."""
+    """Return `gguf.dequantize` of a whole tensor, with its blocks divided among all cores."""
     from gguf import quants
 
     blocks_of = quants._type_traits.get(kind)  # noqa: SLF001
@@ -122,7 +122,7 @@ def dequantize(data: NDArray[Any], kind: Any) -> NDArray[np.float32]:
         values[start : start + step] = blocks_of.dequantize_blocks(blocks[start : start + step])
 
     starts = range(0, len(blocks), step)
-    if len(starts) <= 1:  # a thread costs more than a small tensor
+    if len(starts) <= 1:  # threads do not pay off for a small tensor
         [*map(fill, starts)]
     else:
         with ThreadPoolExecutor(min(cores(), len(starts))) as pool:
@@ -132,9 +132,9 @@ def dequantize(data: NDArray[Any], kind: Any) -> NDArray[np.float32]:
 
 @contextmanager
 def quick_gguf(path: Path, advance: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """A block in which transformers reads the file `path` quickly; `advance` follows each tensor.
+    """Let transformers read the file `path` quickly in the block; `advance` is called per tensor.
 
-    Another thread that reads one waits for the block to end.
+    Other threads that enter such a block wait until it ends.
     """
     import gguf
 
@@ -154,7 +154,7 @@ def quick_gguf(path: Path, advance: Callable[[], None] = lambda: None) -> Iterat
         stack.enter_context(_lent(gguf, "get_tensor_name_map", names))
         if find_spec(MAPPED_READER.rpartition(".")[0]) is not None:
             mapped = import_module(MAPPED_READER)
-            # a plain array: each slice of a memory map runs Python of its own
+            # a plain array, because slicing a memory map has Python overhead
             stack.enter_context(_lent(mapped, "_mapped", lambda path: np.asarray(_map(path))))
         yield
 
@@ -165,7 +165,7 @@ def _map(path: str) -> np.memmap:
 
 @contextmanager
 def _lent(module: ModuleType, name: str, value: object) -> Iterator[None]:
-    """Have a module use `value` under `name` in the block; nothing where it knows no such name."""
+    """Patch `name` of a module with `value` in the block; do nothing if it has no such name."""
     if not hasattr(module, name):
         yield
         return

@@ -1,9 +1,9 @@
-"""Keeps what GGUF files hold as directories of models, which open in seconds.
+"""On-disk cache of converted GGUF files: directories of models, which open in seconds.
 
-An entry is named by the SHA-256 of the file and by what read it, so that no other file, and no
-other release of transformers, is ever given it. It appears whole or not at all, and its hashes are
-compared before it is used; what differs is made again. The oldest make room for new ones. So
-deleting any of them, or all, costs time and nothing else.
+The key of an entry is the SHA-256 of the file and the versions of the readers, so another file or
+another release of transformers never gets it. Entries are written atomically, and their checksums
+are compared before use; a damaged entry is made again. Least recently used entries are evicted.
+Deleting any or all of them only costs time.
 """
 
 import json
@@ -51,18 +51,18 @@ T = TypeVar("T")
 GGUF_CACHE = Path("~/.cache/qat/gguf")
 BUDGET_BYTES = 32 * 2**30
 FRESH_S = 600.0
-"""The age in seconds up to which an entry is not removed: a process may be opening it."""
+"""Entries younger than this many seconds are not evicted: a process may be opening them."""
 STALE_S = 86400.0
-"""The age in seconds after which half-written files of a killed process are removed."""
+"""Partial files of a killed process are removed after this many seconds."""
 WAIT_S = 3600.0
-"""The longest wait for another process that converts the same file."""
+"""Timeout in seconds for another process that converts the same file."""
 FORMAT = 1
 SHARD = "256MB"
-"""The size of a shard: all cores share in comparing the hashes of several."""
+"""Shard size: several shards are hashed in parallel."""
 ANY_CLASS = "PreTrainedTokenizerFast"
-"""The class that takes tokenizer.json as it is; some others rebuild their own rules."""
+"""The class that loads tokenizer.json unchanged; some others rebuild their own rules."""
 VOCABULARY_BYTES = 2**26
-"""More than any tokenizer takes."""
+"""Upper bound on the size of a tokenizer."""
 
 
 class Config:
@@ -72,7 +72,7 @@ class Config:
     file = "config.json"
 
     def num_bytes(self, path: Path) -> int:  # noqa: ARG002
-        """Return about how large the entry becomes: next to nothing."""
+        """Estimate the size of the entry: negligible."""
         return 0
 
     def make(self, path: Path) -> PreTrainedConfig:
@@ -83,7 +83,7 @@ class Config:
             )
 
     def save(self, made: PreTrainedConfig, directory: Path) -> None:
-        """Write it to `directory`."""
+        """Write the configuration to `directory`."""
         made.save_pretrained(directory)
 
 
@@ -94,7 +94,7 @@ class Vocabulary:
     file = "tokenizer.json"
 
     def num_bytes(self, path: Path) -> int:
-        """Return about how large the entry becomes: no larger than the file."""
+        """Estimate the size of the entry: at most that of the file."""
         return min(path.stat().st_size, VOCABULARY_BYTES)
 
     def make(self, path: Path) -> PreTrainedTokenizerBase:
@@ -106,10 +106,10 @@ class Vocabulary:
             )
 
     def save(self, made: PreTrainedTokenizerBase, directory: Path) -> None:
-        """Write it to `directory`, such that it opens as the same.
+        """Write the tokenizer to `directory` so that it loads as the same.
 
         Raises:
-            NotKept: it does not.
+            NotKept: it does not load as the same.
         """
         save_tokenizer(made, directory)
         if _opens_as(made, directory):
@@ -123,7 +123,7 @@ class Vocabulary:
 
 
 class Weights:
-    """The model in a GGUF file, which `read` opens in `dtype` and in main memory."""
+    """The model in a GGUF file, which `read` loads in `dtype` into main memory."""
 
     file = "config.json"
 
@@ -131,11 +131,11 @@ class Weights:
         self, dtype: torch.dtype, read: Callable[[str, dict[str, str]], PreTrainedModel]
     ) -> None:
         self._dtype, self._read = dtype, read
-        # from float32 the others are rounded as they are from the file
+        # a float32 entry also serves other dtypes: rounding from it equals rounding from the file
         self.names = [*dict.fromkeys(str(each)[6:] for each in (dtype, torch.float32))]
 
     def num_bytes(self, path: Path) -> int:
-        """Return about how large the entry becomes."""
+        """Estimate the size of the entry."""
         weights = sum(int(tensor.n_elements) for tensor in open_gguf(path).tensors)
         return weights * self._dtype.itemsize
 
@@ -147,27 +147,28 @@ class Weights:
             return self._read(str(path.parent), {"gguf_file": path.name})
 
     def save(self, made: PreTrainedModel, directory: Path) -> None:
-        """Write them to `directory`, each tensor in the narrowest dtype that loses nothing."""
+        """Write the model to `directory`, each tensor in the narrowest dtype that loses nothing."""
         made.hf_quantizer = None
         if hasattr(made.config, "quantization_config"):
             del made.config.quantization_config
         state = {name: narrowest(tensor) for name, tensor in packed_state_dict(made).items()}
         made.save_pretrained(directory, state_dict=state, max_shard_size=SHARD)
-        # without it a model ends where its configuration says, as one from the file does
+        # without this file the end tokens come from the configuration, as for a model read from
+        # GGUF
         (directory / "generation_config.json").unlink(missing_ok=True)
 
 
 Part = Config | Vocabulary | Weights
 
 
-class NotKept(Exception):  # noqa: N818 - no error: the file is read in the plain way
-    """Why there is no entry."""
+class NotKept(Exception):  # noqa: N818 - no error: the file is read without the cache
+    """No cache entry can be used; the message says why."""
 
 
 def opened(source: str, part: Part, read: Callable[[str, dict[str, str]], T]) -> T:
-    """Apply `read` to a resolved source; for a GGUF file, to its entry if one can be kept.
+    """Apply `read` to a resolved source; for a GGUF file, to its cache entry if there can be one.
 
-    `read` gets a place and the GGUF file there, as `from_pretrained` takes them.
+    `read` gets the path and the GGUF file as arguments of `from_pretrained`.
     """
     place, file = as_transformers_asks(source)
     if not file:
@@ -183,20 +184,20 @@ def opened(source: str, part: Part, read: Callable[[str, dict[str, str]], T]) ->
         except (OSError, ValueError, SafetensorError):
             if entry.is_dir():
                 raise
-            # somebody has removed it since it was compared
+            # the entry was removed after the comparison
     with quick_gguf(path):
         return read(place, file)
 
 
 def as_floats() -> dict[str, object]:
-    """Settings by which transformers leaves no weight of a GGUF file packed."""
+    """Return settings with which transformers leaves no weight of a GGUF file packed."""
     # releases before 5.18 always dequantize
     kind = getattr(transformers, "GgufConfig", None)
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 
 
 def narrowest(tensor: Tensor) -> Tensor:
-    """`tensor` in float16 if that holds every value of it."""
+    """Return `tensor` in float16 if that represents every value exactly."""
     if tensor.dtype != torch.float32:
         return tensor
     samples = (tensor.flatten()[:4096], tensor)  # a few values rule most tensors out
@@ -217,7 +218,7 @@ def _opens_as(tokenizer: PreTrainedTokenizerBase, directory: Path) -> bool:
 
 
 def _entry(path: Path, part: Part) -> Path:
-    """The entry for a part of the file, made now if there is none.
+    """Return the entry for a part of the file; create it if there is none.
 
     Raises:
         NotKept: there is no room, or nothing can be written.
@@ -233,7 +234,7 @@ def _entry(path: Path, part: Part) -> Path:
         with _writing(root):
             root.mkdir(parents=True, exist_ok=True)
             stack.enter_context(_alone(entry, path))
-        if _is_sound(entry, part):  # another process has made it meanwhile
+        if _is_sound(entry, part):  # another process has just made it
             return entry
         if entry.is_dir():
             logger.warning("%s is damaged, and made again", entry)
@@ -248,13 +249,13 @@ def _entry(path: Path, part: Part) -> Path:
 
 
 def _is_sound(entry: Path, part: Part) -> bool:
-    """Return whether an entry is there as it was written; if so, mark it as used last."""
+    """Return whether an entry is undamaged; if so, mark it as most recently used."""
     if not (entry / CHECKSUMS).is_file():
         return False
     try:
         check_checksums(entry, weights=True, has=part.file)
         os.utime(entry)
-    except (CheckpointError, OSError):  # the second: somebody removes it just now
+    except (CheckpointError, OSError):  # OSError: another process is removing it
         return False
     return True
 
@@ -269,7 +270,7 @@ def _writing(root: Path) -> Iterator[None]:
 
 @contextmanager
 def _alone(entry: Path, path: Path) -> Iterator[None]:
-    """Hold the lock of an entry; say so if another process has it, and wait."""
+    """Hold the lock of an entry; if another process has it, log that and wait."""
     lock = entry.with_name(f".{entry.name}.lock")
     with ExitStack() as stack:
         try:
@@ -284,14 +285,14 @@ def _alone(entry: Path, path: Path) -> Iterator[None]:
 
 
 def _make_room(root: Path, num_bytes: int) -> None:
-    """Remove what a kill left, then the entries unused for longest, until `num_bytes` fit.
+    """Remove stale partial files, then the least recently used entries, until `num_bytes` fit.
 
     Raises:
-        NotKept: they do not fit unless an entry is removed that a process may be opening.
+        NotKept: they do not fit without evicting an entry that a process may be opening.
     """
     now, entries = time.time(), []
     for directory in filter(Path.is_dir, root.iterdir()):
-        with suppress(FileNotFoundError):  # another process makes room as well
+        with suppress(FileNotFoundError):  # another process may be evicting too
             used = directory.stat().st_mtime
             if LEAVING.fullmatch(directory.name) and now - used > STALE_S:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -305,7 +306,7 @@ def _make_room(root: Path, num_bytes: int) -> None:
             break
         leaving = directory.with_name(f".{directory.name}.old-{token_hex(4)}")
         with suppress(FileNotFoundError):
-            directory.rename(leaving)  # at once, so that nobody opens half of it
+            directory.rename(leaving)  # atomic, so that no process opens half of it
             shutil.rmtree(leaving, ignore_errors=True)
             logger.info("%s made room for another file", directory)
         taken -= size

@@ -1,8 +1,8 @@
-"""Looks through the header of a GGUF file before the package `gguf` believes its counts.
+"""Validation of the header of a GGUF file before the package `gguf` trusts its counts.
 
-That package loops over a count that the file states, far behind its end too, and decodes every word
-of a vocabulary. Here names, types and places of tensors are found in a second, and single rows are
-read. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+That package loops over counts that the file states, even past its end, and decodes every word of a
+vocabulary. This module finds names, types and offsets of tensors in a second, and reads single
+rows. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import mmap
@@ -21,35 +21,35 @@ SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 UINT32, STRING, ARRAY = 4, 8, 9
 MOST_DIMENSIONS, DEEPEST = 8, 4
 PAIR_BYTES, TENSOR_BYTES = 13, 24
-"""The fewest bytes that a pair of key and value, or the entry of a tensor, can take."""
+"""The minimum bytes of a key-value pair, and of the entry of a tensor."""
 ALIGNMENT = (b"general.alignment", 32)
-"""The key that says at multiples of how many bytes data begin, and the default."""
+"""The key of the alignment of tensor data in bytes, and its default."""
 
 
 class StoredTensor(NamedTuple):
     """A tensor of a GGUF file."""
 
     shape: tuple[int, ...]
-    """Slowest axis first, as torch counts."""
+    """Dimensions with the slowest axis first, as in torch."""
     type: str
-    """The name of its type in ggml, such as Q8_0."""
+    """Name of the ggml type, such as Q8_0."""
     bits: float
     """Bits per weight, scales included."""
     place: int
-    """First byte in the file."""
+    """Offset of the first byte in the file."""
 
 
 def check_gguf(path: Path) -> None:
-    """Make sure that everything the header of a GGUF file counts lies in the file.
+    """Check that everything counted in the header of a GGUF file lies within the file.
 
     Raises:
-        CheckpointError: it does not, or nests more arrays than any file does.
+        CheckpointError: it does not, or arrays are nested too deeply.
     """
     _entries(path)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of the GGUF file at `path` by name.
+    """Return the tensors of the GGUF file at `path` by name.
 
     Raises:
         CheckpointError: see `check_gguf`; or a type is unknown.
@@ -74,10 +74,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_rows(path: Path, tensor: StoredTensor, rows: range) -> Tensor:
-    """The `rows` of a matrix in the GGUF file at `path`, `(n, I)` float32.
+    """Return the `rows` of a matrix in the GGUF file at `path`, `(n, I)` float32.
 
     Raises:
-        CheckpointError: the file ends before them, or `gguf` has no formula for their type.
+        CheckpointError: the file ends before them, or `gguf` cannot dequantize their type.
     """
     import gguf
 
@@ -102,11 +102,11 @@ def read_rows(path: Path, tensor: StoredTensor, rows: range) -> Tensor:
 
 
 Entry = tuple[str, tuple[int, ...], int, int]
-"""Name, shape, number of the type, and first byte of a tensor."""
+"""Name, shape, type number, and offset of the first byte of a tensor."""
 
 
 def _entries(path: Path) -> list[Entry]:
-    """All tensors of the GGUF file at `path`; raises as `check_gguf` does."""
+    """Return all tensors of the GGUF file at `path`; raises as `check_gguf` does."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _walk(data)

@@ -1,7 +1,7 @@
-"""Packed checkpoints as transformers sees them: a quantization method called `qat`.
+"""Packed checkpoints as a transformers quantization method called `qat`.
 
-Importing this module registers it. `from_pretrained` then builds the model on the meta device,
-this quantizer swaps in `FrozenLutLinear` modules and tables, and the stored tensors are loaded into
+Importing this module registers it. `from_pretrained` then builds the model on the meta device, this
+quantizer swaps in `FrozenLutLinear` modules and tables, and the stored tensors are loaded into
 them.
 """
 
@@ -50,29 +50,28 @@ if TYPE_CHECKING:  # this file is imported while transformers itself still is
 QUANT_METHOD = "qat"
 FORMAT = 1
 SPARSE_FORMAT = 2
-"""The same, of a model with sparse attention, whose definition config.json has under `nsa`; it may
-have no quantized module."""
+"""The format of a model with sparse attention, which config.json defines under `nsa`; it may have
+no quantized module."""
 VECTORS, TRELLISES = 2, 4
-"""Added to either where a codebook holds vectors, or an index is a window over its row's bits
-(vectors or not): what older versions cannot read."""
+"""Added to the format if a codebook holds vectors, or if an index is a window over its row's bits
+(with or without vectors); older versions cannot read these."""
 ACTIVATIONS = 6
-"""Added to any of them where inputs are quantized."""
+"""Added to any format if inputs are quantized."""
 Headers = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of every tensor of some files, by name."""
 NEEDS_QAT = "none for transformers alone: run 'import qat' before from_pretrained"
-"""What config.json names as its file of weights.
+"""The value of the weights file name in config.json.
 
-transformers skips a quantization that it does not know, and would make up every weight that it then
-misses. A name of weights that it cannot read is an error, which quotes this line; `QatHfQuantizer`
-takes the name away before it is read.
+transformers ignores a quantization method that it does not have, and would initialize every missing
+weight at random. An unreadable name of the weights file is an error, which quotes this line;
+`QatHfQuantizer` removes the name before files are read.
 """
 LORA_RANK = "lora_rank"
-"""Key of a module with an adapter, beside those of its spec."""
+"""Key of a module with an adapter, stored with the keys of its spec."""
 ACTIVATION = "activation"
 """Key of a module whose input is quantized: the table of its `ActivationSpec`."""
 SHARED_SCALE = "input_scale_of"
-"""Key of a module that has the static scale of another one, which reads the same input: its name.
-"""
+"""Key of a module that shares the static scale of another one with the same input: its name."""
 SAFETENSORS_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -85,8 +84,7 @@ SAFETENSORS_NAMES = {
 class QatConfig(QuantizationConfigMixin):
     """The `quantization_config` of a packed checkpoint: its format and each module's spec.
 
-    `kv` is how keys and values are kept, where they are quantized; versions that do not know this
-    key refuse it.
+    `kv` is the format of quantized keys and values; versions that do not have this key refuse it.
     """
 
     def __init__(
@@ -112,12 +110,12 @@ class QatConfig(QuantizationConfigMixin):
         self.quant_method = QUANT_METHOD
         self.format = format
         self.modules = modules
-        if kv is not None:  # else the file stays as older versions read it
+        if kv is not None:  # left out otherwise, so that older versions read the file
             self.kv = kv
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
-        """What to write about `model` as it is now.
+        """Return the configuration of `model` in its current state.
 
         Raises:
             CheckpointError: it has no quantized linear or table, and dense attention.
@@ -148,7 +146,7 @@ class QatConfig(QuantizationConfigMixin):
         return cls(format + (ACTIVATIONS if owners else 0), entries, kv and kv.model_dump())
 
     def kv_spec(self) -> KvSpec | None:
-        """How keys and values are kept; None for as they are.
+        """Return the format of keys and values; None if they are not quantized.
 
         Raises:
             CheckpointError: it has unknown keys or values out of range.
@@ -162,7 +160,7 @@ class QatConfig(QuantizationConfigMixin):
             raise CheckpointError(f"{error}; convert the model anew") from None
 
     def specs(self) -> dict[str, LutSpec]:
-        """Each quantized module's spec.
+        """Return each quantized module's spec.
 
         Raises:
             CheckpointError: a spec has unknown keys or values out of range.
@@ -176,7 +174,7 @@ class QatConfig(QuantizationConfigMixin):
             raise CheckpointError(f"{error}; convert the model anew") from None
 
     def lora_ranks(self) -> dict[str, int]:
-        """The rank of each module's adapter; modules without one are left out.
+        """Return the rank of each module's adapter; modules without one are left out.
 
         Raises:
             CheckpointError: a rank is no positive integer.
@@ -191,10 +189,11 @@ class QatConfig(QuantizationConfigMixin):
         return ranks
 
     def activations(self) -> dict[str, ActivationSpec]:
-        """How each module's input is quantized; modules whose input is not are left out.
+        """Return how each module's input is quantized; modules without that are left out.
 
         Raises:
-            CheckpointError: a spec has unknown keys or values, or a scale is that of no module.
+            CheckpointError: a spec has unknown keys or values, or the owner of a shared scale is
+                wrong.
         """
         tables = {n: v[ACTIVATION] for n, v in self.modules.items() if ACTIVATION in v}
         try:
@@ -220,25 +219,25 @@ class QatConfig(QuantizationConfigMixin):
         return specs
 
     def scale_owners(self) -> dict[str, str]:
-        """By name of each module that has another one's static scale: whose."""
+        """Return the owner of the static scale for each module that shares another one's."""
         return {n: v[SHARED_SCALE] for n, v in self.modules.items() if SHARED_SCALE in v}
 
 
 @register_quantizer(QUANT_METHOD)
 class QatHfQuantizer(HfQuantizer):
-    """Loads and saves packed checkpoints, strictly: every tensor in its place and no other."""
+    """Loads and saves packed checkpoints strictly: tensors may be neither missing nor extra."""
 
     requires_calibration = True
     is_trainable = True
     packed: dict[str, Tensor] | None = None
-    """What `save_pretrained` writes."""
+    """The tensors that `save_pretrained` writes."""
     decodes: ClassVar[bool] = True
-    """Whether scales that were read in few bits become those that are computed with."""
+    """True if stored scales and levels are converted to those that are computed with."""
 
     @classmethod
     @contextmanager
     def leaving_as_stored(cls) -> Iterator[None]:
-        """A block that opens checkpoints as they are stored, to be compared and not to be run."""
+        """Open checkpoints with tensors as stored inside the block, for comparison only."""
         cls.decodes = False
         try:
             yield
@@ -246,17 +245,17 @@ class QatHfQuantizer(HfQuantizer):
             cls.decodes = True
 
     def is_serializable(self, **_: object) -> bool:
-        """`save_pretrained` writes a packed checkpoint."""
+        """Return True: `save_pretrained` writes a packed checkpoint."""
         return True
 
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel
     ) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors that a packed checkpoint holds, for `save_pretrained`.
+        """Return the tensors of a packed checkpoint, for `save_pretrained`.
 
         Raises:
             CheckpointError: nothing was packed: transformers alone would write a directory that
-                opens without `qat`, with weights made up.
+                opens without `qat`, with random weights.
         """
         if self.packed is None:
             raise CheckpointError(
@@ -267,10 +266,10 @@ class QatHfQuantizer(HfQuantizer):
         return dict(self.packed), {}
 
     def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """Called before files are looked for: let transformers look where it always does.
+        """Restore the default weights file name; transformers calls this before it looks for files.
 
         Raises:
-            CheckpointError: the configuration names a program to attend with.
+            CheckpointError: the configuration names an attention kernel to fetch.
         """
         from qat.models.opening import check_attention  # it needs transformers
 
@@ -280,12 +279,12 @@ class QatHfQuantizer(HfQuantizer):
         return config
 
     update_tp_plan = update_attn_implementation
-    """What transformers up to 5.19 calls instead."""
+    """The hook that transformers up to 5.19 calls instead."""
 
     def update_weight_conversions(self, weight_conversions: list, *model: PreTrainedModel) -> list:
-        """All but those that change a tensor under its name: ours lie as modules hold them.
+        """Return the conversions that rename tensors; ours are stored as modules hold them.
 
-        Later versions of transformers hand the model over too.
+        Later versions of transformers also pass the model.
         """
         others = [
             each
@@ -297,7 +296,8 @@ class QatHfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
-        if checkpoint_files:  # whoever opens it: a file is believed only as it was written
+        # verify checksums even when transformers opens the checkpoint directly
+        if checkpoint_files:
             check_checksums(Path(checkpoint_files[0]).parent, weights=True)
         self._swap_attention(model)
         kv = self.quantization_config.kv_spec()
@@ -313,8 +313,8 @@ class QatHfQuantizer(HfQuantizer):
             else:
                 replace_module(model, name, empty_linear(model, name, spec))
         for name in self.quantization_config.modules:
-            # every tensor is read, so nothing is left to initialize; some modules would ask a
-            # linear for its weight to do so. Tables that are not stored are still to be computed
+            # every tensor is read, so nothing is left to initialize; some modules would need a
+            # linear's weight for it. Tables that are not stored must still be computed
             owner = model.get_submodule(name.rpartition(".")[0])
             owner._is_hf_initialized = not owner._non_persistent_buffers_set
         for name, rank in self.quantization_config.lora_ranks().items():
@@ -334,10 +334,10 @@ class QatHfQuantizer(HfQuantizer):
             model.get_submodule(name).activation = model.get_submodule(owner).activation
 
     def _swap_attention(self, model: PreTrainedModel) -> None:
-        """Make room for what sparse attention learned.
+        """Swap in sparse attention, whose parameters are loaded later.
 
         Raises:
-            CheckpointError: config.json says one thing of the attention and another elsewhere.
+            CheckpointError: config.json contradicts itself about the attention.
         """
         from qat.nsa.swap import KEY, nsa_config, swap_attention  # they need transformers
 
@@ -370,7 +370,7 @@ class QatHfQuantizer(HfQuantizer):
         for linear in quant_linears(model).values():
             for key, parameter in linear.weight_parameters().items():
                 parameter.data = from_stored(key, parameter.data, linear.spec.stored_bits(key))
-                parameter.requires_grad_()  # bytes could not
+                parameter.requires_grad_()  # uint8 tensors cannot require gradients
         for table in lut_tables(model).values():
             for key, tensor in table.weight_tensors().items():
                 setattr(table, key, from_stored(key, tensor, table.spec.stored_bits(key)))
@@ -421,7 +421,7 @@ def _stored_dtypes(model: nn.Module) -> dict[str, str]:
 
 
 def empty_linear(model: PreTrainedModel, name: str, spec: LutSpec) -> FrozenLutLinear:
-    """A linear without values on the meta device, of the shape of the one called `name`.
+    """Return a linear without values on the meta device, with the shape of the linear `name`.
 
     Raises:
         CheckpointError: there is no such linear, or the spec does not fit its shape.
@@ -454,7 +454,10 @@ def put_empty_table(model: PreTrainedModel, name: str, spec: LutSpec) -> None:
 
 
 def empty_weight(spec: LutSpec, out_features: int, in_features: int) -> QuantizedWeight:
-    """The tensors of an `(O, I)` weight in that format, without values, on the default device."""
+    """Return the tensors of an `(O, I)` weight in that format, without values.
+
+    They are on the default device.
+    """
     O, I, R = out_features, in_features, spec.rank
     if spec.scale == "low_rank":
         scales = Scales(None, torch.empty(O, R), torch.empty(R), torch.empty(R, I))
@@ -485,7 +488,7 @@ def set_empty_adapter(name: str, linear: nn.Module, rank: int) -> None:
 
 
 def _added_by(specs: Iterable[LutSpec]) -> int:
-    """What the formats of a checkpoint's weights add to its own."""
+    """Return what the formats of a checkpoint's weights add to its format number."""
     specs = list(specs)
     if any(spec.is_trellis for spec in specs):
         return TRELLISES
@@ -493,7 +496,7 @@ def _added_by(specs: Iterable[LutSpec]) -> int:
 
 
 def _of_weight(values: object) -> object:
-    """What of a module's entry is the spec of its weight."""
+    """Return the part of a module's entry that is the spec of its weight."""
     if not isinstance(values, dict):
         return values
     others = (LORA_RANK, ACTIVATION, SHARED_SCALE)
@@ -520,7 +523,7 @@ def _check_indices(name: str, module: QuantLinear | FrozenLutTable) -> None:
 
 
 def check_input_scale(name: str, scale: float) -> None:
-    """Refuse a static scale of the input of module `name` that no training leaves.
+    """Refuse an impossible static scale for the input of module `name`.
 
     Raises:
         CheckpointError: it is not positive, or not finite.
@@ -533,10 +536,10 @@ def check_input_scale(name: str, scale: float) -> None:
 
 
 def read_headers(files: Iterable[str | Path]) -> Headers:
-    """Shape and dtype of every tensor in `files`, by name; no data is read.
+    """Return shape and dtype of every tensor in `files`, by name; no data is read.
 
     Raises:
-        CheckpointError: a file is no table of tensors, or shorter than its own says.
+        CheckpointError: a file is no safetensors file, or is shorter than its header states.
     """
     found = {}
     for file in files:
