@@ -168,6 +168,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+"""PyTorch dtype of each compute dtype; tf32 is a mode of float32 matmuls."""
 SHAPING = re.compile(
     r"(CUDA|CUBLAS|CUDNN|NCCL|GLOO|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|XLA|PJRT|TPU|LIBTPU|OMP|GOMP"
     r"|KMP|MKL|OPENBLAS|MALLOC)_\w+|NVIDIA_(VISIBLE_DEVICES|TF32_OVERRIDE)|LD_PRELOAD"
@@ -193,7 +194,7 @@ def undivided() -> Iterator[None]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment variables that affect a run: allocator, threads, devices, NCCL."""
+    """Return the environment variables that affect a run's devices, speed or numerics."""
     return {
         name: value
         for name, value in sorted(os.environ.items())

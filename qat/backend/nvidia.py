@@ -29,6 +29,7 @@ VERSION = Path("/proc/driver/nvidia/version")
 """The kernel module's version; also readable in a container that was given no GPU."""
 SMI_TIMEOUT_S = 30
 WHEELS = "https://download.pytorch.org/whl/{}"
+"""Address of pip's index for a build, with a place for the build's name."""
 UNKNOWN = dict.fromkeys(("gpu_util_pct", "gpu_power_w", "gpu_temp_c"))
 """Health of a GPU without readable sensors."""
 Number = tuple[int, ...]

@@ -403,7 +403,7 @@ class XlaBackend(Backend):
         return _metric("CompileTime")[1] / 1e9
 
     def execution_count(self) -> int:
-        """Graphs executed so far in this process."""
+        """Return the number of graphs executed so far in this process."""
         return sum(_metric(name)[0] for name in ("ExecuteTime", "ExecuteReplicatedTime"))
 
     def host_fallbacks(self) -> dict[str, int]:

@@ -38,6 +38,7 @@ WITH_TEACHER = ("kl", "reverse_kl", "jsd", "cakld", "hard_ce")
 """Losses that read a teacher which runs during training."""
 
 BUILT_IN = (*dict.fromkeys((*ON_CACHE, *WITH_TEACHER)),)
+"""Names of all built-in losses."""
 
 OWN_WORDS = "own_"
 """Prefix in the metrics of losses on text that the student generated."""

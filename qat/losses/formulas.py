@@ -28,6 +28,7 @@ from qat.losses.config import OWN, kinds_read, reads_others
 # part that is not read has width 0.
 
 NO_LABEL = -100
+"""Label of a token whose next token is unknown; the default `ignore_index` of PyTorch."""
 
 
 class Targets(NamedTuple):
@@ -90,11 +91,11 @@ class WordsRead(NamedTuple):
     """Ids of the words whose logits the losses read, per token; -1 where there is none."""
 
     topk: Tensor
-    """`(T, K)` int64"""
+    """`(T, K)` int64: the teacher's top-k tokens."""
     draws: Tensor
-    """`(T, D)` int64"""
+    """`(T, D)` int64: the tokens drawn from the teacher."""
     label: Tensor
-    """`(T, 1)` int64"""
+    """`(T, 1)` int64: the next token of the text."""
 
     @classmethod
     def of(cls, targets: Targets, needs: Collection[str]) -> "WordsRead":

@@ -26,7 +26,7 @@ class OnlineTargets(NamedTuple):
     labels: Tensor
     """`(T,)` int64: the next token of the text, `NO_LABEL` where unknown."""
     hidden: Tensor
-    """`(T, E)`"""
+    """`(T, E)`: the teacher's last hidden states."""
     head: Head
     """The teacher's head, over the same words as the student's."""
 

@@ -37,6 +37,7 @@ class HostedLutLinear(LutLinear):
         self.latent = room.copy_(here)
         self._followed: Tensor | None = None
         self._trouble = here.new_zeros(())
+        # one number, expanded: takes no memory of the weight's size
         self.weight = nn.Parameter(self._trouble.expand(here.shape))
         packed = pack(quantized.indices, spec.bits, spec.trellis_bits)
         self.register_buffer("packed", packed, persistent=False)

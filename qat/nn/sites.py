@@ -39,6 +39,7 @@ from qat.nn.quant_linear import QuantLinear
 INNER = "down_proj"
 """The projection of an expert whose input is the result of its other projections."""
 PROJECTIONS = ("gate_up_proj", "up_proj", INNER)
+"""Parameters that hold experts in transformers' interface."""
 
 
 class Stack(NamedTuple):
@@ -56,6 +57,7 @@ STACKS = {
 }
 """Layouts by class name, for experts that do not use transformers' experts interface."""
 PRODUCTS = (F.linear, torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
+"""Operators that multiply inputs by the weight of an expert."""
 ROUTERS = ("gate", "router", "shared_expert_gate", "shared_gate")
 """Names of modules that choose experts: a few outputs per token that all later results depend on,
 so they stay in floating point.

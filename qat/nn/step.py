@@ -219,6 +219,7 @@ def form_by_layer(layers: Iterable[nn.Module]) -> Callable[[], None]:
     units_of = {layer: _units(layer) for layer in layers}
     ranks = gathering(*units_of)
     callers = Counter(unit for units in units_of.values() for unit in units)
+    # two sets if ranks gather: the next layer's gather must not overwrite the running layer
     rooms: list[dict[tuple[object, ...], Tensor]] = [{} for _ in range(min(2, ranks.size))]
     for index, (layer, units) in enumerate(units_of.items()):
         units_of[layer] = mine = [unit for unit in units if callers[unit] == 1]

@@ -48,7 +48,7 @@ def body_of(model: PreTrainedModel) -> nn.Module:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder blocks of the model's text part.
+    """Return the decoder blocks of the model's text part.
 
     Raises:
         CheckpointError: the model has no list of as many blocks as its configuration names.
@@ -186,6 +186,7 @@ def to_latent(
 # whatever form that is.
 
 FEW_BITS = 4
+"""Most bits of a table whose scales have 8 bits."""
 
 
 def table_names(model: PreTrainedModel) -> list[str]:
@@ -324,7 +325,7 @@ def _forget_tie(model: PreTrainedModel) -> str:
 
 
 def tables_read(model: PreTrainedModel) -> set[nn.Module]:
-    """The tables whose weight the model's own code reads, as Mamba 2 does for its dtype."""
+    """Return the tables whose weight the model's own code reads, as Mamba 2 does for its dtype."""
     tables = {model.get_input_embeddings(), model.get_output_embeddings()}
     return {
         child

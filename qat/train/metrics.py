@@ -35,6 +35,7 @@ LATER = {"train": (), "eval": ("codes_flipped_frac",)}
 COPIED = ("commit", "config_fingerprint", "world_size", "device", "dtype")
 """Facts of `run.json` that are copied to the summary."""
 NO_COLUMN = ("kind", "sample", "nsa_layers")
+"""Values of a metrics line that have no column, because they are not numbers."""
 
 
 class Metrics:

@@ -195,9 +195,11 @@ LEAST_HELD_OUT = 64
 LEAST_LENGTH, LEAST_TOKENS, LEAST_WIDTH = 32, 2048, 256
 """Lengths, tokens per step and widths below these suggest the settings of a test."""
 MOST_EVALUATION, MOST_WARM_UP, MOST_PASSES = 0.1, 0.2, 20
+"""Warning thresholds: share of time in evaluations, share of steps in warm-up, and passes."""
 FAR_TOO_MANY_PASSES = 1000
 """Passes over the data long after which nothing more is learned from it."""
 DISK_WARNING, MEMORY_WARNING = 0.8, 0.92
+"""Shares of the free disk space and of device memory above which there is a warning."""
 FAR_RATE, MOST_RATE = 10.0, 1.0
 """Learning rates are relative: a step at 1 moves a tensor by its own size."""
 LESS_MEMORY = "lower --batch-size and raise --grad-accum-steps, or add --gradient-checkpointing"

@@ -182,7 +182,7 @@ class Watchdog:
         event: called with a kind and facts of each problem.
         sample: slow query of the device's health; the latest result is `health`.
         stacks: file for the stacks of all threads at a stall.
-        stall_s: seconds without a finished step that count as a stall; thrice that for the first.
+        stall_s: seconds without a finished step that count as a stall; 3 times that for the first.
         clock: the clock of `pace`.
         clocks: the clocks to compare.
         heartbeats: heartbeat files of all ranks, on the rank that compares them; empty elsewhere.

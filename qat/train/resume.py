@@ -34,6 +34,7 @@ HALT = "HALT"
 LOOK_S = 1.0
 """Seconds between checks for that file."""
 EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, HALT: 3}
+"""Exit code by cause of a stop: 128 plus the signal's number, as shells report it, or 3."""
 
 
 class Stops:

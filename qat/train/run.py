@@ -53,7 +53,9 @@ logger = logging.getLogger(__name__)
 STATE = "trainer/state.json"
 MANIFEST = "trainer/manifest.json"
 FORMAT = 1
+"""Version of the checkpoint format; other versions are refused."""
 ATTEMPT = "attempt-"
+"""Prefix of directories with the files of attempts that left no checkpoint."""
 FREE_TO_CHANGE = {
     "device",
     "xla_cache_dir",

@@ -1,4 +1,4 @@
-"""Train a student as its settings say: open and check everything, train, name the result."""
+"""Train a student from its settings: open and check everything, train, name the result."""
 
 import logging
 import math

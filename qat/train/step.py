@@ -451,10 +451,10 @@ class Agreement:
         self._under_way: deque[tuple[Tensor, Callable[[], None]]] = deque()
 
     def settle(self, wishes: Tensor) -> bool:
-        """Return whether any rank asked for it `decision_lag` steps ago; with one rank, now.
+        """Return whether any rank requested it `decision_lag` steps ago; with one rank, now.
 
         Args:
-            wishes: the number of ranks that ask for it in this step, on the device.
+            wishes: the number of ranks that request it in this step, on the device.
         """
         self._under_way.append((self._backend.to_host(wishes), self._backend.finished()))
         if len(self._under_way) <= self._lag:
