@@ -237,10 +237,11 @@ def ask(
 
 
 CODE_BITS = 9
-M = 2**CODE_BITS - 2
+M = 2**CODE_BITS - 2  # the largest code of a distance
 FAR = M + 1  # the code of a token beyond MAX_DISTANCE, so that it does not stretch the range
 MAX_DISTANCE = 104.0  # nats; exp(-104) is 0 in float32, so larger distances carry no information
 STEPS_PER_OCTAVE = 20  # a stored range is rounded up by at most a factor 2**(1/20)
+# the fields that a decoded top K needs
 TOP_K_ROWS = ("topk_ids", "topk_codes", "topk_range", "tail_logprob")
 BLOCK = 2**18
 """Number of log-probs decoded at once, so that temporaries stay in a core's cache."""
@@ -389,7 +390,7 @@ def _decode_range(code: Tensor) -> Tensor:
 #
 # Shapes: T tokens, n numbers of a token.
 
-GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15  # constants of splitmix64
 MIXERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 

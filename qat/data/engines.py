@@ -31,7 +31,7 @@ T = TypeVar("T")
 KEY = "QAT_TEACHER_API_KEY"
 """Environment variable with the server's API key. Not OPENAI_API_KEY, which would then be sent to
 any server that is named."""
-HERE = ("localhost", "127.0.0.1", "::1")
+HERE = ("localhost", "127.0.0.1", "::1")  # hosts to which the key may go unencrypted
 CONNECT_S, ANSWER_S = 20.0, 600.0
 """Connect timeout, and the longest time without a byte of a response, in seconds."""
 WHOLE_S = 3 * ANSWER_S
@@ -42,7 +42,7 @@ server), `FIRST_ATTEMPTS` before it, where a failure is more likely a wrong addr
 PAUSE_S, LONGEST_S = 1.0, 60.0
 """Pause after the first failure, doubled after each further one, and the longest pause, in
 seconds."""
-BUSY = (408, 425, 429, 500, 502, 503, 504)
+BUSY = (408, 425, 429, 500, 502, 503, 504)  # HTTP status codes after which a request is retried
 WORDS = 300
 """Maximum number of characters of a server's message that an error repeats."""
 ENTRY_BYTES, ANSWER_BYTES = 400, 2**20

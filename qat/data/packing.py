@@ -165,6 +165,7 @@ class Packer:
             part = slice(begin, begin + length)
             piece = _Piece(tokens[part].copy(), counts[part].copy())
             if begin:
+                # the context repeats earlier tokens; its last one predicts the first new token
                 piece.counts[: context - 1] = False
                 piece.tokens[:opening] = tokens[:opening]
             if begin + length < len(tokens):

@@ -41,7 +41,7 @@ TRIES = 3
 FRESH = 16
 """Number of most recently fetched shards that are never evicted: a reader may be about to open
 them."""
-MANIFEST_LIMIT = 2**30
+MANIFEST_LIMIT = 2**30  # bytes; a manifest has a few hundred per shard
 CHUNK = 2**22
 
 

@@ -123,6 +123,7 @@ def serve() -> None:
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         bound = pages * resource.getpagesize() + MORE_BYTES
+        # allocating more raises a MemoryError, which is reported below
         resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
     for line in sys.stdin:
         asked = json.loads(line)

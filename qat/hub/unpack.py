@@ -1,10 +1,8 @@
 """Unpack an untrusted archive atomically.
 
 `Members` admits plain files and directories inside the archive, each once; `Limits` bounds its
-resources. Python's `tarfile` reads headers through `TarStream`, which raises before memory or time
-run out. It rejects input that `tarfile` accepts: headers that are too long (quadratic time,
-CVE-2024-6232), chains of headers, sparse files, a backwards seek (an endless loop, CVE-2025-8194),
-and an end without the zero block that ends every archive.
+resources. Python's `tarfile` reads headers through `TarStream`, which rejects malformed input that
+`tarfile` accepts, before memory or time run out.
 """
 
 import gzip
@@ -35,14 +33,14 @@ CORRUPT = (EOFError, OSError, RuntimeError, zlib.error)
 truncated."""
 EXTENSIONS = b"LKxgX"
 """Header types whose payload describes the next header."""
-PAYLOAD_BYTES = 2**15
+PAYLOAD_BYTES = 2**15  # maximum size of a payload that describes a member
 CHAIN = 4
 """Maximum number of such headers per member: a long name, a long link, two of pax."""
-RECORD = re.compile(rb"(\d{1,5}) ([^=\0\n]{1,255})=")
+RECORD = re.compile(rb"(\d{1,5}) ([^=\0\n]{1,255})=")  # `LENGTH KEY=` of a record in a pax header
 LONG_NUMBER = re.compile(rb"\d{64}")
 PADDING_BYTES = MIB
 """Maximum number of zero bytes after the end: tar pads to its record size, 10 KiB by default."""
-JUNK = (".DS_Store", "__MACOSX")
+JUNK = (".DS_Store", "__MACOSX")  # metadata of macOS
 KINDS = {
     tarfile.LNKTYPE: "a hard link",
     tarfile.SYMTYPE: "a symbolic link",
@@ -179,6 +177,7 @@ class TarStream:
 
     def seek(self, position: int) -> None:
         """Skip forward to `position`."""
+        # tarfile loops forever on a member with a negative offset (CVE-2025-8194)
         if position < self._position:
             raise self._damaged("a member lies before the one that precedes it")
         for _ in self.chunks(position - self._position):
@@ -197,6 +196,7 @@ class TarStream:
         Raises:
             HubError: a header is damaged, or other bytes than padding follow.
         """
+        # tarfile takes an invalid header for the end, where only the zero block may be
         if any(self._header):
             raise self._damaged(f"no header of a member at byte {self._position - BLOCKSIZE:,}")
         for _ in range(PADDING_BYTES // BLOCKSIZE):
@@ -220,6 +220,7 @@ class TarStream:
         return self._header
 
     def _payload(self, size: int) -> bytes:
+        # tarfile parses a long header in quadratic time (CVE-2024-6232)
         if not 0 < size <= PAYLOAD_BYTES:
             raise self._damaged(f"a header has {size:,} bytes, at most {PAYLOAD_BYTES:,} may be")
         payload = self._take(size)

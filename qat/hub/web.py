@@ -26,10 +26,11 @@ ATTEMPTS = 3
 """Maximum number of consecutive attempts without progress."""
 PAUSE_S = 1.0
 """Pause before the second attempt in seconds; doubled before each further one."""
-BUSY = (408, 429, 500, 502, 503, 504)
+BUSY = (408, 429, 500, 502, 503, 504)  # HTTP status codes after which a request is retried
 REDIRECTS = 10
 VALIDATORS = {"ETag": re.compile(r'"[!#-~]{0,256}"'), "Last-Modified": re.compile(r"[ -~]{1,64}")}
 """Headers that identify a version of a file, with their syntax; weak ETags do not qualify."""
+# Content-Range of a partial response
 PART = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})")
 
 
@@ -248,7 +249,8 @@ def _length(part: Path) -> int:
 class _Patience:
     """A watchdog that closes a download's connection after `PATIENCE_S` without a further MiB.
 
-    Timeouts alone do not: one byte per minute keeps any connection alive, even within the headers.
+    Read timeouts are not enough: a byte per minute, even within the headers, keeps a connection
+    alive.
     """
 
     def __init__(self) -> None:

@@ -329,7 +329,7 @@ def refused_path(source: str, error: BaseException | None = None) -> QatError | 
             f"{source} holds no config.json, expected a model directory; serve the one in it: "
             f"{found}"
         )
-    if is_packed(Path(found)) and "Model architecture" in str(error):  # as vLLM begins it
+    if is_packed(Path(found)) and "Model architecture" in str(error):  # vLLM's message begins so
         classes = read_table(Path(found) / "config.json").get("architectures")
         return CheckpointError(
             f"{found} has architectures={classes}, expected a class that vLLM has; serve it with "
