@@ -1,29 +1,29 @@
-"""Matrix times a batch, the matrix as packed indices: `y = x @ W.T`, `W = codebook[indices] * S`.
+"""Multiply a packed matrix and a batch: `y = x @ W.T`, `W = codebook[indices] * S`.
 
-`W` has the very numbers of `form` in the dtype of `x`, bfloat16 or float16, and sums are float32.
-They are looked up in registers and multiplied by tensor cores; no weight is written anywhere. One
-vector may meet float32 weights instead, which errs less (`lut_sums`). Where a batch is so large
-that all this is slower, `W` is formed once and a library multiplies: a table of the device says
-from which batch on (`tuned`).
+`W` has exactly the numbers that `form` gives in the dtype of `x`, bfloat16 or float16; sums are
+float32. Levels are looked up in registers and multiplied by tensor cores, and no weight is written
+to memory. A single vector may be multiplied by float32 weights instead, with a smaller error
+(`lut_sums`). For large batches, where all of this is slower, `W` is formed once and a library
+multiplies; a per-device table holds the batch size at which that starts (`tuned`).
 
-The kernel: a warp takes 32 rows and 64 inputs at a time. Its lane 4 g + c holds the unit c (16
-weights, whose group has one scale) of the rows g, g + 8, g + 16 and g + 24, which is what
-`mma.m16n8k16` wants of its first factor if the inputs of a product's four steps are those that the
-lane has: their order within a sum is free. A table of the levels times the scale, rounded, costs
-half an instruction a weight; looking up one of 4 levels 1.4, of 8 levels 1.6, of 16 levels 2.6,
-which is byte permutations and masks. Indices are read as they lie, 16 bytes a lane, one span ahead.
-The columns of the second factor are vectors of `x`: all warps of a program share slices of 64
-inputs of them, copied to shared memory a few slices ahead, in 16 bytes whose places are swapped in
-every other vector so that no two lanes need the same bank. Programs may share the inputs of a tile:
-each hands in its sums, and the last one adds them up in their order.
+The kernel: a warp takes 32 rows and 64 inputs at a time. Its lane 4 g + c holds unit c (16 weights
+that share one scale) of the rows g, g + 8, g + 16 and g + 24. This matches the first operand of
+`mma.m16n8k16` if the inputs of the four steps are permuted in the same way; the order within a sum
+is free. A table of level * scale, rounded, costs half an instruction per weight; a look-up costs
+1.4 for 4 levels, 1.6 for 8 and 2.6 for 16 (byte permutations and masks). Indices are read in
+storage order, 16 bytes per lane, one span ahead. The columns of the second operand are vectors of
+`x`: all warps of a program share slices of 64 inputs, copied to shared memory a few slices ahead in
+chunks of 16 bytes, which are swapped in every other vector to avoid bank conflicts. Programs may
+share the inputs of a tile (split-K): each stores its partial sums, and the last one adds them in a
+fixed order.
 
-On Hopper, from 64 vectors on, tensor cores take 64 rows of four warps as one, and read vectors from
-shared memory themselves (`lut_wgmma`). A kernel before lays them out, and where programs share the
-inputs of a tile, one behind adds up, on all multiprocessors at once.
+On Hopper, for 64 vectors or more, `wgmma` multiplies 64 rows of four warps and reads the vectors
+from shared memory (`lut_wgmma`). A kernel that runs before lays the vectors out, and a kernel that
+runs afterwards reduces split-K partial sums on all multiprocessors.
 
-What bounds it, at 2.5 bits a weight: neither the memory, which would take 6 us of the 22 that one
-vector took so at 8192 x 8192 (one H100), nor the instructions, 8 us, but how long a warp waits for
-results of its own; from 64 vectors on the tensor cores too.
+At 2.5 bits per weight the bound is the latency of a warp's own results, and from 64 vectors on the
+tensor cores as well. It is neither the memory, 6 us of the 22 us that one vector took this way at
+8192 x 8192 (one H100), nor the instructions, 8 us.
 
 Shapes: M vectors, O out_features, I in_features, C levels, V units of a row that a lane reads.
 """
@@ -70,48 +70,48 @@ from qat.kernels.tuned import chosen
 from qat.quant.weight import PackedIndices, Scales, from_stored
 
 BITS = (2, 3, 4)
-"""Of the indices that the kernel reads."""
+"""Bits per index that the kernel can read."""
 INPUTS = 64
-"""Rows must be a multiple of so many."""
+"""Inputs per slice; the rows of a matrix must be a multiple of it."""
 ROWS = {1: 32, 4: 16}
-"""Rows of a warp, by how many are multiplied as one."""
+"""Rows per warp, keyed by the number of warps that are multiplied together."""
 WIDTHS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256)
-"""Vectors of a tile; 24 took longer than 32 in all nine shapes that were timed."""
+"""Vectors per tile; 24 is absent because it was slower than 32 in all nine shapes timed."""
 WIDEST_APART = 128
-"""Vectors of a tile of warps whose rows are multiplied apart, at most."""
+"""The largest number of vectors per tile if each warp multiplies its own rows."""
 RESIDENT = {8: 4, 16: 3}
-"""Programs of four warps for which a multiprocessor has registers, by width; 2 for others.
+"""Resident programs of four warps per multiprocessor by width, limited by registers; 2 otherwise.
 
-Compiled by Triton 3.6 for Hopper with 2 bits, a thread has 126, 154, 170, 228 and 254 registers at
-widths 8, 16, 32, 48 and 64, and spills nothing; with 4 bits about as many, with 3 bits 160 at width
-8, where three programs have room. From 96 on it has 255, spills a few, and a program has eight
-warps, so that there is room for one.
+Compiled by Triton 3.6 for Hopper with 2 bits, a thread uses 126, 154, 170, 228 and 254 registers at
+widths 8, 16, 32, 48 and 64, without spills. 4 bits use about as many; 3 bits use 160 at width 8,
+where three programs fit. From 96 on a thread uses 255 and spills a few, and a program has eight
+warps, so that only one fits.
 """
 SMALL = {96: 5 * 2**20, 128: 12 * 2**20}
-"""Weights of a matrix below which it is formed, by width; `2**20` for others."""
+"""Weights below which a matrix is formed, keyed by width; `2**20` for other widths."""
 LEAST_TOGETHER, MOST_TOGETHER = 64, 512
-"""Widths between which Hopper multiplies the rows of four warps as one."""
+"""Widths between which Hopper multiplies the rows of four warps together."""
 SMALL_TOGETHER, SMALL_COLUMNS = 2**23, 64
-"""Weights of a matrix below which tiles there have so many vectors at most.
+"""Weights below which `wgmma` tiles are limited, and their largest number of vectors.
 
-With 128, programs were too few or too short: 10.9 us for 9.4 at 4096 x 1024 and 128 vectors, and
-18.0 for 12.7 with 256 of them (one NVIDIA H200).
+With tiles of 128 vectors the programs were too few or too short: 10.9 us against 9.4 at 4096 x 1024
+and 128 vectors, and 18.0 against 12.7 with 256 vectors (one NVIDIA H200).
 """
 RESIDENT_TOGETHER = {16: 4, 32: 4, 48: 4, 64: 4, 96: 3, 128: 3}
-"""Programs of four warps for which a multiprocessor has registers there, by columns.
+"""Resident `wgmma` programs of four warps per multiprocessor, keyed by columns.
 
-Wider tiles have programs of eight warps, which share the vectors, and there is room for one.
+Wider tiles use programs of eight warps, which share the vectors; one of them fits.
 """
 SHARED_BYTES = 48 * 1024
-"""The most that a program may declare."""
+"""The largest amount of shared memory that a program may declare."""
 
 
 Room = Callable[[torch.Size, torch.dtype, torch.device], Tensor]
-"""Gives memory for a formed weight."""
+"""A function that allocates memory for a formed weight."""
 
 
 class Part(NamedTuple):
-    """One packed weight as a checkpoint stores it, with scales of groups of a multiple of 16."""
+    """A packed weight as a checkpoint stores it; its group size is a multiple of 16."""
 
     octets: Tensor
     """`(O, packed_width)` uint8."""
@@ -128,12 +128,12 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, rows: LutRows) -> list[Self]:
-        """The parts of a joined matrix, in its memory."""
+        """Return views of the parts of a joined matrix."""
         parts = [rows.part(index) for index in range(len(rows.starts))]
         return [cls(p.octets, p.scales, p.codebooks[0], p.bits) for p in parts]
 
     def formed(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """`W`, `(O, I)`."""
+        """Return `W`, `(O, I)`."""
         bits = 8 * self.scales.element_size()
         scales = Scales(from_stored("scales", self.scales, bits), bits=bits)
         source = PackedIndices(self.octets, self.bits, self.shape[1])
@@ -141,36 +141,39 @@ class Part(NamedTuple):
 
 
 class GemmTile(NamedTuple):
-    """How a product is cut; no program multiplies where a tile has no columns."""
+    """The tiling of a product.
+
+    `columns` also selects the method: `lut_sums` for 1, a formed weight for 0.
+    """
 
     columns: int
-    """Vectors of a tile; 1: sums are looked up; 0: the weight is formed, a library multiplies."""
+    """Vectors per tile; 1: look up sums; 0: form the weight and let a library multiply."""
     warps: int = 4
-    """Warps of a program, 32 rows each."""
+    """Warps per program, 32 rows each."""
     splits: int = 1
-    """Programs that share the inputs of a tile; or how often a warp takes rows where sums are
-    looked up; or slabs of rows that are formed one by one."""
+    """Programs that share the inputs of a tile (split-K). If sums are looked up, `SumsTile.steps`;
+    if the weight is formed, the slabs of rows that are formed one at a time."""
     stages: int = 4
     """Slices of 64 inputs in shared memory."""
     registers: int = 0
-    """The most of a thread, or 0."""
+    """Register limit per thread; 0: no limit."""
     together: int = 1
-    """Warps whose rows are multiplied as one: 4, which Hopper can, or 1."""
+    """Warps whose rows are multiplied together: 1, or 4 on Hopper (`wgmma`)."""
     own: int = 0
-    """1: such a program lays out all its slices itself, each in a stage of its own."""
+    """1: a `wgmma` program lays out all of its slices itself, each in a stage of its own."""
 
 
 FORMED = GemmTile(0, 0, 1, 0)
 
 
 def is_format(bits: int, d: int, group_size: int, in_features: int) -> bool:
-    """Whether the kernel can read such indices, each of d weights, with scales of such groups."""
+    """Return whether the kernel reads indices of `bits` for d weights each with this group size."""
     is_whole = group_size % UNIT == 0 and in_features % INPUTS == 0
     return bits in BITS and d == 1 and is_whole
 
 
 def width_for(num_vectors: int) -> int:
-    """The narrowest tile for so many vectors; above the widest, a power of two that holds them."""
+    """Return the narrowest tile width that fits; above the widest, the next power of two."""
     if num_vectors > WIDTHS[-1]:
         return triton.next_power_of_2(num_vectors)
     return next(width for width in WIDTHS if width >= num_vectors)
@@ -179,22 +182,21 @@ def width_for(num_vectors: int) -> int:
 def tile_for(
     out_features: int, in_features: int, bits: int, width: int, *, has_groups: bool = False
 ) -> GemmTile:
-    """The default for `width_for(M)`: as many programs as a large GPU has room for at a time.
+    """Return the default tile for `width_for(M)`: as many programs as a large GPU can run at once.
 
-    With half as many the kernel waits for itself: at 8192 x 8192, 64 vectors, 128 programs took
-    55.0 us, where 256 took 30.4 for 48 vectors and a library with bfloat16 50.4 (one NVIDIA H100,
-    2 bits a weight, groups of 16).
+    With half as many the kernel is bound by its own latency: at 8192 x 8192, 64 vectors, 128
+    programs took 55.0 us; 256 programs took 30.4 us for 48 vectors, and a library with bfloat16
+    50.4 us (one NVIDIA H100, 2 bits per weight, groups of 16).
 
-    The weight is formed for more vectors than a tile is wide, and where that is faster. Forming
+    The weight is formed for more vectors than the widest tile, and where that is faster. Forming
     took 9.3 us at 1024 x 2048, 11.0 at 4096 x 1024, 17.6 at 2560 x 4096, 23.9 at 6144 x 2560 and 87
-    at 8192 x 8192. With the library's product, for 96 vectors that makes 16.6 us at 4096 x 1024,
-    where the kernel takes 17.2, and 20.2 against 18.9 at 6144 x 1024; for 128 vectors 28.6 against
-    31.3 at 2560 x 4096, and 38.3 against 35.8 at 6144 x 2560. For up to 64 the kernel won in all
-    nine shapes, from 1024 x 2048 on; smaller ones were not timed.
+    at 8192 x 8192. Together with the library's product, 96 vectors took 16.6 us at 4096 x 1024,
+    where the kernel takes 17.2, and 20.2 against 18.9 at 6144 x 1024; 128 vectors took 28.6 against
+    31.3 at 2560 x 4096, and 38.3 against 35.8 at 6144 x 2560. For up to 64 vectors the kernel won
+    in all nine shapes, from 1024 x 2048 on; smaller shapes were not timed.
 
-    For one vector of 2-bit weights Hopper looks sums up in the shared memory that it has.
-
-    From `LEAST_TOGETHER` to `MOST_TOGETHER` vectors Hopper multiplies four warps' rows as one.
+    For one vector and 2-bit weights Hopper looks up sums, because its shared memory holds the
+    tables. From `LEAST_TOGETHER` to `MOST_TOGETHER` vectors Hopper uses `wgmma`.
     """
     if has_groups and LEAST_TOGETHER <= width <= MOST_TOGETHER:
         is_small = out_features * in_features < SMALL_TOGETHER
@@ -218,10 +220,10 @@ def tile_for(
 
 
 def splits_for(blocks: int, in_features: int, bits: int, resident: int) -> list[int]:
-    """Numbers of programs for the inputs of each block, fewest steps first.
+    """Return split-K counts for the inputs of each block, those with the fewest steps first.
 
-    Steps are spans that follow each other where a GPU has room for `resident` programs, and two
-    for a program's ends.
+    Steps are the spans computed one after another if a GPU runs `resident` programs at once, plus
+    two for the start and the end of a program.
     """
     spans = triton.cdiv(in_features, 4 * UNIT * units_ahead(bits))
     steps = {
@@ -232,12 +234,12 @@ def splits_for(blocks: int, in_features: int, bits: int, resident: int) -> list[
 
 
 def stages_for(width: int) -> int:
-    """As many slices as there is room for, up to six."""
+    """Return the number of slices that fit in shared memory, at most six."""
     return min(SHARED_BYTES // (2 * INPUTS * width), 6)
 
 
 def units_ahead(bits: int) -> int:
-    """Units of a row that a lane reads at a time: 16 bytes, or 24 of 3 bits."""
+    """Return the units of a row that a lane reads at a time: 16 bytes, or 24 for 3 bits."""
     return 2 if bits == 4 else 4
 
 
@@ -248,20 +250,20 @@ def lut_gemm(
     *,
     room: Room | None = None,
 ) -> Tensor:
-    """`x @ W.T + bias`, `(..., I)` to `(..., O)` in `x.dtype`, the rows of all parts below another.
+    """Return `x @ W.T + bias`, `(..., I)` to `(..., O)` in `x.dtype`, with the parts' rows stacked.
 
-    The kernel adds a bias in its own dtype before it rounds; a library, one in `x.dtype`, as a
-    model's own linear does.
+    The kernel adds a bias in the bias' own dtype before it rounds; a library adds it in `x.dtype`,
+    as a model's own linear does.
 
-    A weight is formed into the memory that `room` gives for its shape, by default new one: where
-    that is faster, where there is no such kernel, and where `is_one_product` does not hold.
+    The weight is formed where that is faster, where no kernel is available, and where
+    `is_one_product` is false. `room` allocates the memory for it; by default a new tensor is made.
     """
     O, I = sum(part.shape[0] for part in parts), parts[0].shape[1]
     flat = x.reshape(-1, I)
     tile = _tile(flat, parts, O)
     if tile.columns:
         flat = flat.contiguous()
-        flat = flat if flat.data_ptr() % 16 == 0 else flat.clone()  # 16 bytes are read at a time
+        flat = flat if flat.data_ptr() % 16 == 0 else flat.clone()  # it is read 16 bytes at a time
         multiplied = _summed if tile.columns == 1 else _multiplied
         return multiplied(flat, parts, bias, tile).view(*x.shape[:-1], O)
     room = _own_room if room is None else room
@@ -283,7 +285,7 @@ def _own_room(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Te
 def _by_slabs(
     x: Tensor, parts: Sequence[Part], bias: Tensor | None, most: int, room: Room
 ) -> Tensor:
-    """At most so many rows of the weight at a time, which a library then finds in a cache."""
+    """Multiply by at most `most` rows of the weight at a time, which then stay in a cache."""
     out = x.new_empty(len(x), sum(part.shape[0] for part in parts))
     start = 0
     for part in parts:
@@ -300,7 +302,7 @@ def _by_slabs(
 
 
 def is_one_product(parts: Sequence[Part], dtype: torch.dtype) -> bool:
-    """Whether the kernel takes these, for vectors of `dtype`."""
+    """Return whether one launch of the kernel can multiply all parts by vectors of `dtype`."""
     kinds = {
         (p.bits, len(p.codebook), p.scales.dtype, p.scales.shape[1], p.shape[1]) for p in parts
     }
@@ -370,7 +372,7 @@ def _multiplied(x: Tensor, parts: Sequence[Part], bias: Tensor | None, tile: Gem
 
 
 def _laid(x: Tensor, columns: int, V: int, *, is_spread: bool) -> Tensor:
-    """All slices of tiles of so many vectors, as `lut_wgmma` wants them in shared memory."""
+    """Return all slices of tiles of `columns` vectors in the layout that `lut_wgmma` reads."""
     M, I = x.shape
     spans, tiles = triton.cdiv(I, 4 * UNIT * V), triton.cdiv(M, columns)
     octets = tiles * spans * V * columns * 2 * INPUTS
@@ -385,18 +387,18 @@ def _laid(x: Tensor, columns: int, V: int, *, is_spread: bool) -> Tensor:
 
 
 def _summed(x: Tensor, parts: Sequence[Part], bias: Tensor | None, tile: GemmTile) -> Tensor:
-    """By tables of what weights and inputs add up to (`lut_sums`)."""
+    """Multiply one vector by looking up sums of products of weights and inputs (`lut_sums`)."""
     out = x.new_empty(1, sum(part.shape[0] for part in parts))
     sources = [Source(part.octets, part.scales, part.codebook) for part in parts]
     add_up(out, x, sources, bias, SumsTile(SUMMED, tile.splits, tile.warps))
     return out
 
 
-# The assembly: a lane's registers in, a lane's registers out.
+# Inline assembly: operates on a lane's registers.
 
 
 def _room(num_bytes: int) -> str:
-    """Where a program's shared memory is."""
+    """Return assembly that puts the address of a program's shared memory into $0."""
     return (
         f"{{.shared .align 1024 .b8 slices[{num_bytes}]; "
         "bar.warp.sync 0xffffffff; mov.u32 $0, slices;}"
@@ -405,10 +407,10 @@ def _room(num_bytes: int) -> str:
 
 @triton.constexpr_function
 def _table(bits: int, kind: str) -> str:
-    """The levels times a scale, rounded, as look-ups want them.
+    """Return assembly for the table of rounded level * scale that look-ups read.
 
-    Of 4 levels two registers with two numbers each; of more, the lower bytes of four levels in a
-    register, then the upper ones.
+    4 levels take two registers of two numbers each. More levels are stored as bytes: the lower
+    bytes of four levels per register, followed by registers of the upper bytes.
     """
     C = 2**bits
     pairs = C // 2
@@ -428,19 +430,20 @@ def _table(bits: int, kind: str) -> str:
 
 
 def _look_up_2(is_spread: bool) -> str:
-    """$0-$7 the weights 0 1, 2 3, ..., 14 15; $8 the word, $9 and $10 the table.
+    """Return assembly: $0-$7 are the weights 0 1, 2 3, ..., 14 15; $8 the word; $9, $10 the table.
 
-    Or 0 4, ..., 3 7, 8 12, ..., 11 15, which is an instruction in four less.
+    If `is_spread`, the pairs are 0 4, ..., 3 7, 8 12, ..., 11 15, which saves an instruction for
+    every four weights.
     """
     lines = [".reg .b32 sel;"]
     for k in range(4):
         if is_spread:
             lines += [f"shr.u32 sel, $8, {2 * k};"]
         else:
-            # two indices beside each other, of the lower and of the upper half of the word
+            # two adjacent indices, from the lower and from the upper half of the word
             lines += [f"shr.u32 sel, $8, {4 * k};", "and.b32 sel, sel, 0x000F000F;"]
             lines += ["mul.lo.u32 sel, sel, 65;"]
-        # one a byte; then the places of a level's two bytes among the table's eight
+        # one index per byte, then the positions of a level's two bytes among the table's eight
         lines += ["and.b32 sel, sel, 0x03030303;"]
         lines += ["mad.lo.u32 sel, sel, 34, 0x10101010;", f"prmt.b32 ${k}, $9, $10, sel;"]
         lines += ["shr.u32 sel, sel, 16;", f"prmt.b32 ${4 + k}, $9, $10, sel;"]
@@ -448,10 +451,10 @@ def _look_up_2(is_spread: bool) -> str:
 
 
 def _look_up_3() -> str:
-    """The same; $8 and $9 hold eight indices each, $10-$13 the table."""
+    """Return the same for 3 bits; $8 and $9 hold eight indices each, $10-$13 the table."""
     lines = [".reg .b32 sel, more, low, high;"]
     for word in (0, 1):
-        # 24 bits, 12 a half of the register, 6 a byte, 3 a nibble
+        # spread 24 bits to 12 per half of the register, 6 per byte, 3 per nibble
         lines += [f"and.b32 sel, ${8 + word}, 0x00000FFF;"]
         lines += [f"and.b32 more, ${8 + word}, 0x00FFF000;", "mad.lo.u32 sel, more, 16, sel;"]
         lines += ["and.b32 more, sel, 0x0FC00FC0;", "mad.lo.u32 sel, more, 3, sel;"]
@@ -459,18 +462,19 @@ def _look_up_3() -> str:
         for half in (0, 1):
             lines += ["shr.u32 sel, sel, 16;"] if half else []
             lines += ["prmt.b32 low, $10, $11, sel;", "prmt.b32 high, $12, $13, sel;"]
-            # lower and upper bytes in turns: two numbers a register
+            # interleave lower and upper bytes: two numbers per register
             lines += [f"prmt.b32 ${4 * word + 2 * half}, low, high, 0x5140;"]
             lines += [f"prmt.b32 ${4 * word + 2 * half + 1}, low, high, 0x7362;"]
     return "\n".join(["{", *lines, "}"])
 
 
 def _look_up_4() -> str:
-    """The same; $8 and $9 hold eight indices each, $10-$17 the table."""
+    """Return the same for 4 bits; $8 and $9 hold eight indices each, $10-$17 the table."""
     lines = [".reg .b32 sel, pick, sels, picks, below, above, low, high;"]
     for word in (0, 1):
-        # three bits of an index choose a byte among eight, of the levels below and of those above;
-        # the fourth chooses between the two: nibble k of `picks` is k, or 4 + k (0xEA: a & b | c)
+        # three bits of an index choose one of eight bytes, among the lower and among the upper
+        # levels; the fourth bit chooses between the two: nibble k of `picks` is k, or 4 + k (0xEA:
+        # a & b | c)
         lines += [f"and.b32 sels, ${8 + word}, 0x77777777;", f"shr.u32 picks, ${8 + word}, 1;"]
         lines += ["lop3.b32 picks, picks, 0x44444444, 0x32103210, 0xEA;"]
         for half in (0, 1):
@@ -486,7 +490,7 @@ def _look_up_4() -> str:
 
 @triton.constexpr_function
 def _steps(kind: str) -> str:
-    """$0-$3 sums; $4-$11 and $12-$19 weights of two rows, $20-$27 inputs, $28-$31 sums before."""
+    """Return four mma steps: $0-$3 sums, $4-$19 weights, $20-$27 inputs, $28-$31 addends."""
     lines = []
     for step in range(4):
         first, second, third = (start + 2 * step for start in (4, 12, 20))
@@ -507,7 +511,7 @@ SPREAD_2 = tl.constexpr(_look_up_2(True))
 
 @triton.constexpr_function
 def _constraints(outputs: str, inputs: str) -> str:
-    """`3f` is three registers of floats; results may lie over no argument."""
+    """Return constraints; `3f` is three float registers. No result shares an input's register."""
     made = [f"=&{outputs[-1]}"] * int(outputs[:-1])
     for group in inputs.split():
         made += [group[-1]] * int(group[:-1])
@@ -517,13 +521,13 @@ def _constraints(outputs: str, inputs: str) -> str:
 FETCH = tl.constexpr("cp.async.cg.shared.global [$1], [$2], 16, $3; mov.b32 $0, $1;")
 FETCHED = tl.constexpr("cp.async.commit_group; mov.b32 $0, $1;")
 READ = tl.constexpr("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
-# a compiler takes minutes to find out how to coalesce as many plain stores and loads; the loads go
-# past the first-level cache, which does not see what other multiprocessors store
+# the compiler needs minutes to coalesce this many plain stores and loads; the loads bypass the L1
+# cache, which does not see stores of other multiprocessors
 PUT_FOUR = tl.constexpr("st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;")
 GET_FOUR = tl.constexpr("ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];")
-# every thread has stored before the first of them says so; the others learn of it through the room
-# of slices, into which no copy is under way any more. Triton's own atomic addition would want other
-# shared memory, of which there may be none left
+# every thread stores before the first thread increments the counter; the others read the count
+# from the memory of the slices, into which no copy is in flight by then. Triton's own atomic
+# addition would need more shared memory, of which none may be left
 HAND_IN = tl.constexpr("""{
 .reg .pred is; .reg .b32 t;
 cp.async.wait_all; bar.sync 0;
@@ -542,7 +546,7 @@ FLOATS_4 = tl.constexpr((tl.float32,) * 4)
 
 @triton.constexpr_function
 def _arrived(stages: int) -> str:
-    """Assembly: the oldest slice is there, and every warp is done with the one before it."""
+    """Return assembly: wait for the oldest slice and for all warps to finish the one before."""
     return f"cp.async.wait_group {stages - 2}; bar.sync 0; mov.b32 $0, $1;"
 
 
@@ -557,8 +561,8 @@ def _gemm_kernel(
     if OVERLAP:
         gdc_launch_dependents()
     lane = tl.arange(0, 32 * W)
-    R: tl.constexpr = 2 if TOGETHER > 1 else 4  # rows of a lane, eight apart
-    # the part of which a program's rows are
+    R: tl.constexpr = 2 if TOGETHER > 1 else 4  # rows per lane, eight apart
+    # the part that contains this program's rows
     block, before, size = tl.program_id(0), 0, size_0
     source, scales, levels = source_0, scales_0, levels_0
     blocks_0, blocks_1 = tl.cdiv(size_0, 8 * R * W), tl.cdiv(size_1, 8 * R * W)
@@ -570,11 +574,11 @@ def _gemm_kernel(
         source, scales, levels = source_1, scales_1, levels_1
     row = block * (8 * R * W) + lane // 32 * (8 * R) + lane % 32 // 4
     column = tl.program_id(2) * (8 * NT)
-    units = quads * 4  # of a row; a multiple of four, so that words are aligned
+    units = quads * 4  # units per row, a multiple of four so that words are aligned
     spans, splits = tl.cdiv(units, 4 * V), tl.num_programs(1)
     first = tl.program_id(1) * spans // splits
     last = (tl.program_id(1) + 1) * spans // splits
-    # what no kernel writes, so that it need not wait for the one before
+    # no kernel writes these, so they are loaded before the wait for the previous kernel
     drawn = _ahead(source, scales, row, size, first, lane, units, BITS, LENGTH, V, R)
     table = ()
     for k in tl.static_range(2**BITS):
@@ -584,7 +588,7 @@ def _gemm_kernel(
         gdc_wait()
     shared = 0
     if ASSEMBLED:
-        # a number, not one a lane, which the compiler might do twice
+        # a scalar: the compiler might compute one value per lane twice
         shared = tl.inline_asm_elementwise(ROOM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     if ASSEMBLED and TOGETHER > 1:
         sums = _sums_of_four_warps(
@@ -634,7 +638,7 @@ def _sums(
     lane, units, BITS: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr, NT: tl.constexpr,
     W: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr,
 ):  # fmt: skip
-    """The products of a program's spans, warp by warp."""
+    """Add up the products of a program's spans, warp by warp."""
     SLICE: tl.constexpr = 1024 * NT
     slot = 0
     room = shared + lane * 0
@@ -680,13 +684,13 @@ def _sums_of_four_warps(
     num_vectors, lane, units, BITS: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr,
     NT: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """The same, of four warps at a time (`lut_wgmma`): 64 rows.
+    """Add up the products of a program's spans for four warps at a time (`lut_wgmma`): 64 rows.
 
-    While a slice is multiplied, the next one's weights are looked up.
+    While one slice is multiplied, the weights of the next one are looked up.
     """
     SLICE: tl.constexpr = 1024 * NT
     IS_SPREAD: tl.constexpr = BITS == 2
-    # where there are registers for the weights of two slices
+    # keep one product pending if there are registers for the weights of two slices
     PENDING: tl.constexpr = 0 if W > 8 and NT > 12 else 1
     count = (last - first) * V
     slices, bars, thread = 0, 0, 0
@@ -728,7 +732,7 @@ def _sums_of_four_warps(
                 if v == 0:
                     last_slot = tl.where(turn == 0, STAGES - 1, last_slot)
                 release(bars, last_slot, thread, passed + v > 0)
-                if v < 1 + BEHIND:  # it may be one of the round before
+                if v < 1 + BEHIND:  # the slot may belong to the previous round
                     free = tl.where(turn == 0, free + STAGES, free)
                     free_parity = tl.where(turn == 0, parity ^ 1, parity)
                 index = passed + (v - 1 - BEHIND + STAGES)
@@ -751,7 +755,7 @@ def _add_kernel(
     NT: tl.constexpr, W: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Add up in their order what the programs of a tile left for eight of its vectors."""
+    """Add the split-K partial sums of eight of a tile's vectors in a fixed order."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -768,7 +772,7 @@ def _add_kernel(
     total = tl.zeros([32 * W, 4], tl.float32)
     for split in range(0, splits, 4):
         fours = ()
-        for k in tl.static_range(4):  # all under way before the first is needed
+        for k in tl.static_range(4):  # issue all loads before the first is used
             at = place + (split + k) * (NT * 128 * W)
             fours = fours + (tl.load(at, mask=split + k < splits, other=0),)
         for k in tl.static_range(4):
@@ -785,13 +789,13 @@ def _add_kernel(
 
 @triton.jit
 def _four(sums, n: tl.constexpr):
-    """A lane's four sums with vectors `8 n` to `8 n + 7`."""
+    """Return a lane's four sums for vectors `8 n` to `8 n + 7`."""
     return (sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3])
 
 
 @triton.jit
 def _zeros(COUNT: tl.constexpr, W: tl.constexpr):
-    """What so many products of 16 rows with 8 vectors begin with, four numbers a lane each."""
+    """Return COUNT zero accumulators for 16 rows and 8 vectors each, four numbers per lane."""
     zeros = ()
     for _ in tl.static_range(COUNT):
         none = tl.zeros([32 * W], tl.float32)
@@ -801,7 +805,7 @@ def _zeros(COUNT: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _hand_in(arrivals, shared, ASSEMBLED: tl.constexpr):
-    """How many programs of a tile had handed in before this one."""
+    """Increment a tile's counter; return how many programs stored their partial sums before."""
     if ASSEMBLED:
         return tl.inline_asm_elementwise(
             HAND_IN, "=r,l,r", [arrivals.to(tl.int64), shared],
@@ -813,7 +817,7 @@ def _hand_in(arrivals, shared, ASSEMBLED: tl.constexpr):
 
 @triton.jit
 def _leave(place, sums, ASSEMBLED: tl.constexpr):
-    """Store four numbers a lane, side by side."""
+    """Store a lane's four numbers contiguously."""
     if ASSEMBLED:
         tl.inline_asm_elementwise(
             PUT_FOUR, "=r,l,f,f,f,f", (place.to(tl.int64),) + sums,
@@ -826,7 +830,7 @@ def _leave(place, sums, ASSEMBLED: tl.constexpr):
 
 @triton.jit
 def _added(total, place, ASSEMBLED: tl.constexpr):
-    """What a program handed in, added to what those before it did."""
+    """Add a program's partial sums to `total`."""
     if ASSEMBLED:
         found = tl.inline_asm_elementwise(
             GET_FOUR, "=f,=f,=f,=f,l", [place.to(tl.int64)],
@@ -842,11 +846,11 @@ def _ahead(
     source, scales, row, size, span, lane, units,
     BITS: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Words and scales of a lane's V units of each of its R rows; beyond all, zeros."""
+    """Load words and scales of V units of each of a lane's R rows; zeros past the end of a row."""
     unit = span * (4 * V) + lane % 4 * V
     found = ()
     for r in tl.static_range(R):
-        own = tl.minimum(row + 8 * r, size - 1)  # beyond the last the last again
+        own = tl.minimum(row + 8 * r, size - 1)  # rows past the last repeat it
         if BITS == 3:
             words = ()
             base = own.to(tl.int64) * (units // 2 * 3) + unit // 2 * 3
@@ -866,7 +870,7 @@ def _weights(
     drawn, v: tl.constexpr, table, levels, BITS: tl.constexpr, V: tl.constexpr,
     KIND: tl.constexpr, IS_SPREAD: tl.constexpr, ASSEMBLED: tl.constexpr,
 ):  # fmt: skip
-    """A row's unit v as eight pairs of `round(level * scale)`: neighbours, or four apart."""
+    """Return unit v of a row as eight pairs of `round(level * scale)`: adjacent, or four apart."""
     words, shares = drawn
     GROUPS: tl.constexpr = len(shares)
     scale = decoded(shares[v * GROUPS // V])
@@ -874,7 +878,7 @@ def _weights(
         halves = (words[v],)
     elif BITS == 4:
         halves = (words[2 * v], words[2 * v + 1])
-    else:  # 24 bits each
+    else:  # 24 bits per half unit
         AT: tl.constexpr = v // 2 * 3 + v % 2
         one, two = words[AT], words[AT + 1]
         if v % 2 == 0:
@@ -916,9 +920,10 @@ def _fetch(
     x, room, span, v: tl.constexpr, column, num_vectors, lane, units,
     V: tl.constexpr, NT: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Begin to copy the inputs of slice v of a span, or of a span after it, to shared memory.
+    """Start to copy the inputs of slice v of a span, or of a later span, to shared memory.
 
-    Vector n's 16 bytes q, of eight, lie at `128 n + 16 (q ^ n % 2)`; lanes beyond repeat others.
+    Chunk q (16 bytes, of eight) of vector n is stored at `128 n + 16 (q ^ n % 2)`; surplus lanes
+    repeat other lanes' chunks.
     """
     CHUNKS: tl.constexpr = 64 * NT
     for k in tl.static_range((CHUNKS + 32 * W - 1) // (32 * W)):
@@ -928,7 +933,7 @@ def _fetch(
         is_there = (column + n < num_vectors) & (unit < units)
         place = (column + n).to(tl.int64) * (8 * units) + (unit * 8 + q % 2 * 4)
         source = (x + tl.where(is_there, place, 0)).to(tl.int64)
-        num_bytes = tl.where(is_there, 16, 0)  # the rest of 16 is zeros
+        num_bytes = tl.where(is_there, 16, 0)  # the copy fills the rest of 16 bytes with zeros
         tl.inline_asm_elementwise(
             FETCH, "=r,r,l,r", [room + n * 128 + (q ^ n % 2) * 16, source, num_bytes],
             dtype=tl.int32, is_pure=False, pack=1,
@@ -941,7 +946,7 @@ def _inputs(
     x, here, n: tl.constexpr, span, v: tl.constexpr, column, num_vectors, lane, units,
     V: tl.constexpr, ASSEMBLED: tl.constexpr,
 ):  # fmt: skip
-    """Eight pairs of inputs of vector `8 n + g` that meet the unit of lane `4 g + c`."""
+    """Return eight pairs of inputs of vector `8 n + g` for the unit of lane `4 g + c`."""
     g, c = lane % 32 // 4, lane % 4
     if ASSEMBLED:
         at = here + (g * 128 + (2 * c ^ g % 2) * 16) + n * 1024
@@ -967,7 +972,7 @@ def _inputs(
 def _products(
     first, second, pairs, sums, W: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr
 ):  # fmt: skip
-    """Four steps of `mma.m16n8k16`: `sums` and the products of two rows' units."""
+    """Run four steps of `mma.m16n8k16`: add the products of two rows' units to `sums`."""
     if ASSEMBLED:
         return tl.inline_asm_elementwise(
             _steps(KIND), _constraints("4f", "24r 4f"), first + second + pairs + sums,
@@ -980,7 +985,7 @@ def _products(
 
 @triton.jit
 def _product(weights, pairs, W: tl.constexpr, KIND: tl.constexpr):
-    """A row's part of that, lane by lane: what the interpreter runs."""
+    """Compute one row's part of `_products` in the interpreter, lane by lane."""
     total = tl.zeros([W, 8, 8], tl.float32)
     for k in tl.static_range(8):
         for half in tl.static_range(2):
@@ -993,7 +998,7 @@ def _product(weights, pairs, W: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _in_lanes(total, W: tl.constexpr):
-    """`(W, 8, 8)` as two numbers of each lane."""
+    """Reshape `(W, 8, 8)` to two numbers per lane."""
     return tl.reshape(total, [32 * W, 2])
 
 
@@ -1002,7 +1007,7 @@ def _put(
     out, sums, bias, row, size, before, column, num_vectors, num_out, lane,
     NT: tl.constexpr, R: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile: lane `4 g + c` has the rows g and g + 8 of vectors 2 c and 2 c + 1."""
+    """Write a tile; lane `4 g + c` holds rows g and g + 8 of vectors 2 c and 2 c + 1."""
     for r in tl.static_range(R):
         is_row = row + 8 * r < size
         place = before + row + 8 * r

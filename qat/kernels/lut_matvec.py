@@ -1,16 +1,16 @@
-"""Matrix times a few vectors, the matrix as packed indices or dense: one linear of a decoding step.
+"""Multiply a packed or dense matrix and a few vectors: one linear of a decoding step.
 
-`y = x @ W.T` with `W = codebook[indices] * S`, computed in float32 from the float32 levels; no
-weight is ever formed. A linear takes what stands around it with it: the norm before it, the gated
-unit or the residual sum behind it.
+`y = x @ W.T` with `W = codebook[indices] * S`, computed in float32 from float32 levels; no weight
+is written to memory. A linear fuses the operations around it: the norm before it, and the gated
+unit or the residual sum after it.
 
 The kernel: a unit is 16 consecutive weights of a row, whose indices are `BITS` half-words; a tile
 is R rows x U units. A thread decodes its units into float32 levels and adds up their products with
-x, which lies spread (`lut_rows`): the 16 inputs of all units side by side, so that a thread reads
-four units' inputs as 16 bytes. One scale multiplies a unit's sum. Where an index names a codeword,
-one load brings its weights. Where levels of 16 bits and inputs of 22 will do, the tensor cores
-multiply (`lut_mma`), with the same norm before and the same sums behind. One vector of such inputs
-meets no weight of 2 bits on Hopper: sums of four weights are looked up (`lut_sums`).
+x. The inputs are spread (`lut_rows`): input j of all units is contiguous, so that a thread reads
+the inputs of four units as 16 bytes. One scale multiplies a unit's sum. If an index names a
+codeword, one load reads its weights. If levels of 16 bits and inputs of 22 bits are precise enough,
+tensor cores multiply (`lut_mma`), with the same norm before and the same sums after. For one vector
+of such inputs and 2-bit weights, Hopper looks up sums of four weights instead (`lut_sums`).
 
 Shapes: B sequences, O out_features, I in_features, C numbers of a codebook, P parts, D weights that
 an index names.
@@ -49,13 +49,13 @@ from qat.kernels.lut_sums import INPUTS, NO_SUMS, WARPS, Around, Source, SumsTil
 from qat.kernels.tuned import chosen
 
 MOST_VECTORS = 8
-"""Vectors at once; for more, a formed weight and a matmul are faster."""
-# a unit's indices are one such word, of 8 bits two; of 3 bits three, no integer being as wide
+"""The most vectors at once; for more, forming the weight and a matmul is faster."""
+# integer type of a unit's indices: one word, two for 8 bits; three for 3 bits, which fit no type
 WORDS = {1: torch.int16, 2: torch.int32, 3: torch.int16, 4: torch.int64, 8: torch.int64}
 
 
 class Norm(NamedTuple):
-    """An RMS norm whose gain is in the input already: `x / sqrt(mean square + eps)`."""
+    """An RMS norm whose gain is already applied to the input: `x / sqrt(mean square + eps)`."""
 
     squares: Tensor
     """`(B, P)`: sums of squares of parts of the input before its gain."""
@@ -68,7 +68,7 @@ class Stream(NamedTuple):
     residual: Tensor
     """`(B, D)`."""
     scaled: Tensor
-    """`residual * gamma`, `(B, D)` in the order that the next matrix reads."""
+    """`residual * gamma`, `(B, D)` in the input order of the next matrix."""
     squares: Tensor
     """`(B, P)`: sums of squares of parts of `residual`."""
 
@@ -82,9 +82,9 @@ def matvec(
     is_gated: bool = False,
     order: int = 1,
 ) -> Tensor:
-    """`W x`, normed by `norm`, plus `bias`: `(B, O)` float32, spread by `order`.
+    """Return `W x`, divided by the RMS of `norm`, plus `bias`: `(B, O)` float32, spread by `order`.
 
-    `x` `(B, I)` is float32, spread as `order_of(rows)` says. With `is_gated` the first half of the
+    `x` `(B, I)` is float32, spread by `order_of(rows)`. With `is_gated` the first half of the
     rows are gates, and the result is `silu(gate) * up`, `(B, O / 2)`.
     """
     if use_triton(x):
@@ -113,7 +113,7 @@ def matvec_add(
     bias: Tensor | None = None,
     order: int = 1,
 ) -> Stream:
-    """`residual + W x + bias`, and what the next linear reads: times `gamma`, spread by `order`."""
+    """Return the stream after `residual + W x + bias`; `scaled` is spread by `order`."""
     if use_triton(x):
         B, O = x.shape[0], rows.shape[0]
         tile = _tile(rows, O, B)
@@ -131,7 +131,7 @@ def matvec_add(
 
 
 def stream(residual: Tensor, gamma: Tensor, order: int) -> Stream:
-    """The stream that begins with `residual`, `(B, D)`."""
+    """Return the stream that starts with `residual`, `(B, D)`."""
     residual = residual.float()
     squares = residual.square().sum(1, keepdim=True)
     return Stream(residual, spread(residual * gamma.float(), order), squares)
@@ -143,20 +143,21 @@ def _product(x: Tensor, rows: Rows) -> Tensor:
 
 
 class Tile(NamedTuple):
-    """R rows x U units, and how a program goes through its rows' tiles."""
+    """The tiling of a matrix: R rows x U units, and how a program iterates over its rows' tiles."""
 
     rows: int
     units: int
-    """Of 16 weights each; of one weight where the matrix is dense."""
+    """Units of 16 weights; single weights if the matrix is dense."""
     depth: int
-    """Tiles that are computed at a time, while as many are read ahead."""
+    """Tiles computed per iteration; as many are prefetched."""
     warps: int
     registers: int = 0
-    """The most of a thread, or 0: a compiler left alone reads so far ahead that few threads fit."""
+    """Register limit per thread, or 0. Without one the compiler prefetches so far ahead that few
+    threads fit."""
 
 
 def tile_for(out_features: int, in_features: int, bits: int) -> Tile:
-    """The default: one row for each thread, and a row in whole tiles if there are any."""
+    """Return the default: one row per thread, and a row in whole tiles where possible."""
     if bits == 16:
         depth = 5 if in_features % 2560 == 0 else 4
         return Tile(4, min(512, triton.next_power_of_2(in_features)), depth, 4)
@@ -169,12 +170,12 @@ def tile_for(out_features: int, in_features: int, bits: int) -> Tile:
 
 
 def vectors_tile_for(out_features: int, in_features: int, bits: int) -> Tile:
-    """As `tile_for`, where an index names a codeword: a load brings four registers at once."""
+    """Return the default tile for codewords, of which a load fills four registers at once."""
     return tile_for(out_features, in_features, bits)._replace(registers=128)
 
 
 class MmaTile(NamedTuple):
-    """16 rows, and how the warps of a program go along them (`lut_mma`)."""
+    """The tiling for tensor cores (`lut_mma`): 16 rows, shared by the warps of a program."""
 
     units: int
     """Consecutive units that a lane reads at a time; four lanes share a row."""
@@ -189,14 +190,14 @@ class MmaTile(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Spans that are computed at a time."""
+        """Spans computed per iteration."""
         return 1
 
 
 def mma_tile_for(out_features: int, in_features: int, bits: int) -> MmaTile:
-    """The default: a lane reads 16 bytes, and few rows are shared by more warps.
+    """Return the default: a lane reads 16 bytes, and more warps share 16 rows if rows are few.
 
-    2,560 rows are 160 programs for the 132 multiprocessors of an H200.
+    2,560 rows give 160 programs for the 132 multiprocessors of an H200.
     """
     units = 4 if bits == 2 else 2
     spans = triton.next_power_of_2(max(in_features // (4 * UNIT * units), 1))
@@ -207,9 +208,9 @@ def mma_tile_for(out_features: int, in_features: int, bits: int) -> MmaTile:
 
 
 def vectors_mma_tile_for(out_features: int, in_features: int, bits: int) -> MmaTile:
-    """As `mma_tile_for`, where a unit's codewords take more registers: fewer units, or capped.
+    """Return the default tile for codewords: fewer units or a register limit, as these need more.
 
-    Measured on an H200 at the matrices of a decoder layer of 4B (speedrun/LOG.md).
+    Measured on an H200 with the matrices of a decoder layer of a 4B model (speedrun/LOG.md).
     """
     tile = mma_tile_for(out_features, in_features, bits)
     if in_features > 8192:
@@ -219,7 +220,7 @@ def vectors_mma_tile_for(out_features: int, in_features: int, bits: int) -> MmaT
 
 
 def sums_tile_for(out_features: int, in_features: int, *, has_groups: bool) -> SumsTile:
-    """The default of one vector, by all rows: none but Hopper was tried."""
+    """Return the default for one vector, given all rows; only Hopper was measured."""
     if not has_groups:
         return NO_SUMS
     return SumsTile(INPUTS, steps_for(out_features, in_features), WARPS)
@@ -248,12 +249,12 @@ def _tile(
 
 
 def _are_sources(rows: LutRows, *, is_gated: bool) -> bool:
-    """Whether gates have one codebook, and so have ups."""
+    """Return whether all gates share one codebook, and all ups."""
     return not is_gated or rows.starts in ((0,), (0, rows.shape[0] // 2))
 
 
 def _sources(rows: LutRows, *, is_gated: bool = False) -> list[Source]:
-    """Rows of one codebook each; gates and ups apart."""
+    """Split the rows into sources of one codebook each; gates and ups are separate."""
     starts = (0, rows.shape[0] // 2) if is_gated else rows.starts
     ends = pairwise((*starts, rows.shape[0]))
     given = rows.codebooks if rows.vector_size == 1 else rows.tables.view(torch.int32)
@@ -283,7 +284,7 @@ def _launch(
         add_up(out, x, _sources(rows, is_gated=is_gated), bias, tile, around)
         return
     parts = _parts(rows)
-    # several vectors need all registers, and the interpreter knows none
+    # several vectors need all registers; the interpreter has no register limit
     is_capped = IS_COMPILED and tile.registers and x.shape[0] == 1
     capped = {"maxnreg": tile.registers} if is_capped else {}
     num_squares = 0 if norm is None else norm.squares.shape[1]
@@ -300,32 +301,32 @@ def _launch(
 
 
 def _lookup(parts: "_Parts") -> int:
-    """Comparisons know four levels; the interpreter, no assembly."""
+    """Return the look-up method: comparisons for four levels; no assembly in the interpreter."""
     if parts.table_size == 4:
         return SELECT
     return ASSEMBLED_GATHER if IS_COMPILED else GATHER
 
 
 class _Parts(NamedTuple):
-    """A matrix as the kernel takes it."""
+    """A matrix in the form that the kernel takes."""
 
     tensors: tuple[Tensor | None, ...]
-    """Words, scales, codebooks, tables, factors."""
+    """Words, scales, codebooks, tables and factors."""
     bits: int
-    """Of a weight's index; 16 of a dense weight."""
+    """Index bits per weight; 16 for a dense matrix."""
     table_size: int
-    """Numbers of a codebook."""
+    """Numbers per codebook."""
     vector_size: int
     length: int
-    """Units of a group."""
+    """Units per group."""
     second: int
     third: int
-    """First rows of the second and the third part, beyond all rows where there is none."""
+    """First rows of the second and the third part; a number beyond all rows if there is none."""
     is_mma: bool
 
 
 def _parts(rows: Rows) -> _Parts:
-    none = 2**31 - 1  # no row reaches it
+    none = 2**31 - 1  # larger than any row number
     if isinstance(rows, Tensor):
         return _Parts((rows, None, None, None, None), 16, 0, 1, 1, none, none, False)
     is_mma = order_of(rows) == SPLIT
@@ -351,8 +352,8 @@ def _matvec_kernel(
     first = tl.program_id(0) * R
     row = first + tl.arange(0, R)
     is_row = row < num_out
-    row = tl.minimum(row, num_out - 1)  # beyond the last the last again: no load needs a mask
-    # what no kernel writes, so that it need not wait for the one before
+    row = tl.minimum(row, num_out - 1)  # rows past the last repeat it, so that no load needs a mask
+    # no kernel writes these, so they are loaded before the wait for the previous kernel
     if MMA:
         drawn = mma_ahead(
             source, scales, first, num_out, 0, UNITS, BITS, D, LENGTH, 2 if GLU else 1, U, W
@@ -429,12 +430,12 @@ def _dots(
     LENGTH: tl.constexpr, LOOKUP: tl.constexpr, R: tl.constexpr, U: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """`W[row] @ x[b]`, `(R,)` float32 for each b; the first tiles are `drawn` already."""
+    """Return `W[row] @ x[b]`, `(R,)` float32 for each b; the first tiles are already in `drawn`."""
     SPAN: tl.constexpr = U * DEPTH
     IN_TILES: tl.constexpr = UNITS % SPAN == 0
-    # the last tiles of a packed row begin early instead of ending outside
+    # the last tiles of a packed row start early instead of ending past the row
     WHOLE: tl.constexpr = IN_TILES or (UNITS > SPAN and BITS < 16)
-    # for each row, so that a thread has its own: the compiler copies what is the same for all
+    # one value per row, so that each thread has its own: the compiler copies uniform values around
     part = (row >= second).to(tl.int32) + (row >= third).to(tl.int32)
     codebook = codebooks
     if BITS < 16:
@@ -446,7 +447,8 @@ def _dots(
         words, shares = drawn
         place = tl.minimum(start, UNITS - SPAN) if WHOLE else start
         if UNITS > SPAN:
-            # the next tiles are on their way while these are computed; at the end, these again
+            # prefetch the next tiles while these are computed; the last iteration loads the same
+            # ones again
             following = tl.minimum(start + SPAN, UNITS - SPAN) if WHOLE else start + SPAN
             drawn = _ahead(source, scales, row, following, UNITS, BITS, LENGTH, U, DEPTH)
         for d in tl.static_range(DEPTH):
@@ -483,7 +485,7 @@ def _ahead(
     UNITS: tl.constexpr, BITS: tl.constexpr, LENGTH: tl.constexpr, U: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The words and scales of `DEPTH` tiles from unit `start` on, as they lie."""
+    """Load words and scales of `DEPTH` tiles from unit `start` on, as stored."""
     WHOLE: tl.constexpr = UNITS % (U * DEPTH) == 0 or (UNITS > U * DEPTH and BITS < 16)
     words, shares = (), ()
     for d in tl.static_range(DEPTH):
@@ -496,7 +498,7 @@ def _ahead(
 
 @triton.jit
 def _inputs(x, unit, UNITS: tl.constexpr, R: tl.constexpr, WHOLE: tl.constexpr):
-    """The inputs at the units, once for each row: so the threads that need them read them."""
+    """Load the inputs of the units once per row, so that each thread loads its own."""
     place = x + unit[None, :] + tl.zeros([R, 1], tl.int32)
     return tl.load(place) if WHOLE else tl.load(place, mask=(unit < UNITS)[None, :], other=0.0)
 
@@ -508,7 +510,7 @@ def _read(places, is_unit, WHOLE: tl.constexpr):
 
 @triton.jit
 def _draw(source, row, unit, UNITS: tl.constexpr, BITS: tl.constexpr, WHOLE: tl.constexpr):
-    """The indices of each unit, `(R, U)`, as one word, or two where one has no room."""
+    """Load the indices of each unit, `(R, U)`, as one word, or as two if one is too small."""
     is_unit = (unit < UNITS)[None, :]
     place = row.to(tl.int64)[:, None] * UNITS + unit[None, :]
     if BITS == 3:
@@ -528,29 +530,29 @@ def _draw(source, row, unit, UNITS: tl.constexpr, BITS: tl.constexpr, WHOLE: tl.
 
 @triton.jit
 def _scale(scales, row, unit, UNITS: tl.constexpr, LENGTH: tl.constexpr, WHOLE: tl.constexpr):
-    """The scale of each unit's group, as stored."""
+    """Load the scale of each unit's group, as stored."""
     group = tl.max_contiguous(unit // LENGTH, 4 if LENGTH == 1 else 1)
     place = row.to(tl.int64)[:, None] * (UNITS // LENGTH) + group[None, :]
     return _read(scales + place, (unit < UNITS)[None, :], WHOLE)
 
 
-# Levels of packed indices, 16 at a time; exact. A GPU reads weights of few bits faster than it can
-# name their levels: what counts is integer instructions a weight, 2 with assembled loads
-# (`lut_mma` has fewer).
+# Look up the levels of packed indices, 16 at a time; exact. A GPU reads weights of few bits faster
+# than it can look up their levels: the bound is integer instructions per weight, 2 with assembled
+# loads (fewer in `lut_mma`).
 
 GATHER, SELECT, ASSEMBLED_GATHER = 0, 1, 2
-"""Ways to look levels up: a load from the codebook, comparisons between four.
+"""Ways to look up levels: a load from the codebook, comparisons between four, an assembled load.
 
-The assembled load is the same to a GPU, but the compiler does not move its words between threads.
+The assembled load does the same on a GPU, but the compiler does not move its words between threads.
 """
 
 
 def _four_bits() -> str:
-    """Assembly of `_gathered_by_four`: $8 the word, $9 the codebook."""
+    """Return the assembly of `_gathered_by_four`: $8 the word, $9 the codebook."""
     lines = [".reg .b32 low, high, at;", ".reg .b64 place;", "mov.b64 {low, high}, $9;"]
     for k in range(8):
-        # index k in bytes, 4 a level, or-ed into the address of a table that lies at a multiple of
-        # 64 bytes (0xEA: a & b | c)
+        # index k in bytes, 4 per level, or-ed into the address of a table that is aligned to 64
+        # bytes (0xEA: a & b | c)
         shift = "shl.b32 at, $8, 2;" if k == 0 else f"shr.u32 at, $8, {4 * k - 2};"
         lines += [shift, "lop3.b32 at, at, 60, low, 0xEA;", "mov.b64 place, {at, high};"]
         lines.append(f"ld.global.nc.f32 ${k}, [place];")
@@ -571,7 +573,7 @@ FOUR = tl.constexpr(
 
 @triton.jit
 def levels_of(words, codebook, BITS: tl.constexpr, D: tl.constexpr, LOOKUP: tl.constexpr):
-    """The 16 levels of each unit, or its 16 / d codewords, `(R, U)` float32 each."""
+    """Return the 16 levels of each unit, or its 16 / d codewords, `(R, U)` float32 each."""
     if D > 1:
         found = ()
         for k in tl.static_range(16 // D):
@@ -600,7 +602,7 @@ def levels_of(words, codebook, BITS: tl.constexpr, D: tl.constexpr, LOOKUP: tl.c
 
 @triton.jit
 def _codeword(codebook, code, D: tl.constexpr, LOOKUP: tl.constexpr):
-    """The d numbers of a codeword: in assembled loads, of 16 bytes or the 8 of a pair."""
+    """Return the d numbers of a codeword by assembled loads of 16 bytes, or of 8 if d is 2."""
     found = ()
     if LOOKUP == 0:
         for j in tl.static_range(D):
@@ -620,7 +622,7 @@ def _codeword(codebook, code, D: tl.constexpr, LOOKUP: tl.constexpr):
 
 @triton.jit
 def _gathered(codebook, code):
-    """`codebook[code]`, from the few lines that all threads read: the first-level cache's."""
+    """Load `codebook[code]` through the read-only L1 path; all threads read the same few lines."""
     return tl.inline_asm_elementwise(
         """
         {
@@ -639,7 +641,7 @@ def _gathered(codebook, code):
 
 @triton.jit
 def _gathered_by_four(word, codebook):
-    """The levels of eight indices of 4 bits; each table of 16 levels lies at a multiple of 64."""
+    """Look up eight indices of 4 bits; each table of 16 levels is aligned to 64 bytes."""
     return tl.inline_asm_elementwise(
         FOUR_BITS, OUTPUTS_8 + "r,l", [word, codebook], dtype=FLOATS_8, is_pure=True, pack=1
     )

@@ -1,52 +1,53 @@
-"""Packed rows times vectors on the tensor cores, for `lut_matvec`: levels of 16 bits, codewords.
+"""Packed rows times vectors on tensor cores for `lut_matvec`: float16 levels or codewords.
 
-A warp takes 16 rows and 64 inputs at a time. Its lane 4 r + c holds the unit c of the rows r and
-r + 8, which is what `mma.m16n8k16` wants of its first factor if the inputs of a product's four
-steps are those that the lane has: their order within a sum is free. The second factor has 8
-columns: in 2 c and 2 c + 1 lie unit c's inputs, upper and lower parts (`lut_rows.split`), and
-zeros elsewhere. So a product's column 2 c + h is what unit c adds, and lies in the lane that knows
-the unit's scale.
+A warp takes 16 rows and 64 inputs at a time. Its lane 4 r + c holds unit c of the rows r and r + 8.
+This matches the first operand of `mma.m16n8k16` if the inputs of the four steps are permuted in the
+same way; the order within a sum is free. The second operand has 8 columns: columns 2 c and 2 c + 1
+hold the inputs of unit c, upper and lower parts (`lut_rows.split`), and zeros elsewhere. Column
+2 c + h of the product is then the contribution of unit c, in the lane that has the unit's scale.
 
-Levels cost 1.3 integer instructions each for 2 bits and 2.6 for 4 (byte permutations pick the lower
-and the upper bytes of four levels, and put them together), and nothing else is done for a weight.
+A level costs 1.3 integer instructions for 2 bits and 2.6 for 4: byte permutations pick the lower
+and the upper bytes of four levels and combine them. Nothing else is done per weight.
 
-A codeword of four float16 is two registers of the first factor, which one load brings from shared
-memory: half an integer instruction a weight. 16 lanes are served at once if none needs another
-word of the same two of 32 banks; of 256 codewords lying once, three lanes would. So each lane of
-the 16 has a copy in banks of its own, 32 KiB in all. Gates and ups have two codebooks, of 8 copies
-each: there eight lanes of the 16 read a gate's codewords while the others read an up's.
+A codeword of four float16 fills two registers of the first operand and is loaded from shared memory
+at once, for half an integer instruction per weight. 16 lanes are served together unless one of them
+needs another word of the same two of the 32 banks; with a single copy of 256 codewords, three lanes
+would collide. So each of the 16 lanes reads a copy in banks of its own, 32 KiB in all.
+Gates and ups have two codebooks with 8 copies each: eight of the 16 lanes read a gate's codewords
+while the others read an up's.
 """
 
 from qat.kernels.dispatch import tl, triton
 
 UNIT_HALVES = tl.constexpr(16)
-"""Inputs of a unit."""
+"""Inputs per unit."""
 CODEWORDS = tl.constexpr(256)
-"""Of a codebook of vectors; a row of shared memory, 128 bytes, holds the copies of one."""
+"""Entries in a codebook of vectors; a row of shared memory, 128 bytes, holds the copies of one."""
 
 
 def _two_bits() -> str:
-    """Assembly: $8 the word, $9 and $10 the lower and the upper bytes of four levels."""
+    """Return assembly: $8 the word, $9 and $10 the lower and the upper bytes of four levels."""
     lines = [".reg .b32 word, sel, low, high;"]
-    # a selector of `prmt` has four nibbles: 16 bits of the word without every other index are one
+    # `prmt` takes a selector of four nibbles: 16 bits of the word with every other index masked out
     for odd in (0, 1):
         lines += [f"shr.u32 word, $8, {2 * odd};", "and.b32 word, word, 0x33333333;"]
         for half in (0, 1):
             lines += [f"shr.u32 sel, word, {16 * half};"]
             lines += ["prmt.b32 low, $9, 0, sel;", "prmt.b32 high, $10, 0, sel;"]
             first = 4 * odd + 2 * half
-            # lower and upper bytes in turns: two float16 a register
+            # interleave lower and upper bytes: two float16 per register
             lines += [f"prmt.b32 ${first}, low, high, 0x5140;"]
             lines += [f"prmt.b32 ${first + 1}, low, high, 0x7362;"]
     return "\n".join(["{", *lines, "}"])
 
 
 def _four_bits() -> str:
-    """Assembly: $8 and $9 the words, $10-$13 and $14-$17 the bytes of sixteen levels."""
+    """Return assembly: $8 and $9 the words, $10-$13 and $14-$17 the bytes of sixteen levels."""
     lines = [".reg .b32 sel, pick, sels, picks, below, above, low, high;"]
     for word in (0, 1):
-        # three bits of an index choose a byte among eight, of the levels below and of those above;
-        # the fourth chooses between the two: nibble k of `picks` is k, or 4 + k (0xEA: a & b | c)
+        # three bits of an index choose one of eight bytes, among the lower and among the upper
+        # levels; the fourth bit chooses between the two: nibble k of `picks` is k, or 4 + k (0xEA:
+        # a & b | c)
         lines += [f"and.b32 sels, ${8 + word}, 0x77777777;", f"shr.u32 picks, ${8 + word}, 1;"]
         lines += ["lop3.b32 picks, picks, 0x44444444, 0x32103210, 0xEA;"]
         for half in (0, 1):
@@ -61,7 +62,7 @@ def _four_bits() -> str:
 
 
 def _four_codewords() -> str:
-    """Assembly: $8 a word of four indices, $9 the lane's place in the first codeword's row."""
+    """Return assembly: $8 a word of four indices, $9 the lane's address for codeword 0."""
     lines = [".reg .b32 at;"]
     for k in range(4):
         lines += [f"prmt.b32 at, $8, 0, 0x444{k};", "mad.lo.u32 at, at, 128, $9;"]
@@ -70,9 +71,10 @@ def _four_codewords() -> str:
 
 
 def _four_steps() -> str:
-    """Assembly: $8-$15, $16-$23 levels of two rows, $24-$31 inputs; what two steps each add up to.
+    """Return assembly for four mma steps: $8-$23 levels of two rows, $24-$31 inputs.
 
-    Two chains, $0-$3 and $4-$7, since a step waits for the one before.
+    The steps form two independent chains, with sums $0-$3 and $4-$7, since a step waits for the
+    result of the one before.
     """
     lines = [".reg .f32 none;", "mov.f32 none, 0f00000000;"]
     for step in range(4):
@@ -89,7 +91,7 @@ def _four_steps() -> str:
 
 TWO_BITS, FOUR_BITS = tl.constexpr(_two_bits()), tl.constexpr(_four_bits())
 FOUR_CODEWORDS, FOUR_STEPS = tl.constexpr(_four_codewords()), tl.constexpr(_four_steps())
-# where the room for copies is; a codeword written there twice; all of them are there
+# the address of the copies; two copies of a codeword; a barrier after all are written
 ROOM = tl.constexpr(
     "{.shared .align 128 .b8 copies[32768]; bar.warp.sync 0xffffffff; mov.u32 $0, copies;}"
 )
@@ -106,9 +108,9 @@ def mma_ahead(
     source, scales, first_row, num_out, start, UNITS: tl.constexpr, BITS: tl.constexpr,
     D: tl.constexpr, LENGTH: tl.constexpr, TILES: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Words and scales of the units that a lane computes next, of both of its rows in each tile.
+    """Load words and scales of the units that a lane computes next, for both its rows in each tile.
 
-    A tile is 16 rows from `first_row` on, and as many further down, `num_out` rows later.
+    A tile is the 16 rows from `first_row` on; the second tile is `num_out` rows further down.
     """
     lane = tl.arange(0, 32 * W)
     unit = start + lane // 32 * (4 * V) + lane % 4 * V
@@ -125,9 +127,9 @@ def mma_ahead(
 
 @triton.jit
 def _turn(t, eight, TILES: tl.constexpr, D: tl.constexpr):
-    """The tile that lanes compute as their t-th: of two of codewords, every other eight swap them.
+    """Return the tile that lanes compute t-th; with two tiles of codewords, every other eight swap.
 
-    Eight lanes are two rows, so that rows' sums are swapped back in the end.
+    Eight lanes are two rows; the sums of swapped rows are swapped back at the end.
     """
     return (t + eight) % 2 if TILES == 2 and D > 1 else t
 
@@ -137,7 +139,7 @@ def mma_tables(
     tables, first_row, num_out, second, third, BITS: tl.constexpr, D: tl.constexpr,
     TILES: tl.constexpr, W: tl.constexpr, ASSEMBLED: tl.constexpr,
 ):  # fmt: skip
-    """Where each tile's levels or codewords are: words, or one address."""
+    """Return each tile's table: words that hold the levels, or the address of the codewords."""
     lane = tl.arange(0, 32 * W)
     found = ()
     if D > 1 and ASSEMBLED:
@@ -156,7 +158,7 @@ def mma_tables(
 
 @triton.jit
 def _part(row, second, third):
-    """Of which matrix under the others a row is."""
+    """Return the index of the stacked matrix that contains a row."""
     return (row >= second).to(tl.int32) + (row >= third).to(tl.int32)
 
 
@@ -164,10 +166,11 @@ def _part(row, second, third):
 def _copied(
     tables, first_row, num_out, second, third, lane, TILES: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """Copy codewords to shared memory: the address of the first one's row.
+    """Copy codewords to shared memory; return the address of the first one's row.
 
-    A row's first half is the first tile's, the second the last's. A lane writes a whole row, 16
-    bytes at a time, each lane of eight beginning elsewhere; or a part where there are more lanes.
+    The first half of a row is for the first tile, the second half for the last tile. A lane writes
+    a whole row, 16 bytes at a time, each of eight lanes starting elsewhere; with more lanes, a part
+    of a row.
     """
     TOGETHER: tl.constexpr = (W + 7) // 8
     TIMES: tl.constexpr = (8 + W - 1) // W
@@ -177,7 +180,7 @@ def _copied(
         place = tables + own + k * 32 * W
         ones = ones + (tl.load(place + _part(first_row, second, third) * CODEWORDS),)
         others = others + (tl.load(place + _part(last, second, third) * CODEWORDS),)
-    # a number, not one a lane, which the compiler might do twice; and loads are under way before it
+    # a scalar: the compiler might compute one value per lane twice; the loads above are in flight
     room = tl.inline_asm_elementwise(ROOM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     for j in tl.static_range(8 // TOGETHER):
         eighth = (lane + lane // CODEWORDS * (8 // TOGETHER) + j) % 8
@@ -187,7 +190,7 @@ def _copied(
                 PUT_TWICE, "=r,r,l", [room + (own + k * 32 * W) * 128 + eighth * 16, word],
                 dtype=tl.int32, is_pure=False, pack=1,
             )  # fmt: skip
-    # what is read from there needs this result, so that nothing is read before
+    # later reads depend on this result, so that none is moved above the barrier
     return tl.inline_asm_elementwise(
         ALL_THERE, "=r,r", [room], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -200,7 +203,7 @@ def mma_dots(
     LENGTH: tl.constexpr, TILES: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):  # fmt: skip
-    """`W[row] @ x[b]` of each tile's 16 rows, `(16,)` float32 by b, then by tile."""
+    """Return `W[row] @ x[b]` of each tile's 16 rows, `(16,)` float32 each, by tile, then by b."""
     SPAN: tl.constexpr = 4 * V * W
     WORDS: tl.constexpr = BITS // 2
     lane = tl.arange(0, 32 * W)
@@ -255,7 +258,7 @@ def mma_dots(
 
 @triton.jit
 def _table(tables, part, lane, SIZE: tl.constexpr):
-    """A part's words, one for each lane: what an assembled line reads has the lanes' shape."""
+    """Load a part's words, broadcast to all lanes, as inline assembly needs them."""
     found = ()
     for t in tl.static_range(SIZE):
         found = found + (tl.load(tables + part * SIZE + t + lane * 0),)
@@ -266,7 +269,7 @@ def _table(tables, part, lane, SIZE: tl.constexpr):
 def _levels(
     words, table, v: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, ASSEMBLED: tl.constexpr
 ):
-    """Levels of the indices that unit v of a lane holds, or its codewords."""
+    """Return the levels, or the codewords, of the indices in unit v of a lane."""
     if D > 1:
         return _codewords(words[v], table[0], ASSEMBLED)
     elif BITS == 2:
@@ -277,7 +280,7 @@ def _levels(
 
 @triton.jit
 def _inputs_ahead(x, start, lane, UNITS: tl.constexpr, B: tl.constexpr, V: tl.constexpr):
-    """Inputs of the units that a lane computes next, by vector, then by unit."""
+    """Load inputs of the units that a lane computes next, by vector, then by unit."""
     unit = start + lane // 32 * (4 * V) + lane % 4 * V
     found = ()
     for b in tl.static_range(B):
@@ -288,13 +291,13 @@ def _inputs_ahead(x, start, lane, UNITS: tl.constexpr, B: tl.constexpr, V: tl.co
 
 @triton.jit
 def _row_sums(lanes, W: tl.constexpr):
-    """`(8,)`: over the warps and a row's four lanes."""
+    """Sum over the warps and over a row's four lanes: `(8,)`."""
     return tl.sum(tl.sum(tl.reshape(lanes, [W, 8, 4]), axis=2), axis=0)
 
 
 @triton.jit
 def words_of(source, row, unit, units, BITS: tl.constexpr, V: tl.constexpr):
-    """`(lanes, V * BITS / 2)` int32: consecutive units of a row."""
+    """Load `(lanes, V * BITS / 2)` int32: the words of V consecutive units of a row."""
     N: tl.constexpr = V * (BITS // 2)
     place = row.to(tl.int64) * (units * (BITS // 2)) + unit * (BITS // 2)
     at = place[:, None] + tl.arange(0, N)[None, :]
@@ -303,14 +306,14 @@ def words_of(source, row, unit, units, BITS: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def shares_of(scales, row, unit, units, LENGTH: tl.constexpr, V: tl.constexpr):
-    """`(lanes, V)`: the scales of consecutive units, as stored; zeros outside the row.
+    """Load `(lanes, V)` scales of consecutive units, as stored; zeros past the end of a row.
 
-    Fewer columns where groups are whole units of a lane, or a lane's units are in one group.
+    There are fewer columns if a group spans several units of a lane, or all of them.
     """
     place = row.to(tl.int64)[:, None] * (units // LENGTH)
     if V % LENGTH == 0:
         N: tl.constexpr = V // LENGTH
-        # the compiler would not know that these lie side by side in whole words
+        # a hint: the compiler cannot infer that these are contiguous and aligned
         group = tl.multiple_of(unit // LENGTH, N)[:, None] + tl.arange(0, N)[None, :]
     elif LENGTH % V == 0:
         group = (unit // LENGTH)[:, None]
@@ -321,9 +324,10 @@ def shares_of(scales, row, unit, units, LENGTH: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def decoded(scale):
-    """A scale in float32."""
+    """Decode a stored scale to float32."""
     if scale.dtype == tl.uint8:
-        # the bits of a float16 without its last seven: as a float32, less 112 in the exponent
+        # E5M3 bits are those of a float16 without its last seven; as float32 the exponent is 112
+        # less
         return (scale.to(tl.int32) << 20).to(tl.float32, bitcast=True) * 2.0**112
     else:
         return scale.to(tl.float32)
@@ -331,11 +335,11 @@ def decoded(scale):
 
 @triton.jit
 def _inputs(x, unit, lane, UNITS: tl.constexpr):
-    """Eight pairs of a unit's inputs: of lane 4 n + c those of column n, if unit c's lie there."""
+    """Load eight pairs of inputs: lane 4 n + c gets those of unit c if column n is its own."""
     column = lane % 32 // 4
     is_own = (column // 2 == lane % 4) & (unit < UNITS)
     place = column % 2 * (UNITS * UNIT_HALVES // 2) + unit * (UNIT_HALVES // 2)
-    # 16 bytes at a time, the most that a lane can read
+    # 16 bytes at a time, the most that a lane can load
     at = place[:, None] + tl.arange(0, 4)[None, :]
     low = tl.load(x + at, mask=is_own[:, None], other=0)
     return low, tl.load(x + at + 4, mask=is_own[:, None], other=0)
@@ -343,7 +347,7 @@ def _inputs(x, unit, lane, UNITS: tl.constexpr):
 
 @triton.jit
 def columns(rows, N: tl.constexpr):
-    """Each lane's N values one by one, `(lanes,)` each."""
+    """Split rows of N values per lane into N tensors `(lanes,)`."""
     if N == 1:
         return (tl.reshape(rows, [rows.shape[0]]),)
     else:
@@ -357,7 +361,7 @@ def columns(rows, N: tl.constexpr):
 
 @triton.jit
 def _levels_of_two(word, table, ASSEMBLED: tl.constexpr):
-    """Eight pairs of levels of a word's 16 indices: 0 2, 4 6, ..., 14; then 1 3, ..., 15."""
+    """Return eight pairs of levels of a word's 16 indices: 0 2, 4 6, ..., 14; then 1 3, ..., 15."""
     if ASSEMBLED:
         return tl.inline_asm_elementwise(
             TWO_BITS, WORDS_8 + "r,r,r", [word, table[0], table[1]],
@@ -376,7 +380,7 @@ def _levels_of_two(word, table, ASSEMBLED: tl.constexpr):
 
 @triton.jit
 def _levels_of_four(low, high, table, ASSEMBLED: tl.constexpr):
-    """The same of indices of 4 bits, in two words."""
+    """Return eight pairs of levels of 16 indices of 4 bits in two words; see `_levels_of_two`."""
     if ASSEMBLED:
         return tl.inline_asm_elementwise(
             FOUR_BITS, WORDS_8 + "r,r,r,r,r,r,r,r,r,r",
@@ -398,7 +402,7 @@ def _levels_of_four(low, high, table, ASSEMBLED: tl.constexpr):
 
 @triton.jit
 def _codewords(word, table, ASSEMBLED: tl.constexpr):
-    """The same eight pairs of a word's four codewords, whose pairs lie so (`short_codewords`)."""
+    """Return the eight pairs for a word's four codewords, in the order of `short_codewords`."""
     if ASSEMBLED:
         return tl.inline_asm_elementwise(
             FOUR_CODEWORDS, WORDS_8 + "r,r", [word, table],
@@ -427,7 +431,7 @@ def _byte_of_16(table, FIRST: tl.constexpr, place):
 
 @triton.jit
 def _products(first, second, inputs, W: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """What a lane's unit adds to its two rows."""
+    """Return the contributions of a lane's unit to the lane's two rows."""
     if ASSEMBLED:
         sums = tl.inline_asm_elementwise(
             FOUR_STEPS, SUMS,
@@ -438,7 +442,7 @@ def _products(first, second, inputs, W: tl.constexpr, ASSEMBLED: tl.constexpr):
              inputs[4], inputs[5], inputs[6], inputs[7]],
             dtype=FLOATS_8, is_pure=True, pack=1,
         )  # fmt: skip
-        # a row's upper and lower parts in both chains
+        # a row's upper and lower parts, from both chains
         return (sums[0] + sums[1]) + (sums[4] + sums[5]), (sums[2] + sums[3]) + (sums[6] + sums[7])
     else:
         return _product(first, inputs, W), _product(second, inputs, W)
@@ -446,7 +450,7 @@ def _products(first, second, inputs, W: tl.constexpr, ASSEMBLED: tl.constexpr):
 
 @triton.jit
 def _product(levels, inputs, W: tl.constexpr):
-    """A row's part of `mma.m16n8k16`, lane by lane: what the interpreter runs."""
+    """Compute a row's part of `mma.m16n8k16` in the interpreter, lane by lane."""
     total = tl.zeros([W, 8, 8], tl.float32)
     for pair in tl.static_range(8):
         for half in tl.static_range(2):
@@ -459,13 +463,13 @@ def _product(levels, inputs, W: tl.constexpr):
 
 @triton.jit
 def half_of(word, half: tl.constexpr):
-    """One of the two float16 of a word, in float32."""
+    """Return one of the two float16 of a word in float32."""
     return (word >> 16 * half).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def number_of(pair, half: tl.constexpr, KIND: tl.constexpr):
-    """One of a pair of numbers, in float32."""
+    """Return one of a pair of 16-bit numbers in float32."""
     if KIND == "bf16":
         return (pair >> 16 << 16 if half else pair << 16).to(tl.float32, bitcast=True)
     else:
@@ -474,7 +478,7 @@ def number_of(pair, half: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def rounded(value, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """A float32 rounded to nearest even, which the interpreter does for no bfloat16."""
+    """Round float32 to nearest even; the interpreter does not do that for bfloat16."""
     if KIND == "f16":
         return value.to(tl.float16)
     elif ASSEMBLED:

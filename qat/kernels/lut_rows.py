@@ -1,8 +1,8 @@
 """Packed rows of a matrix, and the orders in which such a matrix reads its inputs.
 
-A packed matrix reads its inputs in units of 16, spread: input k lies at `k % 16 * (I / 16) +
-k // 16`; or split, as two numbers of 16 bits (`split`). Who produces them writes them so;
-`order_of` says for which matrix.
+A packed matrix reads its inputs in units of 16. They are spread: input k is at `k % 16 * (I / 16) +
+k // 16`; or split into two numbers of 16 bits (`split`). The kernel that produces the inputs writes
+them in that order; `order_of` returns the order for a matrix.
 
 Shapes: B sequences, O out_features, I in_features, G groups per row, C codebook entries, P parts,
 d weights that an index names.
@@ -29,49 +29,49 @@ from qat.quant.weight import (
 )
 
 UNIT = 16
-"""Weights of a row that are read as one."""
+"""Consecutive weights of a row that are read together."""
 SPLIT = 0
-"""The order of inputs that tensor cores read."""
+"""The order value for split inputs, which tensor cores read."""
 SPLIT_FACTOR = 16.0
-"""What split inputs are divided by, so that no float16 overflows below a million."""
+"""The divisor of split inputs: float16 then does not overflow below a million."""
 MMA_FORMATS, MMA_INPUTS = ((2, 1), (4, 1), (8, 4)), 64
-"""Bits of an index and weights it names that tensor cores can read, and inputs that rows must be
-multiples of."""
+"""(Bits per index, weights per index) that tensor cores can read, and the number of inputs that
+rows must be a multiple of."""
 MOST_PARTS = 3
-"""Parts of one product: queries, keys and values; the kernel knows the first rows of so many."""
+"""The most parts of one product (queries, keys and values); the kernel takes one start for each."""
 KERNEL_BITS = (1, 2, 3, 4, 8)
-"""Bits of a weight's index whose unit fills whole half-words, in one word or two: see
+"""Bits per weight index for which a unit fills whole half-words, in one word or two; see
 `lut_matvec._draw`."""
 
 
 class LutRows(NamedTuple):
-    """One or several packed weights that read the same input, row under row."""
+    """One or more packed weights with the same input, stacked along the rows."""
 
     octets: Tensor
     """`(O, packed_width)` uint8."""
     scales: Tensor
     """`(O, G)` as stored: uint8 (`quant.e5m3`), float16 or float32."""
     codebooks: Tensor
-    """`(P, C)` float32: the levels of each part, C = 2**bits; or `(P, C, d)`, the codewords."""
+    """`(P, C)` float32: the levels of each part, C = 2**bits; or `(P, C, d)`: the codewords."""
     tables: Tensor | None
     """`(P, C / 2)` int32: lower, then upper bytes of the levels as float16 (`short_levels`); or
     `(P, C)` int64: codewords as float16 (`short_codewords`)."""
     factors: Tensor | None
-    """`(P,)` float32: what these are multiplied by."""
+    """`(P,)` float32: factors by which products with `tables` are multiplied."""
     bits: int
-    """Of an index."""
+    """Bits per index."""
     starts: tuple[int, ...]
-    """First row of each part."""
+    """The first row of each part."""
 
     @classmethod
     def of(
         cls, source: PackedIndices, codebook: Tensor, scales: Scales, *, is_short: bool = False
     ) -> Self:
-        """One packed weight with group scales, which are encoded as a checkpoint stores them.
+        """Return one packed weight with group scales encoded as a checkpoint stores them.
 
-        Indices of a trellis are stored whole here.
+        The compressed indices of a trellis are unpacked to whole indices.
 
-        With `is_short`, a kernel may take levels and inputs as numbers of 16 bits
+        With `is_short`, a kernel may read levels and inputs as numbers of 16 bits
         (`short_levels`, `split`).
         """
         C, octets = 2**source.bits, source.octets
@@ -84,7 +84,7 @@ class LutRows(NamedTuple):
         is_format = is_mma_format(source.bits, vector_size(codebook), source.in_features)
         # `mma.m16n8k16` came with Ampere, as bfloat16 did
         if is_short and is_format and (not codebook.is_cuda or on(codebook.device).has_bf16()):
-            # a trellis writes its levels as codewords of one weight
+            # a trellis stores its levels as codewords of one weight
             is_levels = vector_size(codebook) == 1
             tables, factors = (
                 short_levels(padded.flatten()) if is_levels else short_codewords(padded)
@@ -99,16 +99,16 @@ class LutRows(NamedTuple):
 
     @property
     def vector_size(self) -> int:
-        """d: weights that an index names."""
+        """Weights per index."""
         return vector_size(self.codebooks[0])
 
     @property
     def weight_bits(self) -> int:
-        """Bits of a weight's index."""
+        """Index bits per weight."""
         return self.bits // self.vector_size
 
     def part(self, index: int) -> Self:
-        """One of the parts, in the same memory."""
+        """Return one of the parts as a view."""
         rows = slice(*(*self.starts, self.shape[0])[index : index + 2])
         one = slice(index, index + 1)
         tables, factors = (None if t is None else t[one] for t in (self.tables, self.factors))
@@ -116,7 +116,7 @@ class LutRows(NamedTuple):
         return LutRows(*members, tables, factors, self.bits, (0,))
 
     def dense(self) -> Tensor:
-        """`W`, `(O, I)` float32."""
+        """Return `W`, `(O, I)` float32."""
         O, I = self.shape
         indices = unpack(self.octets, self.bits, I // self.vector_size).int()
         ends = (*self.starts[1:], O)
@@ -135,30 +135,30 @@ Rows = LutRows | Tensor
 
 
 def reads(spec: LutSpec) -> bool:
-    """Whether a weight of that format can be read packed: group scales of whole units."""
+    """Return whether packed weights of this format can be read: group scales of whole units."""
     is_whole = spec.scale == "group" and spec.group_size % UNIT == 0
     return is_whole and spec.bits / spec.vector_size in KERNEL_BITS
 
 
 def is_mma_format(bits: int, d: int, in_features: int) -> bool:
-    """Whether tensor cores can read rows of `in_features`, an index of `bits` naming d weights."""
+    """Return whether tensor cores can read rows with `bits` per index of d weights."""
     return (bits, d) in MMA_FORMATS and in_features % MMA_INPUTS == 0
 
 
 def stack(members: Sequence[Rows]) -> Rows:
-    """Matrices that read the same input as one; all packed alike (`stacks`), or all dense."""
+    """Stack matrices with the same input: all dense, or all packed alike (see `stacks`)."""
     if isinstance(members[0], Tensor):
         return torch.cat([*members])
     starts = torch.tensor([0, *(member.shape[0] for member in members)]).cumsum(0)
     fields = zip(*(member[:5] for member in members), strict=True)
     joined = [None if tensors[0] is None else torch.cat(tensors) for tensors in fields]
     if (starts[:-1] % UNIT).any():
-        joined[3:] = None, None  # 16 rows at a time have one table
+        joined[3:] = None, None  # each 16 rows read one table
     return LutRows(*joined, members[0].bits, tuple(starts[:-1].tolist()))
 
 
 def stacks(members: Sequence[Rows]) -> bool:
-    """Whether `stack` takes these."""
+    """Return whether `stack` accepts these members."""
     if any(isinstance(member, Tensor) for member in members):
         return all(isinstance(member, Tensor) for member in members)
     kinds = {
@@ -169,23 +169,24 @@ def stacks(members: Sequence[Rows]) -> bool:
 
 
 def order_of(rows: Rows) -> int:
-    """How a matrix reads its inputs: spread by 16, or by 1 as they are, or `SPLIT`."""
+    """Return the order in which a matrix reads inputs: 16 (spread), 1 (as they are) or `SPLIT`."""
     if isinstance(rows, Tensor):
         return 1
     return UNIT if rows.tables is None else SPLIT
 
 
 def spread(x: Tensor, order: int) -> Tensor:
-    """`(B, I)` as float32 in that order; or split, `(B, 2 I)` float16."""
+    """Return `(B, I)` reordered as float32; for `SPLIT`, `(B, 2 I)` float16."""
     if order == SPLIT:
         return split(x)
     return x.float().unflatten(1, (-1, order)).transpose(1, 2).flatten(1)
 
 
 def split(x: Tensor) -> Tensor:
-    """`(B, I)` as float16 `(B, 2 I)`: what float16 holds of `x / 16`, then what that leaves.
+    """Split `(B, I)` into float16 `(B, 2 I)`: `x / 16` rounded, then the remainder.
 
-    In each unit of 16 the even places come first. Errs by at most 2**-22 of an input, or by 2**-21.
+    In each unit of 16 the even places come first. The error is at most 2**-22 of an input, or
+    2**-21 absolute.
     """
     ordered = x.float().unflatten(1, (-1, UNIT // 2, 2)).transpose(2, 3).flatten(1) / SPLIT_FACTOR
     upper = ordered.half()
@@ -202,11 +203,11 @@ def gathered(x: Tensor, order: int) -> Tensor:
 
 
 def short_levels(codebook: Tensor) -> tuple[Tensor, Tensor]:
-    """Levels `(C,)` as float16: their bytes `(1, C / 2)` int32, and what a sum is multiplied by.
+    """Return the bytes of levels `(C,)` as float16, `(1, C / 2)` int32, and a factor for sums.
 
-    The lower bytes of all levels come first, four in a word, then the upper ones. A power of two
-    brings the largest to between 1/2 and 1; each then errs by at most 2**-11 of itself, or 2**-25
-    of the largest. The factor `(1,)` float32 undoes that and `SPLIT_FACTOR`.
+    The lower bytes of all levels come first, four per word, then the upper ones. A power of two
+    scales the largest level to between 1/2 and 1; each then errs by at most 2**-11 of itself, or
+    2**-25 of the largest. The factor `(1,)` float32 undoes that scale and `SPLIT_FACTOR`.
     """
     levels = codebook.detach().float()
     _, exponent = torch.frexp(levels.abs().amax())
@@ -216,16 +217,17 @@ def short_levels(codebook: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def short_codewords(codebook: Tensor) -> tuple[Tensor, Tensor]:
-    """Codewords `(C, 4)`, which float16 holds exactly: `(1, C)` int64, each the numbers 0 2 1 3.
+    """Return codewords `(C, 4)` as float16, `(1, C)` int64 with numbers in the order 0 2 1 3.
 
-    These are two pairs as `split` orders inputs. The factor `(1,)` float32 undoes `SPLIT_FACTOR`.
+    float16 holds them exactly. The two pairs match the order of inputs in `split`. The factor
+    `(1,)` float32 undoes `SPLIT_FACTOR`.
     """
     halves = codebook.detach()[:, [0, 2, 1, 3]].half()
     return halves.view(torch.int64).view(1, -1), codebook.new_tensor([SPLIT_FACTOR])
 
 
 def empty_inputs(B: int, I: int, order: int, device: torch.device) -> Tensor:
-    """Room for inputs in that order (`spread`)."""
+    """Allocate inputs in the given order (see `spread`)."""
     is_split = order == SPLIT
     dtype = torch.float16 if is_split else torch.float32
     return torch.empty(B, 2 * I if is_split else I, dtype=dtype, device=device)
@@ -233,7 +235,7 @@ def empty_inputs(B: int, I: int, order: int, device: torch.device) -> Tensor:
 
 @triton.jit
 def put_inputs(out, b, place, y, is_there, size, ORDER: tl.constexpr):
-    """Write inputs of the next matrix, of `size` a vector, as `spread` lays them."""
+    """Write inputs of the next matrix, `size` per vector, in the layout of `spread`."""
     if ORDER == 0:
         at = b * 2 * size + place // 16 * 16 + place % 2 * 8 + place % 16 // 2
         part = y * 0.0625

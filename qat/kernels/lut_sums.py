@@ -1,33 +1,35 @@
-"""One vector times packed rows: sums of four weights are looked up, not weights.
+"""Multiply one vector by packed rows: look up sums of four products instead of weights.
 
-A byte of 2-bit indices names four levels, or one of 256 codewords of four weights, and what these
-add up to with the four inputs they meet is one of 256 numbers. A program writes such a table for
-each of the 128 bytes of 512 inputs to shared memory, 128 KiB in all, and then reads the same bytes
-of many rows; or for 64 bytes of 256 inputs, so that a multiprocessor has room for more than one
-program. Everything is float32, and nothing is rounded. A weight costs 1.3 instructions (compiled by
-Triton 3.6 for Hopper) where decoding it for tensor cores costs 3.4; what bounds it then is shared
-memory, of which each byte of indices reads four, and how soon rows arrive: a warp asks for 64 or
-more before it computes the first 32, and for none beyond its own, which a warp that ends would wait
-for.
+A byte of 2-bit indices stands for four levels, or for one of 256 codewords of four weights; their
+dot product with the four inputs at that place is one of 256 numbers. A program writes a table of
+them for each of the 128 bytes of 512 inputs to shared memory, 128 KiB in all, and then reads the
+same bytes of many rows; or for 64 bytes of 256 inputs, so that more than one program fits on a
+multiprocessor. Everything is float32 and nothing is rounded. A weight costs 1.3 instructions
+(compiled by Triton 3.6 for Hopper), while decoding it for tensor cores costs 3.4. The bounds are
+then shared memory, which is read 4 bytes for each byte of indices, and how early rows arrive: a
+warp prefetches 64 rows or more before it computes the first 32, and none after its own, since a
+warp that ends would have to wait for them.
 
-A table is a column of 256 words, and 64 columns lie beside each other, so that an address is a byte
-of indices above the column's: one byte permutation makes it. The 32 lanes of a warp need 32 banks.
-Lane 4 r + q has the words 4 q to 4 q + 3 of sixteen of row r, and takes the bytes of a word, and
-the words of a pair, in an order that depends on r. The column of byte b of word 4 q + j is
-therefore `b + 4 (j % 2) + 8 q + 32 (j / 2)`; the other sixteen words have columns of their own.
+A table is a column of 256 words, and 64 columns are stored next to each other, so that a byte of
+indices placed above the column's byte is an address: one byte permutation forms it. The 32 lanes of
+a warp must read 32 different banks. Lane 4 r + q holds words 4 q to 4 q + 3 of sixteen words of row
+r, and takes the bytes of a word, and the words of a pair, in an order that depends on r. Byte b of
+word 4 q + j therefore has column `b + 4 (j % 2) + 8 q + 32 (j / 2)`; the other sixteen words have
+columns of their own.
 
-A number of a table of levels is put together from two: one addition. One of codewords is four
-products, which tensor cores compute (`mma.m16n8k16`): of both parts of the inputs, whose rows are
-columns of a table, and of codewords as float16, which are exact. Lane 4 r + c gets what the rows r
-and r + 8 make with the codewords 2 c and 2 c + 1. For 32 lanes to need 32 banks, c must choose
-among columns as well: so the terms of a row are the inputs of four columns, 8 t + r with t from 0
-to 3, and a codeword has zeros for all but one t, which depends on c and takes turns.
+An entry of a table of levels is the sum of two numbers: one addition. An entry of a table of
+codewords is four products, which tensor cores compute (`mma.m16n8k16`): the rows of the first
+operand are columns of a table, with both parts of the split inputs, and the second operand holds
+codewords as float16, which is exact. Lane 4 r + c gets the results of rows r and r + 8 with the
+codewords 2 c and 2 c + 1. For 32 lanes to use 32 banks, c must select among columns as well. So the
+terms of a row are the inputs of four columns, 8 t + r with t from 0 to 3, and a codeword is zero
+for all but one t, which depends on c and rotates.
 
-A row is shared by as many programs as it has times 512 inputs. A warp hands in the sums of its
-rows, and the last one adds them up in their order. What a linear of a decoding step takes with it
-(the norm before, the gated unit or the residual sum behind) is done by that last one. Gates and ups
-have levels, and so tables and programs, of their own: warps of a gate's rows and of its ups' hand
-in at one place.
+A row is shared by one program for every 512 inputs. Each warp stores the sums of its rows, and the
+last one adds them in a fixed order. That warp also does what a linear of a decoding step fuses: the
+norm before it, and the gated unit or the residual sum after it. Gates and ups have levels of their
+own, and therefore tables and programs of their own; the warps of a gate's rows and of its ups'
+count up one common counter.
 """
 
 from collections.abc import Sequence
@@ -49,33 +51,34 @@ from qat.kernels.lut_rows import MOST_PARTS, SPLIT_FACTOR, UNIT, put_inputs
 from qat.kernels.lut_wgmma import asked_for
 
 INPUTS = 512
-"""Of which a program has tables by default."""
+"""Default number of inputs covered by one program's lookup tables."""
 WARPS = 8
-"""Of a program, by default; of 512 inputs' a multiprocessor has room for one."""
+"""Default warps per program; with 512 inputs one program fits on a multiprocessor."""
 MOST_STEPS = 4
-"""Times 32 rows of a warp: as many numbers a lane adds up in the end."""
+"""The most steps of 32 rows per warp, which is also how many numbers a lane reduces at the end."""
 FACTOR = tl.constexpr(SPLIT_FACTOR)
 
 
 class SumsTile(NamedTuple):
-    """How rows are cut where sums are looked up."""
+    """The tiling of a product that looks up sums."""
 
     inputs: int
-    """Of which a program has tables, 256 bytes each: 256 or 512; 0: no sums are looked up."""
+    """Inputs covered by a program's tables, 256 bytes each: 256 or 512; 0: sums are not looked
+    up."""
     steps: int
-    """Times 32 rows of a warp."""
+    """Steps of 32 rows per warp."""
     warps: int
-    """Of a program; at most one for 32 inputs."""
+    """Warps per program; at most one for every 32 inputs."""
     ahead: int = 2
-    """Times 32 rows that a warp asks for before it computes the first."""
+    """Steps of 32 rows that a warp prefetches before it computes the first."""
 
     @property
     def rows(self) -> int:
-        """Of a program."""
+        """Rows per program."""
         return 32 * self.steps * self.warps
 
     def blocks(self, sizes: Sequence[int]) -> int:
-        """Programs that have the same inputs, of parts of so many rows."""
+        """Return the number of programs with the same inputs for parts of these sizes."""
         return sum(triton.cdiv(size, self.rows) for size in sizes)
 
 
@@ -83,36 +86,38 @@ NO_SUMS = SumsTile(0, 0, 0, 0)
 
 
 def steps_for(out_features: int, in_features: int) -> int:
-    """Times 32 rows of a warp: few programs wait for others to end."""
+    """Return the steps of 32 rows per warp that leave few programs waiting for others to end."""
     blocks = max(132 // triton.cdiv(in_features, INPUTS), 1)
     return min(triton.cdiv(out_features, blocks * 32 * WARPS), MOST_STEPS)
 
 
 class Source(NamedTuple):
-    """Packed rows of one codebook."""
+    """Packed rows that share one codebook."""
 
     octets: Tensor
     """`(O, I / 4)` uint8."""
     scales: Tensor
-    """`(O, G)` as stored."""
+    """`(O, G)` in the stored dtype."""
     codebook: Tensor
     """`(C,)` float32: levels, C at most 4; or `(512,)` int32: codewords (`short_codewords`)."""
 
 
 class Around(NamedTuple):
-    """What is done before and behind a product of a decoding step, all float32."""
+    """Operations fused before and after the product in a decoding step, all in float32."""
 
     norm: Tensor | None = None
-    """`(1, P)`: sums of squares of parts of the input, whose norm's gain is in it."""
+    """`(1, P)`: sums of squares of parts of the input, to which the norm's gain is applied
+    already."""
     eps: float = 0.0
     is_gated: bool = False
-    """Whether the sources are gates and their ups."""
+    """True if the sources are gates and their ups."""
     order: int = 1
-    """In which the next matrix reads the result (`lut_rows`)."""
+    """The input order of the next matrix, in which the result is written (`lut_rows`)."""
     scaled: Tensor | None = None
-    """Room for the new residual times `gamma` in that order; the result is the new residual."""
+    """Output for the new residual times `gamma` in that order; `out` gets the new residual
+    itself."""
     squares: Tensor | None = None
-    """Room for sums of its squares, one a warp."""
+    """Output for sums of squares of the new residual, one per warp."""
     residual: Tensor | None = None
     """`(1, O)`."""
     gamma: Tensor | None = None
@@ -126,10 +131,10 @@ def add_up(
     tile: SumsTile,
     around: Around | None = None,
 ) -> None:
-    """Write `x @ W.T + bias` to `out`, the rows of all sources below another.
+    """Write `x @ W.T + bias` to `out`, with the rows of all sources stacked.
 
-    `x` is `(1, I)` in bfloat16 or float16, and so is `out`; of a decoding step (`around`) it is
-    split (`lut_rows`), and so it is where there are codewords.
+    `x` is `(1, I)` in bfloat16 or float16, and so is `out`. In a decoding step (`around`), and
+    for codewords, `x` is split (`lut_rows`).
     """
     is_split, around = around is not None, around or Around()
     I = sources[0].octets.shape[1] * 4
@@ -146,7 +151,7 @@ def add_up(
     if length == 1 and scales[0].dtype == torch.uint8:
         scales = [share.view(torch.int32) for share in scales]  # a lane needs four
     num_squares = 0 if around.norm is None else around.norm.shape[1]
-    turns = max(triton.next_power_of_2(num_squares) // 32, 4)  # the same for most tiles before
+    turns = max(triton.next_power_of_2(num_squares) // 32, 4)  # the same for most previous kernels
     size_0, size_1, size_2 = [*sizes, *[0] * none]
     sums_kernel[grid](
         out, around.scaled, around.squares, partials, arrivals(x.device, blocks * tile.warps),
@@ -163,16 +168,17 @@ def add_up(
 
 
 MOST_TILES = 2**16
-"""Whose arrivals are kept."""
+"""Tiles whose counters are kept between calls."""
 _ARRIVALS: dict[torch.device, Tensor] = {}
 
 
 def arrivals(device: torch.device, count: int) -> Tensor:
-    """How many programs of each tile have handed in their sums: the last one resets it.
+    """Return per-tile counters of programs that stored their sums; the last program resets its own.
 
-    Kept, so that no call has to write zeros, and never replaced, since graphs know its address:
-    calls on one device must follow each other, as on one stream they do. In a capture nothing runs
-    yet that could write the zeros: there the graph gets its own.
+    The tensor is kept, so that no call has to write zeros, and never replaced, since captured
+    graphs hold its address. Calls on one device must therefore run one after another, as they do
+    on one stream. Nothing runs during a capture that could write the zeros: a graph captured
+    before the first call gets a tensor of its own.
     """
     if device in _ARRIVALS and count <= MOST_TILES:
         return _ARRIVALS[device]
@@ -184,7 +190,7 @@ def arrivals(device: torch.device, count: int) -> Tensor:
 
 
 def _write() -> str:
-    """Assembly: sums of one of $2-$17, by four bits, and one of $18-$21 to the place $1 and on."""
+    """Return assembly: store the sums of $2-$17, by four bits, and $18-$21 from address $1 on."""
     lines = [".reg .f32 sum;"]
     for entry in range(64):
         lines += [f"add.rn.f32 sum, ${2 + entry % 16}, ${18 + entry // 16};"]
@@ -194,9 +200,9 @@ def _write() -> str:
 
 @triton.constexpr_function
 def _look_up(offset: int) -> str:
-    """Assembly: $0 the sum of a word's weights; $1 the word, $2 the bytes' columns, $7 the room.
+    """Return assembly: $0 the sum of a word's weights; $1 word, $2 the bytes' columns, $7 tables.
 
-    The selectors $3-$6 take a byte of the word, and below it one of the columns'.
+    Each of the selectors $3-$6 picks a byte of the word and, below it, one of the columns.
     """
     lines = [".reg .b32 at; .reg .f32 first, second, third, fourth;"]
     for step, name in enumerate(("first", "second", "third", "fourth")):
@@ -208,7 +214,7 @@ def _look_up(offset: int) -> str:
 
 @triton.constexpr_function
 def _put_products(offset: int) -> str:
-    """Assembly: to the place $1 and on, the products of pairs $2-$9 and codewords $10-$13."""
+    """Return assembly: store products of pairs $2-$9 and codewords $10-$13 from $1 on."""
     lines = [".reg .f32 none, s<4>;", "mov.f32 none, 0f00000000;"]
     for step, before in ((0, "none, none, none, none"), (1, "s0, s1, s2, s3")):
         first = ", ".join(f"${2 + 4 * step + k}" for k in range(4))
@@ -216,7 +222,7 @@ def _put_products(offset: int) -> str:
         lines += ["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {s0, s1, s2, s3}, "]
         lines += [f"{{{first}}}, {{{second}}}, {{{before}}};"]
     for k in range(4):
-        # of two codewords, and of two columns
+        # two codewords, and two columns
         lines += [f"st.shared.f32 [$1 + {offset + k % 2 * 256 + k // 2 * 128}], s{k};"]
     return "\n".join(["{", *lines, "mov.b32 $0, $1;", "}"])
 
@@ -227,7 +233,7 @@ WRITTEN = tl.constexpr("bar.sync 0; mov.b32 $0, $1;")
 WARP = tl.constexpr("{.reg .b32 t; mov.u32 t, %tid.x; shr.u32 $0, t, 5;}")
 SWAP = tl.constexpr("prmt.b32 $0, $1, 0, $2;")
 OTHER = tl.constexpr("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;")
-# every lane has stored before the first of them says so; the last one begins anew with 0
+# every lane stores before the first lane increments; the last increment wraps the counter to 0
 HAND_IN = tl.constexpr("""{
 .reg .pred is; .reg .b32 t;
 bar.warp.sync 0xffffffff;
@@ -248,12 +254,12 @@ def sums_kernel(
     AHEAD: tl.constexpr, HALVES: tl.constexpr, SPLIT: tl.constexpr, GLU: tl.constexpr,
     SQUARES: tl.constexpr, ORDER: tl.constexpr, ASSEMBLED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program has 256 or 512 inputs, and each of its W warps STEPS times 32 rows."""
+    """A program covers 256 or 512 inputs, and each of its W warps STEPS times 32 rows."""
     if OVERLAP:
         gdc_launch_dependents()
     ROWS: tl.constexpr = 32 * STEPS
     lane = tl.arange(0, 32 * W)
-    # the part of which a program's rows are
+    # the part that contains this program's rows
     block, before, size = tl.program_id(1), 0, size_0
     source, scales, codebook = source_0, scales_0, codebook_0
     blocks_0, blocks_1 = tl.cdiv(size_0, ROWS * W), tl.cdiv(size_1, ROWS * W)
@@ -265,7 +271,7 @@ def sums_kernel(
         source, scales, codebook = source_1, scales_1, codebook_1
     row = (block * W + lane // 32) * ROWS
     units, split, splits = quads * 4, tl.program_id(0), tl.num_programs(0)
-    # what no kernel writes, so that it need not wait for the one before
+    # no kernel writes these, so they are loaded before the wait for the previous kernel
     drawn = ()
     for step in tl.static_range(AHEAD):
         after = row + step * 32
@@ -279,7 +285,7 @@ def sums_kernel(
         for k in tl.static_range(32 // W):
             place = (lane // 32 * (32 // W) + k) * 16 + lane % 32 // 4 * 2 + lane % 2
             numbers = numbers + (tl.load(codebook + place),)
-    # of the rows that a lane has in the end
+    # the rows that a lane reduces at the end
     result = (0 if GLU else before) + row + lane % 32 * STEPS
     end = (0 if GLU else before) + size
     biases, up_biases, gains = (), (), ()
@@ -297,7 +303,7 @@ def sums_kernel(
         gdc_wait()
     IS_BF16: tl.constexpr = out.dtype.element_ty == tl.bfloat16
     KIND: tl.constexpr = "split" if SPLIT else "bf16" if IS_BF16 else "f16"
-    # all that is asked for arrives at once
+    # issue all of these loads together
     squares = ()
     if squares_in is not None:
         for k in tl.static_range(SQUARES):
@@ -310,7 +316,7 @@ def sums_kernel(
         pairs = _pairs(x, lane, split, units, HALVES)
         _write_products(pairs, room, numbers, lane, W, HALVES, ASSEMBLED)
     if ASSEMBLED:
-        # what is read from there needs this result, so that nothing is read before
+        # later reads depend on this result, so that none is moved above the barrier
         room = tl.inline_asm_elementwise(
             WRITTEN, "=r,r", [room], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -337,12 +343,12 @@ def sums_kernel(
                 y += _row_sum(words, places, selectors, room, half, r, ASSEMBLED)
             total = tl.where(q == k, _over(y, 4, W, ASSEMBLED), total)
         tl.store(own + step * 32, total * FACTOR if SPLIT else total)
-    # gates and their ups are handed in at one place
+    # gates and their ups share a counter
     first = (block if GLU else tl.program_id(1)) * W
     hands = splits * (2 if GLU else 1)
     counter = arrivals + first
     if ASSEMBLED:
-        # a number, though one a warp: what follows is done by whole warps
+        # a scalar, although it is one per warp: whole warps execute what follows
         counter += tl.inline_asm_elementwise(WARP, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
         count = tl.inline_asm_elementwise(
             HAND_IN, "=r,l,r", [counter.to(tl.int64), hands - 1],
@@ -391,7 +397,7 @@ def sums_kernel(
 
 @triton.jit
 def _room(tables, partials, num_out, HALVES: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """Where a program's tables are: in shared memory; interpreted, behind each other."""
+    """Return the address of a program's tables in shared memory; a global buffer if interpreted."""
     WORDS: tl.constexpr = HALVES * 64 * 256
     if ASSEMBLED:
         if num_out < 0:
@@ -406,7 +412,7 @@ def _room(tables, partials, num_out, HALVES: tl.constexpr, ASSEMBLED: tl.constex
 def _inputs(
     x, lane, split, units, W: tl.constexpr, HALVES: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """Four inputs of each table that a thread writes a part of."""
+    """Return the four inputs of each table that a thread writes a part of."""
     found = ()
     for k in tl.static_range(8 * HALVES // W):
         column, half = (lane + k * 32 * W) % 64, (lane + k * 32 * W) // 256
@@ -420,7 +426,7 @@ def _inputs(
 def _write_sums(
     inputs, room, levels, lane, W: tl.constexpr, HALVES: tl.constexpr, ASSEMBLED: tl.constexpr
 ):  # fmt: skip
-    """Write a program's tables of levels."""
+    """Write a program's tables of sums for levels."""
     for k in tl.static_range(8 * HALVES // W):
         thread = lane + k * 32 * W
         column, quarter, half = thread % 64, thread // 64 % 4, thread // 256
@@ -448,12 +454,12 @@ def _write_sums(
 
 @triton.jit
 def _pairs(x, lane, split, units, HALVES: tl.constexpr):
-    """Pairs of split inputs: the first factor of products, of 64 columns or of twice as many."""
+    """Return pairs of split inputs: the first operand of products, for 64 or 128 columns."""
     row, found = lane % 32 // 4, ()
     first = split * (16 * HALVES) + row // 4
     at = x + first * 8 + row % 4 + lane % 2 * 4 + lane % 4 // 2 * (units * 8)
     for k in tl.static_range(8 * HALVES):
-        # of the column `8 (k // 2) + 32 (k % 2) + row`
+        # column `8 (k // 2) + 32 (k % 2) + row`
         unit = k // 8 * 16 + k // 2 % 4 * 4 + k % 2 * 2
         found = found + (tl.load(at + unit * 8, mask=first + unit < units, other=0),)
     return found
@@ -463,7 +469,7 @@ def _pairs(x, lane, split, units, HALVES: tl.constexpr):
 def _write_products(
     pairs, room, words, lane, W: tl.constexpr, HALVES: tl.constexpr, ASSEMBLED: tl.constexpr
 ):  # fmt: skip
-    """Write a program's tables of codewords; a warp, of eight at a time."""
+    """Write a program's tables of sums for codewords, eight codewords per warp at a time."""
     c, row = lane % 4, lane % 32 // 4
     for eight in tl.static_range(32 // W):
         entry = (lane // 32 * (32 // W) + eight) * 8 + 2 * c
@@ -495,7 +501,7 @@ def _write_products(
 
 @triton.jit
 def _products(first, second, lower: tl.constexpr, W: tl.constexpr):
-    """A lane's two numbers in the upper or lower eight rows: what the interpreter runs."""
+    """Compute a lane's two numbers in the upper or lower eight rows in the interpreter."""
     total = tl.zeros([W, 8, 8], tl.float32)
     for t in tl.static_range(4):
         for half in tl.static_range(2):
@@ -508,9 +514,9 @@ def _products(first, second, lower: tl.constexpr, W: tl.constexpr):
 
 @triton.jit
 def _four_inputs(x, unit, byte, units, KIND: tl.constexpr):
-    """The inputs that a byte of a unit's indices meets, in float32; split ones not yet larger."""
+    """Return the four float32 inputs of a byte of indices; split ones stay divided by 16."""
     if KIND == "split":
-        # pairs of even places and of odd ones, and then what is left of each
+        # pairs from even and from odd places; then the lower parts of each
         at, is_unit = x + unit * 8 + byte, unit < units
         even, odd = tl.load(at, mask=is_unit, other=0), tl.load(at + 4, mask=is_unit, other=0)
         at += units * 8
@@ -532,13 +538,13 @@ def _four_inputs(x, unit, byte, units, KIND: tl.constexpr):
 
 @triton.jit
 def _order(q, r):
-    """Places of a word's four columns, for a pair's even and its odd word, and their selectors."""
+    """Return columns of a word's four bytes, for the even and odd word of a pair, and selectors."""
     even, odd, selectors = q * 0, q * 0, ()
     for step in tl.static_range(4):
         byte = step ^ r % 4
         even |= (byte + r // 4 * 4 + q * 8) * 4 << 8 * step
         odd |= (byte + (1 - r // 4) * 4 + q * 8) * 4 << 8 * step
-        # the upper half is the sign of a place, which has none
+        # the upper half replicates the sign bit of a column byte, which is zero
         selectors = selectors + (0xCC00 | byte << 4 | 4 + step,)
     return (even, odd), selectors
 
@@ -547,10 +553,10 @@ def _order(q, r):
 def _ahead(
     source, scales, row, size, split, lane, units, LENGTH: tl.constexpr, HALVES: tl.constexpr
 ):  # fmt: skip
-    """A lane's words of each of four rows, and their scales; beyond the inputs, zeros."""
+    """Load a lane's words of four rows and their scales; zeros past the inputs."""
     found = ()
     for k in tl.static_range(4):
-        own = tl.minimum(row + 8 * k + lane % 32 // 4, size - 1)  # beyond the last the last again
+        own = tl.minimum(row + 8 * k + lane % 32 // 4, size - 1)  # rows past the last repeat it
         for half in tl.static_range(HALVES):
             unit = split * (16 * HALVES) + half * 16 + lane % 4 * 4
             place = tl.multiple_of(own.to(tl.int64) * units + unit, 4)
@@ -562,7 +568,7 @@ def _ahead(
 
 @triton.jit
 def _shares(scales, row, unit, units, place, LENGTH: tl.constexpr):
-    """The scales of four units, as stored, or in one word."""
+    """Load the scales of four units as stored, one by one or packed in one word."""
     if scales.dtype.element_ty == tl.int32:
         return (tl.load(scales + place // 4, mask=unit < units, other=0),)
     else:
@@ -574,7 +580,7 @@ def _shares(scales, row, unit, units, place, LENGTH: tl.constexpr):
 def _row_sum(
     drawn, places, selectors, room, half: tl.constexpr, r, ASSEMBLED: tl.constexpr
 ):  # fmt: skip
-    """What four words of a row add up to; of a pair of words, half the lanes swap them."""
+    """Return the sum over a lane's four words of a row; half the lanes swap the words of a pair."""
     words, shares = drawn
     is_swapped = r // 4 == 1
     factors = _factors(shares, is_swapped, ASSEMBLED)
@@ -590,9 +596,9 @@ def _row_sum(
 
 @triton.jit
 def _factors(shares, is_swapped, ASSEMBLED: tl.constexpr):
-    """The scales of four words in their order."""
+    """Return the scales of four words in the order in which the words are used."""
     COUNT: tl.constexpr = len(shares)
-    if shares[0].dtype == tl.int32:  # four of 8 bits
+    if shares[0].dtype == tl.int32:  # four scales of 8 bits
         if ASSEMBLED:
             four = tl.inline_asm_elementwise(
                 SWAP, "=r,r,r", [shares[0], tl.where(is_swapped, 0x2301, 0x3210)],
@@ -612,7 +618,7 @@ def _factors(shares, is_swapped, ASSEMBLED: tl.constexpr):
 
 @triton.jit
 def _scale(bits):
-    """As `decoded`, of 8 bits that are in their place."""
+    """Decode an E5M3 scale whose 8 bits are shifted into place already."""
     return (bits & 0x0FF00000).to(tl.float32, bitcast=True) * 2.0**112
 
 
@@ -620,7 +626,7 @@ def _scale(bits):
 def _word_sum(
     word, places, selectors, room, half: tl.constexpr, pair: tl.constexpr, ASSEMBLED: tl.constexpr
 ):  # fmt: skip
-    """What a word's 16 weights add up to, but for their scale."""
+    """Return the sum of the products of a word's 16 weights, not yet multiplied by their scale."""
     if ASSEMBLED:
         return tl.inline_asm_elementwise(
             _look_up(65536 * half + 128 * pair), "=f" + ",r" * 7,
@@ -637,7 +643,7 @@ def _word_sum(
 
 @triton.jit
 def _over(y, COUNT: tl.constexpr, W: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """Each lane's sum over the COUNT lanes beside each other of which it is one."""
+    """Return each lane's sum over its aligned group of COUNT lanes."""
     if ASSEMBLED:
         for k in tl.static_range(5):
             if 2**k < COUNT:
@@ -655,9 +661,9 @@ def _added(
     found, apart, splits, TILES: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr,
     W: tl.constexpr,
 ):  # fmt: skip
-    """What all programs handed in, twenty at a time; past the first-level cache.
+    """Add the partial sums of all programs, twenty loads at a time; the loads bypass the L1 cache.
 
-    Of gates and ups, which lie so far apart, ten each.
+    Gates and ups, which are `apart` numbers apart, take ten loads each.
     """
     TURN: tl.constexpr = 20 // TILES
     step = tl.arange(0, WIDE)[None, :] + tl.zeros([32 * W, 1], tl.int32)

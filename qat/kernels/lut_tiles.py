@@ -1,7 +1,7 @@
-"""How kernels of a quantized weight cut it into tiles, and the scales of a tile.
+"""The tiling of a quantized weight for kernels, and the scales of a tile.
 
-The weight is seen as runs of consecutive weights: a run is one group where scales are by group,
-else one row. A run is cut into units of E weights; a tile is N runs x U units.
+The weight is seen as runs of consecutive weights: a run is one group if scales are by group, else
+one row. A run is cut into units of E weights; a tile is N runs x U units.
 
 Shapes: O out_features, I in_features, R rank.
 """
@@ -18,27 +18,27 @@ WARPS = 4
 
 
 class FormTile(NamedTuple):
-    """What a program forms."""
+    """The tiling of forming a weight."""
 
     weights: int = 4096
-    """Of a tile, 32 a thread of four warps."""
+    """Weights per tile: 32 per thread of four warps."""
 
 
 class Tiling(NamedTuple):
-    """How the weight is cut into tiles."""
+    """The partition of a weight into tiles."""
 
     num_runs: int
     length: int
-    """Weights of a run."""
+    """Weights per run."""
     rank: int
-    """0 where scales are by group."""
+    """The rank of the scales; 0 if scales are by group."""
     scale_bits: int
     N: int
-    """Runs of a tile."""
+    """Runs per tile."""
     U: int
-    """Units of a run in a tile."""
+    """Units of a run per tile."""
     E: int
-    """Weights of a unit."""
+    """Weights per unit."""
 
     @classmethod
     def of(
@@ -50,9 +50,10 @@ class Tiling(NamedTuple):
         *,
         cuts: bool = False,
     ) -> Self:
-        """Tiles of about `weights` weights. Units of one weight where `unit` does not fill a run.
+        """Return a tiling with about `weights` weights per tile, and units of one weight if needed.
 
-        A group is cut only where it `cuts`, for what needs no sum over it.
+        That is the case if `unit` does not divide a run. A group is split over tiles only with
+        `cuts`, for kernels that do not sum over groups.
         """
         O, I = shape
         if scales.scales is not None:
@@ -73,11 +74,11 @@ class Tiling(NamedTuple):
 
     @property
     def num_warps(self) -> int:
-        """More where one group alone is larger than a tile should be."""
+        """Warps per program; more if a single group is larger than a tile should be."""
         return min(max(self.N * self.U * self.E // 1024, WARPS), 32)
 
     def constants(self) -> dict[str, int]:
-        """The kernels' arguments that are no tensors."""
+        """Return the kernels' arguments that are not tensors."""
         return {
             "num_runs": self.num_runs,
             "LENGTH": self.length,
@@ -90,20 +91,20 @@ class Tiling(NamedTuple):
 
 
 def scale_operands(scales: Scales) -> tuple[Tensor | None, ...]:
-    """The tensors of `Scales` in its order, None for those of the other form."""
+    """Return the tensors of `Scales` in field order, None for those of the other form."""
     parts = scales.present()
     return tuple(parts[name].contiguous() if name in parts else None for name in SCALE_NAMES)
 
 
 LARGEST_E5M3 = tl.constexpr(LARGEST)
-"""The bits of the largest stored number, as a float16's."""
+"""The bits of the largest E5M3 number, as a float16."""
 
 
 @triton.jit
 def units_of_tile(
     tile, num_runs, LENGTH: tl.constexpr, N: tl.constexpr, U: tl.constexpr, E: tl.constexpr
 ):
-    """Run and first column in it of each unit of a tile, `(N * U,)`, and whether it exists."""
+    """Return each unit's run and first column, `(N * U,)`, and whether it exists."""
     ACROSS: tl.constexpr = (LENGTH + U * E - 1) // (U * E)
     unit = tl.arange(0, N * U)
     run = tile // ACROSS * N + unit // U
@@ -116,7 +117,7 @@ def read_gradient(
     tile, dW, scales, num_runs,
     LENGTH: tl.constexpr, R: tl.constexpr, N: tl.constexpr, U: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """A tile's units (`units_of_tile`), their gradient and their group's scale, as they lie."""
+    """Load a tile's units (`units_of_tile`), their gradient and their group's scale, as stored."""
     run, column, is_unit = units_of_tile(tile, num_runs, LENGTH, N, U, E)
     place = (run * LENGTH + column)[:, None] + tl.arange(0, E)[None, :]
     dW = tl.load(dW + place, mask=is_unit[:, None], other=0)
@@ -131,7 +132,7 @@ def low_rank_scale(
     scale_out, rank_gain, scale_in, run, column, is_unit,
     LENGTH: tl.constexpr, R: tl.constexpr, SCALE_BITS: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """`A diag(g) B` of each weight, `(units, E)`, summed in the order of the reference."""
+    """Return `A diag(g) B` of each weight, `(units, E)`, summed in the order of the reference."""
     S = tl.zeros([run.shape[0], E], tl.float32)
     columns = column[:, None] + tl.arange(0, E)[None, :]
     for r in range(R):
@@ -144,7 +145,7 @@ def low_rank_scale(
 
 @triton.jit
 def as_stored(scale, SCALE_BITS: tl.constexpr):
-    """float32 after a round trip through what a checkpoint stores: itself, float16 or E5M3."""
+    """Round float32 to what a checkpoint stores (float32, float16 or E5M3) and convert it back."""
     if SCALE_BITS == 32:
         return scale
     elif SCALE_BITS == 16:
@@ -152,8 +153,8 @@ def as_stored(scale, SCALE_BITS: tl.constexpr):
     else:
         half = tl.where(scale < 0, 0.0, scale).to(tl.float16)
         bits = half.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
-        # the seven bits that E5M3 lacks are rounded off, ties to even
+        # round off the seven bits that E5M3 does not have, ties to even
         cut = tl.minimum((bits + 63 + ((bits >> 7) & 1)) >> 7 << 7, LARGEST_E5M3)
-        # what is not finite stays so
+        # infinity and NaN are kept
         kept = tl.where(bits < 0x7C00, cut, bits).to(tl.int16).to(tl.float16, bitcast=True)
         return kept.to(tl.float32)

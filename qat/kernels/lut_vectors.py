@@ -1,33 +1,34 @@
-"""The kernels of `lut_weight` where an index names a codeword: choose, form, pull back.
+"""The kernels of `lut_weight` for codebooks of vectors: choose, form and pull back.
 
-`choose` finds the codeword of each vector of a latent weight; form and pull back read indices, its
-own or packed ones. A unit of a tile (`lut_tiles`) is a vector.
+`choose` finds the codeword of each vector of a latent weight; form and pull back read the indices
+that it wrote, or packed ones. A unit of a tile (`lut_tiles`) is a vector.
 
-**Choose** is bound by comparisons: C a vector. The score `(w s) . c - s^2 . c^2 / 2` of a codeword
-is largest where `|w - s c|` is least. Divided by the square of the largest |s| of the vector, it is
-a product of float16 parts on tensor cores:
+**Choose** is bound by comparisons: C per vector. The score `(w s) . c - s^2 . c^2 / 2` of a
+codeword is largest where `|w - s c|` is smallest. Divided by the square of the largest |s| of the
+vector, it is a product of float16 parts on tensor cores:
 
     sum_j p_j c_j - u_j^2 c_j^2 / 2,   u = s / max |s|,   p = w u / max |s|
 
-with p, and the squares, as a high part and what is left of it (`_pulls`, `_entries`). With group
-scales `u_j^2` is 1 and the sum of squares one number a codeword, so that d = 4 fills one step of
-K = 16. That score errs by at most E (`_margin`): the nearest codeword is among those within 2 E of
-the best. One maximum a score finds the best group of 8 codewords, and the best of these 8 is found
-in float32. Where either is not the only one within 2 E, which is 0.2 % of all vectors, one program
-goes through all codewords of that vector in float64, as the reference does: so the result is the
-reference's.
+where p and the squares are split into a high part and the remainder (`_pulls`, `_entries`). With
+group scales `u_j^2` is 1 and the sum of squares is one number per codeword, so that d = 4 fills one
+step of K = 16. That score errs by at most E (`_margin`): the nearest codeword is among those within
+2 E of the best. One maximum per score finds the best group of FEW codewords, and the best of these
+is found in float32. If either is not the only one within 2 E (0.2 % of all vectors), one program
+scores all codewords of that vector in float64, as the reference does. The result therefore equals
+the reference's.
 
 440 million weights as vectors of 4 and 256 codewords are 28 billion scores. Compiled for Hopper, a
-tile of 64 vectors takes 600 instructions a warp, 330 of them (140 maxima) in a pipe of 16 lanes:
-4.7 ms of it at 1.8 GHz on 132 multiprocessors. The products are 0.9 PFLOP, 1.1 ms beside that. All
-in float32 without tensor cores is four steps more a score, and all in float64 over 9 ms.
+tile of 64 vectors takes 600 instructions per warp, of which 330 (140 maxima) run in a pipe of 16
+lanes: 4.7 ms at 1.8 GHz on 132 multiprocessors. The products are 0.9 PFLOP, 1.1 ms in parallel.
+Scores in float32 without tensor cores take four more steps each; scores in float64 over 9 ms.
 
-**Pull back** sums `dW * S` by codeword as a product with one-hot rows, of two parts: index = high *
-LOW + low. The rows of `high` times a matrix that holds each vector in the columns of its `low`,
-`(C / LOW, V) x (V, LOW * d)`, cost about a third of C comparisons a vector. The vectors are split
-into two numbers of 11 bits, so that a product with one loses nothing; sums of a tile are added in
-float32, those of programs in float64. Compiled for Hopper, a tile of 128 vectors takes 490
-instructions a warp, 250 of them in the pipe of 16 lanes: 1.8 ms for the same 440 million weights.
+**Pull back** sums `dW * S` by codeword as a product with one-hot rows, split in two: index = high *
+LOW + low. The one-hot rows of `high` are multiplied by a matrix that holds each vector in the
+columns of its `low`, `(C / LOW, V) x (V, LOW * d)`, for about a third of C comparisons per vector.
+The values are split into two numbers of 11 bits, so that a product with one is exact; sums of a
+tile are added in float32, those of programs in float64. Compiled for Hopper, a tile of 128 vectors
+takes 490 instructions per warp, 250 of them in the pipe of 16 lanes: 1.8 ms for the same 440
+million weights.
 
 Shapes: V vectors of a tile, d weights of a vector, C codewords, K terms of a score.
 """
@@ -51,40 +52,41 @@ from qat.kernels.tuned import chosen
 from qat.quant.weight import CODEWORD_STEPS, PackedIndices, Scales
 
 HELD = 4096
-"""Sums of a codebook that four warps hold; eight hold more."""
+"""The most sums of a codebook for which four warps have registers; more take eight."""
 
 
 class ChooseTile(NamedTuple):
-    """What a program chooses codewords for."""
+    """The tiling of `choose`."""
 
     vectors: int = 128
-    """Of a tile."""
+    """Vectors per tile."""
     chunk: int = 64
-    """Codewords whose scores are held at a time: with 128 vectors, 64 numbers a thread."""
+    """Codewords whose scores are held at a time: 64 numbers per thread with 128 vectors."""
     few: int = 4
-    """Codewords of a group, the best of which is found one by one."""
+    """Codewords per group; the best of the best group is then found one by one."""
     tiles: int = 8
-    """Tiles of a program, so that preparing the codebook costs little."""
+    """Tiles per program, which spreads the cost of preparing the codebook."""
     warps: int = 4
 
 
 class ReduceTile(NamedTuple):
-    """What a program sums by codeword."""
+    """The tiling of `reduce`."""
 
     vectors: int = 128
     programs: int = 396
-    """Share all tiles: three for each multiprocessor of a large GPU."""
+    """Programs that share all tiles: three for each multiprocessor of a large GPU."""
 
     @classmethod
     def of(cls, C: int, d: int) -> Self:
-        """Fewer vectors where the sums take most registers."""
+        """Return the default: fewer vectors if the sums take most registers."""
         return cls() if C * d <= HELD else cls(vectors=64)
 
 
 def choose(latent: Tensor, codebook: Tensor, scales: Scales, out: Tensor) -> None:
     """Write the index of each vector of a latent weight `(O, I)` into `out`, `(O, I / d)`.
 
-    `qat.quant.codebook.nearest_codewords` under the scales as stored, to the bit.
+    The result is that of `qat.quant.codebook.nearest_codewords` under the stored scales, to the
+    bit.
     """
     C, d = codebook.shape
     cut = chosen("vectors_choose", (*latent.shape, C, d), ChooseTile(), out.device)
@@ -120,15 +122,15 @@ def reduce(
     wants_codebook: bool,
     wants_scales: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`d_codebook`, and the gradient of group scales `(O, G)` or else `dS` `(O, I)`.
+    """Return `d_codebook`, and the gradient of group scales `(O, G)` or else `dS` `(O, I)`.
 
-    Reads `dW` once. The same bits each time.
+    `dW` is read once. The result is deterministic.
     """
     C, d = codebook.shape
     cut = chosen("vectors_reduce", (*source.shape, C, d), ReduceTile.of(C, d), dW.device)
     tiling = Tiling.of(source.shape, scales, cut.vectors * d, d)
     num_programs = min(tiling.num_tiles, cut.programs)
-    # rows and columns of the product: a row costs one comparison a vector, a column about four
+    # rows and columns of the product: a row costs one comparison per vector, a column about four
     low = max(16 // d, 2 ** ((C // (4 * d)).bit_length() // 2))
     high = max(triton.cdiv(C, low), 16)
     new = {"device": dW.device, "dtype": torch.float32}
@@ -155,9 +157,9 @@ def reduce(
 
 
 def round_codewords(codebook: Tensor, out: Tensor) -> None:
-    """Write the nearest multiples of `1 / CODEWORD_STEPS` below 2: one kernel for four of PyTorch.
+    """Write the nearest multiples of `1 / CODEWORD_STEPS` below 2; one kernel replaces four.
 
-    `qat.quant.weight.round_levels` of 8 bits, to the bit.
+    The result is that of `qat.quant.weight.round_levels` with 8 bits, to the bit.
     """
     count = codebook.numel()
     _round_kernel[(triton.cdiv(count, 1024),)](
@@ -182,7 +184,7 @@ def _choose_kernel(
     next_w, next_S = _read_latent(tile, latent, scales, num_runs, LENGTH, R, N, U, E)
     while tile < end:
         w, S = next_w, as_stored(next_S, SCALE_BITS)[:, None]
-        # the next tile is on its way while this one is computed
+        # prefetch the next tile while this one is computed
         next_w, next_S = _read_latent(tile + 1, latent, scales, num_runs, LENGTH, R, N, U, E)
         run, column, is_unit = units_of_tile(tile, num_runs, LENGTH, N, U, E)
         if R > 0:
@@ -196,13 +198,13 @@ def _choose_kernel(
         for start in range(SPAN, C, SPAN):
             later, _, _ = _span(codebook, start, R, E, C, CHUNK, PARTS, FEW, SPAN)
             top, in_span = _search(pulls, later, margin, start, C, CHUNK, FEW, SPAN)
-            # a best score that another one surpasses by the margin counts no more
+            # groups found before do not count if a new best score exceeds theirs by the margin
             now = tl.maximum(best, top)
             found = tl.where(best >= now - margin, found, 0.0)
             found += tl.where(top >= now - margin, in_span, 0.0)
             best = now
         few, is_one_group = _one_of(found, C // FEW)
-        # of a few codewords in a row, one by one
+        # score the FEW codewords of the best group one by one
         word = few[:, None] * FEW + tl.arange(0, FEW)[None, :]
         words = tl.load(codebook + word[:, :, None] * E + tl.arange(0, E)[None, None, :])
         pulled = words * (p[:, None, :] - words * (u * u * 0.5)[:, None, :])
@@ -210,7 +212,7 @@ def _choose_kernel(
         enough = (tl.max(scores, axis=1) - margin)[:, None]
         named = 2.0 * FEW + tl.arange(0, FEW).to(tl.float32)[None, :]
         place, is_one = _one_of(tl.sum(tl.where(scores >= enough, named, 0.0), axis=1), FEW)
-        # where every scale is zero all codewords are equal; so are they beyond the weight
+        # all codewords are equal if every scale is zero, and for vectors past the weight
         index = tl.where(largest > 0, few * FEW + place, 0)
         is_sure = is_one_group & is_one & (margin < float("inf"))
         unsure = tl.where(is_sure | (largest == 0), 0, 1)
@@ -233,11 +235,11 @@ def _read_latent(
     tile, latent, scales, num_runs,
     LENGTH: tl.constexpr, R: tl.constexpr, N: tl.constexpr, U: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """What a tile reads once, as it lies: latent weights, group scales."""
+    """Load a tile's latent weights and group scales, as stored."""
     run, column, is_unit = units_of_tile(tile, num_runs, LENGTH, N, U, E)
     place = (run * LENGTH + column)[:, None] + tl.arange(0, E)[None, :]
-    # float32 here, so that it is carried from tile to tile as such: a bfloat16 was divided anew for
-    # each layout that needs the quotient
+    # convert to float32 here, so that tiles are carried in float32: a bfloat16 was divided again
+    # for each layout that needs the quotient
     w = tl.load(latent + place, mask=is_unit[:, None], other=0).to(tl.float32)
     if R > 0:
         return w, tl.full([1], 1.0, tl.float32)
@@ -247,7 +249,7 @@ def _read_latent(
 
 @triton.jit
 def _scaled(w, S):
-    """`p` and `u`, and the largest |S| of each vector."""
+    """Return `p` and `u`, and the largest |S| of each vector."""
     largest = tl.max(tl.abs(S), axis=1)
     inverse = (1.0 / tl.where(largest == 0, 1.0, largest))[:, None]
     u = S * inverse
@@ -256,7 +258,7 @@ def _scaled(w, S):
 
 @triton.jit
 def _pulls(p, u, R: tl.constexpr, PARTS: tl.constexpr):
-    """What a tile multiplies codewords by, `(V, K)`: see `_entries`."""
+    """Return the left operand of a tile's scores, `(V, K)`; `_entries` is the right one."""
     V: tl.constexpr = p.shape[0]
     E: tl.constexpr = p.shape[1]
     high = p.to(tl.float16)
@@ -279,11 +281,11 @@ def _entries(
     R: tl.constexpr, E: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     FEW: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of codewords as `_pulls` meets them, `(K, CHUNK)`; the largest |c| and |c|^2 / 2.
+    """Return a chunk of codewords as right operand `(K, CHUNK)`; the largest |c| and |c|^2 / 2.
 
-    Part by part of K: twice the codewords, for the high and the low part of p; then their squares,
-    high and low parts too. Columns are so ordered that `_search` finds FEW codewords in a row among
-    the scores of one thread.
+    K consists of parts: the codewords twice, for the high and the low part of p; then their
+    squares, also as high and low parts. The order of columns puts the scores of FEW consecutive
+    codewords into one thread, for `_search`.
     """
     column = tl.arange(0, CHUNK)
     block, within = column // (4 * FEW), column % (4 * FEW)
@@ -314,7 +316,7 @@ def _span(
     R: tl.constexpr, E: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     FEW: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """The chunks of SPAN codewords, and the largest |c| and |c|^2 / 2 among them."""
+    """Return the chunks of SPAN codewords, and the largest |c| and |c|^2 / 2 among them."""
     chunks = ()
     most, most_half = 0.0, 0.0
     for k in tl.static_range((SPAN + CHUNK - 1) // CHUNK):
@@ -329,10 +331,10 @@ def _search(
     pulls, chunks, margin, start,
     C: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """The best score of a span of codewords, and which groups come near it (`_one_of`), `(V,)`.
+    """Return the best score of a span, and a sum encoding the groups near it (`_one_of`), `(V,)`.
 
-    A group is FEW codewords in a row. Tensor cores leave a thread columns 8 j + 2 lane + 0 and 1 of
-    a row: there a maximum over a group's scores needs no other thread.
+    A group is FEW consecutive codewords. Tensor cores leave columns 8 j + 2 lane + 0 and 1 of a
+    row in one thread: a maximum over a group's scores there needs no other thread.
     """
     V: tl.constexpr = pulls.shape[0]
     BLOCKS: tl.constexpr = CHUNK // (4 * FEW)
@@ -360,27 +362,27 @@ def _search(
 
 @triton.jit
 def _one_of(found, COUNT: tl.constexpr):
-    """Which of COUNT was found, and whether it is the only one: a sum of 2 COUNT + i for each."""
+    """Decode a sum of 2 COUNT + i over the found i: return i, and whether it is the only one."""
     is_one = (found >= 2.0 * COUNT) & (found < 4.0 * COUNT)
     return tl.where(is_one, found - 2.0 * COUNT, 0.0).to(tl.int32), is_one
 
 
 @triton.jit
 def _margin(total, most, most_half, K: tl.constexpr):
-    """2 E: how far below the best score that of the nearest codeword may lie, `(V,)`.
+    """Return 2 E: how far the nearest codeword's score may be below the best, `(V,)`.
 
     With a = `most` and H = `most_half`, no term of a score is larger than M = a * sum |p| + H, nor
     is the sum of all. A score errs by
     - 2^-20 M: p and u^2 are products of up to four rounded numbers, quotients good to two units in
       the last place; |c|^2 / 2 is rounded nine times;
-    - 2^-20 M: what two parts leave of a p or a square, 2^-22 of it, and the product of both low
-      parts of squares;
-    - 2^-22 (a + 1): the same below the smallest normal float16, 2^-25 of each of up to 8 terms;
-    - (K + 1) 2^-22 M: tensor cores align 16 products at a time, which are exact, and what was
-      summed before, and cut what lies below 2^-23 of the largest.
-    E = (K + 16) 2^-22 M + 2^-22 (a + 1) covers them, and the rounding of what is compared; in
-    float32 (a few codewords, one by one) less. It is infinite where a float16 may not hold a p or
-    the squares, or not a number: such a vector is left to float64.
+    - 2^-20 M: the remainder of a p or a square after two parts, 2^-22 of it, and the product of
+      both low parts of squares;
+    - 2^-22 (a + 1): the same below the smallest normal float16, 2^-25 for each of up to 8 terms;
+    - (K + 1) 2^-22 M: tensor cores align 16 products at a time, which are exact, with the sum so
+      far, and truncate below 2^-23 of the largest.
+    E = (K + 16) 2^-22 M + 2^-22 (a + 1) covers these, and the rounding of the compared numbers; in
+    float32 (a few codewords, one by one) the error is smaller. It is infinite if float16 might
+    not hold a p or the squares, or if they are not numbers: such vectors are scored in float64.
     """
     M = most * total + most_half
     E = (K + 16) * 2.0**-22 * M + 2.0**-22 * (most + 1.0)
@@ -393,7 +395,7 @@ def _exact_index(
     LENGTH: tl.constexpr, R: tl.constexpr, SCALE_BITS: tl.constexpr, N: tl.constexpr,
     U: tl.constexpr, E: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The codeword of unit `one` of a tile by scores in float64, the lowest of equal ones."""
+    """Return the best codeword of unit `one` of a tile by scores in float64; ties: the lowest."""
     ACROSS: tl.constexpr = (LENGTH + U * E - 1) // (U * E)
     run = tile // ACROSS * N + one // U
     column = (tile % ACROSS * U + one % U) * E
@@ -422,7 +424,7 @@ def _scale_of_one(
     scale_out, rank_gain, scale_in, run, column,
     LENGTH: tl.constexpr, R: tl.constexpr, SCALE_BITS: tl.constexpr,
 ):  # fmt: skip
-    """The low-rank scale of one weight, `(1,)`."""
+    """Return the low-rank scale of one weight, `(1,)`."""
     is_unit = tl.full([1], 1, tl.int1)
     runs, columns = run + tl.arange(0, 1), column + tl.arange(0, 1)
     S = low_rank_scale(
@@ -466,7 +468,7 @@ def _reduce_kernel(
     while tile < num_tiles:
         values, index = next_dW.to(tl.float32), next_index
         S = as_stored(next_S, SCALE_BITS)[:, None]
-        # the next tile is on its way while this one is computed
+        # prefetch the next tile while this one is computed
         next_dW, next_index, next_S = _read_tile(
             tile + step, dW, octets, scales, num_runs, in_features, width, LENGTH, R, N, U, E, BITS,
             STEP,
@@ -495,7 +497,7 @@ def _reduce_kernel(
 
 @triton.jit
 def _total_kernel(d_codebook, partials, programs, width, count, ROWS: tl.constexpr):
-    """What all programs summed, in float64: eight numbers of the codebook."""
+    """Add up all programs' sums in float64, for eight numbers of the codebook."""
     row, column = tl.arange(0, ROWS)[:, None], tl.program_id(0) * 8 + tl.arange(0, 8)
     is_one = (row < programs) & (column < count)[None, :]
     sums = tl.load(partials + row * width + column[None, :], mask=is_one, other=0).to(tl.float64)
@@ -507,7 +509,7 @@ def _round_kernel(out, codebook, count, STEPS: tl.constexpr, BLOCK: tl.constexpr
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     steps = tl.load(codebook + place, mask=place < count, other=0) * STEPS
     steps = tl.clamp(steps, -127.0, 127.0, propagate_nan=tl.PropagateNan.ALL)
-    # to the nearest whole number, ties to the even one: no float32 of this size has a fraction
+    # round to the nearest integer, ties to even: float32 numbers of this size have no fraction
     whole = (steps + 12582912.0) - 12582912.0
     tl.store(out + place, whole / STEPS, mask=place < count)
 
@@ -518,7 +520,7 @@ def _read_tile(
     LENGTH: tl.constexpr, R: tl.constexpr, N: tl.constexpr, U: tl.constexpr, E: tl.constexpr,
     BITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """What a tile reads once, as it lies: gradient, indices, group scales."""
+    """Load a tile's gradient, indices and group scales, as stored."""
     run, column, is_unit, dW, S = read_gradient(tile, dW, scales, num_runs, LENGTH, R, N, U, E)
     index = _read_index(octets, run, column, is_unit, in_features, width, LENGTH, BITS, STEP, E)
     return dW, index, S
@@ -529,13 +531,13 @@ def _read_index(
     octets, run, column, is_unit, in_features, width,
     LENGTH: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """The packed index of each unit, `(V,)`: BITS bits, the last STEP of them its own."""
+    """Load the index of each unit, `(V,)`: BITS bits, the last STEP of which belong to it alone."""
     first = run * LENGTH + column
     bit = (first % in_features // E + 1) * STEP - BITS
     octet = octets + first // in_features * width + (bit >> 3)
-    # before its row a trellis has zeros
+    # the bits before the start of a trellis row are zeros
     word = tl.load(octet, mask=is_unit & (bit >= 0), other=0).to(tl.int32)
-    if 8 % BITS > 0 or STEP < BITS:  # an index may begin in one octet and end in the next
+    if 8 % BITS > 0 or STEP < BITS:  # an index may span two octets
         is_cut = is_unit & ((bit & 7) + BITS > 8) & (bit > -8)
         word |= tl.load(octet + 1, mask=is_cut, other=0).to(tl.int32) << 8
     return (word >> (bit & 7)) & (2**BITS - 1)
@@ -543,13 +545,13 @@ def _read_index(
 
 @triton.jit
 def _words(codebook, index, E: tl.constexpr):
-    """`codebook[index]`, `(V, d)`: a codeword lies in one piece, and the codebook in the cache."""
+    """Load `codebook[index]`, `(V, d)`; a codeword is contiguous, and the codebook stays cached."""
     return tl.load(codebook + index[:, None] * E + tl.arange(0, E)[None, :])
 
 
 @triton.jit
 def _sum_by_word(values, index, HIGH: tl.constexpr, LOW: tl.constexpr):
-    """The sums of a tile's `values` where each codeword is chosen, `(HIGH, LOW * d)`."""
+    """Sum a tile's `values` by codeword, `(HIGH, LOW * d)`."""
     V: tl.constexpr = values.shape[0]
     E: tl.constexpr = values.shape[1]
     low = tl.arange(0, LOW)[None, :, None]
@@ -557,7 +559,7 @@ def _sum_by_word(values, index, HIGH: tl.constexpr, LOW: tl.constexpr):
     spread = tl.reshape(tl.where(is_low, values[:, None, :], 0.0), (V, LOW * E))
     is_high = (index // LOW)[None, :] == tl.arange(0, HIGH)[:, None]
     rows = tl.where(is_high, 1.0, 0.0)
-    # eleven bits of each number, and of what they leave: a product of tf32 reads no more
+    # 11 bits of each number, and 11 of its remainder: a tf32 product reads no more
     high = (spread.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
     rest = spread - high
     rest = (rest.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)

@@ -1,18 +1,19 @@
-"""Form and pull back: the two ends of a training step around ordinary matmuls.
+"""Form a weight and pull its gradient back: the steps around ordinary matmuls in training.
 
-`form` writes `W = codebook[indices] * S`; `pull_back` reduces `dW` to the gradients of what learns.
-The pull-back is linear in `dW`, so micro-batches add up.
+`form` writes `W = codebook[indices] * S`; `pull_back` reduces `dW` to gradients of the trained
+parts. The pull-back is linear in `dW`, so micro-batches may be added up first.
 
-The indices come from a `source`: packed ones, or a latent weight `(O, I)` of any float dtype, whose
-index is that of the level nearest to it under the scales (`qat.quant.codebook.latent_indices`).
-Scales are taken as they learn, in float32; both functions compute with them rounded to what a
-checkpoint stores, which changes nothing where they are rounded already.
+The indices come from a `source`: packed indices, or a latent weight `(O, I)` of any float dtype,
+whose index is that of the nearest level under the scales (`qat.quant.codebook.latent_indices`).
+Scales are passed as they are trained, in float32; both functions round them to what a checkpoint
+stores, which changes nothing if they are rounded already.
 
-The kernels see the weight as runs of consecutive weights: a run is one group where scales are by
-group, else one row. A run is cut into units of 8 weights, or of 1 where 8 do not fill it: a thread
-reads the indices of a unit as one word, and neighbouring threads store side by side (all linears of
-0.6B form in 0.52 ms instead of 0.95 on an H200). A tile is N runs x U units. The products that say
-which weight is formed are rounded one by one, as the reference rounds them: no fused multiply-add.
+The kernels see the weight as runs of consecutive weights: a run is one group if scales are by
+group, else one row. A run is cut into units of 8 weights, or of 1 if 8 do not divide it. A thread
+reads the indices of a unit as one word, and neighbouring threads store contiguously (forming all
+linears of a 0.6B model takes 0.52 ms instead of 0.95 on an H200). A tile is N runs x U units. The
+products that determine the formed weight are rounded one by one, as in the reference: no fused
+multiply-add.
 
 Shapes: O out_features, I in_features, G groups per row, C codebook entries, R rank, d weights that
 an index names.
@@ -50,20 +51,22 @@ from qat.quant.weight import (
 )
 
 MOST_LEVELS = 16
-"""Levels that a kernel's threads hold."""
+"""The most levels that the kernels support, as threads hold all of them in registers."""
 REDUCE_WEIGHTS = 2048
-"""Weights of a tile that reduces, 16 a thread: a thread holds one tile and draws the next."""
+"""Weights per tile of the reduction, 16 per thread: a thread holds one tile and prefetches the
+next."""
 REDUCE_PROGRAMS = 384
-"""Programs that share all tiles, about three for each multiprocessor of a large GPU: each sums its
-levels across threads once, and the last one adds up what all of them found."""
+"""Programs that share all tiles, about three for each multiprocessor of a large GPU. Each program
+reduces its levels across threads once, and the last one adds up the partial sums of all."""
 UNIT = 8
-"""Weights of a unit: whole bytes of indices, and the 16 bytes of bf16 a thread moves at once."""
+"""Weights per unit: whole bytes of indices, and 16 bytes of bf16, the most a thread moves at
+once."""
 WORDS = {2: torch.int16, 4: torch.int32}
-"""The word that holds the indices of a unit, by bits of one."""
+"""The integer type that holds the indices of a unit, keyed by bits per index."""
 
 
 def levels_as_stored(codebook: Tensor, level_bits: int, *, out: Tensor | None = None) -> Tensor:
-    """`qat.quant.weight.round_levels`, into `out` if it is given: one kernel on a GPU."""
+    """Do what `qat.quant.weight.round_levels` does, into `out` if given; one kernel on a GPU."""
     if level_bits == 8 and _by_kernel(codebook):
         out = torch.empty_like(codebook) if out is None else out
         lut_vectors.round_codewords(codebook, out)
@@ -80,11 +83,12 @@ def choose(
     trellis_bits: int = 0,
     out: PackedIndices | None = None,
 ) -> PackedIndices | Tensor:
-    """A source that forms the same weight with no search: indices of a latent one's codewords.
+    """Return a source that forms the same weight without a search: a latent's codeword indices.
 
-    A byte for each vector, or two, or for each weight of a trellis, written into `out` where that
-    has room. Every other source is as fast as it is: the level of a latent weight is found while it
-    is read. `form` and `pull_back` know nothing of a trellis: its latent weights come here first.
+    Indices take one or two bytes per vector, or per weight of a trellis, and are written into
+    `out` if its shape and device match. Other sources are returned unchanged, as they need no
+    preparation: the level of a latent weight is found while it is read. `form` and `pull_back` do
+    not handle a trellis; its latent weights must be converted here first.
     """
     if isinstance(source, PackedIndices) or codebook.dim() == 1:
         return source
@@ -114,9 +118,9 @@ def form(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`W = codebook[indices] * S`, `(O, I)`: computed in float32, rounded once to `dtype`.
+    """Return `W = codebook[indices] * S`, `(O, I)`: computed in float32, rounded once to `dtype`.
 
-    The same bits on every device. Written into `out` of that dtype if it is given.
+    The result is bit-identical on all devices. It is written into `out` of that dtype if given.
     """
     if out is None:
         out = torch.empty(source.shape, dtype=dtype, device=codebook.device)
@@ -146,7 +150,7 @@ def pull_back(
     *,
     wanted: Collection[str],
 ) -> dict[str, Tensor]:
-    """The gradients that `dW` `(O, I)` implies, in float32, of those parts that are `wanted`.
+    """Return the float32 gradients of the parts in `wanted` for the gradient `dW` `(O, I)`.
 
     `wanted` holds names of parts: `codebook` and the fields of `Scales`. With
     `dS = dW * codebook[indices]`: group scales sum `dS` over the group; with `S = A diag(g) B`,
@@ -173,7 +177,7 @@ def pull_back(
 
 
 def _by_kernel(codebook: Tensor) -> bool:
-    """Whether a Triton kernel computes: not where levels are many."""
+    """Return whether a Triton kernel supports this codebook; scalar codebooks must be small."""
     is_known = codebook.dim() > 1 or codebook.numel() <= MOST_LEVELS
     return use_triton(codebook) and is_known
 
@@ -187,12 +191,12 @@ def _reduce(
     wants_codebook: bool,
     wants_scales: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`d_codebook`, and the gradient of group scales `(O, G)` or else `dS` `(O, I)`."""
+    """Return `d_codebook`, and the gradient of group scales `(O, G)` or else `dS` `(O, I)`."""
     dW = dW.float()
     weight, S = _weight_and_scale(source, codebook, scales)
     d_codebook = dS = None
     if wants_codebook:
-        # in float64, where no order of summation, not even that of atomics, moves the float32
+        # in float64, where no order of summation, not even that of atomics, changes the float32
         # result by more than its last bit
         C, d = len(codebook), vector_size(codebook)
         indices, parts = weight.indices.long(), (dW * S).double().view(len(dW), -1, d)
@@ -237,9 +241,10 @@ def _reduce_by_kernel(
     wants_codebook: bool,
     wants_scales: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of codebook and scales as `lut_weight` wants them; reads `dW` once.
+    """Return what `_reduce` returns, computed by a kernel that reads `dW` once.
 
-    The same bits each time. Calls on one device must follow each other, as on one stream they do.
+    The result is deterministic. Calls on one device must run one after another, as they do on one
+    stream.
     """
     if isinstance(source, PackedIndices) and codebook.dim() > 1:
         wants = {"wants_codebook": wants_codebook, "wants_scales": wants_scales}
@@ -247,7 +252,7 @@ def _reduce_by_kernel(
     tiling = Tiling.of(source.shape, scales, REDUCE_WEIGHTS, UNIT)
     most = REDUCE_PROGRAMS if wants_codebook else 2 * REDUCE_PROGRAMS
     rounds = triton.cdiv(tiling.num_tiles, most)
-    num_programs = triton.cdiv(tiling.num_tiles, rounds)  # so that all do equally much
+    num_programs = triton.cdiv(tiling.num_tiles, rounds)  # an equal share for each program
     new = {"device": dW.device, "dtype": torch.float32}
     d_levels = d_scales = partials = arrivals = None
     if wants_codebook:
@@ -262,7 +267,7 @@ def _reduce_by_kernel(
         num_tiles=tiling.num_tiles, **_constants(tiling, source, codebook),
         THREADS=min(32 * tiling.num_warps, tiling.N * tiling.U),
         PROGRAMS=triton.next_power_of_2(REDUCE_PROGRAMS),
-        # a low-rank scale also says which level is nearest
+        # a low-rank scale also determines which level is nearest
         enable_fp_fusion=scales.scales is not None, num_warps=tiling.num_warps,
     )  # fmt: skip
     return d_levels, d_scales
@@ -272,10 +277,10 @@ _ARRIVALS: dict[torch.device, Tensor] = {}
 
 
 def _arrivals(device: torch.device) -> Tensor:
-    """How many programs of the running reduction have stored their sums: its last one resets it.
+    """Return the counter of programs that have stored their sums; the last program resets it.
 
-    Kept, so that no call has to write a zero. In a capture nothing runs yet that could write it:
-    there the graph gets its own.
+    The tensor is kept, so that no call has to write a zero. Nothing runs during a capture that
+    could write it: a graph captured before the first call gets a tensor of its own.
     """
     if device in _ARRIVALS:
         return _ARRIVALS[device]
@@ -286,7 +291,7 @@ def _arrivals(device: torch.device) -> Tensor:
 
 
 def _constants(tiling: Tiling, source: PackedIndices | Tensor, codebook: Tensor) -> dict[str, int]:
-    """The kernels' arguments that are no tensors."""
+    """Return the kernels' arguments that are not tensors."""
     is_packed = isinstance(source, PackedIndices)
     return tiling.constants() | {
         "in_features": source.shape[1],
@@ -346,7 +351,7 @@ def _reduce_kernel(
     while tile < num_tiles:
         values, drawn = next_dW.to(tl.float32), next_drawn
         S = as_stored(next_S, SCALE_BITS)[:, None]
-        # the next tile is on its way while this one is computed
+        # prefetch the next tile while this one is computed
         next_dW, next_drawn, next_S = _read_tile(
             tile + step, dW, source, scales, num_runs, in_features, width, LENGTH, BITS, R, N, U, E
         )
@@ -357,7 +362,7 @@ def _reduce_kernel(
             )
         index = chosen_index(drawn, middles, S, BITS, C, R, E)
         if d_levels is not None:
-            # the levels of a unit are summed before they meet a scale that it shares
+            # sum by level within a unit first, then multiply by the scale that the unit shares
             by_level = _sum_by_level(values if R == 0 else values * S, index, SLOTS)
             of_codebook = by_level * S if R == 0 else by_level
             sums += tl.sum(tl.reshape(of_codebook, (N * U // THREADS, THREADS, SLOTS)), axis=0)
@@ -384,7 +389,7 @@ def _read_tile(
     LENGTH: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr, N: tl.constexpr, U: tl.constexpr,
     E: tl.constexpr,
 ):  # fmt: skip
-    """What a tile reads once, as it lies: gradient, what indices come from, group scales."""
+    """Load a tile's gradient, latent weights or packed indices, and group scales, as stored."""
     run, column, is_unit, dW, S = read_gradient(tile, dW, scales, num_runs, LENGTH, R, N, U, E)
     drawn = draw(source, run, column, is_unit, in_features, width, LENGTH, BITS, E)
     return dW, drawn, S
@@ -395,20 +400,20 @@ def _add_up(
     d_levels, partials, arrivals, sums, order,
     C: tl.constexpr, SLOTS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Hand in this program's `sums`; whoever comes last adds up all, in the order of programs.
+    """Store this program's `sums`; the last program to arrive adds up all in program order.
 
-    In float64, so that the many partial sums cost no digits. No second launch: with one, all
-    linears of 0.6B took 3.3 ms instead of 1.65 (one H200).
+    The sum is in float64, so that many partial sums cost no digits. It avoids a second launch,
+    with which all linears of a 0.6B model took 3.3 ms instead of 1.65 (one H200).
     """
     slot = tl.arange(0, SLOTS)
     tl.store(partials + tl.program_id(0) * SLOTS + slot, sums)
-    tl.debug_barrier()  # every thread has stored before one of them says so
+    tl.debug_barrier()  # every thread stores before one of them counts
     arrived = tl.atomic_add(arrivals, 1, sem="acq_rel")
     if arrived == tl.num_programs(0) - 1:
         program = tl.arange(0, PROGRAMS)[:, None]
         part = partials + program * SLOTS + slot[None, :]
         is_part = program < tl.num_programs(0)
-        # past the first-level cache, which does not see what other multiprocessors store
+        # bypass the L1 cache, which does not see stores of other multiprocessors
         found = tl.load(part, mask=is_part, other=0, cache_modifier=".cg").to(tl.float64)
         tl.store(d_levels + order, tl.sum(found, axis=0).to(tl.float32), mask=order < C)
         tl.store(arrivals, 0)
@@ -416,10 +421,10 @@ def _add_up(
 
 @triton.jit
 def _sum_by_level(values, index, SLOTS: tl.constexpr):
-    """The sums of a unit's `values` where each level is chosen, `(units, SLOTS)`.
+    """Sum a unit's `values` by chosen level, `(units, SLOTS)`.
 
-    Index = high * LOW + low: the values of each high part times the one-hot of each low part, which
-    is half the comparisons.
+    Index = high * LOW + low: the values of each high part are multiplied by the one-hot of each
+    low part, which halves the comparisons.
     """
     LOW: tl.constexpr = 4 if SLOTS > 4 else 2
     is_low = ()
@@ -444,7 +449,7 @@ def draw(
     source, run, column, is_unit, in_features, width,
     LENGTH: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """What indices come from: latent weights `(units, E)`, or packed indices, a word a unit."""
+    """Load latent weights `(units, E)`, or packed indices, one word per unit."""
     first = run * LENGTH + column
     if BITS == 0:
         place = first[:, None] + tl.arange(0, E)[None, :]
@@ -452,7 +457,7 @@ def draw(
     elif E == 1:
         bit = first % in_features * BITS
         octet = source + first // in_features * width + bit // 8
-        # an index may begin in one octet and end in the next
+        # an index may start in one octet and end in the next
         is_cut = is_unit & (bit % 8 + BITS > 8)
         word = tl.load(octet, mask=is_unit, other=0).to(tl.int32)
         word |= tl.load(octet + 1, mask=is_cut, other=0).to(tl.int32) << 8
@@ -469,9 +474,9 @@ def draw(
 
 @triton.jit
 def level_tables(codebook, BITS: tl.constexpr, C: tl.constexpr, SLOTS: tl.constexpr):
-    """Levels in the order that the index counts, their middles, and each level's place.
+    """Return the levels in index order, the midpoints between them, and each level's place.
 
-    Packed indices count levels as they lie; a latent weight's index counts them ascending.
+    Packed indices count levels in stored order; a latent weight's index counts them ascending.
     """
     place = tl.arange(0, SLOTS)
     levels = tl.load(codebook + place, mask=place < C, other=float("inf") if BITS == 0 else 0.0)
@@ -480,7 +485,7 @@ def level_tables(codebook, BITS: tl.constexpr, C: tl.constexpr, SLOTS: tl.conste
         row, column = levels[:, None], levels[None, :]
         is_before = (column < row) | ((column == row) & (place[None, :] < place[:, None]))
         rank = tl.sum(is_before.to(tl.int32), axis=1)
-        # sorted by counting: level i goes to the place of its rank
+        # counting sort: a level moves to the position of its rank
         takes = rank[:, None] == place[None, :]
         levels = tl.sum(tl.where(takes, row, 0.0), axis=0)
         nexts = tl.sum(tl.where(rank[:, None] == place[None, :] + 1, row, 0.0), axis=0)
@@ -493,7 +498,7 @@ def level_tables(codebook, BITS: tl.constexpr, C: tl.constexpr, SLOTS: tl.conste
 def chosen_index(
     drawn, middles, S, BITS: tl.constexpr, C: tl.constexpr, R: tl.constexpr, E: tl.constexpr
 ):
-    """The index of each weight, `(units, E)`."""
+    """Return the index of each weight, `(units, E)`."""
     if BITS > 0:
         word = drawn[:, None] >> (tl.arange(0, E) * BITS)[None, :].to(drawn.dtype)
         return word.to(tl.int32) & (2**BITS - 1)
@@ -503,12 +508,12 @@ def chosen_index(
 
 @triton.jit
 def _divide(latent, S, R: tl.constexpr):
-    """`latent / S` as division rounds it, zero where `S` is zero.
+    """Return `latent / S` correctly rounded, and zero where `S` is zero.
 
-    One division a group: a product with the rounded reciprocal, corrected by what it leaves over,
-    is the rounded quotient (Markstein) as long as nothing overflows; a scale that was a float16 has
-    a normal reciprocal, and so has one in float32 from 2**-126 to 2**126. A quotient that overflows
-    needs no correction.
+    There is one division per group: the product with the rounded reciprocal, corrected by its
+    remainder, is the rounded quotient (Markstein) as long as nothing overflows. A scale that was a
+    float16 has a normal reciprocal, and so has a float32 scale from 2**-126 to 2**126. A quotient
+    that overflows needs no correction.
     """
     divisor = tl.where(S == 0, 1.0, S)
     latent = tl.where(S == 0, 0.0, latent)
@@ -523,7 +528,7 @@ def _divide(latent, S, R: tl.constexpr):
 
 @triton.jit
 def _nearest(scaled, middles, C: tl.constexpr):
-    """How many middles lie below each value: a binary search, ties to the lower level."""
+    """Count the midpoints below each value by binary search; ties go to the lower level."""
     SLOTS: tl.constexpr = middles.shape[0]
     index = tl.zeros(scaled.shape, tl.int32)
     for halving in tl.static_range(1, 5):
@@ -535,6 +540,6 @@ def _nearest(scaled, middles, C: tl.constexpr):
 
 @triton.jit
 def look_up(table, index):
-    """`table[index]`."""
+    """Return `table[index]`."""
     flat = tl.reshape(index, (index.numel,))
     return tl.reshape(tl.gather(table, flat, 0), index.shape)

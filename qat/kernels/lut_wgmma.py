@@ -1,44 +1,46 @@
-"""Products of four warps at a time, for `lut_gemm` on Hopper: `wgmma`, weights in registers.
+"""Products of four warps at a time with `wgmma`, for `lut_gemm` on Hopper; weights in registers.
 
-Four warps hand in 64 rows of weights, 16 each, as `mma.m16n8k16` wants them, and get the products
-with all vectors of a tile: nobody reads the vectors into registers, and no weight is looked up
+Four warps supply 64 rows of weights, 16 each, in the layout of `mma.m16n8k16`, and get the products
+with all vectors of a tile. The vectors never pass through registers, and no weight is looked up
 twice. The tensor cores read the vectors from shared memory while the next weights are looked up.
 
-A slice of 64 inputs of a tile's vectors lies there as the tensor cores want it. A vector's 128
-bytes are eight chunks of 16, of which each of four steps takes two. What meets numbers 2 q and
-2 q + 1 of lane c's unit lies in word c of chunk q; where numbers are looked up four apart (2 bits),
-`8 (q / 4) + q % 4` and the number four behind. Vector n's chunk q lies at `128 n + 16 (q ^ n % 8)`,
-which the descriptor calls swizzled by 128 bytes: no two lanes that are served at once need the
-same bank.
+A slice is 64 inputs of a tile's vectors, in the layout that the tensor cores read. A vector's 128
+bytes are eight chunks of 16; each of the four steps takes two. The inputs for numbers 2 q and
+2 q + 1 of lane c's unit are in word c of chunk q. Where pairs are four numbers apart (2 bits), the
+word holds number `8 (q / 4) + q % 4` and the one four after it. Chunk q of vector n is stored at
+`128 n + 16 (q ^ n % 8)`, the 128-byte swizzle of the descriptor: no two lanes that are served
+together use the same bank.
 
-A kernel before the product lays slices out in memory, so that a copy engine can bring each whole;
-or a program lays out all that it needs itself, if there is room. A slot of shared memory has two
-barriers. The first opens when a slice has come, the second when all warps are done with it; then
-the first warp asks for the slice that takes its place.
+A kernel that runs before the product lays slices out in global memory, so that the copy engine
+(TMA) copies each of them whole; or a program lays out all of its own slices, if they fit in shared
+memory. A slot of shared memory has two barriers. The first completes when a slice has arrived, the
+second when all warps have finished with it; then the first warp requests the slice that replaces
+it.
 """
 
 from qat.kernels.dispatch import gdc_launch_dependents, gdc_wait, tl, triton
 
 STAGES = 4
-"""Slots of slices: a multiple of a span's slices, so that a slice's slot is known to a compiler."""
+"""Slots for slices: a multiple of the slices per span, so that the compiler knows a slice's
+slot."""
 BEHIND = tl.constexpr(1)
-"""Slices that warps may lie behind the first one before it waits for them."""
+"""Slices that other warps may lag behind the first warp before it waits for them."""
 LAY_BLOCK = 128
-"""Threads of a program that lays out, each 16 bytes of four units."""
+"""Threads per program of the layout kernel; each thread lays out 16 bytes of four units."""
 MOST_DECLARED = 47 * 1024
-"""Shared memory that a program may declare beside its barriers."""
+"""Shared memory in bytes that a program may declare in addition to its barriers."""
 BARRIER_BYTES = 1024
 DESCRIBED = tl.constexpr(0x40000040)
-"""The upper half of a descriptor: swizzled by 128 bytes, eight vectors are 1,024."""
+"""The upper half of a descriptor: 128-byte swizzle, stride of 1,024 bytes per eight vectors."""
 NO_THREAD = tl.constexpr(1 << 20)
 INTEGERS_16 = tl.constexpr((tl.int32,) * 16)
 
 
 @triton.constexpr_function
 def _turn(v: int, is_spread: bool) -> str:
-    """Assembly: $0-$15 four chunks, from 16 bytes of each of four units; $17 units exist.
+    """Return assembly: $0-$15 four chunks, from 16 bytes of each of four units; $17 units exist.
 
-    Units lie `32 v` bytes apart from $16 on. Word c of a chunk is unit c's.
+    The units are `32 v` bytes apart from address $16 on. Word c of a chunk comes from unit c.
     """
     lines = [".reg .pred is; .reg .b32 " + ", ".join(f"w{k}" for k in range(16)) + ";"]
     for c in range(4):
@@ -57,7 +59,7 @@ def _turn(v: int, is_spread: bool) -> str:
 TURNED = tl.constexpr(",".join(["=&r"] * 16 + ["l", "r"]))
 LAY_FAR = tl.constexpr("st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;")
 LAY_NEAR = tl.constexpr("st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.b32 $0, $1;")
-# tensor cores read past what orders plain accesses
+# the tensor cores' async proxy is not ordered with plain stores: a fence is needed
 LAID = tl.constexpr("fence.proxy.async.shared::cta; bar.sync 0; mov.b32 $0, $1;")
 
 
@@ -65,7 +67,7 @@ LAID = tl.constexpr("fence.proxy.async.shared::cta; bar.sync 0; mov.b32 $0, $1;"
 def _turned(
     x, vector, unit, half, num_vectors, units, V: tl.constexpr, IS_SPREAD: tl.constexpr
 ):  # fmt: skip
-    """Half of the chunks of a vector's slice whose first unit this is, four words each."""
+    """Load half of the chunks of a vector's slice that starts at `unit`, four words each."""
     there = tl.where(vector < num_vectors, (units - unit + V - 1) // V, 0)
     place = tl.where(there > 0, (vector.to(tl.int64) * units + unit) * 8 + half * 4, 0)
     return tl.inline_asm_elementwise(
@@ -76,7 +78,7 @@ def _turned(
 
 @triton.jit
 def _chunk(begin, n, half, k: tl.constexpr):
-    """Where chunk `4 half + k` of vector n lies in a slice."""
+    """Return the address of chunk `4 half + k` of vector n in a slice."""
     return begin + (n * 128 + (4 * half + k ^ n % 8) * 16)
 
 
@@ -85,12 +87,12 @@ def lay_kernel(
     laid, x, num_vectors, units, spans, tasks, N: tl.constexpr, V: tl.constexpr,
     IS_SPREAD: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Lay all slices of tiles of N vectors out in memory, tile by tile."""
+    """Lay out all slices of tiles of N vectors in global memory, tile by tile."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     task = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    task = tl.where(task < tasks, task, 0)  # those beyond repeat the first
+    task = tl.where(task < tasks, task, 0)  # surplus threads repeat the first task
     half, v, n = task % 2, task // 2 % V, task // (2 * V) % N
     span, tile = task // (2 * V * N) % spans, task // (2 * V * N) // spans
     words = _turned(
@@ -111,7 +113,7 @@ def lay_own(
     x, shared, first, count, column, num_vectors, lane, units, V: tl.constexpr,
     IS_SPREAD: tl.constexpr, NT: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Lay so many slices out in shared memory, from a span on."""
+    """Lay out `count` slices in shared memory, from span `first` on."""
     for k in range(0, tl.cdiv(count * (16 * NT), 32 * W)):
         task = k * (32 * W) + lane
         task = tl.where(task < count * (16 * NT), task, 0)
@@ -128,13 +130,13 @@ def lay_own(
     tl.inline_asm_elementwise(LAID, "=r,r", [shared], dtype=tl.int32, is_pure=False, pack=1)
 
 
-# Where things lie. What a program declares is limited; more, Triton must ask for.
+# Shared memory. A program may declare only so much; beyond that, Triton must request it.
 
 
 def room_for(num_bytes: int) -> tuple[str, int]:
-    """Assembly that tells where slices are, and what `asked_for` takes; 0: the slices are declared.
+    """Return assembly for the address of slices, and WORDS of `asked_for`; 0: slices are declared.
 
-    Behind the barriers, which are declared, comes what Triton asked for.
+    Memory that Triton requests comes after the barriers, which are always declared.
     """
     if num_bytes <= MOST_DECLARED:
         declared = f".shared .align 1024 .b8 slices[{num_bytes}]"
@@ -146,16 +148,17 @@ def room_for(num_bytes: int) -> tuple[str, int]:
 
 @triton.jit
 def asked_for(out, WORDS: tl.constexpr):
-    """A choice that no program makes: Triton asks for shared memory for all words to choose from.
+    """Make Triton request shared memory for WORDS words, by a gather that no program executes.
 
-    Triton's product would do too, but there ptxas lets no product of ours run beside look-ups.
+    A `tl.dot` would request it too, but with one in the kernel ptxas does not overlap the `wgmma`
+    products with look-ups.
     """
     words = tl.arange(0, WORDS) * tl.program_id(0)
     found = tl.gather(words, tl.arange(0, 128) * tl.program_id(1), 0)
     tl.store(out + tl.arange(0, 128), found.to(out.dtype.element_ty))
 
 
-# The barriers: those of slot s lie at `16 s` and `16 s + 8`.
+# The barriers of slot s are at `16 s` and `16 s + 8`.
 
 BARRIERS = tl.constexpr(
     f"{{.shared .align 1024 .b8 barriers[{BARRIER_BYTES}]; mov.u32 $0, barriers;}}"
@@ -165,7 +168,7 @@ THREAD = tl.constexpr("mov.u32 $0, %tid.x;")
 
 @triton.constexpr_function
 def _set_up(stages: int, warps: int) -> str:
-    """Assembly: what opens the barriers from $1 on: one warp and a slice's bytes; all warps."""
+    """Return assembly that initializes the barriers at $1: one warp plus bytes, and all warps."""
     lines = [".reg .pred is; .reg .b32 t;", "mov.u32 t, %tid.x; setp.eq.u32 is, t, 0;"]
     for s in range(stages):
         lines += [f"@is mbarrier.init.shared::cta.b64 [$1 + {16 * s}], 1;"]
@@ -176,22 +179,21 @@ def _set_up(stages: int, warps: int) -> str:
 
 @triton.jit
 def barriers(STAGES: tl.constexpr, W: tl.constexpr):
-    """Where they are, set up; and a thread's number."""
+    """Initialize the barriers; return their address and the thread's index."""
     found = tl.inline_asm_elementwise(BARRIERS, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     tl.inline_asm_elementwise(
         _set_up(STAGES, W), "=r,r", [found], dtype=tl.int32, is_pure=False, pack=1
     )
-    # a number, not one a lane, so that what follows from it is asked once a warp
+    # a scalar, so that what depends on it is computed once per warp
     thread = tl.inline_asm_elementwise(THREAD, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     return found, thread
 
 
 @triton.constexpr_function
 def _fetch(num_bytes: int) -> str:
-    """Assembly of the first warp: once barrier $3 + 8 was opened $4 times (modulo two), copy.
+    """Return assembly for the first warp: wait for phase $4 of barrier $3 + 8, then copy $2 to $1.
 
-    From $2 to $1; barrier $3 waits for the bytes. $5 is the thread, or more than any where there is
-    nothing to copy.
+    Barrier $3 waits for the bytes. $5 is the thread, or `NO_THREAD` if there is nothing to copy.
     """
     return f"""{{
 .reg .pred is, q; .reg .b64 state;
@@ -227,7 +229,7 @@ mov.b32 $0, $1;
 def fetch(
     source, shared, bars, slot, index, parity, thread, is_due, SLICE: tl.constexpr
 ):  # fmt: skip
-    """Ask for a slice, once every warp is done with what lay in its slot."""
+    """Request a slice once every warp has finished with the previous one in its slot."""
     tl.inline_asm_elementwise(
         _fetch(SLICE), "=r,r,l,r,r,r",
         [shared + slot * SLICE, source + index * SLICE, bars + 16 * slot, parity,
@@ -238,7 +240,7 @@ def fetch(
 
 @triton.jit
 def arrived(bars, slot, parity):
-    """Wait until a slot's slice is there."""
+    """Wait until a slot's slice has arrived."""
     tl.inline_asm_elementwise(
         ARRIVED, "=r,r,r", [bars + 16 * slot, parity], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -246,7 +248,7 @@ def arrived(bars, slot, parity):
 
 @triton.jit
 def release(bars, slot, thread, is_done):
-    """A warp is done with a slot's slice."""
+    """Signal that a warp has finished with a slot's slice."""
     tl.inline_asm_elementwise(
         RELEASE, "=r,r,r", [bars + 16 * slot, tl.where(is_done, thread % 32, 1)],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -258,9 +260,10 @@ def release(bars, slot, thread, is_done):
 
 @triton.constexpr_function
 def _begin(kind: str, nt: int) -> str:
-    """Assembly: begin to add four steps of products to the sums $0 and on.
+    """Return assembly that starts to add four steps of products to the sums from $0 on.
 
-    Then come the 16 registers of weights, of two rows a lane, and the lower half of a descriptor.
+    Further operands: 16 registers of weights, for two rows per lane, and the lower half of a
+    descriptor.
     """
     count = 4 * nt
     sums = "{" + ", ".join(f"${k}" for k in range(count)) + "}"
@@ -279,13 +282,13 @@ def _begin(kind: str, nt: int) -> str:
 
 @triton.constexpr_function
 def _end(pending: int) -> str:
-    """Assembly: of all that was begun, no more than so many are still under way."""
+    """Return assembly that waits until at most `pending` products are in flight."""
     return f"wgmma.wait_group.sync.aligned {pending};"
 
 
 @triton.constexpr_function
 def _tied(nt: int, others: int) -> str:
-    """Sums that stay in their registers, and other registers that are only read."""
+    """Return constraints: sums that stay in their registers, and `others` that are only read."""
     count = 4 * nt
     return ",".join(["=f"] * count + ["r"] * others + [str(k) for k in range(count)])
 
@@ -297,7 +300,7 @@ def _floats(count: int) -> tuple[object, ...]:
 
 @triton.jit
 def begin(sums, weights, room, KIND: tl.constexpr, NT: tl.constexpr):
-    """Begin to multiply 64 rows with a slice; sums and weights are in use until `end`."""
+    """Start to multiply 64 rows by a slice; sums and weights stay in use until `end`."""
     return tl.inline_asm_elementwise(
         _begin(KIND, NT), _tied(NT, 17), weights + ((room & 0x3FFFF) >> 4 | 1 << 16,) + sums,
         dtype=_floats(4 * NT), is_pure=False, pack=1,
@@ -306,7 +309,7 @@ def begin(sums, weights, room, KIND: tl.constexpr, NT: tl.constexpr):
 
 @triton.jit
 def end(sums, weights, PENDING: tl.constexpr, NT: tl.constexpr):
-    """The sums, once no more than PENDING later products are under way."""
+    """Return the sums once at most PENDING later products are in flight."""
     return tl.inline_asm_elementwise(
         _end(PENDING), _tied(NT, 16), weights + sums,
         dtype=_floats(4 * NT), is_pure=False, pack=1,
