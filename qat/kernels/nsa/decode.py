@@ -1,16 +1,16 @@
-"""Native Sparse Attention of one new position over what is kept of the positions before it.
+"""Native Sparse Attention of one new position per row over the cached positions before it.
 
-Shapes are static and nothing depends on the host, so that one recorded graph serves every step but
-those that begin a tile, whose graph also chooses blocks. Rows begin at position 0 and may be of
-different lengths.
+Shapes are static and nothing depends on the host, so that one captured graph serves every step
+except those that begin a tile, whose graph also selects blocks. Rows begin at position 0 and may
+have different lengths.
 
-The kernels are three launches a position. The first keeps the new key and value and pools what they
-complete. The second splits the lists of all branches over programs, each of which reads `TILE` keys
-for the query heads of one key-value head; the third makes their softmaxes one for each branch and
-adds the branches up.
+The kernels are three launches per position. The first stores the new key and value and pools the
+blocks that they complete. The second splits the lists of all branches over programs, each of which
+reads `TILE` keys for the query heads of one key-value head; the third merges the partial softmaxes
+of each branch and adds the branches.
 
-Shapes: B rows, H query heads, K key-value heads, N positions that there is room for, D head width,
-C pooled keys, T tiles, n blocks that a query selects, M keys that a branch may read.
+Shapes: B rows, H query heads, K key-value heads, N positions of capacity, D head width, C pooled
+keys, T tiles, n blocks that a query selects, M keys that a branch may read.
 """
 
 from typing import NamedTuple, Self
@@ -41,37 +41,37 @@ from qat.kernels.nsa.select import (
 )
 
 NONE = -1
-"""Stands in a list of blocks where there is no further one."""
+"""The padding of block lists."""
 WIDEST = 256
-"""Widest head of the kernels."""
+"""The largest head width that the kernels support."""
 TILE = 64
 """Keys that a program reads at a time."""
 MOST_PARTS = 64
-"""Programs at most that share one head's pooled keys; with more of these each reads several tiles,
-so that there is not ever more to add up."""
+"""The most programs that share one head's pooled keys; beyond that each reads several tiles, which
+bounds the work of the merge."""
 LOWEST = tl.constexpr(-1e30)
-"""Peak of a softmax over no keys: finite, so that differences are."""
+"""The softmax peak for no keys; finite, so that differences of peaks are not NaN."""
 
 
 class Past(NamedTuple):
-    """What one layer keeps of its past; all of it is written in place."""
+    """The cached past of one layer; all tensors are written in place."""
 
     keys: Tensor
     """`(B, K, N, D)`, rotated."""
     values: Tensor
     """`(B, K, N, D)`."""
     pooled_keys: Tensor
-    """`(B, K, C, D)`: one every `compress_stride` positions, once its whole block is there."""
+    """`(B, K, C, D)`: one per `compress_stride` positions, written once its block is complete."""
     pooled_values: Tensor | None
-    """`(B, K, C, D)`; None where branches are merged."""
+    """`(B, K, C, D)`; None if branches are merged."""
     blocks: Tensor
-    """`(B, K, T, n)` int32: what each tile selected, ascending, then `NONE`."""
+    """`(B, K, T, n)` int32: the blocks that each tile selected, ascending, then `NONE`."""
     judged_keys: Tensor | None = None
-    """`(B, K, C, 2 D)`: what blocks are judged by; None where it is `pooled_keys`."""
+    """`(B, K, C, 2 D)`: the bounds by which blocks are scored; None if `pooled_keys` are used."""
 
     @classmethod
     def empty(cls, like: Tensor, room: int, config: NSAConfig) -> Self:
-        """Room for `room` positions of keys such as `like` `(B, K, ..., D)`."""
+        """Allocate `room` positions for keys like `like` `(B, K, ..., D)`."""
         B, K, D = like.shape[0], like.shape[1], like.shape[-1]
         C = config.num_compressed(room)
         blocks = like.new_full(
@@ -88,17 +88,17 @@ class Past(NamedTuple):
 
     @property
     def room(self) -> int:
-        """N."""
+        """The capacity in positions, N."""
         return self.keys.shape[2]
 
 
 @torch.no_grad()
 def fill(kept: Past, inputs: Inputs, selection: Tensor, config: NSAConfig) -> None:
-    """Keep positions 0 ... S - 1 of `inputs` and what their tiles selected.
+    """Store positions 0 ... S - 1 of `inputs` and the blocks that their tiles selected.
 
     Args:
-        kept: with room for S positions.
-        inputs: of whole rows.
+        kept: a cache with a capacity of at least S positions.
+        inputs: whole rows.
         selection: `(B, K, tiles, blocks)` bool, from `qat.kernels.nsa.select.select`.
         config: the definition.
     """
@@ -124,17 +124,17 @@ def append(
     weights: tuple[Tensor, Tensor] | None = None,
     pooled_key: Tensor | None = None,
 ) -> None:
-    """Keep one position more of each row, and the pooled key and value that it completes, if any.
+    """Store one more position of each row, and the pooled key and value that it completes, if any.
 
     Args:
-        kept: what is written into.
+        kept: the cache that is written to.
         key: `(B, K, D)`, rotated.
         value: `(B, K, D)`.
-        position: `(B,)` int64, of the new key in its row.
+        position: `(B,)` int64, the place of the new key in its row.
         config: the definition.
-        weights: `(K, compress_block)` each, of keys and of values; None: their mean.
+        weights: `(K, compress_block)` each, for keys and for values; None: their mean.
         pooled_key: `(B, K, D)` of the last `compress_block` keys, for those rows where it is due;
-            by default pooled from the keys that are kept.
+            by default pooled from the cached keys.
     """
     start = position + 1 - config.compress_block
     is_due = (start >= 0) & (start % config.compress_stride == 0)
@@ -168,14 +168,14 @@ def append(
 
 @torch.no_grad()
 def choose(query: Tensor, kept: Past, position: Tensor, *, config: NSAConfig, scale: float) -> None:
-    """Select blocks for those rows whose position begins a tile; the others' lists stay.
+    """Select blocks for the rows whose position begins a tile; other rows keep their lists.
 
     Args:
         query: `(B, H, D)`, rotated.
-        kept: what the position's own key was appended to.
+        kept: the cache, which already holds the position's own key.
         position: `(B,)` int64.
         config: the definition.
-        scale: multiplies `query @ key`.
+        scale: factor of `query @ key`.
     """
     leaders, beginnings = position[:, None], torch.zeros_like(position)[:, None]
     keys = kept.pooled_keys if kept.judged_keys is None else kept.judged_keys
@@ -197,15 +197,15 @@ def attend(
     config: NSAConfig,
     scale: float,
 ) -> Tensor:
-    """`(B, H, D)`: what `qat.kernels.nsa.reference.attend` gives for the last query of each row.
+    """Return `(B, H, D)`: the result of `qat.kernels.nsa.reference.attend` for each last query.
 
     Args:
         query: `(B, H, D)`, rotated.
-        kept: what the position's own key was appended to, and its tile's blocks chosen for.
+        kept: the cache, which already holds the position's own key and its tile's blocks.
         position: `(B,)` int64.
         gates: `(B, H, 3)`: of the compressed, the selected and the sliding branch; None: merged.
         config: the definition.
-        scale: multiplies `query @ key`.
+        scale: factor of `query @ key`.
     """
     if _fits(query, kept):
         return _attend_by_kernel(query, kept, position, gates=gates, config=config, scale=scale)
@@ -220,7 +220,7 @@ def attend(
 
 
 def attend_densely(query: Tensor, kept: Past, position: Tensor, *, scale: float) -> Tensor:
-    """`(B, H, D)`: attention to all positions so far; arguments as for `attend`."""
+    """Return attention `(B, H, D)` to all positions so far; arguments as for `attend`."""
     places = torch.arange(kept.room, device=position.device)
     places = torch.where(places <= position[:, None], places, NONE)
     places = places[:, None].expand(-1, kept.keys.shape[1], -1)
@@ -228,7 +228,7 @@ def attend_densely(query: Tensor, kept: Past, position: Tensor, *, scale: float)
 
 
 def selected_places(kept: Past, position: Tensor, config: NSAConfig) -> Tensor:
-    """`(B, K, M)`: places of the keys in the held blocks; `NONE` where a list has no more."""
+    """Return `(B, K, M)`: places of the keys in the selected blocks, padded with `NONE`."""
     tile = (position // config.select_tile)[:, None, None, None]
     blocks = kept.blocks.gather(2, tile.expand(-1, *kept.blocks.shape[1:2], 1, config.num_selected))
     inside = torch.arange(config.select_block, device=position.device)
@@ -238,14 +238,14 @@ def selected_places(kept: Past, position: Tensor, config: NSAConfig) -> Tensor:
 
 
 def window_places(kept: Past, position: Tensor, config: NSAConfig) -> Tensor:
-    """`(B, K, M)`: the last `window` places, the position's own first."""
+    """Return `(B, K, M)`: the last `window` places, starting with the position's own."""
     back = torch.arange(config.window, device=position.device)
     places = (position[:, None] - back).clamp(min=NONE)
     return places[:, None].expand(-1, kept.keys.shape[1], -1)
 
 
 def compressed_places(kept: Past, position: Tensor, config: NSAConfig) -> Tensor:
-    """`(B, K, M)`: places of the pooled keys whose block has passed."""
+    """Return `(B, K, M)`: places of the pooled keys whose block is complete."""
     C = kept.pooled_keys.shape[2]
     places = torch.arange(C, device=position.device)
     is_seen = sees_compressed(position, torch.zeros_like(position), C, config)
@@ -253,14 +253,14 @@ def compressed_places(kept: Past, position: Tensor, config: NSAConfig) -> Tensor
 
 
 def listed(selection: Tensor, count: int) -> Tensor:
-    """The true places of the last axis, ascending, then `NONE`: `(..., count)` int32."""
+    """List the true places of the last axis, ascending, then `NONE`: `(..., count)` int32."""
     order = selection.byte().argsort(dim=-1, descending=True, stable=True)[..., :count]
     found = torch.where(selection.gather(-1, order), order, NONE).int()
     return torch.nn.functional.pad(found, (0, count - found.shape[-1]), value=NONE)
 
 
 def _branch(query: Tensor, pair: tuple[Tensor, Tensor], places: Tensor, scale: float) -> Tensor:
-    """`(B, H, D)`: attention to the keys and values at `places`; zeros where there are none."""
+    """Return attention `(B, H, D)` to the keys and values at `places`; zeros if there are none."""
     key, value = (_rows(tensor, places.clamp(min=0)) for tensor in pair)
     logits = scale * query.unflatten(1, (places.shape[1], -1)) @ key.mT
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -269,14 +269,14 @@ def _branch(query: Tensor, pair: tuple[Tensor, Tensor], places: Tensor, scale: f
 
 
 def _block(kept: Tensor, start: Tensor, config: NSAConfig) -> Tensor:
-    """`(B, K, L, D)`: L places of `kept` from `start` `(B,)` on; from 0 if that lies before."""
+    """Return L places of `kept` from `start` `(B,)` on, clamped to 0: `(B, K, L, D)`."""
     inside = torch.arange(config.compress_block, device=start.device)
     places = (start.clamp(min=0)[:, None] + inside)[:, None].expand(-1, kept.shape[1], -1)
     return _rows(kept, places)
 
 
 def _rows(tensor: Tensor, places: Tensor) -> Tensor:
-    """`(B, K, M, D)`: what lies at `places` `(B, K, M)` of `(B, K, N, D)`."""
+    """Gather `places` `(B, K, M)` from `(B, K, N, D)`: `(B, K, M, D)`."""
     B, K, N, D = tensor.shape
     first = torch.arange(B * K, device=places.device).view(B, K, 1) * N
     found = tensor.flatten(0, 2).index_select(0, (places + first).flatten())
@@ -293,7 +293,7 @@ def _put(into: Tensor, found: Tensor, place: Tensor, is_due: Tensor | None = Non
 
 
 def _fits(tensor: Tensor, kept: Past) -> bool:
-    """Whether the kernels compute."""
+    """Return whether the kernels support this tensor and cache."""
     is_known = tensor.dtype == kept.keys.dtype != torch.float64 and tensor.shape[-1] <= WIDEST
     return is_known and use_triton(tensor)
 
@@ -307,7 +307,7 @@ def _attend_by_kernel(
     config: NSAConfig,
     scale: float,
 ) -> Tensor:
-    """See `attend`."""
+    """Compute `attend` by kernels."""
     (B, H, D), (K, N) = query.shape, kept.keys.shape[1:3]
     T, C = kept.blocks.shape[2], kept.pooled_keys.shape[2]
     selected, window, compressed = _programs(config, C)
@@ -334,17 +334,17 @@ def _attend_by_kernel(
 
 
 def _programs(config: NSAConfig, num_compressed: int) -> tuple[int, int, int]:
-    """How many share the list of each branch: selected, window, compressed."""
+    """Return how many programs share the lists of the selected, window and pooled branch."""
     selected = triton.cdiv(config.selected_keys, TILE)
     if config.mode == "merged":
         return selected, 0, 0
-    # powers of two: each other number is a kernel to compile
+    # powers of two, since each number compiles another kernel
     compressed = triton.next_power_of_2(max(1, triton.cdiv(num_compressed, TILE)))
     return selected, triton.cdiv(config.window, TILE), min(compressed, MOST_PARTS)
 
 
-# not specialized: N, T and C grow with the room for positions, and 1 or a multiple of 16 would
-# compile these anew
+# not specialized: N, T and C grow with the capacity, and Triton would compile again for 1 and for
+# multiples of 16
 @triton.jit(do_not_specialize=["N", "C"])
 def _append_kernel(
     keys, values, pooled_keys, pooled_values, new_key, new_value, position, of_keys, of_values, N,
@@ -352,7 +352,7 @@ def _append_kernel(
     K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row's key-value head."""
+    """Store one row's new key and value in one key-value head, and pool them if due."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -383,7 +383,7 @@ def _keep(
     rows, new, at, start, pooled, weights, head, is_due,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the new row; where due, pool it with those before it, which alone are read back."""
+    """Write the new row; if due, pool it with the rows before, the only ones read back."""
     column, row = tl.arange(0, WIDTH), tl.arange(0, ROWS)
     is_column = column < D
     latest = tl.load(new + column, mask=is_column, other=0.0)
@@ -414,7 +414,7 @@ def _split_kernel(
     NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, TILE_QUERIES: tl.constexpr, SPAN: tl.constexpr,
     POOL_BLOCK: tl.constexpr, POOL_STRIDE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One part of one branch's list, for all query heads of a key-value head."""
+    """Compute one part of one branch's list for all query heads of a key-value head."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -487,7 +487,7 @@ def _merge_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, SELECTED: tl.constexpr, WINDOW: tl.constexpr,
     COMPRESSED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One query head."""
+    """Merge the parts of one query head."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -508,7 +508,7 @@ def _merge_kernel(
 
 @triton.jit
 def _merged(parts, peaks, sums, first, COUNT: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
-    """`(WIDTH,)`: one branch's parts as one softmax; zeros of no keys."""
+    """Merge one branch's parts into one softmax, `(WIDTH,)`; zeros if there are no keys."""
     part, column = first + tl.arange(0, triton.next_power_of_2(COUNT)), tl.arange(0, WIDTH)
     is_part = part < first + COUNT
     peak = tl.load(peaks + part, mask=is_part, other=LOWEST)

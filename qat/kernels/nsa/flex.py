@@ -1,12 +1,12 @@
 """Native Sparse Attention by FlexAttention: each branch reads only the blocks that it may see.
 
-FlexAttention heeds lists of blocks only where it is compiled; run eagerly it would compute another
+FlexAttention respects block lists only if it is compiled; eagerly it would compute another
 function. So nothing here runs eagerly: inside a graph that is being compiled it becomes a part of
-that, elsewhere a graph of its own.
+that graph, elsewhere it is compiled as a graph of its own.
 
-Queries and keys lie in blocks of `EDGE`. Every list of blocks goes both ways: forward walks the key
-blocks of a tile of queries, backward besides the tiles that read a key block. Nothing of the size
-`queries x keys` is made.
+Queries and keys are grouped into blocks of `EDGE`. Every block list exists in both directions:
+forward iterates over the key blocks of a tile of queries, and backward also over the tiles that
+read a key block. No tensor of size `queries x keys` is made.
 
 Shapes as in `qat.kernels.nsa.select`; M tiles of `EDGE` queries, N blocks of `EDGE` keys.
 """
@@ -27,55 +27,57 @@ from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.select import Inputs, pool, select
 
 EDGE = 128
-"""Queries of a tile and keys of a block: what the kernels work on at a time."""
+"""Queries per tile and keys per block of the kernels."""
 MOST_PARTS = 8
-"""Parts of a row that add up gradients of pooled keys apart, lest a few long sums be waited for."""
+"""Parts of a row that sum the gradients of pooled keys separately; a few long sums would
+dominate."""
 SHARED_TILES = 16
-"""Tiles that read one copy of the first blocks, which all tiles read."""
+"""Tiles that share one copy of the first blocks, which all tiles read."""
 LEAST_WIDTH = 16
 CANARY = 0.02
-"""What rounding to TF32 may add to results around 0.2; dense attention is further away."""
+"""The largest error of `check`: more than TF32 rounding of results around 0.2, less than the error
+of dense attention."""
 _checked: set[torch.device] = set()
 MOST_GRAPHS = 64
-"""Lengths, batches and modes that are compiled before it is an error."""
+"""The most graphs (lengths, batches and modes) that are compiled before it is an error."""
 
 
 class Listing(NamedTuple):
-    """Which columns each row holds."""
+    """The columns that each row holds, as lists."""
 
     counts: Tensor
     """`(..., rows)` int32."""
     indices: Tensor
-    """`(..., rows, columns)` int32, ascending; what lies beyond a row's count is not read."""
+    """`(..., rows, columns)` int32, ascending; entries past a row's count are not read."""
 
     def of_heads(self, group: int) -> Self:
-        """The same for every query head of a group, from one listing a key-value head."""
+        """Repeat a listing per key-value head for every query head of its group."""
         return type(self)(*(each.repeat_interleave(group, 1) for each in self))
 
     def of_all_heads(self, count: int) -> Self:
-        """The same for each of `count` query heads, whose axis is put behind that of the rows."""
+        """Insert an axis of `count` query heads after the rows, with equal listings."""
         return type(self)(*(each.unsqueeze(1) for each in self)).of_heads(count)
 
 
 class Both(NamedTuple):
-    """One relation between tiles and blocks, listed from both sides."""
+    """One relation between tiles and blocks, listed in both directions."""
 
     of_tiles: Listing
-    """Rows are tiles of queries."""
+    """The blocks of each tile of queries."""
     of_blocks: Listing
-    """Rows are blocks of keys."""
+    """The tiles of each block of keys."""
 
     def of_heads(self, group: int) -> Self:
-        """See `Listing.of_heads`."""
+        """Apply `Listing.of_heads` to both listings."""
         return type(self)(*(each.of_heads(group) for each in self))
 
     def of_all_heads(self, count: int) -> Self:
-        """See `Listing.of_all_heads`."""
+        """Apply `Listing.of_all_heads` to both listings."""
         return type(self)(*(each.of_all_heads(count) for each in self))
 
 
 class Span(NamedTuple):
-    """For each row the columns `begin <= column < end`; both bounds never fall along the rows."""
+    """The columns `begin <= column < end` of each row; neither bound decreases along the rows."""
 
     begin: Tensor
     """`(..., rows)`."""
@@ -83,19 +85,19 @@ class Span(NamedTuple):
     """`(..., rows)`, at least `begin`."""
 
     def turned(self, columns: int) -> Self:
-        """The rows of each column, which are a span again."""
+        """Return the rows of each column, which form a span again."""
         places = torch.arange(columns, device=self.begin.device)
         begin, end = ((bound[..., None] <= places).sum(-2) for bound in (self.end, self.begin))
         return type(self)(begin, end)
 
 
 def listed(is_read: Tensor) -> Both:
-    """Any relation, `(..., M, N)` bool."""
+    """List any relation `(..., M, N)` bool in both directions."""
     return Both(_listed(is_read), _listed(is_read.mT))
 
 
 def listed_spans(outer: Span, inner: Span, columns: int) -> tuple[Both, Both]:
-    """What lies in `outer` but not in `inner`, and what lies in `inner`, which is a part of it."""
+    """List the columns in `outer` but not in `inner`, and those in `inner`, a subset of `outer`."""
     rows = outer.begin.shape[-1]
     turned = outer.turned(columns), inner.turned(columns)
     empty, turned_empty = (Span(span.begin, span.begin) for span in (inner, turned[1]))
@@ -106,7 +108,7 @@ def listed_spans(outer: Span, inner: Span, columns: int) -> tuple[Both, Both]:
 
 
 def listed_diagonal(is_read: Tensor, columns: int) -> Both:
-    """Each tile's block of the same number, where `is_read`, `(..., M)` bool, says so."""
+    """List for each tile its own block if `is_read`, `(..., M)` bool, is true."""
     rows = is_read.shape[-1]
     counts = is_read.int()
     own = torch.arange(rows, device=is_read.device, dtype=torch.int32)[:, None]
@@ -120,15 +122,16 @@ def listed_diagonal(is_read: Tensor, columns: int) -> Both:
 def block_mask(
     partial: Both, full: Both | None, mask_mod: object, lengths: tuple[int, int]
 ) -> BlockMask:
-    """What FlexAttention reads: blocks in which `mask_mod` decides, and blocks read whole.
+    """Build FlexAttention's mask from partial blocks, where `mask_mod` decides, and full blocks.
 
-    Its kernels find a row's lists by the stride of the heads' axis, which Inductor of torch 2.11
-    sets to 0 where that axis has one entry: all rows would read the first one's.
+    Its kernels find a row's lists by the stride of the head axis, which Inductor of torch 2.11
+    sets to 0 if that axis has one entry: all rows would read the first row's lists. `_strided`
+    prevents that.
 
     Args:
-        partial: with an axis of rows and one of query heads in front, as `full`.
-        full: None: there are no such blocks.
-        mask_mod: of row, head, query and key, as FlexAttention has it.
+        partial: with axes of rows and of query heads in front, as for `full`.
+        full: None if there are no such blocks.
+        mask_mod: function of row, head, query and key, as in FlexAttention.
         lengths: of queries and of keys, multiples of `EDGE`.
     """
     nothing = Listing(None, None)
@@ -145,7 +148,7 @@ def block_mask(
 
 
 def _strided(both: Both) -> Both:
-    """The same with a stride of its own for an axis of one head."""
+    """Give an axis of one head a stride of its own."""
     if both.of_tiles.counts.shape[1] > 1:
         return both
     return Both(*(Listing(*map(laid_out, side)) for side in both))
@@ -153,10 +156,10 @@ def _strided(both: Both) -> Both:
 
 @torch.library.custom_op("qat::laid_out", mutates_args=())
 def laid_out(table: Tensor) -> Tensor:
-    """A contiguous copy whose layout no compiler may choose.
+    """Return a contiguous copy whose layout the compiler must not change.
 
-    A `mask_mod` may look things up in it, also where the graph computes `table`: Inductor of torch
-    2.11 leaves the layout of what it computes open, and a mask needs it settled.
+    A `mask_mod` can then index it even if the graph computes `table`: Inductor of torch 2.11 leaves
+    the layout of computed tensors open, and a mask needs a fixed one.
     """
     return table.clone(memory_format=torch.contiguous_format)
 
@@ -181,11 +184,11 @@ def _without(outer: Span, inner: Span, columns: int) -> Listing:
 
 
 Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Whether, of a row and a head, a query sees a key."""
+"""A function of row, head, query and key that is true if the query sees the key."""
 
 
 class Tiles(NamedTuple):
-    """Where each tile of queries begins, and the documents of its first and its last query."""
+    """The start of each tile of queries, and the document starts of its first and last query."""
 
     start: Tensor
     """`(M,)`."""
@@ -196,25 +199,25 @@ class Tiles(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Copies of the first blocks behind the last: tiles that share none add up gradients apart."""
+    """Copies of the first blocks, appended, so that tiles sum gradients separately."""
 
     blocks: int
     count: int
 
 
 class BranchInputs(NamedTuple):
-    """What the branches of one layer share."""
+    """The inputs that the branches of one layer share."""
 
     inputs: Inputs
-    """Filled up to whole tiles."""
+    """Inputs padded to whole tiles."""
     config: NSAConfig
     tiles: Tiles
     documents: Tensor | None
-    """`first`, filled up."""
+    """`first`, padded."""
 
     @classmethod
     def of(cls, inputs: Inputs, config: NSAConfig) -> "BranchInputs":
-        """`inputs` with zeros behind every row; what fills a row is of its last document."""
+        """Pad `inputs` with zeros at the end of every row; padding belongs to the last document."""
         documents = None
         if inputs.first is not None:
             documents = _filled(inputs.first, 1).cummax(-1).values
@@ -227,14 +230,14 @@ class BranchInputs(NamedTuple):
         return cls(inputs, config, Tiles(start, lowest, highest), documents)
 
     def sees_past(self) -> Sees:
-        """Keys of the query's past and document."""
+        """Return a mask for the keys in the query's past and document."""
         documents = self.documents
         if documents is None:
             return lambda row, head, query, key: key <= query
         return lambda row, head, query, key: (key <= query) & (key >= documents[row, query])
 
     def flex(self, query: Tensor, keys: tuple[Tensor, Tensor], mask: BlockMask) -> Tensor:
-        """`(B, S, H, D)`, from `keys` and values."""
+        """Return `(B, S, H, D)`: FlexAttention over `keys`, a pair of keys and values."""
         inputs = self.inputs
         out = flex_attention(
             query, *keys, block_mask=mask, scale=inputs.scale, enable_gqa=inputs.group > 1
@@ -243,9 +246,10 @@ class BranchInputs(NamedTuple):
 
 
 def selected(case: BranchInputs, selection: Tensor) -> Tensor:
-    """`(B, S, H, D)`: the branch of selected blocks."""
+    """Return the branch of selected blocks, `(B, S, H, D)`."""
     inputs, config = case.inputs, case.config
-    # `(B, K, M, M)` bool: blocks of `EDGE` keys of which some query of the tile selects any
+    # `(B, K, M, M)` bool: blocks of `EDGE` keys that contain a block selected by a query of the
+    # tile
     blocks = selection
     for dim, size in ((2, config.select_tile), (3, config.select_block)):
         blocks = _in_edges(blocks.transpose(dim, -1), size, inputs.length).transpose(dim, -1)
@@ -271,11 +275,11 @@ def selected(case: BranchInputs, selection: Tensor) -> Tensor:
 def listed_selection(
     blocks: Tensor, tiles: Tiles, config: NSAConfig, has_documents: bool
 ) -> tuple[Both, Both, Copies]:
-    """Partial and whole blocks of `blocks`, `(B, K, M, M)` bool, a listing a key-value head.
+    """List partial and full blocks of `blocks`, `(B, K, M, M)` bool, for each key-value head.
 
-    Without documents only a tile's own block is partial. Whole ones among the first, which almost
-    every tile reads, are read from copies: the gradient of a block is one program's work, and all
-    would wait for that of the first.
+    Without documents only a tile's own block is partial. Full blocks among the first, which almost
+    every tile reads, are read from copies: the gradient of a block is the work of one program, and
+    the first block's would take longest.
     """
     M = blocks.shape[-1]
     numbers = torch.arange(M, device=blocks.device)
@@ -294,14 +298,14 @@ def listed_selection(
 
 
 def copies_of(num_tiles: int, config: NSAConfig) -> Copies:
-    """How many copies of the forced first blocks are worth their while; none in short rows."""
+    """Return the number of copies of the forced first blocks that pays off; none in short rows."""
     count = num_tiles // SHARED_TILES
     blocks = config.init_blocks * config.select_block // EDGE
     return Copies(blocks, count) if blocks and count > 1 else Copies(0, 0)
 
 
 def _from_copies(is_full: Tensor, copies: Copies) -> Tensor:
-    """`(B, K, M, M + copies)`: what was read from the first blocks is read from the tile's copy."""
+    """Return `(B, K, M, M + copies)`: reads of the first blocks moved to the tile's copy."""
     M = is_full.shape[-1]
     first = is_full[..., : copies.blocks]
     numbers = torch.arange(M, device=is_full.device) * copies.count // M
@@ -311,7 +315,7 @@ def _from_copies(is_full: Tensor, copies: Copies) -> Tensor:
 
 
 def _in_edges(selection: Tensor, size: int, length: int) -> Tensor:
-    """The last axis, in steps of `size` places, in steps of `EDGE`."""
+    """Convert the last axis from steps of `size` places to steps of `EDGE`."""
     count = length // EDGE
     if size >= EDGE:
         return selection.repeat_interleave(size // EDGE, -1)[..., :count]
@@ -321,14 +325,14 @@ def _in_edges(selection: Tensor, size: int, length: int) -> Tensor:
 
 
 def _in_sight(blocks: Tensor, tiles: Tiles) -> Tensor:
-    """The `blocks` that a tile may read: in its past and in its documents."""
+    """Return the `blocks` that a tile may read: those in its past and in its documents."""
     numbers = torch.arange(blocks.shape[-1], device=blocks.device)
     is_past = numbers <= numbers[:, None]
     return blocks & (is_past & (numbers >= tiles.lowest[..., None] // EDGE))[:, None]
 
 
 def _sees_selected(case: BranchInputs, selection: Tensor) -> Sees:
-    """Looks every key's block up: for tiles and blocks below `EDGE`."""
+    """Return a mask that looks up every key's block, for tiles or blocks smaller than `EDGE`."""
     tile, block = case.config.select_tile, case.config.select_block
     length, group = case.inputs.length, case.inputs.group
     rows, columns = (-(-length // size) for size in (tile, block))
@@ -344,7 +348,7 @@ def _sees_selected(case: BranchInputs, selection: Tensor) -> Sees:
 
 
 def window(case: BranchInputs) -> Tensor:
-    """`(B, S, H, D)`: the branch of the last keys."""
+    """Return the branch of the last keys, `(B, S, H, D)`."""
     inputs, width = case.inputs, case.config.window
     length = inputs.length
     spans = window_spans(case.tiles, case.config)
@@ -361,7 +365,7 @@ def window(case: BranchInputs) -> Tensor:
 
 
 def window_spans(tiles: Tiles, config: NSAConfig) -> tuple[Span, Span]:
-    """Blocks `(B, M)` of which some query of the tile sees a key, and those seen whole by all."""
+    """Return the blocks `(B, M)` that any query of a tile sees, and those all see whole."""
     own = tiles.start // EDGE
     begin = torch.maximum(tiles.start - config.window + 1, tiles.lowest) // EDGE
     whole = torch.maximum(tiles.start + EDGE - config.window, tiles.highest)
@@ -371,14 +375,14 @@ def window_spans(tiles: Tiles, config: NSAConfig) -> tuple[Span, Span]:
 
 
 def compressed(case: BranchInputs) -> Tensor:
-    """`(B, S, H, D)`: the branch of pooled keys, a row in parts."""
+    """Return the branch of pooled keys, `(B, S, H, D)`, computed in parts of a row."""
     inputs, config = case.inputs, case.config
     B, H, S, D = inputs.query.shape
     if inputs.pooled_key.shape[2] == 0:
         return inputs.query.new_zeros(B, S, H, D)
     parts = math.gcd(S // EDGE, MOST_PARTS)
     pooled = inputs.pooled_key, inputs.pooled_value
-    # each row of pooled keys as often as a row of queries has parts
+    # repeat each row of pooled keys once for every part of its row of queries
     filled = (_filled(tensor, 2)[:, None].expand(-1, parts, -1, -1, -1) for tensor in pooled)
     keys = tuple(tensor.flatten(0, 1).contiguous() for tensor in filled)
     query = inputs.query.unflatten(2, (parts, -1)).transpose(1, 2).flatten(0, 1)
@@ -409,7 +413,7 @@ def _sees_pooled(case: BranchInputs, parts: int) -> Sees:
 
 
 def compressed_spans(tiles: Tiles, config: NSAConfig, columns: int) -> tuple[Span, Span]:
-    """As `window_spans`, of `columns` blocks of `EDGE` pooled keys."""
+    """Do what `window_spans` does, for `columns` blocks of `EDGE` pooled keys."""
     stride, block = config.compress_stride, config.compress_block
 
     def seen_at(place: Tensor) -> Tensor:
@@ -426,18 +430,18 @@ def compressed_spans(tiles: Tiles, config: NSAConfig, columns: int) -> tuple[Spa
 
 
 def _up(value: Tensor, step: int) -> Tensor:
-    """`value / step`, rounded up."""
+    """Return `value / step`, rounded up."""
     return (value + step - 1) // step
 
 
 def _filled(tensor: Tensor, dim: int) -> Tensor:
-    """Zeros behind axis `dim` up to a multiple of `EDGE`."""
+    """Pad axis `dim` with zeros to a multiple of `EDGE`."""
     more = -tensor.shape[dim] % EDGE
     return tensor if more == 0 else pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, more))
 
 
 def refusal(config: NSAConfig, *, head_dim: int) -> str | None:
-    """Why FlexAttention cannot compute this; None: it can."""
+    """Return why FlexAttention does not support this configuration, or None if it does."""
     if head_dim < LEAST_WIDTH:
         return f"head_dim={head_dim} is below {LEAST_WIDTH}"
     for name in ("select_tile", "select_block"):
@@ -448,7 +452,7 @@ def refusal(config: NSAConfig, *, head_dim: int) -> str | None:
 
 
 def attend(inputs: Inputs, config: NSAConfig, selection: Tensor | None = None) -> Tensor:
-    """`(B, S, H, D)`; the blocks are those of `selection`, or those that `select` chooses."""
+    """Return attention `(B, S, H, D)` over the blocks in `selection`, or those `select` chooses."""
     inputs = of_one_dtype(inputs)
     if torch.compiler.is_compiling():
         return attend_compiling(inputs, config, selection)
@@ -460,7 +464,7 @@ def attend(inputs: Inputs, config: NSAConfig, selection: Tensor | None = None) -
 
 
 def attend_other(inputs: Inputs, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """The compressed branch and the window, `(B, S, H, D)` each."""
+    """Return the compressed and the window branch, `(B, S, H, D)` each."""
     if torch.compiler.is_compiling():
         return other_compiling(inputs, config)
     with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
@@ -469,10 +473,10 @@ def attend_other(inputs: Inputs, config: NSAConfig) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def check(device: torch.device) -> None:
-    """Make sure, once in a process, that lists of blocks are heeded on `device`.
+    """Check, once per process and device, that FlexAttention respects block lists.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: it does not.
     """
     if device in _checked:
         return
@@ -494,7 +498,7 @@ def check(device: torch.device) -> None:
 
 
 def attend_compiling(inputs: Inputs, config: NSAConfig, selection: Tensor | None) -> Tensor:
-    """`attend` as a graph has it: one for every batch and length, whatever the compiler asks."""
+    """Compute `attend` inside a graph; the graph is specialized to the batch and the length."""
     for size in inputs.query.shape:
         operator.index(size)
     if selection is None:
@@ -508,7 +512,7 @@ def attend_compiling(inputs: Inputs, config: NSAConfig, selection: Tensor | None
 
 
 def other_compiling(inputs: Inputs, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """`attend_other` as a graph has it."""
+    """Compute `attend_other` inside a graph."""
     case = BranchInputs.of(inputs, config)
     return compressed(case)[:, : inputs.length], window(case)[:, : inputs.length]
 
@@ -518,13 +522,13 @@ _compiled_other = torch.compile(other_compiling, fullgraph=True, dynamic=False)
 
 
 def bucket(length: int) -> int:
-    """The length that rows of `length` are filled up to, so that few are compiled: <= 1/4 more."""
+    """Return the padded length of rows, so that few lengths are compiled; at most 1/4 more."""
     step = max(EDGE, 2 ** max(0, (length - 1).bit_length() - 3))
     return -(-length // step) * step
 
 
 def lengthened(inputs: Inputs, config: NSAConfig, length: int) -> Inputs:
-    """Zeros behind every row, which no query of the row sees."""
+    """Pad every row with zeros that no query of the row sees."""
     more = length - inputs.length
     if more == 0:
         return inputs
@@ -539,7 +543,7 @@ def lengthened(inputs: Inputs, config: NSAConfig, length: int) -> Inputs:
 
 
 def of_one_dtype(inputs: Inputs) -> Inputs:
-    """What autocast would do, which does not know FlexAttention."""
+    """Cast the inputs to the autocast dtype, since autocast does not cover FlexAttention."""
     query = inputs.query
     if not torch.is_autocast_enabled(query.device.type) or query.dtype == torch.float64:
         return inputs

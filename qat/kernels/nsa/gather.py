@@ -1,17 +1,18 @@
-"""Native Sparse Attention with a choice for each query, at the cost of what is chosen.
+"""Native Sparse Attention with per-query selection, at the cost of the selected blocks only.
 
-FlexAttention reads what any of 128 queries chose, so a choice for each costs it its speed. Here
-each block of keys gathers the queries that chose it (arXiv 2508.18224); the other two branches are
-FlexAttention's. Forward and backward over 16,384 random positions took 7.1 ms, dense cuDNN 7.1,
-FlexAttention 39.9 (one H200).
+FlexAttention reads all blocks that any of 128 queries selected, so per-query selection makes it
+slow. Here each block of keys gathers the queries that selected it (arXiv 2508.18224); the other two
+branches use FlexAttention. Forward and backward over 16,384 random positions took 7.1 ms, dense
+cuDNN attention 7.1 ms, and FlexAttention 39.9 ms (one H200).
 
-A block's keys and values are loaded once for all queries that read them, whose rows fill the tiles
-of the tensor cores whatever the group. Each pair of a query and a block it chose has a place in the
-block's list; there lies its part of the output, which a second kernel adds up query by query. All
-sums run in one order, so results repeat to the bit.
+A block's keys and values are loaded once for all queries that read them; the rows of these queries
+fill the tiles of the tensor cores for any group size. Each pair of a query and a block that it
+selected has a place in the block's list. Its partial output is stored at that place, and a second
+kernel adds up the partial outputs of each query. All sums have a fixed order, so results are
+deterministic to the bit.
 
-Shapes: R = B K rows of a key-value head each, G query heads over it, S positions, D head width, C
-judged keys, N blocks, n that a query selects at most, E = S n places for pairs.
+Shapes: R = B K rows of a key-value head each, G query heads per key-value head, S positions, D head
+width, C judged keys, N blocks, n blocks that a query selects at most, E = S n places for pairs.
 """
 
 import torch
@@ -25,27 +26,27 @@ from qat.kernels.nsa.select import Inputs, judged_keys, select
 
 LEAST_BLOCK, MOST_BLOCK = 16, 128
 MOST_WIDTH, MOST_SELECTED, MOST_GROUP = 256, 255, 32
-"""A place among the selected fits a byte; a query's heads fit a tile's rows (32 in float32)."""
+"""A rank among the selected fits a byte; a query's heads fit a tile's rows (32 in float32)."""
 TILES = 7.2
-"""Bytes of shared memory that backward takes for each number of a block's keys, in bfloat16."""
+"""Bytes of shared memory that backward uses for each number in a block's keys, in bfloat16."""
 LOG2E = tl.constexpr(1.4426950408889634)
-"""Logits are in powers of two, of which the hardware has an exponential."""
+"""The factor for logits in base 2, for which the hardware has an exponential."""
 FORCED_BITS = tl.constexpr(0x7F000000)
-"""Of a block that is read in any case: above the bits of every score."""
+"""The score bits of a forced block, larger than those of any real score."""
 JUDGING, PICKING, LISTING = 32, 16, 1024
-"""Queries of a program that scores blocks, that picks them, and that lists them a step."""
+"""Queries of a program that scores blocks, of one that picks them, and of one step of listing."""
 LEAST = 16
-"""Fewest rows of a tile of `tl.dot`."""
+"""The fewest rows of a `tl.dot` tile."""
 FORWARD_ROWS, BACKWARD_ROWS = 64, 128
-"""Rows, a query's head each, that meet a block at a time; half as many in float32."""
+"""Rows (one head of a query each) that are multiplied by a block at a time; half in float32."""
 CHUNK = 512
-"""Pairs of a block that one program works through."""
+"""Pairs of a block that one program processes."""
 MOST_BYTES = 2**30
-"""Of scores, or of parts, that exist together."""
+"""Bytes of scores, or of partial results, in memory at a time."""
 
 
 def refusal(config: NSAConfig, *, group: int, head_dim: int, device: torch.device) -> str | None:
-    """Why these kernels cannot compute this; None: they can."""
+    """Return why these kernels do not support this configuration, or None if they do."""
     block = config.select_block
     if not LEAST_BLOCK <= block <= MOST_BLOCK or block & (block - 1):
         return f"select_block={block} is no power of two from {LEAST_BLOCK} to {MOST_BLOCK}"
@@ -63,12 +64,12 @@ def refusal(config: NSAConfig, *, group: int, head_dim: int, device: torch.devic
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program on `device` may have."""
+    """Return the bytes of shared memory that a program on `device` may use."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def attend(inputs: Inputs, config: NSAConfig, selection: Tensor | None = None) -> Tensor:
-    """`(B, S, H, D)`; the blocks are those of `selection`, or those that `select` chooses."""
+    """Return attention `(B, S, H, D)` over the blocks in `selection`, or those `select` chooses."""
     inputs = flex.of_one_dtype(inputs)
     ranks = chosen(inputs, config) if selection is None else ranks_of(selection, inputs, config)
     group, first = inputs.group, inputs.first
@@ -85,9 +86,10 @@ def attend(inputs: Inputs, config: NSAConfig, selection: Tensor | None = None) -
 
 @torch.no_grad()
 def chosen(inputs: Inputs, config: NSAConfig) -> Tensor:
-    """`(R, N, S)` uint8: the place of each block among those that a query selects; 0: it does not.
+    """Return `(R, N, S)` uint8: the rank of each block among a query's selected ones; 0: none.
 
-    By a kernel where pooled blocks lie side by side and each query chooses, else by `select`.
+    A kernel computes it if pooled blocks do not overlap and each query selects its own, otherwise
+    `select` does.
     """
     is_apart = config.compress_block == config.compress_stride
     is_power = not config.compress_stride & (config.compress_stride - 1)
@@ -101,7 +103,7 @@ def chosen(inputs: Inputs, config: NSAConfig) -> Tensor:
 
 
 def ranks_of(selection: Tensor, inputs: Inputs, config: NSAConfig) -> Tensor:
-    """`chosen`, of `selection` `(B, K, T, N)`."""
+    """Convert `selection` `(B, K, T, N)` to ranks as `chosen` returns them."""
     each = selection.repeat_interleave(config.select_tile, 2)[:, :, : inputs.length]
     each = each[..., : -(-inputs.length // config.select_block)]
     own = torch.arange(inputs.length, device=each.device)[:, None] // config.select_block
@@ -123,19 +125,19 @@ def _choose(
     has_bound: bool,
     scale: float,
 ) -> Tensor:
-    """`(R, N, S)` uint8: the place of each block among those that a query selects, from 1; else 0.
+    """Return `(R, N, S)` uint8: the rank, from 1, of each block that a query selects; else 0.
 
     Args:
         query: `(R, G, S, D)`.
         judged: `(R, C, D)`, or with a bound `(R, C, 2 D)`: `judged_keys`.
-        first: `(B, S)` int64, beginnings of documents.
+        first: `(B, S)` int64, the start of each position's document.
         count: n.
-        block: keys of a block.
-        stride: keys of a pooled one; a power of two, and pooled blocks lie side by side.
+        block: keys per block.
+        stride: keys per pooled block; a power of two; pooled blocks do not overlap.
         init: forced blocks at the beginning of the document.
         local: forced blocks up to and including the query's own.
-        has_bound: whether judged keys are bounds.
-        scale: multiplies `query @ key`.
+        has_bound: True if judged keys are bounds.
+        scale: factor of `query @ key`.
     """
     query, judged = query.contiguous(), judged.contiguous()
     (R, G, S, D), C = query.shape, judged.shape[1]
@@ -187,10 +189,10 @@ def _attend(
     block: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """`(R, S, G, D)` attention to the selected blocks, and `(R, G, S)` float32 log2 of its sums.
+    """Return `(R, S, G, D)` attention to the selected blocks, and `(R, G, S)` float32 log2-sum-exp.
 
-    Of query `(R, G, S, D)`, key and value `(R, S, D)`, `first` `(B, S)` int64 and `ranks` from
-    `_choose`; `count` is n, `block` the keys of a block, `scale` multiplies `query @ key`.
+    `query` is `(R, G, S, D)`, `key` and `value` `(R, S, D)`, `first` `(B, S)` int64; `ranks` are
+    from `_choose`; `count` is n, `block` the keys per block, `scale` the factor of `query @ key`.
     """
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     (R, G, S, D), (queries, places, ends) = query.shape, pairs_of(ranks, count, block)
@@ -235,7 +237,7 @@ def _attend_backward(
     block: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query `(R, G, S, D)`, key and value; arguments as of `_attend` and from it."""
+    """Return the gradients of query `(R, G, S, D)`, key and value; see `_attend`."""
     tensors = (tensor.contiguous() for tensor in (grad, out, sums, query, key, value))
     grad, out, sums, query, key, value = tensors
     (R, G, S, D), (queries, places, ends) = query.shape, pairs_of(ranks, count, block)
@@ -295,17 +297,17 @@ _attend.register_autograd(_gradients, setup_context=_keep)
 
 
 def pairs_of(ranks: Tensor, count: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each block, the queries that read it, as lists one behind the other.
+    """Return, for each block, the list of queries that read it; the lists are concatenated.
 
     Args:
-        ranks: `(R, N, S)`, from `choose`.
+        ranks: `(R, N, S)`, from `chosen`.
         count: n.
-        block: keys of a block.
+        block: keys per block.
 
     Returns:
         queries: `(R, E)` int32, ascending in each list.
-        places: `(R, S, n)` int32, where in `queries` each query's pairs are; -1: none.
-        ends: `(R, N)` int32, where each list ends.
+        places: `(R, S, n)` int32, the positions of each query's pairs in `queries`; -1: none.
+        ends: `(R, N)` int32, the end of each list.
     """
     R, N, S = ranks.shape
     new = {"dtype": torch.int32, "device": ranks.device}
@@ -319,11 +321,11 @@ def pairs_of(ranks: Tensor, count: int, block: int) -> tuple[Tensor, Tensor, Ten
 
 
 def _work(ends: Tensor, num_places: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What each of P programs does, int32.
+    """Assign blocks and chunks to P programs; all results are int32.
 
     Returns:
-        `(R, P)` its block, N for none; `(R, P)` which chunk of the block's list; `(R, N)` how many
-        chunks the blocks have up to each.
+        `(R, P)` the program's block, N for none; `(R, P)` the chunk of the block's list; `(R, N)`
+        the cumulative number of chunks up to and including each block.
     """
     R, N = ends.shape
     sizes = ends.diff(dim=-1, prepend=ends.new_zeros(R, 1))
@@ -336,7 +338,7 @@ def _work(ends: Tensor, num_places: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _slices(rows: int, bytes_of_row: int) -> list[slice]:
-    """Rows that are computed together."""
+    """Return slices of rows that are computed together."""
     step = max(1, MOST_BYTES // bytes_of_row)
     return [slice(start, min(rows, start + step)) for start in range(0, rows, step)]
 
@@ -355,7 +357,10 @@ def _sizes(query: Tensor, block: int, rows: int) -> dict[str, object]:
 
 
 def _precision(tensor: Tensor) -> str:
-    """Of products of float32: three of TF32, whose sum is as good; half precision heeds none."""
+    """Return the precision of float32 products: three TF32 products if available.
+
+    Their sum is as precise as float32; products of 16-bit numbers ignore the setting.
+    """
     has_tf32 = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (8, 0)
     return "tf32x3" if has_tf32 else "ieee"
 
@@ -365,7 +370,7 @@ def _logits(
     query, negative, judged, first_key, keys, wide, num_keys, at, begins, is_row, scale,
     D: tl.constexpr, STRIDE: tl.constexpr, HAS_BOUND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of rows and `KEYS` judged keys, in powers of two; -inf where it is not seen."""
+    """Return base-2 logits of a tile of rows and `KEYS` judged keys; -inf where masked."""
     LENGTH: tl.constexpr = 2 * D if HAS_BOUND else D
     place = first_key + keys
     is_in = (place < num_keys)[None, :] & (wide < D)[:, None]
@@ -387,7 +392,7 @@ def _judge_kernel(
     STRIDE: tl.constexpr, PER_BLOCK: tl.constexpr, HAS_BOUND: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores `(R, some, N)` of `some` queries from `begin` on: softmax, summed over the group."""
+    """Write scores `(R, some, N)` of queries from `begin` on: softmax, summed over groups."""
     row = tl.program_id(1).to(tl.int64)
     rows = tl.arange(0, QUERIES * GROUP)
     inside = tl.program_id(0) * QUERIES + rows // GROUP
@@ -440,7 +445,7 @@ def _pick_kernel(
     COUNT: tl.constexpr, BLOCK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
     QUERIES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The highest of each query's scores: a threshold by bisection of their bits, then its ties."""
+    """Select each query's highest scores: bisect the score bits for a threshold, then take ties."""
     row = tl.program_id(1).to(tl.int64)
     inside = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     at, is_in = begin + inside, inside < some
@@ -450,7 +455,7 @@ def _pick_kernel(
     own, least = (at // BLOCK)[:, None], (begins // BLOCK)[:, None]
     block = tl.arange(0, WIDE)[None, :]
     source = scores + (row * span + inside)[:, None] * N + block
-    # the query's own block, perhaps not scored, is forced
+    # the query's own block may not have a score; it is forced
     score = tl.load(source, mask=is_in[:, None] & (block < own), other=0.0)
     is_forced = (block < least + INIT) | (block > own - LOCAL)
     bits = tl.where(is_forced, FORCED_BITS, score.to(tl.int32, bitcast=True))
@@ -473,7 +478,7 @@ def _list_kernel(
     ranks, ends, sizes, queries, places, N, S,
     COUNT: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """One block's list, and its pairs' places."""
+    """Write one block's list of queries, and the places of its pairs."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     place = tl.load(ends + row * N + block) - tl.load(sizes + row * N + block)
     for start in range(block * BLOCK // QUERIES * QUERIES, S, QUERIES):
@@ -488,7 +493,7 @@ def _list_kernel(
 
 @triton.jit
 def _list_of(ends, blocks, starts, N, P, CHUNK: tl.constexpr):
-    """A program's block, and the places from which to which it reads the list."""
+    """Return a program's row and block, and the begin and end of its chunk of the list."""
     row, program = tl.program_id(1).to(tl.int64), tl.program_id(0)
     block = tl.load(blocks + row * P + program)
     is_any = block < N
@@ -504,7 +509,7 @@ def _tile(
     G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows of `ROWS / G` pairs from `place` on, and their logits in powers of two."""
+    """Load rows of `ROWS / G` pairs from `place` on, and compute their base-2 logits."""
     rows = tl.arange(0, ROWS)
     pair, head, wide = place + rows // G, rows % G, tl.arange(0, WIDTH)
     is_row = (pair < end) & (rows < ROWS // G * G)
@@ -529,7 +534,7 @@ def _forward_kernel(
     G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of each pair in a chunk: attention to the block alone, and log2 of the sum."""
+    """Compute, for each pair in a chunk, attention to the block alone, and its log2-sum-exp."""
     row, block, begin, end = _list_of(ends, blocks, starts, N, P, CHUNK)
     if begin >= end:
         return
@@ -565,7 +570,7 @@ def _backward_kernel(
     G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of each pair in a chunk: its part of the query's gradient; and the chunk's of the block's."""
+    """Compute each pair's part of the query gradient and a chunk's key and value gradients."""
     row, block, begin, end = _list_of(ends, blocks, starts, N, P, CHUNK)
     if begin >= end:
         return
@@ -606,7 +611,7 @@ def _add_up_kernel(
     G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr,
     WIDE: tl.constexpr, QUERIES: tl.constexpr, HAS_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """The parts of each query's pairs: weighed by their sums, or added."""
+    """Combine the partial results of each query's pairs: weighted by their sums, or added."""
     row, head = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
     at = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     is_in, wide = at < S, tl.arange(0, WIDTH)
@@ -643,7 +648,7 @@ def _add_blocks_kernel(
     d_keys, d_values, d_key, d_value, chunks, S, N, P,
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of `PART` keys and values of a block: its chunks added up in their order."""
+    """Add up the chunks' gradients of `PART` keys and values of a block, in a fixed order."""
     row = tl.program_id(1).to(tl.int64)
     block, part = tl.program_id(0) // (BLOCK // PART), tl.program_id(0) % (BLOCK // PART)
     first = tl.load(chunks + row * N + block - 1, mask=block > 0, other=0)
