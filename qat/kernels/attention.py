@@ -3,10 +3,10 @@
 A token attends to the tokens of its own document up to itself. Positions restart at 0 with each
 document, so token i sees j exactly if `i - positions[i] <= j <= i`.
 
-The kernels: a program holds all of a sequence for one key-value head. Both read every tensor once
-and keep nothing between them: backward computes the weights again, which costs less than reading
-them would. At 64 positions, forward and backward of a layer took 0.45 ms beside 1.25 of cuDNN's
-(one H200, 512 x 64 tokens, 16 heads over 8).
+The kernels: a program holds a whole sequence of one key-value head. Forward and backward read every
+tensor once and store nothing for each other: backward recomputes the weights, which costs less than
+reading them would. At 64 positions, forward and backward of a layer took 0.45 ms, cuDNN's 1.25 (one
+H200, 512 x 64 tokens, 16 heads over 8).
 
 Shapes: B sequences, H query heads, K key-value heads, S positions, D head width.
 """
@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from qat.kernels.dispatch import tl, triton, use_triton
 
 MAX_TILE = 128
-"""Longest sequence of one tile; backward then takes 164 kB of shared memory (`tile_bytes`)."""
+"""The longest sequence of one tile; backward then uses 164 kB of shared memory (`tile_bytes`)."""
 
 
 def fits_tile(query: Tensor, value: Tensor) -> bool:
-    """Whether `tile_attention` has a kernel for such tensors; the reference takes any."""
+    """Return whether `tile_attention` has a kernel for these tensors; the reference takes any."""
     B, H, S, D = query.shape
     is_half = value.dtype in (torch.bfloat16, torch.float16)
     is_shape = S <= MAX_TILE and 16 <= D <= 128 and D & (D - 1) == 0
@@ -32,16 +32,17 @@ def fits_tile(query: Tensor, value: Tensor) -> bool:
 
 
 def tile_bytes(length: int, width: int) -> int:
-    """Shared memory that backward takes for sequences of `length` and heads of `width`.
+    """Return the bytes of shared memory that backward uses for this length and head width.
 
-    Four tiles of heads and one of weights, in half precision: what a T4 or a GeForce card may lack.
+    These are four tiles of heads and one of weights, in half precision; a T4 or a GeForce card may
+    not have as much.
     """
-    tile = max(16, 1 << (length - 1).bit_length())  # of `tl.dot`, 16 at least
+    tile = max(16, 1 << (length - 1).bit_length())  # `tl.dot` takes at least 16
     return 2 * (4 * tile * width + tile * tile)
 
 
 def document_mask(positions: Tensor) -> Tensor:
-    """`(B, 1, S, S)` bool: true where the token of a row attends to that of a column."""
+    """Return `(B, 1, S, S)` bool: true if the token of a row attends to that of a column."""
     S = positions.shape[1]
     places = torch.arange(S, device=positions.device)
     first = places - positions
@@ -51,7 +52,7 @@ def document_mask(positions: Tensor) -> Tensor:
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float
 ) -> Tensor:
-    """Attention inside documents, `(B, S, H, D)`: plain PyTorch over the whole `(S, S)` mask.
+    """Return attention inside documents, `(B, S, H, D)`, in plain PyTorch with an `(S, S)` mask.
 
     Equals `F.scaled_dot_product_attention(query, key, value, document_mask(positions))` with its
     heads and positions transposed.
@@ -61,7 +62,7 @@ def packed_attention(
         key: `(B, K, S, D)`; K divides H.
         value: `(B, K, S, D)`.
         positions: `(B, S)` int64.
-        scale: multiplies `query @ key.T`.
+        scale: factor of `query @ key.T`.
     """
     mask = document_mask(positions)
     group = query.shape[1] // key.shape[1]
@@ -73,7 +74,7 @@ def packed_attention(
 def tile_attention(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float
 ) -> Tensor:
-    """As `packed_attention`, by one kernel that reads each tensor once; half precision only."""
+    """Do what `packed_attention` does in one kernel; half precision only."""
     return attention_forward(query, key, value, positions, scale)
 
 
@@ -98,7 +99,7 @@ def _(
 
 
 def _heads_last(like: Tensor) -> Tensor:
-    """An empty `(B, H, S, D)` tensor that lies as `(B, S, H, D)`."""
+    """Allocate a `(B, H, S, D)` tensor with the memory layout of `(B, S, H, D)`."""
     B, H, S, D = like.shape
     return like.new_empty(B, S, H, D).transpose(1, 2)
 
@@ -109,7 +110,7 @@ def _keep_inputs(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output
 
 
 def _gradients(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple:
-    # the (S, S) weights are computed again: nothing but the inputs is kept
+    # the (S, S) weights are recomputed: only the inputs are saved
     found = _tile_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.scale)
     return *found, None, None
 
@@ -119,7 +120,7 @@ tile_attention.register_autograd(_gradients, setup_context=_keep_inputs)
 
 @triton.jit
 def tile(base, offset_s, offset_d, stride_s, S):
-    """`(S, D)` of one head, zero beyond S."""
+    """Load `(S, D)` of one head, zero beyond S."""
     places = base + offset_s[:, None] * stride_s + offset_d[None, :]
     return tl.load(places, mask=offset_s[:, None] < S, other=0.0)
 
@@ -132,8 +133,8 @@ def _store(base, value, offset_s, offset_d, stride_s, S):
 
 @triton.jit
 def _softmax(scores, allowed, scale):
-    """Over the allowed keys, `(S, S)` float32."""
-    scores = scores * (scale * 1.4426950408889634)  # log2(e): the hardware's exponential is of 2
+    """Return the softmax over the allowed keys, `(S, S)` float32."""
+    scores = scores * (scale * 1.4426950408889634)  # log2(e): the hardware has exp2
     scores = tl.where(allowed, scores, -1e30)  # finite, so that no difference is NaN
     p = tl.exp2(scores - tl.max(scores, 1)[:, None])
     return p / tl.sum(p, 1)[:, None]
@@ -141,7 +142,7 @@ def _softmax(scores, allowed, scale):
 
 @triton.jit
 def _allowed_keys(positions, b, offset_s, S):
-    """`(S, S)` bool; a row beyond S attends to itself, so that no row is empty."""
+    """Return an `(S, S)` mask; a row beyond S attends to itself, so that no row is empty."""
     position = tl.load(positions + b * S + offset_s, mask=offset_s < S, other=0)
     first = offset_s - position.to(tl.int32)
     column = offset_s[None, :]
@@ -150,11 +151,11 @@ def _allowed_keys(positions, b, offset_s, S):
 
 @triton.jit
 def _head_gradients(do, q, k, v, allowed, scale, dk, dv):
-    """The gradient of one head's q, and `dk` and `dv` with what this head adds; float32."""
+    """Return the float32 gradient of a head's q, and add this head's part to `dk` and `dv`."""
     p = _softmax(tl.dot(q, tl.trans(k)), allowed, scale)
     dv += tl.dot(tl.trans(p.to(do.dtype)), do)
     dp = tl.dot(do, tl.trans(v))
-    # the sum of p * dp is that of out * do, and out would have to be kept or read
+    # sum(p * dp) equals sum(out * do), but needs no saved `out`
     ds = p * (dp - tl.sum(p * dp, 1)[:, None]) * scale
     ds = ds.to(q.dtype)
     dk += tl.dot(tl.trans(ds), q)
@@ -207,7 +208,7 @@ def _backward_kernel(
 def attention_forward(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float
 ) -> Tensor:
-    """`packed_attention` in one launch, `(B, S, H, D)` contiguous."""
+    """Compute `packed_attention` in one launch, `(B, S, H, D)` contiguous."""
     B, H, S, D = query.shape
     out = query.new_empty(B, S, H, D)
     tensors = [*map(_dense_rows, (query, key, value))]
@@ -228,9 +229,9 @@ def attention_backward(
     scale: float,
     out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """The gradients of query, key and value for `grad` `(B, S, H, D)`, contiguous.
+    """Return the gradients of query, key and value for `grad` `(B, S, H, D)`, contiguous.
 
-    They are written to `out`, three tensors with dense rows; without, to new ones that lie as
+    They are written to `out`, three tensors with dense rows, or to new tensors with the layout of
     `(B, S, ., D)`.
     """
     tensors = [*map(_dense_rows, (query, key, value))]

@@ -1,6 +1,6 @@
-"""What attention of new tokens reads: keys and values of the tokens before, as numbers or packed.
+"""The key-value cache that attention of new tokens reads, as numbers or packed.
 
-And what its kernels do with packed ones: quantize new heads, and read them back.
+Its kernel functions quantize new heads and dequantize packed ones.
 
 Shapes: B sequences, J key heads, N positions of the cache, D width of a head.
 """
@@ -14,7 +14,7 @@ from qat.kernels.dispatch import tl, triton
 from qat.quant.kv import LARGEST, OFFSET, REST, Index, PackedHeads, dequantize_heads
 
 EVERY = slice(None)
-"""Index of all along a dimension of a cache."""
+"""The index of all elements along a dimension of a cache."""
 
 
 class Cache(NamedTuple):
@@ -33,7 +33,7 @@ class Cache(NamedTuple):
         device: torch.device,
         bits: int | None = None,
     ) -> Self:
-        """Room for `shape` `(B, J, N, D)`, zeros so far; packed in so many bits if given."""
+        """Allocate zeros of `shape` `(B, J, N, D)`; packed in `bits` bits if given."""
         if bits is None:
             return cls(*(torch.zeros(shape, dtype=dtype, device=device) for _ in cls._fields))
         return cls(*(PackedHeads.empty(shape, bits, dtype, device) for _ in cls._fields))
@@ -46,8 +46,11 @@ class Cache(NamedTuple):
         return (*keys.steps.shape, keys.width) if packed else tuple(keys.shape)
 
     def for_kernel(self) -> tuple[list[Tensor | None], dict[str, object]]:
-        """What a kernel is told: keys, their steps, values, theirs; and as constants, the bits (0
-        where they are numbers) and the dtype that they are read as."""
+        """Return the tensors and constants that a kernel takes.
+
+        Tensors: keys, their steps, values, their steps. Constants: bits (0 if not packed) and
+        dtype.
+        """
         if isinstance(self.keys, PackedHeads):
             kind = str(self.keys.dtype).removeprefix("torch.")
             tensors = [tensor for part in self for tensor in (part.codes, part.steps)]
@@ -56,7 +59,7 @@ class Cache(NamedTuple):
         return [self.keys, None, self.values, None], {"BITS": 0, "KIND": getattr(tl, kind)}
 
     def put(self, key: Tensor, value: Tensor, *places: Index) -> None:
-        """Write new heads to an index of all dimensions but the last."""
+        """Write new heads at an index of all dimensions but the last."""
         for part, new in zip(self, (key, value), strict=True):
             if isinstance(part, PackedHeads):
                 part.put(new, *places)
@@ -64,7 +67,7 @@ class Cache(NamedTuple):
                 part[places] = new.to(part.dtype)
 
     def at(self, *places: Index) -> tuple[Tensor, Tensor]:
-        """Keys and values at such an index, as numbers."""
+        """Return keys and values at such an index, as numbers."""
         keys, values = (
             dequantize_heads(part.at(*places)) if isinstance(part, PackedHeads) else part[places]
             for part in self
@@ -73,7 +76,7 @@ class Cache(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """What positions rotate queries and keys by: halves of a head against each other."""
+    """Rotary angles by position; the halves of a head are rotated against each other."""
 
     cos: Tensor
     """`(N, D)` float32."""
@@ -82,12 +85,12 @@ class Angles(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How one layer's queries meet its keys."""
+    """The scoring of one layer: scaling, and norms of queries and keys."""
 
     scaling: float
-    """Scores are `scaling * q @ k`."""
+    """The factor of scores: `scaling * q @ k`."""
     q_norm: Tensor | None = None
-    """`(D,)` gain of the RMS norm of every query, if there is one."""
+    """`(D,)` gain of the RMS norm of every query, or None without one."""
     k_norm: Tensor | None = None
     eps: float = 0.0
 
@@ -99,20 +102,20 @@ MOST = tl.constexpr(LARGEST)
 
 @triton.jit
 def scale_of(octet):
-    """A scale in float32, of its byte: see `qat.quant.kv`."""
+    """Decode a scale byte to float32; see `qat.quant.kv`."""
     return ((octet + EXPONENTS) << BELOW).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _step(word, BITS: tl.constexpr):
-    """Scale and smallest number of a half, from the lower 16 bits of what a cache keeps of it."""
+    """Return scale and smallest number of a half head from the lower 16 bits of its step word."""
     scale = scale_of(word & 255)
     return scale, -(((word >> 8) & 255).to(tl.float32) * scale / 2 ** (8 - BITS))
 
 
 @triton.jit
 def _nearest(x, scale, zero):
-    """As `qat.quant.kv` has it: the same codes, however a division is rounded."""
+    """Return the codes that `qat.quant.kv` defines, independent of how a division is rounded."""
     code = tl.floor(x / scale + zero + 0.5)
     code += ((code + 0.5 - zero) * scale <= x).to(tl.float32)
     return code - ((code - 0.5 - zero) * scale > x).to(tl.float32)
@@ -120,7 +123,7 @@ def _nearest(x, scale, zero):
 
 @triton.jit
 def _step_for(x, BITS: tl.constexpr):
-    """The 16 bits that a cache keeps of each half head, a row of `x`, which may end in zeros."""
+    """Return the 16-bit step of each half head, a row of `x`, which may be padded with zeros."""
     low = tl.minimum(tl.min(x, axis=1), 0.0)
     span = tl.maximum(tl.max(x, axis=1), 0.0) - low
     raw = (span / (2.0**BITS - 1)).to(tl.int32, bitcast=True)
@@ -135,7 +138,7 @@ def _step_for(x, BITS: tl.constexpr):
 
 @triton.jit
 def _encoded(x, word, BITS: tl.constexpr):
-    """Codes of `x` in the steps of a half."""
+    """Return the codes of `x` under a half head's step."""
     zero = ((word >> 8) & 255).to(tl.float32) / 2 ** (8 - BITS)
     scale = scale_of(word & 255)
     code = tl.minimum(tl.maximum(_nearest(x, scale, zero), 0.0), 2.0**BITS - 1)
@@ -144,7 +147,7 @@ def _encoded(x, word, BITS: tl.constexpr):
 
 @triton.jit
 def put_packed(codes, steps, place, x1, x2, half, is_row, D: tl.constexpr, BITS: tl.constexpr):
-    """Quantize heads, rows of halves `(R, D/2)`, and keep them at `place` `(R,)`."""
+    """Quantize heads, given as halves `(R, D/2)`, and store them at `place` `(R,)`."""
     x1 = tl.minimum(tl.maximum(x1, -MOST), MOST)
     x2 = tl.minimum(tl.maximum(x2, -MOST), MOST)
     word1, word2 = _step_for(x1, BITS), _step_for(x2, BITS)
@@ -164,7 +167,7 @@ def read_packed(
     codes, steps, seen, column, is_seen, is_column,
     KIND: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """`(positions, columns)` of a head: what `qat.quant.kv.dequantize_heads` gives, to the bit."""
+    """Load `(positions, columns)` of a head, bit-identical to `qat.quant.kv.dequantize_heads`."""
     WIDTH: tl.constexpr = D * BITS // 8
     is_second = column >= D // 2
     place = seen[:, None] * WIDTH + (column % WIDTH)[None, :]

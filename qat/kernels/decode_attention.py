@@ -1,13 +1,13 @@
-"""Attention of one new position over a cache of fixed size, with the norms and rotary before it.
+"""Attention of one new position over a cache of fixed size, fused with the norms and rotary before.
 
-Nothing depends on the host: the position is read on the device, so that one recorded graph serves
+Nothing depends on the host: the position is read on the device, so that one captured graph serves
 every step.
 
-The kernels: the cache in splits, then their softmaxes as one. Each program norms and rotates the
-few heads of its group anew, which is less than a launch; the heads are the rows of small products,
-so that a reduction serves them all: 5.7 us a layer at position 700 instead of 14.2 head by head
-(one H200). The new key and value never come from the cache: the first split has them. Packed keys
-and values are placed and read as those of slots.
+The kernels: one over splits of the cache, then one that merges their softmaxes. Each program norms
+and rotates the few heads of its group again, which costs less than a launch. The heads are the rows
+of small products, so that one reduction serves all of them: 5.7 us per layer at position 700
+instead of 14.2 head by head (one H200). The new key and value are never read from the cache: the
+first split holds them in registers. Packed keys and values are placed and read as in slots.
 
 Shapes: B sequences, H query heads, J key heads, N positions of the cache, D width of a head.
 """
@@ -31,17 +31,17 @@ from qat.kernels.slot_attention import place_heads, slot_attention
 from qat.quant.kv import PackedHeads
 
 PROGRAMS = 256
-"""Programs that share the cache: about two for each multiprocessor of a large GPU."""
+"""The most programs that share the cache: about two per multiprocessor of a large GPU."""
 TILE = 32
 """Positions that a program reads at a time."""
 LEAST = 16
-"""Rows and columns of the smallest product that `tl.dot` takes."""
+"""The fewest rows and columns that `tl.dot` takes."""
 
 
 def decode_attention(
     qkv: Tensor, cache: Cache, position: Tensor, angles: Angles, scoring: Scoring, *, order: int = 1
 ) -> Tensor:
-    """What the heads say of positions up to `position`, `(B, H * D)` float32, spread by `order`.
+    """Return attention over positions up to `position`, `(B, H * D)` float32, spread by `order`.
 
     `qkv` `(B, (H + 2 J) D)` float32 holds queries, keys and values of the new `position` `(1,)`,
     which is the same for all sequences; its key and value are written into the cache.
@@ -76,7 +76,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _decode_by_kernel(
     qkv: Tensor, cache: Cache, position: Tensor, angles: Angles, scoring: Scoring, *, order: int
 ) -> Tensor:
-    """See `decode_attention`."""
+    """Compute `decode_attention` by kernels."""
     B, J, N, D = cache.shape
     H = qkv.shape[1] // D - 2 * J
     splits = max(1, min(triton.next_power_of_2(PROGRAMS // (B * J)), triton.cdiv(N, TILE)))
@@ -97,7 +97,7 @@ def _split_kernel(
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
     TILE: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One split of the positions, for all query heads of a key head: rows of one small matrix."""
+    """Compute one split for all query heads of a key head, which are rows of one small matrix."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -169,7 +169,7 @@ def _split_kernel(
 
 @triton.jit
 def _part(vector, half, D: tl.constexpr):
-    """Half a head's numbers, for all rows."""
+    """Load half of a head's numbers, broadcast to all rows."""
     return tl.load(vector + half, mask=half < D // 2, other=0.0).to(tl.float32)[None, :]
 
 
@@ -180,9 +180,9 @@ def _read(places, is_row, is_column):
 
 @triton.jit
 def add_product(total, A, B):
-    """`total + A @ B` of A in float32: in 16 bits, as what B has room for and what that leaves."""
+    """Return `total + A @ B` for float32 A, split into two 16-bit parts if B has 16 bits."""
     if B.dtype == tl.float32:
-        return tl.dot(A, B, total, input_precision="tf32x3")  # float32's digits, on tensor cores
+        return tl.dot(A, B, total, input_precision="tf32x3")  # float32 precision on tensor cores
     else:
         upper = A.to(B.dtype)
         rest = (A - upper.to(tl.float32)).to(B.dtype)

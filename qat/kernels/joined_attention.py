@@ -1,13 +1,13 @@
-"""Attention inside packed documents, from queries, keys and values that lie side by side.
+"""Attention inside packed documents, from contiguous (joined) queries, keys and values.
 
-What lies between the two matmuls of an attention block: the RMS norm of each query and key head (in
-families that have it), rotary embedding, and `qat.kernels.attention`. The gradient of all three
-lies side by side too, as the matmul before them takes it.
+This is everything between the two matmuls of an attention block: the RMS norm of each query and key
+head (in families that have it), rotary embedding, and `qat.kernels.attention`. The gradient of all
+three is joined too, as the matmul before them expects it.
 
-On a GPU norms and rotary embedding are a kernel of their own, bound by its bytes (0.99 of the copy
-bandwidth of an H200). Inside the attention kernels their registers spill: 1.03 ms a layer instead
-of 0.45 + 0.32. A head is loaded as two halves, which rotary embedding turns against each other;
-`low` and `high` are columns `[:D/2]` and `[D/2:]`.
+On a GPU norms and rotary embedding are a kernel of their own, bound by memory (0.99 of the copy
+bandwidth of an H200). Fused into the attention kernels they spill registers: 1.03 ms per layer
+instead of 0.45 + 0.32. A head is loaded as two halves, which rotary embedding rotates against each
+other; `low` and `high` are columns `[:D/2]` and `[D/2:]`.
 
 Shapes: B sequences, S positions, T = B*S, H query heads, K key-value heads, D head width.
 """
@@ -28,16 +28,16 @@ from qat.kernels.attention import (
 from qat.kernels.dispatch import tl, triton, use_triton
 
 TILE_SIZE = 2048
-"""Elements of a head's tile: 16 bytes of each half for each of 128 threads."""
+"""Elements per tile of a head: 16 bytes of each half for each of 128 threads."""
 MAX_HEADS = 4
-"""Heads that a program turns at most, all of them queries or all of them keys.
+"""The most heads that a program rotates, either all queries or all keys.
 
-They share a load of the angles, and one row of the norm's gradient.
+They share one load of the angles, and one row of the norm's gradient.
 """
 
 
 def joined_fits_tile(qkv: Tensor, head_dim: int) -> bool:
-    """Whether `joined_tile_attention` has a kernel for such a tensor; the reference takes any."""
+    """Return whether `joined_tile_attention` supports this tensor; the reference takes any."""
     is_half = qkv.dtype in (torch.bfloat16, torch.float16)
     is_head = 32 <= head_dim <= 128 and head_dim & (head_dim - 1) == 0
     return use_triton(qkv) and is_half and is_head and qkv.shape[1] <= MAX_TILE
@@ -54,17 +54,19 @@ def joined_attention(
     eps: float,
     heads: int,
 ) -> Tensor:
-    """Norms, rotary embedding and attention, `(B, S, H, D)`: plain PyTorch, as transformers does.
+    """Return norms, rotary embedding and attention, `(B, S, H, D)`, in plain PyTorch.
+
+    It computes what transformers does.
 
     Args:
         qkv: `(B, S, (H + 2 K) * D)`: queries, keys, values.
         cos: `(B, S, D)`, whose second half repeats the first.
-        sin: likewise.
-        query_norm: `(D,)` weight of the queries' RMS norm, None for families without.
-        key_norm: likewise for keys; both or none.
+        sin: like `cos`.
+        query_norm: `(D,)` weight of the queries' RMS norm, None for families without one.
+        key_norm: the same for keys; both or none.
         positions: `(B, S)` int64, see `qat.kernels.attention`.
-        scale: multiplies `query @ key.T`.
-        eps: of the norms.
+        scale: factor of `query @ key.T`.
+        eps: epsilon of the norms.
         heads: H.
     """
     D = cos.shape[-1]
@@ -90,9 +92,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def joined_tile_attention(*arguments: Tensor | float | None) -> Tensor:
-    """`joined_attention`, whose arguments it takes, in Triton kernels; half precision only.
+    """Do what `joined_attention` does, with its arguments, in Triton kernels; half precision only.
 
-    What lies between is float32, rounded once before each product.
+    Intermediate results are float32, rounded once before each product.
     """
     return joined_tile_operator(*arguments)[0]
 
@@ -109,10 +111,10 @@ def joined_tile_operator(
     eps: float,
     heads: int,
 ) -> tuple[Tensor, Tensor]:
-    """`joined_tile_attention`, and for its backward the heads that were turned.
+    """Return `joined_tile_attention`, and for its backward the rotated heads.
 
-    The latter are queries and keys after norm and rotary embedding, `(B, S, (H + K) * D)`; they
-    have no gradient of their own.
+    These are queries and keys after norm and rotary embedding, `(B, S, (H + K) * D)`, without a
+    gradient of their own.
     """
     qkv, D = qkv.contiguous(), cos.shape[-1]
     shape = _shape(qkv, cos, heads)
@@ -146,16 +148,16 @@ def _joined_tile_attention_backward(
     eps: float,
     want_norms: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of qkv, contiguous, and of both norms, `(2, D)` float32 or empty."""
+    """Return the gradients of qkv, contiguous, and of both norms, `(2, D)` float32 or empty."""
     H, D = grad.shape[2:]
     qkv = qkv.contiguous()
     d_qkv = torch.empty_like(qkv)
-    # the gradients of what is turned lie where those of qkv will, until they are turned back
+    # gradients of rotated heads are written to the memory of d_qkv, then rotated back in place
     parts, d_parts = _parts(turned, qkv, H, D), _parts(d_qkv, d_qkv, H, D)
     attention_backward(grad.contiguous(), *parts, positions, scale, out=d_parts)
     shape = _shape(qkv, cos, H)
     (programs,) = grid = _grid(qkv, shape)
-    # a row for each program, added up afterwards
+    # one row per program, summed afterwards
     sums = torch.empty(programs if want_norms else 0, D, device=qkv.device, dtype=torch.float32)
     with torch.cuda.device_of(qkv):
         _turn_back_kernel[grid](
@@ -181,7 +183,7 @@ def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple
     *tensors, ctx.scale, ctx.eps, _ = inputs
     turned = output[1]
     ctx.mark_non_differentiable(turned)
-    ctx.set_materialize_grads(False)  # or turned would get one, of zeros
+    ctx.set_materialize_grads(False)  # otherwise `turned` would get a gradient of zeros
     ctx.save_for_backward(turned, *tensors)
 
 
@@ -203,14 +205,14 @@ joined_tile_operator.register_autograd(_gradients, setup_context=_keep)
 
 @triton.jit
 def _place(T, PARTS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr):
-    """A program's first token, as int64, how many there are from it on, and its first head."""
+    """Return a program's first token (int64), the number of tokens left, and its first head."""
     first = (tl.program_id(0) // PARTS).to(tl.int64) * TOKENS
     return first, (T - first).to(tl.int32), tl.program_id(0) % PARTS * HEADS
 
 
 @triton.jit
 def _halves(base, t, stride_t, T, D: tl.constexpr):
-    """Columns `[:D/2]` and `[D/2:]` of one head of tokens `t`, float32."""
+    """Load columns `[:D/2]` and `[D/2:]` of one head of tokens `t` in float32."""
     half = tl.arange(0, D // 2)
     low = tile(base, t, half, stride_t, T)
     high = tile(base + D // 2, t, half, stride_t, T)
@@ -227,7 +229,7 @@ def _store_halves(base, low, high, t, stride_t, T, D: tl.constexpr):
 
 @triton.jit
 def _angles(cos, sin, t, T, D: tl.constexpr):
-    """Cosine and sine of each pair's angle, `(T, D/2)`: the second half repeats them."""
+    """Load cosine and sine of each pair's angle, `(T, D/2)`; the second half repeats the first."""
     half = tl.arange(0, D // 2)
     return tile(cos, t, half, D, T).to(tl.float32), tile(sin, t, half, D, T).to(tl.float32)
 
@@ -295,7 +297,7 @@ def _turn_back_kernel(
                 d_low += low * x_low
                 d_high += high * x_high
             low, high = low * w_low, high * w_high
-            # of the gradient, what lies along x changes its size alone, which the norm takes back
+            # remove the component along x: it only changes the size, which the norm cancels
             along = (tl.sum(low * x_low + high * x_high, 1) / D)[:, None]
             low, high = (low - x_low * along) * inverse, (high - x_high * along) * inverse
         _store_halves(d_qkv + h * D, low, high, t, ROW, left, D)
@@ -324,7 +326,7 @@ def _shape(qkv: Tensor, cos: Tensor, heads: int) -> dict[str, int]:
 
 
 def _parts(turned: Tensor, qkv: Tensor, heads: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys of `turned`, values of `qkv`, as attention takes them: `(B, ., S, D)`."""
+    """Return queries and keys of `turned` and values of `qkv`, `(B, ., S, D)`."""
     turned, qkv = (joined.unflatten(-1, (-1, D)).transpose(1, 2) for joined in (turned, qkv))
     keys = (qkv.shape[1] - heads) // 2
     return turned[:, :heads], turned[:, heads : heads + keys], qkv[:, heads + keys :]

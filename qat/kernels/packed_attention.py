@@ -1,28 +1,29 @@
-"""Attention of one new token of each sequence over keys and values in 8 or 4 bits, read packed.
+"""Attention of one new token per sequence over keys and values packed in 8 or 4 bits.
 
-What is multiplied are the very numbers of `dequantize_heads` in 16 bits, formed in registers; the
-other factor, queries or weights of the softmax, is what 16 bits have room for and what that leaves.
-Sums are float32.
+The keys and values that are multiplied are exactly those of `dequantize_heads` in 16 bits, formed
+in registers. The other operand, queries or softmax weights, is split into two numbers of 16 bits,
+rounded and remainder. Sums are float32.
 
-The kernel: where there are many sequences, or few positions, each warp of a program takes a key
-head of its own and writes the result. Else warps share the positions of a key head, and so do
-programs where a GPU has room; their softmaxes are merged. Warps never wait for each other. Each
-takes 16 or 32 positions at a time, while those of its next turn are on their way. Codes go from
-memory to the lane that multiplies them, 16 bytes a lane, and no number passes shared memory. That
-works because the order within a sum is free. Lane 4 g + c:
+The kernel: with many sequences or few positions, each warp of a program takes a key head of its own
+and writes the result. Otherwise warps share the positions of a key head, and so do programs if the
+GPU has room for more; their softmaxes are merged. Warps do not synchronize. Each takes 16 or 32
+positions at a time while it prefetches the next ones. Codes are loaded from memory directly by the
+lane that multiplies them, 16 bytes per lane, and no number passes through shared memory. That works
+because the order within a sum is free. Lane 4 g + c:
 
-    scores    `mma.m16n8k16`: rows are queries (g: upper parts, g + 8: what they leave), columns
+    scores    `mma.m16n8k16`: rows are queries (g: upper parts, g + 8: remainders), columns are
               positions; the lane has column g, and of its key the c-th quarter of each half
-    weights   the lane then has those of query g, at positions 2 c and 2 c + 1 of each 8: which is
-              what the second product wants of its second factor
-    values    rows are numbers of a head, columns queries: up to 4 in their two parts, or 8 parts
-              one after the other. The lane has the g-th eighth of each half at its positions
+    weights   the lane then has those of query g at positions 2 c and 2 c + 1 of each 8, which is
+              the layout of the second operand of the second product
+    values    rows are numbers of a head, columns are queries: up to 4 in two parts each, or 8 whose
+              parts take two products. The lane has the g-th eighth of each half at its positions
 
-Column 2 c + e of a tile t of 8 is position 2 TILES c + 2 t + e of the turn, so that a lane's values
-lie behind each other. A number of 4 bits in bfloat16 costs 2 instructions: in bits of 128 + code,
-two at a time, less 128 + the integers of its zero, then times the scale less the rest of the zero
-times the scale, each of which is exact but for the last rounding. All others cost 4: in bits of
-2**15 + code as float32, times the scale, less (2**15 + zero) times the scale.
+Column 2 c + e of tile t (8 positions) is position 2 TILES c + 2 t + e of the iteration, so that a
+lane's values are contiguous. A number of 4 bits in bfloat16 costs 2 instructions, for two numbers
+at a time: form the bits of 128 + code, subtract 128 + the integer part of the zero, multiply by the
+scale and subtract the fraction of the zero times the scale; all of this is exact except for the
+last rounding. All other formats cost 4: form the bits of 2**15 + code as float32, multiply by the
+scale, subtract (2**15 + zero) times the scale.
 
 Shapes: B sequences, H query heads, J key heads, N positions of the cache, D width of a head.
 """
@@ -50,39 +51,40 @@ WARPS = 4
 
 
 class Cut(NamedTuple):
-    """How the positions are cut."""
+    """The tiling of the positions."""
 
     tiles: int
-    """Of 8 positions, that a warp takes in a turn."""
+    """Tiles of 8 positions that a warp takes per iteration."""
     programs: int
-    """That share the cache: what the multiprocessors of a large GPU have registers for."""
+    """The most programs that share the cache: as many as a large GPU has registers for."""
     registers: int
-    """The most of a thread."""
+    """Register limit per thread."""
 
 
 CUTS = {4: Cut(4, 3 * 132, 168), 8: Cut(2, 3 * 132, 168)}
-"""By bits."""
+"""Tilings by bits."""
 WIDEST_CAPPED = 128
-"""Heads that are wider have as many registers as they need."""
+"""The largest head width to which the register limit applies."""
 MOST_QUERIES = 8
-"""Query heads of a key head."""
+"""The most query heads per key head."""
 LEAST_WIDTH = 64
-"""Of a head: of 4 bits, a lane's share of a value is then a whole word."""
+"""The smallest head width: with 4 bits, a lane's share of a value is then a whole word."""
 TOGETHER = 32
 """Splits whose sums are added up at a time."""
 MERGED = 256
-"""Positions that a warp reads while a second kernel would merge what several have read of a head.
+"""The most positions that a warp reads alone to save the second kernel that merges splits.
 
-64 slots of 32 query heads and up to 256 positions took 4 us less a layer so (one H200, 8 bits).
+This saved 4 us per layer with 64 slots of 32 query heads and up to 256 positions (one H200, 8
+bits).
 """
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e30)
-"""Peak of a softmax over no keys: finite, so that differences are."""
+"""The softmax peak for no keys; finite, so that differences of peaks are not NaN."""
 KINDS = (torch.bfloat16, torch.float16)
 
 
 def is_read_packed(cache: Cache, num_queries: int) -> bool:
-    """Whether `packed_attention` knows such a cache, of so many query heads for each key head."""
+    """Return whether `packed_attention` supports this cache and queries per key head."""
     keys = cache.keys
     if not isinstance(keys, PackedHeads):
         return False
@@ -95,10 +97,10 @@ def is_read_packed(cache: Cache, num_queries: int) -> bool:
 def packed_attention(
     out: Tensor, query: Tensor, cache: Cache, positions: Tensor, scaling: float, *, order: int
 ) -> Tensor:
-    """`softmax(scaling * q @ k) @ v` over positions 0 ... `positions[b]`, into `out` `(B, H D)`.
+    """Write `softmax(scaling * q @ k) @ v` over positions 0 ... `positions[b]` to `out` `(B, H D)`.
 
-    `query` `(B, H, D)`; `positions` `(B,)` int64, or `(1,)` for all. `out` lies as `spread` has it
-    by `order`, and is returned.
+    `query` is `(B, H, D)`; `positions` is `(B,)` int64, or `(1,)` for all. `out` has the layout of
+    `spread` with `order`, and is returned.
     """
     B, H, D = query.shape
     _, J, N, _ = cache.shape
@@ -124,16 +126,16 @@ def packed_attention(
 
 
 def empty_parts(heads: int, splits: int, D: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Room for what splits of the positions find, float32: what `merge` reads."""
+    """Allocate float32 partial results for splits of the positions, the inputs of `merge`."""
     parts = torch.empty(heads, splits, D, device=device)
     return parts, *torch.empty(2, heads, splits, device=device)
 
 
 def merge(out: Tensor, parts: Tensor, peaks: Tensor, sums: Tensor, *, order: int) -> Tensor:
-    """The softmaxes of splits as one, into `out` `(B, H D)`, which lies as `spread` has it.
+    """Merge the softmaxes of splits into `out` `(B, H D)`, in the layout of `spread`.
 
-    `parts` `(B H, splits, D)` are sums of values times `exp(score - peak)`; `peaks` and `sums`, of
-    `exp(score - peak)`, are `(B H, splits)`.
+    `parts` `(B H, splits, D)` are sums of values times `exp(score - peak)`; `peaks` and `sums`, the
+    sums of `exp(score - peak)`, are `(B H, splits)`.
     """
     heads, splits, D = parts.shape
     room = triton.next_power_of_2(splits)
@@ -179,8 +181,10 @@ def _packed_kernel(
     SPLITS: tl.constexpr, STRIDE: tl.constexpr, ORDER: tl.constexpr, BITS: tl.constexpr,
     KIND: tl.constexpr, ASSEMBLED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One split of the positions, for all query heads of a key head; or, without `parts`, all of
-    them, for a key head of each warp."""
+    """Compute one split for all query heads of a key head.
+
+    Without `parts` the program computes all positions, with a key head per warp.
+    """
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -208,7 +212,7 @@ def _packed_kernel(
         found = found + (tl.zeros([32 * W], tl.float32),)
     share = tl.cdiv(tl.cdiv(end, SPLITS), SPAN) * SPAN
     first, last = split * share, tl.minimum(end, (split + 1) * share)
-    # the key heads of a program lie behind each other, N positions each
+    # the key heads of a program are contiguous, N positions each
     own = of_program * N + sharer * (8 * TILES)
     last_own = of_program * N + last
     drawn = _ahead(
@@ -237,7 +241,7 @@ def _packed_kernel(
             one, two = tl.exp2(score[2 * t] - peak), tl.exp2(score[2 * t + 1] - peak)
             total += one + two
             upper, left = _in_two_parts(one, two, KIND, ASSEMBLED)
-            if IS_FOLDED:  # columns from 4 on are what those below leave
+            if IS_FOLDED:  # columns from 4 on hold the remainders of the first four
                 mass = mass + (tl.where(g < 4, upper, left),)
             else:
                 mass, rest = mass + (upper,), rest + (left,)
@@ -287,7 +291,7 @@ def _queries(
     query, row, c, scaling, GROUP: tl.constexpr, D: tl.constexpr, KIND: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):  # fmt: skip
-    """The first factor of each product of scores, as `_scores` takes its numbers: four words."""
+    """Load queries as first operands of the products in `_scores`: four words each."""
     found = ()
     for half in tl.static_range(2):
         place = row * D + half * (D // 2) + c * (D // 8)
@@ -307,10 +311,10 @@ def _ahead(
     keys, key_steps, values, value_steps, begin, end, g, c,
     TILES: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Codes and steps of a lane's keys, one of each tile, and of its values, two of each tile."""
+    """Load codes and steps of a lane's keys, one per tile, and of its values, two per tile."""
     WORDS: tl.constexpr = D * BITS // 32
     key, key_step, value, value_step = (), (), (), ()
-    # further places are so many words behind the first, which a load adds for nothing
+    # further positions are at constant word offsets, which a load adds for free
     seen = begin + 2 * TILES * (g // 2) + g % 2
     at = keys + (seen * WORDS + c * (D // 32))[:, None] + tl.arange(0, D // 32)[None, :]
     for t in tl.static_range(TILES):
@@ -328,7 +332,7 @@ def _ahead(
 
 @triton.jit
 def _words(at, is_seen, D: tl.constexpr, BITS: tl.constexpr):
-    """Words of each half of a head; of 4 bits they are the same. What is not seen is anything."""
+    """Load the words of each half of a head (one for 4 bits); masked lanes are undefined."""
     low = tl.load(at, mask=is_seen[:, None])
     if BITS == 4:
         return (low,)
@@ -341,7 +345,7 @@ def _scores(
     Q, key, step, D: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
     ASSEMBLED: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile's positions 2 c and 2 c + 1 with query g."""
+    """Return the scores of query g at positions 2 c and 2 c + 1 of a tile."""
     zero = tl.zeros([32 * W], tl.float32)
     upper = (zero, zero, zero, zero)
     for half in tl.static_range(2):
@@ -360,7 +364,7 @@ def _add_values(
     out, value, step, i: tl.constexpr, one, two, D: tl.constexpr, W: tl.constexpr,
     BITS: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr,
 ):  # fmt: skip
-    """Of a lane's values i ... i + 3, times their weights in two words."""
+    """Add to `out` a lane's values i ... i + 3 times their weights, which are in two words."""
     N: tl.constexpr = D // 64
     words, told = (), ()
     for p in tl.static_range(2):
@@ -392,14 +396,14 @@ def _add_values(
 def _told(
     one, two, half: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr
 ):
-    """What `_numbers` needs of the steps of two positions."""
+    """Convert the steps of two positions to the constants that `_numbers` needs."""
     if BITS == 4 and KIND == tl.bfloat16:
         both = _octets(one, two, 0x7632 if half else 0x5410, ASSEMBLED)
         scale = ((both & 0x00FF00FF) << 4) + (EXPONENTS << 4) * 0x10001
         whole = _nibbles(both >> 12, LESS_128, ASSEMBLED)
         rest = _nibbles(both >> 8, LESS_128, ASSEMBLED)
         rest = _fma(rest, ONES, PLUS_128, KIND, ASSEMBLED)
-        # times a sixteenth of the scale: four less in the exponent
+        # times a sixteenth of the scale: subtract four from the exponent
         return scale, whole, _fma(rest, scale - 4 * 0x800080, 0, KIND, ASSEMBLED)
     else:
         one, two = one >> 16 * half, two >> 16 * half
@@ -414,7 +418,7 @@ def _told(
 def _numbers(
     both, SHIFT: tl.constexpr, told, BITS: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr
 ):
-    """The codes at a bit of both halves of a word as a word of two numbers."""
+    """Dequantize the codes at a bit of both halves of a word to a word of two numbers."""
     if BITS == 4 and KIND == tl.bfloat16:
         code = _nibbles(both >> SHIFT, PLUS_128, ASSEMBLED)
         code = _fma(code, ONES, told[1], KIND, ASSEMBLED)
@@ -443,7 +447,7 @@ PACK_F16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 FMA_BF16 = tl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
 OCTETS = tl.constexpr("prmt.b32 $0, $1, $2, $3;")
 NIBBLES = tl.constexpr("lop3.b32 $0, $1, 0x000F000F, $2, 0xEA;")  # a & b | c
-# twice in a word, as bfloat16: 1, 128, -128; and as float32: 2**15
+# constants: 1, 128 and -128 as two bfloat16 in a word; 2**15 as float32
 ONES, PLUS_128 = tl.constexpr(0x3F803F80), tl.constexpr(0x43004300)
 LESS_128 = tl.constexpr(0xC300C300 - 2**32)
 LARGE = tl.constexpr(0x47000000)
@@ -467,7 +471,7 @@ FLOATS_4 = tl.constexpr((tl.float32,) * 4)
 
 @triton.jit
 def _product(before, a, b0, b1, W: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """`before` and what a step of `mma.m16n8k16` adds; four words of the first factor."""
+    """Add one step of `mma.m16n8k16` to `before`; the first operand is four words."""
     if ASSEMBLED:
         return tl.inline_asm_elementwise(
             STEP_BF16 if KIND == tl.bfloat16 else STEP_F16, SUMS,
@@ -484,7 +488,7 @@ def _product(before, a, b0, b1, W: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: 
 
 @triton.jit
 def _rows(a, b, W: tl.constexpr, KIND: tl.constexpr):
-    """Eight rows of a step, `(W, 8, 8)`, of half of its numbers."""
+    """Compute eight rows of a step, `(W, 8, 8)`, over half of the terms."""
     total = tl.zeros([W, 8, 8], tl.float32)
     for half in tl.static_range(2):
         one = tl.reshape(_half_of(a, half, KIND), [W, 8, 1, 4])
@@ -495,7 +499,7 @@ def _rows(a, b, W: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def _packed(one, two, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """Two float32 as numbers of 16 bits in a word."""
+    """Round two float32 to 16 bits and pack them into a word."""
     if ASSEMBLED:
         return tl.inline_asm_elementwise(
             PACK_BF16 if KIND == tl.bfloat16 else PACK_F16, "=r,f,f", [one, two],
@@ -507,7 +511,7 @@ def _packed(one, two, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
 
 @triton.jit
 def _in_two_parts(one, two, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """What 16 bits have room for, and what that leaves."""
+    """Split two numbers into 16-bit roundings and 16-bit remainders, one word each."""
     upper = _packed(one, two, KIND, ASSEMBLED)
     one_left, two_left = one - _half_of(upper, 0, KIND), two - _half_of(upper, 1, KIND)
     return upper, _packed(one_left, two_left, KIND, ASSEMBLED)
@@ -515,7 +519,7 @@ def _in_two_parts(one, two, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
 
 @triton.jit
 def _bits(x, KIND: tl.constexpr):
-    if KIND == tl.bfloat16:  # which the interpreter does not round
+    if KIND == tl.bfloat16:  # the interpreter does not round bfloat16
         raw = x.to(tl.int32, bitcast=True)
         return (raw + 0x7FFF + (raw >> 16 & 1)) >> 16 & 0xFFFF
     else:
@@ -524,13 +528,13 @@ def _bits(x, KIND: tl.constexpr):
 
 @triton.jit
 def _half_of(word, half: tl.constexpr, KIND: tl.constexpr):
-    """One of the two numbers of a word, in float32."""
+    """Return one of the two numbers of a word in float32."""
     return (word >> 16 * half).to(tl.int16).to(KIND, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _octets(one, two, selector: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """A word of four bytes of two words, which the selector names from its lowest digit on."""
+    """Pick four bytes of two words; the selector lists them from its lowest digit on (`prmt`)."""
     two = one * 0 + two
     if ASSEMBLED:
         return tl.inline_asm_elementwise(
@@ -547,7 +551,7 @@ def _octets(one, two, selector: tl.constexpr, ASSEMBLED: tl.constexpr):
 
 @triton.jit
 def _nibbles(word, number: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """A number, twice 16 bits, with the lowest 4 bits of each half of a word as its last."""
+    """Insert the lowest 4 bits of each half of a word into a constant of two 16-bit numbers."""
     if ASSEMBLED:
         return tl.inline_asm_elementwise(
             NIBBLES, "=r,r,r", [word, word * 0 + number], dtype=tl.int32, is_pure=True, pack=1
@@ -558,7 +562,7 @@ def _nibbles(word, number: tl.constexpr, ASSEMBLED: tl.constexpr):
 
 @triton.jit
 def _fma(a, b, c, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """`a * b + c` of the two bfloat16 of each word, rounded once."""
+    """Return `a * b + c` of the two bfloat16 of each word, rounded once."""
     b, c = a * 0 + b, a * 0 + c
     if ASSEMBLED:
         return tl.inline_asm_elementwise(
@@ -572,7 +576,7 @@ def _fma(a, b, c, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
 
 @triton.jit
 def _of_four(x, W: tl.constexpr, IS_SUM: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """The sum or the largest of four neighbouring lanes, in each of them."""
+    """Return the sum or the maximum over four adjacent lanes, in each of them."""
     if ASSEMBLED:
         return tl.inline_asm_elementwise(
             SUM if IS_SUM else MOST, "=&f,f", [x], dtype=tl.float32, is_pure=False, pack=1
@@ -585,7 +589,7 @@ def _of_four(x, W: tl.constexpr, IS_SUM: tl.constexpr, ASSEMBLED: tl.constexpr):
 
 @triton.jit
 def _by_column(x, W: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """What the lanes of queries 2 c and 2 c + 1 have, which is the same in all four of a query."""
+    """Return the values of queries 2 c and 2 c + 1; a query's four lanes hold the same."""
     if ASSEMBLED:
         lane = tl.arange(0, 32 * W) % 4 * 8
         even = tl.inline_asm_elementwise(
@@ -603,7 +607,7 @@ def _by_column(x, W: tl.constexpr, ASSEMBLED: tl.constexpr):
 
 @triton.jit
 def _with_rest(x, W: tl.constexpr, ASSEMBLED: tl.constexpr):
-    """What lanes c have of columns below 4 and lanes c + 2 of those from 4 on, added up."""
+    """Add columns from 4 on (lanes c + 2) to columns below 4 (lanes c)."""
     if ASSEMBLED:
         return tl.inline_asm_elementwise(
             WITH_REST, "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1

@@ -1,14 +1,14 @@
-"""Attention of one new token of each of many sequences, each at a position of its own.
+"""Attention of one new token for each of many sequences, each at its own position.
 
-A cache holds a slot for every sequence. `place_heads` norms and rotates the heads of new tokens and
-puts their keys and values where they belong; `slot_attention` then reads of each slot what is in
-use, and nothing behind it: positions lie on the device, so that one recorded graph serves
-sequences of all lengths.
+A cache has a slot for every sequence. `place_heads` norms and rotates the heads of new tokens and
+stores their keys and values in the cache; `slot_attention` then reads only the part of each slot
+that is in use. Positions are on the device, so that one captured graph serves sequences of all
+lengths.
 
-The kernel of the attention: one program for a slot and a key head. Its query heads are the rows of
-one small matrix, which meets tiles of keys and values with a running softmax. It is bound by the
-bytes of the cache. Packed keys and values have `qat.kernels.packed_attention`, but for those in
-float32 and of narrow heads.
+The attention kernel: one program per slot and key head. Its query heads are the rows of one small
+matrix, which is multiplied by tiles of keys and values with an online softmax. It is bound by the
+bytes of the cache. Packed keys and values use `qat.kernels.packed_attention`, except for float32
+and narrow heads.
 
 Shapes: B slots, T new tokens, H query heads, J key heads, N positions of a slot, D width of a head.
 """
@@ -30,9 +30,9 @@ from qat.kernels.lut_rows import empty_inputs, spread
 from qat.kernels.packed_attention import LOG2_E, is_read_packed, packed_attention
 
 TILE, WARPS, STAGES = 64, 4, 3
-"""Positions of 16 bits that a program reads at a time, its warps, and the tiles under way."""
+"""Positions of 16-bit numbers that a program reads at a time, its warps, and its prefetch depth."""
 LEAST = 16
-"""Rows and columns of the smallest product that `tl.dot` takes."""
+"""The fewest rows and columns that `tl.dot` takes."""
 
 
 def place_heads(
@@ -43,11 +43,11 @@ def place_heads(
     angles: Angles,
     scoring: Scoring,
 ) -> Tensor:
-    """Rotated queries `(T, H, D)`, in the dtype of `qkv`; keys and values go into the cache.
+    """Return rotated queries `(T, H, D)` in the dtype of `qkv`; put keys and values into the cache.
 
-    `qkv` `(T, (H + 2 J) D)` holds queries, keys and values; `slots` and `positions`, both `(T,)`
-    int64, say where those of a token belong: without `slots` to the one of its own number, and a
-    single position is that of all. No two tokens have the same place.
+    `qkv` `(T, (H + 2 J) D)` holds queries, keys and values. `slots` and `positions`, both `(T,)`
+    int64, are the place of each token: without `slots`, token t has slot t, and a single position
+    applies to all. No two tokens may have the same place.
     """
     if use_triton(qkv):
         return _place_by_kernel(qkv, cache, slots, positions, angles, scoring)
@@ -66,11 +66,11 @@ def place_heads(
 def slot_attention(
     query: Tensor, cache: Cache, positions: Tensor, scaling: float, *, order: int = 1
 ) -> Tensor:
-    """`softmax(scaling * q @ k) @ v` over positions 0 ... `positions[b]` of each slot: `(B, H D)`.
+    """Return `softmax(scaling * q @ k) @ v` over positions 0 ... `positions[b]`, `(B, H D)`.
 
-    `query` `(B, H, D)`, `positions` `(B,)` int64, or `(1,)` for all. In the dtype of `query`, or
-    spread by `order`. On a GPU the weights are rounded to the dtype of the values before they meet
-    them, unless these are packed; sums are float32.
+    `query` is `(B, H, D)`; `positions` is `(B,)` int64, or `(1,)` for all. The result is in the
+    dtype of `query`, or spread by `order`. On a GPU the weights are rounded to the dtype of the
+    values before the product, unless these are packed; sums are float32.
     """
     if use_triton(query):
         return _attend_by_kernel(query, cache, positions, scaling, order)
@@ -123,8 +123,10 @@ def _place_kernel(
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, STRIDE: tl.constexpr,
     BITS: tl.constexpr, KIND: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The queries of a key head of one token, their key and value: rows of a matrix, in its two
-    halves, which rotate into each other."""
+    """Place the queries of a key head of one token, its key and its value.
+
+    They are rows of a matrix in two halves, which are rotated into each other.
+    """
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -176,10 +178,10 @@ def _attend_by_kernel(
         out = out if order == 1 else empty_inputs(B, H * D, order, query.device)
         return packed_attention(out, query, cache, positions, scaling, order=order)
     tensors, kept = cache.for_kernel()
-    tile = TILE * 2 // query.element_size()  # as many bytes of shared memory in float32
+    tile = TILE * 2 // query.element_size()  # the same bytes of shared memory in float32
     _attend_kernel[(B * J,)](
         out, query, *tensors, positions.expand(B).contiguous(), N,
-        scaling * LOG2_E,  # powers of 2
+        scaling * LOG2_E,  # exp2 is used
         H=H, J=J, D=D, WIDTH=max(D, LEAST), ROWS=max(triton.next_power_of_2(H // J), LEAST),
         TILE=tile, STAGES=STAGES, **kept, num_warps=WARPS,
     )  # fmt: skip
