@@ -1,8 +1,8 @@
 """AdamW on bfloat16 tensors: computed in float32, rounded stochastically.
 
-A weight in bfloat16 has 8 significant bits: rounded to nearest, a step below 2**-9 of the weight is
-lost, every time. Rounded up with the probability of the cut-off part, it is kept on average
-(arXiv:2010.06192). The moments, in bfloat16 too, are rounded in the same way.
+A bfloat16 weight has 8 significant bits: with rounding to nearest, a step below 2**-9 of the weight
+is lost every time. Rounded up with the probability of the cut-off part, it is kept on average
+(arXiv:2010.06192). The moments, also in bfloat16, are rounded in the same way.
 """
 
 from typing import NamedTuple
@@ -14,50 +14,50 @@ from torch import Tensor
 from qat.kernels.dispatch import tl, triton, use_triton
 
 BLOCK = 1024
-"""Counters of a program: two elements each, 16 a thread of four warps."""
+"""Counters per program, for two elements each: 16 elements per thread of four warps."""
 ROUNDS = tl.constexpr(7)
-"""Of Philox: the fewest that pass every test of the Crush batteries (Salmon et al. 2011)."""
+"""Philox rounds: the fewest that pass all Crush batteries (Salmon et al. 2011)."""
 
 
 class Moving(NamedTuple):
-    """A weight and what moves it: four contiguous tensors of one shape."""
+    """A weight with its gradient and moments: four contiguous tensors of one shape."""
 
     parameter: Tensor
-    """bfloat16."""
+    """The weight, bfloat16."""
     gradient: Tensor
-    """Any float dtype."""
+    """The gradient, any float dtype."""
     exp_avg: Tensor
-    """bfloat16."""
+    """The first moment, bfloat16."""
     exp_avg_sq: Tensor
-    """bfloat16."""
+    """The second moment, bfloat16."""
 
 
 class Rates(NamedTuple):
-    """The numbers of one AdamW step that the host knows."""
+    """The scalars of one AdamW step that the host passes."""
 
     lr: float
     decay: float
-    """Share of the weight that the step takes away: learning rate times weight decay."""
+    """The fraction of the weight that decay removes: learning rate times weight decay."""
     beta1: float
     beta2: float
     eps: float
 
 
 class Noise(NamedTuple):
-    """What the random bits depend on, and nothing else."""
+    """The seed of the random bits, which depend on nothing else."""
 
     seed: int
     step: int
     index: int
-    """Of the tensor among those that move."""
+    """The index of the tensor among all updated tensors."""
 
 
 def stochastic_adamw_(moving: Moving, shared: Tensor, rates: Rates, noise: Noise) -> None:
-    """Move a bfloat16 weight by one AdamW step, in place; on CUDA one kernel reads all once.
+    """Apply one AdamW step to a bfloat16 weight in place; on CUDA one kernel reads all once.
 
-    As `torch.optim.AdamW` in float32 from the stored values, then each result is rounded
+    The result is that of `torch.optim.AdamW` in float32 from the stored values, rounded
     stochastically. `shared` is float32 `(3,)`, on the device: the factor of the gradient,
-    `1 - beta1**t` and `sqrt(1 - beta2**t)`. A factor that is not finite leaves all as it is.
+    `1 - beta1**t` and `sqrt(1 - beta2**t)`. If the factor is not finite, nothing changes.
     """
     if use_triton(moving.parameter):
         stochastic_adamw_by_kernel_(moving, shared, rates, noise)
@@ -66,7 +66,7 @@ def stochastic_adamw_(moving: Moving, shared: Tensor, rates: Rates, noise: Noise
 
 
 def round_stochastically(exact: Tensor, generator: torch.Generator) -> Tensor:
-    """Float32 to one of its two bfloat16 neighbours, right on average; NaN and infinity stay."""
+    """Round float32 to one of its two bfloat16 neighbours, unbiased; NaN and infinity stay."""
     bits = exact.view(torch.int32)
     noise = torch.empty_like(bits).random_(0, 1 << 16, generator=generator)
     rounded = ((bits + noise) & -(1 << 16)).view(torch.float32)
@@ -89,7 +89,7 @@ def _reference_(moving: Moving, shared: Tensor, rates: Rates, noise: Noise) -> N
 
 
 def stochastic_adamw_by_kernel_(moving: Moving, shared: Tensor, rates: Rates, noise: Noise) -> None:
-    """See `stochastic_adamw_`; the random bits are others, of the same kind."""
+    """Compute `stochastic_adamw_` by a kernel; its random bits differ from the reference's."""
     parameter = moving.parameter
     count = parameter.numel()
     with torch.cuda.device_of(parameter):
@@ -103,13 +103,14 @@ def stochastic_adamw_by_kernel_(moving: Moving, shared: Tensor, rates: Rates, no
 
 @triton.jit
 def _rounded(exact, noise):
-    """Float32 plus 16 random bits below what bfloat16 keeps, cut; NaN stays."""
+    """Add 16 random bits below bfloat16 precision to float32 and truncate; NaN stays."""
     bits = exact.to(tl.uint32, bitcast=True) + (noise & 0xFFFF)
     cut = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return tl.where(exact == exact, cut, exact.to(tl.bfloat16))
 
 
-# not specialized: these change with every call, and 1 or a multiple of 16 would compile it anew
+# not specialized: these change with every call, and Triton would compile again for 1 and for
+# multiples of 16
 @triton.jit(do_not_specialize=["seed", "step", "index"])
 def _step(
     parameter_ptr, gradient_ptr, exp_avg_ptr, exp_avg_sq_ptr, shared_ptr, count, lr, decay, weight1,
@@ -117,13 +118,13 @@ def _step(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     factor = tl.load(shared_ptr)
-    if tl.abs(factor) < float("inf"):  # false of NaN too
+    if tl.abs(factor) < float("inf"):  # false for NaN too
         bias1 = tl.load(shared_ptr + 1)
         root_bias2 = tl.load(shared_ptr + 2)
         block = tl.program_id(0)
         counter = block * BLOCK + tl.arange(0, BLOCK)
         zero = counter * 0
-        # one call gives 128 bits: three roundings of 16 bits, for each of two elements
+        # one call gives 128 random bits: three roundings of 16 bits for each of two elements
         a, b, c, d = tl.philox(seed, counter, zero + index, zero + step, zero, ROUNDS)
         for half in tl.static_range(2):
             low, high = (a, b) if half == 0 else (c, d)

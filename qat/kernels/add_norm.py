@@ -1,4 +1,4 @@
-"""A residual stream and the norm that reads it, in one pass.
+"""Add to a residual stream and apply the norm that reads it, in one pass.
 
 Shapes: T tokens, D model width.
 """
@@ -13,10 +13,10 @@ from qat.kernels.dispatch import tl, triton, use_triton
 def add_norm_(
     residual: Tensor, delta: Tensor | None, gain: Tensor, eps: float, dtype: torch.dtype
 ) -> Tensor:
-    """`residual += delta` in place, then `rms_norm(residual) * gain`, `(T, D)` in `dtype`.
+    """Add `delta` to `residual` in place; return `rms_norm(residual) * gain`, `(T, D)` in `dtype`.
 
-    `residual` `(T, D)` and `gain` `(D,)` are float32; a `delta` that is None adds nothing. On a GPU
-    every tensor is read or written once.
+    `residual` `(T, D)` and `gain` `(D,)` are float32; `delta` may be None. On a GPU every tensor is
+    read or written once.
     """
     if use_triton(residual):
         return _by_kernel(residual, delta, gain, eps, dtype)

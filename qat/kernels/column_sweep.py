@@ -1,13 +1,13 @@
-"""The two steps inside a block of a column sweep, and codewords, by whoever does them fastest.
+"""Column sweep: settle columns, refit scales and find codewords, in Triton or by the reference.
 
-A Triton program owns a tile of rows (contiguous, the weights lie transposed), holds all columns of
-the block in registers and walks them there; the references in `quant.error_feedback` take some ten
-operations a column. Row i of a tile in registers is read as a masked sum: exact, every other term
-being zero.
+A Triton program owns a tile of rows (contiguous, since the weights are transposed), holds all
+columns of the block in registers and iterates over them there; the references in
+`quant.error_feedback` take about ten operations per column. Row i of a tile in registers is read as
+a masked sum, which is exact because every other term is zero.
 
-Of vectors a program is one warp with few rows. Its lanes search the codebook, each its share of
-the codewords for all rows; codewords come through the multiprocessor's cache. Compiled for Hopper,
-a vector of 4 and 256 codewords takes 1,500 instructions, half of them in the loop over codewords.
+For vectors a program is one warp with few rows. Its lanes search the codebook, each a share of the
+codewords for all rows; codewords are read through the cache. Compiled for Hopper, a vector of 4
+with 256 codewords takes 1,500 instructions, half of them in the loop over codewords.
 
 Shapes: B columns of the block, O rows, C codebook entries, T rows of a tile, d weights of a vector.
 """
@@ -26,25 +26,25 @@ from qat.quant.error_feedback import ColumnOps, Columns
 from qat.quant.weight import index_dtype
 
 MOST_COLUMNS = 128
-"""Columns of a block that registers hold."""
+"""The most columns per block; a program holds them in registers."""
 MOST_LEVELS = 16
-"""Levels that a kernel compares with one by one."""
+"""The most levels for which a kernel compares with one after another."""
 TILE_WEIGHTS = 2048
-"""Weights of a program, 16 a thread for each tensor that it keeps."""
+"""Weights per program: 16 per thread for each tensor that it keeps."""
 VECTOR_ROWS = 8
-"""Rows of a program, one warp, that settles vectors. Its lanes share rows: with more warps one
-would read a residual that another has written."""
+"""Rows per program (one warp) that settles vectors. Its lanes share rows: with more warps, one
+could read a residual that another has already overwritten."""
 VECTORS = 32
-"""Vectors of a program that only searches."""
+"""Vectors per program that only searches."""
 CODEWORDS = 32
-"""Codewords compared at a time, one a lane."""
+"""Codewords compared at a time, one per lane."""
 WARPS = 4
 LARGEST = tl.constexpr(65504.0)
-"""The largest float16: half its last place further, and a scale rounds to infinity."""
+"""The largest float16; a scale half a unit in the last place above it rounds to infinity."""
 
 
 def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
-    """Quantize columns one after the other, as `quant.error_feedback.settle_columns` defines it."""
+    """Quantize columns one after another, as `quant.error_feedback.settle_columns` defines it."""
     is_small = columns.indices is not None or len(columns.levels) <= MOST_LEVELS
     if use_triton(target) and is_small and len(target) <= MOST_COLUMNS:
         settle_by_kernel(columns, target, coupling)
@@ -53,7 +53,7 @@ def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
 
 
 def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, metric: Tensor) -> None:
-    """Fit scales anew, as `quant.error_feedback.refit_scale` defines it."""
+    """Refit the scales, as `quant.error_feedback.refit_scale` defines it."""
     if use_triton(target) and len(target) <= MOST_COLUMNS:
         refit_scale_by_kernel(columns, target, coupling, metric)
     else:
@@ -61,7 +61,7 @@ def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, metric: Tens
 
 
 def nearest_vectors(weight: Tensor, S: Tensor, codebook: Tensor, importance: Tensor) -> Tensor:
-    """Codewords of vectors, `(O, I / d)`, as `quant.vectors.nearest_vectors` defines them."""
+    """Return codewords of vectors, `(O, I / d)`; see `quant.vectors.nearest_vectors`."""
     if use_triton(weight):
         return nearest_by_kernel(weight, S, codebook, importance)
     return vectors.nearest_vectors(weight, S, codebook, importance)
@@ -71,7 +71,7 @@ COLUMN_OPS = ColumnOps(settle_columns, refit_scale, nearest_vectors, best_path)
 
 
 def settle_by_kernel(columns: Columns, target: Tensor, coupling: Tensor) -> None:
-    """As `quant.error_feedback.settle_columns`; `target` is left as it is."""
+    """Do what `quant.error_feedback.settle_columns` does, but leave `target` unchanged."""
     if columns.indices is None:
         _settle_levels(columns, target, coupling)
     else:
@@ -105,7 +105,7 @@ def _settle_vectors(columns: Columns, indices: Tensor, target: Tensor, coupling:
 def refit_scale_by_kernel(
     columns: Columns, target: Tensor, coupling: Tensor, metric: Tensor
 ) -> None:
-    """Fit scales anew, as `quant.error_feedback.refit_scale` defines it."""
+    """Refit the scales by a kernel, as `quant.error_feedback.refit_scale` defines it."""
     B, O = target.shape
     b, tile = _tile(B)
     _refit_kernel[(triton.cdiv(O, tile),)](
@@ -118,7 +118,7 @@ def refit_scale_by_kernel(
 
 
 def nearest_by_kernel(weight: Tensor, S: Tensor, codebook: Tensor, importance: Tensor) -> Tensor:
-    """As `quant.vectors.nearest_vectors`, in one launch."""
+    """Do what `quant.vectors.nearest_vectors` does in one launch."""
     (O, I), (C, d) = weight.shape, codebook.shape
     indices = torch.empty(O, I // d, dtype=index_dtype(C), device=weight.device)
     _nearest_kernel[(triton.cdiv(indices.numel(), VECTORS),)](
@@ -130,9 +130,9 @@ def nearest_by_kernel(weight: Tensor, S: Tensor, codebook: Tensor, importance: T
 
 
 def _tile(num_columns: int) -> tuple[int, int]:
-    """Columns and rows of a program's tile."""
+    """Return the columns and rows of a program's tile."""
     block = triton.next_power_of_2(num_columns)
-    # a warp's 32 lanes at least lie side by side in memory
+    # at least a warp's 32 lanes are contiguous in memory
     return block, min(max(TILE_WEIGHTS // block, 32), 128)
 
 
@@ -150,7 +150,7 @@ def _settle_kernel(
     target = tl.load(
         target_ptr + block[:, None] * target_stride + rows[None, :], mask=is_inside, other=0.0
     )
-    for i in range(B):  # one after the other: what a column leaves over moves those behind it
+    for i in range(B):  # in order: a column's residual moves later columns
         aim = tl.sum(tl.where(block[:, None] == i, target, 0.0), axis=0)
         weight = tl.load(weight_ptr + i * weight_stride + rows, mask=is_row, other=0.0)
         residual = tl.load(residual_ptr + i * residual_stride + rows, mask=is_row, other=0.0)
@@ -158,17 +158,17 @@ def _settle_kernel(
         scaled = tl.where(scale == 0.0, 0.0, aim / tl.where(scale == 0.0, 1.0, scale))
         level = tl.load(levels_ptr + rows, mask=is_row, other=0.0)
         chosen = level
-        # levels ascend, so the last middle that is passed decides; a tie stays with the lower level
+        # levels ascend, so the last midpoint below the value decides; ties keep the lower level
         for c in tl.static_range(1, C):
             above = tl.load(levels_ptr + c * levels_stride + rows, mask=is_row, other=0.0)
             chosen = tl.where(scaled > (level + above) * 0.5, above, chosen)
             level = above
         new = weight - chosen * scale
-        # warps may hold the same row: none writes its residual before all have read it
+        # several warps may hold the same row: all must read its residual before one writes it
         tl.debug_barrier()
         tl.store(residual_ptr + i * residual_stride + rows, new, mask=is_row)
         tl.store(chosen_ptr + i * chosen_stride + rows, chosen, mask=is_row)
-        # columns up to i have been used: what is added to them does not matter
+        # columns up to i are already settled: what is added to them has no effect
         passed_on = tl.load(coupling_ptr + block * coupling_stride + i, mask=block < B, other=0.0)
         target += passed_on[:, None] * (new - residual)[None, :]
 
@@ -204,7 +204,7 @@ def _settle_vectors_kernel(
             new = weight - chosen * S[k]
             tl.store(residual_ptr + i * residual_stride + rows, new, mask=is_row)
             tl.store(chosen_ptr + i * chosen_stride + rows, chosen, mask=is_row)
-            # columns up to i have been used: what is added to them does not matter
+            # columns up to i are already settled: what is added to them has no effect
             passed_on = tl.load(coupling_ptr + block * coupling_stride + i, mask=block < B, other=0)
             target += passed_on[:, None] * (new - residual)[None, :]
 
@@ -214,12 +214,12 @@ def _pulls(
     target, block, metric_ptr, scales_ptr, is_row, first, scales_stride,
     GROUP: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """Scales of a vector's columns, and its target times its metric, tuples of d `(T,)`."""
+    """Return scales of a vector's columns, and its target times its metric, tuples of d `(T,)`."""
     S, pulls = (), ()
     for k in tl.static_range(E):
         row = scales_ptr + (first + k) // GROUP * scales_stride
         S = S + (tl.load(row, mask=is_row, other=1.0),)
-        # the symmetric metric, a row of it in the place of a column
+        # the metric is symmetric, so a row is read in place of a column
         is_own = (block >= first) & (block < first + E)
         own = tl.load(metric_ptr + k * E + block - first, mask=is_own, other=0.0)
         pulls = pulls + (tl.sum(own[:, None] * target, axis=0),)
@@ -231,9 +231,10 @@ def _best_codewords(
     codebook_ptr, metric_ptr, S, pulls,
     GROUP: tl.constexpr, C: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The c of largest `(S G t) . c - (S c)^T G (S c) / 2`, `(T,)`, the lowest of equal ones.
+    """Return the c of largest `(S G t) . c - (S c)^T G (S c) / 2`, `(T,)`; ties: the lowest.
 
-    Over S where the vector's columns share a scale: then `c^T G c` is one number a codeword.
+    If the vector's columns share a scale, all is divided by S: `c^T G c` is then one number per
+    codeword.
     """
     best = tl.full((TILE, CHUNK), -float("inf"), tl.float32)
     word = tl.zeros((TILE, CHUNK), tl.int32)
@@ -260,7 +261,7 @@ def _best_codewords(
 
 @triton.jit
 def _lowest_best(best, word, C: tl.constexpr):
-    """The lowest of the words of the best scores of each row, `(T,)`."""
+    """Return the lowest word with the best score of each row, `(T,)`."""
     top = tl.max(best, axis=1)
     return tl.min(tl.where(best == top[:, None], word, C), axis=1)
 
@@ -271,7 +272,7 @@ def _nearest_kernel(
     importance_row, importance_column,
     C: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The c of largest `(h S w) . c - (h S^2) . c^2 / 2`."""
+    """Write the c of largest `(h S w) . c - (h S^2) . c^2 / 2` for each vector."""
     vector = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_vector = vector < num_vectors
     first = vector.to(tl.int64) * E
@@ -324,14 +325,14 @@ def _refit_kernel(
         column = tl.load(coupling_ptr + block * coupling_stride + i, mask=block < B, other=0.0)
         coupled += column[:, None] * row[None, :]
     weighted = tl.zeros((BLOCK, TILE), dtype=tl.float32)
-    for k in tl.static_range(E):  # column k of each vector, by the vector's metric
+    for k in tl.static_range(E):  # column k of each vector, times the vector's metric
         row_of = chosen_ptr + (block // E * E + k)[:, None] * chosen_stride + rows[None, :]
         metric = tl.load(metric_ptr + block * metric_stride + k, mask=block < B, other=0.0)
         weighted += metric[:, None] * tl.load(row_of, mask=is_inside, other=0.0)
     pull = tl.sum(weighted * (target - chosen * old[None, :]), axis=0)
     curvature = tl.sum(weighted * (chosen + coupled), axis=0)
     wished = old + pull / tl.where(curvature > 0, curvature, 1.0)
-    # what would round to infinity stays; the clamp keeps the cast defined
+    # keep the old scale if the new one would round to infinity; the clamp keeps the cast defined
     stored = as_stored(tl.minimum(tl.maximum(wished, 0.0), LARGEST), SCALE_BITS)
     is_better = (curvature > 0) & (stored > 0) & (wished < LARGEST + 16)
     new = tl.where(is_better, stored, old)

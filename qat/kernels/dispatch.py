@@ -1,7 +1,7 @@
-"""Triton where it is installed, and whether a kernel or its plain-PyTorch reference computes.
+"""Import Triton if it is installed, and select a kernel or its plain-PyTorch reference.
 
-A kernel's file holds both. It takes `triton` and `tl` from here, so that it can be imported where
-there is no Triton (macOS, Windows, CPU images).
+A kernel's file holds both. It imports `triton` and `tl` from here, so that it can be imported
+without Triton (macOS, Windows, CPU images).
 """
 
 import logging
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class _Missing:
-    """Stands for all of Triton where it is missing: decorators and constants come to nothing."""
+    """A stand-in for Triton if it is missing: decorators and constants have no effect."""
 
     def __call__(self, *_: object, **__: object) -> Self:
         return self
 
     def __getattr__(self, name: str) -> Self:
-        if name.startswith("__"):  # no module's or function's: who inspects it shall not go on
+        if name.startswith("__"):  # no dunder names, so that `inspect` does not recurse
             raise AttributeError(name)
         return self
 
@@ -36,18 +36,18 @@ except ImportError:
     triton = tl = _Missing()
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # also of a Triton for other GPUs than NVIDIA's
+except ImportError:  # also a Triton build for other than NVIDIA GPUs
     gdc_launch_dependents = gdc_wait = _Missing()
 
 HAS_TRITON = not isinstance(triton, _Missing)
 IS_COMPILED = HAS_TRITON and not triton.knobs.runtime.interpret
-"""False in Triton's interpreter (`TRITON_INTERPRET=1`), which knows no assembly and no registers.
+"""False in Triton's interpreter (`TRITON_INTERPRET=1`), which has no assembly and no registers.
 
-Like every `@triton.jit`, it is settled at import.
+Like every `@triton.jit`, it is fixed at import.
 """
 
 Way = tuple[str, str, str]
-"""Module of a kernel, `triton` or `pytorch`, and the kind of device."""
+"""The module of a kernel, `triton` or `pytorch`, and the kind of device."""
 
 if torch.cuda.is_available() and not HAS_TRITON:
     logger.warning("triton is not installed: plain PyTorch computes instead, several times slower")
@@ -57,22 +57,22 @@ _taken: Counter[Way] = Counter()
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """True on a CUDA device with Triton installed; the reference computes everywhere else."""
+    """Return whether to use Triton: on CUDA with Triton installed; otherwise use the reference."""
     found = _FORCED[-1] if _FORCED else HAS_TRITON and tensor.is_cuda
-    if not torch.compiler.is_compiling():  # which would guard on the count
+    if not torch.compiler.is_compiling():  # a graph would guard on the count
         kernel = sys._getframe(1).f_globals["__name__"].rpartition(".")[2]
         _taken[kernel, "triton" if found else "pytorch", tensor.device.type] += 1
     return found
 
 
 def ways_taken() -> Counter[Way]:
-    """How often each way was taken so far in this process, outside compiled graphs."""
+    """Return how often each way was taken in this process so far, outside compiled graphs."""
     return _taken.copy()
 
 
 @contextmanager
 def computing_by(kernel: bool) -> Iterator[None]:
-    """Inside, every kernel (interpreted on a CPU) or every reference computes: to compare them."""
+    """Force every kernel (interpreted on a CPU) or every reference inside the block, to compare."""
     _FORCED.append(kernel)
     try:
         yield
@@ -85,7 +85,7 @@ HOPPER = (9, 0)
 
 
 def has_warpgroups(device: torch.device) -> bool:
-    """Whether tensor cores take the rows of four warps as one: `wgmma`, which only Hopper has."""
+    """Return whether the device has `wgmma` (four warps multiply together): Hopper only."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER[0]
 
 
@@ -93,12 +93,12 @@ _is_wanted = [True]
 
 
 def overlapping(device: torch.device) -> dict[str, bool]:
-    """Launch options of a kernel of a decoding step, which may start while the one before it ends.
+    """Return launch options for a kernel of a decoding step that may overlap with the one before.
 
-    Its weights are no kernel's result: it reads the first of them meanwhile, and waits only before
-    what the one before wrote (programmatic dependent launch). Each kernel of the chain waits, so
-    that what an earlier one wrote is there too. A token of a 4B shape at 2 bits took 1.66 ms so,
-    else 1.84 (one H200).
+    The weights are not the result of a kernel: the kernel prefetches the first of them, and waits
+    only before it reads what the previous kernel wrote (programmatic dependent launch). Each kernel
+    of the chain waits, so that the results of all earlier ones are visible. A token of a 4B shape
+    at 2 bits took 1.66 ms with it and 1.84 without (one H200).
     """
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
     if _is_wanted[0] and is_hopper:
@@ -108,7 +108,7 @@ def overlapping(device: torch.device) -> dict[str, bool]:
 
 @contextmanager
 def one_after_the_other() -> Iterator[None]:
-    """Run a block with every launch waiting for the one before: to compare with."""
+    """Disable overlap inside the block, so that every launch waits for the one before."""
     _is_wanted[0] = False
     try:
         yield

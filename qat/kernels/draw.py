@@ -1,9 +1,9 @@
 """Random tokens from logits without the softmax of a whole vocabulary.
 
-Draws are systematic: the n points (i + U) / n of one random number U, each inverted twice, over the
-blocks that `topk.summarize` left and then inside the block it fell into. Masses are rounded to
-whole multiples of 2^-40 of the largest one and summed as integers: the sums are exact in any order,
-the points are exact among them, and a token of no mass is never drawn.
+Draws are systematic: the n points (i + U) / n of one random number U, each inverted twice, first
+over the blocks of `topk.summarize` and then inside the block that it falls into. Masses are rounded
+to integer multiples of 2^-40 of the largest one and summed as integers: the sums are exact in any
+order, the points are placed exactly among them, and a token without mass is never drawn.
 
 Shapes: T tokens, V vocabulary, N blocks, n draws, B columns of a block.
 """
@@ -18,16 +18,16 @@ UNIT = 2.0**40
 
 
 def draw_tokens(logits: Tensor, blocks: Blocks, uniforms: Tensor, count: int) -> Tensor:
-    """`(T, count)` int64 tokens, ascending, each row decided by one random number.
+    """Draw `(T, count)` int64 tokens, ascending, with one random number per row.
 
     The expected number of a token is `count * p`, `p = softmax(logits)[token]` up to float32 and to
-    2^-41 of the most likely token; its number is that rounded down or up, so its variance is at
-    most 1/4, where independent draws have `count * p * (1 - p)`. Systematic sampling: Madow, Annals
-    of Mathematical Statistics 20 (1949); Kitagawa, J. Comput. Graph. Statist. 5 (1996).
+    2^-41 of the most likely token; its number is that value rounded down or up, so its variance is
+    at most 1/4, while independent draws have `count * p * (1 - p)`. Systematic sampling: Madow,
+    Annals of Mathematical Statistics 20 (1949); Kitagawa, J. Comput. Graph. Statist. 5 (1996).
 
     Args:
         logits: `(T, V)`.
-        blocks: what `summarize` says of them.
+        blocks: the result of `summarize(logits)`.
         uniforms: `(T,)` float64 in [0, 1).
         count: n.
     """
@@ -47,11 +47,11 @@ def draw_tokens(logits: Tensor, blocks: Blocks, uniforms: Tensor, count: int) ->
 
 
 def _points(totals: Tensor, uniforms: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`(i + U) / count` of `(T, 1)` int64 totals: `(T, count)` whole parts, below the total, and
-    the rest in [0, 1].
+    """Return `(i + U) / count` of `(T, 1)` int64 totals as `(T, count)` whole parts and remainders.
 
-    With `total = a * count + b` the point is `a * i + (b * i + U * total) / count`, where nothing
-    outgrows an int64: i * total would.
+    The whole parts are below the total, the remainders in [0, 1]. With `total = a * count + b` the
+    point is `a * i + (b * i + U * total) / count`, which does not overflow an int64 as i * total
+    would.
     """
     scaled_T1 = uniforms * totals
     floor_T1 = scaled_T1.floor()
@@ -63,21 +63,21 @@ def _points(totals: Tensor, uniforms: Tensor, count: int) -> tuple[Tensor, Tenso
 
 
 def _quotient(numbers: Tensor, count: int) -> Tensor:
-    """`numbers // count` of int64."""
-    if on(numbers.device).compares():  # where `//` goes through float32
+    """Return `numbers // count` for int64."""
+    if on(numbers.device).compares():  # `//` goes through float32 there
         return ((numbers - numbers % count).double() / count).round().long()
     return numbers // count
 
 
 def _units(weights: Tensor) -> Tensor:
-    """Weights as int64 multiples of 2^-40."""
+    """Convert weights to int64 multiples of 2^-40."""
     return (weights.double() * UNIT).round_().long()
 
 
 def _first_above(sums: Tensor, wanted: Tensor) -> Tensor:
-    """The first place of `(..., N)` cumulative sums that exceeds what is wanted."""
+    """Return the first place of `(..., N)` cumulative sums that exceeds `wanted`."""
     if on(sums.device).compares():
         places = (sums[..., None, :] <= wanted[..., None]).sum(-1)
     else:
         places = torch.searchsorted(sums, wanted, right=True)
-    return places.clamp_(max=sums.shape[-1] - 1)  # of a row that holds a NaN
+    return places.clamp_(max=sums.shape[-1] - 1)  # a row with a NaN finds none

@@ -1,9 +1,9 @@
-"""The next token of each of many sequences, by one random number each.
+"""Draw the next token of each of many sequences with one random number each.
 
-The kernel has one program for a row of logits, which it reads a few times from the GPU's cache:
-for the largest, for the sum of the masses, for the nucleus, and up to where the masses in the order
-of the vocabulary reach the random number's share. A nucleus needs no sort: the logit that bounds it
-is searched between bounds that close in by `WAYS` a pass.
+The kernel has one program per row of logits. It reads the row several times from the GPU's cache:
+for the largest logit, for the sum of the masses, for the nucleus, and until the cumulative mass in
+vocabulary order reaches the random number's share. A nucleus needs no sort: the logit that bounds
+it is searched in an interval that shrinks by a factor of `WAYS` per pass.
 
 Shapes: B rows, V words.
 """
@@ -16,30 +16,33 @@ from torch import Tensor
 from qat.kernels.dispatch import tl, triton, use_triton
 
 BLOCK, WARPS, STAGES = 4096, 16, 3
-"""Words that a program reads at a time, its warps, and the blocks that are under way.
+"""Words that a program reads at a time, its warps, and its prefetch depth.
 
-256 rows of 151,936 words took 143 us so on an H100, 189 with the numbers of a nucleus.
+256 rows of 151,936 words took 143 us this way on an H100, and 189 us with the nucleus settings.
 """
 NUCLEUS_BLOCK, NUCLEUS_WARPS, NUCLEUS_STAGES = 2048, 8, 1
-"""The same where a nucleus is searched: 1,021 us, 1,451 with the numbers above."""
+"""The same settings for a nucleus search: 1,021 us, against 1,451 us with those above."""
 WAYS, PASSES = 8, 7
-"""By these the bound of a nucleus is known to less than 1e-5 nats at 150,000 words."""
+"""Candidate bounds per pass, and passes: enough to find the bound of a nucleus to less than 1e-5
+nats at 150,000 words."""
 MOST = 1 - 2.0**-22
-"""Share of the mass that a draw reaches at most, so that rounding never takes it past the end."""
+"""The largest share of the mass that a draw may reach, so that rounding cannot pass the end."""
 
 
 def draw_next(
     logits: Tensor, uniforms: Tensor, *, temperature: float = 1.0, top_p: float = 1.0
 ) -> Tensor:
-    """A token of each row, `(B,)` int64, by inversion of the distribution function.
+    """Draw a token of each row, `(B,)` int64, by inversion of the distribution function.
 
-    Token v is drawn where `sum(p[:v]) <= u < sum(p[:v + 1])`, with `p = softmax(logits /
+    Token v is drawn if `sum(p[:v]) <= u < sum(p[:v + 1])`, with `p = softmax(logits /
     temperature)` restricted to the smallest set of most likely tokens that holds `top_p`; tokens
-    as likely as the least of that set belong to it. Temperature 0 takes the most likely one.
+    as likely as the least of that set belong to it. Temperature 0 takes the most likely token.
 
     Args:
         logits: `(B, V)` float32.
         uniforms: u, `(B,)` float32 in [0, 1).
+        temperature: softmax temperature, >= 0.
+        top_p: probability mass of the nucleus; 1: all tokens.
     """
     if temperature == 0:
         return logits.argmax(-1)
@@ -59,12 +62,12 @@ def draw_next(
 def _draw_by_kernel(logits: Tensor, uniforms: Tensor, sharpness: float, top_p: float) -> Tensor:
     B, V = logits.shape
     out = torch.empty(B, dtype=torch.int64, device=logits.device)
-    # words less likely than that hold too little together to be missed
+    # all words below this logit together hold too little mass to matter
     lowest = math.log((1 - top_p) / V) if top_p < 1 else 0.0
     block, warps, stages = BLOCK, WARPS, STAGES
     if top_p < 1:
         block, warps, stages = NUCLEUS_BLOCK, NUCLEUS_WARPS, NUCLEUS_STAGES
-    # V is no constant: Triton 3.6 fails over a loop that it knows to run once
+    # V is not a constexpr: Triton 3.6 fails on a loop that it knows to run once
     _draw_kernel[(B,)](
         out, logits.contiguous(), uniforms, sharpness, top_p, lowest,
         V, IS_CUT=top_p < 1, MOST=MOST, WAYS=WAYS, PASSES=PASSES,
@@ -89,7 +92,8 @@ def _draw_kernel(
     total = _mass(logits, peak, sharpness, float("-inf"), V, BLOCK, STAGES)
     bound = float("-inf")
     if IS_CUT:
-        # the nucleus is what lies at `bound` or above: it holds enough there, too little at `above`
+        # the nucleus is all words at `bound` or above; those at `above` or above hold too little
+        # mass
         bound, above = lowest + tl.log(total), 1e-6
         way = tl.arange(0, WAYS)
         for _ in range(PASSES):
@@ -116,7 +120,7 @@ def _draw_kernel(
     mass = tl.where(x >= bound, tl.exp(x), 0.0)
     is_there = mass > 0
     is_past = (before + tl.cumsum(mass, axis=0) > wanted) & is_there
-    # sums in another order may end below: then the last word of some mass
+    # rounding may leave the sum below `wanted`: then take the last word with mass
     last = tl.max(tl.where(is_there, column, 0), axis=0)
     first = tl.min(tl.where(is_past, column, BLOCK), axis=0)
     tl.store(out + row, (start + tl.minimum(first, last)).to(tl.int64))
@@ -124,21 +128,21 @@ def _draw_kernel(
 
 @triton.jit
 def _scaled(logits, start, peak, sharpness, V, BLOCK: tl.constexpr):
-    """Logits of a block below the largest, over the temperature; -inf behind the last word."""
+    """Return a block's logits minus the peak, over the temperature; -inf past the last word."""
     word = start + tl.arange(0, BLOCK)
     return (tl.load(logits + word, mask=word < V, other=float("-inf")) - peak) * sharpness
 
 
 @triton.jit
 def _block_mass(logits, start, peak, sharpness, bound, V, BLOCK: tl.constexpr):
-    """Sum of the masses of a block at `bound` and above."""
+    """Return the sum of a block's masses at `bound` and above."""
     x = _scaled(logits, start, peak, sharpness, V, BLOCK)
     return tl.sum(tl.where(x >= bound, tl.exp(x), 0.0), axis=0)
 
 
 @triton.jit
 def _mass(logits, peak, sharpness, bound, V, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Sum of all masses at `bound` and above, a block after the other."""
+    """Return the sum of all masses at `bound` and above, block by block."""
     total = 0.0
     for start in tl.range(0, V, BLOCK, num_stages=STAGES):
         total += _block_mass(logits, start, peak, sharpness, bound, V, BLOCK)

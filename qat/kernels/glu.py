@@ -1,4 +1,4 @@
-"""The gated unit between an MLP's projections, for gates and ups that lie side by side.
+"""The gated unit between an MLP's projections, for joined gates and ups.
 
 Shapes: F width of gates and of ups.
 """
@@ -13,25 +13,25 @@ from qat.kernels.dispatch import tl, triton, use_triton
 from qat.kernels.tuned import chosen
 
 LARGEST_BLOCK = 1024
-"""Columns of one row that a program takes: 16 bytes of gates and of ups for each of 128 threads.
+"""Columns of a row per program: 16 bytes of gates and of ups for each of 128 threads.
 
-A table may say otherwise: on an H200 4,096 columns measured faster (`tuned/`).
+A tuned table may override it: on an H200, 4,096 columns were faster (`tuned/`).
 """
 
 
 class Cut(NamedTuple):
-    """What a program of a row takes."""
+    """The tiling of a row."""
 
     block: int
-    """Columns, a power of two."""
+    """Columns per program, a power of two."""
     warps: int = 4
 
 
 def silu_mul(joined: Tensor) -> Tensor:
-    """`silu(gate) * up`, `(..., F)`, of `joined` `(..., 2F)`, which holds gates, then ups.
+    """Return `silu(gate) * up`, `(..., F)`, for `joined` `(..., 2F)`, which holds gates, then ups.
 
-    On a GPU one pass computes it, and one its gradient, which lies as `joined` does; both in
-    float32, rounded once.
+    On a GPU one pass computes the result and one pass the gradient, which has the layout of
+    `joined`; both in float32, rounded once.
     """
     if use_triton(joined):
         return fused_silu_mul(joined)
@@ -41,7 +41,7 @@ def silu_mul(joined: Tensor) -> Tensor:
 
 @torch.library.custom_op("qat::silu_mul", mutates_args=())
 def fused_silu_mul(joined: Tensor) -> Tensor:
-    """`silu_mul` in one Triton kernel; every tensor is read or written once."""
+    """Compute `silu_mul` in one Triton kernel; every tensor is read or written once."""
     out = joined.new_empty(*joined.shape[:-1], joined.shape[-1] // 2)
     _launch("gated_unit", _forward_kernel, joined.contiguous(), out, like=out)
     return out

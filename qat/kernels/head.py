@@ -1,12 +1,12 @@
-"""What losses need of the output embedding, without logits of all tokens over all words.
+"""Chosen logits and log-sum-exp of an output embedding, without the logits of all tokens and words.
 
 A loss reads the logits of a few chosen words and the log-sum-exp over the other words. Both, and
 their gradients, come from the hidden states and the head's weight alone.
 
-On a GPU cuBLAS computes the head, Triton what is around it. The log-sum-exp over the vocabulary is
-online, as in flash attention: for each tile of words the logits are formed by one matmul, a kernel
-turns them into `P = exp(logits - peak)`, and a second matmul adds `P @ weight` to the gradient.
-Both matmuls run at the head's own shape, and memory does not grow with V.
+On a GPU cuBLAS computes the matmuls and Triton everything else. The log-sum-exp over the vocabulary
+is online, as in flash attention: for each tile of words one matmul forms the logits, a kernel turns
+them into `P = exp(logits - peak)`, and a second matmul adds `P @ weight` to the gradient. Both
+matmuls have the head's own shape, and memory does not grow with V.
 
 Shapes: T tokens, D model width, V vocabulary, N chosen words, K of them excluded from the others.
 """
@@ -21,49 +21,50 @@ from qat.kernels.dispatch import tl, triton, use_triton
 from qat.kernels.tuned import chosen
 
 BLOCK_TOKENS = 1024
-"""Rows of logits that exist together in plain PyTorch: 0.6 GB in float32 at V = 152,000."""
+"""Rows of logits in memory at a time in plain PyTorch: 0.6 GB in float32 at V = 152,000."""
 
 BLOCK_WORDS = 8192
-"""Words whose weights are cast together."""
+"""Words whose weights are cast at a time."""
 
 HEAD_BLOCK_TOKENS = 8192
-"""Rows of `BLOCK_WORDS` logits that exist together while the head's own gradient is computed."""
+"""Rows of `BLOCK_WORDS` logits in memory at a time in the gradient of the head's weight."""
 
 TILE_TOKENS = 8192
-"""Tokens whose logits of a tile of words exist together.
+"""Tokens per tile of logits.
 
-The exact loss of 32,768 tokens took 44.2 ms so; with tiles of 1,024 and 2,048 tokens, which stay in
-the L2, 52.0 and 47.1 (one H200, Qwen3-0.6B's head).
+With it the exact loss of 32,768 tokens took 44.2 ms; tiles of 1,024 and 2,048 tokens, which stay in
+the L2 cache, took 52.0 and 47.1 ms (one H200, Qwen3-0.6B's head).
 """
 
 TILE_WORDS = 8192
-"""Words whose logits exist together: a power of two, for a program holds a token's in registers."""
+"""Words per tile of logits: a power of two, since a program holds a token's tile in registers."""
 
 FLOAT32_LOGITS = True
-"""Keep half-precision matmuls' float32 sums as logits; else round them as eager PyTorch does.
+"""True keeps the float32 sums of half-precision matmuls as logits; False rounds them like eager.
 
-Rounded ones would take 40.6 ms instead of 44.2; the exact loss stays exact.
+Rounded logits would take 40.6 ms instead of 44.2, but the exact loss would not be exact.
 """
 
 PEAK_SLACK = tl.constexpr(8.0)
-"""Nats by which a logit may exceed `peak` before peak moves: `exp(8)` loses nothing in any dtype,
-and what was summed so far seldom has to be rescaled."""
+"""Nats by which a logit may exceed `peak` before the peak moves: `exp(8)` loses no precision in any
+dtype, and the sums so far seldom have to be rescaled."""
 
 ADDS_IN_FLOAT32 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
-"""Whether `addmm` adds products of half-precision matrices to a float32 matrix."""
+"""True if `addmm` can add products of half-precision matrices to a float32 matrix."""
 
 
 class Gather(NamedTuple):
-    """The piece of chosen words' weights that a program holds in registers."""
+    """The piece of the chosen words' weights that a program holds in registers."""
 
     words: int = 16
-    """A power of two, as the features are; a table may say otherwise (1.3 and 2.3 times faster)."""
+    """Words per piece, a power of two, as are the features; tuned tables are 1.3 to 2.3 times
+    faster."""
     features: int = 256
     warps: int = 4
 
 
 class Head(NamedTuple):
-    """An output embedding: `logits = hidden @ weight.T + bias`, then perhaps a soft cap."""
+    """An output embedding: `logits = hidden @ weight.T + bias`, optionally with a soft cap."""
 
     weight: Tensor
     """`(V, D)`, of any float dtype."""
@@ -73,17 +74,17 @@ class Head(NamedTuple):
     """`logits = softcap * tanh(logits / softcap)`"""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`(..., D)` to `(..., V)`, in the dtype of `hidden`."""
+        """Return logits, `(..., D)` to `(..., V)`, in the dtype of `hidden`."""
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
         logits = F.linear(hidden, self.weight.to(hidden.dtype), bias)
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
     @torch.no_grad()
     def exact_logits(self, hidden: Tensor) -> Tensor:
-        """`(..., D)` to `(..., V)` float32, of 16-bit factors; their sums are not rounded again.
+        """Return float32 logits `(..., D)` to `(..., V)` of 16-bit factors, with unrounded sums.
 
-        In bfloat16 a third of the neighbours among a token's most likely words would be tied. On
-        CUDA one matmul writes float32; elsewhere the weight is cast in pieces.
+        Rounded to bfloat16, a third of the neighbours among a token's most likely words would be
+        tied. On CUDA one matmul writes float32; elsewhere the weight is cast in pieces.
         """
         rows = hidden.flatten(0, -2)
         if rows.is_cuda:
@@ -98,32 +99,32 @@ class Head(NamedTuple):
         return logits.unflatten(0, hidden.shape[:-1])
 
     def words(self, start: int, stop: int) -> "Head":
-        """The head of the words `start` to `stop` alone."""
+        """Return the head restricted to the words `start` to `stop`."""
         bias = None if self.bias is None else self.bias[start:stop]
         return Head(self.weight[start:stop], bias, self.softcap)
 
 
 class Others(NamedTuple):
-    """The words outside the excluded ones, seen as one outcome."""
+    """The words outside the excluded ones, as one outcome."""
 
     lse: Tensor | None
-    """`(T,)`: log-sum-exp of their logits; -inf where there are none, None if not computed."""
+    """`(T,)`: log-sum-exp of their logits; -inf if there are none, None if not computed."""
     slope: Tensor | None
-    """`(T, D)`: the gradient of `lse` with respect to the hidden state, 0 where there are none.
+    """`(T, D)`: the gradient of `lse` with respect to the hidden state; 0 if there are none.
 
     Without a soft cap: the mean of `weight[v]` under the softmax over these words.
     """
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """The tensor in the dtype of losses: float32, or float64 if it is that."""
+    """Convert a tensor to the dtype of losses: float64 stays, everything else becomes float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def chosen_logits(hidden: Tensor, head: Head, ids: Tensor) -> Tensor:
-    """`head.logits(hidden).gather(1, ids)`, `(T, N)` float32 (float64 stays).
+    """Return `head.logits(hidden).gather(1, ids)`, `(T, N)` float32 (float64 stays).
 
-    Sums run in float32 whatever the dtypes. An id below 0 is absent: its logit is 0.
+    Sums are computed in float32 for all dtypes. An id below 0 is absent: its logit is 0.
 
     Args:
         hidden: `(T, D)`.
@@ -133,7 +134,7 @@ def chosen_logits(hidden: Tensor, head: Head, ids: Tensor) -> Tensor:
     if _by_kernel(hidden):
         return chosen_logits_by_kernel(hidden, head, ids)
     states, columns = wide(hidden), []
-    for column in ids.clamp_min(0).unbind(1):  # word by word: (T, N, D) never exists
+    for column in ids.clamp_min(0).unbind(1):  # word by word, so that (T, N, D) is never made
         dot = (states * head.weight[column]).sum(1)
         columns.append(dot if head.bias is None else dot + head.bias[column])
     logits = torch.stack(columns, 1) if columns else states.new_empty(ids.shape)
@@ -143,11 +144,11 @@ def chosen_logits(hidden: Tensor, head: Head, ids: Tensor) -> Tensor:
 
 
 def other_words(hidden: Tensor, head: Head, excluded: Tensor, *, want_slope: bool) -> Others:
-    """Log-sum-exp of each token's logits outside its excluded words, and how it moves with hidden.
+    """Return the log-sum-exp of each token's logits outside its excluded words, and its gradient.
 
-    `lse = without(head.logits(hidden), excluded, -inf).logsumexp(1)`: no difference of large
-    numbers, so it is right however little mass the others have. The head runs once for `lse` and
-    once more for `slope`.
+    `lse = without(head.logits(hidden), excluded, -inf).logsumexp(1)`. No large numbers are
+    subtracted, so it is accurate however little mass the others have. The head runs once for `lse`
+    and once more for `slope`.
 
     Args:
         hidden: `(T, D)`.
@@ -164,14 +165,14 @@ def other_words(hidden: Tensor, head: Head, excluded: Tensor, *, want_slope: boo
 
 
 class LogitGradients(NamedTuple):
-    """The gradient of a loss with respect to all logits of T tokens, in a few numbers each."""
+    """The gradient of a loss with respect to all logits of T tokens, in compact form."""
 
     ids: Tensor
     """`(T, N)` int64; below 0: absent."""
     chosen: Tensor
     """`(T, N)`: gradients of the logits of `ids`, before any soft cap."""
     num_excluded: int
-    """The first so many of `ids` are not among the others."""
+    """The number of leading `ids` that are excluded from the others."""
     lse: Tensor | None = None
     """`Others.lse`; None if the loss does not read the others."""
     others: Tensor | None = None
@@ -181,10 +182,10 @@ class LogitGradients(NamedTuple):
 def hidden_gradient(
     g_logits: LogitGradients, slope: Tensor | None, weight: Tensor, *, out: Tensor
 ) -> None:
-    """Writes the gradient of the hidden states to `out`, `(T, D)` of any float dtype.
+    """Write the gradient of the hidden states to `out`, `(T, D)` of any float dtype.
 
     `sum_n chosen[:, n] * weight[ids[:, n]] + others * slope`, summed in float32 (float64 stays) and
-    rounded once. `slope` is `Others.slope`, None where the loss does not read the others.
+    rounded once. `slope` is `Others.slope`, None if the loss does not read the others.
     """
     if _by_kernel(g_logits.chosen):
         hidden_gradient_by_kernel(g_logits, slope, weight, out=out)
@@ -199,9 +200,9 @@ def hidden_gradient(
 
 
 def add_head_gradient(hidden: Tensor, head: Head, g_logits: LogitGradients, *, out: Head) -> None:
-    """Adds the gradients of the head's weight, and of its bias if it has one, to those in `out`.
+    """Add the gradients of the head's weight, and of its bias if it has one, to those in `out`.
 
-    Logits are formed again for a block of tokens and words at a time; never `(T, V)`.
+    Logits are recomputed for a block of tokens and words at a time; `(T, V)` is never made.
     """
     V = head.weight.shape[0]
     for begin in range(0, hidden.shape[0], HEAD_BLOCK_TOKENS):
@@ -216,12 +217,12 @@ def add_head_gradient(hidden: Tensor, head: Head, g_logits: LogitGradients, *, o
 
 
 def before_softcap(g: Tensor, logits: Tensor, softcap: float | None) -> Tensor:
-    """The gradient before a soft cap from `g` behind it, where the capped logits are `logits`."""
+    """Return the gradient before a soft cap from `g` after it; `logits` are the capped ones."""
     return g if softcap is None else g * (1 - (logits / softcap).square())
 
 
 def without(values: Tensor, ids: Tensor, fill: float) -> Tensor:
-    """`(T, V)` values with `fill` at each row's ids; ids outside 0..V-1 fill nothing."""
+    """Return `(T, V)` values with `fill` at each row's ids; ids outside 0..V-1 are ignored."""
     T, V = values.shape
     is_filled = torch.zeros(T, V + 1, dtype=torch.bool, device=values.device)
     is_filled.scatter_(1, _or_beyond(ids, V), True)
@@ -229,7 +230,7 @@ def without(values: Tensor, ids: Tensor, fill: float) -> Tensor:
 
 
 def _by_kernel(tensor: Tensor) -> bool:
-    """Whether the Triton twin of these functions computes."""
+    """Return whether the Triton implementation is used."""
     return use_triton(tensor) and tensor.dtype != torch.float64
 
 
@@ -239,7 +240,7 @@ def _others_of_block(hidden: Tensor, excluded: Tensor, head: Head, want_slope: b
     lse = others.logsumexp(1)
     if not want_slope:
         return Others(lse, None)
-    # where no word is left, lse = -inf: finite, so that the shares are exp(-inf) = 0, not NaN
+    # if no word is left, lse = -inf is clamped so that the shares are exp(-inf) = 0 instead of NaN
     shares = (others - lse.clamp_min(torch.finfo(lse.dtype).min)[:, None]).exp()
     shares = before_softcap(shares, logits, head.softcap)
     tiles = zip(shares.split(BLOCK_WORDS, 1), head.weight.split(BLOCK_WORDS), strict=True)
@@ -247,10 +248,10 @@ def _others_of_block(hidden: Tensor, excluded: Tensor, head: Head, want_slope: b
 
 
 def _logit_gradient(hidden: Tensor, tile: Head, block: LogitGradients, start: int) -> Tensor:
-    """`(T, words)`: the gradient of the logits, before any soft cap, of the words from `start`."""
+    """Return the gradient of uncapped logits of the words from `start`, `(T, words)`."""
     T, num_words = hidden.shape[0], tile.weight.shape[0]
     ids = _or_beyond(torch.where(block.ids < 0, -1, block.ids - start), num_words)
-    gradient = block.chosen.new_zeros(T, num_words + 1)  # the last column takes what is elsewhere
+    gradient = block.chosen.new_zeros(T, num_words + 1)  # the last column collects all other ids
     if block.lse is not None:
         logits = wide(tile.logits(hidden))
         shares = before_softcap((logits - block.lse[:, None]).exp(), logits, tile.softcap)
@@ -260,12 +261,12 @@ def _logit_gradient(hidden: Tensor, tile: Head, block: LogitGradients, start: in
 
 
 def _or_beyond(ids: Tensor, size: int) -> Tensor:
-    """The ids inside 0..size-1; `size` for all others."""
+    """Replace ids outside 0..size-1 by `size`."""
     return torch.where((ids < 0) | (ids >= size), size, ids)
 
 
 def chosen_logits_by_kernel(hidden: Tensor, head: Head, ids: Tensor) -> Tensor:
-    """See `chosen_logits`; `(T, N, D)` passes through registers only."""
+    """Compute `chosen_logits` by a kernel; `(T, N, D)` exists in registers only."""
     hidden, ids = hidden.contiguous(), ids.contiguous()
     (T, D), N = hidden.shape, ids.shape[1]
     out = torch.empty(T, N, dtype=torch.float32, device=hidden.device)
@@ -284,9 +285,9 @@ def chosen_logits_by_kernel(hidden: Tensor, head: Head, ids: Tensor) -> Tensor:
 def hidden_gradient_by_kernel(
     g_logits: LogitGradients, slope: Tensor | None, weight: Tensor, *, out: Tensor
 ) -> None:
-    """See `hidden_gradient`; rounds to the dtype of `out` once."""
+    """Compute `hidden_gradient` by a kernel; rounds to the dtype of `out` once."""
     ids, g_chosen = g_logits.ids.contiguous(), g_logits.chosen.contiguous()
-    # a column of a wider gradient, often
+    # often a column of a wider gradient
     g_others = None if g_logits.others is None else g_logits.others.contiguous()
     (T, N), D = ids.shape, out.shape[1]
     if out.numel() == 0:
@@ -303,7 +304,7 @@ def hidden_gradient_by_kernel(
 def other_words_by_kernel(
     hidden: Tensor, head: Head, excluded: Tensor, *, want_slope: bool
 ) -> Others:
-    """See `other_words`; both results are float32."""
+    """Compute `other_words` by kernels and cuBLAS; both results are float32."""
     T, V = hidden.shape[0], head.weight.shape[0]
     peak = torch.full((T,), -torch.inf, dtype=torch.float32, device=hidden.device)
     online = _Online(
@@ -312,7 +313,7 @@ def other_words_by_kernel(
         slope=torch.zeros_like(hidden, dtype=torch.float32) if want_slope else None,
         excluded=excluded.contiguous(),
     )
-    # tiles are nearly equal, and multiples of 128 keep them aligned
+    # nearly equal tiles, in multiples of 128 to keep them aligned
     width = 128 * triton.cdiv(triton.cdiv(V, triton.cdiv(V, TILE_WORDS)), 128)
     scratch = _Scratch.of(hidden, min(T, TILE_TOKENS) * min(V, width))
     with torch.cuda.device_of(hidden):
@@ -327,24 +328,24 @@ def other_words_by_kernel(
 
 
 class _Online(NamedTuple):
-    """The log-sum-exp and its slope over the words seen so far, relative to `exp(peak)`."""
+    """The log-sum-exp and its slope over the words so far, relative to `exp(peak)`."""
 
     peak: Tensor
-    """`(T,)` float32: no logit seen exceeds it by more than `PEAK_SLACK`; -inf before any."""
+    """`(T,)` float32: no logit so far exceeds it by more than `PEAK_SLACK`; -inf at the start."""
     total: Tensor
     """`(T,)` float32: `sum_v exp(logit_v - peak)`."""
     slope: Tensor | None
     """`(T, D)` float32: `sum_v exp(logit_v - peak) d logit_v / d hidden`."""
     excluded: Tensor
-    """`(T, K)` int64: words not to be counted."""
+    """`(T, K)` int64: the words that do not count."""
 
     def of_rows(self, rows: slice) -> "_Online":
-        """Views of some rows."""
+        """Return views of some rows."""
         return _Online(*(None if part is None else part[rows] for part in self))
 
 
 class _Scratch(NamedTuple):
-    """Room for one tile of logits and of `P`; the same room where they have the same dtype."""
+    """Memory for one tile of logits and of `P`, shared if both have the same dtype."""
 
     logits: Tensor
     shares: Tensor
@@ -356,12 +357,12 @@ class _Scratch(NamedTuple):
         return cls(logits, logits if dtype == hidden.dtype else hidden.new_empty(size))
 
     def tile(self, rows: int, words: int) -> "_Scratch":
-        """Both as contiguous `(rows, words)`."""
+        """Return both as contiguous `(rows, words)`."""
         return _Scratch(*(room[: rows * words].view(rows, words) for room in self))
 
 
 def _add_tile(hidden: Tensor, tile: Head, start: int, online: _Online, scratch: _Scratch) -> None:
-    """Add a tile of words, of which `start` is the first, to what is known of some rows."""
+    """Add a tile of words, the first of which is `start`, to the online sums of some rows."""
     rows, words = hidden.shape[0], tile.weight.shape[0]
     weight = tile.weight.to(hidden.dtype)
     logits, shares = scratch.tile(rows, words)
@@ -382,7 +383,7 @@ def _add_tile(hidden: Tensor, tile: Head, start: int, online: _Online, scratch: 
 
 
 def _add_product(a: Tensor, b: Tensor, *, out: Tensor) -> None:
-    """`out += a @ b`, summed in float32."""
+    """Compute `out += a @ b`, summed in float32."""
     if out.dtype == a.dtype:
         out.addmm_(a, b)
     elif ADDS_IN_FLOAT32:
@@ -397,7 +398,7 @@ def _gather_dot_kernel(
     N: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One token: `out[n] = hidden . weight[ids[n]]`, 0 where `ids[n] < 0`."""
+    """Compute `out[n] = hidden . weight[ids[n]]` for one token; 0 where `ids[n] < 0`."""
     token = tl.program_id(0).to(tl.int64)
     for first in range(0, N, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
@@ -425,7 +426,7 @@ def _gather_sum_kernel(
     N: tl.constexpr, D: tl.constexpr, HAS_OTHERS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One token, some features: `out = sum_n g_chosen[n] weight[ids[n]] + g_others * slope`."""
+    """Compute `out = sum_n g_chosen[n] weight[ids[n]] + g_others * slope` for one token."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     products = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -450,7 +451,7 @@ def _softmax_tile_kernel(
     K: tl.constexpr, D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
     WANT_SLOPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One token: add a tile's logits to `peak` and `total`, and rescale `slope` if peak moves.
+    """Add a tile of logits to `peak` and `total` of a token, and rescale `slope` if peak moves.
 
     Writes `P = exp(logits - peak)` (times the slope of the soft cap), 0 for excluded words.
     """
@@ -477,7 +478,7 @@ def _softmax_tile_kernel(
     highest = tl.max(logits, 0)
     has_moved = highest > old_peak + PEAK_SLACK
     peak = tl.where(has_moved, highest, old_peak)
-    # exp(-inf) = 0 for what is not counted; peak is -inf as long as nothing is
+    # exp(-inf) = 0 for words that do not count; the peak is -inf until a word counts
     shares = tl.exp(logits - tl.maximum(peak, -3.0e38))
     rescale = tl.where(has_moved, tl.exp(old_peak - tl.maximum(peak, -3.0e38)), 1.0)
     tl.store(total_ptr + token, tl.load(total_ptr + token) * rescale + tl.sum(shares, 0))
@@ -496,5 +497,5 @@ def _softmax_tile_kernel(
 
 @triton.jit
 def _tanh(x):
-    """`tanh(x)`, its absolute error that of float32 at 1; beyond 20 it is 1 anyway."""
+    """Return `tanh(x)` with the absolute error of float32 at 1; beyond 20 it is 1 anyway."""
     return 2.0 / (1.0 + tl.exp(-2.0 * tl.minimum(tl.maximum(x, -20.0), 20.0))) - 1.0

@@ -1,16 +1,16 @@
-"""The top K of a vocabulary's logits and the mass outside, reading the logits about once.
+"""The top K of a vocabulary's logits and the mass outside, with about one read of the logits.
 
-The vocabulary is cut into blocks of `BLOCK` columns, and one pass keeps each block's largest logit
-and its sum of exponentials. The K blocks whose largest logits are highest hold the whole top K:
-a token outside them is beaten by the largest of each. So only K * BLOCK candidates are looked at
-again, and whatever is summed is summed over tokens outside the top K, never as `1 - sum`.
+The vocabulary is cut into blocks of `BLOCK` columns, and one pass stores each block's largest logit
+and its sum of exponentials. The K blocks with the highest largest logits contain the whole top K: a
+token outside of them is below the largest of each. So only K * BLOCK candidates are read again, and
+mass outside the top K is summed over its tokens, never computed as `1 - sum`.
 
-Tokens are ordered by logit, highest first, and among equal logits by id, lowest first, so that
-bfloat16's many ties come out alike on every device.
+Tokens are ordered by logit, highest first, and among equal logits by id, lowest first, so that the
+many ties of bfloat16 are resolved alike on every device.
 
-The kernels: one pass over the logits, then K candidate blocks a row. A threshold is found bit by
+The kernels: one pass over the logits, then K candidate blocks per row. A threshold is found bit by
 bit: the largest 32-bit key that at least K of a row's keys reach. For 16-bit logits only the upper
-bits are tried, since the others are equal in all.
+bits are tried, since the others are equal in all keys.
 
 Shapes: T tokens, V vocabulary, K tokens kept, N blocks, C blocks chosen.
 """
@@ -26,34 +26,34 @@ from qat.kernels.dispatch import tl, triton, use_triton
 from qat.kernels.tuned import chosen
 
 BLOCK = 64
-"""Columns of a block: K * 64 candidates are looked at again, V / 64 peaks are kept."""
+"""Columns per block: K * 64 candidates are read again, V / 64 peaks are stored."""
 LOW_BITS = 2**31 - 1
-"""All but the sign of an int32: what turns the order of negative floats over."""
+"""All bits of an int32 but the sign; flipping them orders negative floats."""
 MAX_K = 512
-"""K * BLOCK candidates are held in one program's registers."""
+"""The largest K; its K * BLOCK candidates fit in one program's registers."""
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """Lowest bits of a float32 that are zero in every number of that dtype."""
 
 
 class BlockPass(NamedTuple):
-    """How the pass over logits is cut."""
+    """The tiling of the pass over logits."""
 
     blocks: int = 64
-    """Blocks of a program, a power of two."""
+    """Blocks per program, a power of two."""
     warps: int = 4
 
 
 class Blocks(NamedTuple):
-    """What one pass over `(T, V)` logits keeps of each block of `BLOCK` columns."""
+    """The summary of each block of `BLOCK` columns after one pass over `(T, V)` logits."""
 
     peaks: Tensor
-    """`(T, N)` float32: the largest logit; -inf where no token is possible."""
+    """`(T, N)` float32: the largest logit; -inf if all are."""
     sums: Tensor
     """`(T, N)` float32: sum of exp(logit - peak); NaN if a logit is NaN or +inf."""
 
 
 class Selection(NamedTuple):
-    """The K largest logits and how the vocabulary weighs."""
+    """The K largest logits, and the normalization of the vocabulary."""
 
     values: Tensor
     """`(T, K)` float32, descending."""
@@ -66,16 +66,19 @@ class Selection(NamedTuple):
 
 
 def top_k_of_logits(logits: Tensor, k: int) -> Selection:
-    """The `k` largest of `(T, V)` logits: `torch.topk`, with ties by ascending id, and the tail.
+    """Return the `k` largest of `(T, V)` logits, with ties by ascending id, and the tail mass.
 
-    Log-sum-exp and log tail mass are within 2e-6 of float64's (relative where above 1). Mass
-    further than e^-87 below the most likely token may count as zero.
+    Log-sum-exp and log tail mass are within 2e-6 of float64 (relative if above 1). Mass more than
+    a factor e^-87 below the most likely token may count as zero.
     """
     return top_k_of_blocks(logits, k, summarize(logits))
 
 
 def summarize(logits: Tensor) -> Blocks:
-    """Peak and sum of exponentials of each block of `(T, V)` logits; the last may be narrower."""
+    """Return peak and sum of exponentials of each block of `(T, V)` logits.
+
+    The last block may be narrower.
+    """
     if use_triton(logits):
         return summarize_by_kernel(logits)
     width = logits.shape[1]
@@ -87,7 +90,7 @@ def summarize(logits: Tensor) -> Blocks:
 
 
 def top_k_of_blocks(logits: Tensor, k: int, blocks: Blocks) -> Selection:
-    """`top_k_of_logits` for whoever has the blocks of these logits already."""
+    """Do what `top_k_of_logits` does, given the summary of these logits."""
     if use_triton(logits):
         if can_select(k, blocks):
             return select_by_kernel(logits, k, blocks)
@@ -97,19 +100,19 @@ def top_k_of_blocks(logits: Tensor, k: int, blocks: Blocks) -> Selection:
 
 
 def masses(blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """Each block's mass relative to the row's largest logit, `(T, N)` float64, and that logit."""
+    """Return each block's mass relative to the row's peak, `(T, N)` float64, and that peak."""
     peak_T1 = blocks.peaks.amax(-1, keepdim=True)
     return blocks.sums.double() * (blocks.peaks - peak_T1).double().exp(), peak_T1
 
 
 def log_sum_exp(blocks: Blocks) -> Tensor:
-    """`(T,)` float32 log-sum-exp of all logits; not finite where a logit spoils the row."""
+    """Return `(T,)` float32 log-sum-exp of all logits; not finite if a logit is NaN or +inf."""
     mass_TN, peak_T1 = masses(blocks)
     return (mass_TN.sum(-1).log() + peak_T1[:, 0]).float()
 
 
 def candidates(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits of `(T, C)` chosen blocks and their ids, `(T, C, BLOCK)`; -inf beyond V."""
+    """Return the logits of `(T, C)` chosen blocks and their ids, `(T, C, BLOCK)`; -inf beyond V."""
     V = logits.shape[1]
     columns_B = torch.arange(BLOCK, device=logits.device)
     ids_TCB = chosen[..., None] * BLOCK + columns_B
@@ -119,7 +122,7 @@ def candidates(logits: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sorted(logits: Tensor, k: int) -> Selection:
-    """All of it by one stable sort."""
+    """Compute the selection by one stable sort of all logits."""
     values_TV, ids_TV = (logits.float() + 0.0).sort(dim=1, descending=True, stable=True)
     weights_TV = (values_TV - values_TV[:, :1]).exp().double()
     total_T = weights_TV.sum(-1).log()
@@ -134,7 +137,7 @@ def _sorted(logits: Tensor, k: int) -> Selection:
 def _select(logits: Tensor, k: int, blocks: Blocks) -> Selection:
     mass_TN, peak_T1 = masses(blocks)
     N = mass_TN.shape[1]
-    if 2 * k < N:  # else gathering most of the vocabulary costs more than taking all of it
+    if 2 * k < N:  # otherwise gathering costs more than taking all
         block_keys_TN = _keys(blocks.peaks, torch.arange(N, device=logits.device))
         best_TC = block_keys_TN.topk(k).values
         outside_T = mass_TN.masked_fill(block_keys_TN >= best_TC[:, -1:], 0.0).sum(-1)
@@ -157,10 +160,10 @@ def _select(logits: Tensor, k: int, blocks: Blocks) -> Selection:
 
 
 def _keys(values: Tensor, ids: Tensor) -> Tensor:
-    """int64 that order as (value descending, id ascending) when sorted in descending order.
+    """Return int64 keys whose descending order is (value descending, id ascending).
 
-    The upper half is the float's bits with those of negative numbers turned over, which orders as
-    the floats do; the lower half is the id, counted from above.
+    The upper half is the float's bits, flipped for negative numbers, which orders like the floats;
+    the lower half is the id, counted from above.
     """
     bits = (values + 0.0).view(torch.int32)  # -0.0 + 0.0 is +0.0
     ordered = bits ^ ((bits >> 31) & LOW_BITS)
@@ -168,14 +171,14 @@ def _keys(values: Tensor, ids: Tensor) -> Tensor:
 
 
 def unpack_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The float32 values and int64 ids of keys."""
+    """Return the float32 values and int64 ids of keys."""
     ordered = (keys >> 32).int()
     values = (ordered ^ ((ordered >> 31) & LOW_BITS)).view(torch.float32)
     return values, LOW_BITS - (keys & LOW_BITS)
 
 
 def summarize_by_kernel(logits: Tensor) -> Blocks:
-    """`summarize`, in one pass."""
+    """Compute `summarize` in one pass of a kernel."""
     logits = _rows(logits)
     T, V = logits.shape
     N = triton.cdiv(V, BLOCK)
@@ -191,12 +194,12 @@ def summarize_by_kernel(logits: Tensor) -> Blocks:
 
 
 def can_select(k: int, blocks: Blocks) -> bool:
-    """Whether the kernel takes this K: a block for each, and candidates that fit one program."""
+    """Return whether the kernel supports this K: enough blocks, and candidates that fit."""
     return k <= min(MAX_K, blocks.peaks.shape[1])
 
 
 def select_by_kernel(logits: Tensor, k: int, blocks: Blocks) -> Selection:
-    """`top_k_of_blocks` for a K that `can_select` allows."""
+    """Compute `top_k_of_blocks` by kernels, for a K that `can_select` allows."""
     logits = _rows(logits)
     T, V = logits.shape
     N = blocks.peaks.shape[1]
@@ -225,7 +228,7 @@ def _rows(logits: Tensor) -> Tensor:
 
 
 def _warps(lanes: int) -> int:
-    """Warps for a row of `lanes` values: 16 a thread, at least one warp and at most 16."""
+    """Return the warps for a row of `lanes` values: 16 values per thread, 1 to 16 warps."""
     return min(16, max(1, lanes // 512))
 
 
@@ -278,7 +281,7 @@ def _choose_tokens(
     x = tl.load(logits + row * stride + token, mask=is_real, other=-float("inf")).to(tl.float32)
     is_chosen = _largest(x, is_real, K, UNUSED)
     place = tl.cumsum(is_chosen.to(tl.int32), axis=0) - 1
-    # as `_keys`
+    # the same keys as in `_keys`
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
@@ -289,11 +292,11 @@ def _choose_tokens(
 
 @triton.jit
 def _largest(x, is_real, K, UNUSED: tl.constexpr):
-    """Which lanes hold the K largest; among equal ones the first."""
+    """Return a mask of the lanes that hold the K largest; ties: the first lanes."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
-    # floats in order as unsigned integers: the sign set, or all bits of a negative one turned over
+    # map floats to unsigned integers in order: set the sign, or flip all bits of a negative one
     flipped = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
-    key = tl.where(is_real, flipped >> UNUSED, 0)  # that of -inf is greater
+    key = tl.where(is_real, flipped >> UNUSED, 0)  # the key of -inf is larger
     threshold = tl.zeros((), dtype=tl.uint32)
     for i in range(32 - UNUSED):
         higher = threshold | (tl.full((), 1, tl.uint32) << (31 - UNUSED - i))

@@ -1,12 +1,12 @@
-"""The best path through a trellis, by whoever finds it fastest.
+"""The best path through a trellis, in Triton or by the reference.
 
-A program, one warp, walks the weights of a row; its lanes share the states, 8 each of 256. Which of
-the K states that lead to the same K was the least is a byte for the walk back: 64 of them a weight
-at 2 bits. Compiled for Hopper, a weight takes 101 instructions there, 32 of them the products and
-sums of its states, and 12 back. In words of 16 such bytes, packed, they are 127 and 27; two rows of
-a program side by side take 152 each, states then being computed twice.
+A program, one warp, iterates over the weights of a row; its lanes share the states, 8 of 256 each.
+The index of the best of the K predecessors of a state is a byte for the backward pass: 64 bytes per
+weight at 2 bits. Compiled for Hopper, a weight takes 101 instructions forward, 32 of them the
+products and sums of its states, and 12 backward. With 16 such bytes packed in words it is 127 and
+27; with two rows per program it is 152 each, since states are then computed twice.
 
-Shapes: O out_features, I in_features, C states, K states that one leads to, U of these K.
+Shapes: O out_features, I in_features, C states, K predecessors of a state, U distinct sets of them.
 """
 
 import torch
@@ -16,18 +16,18 @@ from qat.kernels.dispatch import tl, triton, use_triton
 from qat.quant import trellis as reference
 
 PIECE = 2**22
-"""Weights whose paths are found in one launch: 256 MiB of ways back at 2 bits."""
+"""Weights whose paths are found in one launch: 256 MiB of back pointers at 2 bits."""
 
 
 def best_path(weight: Tensor, S: Tensor, codebook: Tensor, trellis_bits: int) -> Tensor:
-    """Indices `(O, I)` of least error, as `quant.trellis.best_path` defines them, to the bit."""
+    """Return the indices `(O, I)` of least error, bit-identical to `quant.trellis.best_path`."""
     if use_triton(weight):
         return path_by_kernel(weight, S, codebook, trellis_bits)
     return reference.best_path(weight, S, codebook, trellis_bits)
 
 
 def path_by_kernel(weight: Tensor, S: Tensor, codebook: Tensor, trellis_bits: int) -> Tensor:
-    """As `quant.trellis.best_path`."""
+    """Do what `quant.trellis.best_path` does in a kernel."""
     (O, I), C, k = weight.shape, len(codebook), trellis_bits
     weight, S = weight.contiguous(), S.contiguous()
     indices = torch.empty(O, I, dtype=torch.uint8, device=weight.device)
@@ -55,10 +55,11 @@ def _path_kernel(
     next_w, next_S = tl.load(weight + first).to(tl.float32), tl.load(S + first)
     for i in range(I):
         w, s = next_w, next_S
-        # the next weight is on its way while this one is computed
+        # prefetch the next weight while this one is computed
         next_w = tl.load(weight + first + i + 1, mask=i + 1 < I, other=0).to(tl.float32)
         next_S = tl.load(S + first + i + 1, mask=i + 1 < I, other=0)
-        # K states in a row lead to the same K: halves of them, of which the lower wins a tie
+        # K consecutive states lead to the same K states: reduce them in halves; the lower wins a
+        # tie
         least, which = cost, state % K
         for halving in tl.static_range(1, BITS + 1):
             even, odd = tl.split(tl.reshape(least, (C >> halving, 2)))
@@ -68,7 +69,7 @@ def _path_kernel(
         tl.store(back + (first + i) * U + tl.arange(0, U), which.to(tl.uint8))
         error = w - s * levels
         cost = error * error + tl.reshape(tl.broadcast_to(least[None, :], (K, U)), (C,))
-    tl.debug_barrier()  # every thread has stored before one of them reads
+    tl.debug_barrier()  # every thread stores before one of them reads
     found = tl.argmin(cost, axis=0)
     for j in range(I):
         i = I - 1 - j

@@ -1,7 +1,7 @@
-"""Which configuration a kernel runs with: its own default, or a device's table of tuned ones.
+"""Kernel configurations: a kernel's default, or an entry in the device's table of tuned ones.
 
-A configuration says how a kernel cuts its work: no result depends on it beyond the order of sums.
-Tables lie in `tuned/DEVICE.toml` and are written by `qat bench kernels --tune`.
+A configuration is the tiling of a kernel; results do not depend on it except for the order of sums.
+Tables are in `tuned/DEVICE.toml` and are written by `qat bench kernels --tune`.
 """
 
 import re
@@ -20,13 +20,13 @@ from qat.errors import ConfigError
 FOLDER = Path(__file__).parent / "tuned"
 
 C = TypeVar("C", bound=tuple)
-"""A kernel's configuration: a named tuple of whole numbers."""
+"""A kernel's configuration: a named tuple of integers."""
 Key = tuple[int, ...]
-"""What the best configuration depends on, such as a matrix's shape."""
+"""The sizes on which the best configuration depends, such as a matrix's shape."""
 
 
 class Used(NamedTuple):
-    """The configuration that a kernel last ran with, and where it is from."""
+    """The configuration that a kernel last ran with, and its source."""
 
     requested: tuple
     """The kernel's default."""
@@ -39,9 +39,10 @@ _USED: dict[tuple[str, Key], Used] = {}
 
 
 def chosen(kernel: str, key: Key, default: C, device: torch.device) -> C:
-    """The configuration of `kernel` at `key`: a forced one, else the table's, else `default`.
+    """Return the forced configuration of `kernel` at `key`, else the table's, else `default`.
 
-    Always `default` inside a graph that PyTorch compiles, which would guard on the table.
+    The result is always `default` inside a graph that PyTorch compiles, since the graph would guard
+    on the table.
 
     Raises:
         ConfigError: the device's table does not fit the kernel.
@@ -58,7 +59,7 @@ def chosen(kernel: str, key: Key, default: C, device: torch.device) -> C:
 
 
 def used() -> dict[str, dict[str, Any]]:
-    """What every kernel last ran with in this process, by `kernel KEY`."""
+    """Return the last configuration of every kernel in this process, by `kernel KEY`."""
     return {
         f"{kernel} {named(key)}": {
             "requested": dict(entry.requested._asdict()),
@@ -70,13 +71,13 @@ def used() -> dict[str, dict[str, Any]]:
 
 
 def forget_used() -> None:
-    """Begin anew to note what runs."""
+    """Clear the record of configurations."""
     _USED.clear()
 
 
 @contextmanager
 def forcing(kernel: str, key: Key, configuration: tuple) -> Iterator[None]:
-    """Inside, `kernel` at `key` runs with this configuration: to measure it."""
+    """Force a configuration of `kernel` at `key` inside the block, to measure it."""
     before = _FORCED.get((kernel, key))
     _FORCED[kernel, key] = configuration
     try:
@@ -88,17 +89,17 @@ def forcing(kernel: str, key: Key, configuration: tuple) -> Iterator[None]:
 
 
 def table_path(device_name: str) -> Path:
-    """Where the table of a device of that name lies."""
+    """Return the path of a device's table."""
     return FOLDER / f"{re.sub('[^a-z0-9]+', '_', device_name.lower()).strip('_')}.toml"
 
 
 def named(key: Key) -> str:
-    """A key as a table holds it: `3072x1024x2`."""
+    """Return a key as a table writes it, such as `3072x1024x2`."""
     return "x".join(map(str, key))
 
 
 def forget_tables() -> None:
-    """Read tables anew from here on."""
+    """Clear the cache of tables, so that they are read again."""
     _from_table.cache_clear()
 
 
@@ -117,10 +118,10 @@ def _from_table(kernel: str, key: Key, default: C, device: torch.device) -> C | 
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """A table's kernels; nothing where there is no file.
+    """Return a table's kernels; an empty one if there is no file.
 
     Raises:
-        ConfigError: it is no TOML.
+        ConfigError: the file is not TOML.
     """
     if not path.is_file():
         return {}
