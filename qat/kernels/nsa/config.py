@@ -1,4 +1,4 @@
-"""Native Sparse Attention (arXiv 2502.11089) in numbers: one definition for all backends."""
+"""The definition of Native Sparse Attention (arXiv 2502.11089) for all backends."""
 
 from typing import Literal, Self
 
@@ -11,82 +11,82 @@ BackendName = Literal["auto", "reference", "flex", "gather", "fla"]
 
 
 class NSAConfig(Settings):
-    """Sizes count positions unless they say otherwise."""
+    """Settings of Native Sparse Attention; sizes count positions unless stated otherwise."""
 
     mode: Mode = "residual"
-    """How branches become one: `residual` and `sigmoid` gate three of them, the former starting as
-    selection alone; `merged` is one softmax over first, local and selected blocks, without
+    """The combination of branches: `residual` and `sigmoid` gate three of them, `residual` starting
+    as selection alone; `merged` is one softmax over first, local and selected blocks, without
     parameters (arXiv 2509.24663)."""
     compress_block: int = Field(32, ge=1)
-    """Keys that are pooled into one (the paper's l)."""
+    """Keys that are pooled into one (l in the paper)."""
     compress_stride: int = Field(16, ge=1)
-    """Distance of pooled keys (d); divides both kinds of block."""
+    """Distance between pooled keys (d); divides both kinds of block."""
     select_block: int = Field(128, ge=1)
-    """Keys that are chosen together (l')."""
+    """Keys that are selected together (l')."""
     num_selected: int = Field(16, ge=1)
-    """Blocks that a query reads by choice, the forced ones included (n)."""
+    """Blocks that a query selects, including the forced ones (n)."""
     window: int = Field(512, ge=1)
-    """Last keys that a query reads in any case, its own included (w); `merged` has no window."""
+    """Last keys that a query always reads, including its own (w); `merged` has no window."""
     init_blocks: int = Field(1, ge=0)
     """Forced blocks at the beginning of the document."""
     local_blocks: int = Field(2, ge=1)
     """Forced blocks up to and including the query's own."""
     select_tile: int = Field(128, ge=1)
-    """Queries that share one choice, made by the first of them; 1 is the paper's."""
+    """Queries that share one selection, made by the first of them; 1 in the paper."""
     pooling: Literal["mean", "weighted"] = "mean"
-    """How keys become one: their mean, or by learned weights for each head and place in the block,
-    which begin as the mean."""
+    """The pooling of keys: their mean, or learned weights for each head and place in the block,
+    which start as the mean."""
     cmp_rope: Literal["post", "pre"] = "post"
-    """Whether pooled keys were rotated before they were pooled (post), or are rotated afterwards,
-    to the position of their block's first key (pre)."""
+    """The order of pooling and rotation: keys are pooled after rotation (post), or before it, and
+    then rotated to the position of their block's first key (pre)."""
     bound: float = Field(0.0, ge=0, le=1)
-    """What a block is judged by: 0, the logit of its pooled key; 1, the highest logit that any key
-    between the least and the greatest of it in every channel could have (Quest, arXiv 2406.10774),
-    which a single needle raises; between them, so far on the way."""
+    """The score of a block: 0, the logit of its pooled key; 1, an upper bound on the logit of any
+    of its keys, from the minimum and maximum of every channel (Quest, arXiv 2406.10774), which a
+    single needle raises; values between interpolate."""
     backend: BackendName = "auto"
-    """Which code computes it; auto: on CUDA `gather` where fewer than 128 queries share a choice,
-    `flex` where more do, as far as the sizes allow it; else `reference`."""
+    """The implementation; auto: on CUDA `gather` if fewer than 128 queries share a selection, else
+    `flex`, if they support the sizes; otherwise `reference`."""
     min_len: int = Field(0, ge=0)
-    """Shorter sequences attend densely, which is another function beyond `num_selected` blocks."""
+    """Shorter sequences use dense attention, which differs beyond `num_selected` blocks."""
     layers: tuple[int, ...] | None = None
-    """Which decoder layers; all by default."""
+    """Decoder layers with sparse attention; all by default."""
 
     @property
     def tile_blocks(self) -> int:
-        """Selection blocks that a tile of queries lies in."""
+        """Selection blocks that a tile of queries spans."""
         return max(1, self.select_tile // self.select_block)
 
     @property
     def num_forced(self) -> int:
-        """Most blocks that are read whatever their scores."""
+        """The most blocks that are read regardless of their scores."""
         return self.init_blocks + self.local_blocks - 1 + self.tile_blocks
 
     @property
     def selected_keys(self) -> int:
-        """Most keys that a query reads by choice (n l')."""
+        """The most keys that a query reads by selection (n l')."""
         return self.num_selected * self.select_block
 
     @property
     def reach(self) -> int:
-        """Longest sequence whose every key is selected: attention is dense up to there.
+        """The longest sequence of which every key is selected: up to it attention is dense.
 
-        Whole tiles of queries: the last one's blocks all count among those that it chooses.
+        It consists of whole tiles of queries: all blocks of the last one count as selected.
         """
         return self.selected_keys - self.selected_keys % max(self.select_block, self.select_tile)
 
     def num_compressed(self, length: int) -> int:
-        """Pooled keys of `length` keys."""
+        """Return the number of pooled keys for `length` keys."""
         return max(0, (length - self.compress_block) // self.compress_stride + 1)
 
     def num_blocks(self, length: int) -> int:
-        """Selection blocks of `length` keys, the last ones perhaps not full.
+        """Return the number of selection blocks for `length` keys; the last ones may be partial.
 
-        Those of the last tile are counted whole, so that its choice does not depend on the length.
+        The last tile's blocks are all counted, so that its selection does not depend on the length.
         """
         return -(-length // max(self.select_block, self.select_tile)) * self.tile_blocks
 
     def num_tiles(self, length: int) -> int:
-        """Tiles of `length` queries, the last one perhaps not full."""
+        """Return the number of tiles for `length` queries; the last one may be partial."""
         return -(-length // self.select_tile)
 
     @model_validator(mode="after")
@@ -125,7 +125,7 @@ def _divides(small: str, value: int, large: str, whole: int) -> None:
 
 
 EACH = {"select_tile": 1, "compress_stride": 32, "bound": 0.3}
-"""A choice for each query, by bounds of blocks side by side: what finds a needle."""
+"""Settings for a selection by each query, by bounds of adjacent blocks, which finds a needle."""
 MERGED = {"mode": "merged", "num_selected": 18, "local_blocks": 5}
 PRESETS = {
     "nsa": NSAConfig(**EACH),
@@ -134,4 +134,4 @@ PRESETS = {
     "nsa-merged-shared": NSAConfig(**MERGED),
     "nsa-paper": NSAConfig(mode="sigmoid", select_block=64, select_tile=1),
 }
-"""By what `qat convert --attention` calls them."""
+"""Definitions by their names in `qat convert --attention`."""

@@ -1,7 +1,7 @@
-"""Native Sparse Attention whose selected branch is fla-core's: a list of blocks for every query.
+"""Native Sparse Attention with fla-core's selected branch: a list of blocks for every query.
 
-It pays where lists are not shared (`select_tile=1`) and groups are large; the other two branches
-are FlexAttention's.
+It pays off if lists are not shared (`select_tile=1`) and groups are large; the other two branches
+use FlexAttention.
 """
 
 from importlib.util import find_spec
@@ -16,13 +16,13 @@ from qat.kernels.nsa.reference import combine
 from qat.kernels.nsa.select import Inputs, select
 
 LEAST_GROUP = 16
-"""Rows of a tensor core's tile, which the heads of one query fill."""
+"""Rows of a tensor-core tile, which the heads of one query fill."""
 MOST_WIDTH = 256
 IS_INSTALLED = find_spec("fla") is not None
 
 
 def refusal(config: NSAConfig, *, group: int, head_dim: int) -> str | None:
-    """Why fla-core cannot compute this; None: it can."""
+    """Return why fla-core does not support this configuration, or None if it does."""
     if not IS_INSTALLED:
         return "fla-core is not installed"
     if group < LEAST_GROUP or not _is_power_of_two(group):
@@ -35,7 +35,7 @@ def refusal(config: NSAConfig, *, group: int, head_dim: int) -> str | None:
 
 
 def attend(inputs: Inputs, config: NSAConfig, selection: Tensor | None = None) -> Tensor:
-    """`(B, S, H, D)`; the blocks are those of `selection`, or those that `select` chooses.
+    """Return attention `(B, S, H, D)` over the blocks in `selection`, or those `select` chooses.
 
     Raises:
         ConfigError: rows are packed: blocks would be read across documents.
@@ -65,7 +65,7 @@ def attend(inputs: Inputs, config: NSAConfig, selection: Tensor | None = None) -
 
 
 def indices_of(selection: Tensor, length: int, config: NSAConfig) -> Tensor:
-    """`(B, S, K, n)` int32: the blocks of every query, then -1."""
+    """Return `(B, S, K, n)` int32: the blocks of every query, padded with -1."""
     count = min(config.num_selected, selection.shape[-1])
     order = selection.int().argsort(dim=-1, descending=True, stable=True)[..., :count]
     is_chosen = torch.arange(count, device=order.device) < selection.sum(-1, keepdim=True)

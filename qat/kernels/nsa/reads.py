@@ -1,4 +1,4 @@
-"""How many keys a decoding step reads, branch by branch: as its lists say, and as predicted.
+"""The number of keys that a decoding step reads in each branch: measured and predicted.
 
 Shapes as in `qat.kernels.nsa.decode`.
 """
@@ -18,31 +18,31 @@ from qat.kernels.nsa.decode import (
 
 
 class KeyReads(NamedTuple):
-    """Keys that a query reads for each key-value head, with their values where not said else."""
+    """Keys that a query reads per key-value head, with their values unless stated otherwise."""
 
     compressed: float
     selected: float
     window: float
     scored: float
-    """Pooled keys, without values, read to select blocks: a tile's, spread over its queries."""
+    """Pooled keys, without values, read to select blocks: a tile's, divided by its queries."""
     pooled: float
-    """Keys and values read to make pooled ones, spread over the positions of a stride."""
+    """Keys and values read for pooling, divided by the positions of a stride."""
 
     @property
     def pairs(self) -> float:
-        """All of them in pairs of a key and a value."""
+        """All reads, in pairs of a key and a value."""
         return self.compressed + self.selected + self.window + self.scored / 2 + self.pooled
 
     def num_bytes(self, heads: int, width: int, itemsize: int) -> float:
-        """Bytes that one query reads over `heads` key-value heads."""
+        """Return the bytes that one query reads over `heads` key-value heads."""
         return 2 * self.pairs * heads * width * itemsize
 
 
 def measured(kept: Past, position: Tensor, config: NSAConfig) -> KeyReads:
-    """Mean over rows and heads, counted from the lists of places that `attend` reads by.
+    """Return the mean over rows and heads, counted in the lists of places that `attend` reads.
 
     Args:
-        kept: with the lists of the position's tile.
+        kept: a cache with the lists of the position's tile.
         position: `(B,)` int64.
         config: the definition.
     """
@@ -59,7 +59,7 @@ def measured(kept: Past, position: Tensor, config: NSAConfig) -> KeyReads:
 
 
 def predicted(position: int, config: NSAConfig) -> KeyReads:
-    """From the definition alone, for a query that has `position` keys before its own."""
+    """Predict the reads of a query after `position` keys from the definition alone."""
     length = position + 1
     is_merged = config.mode == "merged"
     leader = position // config.select_tile * config.select_tile
@@ -74,12 +74,12 @@ def predicted(position: int, config: NSAConfig) -> KeyReads:
 
 
 def dense(position: int) -> KeyReads:
-    """What dense attention reads: every key, as if all were selected."""
+    """Return the reads of dense attention: every key counts as selected."""
     return KeyReads(0, position + 1, 0, 0, 0)
 
 
 def _pooling(num_compressed: float, config: NSAConfig) -> float:
-    """Keys read a position to pool them, where any is pooled; `merged` pools no values."""
+    """Return keys read per position for pooling, 0 if none is pooled; `merged` pools no values."""
     if num_compressed == 0:
         return 0.0
     per_position = config.compress_block / config.compress_stride

@@ -1,7 +1,7 @@
 """Native Sparse Attention by dense masks, in plain PyTorch: the oracle of all other backends.
 
-Any group, any length, any device, gradients by autograd; time and memory are those of dense
-attention without a kernel. Shapes as in `qat.kernels.nsa.select`.
+It supports any group, length and device, and gradients by autograd; time and memory are those of
+dense attention without a kernel. Shapes as in `qat.kernels.nsa.select`.
 """
 
 import torch
@@ -13,10 +13,10 @@ from qat.kernels.nsa.select import Inputs, masked_softmax, sees_compressed
 
 
 def attend(inputs: Inputs, selection: Tensor, config: NSAConfig) -> Tensor:
-    """`(B, S, H, D)`: the gated sum of three branches, or one softmax where they are merged.
+    """Return `(B, S, H, D)`: the gated sum of three branches, or one softmax if they are merged.
 
     Args:
-        inputs: see there.
+        inputs: queries, keys, values and gates.
         selection: `(B, K, T, N)` bool, from `qat.kernels.nsa.select.select`.
         config: the definition.
     """
@@ -30,19 +30,19 @@ def attend(inputs: Inputs, selection: Tensor, config: NSAConfig) -> Tensor:
 
 
 def combine(gates: Tensor, compressed: Tensor, selected: Tensor, window: Tensor) -> Tensor:
-    """`(B, S, H, D)`: each branch times its gate, added up."""
+    """Return the sum of the branches times their gates, `(B, S, H, D)`."""
     of_compressed, of_selected, of_window = gates.to(selected.dtype)[..., None].unbind(-2)
     return of_compressed * compressed + of_selected * selected + of_window * window
 
 
 def causal_mask(inputs: Inputs) -> Tensor:
-    """`(B, S, S)` bool: keys of the query's past and document."""
+    """Return `(B, S, S)` bool: keys in the query's past and document."""
     places = torch.arange(inputs.length, device=inputs.query.device)
     return (places <= places[:, None]) & (places >= inputs.beginnings()[..., None])
 
 
 def selected_mask(inputs: Inputs, selection: Tensor, config: NSAConfig) -> Tensor:
-    """`(B, K, S, S)` bool: keys of the blocks that each query's tile has selected."""
+    """Return `(B, K, S, S)` bool: keys of the blocks that each query's tile selected."""
     S = inputs.length
     mask = selection.repeat_interleave(config.select_tile, 2)[:, :, :S]
     mask = mask.repeat_interleave(config.select_block, 3)[..., :S]
@@ -50,19 +50,19 @@ def selected_mask(inputs: Inputs, selection: Tensor, config: NSAConfig) -> Tenso
 
 
 def window_mask(inputs: Inputs, config: NSAConfig) -> Tensor:
-    """`(B, S, S)` bool: the last `window` keys, the query's own included."""
+    """Return `(B, S, S)` bool: the last `window` keys, including the query's own."""
     places = torch.arange(inputs.length, device=inputs.query.device)
     return causal_mask(inputs) & (places > places[:, None] - config.window)
 
 
 def compressed_mask(inputs: Inputs, config: NSAConfig) -> Tensor:
-    """`(B, S, C)` bool: pooled keys whose block has passed."""
+    """Return `(B, S, C)` bool: pooled keys whose block is complete."""
     places = torch.arange(inputs.length, device=inputs.query.device)
     return sees_compressed(places, inputs.beginnings(), inputs.pooled_key.shape[2], config)
 
 
 def _branch(inputs: Inputs, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """`(B, S, H, D)`: attention under a mask that broadcasts to `(B, K, S, keys)`."""
+    """Return attention `(B, S, H, D)` under a mask that broadcasts to `(B, K, S, keys)`."""
     query = inputs.query.unflatten(1, (-1, inputs.group))
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     logits = (inputs.scale * query @ key[:, :, None].mT).to(wide)
@@ -70,11 +70,11 @@ def _branch(inputs: Inputs, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     return (shares @ value[:, :, None]).flatten(1, 2).transpose(1, 2)
 
 
-# Dense causal attention over the same inputs: what Native Sparse Attention is on short rows.
+# Dense causal attention over the same inputs, which Native Sparse Attention equals on short rows.
 
 
 def attend_densely(inputs: Inputs) -> Tensor:
-    """`(B, S, H, D)`: one softmax over all keys of the query's past and document; no gates."""
+    """Return `(B, S, H, D)`: one softmax over the query's past and document, without gates."""
     mask = None if inputs.first is None else causal_mask(inputs)[:, None]
     out = scaled_dot_product_attention(
         inputs.query,

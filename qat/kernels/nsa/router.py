@@ -1,6 +1,6 @@
-"""Which backend computes a layer's attention, and why; it is said once and counted.
+"""Select the backend for a layer's attention; each choice is logged once and counted.
 
-Backends that compile are imported where they are used: it takes seconds.
+Backends that compile are imported only when used, since that takes seconds.
 """
 
 import logging
@@ -18,17 +18,17 @@ from qat.kernels.nsa.select import Inputs, select
 
 logger = logging.getLogger(__name__)
 SHARED = 128
-"""Queries that share a choice from which on FlexAttention reads nothing in vain."""
+"""Queries per selection from which on FlexAttention reads no block in vain."""
 
 
 class Route(NamedTuple):
-    """The backend that was asked for and the one that computes."""
+    """The requested backend and the one that is used."""
 
     requested: str
     """A backend's name, or `auto`."""
     backend: Literal["dense", "reference", "flex", "gather", "fla"]
     reason: str
-    """Why it is this one."""
+    """The reason for the choice."""
 
 
 _taken: Counter[Route] = Counter()
@@ -37,13 +37,13 @@ _taken: Counter[Route] = Counter()
 def choose(
     config: NSAConfig, *, length: int, group: int, head_dim: int, device: torch.device
 ) -> Route:
-    """The backend for rows of `length` positions.
+    """Return the backend for rows of `length` positions.
 
-    Dense attention is chosen where it is the same function (branches merged, every block
-    selected), or where `min_len` asks for it.
+    Dense attention is chosen if it is the same function (branches merged, every block selected),
+    or if `min_len` requires it.
 
     Raises:
-        ConfigError: the backend that is asked for cannot compute this.
+        ConfigError: the requested backend does not support this configuration.
     """
     asked = config.backend
     if length < config.min_len:
@@ -81,10 +81,10 @@ def choose(
 def attend(
     inputs: Inputs, config: NSAConfig, route: Route, selection: Tensor | None = None
 ) -> Tensor:
-    """`(B, S, H, D)`, by the backend of `route`.
+    """Return attention `(B, S, H, D)`, computed by the backend of `route`.
 
     Args:
-        inputs: see there.
+        inputs: queries, keys, values and gates.
         config: the definition.
         route: from `choose`.
         selection: `(B, K, T, N)` bool, blocks to read instead of those that `select` chooses.
@@ -109,14 +109,14 @@ def attend(
 
 
 def routes_taken() -> Counter[Route]:
-    """How often each route was chosen so far in this process, outside compiled graphs."""
+    """Return how often each route was chosen in this process so far, outside compiled graphs."""
     return _taken.copy()
 
 
 def _refusal(
     name: str, config: NSAConfig, *, group: int, head_dim: int, device: torch.device
 ) -> str | None:
-    """Why the kernels called `name` cannot compute this; None: they can."""
+    """Return why the backend `name` does not support this configuration, or None if it does."""
     if device.type != "cuda":
         return f"it has no kernels for {device.type}"
     if not HAS_TRITON:
@@ -131,7 +131,7 @@ def _refusal(
 
 
 def _said(route: Route) -> Route:
-    if not torch.compiler.is_compiling():  # which would guard on the count
+    if not torch.compiler.is_compiling():  # a graph would guard on the count
         if route not in _taken:
             logger.info("nsa: %s (asked: %s): %s", route.backend, route.requested, route.reason)
         _taken[route] += 1

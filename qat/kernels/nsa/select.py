@@ -1,6 +1,7 @@
-"""What every backend of Native Sparse Attention computes from, and which blocks of keys it reads.
+"""The inputs of all backends of Native Sparse Attention, and the selection of key blocks.
 
-All shapes follow from the inputs' alone, so that nothing here waits for a device or compiles twice.
+All shapes follow from the inputs' shapes, so that nothing here waits for a device or compiles
+twice.
 
 Shapes: B rows, H query heads, K key-value heads (K divides H, G = H/K), S positions, D head width,
 C pooled keys, T tiles of queries, N selection blocks.
@@ -14,9 +15,9 @@ from torch import Tensor
 from qat.kernels.nsa.config import NSAConfig
 
 FORCED = 2.0**20
-"""Score of a block that is read in any case; probabilities of a group sum to at most its size."""
+"""The score of a forced block; probabilities of a group sum to at most the group size."""
 UNSEEN = -1.0
-"""Score of a block that lies ahead or in another document."""
+"""The score of a block that is in the future or in another document."""
 
 
 class Inputs(NamedTuple):
@@ -31,47 +32,47 @@ class Inputs(NamedTuple):
     pooled_key: Tensor
     """`(B, K, C, D)`, see `pool`."""
     pooled_value: Tensor | None
-    """`(B, K, C, D)`; None where branches are merged, which reads pooled keys for scores alone."""
+    """`(B, K, C, D)`; None if branches are merged, which use pooled keys for scores only."""
     gates: Tensor | None
     """`(B, S, H, 3)`: of the compressed, the selected and the sliding branch; None: merged."""
     first: Tensor | None
-    """`(B, S)`: where in the row the document of each token begins; None: at 0 for all."""
+    """`(B, S)`: the start of each token's document in the row; None: 0 for all."""
     scale: float
-    """Multiplies `query @ key.T`."""
+    """The factor of `query @ key.T`."""
 
     @property
     def length(self) -> int:
-        """S."""
+        """Positions, S."""
         return self.query.shape[2]
 
     @property
     def group(self) -> int:
-        """G, query heads that share keys and values."""
+        """Query heads that share keys and values, G."""
         return self.query.shape[1] // self.key.shape[1]
 
     def beginnings(self) -> Tensor:
-        """`first`, of one row if it is None."""
+        """Return `first`, or zeros for one row if it is None."""
         if self.first is not None:
             return self.first
         return torch.zeros(1, self.length, dtype=torch.long, device=self.query.device)
 
 
 def pool(keys: Tensor, config: NSAConfig, weights: Tensor | None = None) -> Tensor:
-    """Every `compress_block` keys as one, `compress_stride` apart: `(B, K, C, D)`.
+    """Pool every `compress_block` keys into one, `compress_stride` apart: `(B, K, C, D)`.
 
     `pooled[c] = sum_i weights[i] keys[c d + i]`, or their mean.
 
     Args:
-        keys: `(B, K, S, D)`; values are pooled alike.
+        keys: `(B, K, S, D)`; values are pooled in the same way.
         config: the sizes.
-        weights: `(K, compress_block)`.
+        weights: `(K, compress_block)`; None: the mean.
     """
     l, d = config.compress_block, config.compress_stride
     C = config.num_compressed(keys.shape[2])
     if C == 0:
         return keys[:, :, :0]
     wide = torch.promote_types(keys.dtype, torch.float32)
-    # every key is read once, and its gradient written once: blocks overlap, strides do not
+    # sum by stride: blocks overlap, but every key is read once and its gradient written once
     strides = keys[:, :, : (C - 1) * d + l].unflatten(2, (-1, d)).to(wide)
     if weights is None:
         sums = strides.sum(3) / l
@@ -85,14 +86,14 @@ def pool(keys: Tensor, config: NSAConfig, weights: Tensor | None = None) -> Tens
 
 
 def judged_keys(keys: Tensor, pooled: Tensor, config: NSAConfig) -> Tensor:
-    """What a query judges blocks by: `(B, K, C, D)` pooled keys, or with a bound `(B, K, C, 2 D)`.
+    """Return the keys that score blocks: `(B, K, C, D)` pooled, or with a bound `(B, K, C, 2 D)`.
 
-    With g = `bound`, m a pooled key, u and l the greatest and the least of its keys in each
+    With g = `bound`, m a pooled key, u and l the maximum and the minimum of its keys in each
     channel, a query's logit is `max(q, 0) @ (m + g (u - m)) + min(q, 0) @ (m + g (l - m))`.
 
     Args:
         keys: `(B, K, S, D)`, rotated.
-        pooled: `(B, K, C, D)`, of these.
+        pooled: `(B, K, C, D)`, pooled from `keys`.
         config: the sizes.
     """
     if not config.bound:
@@ -107,16 +108,16 @@ def judged_keys(keys: Tensor, pooled: Tensor, config: NSAConfig) -> Tensor:
 
 
 def judging(query: Tensor, config: NSAConfig) -> Tensor:
-    """Queries as wide as `judged_keys`: with a bound, positive parts beside negative ones."""
+    """Return queries as wide as `judged_keys`: with a bound, positive and negative parts joined."""
     return torch.cat([query.clamp(min=0), query.clamp(max=0)], -1) if config.bound else query
 
 
 def overlap(
     num_compressed: int, num_blocks: int, config: NSAConfig, device: torch.device | None = None
 ) -> Tensor:
-    """`(C, N)` float32: the share of each pooled key's block that lies in each selection block.
+    """Return `(C, N)` float32: the share of each pooled key's block in each selection block.
 
-    With 32, 16 and 64 these are the paper's weights (its equation 9), halved.
+    With sizes 32, 16 and 64 these are the paper's weights (equation 9), halved.
     """
     starts = torch.arange(num_compressed, device=device)[:, None] * config.compress_stride
     blocks = torch.arange(num_blocks, device=device)[None] * config.select_block
@@ -127,11 +128,11 @@ def overlap(
 def sees_compressed(
     places: Tensor, beginnings: Tensor, num_compressed: int, config: NSAConfig
 ) -> Tensor:
-    """`(..., C)` bool: whether a pooled key's whole block is of the query's past and document.
+    """Return `(..., C)` bool: true if a pooled key's block is in the query's past and document.
 
     Args:
         places: `(...)`, the queries' places in the row.
-        beginnings: `(...)`, where their documents begin.
+        beginnings: `(...)`, the starts of their documents.
         num_compressed: C.
         config: the sizes.
     """
@@ -142,12 +143,12 @@ def sees_compressed(
 
 @torch.no_grad()
 def select(inputs: Inputs, config: NSAConfig) -> Tensor:
-    """`(B, K, T, N)` bool: the blocks that each tile of queries reads, at most `num_selected`.
+    """Return `(B, K, T, N)` bool: the blocks, at most `num_selected`, that each tile reads.
 
-    The tile's first query alone decides, so nothing of the future shows: softmax over the pooled
-    keys that it sees (`judged_keys`), in float32 (the paper's equation 8), shared out over
-    selection blocks by `overlap` (9), summed over the query heads of a group (10). The highest are
-    taken, after those that are forced; of equal ones the lower.
+    Only the tile's first query decides, so the selection does not depend on the future: softmax
+    over the pooled keys that it sees (`judged_keys`), in float32 (the paper's equation 8),
+    distributed over selection blocks by `overlap` (9) and summed over the query heads of a group
+    (10). The highest scores are taken after the forced blocks; ties: the lower block.
     """
     S, tile = inputs.length, config.select_tile
     leaders = torch.arange(0, S, tile, device=inputs.query.device)
@@ -169,34 +170,34 @@ def importance(
     num_blocks: int,
     scale: float,
 ) -> Tensor:
-    """`(B, K, T, N)` float32: what share of attention to `keys` falls on each block.
+    """Return `(B, K, T, N)` float32: the share of attention to `keys` that falls on each block.
 
     Args:
-        query: `(B, H, T, D)`, of the queries that decide.
+        query: `(B, H, T, D)`, the queries that decide.
         keys: `(B, K, C, .)`, from `judged_keys`.
-        is_seen: `(B, T, C)` bool, which of them they see.
+        is_seen: `(B, T, C)` bool, the keys that they see.
         config: the sizes.
         num_blocks: N.
-        scale: multiplies `query @ key`.
+        scale: factor of `query @ key`.
     """
     B, T = query.shape[0], query.shape[2]
     K, C = keys.shape[1:3]
     if C == 0:
         return query.new_zeros(B, K, T, num_blocks, dtype=torch.float32)
     query = judging(query, config).unflatten(1, (K, -1)).float()
-    with torch.autocast(query.device.type, enabled=False):  # which would round scores into ties
+    with torch.autocast(query.device.type, enabled=False):  # autocast would round scores into ties
         logits = scale * query @ keys[:, :, None].float().mT
         shares = masked_softmax(logits, is_seen[:, None, None]).sum(2)
         return shares @ overlap(C, num_blocks, config, query.device)
 
 
 def ranked(scores: Tensor, leaders: Tensor, beginnings: Tensor, config: NSAConfig) -> Tensor:
-    """The scores with forced blocks above all others and those out of sight below.
+    """Return the scores with forced blocks above all others and invisible blocks below.
 
     Args:
         scores: `(B, K, T, N)`.
         leaders: `(T,)` or `(B, T)`, places of the queries that decide.
-        beginnings: `(B, T)`, where their documents begin.
+        beginnings: `(B, T)`, the starts of their documents.
         config: the sizes.
     """
     blocks = torch.arange(scores.shape[-1], device=scores.device)
@@ -210,7 +211,7 @@ def ranked(scores: Tensor, leaders: Tensor, beginnings: Tensor, config: NSAConfi
 
 
 def highest(scores: Tensor, count: int) -> Tensor:
-    """Bool of the same shape: the `count` highest of the last axis that are not `UNSEEN`."""
+    """Return a mask of the `count` highest scores of the last axis that are not `UNSEEN`."""
     order = scores.argsort(dim=-1, descending=True, stable=True)
     chosen = order[..., :count]
     is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, chosen, True)
@@ -218,6 +219,6 @@ def highest(scores: Tensor, count: int) -> Tensor:
 
 
 def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
-    """Softmax over the last axis where `mask` is true; a row without any is all zeros."""
+    """Return the softmax over the last axis where `mask` is true; zeros in rows without any."""
     logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
     return logits.softmax(-1) * mask
