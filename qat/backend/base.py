@@ -27,9 +27,7 @@ from qat.process import is_out_of_memory
 # Copies of tensors to the host while the device keeps computing.
 
 SMALL_BYTES = 2**20
-"""Largest tensor that is copied together with others: below it the host's cost per copy
-dominates.
-"""
+"""Largest tensor that is copied jointly with others; a copy of its own would cost the host more."""
 
 
 class Copying:
@@ -89,7 +87,7 @@ class KeptCopies:
         return {name: tensor for name, tensor in tensors.items() if not self._has(name, tensor)}
 
     def keep(self, tensors: dict[str, Tensor], copies: dict[str, Tensor]) -> None:
-        """Store these copies; the copy of a tensor on the host must be separate from it."""
+        """Store these copies; a tensor on the host may be its own copy."""
         for name, tensor in tensors.items():
             self._kept[name] = _Kept(tensor, tensor._version, copies[name])
 

@@ -235,7 +235,7 @@ class QuantLinear(nn.Module):
         """Return the weight that forward computes with and export writes, `(O, I)`, no gradient.
 
         With `again`, no parameter has changed since the last forming, so the codes are not searched
-        anew.
+        again.
         """
         lora = self._raw_lora()
         if lora is None:

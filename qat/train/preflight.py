@@ -44,7 +44,7 @@ WARM_STEPS, MEASURED_STEPS = EAGER_STEPS + 1, 2
 
 
 class RunPrediction(NamedTuple):
-    """Predictions for a run, from two steps and three evaluations on one device."""
+    """Predictions for a run, from two steps and two partial evaluations on one device."""
 
     step_s: float
     """Seconds per optimizer step, without evaluations and saving."""
@@ -89,7 +89,7 @@ class RunPrediction(NamedTuple):
 def predict(
     config: TrainConfig, student: str, cache: TeacherCache, *, world: int = 1
 ) -> RunPrediction:
-    """Take a few steps like the run's on one device, and return predictions.
+    """Take a few steps like the run's on one device, free them, and return predictions.
 
     `config` has its dtype resolved and is that of one of `world` ranks; its share of the work is
     measured without communication.

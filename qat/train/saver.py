@@ -111,8 +111,8 @@ def problem(checkpoint: Path, *, is_student: bool = False) -> str | None:
 
     A checkpoint that holds NaN is damaged too, even if its bytes are as they were written.
 
-    One that is older than manifests is checked by its trainer's state only. With `is_student`, the
-    tensors of the trainer's state may be missing.
+    One that is older than manifests is only checked for NaN and a readable trainer's state. With
+    `is_student`, the tensors of the trainer's state may be missing.
     """
     try:
         if not checkpoint.is_dir():
