@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,10 +15,6 @@ from qat.data.config import Targets, Thinking
 from qat.data.sources import Document, Message
 from qat.data.template import templated
 from qat.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    pass
-
 
 # A chat is rendered with the tokenizer's own template, once per requested thinking mode. To find
 # the assistants' turns it is rendered again with marks in place of their content: the text between
