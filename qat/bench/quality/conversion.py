@@ -1,6 +1,6 @@
-"""One conversion that several jobs begin with, in a process of its own.
+"""A conversion that several jobs start from, in its own process.
 
-`python -m qat.bench.quality.conversion JOB.json` runs one, which ends when its standard input does.
+`python -m qat.bench.quality.conversion JOB.json` runs one; it ends when its standard input closes.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from qat.convert.convert import convert_checkpoint
 
 
 class Conversion(JobFiles, Settings):
-    """The teacher in the format of some recipes; it may calibrate on a cache."""
+    """The teacher in the format of some recipes, possibly calibrated on a cache."""
 
     module: ClassVar[str] = "qat.bench.quality.conversion"
     teacher: str
@@ -26,27 +26,27 @@ class Conversion(JobFiles, Settings):
     """The directory of results."""
     device: str
     threads: int = 0
-    """Of the CPU; 0 leaves them as they are."""
+    """Number of CPU threads; 0 keeps the current number."""
 
     @property
     def student(self) -> Path:
-        """Where it lies when it is made, whole or not at all."""
+        """The directory of the converted student, which is written atomically."""
         return student_dir(self.out, self.convert, self.cache)
 
     @property
     def label(self) -> str:
-        """Name that its files share."""
+        """The name that its files share."""
         return f"convert-{self.student.name}"
 
     def make(self) -> None:
-        """Convert, unless it was done."""
+        """Convert the teacher, unless it is done."""
         if not self.student.exists():
             config = convert_config(self.convert, cache_dir(self.out, self.cache), self.device)
             convert_checkpoint(self.teacher, config, self.student)
 
 
 def main(job: Conversion) -> None:
-    """Convert with a share of the cores."""
+    """Convert with this job's number of threads."""
     torch.set_num_threads(job.threads)
     job.make()
 

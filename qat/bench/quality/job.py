@@ -1,8 +1,8 @@
 """One job: a recipe and a seed, from the converted student to rows of results.
 
-`python -m qat.bench.quality.job JOB.json` runs one in a process of its own, which ends when its
-standard input does: no job outlives whoever started it. A student trains through the functions of
-`qat train`, and every student is judged by the same texts and samples.
+`python -m qat.bench.quality.job JOB.json` runs one in its own process, which ends when its standard
+input closes, so that no job outlives its parent. Students train through the functions of `qat
+train`, and all students are evaluated on the same texts and samples.
 """
 
 import logging
@@ -63,7 +63,7 @@ from qat.train.start import train_student
 
 MB = 1e6
 BATCH = 32
-"""Sequences that are judged at once."""
+"""Sequences per batch of an evaluation."""
 NUM_PROMPTS, PROMPT_TOKENS = 8, 8
 SAMPLE_SEED = 0
 
@@ -73,27 +73,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Trained:
-    """A student, and what it took."""
+    """A student with its size and training cost."""
 
     model: LanguageModel
-    """In float32, ready to be judged."""
+    """The float32 model, ready for evaluation."""
     bits_per_weight: float
-    """Of the quantized linears, everything counted."""
+    """Bits per weight of the quantized linears, everything counted."""
     megabytes: float
-    """Of the whole model as stored."""
+    """Size of the whole model as stored."""
     steps: int = 0
     tokens: int = 0
-    """Positions that it learned from."""
+    """Positions that it was trained on."""
     seconds: float = 0.0
-    """Clock of the training loop, without compiling, evaluating and saving."""
+    """Time of the training loop without compilation, evaluation and saving."""
     peak_gib: float | None = None
 
 
 def run_job(job: QualityJob) -> None:
-    """Train, judge, and leave the rows in the job's file; a job that was stopped goes on."""
+    """Train, evaluate, and write the rows to the job's file; an interrupted job is resumed."""
     recipe = job.recipe
     is_ours = job.plan is not None and job.plan.method == OURS
-    # before the teacher is loaded, which would count into the peak of memory
+    # before the teacher is loaded, which would count towards the peak memory
     trained = train_ours(job) if is_ours else None
     teacher = load_teacher(recipe.teacher, device=job.device, dtype="fp32")
     if trained is None:
@@ -102,16 +102,16 @@ def run_job(job: QualityJob) -> None:
     cache = TeacherCache.open(cache_dir(job.out, recipe.cache))
     found = judge(trained.model, teacher, recipe, cache)
     job.finish([_row(job, trained, text, numbers) for text, numbers in found.items()])
-    # optimizer states are many times the student, and only a run that goes on needs them
+    # optimizer states are many times the student, and only needed to resume a run
     for checkpoint in job.directory.glob("stage*/checkpoints/step-*"):
         for name in (STATE, STATE_TENSORS, MANIFEST):
             (checkpoint / name).unlink(missing_ok=True)
-        with suppress(OSError):  # it is not there, or holds what somebody else put there
+        with suppress(OSError):  # it is missing, or holds files that are not ours
             (checkpoint / STATE).parent.rmdir()
 
 
 def as_teacher(teacher: LanguageModel) -> Trained:
-    """The teacher as a student of itself; linears count in the dtype they are stored in."""
+    """Return the teacher as its own student; linears count in the dtype they are stored in."""
     model = teacher.model
     state = packed_state_dict(model)
     weights = [state[f"{name}.weight"] for name in linear_names(model)]
@@ -121,7 +121,7 @@ def as_teacher(teacher: LanguageModel) -> Trained:
 
 
 def train_ours(job: QualityJob) -> Trained:
-    """Convert and train through all stages; each stage is a run directory of its own."""
+    """Convert and train through all stages; each stage has its own run directory."""
     plan = job.plan
     cache = cache_dir(job.out, plan.cache)
     student = str(student_dir(job.out, plan.convert, plan.cache))
@@ -155,11 +155,11 @@ def train_ours(job: QualityJob) -> Trained:
 
 
 def heartbeat_facts(run: Path, steps: int) -> tuple[float, float | None]:
-    """Seconds that `steps` steps of a run take, and its peak in GiB.
+    """Return the seconds that `steps` steps of a run take, and its peak in GiB.
 
-    Seconds are the steps times their median over the lines of the heartbeat, the first line, which
-    holds the compiler's work, left out where there are others. A run that was stopped and went on
-    compiled again: the median does not see that.
+    Seconds are the steps times the median over the lines of the heartbeat. The first line, which
+    includes compilation, is left out if there are others. A resumed run compiles again, which the
+    median ignores.
     """
     lines = read_json_lines(run / HEARTBEAT)
     later = lines[1:] or lines
@@ -168,7 +168,7 @@ def heartbeat_facts(run: Path, steps: int) -> tuple[float, float | None]:
 
 
 def train_baseline_student(job: QualityJob, teacher: LanguageModel) -> Trained:
-    """Train by another method; its size is the teacher's with linears of so many bits."""
+    """Train by another method; its size is the teacher's with linears of the method's bits."""
     plan, cache = job.plan, cache_dir(job.out, job.plan.cache)
     tokenizer = load_tokenizer(job.recipe.teacher)
     settings = baseline_settings(plan, job.seed, job.device)
@@ -197,7 +197,7 @@ def train_baseline_student(job: QualityJob, teacher: LanguageModel) -> Trained:
 def _calibration(
     job: QualityJob, cache: Path, teacher: LanguageModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[TokenBatch]:
-    """What conversions calibrate on by default, for a baseline that does."""
+    """Return the default calibration batches of conversions, for baselines that calibrate."""
     given = job.recipe.convert.items()
     table = {key: value for key, value in given if key.startswith("calibration")}
     if job.recipe.texts.calibration is not None:
@@ -211,13 +211,13 @@ def _calibration(
 def judge(
     student: LanguageModel, teacher: LanguageModel, recipe: QualityRecipe, cache: TeacherCache
 ) -> dict[str, Numbers]:
-    """Numbers by text to judge on; KD on the held-out split and samples are the same for all.
+    """Return numbers by evaluation text; KD on the held-out split and samples are the same for all.
 
-    Both models should compute in float32, and quantized weights be formed.
+    Both models should compute in float32, with quantized weights formed.
 
     Raises:
-        DataError, CacheError: a text cannot be read or holds nothing.
-        ConfigError: a prompt holds no token.
+        DataError, CacheError: a text cannot be read or is empty.
+        ConfigError: a prompt has no tokens.
     """
     tokenizer = load_tokenizer(recipe.teacher)
     texts = {
@@ -252,7 +252,7 @@ def judge(
 
 
 def own_batches(rows: Sequence[OwnRow]) -> Iterator[Batch]:
-    """What a student said, to be judged as a text is: its own words count, its prompts do not."""
+    """Yield a student's samples as evaluation batches: generated tokens count, prompts do not."""
     S = max(len(row.ids) for row in rows)
     for start in range(0, len(rows), BATCH):
         some = rows[start : start + BATCH]
@@ -282,9 +282,9 @@ def _batches(
 def _prompts(
     recipe: QualityRecipe, batches: list[Batch], tokenizer: PreTrainedTokenizerBase
 ) -> list[Tensor]:
-    """What samples continue, prompts of N tokens together `(B, N)`.
+    """Return the prompts of samples, those of equal length N together `(B, N)`.
 
-    Those named, those of a text's chats, or beginnings of its sequences.
+    They are the given ones, those of a text's chats, or beginnings of its sequences.
     """
     if recipe.generate_chats:
         most = max(1, recipe.sequence_length - recipe.generate_tokens)
@@ -302,7 +302,7 @@ def _prompts(
 
 
 def _row(job: QualityJob, trained: Trained, text: str, numbers: Numbers) -> dict[str, object]:
-    """A row that can be read alone."""
+    """Return a row that can be read alone."""
     plan = job.plan
     facts = environment(select(job.device), job.recipe)
     return {
@@ -330,7 +330,7 @@ def _row(job: QualityJob, trained: Trained, text: str, numbers: Numbers) -> dict
 
 
 def main(job: QualityJob) -> None:
-    """Do a job in a process of its own, with its share of the cores."""
+    """Run a job in its own process, with its share of the cores."""
     torch.set_num_threads(job.threads)
     logger.info("%s seed %d on %s", job.name, job.seed, select(job.device).name())
     run_job(job)

@@ -1,4 +1,4 @@
-"""What the recipes of `qat bench quality` come down to: plans, jobs, and settings of verbs."""
+"""Recipes of `qat bench quality`, resolved to plans, jobs, and settings of verbs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,48 +18,48 @@ from qat.errors import ConfigError
 from qat.train.config import TrainConfig
 
 OURS = "qat"
-"""The method that trains through `qat train`; every other one is a baseline."""
+"""The method that trains with `qat train`; every other method is a baseline."""
 HELD_OUT = "held_out"
-"""Written in place of a file: the held-out split of the cache of the text to learn from."""
+"""Stands for the held-out split of the training text's cache, in place of a file."""
 
 Table = dict[str, Any]
-"""A table that belongs to another verb, which checks it."""
+"""A table of settings for another verb, which checks it."""
 
 
 class Texts(Settings):
-    """What is learned from, and what is judged on."""
+    """The texts for training and for evaluation."""
 
     distil: str
-    """Whatever `qat cache --data` reads."""
+    """Training text, in any form that `qat cache --data` reads."""
     report: dict[str, str] = Field(min_length=1)
-    """Texts to judge on by name: files as for `distil`, or `held_out` for its held-out split."""
+    """Evaluation texts by name: files as for `distil`, or `held_out` for its held-out split."""
     calibration: str | None = None
-    """What conversions calibrate on; by default the training split of the recipe's cache."""
+    """Calibration text of conversions; by default the training split of the recipe's cache."""
 
 
 class QualityEntry(Settings):
     """One recipe: a way from the teacher to a student."""
 
     name: str = Field(min_length=1)
-    """What the table calls it."""
+    """Name in the table."""
     method: str = OURS
     """`qat`, or the name of a baseline."""
     convert: Table = {}
-    """Settings of `qat convert`, over those of the file."""
+    """Settings of `qat convert`, which override those of the file."""
     train: Table | Literal[False] = {}
-    """Settings of `qat train`, over those of the file; false converts only. Of a baseline: its own
-    settings, without any of the file's."""
+    """Settings of `qat train`, which override those of the file; false only converts. For a
+    baseline these are its own settings, without any of the file's."""
     stages: tuple[Table, ...] = ()
-    """Instead of `train`: trainings one after the other, each with its own `max_steps`, the later
-    ones perhaps with a `convert` before them."""
+    """Consecutive trainings instead of `train`, each with its own `max_steps`; later ones may have
+    a `convert` that is done before them."""
     cache: Table = {}
-    """Settings of `qat cache`, over those of the file."""
+    """Settings of `qat cache`, which override those of the file."""
     seeds: tuple[int, ...] | None = None
-    """Instead of the file's seeds; a recipe that only converts runs once."""
+    """Seeds in place of the file's; a recipe that only converts runs once."""
     max_steps: int | None = Field(None, gt=0)
-    """Instead of the file's optimizer steps."""
+    """Optimizer steps in place of the file's."""
     equal_time_to: str | None = None
-    """Take as many steps as that recipe's training time allows, by the step times of both."""
+    """Recipe whose training time this one may use: its steps follow from the step times of both."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -82,32 +82,32 @@ class QualityRecipe(Settings):
     """One teacher, data, step and seed budget, and the recipes that share it."""
 
     name: str
-    """What the results are called."""
+    """Name of the results."""
     teacher: str
     """Directory or hub id."""
     max_steps: int = Field(1000, gt=0)
-    """Optimizer steps of each recipe, all its stages together."""
+    """Optimizer steps of each recipe, over all its stages."""
     batch_size: int = Field(64, gt=0)
-    """Sequences in an optimizer step."""
+    """Sequences per optimizer step."""
     sequence_length: int = Field(ge=2)
-    """Tokens in a sequence, of the cache and of the texts to judge on."""
+    """Tokens per sequence, in the cache and in the evaluation texts."""
     seeds: tuple[int, ...] = Field((0,), min_length=1)
-    """Each recipe is trained once with each."""
+    """Seeds; each recipe is trained once with each of them."""
     generate_prompts: tuple[str, ...] = ()
-    """What samples continue; by default eight beginnings of the first text to judge on."""
+    """Prompts of samples; by default eight beginnings of the first evaluation text."""
     generate_chats: int = Field(0, ge=0)
-    """Instead: the prompts of the first so many sequences of that text, as `qat train --on-policy`
-    takes them, such as the questions of its chats; 0 for none."""
+    """Alternatively the number of sequences of that text whose prompts are used, such as the
+    questions of its chats, as in `qat train --on-policy`; 0 for none."""
     generate_samples: int = Field(4, gt=0)
-    """Samples of each prompt."""
+    """Samples per prompt."""
     generate_tokens: int = Field(64, gt=4)
-    """Tokens in a sample."""
+    """Tokens per sample."""
     report_sequences: int = Field(512, gt=0)
-    """Judge on the first so many sequences of each text."""
+    """Sequences to evaluate on from the start of each text."""
     kd_sequences: int = Field(256, gt=0)
     """Held-out sequences of the cache for KD."""
     texts: Texts
-    """What is learned from and judged on."""
+    """The texts for training and for evaluation."""
     cache: Table = {}
     """Settings of `qat cache` for all recipes."""
     convert: Table = {}
@@ -115,7 +115,7 @@ class QualityRecipe(Settings):
     train: Table = {}
     """Settings of `qat train` for all recipes."""
     recipes: tuple[QualityEntry, ...] = Field(min_length=1)
-    """What is compared."""
+    """The recipes to compare."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -142,10 +142,10 @@ class QualityRecipe(Settings):
 
 
 def read_quality(path: Path) -> QualityRecipe:
-    """The recipe in a TOML file.
+    """Read the recipe in a TOML file.
 
     Raises:
-        ConfigError: it is missing, no TOML, or has an unknown, missing or impossible key.
+        ConfigError: the file is missing, is not TOML, or has an unknown, missing or invalid key.
     """
     return QualityRecipe.parse(read_toml(path, "quality"), str(path))
 
@@ -154,9 +154,9 @@ class QualityStage(Settings):
     """One training of a recipe."""
 
     convert: Table | None
-    """A conversion of the student before it; None trains the student as it is."""
+    """Conversion of the student before it; None trains the student as it is."""
     train: Table
-    """Settings of `qat train`, less what the job knows."""
+    """Settings of `qat train` without those that the job fills in."""
     steps: int
 
 
@@ -166,20 +166,20 @@ class QualityPlan(Settings):
     name: str
     method: str
     cache: Table
-    """Settings of the cache that it learns from, less data, teacher and device."""
+    """Settings of the cache that it trains on, without data, teacher and device."""
     convert: Table | None
-    """Settings of its first conversion; None for a baseline, which converts as it likes."""
+    """Settings of its first conversion; None for a baseline, which converts in its own way."""
     stages: tuple[QualityStage, ...]
-    """Trainings in order; none for a recipe that only converts."""
+    """Trainings in order; empty for a recipe that only converts."""
     baseline: Table
     """Settings of a baseline."""
     steps: int
-    """Optimizer steps in all."""
+    """Optimizer steps in total."""
     seeds: tuple[int, ...]
     equal_time_to: str | None
 
     def with_steps(self, steps: int) -> "QualityPlan":
-        """The same recipe over another number of steps, shared out as before."""
+        """Return the same recipe with another number of steps, split in the same proportions."""
         parts = shared_out(steps, [stage.steps for stage in self.stages])
         pairs = zip(self.stages, parts, strict=True)
         stages = tuple(stage.model_copy(update={"steps": part}) for stage, part in pairs)
@@ -187,7 +187,7 @@ class QualityPlan(Settings):
 
 
 class QualityJob(JobFiles, Settings):
-    """A recipe and a seed; without a plan, the teacher itself, which is only judged."""
+    """A recipe and a seed; without a plan, the teacher itself, which is only evaluated."""
 
     module: ClassVar[str] = "qat.bench.quality.job"
     recipe: QualityRecipe
@@ -197,18 +197,18 @@ class QualityJob(JobFiles, Settings):
     """The directory of results."""
     device: str
     workers: int
-    """Jobs side by side on its device."""
+    """Parallel jobs on its device."""
     threads: int
-    """Of the CPU, whose cores the jobs of all devices share."""
+    """Number of CPU threads, a share of the cores that the jobs of all devices use."""
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """The name in the table."""
         return "teacher" if self.plan is None else self.plan.name
 
     @property
     def student(self) -> Path | None:
-        """The conversion that it begins with; None for the teacher and for other methods."""
+        """The conversion that it starts from; None for the teacher and for other methods."""
         plan = self.plan
         if plan is None or plan.convert is None:
             return None
@@ -216,7 +216,7 @@ class QualityJob(JobFiles, Settings):
 
     @property
     def key(self) -> str:
-        """12 hex digits that change when the rows may; where and how it runs does not count."""
+        """12 hex digits that change when the rows may; device and workers do not count."""
         judging = self.recipe.model_dump(
             mode="json",
             include={"report_sequences", "kd_sequences", "sequence_length", "generate_tokens"}
@@ -233,12 +233,12 @@ class QualityJob(JobFiles, Settings):
 
     @property
     def label(self) -> str:
-        """Name that the job's files share."""
+        """The name that the job's files share."""
         return f"{name_in_path(self.name)}-s{self.seed}-{self.key}"
 
 
 def cache_config(recipe: QualityRecipe, table: Table, device: str = "auto") -> CacheConfig:
-    """The settings to build a cache with, from a plan's table or the file's.
+    """Return the settings to build a cache with, from a plan's table or the file's.
 
     Raises:
         ConfigError: `qat cache` would refuse them.
@@ -248,9 +248,9 @@ def cache_config(recipe: QualityRecipe, table: Table, device: str = "auto") -> C
 
 
 def convert_config(table: Table, cache: Path, device: str = "auto") -> ConvertConfig:
-    """The settings of a conversion that calibrates on `cache` unless its table says otherwise.
+    """Return the settings of a conversion, calibrated on `cache` unless its table names a text.
 
-    `calibration = false` means none.
+    `calibration = false` disables calibration.
 
     Raises:
         ConfigError: `qat convert` would refuse them.
@@ -263,7 +263,7 @@ def convert_config(table: Table, cache: Path, device: str = "auto") -> ConvertCo
 def train_config(
     stage: QualityStage, cache: Path, seed: int = 0, device: str = "auto", **more: object
 ) -> TrainConfig:
-    """The settings of one training; `more` win over the stage's own.
+    """Return the settings of one training; `more` override the stage's own.
 
     Raises:
         ConfigError: `qat train` would refuse them.
@@ -274,14 +274,14 @@ def train_config(
 
 
 def baseline_settings(plan: QualityPlan, seed: int = 0, device: str = "auto") -> BaselineSettings:
-    """The settings of a baseline under the shared budget."""
-    steps = max(1, plan.steps)  # a method that trains nothing does not look
+    """Return the settings of a baseline with the shared budget."""
+    steps = max(1, plan.steps)  # a method without training ignores it
     return BaselineSettings(**plan.baseline, max_steps=steps, seed=seed, device=device)
 
 
 def content_of(text: str) -> str:
-    """16 hex digits of a file's or directory's bytes; what is neither stands for itself."""
-    from qat.data.sources import STDLIB  # not for --help, which wants the settings above alone
+    """Return 16 hex digits of a file's or directory's bytes; other text is returned as it is."""
+    from qat.data.sources import STDLIB  # --help needs only the settings above
 
     path = STDLIB if text == "stdlib" else Path(text)
     if not path.exists():
@@ -294,7 +294,7 @@ def content_of(text: str) -> str:
 
 
 def contents_of(table: Table | None) -> Table:
-    """The hashes of all files that a table's values name."""
+    """Return the hashes of all files that a table's values name."""
     return {
         key: content_of(value)
         for key, value in (table or {}).items()
@@ -303,18 +303,18 @@ def contents_of(table: Table | None) -> Table:
 
 
 def cache_dir(out: Path, table: Table) -> Path:
-    """Where the teacher cache of these settings lies; its name changes when its content may."""
+    """Return the directory of the teacher cache; its name changes when its content may."""
     values = {key: value for key, value in table.items() if key != "batch_size"}
     return out / "caches" / fingerprint([ROWS, values])
 
 
 def student_dir(out: Path, convert: Table, cache: Table) -> Path:
-    """Where the teacher converted by these settings lies, which may calibrate on that cache."""
+    """Return the directory of the teacher converted by these settings, calibrated on that cache."""
     calibrates_on = cache_dir(out, cache).name if "calibration" not in convert else ""
     return out / "students" / fingerprint([convert, contents_of(convert), calibrates_on])
 
 
 def shared_out(steps: int, weights: Sequence[int]) -> list[int]:
-    """`steps` in parts as `weights`, whole, at least one each; nothing for no weights."""
+    """Split `steps` in proportion to `weights`, at least 1 each; empty for no weights."""
     ends = [round(steps * sum(weights[: i + 1]) / sum(weights)) for i in range(len(weights))]
     return [max(1, end - start) for start, end in zip([0, *ends], ends, strict=False)]

@@ -1,7 +1,7 @@
-"""All that happens before the first job: a recipe file becomes plans, and what jobs share is made.
+"""Preparation before the first job: resolves a recipe file to plans and makes what jobs share.
 
-Every setting is checked before anything runs. A recipe that cannot be made is a row of the table
-with its reason; the others go on without it.
+Every setting is checked before anything runs. A recipe that cannot be made becomes a row of the
+table with its reason; the others are run without it.
 """
 
 import json
@@ -57,33 +57,33 @@ from qat.train.start import train_student
 logger = logging.getLogger(__name__)
 
 TEACHER = "teacher"
-"""Written for a model in `base` or `teacher`: the teacher of the file."""
+"""Stands for the teacher of the file, as a value of `base` or `teacher`."""
 SHARED_CACHE_KEYS = {"data", "teacher", "sequence_length", "device", "device_map"}
 HELD_OUT_KEYS = {"seed", "held_out", "format", "text_field", "thinking", "targets"}
-"""What decides which text is held out: one choice for all recipes."""
+"""Settings that decide which text is held out, which must be the same for all recipes."""
 SHARED_TRAIN_KEYS = {"cache_dir", "seed", "device", "max_steps"}
 ANYWHERE = Path("cache")
-"""Stands for a cache until there is one."""
+"""Stands for a cache that does not exist yet."""
 ROUNDS = 2
 """Turns that each recipe takes when steps are timed."""
 STRETCH = 5
-"""Steps in a line of the heartbeat; the first line holds compiling and recording."""
+"""Steps per line of the heartbeat; the first line includes compilation and graph capture."""
 STRETCHES = 5
 
 Unmade = dict[str, str]
-"""Why a recipe cannot be made, by its name."""
+"""The reason why a recipe cannot be made, by its name."""
 StepTimer = Callable[[QualityPlan], list[list[float]]]
-"""Times a recipe alone: seconds of single steps, for each of its stages."""
+"""Times a recipe alone: seconds of single steps for each of its stages."""
 StepTimes = dict[str, list[float]]
 """Median seconds of a step for each stage, by `time_key`."""
 
 
 def resolve(recipe: QualityRecipe) -> list[QualityPlan]:
-    """The plans of all recipes, every setting checked as far as can be without a model.
+    """Return the plans of all recipes, with all checks that do not need a model.
 
     Raises:
-        ConfigError: a setting that its verb refuses, or that is not a recipe's own to choose.
-        DataError: a text that is missing or empty.
+        ConfigError: a setting that its verb refuses, or that a recipe may not choose.
+        DataError: a text is missing or empty.
     """
     _check_disjoint(recipe.texts)
     for text in (recipe.texts.distil, *recipe.texts.report.values()):
@@ -102,7 +102,7 @@ def resolve(recipe: QualityRecipe) -> list[QualityPlan]:
 
 
 def _check_disjoint(texts: Texts) -> None:
-    """Refuse to judge on a text that is learned from or calibrated on."""
+    """Raise ConfigError for an evaluation text that is also used for training or calibration."""
     learned = {"distil": texts.distil, "calibration": texts.calibration or texts.distil}
     for name, text in texts.report.items():
         for role, other in learned.items():
@@ -169,7 +169,7 @@ def _convert_table(recipe: QualityRecipe, table: Table, where: str) -> Table:
 
 
 def _stages(recipe: QualityRecipe, entry: QualityEntry, where: str) -> tuple[QualityStage, ...]:
-    """The trainings of a recipe; those that name no `max_steps` share what the others leave."""
+    """Return the trainings of a recipe; those without `max_steps` share the remaining steps."""
     if entry.train is False:
         return ()
     tables = [dict(table) for table in entry.stages or (entry.train,)]
@@ -208,7 +208,7 @@ def _stage(recipe: QualityRecipe, table: Table, steps: int, where: str) -> Quali
         convert = _convert_table(recipe, recipe.convert | convert, where)
     table = recipe.train | table
     _refuse(table, SHARED_TRAIN_KEYS, where)
-    parts = table.get("grad_accum_steps", 1)  # if it is no count, its verb says so
+    parts = table.get("grad_accum_steps", 1)  # an invalid number is reported by the verb
     micro_batch = recipe.batch_size // parts if _is_count(parts) else 1
     table = {"batch_size": max(1, micro_batch), **table}
     if table.get("teacher") == TEACHER:
@@ -252,10 +252,10 @@ def _refuse(
 def check_shapes(
     recipe: QualityRecipe, plans: Sequence[QualityPlan]
 ) -> tuple[list[QualityPlan], Unmade]:
-    """The plans whose formats and budgets fit the teacher's shapes; no weight is read.
+    """Return the plans whose formats and budgets fit the teacher's shapes; no weight is read.
 
     Raises:
-        ConfigError: none does.
+        ConfigError: none of them fits.
     """
     config = load_config(recipe.teacher)
     with torch.device("meta"):
@@ -273,10 +273,10 @@ def check_shapes(
 def _made(
     plans: Sequence[QualityPlan], make: Callable[[QualityPlan], None]
 ) -> tuple[list[QualityPlan], Unmade]:
-    """The plans that `make` takes, and why it refuses the others and those that follow them.
+    """Return the plans that `make` accepts, and why the others and those that follow them fail.
 
     Raises:
-        ConfigError: it takes none.
+        ConfigError: it accepts none.
     """
     unmade: Unmade = {}
     for plan in plans:
@@ -304,7 +304,7 @@ class Workshop:
     device: str
 
     def claim(self) -> None:
-        """Make the directory this recipe's, or see that it is.
+        """Assign the directory to this recipe, or check that it already is.
 
         Raises:
             ConfigError: it holds another recipe's results, or something else.
@@ -335,12 +335,12 @@ class Workshop:
                 )
 
     def build_caches(self, plans: Sequence[QualityPlan]) -> None:
-        """Build every cache that is not there yet."""
+        """Build all caches that are missing or incomplete."""
         for table in [self.recipe.cache, *(plan.cache for plan in plans)]:
             place = cache_dir(self.out, table)
             try:
                 TeacherCache.open(place)
-            except CacheError:  # not there, or not finished
+            except CacheError:  # missing or incomplete
                 logger.info("building a cache: %s", table)
                 config = cache_config(self.recipe, table, self.device)
                 source = open_source(config.data, config.format, config.text_field)
@@ -351,10 +351,10 @@ class Workshop:
                     out=place,
                     batch_size=config.batch_size,
                 )
-        select(self.device).free_memory()  # it is the processes' now
+        select(self.device).free_memory()  # for the processes of the jobs
 
     def missing(self, plans: Sequence[QualityPlan], threads: int) -> list[Conversion]:
-        """First conversions that are not there yet, as jobs of so many threads."""
+        """Return the missing first conversions as jobs with that number of `threads`."""
         wanted = [self._conversion(p.convert, p.cache, threads) for p in plans if p.convert]
         return [*{each.label: each for each in wanted if not each.student.exists()}.values()]
 
@@ -364,12 +364,12 @@ class Workshop:
         wanting: Sequence[QualityPlan],
         refused: Mapping[str, str],
     ) -> Unmade:
-        """Make the first conversions of the plans that want one; why not, by the names of plans.
+        """Run the first conversions of plans in `wanting`; return failures by the name of the plan.
 
-        Those that failed elsewhere are `refused`, by their labels, with the reason.
+        `refused` has the errors of conversions that failed in another process, by label.
 
         Raises:
-            ConfigError: not one of the plans can be made.
+            ConfigError: none of the plans can be made.
         """
 
         def make(plan: QualityPlan) -> None:
@@ -380,7 +380,7 @@ class Workshop:
                 found.make()
 
         _, unmade = _made(plans, make)
-        select(self.device).free_memory()  # it is the jobs' now
+        select(self.device).free_memory()  # for the processes of the jobs
         return unmade
 
     def _conversion(self, convert: Table, cache: Table, threads: int = 0) -> Conversion:
@@ -394,29 +394,29 @@ class Workshop:
         )
 
     def known_times(self) -> StepTimes:
-        """The step times that were measured in this directory."""
+        """Return the step times that were measured in this directory."""
         file = self.out / "timing.json"
         return json.loads(file.read_text()) if file.exists() else {}
 
     def step_times(self, plans: Sequence[QualityPlan]) -> StepTimes:
-        """Step times of the recipes that need them, measured once for a directory."""
+        """Return the step times of the recipes that need them, measured once per directory."""
         known, needed = self.known_times(), to_time(plans)
         if any(time_key(plan) not in known for plan in needed):
             for plan in needed:
                 for stage in plan.stages:
                     if stage.convert is not None:
                         self._conversion(_stand_in(stage.convert), plan.cache).make()
-            # steps that were measured stay: budgets of finished jobs rest on them
+            # earlier measurements take precedence: budgets of finished jobs depend on them
             known = measure(needed, lambda plan: time_plan(self, plan)) | known
             write_atomically(self.out / "timing.json", json.dumps(known, indent=1) + "\n")
         return known
 
 
-# Equal time instead of equal steps: measured step times turn one recipe's clock into steps.
+# Equal time instead of equal steps: measured step times convert one recipe's time to steps.
 
 
 def time_key(plan: QualityPlan) -> str:
-    """12 hex digits that change when a recipe's step may take another time."""
+    """Return 12 hex digits that change when the time of a recipe's step may."""
     values = plan.model_dump(mode="json", exclude={"name", "seeds", "steps", "equal_time_to"})
     for stage in values["stages"]:
         del stage["steps"]
@@ -424,13 +424,13 @@ def time_key(plan: QualityPlan) -> str:
 
 
 def to_time(plans: Sequence[QualityPlan]) -> list[QualityPlan]:
-    """Recipes whose step times are needed: those on equal time and those that they follow."""
+    """Return the recipes to time: those with `equal_time_to` and those that it names."""
     followed = {plan.equal_time_to for plan in plans}
     return [plan for plan in plans if plan.equal_time_to or plan.name in followed]
 
 
 def measure(plans: Sequence[QualityPlan], timer: StepTimer) -> StepTimes:
-    """Let the recipes take turns, every second round backwards; the median of all their steps."""
+    """Time the recipes in turns, every second round in reverse; return median step seconds."""
     found: dict[str, list[list[list[float]]]] = defaultdict(list)
     for number in range(ROUNDS):
         for plan in plans[:: -1 if number % 2 else 1]:
@@ -445,9 +445,10 @@ def measure(plans: Sequence[QualityPlan], timer: StepTimer) -> StepTimes:
 
 
 def with_equal_time(plans: Sequence[QualityPlan], times: StepTimes) -> list[QualityPlan]:
-    """The plans, those on equal time with as many steps as the other's training time allows.
+    """Return the plans, those with `equal_time_to` with the steps that the other's time allows.
 
-    A recipe's steps are shared out among its stages as before; one that was not timed keeps them.
+    Steps are split among stages in the same proportions; a recipe that was not timed keeps its
+    steps.
     """
     by_name = {plan.name: plan for plan in plans}
 
@@ -469,9 +470,9 @@ def with_equal_time(plans: Sequence[QualityPlan], times: StepTimes) -> list[Qual
 
 
 def time_plan(shop: Workshop, plan: QualityPlan) -> list[list[float]]:
-    """Seconds of steps of each stage, by a short run of the very training that the recipe does.
+    """Return the seconds of steps of each stage, from a short run of the recipe's own training.
 
-    Nothing else runs; warm-up and compiler are left out.
+    Nothing else may run meanwhile; warm-up and compilation are left out.
     """
     cache = cache_dir(shop.out, plan.cache)
     if plan.method != OURS:
@@ -486,7 +487,7 @@ def time_plan(shop: Workshop, plan: QualityPlan) -> list[list[float]]:
 
 
 def _stand_in(convert: Table) -> Table:
-    """A later stage's conversion without its `base`: its format decides a step's time."""
+    """Return a later stage's conversion without `base`: only its format matters for step time."""
     return {key: value for key, value in convert.items() if key != "base"}
 
 

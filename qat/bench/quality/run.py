@@ -1,4 +1,4 @@
-"""`qat bench quality`: recipes on one teacher, data and budget, and a table of what they reach.
+"""`qat bench quality`: compares recipes with one teacher, data and budget in a table of results.
 
 A line of the table is a recipe, with mean and spread over its seeds.
 """
@@ -58,34 +58,34 @@ class Failure(NamedTuple):
     name: str
     seed: int
     message: str
-    """The last line that it said."""
+    """The error message at the end of its log."""
     log: Path
 
 
 class Stat(NamedTuple):
-    """A number over several seeds."""
+    """The mean and spread of a number over seeds."""
 
     mean: float
     std: float | None
-    """Of the sample; None of one seed."""
+    """The sample standard deviation; None for one seed."""
 
 
 @dataclass(frozen=True)
 class QualityLine:
-    """A recipe in the table."""
+    """A recipe's line in the table."""
 
     recipe: str
     method: str
     num_seeds: int
     workers: tuple[int, ...]
-    """Jobs side by side when it ran."""
+    """Numbers of parallel jobs with which it ran."""
     stats: dict[str, Stat | None]
-    """By name; what is told of a text as `kl_nats.TEXT`. None where nothing was measured."""
+    """Numbers by name, those of a text as `kl_nats.TEXT`; None if nothing was measured."""
 
 
 @dataclass(frozen=True)
 class QualityReport:
-    """What a comparison found so far."""
+    """The current results of a comparison."""
 
     path: Path
     texts: tuple[str, ...]
@@ -94,10 +94,10 @@ class QualityReport:
     unmade: Unmade
 
     def check(self) -> None:
-        """Make sure that every job finished.
+        """Raise TrainingError if a job failed.
 
         Raises:
-            TrainingError: one did not.
+            TrainingError: with the first failure.
         """
         if self.failures:
             first = self.failures[0]
@@ -109,12 +109,12 @@ class QualityReport:
 
 
 def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport:
-    """Train, judge and compare the recipes of the file; what is finished in `out` is kept.
+    """Train, evaluate and compare the recipes of the file; finished jobs in `out` are not repeated.
 
-    A job that fails is part of the report, and so is a recipe that cannot be made.
+    Failed jobs and recipes that cannot be made are part of the report.
 
     Raises:
-        ConfigError: no recipe is called as `config.only` says.
+        ConfigError: no recipe's name matches `config.only`.
     """
     spread = devices(config.device)
     shop = Workshop(read_quality(recipe), out, spread[0])
@@ -129,7 +129,7 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
     known = shop.known_times()
     every = with_equal_time(resolved, known)
     plans = [plan for plan in every if plan.name in names]
-    # a recipe that gives another its time is timed too, and runs only if it is wanted itself
+    # a recipe that another's equal_time_to names is timed too, but runs only if it is selected
     followed = {plan.equal_time_to for plan in plans}
     prepared = [plan for plan in every if plan.name in names | followed]
     shop.build_caches(prepared)
@@ -137,11 +137,12 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
     at_once = config.workers * len(spread)
     threads = max(1, cores() // at_once)
     is_timed = any(time_key(plan) not in known for plan in to_time(prepared))
-    # a recipe whose rows are there needs no conversion; steps tell how many rows on equal time are
+    # a recipe with rows needs no conversion; the step budget decides which rows of equal time count
     wanting = prepared if is_timed else [p for p in plans if _is_open(share([p])[1:])]
     missing = shop.missing(wanting, threads)
     refused: dict[str, str] = {}
-    # one alone is left to this process, which has loaded already what a new one would have to
+    # a single one stays in this process, which has loaded everything that a new one would load
+    # again
     conversions = missing if at_once > 1 and len(missing) > 1 else []
     if is_timed and conversions:  # nothing else may run while steps are timed
         _, refused = run_jobs(conversions, spread, at_once)
@@ -175,7 +176,7 @@ def make_jobs(
     config: QualityConfig,
     num_devices: int,
 ) -> list[QualityJob]:
-    """The teacher's job, then all recipes with the first seed, with the second, ..."""
+    """Return the teacher's job, then all recipes with the first seed, with the second, ..."""
     own = cores() // (config.workers * num_devices)
     shared = {
         "recipe": recipe,
@@ -196,13 +197,13 @@ def run_jobs(
     at_once: int,
     after_each: Callable[[list[Failure]], object] = lambda _failures: None,
 ) -> tuple[list[Failure], dict[str, str]]:
-    """Run all jobs, so many at once, on the devices with the fewest.
+    """Run all jobs, `at_once` in parallel, each on the least busy device.
 
-    A recipe begins as soon as its conversion is there, and never if that failed. `after_each` is
-    called with the recipes' failures so far whenever one has ended.
+    A recipe starts as soon as its conversion exists, and never if that failed. `after_each` is
+    called with the recipes' failures so far whenever a recipe has ended.
 
     Returns:
-        The recipes' failures, and why conversions failed, by their labels.
+        The recipes' failures, and the errors of failed conversions by their labels.
     """
     failures: list[Failure] = []
     refused: dict[str, str] = {}
@@ -244,7 +245,7 @@ def run_jobs(
 def write_results(
     shop: Workshop, jobs: Sequence[QualityJob], unmade: Unmade, failures: list[Failure]
 ) -> QualityReport:
-    """Write rows, table and pictures of all jobs that are finished, and what cannot be made."""
+    """Write rows, table and pictures of all finished jobs, and the recipes that cannot be made."""
     files = [job.row for job in jobs]
     rows = [row for file in files if file.exists() for row in json.loads(file.read_text())]
     texts = tuple(shop.recipe.texts.report)
@@ -265,7 +266,7 @@ def write_results(
 
 
 def summarise(rows: Sequence[Row], texts: Sequence[str]) -> list[QualityLine]:
-    """A line for each recipe, the teacher's first, then by KL on the first of `texts`."""
+    """Return a line per recipe: the teacher first, then by KL on the first of `texts`."""
     names = dict.fromkeys(row["recipe"] for row in rows)
     lines = [_line([row for row in rows if row["recipe"] == name], texts) for name in names]
     kl = f"kl_nats.{texts[0]}"
@@ -274,7 +275,7 @@ def summarise(rows: Sequence[Row], texts: Sequence[str]) -> list[QualityLine]:
 
 def _line(rows: list[Row], texts: Sequence[str]) -> QualityLine:
     firsts = [row for row in rows if row["text"] == texts[0]]
-    # rows of before it was measured tell no KL on a student's own words
+    # older rows have no KL on a student's own samples
     stats = {name: stat([row.get(name) for row in firsts]) for name in COMMON}
     for text in texts:
         own = [row for row in rows if row["text"] == text]
@@ -289,7 +290,7 @@ def _line(rows: list[Row], texts: Sequence[str]) -> QualityLine:
 
 
 def stat(values: Sequence[float | None]) -> Stat | None:
-    """Mean and sample standard deviation of what was measured."""
+    """Return mean and sample standard deviation of the known values; None without any."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -299,7 +300,7 @@ def stat(values: Sequence[float | None]) -> Stat | None:
 def cells(
     lines: Sequence[QualityLine], texts: Sequence[str], unmade: Mapping[str, str] | None = None
 ) -> tuple[list[str], list[list[str]]]:
-    """Headings, and the words of each line; behind them what cannot be made, with its reason."""
+    """Return headings and cells of all lines, then of recipes that cannot be made."""
     columns = [  # heading, name in `QualityLine.stats`, format of the mean
         ("bits/w", "bits_per_weight", "{:.3f}"),
         ("MB", "megabytes", "{:.2f}"),
@@ -338,12 +339,12 @@ def cells(
 
 
 def best(lines: Sequence[QualityLine]) -> QualityLine | None:
-    """The first line below the teacher's."""
+    """Return the first line after the teacher's."""
     return next((line for line in lines if line.method != TEACHER), None)
 
 
 def _page(recipe: QualityRecipe, report: QualityReport) -> str:
-    """The table with what it takes to read it alone."""
+    """Return the page: the table with all that is needed to read it alone."""
     texts = [f"{name} ({recipe.texts.report[name]})" for name in report.texts]
     words = [
         f"# {recipe.name}",
@@ -373,16 +374,16 @@ def _page(recipe: QualityRecipe, report: QualityReport) -> str:
 
 
 def charts(lines: Sequence[QualityLine], text: str) -> dict[str, bytes]:
-    """KL against bits and against training time, SVG by file name, without the teacher's line.
+    """Chart KL on `text` against bits and against training time; SVG by file name.
 
-    KL is that on `text`.
+    The teacher is left out.
     """
     students = [line for line in lines if line.method != TEACHER]
     trained = [line for line in students if line.stats["steps"].mean > 0]
     if not students:
         return {}
     marks = {
-        line.recipe: {  # the same in both pictures
+        line.recipe: {  # the same in both charts
             "fmt": SHAPES[number // len(SERIES) % len(SHAPES)],
             "color": SERIES[number % len(SERIES)],
         }

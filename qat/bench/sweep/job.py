@@ -1,7 +1,7 @@
-"""One run of a sweep in a process of its own, which ends when its standard input does.
+"""One run of a sweep in its own process, which ends when its standard input closes.
 
-`python -m qat.bench.sweep.job JOB.json` leaves a row, whole, or none and a log that says why.
-A run that is asked to end writes the stacks of its threads first.
+`python -m qat.bench.sweep.job JOB.json` writes a complete row, or none and the error to its log. On
+SIGTERM it writes the stacks of its threads first.
 """
 
 import faulthandler
@@ -20,16 +20,16 @@ logger = logging.getLogger(__name__)
 
 
 def run_job(run: SweepRun) -> None:
-    """Do what the run says, and leave its row."""
+    """Do the run's work and write its row."""
     logger.info("%s, repeat %d", run.group, run.repeat)
     began = time.perf_counter()
     if run.verb == "command":
         found = run_command(run)
-    else:  # a command starts at once: torch is not needed for it
+    else:  # a command starts at once: it does not need torch
         from qat.bench.sweep.work import time_bench, time_training
 
         found = time_bench(run) if run.verb == "bench" else time_training(run)
-    if found is None:  # the first rank tells of all
+    if found is None:  # only rank 0 reports
         return
     run.finish(
         {
@@ -49,19 +49,19 @@ def run_job(run: SweepRun) -> None:
 
 
 def run_command(run: SweepRun) -> dict[str, object]:
-    """Run any program, torchrun among them, in a directory of its own, and time it.
+    """Run any program, such as torchrun, in the run's own directory, and time it.
 
-    `{python}` is this interpreter and `{out}` the run's directory. What its ranks write there as
-    `heartbeat-rankN.jsonl` is told rank by rank. Its words go to the run's log.
+    `{python}` is this interpreter and `{out}` the run's directory. `heartbeat-rankN.jsonl` files
+    that its ranks write there are reported per rank. Its output goes to the run's log.
 
     Raises:
-        TrainingError: it is not there, or ends with another status than 0.
+        TrainingError: the program is missing, or its exit status is not 0.
     """
     places = {"python": sys.executable, "out": str(run.directory)}
     command = fill_command(run.command, {**places, **run.settings})
     run.directory.mkdir(parents=True, exist_ok=True)
     for old in run.directory.glob("heartbeat-rank*.jsonl"):
-        old.unlink()  # of an attempt that was stopped
+        old.unlink()  # left by an interrupted attempt
     began = time.perf_counter()
     try:
         status = subprocess.run(command, stdin=subprocess.DEVNULL).returncode

@@ -1,4 +1,4 @@
-"""From the recipe of `qat bench sweep` to groups of settings, and runs of them in turns."""
+"""The recipe of `qat bench sweep`, its groups of settings, and its runs in turns."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -20,59 +20,60 @@ NOT_SWEPT = {
     "bench": {"shape", "batch_sizes", "find_max_batch", "plan", "strict"},
     "train": set(),
 }
-"""Settings of a verb that one run of a sweep does not take."""
+"""Settings of a verb that a sweep does not accept."""
 
 
 class StepsConfig(BenchConfig):
-    """What one run with `verb = "bench"` times."""
+    """Settings of one run with `verb = "bench"`."""
 
     layout: Literal["rows", "packed", "slices", "buckets"] = "rows"
     """Random data as full rows, or documents of varied lengths: packed, cut and padded to fixed
     slices, or padded to buckets of lengths."""
     ranks: int = Field(1, ge=1)
-    """Processes that take each step together, a device each; `batch_size` is of each."""
+    """Processes that take each step together, one per device; `batch_size` is per process."""
     shard_latents: bool = False
-    """Let each of several ranks hold its rows of the latent weights."""
+    """Shard the rows of the latent weights over the ranks."""
 
 
 CONFIGS = {"bench": StepsConfig, "train": TrainConfig}
-"""What reads the settings of a verb."""
+"""The settings class of each verb."""
 
 
 class Group(Settings):
-    """Settings that go together under a name; each meets every point of the product."""
+    """Named settings, which are combined with every point of the product."""
 
     name: str = Field(min_length=1)
-    """What the table calls it."""
+    """Name in the table."""
     settings: Table = {}
-    """Over the base settings."""
+    """Settings that override the base settings."""
 
 
 class SweepRecipe(Settings):
-    """What is compared: base settings, groups of them, a product of lists, and repeats."""
+    """The comparison: base settings, groups, a product of lists, and repeats."""
 
     name: str
-    """What the results are called."""
+    """Name of the results."""
     verb: Verb = "bench"
-    """bench times training steps, train trains a student, command runs any other program."""
+    """Kind of runs: bench times training steps, train trains a student, command runs any program.
+    """
     student: str = ""
     """Packed checkpoint, or a shape (bench only)."""
     command: tuple[str, ...] = ()
-    """Of verb = command: program and arguments; `{key}` stands for a setting."""
+    """Program and arguments for verb = command; `{key}` is replaced by a setting."""
     repeats: int = Field(3, ge=1)
     """Runs of each group, in turns: all groups once, then all again."""
     timeout_s: float = Field(1800.0, gt=0)
-    """A run that takes longer is ended with all its processes."""
+    """Time limit of a run in seconds, after which all its processes are ended."""
     stop_on_error: bool = False
-    """Stop at the first run that fails, instead of going on with the others."""
+    """Stop at the first run that fails, instead of continuing with the others."""
     baseline: str = ""
-    """The group that all others are compared with; by default the first."""
+    """Group that all others are compared with; by default the first."""
     settings: Table = {}
-    """Settings of all runs: those of the verb."""
+    """Settings of all runs, as for the verb."""
     groups: tuple[Group, ...] = ()
     """Named groups of settings."""
     product: dict[str, list[Any]] = {}
-    """Values by setting: each combination is a group."""
+    """Values by setting; each combination is a group."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -99,10 +100,10 @@ class SweepRecipe(Settings):
 
 
 def read_sweep(path: Path, *, tiny: bool = False) -> SweepRecipe:
-    """The recipe in a TOML file; with `tiny`, its [tiny] table over the rest.
+    """Read the recipe in a TOML file; with `tiny`, its [tiny] table overrides the rest.
 
     Raises:
-        ConfigError: it is missing, no TOML, or has an unknown, missing or impossible key.
+        ConfigError: the file is missing, is not TOML, or has an unknown, missing or invalid key.
     """
     values = read_toml(path, "sweep")
     small = values.pop("tiny", {})
@@ -119,7 +120,7 @@ def read_sweep(path: Path, *, tiny: bool = False) -> SweepRecipe:
 
 
 def _merged(values: Table, over: Table) -> Table:
-    """`values` with those of `over`; tables of both are joined, lists replaced."""
+    """Return `values` overridden by `over`; tables in both are merged, lists replaced."""
     found = dict(values)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(found.get(key), dict)
@@ -130,7 +131,7 @@ def _merged(values: Table, over: Table) -> Table:
 def _check_settings(recipe: SweepRecipe, path: Path) -> None:
     tables = {"[settings]": recipe.settings, "[product]": recipe.product}
     tables |= {f"group {group.name!r}": group.settings for group in recipe.groups}
-    if recipe.verb != "command":  # which takes settings of any name
+    if recipe.verb != "command":  # a command accepts settings of any name
         known = set(CONFIGS[recipe.verb].model_fields) - NOT_SWEPT[recipe.verb]
         for where, table in tables.items():
             check_keys(f"{path}: {where}", table, known)
@@ -160,32 +161,32 @@ class SweepRun(JobFiles, Settings):
 
     @property
     def key(self) -> str:
-        """12 hex digits that change when what runs does; where it runs does not count."""
+        """12 hex digits that change with what is run; the place of the results does not count."""
         return fingerprint(self.model_dump(mode="json", exclude={"out", "sweep"}))
 
     @property
     def label(self) -> str:
-        """Name that the job's files share."""
+        """The name that the job's files share."""
         return f"{name_in_path(self.group)[:80]}-r{self.repeat}-{self.key}"
 
     @property
     def ranks(self) -> int:
-        """As for any job; what a command starts is its own affair."""
+        """Processes of a bench run; a command starts its own."""
         return self.settings.get("ranks", 1) if self.verb == "bench" else 1
 
     @property
     def failure(self) -> Path:
-        """What stands for a run that failed."""
+        """The file that records a failed run."""
         return self.out / "failed" / f"{self.label}.json"
 
     @property
     def telemetry(self) -> Path:
-        """What GPU and host did meanwhile."""
+        """The file of GPU and host samples."""
         return self.out / "telemetry" / f"{self.label}.csv"
 
 
 def make_groups(recipe: SweepRecipe) -> list[Group]:
-    """Every named group at every point of the product, with the base settings below.
+    """Return every named group at every point of the product, on top of the base settings.
 
     Raises:
         ConfigError: the baseline is not among them, or a verb refuses the settings of one.
@@ -206,7 +207,7 @@ def make_groups(recipe: SweepRecipe) -> list[Group]:
             f"groups: {known.count(twice)} are called {twice!r}, expected a name of its own for "
             "each; drop values that [product] has twice"
         )
-    for group in found:  # its verb reads the settings, so that no run finds out later
+    for group in found:  # parse now, so that a run does not fail later
         if recipe.verb == "command":
             fill_command(recipe.command, {"python": "", "out": "", **group.settings})
         else:
@@ -217,7 +218,7 @@ def make_groups(recipe: SweepRecipe) -> list[Group]:
 def make_runs(
     recipe: SweepRecipe, groups: Sequence[Group], out: Path, *, strict: bool = False
 ) -> list[SweepRun]:
-    """All groups once, then all again: what drifts on the machine meets each of them alike."""
+    """Return the runs: all groups once, then all again, so that drift affects all groups alike."""
     return [
         SweepRun(
             sweep=recipe.name,
@@ -244,10 +245,10 @@ def _joined(recipe: SweepRecipe, group: Group, point: Table) -> Group:
 
 
 def fill_command(command: Sequence[str], settings: Table) -> list[str]:
-    """The command with the settings in the places of their names.
+    """Fill the settings into the placeholders of a command.
 
     Raises:
-        ConfigError: a place names no setting.
+        ConfigError: a placeholder names no setting.
     """
     try:
         return [word.format(**settings) for word in command]

@@ -1,7 +1,7 @@
-"""`qat bench sweep`: groups of settings in turns, and a table that says what they differ by.
+"""`qat bench sweep`: runs groups of settings in turns and compares them in a table.
 
-The unit of comparison is a repeat: a process of its own, whose median step stands for it. What
-repeats differ by is the machine's doing, and stands beside what groups differ by.
+The unit of comparison is a repeat: its own process, represented by its median step. The variation
+between repeats is noise of the machine, and is reported together with that between groups.
 """
 
 import json
@@ -36,13 +36,13 @@ from qat.observe.charts import SERIES, Chart, fit_scale
 HOME = Path("runs/sweep")
 MANIFEST, PAGE, PICTURE = "manifest.json", "sweep.md", "sweep.svg"
 NOISY = 0.12
-"""A coefficient of variation of the steps within a run above this is warned of."""
+"""Coefficient of variation of the steps in a run above which there is a warning."""
 RATES = {
     "bench": "valid tokens a second",
     "train": "tokens a second",
     "command": "runs a second",
 }
-"""What a rate counts, by verb."""
+"""The unit of a rate, by verb."""
 
 Row = dict[str, object]
 logger = logging.getLogger(__name__)
@@ -50,45 +50,46 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SweepLine:
-    """A group in the table."""
+    """A group's line in the table."""
 
     group: str
     costs_s: tuple[float, ...]
-    """Of each repeat: seconds a valid token, or a run of a command."""
+    """Seconds per valid token of each repeat, or per run of a command."""
     failed: int
     cost: Interval | None
-    """None where no repeat finished."""
+    """The median over repeats; None if none finished."""
     between: float | None
     """Coefficient of variation between repeats; None for a single one."""
     within: float | None
-    """Of the steps inside a run, the median of the runs; None where steps were not timed."""
+    """Coefficient of variation of the steps in a run, median over runs; None if steps were not
+    timed."""
     against: Difference | None
-    """From the baseline; None of itself, and where either has too few repeats."""
+    """Difference from the baseline; None for the baseline, or if either has too few repeats."""
     step_s: float | None
     step_p90_s: float | None
     slowest_share: float | None
-    """Of a step, the share that the slowest of several ranks works; exchanges are the rest."""
+    """Fraction of a step that the slowest rank works; the rest is exchanges."""
     peak_gib: float | None
-    """Of the rank that holds most, as what follows."""
+    """Peak memory of the rank that holds most, like the next field."""
     peak_reserved_gib: float | None
     slope_mib: float | None
-    """Growth of memory a step, the largest of the repeats; None for too few steps to tell."""
+    """Growth of memory per step, the largest of the repeats; None for too few steps."""
     warnings: tuple[str, ...]
 
     @property
     def is_ranked(self) -> bool:
-        """Whether it has the repeats that a rank needs."""
+        """True if it has enough repeats to be ranked."""
         return len(self.costs_s) >= MIN_SAMPLES
 
     @property
     def rate(self) -> float | None:
-        """Valid tokens a second, or runs of a command."""
+        """Valid tokens per second, or runs of a command per second."""
         return None if self.cost is None else 1 / self.cost.median
 
 
 @dataclass(frozen=True)
 class SweepReport:
-    """What a sweep found so far."""
+    """The current results of a sweep."""
 
     path: Path
     recipe: SweepRecipe
@@ -100,19 +101,19 @@ class SweepReport:
 
     @property
     def waiting(self) -> int:
-        """Runs that have neither finished nor failed."""
+        """Number of runs that have neither finished nor failed."""
         return len(self.runs) - len(self.rows) - len(self.failures)
 
     @property
     def fastest(self) -> SweepLine | None:
-        """The first of the ranked groups; None where repeats are too few to rank any."""
+        """The first of the ranked groups; None if no group has enough repeats."""
         return next((line for line in self.lines if line.is_ranked), None)
 
     def check(self) -> None:
-        """Make sure that every run finished.
+        """Raise TrainingError if a run failed.
 
         Raises:
-            TrainingError: one did not.
+            TrainingError: with the first failure.
         """
         if self.failures:
             first = self.failures[0]
@@ -126,10 +127,10 @@ class SweepReport:
 def plan_sweep(
     config: SweepConfig, recipe: Path, out: Path | None
 ) -> tuple[SweepRecipe, list[SweepRun]]:
-    """The recipe, and its runs in order.
+    """Return the recipe and its runs in order.
 
     Raises:
-        ConfigError: a mistake in the recipe.
+        ConfigError: an error in the recipe.
     """
     found = read_sweep(recipe, tiny=config.tiny)
     out = out or HOME / found.name
@@ -137,10 +138,10 @@ def plan_sweep(
 
 
 def run_sweep(config: SweepConfig, recipe: Path, out: Path | None) -> SweepReport:
-    """Run all that has not finished in `out`; a run that fails is part of the report.
+    """Run everything that has not finished in `out`; failed runs are part of the report.
 
     Raises:
-        ConfigError: a mistake in the recipe, a program that nobody allowed, or a directory of
+        ConfigError: an error in the recipe, a program without --allow-command, or a directory of
             another sweep.
     """
     found, runs = plan_sweep(config, recipe, out)
@@ -174,7 +175,7 @@ def run_sweep(config: SweepConfig, recipe: Path, out: Path | None) -> SweepRepor
 
 
 def _check_devices(runs: Sequence[SweepRun]) -> None:
-    """Refuse more ranks than there are GPUs, where these compute."""
+    """Raise ConfigError for more ranks than GPUs, if the run uses GPUs."""
     for run in runs:
         found = devices(run.settings.get("device", "auto"))
         if len(found) < run.ranks and found[0].startswith("cuda"):
@@ -193,7 +194,7 @@ def run_all(
     stop_on_error: bool,
     sample_s: float,
 ) -> None:
-    """Run those that have no row yet, each alone; `after_each` is called when one has ended."""
+    """Run those without a row, one at a time; `after_each` is called after every run."""
     waiting = [run for run in runs if not run.row.exists()]
     if waiting and not gpu_samples():
         logger.warning("no NVIDIA driver answers: the GPU columns of telemetry stay empty")
@@ -219,7 +220,7 @@ def run_all(
 
 
 def note_end(ended: Ended, timeout_s: float) -> bool:
-    """Write the failure of a run that has left no row; whether it has failed."""
+    """Record the failure of a run that left no row; return whether it failed."""
     run = ended.job
     if run.row.exists():
         logger.info("%s, repeat %d: done", run.group, run.repeat)
@@ -236,7 +237,7 @@ def note_end(ended: Ended, timeout_s: float) -> bool:
 
 
 def write_results(recipe: SweepRecipe, runs: Sequence[SweepRun]) -> SweepReport:
-    """Write manifest, rows, table and picture, each whole, from what the runs have left."""
+    """Write manifest, rows, table and picture, each atomically, from the files of the runs."""
     out, rows, failures, entries = runs[0].out, [], [], []
     for run in runs:
         status = "waiting"
@@ -251,7 +252,7 @@ def write_results(recipe: SweepRecipe, runs: Sequence[SweepRun]) -> SweepReport:
             failures.append({"group": run.group, "repeat": run.repeat, **found})
         place = {"label": run.label, "group": run.group, "repeat": run.repeat}
         entries.append({**place, "status": status})
-    # the same however often the sweep was stopped
+    # independent of how often the sweep was interrupted
     manifest = {"format": 1, "name": recipe.name, "runs": entries}
     write_atomically(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     groups = list(dict.fromkeys(run.group for run in runs))
@@ -277,7 +278,7 @@ def write_results(recipe: SweepRecipe, runs: Sequence[SweepRun]) -> SweepReport:
 def summarise(
     groups: Sequence[str], rows: Sequence[Row], failed: Sequence[str], baseline: str
 ) -> list[SweepLine]:
-    """A line for each group: ranked ones first, fastest on top; then the others as they come.
+    """Return a line per group: ranked ones first, fastest on top; then the others in order.
 
     Args:
         failed: the group of each run that failed.
@@ -293,8 +294,11 @@ def summarise(
 
 
 def spreads(lines: Sequence[SweepLine]) -> tuple[float | None, float | None]:
-    """The machine's share and the settings': the median variation between repeats of a group, and
-    that between the medians of ranked groups. None where there are too few."""
+    """Return the spread of the machine and of the settings; None if there are too few runs.
+
+    The first is the median variation between repeats of a group, the second the variation between
+    the medians of ranked groups.
+    """
     between = [line.between for line in lines if line.between is not None]
     medians = [line.cost.median for line in lines if line.is_ranked]
     machine = statistics.median(between) if between else None
@@ -302,7 +306,7 @@ def spreads(lines: Sequence[SweepLine]) -> tuple[float | None, float | None]:
 
 
 def cells(lines: Sequence[SweepLine]) -> tuple[list[str], list[list[str]]]:
-    """Headings, and the words of each line."""
+    """Return headings and the cells of each line."""
     headings = ["group", "rank", "repeats", "rate", "95 % low", "high", "between repeats"]
     headings += ["within a run", "x baseline", "effect", "p", "verdict"]
     headings += ["step s", "p90 s", "slowest rank", "GiB", "reserved", "MiB/step"]
@@ -340,7 +344,7 @@ def cells(lines: Sequence[SweepLine]) -> tuple[list[str], list[list[str]]]:
 
 
 def page(report: SweepReport) -> str:
-    """The table with what it takes to read it alone."""
+    """Return the page: the table with all that is needed to read it alone."""
     recipe, lines = report.recipe, report.lines
     what = f"student {recipe.student}" if recipe.student else f"`{' '.join(recipe.command)}`"
     words = [
@@ -377,7 +381,7 @@ def page(report: SweepReport) -> str:
 
 
 def chart(lines: Sequence[SweepLine], unit: str) -> bytes | None:
-    """SVG of each group's rate, the first line on top: repeats as dots, the interval as a bar.
+    """Draw each group's rate as SVG, the first on top: repeats as dots, the interval as a bar.
 
     None if no group finished a run.
     """
@@ -431,7 +435,7 @@ def _line(group: str, rows: Sequence[Row], failed: int, base: Sequence[float] | 
 
 
 def _warnings(row: Row) -> list[str]:
-    """What is doubtful about a run, in words."""
+    """Return descriptions of what is doubtful about a run."""
     found = [*row.get("machine_warnings", ()), *row.get("fallbacks", ())]
     if len(row["samples"]) > 1 and variation(row["samples"]) > NOISY:
         found.append(f"steps of a run vary by more than {NOISY:.0%}")

@@ -1,6 +1,6 @@
-"""What GPU and host do while a run goes on, sampled from beside it.
+"""Samples of GPU and host taken by a separate thread during a run.
 
-A column that nobody can measure here stays empty; it is never zero.
+A column that cannot be measured here stays empty; it is never zero.
 """
 
 import csv
@@ -20,15 +20,16 @@ GPU_COLUMNS = ("gpu_util_pct", "gpu_mem_mib", "gpu_temp_c", "gpu_power_w", "gpu_
 COLUMNS = ("time_s", "gpu", *GPU_COLUMNS, "host_cpu_pct", "host_mem_pct", "rss_mib")
 LEAST_SPAN_S = 0.05
 BUSY_PCT = 50.0
-"""Clocks of a GPU that does less say nothing."""
+"""GPU clocks are ignored below this utilization."""
 HOT_C, CLOCK_SPREAD = 80.0, 0.05
-"""A GPU above this temperature, or whose busy clock moves by this share, is warned of."""
+"""Limits above which there is a warning: the GPU's temperature, and the spread of its busy clock as
+a fraction."""
 
 Sample = dict[str, float | None]
 
 
 class Watch:
-    """Samples GPU and host into a CSV file from now until the block ends."""
+    """Samples GPU and host into a CSV file until the block ends."""
 
     def __init__(self, pid: int, path: Path, every_s: float) -> None:
         self._pid = pid
@@ -38,18 +39,18 @@ class Watch:
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> None:
-        """Begin."""
+        """Start sampling."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        """End with the sample that is being taken."""
+        """Stop after the current sample."""
         self._stop.set()
         self._thread.join()
 
     def _sample(self) -> None:
         began = time.monotonic()
-        psutil.cpu_percent()  # tells the share since the call before
+        psutil.cpu_percent()  # the next call returns the share since this one
         with self._path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
@@ -58,7 +59,7 @@ class Watch:
                 share = psutil.cpu_percent()
                 host = {
                     "time_s": round(time_s, 3),
-                    # right after the first call nothing has passed that it could be a share of
+                    # the first sample follows at once: there is no interval to measure a share in
                     "host_cpu_pct": share if time_s >= LEAST_SPAN_S else None,
                     "host_mem_pct": psutil.virtual_memory().percent,
                     "rss_mib": _tree_rss_mib(self._pid),
@@ -70,7 +71,7 @@ class Watch:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples of a file; none if it is not there. A line cut short by a kill is left out."""
+    """Return the samples of a file, without a line cut short by a kill; empty if it is missing."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as file:
@@ -79,9 +80,9 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def summarise(samples: Sequence[Sample]) -> Sample:
-    """Medians and maxima over a run; None where nothing was sampled.
+    """Return medians and maxima over a run; None for columns without samples.
 
-    Clocks count while the GPU is busy; `gpu_clock_spread` is (p90 - p10) / median of them.
+    Clocks count while the GPU is busy; their `gpu_clock_spread` is (p90 - p10) / median.
     """
 
     def over(of: Callable, name: str, rows: Sequence[Sample] = samples) -> float | None:  # noqa: ANN401
@@ -102,7 +103,7 @@ def summarise(samples: Sequence[Sample]) -> Sample:
 
 
 def machine_warnings(summary: Sample) -> list[str]:
-    """What makes the timings of a run doubtful, in words."""
+    """Return descriptions of what makes the timings of a run doubtful."""
     hot, spread = summary["gpu_temp_c"], summary["gpu_clock_spread"]
     found = []
     if hot is not None and hot > HOT_C:
@@ -113,10 +114,10 @@ def machine_warnings(summary: Sample) -> list[str]:
 
 
 def rank_facts(directory: Path) -> dict[str, object]:
-    """Median step seconds by rank, the slowest rank, and how much longer it takes than the fastest.
+    """Return the median step seconds by rank, the slowest rank, and its excess over the fastest.
 
-    From the heartbeats that each process of a run leaves; None without any. A rank whose lines
-    have no `step_s` is left out.
+    From the heartbeats that each process of a run writes; None without any. A rank whose lines have
+    no `step_s` is left out.
     """
     by_rank = {}
     for path in directory.rglob("heartbeat-rank*.jsonl"):
@@ -132,7 +133,7 @@ def rank_facts(directory: Path) -> dict[str, object]:
 
 
 def _tree_rss_mib(pid: int) -> float | None:
-    """What a process and its children hold; None where it is gone."""
+    """Return the memory of a process and its children; None if it has ended."""
     try:
         process = psutil.Process(pid)
         tree = [process, *process.children(recursive=True)]

@@ -1,4 +1,4 @@
-"""What one run of a sweep does: times training steps, or trains a student."""
+"""The work of one run of a sweep: timing training steps, or training a student."""
 
 import json
 import statistics
@@ -28,7 +28,7 @@ from qat.train.step import StepResult, check_dtype
 
 
 class Diary:
-    """A subject, and what it held and saw at each of its steps."""
+    """A subject that records the memory held and the valid tokens of each step."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Diary:
         self._subject = subject
         self._backend = backend
         self._by_step = by_step
-        """What the steps train on in turns, in place of what they are given."""
+        """Batches that the steps cycle through, in place of those they are given."""
         self._ranks = ranks
         self._first_timed = first_timed
         self.held_mib: list[float] = []
@@ -51,7 +51,7 @@ class Diary:
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
         """Take the step."""
         if step == self._first_timed:
-            self._ranks.exchange_s()  # forget those before the clock
+            self._ranks.exchange_s()  # drop the exchanges before the clock starts
         if self._by_step:
             batches = [self._by_step[step % len(self._by_step)]]
         result = self._subject(batches, step)
@@ -62,7 +62,7 @@ class Diary:
         return result
 
     def compile_facts(self) -> Facts:
-        """The subject's."""
+        """Return the facts of the subject."""
         return self._subject.compile_facts()
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class Diary:
 
 
 def time_bench(run: SweepRun) -> Facts | None:
-    """The training step of the settings, its memory, and what ran in it; None but on rank 0."""
+    """Time the training step of the settings; return None on all ranks but 0."""
     config = check_dtype(StepsConfig.parse(run.settings, run.group))
     with joined(config.device) as ranks:
         return _time_ranks(run, config, ranks)
@@ -79,7 +79,7 @@ def time_bench(run: SweepRun) -> Facts | None:
 
 def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | None:
     setting, model = prepare(config, run.student)
-    seed = setting.data.seed + ranks.rank * config.grad_accum_steps  # each has batches of its own
+    seed = setting.data.seed + ranks.rank * config.grad_accum_steps  # each rank has its own batches
     setting = replace(setting, data=replace(setting.data, seed=seed))
     ours = Ours(model, config, ranks=ranks, is_sharded=config.shard_latents)
     laid_out, first_timed = _laid_out(config, setting), config.warmup
@@ -99,7 +99,7 @@ def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | Non
         "layout": config.layout,
         "shard_latents": config.shard_latents,
         "valid_tokens_per_s": sum(valid) / sum(timing.steps_s),
-        # steps of one shape: the median, which a hiccup does not move; of several: all of them
+        # for steps of one shape the median, which ignores outliers; for several shapes the sum
         "cost_s": timing.step_s / valid[0]
         if len(set(valid)) == 1
         else sum(timing.steps_s) / max(sum(valid), 1),
@@ -110,11 +110,10 @@ def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | Non
 
 
 def rank_numbers(timing: Timing, ranks: Ranks) -> Facts:
-    """Of several ranks: the loss over all their tokens, the memory of the worst, and whose work the
-    others wait for.
+    """Return the loss over all ranks' tokens, the highest memory, and the time of the slowest rank.
 
-    A rank's work is a step without its exchanges, in which it waits for slower ranks as well. To be
-    called by all ranks, behind the timed steps.
+    A rank's work is its step without exchanges, which include waiting for slower ranks. All ranks
+    must call this, after the timed steps.
     """
     if ranks.size == 1:
         return {"ranks": 1}
@@ -137,11 +136,11 @@ def rank_numbers(timing: Timing, ranks: Ranks) -> Facts:
 
 
 def time_training(run: SweepRun) -> Facts:
-    """A whole `qat train`, and the speed that its heartbeats tell."""
+    """Run `qat train` to the end and return the speed from its heartbeats."""
     config = check_dtype(TrainConfig.parse(run.settings, run.group))
     report = train_student(config, run.student, run.directory, resume=run.directory.exists())
     beats = read_json_lines(run.directory / HEARTBEAT)
-    timed = beats[1:] or beats  # the first holds the compiler's work
+    timed = beats[1:] or beats  # the first one includes compilation
     samples = [beat["step_s"] for beat in timed]
     positions = statistics.median(beat["tokens_per_s"] * beat["step_s"] for beat in timed)
     step_s = statistics.median(samples)
@@ -169,7 +168,7 @@ def time_training(run: SweepRun) -> Facts:
 
 
 def leak_facts(held_mib: Sequence[float]) -> Facts:
-    """Whether memory grew with the steps, to the last; None for too few of them to tell."""
+    """Return whether memory grew until the last step; None with too few steps to decide."""
     trend, found = memory_trend(held_mib), leak_found_after(held_mib)
     return {
         "memory_steps": len(held_mib),
@@ -181,10 +180,10 @@ def leak_facts(held_mib: Sequence[float]) -> Facts:
 
 
 def _laid_out(config: StepsConfig, setting: Setting) -> list[Batch]:
-    """The batches of a layout by step; none of full rows.
+    """Return the batches of a layout by step; empty for full rows.
 
     Raises:
-        ConfigError: a cache, whose rows are packed already, or several micro-batches.
+        ConfigError: there is a cache, whose rows are already packed, or several micro-batches.
     """
     if config.layout == "rows":
         return []

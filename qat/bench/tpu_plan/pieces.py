@@ -1,4 +1,4 @@
-"""The training step of one student, cut where its layers repeat: traced once, not once a layer.
+"""The training step of a student, split at its repeated layers: one layer is traced for all.
 
 Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws, L layers.
 """
@@ -48,14 +48,14 @@ VIEWS = {
     aten.alias.default,
     aten.clone.default,
 }
-"""What backward does again rather than keep: it moves no numbers."""
+"""Operators that backward repeats instead of saving their results: they do no arithmetic."""
 
 
 def check_installed() -> None:
-    """Refuse to plan without the extra.
+    """Raise ConfigError if the extra for planning is not installed.
 
     Raises:
-        ConfigError: naming what is missing.
+        ConfigError: naming the missing packages.
     """
     missing = [name for name in ("jax", "torchax", "libtpu") if find_spec(name) is None]
     if missing:
@@ -67,18 +67,18 @@ def check_installed() -> None:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a step."""
+    """The compiler's results for a step."""
 
     peak_gib: float | None
-    """None if the step does not fit into the memory of the device."""
+    """Peak memory; None if the step does not fit into the memory of the device."""
     needed_gib: float | None
-    """What it would take; the peak if it fits."""
+    """Memory that the step needs; equal to the peak if it fits."""
     seconds: float
-    """Of the compiler alone."""
+    """Seconds of the compiler alone."""
 
 
 def used_gib(message: str) -> float | None:
-    """What the compiler says that a step would take, in either of its two ways.
+    """Return the memory that a step needs from either form of the compiler's error message.
 
     `Used 48.66G of 15.75G hbm`, or `(16.34G) exceeds available HBM (14.40G)`.
     """
@@ -91,7 +91,7 @@ def used_gib(message: str) -> float | None:
 
 
 class AnyNumber(TorchDispatchMode):
-    """Answers questions about values, which fake tensors lack: every number is 1, all are equal."""
+    """Answers value queries that fake tensors cannot: every number is 1, all tensors are equal."""
 
     def __torch_dispatch__(  # noqa: D105
         self, func: Callable, types: Sequence, args: tuple = (), kwargs: dict | None = None
@@ -105,7 +105,7 @@ class AnyNumber(TorchDispatchMode):
 
 @torch.library.custom_op("qat::end_of_forward", mutates_args=())
 def end_of_forward(hidden: Tensor) -> Tensor:
-    """Marks the place in a traced graph behind which backward begins."""
+    """Mark the place in a traced graph after which backward begins."""
     return hidden.clone()
 
 
@@ -116,7 +116,7 @@ def _(hidden: Tensor) -> Tensor:
 
 @contextmanager
 def tracing(fake: FakeTensorMode) -> Iterator[None]:
-    """Inside, tensors have no values, and attention is plain matmuls and a softmax."""
+    """Use tensors without values in the block, and attention of plain matmuls and a softmax."""
     with fake, AnyNumber(), sdpa_kernel(SDPBackend.MATH):
         yield
 
@@ -124,9 +124,9 @@ def tracing(fake: FakeTensorMode) -> Iterator[None]:
 def trace(
     run: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], fake: FakeTensorMode
 ) -> fx.GraphModule:
-    """What `run` does with `inputs`, fake tensors that it reads by itself, changing none of them.
+    """Trace `run`, which reads the fake tensors `inputs` by closure and does not change them.
 
-    The graph takes as many tensors as `inputs` has, and gives what `run` gives.
+    The graph takes the tensors of `inputs` and returns what `run` returns.
     """
 
     def graph_of(function: Callable, given: Sequence[Tensor]) -> fx.GraphModule:
@@ -152,10 +152,10 @@ def trace(
 
 
 def split(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """A graph of forward and backward cut at `end_of_forward`, its first output.
+    """Split a graph of forward and backward at `end_of_forward`, its first output.
 
-    Forward takes the same inputs and gives that output, then what backward reads of it; backward
-    takes the same inputs, then those, and gives the other outputs.
+    Forward takes the same inputs and returns that output and the tensors saved for backward.
+    Backward takes the same inputs and then the saved tensors, and returns the other outputs.
     """
     nodes = list(joint.graph.nodes)
     end = next(n for n in nodes if n.target is torch.ops.qat.end_of_forward.default)
@@ -186,7 +186,7 @@ def split(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
 def _copied(
     joint: fx.GraphModule, nodes: list[fx.Node], given: list[fx.Node], results: list[fx.Node]
 ) -> fx.GraphModule:
-    """The nodes as a graph of their own, in which `given` are inputs; what nobody reads is left."""
+    """Copy the nodes to a new graph with `given` as additional inputs, without unused nodes."""
     graph, known = fx.Graph(), {}
     for node in joint.graph.nodes:
         if node.op == "placeholder":
@@ -203,7 +203,7 @@ def _copied(
 
 
 LR = 1e-4
-"""A learning rate above zero, so that no compiler leaves the update out."""
+"""A nonzero learning rate, so that no compiler drops the update."""
 
 
 class _Reached(Exception):
@@ -212,22 +212,23 @@ class _Reached(Exception):
 
 @dataclass(frozen=True)
 class Pieces:
-    """Graphs over flat lists of tensors; `tensors` are always those of one layer, then of none."""
+    """Graphs on flat lists of tensors: `layer` has those of one layer, `outside` all others."""
 
     prelude: fx.GraphModule
-    """`(*outside, ids, positions)` to the first layer's hidden state and what all layers share."""
+    """`(*outside, ids, positions)` to the first layer's hidden state and the context shared by
+    layers."""
     form: fx.GraphModule
     """`(*layer)` to the formed weights."""
     layer: fx.GraphModule
-    """`(hidden, *context, *formed, *layer, g_out)` to the hidden state behind the layer, the
+    """`(hidden, *context, *formed, *layer, g_out)` to the hidden state after the layer, and the
     gradients of the hidden state before it, of the formed weights that learn, and of the layer's
-    other parameters that learn."""
+    other learned parameters."""
     forward: fx.GraphModule
-    """The first half of `layer`: to its first output and what the second half reads."""
+    """The forward part of `layer`: to its first output and the tensors saved for backward."""
     backward: fx.GraphModule
-    """The second half of `layer`."""
+    """The backward part of `layer`."""
     pull_back: fx.GraphModule
-    """`(*layer, *g_formed)` to the gradients of what learns of the formed weights."""
+    """`(*layer, *g_formed)` to the gradients of the learned parts of the formed weights."""
     head: fx.GraphModule
     """`(*outside, hidden, *targets, valid)` to the losses and the gradient of some tokens."""
     move: fx.GraphModule
@@ -235,7 +236,7 @@ class Pieces:
 
 
 class Traceable:
-    """One student whose step is to be planned; its tensors have shapes and no values."""
+    """A student whose step can be planned; its tensors have shapes but no values."""
 
     def __init__(self, config: BenchConfig, source: str) -> None:
         self.config = config
@@ -263,10 +264,10 @@ class Traceable:
         self.learned_formed = [t for t in learned if id(t) in of_linears]
         self.learned_plain = [t for t in learned if id(t) not in of_linears]
         self.learned = [*self.learned_formed, *self.learned_plain]
-        """What learns of a layer: what weights are formed of, then the rest."""
+        """The learned tensors of a layer: first the parts of formed weights, then the rest."""
         place = {id(tensor): number for number, tensor in enumerate(self.tensors)}
         self.learned_places = [place[id(tensor)] for tensor in self.learned]
-        """Where `learned` lie among `tensors`."""
+        """Indices of `learned` in `tensors`."""
         if any(tensor.requires_grad for tensor in self.outside):
             raise ConfigError(
                 "plan: something outside the layers learns, which is not planned for a TPU; drop "
@@ -274,18 +275,18 @@ class Traceable:
             )
 
     def batch(self, batch_size: int) -> Batch:
-        """A batch without values."""
+        """Return a batch without values."""
         with self.fake:
             return random_batch(self._source, batch_size, torch.Generator())
 
     def rows(self, batch_size: int) -> int:
-        """Sequences that a recomputed layer takes at a time."""
+        """Return the number of sequences that a recomputed layer takes at a time."""
         if not self.config.gradient_checkpointing:
             return batch_size
         return min(batch_size, max(1, SLICE_TOKENS // self._source.seq_len))
 
     def pieces(self, batch_size: int) -> Pieces:
-        """The step at one batch size; what another size shares with it is traced once."""
+        """Return the step at one batch size; pieces shared with other sizes are traced once."""
         rows = self.rows(batch_size)
         tokens = min(head_kernels.BLOCK_TOKENS, self.batch(batch_size).mask.numel())
         layer = self._once("layer", rows, lambda: self._layer(self.batch(rows)))
@@ -316,7 +317,7 @@ class Traceable:
         return self._trace(run, self.tensors)
 
     def _reach(self, batch: Batch) -> tuple[tuple, dict]:
-        """What the first layer gets."""
+        """Return the inputs of the first layer."""
 
         def stop(_module: nn.Module, args: tuple, kwargs: dict) -> None:
             raise _Reached(args, kwargs)
@@ -404,7 +405,7 @@ class Traceable:
             (g_hidden,) = torch.autograd.grad(parts["loss"] / valid, [hidden])
             return [*(part.detach() for part in parts.values()), g_hidden]
 
-        # the second matmul runs over all words at once: TPUs need no smaller tiles
+        # run the second matmul over the whole vocabulary: TPUs do not need smaller tiles
         before, head_kernels.BLOCK_WORDS = head_kernels.BLOCK_WORDS, self.student.config.vocab_size
         try:
             return self._trace(run, [*self.outside, hidden, *targets, valid])
@@ -412,7 +413,7 @@ class Traceable:
             head_kernels.BLOCK_WORDS = before
 
     def _move(self) -> fx.GraphModule:
-        """AdamW over each tensor of all layers at once: it treats every element alike."""
+        """Trace AdamW on each tensor stacked over all layers: the update is elementwise."""
         L, by_id = len(self.layers), {id(x.parameter): x for x in self.learners}
         with tracing(self.fake):
             stacks = [nn.Parameter(t.detach().new_empty(L, *t.shape)) for t in self.learned]
@@ -428,7 +429,7 @@ class Traceable:
             for i in range(len(stacks)):
                 state |= {f"exp_avg.{i}": moments[2 * i], f"exp_avg_sq.{i}": moments[2 * i + 1]}
             mover.load(state)
-        # the moments that the mover holds are those of `moments`, which the trace replaces
+        # the mover holds the tensors of `moments`, which the trace replaces
 
         def run() -> list[Tensor]:
             for stack, gradient in zip(stacks, gradients, strict=True):
@@ -440,11 +441,7 @@ class Traceable:
 
 
 def check_alike(layers: Sequence[nn.Module]) -> None:
-    """Refuse layers that differ in more than their values.
-
-    Raises:
-        ConfigError: naming the first that differs.
-    """
+    """Raise ConfigError for the first layer that differs from layer 0 in more than its values."""
     for number, layer in enumerate(layers):
         if _kind(layer) != _kind(layers[0]):
             raise ConfigError(
@@ -454,7 +451,7 @@ def check_alike(layers: Sequence[nn.Module]) -> None:
 
 
 def _kind(layer: nn.Module) -> tuple:
-    """What must be the same of all layers."""
+    """Return the properties that must be equal in all layers."""
     tensors = [(n, t.shape, t.dtype, t.requires_grad) for n, t in _tensors(layer).items()]
     kinds = [getattr(m, "attention_type", None) for m in layer.modules()]
     return tensors, [linear.spec for linear in quant_linears(layer).values()], kinds
@@ -465,7 +462,7 @@ def _tensors(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def _with_fakes(model: PreTrainedModel, fake: FakeTensorMode) -> PreTrainedModel:
-    """The model with a fake tensor in the place of every tensor; what is tied stays tied."""
+    """Replace every tensor of the model by a fake one; tied tensors stay tied."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def replaced(tensor: Tensor) -> Tensor:
@@ -473,7 +470,7 @@ def _with_fakes(model: PreTrainedModel, fake: FakeTensorMode) -> PreTrainedModel
             new = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, tensor.requires_grad)
-            made[id(tensor)] = new, tensor  # kept, so that no other takes its id
+            made[id(tensor)] = new, tensor  # keep the original, so that its id is not reused
         return made[id(tensor)][0]
 
     with fake, AnyNumber():

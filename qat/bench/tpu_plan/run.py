@@ -1,6 +1,6 @@
-"""`qat bench --plan v6e`: what a student's step takes on TPUs that nobody has rented yet.
+"""`qat bench --plan v6e`: memory of a student's step on TPUs that are not at hand.
 
-The largest batch is found by compiling: every size that is named was compiled.
+The largest batch is found by compiling: every size in the results was compiled.
 """
 
 import logging
@@ -18,21 +18,21 @@ from qat.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 MARGIN = 0.1
-"""Share of the memory left free: a runtime's own buffers, and another version's schedule."""
+"""Fraction of the memory left free for the runtime's own buffers and other versions' schedules."""
 OCTAVES, STEPS = 16, 4
-"""Sizes tried are 1 ... 2**16, so many in each octave."""
+"""The search tries sizes from 1 to below 2**OCTAVES, STEPS in each octave."""
 
 
 @dataclass(frozen=True)
 class PlanTrial:
-    """One batch size, compiled."""
+    """One compiled batch size."""
 
     batch_size: int
     fits: bool
     peak_gib: float | None
-    """None where the compiler gave up."""
+    """Peak memory; None if the step did not fit."""
     needed_gib: float | None
-    """What the compiler says the step would take."""
+    """Memory that the step needs, according to the compiler."""
     trace_s: float
     compile_s: float
 
@@ -45,32 +45,32 @@ class Planned:
     dtype: str
     gradient_checkpointing: bool
     memory_gib: float
-    """What the step may hold, the margin taken off."""
+    """Memory that the step may use, without the margin."""
     trials: tuple[PlanTrial, ...]
-    """By size."""
+    """Trials in ascending order of size."""
 
     @property
     def best(self) -> PlanTrial | None:
-        """The largest that fits."""
+        """The largest trial that fits."""
         return max((t for t in self.trials if t.fits), key=lambda t: t.batch_size, default=None)
 
     @property
     def max_batch(self) -> int:
-        """The largest size that was compiled and fits; 0 for none."""
+        """The largest compiled size that fits; 0 if none does."""
         return self.best.batch_size if self.best else 0
 
 
 def sizes() -> list[int]:
-    """The batch sizes that a search considers, ascending."""
+    """Return the batch sizes that a search considers, ascending."""
     parts = range(STEPS, 2 * STEPS)
     return sorted({2**octave * part // STEPS for octave in range(OCTAVES) for part in parts})
 
 
 def memory_for(topology: Topology, config: BenchConfig) -> float:
-    """GiB that a step may take on it, or on an emulated smaller one.
+    """Return the GiB that a step may take on the chip, or on an emulated smaller one.
 
     Raises:
-        ConfigError: the limit is above what the chip has.
+        ConfigError: the limit exceeds the chip's memory.
     """
     limit = config.memory_limit_gib
     if limit is not None and limit > topology.hbm_gib:
@@ -82,12 +82,13 @@ def memory_for(topology: Topology, config: BenchConfig) -> float:
 
 
 def plan_tpu(config: BenchConfig, source: str, topology: Topology) -> Planned:
-    """Compile the step of `source` at one batch size after the other, without a TPU.
+    """Compile the step of `source` at several batch sizes, without a TPU.
 
-    Searches with `--find-max-batch`; else compiles each of `--batch-sizes`, or `--batch-size`.
+    With `--find-max-batch` it searches; otherwise it compiles each of `--batch-sizes`, or
+    `--batch-size`.
 
     Raises:
-        ConfigError: the extra is absent, or the step is one that cannot be planned.
+        ConfigError: the extra is not installed, or the step is not supported.
     """
     memory_gib = memory_for(topology, config)
     planner = Planner(config, source, topology, memory_gib)
@@ -119,10 +120,10 @@ def plan_tpu(config: BenchConfig, source: str, topology: Topology) -> Planned:
 def run_tpu_plan(
     config: BenchConfig, student: str, out: Path | None
 ) -> tuple[Path, tuple[Planned, ...]]:
-    """Compile the step for TPUs alone, measuring nothing; also gives the directory of results.
+    """Compile the step for TPUs only, without measuring; also return the directory of results.
 
     Raises:
-        ConfigError: the extra is absent, or the step is one that cannot be planned.
+        ConfigError: the extra is not installed, or the step is not supported.
     """
     with Results(out, environment(select("cpu"), config)) as results:
         planned = plan_tpus(config, student, results)
@@ -131,7 +132,7 @@ def run_tpu_plan(
 
 
 def plan_tpus(config: BenchConfig, student: str, results: Results) -> tuple[Planned, ...]:
-    """Each TPU named without and with gradient checkpointing; a row for every size compiled.
+    """Plan each named TPU without and with gradient checkpointing; add a row per compiled size.
 
     Raises:
         ConfigError: see `run_tpu_plan`.
@@ -159,7 +160,7 @@ def plan_tpus(config: BenchConfig, student: str, results: Results) -> tuple[Plan
 
 
 class Planner:
-    """One student's step, traced once, to be compiled for one TPU at any batch size."""
+    """One student's step, traced once, for compilation for one TPU at any batch size."""
 
     def __init__(
         self, config: BenchConfig, source: str, topology: Topology, memory_gib: float
@@ -173,18 +174,14 @@ class Planner:
         self._student = Traceable(config.model_copy(update=on_cpu), source)
 
     def compile(self, batch_size: int) -> Compiled:
-        """The whole step at `batch_size`, in no more than the memory that it was given."""
+        """Compile the whole step at `batch_size` within the given memory."""
         from qat.bench.tpu_plan.xla import compile_step
 
         return compile_step(self._student, batch_size, self._topology, self._memory_gib)
 
 
 def _check(config: BenchConfig) -> None:
-    """Refuse what is not compiled here.
-
-    Raises:
-        ConfigError: see its message.
-    """
+    """Raise ConfigError for settings that cannot be planned."""
     if config.dtype in ("fp16", "tf32"):
         raise ConfigError(
             f"dtype={config.dtype}, but a TPU computes in bf16 or fp32; use --dtype bf16 or fp32"

@@ -1,7 +1,7 @@
-"""The whole optimizer step in jax, made of traced graphs and compiled for a TPU that is not there.
+"""The whole optimizer step in jax, built from traced graphs and compiled for an absent TPU.
 
-The one place where jax and torchax are imported; whoever imports this has the extra. jax computes
-on the CPU; libtpu compiles for a TPU that is only described, and asks no network.
+This is the only module that imports jax and torchax, so importing it requires the extra. jax
+computes on the CPU; libtpu compiles for a TPU described by its topology, without network access.
 
 Shapes: B sequences, S positions, T = B * S tokens, L layers.
 """
@@ -27,7 +27,7 @@ check_installed()
 keep_libtpu_offline()
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torchax's own
+    warnings.simplefilter("ignore")  # torchax's own warnings
     import jax
     import torchax
     from jax import lax
@@ -35,17 +35,17 @@ with warnings.catch_warnings():
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
     from torchax import interop
-    from torchax.ops import jaten  # noqa: F401  its operators first, or they replace ours
+    from torchax.ops import jaten  # noqa: F401  its operators first, or they would replace ours
     from torchax.ops.ops_registry import register_torch_dispatch_op
 
 jax.config.update("jax_platforms", "cpu")
-# an eighth of the time, for a little more memory (docs/tpu.md, "How far to trust it")
+# an eighth of the compile time, for slightly more memory (docs/tpu.md, "How far to trust it")
 jax.config.update("jax_optimization_level", "O0")
 
-# Operators that torchax lacks, gets wrong, or lowers to what a TPU compiles for minutes.
+# Operators that torchax lacks, gets wrong, or lowers to code that compiles for minutes on a TPU.
 
 SMALL_TABLE = 16
-"""Entries of a codebook that are looked up by comparison: a gather or a sort costs a TPU more."""
+"""Largest codebook that is looked up by comparison: a gather or a sort is slower on a TPU."""
 DTYPES = {
     torch.float64: jnp.float32,
     torch.float32: jnp.float32,
@@ -57,7 +57,7 @@ DTYPES = {
     torch.uint8: jnp.uint8,
     torch.bool: jnp.bool_,
 }
-"""What a TPU holds a tensor in: 64 bits become 32."""
+"""The dtype that a TPU stores for each tensor dtype: 64 bits become 32."""
 
 
 def _is_small(table: jax.Array) -> bool:
@@ -65,7 +65,7 @@ def _is_small(table: jax.Array) -> bool:
 
 
 def take(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """`table[indices]`, level by level."""
+    """Return `table[indices]`, computed level by level."""
     found = jnp.broadcast_to(table[0], indices.shape)
     for level in range(1, table.shape[0]):
         found = jnp.where(indices == level, table[level], found)
@@ -73,12 +73,12 @@ def take(table: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def index_select(x: jax.Array, dim: int, i: jax.Array) -> jax.Array:
-    """`aten.index_select`."""
+    """Implement `aten.index_select`."""
     return take(x, i) if _is_small(x) else jnp.take(x, i, axis=dim)
 
 
 def index(x: jax.Array, indices: Sequence[jax.Array | None]) -> jax.Array:
-    """`aten.index`."""
+    """Implement `aten.index`."""
     if _is_small(x) and len(indices) == 1:
         return take(x, indices[0])
     return x[tuple(slice(None) if i is None else i for i in indices)]
@@ -87,7 +87,7 @@ def index(x: jax.Array, indices: Sequence[jax.Array | None]) -> jax.Array:
 def bucketize(
     x: jax.Array, edges: jax.Array, *, out_int32: bool = False, right: bool = False
 ) -> jax.Array:
-    """`aten.bucketize`: how many edges lie below."""
+    """Implement `aten.bucketize`: count the edges below."""
     above = (x >= edge if right else x > edge for edge in edges)
     return sum((found.astype(jnp.int32) for found in above), jnp.zeros(x.shape, jnp.int32))
 
@@ -95,10 +95,10 @@ def bucketize(
 def sort(
     x: jax.Array, *, stable: bool = True, dim: int = -1, descending: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """`aten.sort` of a codebook: every entry's rank, by comparison.
+    """Implement `aten.sort` for a codebook: compute every entry's rank by comparison.
 
     Raises:
-        NotImplementedError: it is no codebook.
+        NotImplementedError: it is not a codebook.
     """
     if not _is_small(x) or descending:
         raise NotImplementedError("a sort of more than a codebook")
@@ -109,7 +109,7 @@ def sort(
 
 
 def scatter_add(x: jax.Array, dim: int, i: jax.Array, values: jax.Array) -> jax.Array:
-    """`aten.scatter_add` along rows."""
+    """Implement `aten.scatter_add` along rows."""
     if x.shape[1] > SMALL_TABLE:
         return x.at[jnp.arange(x.shape[0])[:, None], i].add(values)
     parts = [jnp.where(i == level, values, 0).sum(1) for level in range(x.shape[1])]
@@ -117,7 +117,7 @@ def scatter_add(x: jax.Array, dim: int, i: jax.Array, values: jax.Array) -> jax.
 
 
 def scatter_value(x: jax.Array, dim: int, i: jax.Array, value: float) -> jax.Array:
-    """`aten.scatter` of one value along rows, column after column of `i`."""
+    """Implement `aten.scatter` of one value along rows, one column of `i` after the other."""
     places = jnp.arange(x.shape[1])[None]
 
     def mark(k: int, found: jax.Array) -> jax.Array:
@@ -141,7 +141,7 @@ OPERATORS = {
     aten._foreach_mul.Tensor: lambda xs, factor: [x * factor for x in xs],
 }
 log = logging.getLogger()
-was_disabled, log.disabled = log.disabled, True  # torchax warns of names that it has already
+was_disabled, log.disabled = log.disabled, True  # torchax warns of known names
 try:
     for operator, function in OPERATORS.items():
         register_torch_dispatch_op(operator, function, is_jax_function=True)
@@ -150,7 +150,7 @@ finally:
 
 
 def jax_function(graph: fx.GraphModule) -> Callable[[Sequence[object]], list[object]]:
-    """A graph of `qat.bench.tpu_plan.pieces` as a function from jax arrays to jax arrays."""
+    """Return a graph of `qat.bench.tpu_plan.pieces` as a function of jax arrays."""
     _prepare(graph)
     constants = {
         node.target: _value(getattr(graph, node.target))
@@ -161,7 +161,7 @@ def jax_function(graph: fx.GraphModule) -> Callable[[Sequence[object]], list[obj
 
     def run(arrays: Sequence[object]) -> list[object]:
         with warnings.catch_warnings(), environment:
-            # jax says each time that 64 bits become 32
+            # jax warns each time that 64 bits become 32
             warnings.filterwarnings("ignore", "Explicitly requested dtype", UserWarning)
             known = {name: interop.torch_view(jnp.asarray(v)) for name, v in constants.items()}
             inputs = [interop.torch_view(array) for array in arrays]
@@ -172,7 +172,7 @@ def jax_function(graph: fx.GraphModule) -> Callable[[Sequence[object]], list[obj
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs a graph operator by operator, with `constants` in the place of its attributes."""
+    """Runs a graph operator by operator, with `constants` in place of its attributes."""
 
     def __init__(self, graph: fx.GraphModule, constants: dict[str, Tensor]) -> None:
         super().__init__(graph)
@@ -183,12 +183,12 @@ class _Interpreter(fx.Interpreter):
 
 
 def _value(constant: Tensor) -> object:
-    """A constant of the traced step; without values (it is a step count) it is 1."""
+    """Return the value of a traced constant; 1 if it has no value (it is a step count)."""
     return 1.0 if isinstance(constant, FakeTensor) else constant.tolist()
 
 
 def _prepare(graph: fx.GraphModule) -> None:
-    """Let torchax decide where things lie, and leave nothing that changes an input."""
+    """Leave device placement to torchax, and replace operators that modify their inputs."""
     out_of_place = {aten.add_.Tensor: aten.add.Tensor, aten.copy_.default: aten.copy.default}
     for node in graph.graph.nodes:
         node.target = out_of_place.get(node.target, node.target)
@@ -211,8 +211,8 @@ def compile_step(
 ) -> Compiled:
     """Compile the whole step at `batch_size` for one chip of a TPU.
 
-    The compiler may use `memory_gib`; near it, it gives up speed for memory, as it does on a chip
-    of that size.
+    The compiler may use `memory_gib`; near that limit it trades speed for memory, as it does on a
+    chip of that size.
     """
     step, L = build(student, batch_size), len(student.layers)
     bounds = topology.host_bounds
@@ -229,7 +229,7 @@ def compile_step(
         [shape_of(tensor) for tensor in student.outside],
         [shape_of(tensor) for tensor in student.batch(batch_size)],
     )
-    # layers and moments give their memory to the results
+    # donate layers and moments, whose buffers the results reuse
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments)
     options = {"xla_tpu_max_hbm_size_mib": int(memory_gib * 1024)}
     began = perf_counter()
@@ -244,10 +244,10 @@ def compile_step(
 
 
 def build(student: Traceable, batch_size: int) -> Callable:
-    """`step(layers, moments, outside, batch) -> losses, norm, layers, moments`, over jax arrays.
+    """Return `step(layers, moments, outside, batch) -> losses, norm, layers, moments` in jax.
 
-    `layers` are the tensors of a layer, each for all layers, `(L, ...)`; `moments` two of each that
-    learns, `(L, ...)`; `outside` everything else of the model.
+    `layers` are the tensors of a layer, stacked over layers `(L, ...)`; `moments` two for each
+    learned tensor, `(L, ...)`; `outside` all other tensors of the model.
     """
     run = {name: jax_function(graph) for name, graph in vars(student.pieces(batch_size)).items()}
     recomputes = student.config.gradient_checkpointing
@@ -278,7 +278,7 @@ def build(student: Traceable, batch_size: int) -> Callable:
 
     def step(layers: list, moments: list, outside: list, batch: list) -> tuple:
         losses, found = gradients(layers, outside, Batch(*batch))
-        # the norm of all gradients and what to multiply them by, as `Optimizer.step` has it
+        # the norm of all gradients and their clipping factor, as in `Optimizer.step`
         norm = jnp.sqrt(sum(jnp.square(g.astype(jnp.float32)).sum() for g in found))
         factor = jnp.minimum(student.settings.clip_grad_norm / (norm + 1e-6), 1.0)
         factor = jnp.where(jnp.isfinite(norm), factor, jnp.nan)
@@ -292,29 +292,29 @@ def build(student: Traceable, batch_size: int) -> Callable:
 
 
 class _Keeping:
-    """A layer that keeps what its backward reads.
+    """A layer that saves the activations that its backward reads.
 
-    `context` is what all layers share, mask and rotary tables; `own` the layer's formed weights,
-    then its tensors.
+    `context` is shared by all layers: mask and rotary tables. `own` holds the layer's formed
+    weights, then its tensors.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
     def forward(self, hidden: jax.Array, context: list, own: list) -> tuple:
-        """The next hidden state, and what `backward` needs."""
+        """Return the next hidden state and what `backward` needs."""
         unread = jnp.zeros_like(hidden)
         out, *kept = self._run["forward"]([hidden, *context, *own, unread])
         return out, (hidden, kept)
 
     def backward(self, g_out: jax.Array, context: list, own: list, kept: tuple) -> list:
-        """The gradients of the hidden state, then of what learns."""
+        """Return the gradients of the hidden state and then of the learned tensors."""
         hidden, saved = kept
         return self._run["backward"]([hidden, *context, *own, g_out, *saved])
 
 
 class _Recomputing:
-    """A layer that keeps its input alone, and goes through it `rows` sequences at a time."""
+    """A layer that saves only its input and recomputes the rest, `rows` sequences at a time."""
 
     def __init__(self, run: Run, rows: int, batch_size: int) -> None:
         self._run = run
@@ -323,7 +323,7 @@ class _Recomputing:
         self._count = -(-batch_size // rows)
 
     def forward(self, hidden: jax.Array, context: list, own: list) -> tuple:
-        """The next hidden state, and what `backward` needs."""
+        """Return the next hidden state and what `backward` needs."""
 
         def one(this: tuple) -> jax.Array:
             part, *cut = this
@@ -333,13 +333,14 @@ class _Recomputing:
         return self._joined(lax.map(one, self._slices((hidden, *context)))), hidden
 
     def backward(self, g_out: jax.Array, context: list, own: list, hidden: jax.Array) -> list:
-        """The gradients of the hidden state, then of what learns."""
+        """Return the gradients of the hidden state and then of the learned tensors."""
         slices = self._slices((hidden, g_out, *context))
 
         def one(this: tuple) -> list:
             part, g_part, *cut = this
             here = [*self._whole(context, cut), *own]
-            # nothing of forward may be taken for this, nor this begin before the gradient is there
+            # keep XLA from reusing the forward pass, and from starting before the gradient is
+            # available
             given = lax.optimization_barrier([part, *here, g_part])
             return self._run["layer"](given)[1:]
 
@@ -356,11 +357,11 @@ class _Recomputing:
         return x.ndim > 1 and x.shape[0] == self._batch
 
     def _slices(self, tensors: tuple) -> list:
-        """Each tensor with a row a sequence as `(count, rows, ...)`, filled up with zeros."""
+        """Return tensors with a row per sequence as `(count, rows, ...)`, padded with zeros."""
         return [_blocks(x, self._count, self._rows) for x in filter(self._is_cut, tensors)]
 
     def _whole(self, context: list, cut: list) -> list:
-        """The context of one slice."""
+        """Return the context of one slice."""
         left = iter(cut)
         return [next(left) if self._is_cut(x) else x for x in context]
 
@@ -369,13 +370,13 @@ class _Recomputing:
 
 
 def _blocks(x: jax.Array, count: int, size: int) -> jax.Array:
-    """`(count, size, ...)`: the rows of `x`, filled up with zeros."""
+    """Return the rows of `x` as `(count, size, ...)`, padded with zeros."""
     padded = jnp.pad(x, [(0, count * size - len(x))] + [(0, 0)] * (x.ndim - 1))
     return padded.reshape(count, size, *x.shape[1:])
 
 
 def _head(head: Callable, outside: list, hidden: jax.Array, batch: Batch) -> tuple:
-    """The losses and the gradient of the last hidden state, a block of tokens at a time."""
+    """Return the losses and the gradient of the last hidden state, computed in blocks of tokens."""
     T, D = batch.mask.size, hidden.shape[-1]
     tokens = min(BLOCK_TOKENS, T)
     valid = jnp.maximum(batch.mask.sum(), 1)
