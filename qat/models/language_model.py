@@ -1,4 +1,4 @@
-"""A causal language model as hidden states and a head, so that nobody needs all logits at once."""
+"""A causal language model as hidden states and a head, so that not all logits exist at once."""
 
 import math
 import sys
@@ -35,12 +35,13 @@ LOGIT_FACTORS = {
     "logits_scaling": -1,
     "logits_mup_width_multiplier": -1,
 }
-"""Keys of configurations by which models multiply (1) or divide (-1) logits, or what makes them."""
+"""Configuration keys of factors that multiply (1) or divide (-1) the logits or their inputs."""
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Keys of configurations that bound logits softly."""
+"""Configuration keys of a soft cap on logits."""
 HALVES = (torch.bfloat16, torch.float16)
 MOST_OF_NOISE = 2.0
-"""How many times what a rounding in every layer changes, two ways through the body may differ."""
+"""Largest allowed difference of two ways through the body, as a multiple of what a rounding in
+every layer changes."""
 
 
 class LanguageModel:
@@ -49,14 +50,14 @@ class LanguageModel:
     `logits(hidden(ids, positions))` is `model(ids, position_ids=positions).logits`. Positions that
     restart within a row separate packed documents: attention then stays inside each.
 
-    With `in_files` its weights are in memory while they are needed, and no longer.
+    With `in_files` weights are in memory only while they are needed.
     """
 
     def __init__(self, model: PreTrainedModel, in_files: InFiles | None = None) -> None:
         self.model, self.in_files = model, in_files
         open_sites(model)
         if not getattr(model.base_model, "layers_are_rescaled", True):
-            model.config.rescale_every = 0  # else RWKV halves weights in place where it infers
+            model.config.rescale_every = 0  # otherwise RWKV halves weights in place for inference
         self._is_plain = use_packed_attention(model)
         rotate_by_document(model)
         if in_files is not None:
@@ -72,7 +73,7 @@ class LanguageModel:
 
     @property
     def longest(self) -> int:
-        """Tokens that a sequence may have; more than any where the architecture knows no limit."""
+        """The largest number of tokens in a sequence; `sys.maxsize` if there is no limit."""
         return most_positions(self.config) or sys.maxsize
 
     @property
@@ -82,34 +83,35 @@ class LanguageModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the input ids go."""
+        """The device of the input ids."""
         if self.in_files is not None:
             return self.in_files.device
         return module_device(self.model.get_input_embeddings())
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in without autocast."""
+        """The dtype that the model computes in without autocast."""
         return embedding_dtype(self.model) if self.in_files is None else self.in_files.dtype
 
     def present(self, module: nn.Module) -> AbstractContextManager[None]:
-        """A block in which a layer, the embedding or the head has its weights on the device."""
+        """Keep the weights of a layer, the embedding or the head on the device inside the block."""
         return nullcontext() if self.in_files is None else self.in_files.present(module)
 
     def hidden_of(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-        """`hidden` of each batch of ids and positions in turn.
+        """Yield `hidden` of each batch of ids and positions in turn.
 
-        Of a model that stays in its files they all go through a layer before the next one comes.
+        If the model stays in its files, all batches go through a layer before the next one is
+        loaded.
         """
         if self.in_files is not None:
             return hidden_layer_by_layer(self, [*batches])
         return (self.hidden(*batch) for batch in batches)
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, *, is_packed: bool = True) -> Tensor:
-        """The last hidden state as the head reads it, `(B, S, D)`; nothing waits for the device.
+        """Return the last hidden state as the head reads it, `(B, S, D)`; never synchronizes.
 
-        `is_packed=False` promises that every row is one document, which longer sequences
-        (beyond `qat.kernels.attention.MAX_TILE`) compute faster.
+        `is_packed=False` promises that every row is one document, which is faster for longer
+        sequences (beyond `qat.kernels.attention.MAX_TILE`).
         """
         extra = self._attention_inputs(position_ids, is_packed) if self._is_plain else {}
         output = body_of(self.model)(
@@ -118,19 +120,19 @@ class LanguageModel:
         return self._as_read(output.last_hidden_state)
 
     def _as_read(self, hidden: Tensor) -> Tensor:
-        """`hidden` as the head reads it: quantized, where a quantized head does that.
+        """Return `hidden` as the head reads it: quantized if a quantized head quantizes its input.
 
-        And times what the model multiplies its logits with, which no kernel has to know.
+        It is also multiplied by the model's logit factor, so that kernels need not apply it.
         """
         if isinstance(self.head, FrozenLutHead | TiedLutHead):
             hidden = read(self.head, hidden)
         return hidden if self._gain == 1 else hidden * self._gain
 
     def _attention_inputs(self, position_ids: Tensor, is_packed: bool) -> dict[str, object]:
-        """The mask, made here: transformers would ask the device whether rows are packed."""
+        """Make the mask here: transformers would synchronize to see if rows are packed."""
         say_route(self.model, position_ids.shape[1], position_ids.device)
         is_read = is_packed and not is_all_sparse(self.model.config)
-        # for layers that read none: transformers makes another where it gets None
+        # a placeholder for layers that read no mask: transformers replaces None
         no_mask = position_ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
         mask = document_mask(position_ids) if is_read else no_mask
         return {
@@ -141,9 +143,9 @@ class LanguageModel:
         }
 
     def attention(self, length: int, dtype: torch.dtype) -> str:
-        """How packed sequences of `length` attend in `dtype`.
+        """Return how packed sequences of `length` attend in `dtype`.
 
-        `nsa` where every layer is sparse; else `tile`, our kernel, or `sdpa`.
+        `nsa` if every layer is sparse; else `tile`, our kernel, or `sdpa`.
         """
         if is_all_sparse(self.model.config):
             return "nsa"
@@ -153,7 +155,7 @@ class LanguageModel:
         return "tile" if is_tile else "sdpa"
 
     def _tile_fits(self, position_ids: Tensor) -> bool:
-        """Whether the device has room for the tile of such sequences."""
+        """Return whether the tile of such sequences fits in the device's shared memory."""
         room = on(position_ids.device).shared_memory_bytes()
         return tile_bytes(position_ids.shape[1], self._head_width()) <= room
 
@@ -164,13 +166,13 @@ class LanguageModel:
 
     @torch.no_grad()
     def check_split(self) -> None:
-        """Compare head and body, each alone, with what the whole model does on four tokens.
+        """Compare head and body, each run separately, with the whole model on four tokens.
 
-        And what the body does where the last of them is another one.
+        Also compare the body's earlier outputs when the last token is another one.
 
         Raises:
-            CheckpointError: the model does something to its hidden states or logits that is not
-                known here, reads tokens that come later, or computes values that are not finite.
+            CheckpointError: the model changes its hidden states or logits in a way that is not
+                supported here, reads later tokens, or computes values that are not finite.
         """
         if self.head is None:
             raise CheckpointError(
@@ -211,7 +213,7 @@ class LanguageModel:
 
     @torch.no_grad()
     def check_layers(self) -> None:
-        """Compare `hidden_of` with `hidden`, to the bit, where the model stays in its files.
+        """Compare `hidden_of` with `hidden`, bit by bit, if the model stays in its files.
 
         Raises:
             CheckpointError: this architecture cannot be run layer by layer.
@@ -228,9 +230,10 @@ class LanguageModel:
             )
 
     def _check_head(self, body: Tensor, whole: Tensor) -> None:
-        """The same head on the same hidden states: nothing but the last bit may differ.
+        """Compare the logits of the head on the same hidden states: only the last bit may differ.
 
-        Where the model scales its logits and we its hidden states, what that rounding does.
+        If the model scales logits and we scale hidden states, the effect of that rounding is
+        allowed too.
         """
         wished = getattr(self.head, "in_features", body.shape[-1])
         if body.shape[-1] != wished:
@@ -249,7 +252,7 @@ class LanguageModel:
                 hidden + hidden.abs() * eps * signs(hidden, torch.Generator().manual_seed(0))
             )
             most += MOST_OF_NOISE * (off.float() - split.float()).abs().max().item()
-        # negated, so that a NaN counts as different
+        # negated, so that NaN counts as different
         if not difference <= most:
             raise CheckpointError(
                 f"{type(self.model).__name__} gives other logits than its head makes of its hidden "
@@ -258,10 +261,10 @@ class LanguageModel:
             )
 
     def _off(self, found: Tensor, expected: Tensor, ids: Tensor) -> tuple[float, float]:
-        """How far hidden states of `ids` are off, and how far a rounding in every layer puts them.
+        """Return the distance of hidden states of `ids`, and that by a rounding in every layer.
 
-        That depends on the model: deep ones with large values in a few channels are far off. So it
-        is measured, unless all is equal.
+        The second depends on the model and is large for deep ones with large values in a few
+        channels. So it is measured, unless all values are equal.
         """
         off = distance(found, expected)
         if off == 0:
@@ -273,11 +276,11 @@ class LanguageModel:
 
     @property
     def softcap(self) -> float | None:
-        """The bound that the model's logits are softly kept in, if there is one."""
+        """The soft cap on the model's logits, or None."""
         return softcap_of(self.config)
 
     def head_in(self, dtype: torch.dtype) -> Head:
-        """The output embedding for computing in `dtype`; a cast that it needs is made once.
+        """Return the output embedding for computing in `dtype`; casts are cached.
 
         So is the whole table of a quantized one.
         """
@@ -292,9 +295,9 @@ class LanguageModel:
         return Head(weight, bias, self.softcap)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`(..., D)` as `hidden` gives it to `(..., V)`, soft-capped if the model does so.
+        """Map `(..., D)` from `hidden` to logits `(..., V)`, soft-capped if the model does so.
 
-        Without gradients a plain head of 16 bits gives float32, which no other rounding precedes.
+        Without gradients a plain 16-bit head returns float32, without an intermediate rounding.
         """
         with self.present(self.head):
             return self._logits(hidden)
@@ -313,13 +316,13 @@ class LanguageModel:
 
 
 def most_positions(config: Any) -> int | None:
-    """Tokens that a sequence may have by a text configuration; None where it knows no limit."""
+    """Return the most tokens of a sequence by a text configuration; None if there is no limit."""
     found = getattr(config, "max_position_embeddings", None)
     return None if found is None or found < 1 else found  # XLNet writes -1
 
 
 def softcap_of(config: Any) -> float | None:
-    """The bound that a text configuration softly keeps logits in; None without one."""
+    """Return the soft cap on logits in a text configuration; None without one."""
     return next((cap for cap in (getattr(config, key, None) for key in SOFTCAPS) if cap), None)
 
 

@@ -1,4 +1,4 @@
-"""Opens whatever a user may call a model: a directory, a run, or a hub id."""
+"""Loading of models from any source: a directory, a run, a GGUF file, or a hub id."""
 
 import logging
 import tempfile
@@ -54,7 +54,8 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 2**24
 MOST_IDS = 2**24
 MOST_WEIGHTS, FEW_WEIGHTS = 8, 2**26
-"""Weights that a byte of any format can hold, and how many more a model may make up: its masks."""
+"""Weights per byte that any format can hold, and extra weights that a model may create: its
+masks."""
 
 
 def load_model(
@@ -65,18 +66,18 @@ def load_model(
     folder: Path | None = None,
     trust_remote_code: bool = False,
 ) -> LanguageModel:
-    """The model that `source` names, packed or float, on `device` and in eval mode.
+    """Load the model `source`, packed or float, on `device` and in eval mode.
 
     `source` is a model directory, a run directory (its best checkpoint, else its latest), a GGUF
-    file or a hub id; `dtype` is `auto`, `fp32`, `bf16` or `fp16`. A local directory never asks a
-    hub, unless it holds an adapter for a model there. Code that comes with a model runs only with
-    `trust_remote_code`.
+    file or a hub id; `dtype` is `auto`, `fp32`, `bf16` or `fp16`. A local directory makes no
+    requests to a hub, unless it holds an adapter for a model there. Code that comes with a model
+    runs only with `trust_remote_code`.
 
-    With `folder`, for what has to be written anew, a float model stays in its files, and no more
-    than a layer is in memory. What somebody quantized or adapted is read whole all the same.
+    With `folder`, for temporary files, a float model stays in its files, and at most one layer is
+    in memory. Models that were quantized by other programs or have an adapter are read whole.
 
     Raises:
-        CheckpointError: there is no such model, or it is damaged, or its head is not understood.
+        CheckpointError: there is no such model, or it is damaged, or its head is not supported.
         ConfigError: the device is not there or cannot compute in `dtype`.
     """
     backend = select(device)
@@ -91,7 +92,7 @@ def load_teacher(
     device_map: str | None = None,
     trust_remote_code: bool = False,
 ) -> LanguageModel:
-    """As `load_model`, without gradients; `device_map` says where it lies.
+    """Load a model as `load_model` does, without gradients; `device_map` places its weights.
 
     `auto` spreads it over all devices, `disk` leaves it in its files.
     """
@@ -110,7 +111,7 @@ def load_teacher(
 
 
 def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the model that `source` names.
+    """Load the tokenizer of the model `source`.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it brings code and is not trusted.
@@ -126,18 +127,19 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> PreTraine
                 **file,
             )
 
-        has_own = Path(source, "tokenizer_config.json").is_file()  # an adapter may have its own
+        # an adapter may bring its own tokenizer
+        has_own = Path(source, "tokenizer_config.json").is_file()
         tokenizer = read(source, {}) if has_own else opened(source, Vocabulary(), read)
     if source.endswith(GGUF):
         tokenizer.name_or_path = source
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        # transformers makes one without words where the files are missing
+        # transformers creates one without words if the files are missing
         raise CheckpointError(
             f"{source} holds no tokenizer, expected tokenizer.json or the like beside the model; "
             "copy the tokenizer's files there"
         )
     largest = max(tokenizer.get_vocab().values())
-    if largest > MOST_IDS:  # tokenizers keeps a list of every id below
+    if largest > MOST_IDS:  # the tokenizers library allocates a list up to the largest id
         raise CheckpointError(
             f"the tokenizer of {source} has a token of id {largest}, expected at most {MOST_IDS}; "
             "copy its files anew"
@@ -146,7 +148,7 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> PreTraine
 
 
 def load_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of the model that `source` names; no weights are read.
+    """Load the configuration of the model `source`; no weights are read.
 
     Raises:
         CheckpointError: there is no such model, or its configuration is damaged.
@@ -155,10 +157,10 @@ def load_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedCo
 
 
 def model_identity(source: str, *, trust_remote_code: bool = False) -> str:
-    """What changes exactly when the model does: a content hash, or a hub id's commit.
+    """Return an identity that changes exactly when the model does: a content hash or a hub commit.
 
-    The hash (xxh3-128, 32 hex digits) covers names and bytes of config.json and the weight
-    files of a directory.
+    The hash (xxh3-128, 32 hex digits) covers names and bytes of config.json and the weight files of
+    a directory.
 
     Raises:
         CheckpointError: there is no such model.
@@ -189,7 +191,7 @@ def model_identity(source: str, *, trust_remote_code: bool = False) -> str:
 
 
 def state_identity(model: PreTrainedModel) -> str:
-    """As `model_identity`, of a model in memory: over what a packed checkpoint would hold."""
+    """Return the identity of a model in memory: a hash of what a packed checkpoint would hold."""
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(packed_state_dict(model).items()):
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
@@ -198,7 +200,7 @@ def state_identity(model: PreTrainedModel) -> str:
 
 
 class _How(NamedTuple):
-    """How a model is to be loaded."""
+    """Options for loading a model."""
 
     backend: Backend
     dtype: torch.dtype
@@ -207,7 +209,7 @@ class _How(NamedTuple):
     folder: Path | None
 
     def placement(self) -> str | dict[str, torch.device] | None:
-        """What `from_pretrained` is told of devices."""
+        """Return the `device_map` for `from_pretrained`."""
         return self.device_map or self.backend.load_map()
 
 
@@ -236,10 +238,12 @@ def _open(source: str, how: _How) -> LanguageModel:
 
 
 def _split(source: str, model: PreTrainedModel, in_files: InFiles | None) -> LanguageModel:
-    """The model as body and head, tried where it was read: elsewhere it would be compiled.
+    """Split the model into body and head and check the split before it moves to a device.
+
+    Some devices would compile for the check.
 
     Raises:
-        CheckpointError: it does not split, or cannot be run even as transformers does.
+        CheckpointError: it does not split, or does not run even in transformers.
     """
     with Opening(source, "a causal language model"):
         found = LanguageModel(model, in_files)
@@ -250,7 +254,7 @@ def _split(source: str, model: PreTrainedModel, in_files: InFiles | None) -> Lan
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            # of our way through the model, or of one that runs in no way: the plain one tells
+            # the error may be ours or the model's: run it in the plain way, whose error is clearer
             model.set_attn_implementation("eager")
             model(input_ids=torch.zeros(1, 4, dtype=torch.long, device=model.device))
             raise
@@ -258,8 +262,10 @@ def _split(source: str, model: PreTrainedModel, in_files: InFiles | None) -> Lan
 
 
 def _by_hand(source: str, config: PreTrainedConfig, how: _How) -> tuple[type, None, dict[str, Any]]:
-    """What opens a checkpoint that transformers does not turn into floats, or not rightly: the
-    model's own class, and a state of floats."""
+    """Return what opens a checkpoint that transformers does not dequantize, or not correctly.
+
+    That is the model's own class, and a state of floats.
+    """
     method = method_of(config)
     if method in BY_HAND:
         directory = Path(source)
@@ -281,10 +287,10 @@ def _by_hand(source: str, config: PreTrainedConfig, how: _How) -> tuple[type, No
     with torch.device("meta"):
         made = auto_class(config).from_config(config)
     own = made.state_dict().keys()
-    if method in BY_HAND:  # quantizers write biases of zeros where a model has none
+    if method in BY_HAND:  # quantizers write zero biases even if a model has none
         is_zero = {n: n.endswith(".bias") and not t.any() for n, t in state.items()}
         state = {name: t for name, t in state.items() if name in own or not is_zero[name]}
-    else:  # the parts of packed weights, which were looked at above
+    else:  # drop the parts of packed weights, which were checked above
         state = {name: state[name] for name in own if name in state}
     return type(made), None, {"config": config, "state_dict": state}
 
@@ -297,7 +303,7 @@ def _load_float(source: str, how: _How) -> tuple[PreTrainedModel, InFiles | None
     _check_bounds(source, config, trust_remote_code=how.trust_remote_code)
     opening = Opening(source, "a causal language model", weights=True)
     with opening, quiet_transformers(), warnings.catch_warnings():
-        # one that says that `OWN` is heeded
+        # it only says that the settings of `OWN` are used
         warnings.filterwarnings("ignore", message="You passed `quantization_config`")
         if source.endswith(GGUF):
             model, info = _from_gguf(source, config, how)
@@ -306,8 +312,8 @@ def _load_float(source: str, how: _How) -> tuple[PreTrainedModel, InFiles | None
     if method not in (None, QUANT_METHOD) or source.endswith(GGUF):
         logger.info("%s: its %s weights are read as floats", source, method or "GGUF")
         model.hf_quantizer = None
-        for parameter in model.parameters():  # formats may give bfloat16 whatever was asked for
-            if parameter.dtype != torch.float32:  # some are kept in float32 on purpose
+        for parameter in model.parameters():  # some formats return bfloat16 for any dtype
+            if parameter.dtype != torch.float32:  # some must stay float32
                 parameter.data = parameter.data.to(how.dtype)
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
@@ -316,20 +322,20 @@ def _load_float(source: str, how: _How) -> tuple[PreTrainedModel, InFiles | None
 
 
 def _named(source: str, how: _How) -> dict[str, Any]:
-    """Settings of `from_pretrained` for any float model."""
+    """Return settings of `from_pretrained` for any float model."""
     return {
         "dtype": how.dtype,
         "device_map": how.placement(),
         "local_files_only": is_kept_here(source),
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # `_check_whole` names them
+        "ignore_mismatched_sizes": True,  # reported by `_check_whole`
     }
 
 
 def _from_directory(
     source: str, config: PreTrainedConfig, how: _How
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model in a directory or of a hub id, with what transformers says of its tensors."""
+    """Load the model of a directory or hub id, with transformers' loading info."""
     method, named = method_of(config), _named(source, how)
     if method in BY_HAND or has_several_schemes(config):
         opener, place, more = _by_hand(source, config, how)
@@ -349,7 +355,7 @@ def _from_directory(
 def _from_gguf(
     source: str, config: PreTrainedConfig, how: _How
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model in a GGUF file, with what transformers says of its tensors."""
+    """Load the model of a GGUF file, with transformers' loading info."""
 
     def read(
         place: str, file: dict[str, str], **other: object
@@ -357,7 +363,7 @@ def _from_gguf(
         named = _named(source, how) | file | (as_floats() if file else {}) | other
         model, info = auto_class(config).from_pretrained(place, config=deepcopy(config), **named)
         for parameter in model.parameters() if not file else ():
-            if parameter.device.type == "cpu":  # a view of the file, which anybody may remove
+            if parameter.device.type == "cpu":  # a view of the file, which may be removed
                 parameter.data = parameter.data.clone()
         return model, info
 
@@ -372,10 +378,10 @@ def _from_gguf(
 
 
 def _check_bounds(source: str, config: PreTrainedConfig, *, trust_remote_code: bool) -> None:
-    """Refuse a configuration of far more weights than the files hold, or with endless patterns.
+    """Refuse a configuration with far more weights than the files hold, or with slow patterns.
 
     Raises:
-        CheckpointError: it is one.
+        CheckpointError: the configuration has one of these.
     """
     with Opening(source, "a causal language model"), torch.device("meta"), quiet_transformers():
         made = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
@@ -423,10 +429,10 @@ def _left_in_files(
 def _check_whole(
     source: str, model: PreTrainedModel, info: dict[str, Any], *, is_quantized: bool
 ) -> None:
-    """Make sure that every tensor of `model` came from its files, and that it took those it should.
+    """Check that every tensor of `model` came from its files, and that none of a layer was ignored.
 
-    transformers initializes at random what a file lacks or has in another shape, and leaves out
-    what the configuration has no place for. Tied weights are none of these.
+    transformers initializes tensors at random that a file lacks or has in another shape, and
+    ignores tensors that the configuration has no place for. Tied weights are not affected.
     """
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
@@ -465,10 +471,10 @@ def _check_whole(
 
 
 def _has_a_place(name: str, model: PreTrainedModel, *, is_quantized: bool) -> bool:
-    """Return whether a tensor that `model` did not take is of a layer that it should have.
+    """Return whether a tensor that `model` ignored is of a layer that it should have.
 
-    That is one more layer of a list, or a layer of a module that is there; the modules of a
-    quantized checkpoint also have scales, which floats do not need.
+    That is one more layer of a list, or a layer of an existing module; the modules of a quantized
+    checkpoint also have scales, which floats do not need.
     """
     *path, _ = name.split(".")
     module: nn.Module | None = model

@@ -1,7 +1,7 @@
-"""What rounding does to a model: measured, by putting the values of each layer off by as much.
+"""Measurement of the effect of rounding on a model, by disturbing the values of each layer.
 
-Two ways of computing one thing differ by rounding. How far that carries depends on the model, so
-whoever compares two ways holds their difference against that of a model that is put off here.
+Two ways to compute the same thing differ by rounding, and how much that is amplified depends on the
+model. So the difference of two ways is compared with that of a model disturbed here.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,21 +14,21 @@ from transformers import PreTrainedModel
 from qat.nn.swap import decoder_layers
 
 TF32_EPS = 2.0**-10
-"""The rounding of matmuls that take their factors from float32 in TF32, as a GPU may."""
+"""Relative rounding of matmuls with float32 factors in TF32, as on a GPU."""
 
 
 @contextmanager
 def disturbed(
     model: PreTrainedModel, eps: float, *, every_product: bool = False, seed: int = 0
 ) -> Iterator[None]:
-    """A block in which every decoder layer and the head give each value off by `eps` of it.
+    """Change each output of every decoder layer and of the head by relative `eps` in the block.
 
     Args:
-        model: computes in the block.
-        eps: of each value, which goes up or down by it.
-        every_product: So do the embedding and all linears, for a model that rounds what these read:
-            the rounding swallows most of what comes from a layer.
-        seed: of the directions.
+        model: the model that computes in the block.
+        eps: relative change of each value, up or down.
+        every_product: also change the embedding and all linears, for a model that rounds their
+            inputs: the rounding absorbs most of a change by a layer.
+        seed: seed of the directions.
     """
     generator = torch.Generator().manual_seed(seed)
     modules = {*decoder_layers(model), model.get_output_embeddings()}
@@ -46,19 +46,19 @@ def disturbed(
 
 
 def signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    """1 or -1 for each value of `like`."""
+    """Return 1 or -1 at random for each value of `like`."""
     return torch.randint(2, like.shape, generator=generator).to(like) * 2 - 1
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """`|found - expected| / |expected|`, Frobenius."""
+    """Return `|found - expected| / |expected|`, Frobenius."""
     expected = expected.float()
     return ((found.float().to(expected.device) - expected).norm() / expected.norm()).item()
 
 
 @contextmanager
 def hooked(modules: Iterable[nn.Module], hook: Callable) -> Iterator[None]:
-    """A block in which `hook` sees, and may replace, what each of the modules gives."""
+    """Register the forward `hook`, which may replace outputs, on the modules in the block."""
     handles = [module.register_forward_hook(hook) for module in modules]
     try:
         yield

@@ -1,8 +1,8 @@
-"""The one way in which the files of a model, which anybody may have made, reach transformers.
+"""The single way in which untrusted model files reach transformers.
 
-transformers believes what it reads. Before it reads, hashes are compared and tables looked at; what
-it, or a library below it, still raises over a file becomes one line. An error that began in our own
-code is our bug and keeps its traceback.
+transformers trusts what it reads. Before it reads, checksums are compared and tables are validated.
+An error that it, or a library below it, still raises over a file becomes one line. An error that
+began in our own code is our bug and keeps its traceback.
 """
 
 import re
@@ -50,16 +50,16 @@ TABLES = (
     ADAPTER,
     "*.index.json",
 )
-"""Files beside a model that hold a JSON object, as far as they are there and small."""
+"""Small files of a model directory that must hold a JSON object, if they exist."""
 MOST = {
     r"(^|_)layers?$|_layers_|^depth|(^|_)blocks$": 2**12,
     "experts": 2**14,
     "heads": 2**16,
     "(size|width|dim|positions|length)$|^n_(embd|ctx|inner)$": 2**28,
 }
-"""By what the name of a number in config.json says, the most that it may be."""
+"""Upper bounds on numbers in config.json, by patterns of their names."""
 BUILT_IN = {None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm", "qat"}
-"""Implementations of attention and of experts that need no program from elsewhere."""
+"""Implementations of attention and of experts that need no external kernel."""
 READERS = (
     "transformers",
     "transformers_modules",
@@ -72,9 +72,9 @@ READERS = (
     "compressed_tensors",
     "torchao",
 )
-"""Packages that read a model's files, and the code that a model brought."""
+"""Packages that read a model's files, and the code that a model brings."""
 GGUFS = sorted({*GGUF_SUPPORTED_ARCHITECTURES} - {"general", "tokenizer", "t5", "umt5"})
-"""Architectures of decoders that transformers reads from llama.cpp's files."""
+"""Decoder architectures that transformers reads from llama.cpp's files."""
 KNOWN = {
     "trust_remote_code": (
         "brings code of its own, expected {wished} that transformers knows; read that code, and if "
@@ -108,19 +108,19 @@ KNOWN = {
         "sentencepiece tiktoken protobuf"
     ),
 }
-"""By what transformers says of a model, what a user is told of it."""
+"""Messages for the user, by patterns of transformers' errors."""
 PLACES = {"generation": "generation_config.json", "token": "the tokenizer's files"}
-"""By what is in the names of transformers' modules, the file that they read."""
+"""The file that a transformers module reads, by a word in the module's name."""
 
 
 class Opening:
-    """A block that reads what a resolved `source` holds, which should be `wished`.
+    """A block that reads the content of a resolved `source`, which should be `wished`.
 
-    Every file that has a hash is compared with it first; without `weights`, all but those.
+    Every file with a checksum is compared with it first; without `weights`, all but the weights.
 
     Raises:
-        CheckpointError: a file is not the one that was written, no table, or not what transformers
-            understands.
+        CheckpointError: a file is not the one that was written, is no JSON object, or is not
+            supported by transformers.
     """
 
     def __init__(self, source: str | Path, wished: str, *, weights: bool = False) -> None:
@@ -137,7 +137,7 @@ class Opening:
             check_gguf(directory)
         if directory.suffix == GGUF:
             teach_q2_0()
-            # transformers 5.23 takes 128 for every Qwen3, whatever the file says
+            # transformers 5.23 assumes 128 for every Qwen3, whatever the file states
             GGUF_CONFIG_MAPPING["qwen3"].setdefault("attention.key_length", "head_dim")
         if directory.is_dir():
             check_checksums(directory, weights=self._weights)
@@ -168,10 +168,10 @@ class Opening:
 
 
 def read_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of a resolved `source`; no weights are read.
+    """Return the configuration of a resolved `source`; no weights are read.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or names a program to attend with.
+        CheckpointError: there is none, it is damaged, or names an attention kernel to fetch.
     """
     with Opening(source, "a model's configuration"):
         config = opened(
@@ -192,7 +192,7 @@ def read_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedCo
 def auto_class(
     config: PreTrainedConfig,
 ) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    """What opens a model of that configuration: of text, or else of images and text."""
+    """Return the class that opens a model of that configuration: of text, or of images and text."""
     kind = type(config)
     if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForImageTextToText
@@ -200,7 +200,7 @@ def auto_class(
 
 
 def check_attention(config: PreTrainedConfig) -> None:
-    """Refuse a configuration by which transformers would fetch a kernel, and run it.
+    """Refuse a configuration with which transformers would download and run a kernel.
 
     Raises:
         CheckpointError: an implementation is named that is not built in.
@@ -218,9 +218,9 @@ def check_attention(config: PreTrainedConfig) -> None:
 
 
 def _check_numbers(config: PreTrainedConfig) -> None:
-    """Refuse a configuration of more layers, or larger sizes, than anybody's model has.
+    """Refuse a configuration with more layers or larger sizes than any real model has.
 
-    transformers builds as many layers as it says, and tables of that size.
+    transformers would build as many layers, and tables of that size.
 
     Raises:
         CheckpointError: a number is out of bounds.
@@ -238,17 +238,17 @@ def _check_numbers(config: PreTrainedConfig) -> None:
 
 
 def is_of_files(error: BaseException, trace: TracebackType | None) -> bool:
-    """Whether an error began in what reads a model's files, or runs it, and not in our own code."""
+    """Return whether an error began in code that reads or runs a model's files, and not in ours."""
     if isinstance(error, QatError) or select("cpu").is_out_of_memory(error):
         return False
-    is_panic = type(error).__name__ == "PanicException"  # of Rust, and no Exception
+    is_panic = type(error).__name__ == "PanicException"  # Rust panics are no Exception
     if not (is_panic or isinstance(error, Exception)):
         return False
     return next(_readers(trace, "qat"), "qat") != "qat"
 
 
 def _readers(trace: TracebackType | None, *others: str) -> Iterable[str]:
-    """The packages behind the frames of an error, the innermost first: readers and `others`."""
+    """Yield the packages of an error's frames, innermost first, if they are readers or `others`."""
     for frame, _ in reversed(list(traceback.walk_tb(trace))):
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package in (*READERS, *others):
@@ -256,7 +256,7 @@ def _readers(trace: TracebackType | None, *others: str) -> Iterable[str]:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """The file that was read, as far as transformers' modules tell; with a colon behind it."""
+    """Return the file that was being read, as transformers' modules show it, with a colon."""
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(trace)]
     for module in reversed(modules):
         for word, place in PLACES.items():
@@ -266,7 +266,7 @@ def _place(trace: TracebackType | None) -> str:
 
 
 def _short(error: BaseException) -> str:
-    """What went wrong, in one line of at most 300 characters."""
+    """Return the error in one line of at most 300 characters."""
     words = " ".join(str(error).split())
     kind = type(error).__name__
     text = words if isinstance(error, OSError | ValueError | RuntimeError) else f"{kind}: {words}"
@@ -275,7 +275,7 @@ def _short(error: BaseException) -> str:
 
 
 def _check_tables(directory: Path) -> None:
-    """Make sure that small files of JSON are objects, and that lists of weights lead nowhere else.
+    """Check that small JSON files are objects, and that weight indices name files of the directory.
 
     Raises:
         CheckpointError: one is not.
@@ -292,7 +292,7 @@ def _check_tables(directory: Path) -> None:
 
 
 def read_table(path: Path) -> dict[str, object]:
-    """The object in a file of JSON.
+    """Return the object in a JSON file.
 
     Raises:
         CheckpointError: it holds something else.
@@ -312,7 +312,7 @@ def read_table(path: Path) -> dict[str, object]:
 
 
 def _check_index(path: Path, values: dict[str, object]) -> None:
-    """Make sure that the files of weights that an index names lie beside it."""
+    """Check that the weight files named in an index are in its directory."""
     places = values.get("weight_map")
     if not isinstance(places, dict):
         raise CheckpointError(
@@ -323,7 +323,7 @@ def _check_index(path: Path, values: dict[str, object]) -> None:
 
 
 def teach_q2_0() -> None:
-    """Enter ggml's type Q2_0 in the package `gguf`, whose release 0.19 lacks its name and formula.
+    """Register ggml's type Q2_0 in the package `gguf`, whose release 0.19 lacks it.
 
     Blocks of 64 weights: a float16 scale, then two bits each, 0 to 3 for -1 to 2 times the scale.
     """
@@ -338,7 +338,7 @@ def teach_q2_0() -> None:
     if types["Q2_0"] not in read:
 
         class Q2_0(gguf.quants.Q4_0.__base__, qtype=types["Q2_0"]):
-            """Entered by its definition, as those of `gguf` are."""
+            """Registers itself by its definition, as the classes of `gguf` do."""
 
             @classmethod
             def dequantize_blocks(cls, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
