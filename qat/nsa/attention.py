@@ -1,9 +1,9 @@
-"""Native Sparse Attention and its parameters, in the place of transformers' own attention.
+"""Native Sparse Attention and its parameters, as a replacement for transformers' own attention.
 
-Only the families at the end of this file are known to allow it.
+Only the families at the end of this file are known to support it.
 
 A swapped module keeps its projections and norms under their names; only its class changes, and
-`nsa` (`NSAParts`) is new.
+`nsa` (`NSAParts`) is added.
 
 Shapes: B rows, S positions, H query heads, K key-value heads, D head width.
 """
@@ -35,32 +35,32 @@ from qat.nsa.rows import (
 )
 
 NUM_BRANCHES, SELECTED = 3, 1
-# What is added to an attention module: gates, and weights of its pooling to C keys.
+# The parameters added to an attention module: gates, and weights that pool keys into C.
 
 
 SIGMOID_BIAS = (-6.0, 6.0, -6.0)
-"""Where gates of the mode `sigmoid` begin: selection 0.9975, the other two 0.0025."""
+"""Initial gate biases in the mode `sigmoid`: selection 0.9975, the other two 0.0025."""
 
 
 def squashed(raw: Tensor, config: NSAConfig) -> Tensor:
-    """Gates `(..., 3)` from what the linear says of them; see `NSAParts.gates_of`."""
+    """Return gates `(..., 3)` from the linear's raw output; see `NSAParts.gates_of`."""
     if config.mode == "sigmoid":
         return raw.sigmoid()
-    # made on the device: a graph that is being recorded copies nothing from the host
+    # made on the device: a graph that is being captured must not copy from the host
     is_selected = torch.arange(NUM_BRANCHES, device=raw.device) == SELECTED
     return raw.tanh() + is_selected.to(raw.dtype)
 
 
 class NSAParts(nn.Module):
-    """The parameters of one layer, which begin as dense attention as far as the mode allows.
+    """The parameters of one layer, initialized to dense attention as far as the mode allows.
 
-    `gates` is a linear from the layer's input to three gates a head, in the order compressed,
+    `gates` is a linear from the layer's input to three gates per head, in the order compressed,
     selected, window; None in the mode `merged`. `pool_key` and `pool_value` `(K, compress_block)`
-    are None where pooling is the mean.
+    are None if pooling is the mean.
     """
 
     stays_float = True
-    """Its linears are few and learn a choice: no quantizer takes them."""
+    """True: no quantizer takes its linears, which are few and learn a selection."""
 
     def __init__(
         self, config: NSAConfig, *, hidden_size: int, num_heads: int, num_key_heads: int
@@ -79,7 +79,7 @@ class NSAParts(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Give every parameter the value that it begins with."""
+        """Set every parameter to its initial value."""
         if self.gates is not None:
             start = SIGMOID_BIAS if self.config.mode == "sigmoid" else (0.0,) * NUM_BRANCHES
             bias = self.gates.bias
@@ -90,7 +90,7 @@ class NSAParts(nn.Module):
                 weights.fill_(1 / self.config.compress_block)
 
     def gates_of(self, hidden: Tensor) -> Tensor | None:
-        """`(B, S, H, 3)` float32 for the layer's input `(B, S, hidden_size)`; None: merged.
+        """Return float32 gates `(B, S, H, 3)` for the input `(B, S, hidden_size)`; None if merged.
 
         `residual`: `(tanh b, 1 + tanh a, tanh c)`; `sigmoid`: the sigmoid of each.
         """
@@ -101,7 +101,7 @@ class NSAParts(nn.Module):
         return squashed(raw, self.config)
 
     def pooled(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`(B, K, C, D)` each, of `(B, K, S, D)`; values only where a branch reads them."""
+        """Pool keys and values `(B, K, S, D)` to `(B, K, C, D)`; values are None if merged."""
         pooled_key = pool(key, self.config, self.pool_key)
         if self.config.mode == "merged":
             return pooled_key, None
@@ -109,18 +109,18 @@ class NSAParts(nn.Module):
 
 
 class Heads(NamedTuple):
-    """What the projections give, `(B, H, S, D)` and `(B, K, S, D)`."""
+    """The projected heads, `(B, H, S, D)` and `(B, K, S, D)`."""
 
     query: Tensor
-    """Rotated."""
+    """Queries, rotated."""
     key: Tensor
-    """Rotated."""
+    """Keys, rotated."""
     value: Tensor
     unrotated_key: Tensor
 
 
 class NSAAttention(nn.Module):
-    """Computes `NSAConfig`'s attention from a family's own projections."""
+    """Attention by `NSAConfig` from a family's own projections."""
 
     nsa: NSAParts
 
@@ -131,10 +131,10 @@ class NSAAttention(nn.Module):
         attention_mask: Tensor | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, None]:
-        """Attention with the arguments and results of the family's own layer.
+        """Compute attention with the arguments and results of the family's own layer.
 
         Raises:
-            ConfigError: more positions than the rotary embedding was made for.
+            ConfigError: more positions than the rotary embedding supports.
         """
         cache = kwargs.pop(CACHE, None)
         past = 0 if cache is None else cache.get_seq_length(self.layer_idx)
@@ -162,23 +162,23 @@ class NSAAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         rows: TokenRows,
     ) -> Tensor:
-        """`(B, S, H, D)`: attention of whole rows.
+        """Return attention of whole rows, `(B, S, H, D)`.
 
         Args:
-            heads: see there.
+            heads: projected queries, keys and values.
             gates: `(B, S, H, 3)`; None: merged.
             position_embeddings: cosines and sines `(B, S, D)`.
-            rows: where their tokens lie.
+            rows: the order of tokens and the starts of documents.
         """
         inputs = self.inputs(heads, gates, position_embeddings, rows)
         route = self.route(inputs.length, inputs.query.device)
         return rows.back(attend(inputs, self.nsa.config, route), 1)
 
     def route(self, length: int, device: torch.device) -> Route:
-        """The backend that computes rows of `length` positions.
+        """Return the backend for rows of `length` positions.
 
         Raises:
-            ConfigError: the one that is asked for cannot.
+            ConfigError: the requested backend does not support them.
         """
         return choose(
             self.nsa.config,
@@ -195,7 +195,7 @@ class NSAAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         rows: TokenRows,
     ) -> Inputs:
-        """What backends compute from, tokens first; arguments as for `attend`."""
+        """Return the inputs of a backend with tokens before padding; arguments as for `attend`."""
         heads = Heads(*(rows.to_front(tensor, 2) for tensor in heads))
         angles = tuple(rows.to_front(tensor, 1) for tensor in position_embeddings)
         pooled_key, pooled_value = self.pooled(heads, angles)
@@ -211,7 +211,7 @@ class NSAAttention(nn.Module):
         )
 
     def pooled(self, heads: Heads, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Pooled keys and values `(B, K, C, D)`, the keys rotated; `angles` as `heads` lie."""
+        """Return pooled keys (rotated) and values, `(B, K, C, D)`; `angles` are those of `heads`."""
         config = self.nsa.config
         if config.cmp_rope == "post":
             return self.nsa.pooled(heads.key, heads.value)
@@ -222,7 +222,7 @@ class NSAAttention(nn.Module):
         return rotated.to(pooled_key.dtype), pooled_value
 
     def _heads(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Heads:
-        if hasattr(self, "qkv"):  # the projections are joined: one matmul
+        if hasattr(self, "qkv"):  # joined projections are one matmul
             parts = self.qkv.split(self.qkv(hidden))
         else:
             parts = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
@@ -251,7 +251,7 @@ def _rows(
     position_ids: Tensor | None = None,
     **_: object,
 ) -> TokenRows:
-    """Of a call without cache: positions tell documents apart where no mask does."""
+    """Return the rows of a call without cache; without a mask, positions separate documents."""
     if document_positions is not None:
         return rows_of_documents(document_positions) if is_packed else TokenRows(None, None)
     if attention_mask is not None:
@@ -260,15 +260,15 @@ def _rows(
 
 
 class LlamaNSAAttention(NSAAttention, LlamaAttention):
-    """Llama's."""
+    """Native Sparse Attention for Llama."""
 
 
 class Qwen2NSAAttention(NSAAttention, Qwen2Attention):
-    """Qwen2's."""
+    """Native Sparse Attention for Qwen2."""
 
 
 class Qwen3NSAAttention(NSAAttention, Qwen3Attention):
-    """Qwen3's."""
+    """Native Sparse Attention for Qwen3."""
 
 
 SWAPPED: dict[type[nn.Module], type[NSAAttention]] = {
@@ -276,4 +276,4 @@ SWAPPED: dict[type[nn.Module], type[NSAAttention]] = {
     Qwen2Attention: Qwen2NSAAttention,
     Qwen3Attention: Qwen3NSAAttention,
 }
-"""The class that takes the place of each that is known."""
+"""The sparse class that replaces each supported class."""

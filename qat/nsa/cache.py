@@ -1,7 +1,7 @@
-"""Native Sparse Attention with a cache: layers that also keep pooled keys and selected blocks.
+"""Native Sparse Attention with a cache: layers that also hold pooled keys and selected blocks.
 
-Shapes: B rows, H query heads, K key-value heads, S new positions, N positions with what the cache
-holds, D head width, L keys of a compressed block.
+Shapes: B rows, H query heads, K key-value heads, S new positions, N positions including those in
+the cache, D head width, L keys of a compressed block.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from qat.nsa.attention import Heads, NSAAttention
 
 ROOM = 256
-"""Positions that there is room for come in multiples of it."""
+"""The capacity in positions is a multiple of this."""
 SPARE = 8
-"""Room grows by an 8th at least, so that what is kept is seldom copied."""
+"""The capacity grows by at least an eighth, so that the cache is seldom copied."""
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines `(B, S, D)`."""
 
@@ -40,21 +40,22 @@ def attend_cached(
     cache: Cache,
     padding: Tensor | None,
 ) -> Tensor:
-    """`(B, S, H, D)`: attention to the new positions and to those in the cache, which grows.
+    """Return attention to the new and the cached positions, `(B, S, H, D)`; the cache grows.
 
-    On an empty cache all at once, afterwards one after the other: by definition the same.
+    On an empty cache all positions are computed at once, later ones one by one; both are the same
+    function by definition.
 
     Args:
-        module: whose layer of the cache it is.
+        module: the attention module whose cache layer is used.
         heads: of the new positions.
         gates: `(B, S, H, 3)`; None: merged.
         angles: the positions' embeddings.
         cache: with a layer for the module, empty or filled by it.
-        padding: `(B, N)`, true at tokens; None: no padding. What follows on a filled cache are
-            tokens.
+        padding: `(B, N)`, true at tokens; None: no padding. On a filled cache all new positions
+            are tokens.
 
     Raises:
-        ConfigError: the cache is of a kind that cannot hold what is needed.
+        ConfigError: this kind of cache cannot hold pooled keys.
     """
     layer = _layer(cache, module)
     if layer.get_seq_length():
@@ -70,7 +71,7 @@ def attend_cached(
         head_dim=query.shape[-1],
         device=query.device,
     )
-    # it selects for itself: given a selection it would compile anew for every length
+    # `attend` selects by itself: with a selection passed in, it would be compiled for every length
     out = router.attend(inputs, config, route)
     B, S = heads.value.shape[0], heads.value.shape[2]
     lengths = [S] * B if padding is None else padding.sum(1).tolist()
@@ -82,7 +83,7 @@ def attend_cached(
 
 
 class Unrotated(NamedTuple):
-    """The last L keys before their rotation, by position modulo L; with their angles."""
+    """The last L keys before rotation, by position modulo L, with their angles."""
 
     keys: Tensor
     """`(B, K, L, D)`."""
@@ -92,7 +93,7 @@ class Unrotated(NamedTuple):
 
     @classmethod
     def of(cls, keys: Tensor, angles: Angles, rows: TokenRows, layer: "NSALayer") -> Self:
-        """Of whole rows: `keys` `(B, K, S, D)` and their angles, as they lie in the batch."""
+        """Collect them from whole rows: `keys` `(B, K, S, D)` and their angles, in batch order."""
         L, last = layer.config.compress_block, layer.position[:, None] - 1
         place = (last - (last - torch.arange(L, device=keys.device)) % L).clamp(min=0)
 
@@ -106,7 +107,7 @@ class Unrotated(NamedTuple):
     def pooled(
         self, key: Tensor, angles: Angles, position: Tensor, module: "NSAAttention"
     ) -> Tensor:
-        """`(B, K, D)`: the last L keys as one, at its rotation; `key` `(B, K, D)` is the last."""
+        """Append `key` `(B, K, D)` and return the last L keys pooled and rotated, `(B, K, D)`."""
         L = self.keys.shape[2]
         slot = (position % L)[:, None, None, None]
         for kept, new in zip(self, (key, *(angle[:, None] for angle in angles)), strict=True):
@@ -122,8 +123,8 @@ class Unrotated(NamedTuple):
 class NSALayer(DynamicLayer):
     """A layer of transformers' `DynamicCache` for one `NSAAttention`.
 
-    Rows are kept without their padding, each from position 0 on. `keys` and `values` are as long as
-    the rows with padding, by which transformers counts.
+    Rows are stored without their padding, each from position 0 on. `keys` and `values` are as long
+    as the rows with padding, since transformers takes the length from them.
     """
 
     def __init__(self, config: NSAConfig) -> None:
@@ -132,12 +133,12 @@ class NSALayer(DynamicLayer):
         self.kept: Past | None = None
         self.unrotated: Unrotated | None = None
         self.position: Tensor | None = None
-        """`(B,)` int64: of each row's next token."""
+        """`(B,)` int64: the position of each row's next token."""
         self.lengths: list[int] = []
-        """The same, on the host."""
+        """The same positions on the host."""
 
     def begin(self, lengths: list[int], like: Tensor, length: int) -> None:
-        """Make room for rows of `lengths` tokens, `length` with their padding."""
+        """Allocate rows of `lengths` tokens; `length` is the padded length."""
         self.dtype, self.device, self.is_initialized = like.dtype, like.device, True
         self.lengths = lengths
         self.position = torch.tensor(lengths, device=like.device)
@@ -148,7 +149,7 @@ class NSALayer(DynamicLayer):
     def extend(
         self, module: "NSAAttention", heads: "Heads", gates: Tensor | None, angles: Angles
     ) -> Tensor:
-        """`(B, S, H, D)`: the new positions, one after the other."""
+        """Return attention of the new positions, computed one by one, `(B, S, H, D)`."""
         said = []
         for at in range(heads.value.shape[2]):
             one = type(heads)(*(tensor[:, :, at] for tensor in heads))
@@ -191,19 +192,19 @@ class NSALayer(DynamicLayer):
         self.keys, self.values = self.kept.keys[:, :, :length], self.kept.values[:, :, :length]
 
     def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        """Refuses: only its own module knows what to keep."""
+        """Raise an error: only the layer's own module can fill it."""
         raise ValueError("a cache that Native Sparse Attention filled takes no other layer's keys")
 
     def reset(self) -> None:
-        """Forget all."""
+        """Clear the cache."""
         self.kept = self.unrotated = self.position = self.keys = self.values = None
         self.lengths, self.is_initialized = [], False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of every row: `-tokens_to_remove`, or down to a positive length.
+        """Drop the last tokens of every row: `-tokens_to_remove`, or down to a positive length.
 
         Raises:
-            ConfigError: keys pooled before their rotation are no longer there to pool.
+            ConfigError: earlier unrotated keys are gone, so they cannot be pooled again.
         """
         length = self.get_seq_length()
         if tokens_to_remove == 0 or length == 0:
@@ -218,15 +219,15 @@ class NSALayer(DynamicLayer):
         self._show(length - removed)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes what row `beam_idx[i]` was."""
+        """Replace row i by row `beam_idx[i]`."""
         self._each_row(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
+        """Repeat every row `repeats` times."""
         self._each_row(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
+        """Keep only these rows."""
         self._each_row(lambda tensor: tensor[indices])
 
     def _each_row(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -242,10 +243,10 @@ class NSALayer(DynamicLayer):
 
 
 def _layer(cache: Cache, module: "NSAAttention") -> NSALayer:
-    """The module's layer of `cache`, put there on its first use.
+    """Return the module's layer of `cache`, inserted on first use.
 
     Raises:
-        ConfigError: the cache is of a kind that cannot hold what is needed.
+        ConfigError: this kind of cache cannot hold pooled keys.
     """
     place = module.layer_idx
     while len(cache.layers) <= place and cache.layer_class_to_replicate is not None:
@@ -265,5 +266,5 @@ def _layer(cache: Cache, module: "NSAAttention") -> NSALayer:
 
 
 def _room(length: int) -> int:
-    """`length` in whole multiples of `ROOM`, with some to spare."""
+    """Return the capacity for `length` positions: the next multiple of `ROOM` above it."""
     return -(-(length + 1) // ROOM) * ROOM

@@ -1,7 +1,7 @@
-"""Fits sparse attention, layer by layer, to what dense attention gives there; and how it fares.
+"""Fit sparse attention, layer by layer, to dense attention of the same input; measure its health.
 
-Every layer reads what it reads in the dense model, so layers do not wait for one another: a single
-pass trains them all. Nothing else learns. Shapes as in `qat.kernels.nsa.select`.
+Every layer gets the input that it has in the dense model, so layers do not depend on each other: a
+single pass trains all of them. Nothing else is trained. Shapes as in `qat.kernels.nsa.select`.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ if TYPE_CHECKING:
 
 
 LR = 1e-2
-"""Peak learning rate, relative to the natural size of each parameter."""
+"""The peak learning rate, relative to the natural size of each parameter."""
 WARM_UP = 0.1
-"""Share of the steps until the peak; the rest falls to zero."""
+"""Fraction of the steps until the peak; afterwards the rate falls to zero."""
 TINY = 1e-12
 SAME = 1e-4
-"""Where no layer is farther from dense attention there is nothing to learn but rounding."""
+"""If no layer's error exceeds this, only rounding is left, and nothing is trained."""
 
 
 @dataclass(frozen=True)
 class LayerFit:
-    """How far one layer's attention is from dense attention of the same input."""
+    """The distance of one layer's attention from dense attention of the same input."""
 
     name: str
     error_before: float
-    """`|sparse - dense| / |dense|` of the attention's output, Frobenius, over all tokens."""
+    """`|sparse - dense| / |dense|` of the attention's output, Frobenius norms over all tokens."""
     error_after: float
 
 
 def fit_attention(
     model: LanguageModel, batches: Sequence[TokenBatch], *, steps: int, lr: float = LR
 ) -> list[LayerFit]:
-    """Train gates and pooling weights for `steps` steps of AdamW, a batch each, in turns.
+    """Train gates and pooling weights for `steps` steps of AdamW, cycling through the batches.
 
-    Nothing is to be done without parameters (branches merged), nor where all rows are within the
-    attention's reach, so that it is dense.
+    There is nothing to train without parameters (branches merged), or if all rows are within the
+    attention's reach, where it is dense.
 
     Args:
         model: with sparse attention.
         batches: at least one.
-        steps: of the optimizer.
+        steps: optimizer steps, one batch each.
         lr: see `LR`.
     """
     modules = nsa_modules(model.model)
@@ -76,10 +76,10 @@ def fit_attention(
 
 
 def natural_size(name: str, parameter: Tensor) -> float:
-    """How large a parameter of `NSAParts` is: so that a step at rate r moves gates by about r.
+    """Return the size of an `NSAParts` parameter, so that a step at rate r moves gates by about r.
 
-    All weights of a gate move at once, and mostly together: each is one of as many as there are
-    inputs. Weights of a pool are as large as they are.
+    All weights of a gate move at once, mostly in the same direction, so the size of each is one
+    over the number of inputs. The size of pooling weights is their RMS.
     """
     if not name.endswith(("gates.weight", "gates.bias")):
         return rms(parameter)
@@ -89,7 +89,7 @@ def natural_size(name: str, parameter: Tensor) -> float:
 def attention_errors(
     model: LanguageModel, batches: Sequence[TokenBatch]
 ) -> dict[NSAAttention, float]:
-    """`|sparse - dense| / |dense|` of every layer's output, on what it reads in the dense model."""
+    """Return `|sparse - dense| / |dense|` of every layer's output for its dense-model input."""
     sums: dict[NSAAttention, Tensor] = {}
 
     def measure(call: Call) -> Tensor:
@@ -122,7 +122,7 @@ def _train(
     def learn(call: Call) -> Tensor:
         target = reference.attend_densely(call.inputs())
         with torch.enable_grad():
-            # computed anew: its gradient is wanted
+            # computed again, with a gradient
             regated = call._replace(gates=call.module.nsa.gates_of(call.hidden))
             off, of = _squares(call.module, _sparse(regated), target)
             (off / of.clamp(min=TINY)).backward(inputs=[*call.module.nsa.parameters()])
@@ -144,7 +144,7 @@ def _sparse(call: Call) -> Tensor:
 
 
 def _squares(module: NSAAttention, sparse: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The squared norms of the difference and of `target`, behind the output projection."""
+    """Return squared norms of the difference and of `target`, after the output projection."""
     out = module.o_proj(target.flatten(2)).float()
     return (module.o_proj(sparse.flatten(2)).float() - out).square().sum(), out.square().sum()
 
@@ -153,66 +153,66 @@ def _read(model: LanguageModel, batch: TokenBatch) -> None:
     model.hidden(batch.input_ids.to(model.device), batch.position_ids.to(model.device))
 
 
-# How sparse attention fares in each layer: what gates say, and what the choice of blocks misses.
-#
+# The health of sparse attention in each layer: gate values, and mass that the selection misses.
+
 # Shapes as in `qat.kernels.nsa.select`; G query heads of a group, W keys of a selection block.
 
 ALMOST_ALL = 0.95
-"""A branch with this share of a head's gates leaves nothing to the others."""
+"""The share of a head's gates from which on a branch leaves nothing to the others."""
 MOST_SCORES = 2**27
-"""Scores of dense attention that exist together: half a gigabyte."""
+"""The most scores of dense attention in memory at a time: half a gigabyte."""
 
 
 class GateHealth(NamedTuple):
-    """What the gates of one layer say, means over tokens and heads; a share is of their sizes."""
+    """Gate statistics of one layer, means over tokens and heads; shares are of absolute values."""
 
     gate_entropy_frac: float
-    """Entropy of the three shares over that of equal ones: 0 where one branch has it all."""
+    """Entropy of the three shares over that of equal shares: 0 if one branch has everything."""
     gate_largest_frac: float
-    """The largest share."""
+    """The largest of the three shares."""
     compressed_frac: float
-    """Share of the compressed branch."""
+    """The share of the compressed branch."""
     selected_frac: float
-    """Share of the selected branch: 1 where `residual` begins."""
+    """The share of the selected branch: 1 at the start of `residual`."""
     window_frac: float
-    """Share of the sliding branch."""
+    """The share of the sliding branch."""
     collapse_frac: float
-    """How many have a branch with almost all (`ALMOST_ALL`): 1 where `residual` begins."""
+    """Fraction of gates with a branch above `ALMOST_ALL`: 1 at the start of `residual`."""
 
 
 class SelectionHealth(NamedTuple):
-    """What the choice of blocks of one layer misses."""
+    """The quality of one layer's selection of blocks."""
 
     limit_frac: float
-    """Share of queries, by group, that do not read every block of their past."""
+    """Fraction of queries, by group, that do not read every block of their past."""
     recall_frac: float
-    """Dense attention mass inside the blocks that those read, mean over them; 1 without any."""
+    """The mean dense attention mass inside the blocks that those queries read; 1 without any."""
 
 
 class LayerHealth(NamedTuple):
-    """One layer of sparse attention on some text."""
+    """Statistics of one layer of sparse attention on some text."""
 
     layer: int
     route: router.Route
     is_fallback: bool
-    """Whether something else computes than the configuration's sizes or the device deserve."""
+    """True if a slower or different function runs than the sizes and the device would allow."""
     gates: GateHealth | None
-    """None where branches are merged."""
+    """Gate statistics; None if branches are merged."""
     selection: SelectionHealth
 
     def values(self) -> dict[str, int | str | bool | float]:
-        """All of it by name."""
+        """Return all fields by name."""
         gates = {} if self.gates is None else self.gates._asdict()
         route = {"route": self.route.backend, "is_fallback": self.is_fallback}
         return {"layer": self.layer, **route, **self.selection._asdict(), **gates}
 
 
 def attention_health(model: LanguageModel, batch: TokenBatch) -> list[LayerHealth]:
-    """Runs `model` on a batch and looks at every sparse layer; nothing of it for a dense model.
+    """Run `model` on a batch and return the health of every sparse layer; empty for a dense model.
 
-    Compiled layers would not notice: run it inside `qat.models.regions.as_written`.
+    Compiled layers are not intercepted: call it inside `qat.models.regions.as_written`.
 
-    Time and memory are a little more than those of dense attention.
+    Time and memory are slightly more than those of dense attention.
     """
     found: list[LayerHealth] = []
 
@@ -241,7 +241,7 @@ def attention_health(model: LanguageModel, batch: TokenBatch) -> list[LayerHealt
 
 
 def health_numbers(layers: list[LayerHealth]) -> dict[str, object]:
-    """Means over layers, the lowest recall, and all layers, under names that begin with `nsa_`."""
+    """Return means over layers, the lowest recall, and all layers, with names starting `nsa_`."""
     values = [layer.values() for layer in layers]
     names = [name for name in values[0] if name.endswith("_frac")]
     means = {f"nsa_{name}": sum(each[name] for each in values) / len(values) for name in names}
@@ -252,7 +252,7 @@ def health_numbers(layers: list[LayerHealth]) -> dict[str, object]:
 
 
 def gate_health(gates: Tensor) -> GateHealth:
-    """From the gates of one layer, `(B, S, H, 3)` (compressed, selected, window); any sign."""
+    """Return statistics of gates `(B, S, H, 3)`: compressed, selected, window, of any sign."""
     sizes = gates.detach().float().abs()
     shares = sizes / sizes.sum(-1, keepdim=True).clamp(min=TINY)
     entropy = -(shares * shares.clamp(min=TINY).log()).sum(-1) / math.log(3)
@@ -263,9 +263,9 @@ def gate_health(gates: Tensor) -> GateHealth:
 
 @torch.no_grad()
 def selection_health(inputs: Inputs, selection: Tensor, config: NSAConfig) -> SelectionHealth:
-    """Compares a choice of blocks, `(B, K, T, N)` bool, with dense attention of the same inputs.
+    """Compare a selection of blocks, `(B, K, T, N)` bool, with dense attention of the same inputs.
 
-    Time is that of dense attention; never more than `MOST_SCORES` scores exist together.
+    Time is that of dense attention; at most `MOST_SCORES` scores are in memory at a time.
     """
     B, H, S, _ = inputs.query.shape
     rows = max(1, MOST_SCORES // (B * H * S))
@@ -285,17 +285,17 @@ def selection_health(inputs: Inputs, selection: Tensor, config: NSAConfig) -> Se
 def kept_mass(
     inputs: Inputs, selection: Tensor, config: NSAConfig, places: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What some queries' choice of blocks holds, and whether it lacks any.
+    """Return the mass inside some queries' selected blocks, and whether a block is missing.
 
     Args:
-        inputs: see there.
+        inputs: queries and keys of the layer.
         selection: `(B, K, T, N)` bool.
         config: the sizes.
-        places: `(Q,)`, which queries.
+        places: `(Q,)`, places of the queries.
 
     Returns:
         `(B, K, G, Q)` float32, dense attention mass inside the selected blocks; `(B, K, Q)` bool,
-        whether there is a block of the query's past that is not selected.
+        true if a block of the query's past is not selected.
     """
     first = inputs.beginnings()[:, places, None]
     keys = torch.arange(inputs.length, device=places.device)

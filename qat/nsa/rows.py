@@ -1,7 +1,7 @@
-"""Where the tokens of a row lie, from whatever mask a model was called with.
+"""The order of a row's tokens and the starts of its documents, from any mask of a model call.
 
-Native Sparse Attention counts its blocks from a row's first token, so padding has to leave: real
-tokens move to the front, attention runs, and its result moves back. A padded row then equals the
+Native Sparse Attention counts blocks from a row's first token, so padding must be moved: real
+tokens go to the front, attention runs, and its result is moved back. A padded row then equals the
 row alone.
 
 Shapes: B rows (1: all alike), S positions, N positions of a cache.
@@ -14,26 +14,27 @@ from torch import Tensor
 
 
 class TokenRows(NamedTuple):
-    """The order to compute in, and where each token's document begins."""
+    """The order of tokens to compute in, and the start of each token's document."""
 
     order: Tensor | None
-    """`(B, S)`: which place comes first, second, ...: real tokens before padding; None: as is."""
+    """`(B, S)`: the place that comes first, second, ...: real tokens before padding; None:
+    unchanged."""
     first: Tensor | None
-    """`(B, S)`, in that order: where the document of each token begins; None: at 0."""
+    """`(B, S)`, in that order: the start of each token's document; None: 0."""
 
     def to_front(self, tensor: Tensor, dim: int) -> Tensor:
-        """`tensor`, with rows along axis 0 and positions along `dim`, in this order."""
+        """Permute `tensor`, with rows along axis 0 and positions along `dim`, into this order."""
         return tensor if self.order is None else _permuted(tensor, self.order, dim)
 
     def back(self, tensor: Tensor, dim: int) -> Tensor:
-        """What `to_front` undid."""
+        """Undo `to_front`."""
         return tensor if self.order is None else _permuted(tensor, self.order.argsort(-1), dim)
 
 
 def rows_of_positions(positions: Tensor) -> TokenRows:
-    """Of rows without padding: a document begins where positions `(B, S)` do not go on by one.
+    """Return rows without padding; documents start where positions `(B, S)` do not rise by one.
 
-    What transformers goes by where it is given no mask.
+    transformers uses the same rule if it gets no mask.
     """
     places = torch.arange(positions.shape[1], device=positions.device)
     is_start = torch.nn.functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True)
@@ -41,28 +42,28 @@ def rows_of_positions(positions: Tensor) -> TokenRows:
 
 
 def rows_of_documents(positions: Tensor) -> TokenRows:
-    """Of rows without padding, in which positions `(B, S)` count from 0 in each document."""
+    """Return rows without padding, whose positions `(B, S)` count from 0 in each document."""
     places = torch.arange(positions.shape[1], device=positions.device)
     return TokenRows(None, (places - positions).clamp(min=0))
 
 
 def rows_of_mask(mask: Tensor) -> TokenRows:
-    """Of a call with a mask: `(B, S)`, true at tokens, or `(B, 1, S, S)` as transformers has it.
+    """Return the rows of a mask: `(B, S)`, true at tokens, or transformers' `(B, 1, S, S)`.
 
-    The latter is bool, or 0 where a key is seen; documents show in it as well as padding.
+    The latter is bool, or 0 where a key is visible; it shows documents as well as padding.
     """
     if mask.dim() == 2:
         return TokenRows(_tokens_first(mask), None)
     sees = (mask if mask.dtype == torch.bool else mask >= 0)[:, 0]
     is_token = sees.diagonal(dim1=-2, dim2=-1)
     order = _tokens_first(is_token)
-    ahead = is_token.cumsum(-1) - is_token.long()  # real tokens in front of each place
+    ahead = is_token.cumsum(-1) - is_token.long()  # real tokens before each place
     first = ahead.gather(1, sees.byte().argmax(-1))
     return TokenRows(order, _permuted(first, order, 1))
 
 
 def padding_of(mask: Tensor | None) -> Tensor | None:
-    """`(B, N)` bool, true at tokens, of a mask `(B, N)` or `(B, 1, S, N)` over a cache's keys."""
+    """Return `(B, N)` bool, true at tokens, from a cache mask `(B, N)` or `(B, 1, S, N)`."""
     if mask is None or mask.dim() == 2:
         return mask
     return (mask if mask.dtype == torch.bool else mask >= 0)[:, 0].any(1)

@@ -1,4 +1,4 @@
-"""Swaps Native Sparse Attention into a dense model in place, and out; looks at its calls.
+"""Swap Native Sparse Attention into a dense model in place, or out again; intercept its calls.
 
 Shapes: B rows, S positions, H query heads, D head width.
 """
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 
 KEY = "nsa"
-"""What config.json calls the definition; absent: dense."""
+"""The key of the definition in config.json; absent: dense."""
 DENSE_NAME = "dense"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 DENSE = {swapped: dense for dense, swapped in SWAPPED.items()}
 
 
 def swap_attention(model: PreTrainedModel, config: NSAConfig) -> None:
-    """Turn the attention of `model` in place into what `config` defines.
+    """Change the attention of `model` in place to the definition `config`.
 
-    Weights stay; new parameters begin such that `residual` and `merged` are dense attention for
-    sequences up to `config.reach`.
+    Weights stay; new parameters are initialized so that `residual` and `merged` equal dense
+    attention for sequences up to `config.reach`.
 
     Raises:
-        CheckpointError: its attention is of no known kind, or sparse already.
-        ConfigError: `config.layers` names layers that it does not have.
+        CheckpointError: the attention is of an unsupported kind, or sparse already.
+        ConfigError: `config.layers` names layers that the model does not have.
     """
     if nsa_modules(model):
         raise CheckpointError(
@@ -58,7 +58,7 @@ def swap_attention(model: PreTrainedModel, config: NSAConfig) -> None:
 
 
 def unswap_attention(model: PreTrainedModel) -> None:
-    """Turn the attention of `model` into dense attention again; what NSA learned is dropped."""
+    """Change the attention of `model` back to dense attention and drop the NSA parameters."""
     for module in nsa_modules(model).values():
         module.__class__ = DENSE[type(module)]
         del module.nsa
@@ -67,15 +67,15 @@ def unswap_attention(model: PreTrainedModel) -> None:
 
 
 def nsa_modules(model: nn.Module) -> dict[str, NSAAttention]:
-    """The model's sparse attention modules by name, in order."""
+    """Return the model's sparse attention modules by name, in order."""
     return {name: m for name, m in model.named_modules() if isinstance(m, NSAAttention)}
 
 
 def nsa_config(model: PreTrainedModel | PreTrainedConfig) -> NSAConfig | None:
-    """The definition that a model, or its configuration, names; None: dense.
+    """Return the definition in the configuration of a model; None: dense.
 
     Raises:
-        CheckpointError: it is not one.
+        CheckpointError: the definition is invalid.
     """
     values = getattr(getattr(model, "config", model), KEY, None)
     if values is None:
@@ -87,10 +87,10 @@ def nsa_config(model: PreTrainedModel | PreTrainedConfig) -> NSAConfig | None:
 
 
 def say_route(model: PreTrainedModel, length: int, device: torch.device) -> None:
-    """Log and count the backend that computes rows of `length`: compiled layers cannot themselves.
+    """Log and count the backend for rows of `length`, which compiled layers cannot do themselves.
 
     Raises:
-        ConfigError: the backend that is asked for cannot compute them.
+        ConfigError: the requested backend does not support them.
     """
     layers = (getattr(layer, "self_attn", None) for layer in decoder_layers(model))
     sparse = next((module for module in layers if isinstance(module, NSAAttention)), None)
@@ -99,7 +99,7 @@ def say_route(model: PreTrainedModel, length: int, device: torch.device) -> None
 
 
 def is_all_sparse(config: PreTrainedConfig) -> bool:
-    """Whether every layer of the model with that configuration attends sparsely."""
+    """Return whether every layer of a model with this configuration has sparse attention."""
     found = nsa_config(config)
     if found is None:
         return False
@@ -108,7 +108,7 @@ def is_all_sparse(config: PreTrainedConfig) -> bool:
 
 
 def read_attention(name: str) -> NSAConfig | None:
-    """The definition that `name` means: a preset or a TOML file of its settings; None: `dense`.
+    """Return the definition called `name`: a preset, or a TOML file of settings; None for `dense`.
 
     Raises:
         ConfigError: it is neither, or a setting is out of range.
@@ -132,10 +132,11 @@ def read_attention(name: str) -> NSAConfig | None:
 
 
 def change_attention(model: PreTrainedModel, config: NSAConfig | None) -> None:
-    """Let `model` attend as `config` defines, None for densely; nothing where it does already.
+    """Change the attention of `model` to `config`, or to dense if None; do nothing if it matches.
 
     Raises:
-        CheckpointError, ConfigError: as `swap_attention`.
+        CheckpointError: see `swap_attention`.
+        ConfigError: see `swap_attention`.
     """
     if nsa_config(model) == config:
         return
@@ -146,7 +147,7 @@ def change_attention(model: PreTrainedModel, config: NSAConfig | None) -> None:
 
 
 def _check_layers(chosen: Sequence[int], num_layers: int) -> None:
-    """Refuse indices that are not of `num_layers`, none, or one twice."""
+    """Raise an error if an index is outside `num_layers` or repeated, or if there is none."""
     for index in chosen:
         if not 0 <= index < num_layers:
             raise ConfigError(
@@ -159,10 +160,10 @@ def _check_layers(chosen: Sequence[int], num_layers: int) -> None:
 
 
 def _attention_of(model: PreTrainedModel, layer: nn.Module) -> nn.Module:
-    """The attention module of a decoder layer.
+    """Return the attention module of a decoder layer.
 
     Raises:
-        CheckpointError: it is none that can be swapped.
+        CheckpointError: it cannot be swapped.
     """
     name, found = type(model).__name__, getattr(layer, "self_attn", None)
     missing = [part for part in PROJECTIONS if not hasattr(found, part)]
@@ -194,8 +195,8 @@ def _parts(model: PreTrainedModel, module: nn.Module, config: NSAConfig) -> NSAP
     return parts.to(device=device, dtype=embedding_dtype(model)).train(module.training)
 
 
-# Runs a model with something else in the place of its sparse attention's innermost function.
-#
+# Run a model with another function in place of its sparse attention's innermost function.
+
 # Shapes: B rows, S positions, H query heads, D head width.
 
 
@@ -208,23 +209,23 @@ class Call(NamedTuple):
     heads: Heads
     gates: Tensor | None
     angles: tuple[Tensor, Tensor]
-    """Cosines and sines."""
+    """Cosines and sines, `(B, S, D)` each."""
     rows: TokenRows
 
     def inputs(self) -> Inputs:
-        """What a backend computes from."""
+        """Return the inputs of a backend."""
         return self.module.inputs(self.heads, self.gates, self.angles, self.rows)
 
 
 Attend = Callable[[Call], Tensor]
-"""From a call to `(B, S, H, D)`, tokens in the order of `Call.inputs`."""
+"""A function from a call to `(B, S, H, D)`, with tokens in the order of `Call.inputs`."""
 
 
 @contextmanager
 def attending_with(model: nn.Module, attend: Attend) -> Iterator[None]:
-    """Run a block in which every sparse attention of `model` computes `attend`.
+    """Replace every sparse attention of `model` by `attend` inside the block.
 
-    Layers that are compiled would not notice: see `qat.models.regions.as_written`.
+    Compiled layers are not affected: see `qat.models.regions.as_written`.
     """
     modules = nsa_modules(model).values()
     kept = [vars(module).get("forward") for module in modules]

@@ -1,4 +1,4 @@
-"""Ways to compute sparse attention of a layer that is handed in, and the proof that they do.
+"""Implementations of sparse attention for a given layer, and the check that they compute it.
 
 Shapes: B rows, H query heads, K key-value heads, S positions, D head width.
 """
@@ -21,24 +21,24 @@ Pass = Literal["forward", "train", "decode"]
 
 
 class Work(NamedTuple):
-    """How much there is to attend to."""
+    """The sizes of an attention call."""
 
     length: int
-    """S; in decode the positions so far, the new one included."""
+    """S; in decode the positions so far, including the new one."""
     group: int
-    """H / K."""
+    """Query heads per key-value head, H / K."""
     key_heads: int
     width: int
     batch: int
 
     @property
     def heads(self) -> int:
-        """H."""
+        """Query heads, H."""
         return self.group * self.key_heads
 
 
 class Layer(NamedTuple):
-    """What a layer hands its attention."""
+    """The inputs of a layer's attention."""
 
     query: Tensor
     """`(B, H, S, D)`, rotated; one position in decode."""
@@ -47,15 +47,15 @@ class Layer(NamedTuple):
     value: Tensor
     """`(B, K, S, D)`."""
     raw_gates: Tensor
-    """`(B, S, H, 3)`, before they are squashed."""
+    """`(B, S, H, 3)`, before squashing."""
 
 
 Attend = Callable[[Layer], Tensor]
-"""To `(B, S, H, D)`."""
+"""A function from a layer to its attention `(B, S, H, D)`."""
 
 
 def layer_of(work: Work, which: Pass, *, device: torch.device, dtype: torch.dtype) -> Layer:
-    """Random heads, laid out as projections give them."""
+    """Return random heads in the memory layout of projections."""
     generator = torch.Generator(device).manual_seed(0)
     queries = 1 if which == "decode" else work.length
 
@@ -73,7 +73,7 @@ def layer_of(work: Work, which: Pass, *, device: torch.device, dtype: torch.dtyp
 
 
 def inputs_of(layer: Layer, config: NSAConfig) -> Inputs:
-    """With pooled keys and gates made."""
+    """Return a backend's inputs, with pooled keys and gates computed."""
     pooled_value = gates = None
     if config.mode != "merged":
         pooled_value, gates = pool(layer.value, config), squashed(layer.raw_gates, config)
@@ -83,22 +83,23 @@ def inputs_of(layer: Layer, config: NSAConfig) -> Inputs:
 
 
 class Way(NamedTuple):
-    """A way to attend, and what makes it ready for one layer."""
+    """An implementation of attention, and a function that prepares it for one layer."""
 
     name: str
     prepare: Callable[[Layer, Work], Attend]
-    """Raises ConfigError or RuntimeError where it cannot."""
+    """A function that prepares the implementation; raises ConfigError or RuntimeError if it
+    cannot."""
     problem: Callable[[Attend, Layer], str | None] | None = None
-    """What it computes instead of what it should; None for dense attention."""
+    """A check that returns why the result is wrong, or None; absent for dense attention."""
 
     @property
     def is_dense(self) -> bool:
-        """Whether every key of the past is read."""
+        """True if every key of the past is read."""
         return self.problem is None
 
 
 def sparse_ways(which: Pass, presets: tuple[str, ...]) -> Iterator[Way]:
-    """Every backend on every preset by its own name: `nsa flex`, ...; one way to decode each."""
+    """Yield each preset with every backend, named like `nsa flex`; in decode one way per preset."""
     for preset in presets:
         config = PRESETS[preset]
         if which == "decode":
@@ -126,7 +127,7 @@ def _sparse(layer: Layer, work: Work, *, config: NSAConfig) -> Attend:
 
 
 def _decoding(layer: Layer, work: Work, *, config: NSAConfig) -> Attend:
-    """A step inside a tile, or one that is a tile: it keeps its key and value, and attends."""
+    """Prepare a step inside a tile (or of one query) that appends its key and attends."""
     kept = decode.Past.empty(layer.key, work.length, config)
     inputs = inputs_of(layer._replace(query=layer.key.repeat_interleave(work.group, 1)), config)
     decode.fill(kept, inputs, select_blocks(inputs, config), config)
@@ -144,23 +145,24 @@ def _decoding(layer: Layer, work: Work, *, config: NSAConfig) -> Attend:
     return attend
 
 
-# Whether what is timed is sparse attention: a corner of it against the reference.
-#
-# The past alone counts, and heads do not meet, so that the reference need not see all of either.
+# Check that what is timed is sparse attention: compare a corner of it with the reference.
+
+# Queries only see the past and heads are independent, so the reference computes only the first
+# positions and heads.
 
 BEYOND, KEY_HEADS = 512, 2
-"""Positions behind the reach of the selection, and key-value heads, that are compared."""
+"""Positions beyond the reach of the selection, and key-value heads, that are compared."""
 CLOSE = 0.05
-"""Farthest that a head's output may be from the reference's, of its norm, in any dtype."""
+"""The largest accepted distance of a head's output from the reference, relative to its norm."""
 MOST_WITHIN, MOST_BEYOND = 0.01, 0.5
-"""Shares that may be further away: within the reach of the selection, and beyond it, where near
-ties may be rounded apart and another block change the output of a tile."""
+"""Shares of outputs that may be further away: within the reach of the selection, and beyond it,
+where rounding may resolve near ties differently and another block changes a tile's output."""
 
 
 def problem(attend: Attend, layer: Layer, config: NSAConfig) -> str | None:
-    """What `attend` computes instead; None: `config`, as far as the first positions tell.
+    """Return why `attend` does not compute `config`, judged by the first positions, or None.
 
-    Call it as the way is timed, with gradients or without: what is compiled depends on that.
+    Call it in the same mode as the timing, with gradients or without: compilation depends on it.
     """
     found = attend(layer).detach()
     with torch.no_grad():
@@ -182,8 +184,10 @@ def problem(attend: Attend, layer: Layer, config: NSAConfig) -> str | None:
 
 
 def _corner(layer: Layer, config: NSAConfig) -> Tensor:
-    """`(B, length, heads, D)` float32: the reference's first positions and heads, of the blocks
-    that the layer's own dtype selects."""
+    """Return the reference's first positions and heads, `(B, length, heads, D)` float32.
+
+    The blocks are those that the layer's own dtype selects.
+    """
     length = config.reach + BEYOND
     key, value = (tensor[:, :KEY_HEADS, :length] for tensor in (layer.key, layer.value))
     heads = key.shape[1] * (layer.query.shape[1] // layer.key.shape[1])
