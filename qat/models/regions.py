@@ -1,11 +1,10 @@
 """How layers run: attention over packed rows, joined projections, compiled regions, dtypes.
 
-The decoder goes region by region: each layer compiled, recomputed in backward, or both.
-
-All equal layers share one compiled graph, in which projections of the same input are one matmul. A
-recomputed layer keeps its input alone, and backward goes through it a slice of the batch at a time,
-so that what a layer holds inside does not grow with the batch. Where all formed weights would not
-fit, each layer's are formed before it runs (`qat.nn.step.form_by_layer`).
+The decoder is divided into regions: each layer is compiled, recomputed in backward, or both. All
+equal layers share one compiled graph, in which projections of the same input are one matmul. A
+recomputed layer keeps only its input, and backward processes it in slices of the batch, so that the
+layer's inner memory does not grow with the batch. If all formed weights would not fit, each layer's
+are formed before it runs (`qat.nn.step.form_by_layer`).
 """
 
 import logging
@@ -68,11 +67,11 @@ logger = logging.getLogger(__name__)
 NAME = "qat"
 KV = {f"{NAME}-kv{bits}": KvSpec(bits=bits) for bits in (8, 4)}
 LOOKING = f"{NAME}-looking"
-"""Attention that a model is tried with, to see what its layers hand on."""
+"""Attention implementation that records what layers pass to it."""
 
 
 def use_packed_attention(model: PreTrainedModel) -> bool:
-    """Let `model` attend through this file; false where it needs more than a causal mask."""
+    """Let `model` attend through this module; return False if it needs more than a causal mask."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or {"full_attention"})
     is_plain = kinds == {"full_attention"} and getattr(config, "sliding_window", None) is None
@@ -82,15 +81,15 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
 
 
 def kv_spec(config: PreTrainedConfig) -> KvSpec | None:
-    """How a model of that configuration keeps keys and values; None for as they are."""
+    """Return the format of keys and values by a model's configuration; None if unquantized."""
     return KV.get(config.get_text_config()._attn_implementation)
 
 
 def set_kv(model: PreTrainedModel, spec: KvSpec | None) -> None:
-    """Let `model` attend to keys and values that are kept as `spec` says; None for as they are.
+    """Let `model` quantize keys and values by `spec`; None leaves them unquantized.
 
     Raises:
-        CheckpointError: it attends in another way than `sdpa`, which is what stands behind.
+        CheckpointError: its attention is not `sdpa`, which computes the rest.
     """
     config, names = model.config.get_text_config(), {known: name for name, known in KV.items()}
     if config._attn_implementation not in ("sdpa", NAME, *KV):
@@ -103,7 +102,7 @@ def set_kv(model: PreTrainedModel, spec: KvSpec | None) -> None:
 
 
 def quantize_kv(model: PreTrainedModel, spec: KvSpec, device: torch.device | None = None) -> None:
-    """As `set_kv`, of a model that is tried first: every layer must hand on its keys and values.
+    """Do what `set_kv` does, and check by a run that every layer keeps keys and values of heads.
 
     Raises:
         ConfigError: it attends sparsely, keeps something else than heads (latent vectors, states of
@@ -135,26 +134,26 @@ def quantize_kv(model: PreTrainedModel, spec: KvSpec, device: torch.device | Non
 
 
 class KeptHeads(NamedTuple):
-    """What one layer keeps of a token."""
+    """Heads of keys and values that one layer caches per token."""
 
     count: int
     key_width: int
     value_width: int
 
     def num_bytes(self, spec: KvSpec) -> int:
-        """As `spec` keeps them."""
+        """Return the bytes per token in the format `spec`."""
         return self.count * (spec.head_bytes(self.key_width) + spec.head_bytes(self.value_width))
 
     def half_bytes(self) -> int:
-        """In 16 bits."""
+        """Return the bytes per token in 16 bits."""
         return self.count * 2 * (self.key_width + self.value_width)
 
 
 @torch.no_grad()
 def kept_heads(model: PreTrainedModel, device: torch.device | None = None) -> list[KeptHeads]:
-    """What each layer of `model`, which attends by `set_kv`, hands on to be kept: it runs once.
+    """Run `model`, prepared by `set_kv`, once and return the heads that each layer would cache.
 
-    `device`: where it computes, if its weights lie elsewhere until then.
+    `device`: the compute device, if the weights are elsewhere until then.
     """
     found: list[KeptHeads] = []
 
@@ -176,9 +175,9 @@ def kept_heads(model: PreTrainedModel, device: torch.device | None = None) -> li
 
 
 def make_mask(*args: object, **kwargs: object) -> Tensor | None:
-    """As `sdpa_mask` of transformers; the mask of tokens `(B, N)` itself if all layers are sparse.
+    """Return transformers' `sdpa_mask`, or the token mask `(B, N)` itself if all layers are sparse.
 
-    None says that all of them are tokens.
+    None if no token is masked.
     """
     config, mask = kwargs.get("config"), kwargs.get("attention_mask")
     if config is None or not is_all_sparse(config):
@@ -200,7 +199,7 @@ def attend(
     kv: KvSpec | None = None,
     **rest: object,
 ) -> tuple[Tensor, None]:
-    """As `sdpa_attention_forward` of transformers: heads `(B, H, S, D)` to `(B, S, H, D)`."""
+    """Do what transformers' `sdpa_attention_forward` does: `(B, H, S, D)` to `(B, S, H, D)`."""
     if kv is not None:
         key, value = (fake_quantize_heads(heads, kv.bits) for heads in (key, value))
     if document_positions is not None:
@@ -234,7 +233,7 @@ SILUS = (nn.SiLU, type(ACT2FN["silu"]))
 
 
 def join_projections(model: PreTrainedModel) -> None:
-    """Join what reads the same input in `model`, as far as it is quantized."""
+    """Join quantized linears of `model` that read the same input."""
     for module in [*model.modules()]:
         if isinstance(module, NSAAttention):
             join_linears(module, "qkv", QKV)
@@ -261,7 +260,7 @@ def _attention(
     attention_mask: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """The family's own attention; `document_positions` says that there is no cache."""
+    """Run the family's own attention, joined if `document_positions` rules out a cache."""
     if kwargs.get("document_positions") is None or not hasattr(module, "qkv"):
         return type(module).forward(
             module,
@@ -272,7 +271,7 @@ def _attention(
         )
     kwargs.pop(CACHE, None)
     qkv = module.qkv(hidden_states)
-    is_whole = position_embeddings[0].shape[-1] == module.head_dim  # all of a head is rotated
+    is_whole = position_embeddings[0].shape[-1] == module.head_dim  # the whole head is rotated
     is_fused = kwargs.get("tile_fits") and is_whole and kv_spec(module.config) is None
     if is_fused and joined_fits_tile(qkv, module.head_dim):
         out = _fused(module, qkv, position_embeddings, kwargs["document_positions"])
@@ -284,7 +283,7 @@ def _attention(
 def _fused(
     module: nn.Module, qkv: Tensor, position_embeddings: tuple[Tensor, Tensor], positions: Tensor
 ) -> Tensor:
-    """`(B, S, H, D)`; all three families repeat the angles of the first half of a head."""
+    """Return `(B, S, H, D)`; all three families repeat the angles of the first half of a head."""
     has_norms = hasattr(module, "q_norm")
     return joined_tile_attention(
         qkv,
@@ -305,7 +304,7 @@ def _unfused(
     attention_mask: Tensor | None,
     **kwargs: object,
 ) -> Tensor:
-    """The layer in the steps of its family's own code, without our kernels."""
+    """Run the layer in the steps of its family's own code, without our kernels."""
     query, key, value = (
         part.unflatten(-1, (-1, module.head_dim)) for part in module.qkv.split(qkv)
     )
@@ -329,19 +328,19 @@ def _mlp(module: nn.Module, x: Tensor) -> Tensor:
 
 
 SLICE_TOKENS = 2**15
-"""Tokens that one recomputed layer works on at a time."""
+"""Tokens that a recomputed layer processes at a time."""
 
 MOST_GRAPHS = 32
 """Graphs that the compiler may make of one layer before it gives up."""
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """What the compiler raises where it cannot compile; it is loaded first here."""
+    """Return the errors of a failed compilation; this imports the compiler."""
     return torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
 
 
 def say_uncompiled(error: Exception) -> str:
-    """Warn that layers run as they are written, and return why: what the compiler said, a line."""
+    """Warn that layers run uncompiled, and return the first line of the compiler's error."""
     reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
     logger.warning("the layers cannot be compiled (%s): they run uncompiled, more slowly", reason)
     return reason
@@ -349,16 +348,16 @@ def say_uncompiled(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class CompileFacts:
-    """What the compiler did so far in this process."""
+    """Statistics of the compiler in this process."""
 
     graphs: int
     recompiles: int
     breaks: int
-    """Places where it gave up and the interpreter went on."""
+    """Graph breaks, where the interpreter continued."""
 
 
 class Regions:
-    """The way a model's layers run; `install` puts it in place, `remove` takes it away."""
+    """Sets how a model's layers run: `install` patches their forwards, `remove` restores them."""
 
     def __init__(
         self,
@@ -377,9 +376,9 @@ class Regions:
         self._is_refused = False
 
     def install(self) -> None:
-        """Let every layer, and the norm behind the last, run this way."""
+        """Patch the forward of every layer, and of the norm after the last one."""
         if self.is_compiled:
-            # training, judging, the first layer and a few batch shapes: each is a graph of its own
+            # training, evaluation, the first layer and a few batch shapes each need a graph
             torch._dynamo.config.recompile_limit = MOST_GRAPHS
             join_projections(self._model)
         if self._forms_by_layer:
@@ -398,11 +397,11 @@ class Regions:
             norm.forward = self._compiled(norm.forward)
 
     def _recomputing(self, layer: nn.Module) -> Callable:
-        """The layer's forward, of which backward finds nothing but the input."""
+        """Return the layer's forward with only its input kept for backward."""
         own = on(next(layer.parameters()).device).checkpoint_fn()
         if own is not None:
             return partial(own, layer.forward)
-        # compiled together with its recomputation, which then leaves out what nobody reads
+        # compiled together with its recomputation, so that the compiler can drop unused values
         return self._compiled(MethodType(_checkpointed, layer))
 
     def _compiled(self, forward: Callable) -> Callable:
@@ -411,7 +410,7 @@ class Regions:
         compiled = torch.compile(forward, fullgraph=True)
 
         def run(*args: object, **kwargs: object) -> Tensor:
-            if torch.is_grad_enabled():  # a refused step is begun anew, as a whole
+            if torch.is_grad_enabled():  # the caller retries the whole step if compilation fails
                 return compiled(*args, **kwargs)
             if not self._is_refused:
                 try:
@@ -428,7 +427,7 @@ class Regions:
         self._form(dtype)
 
     def remove(self) -> None:
-        """Let the layers run as their class says."""
+        """Restore the forward of the layers' own classes."""
         for module in (*decoder_layers(self._model), *_last_norm(self._model)):
             vars(module).pop("forward", None)
         self._end_forming()
@@ -436,14 +435,14 @@ class Regions:
 
 
 def _last_norm(model: PreTrainedModel) -> list[nn.Module]:
-    """The norm behind the last layer, if the model keeps it where most do."""
+    """Return the norm after the last layer, if it is in the usual place."""
     norm = getattr(model.base_model, "norm", None)
     return [] if norm is None else [norm]
 
 
 @contextmanager
 def as_written(model: PreTrainedModel) -> Iterator[None]:
-    """Run a block with every region plain: generation's shapes would compile at each token."""
+    """Run a block with uncompiled forwards: generation's shapes would compile at each token."""
     regions = (*decoder_layers(model), *_last_norm(model))
     modules = [module for module in regions if "forward" in vars(module)]
     kept = [vars(module).pop("forward") for module in modules]
@@ -455,19 +454,19 @@ def as_written(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _checkpointed(layer: nn.Module, hidden: Tensor, **kwargs: object) -> Tensor:
-    """The layer's forward, of which backward finds nothing but the input."""
+    """Run the layer's forward with only its input kept for backward."""
     forward = type(layer).forward
-    # no dropout: there is no generator state to repeat
+    # there is no dropout, so no generator state to restore
     return checkpoint(
         forward, layer, hidden, use_reentrant=False, preserve_rng_state=False, **kwargs
     )
 
 
 class _InSlices:
-    """A recomputed layer, a slice of the batch at a time; the plain one where nothing learns."""
+    """Runs a recomputed layer in slices of the batch; without gradients the plain one."""
 
     calls = 0
-    """Of all of them, where something learned."""
+    """Calls of all instances with gradients."""
 
     def __init__(self, recomputing: Callable, plain: Callable) -> None:
         self._recomputing = recomputing
@@ -483,21 +482,21 @@ class _InSlices:
             return self._recomputing(hidden, **kwargs)
         outputs = []
         for start in range(0, B, rows):
-            # the last slice is filled up, so that every batch runs the same compiled shape
+            # pad the last slice, so that every batch runs the same compiled shape
             part = BatchSlice(slice(start, start + rows), batch=B, count=rows)
             outputs.append(self._recomputing(part.of(hidden), **part.of(kwargs)))
         return torch.cat(outputs)[:B]
 
 
 class BatchSlice(NamedTuple):
-    """A slice of a batch, filled up with zeros to `count` rows."""
+    """A slice of a batch, padded with zeros to `count` rows."""
 
     rows: slice
     batch: int
     count: int
 
     def of(self, value: object) -> object:
-        """`value` with the slice of every tensor inside that has one row per sequence."""
+        """Return `value` with the slice of every inner tensor that has one row per sequence."""
         if isinstance(value, dict):
             return {name: self.of(item) for name, item in value.items()}
         if isinstance(value, tuple):
@@ -512,7 +511,7 @@ class BatchSlice(NamedTuple):
 
 
 def compile_facts() -> CompileFacts:
-    """Graphs that the compiler made in this process, and those of code that it had compiled."""
+    """Return the graphs, recompilations and graph breaks of this process."""
     if "torch._dynamo" not in sys.modules:
         return CompileFacts(graphs=0, recompiles=0, breaks=0)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -523,26 +522,24 @@ def compile_facts() -> CompileFacts:
 
 
 def recomputed_layers() -> int:
-    """Calls of layers in this process that left their inside to be recomputed in backward."""
+    """Return the calls of layers in this process that are recomputed in backward."""
     return _InSlices.calls
 
 
-# What a model computes in: its dtype, and the precision of float32 matmuls.
-#
-# What does not learn is kept in the compute dtype where that loses nothing. The residual stream
-# takes its dtype from the embedding's output; what learns stays float32.
+# The compute dtype of a model, and the precision of float32 matmuls.
 
 
 def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[], None]:
-    """Let `model` compute in `dtype` (under autocast, which casts what stays float32).
+    """Let `model` compute in `dtype` (under autocast, which casts parameters that stay float32).
 
-    Parameters without gradient are cast if every value survives, but for those of LayerNorms; a
-    checkpoint stores the same numbers afterwards. Decides on the host: for the start of a run, not
-    for a step. What it gives back ends the casting of the residual stream.
+    Parameters without gradient are cast if every value is exact in `dtype`, except those of
+    LayerNorms; a checkpoint then stores the same numbers. It synchronizes with the device, so call
+    it at the start of a run and not in a step. The returned function stops casting the residual
+    stream.
     """
     if dtype == torch.float32:
         return lambda: None
-    # on a CPU a LayerNorm of 16 bits refuses a float32 input: tokens plus float32 positions
+    # on a CPU a 16-bit LayerNorm refuses a float32 input, such as tokens plus float32 positions
     kept = {id(p) for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
     for parameter in model.parameters():
         is_fixed = parameter.is_floating_point() and not parameter.requires_grad
@@ -559,9 +556,10 @@ def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[], None]
 
 @contextmanager
 def matmul_precision(precision: Literal["medium", "highest"]) -> Iterator[None]:
-    """`medium`: float32 matmuls may multiply in bf16 or TF32 where the device does so faster.
+    """Set the precision of float32 matmuls: `medium` allows bf16 or TF32 factors where faster.
 
-    Sums stay in float32. Moment matrices keep their symmetry and sign: both factors round alike.
+    Sums stay in float32. Moment matrices keep their symmetry and sign, because both factors are
+    rounded in the same way.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)

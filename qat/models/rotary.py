@@ -1,8 +1,8 @@
-"""Rotary embeddings whose angles depend on a length: each document gets those of its own length.
+"""Length-dependent rotary embeddings: each document gets the angles of its own length.
 
-transformers picks the factors of longrope (Phi-3, Phi-4-mini) and the base of dynamic NTK by the
-longest position of a whole batch. A short document would then be read with the angles of a longer
-one that was packed or batched with it, so what a model says would depend on the batch.
+transformers selects the factors of longrope (Phi-3, Phi-4-mini) and the base of dynamic NTK by the
+longest position of a whole batch. A short document would then get the angles of a longer one that
+is packed or batched with it, so the output would depend on the batch.
 
 Shapes: B rows, S positions.
 """
@@ -20,10 +20,10 @@ LONGROPE, DYNAMIC = "longrope", "dynamic"
 
 
 def rotate_by_document(model: PreTrainedModel) -> None:
-    """Let the rotary embeddings of `model` see each document alone; a second call changes nothing.
+    """Compute rotary embeddings of `model` for each document alone; a second call changes nothing.
 
     A document ends where the next position is not larger. Each gets the angles that transformers
-    gives to a batch of that document alone.
+    computes for a batch of that document alone.
     """
     for module in model.modules():
         is_done = isinstance(vars(module).get("forward"), _ByDocument)
@@ -32,12 +32,12 @@ def rotate_by_document(model: PreTrainedModel) -> None:
 
 
 def reads_lengths(model: PreTrainedModel) -> bool:
-    """Return whether the angles of `model` depend on how long a text is."""
+    """Return whether the angles of `model` depend on the length of the text."""
     return any(_depends_on_length(kind) for module in model.modules() for kind in _kinds(module))
 
 
 def document_lengths(position_ids: Tensor) -> Tensor:
-    """Count the positions of each position's document, `(..., S)` int64 like `position_ids`.
+    """Return the length of each position's document, `(..., S)` int64 like `position_ids`.
 
     A row that continues a cached one counts the positions before it.
     """
@@ -50,7 +50,7 @@ def document_lengths(position_ids: Tensor) -> Tensor:
 
 
 def _kinds(module: nn.Module) -> list[str]:
-    """The kinds of a rotary embedding: one, or one per kind of layer; none of other modules."""
+    """Return the types of a rotary embedding: one, or one per layer type; none if it is none."""
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, dict):
         return [*kinds.values()]
@@ -58,11 +58,11 @@ def _kinds(module: nn.Module) -> list[str]:
 
 
 def _depends_on_length(kind: str) -> bool:
-    return kind == LONGROPE or DYNAMIC in kind  # transformers asks in the same way
+    return kind == LONGROPE or DYNAMIC in kind  # the same test as in transformers
 
 
 class _ByDocument:
-    """The forward of a rotary embedding, run for each length by itself."""
+    """The forward of a rotary embedding, run separately for each length."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._forward = module, module.forward
@@ -77,10 +77,10 @@ class _ByDocument:
             return self._forward(x, position_ids, **given)
         lengths = document_lengths(position_ids)[..., None]
         if position_ids.dim() == 3:
-            lengths = lengths.amax(0)  # positions of three axes, which text counts alike
+            lengths = lengths.amax(0)  # positions of three axes, which are equal for text
 
         def ending_at(last: int, positions: Tensor) -> Any:
-            """The angles of `positions` in rows that end with the position `last`."""
+            """Return the angles of `positions` in rows that end with the position `last`."""
             end = position_ids.new_full((*position_ids.shape[:-1], 1), last)
             found = self._forward(x, torch.cat([positions, end], -1), **given)
             return tree_map(lambda angles: angles[..., :-1, :], found)
@@ -91,8 +91,9 @@ class _ByDocument:
             long = ending_at(limit, position_ids)
             return tree_map(partial(torch.where, lengths > limit), long, short)
         lengths, found = lengths.clamp(min=module.original_max_seq_len), None
-        for length in lengths.unique().tolist():  # waits for the device, as transformers does
-            self._forward(x, position_ids.new_zeros(1, 1), **given)  # forgets a longer text's base
+        for length in lengths.unique().tolist():  # synchronizes, as transformers does
+            # resets the base of a longer text
+            self._forward(x, position_ids.new_zeros(1, 1), **given)
             some = ending_at(length - 1, position_ids.clamp(max=length - 1))
             is_its = lengths == length
             found = some if found is None else tree_map(partial(torch.where, is_its), some, found)
@@ -100,25 +101,25 @@ class _ByDocument:
 
 
 def _longrope_limit(module: nn.Module, layer_type: str | None) -> int:
-    """Positions of the longest document that the short factors are for."""
+    """Return the length of the longest document that uses the short factors."""
     parameters = module.config.rope_parameters
     parameters = parameters if layer_type is None else parameters[layer_type]
     return parameters["original_max_position_embeddings"]
 
 
-# Names that transformers 4, and programs written for it, read rotary settings by. A program that
-# misses one takes a default without a word.
+# Names of rotary settings for transformers 4 and programs written for it. A program that does not
+# find one uses a default without a warning.
 
 NOT_TEXT = ("vision", "audio")
-"""The prefixes of the keys whose configurations play no part in reading text."""
+"""Prefixes of keys whose configurations do not affect text."""
 EXACT_SCALING = dict.fromkeys(("phi3", "phi4_multimodal"), ("type", "short_factor", "long_factor"))
 """All keys that `rope_scaling` may have in these families."""
 
 
 def with_older_names(config: PreTrainedConfig, values: dict[str, Any]) -> dict[str, Any]:
-    """The `values` of a config.json of `config`, with the rotary settings of transformers 4 too.
+    """Return config.json `values` of `config` with the rotary settings of transformers 4 added.
 
-    Configurations inside it, such as the text part of a model that sees, get theirs.
+    Nested configurations, such as the text part of a vision model, get theirs.
     """
     found = {**values, **_older_names(config)}
     for key in config.sub_configs:
@@ -130,7 +131,7 @@ def with_older_names(config: PreTrainedConfig, values: dict[str, Any]) -> dict[s
 def _older_names(config: PreTrainedConfig) -> dict[str, Any]:
     ropes = getattr(config, "rope_parameters", None) or {}
     rope, local = ropes.get("full_attention", ropes), ropes.get("sliding_attention") or {}
-    if not rope.get("rope_theta"):  # one for each kind of layer, none of them known here
+    if not rope.get("rope_theta"):  # one per layer type, none of them supported here
         return {}
     found = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     if "rope_theta" in local:
@@ -142,13 +143,13 @@ def _older_names(config: PreTrainedConfig) -> dict[str, Any]:
     # transformers 4 refuses any other key here
     known = EXACT_SCALING.get(config.model_type, scaling.keys())
     both = {**found, "rope_scaling": {key: scaling[key] for key in known if key in scaling}}
-    # transformers 5 prefers the older names, and some of its families read them otherwise
+    # transformers 5 prefers the older names, and some of its families interpret them differently
     again = type(config).from_dict(copy.deepcopy({**config.to_dict(), **both}))
     return both if _without_type(again.rope_parameters) == _without_type(ropes) else found
 
 
 def _without_type(ropes: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings without the older name of `rope_type`, in all of their parts."""
+    """Return rotary settings without `type`, the older name of `rope_type`, at all levels."""
     return {
         key: _without_type(value) if isinstance(value, dict) else value
         for key, value in ropes.items()

@@ -1,4 +1,4 @@
-"""What a packed checkpoint stores of a model, from tensors on any device or copies on the host."""
+"""The tensors of a packed checkpoint, from a model on any device or from host copies."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -27,20 +27,20 @@ from qat.quant.weight import (
 PACKED = "packed"
 """Name of the packed indices among a weight's tensors."""
 INPUT_SCALE = "activation.scale"
-"""Name of the static scale of a module's input among its tensors: one float32 number."""
+"""Name of the static scale of a module's input: one float32 number."""
 
 
 class RawState(NamedTuple):
-    """What a packed checkpoint is computed from, by names of the checkpoint."""
+    """The tensors that a packed checkpoint is computed from, by their names in the checkpoint."""
 
     own: dict[str, Tensor]
-    """The model's tensors, latent weights left out."""
+    """Tensors of the model, without latent weights."""
     made: dict[str, Tensor]
-    """The packed indices that latent weights take now, in the order of their codebook."""
+    """Packed indices of the current latent weights, in the order of their codebook."""
 
 
 def raw_state(model: nn.Module) -> RawState:
-    """The model's state as it lies on its device; little is computed, nothing is waited for."""
+    """Return the model's state on its device with little computation and no synchronization."""
     own, made = dict(model.state_dict()), {}
     for name, linear in quant_linears(model).items():
         if isinstance(linear, LutLinear):
@@ -52,25 +52,25 @@ def raw_state(model: nn.Module) -> RawState:
 
 
 def packed_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The model's state as a packed checkpoint stores it.
+    """Return the model's state as a packed checkpoint stores it.
 
-    Of each quantized linear or table: `packed` (uint8), `codebook` (levels in float32, ascending,
-    or codewords in int8 or float16), its scales (float16, or uint8 of 8 bits; `rank_gain` float32),
-    the factors of its adapter (float16), the static scale of its input (float32; linears that share
-    one have a copy each) and the bias. Everything else as it is, in 16 bits where
-    that loses nothing: a student whose masters are float32 does not grow beyond its teacher.
+    For each quantized linear or table: `packed` (uint8), `codebook` (levels in float32, ascending,
+    or codewords in int8 or float16), its scales (float16, or uint8 for 8 bits; `rank_gain`
+    float32), the factors of its adapter (float16), the static scale of its input (float32; linears
+    that share one each have a copy) and the bias. All other tensors are unchanged, or in 16 bits if
+    that is lossless: a student with float32 masters does not become larger than its teacher.
 
     Raises:
-        CheckpointError: a scale or level is not finite in the dtype it is stored in.
+        CheckpointError: a scale or level is not finite in its stored dtype.
     """
     raw = raw_state(model)
     return stored_state(model, raw.own | raw.made)
 
 
 def stored_state(model: nn.Module, raw: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`packed_state_dict` of the moment of which `raw` is the whole raw state.
+    """Return the `packed_state_dict` of the moment at which `raw`, the whole raw state, was taken.
 
-    Reads no weight of `model`, so that another thread may go on to train it.
+    Reads no weight of `model`, so that another thread may continue training.
 
     Raises:
         CheckpointError: see `packed_state_dict`.
@@ -89,11 +89,11 @@ def stored_state(model: nn.Module, raw: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def state_as_read(model: nn.Module) -> dict[str, Tensor]:
-    """`packed_state_dict` of a model whose quantized weights are as they are stored still."""
+    """Return `packed_state_dict` of a model whose quantized weights are still as stored."""
     state, quantized = dict(model.state_dict()), {}
     for prefix, module in quantized_modules(model).items():
         quantized[f"{prefix}.{PACKED}"] = state.pop(f"{prefix}.{PACKED}")
-        for key in weight_parts(module):  # transformers reads those of 16 bits as float32
+        for key in weight_parts(module):  # transformers reads 16-bit parts as float32
             stored = dtype_as_stored(key, module.spec.stored_bits(key))
             quantized[f"{prefix}.{key}"] = state.pop(f"{prefix}.{key}").to(stored)
         if has_input_scale(module):
@@ -102,30 +102,30 @@ def state_as_read(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stored_dtype(state: dict[str, Tensor]) -> torch.dtype:
-    """The one dtype of all tensors that make up no quantized weight; float32 if they differ."""
+    """Return the dtype of all tensors outside of quantized weights; float32 if they differ."""
     special = tuple(f".{part}" for part in (*STORED_DTYPES, PACKED, INPUT_SCALE))
     dtypes = {tensor.dtype for name, tensor in state.items() if not name.endswith(special)}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
 def quantized_modules(model: nn.Module) -> dict[str, QuantLinear | FrozenLutTable]:
-    """The model's quantized tables and linears by name."""
+    """Return the model's quantized tables and linears by name."""
     return {**lut_tables(model), **quant_linears(model)}
 
 
 def activation_counts(model: nn.Module) -> dict[ActivationKind, int]:
-    """How many of the quantized tables and linears quantize their input, by how."""
+    """Count the quantized tables and linears that quantize their input, by kind."""
     quantizers = (module.activation for module in quantized_modules(model).values())
     return dict(Counter(each.spec.kind for each in quantizers if each is not None))
 
 
 def has_input_scale(module: QuantLinear | FrozenLutTable) -> bool:
-    """Whether the scale of its input is stored."""
+    """Return whether the scale of its input is stored."""
     return module.activation is not None and module.activation.spec.is_static
 
 
 def weight_parts(module: QuantLinear | FrozenLutTable) -> dict[str, Tensor]:
-    """What a checkpoint holds of the weight beside its indices, by name, as it is now."""
+    """Return the stored tensors of a weight except its indices, by name, as they are now."""
     if isinstance(module, FrozenLutTable):
         return module.weight_tensors()
     return {key: p for key, p in module.weight_parameters().items() if key in STORED_DTYPES}
@@ -137,7 +137,7 @@ def _stored_parts(
     parts: dict[str, Tensor],
     finite: dict[str, Tensor],
 ) -> dict[str, Tensor]:
-    """What a packed checkpoint holds of a module; `finite` gets whether each part is."""
+    """Return the stored tensors of a module; adds to `finite` a flag for each."""
     spec, parts, stored = module.spec, dict(parts), {}
     packed, codebook = parts.pop(PACKED), parts["codebook"]
     if isinstance(module, QuantLinear):
@@ -156,10 +156,10 @@ def _stored_parts(
 
 
 def narrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Float32 tensors in 16 bits where that is exact; tied tensors stay tied.
+    """Convert float32 tensors to 16 bits where that is exact; tied tensors stay tied.
 
-    All in bfloat16 or all in float16 if one of them holds all, else each in what holds it. A device
-    is waited for a few times, not for each tensor.
+    All become bfloat16 or all float16 if one of these holds all, else each gets the one that holds
+    it. Synchronizes a few times, not once per tensor.
     """
     wide = {t.data_ptr(): t for t in state.values() if t.dtype == torch.float32 and t.numel()}
     brain = _held(wide, wide, torch.bfloat16)
@@ -180,7 +180,7 @@ def _held(tensors: dict[int, Tensor], some: Collection[int], dtype: torch.dtype)
 
 
 def _read(flags: list[Tensor]) -> list[bool]:
-    """Scalars on one device, or several, for the host; one device is waited for once."""
+    """Copy scalars on one or several devices to the host; one device is synchronized only once."""
     is_one = len({flag.device for flag in flags}) == 1
     return torch.stack(flags).tolist() if is_one else [bool(flag) for flag in flags]
 

@@ -1,12 +1,12 @@
-"""Models that stay in their files: a layer comes into memory to run, and leaves it behind that.
+"""Models that stay in their files: the weights of a layer are in memory only while it runs.
 
-What is not in memory is a map of a file: it can be read as any tensor, in the dtype of the file,
-and takes no memory that somebody else needs. A unit (a decoder layer, the embedding, the head)
-that runs, or is wished for by `LanguageModel.present`, has its weights on the device, in the dtype
-to compute in, and no other has.
+Weights that are not in memory are maps of files: each can be read like any tensor, in the dtype of
+the file, and its pages can be reclaimed for other processes. A unit (a decoder layer, the
+embedding, the head) that runs, or that `LanguageModel.present` holds, has its weights on the device
+in the compute dtype; no other unit has.
 
-The second half runs a model layer by layer, all batches through one before the next. Shapes: B
-sequences, S positions, D model width.
+The second half runs a model layer by layer, with all batches through one layer before the next.
+Shapes: B sequences, S positions, D model width.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ON_DISK = {"": "disk"}
-"""Where transformers leaves every weight: in the files where it found it, but for what it makes of
-several tensors, such as the experts of a layer, which it writes into files of its own."""
+"""Device map with which transformers leaves every weight in its file. Weights that it makes of
+several tensors, such as the experts of a layer, are written to new files."""
 STORED = (torch.float32, torch.bfloat16)
-"""Dtypes that a checkpoint of ours has for what is not quantized."""
+"""Dtypes of unquantized tensors in our checkpoints."""
 Slot = tuple[dict[str, Any], str]
-"""Where a module keeps a tensor: among its parameters or its buffers, by name."""
+"""A module's dictionary of parameters or of buffers, and the name of a tensor in it."""
 
 
 def to_file(tensor: Tensor, folder: Path | None) -> Tensor:
-    """The same values on the host, in a map of a file without a name; small ones in memory.
+    """Move a tensor to the host as a map of an unlinked file; small ones stay in memory.
 
     Raises:
         CheckpointError: the disk of `folder` (by default, that of temporary files) is full.
@@ -60,7 +60,7 @@ def to_file(tensor: Tensor, folder: Path | None) -> Tensor:
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             file.write(tensor.view(-1).view(torch.uint8).numpy())
             file.flush()
-            # shared, so that nobody takes it for memory of this process
+            # shared, so that it does not count as memory of this process
             size = tensor.nbytes
             there = torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
     except OSError as error:
@@ -72,17 +72,20 @@ def to_file(tensor: Tensor, folder: Path | None) -> Tensor:
 
 
 class InFiles:
-    """The units of a model that transformers loaded `ON_DISK`, and what else it has in memory."""
+    """Loads and unloads the units of a model that transformers loaded `ON_DISK`.
+
+    All other weights stay in memory.
+    """
 
     def __init__(self, model: PreTrainedModel, device: torch.device, folder: Path) -> None:
-        """Map the weights of `model`, which so far has none.
+        """Map the weights of `model`, which has none so far.
 
         Args:
-            device: where it is to compute.
-            folder: on a disk with room for what does not fit in memory.
+            device: the compute device.
+            folder: a directory on a disk with room for tensors that do not fit in memory.
 
         Raises:
-            CheckpointError: a weight is not of the shape that the configuration implies.
+            CheckpointError: a weight has another shape than the configuration implies.
         """
         self.device, self.folder, self.dtype = device, folder, model.dtype
         self._in_float32 = tuple(model._keep_in_fp32_modules_strict or ())
@@ -90,7 +93,7 @@ class InFiles:
         self._units: set[nn.Module] = set()
         opened: dict[tuple[str, str], nn.Parameter] = {}
         for name, (file, key) in _taken_off(model).items():
-            if (file, key) not in opened:  # what is tied stays so
+            if (file, key) not in opened:  # tied weights stay tied
                 with safe_open(file, framework="pt") as tensors:
                     opened[file, key] = nn.Parameter(tensors.get_tensor(key), requires_grad=False)
             owner, _, own = name.rpartition(".")
@@ -103,7 +106,7 @@ class InFiles:
             slots[own] = found
 
     def install(self, model: PreTrainedModel) -> None:
-        """Let each unit bring its weights when it runs; what is none comes now, and stays."""
+        """Let each unit load its weights when it runs; load all other weights now, to stay."""
         tables = {model.get_input_embeddings(), model.get_output_embeddings()} - {None}
         self._units = {*decoder_layers(model), *(tables - tables_read(model))}
         inside = {module for unit in self._units for module in unit.modules()}
@@ -118,9 +121,9 @@ class InFiles:
 
     @contextmanager
     def present(self, unit: nn.Module) -> Iterator[None]:
-        """A block in which `unit` has its weights on the device; nothing for other modules.
+        """Keep the weights of `unit` on the device in the block; do nothing for other modules.
 
-        A linear that was quantized in the block goes into files at its end.
+        Linears that were quantized in the block are moved to files at its end.
         """
         if unit not in self._units or unit in self._brought:
             yield
@@ -137,14 +140,14 @@ class InFiles:
                 self.settle(module)
 
     def settle(self, module: nn.Module) -> None:
-        """Move what a quantized linear holds into files."""
+        """Move the tensors of a quantized linear to files."""
         if isinstance(module, QuantLinear):
             for slots, name in _slots(module):
                 kept, old = to_file(slots[name], self.folder), slots[name]
                 slots[name] = nn.Parameter(kept) if isinstance(old, nn.Parameter) else kept
 
     def widen(self, model: nn.Module) -> None:
-        """Turn what was not quantized into a dtype that a checkpoint of ours has, as exactly."""
+        """Convert unquantized parameters exactly to a dtype that our checkpoints have."""
         for parameter in model.parameters():
             if parameter.is_floating_point() and parameter.dtype not in STORED:
                 parameter.data = to_file(parameter.float(), self.folder)
@@ -158,7 +161,7 @@ class InFiles:
         return call
 
     def _bring(self, modules: Iterable[nn.Module]) -> list[tuple[Slot, Tensor, Tensor]]:
-        """Put the tensors of modules on the device; where, what was there, and what is now."""
+        """Put the tensors of modules on the device; return slots with the old and new tensors."""
         made: dict[int, Tensor] = {}
         brought = []
         for module in modules:
@@ -177,7 +180,8 @@ class InFiles:
         if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
             is_wide = any(part in name for part in self._in_float32)
             dtype = torch.float32 if is_wide else self.dtype
-        there = tensor.data.to(self.device).to(dtype)  # fewer bytes travel
+        # cast after the copy: fewer bytes to transfer
+        there = tensor.data.to(self.device).to(dtype)
         if there.data_ptr() == tensor.data_ptr():
             return tensor
         is_parameter = isinstance(tensor, nn.Parameter)
@@ -185,23 +189,23 @@ class InFiles:
 
 
 def _slots(module: nn.Module) -> list[Slot]:
-    """Where a module itself keeps tensors."""
+    """Return the slots of a module's own tensors."""
     kinds = module._parameters, module._buffers
     return [(slots, name) for slots in kinds for name, held in slots.items() if held is not None]
 
 
 def _taken_off(model: PreTrainedModel) -> dict[str, tuple[str, str]]:
-    """The file of each weight and its name there, taken from the hooks of accelerate, which go.
+    """Remove accelerate's hooks and return the file of each weight and its name there.
 
-    They would bring each linear by itself, in each forward anew.
+    The hooks would load each linear by itself in every forward.
     """
     index: dict[str, dict[str, str]] = {}
     for module in model.modules():
         weights = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
         if weights is not None:
-            index = weights.dataset.index  # that of all
+            index = weights.dataset.index  # the index of all weights
     remove_hook_from_module(model, recurse=True)
-    for module in model.modules():  # what it leaves would outlive a change of class
+    for module in model.modules():  # a leftover bound forward would outlive a change of class
         if getattr(vars(module).get("forward"), "__func__", None) is type(module).forward:
             del module.forward
     del model.hf_device_map
@@ -212,7 +216,7 @@ def _taken_off(model: PreTrainedModel) -> dict[str, tuple[str, str]]:
 
 @contextmanager
 def without_warning_of_disks() -> Iterator[None]:
-    """A block in which accelerate does not warn of weights that were left where they are."""
+    """Suppress accelerate's warning about weights left on disk in the block."""
     theirs = logging.getLogger("accelerate.big_modeling")
     theirs.addFilter(_is_of_something_else)
     try:
@@ -228,8 +232,8 @@ def _is_of_something_else(record: logging.LogRecord) -> bool:
 # Layer by layer.
 
 SHARE = 0.5
-"""Of the memory that the device has, what may be taken by what is not one layer: hidden states,
-before they go to files, or weights that are fitted side by side."""
+"""Fraction of device memory for data other than one layer: hidden states before they go to files,
+or weights that are fitted in parallel."""
 
 
 Tokens = tuple[Tensor, Tensor]
@@ -237,25 +241,25 @@ Tokens = tuple[Tensor, Tensor]
 
 
 class BlockInputs(NamedTuple):
-    """What one decoder layer is called with for one batch."""
+    """The arguments of decoder layers for one batch."""
 
     hidden: Tensor
-    """`(B, S, D)`."""
+    """The hidden state before the first layer, `(B, S, D)`."""
     kwargs: list[dict[str, Any]]
-    """Per layer, everything but the hidden state: masks, rotary tables."""
+    """Arguments per layer, except the hidden state: masks, rotary tables."""
 
 
 def fits_in_memory(model: LanguageModel, num_bytes: int) -> bool:
-    """Return whether so many bytes take at most `SHARE` of the memory of the model's device."""
+    """Return whether `num_bytes` are at most `SHARE` of the memory of the model's device."""
     room = on(model.device).memory_gib()
     return room is None or num_bytes <= SHARE * room * GIB
 
 
 class Keeper:
-    """Keeps hidden states: on the device where they lie, or in files where they are many."""
+    """Stores hidden states on their device, or in files if they are many."""
 
     def __init__(self, model: LanguageModel, num_bytes: int) -> None:
-        """Decide by `num_bytes`, all that is to be kept at once."""
+        """Choose the place by `num_bytes`, the total to be stored at once."""
         self._device = model.device
         self._folder = None if model.in_files is None else model.in_files.folder
         self._fits = fits_in_memory(model, num_bytes)
@@ -268,18 +272,18 @@ class Keeper:
             )
 
     def keep(self, value: object) -> Any:
-        """What to hold in the place of `value`, a tensor or a structure of such."""
+        """Return what to hold in place of `value`, a tensor or a structure of tensors."""
         if self._fits:
             return value
         return tree_map_only(Tensor, partial(to_file, folder=self._folder), value)
 
     def back(self, kept: object) -> Any:
-        """`value` again, on the device."""
+        """Return the stored value on the device."""
         return tree_map_only(Tensor, lambda tensor: tensor.to(self._device), kept)
 
 
 def record_block_inputs(model: LanguageModel, layers: nn.ModuleList, batch: Tokens) -> BlockInputs:
-    """What every decoder layer is called with. Only the first one runs: its output stands in."""
+    """Record the arguments of all decoder layers; only the first runs, its output is reused."""
     first: list[Tensor] = []
     stand_in: list[Tensor | tuple] = []
     kwargs: list[dict[str, Any]] = []
@@ -306,7 +310,7 @@ def record_block_inputs(model: LanguageModel, layers: nn.ModuleList, batch: Toke
 def record_all_inputs(
     model: LanguageModel, layers: nn.ModuleList, batches: Sequence[Tokens]
 ) -> Iterator[BlockInputs]:
-    """Give `record_block_inputs` of each batch, with what they need in memory throughout."""
+    """Yield `record_block_inputs` of each batch; the embedding and first layer stay in memory."""
     with model.present(model.model.get_input_embeddings()), model.present(layers[0]):
         for batch in batches:
             yield record_block_inputs(model, layers, batch)
@@ -314,9 +318,9 @@ def record_all_inputs(
 
 @torch.no_grad()
 def hidden_layer_by_layer(model: LanguageModel, batches: Sequence[Tokens]) -> Iterator[Tensor]:
-    """`model.hidden` of each batch, all of them through one layer before the next: `(B, S, D)`.
+    """Yield `model.hidden` of each batch, with all batches through one layer before the next.
 
-    Each weight is read once, whatever the number of batches.
+    The results are `(B, S, D)`. Each weight is read once, whatever the number of batches.
 
     Raises:
         CheckpointError: the layers of this architecture cannot be run one by one.
@@ -339,16 +343,17 @@ def hidden_layer_by_layer(model: LanguageModel, batches: Sequence[Tokens]) -> It
 
 
 def output_of(output: Tensor | tuple) -> Tensor:
-    """The hidden state in what a decoder layer gives."""
+    """Return the hidden state from the output of a decoder layer."""
     return output[0] if isinstance(output, tuple | list) else output
 
 
 @contextmanager
 def told(model: LanguageModel, needs: str) -> Iterator[None]:
-    """A block that runs decoder layers by themselves, which some architectures do not allow.
+    """Convert errors of decoder layers run one by one, which some architectures do not allow.
 
     Raises:
-        CheckpointError: this one does not; who `needs` that, and what to do.
+        CheckpointError: the architecture does not allow it; `needs` says who needs it and what to
+            do.
     """
     try:
         yield
@@ -363,7 +368,7 @@ def told(model: LanguageModel, needs: str) -> Iterator[None]:
 
 @contextmanager
 def patched_forwards(forwards: dict[nn.Module, Callable]) -> Iterator[None]:
-    """Let each module call another function in place of its `forward`."""
+    """Replace the `forward` of each module in the block."""
     own = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.forward = forward

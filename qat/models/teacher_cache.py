@@ -1,4 +1,4 @@
-"""What a teacher's cache takes of the model: the teacher itself, and how long its rows are."""
+"""The parts of building a teacher cache that need the model: the teacher, and the row length."""
 
 import logging
 from collections.abc import Iterator
@@ -26,21 +26,21 @@ from qat.ranks import ALONE, Ranks
 logger = logging.getLogger(__name__)
 
 SAMPLE = 1000
-"""Documents that the length of sequences follows."""
+"""Documents that determine the sequence length."""
 USUAL = 0.95
-"""Share of them that is no longer."""
+"""Fraction of these documents that the sequence length must cover."""
 UNIT = 64
-"""Lengths are multiples of it."""
+"""Sequence lengths are multiples of this."""
 LONGEST_CHAT, LONGEST_TEXT = 1024, 256
-"""The longest sequences that nobody asked for: a chat is one thing, a text is cut anywhere."""
+"""The longest default sequences: a chat is one unit, a plain text can be cut anywhere."""
 
 
 def with_length(
     config: CacheConfig, source: DataSource, ranks: Ranks = ALONE
 ) -> tuple[CacheConfig, DataSource]:
-    """The settings with a `sequence_length`: theirs, or else what the data on the first rank needs.
+    """Return the settings with a `sequence_length`: the given one, or one that suits the data.
 
-    `SAMPLE` documents are read for it; the source that comes back still has them.
+    It is determined on the first rank from `SAMPLE` documents; the returned source still has them.
 
     Raises:
         CheckpointError: there is no such teacher, or it has no tokenizer.
@@ -62,7 +62,7 @@ def with_length(
         try:
             for document in islice(documents, SAMPLE):
                 taken.append(document)
-        except QatError as error:  # who has enough before the bad row never sees it
+        except QatError as error:  # raised only if the reader reaches the bad row
             troubles.append(error)
         return suited_length(config, source.format, taken)
 
@@ -73,7 +73,7 @@ def with_length(
 
 
 def suited_length(config: CacheConfig, data_format: DataFormat, documents: list[Document]) -> int:
-    """Tokens that `USUAL` of the documents have at most, in units, within what is sensible.
+    """Return the length that covers `USUAL` of the documents, in units, within sensible bounds.
 
     Raises:
         CheckpointError: there is no such teacher, or it has no tokenizer.
@@ -84,7 +84,7 @@ def suited_length(config: CacheConfig, data_format: DataFormat, documents: list[
     longest = LONGEST_TEXT if data_format == "plain" else LONGEST_CHAT
     longest = min(longest, most_positions(model) or longest)
     renderings = []
-    with suppress(QatError):  # the build says what is wrong with a chat when it comes to it
+    with suppress(QatError):  # the build reports a bad chat when it reaches it
         for document in documents:
             begun = document[: 16 * longest] if isinstance(document, str) else document
             renderings += render(begun, tokenizer, config.thinking)
@@ -94,7 +94,7 @@ def suited_length(config: CacheConfig, data_format: DataFormat, documents: list[
 
 
 class CacheTeacher(NamedTuple):
-    """A teacher as `build_cache` asks it."""
+    """A teacher in the form that `build_cache` needs."""
 
     tokenizer: PreTrainedTokenizerBase
     teacher: LanguageModel | ServedTeacher
@@ -102,13 +102,12 @@ class CacheTeacher(NamedTuple):
 
 
 def cache_teacher(config: CacheConfig, ranks: Ranks = ALONE) -> CacheTeacher:
-    """Open the teacher of `config`, on a device of its own for each of `ranks`, made fast; or make
-    sure that a server has it.
+    """Open the teacher of `config`, one per rank and compiled, or check that a server has it.
 
     Raises:
         ConfigError: one teacher is to be spread over the devices of several ranks, or a server does
-            not give what the cache is to hold.
-        CacheError: a server does not answer.
+            not provide what the cache needs.
+        CacheError: a server does not respond.
         CheckpointError: there is no such teacher, or it has no tokenizer.
     """
     if config.is_served:
@@ -146,12 +145,12 @@ def cache_teacher(config: CacheConfig, ranks: Ranks = ALONE) -> CacheTeacher:
 
 
 def _served(config: CacheConfig) -> CacheTeacher:
-    """The teacher behind a server, of which only tokenizer and configuration are here."""
+    """Return the teacher behind a server; only its tokenizer and configuration are here."""
     trust, model = config.trust_remote_code, str(config.teacher_model)
     tokenizer = load_tokenizer(config.described_by, trust_remote_code=trust)
     described = load_config(config.described_by, trust_remote_code=trust).get_text_config()
     teacher = ServedTeacher(config.teacher, model, described.vocab_size, config.batch_size)
-    if config.top_k <= described.vocab_size:  # the build says so otherwise
+    if config.top_k <= described.vocab_size:  # a larger top_k is reported by the build
         teacher.check(tokenizer, config.sequence_length or 0, config.top_k)
     info = TeacherInfo(
         name=model,
