@@ -211,7 +211,7 @@ class NSAAttention(nn.Module):
         )
 
     def pooled(self, heads: Heads, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return pooled keys (rotated) and values, `(B, K, C, D)`; `angles` are those of `heads`."""
+        """Return pooled keys (rotated) and values, `(B, K, C, D)`; `angles` belong to `heads`."""
         config = self.nsa.config
         if config.cmp_rope == "post":
             return self.nsa.pooled(heads.key, heads.value)

@@ -34,7 +34,7 @@ WARM_UP = 0.1
 """Fraction of the steps until the peak; afterwards the rate falls to zero."""
 TINY = 1e-12
 SAME = 1e-4
-"""If no layer's error exceeds this, only rounding is left, and nothing is trained."""
+"""The largest layer error at which nothing is trained, since only rounding is left."""
 
 
 @dataclass(frozen=True)
