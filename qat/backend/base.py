@@ -104,7 +104,10 @@ class KeptCopies:
 
 
 def _groups(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indices of tensors that are copied together: small ones by device and dtype."""
+    """Return the indices of tensors that are copied together: small ones by device and dtype.
+
+    Each larger tensor is copied alone.
+    """
     groups: list[list[int]] = []
     small: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(tensors):

@@ -108,7 +108,7 @@ def on(device: torch.device) -> Backend:
 
 
 def devices(name: str) -> tuple[str, ...]:
-    """Return the devices to spread work over: all GPUs if `name` gives no index, else one."""
+    """Return the devices to spread work over: all GPUs for `cuda` or `auto`, else `name`."""
     if name == "cuda" or (name == "auto" and _has_cuda()):
         return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
     return (name,)

@@ -209,7 +209,7 @@ def _health(nvml: ModuleType, gpu: object) -> dict[str, float | None]:
 
 @cache
 def _management_library() -> ModuleType | None:
-    """Return NVIDIA's management library, initialised; None where it cannot be used."""
+    """Return NVIDIA's management library, a part of every driver, initialised; else None."""
     try:
         import pynvml
     except ModuleNotFoundError:

@@ -181,7 +181,7 @@ class TrainConfig(StepConfig):
     save_every: Saving[int] = Field(100, ge=0)
     """Steps between checkpoints; 0 saves only a new best at an evaluation, and at the end."""
     milestone_every: Saving[int] = Field(0, ge=0)
-    """Steps between checkpoints that are never deleted; 0 for none."""
+    """Keep checkpoints at multiples of this many steps for ever; 0 for none."""
     keep: Saving[int] = Field(2, gt=0)
     """Number of periodic checkpoints to keep, besides the best one."""
     log_every: Saving[int] = Field(10, gt=0)

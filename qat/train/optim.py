@@ -129,7 +129,7 @@ class Optimizer:
         self.kinds = tuple(by_kind)
         """Kinds of parameter that learn."""
         self.copying: Copying | None = None
-        """A copy of the parameters in flight; the next step waits for it."""
+        """A copy of the parameters in flight; the next step's updates start after it."""
         wanted = {name for names in by_kind.values() for name in names}
         self.parameters: dict[str, nn.Parameter] = {}
         for name, parameter in model.named_parameters():
@@ -372,7 +372,7 @@ class Optimizer:
 
 
 def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, float]:
-    """Return the natural size of each learnable tensor, which its learning rate multiplies.
+    """Return each learnable tensor's natural size, by which its learning rate is multiplied.
 
     It is the root mean square; one for a norm, whose weight scales by itself or by one plus itself.
     The factors of an adapter may be zero: their size is that of factors whose product is as large

@@ -89,7 +89,7 @@ class RunPrediction(NamedTuple):
 def predict(
     config: TrainConfig, student: str, cache: TeacherCache, *, world: int = 1
 ) -> RunPrediction:
-    """Take a few steps like the run's on one device, free them, and return predictions.
+    """Take a few steps like the run's on one device, free their memory, return predictions.
 
     `config` has its dtype resolved and is that of one of `world` ranks; its share of the work is
     measured without communication.
@@ -201,7 +201,9 @@ FAR_TOO_MANY_PASSES = 1000
 DISK_WARNING, MEMORY_WARNING = 0.8, 0.92
 """Shares of the free disk space and of device memory above which there is a warning."""
 FAR_RATE, MOST_RATE = 10.0, 1.0
-"""Learning rates are relative: a step at 1 moves a tensor by its own size."""
+"""Largest factor between a rate and its default, and the largest rate: a step at 1 moves a tensor
+by its own size, because rates are relative.
+"""
 LESS_MEMORY = "lower --batch-size and raise --grad-accum-steps, or add --gradient-checkpointing"
 USUAL_SHARE = 1 / 3
 """Usual share of a device's peak, for a first estimate of a run's time."""

@@ -434,8 +434,8 @@ def check_dtype(config: Settings) -> Settings:
 def rank_indices(config: TrainConfig, step: int, num_sequences: int, ranks: Ranks) -> np.ndarray:
     """Return the sequences of a step for this rank: `(grad_accum_steps, batch_size)` int64.
 
-    All ranks together see the same sequences as one rank with as many more micro-batches, so a run
-    may be resumed with another number of ranks at the same global batch.
+    All ranks together see the same sequences as one rank with proportionally more micro-batches, so
+    a run may be resumed with another number of ranks at the same global batch.
     """
     count = config.sequences_per_step * ranks.size
     indices = sequence_indices(config.seed, step, count, num_sequences)
