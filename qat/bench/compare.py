@@ -317,7 +317,7 @@ class Record:
 
     @property
     def is_dirty(self) -> bool | None:
-        """True if any row was measured with uncommitted changes; None if some row does not tell."""
+        """True if any row was measured with uncommitted changes; None if unknown for some row."""
         told = [row.get("dirty") for case in self.cases.values() for row in case.rows]
         return True if True in told else None if None in told else False
 

@@ -24,9 +24,9 @@ MOST_COLLAPSED_FRAC = 0.5
 LEAST_LOSSES = 40
 """Fewest logged losses from which a trend can be judged."""
 TO_ERROR = 1.4826 * 1.2533
-"""Median absolute deviation to the standard error of one value's median: 1.4826 gives the standard
-deviation of a normal distribution, 1.2533 = sqrt(pi / 2) the error of a median over that of a mean.
-"""
+"""Factor from a median absolute deviation to the standard error of a median times sqrt(n): 1.4826
+gives the standard deviation of a normal distribution, 1.2533 = sqrt(pi / 2) the error of a median
+relative to that of a mean."""
 WARM_C, HOT_C = 80, 90
 """Limits in degrees Celsius; GPUs throttle somewhere above 80."""
 

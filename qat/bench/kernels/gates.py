@@ -337,7 +337,7 @@ def recorded(
 ) -> Callable[[], object]:
     """Return the replay of a graph that calls the kernel on all inputs and keeps all outputs.
 
-    Each output has its own memory: one that overwrites the previous output would write to a cache.
+    Each output has its own memory: overwriting the previous output would write to the cache.
     """
 
     def run() -> list[Outputs]:

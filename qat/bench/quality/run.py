@@ -137,7 +137,8 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
     at_once = config.workers * len(spread)
     threads = max(1, cores() // at_once)
     is_timed = any(time_key(plan) not in known for plan in to_time(prepared))
-    # a recipe with rows needs no conversion; the step budget decides which rows of equal time count
+    # a recipe with all its rows needs no conversion; without step times, the rows of recipes on
+    # equal time are unknown
     wanting = prepared if is_timed else [p for p in plans if _is_open(share([p])[1:])]
     missing = shop.missing(wanting, threads)
     refused: dict[str, str] = {}
