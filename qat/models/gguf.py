@@ -7,7 +7,6 @@ for each module of the model; and blocks are dequantized 16 rows at a time on on
 patches both libraries with functions that give the same results, bit-exact, without that overhead.
 """
 
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,25 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qat.models.gguf_header import ARRAY, read_array
 from qat.process import cores
 
 CHUNK_WEIGHTS = 2**18
 """Weights dequantized per call: 1 MiB in float32, which fits in a cache with its temporaries."""
-ARRAY, STRING = 9, 8
-SCALARS = {
-    0: np.uint8,
-    1: np.int8,
-    2: np.uint16,
-    3: np.int16,
-    4: np.uint32,
-    5: np.int32,
-    6: np.float32,
-    7: np.bool_,
-    10: np.uint64,
-    11: np.int64,
-    12: np.float64,
-}
-"""Metadata types by their GGUF numbers, as in `gguf.GGUFValueType`."""
 MAPPED_READER = "transformers.integrations.gguf.reader"
 """The metadata reader of transformers from release 5.17 on."""
 
@@ -65,7 +50,7 @@ def _reader_class() -> type:
 
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list, list, list]:
             is_quick = raw_type == ARRAY and self.byte_order == "I"
-            found = _read_array(memoryview(self.data), int(orig_offs)) if is_quick else None
+            found = read_array(memoryview(self.data), int(orig_offs)) if is_quick else None
             if found is None:
                 return super()._get_field_parts(orig_offs, raw_type)
             kind, size, values = found
@@ -73,36 +58,6 @@ def _reader_class() -> type:
             return size, values, [*range(len(values))], types if values else types[:1]
 
     return QuickReader
-
-
-def _read_array(data: memoryview, start: int) -> tuple[int, int, list] | None:
-    """Return the type, size in bytes and elements of a metadata array.
-
-    A string is returned as bytes, a number as a tuple of itself. None if the array holds arrays, or
-    if it extends past the end of the file.
-    """
-    begin = start + 12
-    if begin > len(data):
-        return None
-    kind, count = struct.unpack_from("=IQ", data, start)
-    if kind in SCALARS:
-        dtype = np.dtype(SCALARS[kind])
-        if count > (len(data) - begin) // dtype.itemsize:
-            return None
-        numbers = np.frombuffer(data, dtype, count, begin).tolist()
-        return kind, 12 + count * dtype.itemsize, [(number,) for number in numbers]
-    if kind != STRING:
-        return None
-    strings, at = [], begin
-    for _ in range(count):
-        if at + 8 > len(data):
-            return None
-        (length,) = struct.unpack_from("=Q", data, at)
-        if length > len(data) - at - 8:
-            return None
-        strings.append(bytes(data[at + 8 : at + 8 + length]))
-        at += 8 + length
-    return kind, at - start, strings
 
 
 def dequantize(data: NDArray[Any], kind: Any) -> NDArray[np.float32]:

@@ -1,8 +1,8 @@
-"""Validation of the header of a GGUF file before the package `gguf` trusts its counts.
+"""Parsing of the header of a GGUF file, before the package `gguf` trusts its counts.
 
 That package loops over counts that the file states, even past its end, and decodes every word of a
-vocabulary. This module finds names, types and offsets of tensors in a second, and reads single
-rows. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+vocabulary. This module finds names, types and offsets of tensors in a second, and reads single rows
+and long arrays of metadata. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import mmap
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from qat.errors import CheckpointError
 
-SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of a scalar, by the number of its type."""
+SCALARS = dict(enumerate(map(np.dtype, ("u1", "i1", "u2", "i2", "u4", "i4", "f4", "?"))))
+SCALARS |= {10: np.dtype("u8"), 11: np.dtype("i8"), 12: np.dtype("f8")}
+"""The types of scalars by their numbers in GGUF; `gguf.GGUFValueType` has the same."""
 UINT32, STRING, ARRAY = 4, 8, 9
 MOST_DIMENSIONS, DEEPEST = 8, 4
 PAIR_BYTES, TENSOR_BYTES = 13, 24
@@ -101,6 +102,29 @@ def read_rows(path: Path, tensor: StoredTensor, rows: range) -> Tensor:
         ) from None
 
 
+def read_array(data: memoryview, start: int) -> tuple[int, int, list] | None:
+    """Return the type, size in bytes and elements of the metadata array that begins at `start`.
+
+    A string is returned as bytes, a number as a tuple of itself. None if the array holds arrays, or
+    if it extends past the end of the file.
+    """
+    at = start + 12
+    try:
+        kind, count = struct.unpack_from("<IQ", data, start)
+        if kind in SCALARS:
+            numbers = np.frombuffer(data, SCALARS[kind], count, at).tolist()
+            return kind, 12 + count * SCALARS[kind].itemsize, [(number,) for number in numbers]
+        if kind != STRING:
+            return None
+        strings = []
+        for _ in range(count):
+            begin, at = at + 8, _after_string(data, at)
+            strings.append(bytes(data[begin:at]))
+    except (OverflowError, ValueError, struct.error):
+        return None
+    return kind, at - start, strings
+
+
 Entry = tuple[str, tuple[int, ...], int, int]
 """Name, shape, type number, and offset of the first byte of a tensor."""
 
@@ -147,24 +171,25 @@ def _walk(data: mmap.mmap) -> list[Entry]:
     return [(name, shape, kind, begin + place) for name, shape, kind, place in found]
 
 
-def _after_string(data: mmap.mmap, at: int) -> int:
+def _after_string(data: mmap.mmap | memoryview, at: int) -> int:
     (length,) = struct.unpack_from("<Q", data, at)
     _check_room(len(data) - at - 8, length, 1, "letters")
     return at + 8 + length
 
 
 def _after_value(data: mmap.mmap, at: int, kind: int, depth: int) -> int:
-    if kind in SIZES:
-        return at + SIZES[kind]
+    if kind in SCALARS:
+        return at + SCALARS[kind].itemsize
     if kind == STRING:
         return _after_string(data, at)
     if kind != ARRAY or depth == 0:
         raise ValueError(f"a value of type {kind}" if depth else "arrays in arrays")
     inner, count = struct.unpack_from("<IQ", data, at)
     at += 12
-    _check_room(len(data) - at, count, SIZES.get(inner, 8), "elements of an array")
-    if inner in SIZES:
-        return at + count * SIZES[inner]
+    size = SCALARS[inner].itemsize if inner in SCALARS else 8
+    _check_room(len(data) - at, count, size, "elements of an array")
+    if inner in SCALARS:
+        return at + count * size
     for _ in range(count):
         at = _after_value(data, at, inner, depth - 1)
     return at

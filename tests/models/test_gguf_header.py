@@ -1,12 +1,13 @@
 """Names, types and rows of a GGUF file, without its weights and its vocabulary."""
 
+import struct
 from pathlib import Path
 
 import pytest
 import torch
 
 from qat.errors import CheckpointError
-from qat.models.gguf_header import read_header, read_rows
+from qat.models.gguf_header import read_array, read_header, read_rows
 
 library = pytest.importorskip("gguf")
 Q8_0 = library.GGMLQuantizationType.Q8_0
@@ -48,6 +49,14 @@ def test_rows_are_those_of_the_library(file: Path) -> None:
     assert torch.equal(
         read_rows(file, read_header(file)["token_embd.weight"], rows), expected[list(rows)]
     )
+
+
+@pytest.mark.parametrize("count", [2, 2**40, 2**64 - 1])
+@pytest.mark.parametrize("kind", [0, 8, 9])
+def test_an_array_beyond_the_end_is_none(kind: int, count: int) -> None:
+    data = b"key" + struct.pack("<IQ", kind, count) + b"\0"
+    assert read_array(memoryview(data), 3) is None
+    assert read_array(memoryview(data), 2 * len(data)) is None
 
 
 @pytest.mark.parametrize("length", [0, 3, 20, 90])
