@@ -1,8 +1,8 @@
 """Quantization-aware distillation of causal language models.
 
-`quantize`, `load`, `save`, `distill` and `losses.register` are what docs/python.md tells of. They
-are imported when first used: `import qat` itself imports neither torch nor transformers. It makes
-`transformers.AutoModelForCausalLM.from_pretrained` able to load packed checkpoints.
+`quantize`, `load`, `save`, `distill` and `losses.register` are documented in docs/python.md. They
+are imported on first use: `import qat` itself imports neither torch nor transformers. It enables
+`transformers.AutoModelForCausalLM.from_pretrained` to load packed checkpoints.
 """
 
 import importlib
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 __all__ = ["distill", "load", "losses", "quantize", "save"]
 __version__ = "0.1.0"
 REGISTRY, OURS = "transformers.quantizers.auto", "qat.models.hf_quantizer"
-"""Module that lists how checkpoints are quantized, and the one that adds ours to it."""
+"""The module of transformers that registers quantization methods, and ours that registers `qat`."""
 
 
 class _JoinRegistry:
-    """Imports `OURS` behind `REGISTRY`, when and only if somebody imports that.
+    """Import hook that imports `OURS` right after `REGISTRY`, if and when that is imported.
 
-    transformers takes seconds to import. wrapt's hook does the same, and imports asyncio and ssl
-    for it, which took a sixth of the time of `qat --help`.
+    transformers takes seconds to import. wrapt's hook does the same, but it imports asyncio and
+    ssl, which took a sixth of the time of `qat --help`.
     """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """What the finders behind this one find, with `OURS` at the end; none of another name."""
+        """Return the spec of `REGISTRY` with an import of `OURS` at its end; else None."""
         if name != REGISTRY:
             return None
         sys.meta_path.remove(self)

@@ -1,4 +1,4 @@
-"""`python -m qat` is `qat`."""
+"""Run the command line: `python -m qat` is `qat`."""
 
 from qat.cli import main
 

@@ -22,7 +22,7 @@ def _below(heading: str) -> Parameter:
     return Parameter(group=Group.create_ordered(heading))
 
 
-# The headings of a verb's help, in their order: `lr: Rates[float]` stands below "Learning rates".
+# Headings of a verb's help, in order: `lr: Rates[float]` is listed below "Learning rates".
 Required = Annotated[T, _below("Required")]
 Formats = Annotated[T, _below("Formats")]
 Calibration = Annotated[T, _below("Calibration")]
@@ -42,26 +42,26 @@ Saving = Annotated[T, _below("Evaluations, checkpoints, log")]
 Trackers = Annotated[T, _below("Trackers and uploads")]
 Careful = Annotated[T, _below("Trying, going on, watching")]
 OTHERS = Group.create_ordered("Others")
-"""Heading of what has no other."""
+"""Heading of settings without another one."""
 EveryVerb = Annotated[T, _below("Every verb")]
 RUNS_CODE = {"--trust-remote-code", "--tasks-dir", "--allow-command"}
-"""Flags that have code of others run: a model's, that of a task, a program of a sweep."""
+"""Flags that run third-party code: that of a model or a task, or a program of a sweep."""
 
 
 class Knows(NamedTuple):
-    """Annotation of a setting that takes any text: the names that mean something, for messages."""
+    """Annotation of a text setting with well-known values, which messages suggest."""
 
     names: tuple[str, ...]
 
 
 MOST = 2**63 - 1
-"""The largest whole number of any setting, that of an int64."""
+"""The largest integer of any setting, that of an int64."""
 
 
 class Settings(BaseModel):
-    """Base of every typed configuration: immutable, of finite numbers, without unknown keys."""
+    """Base of all typed configurations: immutable, with finite numbers, without unknown keys."""
 
-    # their validators are built when first used: all verbs' are a tenth of the time of `qat --help`
+    # build validators on first use: all of them would take a tenth of the time of `qat --help`
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
     @model_validator(mode="after")
@@ -74,7 +74,7 @@ class Settings(BaseModel):
 
     @classmethod
     def parse(cls, values: dict[str, Any], where: str) -> Self:
-        """Checked settings from plain `values`; `where` names their source in the message.
+        """Return checked settings from plain `values`; `where` names their source in the message.
 
         Raises:
             ConfigError: an unknown key, a missing one, or a value out of range.
@@ -85,7 +85,7 @@ class Settings(BaseModel):
             raise ConfigError(f"{where}: {explain(error, cls.model_fields)}") from None
 
     def fingerprint(self) -> str:
-        """12 hex digits that change exactly when a field does."""
+        """Return 12 hex digits that change exactly when a field does."""
         return fingerprint(self.model_dump(mode="json"))
 
 
@@ -102,25 +102,25 @@ def _known_device(device: str) -> str:
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "xla")
 Device = Annotated[str, AfterValidator(_known_device), Knows(DEVICES)]
-"""Name of a device; whether it is there, torch is asked later."""
+"""Name of a device; torch checks later if it is available."""
 
 
 class DeviceSettings(Settings):
-    """Where a verb computes."""
+    """Settings of the device that a verb computes on."""
 
     device: Speed[Device] = "auto"
     """auto, cpu, cuda, cuda:1, mps or xla."""
     xla_cache_dir: Speed[Path | None] = None
-    """With --device xla: keep what is compiled in this directory, for later processes."""
+    """With --device xla: cache compiled programs in this directory, for later processes."""
 
 
 def refuse_code(values: object, where: str) -> None:
-    """Refuse what a file, `where`, says if it would have code of others run, at any depth.
+    """Refuse content of the file `where` that would run third-party code, at any depth.
 
-    That only who types a command may ask for; a file may come from anybody.
+    Only the user may enable that, on the command line, because a file may come from anyone.
 
     Raises:
-        ConfigError: it holds a key that does, with another value than false.
+        ConfigError: a key that runs code has another value than false.
     """
     if isinstance(values, dict):
         for key, value in values.items():
@@ -137,21 +137,21 @@ def refuse_code(values: object, where: str) -> None:
 
 
 def fingerprint(values: object) -> str:
-    """12 hex digits of the canonical JSON of `values`: xxh3-64 over sorted keys."""
+    """Return 12 hex digits of the canonical JSON of `values`: xxh3-64 over sorted keys."""
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_64_hexdigest(canonical.encode())[:12]
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown `name`: which of `known` was meant, or all."""
+    """Return the end of a message about an unknown `name`: the nearest of `known`, or all."""
     found = nearest(name, known)
     return f"did you mean {found[0]!r}?" if found else f"known are {', '.join(sorted(known))}"
 
 
 def explain(error: ValidationError, known: Iterable[str] = ()) -> str:
-    """A pydantic error as one line: `field=value: what is wrong`, joined by semicolons.
+    """Return a pydantic error as one line: `field=value: what is wrong`, joined by semicolons.
 
-    Of a key that is unknown the line has the nearest of the `known` ones.
+    For an unknown key the line suggests the nearest of the `known` ones.
     """
     parts = []
     for item in error.errors():

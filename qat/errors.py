@@ -1,4 +1,4 @@
-"""The errors that a user can cause and mend. Everything else is our bug and keeps its traceback.
+"""Errors that a user can cause and fix. All other errors are our bugs and keep their traceback.
 
 A message has three parts: what was found, what was expected, what to do.
 """
@@ -9,31 +9,31 @@ from collections.abc import Iterable
 from pathlib import Path
 
 DISTRIBUTION = "qat-distill"
-"""What pip calls this package; `qat` on the package index is somebody else's."""
+"""The name of this package for pip; `qat` on the package index is another project."""
 HOME = Path(__file__).parents[1]
-"""A clone, or the folder of installed packages."""
+"""The clone, or the directory of installed packages."""
 AS_NEAR_AS = 2
-"""Edits that a name with the same words, but not all of their letters, counts as."""
+"""Edit distance assigned to a name that has the same words but not all of their letters."""
 
 
 def how_to_install(extra: str) -> str:
-    """Return the command that adds an extra to the Python that runs this, from any folder.
+    """Return a command that installs an extra for this Python, from any directory.
 
-    It names the clone, if there is one, else the packages of the extra, as this package's own
-    metadata lists them for this platform: the package itself is on no index.
+    It uses the clone, if there is one, else the packages of the extra from this package's metadata
+    for this platform: the package itself is on no index.
     """
-    from importlib.metadata import distributions  # takes a moment, and most runs need no hint
+    from importlib.metadata import distributions  # slow to import, and most runs need no hint
 
     pip = [sys.executable, "-m", "pip", "install"]
-    # not by find_spec, after which setuptools no longer replaces distutils, and the compiler fails
-    if not [*distributions(name="pip")]:  # an environment that uv made
+    # not find_spec: after it setuptools does not replace distutils, and the compiler fails
+    if not [*distributions(name="pip")]:  # environments made by uv have no pip
         pip = ["uv", "pip", "install", "--python", sys.executable]
     what = ["-e", f"{HOME}[{extra}]"] if _is_clone() else _packages(extra)
     return shlex.join([*pip, *what])
 
 
 def is_installed(library: str) -> bool:
-    """Return whether Python finds a library, not just a folder of its name where it runs."""
+    """Return whether Python finds a library, and not just a folder of that name."""
     from importlib.util import find_spec
 
     found = find_spec(library)
@@ -41,13 +41,13 @@ def is_installed(library: str) -> bool:
 
 
 def _is_clone() -> bool:
-    """Return whether qat runs from a clone; other packages leave a pyproject.toml there, too."""
+    """Return whether qat runs from a clone; other packages may have a pyproject.toml there."""
     project = HOME / "pyproject.toml"
     return project.is_file() and f'name = "{DISTRIBUTION}"' in project.read_text(encoding="utf-8")
 
 
 def _packages(extra: str) -> list[str]:
-    """List what an extra adds on this platform, as pip takes it: `["compressed-tensors>=0.12"]`."""
+    """Return an extra's requirements on this platform for pip: `["compressed-tensors>=0.12"]`."""
     from importlib.metadata import requires
 
     from packaging.requirements import Requirement
@@ -61,11 +61,11 @@ def _packages(extra: str) -> list[str]:
 
 
 def nearest(name: str, known: Iterable[str], most: int = 1) -> list[str]:
-    """Return up to `most` of the `known` names that `name` was probably meant to be, best first.
+    """Return up to `most` of the `known` names that `name` probably means, best first.
 
-    A name is near if few letters differ (at most a third of those of `name`), or if it has all
-    words of `name`, perhaps in full: `--seq-len` is `--sequence-length`. Case, and whether words
-    are joined by `-` or `_`, do not matter.
+    A name matches if few letters differ (at most a third of those of `name`), or if it has all
+    words of `name`, possibly longer: `--seq-len` is `--sequence-length`. Case, and `-` or `_`
+    between words, do not matter.
     """
     typed = _folded(name)
     if not typed:
@@ -88,7 +88,7 @@ def _folded(name: str) -> str:
 
 
 def _has_words(name: str, words: str, least: int) -> bool:
-    """Return whether `name` has all `words` in order; words of `least` letters may be cut short."""
+    """Return whether `name` has all `words` in order; those of `least` letters may be prefixes."""
     parts = iter(name.split("-"))
     return all(
         any(part == word or (len(word) >= least and part.startswith(word)) for part in parts)
@@ -97,9 +97,9 @@ def _has_words(name: str, words: str, least: int) -> bool:
 
 
 def _edits(a: str, b: str) -> int:
-    """Number of letters to add, drop or change, or neighbours to swap, between two words.
+    """Return the optimal string alignment distance of two words.
 
-    The optimal string alignment distance.
+    It counts letters to add, drop or change, and neighbours to swap.
     """
     before: list[int] = []
     row = list(range(len(b) + 1))
@@ -114,7 +114,7 @@ def _edits(a: str, b: str) -> int:
 
 
 class QatError(Exception):
-    """A mistake in the input: the command line prints it as one line and exits with its code."""
+    """An error in the input: the command line prints it as one line and exits with its code."""
 
     exit_code = 1
 
@@ -124,7 +124,7 @@ class ConfigError(QatError):
 
 
 class DataError(QatError):
-    """A dataset or text file that cannot be read as what it was said to be."""
+    """A dataset or text file that cannot be read in its stated format."""
 
 
 class CacheError(QatError):
@@ -136,15 +136,15 @@ class CheckpointError(QatError):
 
 
 class ExportError(QatError):
-    """A model that the wished deployable form cannot hold."""
+    """A model that the requested deployable form cannot hold."""
 
 
 class TrainingError(QatError):
-    """A run that cannot go on: its loss is no longer a number."""
+    """A run that cannot continue: its loss is no longer a number."""
 
 
 class Stopped(QatError):
-    """A run that saved and ended because somebody asked it to; its code says who asked."""
+    """A run that was stopped by request after it saved; the exit code depends on the request."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -152,14 +152,14 @@ class Stopped(QatError):
 
 
 class BenchError(QatError):
-    """A measurement whose subject fails what it is measured for."""
+    """A measurement whose subject fails its correctness check."""
 
 
 class HubError(QatError):
-    """An archive, a mirror or a registry that does not give what it should."""
+    """An archive, a mirror or a registry that does not provide what it should."""
 
 
 class ComparisonError(QatError):
-    """Measurements that cannot be compared; 1 is left for a comparison that found a regression."""
+    """Measurements that cannot be compared; code 1 is reserved for a regression that was found."""
 
     exit_code = 2

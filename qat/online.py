@@ -1,4 +1,4 @@
-"""Whether a hub knows a name: asked once, before anything is loaded, with little patience."""
+"""Reachability of a hub: one request per name with a short timeout, before anything is loaded."""
 
 import logging
 import ssl
@@ -16,18 +16,17 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
 UNKNOWN = {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND}
-"""What the hub answers to a name that it does not have, or does not show."""
+"""Status codes of the hub for a name that it does not have, or does not show."""
 
 
 @cache
 def is_online(name: str, kind: Literal["model", "dataset"] = "model") -> bool:
-    """Whether the hub is to be asked for `name`; false where only kept copies of it can be read.
+    """Return whether to request `name` from the hub; false if only cached copies can be read.
 
-    The libraries of the hub ask for each file several times, for up to a minute, before they say
-    that nobody answers.
+    The libraries of the hub retry each file for up to a minute before they report a failure.
 
     Raises:
-        HubError: the hub does not know it, or does not answer and no copy is kept here.
+        HubError: the hub does not have it, or does not respond and there is no cached copy.
     """
     from huggingface_hub import constants, get_token
 
@@ -52,14 +51,14 @@ def is_online(name: str, kind: Literal["model", "dataset"] = "model") -> bool:
 
 
 def _trouble(request: urllib.request.Request, name: str, kind: str) -> str | None:
-    """Why nobody answers; None if somebody does."""
+    """Return why the hub does not respond; None if it does."""
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE_S):
             return None
     except urllib.error.HTTPError as error:
         error.close()
         if error.code not in UNKNOWN:
-            return None  # a hub that is busy, which its library waits for
+            return None  # the hub is busy; its library retries
         raise HubError(
             f"{name} is no path here, and the hub shows no such {kind} (answer {error.code}); "
             "check the name, and for a private or gated one log in with 'hf auth login'"
@@ -67,5 +66,5 @@ def _trouble(request: urllib.request.Request, name: str, kind: str) -> str | Non
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLError):
-            return None  # its library brings certificates of its own
+            return None  # the hub's library has its own certificates
         return str(getattr(reason, "strerror", None) or reason)

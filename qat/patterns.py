@@ -1,4 +1,4 @@
-"""Regular expressions that came with a model, tried where they can be stopped."""
+"""Regular expressions that came with a model, tested in a process that can be stopped."""
 
 import json
 import subprocess
@@ -16,13 +16,13 @@ for pattern in patterns:
         for each in tried:
             each.match(name), each.fullmatch(name), each.search(name)
 """
-"""Every way in which compressed-tensors and peft apply a pattern to the name of a module."""
+"""All ways in which compressed-tensors and peft match a pattern with the name of a module."""
 
 
 def pattern_fault(patterns: Iterable[str], names: Iterable[str]) -> str | None:
-    """Describe in a few words what is wrong with regular expressions for module names, or None.
+    """Return a short description of what is wrong with patterns for module names, or None.
 
-    A short one can take practically forever (`(a+)+$`), so another process tries them first,
+    A short pattern can take practically forever (`(a+)+$`), so another process tests them first,
     for at most `TRY_S` seconds.
     """
     patterns = list(dict.fromkeys(patterns))

@@ -1,4 +1,4 @@
-"""What Linux tells of this process's memory and cores, and how much of them it may have."""
+"""Memory and cores of this process on Linux, and the limits of its container."""
 
 import os
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ GIB = 2**30
 STATUS, CLEAR_REFS, MEMINFO = (
     Path("/proc", *parts) for parts in (("self", "status"), ("self", "clear_refs"), ("meminfo",))
 )
-"""Where Linux tells about memory, and where a 5 starts its count of the peak anew."""
+"""Linux's memory statistics, and the file where writing 5 resets the peak."""
 
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where a container finds its limits: `cpu.max` and `memory.max`, or in version 1 files below
-`cpu` and `memory`."""
+"""The container's limits: `cpu.max` and `memory.max`, or in version 1 files below `cpu` and
+`memory`."""
 
 
 OUT_OF_MEMORY = (
@@ -28,28 +28,29 @@ OUT_OF_MEMORY = (
     "can't start new thread",
     "failed to map segment",
 )
-"""What errors that are not of memory by their kind say where it ran out: those of PyTorch outside
-its own device allocator, of XLA, of the system, of Python, and of the loader of libraries."""
+"""Texts in errors of other types that mean out of memory: from PyTorch outside its own device
+allocator, XLA, the system, Python, and the loader of libraries."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out; PyTorch's own kind for a device is not known."""
+    """Return whether `error` means out of memory; PyTorch's own error for devices is excluded."""
     if isinstance(error, RuntimeError | OSError | ImportError):
         return any(sign in str(error) for sign in OUT_OF_MEMORY)
     return isinstance(error, MemoryError)
 
 
 def cores() -> int:
-    """Cores that this process may use: those it is pinned to, within its container's share.
+    """Return the cores that this process may use: its affinity, limited by its container's share.
 
-    Python and PyTorch count the machine's instead, of which a rented container often has a few.
+    Python and PyTorch count the cores of the machine, of which a rented container often has only a
+    few.
     """
     pinned = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(pinned or 1, _share_of_cores()))
 
 
 def _share_of_cores() -> float:
-    """Seconds of computing that the container may take in a second, rounded up."""
+    """Return the container's CPU quota in cores, rounded up."""
     new, old = CGROUP / "cpu.max", CGROUP / "cpu" / "cpu.cfs_quota_us"
     if new.exists():
         quota, period = new.read_text().split()
@@ -62,16 +63,16 @@ def _share_of_cores() -> float:
 
 
 def process_gib(field: str) -> float | None:
-    """A size of this process as Linux tells it, such as VmRSS; None on other systems."""
+    """Return a size of this process that Linux reports, such as VmRSS; None on other systems."""
     if not STATUS.exists():
         return None
     return _kib(STATUS.read_text(), field) / 2**20
 
 
 def available_gib() -> float | None:
-    """Memory that could be had without taking it from another process; None if unknown.
+    """Return the memory available without taking it from another process; None if unknown.
 
-    No more than the container may still take, which its host's own numbers do not tell.
+    It is limited by what the container may still use, which the host's numbers do not include.
     """
     if not MEMINFO.exists():
         return None
@@ -79,7 +80,7 @@ def available_gib() -> float | None:
 
 
 def _left_in_container_gib() -> float:
-    """What the container may still take, files that are only remembered given back."""
+    """Return the memory that the container may still use, counting inactive file cache as free."""
     new = CGROUP / "memory.max", CGROUP / "memory.current", "inactive_file"
     old_limit = CGROUP / "memory" / "memory.limit_in_bytes"
     old = old_limit, old_limit.with_name("memory.usage_in_bytes"), "total_inactive_file"
@@ -91,14 +92,14 @@ def _left_in_container_gib() -> float:
 
 
 def restart_peak() -> None:
-    """Let VmHWM count from here, where that is possible."""
+    """Reset the peak VmHWM, where that is possible."""
     if CLEAR_REFS.exists():
         CLEAR_REFS.write_text("5")
 
 
 @contextmanager
 def data_limit(gib: float) -> Iterator[None]:
-    """At most `gib` of private memory inside the block, or less where there was a limit already.
+    """Limit the private memory of this process to `gib` in the block, or to a lower existing limit.
 
     It is what Linux counts as VmData.
     """
@@ -115,9 +116,9 @@ def data_limit(gib: float) -> Iterator[None]:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """A block whose private memory adds to what `data_limit` allows.
+    """Raise the limit of `data_limit` by the private memory that the block allocates.
 
-    For maps of files: Linux counts them, though their pages are given back when others need them.
+    For maps of files: Linux counts them, though their pages are reclaimable.
     """
     import resource
 

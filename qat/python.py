@@ -1,7 +1,7 @@
-"""What the verbs do, for models in memory: `qat.quantize`, `qat.load`, `qat.save`, `qat.distill`.
+"""The verbs for models in memory: `qat.quantize`, `qat.load`, `qat.save`, `qat.distill`.
 
-Each is a few lines over the function that its verb calls. Their keywords beyond those named are the
-flags of the verb, with underscores: `qat.distill(..., max_steps=60)` is `qat train --max-steps 60`.
+Each calls the same function as its verb. Additional keywords are the flags of the verb, with
+underscores: `qat.distill(..., max_steps=60)` is `qat train --max-steps 60`.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,12 @@ def load(
     dtype: str = "auto",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model that `source` names, packed or float, on `device` and in eval mode.
+    """Load the model `source`, packed or float, on `device` and in eval mode.
 
     Args:
         source: model directory, run directory (its best student), GGUF file or hub id.
         device: auto, cpu, cuda, cuda:1, mps.
-        dtype: of what is not packed: auto, fp32, bf16, fp16.
+        dtype: dtype of everything that is not packed: auto, fp32, bf16, fp16.
         trust_remote_code: run the code that comes with the model.
 
     Raises:
@@ -53,14 +53,14 @@ def save(
     *,
     replace: bool = False,
 ) -> None:
-    """Write a quantized model as a packed checkpoint, which appears at `out` whole or not at all.
+    """Write a quantized model as a packed checkpoint to `out`, atomically.
 
     Args:
         model: quantized by `quantize`, `load` or 'qat convert'.
-        out: directory to make.
-        tokenizer: to lie beside it; by default the one beside the model that this one was loaded
-            from. A model that was never loaded is written without.
-        replace: an older packed checkpoint at `out` goes.
+        out: directory to create.
+        tokenizer: tokenizer to save with it; by default that of the model directory it was loaded
+            from. A model that was never loaded is saved without one.
+        replace: replace an older packed checkpoint at `out`.
 
     Raises:
         ConfigError: `out` is not empty; with `replace`, it is no packed checkpoint.
@@ -80,15 +80,15 @@ def quantize(
 ) -> PreTrainedModel:
     """Quantize `model` in place, without training, and return it: `w = codebook[indices] * scale`.
 
-    It is in float32 and eval mode afterwards, on the device where it was.
+    Afterwards it is in float32 and eval mode, on the device where it was.
 
     Args:
         model: a causal language model, float or quantized.
         to: a preset (q2a4, q4a4, ...), a TOML file with a plan, or None with `bits_budget=`.
-        calibration: what shows each layer's inputs, for less error: a teacher cache or its
+        calibration: data that is run through the model to reduce the error: a teacher cache or its
             directory, a text file, a list of texts, or of token ids `(S,)` or `(N, S)`.
-        tokenizer: of the texts; by default the one beside the model that this one was loaded from.
-        base: the float model to take weights from, where `model` is quantized already.
+        tokenizer: for texts; by default that of the model directory it was loaded from.
+        base: the float model to take weights from, if `model` is already quantized.
         settings: other flags of 'qat convert', such as `bits_budget`, `group_size` (features) and
             `calibration_sequences`.
 
@@ -120,18 +120,19 @@ def distill(
     resume: bool = False,
     **settings: object,
 ) -> TrainReport:
-    """Train a quantized student against a teacher cache; everything lands in the run `out`.
+    """Train a quantized student against a teacher cache; all results are in the run `out`.
 
-    A student in memory learns in place and is used up: `qat.load(report.final)` is the best one.
+    A student in memory is trained in place and should not be used afterwards:
+    `qat.load(report.final)` is the best one.
 
     Args:
         student: quantized model in memory, or the directory of one.
         cache: teacher cache, its directory, or its address (s3://...).
-        out: run directory to make; see 'qat train'.
-        tokenizer: the student's; by default the one beside the model that it was loaded from.
-        resume: go on with the run in `out`, if there is one.
+        out: run directory to create; see 'qat train'.
+        tokenizer: the student's; by default that of the model directory it was loaded from.
+        resume: continue the run in `out`, if there is one.
         settings: other flags of 'qat train', such as `max_steps`, `batch_size` (sequences),
-            `learn`, `mlp_only` and `loss`, which also knows what `qat.losses.register` was given.
+            `learn`, `mlp_only` and `loss`, which also accepts names from `qat.losses.register`.
 
     Returns:
         The checkpoint to use, the steps, and its held-out score in nats per token.
@@ -139,7 +140,7 @@ def distill(
     Raises:
         ConfigError, CacheError, CheckpointError: a setting, the cache or the student does not fit.
         TrainingError: the loss is no longer a number.
-        Stopped: somebody asked the run to stop; it was saved.
+        Stopped: the run was asked to stop; it was saved.
     """
     cache_dir = str(cache.directory if isinstance(cache, TeacherCache) else cache)
     values = {"cache_dir": cache_dir, **settings}
@@ -164,13 +165,13 @@ def distill(
 
 
 def _in_memory(model: PreTrainedModel) -> LanguageModel:
-    """The model as the verbs load it: in float32 and eval mode."""
-    nn.Module.float(model)  # transformers' own refuses what is quantized
+    """Return the model as the verbs load it: in float32 and eval mode."""
+    nn.Module.float(model)  # transformers' own `float` refuses quantized models
     found = LanguageModel(model.eval())
     found.check_split()
     return found
 
 
 def _tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
-    """The one beside the model that this one was loaded from; None if it was never loaded."""
+    """Return the tokenizer of the directory that the model was loaded from; None if it was not."""
     return load_tokenizer(model.name_or_path) if model.name_or_path else None

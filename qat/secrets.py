@@ -1,4 +1,4 @@
-"""What must not be written down: tokens, keys, and the passwords inside addresses."""
+"""Removal of secrets from text: tokens, keys, and the passwords inside addresses."""
 
 import base64
 import binascii
@@ -10,12 +10,12 @@ from typing import TypeVar
 T = TypeVar("T")
 HIDDEN = "[hidden]"
 SHORTEST = 8
-"""A value of an environment variable with fewer characters is no secret worth the name."""
+"""Values of environment variables with fewer characters are not treated as secrets."""
 NAME = re.compile(r"(TOKEN|KEY|KEY_ID|SECRET|PASSWORD|PASSWD|_PAT)$")
-"""Environment variables whose values are secrets."""
+"""Names of environment variables whose values are secrets."""
 PATTERNS = (
     re.compile(r"(?<=://)[^/?#\s'\"]+(?=@)"),  # user:password@, where the password may hold an @
-    # or what should have been escaped; but host:8080/x@y has a port
+    # or unescaped characters in it; but host:8080/x@y has a port
     re.compile(r"(?<=://)[^/?#\s:@\['\"]+:(?![0-9]{1,5}[/?#])[^\s'\"]+(?=@)"),
     re.compile(r"(?i)(?<=bearer )[\w.~+/=-]+"),
     re.compile(r"(?i)(authorization['\"]?\s*[=:]\s*['\"]?\w+ )(?!\[hidden)[^\s'\",;]+"),
@@ -24,7 +24,7 @@ PATTERNS = (
         r"|pwd|signature|credential|sig|(?-i:[A-Z0-9]_(?:KEY|KEY_ID|PAT)))['\"]?\s*[=:]\s*['\"]?)"
         r"(?!\[hidden)[^\s'\"&,;(){}\[\]]{8,}"
     ),
-    re.compile(  # in small letters behind a colon it may be a tensor, such as pool_key: bfloat16
+    re.compile(  # in lower case after a colon it may be a tensor, such as pool_key: bfloat16
         r"(?i)([_-](?:key|pat)(?:['\"]\s*:|['\"]?\s*=)\s*['\"]?)(?!\[hidden)"
         r"[^\s'\"&,;(){}\[\]]{8,}"
     ),
@@ -39,23 +39,25 @@ PATTERNS = (
     re.compile(r"\b(?:AIza[\w-]{30,}|GOCSPX-[\w-]{16,}|ya29\.[\w-]{16,})"),  # Google's
 )
 BASIC = re.compile(r"(?i)(\bbasic\s+)([a-z0-9+/]{8,}={0,2})")
-"""What may be a user and a password in base64, or the word behind `basic` in a sentence."""
+"""A user and password in base64, or just a word after `basic` in a sentence."""
 
 
 def secret(name: str) -> str | None:
-    """The value of the environment variable `name`, whose name says that it is a secret; None
-    where it is not set or empty."""
+    """Return the value of the environment variable `name`, which must be named like a secret.
+
+    None if it is unset or empty.
+    """
     assert NAME.search(name), name
-    return os.environ.get(name) or None  # noqa: TID251 - keys are in no file and no setting
+    return os.environ.get(name) or None  # noqa: TID251 - keys are never stored in files or settings
 
 
 def scrubbed(text: str) -> str:
-    """`text` with every secret in it replaced by `[hidden]`.
+    """Return `text` with every secret in it replaced by `[hidden]`.
 
     Secrets are the values of environment variables that are named like one (HF_TOKEN,
-    WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, ...), and what looks like one: tokens of the usual hubs,
-    keys of AWS and Google, what an `Authorization` header holds, `token=...`, `STRIPE_KEY=...` and
-    signatures in an address, `--api-key ...`, `user:password@` before a host.
+    WANDB_API_KEY, AWS_SECRET_ACCESS_KEY, ...), and text that looks like one: tokens of the usual
+    hubs, keys of AWS and Google, the content of an `Authorization` header, `token=...`,
+    `STRIPE_KEY=...` and signatures in an address, `--api-key ...`, `user:password@` before a host.
     """
     for value in _known():
         text = text.replace(value, HIDDEN)
@@ -65,7 +67,7 @@ def scrubbed(text: str) -> str:
 
 
 def scrubbed_in(value: T) -> T:
-    """The same table, list or value, every text in it as `scrubbed` leaves it."""
+    """Return the same table, list or value with every text in it `scrubbed`."""
     if isinstance(value, str):
         return scrubbed(value)
     if isinstance(value, dict):
@@ -76,10 +78,10 @@ def scrubbed_in(value: T) -> T:
 
 
 class Scrub(logging.Filter):
-    """Lets every log record pass, without the secrets in its message and its traceback."""
+    """Log filter that removes secrets from the message and traceback of every record."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Replace message and traceback by what `scrubbed` leaves of them."""
+        """Scrub message and traceback; every record passes."""
         record.msg, record.args = scrubbed(record.getMessage()), ()
         if record.exc_info and not record.exc_text:
             record.exc_text = logging.Formatter().formatException(record.exc_info)
@@ -89,7 +91,10 @@ class Scrub(logging.Filter):
 
 
 def _is_credentials(word: str) -> bool:
-    """Whether a word is base64: no word of a sentence has digits, or hides `user:password`."""
+    """Return whether a word is base64 of `user:password`, or has other characters than letters.
+
+    Words of a sentence have letters only.
+    """
     if not word.isalpha():
         return True
     try:
@@ -100,7 +105,7 @@ def _is_credentials(word: str) -> bool:
 
 
 def _known() -> list[str]:
-    """The secrets of this process's environment, longest first: one may be part of another."""
-    environment = os.environ.items()  # noqa: TID251 - what is never to be written down
+    """Return the secrets of this process's environment, longest first: one may contain another."""
+    environment = os.environ.items()  # noqa: TID251 - values that must not be written
     values = {value for name, value in environment if NAME.search(name.upper())}
     return sorted((value for value in values if len(value) >= SHORTEST), key=len, reverse=True)

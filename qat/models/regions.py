@@ -53,15 +53,16 @@ from qat.quant.spec import KvSpec
 
 logger = logging.getLogger(__name__)
 
-# How transformers' attention modules reach our kernel for short, packed sequences.
+# How transformers' attention modules call our kernel for short, packed sequences.
 #
-# Registered under the name `qat`, it stands in for `sdpa` in every model that a `LanguageModel`
-# holds. A forward that hands `document_positions` on has packed documents and no padding, so they
-# say all of the mask; any other call (generation with its cache and padding) is transformers' own.
-# Where every layer is sparse no mask over pairs of positions is ever made.
+# The implementation `qat` replaces `sdpa` in every model that a `LanguageModel` holds. A forward
+# with `document_positions` has packed documents and no padding, so these positions define the whole
+# mask; all other calls (generation with its cache and padding) go to transformers' own function.
+# If every layer is sparse, no mask over pairs of positions is ever made.
 #
-# A name of its own for each width of keys and values says that attention rounds them to it first,
-# behind the rotary embedding and whatever cache there is: in training, judging and generation.
+# Each bit width of keys and values has an implementation name of its own, with which attention
+# rounds them first, after the rotary embedding and any cache: in training, evaluation and
+# generation.
 
 
 NAME = "qat"
@@ -221,9 +222,9 @@ for _name in (NAME, *KV, LOOKING):
 
 # Projections that read the same input run as one matmul, in the families known to allow it.
 #
-# Queries, keys and values are one product then, gates and ups another, and what follows works on
+# Queries, keys and values are one product, gate and up another, and the following operations use
 # the joined result, so that its gradient is joined too. The modules keep their names and
-# parameters; only their forward changes, and only while nothing is generated with a cache.
+# parameters; only their forward changes, and only for calls without a cache.
 
 
 ATTENTIONS = (LlamaAttention, Qwen2Attention, Qwen3Attention)

@@ -50,7 +50,7 @@ def document_lengths(position_ids: Tensor) -> Tensor:
 
 
 def _kinds(module: nn.Module) -> list[str]:
-    """Return the types of a rotary embedding: one, or one per layer type; none if it is none."""
+    """Return the types of a rotary embedding, one or one per layer type; else an empty list."""
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, dict):
         return [*kinds.values()]
