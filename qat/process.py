@@ -9,7 +9,7 @@ GIB = 2**30
 STATUS, CLEAR_REFS, MEMINFO = (
     Path("/proc", *parts) for parts in (("self", "status"), ("self", "clear_refs"), ("meminfo",))
 )
-"""Linux's memory statistics, and the file where writing 5 resets the peak."""
+"""Linux's memory statistics; writing 5 to the second file resets the peak."""
 
 
 CGROUP = Path("/sys/fs/cgroup")
