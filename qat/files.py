@@ -1,4 +1,4 @@
-"""Directories and files that appear whole or not at all, their hashes, locks and safe paths."""
+"""Atomic directories and files, checksums, locks, and checks of untrusted paths."""
 
 import ctypes
 import errno
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 MEND = "remove it or choose another --out"
 DOTTED = re.compile(r"(?:[\w\"'-]+[ \t]*\.[ \t]*){64}")
-"""A key of TOML that names a table in a table in a table ..."""
+"""A dotted TOML key of at least 64 nested tables."""
 KINDS = {
     "config.json": "is a model",
     "manifest.json": "is a teacher cache",
@@ -37,11 +37,11 @@ KINDS = {
     "student": "is a directory of 'qat run'",
     "recipe.toml": "is a directory of 'qat run'",
 }
-"""The kind of a directory that holds a file of that name; the first one counts."""
+"""The kind of a directory, by a file in it; the first match counts."""
 LEAVING = re.compile(r"\..+\.(partial|old|part)-([a-z0-9_]{8})?")
-"""What a directory or file is called until it is whole, and when it is no longer wanted."""
+"""Names of temporary directories and files: incomplete ones, and old ones to be removed."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""What Linux calls the working directory, and the wish that two names be exchanged."""
+"""Constants of Linux's renameat2: the working directory, and the flag to exchange two names."""
 
 
 @contextmanager
@@ -56,31 +56,32 @@ def whole_directory(
     mend: str = MEND,
     durable: bool = True,
 ) -> Iterator[Path]:
-    """Make a directory to fill; it becomes `out` when the block ends and vanishes if it fails.
+    """Yield a directory to fill; it becomes `out` when the block ends and is removed if it fails.
 
-    The files are on the disk before the name is: a crash, a kill or a full disk leaves either no
-    `out` or a whole one. All in it may be read and written by whom the umask says, and nothing in
-    it can be run. Where `out` is a symbolic link, it stays one, and the directory behind it is
-    made.
+    The files are on disk before the name is: a crash, a kill or a full disk leaves either no `out`
+    or a complete one. Permissions follow the umask, and no file is executable. If `out` is a
+    symbolic link, it stays one, and its target is written.
 
-    With `replace` an older `out` stays until the new one is complete. Then the two change names,
-    in one step where the system knows how (Linux, on most file systems); elsewhere in two, of
-    which the first is undone if the second fails, and between which a kill leaves the older one
+    With `replace` an older `out` stays until the new one is complete. Then the two are exchanged,
+    in one step where the system supports it (Linux, on most file systems). Elsewhere there are two
+    steps: the first is undone if the second fails, and a kill in between leaves the older directory
     next to `out`, as `.NAME.old-...`.
 
     Args:
-        replace: an `out` that holds something, before the block or after it, may be replaced.
-        written: names in an older `out`, relative to it, of what qat wrote there. Files that are
-            neither that nor replaced belong to the user: they stay.
-        overwrite: files that are not `written` may be replaced by new ones of their names.
-        place: where it is filled, on the same disk as `out`; by default next to it.
-        root: which directory of the filled one becomes `out`.
-        mend: what to do about an `out` that may not be replaced.
-        durable: wait for the disk. Without, a loss of power may leave damage under the name `out`,
-            for callers that compare hashes before each use.
+        replace: an `out` that is not empty, before the block or after it, may be replaced.
+        written: names of the files in an older `out`, relative to it, that qat wrote. Files that
+            are neither among them nor replaced belong to the user and are kept.
+        overwrite: files that are not `written` may be replaced by new ones of the same name.
+        place: the directory to fill it in, on the same disk as `out`; by default the parent of
+            `out`.
+        root: maps the filled directory to the one in it that becomes `out`.
+        mend: what to do about an `out` that may not be replaced, for the message.
+        durable: sync to disk. Without, a loss of power may leave damaged files under the name
+            `out`, which suits callers that compare hashes before each use.
 
     Raises:
-        ConfigError: `out` holds something that may not be replaced, or holds the working directory.
+        ConfigError: `out` holds something that may not be replaced, or contains the working
+            directory.
     """
     check_free(out, replace=replace, mend=mend)
     target = real(out)
@@ -90,13 +91,13 @@ def whole_directory(
         try:
             yield partial
             for path in [*partial.rglob("*"), partial]:
-                # mkdtemp makes directories private, and safetensors files
+                # mkdtemp makes private directories, and safetensors private files
                 path.chmod(allowed(0o777 if path.is_dir() else 0o666))
                 if durable:
                     sync(path)
             new = root(partial)
             try:
-                new.rename(target)  # where nothing is, or an empty directory
+                new.rename(target)  # works if `target` does not exist or is an empty directory
             except OSError:
                 if not (target.is_dir() and any(target.iterdir())):
                     raise
@@ -113,7 +114,7 @@ def whole_directory(
 
 @contextmanager
 def parents_of(path: Path) -> Iterator[None]:
-    """The folders that `path` is to lie in; if the block fails, those made for it go, if empty."""
+    """Create the parent folders of `path`; if the block fails, remove those that are empty."""
     missing = list(takewhile(lambda folder: not folder.exists(), path.absolute().parents))
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -122,23 +123,26 @@ def parents_of(path: Path) -> Iterator[None]:
         for folder in missing:
             try:
                 folder.rmdir()
-            except OSError:  # somebody else has put something there
+            except OSError:  # another process has put something there
                 break
         raise
 
 
 def real(path: Path) -> Path:
-    """The path behind all symbolic links, there or not: one directory has one such name."""
+    """Return the path with all symbolic links resolved, whether it exists or not.
+
+    All names of a directory have the same real path.
+    """
     return Path(os.path.realpath(path))
 
 
 def check_free(
     out: Path, *, replace: bool = False, mend: str = MEND, in_place: bool = False
 ) -> None:
-    """Refuse an output directory that holds something already; `mend` says what to do about it.
+    """Refuse an output directory that is not empty; `mend` is the remedy in the message.
 
-    Whatever is not written `in_place`, but as a whole, becomes another directory of the same name:
-    who works in it, or below, would go on in one that is no more.
+    An output that is not written `in_place` replaces the directory: a process whose working
+    directory is in it would continue in a deleted one.
 
     Raises:
         ConfigError: `out` exists and is not empty (and `replace` is false), or is a file, or is the
@@ -157,7 +161,7 @@ def check_free(
 
 
 def _working_directory() -> Path:
-    """Where this process works; an empty path where somebody has removed that."""
+    """Return the working directory; an empty path if it was removed."""
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -165,13 +169,13 @@ def _working_directory() -> Path:
 
 
 def inside(directory: Path, name: object, *, found_in: object, error: type[QatError]) -> Path:
-    """The path below `directory` that `name` says, which was read from the file `found_in`.
+    """Return the path below `directory` for `name`, which was read from the file `found_in`.
 
-    Every path that a file of somebody else names goes through here. Links in `directory` are
-    followed: it is yours, or came from an archive, which may hold none.
+    Every path in a file from other people goes through here. Links in `directory` are followed: it
+    is the user's own, or came from an archive, which may not contain any.
 
     Raises:
-        error: it is no text, or leads elsewhere.
+        error: the name is no string, or leads outside.
     """
     parts = PurePosixPath(name).parts if isinstance(name, str) else ()
     leads_out = not parts or {"/", "//", ".."} & {*parts} or "\\" in name
@@ -188,8 +192,8 @@ def inside(directory: Path, name: object, *, found_in: object, error: type[QatEr
 def real_files(directory: Path, *, error: type[QatError]) -> list[Path]:
     """Return the regular files below `directory`, sorted by the parts of their names.
 
-    All that is packed, uploaded, copied out of a run or pruned is listed here, because a symbolic
-    link inside could lead to any file that its user can read. `directory` itself may be a link.
+    Everything that is packed, uploaded, copied out of a run or pruned is listed here, because a
+    symbolic link could lead to any file that the user can read. `directory` itself may be a link.
 
     Raises:
         error: `directory` holds something that is neither a regular file nor a directory.
@@ -209,13 +213,13 @@ def real_files(directory: Path, *, error: type[QatError]) -> list[Path]:
 
 
 def is_real(path: Path, directory: Path) -> bool:
-    """Return whether `path` lies inside `directory`: no part of it below is a symbolic link."""
+    """Return whether no part of `path` below `directory` is a symbolic link."""
     below = path.relative_to(directory)
     return not any((directory / part).is_symlink() for part in (below, *below.parents[:-1]))
 
 
 def lies_inside(path: Path, directory: Path) -> bool:
-    """Return whether a model's file lies in its directory, or in the blobs of its hub snapshot.
+    """Return whether a model's file is in its directory, or in the blobs of its hub snapshot.
 
     A snapshot in the cache of the Hugging Face hub consists of links to `../../blobs`.
     """
@@ -226,11 +230,11 @@ def lies_inside(path: Path, directory: Path) -> bool:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a text in JSON, which may come from anybody.
+    """Return the value of untrusted JSON text.
 
     Raises:
-        ValueError: it is none, nests deeper than any file does, or holds a number of thousands of
-            digits; a JSONDecodeError in the first case.
+        ValueError: it is not JSON (a JSONDecodeError), is nested too deeply, or holds a number of
+            thousands of digits.
     """
     try:
         return json.loads(text)
@@ -244,7 +248,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def described(path: Path) -> str:
-    """Return what lies at `path` as the end of a sentence, by the names of files alone."""
+    """Return a description of `path` as the end of a sentence, judged by file names alone."""
     if not path.exists():
         return "is not there"
     if not path.is_dir():
@@ -255,14 +259,14 @@ def described(path: Path) -> str:
 
 
 def parse_toml(text: str) -> dict[str, object]:
-    """The tables of a text in TOML, which may come from anybody.
+    """Return the tables of untrusted TOML text.
 
-    A byte-order mark, which some editors put first, is skipped.
+    A byte-order mark, which some editors write, is skipped.
 
     Raises:
-        ValueError: it is none, or nests deeper than any settings do.
+        ValueError: it is not TOML, or is nested too deeply.
     """
-    if DOTTED.search(text):  # for which tomllib takes minutes
+    if DOTTED.search(text):  # tomllib would take minutes
         raise ValueError("it nests too deeply")
     try:
         return tomllib.loads(text.removeprefix("\ufeff"))
@@ -272,16 +276,16 @@ def parse_toml(text: str) -> dict[str, object]:
 
 @contextmanager
 def whole_file(path: Path, partial: Path) -> Iterator[BinaryIO]:
-    """A file to write, which becomes `path` when the block ends and vanishes when it fails.
+    """Yield a file to write, which becomes `path` when the block ends and is removed if it fails.
 
-    Its bytes are on the disk before the name is: a crash leaves the old file or the new one.
+    Its bytes are on disk before the name is: a crash leaves the old file or the new one.
 
     Args:
-        path: what it is called in the end.
-        partial: what it is called until then, in the same directory.
+        path: the final name.
+        partial: the name until then, in the same directory.
 
     Raises:
-        OSError: it cannot be written; the error names `path`, which that of a full disk does not.
+        OSError: it cannot be written; the error names `path`, unlike the one of a full disk.
     """
     try:
         with partial.open("wb") as file:
@@ -290,7 +294,7 @@ def whole_file(path: Path, partial: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         partial.replace(path)
     except BaseException as error:
-        with suppress(OSError):  # the first error tells more
+        with suppress(OSError):  # the first error is more useful
             partial.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename in (None, str(partial)):
             error.filename = str(path)
@@ -298,20 +302,20 @@ def whole_file(path: Path, partial: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a small file in one step that a crash cannot split."""
+    """Replace a small file atomically."""
     with whole_file(path, partial_file(path)) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def partial_file(path: Path) -> Path:
-    """Where the bytes of `path` lie until they are whole."""
+    """Return the name of `path` while it is incomplete."""
     return path.with_name(f".{path.name}.partial")
 
 
 def listed_files(path: Path, beside: Collection[str]) -> set[str]:
-    """The names of files that the JSON file `path` lists as ours, and those `beside` them.
+    """Return the file names that the JSON file `path` lists as ours, and those in `beside`.
 
-    None without a sound list.
+    The set is empty if there is no valid list.
     """
     try:
         return {*beside, *parse_json(path.read_bytes())["files"]}
@@ -320,20 +324,20 @@ def listed_files(path: Path, beside: Collection[str]) -> set[str]:
 
 
 def allowed(mode: int) -> int:
-    """The bits of `mode` that this process's umask leaves: what any new file or directory gets."""
+    """Return the bits of `mode` that this process's umask allows, as any new file gets."""
     umask = os.umask(0o077)
     os.umask(umask)
     return mode & ~umask
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 of a file, 64 hex digits."""
+    """Return the SHA-256 of a file, 64 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a directory, reach the disk."""
+    """Flush a file, or the names in a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -344,15 +348,15 @@ def sync(path: Path) -> None:
 def _replace(
     out: Path, new: Path, written: Callable[[Path], Collection[str]], *, overwrite: bool
 ) -> None:
-    """Let `new` be called `out`, with the files of the older one that are somebody else's."""
+    """Rename `new` to `out`, and keep the files of the older `out` that qat did not write."""
     _keep_foreign(out, new, written(out), overwrite=overwrite)
     old = new if _is_exchanged(new, out) else _renamed_in_turn(new, out)
-    _keep_foreign(old, out, written(old), overwrite=True)  # what came in between
+    _keep_foreign(old, out, written(old), overwrite=True)  # files added in the meantime
     shutil.rmtree(old, ignore_errors=True)
 
 
 def _is_exchanged(one: Path, other: Path) -> bool:
-    """Whether two directories were given each other's name in one step."""
+    """Exchange the names of two directories in one step; return whether the system supports it."""
     exchange = getattr(ctypes.CDLL(None), "renameat2", None)
     names = os.fsencode(one.absolute()), os.fsencode(other.absolute())
     return exchange is not None and not exchange(
@@ -361,7 +365,7 @@ def _is_exchanged(one: Path, other: Path) -> bool:
 
 
 def _renamed_in_turn(new: Path, out: Path) -> Path:
-    """What the older `out` is called now that `new` has its name."""
+    """Rename `new` to `out` in two steps; return the new name of the older `out`."""
     old = out.with_name(f".{out.name}.old-{token_hex(4)}")
     try:
         out.rename(old)
@@ -379,9 +383,9 @@ def _renamed_in_turn(new: Path, out: Path) -> Path:
 
 
 def _keep_foreign(old: Path, new: Path, written: Collection[str], *, overwrite: bool) -> None:
-    """Have in `new`, too, every file of `old` that it does not replace and that is not `written`.
+    """Link every file of `old` into `new` that `new` does not replace and that is not `written`.
 
-    A directory that holds no file is not kept.
+    Directories without files are not kept.
 
     Raises:
         ConfigError: `new` replaces one that is not `written`, and `overwrite` is false.
@@ -399,16 +403,16 @@ def _keep_foreign(old: Path, new: Path, written: Collection[str], *, overwrite: 
         (new / name).parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(old / name, new / name, follow_symlinks=False)
-        except OSError:  # no links here
+        except OSError:  # hard links are not supported here
             shutil.copy2(old / name, new / name, follow_symlinks=False)
     if kept:
         logger.info("%s: %d files that qat did not write stay (%s)", old, len(kept), kept[0])
 
 
 def import_command(path: Path) -> str | None:
-    """The command that brings in what the reference system wrote at `path`; None if it is not its.
+    """Return the command that imports files of the reference system at `path`, or None.
 
-    Nothing is read: a `.pt` file, or a directory that holds such and no weights of another kind.
+    No file is read. Such files are a `.pt` file, or those of a directory without other weights.
     """
     directory = path.parent if path.is_file() else path
     files = [path] if path.is_file() else [*path.glob("*.pt")]
@@ -421,25 +425,25 @@ def import_command(path: Path) -> str | None:
     return f"qat convert {quote(str(path))} --from anemll --base MODEL --out DIR"
 
 
-# Who works in a directory: one process at a time, as the operating system knows it.
+# Locks on directories: one process at a time, through the operating system.
 
 UNKNOWN = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-"""What a file system answers that has no locks."""
+"""Error codes of file systems without locks."""
 POLL_S = 0.02
-"""Between attempts at a lock that another process has."""
+"""Seconds between attempts to take a lock that another process holds."""
 SIGN = b"process "
-"""How the content of a lock begins."""
+"""The beginning of a lock file's content."""
 
 
 @contextmanager
 def held(out: Path) -> Iterator[None]:
-    """Make `out` this process's alone while the block runs; a process that dies lets go of it.
+    """Lock `out` for this process in the block; the lock is released if the process dies.
 
-    The lock is a file beside `out`, which need not exist; where `out` is a symbolic link, beside
-    the directory behind it, so that all names of a directory have one lock.
+    The lock is a file next to `out`, which need not exist; if `out` is a symbolic link, next to its
+    target, so that all names of a directory share one lock.
 
     Raises:
-        ConfigError: another process has it, or it cannot be written.
+        ConfigError: another process holds it, or it cannot be written.
     """
     path = real(out).parent / f".{real(out).name}.lock"
     with ExitStack() as stack:
@@ -473,13 +477,13 @@ def held(out: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path, out: Path, *, wait_s: float = 0.0) -> Iterator[int]:
-    """Hold the lock that is the file `path`, made if it is not there; the block gets it, open.
+    """Hold the lock of the file `path`, created if missing; the block gets its open descriptor.
 
-    Where a file system has no locks, there is none, and a warning that names `out`. A process that
-    was given the descriptor holds the lock, too, also after this one was killed.
+    On a file system without locks nothing is locked, with a warning that names `out`. A process
+    that inherited the descriptor also holds the lock, even after this process was killed.
 
     Raises:
-        TimeoutError: another process has it, and still had it after `wait_s`.
+        TimeoutError: another process holds it, and still did after `wait_s`.
         OSError: the file cannot be written.
     """
     until = time.monotonic() + wait_s
@@ -490,7 +494,7 @@ def locked(path: Path, out: Path, *, wait_s: float = 0.0) -> Iterator[int]:
                 if time.monotonic() >= until:
                     raise TimeoutError
                 time.sleep(POLL_S)
-            elif _is_there(descriptor, path):  # else its holder removed it in between
+            elif _is_there(descriptor, path):  # otherwise its holder has just removed it
                 yield descriptor
                 return
         finally:
@@ -498,8 +502,8 @@ def locked(path: Path, out: Path, *, wait_s: float = 0.0) -> Iterator[int]:
 
 
 def _is_taken(descriptor: int, out: Path) -> bool:
-    """Whether the lock of an open file is this process's now, or locks are not to be had."""
-    from filelock import lock_descriptor  # takes a tenth of the time that help may take
+    """Try to lock an open file; return whether it is locked now, or locks are not supported."""
+    from filelock import lock_descriptor  # slow to import: a tenth of the limit for `--help`
 
     try:
         return lock_descriptor(descriptor, blocking=False)
@@ -511,7 +515,7 @@ def _is_taken(descriptor: int, out: Path) -> bool:
 
 
 def _check_ours(descriptor: int, path: Path) -> None:
-    """Refuse a file that only happens to be called as the lock is."""
+    """Refuse a file that has the name of the lock but not its content."""
     if os.read(descriptor, len(SIGN)) not in (b"", SIGN):
         raise ConfigError(
             f"{path} is in the way, expected a place for qat's lock; move it or choose another "

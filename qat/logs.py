@@ -1,4 +1,4 @@
-"""One logger, one progress bar, one metrics file: how a run tells what it does."""
+"""Logging to the console, progress bars, and JSON-lines files of a run."""
 
 import json
 import logging
@@ -24,70 +24,66 @@ logger = logging.getLogger(__name__)
 UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""Characters by which a text commands a terminal, hides, or cannot be written at all."""
+"""Characters that control a terminal, hide text, or cannot be encoded."""
 
 
 def printable(text: str) -> str:
-    """`text`, which anybody may have written, with its control characters shown as escapes.
+    """Return untrusted `text` with its control characters shown as escapes.
 
-    Line feeds and tabs stay.
+    Line feeds and tabs are kept.
     """
     return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class Terminal(Console):
-    """A console for words that anybody may have written: they are shown, none is obeyed.
-
-    No markup, no emoji; control characters of texts and tables are shown as escapes.
-    """
+    """A console for untrusted text: no markup, no emoji, control characters shown as escapes."""
 
     def __init__(self, **how: object) -> None:
         super().__init__(markup=False, emoji=False, **how)
 
     def render_str(self, text: str, **how: object) -> Text:
-        """What rich shows of a text, in tables too."""
+        """Return the text that rich renders, in tables too."""
         return super().render_str(printable(text), **how)
 
 
 class _Console(Terminal):
     def on_broken_pipe(self) -> None:
-        """Nobody reads any more: say nothing, and let the work go on."""
+        """Stop the output if its reader is gone, and let the work continue."""
         self.quiet = True
 
 
 console = _Console(stderr=True)
-"""Where bars and log lines go: a line that comes while a bar is shown is printed above it."""
+"""The console of bars and log lines: lines during a bar are printed above it."""
 
 FIRST_LINE_S, LINE_EVERY_S = 5.0, 60.0
-"""Off a terminal, work that takes longer than the first says how far it is, then as often as the
-second."""
+"""Seconds before the first progress line, and between later ones, if there is no terminal."""
 
 RECIPE, FACTS = "recipe.toml", "run.json"
 METRICS, HEARTBEAT = "metrics.jsonl", "heartbeat-rank0.jsonl"
-"""A run's files: what was asked, what it ran on, its numbers, and its speed."""
+"""Files of a run: its settings, its environment, its metrics, and its speed."""
 TRAINING_CSV, VAL_CSV, SUMMARY = "training.csv", "val.csv", "metrics.json"
-"""The same numbers as tables, and in the end what the run came to."""
+"""The same numbers as tables, and a summary at the end."""
 EXAM, SAMPLES = "eval.json", "samples.json"
-"""Files of `qat run` and `qat demo`: what each model scored, and what it wrote after one prompt."""
+"""Files of `qat run` and `qat demo`: the scores of each model, and its text after one prompt."""
 STATE_TENSORS = "trainer/state.safetensors"
-"""Of a checkpoint: what only going on needs, by far the most of it."""
+"""The file of a checkpoint that only resuming needs, by far the largest part."""
 
 HEARTBEATS, EVENTS = "heartbeat-rank*.jsonl", "events*.jsonl"
 """Patterns of the files of all ranks."""
 TAIL_BYTES = 4096
-"""To read at a time when the last line feed of a file is looked for."""
+"""Bytes read at a time to find the last line feed of a file."""
 
 QUIET = ("torchao", "torch.utils._pytree", "coremltools")
-"""Loggers that warn of what nobody can mend: the first two whenever transformers finds torchao
-installed, used or not; the third of what it lacks off a Mac, of versions that it was not tested
-with, and of each number that it infers in float64."""
+"""Loggers whose warnings the user cannot act on: the first two whenever transformers finds torchao
+installed, used or not; the third about features missing outside a Mac, untested versions, and each
+number that it infers in float64."""
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints log lines on the console of the progress bars, unbroken and as they are."""
+    """Prints log lines on the console of the progress bars, without wrapping or markup."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one line; a stream that fails does not fail the work."""
+        """Print one line; an error of the stream does not stop the work."""
         try:
             console.out(printable(self.format(record)), highlight=False)
         except OSError:
@@ -95,7 +91,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 def configure(verbose: bool = False) -> None:
-    """Send the package's log lines to stderr; called by the command line only."""
+    """Send the package's log lines to stderr; only the command line calls this."""
     logging.basicConfig(
         handlers=[_ConsoleHandler()],
         format="%(message)s",
@@ -107,7 +103,7 @@ def configure(verbose: bool = False) -> None:
 
 
 def keep_to_warnings() -> None:
-    """For each of several ranks but the first: what all would say, that one says."""
+    """Log only warnings, on all ranks but the first, so that other lines appear once."""
     logging.getLogger("qat").setLevel(logging.WARNING)
 
 
@@ -115,16 +111,16 @@ def keep_to_warnings() -> None:
 def progress(
     description: str, total: int | None, unit: str = "", *, done: int = 0
 ) -> Iterator["Ticker"]:
-    """Tell on stderr how far a piece of work is, which `Ticker.advance` moves.
+    """Show the progress of a piece of work on stderr; `Ticker.advance` moves it.
 
-    A terminal shows a bar; pieces inside one another have one below the other. Elsewhere a line is
-    logged after a few seconds, and once a minute from then on. Only the main thread tells, and of
-    several ranks the first.
+    A terminal shows a bar; nested pieces have one below the other. Elsewhere a line is logged after
+    a few seconds, and then once a minute. Only the main thread shows progress, and only the first
+    rank.
 
     Args:
-        description: what is done.
+        description: name of the work.
         total: number of parts; None if unknown.
-        unit: what parts are called.
+        unit: name of the parts.
         done: parts that an earlier run did.
     """
     ticker = Ticker(description, total, unit, done)
@@ -140,7 +136,7 @@ def progress(
             finally:
                 bars.remove_task(task)
     else:
-        # inside another piece of work a short one is that one's part
+        # a nested piece of work logs only if it is long: the outer one shows progress too
         ticker.tell = _Lines(ticker, LINE_EVERY_S if _TOLD else FIRST_LINE_S).tell
         _TOLD.append(ticker)
         try:
@@ -150,7 +146,7 @@ def progress(
 
 
 class Ticker:
-    """Counts the parts of a piece of work that are done."""
+    """Counts the finished parts of a piece of work."""
 
     def __init__(self, description: str, total: int | None, unit: str, done: int) -> None:
         self.description = description
@@ -158,15 +154,16 @@ class Ticker:
         self.unit = unit
         self.done = done
         self.said = ""
-        """What `note` was given last."""
+        """The latest text of `note`."""
         self.tell: Callable[[], None] = lambda: None
-        """Called after each part."""
+        """Callback after each part."""
         self._latest = 0.0
         self._timed: tuple[float, int] | None = None
-        """When the first part was done, which alone may be compiled, and the parts before it."""
+        """Time of the first finished part, which alone may include compilation, and the count
+        then."""
 
     def advance(self, count: int = 1) -> None:
-        """So many parts more are done."""
+        """Add `count` finished parts."""
         self.done += count
         self._latest = time.monotonic()
         if self._timed is None:
@@ -174,16 +171,16 @@ class Ticker:
         self.tell()
 
     def skip(self, count: int) -> None:
-        """So many parts were done before: they do not tell how fast the others go."""
+        """Add `count` parts that were done before and do not count for the speed."""
         self.done += count
         self._timed = None if self._timed is None else (self._timed[0], self._timed[1] + count)
 
     def note(self, text: str) -> None:
-        """Tell `text` too from the next part on."""
+        """Show `text` with the progress from the next part on."""
         self.said = text
 
     def left(self) -> str:
-        """How long the rest takes at the speed until now; empty where nobody can know yet."""
+        """Return the estimated remaining time at the current speed; empty if it is unknown."""
         if self._timed is None or self.total is None or self.done >= self.total:
             return ""
         began, before = self._timed
@@ -194,7 +191,7 @@ class Ticker:
 
 
 class _Lines:
-    """Logs how far a piece of work is, now and then."""
+    """Logs the progress of a piece of work at intervals."""
 
     def __init__(self, ticker: Ticker, first_s: float) -> None:
         self._ticker = ticker
@@ -212,26 +209,26 @@ class _Lines:
 
 
 class _Words(ProgressColumn):
-    """Words beside a bar."""
+    """A text column of a progress bar."""
 
     def __init__(self, of: Callable[[Ticker], str]) -> None:
         super().__init__()
         self._of = of
 
     def render(self, task: Task) -> Text:
-        """The text of this moment, printed as it is."""
+        """Return the current text, without markup."""
         return Text(printable(self._of(task.fields["ticker"])), no_wrap=True)
 
 
 _SHOWN: list[Progress] = []
-"""The bars of this process's terminal, while there are any."""
+"""The progress bars of this process's terminal, if any."""
 _TOLD: list[Ticker] = []
-"""Pieces of work under way that lines tell of, the outermost first."""
+"""Current pieces of work with log lines, outermost first."""
 
 
 @contextmanager
 def _bars() -> Iterator[Progress]:
-    """The bars of the terminal: a block inside another one has those of the outer one."""
+    """Yield the progress bars of the terminal; nested blocks share those of the outer one."""
     if _SHOWN:
         yield _SHOWN[0]
         return
@@ -253,24 +250,24 @@ def _bars() -> Iterator[Progress]:
 
 
 def duration(seconds: float) -> str:
-    """A time for people: `40 s`, `12 min`, `3.4 h`."""
+    """Format seconds for people: `40 s`, `12 min`, `3.4 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
 
 
 def heartbeat_file(rank: int) -> str:
-    """Name of the file in which a rank tells how it is: `heartbeat-rank0.jsonl`."""
+    """Return the name of a rank's heartbeat file: `heartbeat-rank0.jsonl`."""
     return f"heartbeat-rank{rank}.jsonl"
 
 
 def events_file(rank: int) -> str:
-    """Name of the file of what befell a rank: `events.jsonl` of the first one."""
+    """Return the name of a rank's event file: `events.jsonl` for the first one."""
     return f"events-rank{rank}.jsonl" if rank else "events.jsonl"
 
 
 class Lines:
-    """An append-only text file. Each line is there when `append` returns, whole or not at all."""
+    """An append-only text file. After `append` returns, its line is written whole or not at all."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -281,7 +278,7 @@ class Lines:
         """Append `text` and a line feed.
 
         Raises:
-            OSError: it could not be written (a full disk); nothing of it stays.
+            OSError: it could not be written (a full disk); a partial line is removed.
         """
         before, rest = os.fstat(self._file.fileno()).st_size, f"{text}\n".encode()
         try:
@@ -298,7 +295,7 @@ class Lines:
 
 
 def _whole_bytes(file: BinaryIO) -> int:
-    """Bytes up to the last line feed: what a crash left behind it is no line."""
+    """Return the bytes up to the last line feed: a crash may leave an incomplete line."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - TAIL_BYTES)
@@ -311,7 +308,7 @@ def _whole_bytes(file: BinaryIO) -> int:
 
 
 class JsonLines:
-    """An append-only file of JSON objects, one a line, each whole or not at all."""
+    """An append-only file of JSON objects, one per line, each written whole or not at all."""
 
     def __init__(self, path: Path) -> None:
         self._lines = Lines(path)
@@ -330,9 +327,9 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict]:
-    """The objects of a JSON-lines file.
+    """Return the objects of a JSON-lines file.
 
-    A last line that a crash cut short, or left as zeros, is left out.
+    An incomplete or zeroed last line, as a crash leaves it, is skipped.
 
     Raises:
         CheckpointError: another line is damaged.
@@ -341,10 +338,10 @@ def read_json_lines(path: Path) -> list[dict]:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Cut a file of JSON lines back to those up to `step`, at step 0 to nothing, if it is there.
+    """Truncate a file of JSON lines to those up to `step` if it exists; step 0 empties it.
 
     Raises:
-        CheckpointError: a line is damaged, or belongs to no step.
+        CheckpointError: a line is damaged, or has no step.
     """
     if not path.exists():
         return
@@ -361,7 +358,7 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def _read(path: Path) -> list[tuple[bytes, dict]]:
-    """Each whole line and its object."""
+    """Return each complete line with its object."""
     lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     found = []
     for number, line in enumerate(lines, 1):

@@ -1,7 +1,7 @@
-"""The processes that work on one thing together, a device each, and what they tell each other.
+"""Ranks: the processes of a run, one device each, and their collective operations.
 
-Sums of tensors go through NCCL between GPUs and through gloo between CPUs; what concerns the hosts
-goes through gloo always. Nothing that travels is ever unpickled.
+Sums of tensors use NCCL between GPUs and gloo between CPUs; exchanges between hosts always use
+gloo. Received data is never unpickled.
 """
 
 from collections import deque
@@ -24,54 +24,54 @@ from qat.errors import ConfigError, QatError, Stopped
 from qat.logs import keep_to_warnings
 
 TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others: an evaluation on the first one takes its time."""
+"""Timeout for collectives: long enough for an evaluation on the first rank."""
 BUCKET_BYTES = 2**28
-"""Most bytes in one exchange, and of memory that it needs beside the tensors."""
+"""Largest size of one exchange, and of the additional memory that it needs."""
 MOST_SUMS = 2**16
-"""Exchanges whose times are kept until somebody asks."""
+"""Exchanges whose times are kept until `exchange_s` is called."""
 UNDER_WAY = 7
-"""Exchanges of rows that nobody waits for yet: those of a dense layer's linears. A compiled layer
-gives all gradients at once, and they travel while the layer before runs backward."""
+"""Exchanges of rows in flight: those of a dense layer's linears. A compiled layer returns all
+gradients at once, and they are sent while the previous layer runs backward."""
 EXCHANGING = 8
-"""Multiprocessors at most that an exchange takes from what computes beside it."""
+"""The most multiprocessors that an exchange takes from concurrent computation."""
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Of one tensor, as torch 2.13 calls it or as it did before."""
+"""All-gather of a single tensor, by its name from torch 2.13 on or by the older one."""
 
 T = TypeVar("T")
 Wait = Callable[[], object]
-"""Ends an exchange that was begun: what the device is given next comes behind it."""
+"""Waits for an exchange in flight: later work on the device runs after it."""
 
 
 @dataclass(eq=False)
 class Ranks:
-    """All processes of a run as one of them sees them; a run of one process exchanges nothing."""
+    """All processes of a run, from the view of one; with one process nothing is exchanged."""
 
     rank: int
-    """The number of this one, from 0."""
+    """The index of this process, from 0."""
     size: int
-    """How many there are."""
+    """The number of processes."""
     device: torch.device
-    """Where this one computes."""
+    """The device of this process."""
     bytes_moved: int = 0
-    """Bytes that this one gave to sums and to others' rows."""
+    """Bytes that this process sent for sums and for rows of other ranks."""
     _begun: deque[Wait] | None = None
-    """What is to be waited for behind a block of `ahead`; None outside."""
+    """Exchanges to wait for after a block of `ahead`; None outside of one."""
     _behind: deque[Wait] = field(default_factory=deque)
-    """What is still to be done with sums of rows, oldest first."""
+    """Actions on sums of rows that are still due, oldest first."""
     _sums: deque[tuple] = field(default_factory=lambda: deque(maxlen=MOST_SUMS))
-    """Marks of the device's time before and after each exchange that was not yet asked for."""
+    """Device time marks before and after each exchange since `exchange_s` was last called."""
     _devices: dist.ProcessGroup | None = None
     _hosts: dist.ProcessGroup | None = None
 
     @property
     def is_first(self) -> bool:
-        """Whether this one writes what there is once: recipe, metrics, checkpoints."""
+        """True if this rank writes the files that exist once: recipe, metrics, checkpoints."""
         return self.rank == 0
 
     def apart(self) -> "Ranks":
-        """The same ranks in a conversation of their own, on the hosts, for another thread.
+        """Return the same ranks with a process group of their own on the hosts, for another thread.
 
-        All ranks call it at the same place.
+        All ranks must call it at the same point.
         """
         if self.size == 1:
             return self
@@ -82,9 +82,9 @@ class Ranks:
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all ranks.
 
-        The sums of floats are taken in float32, those of integers as they are. The tensors travel
-        joined, `BUCKET_BYTES` at a time, in the order that they come in, which must be the same on
-        all ranks. Does not wait for a GPU.
+        Floats are summed in float32, integers in their dtype. The tensors are sent in buckets of up
+        to `BUCKET_BYTES`, in their given order, which must be the same on all ranks. Does not
+        synchronize with a GPU.
         """
         if self.size == 1:
             return
@@ -99,16 +99,16 @@ class Ranks:
             )
 
     def rows(self, count: int, rank: int | None = None) -> slice:
-        """Which of `count` rows are this rank's, or `rank`'s: as even as can be, in order."""
+        """Return the slice of `count` rows that this rank or `rank` owns: even parts, in order."""
         rank = self.rank if rank is None else rank
         return slice(count * rank // self.size, count * (rank + 1) // self.size)
 
     @torch.no_grad()
     def gather_rows(self, mine: Tensor, count: int, out: Tensor | None = None) -> Tensor:
-        """All of `count` rows, of which each rank gives its own (`rows`), in the dtype of `mine`.
+        """Gather all of `count` rows, to which each rank contributes its own (`rows`).
 
-        Written into `out`, which is contiguous, if it is given; `mine` may be its rows. That is
-        only begun inside `ahead`.
+        The dtype is that of `mine`. With `out`, which must be contiguous, the rows are written into
+        it; `mine` may be a view of it. Inside `ahead` such a call only starts the exchange.
         """
         is_given = out is not None
         out = mine.new_empty(count, *mine.shape[1:]) if out is None else out.detach()
@@ -133,9 +133,10 @@ class Ranks:
 
     @contextmanager
     def ahead(self) -> Iterator[Wait]:
-        """A block in which `gather_rows` into given memory is only begun; what it yields ends it.
+        """Let `gather_rows` with `out` only start exchanges in the block; yield the function that
+        waits.
 
-        So other work is given to the device meanwhile.
+        Other work can be given to the device in the meantime.
         """
         self._begun = begun = deque()
         try:
@@ -145,9 +146,10 @@ class Ranks:
 
     @torch.no_grad()
     def sum_rows(self, whole: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum all ranks' `whole`; the result gives this rank's `rows` of it in float32.
+        """Start to sum `whole` over all ranks; the result returns this rank's `rows` in float32.
 
-        The rows travel in the dtype of `whole`, each to the rank that adds them up in float32.
+        Rows are sent in the dtype of `whole` to the rank that owns them, which sums them in
+        float32.
         """
         sizes = [len(range(len(whole))[self.rows(len(whole), rank)]) for rank in range(self.size)]
         count = sizes[self.rank]
@@ -162,21 +164,21 @@ class Ranks:
         return rows
 
     def behind(self, act: Wait) -> None:
-        """Call `act`, which waits for a sum of rows, once `UNDER_WAY` others have begun.
+        """Defer `act`, which waits for a sum of rows, until `UNDER_WAY` others have started.
 
-        All of them in the order that they come in, and the last ones in `catch_up`.
+        Actions run in the order that they were given, the last ones in `catch_up`.
         """
         _follow(self._behind, act)
 
     def catch_up(self) -> None:
-        """Do now what was to come `behind` sums of rows."""
+        """Run all actions that `behind` deferred."""
         _end(self._behind)
 
     def exchange_s(self) -> float | None:
-        """Seconds that work waited for exchanges since it was last asked, and so for slower ranks.
+        """Return the seconds since the last call that work waited for exchanges or slower ranks.
 
-        What travels while the device computes is not in it. None for a run of one process. Waits
-        for the device.
+        Transfers that overlap with computation are not included. None for a run of one process.
+        Synchronizes with the device.
         """
         if self.size == 1:
             return None
@@ -184,7 +186,7 @@ class Ranks:
         return sum(backends.on(self.device).seconds_between(*marks) for marks in sums)
 
     def copy_from_first(self, values: Tensor) -> Tensor:
-        """The first rank's `values`; all ranks give a tensor of its shape and dtype."""
+        """Return the first rank's `values`; all ranks pass a tensor of the same shape and dtype."""
         if self.size == 1:
             return values
         copied = values.detach().clone(memory_format=torch.contiguous_format)
@@ -192,7 +194,7 @@ class Ranks:
         return copied
 
     def texts(self, text: str) -> list[str]:
-        """What each rank says, in their order; every rank learns all."""
+        """Return the `text` of each rank, in order, on all ranks."""
         if self.size == 1:
             return [text]
         octets = torch.frombuffer(bytearray(text.encode()) + b"\0", dtype=torch.uint8)[:-1]
@@ -208,11 +210,11 @@ class Ranks:
         return [all_[: int(length)].numpy().tobytes().decode() for all_, length in pairs]
 
     def together(self, act: Callable[[], T]) -> T:
-        """What `act` gives, once it has succeeded on every rank.
+        """Return the result of `act` after it has succeeded on every rank.
 
         Raises:
-            QatError: it failed on some; each rank raises what the first of these met, and says
-                which that is. An `OSError` counts as a failure too.
+            QatError: it failed on some rank; all ranks raise the error of the first of these, with
+                its number. `OSError` counts as a failure too.
         """
         if self.size == 1:
             return act()
@@ -229,7 +231,11 @@ class Ranks:
         return result
 
     def check_same(self, **facts: str) -> None:
-        """Raise ConfigError where a rank was given another value than the first one."""
+        """Check that all ranks were given the same values.
+
+        Raises:
+            ConfigError: a rank has another value than the first one.
+        """
         for name, value in facts.items():
             said = self.texts(value)
             for rank, other in enumerate(said):
@@ -240,12 +246,12 @@ class Ranks:
                     )
 
     def wait(self) -> None:
-        """Go on when all ranks are here; a host waits, not its device."""
+        """Wait until all ranks are here; only the host waits, not its device."""
         if self.size > 1:
             dist.barrier(group=self._hosts)
 
     def _noted(self, exchange: Wait) -> None:
-        """Exchange, or wait for an exchange, and note how long the device's work stood still."""
+        """Run or wait for an exchange, and record how long the device's work was blocked."""
         backend = backends.on(self.device)
         before = backend.mark()
         exchange()
@@ -269,13 +275,13 @@ class Ranks:
 
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
-"""A process that has nobody to talk to."""
+"""The ranks of a single process."""
 
 
 class Rehearsal(Ranks):
-    """The first of several ranks, as if all others held what it holds.
+    """The first of several ranks, simulated as if all others held the same data.
 
-    Exchanges of tensors take the memory that they would, and nobody's time.
+    Exchanges use the same memory but no time.
     """
 
     def _all_reduce(self, flat: Tensor) -> None:
@@ -291,15 +297,18 @@ class Rehearsal(Ranks):
     ) -> Wait:
         first = given[: given_sizes[0]]
         torch._foreach_copy_(list(found.split(found_sizes)), [first] * self.size)
-        return lambda: given  # an exchange holds it as long
+        return lambda: given  # keep it alive as long as a real exchange would
 
 
 @contextmanager
 def joined(device: str, *, exchange: bool = True) -> Iterator[Ranks]:
-    """This process among those that the launcher started; `ALONE` without one.
+    """Yield this process's `Ranks` if a launcher started several; `ALONE` otherwise.
 
-    Ranks that `exchange` nothing but what lies on the hosts may have XLA devices: those of several
-    processes are not made to meet. ConfigError if all ranks would take the same device.
+    Ranks that `exchange` only host data may have XLA devices: those of several processes are not
+    connected.
+
+    Raises:
+        ConfigError: several ranks cannot use `device`.
     """
     launch = launched()
     if launch.world == 1:
@@ -323,18 +332,18 @@ def joined(device: str, *, exchange: bool = True) -> Iterator[Ranks]:
 
 @contextmanager
 def meeting(launch: Launch, device: torch.device, place: str) -> Iterator[Ranks]:
-    """The ranks that meet at `place`, an address as `torch.distributed` takes it."""
+    """Yield the ranks that rendezvous at `place`, an address as for `torch.distributed`."""
     is_gpu = device.type == "cuda"
     store, _, _ = next(rendezvous(place, launch.rank, launch.world, timeout=TIMEOUT))
     options = None
     if is_gpu:
-        # what waits for another rank holds multiprocessors meanwhile, so none should begin late
+        # a waiting exchange occupies multiprocessors, so none should start late
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = TIMEOUT  # torch warns of any other
         options.config.max_ctas = EXCHANGING
     dist.init_process_group(
         "nccl" if is_gpu else "gloo",
-        # a launcher that starts the ranks anew keeps the store, with the addresses of the dead
+        # a launcher that restarts the ranks keeps the store, with addresses of dead processes
         store=dist.PrefixStore(f"attempt-{launch.attempt}", store),
         rank=launch.rank,
         world_size=launch.world,
@@ -347,7 +356,7 @@ def meeting(launch: Launch, device: torch.device, place: str) -> Iterator[Ranks]
         hosts = dist.new_group(backend="gloo", timeout=TIMEOUT) if is_gpu else devices
         yield Ranks(launch.rank, launch.world, device, _devices=devices, _hosts=hosts)
     except Exception as error:
-        # GPUs would wait for those that do not leave with this one; the end of the process does not
+        # destroying the group would wait for other ranks' GPUs; the end of the process does not
         if not is_gpu or isinstance(error, Stopped):
             dist.destroy_process_group()
         raise
@@ -355,7 +364,7 @@ def meeting(launch: Launch, device: torch.device, place: str) -> Iterator[Ranks]
 
 
 def _follow(begun: deque[Wait], end: Wait) -> None:
-    """Put `end` behind what was begun before, of which no more than `UNDER_WAY` go on."""
+    """Append `end` to the exchanges in flight, and finish the oldest if there are too many."""
     begun.append(end)
     if len(begun) > UNDER_WAY:
         begun.popleft()()
@@ -367,7 +376,7 @@ def _end(begun: deque[Wait]) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in order, as many together as fit into one exchange and are of one kind."""
+    """Group the tensors in order into exchanges of one device and dtype and of limited size."""
     bucket: list[Tensor] = []
     held = 0
     for tensor in tensors:
@@ -384,7 +393,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _padded(rows: Tensor, count: int) -> Tensor:
-    """The rows, and zeros up to `count` of them; contiguous."""
+    """Return the rows, contiguous and padded with zeros to `count` rows."""
     if len(rows) == count:
         return rows.contiguous()
     return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
