@@ -28,6 +28,7 @@ from qat.errors import ConfigError, QatError
 logger = logging.getLogger(__name__)
 
 MEND = "remove it or choose another --out"
+"""The default remedy in errors about an output directory."""
 DOTTED = re.compile(r"(?:[\w\"'-]+[ \t]*\.[ \t]*){64}")
 """A dotted TOML key of at least 64 nested tables."""
 KINDS = {

@@ -15,6 +15,7 @@ from qat.errors import HubError
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
+"""Timeout of the request in seconds."""
 UNKNOWN = {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND}
 """Status codes of the hub for a name that it does not have, or does not show."""
 

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Iterable
 
 TRY_S = 5.0
+"""Timeout for all patterns together, in seconds."""
 MOST_PATTERNS, LONGEST_PATTERN = 10_000, 10_000
+"""Limits on the number of patterns and on the characters of one."""
 CHILD = """
 import json, re, sys
 patterns, names = json.load(sys.stdin)

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 HIDDEN = "[hidden]"
+"""The replacement of a secret."""
 SHORTEST = 8
 """Values of environment variables with fewer characters are not treated as secrets."""
 NAME = re.compile(r"(TOKEN|KEY|KEY_ID|SECRET|PASSWORD|PASSWD|_PAT)$")

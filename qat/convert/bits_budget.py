@@ -202,10 +202,11 @@ Bend = Callable[[str, LutSpec, tuple[int, int]], LutSpec]
 LEVELS = ((2, 1), (3, 1), (4, 1))
 """Bits per index and weights per index that are tried where the plan has levels."""
 VECTORS = ((8, 4), (6, 2), (8, 2))
-"""The same for vectors: also 2, 3 and 4 bits per weight."""
+"""Bits per index and weights per index that are tried for vectors: 2, 3 and 4 bits per weight."""
 TRELLISES = (2, 3, 4)
 """Bits per weight of a trellis that are tried where the plan has one, with the plan's window."""
 TABLE_BITS = (4, 8)
+"""Bits that are tried for the embedding and the head."""
 TOLERANCE = 1e-9
 """Relative tolerance for rounding errors of a budget."""
 

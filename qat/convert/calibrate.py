@@ -45,7 +45,9 @@ from qat.nn.swap import decoder_layers
 logger = logging.getLogger(__name__)
 
 NEEDS = "which calibration needs; convert it without --calibration"
+"""The end of an error about architectures whose layers cannot run one by one."""
 FLOAT_BYTES = 4
+"""Bytes per float32 number."""
 CHUNK = 2048
 """Tokens whose products are summed in float32 before the sum joins a total in float64."""
 MASSIVE = 16.0
@@ -236,7 +238,7 @@ def _announce(seconds: float, batches: Sequence[TokenBatch]) -> None:
 
 
 class _Stage(NamedTuple):
-    """Linears that read the same tensor."""
+    """Linears that read the same tensor, or one stack of experts."""
 
     names: list[str]
     stream: str | None

@@ -61,7 +61,9 @@ from qat.quant.spec import QuantPlan, by_group
 logger = logging.getLogger(__name__)
 
 PLAN_NAME = "plan.toml"
+"""File of a checkpoint with the plan that a budget chose."""
 BATCH = 16
+"""Sequences of a calibration batch."""
 CHARACTERS_A_TOKEN = 64
 """Characters drawn from a text for each calibration token, sixteen times what English takes."""
 MOST_CHARACTERS = 2**28

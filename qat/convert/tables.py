@@ -35,6 +35,7 @@ from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 logger = logging.getLogger(__name__)
 
 USUAL_BITS = 8
+"""Bits of tables by default."""
 FLOAT_BITS = 16
 """Bits from which on a type is floating point; the value of `--embedding-bits` for that."""
 SAMPLE = 256

@@ -40,6 +40,7 @@ FILE_NAME = "model.mlpackage"
 LENGTH = 256
 """The largest number of positions that the program reads at a time."""
 INDEX_BITS = (1, 2, 3, 4, 6, 8)
+"""Bits per index that Core ML's look-up tables support."""
 NUMPY_DTYPES = {torch.float16: np.float16, torch.float32: np.float32}
 HOW_TO_LOAD = """\
 ```python

@@ -36,6 +36,7 @@ from qat.quant.spec import LutSpec
 logger = logging.getLogger(__name__)
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+"""The English contractions that both expressions below split off."""
 PRE_TOKENIZERS = {
     CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+": "qwen2",

@@ -35,7 +35,9 @@ HOLDS_ADAPTERS = False
 HOLDS_TABLES = True
 HOLDS_ACTIVATIONS = (None,)
 BITS = (2, 3, 4, 5, 6, 8)
+"""Bits per weight that MLX supports."""
 GROUP_SIZES = (32, 64, 128)
+"""Group sizes that MLX supports."""
 SAME_AS = {"mistral": "llama"}
 """Models that mlx-lm runs with the code of another."""
 WITHOUT_WINDOW = ("qwen2", "qwen3")

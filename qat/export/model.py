@@ -72,6 +72,7 @@ MEASURES = {
     "top1_frac": "agrees with the teacher's first choice (fraction)",
     "ppl": "perplexity",
 }
+"""Rows of the model card, by key of the metrics."""
 TEMPLATE = """\
 <!-- The licence follows from those of the base model and of the data: state it here. -->
 # {{ title }}

@@ -36,10 +36,13 @@ HOLDS_TABLES = False
 HOLDS_ACTIVATIONS = (None,)
 check = any_model
 GRIDS = ("e2m1", "seq", "int", "ternary")
+"""Codebooks that may consist of E2M1 values."""
 GROUP_SIZE = 16
+"""Weights of a row that share an E4M3 scale."""
 LARGEST = 448.0
 """The largest finite E4M3 value."""
 MOST_BITS = 4
+"""Bits of E2M1."""
 CODEBOOKS = {1: "seq", 2: "seq", 3: "int", 4: "e2m1"}
 """The grid of E2M1 values for each number of bits. At 2 bits seq loses less than int: the embedded
 teacher, converted to `q2a2` with calibration, has a KL of 0.109 nats with seq and 0.148 with

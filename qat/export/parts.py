@@ -262,6 +262,7 @@ def write_config(
 # V words.
 
 NUM_PROBE_TOKENS = 16
+"""Tokens whose logits are compared."""
 
 
 def probe_ids(model: PreTrainedModel) -> Tensor:

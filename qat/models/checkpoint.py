@@ -32,6 +32,7 @@ from qat.nn.sites import close_sites
 from qat.nsa.swap import nsa_config
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of image, video and audio processors."""
 
 
 def save_checkpoint(

@@ -120,7 +120,7 @@ class Sizes(NamedTuple):
         )
 
     def rounded(self) -> dict[str, float | None]:
-        """The sizes by name with four decimals; None for one that is not known."""
+        """Return the sizes by name, rounded to four decimals; None for an unknown one."""
         return {
             name: None if value is None or math.isnan(value) else round(value, 4)
             for name, value in self._asdict().items()

@@ -44,7 +44,9 @@ STUDENT = "student"
 FOLDER = re.compile(r"[A-Za-z0-9_]{1,64}")
 """Allowed content of that file: the name of a directory in the same place."""
 CHECKPOINTS = "checkpoints"
+"""Folder of a run with its checkpoints."""
 STEP_NAME = re.compile(r"step-[0-9]{6,18}")
+"""Names of checkpoints in a run."""
 POINTER_BYTES = 4096
 """Bytes read at most from a pointer file; a checkpoint's name takes about 25 bytes."""
 
@@ -219,6 +221,7 @@ def is_kept_here(source: str) -> bool:
 
 
 CHECKSUMS = "checksums.json"
+"""File of a directory with the SHA-256 of its files."""
 FORMAT = 1
 BESIDE = (CHECKSUMS, "convert_report.json", "plan.toml")
 """Files that 'qat convert' writes in addition to the listed ones."""

@@ -30,6 +30,7 @@ MAPPED_READER = "transformers.integrations.gguf.reader"
 """The metadata reader of transformers from release 5.17 on."""
 
 _LENDING = threading.RLock()
+"""Held while the libraries are patched: patches are visible to all threads."""
 
 
 def open_gguf(path: str | Path) -> Any:

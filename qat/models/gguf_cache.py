@@ -49,7 +49,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 GGUF_CACHE = Path("~/.cache/qat/gguf")
+"""Directory of the entries."""
 BUDGET_BYTES = 32 * 2**30
+"""The largest size of all entries together; half of the free disk space if that is less."""
 FRESH_S = 600.0
 """Entries younger than this many seconds are not evicted: a process may be opening them."""
 STALE_S = 86400.0

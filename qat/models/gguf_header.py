@@ -18,9 +18,10 @@ from qat.errors import CheckpointError
 
 SCALARS = dict(enumerate(map(np.dtype, ("u1", "i1", "u2", "i2", "u4", "i4", "f4", "?"))))
 SCALARS |= {10: np.dtype("u8"), 11: np.dtype("i8"), 12: np.dtype("f8")}
-"""The types of scalars by their numbers in GGUF; `gguf.GGUFValueType` has the same."""
+"""Dtypes of scalars by their numbers in GGUF, as in `gguf.GGUFValueType`."""
 UINT32, STRING, ARRAY = 4, 8, 9
 MOST_DIMENSIONS, DEEPEST = 8, 4
+"""Limits on the dimensions of a tensor and on the nesting of arrays."""
 PAIR_BYTES, TENSOR_BYTES = 13, 24
 """The minimum bytes of a key-value pair, and of the entry of a tensor."""
 ALIGNMENT = (b"general.alignment", 32)

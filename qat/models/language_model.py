@@ -39,6 +39,7 @@ LOGIT_FACTORS = {
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Configuration keys of a soft cap on logits."""
 HALVES = (torch.bfloat16, torch.float16)
+"""The 16-bit floating-point dtypes."""
 MOST_OF_NOISE = 2.0
 """Largest allowed difference of two ways through the body, as a multiple of what a rounding in
 every layer changes."""
@@ -78,7 +79,7 @@ class LanguageModel:
 
     @property
     def head(self) -> nn.Module:
-        """The output embedding."""
+        """The output embedding of the model."""
         return self.model.get_output_embeddings()
 
     @property
@@ -328,7 +329,7 @@ def softcap_of(config: Any) -> float | None:
 
 @contextmanager
 def judging(model: LanguageModel) -> Iterator[None]:
-    """Run a block without gradients and dropout; the model's mode is put back afterwards."""
+    """Run a block without gradients and dropout, then restore the model's mode."""
     was_training = model.model.training
     model.model.eval()
     try:

@@ -52,7 +52,9 @@ from qat.process import uncounted
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**24
+"""Bytes hashed at a time."""
 MOST_IDS = 2**24
+"""The largest token id that is accepted."""
 MOST_WEIGHTS, FEW_WEIGHTS = 8, 2**26
 """Weights per byte that any format can hold, and extra weights that a model may create: its
 masks."""

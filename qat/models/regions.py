@@ -67,6 +67,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "qat"
 KV = {f"{NAME}-kv{bits}": KvSpec(bits=bits) for bits in (8, 4)}
+"""Attention implementations that quantize keys and values, by name."""
 LOOKING = f"{NAME}-looking"
 """Attention implementation that records what layers pass to it."""
 
@@ -228,7 +229,9 @@ for _name in (NAME, *KV, LOOKING):
 
 
 ATTENTIONS = (LlamaAttention, Qwen2Attention, Qwen3Attention)
+"""Attention modules whose projections can be joined."""
 MLPS = (LlamaMLP, Qwen2MLP, Qwen3MLP)
+"""MLP modules whose projections can be joined."""
 QKV = ("q_proj", "k_proj", "v_proj")
 SILUS = (nn.SiLU, type(ACT2FN["silu"]))
 
@@ -247,7 +250,7 @@ def join_projections(model: PreTrainedModel) -> None:
 
 
 def part_projections(model: PreTrainedModel) -> None:
-    """Undo `join_projections`."""
+    """Separate the projections of `model` again."""
     for module in model.modules():
         if type(module) in (*ATTENTIONS, *MLPS):
             vars(module).pop("forward", None)

@@ -31,8 +31,11 @@ FEW = 16
 BINS = 2**13
 """Bins that the search for the midpoints between levels uses."""
 START_BINS = 1536
+"""Bins of the histogram that the exact start splits."""
 POLISH_BINS = 65536
+"""Bins of the finer histogram for Lloyd's steps."""
 POLISH_STEPS = 300
+"""The most Lloyd's steps; they stop earlier when no level moves."""
 CAPPED = 8
 """Rounds that cap gaps wider than one bin; each round leaves more bins for the other gaps."""
 MOST_INSIDE = 1e-4

@@ -295,6 +295,7 @@ SHRINK = 0.5
 text: on a model of 15 M weights and 512 x 64 tokens one half was better than a quarter and than the
 whole."""
 SWEEPS = 4
+"""Sweeps of coordinate descent after the feedback."""
 LEVEL_SAMPLE = 2**18
 """Weights that the levels are solved from."""
 
@@ -310,7 +311,8 @@ class InputFit(NamedTuple):
     output_error: float
     """`norm(x (W - W_q)^T) / norm(x W^T)` over the inputs behind the damped Hessian."""
     damping: float = DAMPING
-    """Fraction of the mean diagonal that was added to the Hessian (the largest of all experts)."""
+    """Fraction of the mean diagonal that was added to the Hessian (the largest over all
+    experts)."""
 
 
 def fit_to_inputs(weight: Tensor, spec: LutSpec, hessian: Tensor) -> QuantizedWeight:

@@ -131,10 +131,11 @@ def best_codewords(pulls: Tensor, entries: Tensor) -> Tensor:
 def upper_factor(H: Tensor) -> Tensor:
     """Return the upper triangular F of `H = F F^T` in float64.
 
-    H is positive definite to float64, as `error_feedback.damped` makes it. Real inputs have a few
-    channels 10^4 times as strong as the others; float32 loses the others in their shadow.
+    H must be positive definite in float64, as `error_feedback.damped` makes it. Real inputs have a
+    few channels 10^4 times as strong as the others; in float32 the others would be lost to
+    rounding.
     """
-    # the Cholesky factor of H in reverse order
+    # the Cholesky factor of H with rows and columns reversed
     return torch.linalg.cholesky(H.double().flip(0, 1)).flip(0, 1)
 
 

@@ -138,7 +138,7 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """`(O, I)`."""
+        """The shape `(O, I)` of the weight."""
         O, count = self.indices.shape
         return torch.Size((O, count * vector_size(self.codebook)))
 
