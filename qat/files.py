@@ -413,7 +413,8 @@ def _keep_foreign(old: Path, new: Path, written: Collection[str], *, overwrite: 
 def import_command(path: Path) -> str | None:
     """Return the command that imports files of the reference system at `path`, or None.
 
-    No file is read. Such files are a `.pt` file, or those of a directory without other weights.
+    No file is read: these are a `.pt` file, or a directory with `.pt` files and without
+    `.safetensors` or `.bin` files.
     """
     directory = path.parent if path.is_file() else path
     files = [path] if path.is_file() else [*path.glob("*.pt")]

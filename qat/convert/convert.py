@@ -65,7 +65,7 @@ PLAN_NAME = "plan.toml"
 BATCH = 16
 """Sequences of a calibration batch."""
 CHARACTERS_A_TOKEN = 64
-"""Characters drawn from a text for each calibration token, sixteen times what English takes."""
+"""Characters drawn from a text for each calibration token, sixteen times the need of English."""
 MOST_CHARACTERS = 2**28
 """Characters that are read at most of a longer text, or of a data set over a network."""
 
@@ -299,10 +299,6 @@ def calibration_batches(
     neighbours in a file are much alike. From texts, a surplus of documents is drawn first and then
     sequences from these. Token ids are `(S,)` or `(N, S)` each and need no `tokenizer`; rows of
     equal length form batches.
-
-    They are drawn from all there are, by `calibration_seed`, because neighbours in a file are much
-    alike. From texts, a surplus of documents is drawn first and then sequences from these. Token
-    ids are `(S,)` or `(N, S)` each and need no `tokenizer`; rows of equal length form batches.
 
     Raises:
         CacheError, DataError: it cannot be read, or a cache is of another tokenizer.

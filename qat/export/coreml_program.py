@@ -29,7 +29,7 @@ class Lookup:
     lut: np.ndarray | None
     """`(2**bits, d)`, float: an index names d neighbours of a row. None for `indices * scale`."""
     scale: np.ndarray
-    """`(O, G)`, float."""
+    """One scale per block, `(O, G)`, float."""
 
 
 Weights = dict[str, Lookup | np.ndarray]

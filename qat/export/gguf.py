@@ -356,11 +356,6 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     less than integers, whose zero leaves one level on the other side: so Q2_0 with integers is only
     used if the plan has integers, or if 256 does not divide the row.
 
-    The first four have groups of 256, Q2_0 has groups of 64, and integers in Q4_0 to Q8_0 have
-    groups of 32 and are used if rows do not split into the others. Scales have 8 bits. Even levels
-    of 2 bits lose less than integers, whose zero leaves one level on the other side: so Q2_0 with
-    integers is only used if the plan has integers, or if 256 does not divide the row.
-
     Raises:
         ExportError: rows split into none of these groups, an index names a vector, the format is a
             trellis, or scales are of low rank.

@@ -1,6 +1,6 @@
 """Registry of export targets, with one module of `qat.export` each.
 
-A target can tell for every weight format whether it holds it without loss. This is checked before
+Each target reports for every weight format if it is held without loss. This is checked before
 training (`qat convert --for TARGET`) and before files are written (`qat export --to TARGET`).
 """
 

@@ -450,12 +450,12 @@ def _mean_within(reach: int, S: int) -> float:
 TERA, GIGA = 1e12, 1e9
 
 
-# What devices can do, from their makers' data sheets.
+# Peak rates of devices, from their makers' data sheets.
 #
 # Dense peaks without sparsity, boost clock; FLOP/s are those with float32 accumulation, in which
-# training computes: GeForce boards do fp16 and bf16 with it at half their fp16-accumulation rate,
-# professional boards of the same chips at the full one. Memory is what a driver reports to
-# programs, a little less than the name on the box.
+# training computes: GeForce boards run fp16 and bf16 with it at half their fp16-accumulation rate,
+# professional boards of the same chips at the full rate. Memory is the size that a driver reports,
+# a little less than the advertised one.
 #
 # Sources: NVIDIA data sheets of V100 (2020), T4, L4, L40S, A10, A40, A100 (2021), H100 (SXM5 and
 # PCIe), H200, HGX B200, RTX A6000; NVIDIA white papers GA102, Ada (also of RTX 6000) and RTX

@@ -164,7 +164,7 @@ Part = Config | Vocabulary | Weights
 
 
 class NotKept(Exception):  # noqa: N818 - no error: the file is read without the cache
-    """No cache entry can be used; the message says why."""
+    """Raised if no cache entry can be used; the message has the reason."""
 
 
 def opened(source: str, part: Part, read: Callable[[str, dict[str, str]], T]) -> T:

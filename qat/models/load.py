@@ -264,9 +264,9 @@ def _split(source: str, model: PreTrainedModel, in_files: InFiles | None) -> Lan
 
 
 def _by_hand(source: str, config: PreTrainedConfig, how: _How) -> tuple[type, None, dict[str, Any]]:
-    """Return what opens a checkpoint that transformers does not dequantize, or not correctly.
+    """Prepare a checkpoint that transformers does not dequantize, or not correctly.
 
-    That is the model's own class, and a state of floats.
+    Returns the model's own class, None for its path, and a state of floats as arguments.
     """
     method = method_of(config)
     if method in BY_HAND:
@@ -305,7 +305,7 @@ def _load_float(source: str, how: _How) -> tuple[PreTrainedModel, InFiles | None
     _check_bounds(source, config, trust_remote_code=how.trust_remote_code)
     opening = Opening(source, "a causal language model", weights=True)
     with opening, quiet_transformers(), warnings.catch_warnings():
-        # it only says that the settings of `OWN` are used
+        # this warning only confirms the settings of `OWN`
         warnings.filterwarnings("ignore", message="You passed `quantization_config`")
         if source.endswith(GGUF):
             model, info = _from_gguf(source, config, how)
@@ -473,7 +473,7 @@ def _check_whole(
 
 
 def _has_a_place(name: str, model: PreTrainedModel, *, is_quantized: bool) -> bool:
-    """Return whether a tensor that `model` ignored is of a layer that it should have.
+    """Return whether an ignored tensor belongs to a layer that `model` should have.
 
     That is one more layer of a list, or a layer of an existing module; the modules of a quantized
     checkpoint also have scales, which floats do not need.

@@ -1,8 +1,8 @@
 """The single way in which untrusted model files reach transformers.
 
-transformers trusts what it reads. Before it reads, checksums are compared and tables are validated.
-An error that it, or a library below it, still raises over a file becomes one line. An error that
-began in our own code is our bug and keeps its traceback.
+transformers does not validate what it reads. So before it reads, checksums are compared and tables
+are validated. An error that it, or a library below it, still raises over a file becomes one line.
+An error that began in our own code is our bug and keeps its traceback.
 """
 
 import re

@@ -382,7 +382,7 @@ class Regions:
     def install(self) -> None:
         """Patch the forward of every layer, and of the norm after the last one."""
         if self.is_compiled:
-            # training, evaluation, the first layer and a few batch shapes each need a graph
+            # training, evaluation, the first layer and a few batch shapes each compile a graph
             torch._dynamo.config.recompile_limit = MOST_GRAPHS
             join_projections(self._model)
         if self._forms_by_layer:

@@ -352,8 +352,7 @@ def told(model: LanguageModel, needs: str) -> Iterator[None]:
     """Convert errors of decoder layers run one by one, which some architectures do not allow.
 
     Raises:
-        CheckpointError: the architecture does not allow it; `needs` says who needs it and what to
-            do.
+        CheckpointError: the architecture does not allow it; `needs` completes the message.
     """
     try:
         yield

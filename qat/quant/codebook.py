@@ -39,7 +39,7 @@ POLISH_STEPS = 300
 CAPPED = 8
 """Rounds that cap gaps wider than one bin; each round leaves more bins for the other gaps."""
 MOST_INSIDE = 1e-4
-"""Largest share of the error that may lie within bins, where no level can tell values apart."""
+"""Largest share of the error that may lie within bins, where levels cannot separate values."""
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """The non-negative floats of 2 exponent bits and 1 mantissa bit, ascending."""
@@ -94,10 +94,8 @@ def nearest_indices(weight: Tensor, S: Tensor, levels: Tensor) -> Tensor:
 def latent_indices(weight: Tensor, S: Tensor, codebook: Tensor) -> Tensor:
     """Return what `nearest_indices` does, for levels in any order.
 
-    Training may move one level past another.
-
-    Levels are sorted for the search, and the indices are mapped back to the order of `codebook`.
-    For a codebook of vectors see `nearest_codewords`.
+    Training may move one level past another. Levels are sorted for the search, and the indices are
+    mapped back to the order of `codebook`. For a codebook of vectors see `nearest_codewords`.
     """
     if codebook.dim() > 1:
         return nearest_codewords(weight, S, codebook)

@@ -82,7 +82,7 @@ class Columns:
     """Weights while they are quantized, transposed; a sweep changes every field but `weight`."""
 
     weight: Tensor
-    """`(I, O)` float32."""
+    """The float weights, `(I, O)` float32."""
     residual: Tensor
     """`(I, O)`: the weight minus its quantized value."""
     chosen: Tensor
@@ -301,7 +301,7 @@ LEVEL_SAMPLE = 2**18
 
 
 FEWEST_INPUTS = 64
-"""Inputs that an expert must have seen before it is fitted to them."""
+"""The fewest inputs of an expert for which it is fitted to them."""
 
 
 class InputFit(NamedTuple):

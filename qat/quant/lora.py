@@ -17,9 +17,9 @@ class Lora(NamedTuple):
     """The two factors of an adapter."""
 
     lora_out: Tensor
-    """`(O, R)`."""
+    """The output factor, `(O, R)`."""
     lora_in: Tensor
-    """`(R, I)`."""
+    """The input factor, `(R, I)`."""
 
 
 LORA_NAMES = Lora._fields

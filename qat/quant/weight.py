@@ -97,11 +97,11 @@ class Scales(NamedTuple):
     scales: Tensor | None = None
     """`(O, G)`, the group form."""
     scale_out: Tensor | None = None
-    """`A`, `(O, R)`."""
+    """`A` of the low-rank form, `(O, R)`."""
     rank_gain: Tensor | None = None
-    """`g`, `(R,)`."""
+    """`g` of the low-rank form, `(R,)`."""
     scale_in: Tensor | None = None
-    """`B`, `(R, I)`."""
+    """`B` of the low-rank form, `(R, I)`."""
     bits: int = 16
     """Bits of a stored scale: 32, 16, or, for group scales only, 8."""
 
@@ -269,7 +269,7 @@ class PackedIndices(NamedTuple):
     """The packed indices of one weight, with the settings needed to unpack them."""
 
     octets: Tensor
-    """`(O, packed_width)` uint8."""
+    """The packed bytes, `(O, packed_width)` uint8."""
     bits: int
     in_features: int
     vector_size: int = 1
