@@ -163,7 +163,7 @@ def _unit(levels: Tensor) -> Tensor:
 
 
 def _nibbles(levels: Tensor) -> tuple[Tensor, bool]:
-    """Return the 4 bits `(C,)` uint8 of each level over the unit; True if all are E2M1 values."""
+    """Return each level over the unit as 4 bits `(C,)` uint8, and True if all are E2M1 values."""
     values = levels / _unit(levels)
     codes = torch.searchsorted(E2M1, values.abs()).clamp_max(len(E2M1) - 1)
     is_held = torch.equal(E2M1[codes], values.abs())

@@ -79,7 +79,10 @@ INNER = 32
 
 @dataclass
 class Columns:
-    """Weights while they are quantized, transposed; a sweep changes every field but `weight`."""
+    """Weights while they are quantized, transposed.
+
+    A sweep changes `residual`, `chosen`, `indices`, and `scales` if they may move.
+    """
 
     weight: Tensor
     """The float weights, `(I, O)` float32."""
