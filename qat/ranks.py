@@ -304,8 +304,8 @@ class Rehearsal(Ranks):
 def joined(device: str, *, exchange: bool = True) -> Iterator[Ranks]:
     """Yield this process's `Ranks` if a launcher started several; `ALONE` otherwise.
 
-    Ranks that `exchange` only host data may have XLA devices: those of several processes are not
-    connected.
+    With `exchange=False` only host data is exchanged, and the device may be XLA: XLA devices of
+    several processes are not connected.
 
     Raises:
         ConfigError: several ranks cannot use `device`.
@@ -339,7 +339,7 @@ def meeting(launch: Launch, device: torch.device, place: str) -> Iterator[Ranks]
     if is_gpu:
         # a waiting exchange occupies multiprocessors, so none should start late
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = TIMEOUT  # torch warns of any other
+        options._timeout = TIMEOUT  # torch warns if it differs from the timeout below
         options.config.max_ctas = EXCHANGING
     dist.init_process_group(
         "nccl" if is_gpu else "gloo",
