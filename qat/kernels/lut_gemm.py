@@ -6,16 +6,16 @@ to memory. A single vector may be multiplied by float32 weights instead, with a 
 (`lut_sums`). For large batches, where all of this is slower, `W` is formed once and a library
 multiplies; a per-device table holds the batch size at which that starts (`tuned`).
 
-The kernel: a warp takes 32 rows and 64 inputs at a time. Its lane 4 g + c holds unit c (16 weights
-that share one scale) of the rows g, g + 8, g + 16 and g + 24. This matches the first operand of
-`mma.m16n8k16` if the inputs of the four steps are permuted in the same way; the order within a sum
-is free. A table of level * scale, rounded, costs half an instruction per weight; a look-up costs
-1.4 for 4 levels, 1.6 for 8 and 2.6 for 16 (byte permutations and masks). Indices are read in
-storage order, 16 bytes per lane, one span ahead. The columns of the second operand are vectors of
-`x`: all warps of a program share slices of 64 inputs, copied to shared memory a few slices ahead in
-chunks of 16 bytes, which are swapped in every other vector to avoid bank conflicts. Programs may
-share the inputs of a tile (split-K): each stores its partial sums, and the last one adds them in a
-fixed order.
+The kernel:
+
+    program   32 rows per warp and the vectors of a tile; programs may share the inputs (split-K)
+    warp      32 rows x 64 inputs at a time
+    lane      4 g + c holds unit c (16 weights that share one scale) of the rows g, g + 8, g + 16
+              and g + 24: the first operand of `mma.m16n8k16` with permuted inputs, as the order
+              within a sum is free
+    slice     64 inputs of a tile's vectors, the second operand: all warps of a program share it,
+              copied to shared memory a few slices ahead
+    span      V slices, whose indices a lane reads at once, 16 or 24 bytes, one span ahead
 
 On Hopper, for 64 vectors or more, `wgmma` multiplies 64 rows of four warps and reads the vectors
 from shared memory (`lut_wgmma`). A kernel that runs before lays the vectors out, and a kernel that
@@ -338,6 +338,7 @@ def _multiplied(x: Tensor, parts: Sequence[Part], bias: Tensor | None, tile: Gem
         size = grid[0] * grid[1] * grid[2] * rows * tile.columns
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
         counts = arrivals(x.device, grid[0] * grid[2]) if together == 1 else None
+    # the kernel takes MOST_PARTS parts; missing ones have size 0
     none = MOST_PARTS - len(parts)
     padded = [*parts, *parts[-1:] * none]
     ends = dict(zip(("size_0", "size_1", "size_2"), [*sizes, *[0] * none], strict=True))
@@ -503,6 +504,8 @@ def _steps(kind: str) -> str:
     return "\n".join(lines)
 
 
+# instructions per weight: 0.5 for the table of level * scale, and for a look-up among 4, 8 and 16
+# levels (byte permutations and masks) 1.4, 1.6 and 2.6
 LOOK_UP_2, LOOK_UP_3, LOOK_UP_4 = (
     tl.constexpr(text) for text in (_look_up_2(False), _look_up_3(), _look_up_4())
 )
@@ -584,6 +587,7 @@ def _gemm_kernel(
     for k in tl.static_range(2**BITS):
         table = table + (tl.load(levels + (k if k < C else C - 1) + lane * 0),)
     KIND: tl.constexpr = "bf16" if out.dtype.element_ty == tl.bfloat16 else "f16"
+    # x is written by the previous kernel
     if OVERLAP:
         gdc_wait()
     shared = 0
@@ -603,6 +607,7 @@ def _gemm_kernel(
     if partials is None:
         total = sums
         is_last = True
+    # split-K: every program stores its sums
     else:
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         FOURS: tl.constexpr = R // 2 * NT
@@ -612,6 +617,7 @@ def _gemm_kernel(
             _leave(place, sums[k], ASSEMBLED)
         total = _zeros(FOURS, W)
         is_last = False
+        # the last program of a tile adds them in a fixed order; for `wgmma`, `_add_kernel` does
         if arrivals is not None:
             is_last = _hand_in(arrivals + tile, shared, ASSEMBLED) == splits - 1
             if is_last:
@@ -627,6 +633,7 @@ def _gemm_kernel(
             out, total, bias, row, size, before, column, num_vectors, num_out, lane,
             NT, R, KIND, ASSEMBLED,
         )  # fmt: skip
+    # never true: it only makes Triton request shared memory
     if WORDS > 0:
         if num_vectors < 0:
             asked_for(out, WORDS)
@@ -640,6 +647,7 @@ def _sums(
 ):  # fmt: skip
     """Add up the products of a program's spans, warp by warp."""
     SLICE: tl.constexpr = 1024 * NT
+    # the byte offset of the current slice in a ring of STAGES slices
     slot = 0
     room = shared + lane * 0
     if ASSEMBLED:
@@ -702,12 +710,14 @@ def _sums_of_four_warps(
         bars, thread = barriers(STAGES, W)
         for s in tl.static_range(STAGES):
             fetch(slices, shared, bars, s, s, 1, thread, s < count, SLICE)
+    # `used` are the weights that a pending product still reads
     none = tl.zeros([32 * W], tl.float32)
     sums, used = (), ()
     for _ in tl.static_range(4 * NT):
         sums = sums + (none,)
     for _ in tl.static_range(16):
         used = used + (lane * 0,)
+    # slots are reused in rounds of STAGES slices; the parity of their barriers flips each round
     turn, parity, passed = 0, 0, 0
     for span in range(first, last):
         rows = drawn
@@ -922,8 +932,8 @@ def _fetch(
 ):  # fmt: skip
     """Start to copy the inputs of slice v of a span, or of a later span, to shared memory.
 
-    Chunk q (16 bytes, of eight) of vector n is stored at `128 n + 16 (q ^ n % 2)`; surplus lanes
-    repeat other lanes' chunks.
+    Chunk q (16 bytes, of eight) of vector n is stored at `128 n + 16 (q ^ n % 2)`, so that no two
+    lanes use the same bank; surplus lanes repeat other lanes' chunks.
     """
     CHUNKS: tl.constexpr = 64 * NT
     for k in tl.static_range((CHUNKS + 32 * W - 1) // (32 * W)):

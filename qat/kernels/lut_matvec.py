@@ -372,6 +372,7 @@ def _matvec_kernel(
         own_bias = tl.load(bias + row).to(tl.float32)
     if residual is not None:
         gain = tl.load(gamma + row)
+    # x, its squares and the residual are written by previous kernels
     if OVERLAP:
         gdc_wait()
     norms, olds = (), ()
@@ -400,6 +401,7 @@ def _matvec_kernel(
                 x, source, scales, codebooks, drawn_up,
                 row + num_out, second, third, UNITS, B, BITS, C, D, LENGTH, LOOKUP, R, U, DEPTH,
             )  # fmt: skip
+    # the fused operations: norm, bias, gated unit, residual sum
     for b in tl.static_range(B):
         y = sums[b]
         if squares_in is not None:

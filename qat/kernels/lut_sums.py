@@ -10,12 +10,16 @@ then shared memory, which is read 4 bytes for each byte of indices, and how earl
 warp prefetches 64 rows or more before it computes the first 32, and none after its own, since a
 warp that ends would have to wait for them.
 
-A table is a column of 256 words, and 64 columns are stored next to each other, so that a byte of
-indices placed above the column's byte is an address: one byte permutation forms it. The 32 lanes of
-a warp must read 32 different banks. Lane 4 r + q holds words 4 q to 4 q + 3 of sixteen words of row
-r, and takes the bytes of a word, and the words of a pair, in an order that depends on r. Byte b of
-word 4 q + j therefore has column `b + 4 (j % 2) + 8 q + 32 (j / 2)`; the other sixteen words have
-columns of their own.
+    program   256 or 512 inputs of W warps' rows; programs of the same rows add up their sums
+    warp      STEPS times 32 rows, 8 at a time
+    lane      4 r + q reads words 4 q to 4 q + 3 of each sixteen of row r
+    table     a column of 256 words of shared memory; 64 columns are next to each other, so that
+              one byte permutation (byte of indices above the column's byte) forms an address
+    column    `b + 4 (j % 2) + 8 q + 32 (j / 2)` for byte b of word 4 q + j; with 512 inputs the
+              other sixteen words have columns of their own
+
+The 32 lanes of a warp must read 32 different banks. So a lane takes the bytes of a word, and the
+words of a pair, in an order that depends on r (`_order`).
 
 An entry of a table of levels is the sum of two numbers: one addition. An entry of a table of
 codewords is four products, which tensor cores compute (`mma.m16n8k16`): the rows of the first
@@ -24,12 +28,6 @@ codewords as float16, which is exact. Lane 4 r + c gets the results of rows r an
 codewords 2 c and 2 c + 1. For 32 lanes to use 32 banks, c must select among columns as well. So the
 terms of a row are the inputs of four columns, 8 t + r with t from 0 to 3, and a codeword is zero
 for all but one t, which depends on c and rotates.
-
-A row is shared by one program for every 512 inputs. Each warp stores the sums of its rows, and the
-last one adds them in a fixed order. That warp also does what a linear of a decoding step fuses: the
-norm before it, and the gated unit or the residual sum after it. Gates and ups have levels of their
-own, and therefore tables and programs of their own; the warps of a gate's rows and of its ups'
-count up one common counter.
 """
 
 from collections.abc import Sequence
@@ -139,6 +137,7 @@ def add_up(
     is_split, around = around is not None, around or Around()
     I = sources[0].octets.shape[1] * 4
     sizes = [source.octets.shape[0] for source in sources]
+    # the kernel takes MOST_PARTS sources; missing ones have size 0
     none = MOST_PARTS - len(sources)
     blocks = tile.blocks(sizes)
     grid = (triton.cdiv(I, tile.inputs), blocks)
@@ -299,6 +298,7 @@ def sums_kernel(
         if residual is not None:
             gains = gains + (tl.load(gamma + result + k, mask=is_row, other=0.0),)
     room = _room(tables, partials, num_out, HALVES, ASSEMBLED)
+    # x and its squares are written by the previous kernel
     if OVERLAP:
         gdc_wait()
     IS_BF16: tl.constexpr = out.dtype.element_ty == tl.bfloat16
@@ -325,6 +325,7 @@ def sums_kernel(
         for k in tl.static_range(1, SQUARES):
             total += squares[k]
         norm = tl.rsqrt(_over(total, 32, W, ASSEMBLED) / (units * 16) + eps)
+    # look up: lane 4 r + q ends with the sums of rows 8 q + r of each 32
     q, r = lane % 4, lane % 32 // 4
     places, selectors = _order(q, r)
     warp = tl.program_id(1) * W + lane // 32
@@ -343,7 +344,7 @@ def sums_kernel(
                 y += _row_sum(words, places, selectors, room, half, r, ASSEMBLED)
             total = tl.where(q == k, _over(y, 4, W, ASSEMBLED), total)
         tl.store(own + step * 32, total * FACTOR if SPLIT else total)
-    # gates and their ups share a counter
+    # gates and their ups have programs of their own, but share a counter
     first = (block if GLU else tl.program_id(1)) * W
     hands = splits * (2 if GLU else 1)
     counter = arrivals + first
@@ -357,6 +358,8 @@ def sums_kernel(
     else:
         count = tl.atomic_add(counter, 1)
         tl.store(counter, 0, mask=count == hands - 1)
+    # the last warp to store adds all sums in a fixed order; then norm, bias, and the gated unit or
+    # the residual sum
     if count == hands - 1:
         WIDE: tl.constexpr = triton.next_power_of_2(STEPS)
         olds = ()

@@ -175,6 +175,7 @@ def _choose_kernel(
     PARTS: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     SPAN: tl.constexpr = min(C, 4 * CHUNK)
+    # the first SPAN codewords stay in registers; later spans are read again for every tile
     held, most, most_half = _span(codebook, 0, R, E, C, CHUNK, PARTS, FEW, SPAN)
     for start in range(SPAN, C, SPAN):
         _, more, more_half = _span(codebook, start, R, E, C, CHUNK, PARTS, FEW, SPAN)
@@ -194,6 +195,7 @@ def _choose_kernel(
         p, u, largest = _scaled(w, S)
         margin = _margin(tl.sum(tl.abs(p), axis=1), most, most_half, PARTS * E)
         pulls = _pulls(p, u, R, PARTS)
+        # scores on tensor cores: the groups whose best score is within the margin of the best
         best, found = _search(pulls, held, margin, 0, C, CHUNK, FEW, SPAN)
         for start in range(SPAN, C, SPAN):
             later, _, _ = _span(codebook, start, R, E, C, CHUNK, PARTS, FEW, SPAN)
@@ -216,6 +218,7 @@ def _choose_kernel(
         index = tl.where(largest > 0, few * FEW + place, 0)
         is_sure = is_one_group & is_one & (margin < float("inf"))
         unsure = tl.where(is_sure | (largest == 0), 0, 1)
+        # decide the vectors with another candidate within the margin in float64, one by one
         unit = tl.arange(0, N * U)
         while tl.max(unsure, axis=0) > 0:
             one = tl.argmax(unsure, axis=0)

@@ -210,6 +210,7 @@ def _packed_kernel(
     found = ()
     for _ in tl.static_range(D // 4):
         found = found + (tl.zeros([32 * W], tl.float32),)
+    # positions of this split, a multiple of SPAN so that only the last is partial
     share = tl.cdiv(tl.cdiv(end, SPLITS), SPAN) * SPAN
     first, last = split * share, tl.minimum(end, (split + 1) * share)
     # the key heads of a program are contiguous, N positions each
@@ -224,6 +225,7 @@ def _packed_kernel(
         drawn = _ahead(
             keys, key_steps, values, value_steps, begin + SPAN, last_own, g, c, TILES, D, BITS
         )
+        # scores of query g at the lane's positions, in base 2
         score, most = (), peak
         for t in tl.static_range(TILES):
             of_tile = _scores(Q, key[t], key_step[t], D, W, BITS, KIND, ASSEMBLED)
@@ -232,6 +234,7 @@ def _packed_kernel(
                 one = tl.where(seen + e < last_own, of_tile[e], float("-inf"))
                 most = tl.maximum(most, one)
                 score = score + (one,)
+        # online softmax: rescale the sums if the peak of the row's four lanes rises
         most = _of_four(most, W, False, ASSEMBLED)
         old, peak = tl.exp2(peak - most), most
         total *= old
@@ -266,6 +269,7 @@ def _packed_kernel(
         of_query = tl.arange(0, 8 * W)
         row, warp = of_query % 8, of_query // 8
         place = (head + row) * ROOM + split * SHARING + warp
+        # ln 2: `merge` expects peaks in base e
         top = tl.max(tl.reshape(peak, [8 * W, 4]), axis=1) * 0.6931471805599453
         tl.store(peaks + place, top, mask=row < GROUP)
         tl.store(sums + place, tl.sum(tl.reshape(total, [8 * W, 4]), axis=1), mask=row < GROUP)

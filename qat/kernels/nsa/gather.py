@@ -243,6 +243,7 @@ def _attend_backward(
     (R, G, S, D), (queries, places, ends) = query.shape, pairs_of(ranks, count, block)
     E, n, N = queries.shape[1], places.shape[2], ends.shape[1]
     wide = torch.promote_types(grad.dtype, torch.float32)
+    # `sum(p * d_p)` of each row, from the output instead of all weights
     delta = (grad.to(wide) * out).sum(-1).transpose(1, 2).contiguous()
     grad_rows = query.new_empty(R, S, G, D)
     d_key, d_value = torch.empty_like(key), torch.empty_like(value)
