@@ -28,7 +28,7 @@ from qat.quant.weight import index_dtype
 MOST_COLUMNS = 128
 """The most columns per block; a program holds them in registers."""
 MOST_LEVELS = 16
-"""The most levels for which a kernel compares with one after another."""
+"""The most levels that a kernel supports; it compares with them one by one."""
 TILE_WEIGHTS = 2048
 """Weights per program: 16 per thread for each tensor that it keeps."""
 VECTOR_ROWS = 8

@@ -428,6 +428,7 @@ def _gather_sum_kernel(
 ):  # fmt: skip
     """Compute `out = sum_n g_chosen[n] weight[ids[n]] + g_others * slope` for one token."""
     token = tl.program_id(0).to(tl.int64)
+    # a program computes BLOCK_D features of the token
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     products = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for first in range(0, N, BLOCK_N):

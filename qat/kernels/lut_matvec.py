@@ -208,7 +208,7 @@ def mma_tile_for(out_features: int, in_features: int, bits: int) -> MmaTile:
 
 
 def vectors_mma_tile_for(out_features: int, in_features: int, bits: int) -> MmaTile:
-    """Return the default tile for codewords: fewer units or a register limit, as these need more.
+    """Return the default for codewords, which take more registers: fewer units, or a limit.
 
     Measured on an H200 with the matrices of a decoder layer of a 4B model (speedrun/LOG.md).
     """
@@ -437,7 +437,7 @@ def _dots(
     IN_TILES: tl.constexpr = UNITS % SPAN == 0
     # the last tiles of a packed row start early instead of ending past the row
     WHOLE: tl.constexpr = IN_TILES or (UNITS > SPAN and BITS < 16)
-    # one value per row, so that each thread has its own: the compiler copies uniform values around
+    # one value per row, so that each thread has its own: the compiler would copy a uniform one
     part = (row >= second).to(tl.int32) + (row >= third).to(tl.int32)
     codebook = codebooks
     if BITS < 16:

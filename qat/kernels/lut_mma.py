@@ -12,9 +12,9 @@ and the upper bytes of four levels and combine them. Nothing else is done per we
 A codeword of four float16 fills two registers of the first operand and is loaded from shared memory
 at once, for half an integer instruction per weight. 16 lanes are served together unless one of them
 needs another word of the same two of the 32 banks; with a single copy of 256 codewords, three lanes
-would collide. So each of the 16 lanes reads a copy in banks of its own, 32 KiB in all.
-Gates and ups have two codebooks with 8 copies each: eight of the 16 lanes read a gate's codewords
-while the others read an up's.
+would collide. So each of the 16 lanes reads a copy in banks of its own, 32 KiB in all. Gates and
+ups have two codebooks with 8 copies each: eight of the 16 lanes read a gate's codewords while the
+others read an up's.
 """
 
 from qat.kernels.dispatch import tl, triton
@@ -335,7 +335,7 @@ def decoded(scale):
 
 @triton.jit
 def _inputs(x, unit, lane, UNITS: tl.constexpr):
-    """Load eight pairs of inputs: lane 4 n + c gets those of unit c if column n is its own."""
+    """Load eight pairs of inputs of unit c in lane 4 n + c; zeros unless n is 2 c or 2 c + 1."""
     column = lane % 32 // 4
     is_own = (column // 2 == lane % 4) & (unit < UNITS)
     place = column % 2 * (UNITS * UNIT_HALVES // 2) + unit * (UNIT_HALVES // 2)

@@ -19,8 +19,8 @@ the reference's.
 
 440 million weights as vectors of 4 and 256 codewords are 28 billion scores. Compiled for Hopper, a
 tile of 64 vectors takes 600 instructions per warp, of which 330 (140 maxima) run in a pipe of 16
-lanes: 4.7 ms at 1.8 GHz on 132 multiprocessors. The products are 0.9 PFLOP, 1.1 ms in parallel.
-Scores in float32 without tensor cores take four more steps each; scores in float64 over 9 ms.
+lanes: 4.7 ms at 1.8 GHz on 132 multiprocessors. The products are 0.9 TFLOP, 1.1 ms in parallel.
+Scores in float32 without tensor cores would take four more steps each; in float64, over 9 ms.
 
 **Pull back** sums `dW * S` by codeword as a product with one-hot rows, split in two: index = high *
 LOW + low. The one-hot rows of `high` are multiplied by a matrix that holds each vector in the

@@ -72,7 +72,7 @@ LEAST_WIDTH = 64
 TOGETHER = 32
 """Splits whose sums are added up at a time."""
 MERGED = 256
-"""The most positions that a warp reads alone to save the second kernel that merges splits.
+"""The most additional positions that a warp reads to avoid a second kernel that merges splits.
 
 This saved 4 us per layer with 64 slots of 32 query heads and up to 256 positions (one H200, 8
 bits).

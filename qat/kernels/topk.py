@@ -66,7 +66,7 @@ class Selection(NamedTuple):
 
 
 def top_k_of_logits(logits: Tensor, k: int) -> Selection:
-    """Return the `k` largest of `(T, V)` logits, with ties by ascending id, and the tail mass.
+    """Return `torch.topk` of `(T, V)` logits, with ties by ascending id, and the tail mass.
 
     Log-sum-exp and log tail mass are within 2e-6 of float64 (relative if above 1). Mass more than
     a factor e^-87 below the most likely token may count as zero.
@@ -106,7 +106,7 @@ def masses(blocks: Blocks) -> tuple[Tensor, Tensor]:
 
 
 def log_sum_exp(blocks: Blocks) -> Tensor:
-    """Return `(T,)` float32 log-sum-exp of all logits; not finite if a logit is NaN or +inf."""
+    """Return `(T,)` float32 log-sum-exp; not finite if a logit is NaN or +inf, or all are -inf."""
     mass_TN, peak_T1 = masses(blocks)
     return (mass_TN.sum(-1).log() + peak_T1[:, 0]).float()
 

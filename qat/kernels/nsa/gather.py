@@ -86,7 +86,7 @@ def attend(inputs: Inputs, config: NSAConfig, selection: Tensor | None = None) -
 
 @torch.no_grad()
 def chosen(inputs: Inputs, config: NSAConfig) -> Tensor:
-    """Return `(R, N, S)` uint8: the rank of each block among a query's selected ones; 0: none.
+    """Return `(R, N, S)` uint8: a block's rank among those a query selects; 0: not selected.
 
     A kernel computes it if pooled blocks do not overlap and each query selects its own, otherwise
     `select` does.
