@@ -475,14 +475,17 @@ def _check_whole(
 def _has_a_place(name: str, model: PreTrainedModel, *, is_quantized: bool) -> bool:
     """Return whether an ignored tensor belongs to a layer that `model` should have.
 
-    That is one more layer of a list, or a layer of an existing module; the modules of a quantized
-    checkpoint also have scales, which floats do not need.
+    That is one more layer of a list, or a tensor of a module that is there and holds no others:
+    what older releases of transformers saved of masks lies in the modules around these, or is a
+    buffer still (GPT-Neo). The modules of a quantized checkpoint also have scales, which floats do
+    not need.
     """
-    *path, _ = name.split(".")
+    *path, own = name.split(".")
     module: nn.Module | None = model
     for part in path:
         inner = dict(module.named_children()).get(part)
         if inner is None:
             return isinstance(module, nn.ModuleList)
         module = inner
-    return not is_quantized and bool(path)
+    holds_others = any(True for _ in module.children())
+    return not is_quantized and not holds_others and own not in dict(module.named_buffers())

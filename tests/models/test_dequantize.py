@@ -422,6 +422,15 @@ def test_tied_weights_and_tensors_of_others_are_no_fault(tmp_path: Path, caplog)
     assert "holds 1 tensors that LlamaForCausalLM does not use (such as score.w" in caplog.text
 
 
+def test_masks_that_older_releases_saved_are_no_fault(tmp_path: Path) -> None:
+    families.saved("GPTNeoForCausalLM", tmp_path)
+    attention = "transformer.h.0.attn.attention"
+    masks = {"bias": torch.ones(1, 1, 8, 8, dtype=torch.bool), "masked_bias": torch.tensor(-1e9)}
+    named = {f"{attention}.{name}": mask for name, mask in masks.items()}
+    damage(tmp_path, lambda state: state.update(named))
+    load_model(str(tmp_path), device="cpu")
+
+
 def test_a_bias_that_the_configuration_denies_is_refused(tmp_path: Path) -> None:
     tiny_model("llama", attention_bias=True).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
