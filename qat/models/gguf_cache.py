@@ -32,7 +32,7 @@ from transformers import (
 
 from qat.config import fingerprint
 from qat.errors import CheckpointError
-from qat.files import LEAVING, locked, whole_directory
+from qat.files import LEAVING, listed_files, locked, whole_directory
 from qat.logs import progress
 from qat.models.directory import (
     CHECKSUMS,
@@ -223,11 +223,15 @@ def _entry(path: Path, part: Part) -> Path:
     """Return the entry for a part of the file; create it if there is none.
 
     Raises:
-        NotKept: there is no room, or nothing can be written.
+        NotKept: there is no room, nothing can be written, or the file is being changed.
     """
-    root = GGUF_CACHE.expanduser()
+    try:
+        root = GGUF_CACHE.expanduser()
+    except RuntimeError as error:  # a process of no known user, as in some containers
+        raise NotKept(f"there is no {GGUF_CACHE} ({error})") from error
+    digest = settled_sha256(path)
     read_by = fingerprint([FORMAT, *(version(name) for name in ("transformers", "gguf"))])
-    found = [root / f"{settled_sha256(path)}-{read_by}-{name}" for name in part.names]
+    found = [root / f"{digest}-{read_by}-{name}" for name in part.names]
     for entry in found:
         if _is_sound(entry, part):
             return entry
@@ -244,6 +248,8 @@ def _entry(path: Path, part: Part) -> Path:
             shutil.rmtree(entry, ignore_errors=True)
             _make_room(root, part.num_bytes(path))
         made = part.make(path)
+        if settled_sha256(path) != digest:
+            raise NotKept("it changed while it was converted")
         with _writing(root), whole_directory(entry, durable=False) as partial:
             part.save(made, partial)
             write_checksums(partial)
@@ -256,6 +262,9 @@ def _is_sound(entry: Path, part: Part) -> bool:
         return False
     try:
         check_checksums(entry, weights=True, has=part.file)
+        # a file more may change how the others are read
+        if {each.name for each in entry.iterdir()} != listed_files(entry / CHECKSUMS, [CHECKSUMS]):
+            return False
         os.utime(entry)
     except (CheckpointError, OSError):  # OSError: another process is removing it
         return False

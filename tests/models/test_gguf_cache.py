@@ -143,7 +143,22 @@ def test_another_file_of_the_same_name_size_and_time_is_another(root: Path, tmp_
     assert entries(root) == ["config", "config", "float32", "float32"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "gone", "unlisted"])
+def test_a_file_that_changes_while_it_is_converted_is_not_kept(root: Path, tmp_path: Path) -> None:
+    path, other = write_gguf(tmp_path / "model.gguf"), write_gguf(tmp_path / "other.gguf", seed=1)
+    first = path.read_bytes()
+
+    def read(place: str, file: dict[str, str]) -> object:
+        path.write_bytes(other.read_bytes())
+        with Opening(path, "a model"):
+            return AutoModelForCausalLM.from_pretrained(place, **file, dtype=torch.float32)
+
+    gguf_cache.opened(str(path), gguf_cache.Weights(torch.float32, read), read)
+    assert entries(root) == []
+    path.write_bytes(first)
+    assert is_equal(weights(path), plain(path))
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone", "unlisted", "one more"])
 @pytest.mark.parametrize("part", ["float32", "tokenizer", "config"])
 def test_a_damaged_entry_is_made_again(part: str, damage: str, root: Path, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf")
@@ -155,11 +170,14 @@ def test_a_damaged_entry_is_made_again(part: str, damage: str, root: Path, tmp_p
         (entry / "checksums.json").unlink()
     elif damage == "gone":
         file.unlink()
+    elif damage == "one more":
+        (entry / "generation_config.json").write_text('{"eos_token_id": 5}')
     else:
         end = len(content) // 2
         file.write_bytes(content[:end] + (b"" if damage == "cut" else b"\0" + content[end + 1 :]))
     assert is_equal(weights(path), before) and load_tokenizer(str(path)).get_vocab() == tokens
     assert file.read_bytes() == content and (entry / "checksums.json").is_file()
+    assert not (entry / "generation_config.json").exists()
 
 
 def test_two_at_once_convert_once(root: Path, tmp_path: Path, dequantized: list[object]) -> None:
@@ -255,7 +273,7 @@ def test_what_a_kill_left_goes_after_a_day(root: Path, tmp_path: Path) -> None:
     assert (root / ".new.partial-abcdefgh").exists()
 
 
-@pytest.mark.parametrize("fault", ["a file in the way", "a full disk"])
+@pytest.mark.parametrize("fault", ["a file in the way", "a full disk", "no home"])
 def test_a_cache_that_cannot_be_written_stops_nobody(
     fault: str,
     root: Path,
@@ -271,11 +289,13 @@ def test_a_cache_that_cannot_be_written_stops_nobody(
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(gguf_cache, "write_checksums", full)
+    elif fault == "no home":
+        monkeypatch.setattr(gguf_cache, "GGUF_CACHE", Path("~no-user-of-that-name/kept"))
     else:
         root.write_text("")
     assert is_equal(weights(path), plain(path))
     assert load_tokenizer(str(path))(TEXTS[0]) == tiny_tokenizer()(TEXTS[0])
-    assert "cannot be written" in caplog.text
+    assert "converted each time" in caplog.text
     assert fault != "a full disk" or entries(root) == []
 
 
