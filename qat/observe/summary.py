@@ -1,17 +1,16 @@
 """The top of a report in plain words: what became smaller, by how much, and the loss in quality."""
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from qat.errors import CheckpointError
-from qat.files import parse_toml
+from qat.files import parse_json, parse_toml
 from qat.logs import EXAM, METRICS, RECIPE, SAMPLES
 from qat.models.cost import source_megabytes
+from qat.nsa.swap import KEY
 from qat.observe.runs import Conversion, Exams, TrainingRun
 
 DEMO_TEXT = "stdlib"
@@ -136,7 +135,7 @@ def uses_of(checkpoint: Path, *, has_export: bool) -> list[str]:
     """Return commands that use a packed checkpoint: generate, serve, and export if not done."""
     place = shlex.quote(str(checkpoint))
     commands = [f'qat generate {place} --prompt "..."']
-    if not _is_sparse(checkpoint):  # no serving engine supports the sparse attention
+    if not is_sparse(checkpoint):
         commands.append(f"vllm serve {place}")
     if not has_export:
         commands.append(f"qat export {place} --to TARGET --out DIR")
@@ -150,10 +149,10 @@ def _uses(exports: list[Path]) -> Iterator[str]:
             yield USES[path.name].format(path=shlex.quote(str(path)), file=shlex.quote(str(file)))
 
 
-def _is_sparse(checkpoint: Path) -> bool:
-    config = checkpoint / "config.json"
+def is_sparse(checkpoint: Path) -> bool:
+    """Return whether a checkpoint has sparse attention, which no serving engine supports."""
     try:
-        return bool(json.loads(config.read_bytes()).get("nsa"))
+        return bool(parse_json((checkpoint / "config.json").read_bytes()).get(KEY))
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -168,10 +167,10 @@ def read_sample(path: Path) -> Sample | None:
     if not file.is_file():
         return None
     try:
-        found: dict[str, Any] = json.loads(file.read_bytes())
+        found = parse_json(file.read_bytes())
         texts = {str(name): str(text) for name, text in found["texts"].items()}
         return Sample(str(found["prompt"]), texts)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{file} is damaged ({error!r}), expected a prompt and texts; delete it and run the "
             "same command again"
