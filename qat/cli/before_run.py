@@ -8,7 +8,7 @@ from collections.abc import Collection
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from qat.convert.config import ConvertConfig, read_kv, read_plan
+from qat.convert.config import ConvertConfig, check_asked
 from qat.data.config import CacheConfig
 from qat.errors import ConfigError, ExportError
 from qat.evaluate.config import EvalConfig
@@ -72,8 +72,7 @@ def check_words(
             "--held-out, or drop it"
         )
     if "convert" not in done:
-        read_plan(convert)
-        read_kv(convert)
+        check_asked(convert)
         check_inputs(models=[convert.base], calibration=calibration)
     check_inputs(models=[model, cache.teacher])
     if "cache" not in done:
@@ -185,14 +184,12 @@ def foreseen(model: str, stages: Stages, targets: Collection[TargetName]) -> "Fo
         ConfigError, CheckpointError, ExportError: what `qat convert` or `qat export` would refuse.
     """
     from qat.convert.forecast import forecast
-    from qat.convert.shipping import Shipping
-    from qat.export.targets import load_target
+    from qat.export.targets import load_target, shipping_to
 
-    held = {name: load_target(name) for name in targets}
-    found = forecast(model, stages.convert, Shipping(dict(held)) if held else None)
+    found = forecast(model, stages.convert, shipping_to(targets))
     if "lora" in stages.train.kinds:
-        for name, target in held.items():
-            if not target.HOLDS_ADAPTERS:
+        for name in targets:
+            if not load_target(name).HOLDS_ADAPTERS:
                 raise ExportError(
                     f"{name} holds no adapters, but learn={stages.train.learn} adds some, expected "
                     "targets that do; use --for packed or dense, or another --learn"
@@ -215,17 +212,14 @@ def forecast_run(found: "Forecast", stages: Stages, text: TextFound) -> RunForec
         stages: the settings of all stages, `max_steps` and `batch_size` as they will be.
         text: what the cache will hold.
     """
-    import torch
-
     from qat.backend.base import GIB
     from qat.backend.device import select
+    from qat.convert.forecast import product_flops
     from qat.models.cost import parameter_count
 
     cache, train = stages.cache, stages.train
     backend = select(train.device)
-    one = torch.randn(1024, 1024, device=backend.device, dtype=backend.dtype(train.dtype))
-    backend.seconds_of(lambda: one @ one)  # the first product finds its kernel
-    speed = SHARE_OF_PRODUCT * 2 * 1024**3 / backend.seconds_of(lambda: one @ one)
+    speed = SHARE_OF_PRODUCT * product_flops(backend, backend.dtype(train.dtype))
     weights = parameter_count(found.model)
     held_out = text.sequences * cache.held_out / (1 - cache.held_out)
     judged = min(held_out, train.eval_sequences) * (2 + train.max_steps // train.eval_every)

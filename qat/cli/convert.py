@@ -112,15 +112,13 @@ def convert(
     if dry_run:
         return forecast_conversion(source, config, targets)
     from qat.convert.convert import convert_checkpoint
-    from qat.convert.shipping import Shipping
     from qat.evaluate.judge import held_out_divergence
-    from qat.export.targets import load_target
+    from qat.export.targets import shipping_to
 
     verdicts = {}
     if evaluate:
         verdicts["before"] = held_out_divergence(source, cache_dir, device=config.device)._asdict()
-    shipping = Shipping({name: load_target(name) for name in targets}) if targets else None
-    report = convert_checkpoint(source, config, out, shipping)
+    report = convert_checkpoint(source, config, out, shipping_to(targets))
     if evaluate:
         after = held_out_divergence(str(out), cache_dir, device=config.device)
         verdicts["after"] = after._asdict()
@@ -163,13 +161,11 @@ def forecast_conversion(
     from rich.table import Table
 
     from qat.convert.forecast import forecast
-    from qat.convert.shipping import Shipping
-    from qat.export.targets import load_target, model_ships_to
+    from qat.export.targets import model_ships_to, shipping_to
     from qat.logs import Terminal
     from qat.models.cost import SIZE_COLUMNS
 
-    shipping = Shipping({name: load_target(name) for name in targets}) if targets else None
-    found, console = forecast(source, config, shipping), Terminal()
+    found, console = forecast(source, config, shipping_to(targets)), Terminal()
     table = Table(*SIZE_COLUMNS, "minutes, about", "memory, about")
     table.add_row(*found.sizes.cells(), f"{found.minutes:.1f}", f"{found.memory_gib:.1f} GiB")
     _warn(found.sizes, found.float_tables_frac, console)

@@ -221,10 +221,14 @@ def _calibrated_seconds(
         flops += 2 * 2 * tokens * I * I / 3  # products of inputs, shared by about three linears
         flops += 4 * I**3 + 4 * O * I * I
         columns += I
-    one = torch.randn(SIDE, SIDE, device=backend.device)
+    return flops / product_flops(backend) + columns * COLUMN_S
+
+
+def product_flops(backend: Backend, dtype: torch.dtype = torch.float32) -> float:
+    """Return the FLOP/s of a large matrix product, timed on the device."""
+    one = torch.randn(SIDE, SIDE, device=backend.device, dtype=dtype)
     backend.seconds_of(lambda: one @ one)  # warm-up
-    speed = 2 * SIDE**3 / backend.seconds_of(lambda: one @ one)
-    return flops / speed + columns * COLUMN_S
+    return 2 * SIDE**3 / backend.seconds_of(lambda: one @ one)
 
 
 def _memory(

@@ -4,6 +4,7 @@ Each target reports for every weight format if it is held without loss. This is 
 training (`qat convert --for TARGET`) and before files are written (`qat export --to TARGET`).
 """
 
+from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
@@ -11,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qat.convert.shipping import check_architecture, lost_by_activation
+from qat.convert.shipping import Shipping, check_architecture, lost_by_activation
 from qat.errors import ExportError, how_to_install
 from qat.export.config import LIBRARIES, TargetName
 from qat.models.checkpoint import load_skeleton
@@ -100,6 +101,11 @@ class Target(Protocol):
 def load_target(name: TargetName) -> Target:
     """Return the module of the target called `name`."""
     return import_module(TARGETS[name])
+
+
+def shipping_to(names: Collection[TargetName]) -> Shipping | None:
+    """Return the targets called `names` for a conversion; None without names."""
+    return Shipping({name: load_target(name) for name in names}) if names else None
 
 
 def check_library(name: TargetName) -> None:

@@ -12,16 +12,15 @@ from qat.convert.config import ConvertConfig
 from qat.convert.convert import convert_checkpoint
 from qat.convert.forecast import Forecast, forecast
 from qat.convert.quantize import QuantizeReport
-from qat.convert.shipping import Shipping
 from qat.errors import ConfigError, ExportError
-from qat.export.targets import load_target, model_ships_to, ships_to
+from qat.export.targets import model_ships_to, shipping_to, ships_to
 from qat.models.cost import checkpoint_sizes
 
 
 def both(
     source: Path, out: Path, targets: tuple[str, ...] = (), **values: object
 ) -> tuple[Forecast, QuantizeReport]:
-    shipping = Shipping({name: load_target(name) for name in targets}) if targets else None
+    shipping = shipping_to(targets)
     config = ConvertConfig(**{"to": "q2a4", "device": "cpu", **values})
     expected = forecast(str(source), config, shipping)
     return expected, convert_checkpoint(str(source), config, out, shipping)
@@ -117,5 +116,5 @@ def test_sparse_attention_is_counted_and_goes_where_it_can(tmp_path: Path) -> No
         forecast(
             str(tmp_path / "float"),
             ConvertConfig(attention="nsa", device="cpu"),
-            Shipping({"gguf": load_target("gguf")}),
+            shipping_to(["gguf"]),
         )

@@ -14,13 +14,12 @@ from transformers import PreTrainedModel
 from qat.convert.config import REPORT_NAME, ConvertConfig
 from qat.convert.convert import convert_checkpoint
 from qat.convert.quantize import QuantizeReport
-from qat.convert.shipping import Shipping
 from qat.convert.tables import StoredTable, join_tables, plan_tables
 from qat.errors import ConfigError
 from qat.export.config import ExportConfig
 from qat.export.gguf import FILE_NAME
 from qat.export.model import export_model
-from qat.export.targets import TARGETS, load_target
+from qat.export.targets import TARGETS, load_target, shipping_to
 from qat.models.checkpoint import load_checkpoint
 from qat.models.gguf_header import read_header
 from qat.models.load import load_model
@@ -35,7 +34,7 @@ pytest.importorskip("gguf")
 
 def converted(source: Path, out: Path, **values: object) -> tuple[QuantizeReport, PreTrainedModel]:
     targets = values.pop("targets", ())
-    shipping = Shipping({name: load_target(name) for name in targets}) if targets else None
+    shipping = shipping_to(targets)
     config = ConvertConfig(**{"to": "q2a4", "device": "cpu", **values})
     report = convert_checkpoint(str(source), config, out, shipping)
     return report, load_checkpoint(out, torch.float32)
@@ -94,7 +93,7 @@ def test_tables_are_one_where_rounding_explains_their_distance(apart: float, joi
 def planned(**values: object) -> dict[str, int]:
     """Bits of the tables of a small model."""
     targets = values.pop("targets", ())
-    shipping = Shipping({name: load_target(name) for name in targets}) if targets else None
+    shipping = shipping_to(targets)
     model = values.pop("model", None) or tiny_model(tie_word_embeddings=False)
     plan = values.pop("plan", None) or preset_called(values.setdefault("to", "q2a4"))
     stored = values.pop("stored", {})
