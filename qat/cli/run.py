@@ -320,7 +320,7 @@ ROUTES = _routes()
 
 
 class OwnConfig(Settings):
-    """What `qat run` says of itself, or otherwise than a stage does."""
+    """The settings of `qat run` itself, and those whose default differs from their stage's."""
 
     data: Required[str]
     """Text to learn from, as in 'qat cache --data': a file, a directory, a datasets id."""
@@ -337,9 +337,9 @@ class OwnConfig(Settings):
     max_steps: Steps[int | None] = None
     """Optimizer steps; 1,000, or fewer where the text is small, if not given."""
     device: Speed[str | None] = None
-    """auto, cpu, cuda, cuda:1, ...; of all stages."""
+    """Device of all stages: auto, cpu, cuda, cuda:1, ..."""
     dtype: Speed[Literal["auto", "fp32", "bf16", "fp16"] | None] = None
-    """What cache, train and eval compute in."""
+    """Dtype that cache, train and eval compute in."""
     force: Careful[bool] = False
     """Train in spite of the preflight's errors, as in 'qat train'."""
 
