@@ -51,6 +51,8 @@ def with_length(
     troubles: list[QatError] = []
 
     def read_again() -> Iterator[Document]:
+        # here, not above: a call that is refused before it reads has no use for this line
+        logger.info("sequence_length=%d follows the data; --sequence-length says otherwise", length)
         yield from taken
         if troubles:
             raise troubles[0]
@@ -67,7 +69,6 @@ def with_length(
         return suited_length(config, source.format, taken)
 
     length = int(ranks.texts(str(ranks.together(needed)))[0])
-    logger.info("sequence_length=%d follows the data; --sequence-length says otherwise", length)
     settled = config.model_copy(update={"sequence_length": length})
     return settled, source._replace(documents=read_again())
 
