@@ -84,8 +84,8 @@ def test_help_imports_nothing_heavy() -> None:
         (["cache", "info"], "DIRECTORY is missing; for example: qat cache info "),
         (["hub", "pull", "a", "b"], "'b' is a word more than 'qat hub pull' takes; drop it"),
         (["cache", "--data", "a", "--teacher", "b", "--top-k", "x"], "top_k='x'"),
-        (["report"], "no RUN was named"),
-        (["report", "nowhere"], "no directory nowhere"),
+        (["report"], "RUNS is missing"),
+        (["report", "nowhere"], "nowhere is not there, expected a run"),
         (["--recipe", "nowhere.toml", "report"], "recipe=nowhere.toml is not there"),
     ],
 )
@@ -296,6 +296,7 @@ def test_recipe_fills_flags_and_flags_win(tmp_path: Path, monkeypatch, capsys) -
     recipe.write_text('[report]\nout = "from-recipe.html"\n')
     monkeypatch.setattr(app, "config", app.config)
     seen = []
+    monkeypatch.setattr("qat.observe.runs.read_directory", lambda path: path)
     monkeypatch.setattr(
         "qat.observe.page.write_report", lambda runs, out: seen.append(out) or sys.exit(0)
     )

@@ -8,7 +8,8 @@ from cyclopts import App, Parameter
 
 from qat.config import OTHERS, Kept, Required
 from qat.data.config import CacheConfig, ImportConfig
-from qat.errors import CheckpointError, ConfigError, HubError, QatError
+from qat.errors import CacheError, CheckpointError, ConfigError, HubError, QatError
+from qat.files import described
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from qat.data.sources import DataSource
 
 CACHES = Path("caches")
+META = "meta.json"
+"""The file that marks a cache of the reference system."""
 SAMPLE_TOKENS = 48
 
 cache_app = App(help="Build, import, inspect or verify a teacher cache.", group_parameters=OTHERS)
@@ -35,6 +38,7 @@ def cache(
         Directory to build in; by default caches/NAME, NAME saying what the cache holds.
     """
     from qat.cli.inputs import check_inputs
+    from qat.data.cache import check_place
     from qat.data.sources import check_source
 
     try:
@@ -46,6 +50,8 @@ def cache(
             f"{error}; or name its tokenizer and config.json with --tokenizer, if only the server "
             "calls it so"
         ) from None
+    if out is not None:
+        check_place(out)
     check_source(config.data, config.format, config.text_field)
     from qat.backend.device import select
     from qat.data.build import build_cache, open_shared
@@ -91,6 +97,11 @@ def import_(
 
     out = out or CACHES / source.resolve().name
     check_inputs(models=[config.teacher], folders=[source], out=out)
+    if not [*source.glob(META), *source.glob(f"*/{META}")]:
+        raise CacheError(
+            f"{source} {described(source)} and holds no {META}, expected a cache of the reference "
+            f"system; name the directory with {META} and shard_*.pt"
+        )
     from qat.anemll.cache import import_cache
 
     manifest = import_cache(source, config, out)

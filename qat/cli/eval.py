@@ -27,7 +27,7 @@ def evaluate(
         config: settings.
     """
     from qat.cli.inputs import check_inputs
-    from qat.data.sources import check_source, holds_rows
+    from qat.data.sources import check_source, holds_rows, whole_text
 
     config.check_named()
     check_inputs(
@@ -38,6 +38,8 @@ def evaluate(
     )
     if config.text is not None and holds_rows(config.text):
         check_source(str(config.text), config.format, config.text_field, setting="text")
+    elif config.text is not None:
+        whole_text(config.text)
     from qat.backend.device import select
     from qat.evaluate.judge import judge
 

@@ -8,7 +8,7 @@ from cyclopts import App, Parameter
 
 from qat.config import OTHERS, Required
 from qat.errors import HubError
-from qat.files import inside, is_real
+from qat.files import described, inside, is_real
 from qat.hub.registry import HubEntry
 from qat.logs import METRICS, SUMMARY
 from qat.secrets import scrubbed
@@ -109,12 +109,14 @@ def pack(directory: Required[Path], *, out: Path | None = None) -> dict[str, obj
         directory: a cache, a checkpoint or a run.
         out: .tar.lz4 or .tgz to write; by default DIRECTORY.tar.lz4.
     """
+    from qat.cli.inputs import check_inputs
     from qat.files import sha256_file
     from qat.hub.files import peeled, sha256_tree
     from qat.hub.push import pack as write
 
     path = directory.resolve()
     out = out or path.with_name(f"{path.name}.tar.lz4")
+    check_inputs(out=out.absolute().parent)
     num_files = write(directory, out)
     hashes = dict(sha256=sha256_file(out), tree_sha256=sha256_tree(peeled(directory)))
     return dict(out=out, files=num_files, bytes=out.stat().st_size, **hashes)
@@ -135,9 +137,11 @@ def unpack(
         force: replace what 'qat hub' brought to `out`; other files stay, and one that is in the
             way is left and named.
     """
+    from qat.cli.inputs import check_inputs
     from qat.hub.files import regular_files
     from qat.hub.unpack import unpack as write
 
+    check_inputs(out=out)
     write(archive, out, replace=force)
     files = regular_files(out)
     return dict(out=out, files=len(files), bytes=sum(path.stat().st_size for path in files))
@@ -207,6 +211,11 @@ def _student(path: Path) -> Path:
 def _registry(own: Path | None) -> "Registry":
     from qat.hub.registry import load_registry, user_file
 
+    if own is not None and not own.is_file():
+        raise HubError(
+            f"registry={own} {described(own)}, expected a TOML file with entries; check the "
+            "path, or write it with 'qat hub add'"
+        )
     return load_registry(own or user_file())
 
 

@@ -19,7 +19,7 @@ import qat
 from qat.cli.mistakes import Mistake, commands, flag_names, unknown_flag, unknown_verb
 from qat.config import OTHERS, meant, refuse_code
 from qat.errors import ConfigError, QatError
-from qat.files import parse_toml
+from qat.files import described, parse_toml
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -133,7 +133,7 @@ def check_recipe(path: Path, flags: Mapping[str, Iterable[str]]) -> dict[str, ob
             would run code of others.
     """
     if not path.is_file():
-        raise ConfigError(f"recipe={path} is not there; expected a TOML file; check the path")
+        raise ConfigError(f"recipe={path} {described(path)}, expected a TOML file; check the path")
     try:
         tables = parse_toml(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from qat.files import parse_toml
+from qat.files import described, parse_toml
 
 LOG, RECORDS = Path("speedrun/LOG.md"), Path("speedrun/records")
 
@@ -39,13 +39,29 @@ def report(
     """
     if leaderboard:
         return _leaderboard(runs, out, records)
+    from qat.cli.inputs import check_inputs
     from qat.errors import ConfigError
+    from qat.observe.runs import read_directory, read_exam
+
+    if not runs:
+        raise ConfigError(
+            "RUNS is missing, expected at least one run or converted checkpoint; for example: "
+            "qat report runs/q2"
+        )
+    if len(runs) > 1 or not read_exam(runs[0]):
+        for run in runs:
+            read_directory(run)
+    out = out or runs[0] / "report.html"
+    check_inputs(out=out.absolute().parent)
+    if log and not log_file.is_file():
+        raise ConfigError(
+            f"log_file={log_file} {described(log_file)}, expected a log in Markdown; give "
+            "--log-file FILE"
+        )
     from qat.observe.log import append_entry
     from qat.observe.page import write_report
 
-    if not runs:
-        raise ConfigError("no RUN was named; expected at least one run or converted checkpoint")
-    written = write_report(list(runs), out or runs[0] / "report.html")
+    written = write_report(list(runs), out)
     found = dict(page=written.page, pictures=[str(path) for path in written.pictures])
     if not log:
         return found

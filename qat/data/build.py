@@ -27,6 +27,7 @@ from qat.data.cache import (
     Manifest,
     Shard,
     TeacherInfo,
+    check_place,
     is_temporary,
     new_manifest,
     read_manifest,
@@ -397,15 +398,8 @@ def _check_limits(settings: CacheSettings, info: TeacherInfo) -> None:
 
 def _resume(fresh: Manifest, out: Path) -> Manifest:
     """Return the manifest of `out` if it was built with the same settings, otherwise `fresh`."""
-    if not out.exists():
-        return fresh
-    if not out.is_dir():
-        raise CacheError(f"{out} is a file, expected a directory to build in; choose another --out")
+    check_place(out)
     if not (out / MANIFEST).exists():
-        if not all(map(is_temporary, out.iterdir())):
-            raise CacheError(
-                f"{out} is not empty and holds no teacher cache; choose another --out or empty it"
-            )
         return fresh
     old = read_manifest(out)
     differences = _differences(old, fresh)

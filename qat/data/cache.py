@@ -318,6 +318,22 @@ def write_atomic(path: Path, content: bytes) -> None:
         ) from error
 
 
+def check_place(out: Path) -> None:
+    """Refuse a directory to build in that holds something else than a cache or the start of one.
+
+    Raises:
+        CacheError: `out` is a file, or holds other files.
+    """
+    if out.exists() and not out.is_dir():
+        raise CacheError(f"{out} is a file, expected a directory to build in; choose another --out")
+    if out.is_dir() and not (out / MANIFEST).exists():
+        if not all(map(is_temporary, out.iterdir())):
+            raise CacheError(
+                f"{out} {described(out)}, expected an empty directory or a teacher cache to go on "
+                "with; choose another --out or empty it"
+            )
+
+
 def is_temporary(path: Path) -> bool:
     """Return whether the name is that of a file which a build was writing."""
     name = path.name.removesuffix(TEMPORARY)

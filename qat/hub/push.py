@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 import lz4.frame
 
 from qat.errors import HubError
-from qat.files import sha256_file
+from qat.files import described, sha256_file
 from qat.hub.files import (
     SUFFIXES,
     Kind,
@@ -41,7 +41,9 @@ def pack(directory: Path, out: Path, *, name: str | None = None, skip: str | Non
             suffix.
     """
     if not directory.is_dir():
-        raise HubError(f"{directory} is not there, expected a directory to pack; check the path")
+        raise HubError(
+            f"{directory} {described(directory)}, expected a directory to pack; check the path"
+        )
     root = peeled(directory)
     files = regular_files(root, skip)
     _check(directory, files, out)
@@ -142,7 +144,10 @@ def push(
     name = f"{inside}.tar.lz4"
     is_remote = to.startswith("gs://")
     if not is_remote and not Path(to).is_dir():
-        raise HubError(f"{to} is not there, expected a folder (is the Drive mounted?) or gs://...")
+        raise HubError(
+            f"{to} {described(Path(to))}, expected a folder (is the Drive mounted?) or gs://...; "
+            "check the path"
+        )
     target = f"{to.rstrip('/')}/{name}"
     with tempfile.TemporaryDirectory(prefix=".qat-push-", dir=directory.resolve().parent) as place:
         archive = Path(place, name)

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from qat.config import Required, Settings, explain
 from qat.errors import HubError, nearest
-from qat.files import parse_toml
+from qat.files import described, parse_toml
 from qat.hub.files import RECEIPT, atomic_file, sha256_files, sha256_tree, tree_of
 from qat.secrets import scrubbed
 
@@ -280,7 +280,10 @@ def verify(directory: Path, registry: Mapping[str, HubEntry]) -> Verified:
         HubError: there is no receipt, a file differs, or there are extra files.
     """
     if not directory.is_dir():
-        raise HubError(f"{directory} is no directory, expected what 'qat hub' brought")
+        raise HubError(
+            f"{directory} {described(directory)}, expected a directory that 'qat hub' brought; "
+            "check the path"
+        )
     receipt = read_receipt(directory)
     if receipt is None:
         raise HubError(

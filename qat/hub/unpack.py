@@ -21,7 +21,7 @@ from typing import BinaryIO
 import lz4.frame
 
 from qat.errors import HubError
-from qat.files import sha256_file
+from qat.files import described, sha256_file
 from qat.hub.files import MIB, RECEIPT, atomic_directory, mebibytes, peeled
 from qat.hub.registry import leave_receipt
 from qat.logs import progress
@@ -105,7 +105,9 @@ def extract(archive: Path, into: Path, limits: Limits = USUAL) -> None:
         HubError: the archive is missing, damaged, truncated or not trustworthy.
     """
     if not archive.is_file():
-        raise HubError(f"{archive} is not there; expected .tar.lz4 or .tgz; check the path")
+        raise HubError(
+            f"{archive} {described(archive)}, expected a .tar.lz4 or .tgz file; check the path"
+        )
     packed, free = archive.stat().st_size, shutil.disk_usage(into).free
     limit = limits.unpacked_bytes(packed, max(0, free - RESERVE_BYTES))
     bar = progress(f"unpacking {archive.name}", mebibytes(packed), "MiB")

@@ -31,7 +31,7 @@ def append_entry(log: Path, path: Path, command: str) -> str:
 
     Raises:
         CheckpointError: `path` is not a run, or one that was never evaluated.
-        ConfigError: `log` is missing, has no heading of the entries, or already holds this run.
+        ConfigError: `log` has no heading of the entries, or already holds this run.
     """
     run = read_directory(path)
     if not isinstance(run, TrainingRun) or not run.evals or not run.recipe:
@@ -39,8 +39,6 @@ def append_entry(log: Path, path: Path, command: str) -> str:
             f"{path} holds no run that was judged, expected metrics of one and its recipe; name a "
             "directory made by 'qat train'"
         )
-    if not log.is_file():
-        raise ConfigError(f"log_file={log} is not there, expected a log; give --log-file FILE")
     text = log.read_text(encoding="utf-8")
     if ENTRIES not in text:
         raise ConfigError(

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from qat.config import explain
 from qat.convert.config import REPORT_NAME
 from qat.errors import CheckpointError
-from qat.files import parse_json, parse_toml
+from qat.files import described, parse_json, parse_toml
 from qat.logs import (
     EVENTS,
     EXAM,
@@ -230,7 +230,7 @@ def read_directory(path: Path) -> TrainingRun | Conversion:
     """
     if not path.is_dir():
         raise CheckpointError(
-            f"no directory {path}; expected a run or a converted checkpoint; check the path"
+            f"{path} {described(path)}, expected a run or a converted checkpoint; check the path"
         )
     try:
         if (path / METRICS).is_file():
@@ -245,8 +245,8 @@ def read_directory(path: Path) -> TrainingRun | Conversion:
             f"{path} holds a damaged JSON file ({error}); restore it or leave this run out"
         ) from None
     raise CheckpointError(
-        f"{path} holds neither {METRICS} nor {REPORT_NAME}; expected a directory made by "
-        "'qat train' or 'qat convert'; name one of those"
+        f"{path} {described(path)} and holds neither {METRICS} nor {REPORT_NAME}, expected a "
+        "directory made by 'qat train' or 'qat convert'; name one of those"
     )
 
 

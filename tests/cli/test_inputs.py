@@ -29,6 +29,20 @@ WRONG = [
     ("cache info none", "none is not there, expected a teacher cache"),
     ("cache verify {tmp}", "holds no manifest.json"),
     ("cache import none", "none is no directory"),
+    ("cache import {tmp}", "and holds no meta.json"),
+    (f"cache --teacher {MODEL} --data {{file}} --out {{tmp}}", "expected an empty directory or a"),
+    (f"eval {MODEL} --text {{binary}}", "is not UTF-8 text"),
+    ("report", "RUNS is missing"),
+    ("report {tmp}", "holds neither metrics.jsonl nor convert_report.json"),
+    ("report {file}", "text.txt is a file, expected a run"),
+    ("hub pack {file}", "text.txt is a file, expected a directory to pack"),
+    ("hub pack {tmp} --out {file}/x.tgz", "text.txt is a file, expected a directory"),
+    ("hub unpack {tmp} --out {tmp}/u", "expected a .tar.lz4 or .tgz file"),
+    ("hub unpack {file} --out {file}/u", "text.txt is a file; expected a directory"),
+    ("hub push {tmp} {file}", "text.txt is a file, expected a folder"),
+    ("hub list --registry {tmp}/none", "none is not there, expected a TOML file w"),
+    ("hub verify {file}", "text.txt is a file, expected a directory"),
+    ("eval x --text {file} --recipe {tmp}", "expected a TOML file"),
     ("convert none --to q2a4 --out {tmp}/c", "none does not exist"),
     (f"convert {MODEL} --to q9 --out {{tmp}}/c", "to=q9 is neither a file nor a preset"),
     (f"convert {MODEL} --to v2a4 --group-size 6 --out {{tmp}}/c", "no multiple of vector_size=4"),
@@ -83,7 +97,9 @@ for line in sys.stdin.read().splitlines():
 def test_a_wrong_name_is_one_line_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text")
     (tmp_path / "empty.txt").touch()
-    places = {"tmp": tmp_path, "file": tmp_path / "text.txt", "empty": tmp_path / "empty.txt"}
+    (tmp_path / "binary.txt").write_bytes(b"\x7fELF\xff")
+    names = {"file": "text.txt", "empty": "empty.txt", "binary": "binary.txt"}
+    places = {"tmp": tmp_path} | {name: tmp_path / file for name, file in names.items()}
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         input="\n".join(words.format(**places) for words, _ in WRONG),
@@ -97,7 +113,7 @@ def test_a_wrong_name_is_one_line_before_torch_is_imported(tmp_path: Path) -> No
     for line, (words, message) in zip(said, WRONG, strict=True):
         assert line.startswith("qat: ") and message in line, (words, line)
     assert result.stdout.splitlines() == ["1 False"] * len(WRONG)
-    assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "empty.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {*names.values()}
 
 
 def test_an_out_that_may_not_be_written_is_refused(

@@ -254,7 +254,7 @@ def test_data_that_changed_under_a_build_is_refused(tmp_path: Path) -> None:
 
 def test_directories_that_are_no_cache_are_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("dear to me")
-    with pytest.raises(CacheError, match="is not empty and holds no teacher cache"):
+    with pytest.raises(CacheError, match="expected an empty directory or a teacher cache"):
         build(tmp_path)
     with pytest.raises(CacheError, match="is a file, expected a directory"):
         build(tmp_path / "thesis.txt")

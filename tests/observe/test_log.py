@@ -138,7 +138,8 @@ def test_what_cannot_be_logged(run: Path, log: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no run that was judged"):
         append_entry(log, conversion, "")
     with pytest.raises(ConfigError, match="log_file=.*nowhere.md is not there"):
-        append_entry(tmp_path / "nowhere.md", run, COMMAND)
+        report(run, log=True, log_file=tmp_path / "nowhere.md", out=tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
     log.write_text("# Log\n")
     with pytest.raises(ConfigError, match="has no line '## Entries'"):
         append_entry(log, run, COMMAND)

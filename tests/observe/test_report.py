@@ -397,7 +397,7 @@ def test_long_names_stay_in_the_picture(tmp_path: Path) -> None:
 
 
 def test_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no directory .*nowhere; expected a run or"):
+    with pytest.raises(CheckpointError, match="nowhere is not there, expected a run or"):
         write_report([tmp_path / "nowhere"], tmp_path / "report.html")
 
 
@@ -447,5 +447,5 @@ def test_verb_writes_into_the_first_directory(run: Path) -> None:
 def test_verb_wants_a_run() -> None:
     from qat.cli.report import report
 
-    with pytest.raises(ConfigError, match="no RUN was named"):
+    with pytest.raises(ConfigError, match="RUNS is missing"):
         report()
