@@ -8,6 +8,7 @@ Shapes: B rows, S positions.
 """
 
 import copy
+import warnings
 from functools import partial
 from typing import Any
 
@@ -130,7 +131,8 @@ def with_older_names(config: PreTrainedConfig, values: dict[str, Any]) -> dict[s
 
 def _older_names(config: PreTrainedConfig) -> dict[str, Any]:
     ropes = getattr(config, "rope_parameters", None) or {}
-    rope, local = ropes.get("full_attention", ropes), ropes.get("sliding_attention") or {}
+    rope, local = (ropes.get(key) or {} for key in ("full_attention", "sliding_attention"))
+    rope = rope or ropes  # layers of all types share one
     if not rope.get("rope_theta"):  # one per layer type, none of them supported here
         return {}
     found = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
@@ -143,8 +145,14 @@ def _older_names(config: PreTrainedConfig) -> dict[str, Any]:
     # transformers 4 refuses any other key here
     known = EXACT_SCALING.get(config.model_type, scaling.keys())
     both = {**found, "rope_scaling": {key: scaling[key] for key in known if key in scaling}}
-    # transformers 5 prefers the older names, and some of its families interpret them differently
-    again = type(config).from_dict(copy.deepcopy({**config.to_dict(), **both}))
+    # transformers 5 prefers the older names, and some of its families interpret them differently or
+    # warn of them: those that transformers 4 never had
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        try:
+            again = type(config).from_dict(copy.deepcopy({**config.to_dict(), **both}))
+        except FutureWarning:
+            return found
     return both if _without_type(again.rope_parameters) == _without_type(ropes) else found
 
 

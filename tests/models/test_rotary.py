@@ -212,3 +212,18 @@ def test_sections_of_three_axes_are_kept() -> None:
     rope = {"rope_type": "default", **BASE, "mrope_section": [2, 3, 3]}
     config = transformers.Qwen2VLTextConfig(**SHAPE, rope_parameters=rope)
     assert round_trips(config)["rope_scaling"]["mrope_section"] == [2, 3, 3]
+
+
+def test_a_family_that_warns_of_older_names_gets_none() -> None:
+    ropes = {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 2e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+    }
+    config = transformers.Gemma4TextConfig(**SHAPE, rope_parameters=ropes)
+    assert "rope_scaling" not in with_older_names(config, config.to_diff_dict())
+
+
+def test_layers_without_rotary_settings_have_no_older_names() -> None:
+    config = transformers.Gemma3TextConfig(**SHAPE)
+    config.rope_parameters = {"full_attention": None, "sliding_attention": None}
+    assert with_older_names(config, {}) == {}
