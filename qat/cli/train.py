@@ -1,5 +1,6 @@
 """`qat train`: teach a quantized student from a teacher cache."""
 
+import json
 import logging
 import shlex
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.text import Text
 from qat.cli.export import show_targets
 from qat.cli.parser import print_result
 from qat.config import Careful, Required
-from qat.errors import QatError
+from qat.errors import CheckpointError, QatError
 from qat.logs import RECIPE, Terminal
 from qat.losses.config import parse_losses
 from qat.observe.follow import TrackConfig
@@ -263,7 +264,6 @@ def _next(final: Path, config: TrainConfig, facts: dict) -> list[list[str]]:
     Evaluation compares it with its teacher. A command that would refuse this student is left out.
     """
     from qat.export.targets import ships_to
-    from qat.observe.summary import is_sparse
 
     teacher = facts.get("teacher")
     beside = ["--teacher", teacher] if teacher else []
@@ -272,6 +272,18 @@ def _next(final: Path, config: TrainConfig, facts: dict) -> list[list[str]]:
     return [
         ["qat", "eval", str(final), "--cache-dir", config.cache_dir, *beside],
         ["qat", "generate", str(final), "--prompt", config.sample_prompt],
-        *([] if is_sparse(final) else [["vllm", "serve", str(final)]]),
+        *([["vllm", "serve", str(final)]] if _is_served(final) else []),
         ["qat", "export", str(final), "--to", to, "--out", f"{final}-{to}"],
     ]
+
+
+def _is_served(final: Path) -> bool:
+    """Return whether an engine for many requests supports the checkpoint's configuration."""
+    from qat.serve.packed import read_config
+
+    values = json.loads((final / "config.json").read_text(encoding="utf-8"))
+    try:
+        read_config(values["quantization_config"])
+    except CheckpointError:
+        return False
+    return True

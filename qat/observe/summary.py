@@ -1,16 +1,17 @@
 """The top of a report in plain words: what became smaller, by how much, and the loss in quality."""
 
+import json
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from qat.errors import CheckpointError
-from qat.files import parse_json, parse_toml
+from qat.files import parse_toml
 from qat.logs import EXAM, METRICS, RECIPE, SAMPLES
 from qat.models.cost import source_megabytes
-from qat.nsa.swap import KEY
 from qat.observe.runs import Conversion, Exams, TrainingRun
 
 DEMO_TEXT = "stdlib"
@@ -135,7 +136,7 @@ def uses_of(checkpoint: Path, *, has_export: bool) -> list[str]:
     """Return commands that use a packed checkpoint: generate, serve, and export if not done."""
     place = shlex.quote(str(checkpoint))
     commands = [f'qat generate {place} --prompt "..."']
-    if not is_sparse(checkpoint):
+    if not _is_sparse(checkpoint):  # no serving engine supports the sparse attention
         commands.append(f"vllm serve {place}")
     if not has_export:
         commands.append(f"qat export {place} --to TARGET --out DIR")
@@ -149,10 +150,10 @@ def _uses(exports: list[Path]) -> Iterator[str]:
             yield USES[path.name].format(path=shlex.quote(str(path)), file=shlex.quote(str(file)))
 
 
-def is_sparse(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has sparse attention, which no serving engine supports."""
+def _is_sparse(checkpoint: Path) -> bool:
+    config = checkpoint / "config.json"
     try:
-        return bool(parse_json((checkpoint / "config.json").read_bytes()).get(KEY))
+        return bool(json.loads(config.read_bytes()).get("nsa"))
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -167,10 +168,10 @@ def read_sample(path: Path) -> Sample | None:
     if not file.is_file():
         return None
     try:
-        found = parse_json(file.read_bytes())
+        found: dict[str, Any] = json.loads(file.read_bytes())
         texts = {str(name): str(text) for name, text in found["texts"].items()}
         return Sample(str(found["prompt"]), texts)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{file} is damaged ({error!r}), expected a prompt and texts; delete it and run the "
             "same command again"
