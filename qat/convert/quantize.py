@@ -54,7 +54,7 @@ from qat.quant.error_feedback import (
     fit_all_to_inputs,
     fit_stack_to_inputs,
 )
-from qat.quant.fit import fit_weight
+from qat.quant.fit import fit_weight, with_zero_groups
 from qat.quant.integers import exact_integers, is_integers
 from qat.quant.spec import ActivationKind, ActivationSpec, LutSpec, QuantPlan, role_of
 from qat.quant.weight import QuantizedWeight, dequantize, round_levels
@@ -371,6 +371,8 @@ class _Conversion:
             fitted = exact_integers(weight, spec.bits) if is_found else None
             if fitted is None:
                 fitted = fit_weight(weight, spec, nearest=nearest_vectors, path=best_path)
+                if name in self.tables:
+                    fitted = with_zero_groups(weight, fitted)
             return weight, fitted, time.perf_counter() - began
 
         with backend.side_by_side(min(workers or backend.workers(), at_once)) as map_:

@@ -155,6 +155,21 @@ def fit_weight(
     return _follow(weight, h, sample.codebook, sample.scales._replace(scales=groups))
 
 
+def with_zero_groups(weight: Tensor, quantized: QuantizedWeight) -> QuantizedWeight:
+    """Return `quantized` with a scale of zero for each group of `weight` `(O, I)` that is all zero.
+
+    A fit gives such a group the smallest scale instead, and its values are tiny but not zero. In
+    the row of a padding token that difference grows with each RMSNorm. Scales of 8 bits, which hold
+    no zero, and scales of low rank stay as they are.
+    """
+    scales = quantized.scales
+    if scales.scales is None or scales.bits == 8:
+        return quantized
+    is_zero_OG = ~weight.reshape(*scales.scales.shape, -1).any(-1)
+    kept = scales._replace(scales=scales.scales.masked_fill(is_zero_OG, 0.0))
+    return quantized._replace(scales=kept)
+
+
 def sample_rows(weight: Tensor, num_weights: int) -> Tensor:
     """Return ascending row numbers `(n,)` that hold about `num_weights` weights, or all rows.
 

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from qat.quant.codebook import fixed_grid, nearest_indices, nearest_level
 from qat.quant.error_feedback import fit_to_inputs
-from qat.quant.fit import absmax_scales, fit_weight, normalize, refit_levels, weighted_error
+from qat.quant.fit import (
+    absmax_scales,
+    fit_weight,
+    normalize,
+    refit_levels,
+    weighted_error,
+    with_zero_groups,
+)
 from qat.quant.spec import LutSpec
 from qat.quant.weight import (
     SMALLEST,
@@ -212,3 +219,14 @@ def test_nearest_level_is_bucketize(C: int) -> None:
     values = torch.cat([torch.randn(500), middles, levels])
     expected = torch.bucketize(values, middles)
     assert torch.equal(nearest_level(values, levels).long(), expected)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_group_of_zeros_has_no_scale_where_zero_can_be_stored(bits: int) -> None:
+    weight = torch.randn(4, 32)
+    weight[1], weight[2, 16:] = 0.0, 0.0
+    fitted = fit_weight(weight, LutSpec(bits=8, group_size=16, scale_bits=bits))
+    found = with_zero_groups(weight, fitted)
+    zero_groups = [[0, 0], [1, 1], [0, 1], [0, 0]] if bits == 16 else [[0, 0]] * 4
+    assert (found.scales.by_group() == 0).int().tolist() == zero_groups
+    assert torch.equal(dequantize(found)[weight != 0], dequantize(fitted)[weight != 0])
