@@ -314,9 +314,12 @@ class QatHfQuantizer(HfQuantizer):
                 replace_module(model, name, empty_linear(model, name, spec))
         for name in self.quantization_config.modules:
             # every tensor is read, so nothing is left to initialize; some modules would need a
-            # linear's weight for it. Tables that are not stored must still be computed
+            # linear's weight for it. Buffers that are not stored must still be computed, by the
+            # module that holds them or, as in Falcon H1, by the model, which holds the embedding
             owner = model.get_submodule(name.rpartition(".")[0])
-            owner._is_hf_initialized = not owner._non_persistent_buffers_set
+            parts = owner.modules() if name in tables else (owner,)
+            is_stored = not any(part._non_persistent_buffers_set for part in parts)
+            owner._is_hf_initialized = is_stored
         for name, rank in self.quantization_config.lora_ranks().items():
             set_empty_adapter(name, model.get_submodule(name), rank)
         self._put_activations(model)
