@@ -525,7 +525,7 @@ class _MeanOuter:
 
     def mean(self) -> Tensor | None:
         """Return the mean `(O, I)`, or None without tokens."""
-        return None if self._total is None else self._total / self.count
+        return None if self._total is None or not self.count else self._total / self.count
 
 
 def _stream_before(output: Tensor, streams: list[tuple[str, Tensor]]) -> str | None:
