@@ -23,7 +23,6 @@ QUOTED = {  # figure: the pages that quote it, and how; docs/results.md is gener
     "fast_path/max_batch_16gib": ("fast_path", "{:,.0f}"),
     "fast_path/cache_tok_s": ("fast_path", "{:,.0f}"),
     "fast_path/kernel_roofline_min": ("fast_path", "{:.3f}"),
-    "whole_documents/stories15m_kl_converted": ("docs/quality.md", "{:.3f}"),
     "generate/generate_over_bf16": ("docs/generate.md generate", "{:.2f}"),
     "generate/generate_tok_s": ("CHANGELOG.md docs/generate.md", "{:.0f}"),
     "long_runs/kills_survived": ("CHANGELOG.md long_runs", "{:.0f}"),

@@ -121,7 +121,7 @@ def test_leavings_are_those_of_the_run(tmp_path: Path) -> None:
 
 def test_a_cache_takes_only_its_own_temporary_files_for_its_own(tmp_path: Path) -> None:
     mine = thesis(tmp_path / "out" / "thesis.tmp")
-    with pytest.raises(CacheError, match="is not empty"):
+    with pytest.raises(CacheError, match="expected an empty directory"):
         build(tmp_path / "out")
     build(tmp_path / "cache")
     left = thesis(tmp_path / "cache" / f"{MANIFEST}.tmp")
