@@ -84,7 +84,7 @@ def test_the_demo_takes_the_same_time_everywhere(page: str) -> None:
 
 def test_promises_name_tests_that_there_are() -> None:
     text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
-    table = text.partition("| what is promised |")[2].partition("\n\n")[0]
+    table = text.partition("| threat |")[2].partition("\n\n")[0]
     for row in table.splitlines()[2:]:
         named = re.findall(r"`([\w/]+\.py)::(\w+)`", row.rpartition(" | ")[2])
         assert named, row
