@@ -26,6 +26,7 @@ from qat.nn.swap import (
     embedding_dtype,
     layer_config,
     module_device,
+    settle_tie,
 )
 from qat.nsa.swap import is_all_sparse, say_route
 
@@ -57,6 +58,7 @@ class LanguageModel:
     def __init__(self, model: PreTrainedModel, in_files: InFiles | None = None) -> None:
         self.model, self.in_files = model, in_files
         open_sites(model)
+        settle_tie(model)
         if not getattr(model.base_model, "layers_are_rescaled", True):
             model.config.rescale_every = 0  # otherwise RWKV halves weights in place for inference
         self._is_plain = use_packed_attention(model)

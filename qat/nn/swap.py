@@ -305,6 +305,26 @@ def tie_head(model: PreTrainedModel, table: Tensor) -> None:
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
+def settle_tie(model: PreTrainedModel) -> None:
+    """Untie a head whose table differs from the embedding's, whatever the configuration says.
+
+    transformers keeps both tables of a checkpoint that holds two, and leaves `tie_word_embeddings`
+    as it is; where weights stay in their files it does not compare them.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    weights = [getattr(module, "weight", None) for module in (embedding, head)]
+    if any(weight is None or weight.is_meta for weight in weights) or weights[0] is weights[1]:
+        return
+    if torch.equal(*weights):
+        if is_tied(model):
+            head.weight = embedding.weight
+        return
+    for config in (model.config, model.config.get_text_config()):
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
 def untie_head(model: PreTrainedModel) -> None:
     """Give a head that shares the embedding's float table its own copy."""
     head = model.get_output_embeddings()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cache_case import build, texts, without_split
 from quantized import SPECS, nearest_e5m3, tiny_quantized
+from safetensors.torch import load_file
 from tiny import VOCAB, tiny_model, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -31,6 +32,7 @@ from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.load import load_model, load_tokenizer
 from qat.models.regions import kv_spec
 from qat.nn.step import quant_linears
+from qat.nn.swap import table_names
 from qat.quant.spec import PRESETS, KvSpec, by_group
 
 IDS = torch.arange(12).view(2, 6)
@@ -409,3 +411,16 @@ def test_a_model_without_linears_is_refused(place: Path, tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match="hold no linear of 16 inputs or more, so there"):
         convert_checkpoint(str(source), config(place), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_head_of_its_own_is_kept_whatever_the_configuration_ties(tmp_path: Path) -> None:
+    tiny_model("llama", tie_word_embeddings=False).save_pretrained(tmp_path / "in")
+    tiny_tokenizer().save_pretrained(tmp_path / "in")
+    path = tmp_path / "in" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    convert_checkpoint(str(tmp_path / "in"), ConvertConfig(to="q4a4"), tmp_path / "out")
+    student = load_checkpoint(tmp_path / "out")
+    assert table_names(student) == ["model.embed_tokens", "lm_head"]
+    head = load_file(tmp_path / "in" / "model.safetensors")["lm_head.weight"]
+    kept = student.lm_head.quantized_weight()
+    assert (kept - head).norm() < 0.02 * head.norm()
