@@ -15,7 +15,6 @@ from qat.models.load import load_model
 
 pytestmark = pytest.mark.slow
 SOURCE = os.environ.get("QAT_SMOLLM2", "")
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.skipif(not SOURCE, reason="QAT_SMOLLM2 names no file")
@@ -25,8 +24,7 @@ def test_smollm2_goes_from_gguf_to_gguf(
     cache, student, run, out = (tmp_path / name for name in ("cache", "student", "run", "out"))
     rows = ("--num-sequences", 16, "--sequence-length", 64)
     verbs = (
-        ("cache", "--teacher", SOURCE, "--data", DOCS / "quality.md", "--format", "plain", *rows,
-         "--out", cache),
+        ("cache", "--teacher", SOURCE, "--data", "stdlib", *rows, "--out", cache),
         ("convert", SOURCE, "--to", "q2a4", "--for", "gguf", "--calibration", cache,
          "--out", student),
         ("train", student, "--cache-dir", cache, "--batch-size", 1, "--max-steps", 20,
