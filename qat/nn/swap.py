@@ -311,17 +311,20 @@ def settle_tie(model: PreTrainedModel) -> None:
     transformers keeps both tables of a checkpoint that holds two, and leaves `tie_word_embeddings`
     as it is; where weights stay in their files it does not compare them.
     """
+    configs = {id(c): c for c in (model.config, model.config.get_text_config())}.values()
+    tying = [config for config in configs if getattr(config, "tie_word_embeddings", False)]
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    weights = [getattr(module, "weight", None) for module in (embedding, head)]
-    if any(weight is None or weight.is_meta for weight in weights) or weights[0] is weights[1]:
+    first, second = (getattr(module, "weight", None) for module in (embedding, head))
+    if not tying or first is None or second is None or first is second:
         return
-    if torch.equal(*weights):
+    if first.is_meta or second.is_meta:
+        return
+    if torch.equal(first, second.to(first.device)):
         if is_tied(model):
-            head.weight = embedding.weight
+            head.weight = first
         return
-    for config in (model.config, model.config.get_text_config()):
-        if getattr(config, "tie_word_embeddings", False):
-            config.tie_word_embeddings = False
+    for config in tying:
+        config.tie_word_embeddings = False
     model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
