@@ -113,7 +113,7 @@ def nearest_entries(values: Tensor, lut: Tensor) -> Tensor:
 
 
 def uniform_indices(scaled: Tensor, num_entries: int, *, has_zero: bool) -> Tensor:
-    """Return version 1's index of `weight / S`: uniform on [-1, 1], whatever the LUT holds."""
+    """Return version 1's index of `weight / S`: uniform on [-1, 1], independent of the LUT."""
     x = scaled.clamp(-1.0, 1.0)
     if not has_zero or num_entries % 2 == 1:
         place = (x + 1.0) / (2.0 / (num_entries - 1))

@@ -310,7 +310,7 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
 
 
 def _lacking(config: BenchConfig, student: str, backend: Backend) -> str | None:
-    """Return why a step of a shape cannot fit here, whatever its batch; None if it can.
+    """Return why a step of a shape cannot fit here at any batch size; None if it can.
 
     On a machine that overcommits memory, trying it would take minutes to fail.
     """

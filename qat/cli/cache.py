@@ -148,7 +148,7 @@ def verify(directory: Required[Path]) -> dict[str, object]:
 
 
 def suggested_name(config: CacheConfig, source: "DataSource") -> str:
-    """What a cache is called when nobody says: {data}_{format}_think_{mode}_L{L}_K{K}_R{R}."""
+    """The default name of a cache: {data}_{format}_think_{mode}_L{L}_K{K}_R{R}."""
     data = re.sub(r"[^A-Za-z0-9.-]+", "-", source.name)
     return (
         f"{data}_{source.format}_think_{config.thinking}"

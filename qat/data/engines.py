@@ -266,7 +266,7 @@ def _shut(sockets: Sequence[socket.socket]) -> None:
 
 
 def _words(raw: bytes) -> str:
-    """Extract the message of an error response, whatever JSON the engine wraps it in."""
+    """Extract the message of an error response; engines wrap it in different JSON."""
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError):

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT_S = 60.0
 """Read and connect timeout in seconds."""
 PATIENCE_S = 600.0
-"""Time in seconds within which each further MiB has to arrive, whatever the server does."""
+"""Time in seconds within which each further MiB has to arrive."""
 ATTEMPTS = 3
 """Maximum number of consecutive attempts without progress."""
 PAUSE_S = 1.0

@@ -320,7 +320,7 @@ def record_all_inputs(
 def hidden_layer_by_layer(model: LanguageModel, batches: Sequence[Tokens]) -> Iterator[Tensor]:
     """Yield `model.hidden` of each batch, with all batches through one layer before the next.
 
-    The results are `(B, S, D)`. Each weight is read once, whatever the number of batches.
+    The results are `(B, S, D)`. Each weight is read once for all batches.
 
     Raises:
         CheckpointError: the layers of this architecture cannot be run one by one.

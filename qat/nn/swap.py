@@ -306,7 +306,7 @@ def tie_head(model: PreTrainedModel, table: Tensor) -> None:
 
 
 def settle_tie(model: PreTrainedModel) -> None:
-    """Untie a head whose table differs from the embedding's, whatever the configuration says.
+    """Untie a head whose table differs from the embedding's, even if the configuration ties them.
 
     transformers keeps both tables of a checkpoint that holds two, and leaves `tie_word_embeddings`
     as it is; where weights stay in their files it does not compare them.

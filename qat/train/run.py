@@ -245,7 +245,7 @@ class RunDirectory:
                 )
 
     def has_pointer(self, name: str) -> bool:
-        """Return whether the pointer file `latest` or `best` exists, whatever its content."""
+        """Return whether the pointer file `latest` or `best` exists; its content is not read."""
         return (self.path / name).exists()
 
     def pointed(self, name: str) -> Path | None:

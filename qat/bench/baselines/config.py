@@ -56,7 +56,7 @@ class BaselineSettings(Settings):
     """True multiplies rank by rank, as the reference does; false forms the weight first, which
     gives the same numbers faster."""
     int4_share: float = Field(0.5, gt=0, le=1)
-    """Fraction of rows that edgerazor keeps in 4 bits, whatever `plan` says; the others are
+    """Fraction of rows that edgerazor keeps in 4 bits, independent of `plan`; the others are
     ternary. It is rounded up to every nth row; published are 0.5 ("2.79 bits") and 0.125 ("1.88
     bits")."""
     activations: Literal["int8"] | None = None

@@ -32,7 +32,7 @@ Build = Callable[[bool], Subject]
 OWN_SETTINGS = {
     "reference": {"loss": "candidates", "temperature": TEMPERATURE, "gradient_checkpointing": True}
 }
-"""Settings that a case always trains with, whatever the flags say."""
+"""Settings that override the flags in every case."""
 
 
 @dataclass(frozen=True)
