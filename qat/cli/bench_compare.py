@@ -109,7 +109,7 @@ def comparison_table(found: "Comparison") -> "Table":
 
 
 def remarks(found: "Comparison") -> list[str]:
-    """What the table's reader must know besides."""
+    """Return lines about noise and hosts, without which the table cannot be judged."""
     cases, runs = found.between_cases, found.between_runs
     noise = "not known: no case has two runs" if runs is None else f"{runs:.1%}"
     lines = [

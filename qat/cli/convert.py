@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from qat.models.cost import Sizes
 
 Foreign = Literal["anemll"]
-"""Whose checkpoints can be read."""
+"""Projects whose checkpoints `--from` imports."""
 MEANT = {"base"}
 """The settings of `qat convert` that an import reads."""
 

@@ -194,7 +194,7 @@ def push(
 
 
 def _student(path: Path) -> Path:
-    """Of a run the final student, or its best checkpoint; anything else is what it is."""
+    """Return the final student of a run, else its best checkpoint; any other `path` as it is."""
     if not (path / METRICS).is_file():
         return path
     if (path / SUMMARY).is_file():

@@ -1,4 +1,4 @@
-"""What a command line names is looked at before torch is imported: a wrong path costs no wait."""
+"""Checks of paths on a command line, before torch is imported: a wrong one costs no wait."""
 
 import logging
 import os

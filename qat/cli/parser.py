@@ -1,4 +1,4 @@
-"""From the words of a command line to the call of a verb, or to a line about what is wrong in them.
+"""Parse a command line into the call of a verb, or report its mistake in one line.
 
 A recipe (`--recipe FILE.toml`) holds one table per verb with the names of its flags; flags win.
 """

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 Table = dict[str, object]
 LAST_FILES = {"convert": REPORT_NAME, "train": SUMMARY, "export": ""}
-"""What is there once a verb is done, in the directory that it makes; a cache says so itself."""
+"""The file that each verb writes last into its directory; a cache has a state in its manifest."""
 FREE_TO_CHANGE = {"device", "xla_cache_dir"}
 """Settings of one call: a stage that is done may be called with another value, and no later call
 inherits them."""
@@ -82,7 +82,7 @@ class Pipeline:
         self.recorded: dict[str, dict[str, object]] = {}
         """The tables that an earlier call wrote."""
         self.has_news = False
-        """Whether this call has made or measured anything."""
+        """True once this call has made or measured anything."""
         recipe = out / RECIPE
         if recipe.is_file():
             try:
@@ -107,7 +107,7 @@ class Pipeline:
         write_atomically(self.out / RECIPE, tomli_w.dumps(kept))
 
     def is_done(self, verb: str, name: str) -> bool:
-        """Whether the stage `name`, a call of `verb`, has made its directory whole."""
+        """Return whether the directory of the stage `name`, a call of `verb`, is complete."""
         path = self.out / name
         if verb == "cache":
             from qat.data.cache import MANIFEST, read_manifest
@@ -187,7 +187,7 @@ class Pipeline:
         write_atomically(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
     def exams(self) -> dict[str, dict[str, object]]:
-        """What every model judged so far came to, the teacher first."""
+        """Return the results of every model judged so far, by name, the teacher first."""
         path = self.out / EXAM
         return parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
@@ -281,11 +281,11 @@ FOUND = {
     "eval": {"student", "teacher", "cache_dir"},
     "export": {"model", "to"},
 }
-"""What `qat run` itself tells a stage, beside `out`: no recipe may."""
+"""Settings of each stage that `qat run` sets itself, as it does `out`; recipes may not."""
 FEW_DOCUMENTS, FEW_HELD_OUT, SHARE_OF_FEW = 400, 64, 0.2
-"""Of fewer documents, or if fewer sequences came of it, more than the default share is held out."""
+"""With fewer documents, or fewer held-out sequences, `SHARE_OF_FEW` of the text is held out."""
 PASSES, SHORTEST = 10, 20
-"""How often a small text is read at most, and the fewest steps that train anything."""
+"""The most passes over a small text, and the fewest steps of a training."""
 STEPS_A_PASS = 8
 """The fewest steps in which a small text is read once: its batches are smaller for it."""
 EVERYWHERE = {"device", "dtype", "xla_cache_dir", "trust_remote_code"}
@@ -446,7 +446,7 @@ class Run:
         """The directory of the student that is exported, once both were judged."""
         self.done = [stage for stage in STAGES if self._is_done(stage)]
         self.settings: dict[str, Table] = {}
-        """Of each stage all that was or is to be set, for `recipe.toml`."""
+        """All settings of each stage, chosen or default, for `recipe.toml`."""
         self._note()
         # what is done was made of the same model and text
         for stage in self.done:
@@ -454,7 +454,7 @@ class Run:
                 now = {key: self.settings["run"].get(key)}
                 pipeline.check_same("run", now, {key: recorded.get(key)})
         self.tables = {stage: self._table(stage, tables, config.tables()) for stage in STAGES}
-        """Of each stage what somebody has set, or was set before."""
+        """The settings of each stage that flags, the recipe or an earlier call chose."""
         if not {"to", "bits_budget", "attention"} & self.tables["convert"].keys():
             self.tables["convert"]["to"] = DEFAULT_PLAN
         self.configs: dict[str, Any] = {}
@@ -642,7 +642,7 @@ class Run:
         )
 
     def _is_done(self, stage: str) -> bool:
-        """Whether a stage has made all, or of several things the first."""
+        """Return whether a stage is complete; of several exports, whether the first one is."""
         if stage == "eval":
             return bool(self.pipeline.exams())
         place = f"export/{self.targets[0]}" if stage == "export" else PLACES.get(stage, stage)
@@ -657,7 +657,7 @@ class Run:
         return choices(cache, cache.num_sequences or train.max_steps * train.sequences_per_step)
 
     def _wired(self, stage: str) -> list[object]:
-        """What a stage is told of the others."""
+        """Return the words of a stage's command line that name the results of other stages."""
         place = self.pipeline.out
         if stage == "cache":
             return ["--teacher", self.teacher, "--data", self.config.data]

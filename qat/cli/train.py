@@ -175,7 +175,7 @@ def show_findings(checked: "Checked") -> None:
 
 
 def predicted(checked: "Checked", config: TrainConfig, out: Path) -> dict[str, object]:
-    """What a dry run found: how many findings, and what the run would take."""
+    """Return what a dry run prints: the counts of findings, and hours, memory and disk."""
     counts = {f"{each}s": 0 for each in SEVERITIES}
     for finding in checked.findings:
         counts[f"{finding.severity}s"] += 1
