@@ -52,7 +52,8 @@ class ConvertConfig(Settings):
     then only says which linears, whether levels, vectors or trellises, and in which groups. Without
     a plan: all linears, as vectors, or as levels where a linear or a target cannot hold vectors."""
     group_size: Formats[int | None] = Field(None, gt=0)
-    """Input features that share a scale; the plan's own by default."""
+    """Input features that share a scale; the plan's own by default. If targets of --for hold
+    other groups only, those are used, and a line says so."""
     embedding_bits: Formats[Literal[4, 8, 16, "auto"] | None] = None
     """Bits of the embedding and the head: 4 or 8; 16 for floating point; auto to choose within the
     budget, which then includes them. By default the plan's rule for them; without one 8 (or fewer,

@@ -98,7 +98,7 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
     check_experts(plan, model)
     plan = plan_tables(plan, model, config, stored=stored, shipping=shipping)
     if shipping is not None:
-        plan = shipping.plan(plan, model)
+        plan = shipping.plan(plan, model, group_size=config.group_size)
     specs = plan.assign(linear_names(model), table_names(model))
     for name, spec in specs.items():
         spec.check_shape(name, *weight_shape(model.get_submodule(name)))

@@ -3,6 +3,7 @@
 Shapes: O out_features, I in_features.
 """
 
+import logging
 from itertools import combinations, product
 from typing import NamedTuple, Protocol
 
@@ -14,6 +15,8 @@ from qat.nn.sites import odd_site
 from qat.nn.swap import linear_names, table_names, weight_shape
 from qat.nsa.swap import nsa_config
 from qat.quant.spec import ActivationKind, ActivationSpec, LutSpec, QuantPlan
+
+logger = logging.getLogger(__name__)
 
 
 class Holder(Protocol):
@@ -136,8 +139,12 @@ class Shipping(NamedTuple):
         is_held = all(target.lost(spec, shape) is None for target in self.targets.values())
         return spec if is_held else None
 
-    def plan(self, plan: QuantPlan, model: PreTrainedModel) -> QuantPlan:
+    def plan(
+        self, plan: QuantPlan, model: PreTrainedModel, *, group_size: int | None = None
+    ) -> QuantPlan:
         """Return `plan` with a rule for each module, its format adapted to all targets.
+
+        A warning says so where linears do not get the `group_size` that the user asked for.
 
         Raises:
             ExportError: a target cannot hold the model, a format of the plan, or one that a module
@@ -151,11 +158,17 @@ class Shipping(NamedTuple):
         specs = plan.assign(linear_names(model), tables)
         self._check_tables([name for name in specs if name in tables])
         self._check_others(model, set(specs))
-        rules = plan.rules_for(
-            {n: self.bend(n, s, weight_shape(model.get_submodule(n))) for n, s in specs.items()},
-            tables,
-        )
-        return QuantPlan(name=f"{plan.name}_{self.name}", rules=rules)
+        held = {n: self.bend(n, s, weight_shape(model.get_submodule(n))) for n, s in specs.items()}
+        others = sorted({s.group_size for n, s in held.items() if n not in tables} - {group_size})
+        if group_size is not None and others:
+            logger.warning(
+                "group_size=%d is not kept: linears get groups of %s, which %s holds; --for packed "
+                "keeps it, or drop --group-size",
+                group_size,
+                " and ".join(map(str, others)),
+                " and ".join(self.targets),
+            )
+        return QuantPlan(name=f"{plan.name}_{self.name}", rules=plan.rules_for(held, tables))
 
     def _with_inputs(self, plan: QuantPlan) -> QuantPlan:
         """Return `plan` with inputs that all targets support.

@@ -118,3 +118,15 @@ def test_sparse_attention_is_counted_and_goes_where_it_can(tmp_path: Path) -> No
             ConvertConfig(attention="nsa", device="cpu"),
             shipping_to(["gguf"]),
         )
+
+
+def test_a_group_size_that_a_target_replaces_is_named(tmp_path: Path, caplog) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "float")
+    TOKENIZER.save_pretrained(tmp_path / "float")
+    for to, group_size, lines in (("gguf", 8, 1), ("gguf", 32, 0), ("packed", 8, 0)):
+        caplog.clear()
+        config = ConvertConfig(to="q4a4", group_size=group_size, device="cpu")
+        forecast(str(tmp_path / "float"), config, shipping_to((to,)))
+        said = [record.getMessage() for record in caplog.records if "group_size" in record.msg]
+        assert len(said) == lines, (to, group_size)
+        assert all("group_size=8" in line and "groups of 32" in line for line in said)
