@@ -25,7 +25,7 @@ from qat.export.parts import (
     refuse_low_rank,
 )
 from qat.models.gguf import dequantize, open_gguf
-from qat.models.opening import teach_q2_0
+from qat.models.gguf_header import teach_q2_0
 from qat.models.stored_state import quantized_modules
 from qat.nn.swap import embedding_dtype
 from qat.quant.integers import is_integers

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qat.errors import CheckpointError
@@ -57,8 +58,6 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         CheckpointError: see `check_gguf`; or a type is unknown.
     """
     import gguf
-
-    from qat.models.opening import teach_q2_0
 
     teach_q2_0()
     found = {}
@@ -199,3 +198,28 @@ def _after_value(data: mmap.mmap, at: int, kind: int, depth: int) -> int:
 def _check_room(left: int, count: int, size: int, what: str) -> None:
     if count * size > left:
         raise ValueError(f"{count} {what} where {max(0, left)} bytes are left")
+
+
+def teach_q2_0() -> None:
+    """Register ggml's type Q2_0 in the package `gguf`, whose release 0.19 lacks it.
+
+    Blocks of 64 weights: a float16 scale, then two bits each, 0 to 3 for -1 to 2 times the scale.
+    """
+    import gguf
+
+    types, read = gguf.GGMLQuantizationType, gguf.quants._type_traits  # noqa: SLF001
+    if "Q2_0" not in types.__members__:
+        made = int.__new__(types, 42)
+        made._name_, made._value_ = "Q2_0", 42
+        types._member_map_["Q2_0"] = types._value2member_map_[42] = made  # noqa: SLF001
+        gguf.GGML_QUANT_SIZES[made] = (64, 2 + 16)
+    if types["Q2_0"] not in read:
+
+        class Q2_0(gguf.quants.Q4_0.__base__, qtype=types["Q2_0"]):
+            """Registers itself by its definition, as the classes of `gguf` do."""
+
+            @classmethod
+            def dequantize_blocks(cls, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+                scale = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
+                codes = (blocks[:, 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & 3
+                return scale * (codes.reshape(len(blocks), -1).astype(np.float32) - 1)

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
-from numpy.typing import NDArray
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -39,7 +37,7 @@ from qat.models.directory import (
     is_kept_here,
 )
 from qat.models.gguf_cache import Config, opened
-from qat.models.gguf_header import check_gguf
+from qat.models.gguf_header import check_gguf, teach_q2_0
 
 TABLES = (
     "config.json",
@@ -320,28 +318,3 @@ def _check_index(path: Path, values: dict[str, object]) -> None:
         )
     for name in places.values():
         inside(path.parent, name, found_in=path, error=CheckpointError)
-
-
-def teach_q2_0() -> None:
-    """Register ggml's type Q2_0 in the package `gguf`, whose release 0.19 lacks it.
-
-    Blocks of 64 weights: a float16 scale, then two bits each, 0 to 3 for -1 to 2 times the scale.
-    """
-    import gguf
-
-    types, read = gguf.GGMLQuantizationType, gguf.quants._type_traits  # noqa: SLF001
-    if "Q2_0" not in types.__members__:
-        made = int.__new__(types, 42)
-        made._name_, made._value_ = "Q2_0", 42
-        types._member_map_["Q2_0"] = types._value2member_map_[42] = made  # noqa: SLF001
-        gguf.GGML_QUANT_SIZES[made] = (64, 2 + 16)
-    if types["Q2_0"] not in read:
-
-        class Q2_0(gguf.quants.Q4_0.__base__, qtype=types["Q2_0"]):
-            """Registers itself by its definition, as the classes of `gguf` do."""
-
-            @classmethod
-            def dequantize_blocks(cls, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-                scale = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
-                codes = (blocks[:, 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & 3
-                return scale * (codes.reshape(len(blocks), -1).astype(np.float32) - 1)

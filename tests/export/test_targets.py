@@ -50,8 +50,8 @@ from qat.export.dense import dense_state_dict
 from qat.export.model import IMPORT, export_model, float_base
 from qat.export.targets import LIBRARIES, TARGETS, check_model, load_target, ships_to
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
+from qat.models.gguf_header import teach_q2_0
 from qat.models.load import load_model
-from qat.models.opening import teach_q2_0
 from qat.models.stored_state import quantized_modules
 from qat.nn.quant_linear import LutLinear
 from qat.nn.step import quant_linears

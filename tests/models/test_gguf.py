@@ -9,7 +9,7 @@ from gguf_case import write_gguf
 from transformers.modeling_gguf_pytorch_utils import _gguf_parse_value
 
 from qat.models.gguf import dequantize, open_gguf, quick_gguf
-from qat.models.opening import teach_q2_0
+from qat.models.gguf_header import teach_q2_0
 
 teach_q2_0()
 KINDS = sorted(gguf.quants._type_traits, key=lambda kind: kind.name)
