@@ -27,8 +27,8 @@ def test_smollm2_goes_from_gguf_to_gguf(
         ("cache", "--teacher", SOURCE, "--data", "stdlib", *rows, "--out", cache),
         ("convert", SOURCE, "--to", "q2a4", "--for", "gguf", "--calibration", cache,
          "--out", student),
-        ("train", student, "--cache-dir", cache, "--batch-size", 1, "--max-steps", 20,
-         "--eval-every", 20, "--out", run),
+        ("train", student, "--cache-dir", cache, "--batch-size", 1, "--max-steps", 4,
+         "--eval-every", 4, "--eval-sequences", 4, "--out", run),
     )  # fmt: skip
     for verb in verbs:
         assert call(monkeypatch, *verb, "--device", "cpu") == 0, capsys.readouterr()
