@@ -52,7 +52,10 @@ def test_a_model_computes_the_same_with_its_sites_open_and_closed_again(family: 
     opened = copy.deepcopy(model)
     open_sites(opened)
     with torch.no_grad():
-        assert torch.equal(opened(IDS, use_cache=False).logits, expected)
+        found = opened(IDS, use_cache=False).logits
+    # GPT-OSS stores its experts transposed: a product of another layout may sum in another order
+    noise = 1e-6 if family == "GptOssForCausalLM" else 0
+    torch.testing.assert_close(found, expected, rtol=0, atol=noise)
     if FAMILIES[family]:
         assert len(linear_names(opened)) == FAMILIES[family]
     close_sites(opened)
