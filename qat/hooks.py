@@ -1,0 +1,37 @@
+"""Hooks for extensions, which are found by entry points; the core imports no extension.
+
+| group            | what an entry point names                                      |
+|------------------|----------------------------------------------------------------|
+| `qat.verbs`      | a function that adds verbs to the command line                 |
+| `qat.importers`  | a reader of another system's caches and checkpoints            |
+
+An extension of this repository lies in `qat/extensions/NAME` and has its entry points in
+`pyproject.toml`; another distribution may declare entry points of the same groups.
+"""
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+
+from qat.errors import ConfigError
+
+
+@cache
+def hooks(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of `group` by name; nothing is imported before `load`."""
+    return {each.name: each for each in entry_points(group=group)}
+
+
+def extension(group: str, name: str) -> object:
+    """Import and return what the extension `name` offers to `group`.
+
+    Raises:
+        ConfigError: the extension is not installed.
+    """
+    found = hooks(group).get(name)
+    if found is None:
+        raise ConfigError(
+            f"the extension {name!r} is not installed ({group} has "
+            f"{', '.join(sorted(hooks(group))) or 'none'}); install it with: "
+            "pip install --force-reinstall --no-deps qat-distill, or -e . in a clone"
+        )
+    return found.load()
