@@ -1,4 +1,4 @@
-"""The figures of docs/quality.md: its tables are those of the rows, equal time counts our steps."""
+"""The figures of docs/quality.md: equal time counts our steps."""
 
 import json
 import statistics
@@ -8,13 +8,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "speedrun" / "records"
-TABLES = (
-    "2026-11-21_quality/stories15m",
-    "2026-11-21_quality/teacher88m",
-    "2026-11-21_quality/stories15m_more",
-    "2026-11-23_whole_documents/minimind2",
-    "2026-11-23_whole_documents/tiny_qwen3",
-)
 
 
 @pytest.fixture
@@ -23,13 +16,6 @@ def script(monkeypatch: pytest.MonkeyPatch):
     import quality_figures
 
     return quality_figures
-
-
-@pytest.mark.parametrize("directory", TABLES)
-def test_the_page_has_the_tables_of_the_rows(script, directory: str, capsys) -> None:
-    script.tables(RECORDS / directory)
-    table = capsys.readouterr().out.partition("steps\n\n")[2]
-    assert table.strip() in (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
 
 
 def test_minimind2_is_judged_on_whole_documents(script) -> None:
