@@ -48,15 +48,14 @@ if TYPE_CHECKING:  # this file is imported while transformers itself still is
     from transformers import PreTrainedConfig, PreTrainedModel
 
 QUANT_METHOD = "qat"
-FORMAT = 1
-SPARSE_FORMAT = 2
-"""The format of a model with sparse attention, which config.json defines under `nsa`; it may have
-no quantized module."""
-VECTORS, TRELLISES = 2, 4
-"""Added to the format if a codebook holds vectors, or if an index is a window over its row's bits
-(with or without vectors); older versions cannot read these."""
-ACTIVATIONS = 6
-"""Added to any format if inputs are quantized."""
+FORMAT = 13
+"""Number of the checkpoint format, whose `features` say what a reader must support."""
+FEATURES = ("activations", "kv", "lora", "nsa", "trellis", "vectors")
+"""Features that a checkpoint may list: quantized inputs, quantized keys and values, adapters,
+sparse attention (config.json defines it under `nsa`), indices that are windows over the bits of a
+row, and codebooks of vectors."""
+LEGACY_CODEBOOKS = ((), ("vectors",), ("trellis",))
+"""Codebook feature by its number in formats 1 to 12."""
 Headers = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of every tensor of some files, by name."""
 NEEDS_QAT = "none for transformers alone: run 'import qat' before from_pretrained"
@@ -82,35 +81,60 @@ SAFETENSORS_NAMES = {
 
 @register_quantization_config(QUANT_METHOD)
 class QatConfig(QuantizationConfigMixin):
-    """The `quantization_config` of a packed checkpoint: its format and each module's spec.
+    """The `quantization_config` of a packed checkpoint: its features and each module's spec.
 
-    `kv` is the format of quantized keys and values; versions that do not have this key refuse it.
+    `kv` is the format of quantized keys and values. Formats 1 to 12, written until version 0.1, are
+    read as well.
     """
 
     def __init__(
-        self, format: int = 0, modules: dict | None = None, kv: dict | None = None, **others: object
+        self,
+        format: int = 0,
+        features: list | None = None,
+        modules: dict | None = None,
+        kv: dict | None = None,
+        **others: object,
     ) -> None:
         others.pop("quant_method", None)
-        newest = SPARSE_FORMAT + TRELLISES + ACTIVATIONS
-        if type(format) is not int or not FORMAT <= format <= newest:
+        is_legacy = type(format) is int and 1 <= format < FORMAT and features is None
+        if not is_legacy and (type(format) is not int or format != FORMAT):
             raise CheckpointError(
-                f"quantization_config has format={format!r:.80}, expected format={FORMAT} to "
-                f"{newest}; use the version of qat that wrote this checkpoint, or convert the "
-                "model anew"
+                f"quantization_config has format={format!r:.80}, expected format={FORMAT} or one "
+                "of 1 to 12 without features; use the version of qat that wrote this checkpoint, "
+                "or convert the model anew"
             )
         modules = {} if modules is None else modules
         is_table = isinstance(modules, dict) and all(type(m) is dict for m in modules.values())
-        is_other = kv is not None or format % VECTORS == SPARSE_FORMAT % VECTORS
-        if others or not is_table or not (modules or is_other):
+        if others or not is_table:
             raise CheckpointError(
                 f"quantization_config has keys {sorted(others)} and modules={modules!r:.80}, "
-                "expected only format, kv and a table of a table for each module; convert the "
-                "model anew"
+                "expected only format, features, kv and a table of a table for each module; "
+                "convert the model anew"
+            )
+        if is_legacy:
+            features = _legacy_features(format, modules, kv)
+        elif not isinstance(features, list) or not all(isinstance(f, str) for f in features):
+            raise CheckpointError(
+                f"quantization_config has features={features!r:.80}, expected a list of names; "
+                "the file is damaged: copy it anew"
+            )
+        unknown = sorted(set(features) - set(FEATURES))
+        if unknown:
+            raise CheckpointError(
+                f"quantization_config has features={', '.join(unknown)!r:.80}, which this version "
+                f"of qat does not read, expected some of {', '.join(FEATURES)}; use the version of "
+                "qat that wrote this checkpoint"
+            )
+        if not modules and not {"nsa", "kv"} & set(features):
+            raise CheckpointError(
+                "quantization_config has modules={}, expected a table for each quantized module; "
+                "convert the model anew"
             )
         self.quant_method = QUANT_METHOD
-        self.format = format
+        self.format = FORMAT
+        self.features = sorted(set(features))
         self.modules = modules
-        if kv is not None:  # left out otherwise, so that older versions read the file
+        if kv is not None:
             self.kv = kv
 
     @classmethod
@@ -130,8 +154,6 @@ class QatConfig(QuantizationConfigMixin):
                 f"{type(model).__name__} has no quantized layers, expected some; quantize it with "
                 "'qat convert' first"
             )
-        format = SPARSE_FORMAT if is_sparse else FORMAT
-        format += _added_by([module.spec for module in modules.values()])
         entries = {name: m.spec.model_dump() for name, m in modules.items()}
         owners: dict[int, str] = {}
         for name, module in modules.items():
@@ -143,7 +165,9 @@ class QatConfig(QuantizationConfigMixin):
             owner = owners.setdefault(id(module.activation), name)
             if has_input_scale(module) and owner != name:
                 entries[name][SHARED_SCALE] = owner
-        return cls(format + (ACTIVATIONS if owners else 0), entries, kv and kv.model_dump())
+        specs = [module.spec for module in modules.values()]
+        features = _features(entries, specs, is_sparse, kv is not None)
+        return cls(FORMAT, features, entries, kv and kv.model_dump())
 
     def kv_spec(self) -> KvSpec | None:
         """Return the format of keys and values; None if they are not quantized.
@@ -211,9 +235,9 @@ class QatConfig(QuantizationConfigMixin):
                     f"quantization_config of {name} has {SHARED_SCALE}={owner!r:.80}, expected a "
                     "module with a static scale of its own; the file is damaged: copy it anew"
                 )
-        if (self.format > SPARSE_FORMAT + TRELLISES) != bool(specs):
+        if ("activations" in self.features) != bool(specs):
             raise CheckpointError(
-                f"quantization_config has format={self.format} and quantizes the inputs of "
+                f"quantization_config has features={self.features} and quantizes the inputs of "
                 f"{len(specs)} modules, which do not go together; the file is damaged: copy it anew"
             )
         return specs
@@ -344,25 +368,22 @@ class QatHfQuantizer(HfQuantizer):
         """
         from qat.nsa.swap import KEY, nsa_config, swap_attention  # they need transformers
 
-        config, found = nsa_config(model), self.quantization_config.format
-        kinds = {FORMAT: "dense", SPARSE_FORMAT: "sparse"}
-        expected = FORMAT if config is None else SPARSE_FORMAT
-        added = _added_by(self.quantization_config.specs().values())
-        added += ACTIVATIONS if self.quantization_config.activations() else 0
-        attention = found - added
-        if attention not in kinds:
-            codebooks = {VECTORS: "vectors", TRELLISES: "trellises"}
-            what = codebooks.get(added % ACTIVATIONS, "levels")
+        ours, config = self.quantization_config, nsa_config(model)
+        specs = list(ours.specs().values())
+        found, is_sparse = ours.features, config is not None
+        if ("nsa" in found) != is_sparse:
+            kinds = ("dense", "sparse")
             raise CheckpointError(
-                f"quantization_config has format={found} and codebooks of {what}, expected "
-                f"format={expected + added}; the file is damaged: copy it anew"
+                f"the checkpoint was written with {kinds['nsa' in found]} attention "
+                f"(features={found}), but {KEY!r} of its config.json makes it {kinds[is_sparse]}; "
+                "put back the config.json that it came with, or change its attention with 'qat "
+                "convert --attention'"
             )
-        if attention != expected:
+        expected = _features(ours.modules, specs, is_sparse, ours.kv_spec() is not None)
+        if found != expected:
             raise CheckpointError(
-                f"the checkpoint was written with {kinds[attention]} attention (format={found}), "
-                f"but {KEY!r} of its config.json makes it {kinds[expected]}; put back the "
-                "config.json that it came with, or change its attention with 'qat convert "
-                "--attention'"
+                f"quantization_config has features={found}, expected {expected} from what it "
+                "quantizes; the file is damaged: copy it anew"
             )
         if config is not None:
             swap_attention(model, config)
@@ -490,12 +511,34 @@ def set_empty_adapter(name: str, linear: nn.Module, rank: int) -> None:
     linear.set_lora(Lora(torch.empty(O, rank, device="meta"), torch.empty(rank, I, device="meta")))
 
 
-def _added_by(specs: Iterable[LutSpec]) -> int:
-    """Return what the formats of a checkpoint's weights add to its format number."""
+def _features(
+    modules: dict[str, dict], specs: Iterable[LutSpec], is_sparse: bool, has_kv: bool
+) -> list[str]:
+    """Return the features of a checkpoint in order; a trellis may hold vectors as well."""
     specs = list(specs)
-    if any(spec.is_trellis for spec in specs):
-        return TRELLISES
-    return VECTORS if any(spec.is_vector for spec in specs) else 0
+    has_trellis = any(spec.is_trellis for spec in specs)
+    has = {
+        "activations": any(ACTIVATION in entry for entry in modules.values()),
+        "kv": has_kv,
+        "lora": any(LORA_RANK in entry for entry in modules.values()),
+        "nsa": is_sparse,
+        "trellis": has_trellis,
+        "vectors": not has_trellis and any(spec.is_vector for spec in specs),
+    }
+    return [feature for feature in FEATURES if has[feature]]
+
+
+def _legacy_features(format: int, modules: dict[str, dict], kv: dict | None) -> list[str]:
+    """Return the features of formats 1 to 12, whose numbers counted attention, codebooks, inputs.
+
+    format = 1 + nsa + 2 * (1 for vectors, 2 for trellises) + 6 * activations
+    """
+    rest, is_sparse = divmod(format - 1, 2)
+    has_activations, codebook = divmod(rest, 3)
+    features = [*LEGACY_CODEBOOKS[codebook]]
+    features += ["nsa"] * is_sparse + ["activations"] * has_activations
+    features += ["lora"] * any(LORA_RANK in entry for entry in modules.values())
+    return features + ["kv"] * (kv is not None)
 
 
 def _of_weight(values: object) -> object:

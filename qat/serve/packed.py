@@ -26,8 +26,6 @@ from qat.kernels.lut_weight import form
 from qat.models.checkpoint import is_packed
 from qat.models.directory import GGUF, is_path, resolve
 from qat.models.hf_quantizer import (
-    SPARSE_FORMAT,
-    VECTORS,
     Headers,
     QatConfig,
     check_input_scale,
@@ -255,11 +253,11 @@ def read_config(values: dict) -> tuple[dict[str, Stored], KvSpec | None]:
             engine supports yet.
     """
     config = QatConfig(**values)
-    if config.format % VECTORS == SPARSE_FORMAT % VECTORS:
+    if "nsa" in config.features:
         raise CheckpointError(
-            f"the checkpoint has sparse attention (format={config.format}), which the engine does "
-            "not compute, expected dense attention; run it with 'qat generate', or make it dense "
-            "with 'qat convert --attention dense'"
+            "the checkpoint has sparse attention (feature 'nsa'), which the engine does not "
+            "compute, expected dense attention; run it with 'qat generate', or make it dense with "
+            "'qat convert --attention dense'"
         )
     ranks, activations, owners = config.lora_ranks(), config.activations(), config.scale_owners()
     places = {name: place for place, name in enumerate(config.modules, start=1)}

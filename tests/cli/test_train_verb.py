@@ -12,7 +12,7 @@ from train_case import config, make_place
 from qat.cli.train import _next, show_health
 from qat.data.reader import TeacherCache
 from qat.logs import read_json_lines
-from qat.models.hf_quantizer import FORMAT, SPARSE_FORMAT
+from qat.models.hf_quantizer import FORMAT
 from qat.observe.health import Check
 from qat.train.config import TrainConfig
 from qat.train.run import resolved
@@ -182,18 +182,18 @@ def test_the_export_that_comes_next_holds_the_student(
 ) -> None:
     lacks = {name: "cannot" if name in lacking else None for name in ("gguf", "dense", "packed")}
     monkeypatch.setattr("qat.export.targets.ships_to", lambda _: lacks)
-    final = finished_as(tmp_path, {"format": FORMAT, "kv": {"bits": 8}})
+    final = finished_as(tmp_path, {"format": FORMAT, "features": ["kv"], "kv": {"bits": 8}})
     *_, export = _next(final, TrainConfig(cache_dir="c"), {})
     assert export == ["qat", "export", str(final), "--to", to, "--out", f"{final}-{to}"]
 
 
-@pytest.mark.parametrize(("form", "is_served"), [(FORMAT, True), (SPARSE_FORMAT, False)])
+@pytest.mark.parametrize(("features", "is_served"), [(["kv"], True), (["kv", "nsa"], False)])
 def test_an_engine_comes_next_only_for_a_student_that_it_takes(
-    form: int, tmp_path: Path, monkeypatch, *, is_served: bool
+    features: list, tmp_path: Path, monkeypatch, *, is_served: bool
 ) -> None:
     lacks = dict.fromkeys(("gguf", "dense", "packed"))
     monkeypatch.setattr("qat.export.targets.ships_to", lambda _: lacks)
-    final = finished_as(tmp_path, {"format": form, "kv": {"bits": 8}})
+    final = finished_as(tmp_path, {"format": FORMAT, "features": features, "kv": {"bits": 8}})
     programs = [words[0] for words in _next(final, TrainConfig(cache_dir="c"), {})]
     assert programs == ["qat", "qat", *["vllm"] * is_served, "qat"]
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from qat.errors import CheckpointError
 from qat.models.checkpoint import check_written, load_checkpoint, load_skeleton, save_checkpoint
 from qat.models.directory import CHECKSUMS
-from qat.models.hf_quantizer import ACTIVATIONS, FORMAT, QatConfig
+from qat.models.hf_quantizer import QatConfig
 from qat.models.language_model import LanguageModel
 from qat.models.stored_state import INPUT_SCALE, activation_counts, packed_state_dict
 from qat.nn.step import quant_linears
@@ -51,12 +51,12 @@ def test_reloaded_logits_are_equal(kind: str, dtype: torch.dtype, tmp_path: Path
     if dtype == torch.float32:
         assert torch.equal(logits(made), logits(again))
     assert activation_counts(again) == {kind: 15}
-    assert again.config.quantization_config.format == FORMAT + ACTIVATIONS
+    assert again.config.quantization_config.features == ["activations"]
     to_latent(again, linear_names(again))
     if dtype == torch.float32:
         assert torch.equal(logits(first), logits(again))
     plain = tiny_quantized("qwen3", SPECS["lut2"], tie_word_embeddings=True)
-    assert QatConfig.of(plain).format == FORMAT
+    assert QatConfig.of(plain).features == []
 
 
 @pytest.mark.parametrize("kind", ["int8", "int8-static"])
@@ -114,7 +114,7 @@ UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
         (lambda q: q["modules"][UP].update(activation={"kind": "int7"}), "activation|kind"),
         (lambda q: q["modules"][UP].update(input_scale_of="nobody"), "input_scale_of='nobody'"),
         (lambda q: q["modules"][UP].update(input_scale_of=UP), "a static scale of its own"),
-        (lambda q: q.update(format=FORMAT), "do not go together"),
+        (lambda q: q.update(features=[]), r"expected \['activations'\]"),
         (lambda q: q["modules"][DOWN].pop("activation"), "no place for"),
     ],
 )

@@ -26,6 +26,7 @@ from qat.models.checkpoint import (
     write_checkpoint,
 )
 from qat.models.directory import CHECKSUMS, atomic_directory
+from qat.models.hf_quantizer import FORMAT, QatConfig
 from qat.models.stored_state import packed_state_dict
 from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
 from qat.nn.step import quant_linears
@@ -371,10 +372,15 @@ def test_a_missing_file_is_refused(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 13}, r"format=13, expected format=1 to 12"),
-        ({"format": 7}, r"format=7 and quantizes the inputs of 0 modules"),
-        ({"format": 3}, r"format=3 and codebooks of levels, expected format=1;"),
-        ({"format": 5}, r"format=5 and codebooks of levels, expected format=1;"),
+        ({"format": 14}, r"format=14, expected format=13"),
+        ({"format": 1}, r"format=1, expected format=13 or one of 1 to 12 without features"),
+        ({"features": None}, r"features=None, expected a list of names"),
+        ({"features": [1]}, r"features=\[1\], expected a list of names"),
+        ({"features": ["vectors", "ternions"]}, r"features='ternions', .* expected some of"),
+        ({"features": ["activations"]}, r"features=\['activations'\], expected \[\]"),
+        ({"features": ["vectors"]}, r"features=\['vectors'\], expected \[\]"),
+        ({"features": ["trellis"]}, r"features=\['trellis'\], expected \[\]"),
+        ({"features": ["nsa"]}, r"written with sparse attention"),
         ({"spare": 1}, r"keys \['spare'\]"),
         ({"modules": {}}, r"modules={}"),
         ({"modules": {NAME: {"bits": 9}}}, rf"{NAME}.*bits=9"),
@@ -388,6 +394,32 @@ def test_a_foreign_quantization_config_is_refused(changes: dict, message: str, s
     edit_config(saved, **changes)
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(saved)
+
+
+@pytest.mark.parametrize(("spec", "number"), [("lut2", 1), ("pairs6", 3), ("trellis2_s8", 5)])
+def test_formats_of_earlier_versions_are_read(spec: str, number: int, tmp_path: Path) -> None:
+    model = tiny_quantized("qwen3", SPECS[spec])
+    save_checkpoint(model, None, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]["features"]
+    config["quantization_config"]["format"] = number
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / CHECKSUMS).unlink()
+    again = load_checkpoint(tmp_path)
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    assert again.config.quantization_config.format == FORMAT
+
+
+def test_features_of_earlier_formats_were_counted_in_their_number() -> None:
+    modules = {"a": {"lora_rank": 4}}
+    found = [QatConfig(number, modules=modules).features for number in range(1, FORMAT)]
+    codebooks = [[], ["vectors"], ["trellis"]]
+    assert found == [
+        sorted(["lora", *inputs, *codebook, *attention])
+        for inputs in ([], ["activations"])
+        for codebook in codebooks
+        for attention in ([], ["nsa"])
+    ]
 
 
 def test_an_index_beyond_a_ternary_codebook_is_refused(tmp_path: Path) -> None:

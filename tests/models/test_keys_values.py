@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from qat.errors import CheckpointError, ConfigError
 from qat.kernels.nsa.config import PRESETS
 from qat.models.checkpoint import load_checkpoint, load_skeleton, save_checkpoint, write_model
+from qat.models.hf_quantizer import FORMAT
 from qat.models.language_model import LanguageModel
 from qat.models.regions import Regions, kept_heads, kv_spec, quantize_kv, set_kv
 from qat.nsa.swap import swap_attention
@@ -124,7 +125,8 @@ def test_a_float_model_is_kept_too(tmp_path: Path) -> None:
     assert torch.equal(again(IDS).logits, model(IDS).logits)
     values = json.loads((tmp_path / "config.json").read_text())
     assert values["quantization_config"] == {
-        "format": 1,
+        "features": ["kv"],
+        "format": FORMAT,
         "kv": {"bits": 8},
         "modules": {},
         "quant_method": "qat",

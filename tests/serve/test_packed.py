@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import qat.serve.packed
 from qat.errors import CheckpointError
-from qat.models.hf_quantizer import QatConfig, read_headers
+from qat.models.hf_quantizer import FORMAT, QatConfig, read_headers
 from qat.models.stored_state import packed_state_dict
 from qat.nn.lut_embedding import FrozenLutEmbedding
 from qat.nn.quant_linear import QuantLinear
@@ -326,11 +326,12 @@ def test_an_index_beyond_a_ternary_codebook_is_refused() -> None:
 def test_a_config_is_read_as_it_is_written() -> None:
     (up, values), head = *MODULES.items(), LutSpec(bits=4).model_dump()
     modules = {up: values | {"lora_rank": 5}, "lm_head": head}
-    read, kv = read_config({"quant_method": "qat", "format": 1, "modules": modules})
+    stored = {"format": FORMAT, "features": ["lora"], "modules": modules}
+    read, kv = read_config({"quant_method": "qat", **stored})
     assert kv is None
     assert read[up] == Stored(up, LutSpec(bits=2, group_size=16), 5)
     assert read["lm_head"] == Stored("lm_head", LutSpec(bits=4))
-    assert QatConfig(1, modules).specs() == {name: each.spec for name, each in read.items()}
+    assert QatConfig(**stored).specs() == {name: each.spec for name, each in read.items()}
 
 
 def test_inputs_and_caches_of_a_config_are_read() -> None:
@@ -356,15 +357,16 @@ def test_inputs_and_caches_of_a_config_are_read() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"format": 13}, r"format=13, expected format=1 to 12; use the version of qat that wrote"),
-        ({"format": 2}, r"sparse attention \(format=2\), which the engine does not compute"),
-        ({"format": 4}, r"sparse attention \(format=4\)"),
-        ({"format": 6}, r"sparse attention \(format=6\)"),
+        ({"format": 14}, "format=14, expected format=13"),
+        ({"format": FORMAT, "features": ["nsa"]}, r"sparse attention \(feature 'nsa'\)"),
+        ({"format": 2}, r"sparse attention \(feature 'nsa'\)"),
+        ({"format": 4}, r"sparse attention \(feature 'nsa'\)"),
+        ({"format": 6}, r"sparse attention \(feature 'nsa'\)"),
         (
             {"format": 7, "modules": {"a": {"bits": 2, "activation": {"kind": "int4"}}}},
             "quantization_config of a",
         ),
-        ({"format": 7}, "format=7 and quantizes the inputs of 0 modules, which do not go together"),
+        ({"format": 7}, r"\['activations'\] and quantizes the inputs of 0 modules"),
         ({"kv": {"bits": 3}}, "kv of quantization_config"),
         ({"modules": {"a": {"bits": 2, "codebook": "fp4"}}}, "quantization_config of a"),
     ],
