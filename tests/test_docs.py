@@ -73,14 +73,3 @@ def test_the_page_of_the_code_names_files_that_there_are() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     paths = set(re.findall(r"`((?:qat|tests)/[\w/.]+)`", text))
     assert [path for path in paths if not (ROOT / path).exists()] == []
-
-
-def test_a_record_says_where_a_script_went_that_is_gone() -> None:
-    for record in sorted({entry.record for entry in ENTRIES}):
-        commands = [entry.figure.command for entry in ENTRIES if entry.record == record]
-        named = set(re.findall(r"speedrun/\w+\.(?:py|sh)", " ".join(commands)))
-        gone = {script for script in named if not (ROOT / script).exists()}
-        if gone:
-            (page,) = RECORDS.glob(f"*_{record}/README.md")
-            text = page.read_text(encoding="utf-8")
-            assert [script for script in gone if f"`{script}`" not in text] == [], record
