@@ -3,7 +3,6 @@
 import pytest
 import torch
 from nsa_case import nsa_inputs, small
-from nsa_decode_bench import Bench, NSABench, Shape, seconds_of_tile
 from nsa_decode_case import decoded, upto
 from nsa_model_case import sparse_model
 from three_way import assert_no_worse_than_eager
@@ -77,25 +76,25 @@ def test_positions_one_by_one_equal_the_whole_row(mode: str, tile: int) -> None:
 @pytest.mark.parametrize("preset", ["nsa-shared", "nsa-merged-shared"])
 @torch.no_grad()
 def test_a_recorded_token_equals_one_that_is_not(preset: str) -> None:
-    bench = Bench(Shape(length=4096, layers=2), on(torch.device("cuda")))
-    sparse = NSABench(bench, PRESETS[preset])
-    said = torch.zeros(3, *bench.query.shape, dtype=torch.bfloat16, device="cuda")
+    config, length = PRESETS[preset], 4096
+    inputs = on_gpu(nsa_inputs(config, length, heads=(16, 8), width=128, dtype=torch.bfloat16))
+    kept = Past.empty(inputs.key, length, config)
+    fill(kept, inputs, select(inputs, config), config)
+    query, key, value = (tensor[:, :, -1] for tensor in inputs[:3])
+    gates = None if inputs.gates is None else inputs.gates[:, -1]
+    position = torch.full((2,), length - 1, device="cuda")
 
-    def token() -> None:
-        for kept in sparse.kept:
-            said[0] = sparse.attend(kept, is_leader=True)
-        bench.position += 1
+    def token() -> Tensor:
+        append(kept, key, value, position, config=config)
+        choose(query, kept, position, config=config, scale=inputs.scale)
+        return attend(query, kept, position, gates=gates, config=config, scale=inputs.scale)
 
-    replay = bench.recorded(token)
+    token()
+    replay, found = on(position.device).record(token)
     for at in (3968, 3969, 4000, 4095):  # a graph serves every place
-        bench.position.fill_(at)
+        position.fill_(at)
         replay()
-        bench.position.fill_(at)
-        expected = sparse.attend(sparse.kept[-1], is_leader=True)
-        assert torch.equal(said[0], expected)
-    plain, leader = (sparse.token(is_leader=is_leader) for is_leader in (False, True))
-    assert seconds_of_tile(bench, plain, 128, leader) > 0
-    assert int(bench.position) == 4096
+        assert torch.equal(found, token())
 
 
 @torch.no_grad()
