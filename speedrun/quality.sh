@@ -51,7 +51,6 @@ minimind() { # GPUS
     # rows of 256 hold them whole, with the tokens that begin and end them
     sample "$1" minimind2-small texts/minimind2.jsonl "$documents" 0.9 0 250
     compare "$1" minimind2
-    [ -n "$only" ] || gradients "$1"
 }
 
 tiny() { # GPUS
@@ -118,16 +117,6 @@ onpolicy_smollm2() { # GPUS
 onpolicy_minimind2() { # GPUS
     answers "$1" minimind2-small texts/answers_minimind2.jsonl
     compare "$1" onpolicy_minimind2
-}
-
-gradients() { # GPUS
-    [ -e "$record/angles.jsonl" ] && return
-    python speedrun/research/measure_lora.py --figures "$record/figures.jsonl"
-    [ -e runs/angle_student ] || on_gpus "$1" qat convert teachers/stories15M --to q2a4 \
-        --calibration texts/stories15m.jsonl --out runs/angle_student
-    on_gpus "$1" python speedrun/research/measure_gradient_angle.py --teacher teachers/stories15M \
-        --student runs/angle_student --text texts/tinystories.txt --out "$record/angles.jsonl" \
-        --figures "$record/figures.jsonl"
 }
 
 ln -sfn "$models/stories15M" teachers/stories15M
