@@ -9,15 +9,15 @@
 #     ONLY='2a2|codewords|EdgeRazor' bash speedrun/quality.sh MODELS TEXTS RECORD stories minimind ...
 #
 # MODELS holds stories15M and minimind2-small, and SmolLM2's .gguf; TEXTS is a folder of texts by
-# source, or a bundle of speedrun/research/make_teacher.py; figures are appended to
-# RECORD/figures.jsonl when all four were made. With ONLY the recipes of these words run, and no
-# figure is made but those of quantized inputs. Run it from the root of the repository; it takes all
-# GPUs that there are, and goes on where it was stopped.
+# source. teachers/teacher-88m and teachers/mixture come from speedrun/research/make_teacher.py of
+# 27ec4204. Figures are appended to RECORD/figures.jsonl when all four were made. With ONLY the
+# recipes of these words run, and no figure is made but those of quantized inputs. Run it from the
+# root of the repository; it takes all GPUs that there are, and goes on where it was stopped.
 set -uo pipefail
 models=$(realpath "$1") texts=$(realpath "$2") record=$3
 mkdir -p teachers texts runs "$record"
 gpus=$(python -c "import torch; print(max(1, torch.cuda.device_count()))")
-only=${ONLY:-} seconds=${TEACHER_SECONDS:-50} documents=${DOCUMENTS:-40000} workers=${WORKERS:-8}
+only=${ONLY:-} documents=${DOCUMENTS:-40000} workers=${WORKERS:-8}
 stories=${TINYSTORIES:-$texts/tinystories-sample/tinystories_sample.txt}
 instructions=${INSTRUCTIONS:-$texts/alpaca-demo/alpaca_en_demo.json}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # many jobs share the cores
@@ -36,8 +36,6 @@ sample() { # GPUS TEACHER FILE ROWS TOP_P SEED [MAX_TOKENS]
 }
 
 teacher_88m() { # GPUS
-    [ -e teachers/teacher-88m/model.safetensors ] || on_gpus "$1" python speedrun/research/make_teacher.py \
-        --texts "$texts" --out teachers/teacher-88m --max-seconds "$seconds"
     compare "$1" teacher88m
 }
 
@@ -61,9 +59,6 @@ tiny() { # GPUS
 }
 
 mixture() { # GPUS
-    [ -e teachers/mixture/model.safetensors ] || on_gpus "$1" python speedrun/research/make_teacher.py \
-        --texts "$texts" --out teachers/mixture --max-seconds "$seconds" --hidden 512 --layers 8 \
-        --ffn 512 --experts 16 --chosen 4 --rows 32
     compare "$1" mixture
     [ -n "$only" ] || python speedrun/quality_figures.py over-baselines runs/mixture --recipe q2a4 --figure moe_kl_ratio \
         --goal "<= 0.5" --figures "$record/figures.jsonl"

@@ -1,4 +1,4 @@
-"""What the scripts that train teachers share: the model, its loss, its schedule and its judge."""
+"""The model of the tiny teacher, its loss, its schedule and its judge."""
 
 import math
 from pathlib import Path
@@ -13,7 +13,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
-    Qwen3MoeConfig,
 )
 
 from qat.backend.base import Backend
@@ -31,10 +30,6 @@ class Shape(NamedTuple):
     ffn: int
     layers: int
     kv_heads: int
-    experts: int = 0
-    """In every MLP, `ffn` wide each; 0 for one MLP that all tokens go through."""
-    chosen: int = 2
-    """Experts that a token is sent to."""
 
 
 def new_qwen3(
@@ -42,14 +37,7 @@ def new_qwen3(
 ) -> PreTrainedModel:
     """Random weights from the seed; `dropout` acts on what a branch adds to the residual."""
     torch.manual_seed(seed)
-    of_experts = dict(
-        num_experts=shape.experts,
-        num_experts_per_tok=shape.chosen,
-        moe_intermediate_size=shape.ffn,
-        norm_topk_prob=True,
-    )
-    kind, more = (Qwen3MoeConfig, of_experts) if shape.experts else (Qwen3Config, {})
-    config = kind(
+    config = Qwen3Config(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
@@ -62,19 +50,13 @@ def new_qwen3(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
-        **more,
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     if dropout:
         for layer in model.model.layers:
             attention, mlp = layer.self_attn, layer.mlp
             attention.o_proj = _DropoutLinear(attention.o_proj, dropout)
-            if shape.experts:  # a mixture is not compiled: a hook costs nothing
-                mlp.register_forward_hook(
-                    lambda module, _args, y: F.dropout(y, dropout, training=module.training)
-                )
-            else:
-                mlp.down_proj = _DropoutLinear(mlp.down_proj, dropout)
+            mlp.down_proj = _DropoutLinear(mlp.down_proj, dropout)
     return model
 
 
