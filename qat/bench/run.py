@@ -83,11 +83,11 @@ class Rates:
 
 
 RATES = Rates(matmul=0.740, attention=0.456, traffic=11.9, weight=25.7, layer_s=4.85e-4)
-"""Fitted by `speedrun/measure_predictor.py` to the H200's rows of speedrun/records."""
+"""Rates fitted to the H200's rows of speedrun/records (record 2026-11-25_predictor)."""
 SPREADS = {"A100-40": (0.84, 1.08), "A100-80": (0.81, 1.17), "H100": (0.61, 1.20)}
 """Measured over predicted speed, least and most, on cards with ten published speeds or more."""
 SPREAD = (0.45, 1.20)
-"""The same over all cards, for the rest. Both come from `speedrun/measure_predictor.py`."""
+"""The same over all cards, for the rest (record 2026-11-25_predictor)."""
 
 
 @dataclass(frozen=True)
