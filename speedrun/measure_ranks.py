@@ -22,27 +22,33 @@ import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 
 import figures as records
+import torch
 from cyclopts import App
-from measure_cache_speed import documents, random_teacher
 from speed_case import EXACT, FROZEN, LATENT, settled
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.bench.batches import open_source
-from qat.bench.config import MeasureConfig
+from qat.bench.config import MeasureConfig, shape_called
 from qat.bench.measure import Timing, time_steps
 from qat.bench.stats import percentiles
 from qat.bench.student import Ours, open_student
 from qat.data.build import build_cache
+from qat.data.cache import TeacherInfo
 from qat.data.config import CacheSettings
 from qat.data.packing import Batch
+from qat.data.sources import Document
+from qat.data.sources import open_source as open_text
 from qat.logs import configure
 from qat.models.language_model import LanguageModel
+from qat.models.regions import Regions
 from qat.ranks import ALONE, Ranks, joined
 from qat.train.step import EAGER_STEPS
 
@@ -161,6 +167,32 @@ def cache(
         alone, together = in_turns(build, ranks, rounds)
         if ranks.is_first:
             report("cache", alone, together, size=ranks.size, figures=figures)
+
+
+def random_teacher(
+    shape: str, num_words: int, backend: Backend
+) -> tuple[LanguageModel, TeacherInfo]:
+    """A teacher of a published shape, compiled where `qat cache` would compile it."""
+    sizes = shape_called(shape)
+    config = AutoConfig.for_model(**{**sizes, "vocab_size": max(num_words, sizes["vocab_size"])})
+    torch.manual_seed(0)
+    with backend.device:
+        model = AutoModelForCausalLM.from_config(config, dtype=backend.dtype("auto")).eval()
+    teacher = LanguageModel(model)
+    Regions(model, is_compiled=backend.compiles(), recompute_every=None).install()
+    info = TeacherInfo(
+        name=f"random {shape}",
+        identity="0" * 32,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
+    return teacher, info
+
+
+def documents(text: str) -> Iterator[Document]:
+    """The documents of the text, over and over."""
+    return chain.from_iterable(repeat(list(open_text(text).documents)))
 
 
 @app.command

@@ -21,7 +21,7 @@ our model itself prefers the engine's token when it does not read one at a time.
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,6 @@ from typing import Any
 import torch
 from cyclopts import App
 from figures import record
-from measure_executorch import EPS, off_by
-from measure_served import ENVIRONMENT
 from speed_case import Row, show
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -45,10 +43,21 @@ from qat.generate.decode import open_speaker
 from qat.generate.text import continue_rows
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
-from qat.models.noise import hooked
+from qat.models.noise import hooked, signs
 from qat.quant.spec import PRESETS
 
 app = App(help=__doc__)
+EPS = torch.finfo(torch.float32).eps
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    # threads that are bound would all be bound to the same core
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 SUFFIXES = ("a8", "a8z", "a8s", "f8", "kv8", "kv4", "a8kv8", "f8kv4")
 STUDENTS = (*PRESETS, *(f"q2a4_{suffix}" for suffix in SUFFIXES))
 WORDS = 32
@@ -147,7 +156,7 @@ def compare(path: Path, prompts: list[list[int]], *, decoded: bool) -> Row:
 
 def engine() -> Any:
     """The module `vllm`, its engine in this process, where it raises what it refuses."""
-    os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})  # noqa: TID251
+    os.environ.update(ENVIRONMENT)  # noqa: TID251
     try:
         import vllm
     except ImportError:
@@ -221,6 +230,17 @@ def leads(model: PreTrainedModel, ids: Tensor, pair: Tensor) -> Tensor:
 def norms(model: PreTrainedModel) -> list[nn.Module]:
     """The modules that are called norms."""
     return [each for name, each in model.named_modules() if "norm" in name.rpartition(".")[2]]
+
+
+def off_by(eps: float) -> Callable:
+    """A hook that puts each value of a tensor off by `eps` of it, up or down."""
+    generator = torch.Generator().manual_seed(0)
+
+    def off(_module: nn.Module, _args: tuple, output: Tensor | tuple) -> Tensor | tuple:
+        is_bare = isinstance(output, Tensor)
+        return output * (1 + eps * signs(output, generator)) if is_bare else output
+
+    return off
 
 
 def likeliest(

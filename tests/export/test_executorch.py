@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from measure_executorch import xnnpack_levels
 from quantized import frozen_linear, tiny_quantized, with_rounded_inputs
 from tiny import tiny_model, tiny_tokenizer
 from torch import nn
@@ -24,7 +23,7 @@ from qat.export.targets import check_model, ships_to
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.language_model import LanguageModel
 from qat.nn.step import quant_linears
-from qat.quant.activation import token_levels
+from qat.quant.activation import HIGHEST, LOWEST, Levels, token_levels
 from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
 
 TO = Shipping({"executorch": executorch})
@@ -155,6 +154,18 @@ class _Read(nn.Module):
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.linear(self.table(tokens))
+
+
+def xnnpack_levels(x: torch.Tensor) -> Levels:
+    """Each token of `x` `(..., I)` float32 as XNNPACK rounds it: it divides once, by the range."""
+    low, high = x.amin(-1, keepdim=True).clamp_max(0), x.amax(-1, keepdim=True).clamp_min(0)
+    span = torch.tensor(float(HIGHEST - LOWEST))  # a number over a tensor is no one division
+    inverse = torch.where(low == high, 1.0, span / (high - low))
+    below, above = LOWEST + low * inverse, HIGHEST + high * inverse
+    zero = torch.where(below + above > 0, LOWEST - low * inverse, HIGHEST - high * inverse)
+    zero = zero.clamp(LOWEST, HIGHEST).round()
+    levels = ((x * inverse).round() + zero).clamp(LOWEST, HIGHEST)
+    return Levels(levels, inverse.reciprocal(), zero)
 
 
 @pytest.mark.slow
