@@ -16,10 +16,13 @@ from pathlib import Path
 import pytest
 
 SPEEDRUN = Path(__file__).parents[2] / "speedrun"
-sys.path.insert(0, str(SPEEDRUN))
-
-from measure_setup import STATE  # noqa: E402
-
+STATE = {
+    "bash": 'set +o; shopt -p; trap -p; declare -F; alias; umask; pwd; printf "%q\\n" "$IFS"; '
+    "compgen -v | sort",
+    "zsh": "setopt; trap; print -lo ${(k)functions}; alias; umask; pwd; print -r -- ${(q)IFS}; "
+    "print -lo ${(k)parameters}",
+}
+"""Commands that print what a script could change in the shell that sources it."""
 SHELLS = [
     pytest.param(
         name,
