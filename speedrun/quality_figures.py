@@ -4,7 +4,6 @@
     python speedrun/quality_figures.py tables runs/stories15m
     python speedrun/quality_figures.py chances runs/stories15m
     python speedrun/quality_figures.py equal-time runs/minimind2 --figures figures.jsonl
-    python speedrun/quality_figures.py vectors runs/stories15m runs/minimind2 --figures FILE
     python speedrun/quality_figures.py over-baselines runs/smollm2 --figure NAME --figures FILE
     python speedrun/quality_figures.py own-words runs/onpolicy_smollm2 --figures FILE
     python speedrun/quality_figures.py activations runs/stories15m runs/smollm2 --figures FILE
@@ -13,7 +12,6 @@
 """
 
 import json
-import math
 import re
 import statistics
 from dataclasses import dataclass
@@ -24,11 +22,7 @@ from figures import record
 
 app = App(help=__doc__)
 TEACHERS = ("stories15m", "minimind2", "tiny_qwen3", "teacher88m")
-OURS, UNIFORM, TWO_BITS, CODEWORDS = "mixed bits", "q2a4", "q2a2", "(v2a2|t2a2)"
-LEVELS_OF_ONE_FORMAT, CODEWORDS_OF_ONE_FORMAT = (
-    TWO_BITS,
-    rf"{CODEWORDS}|{CODEWORDS}, groups.*|\d+ codewords",
-)
+OURS, UNIFORM, TWO_BITS = "mixed bits", "q2a4", "q2a2"
 SAMPLED, FULL = "q2a4, sampled", "q2a4, full teacher"
 TIMED, FORMED = "reference, our seconds", "reference formed, our seconds"
 CACHED, OWN, TIMED_SO = "cached", r"own words|half and half", ", equal seconds"
@@ -75,11 +69,6 @@ class Results:
     def size(self, recipe: str) -> float:
         """Its bits a weight."""
         return self.of(recipe)[0]["bits_per_weight"]
-
-    def sizes(self, names: str) -> list[tuple[float, float]]:
-        """Bits and KL of every recipe whose name the pattern `names` is."""
-        own = dict.fromkeys(r["recipe"] for r in self.rows if re.fullmatch(names, r["recipe"]))
-        return [(self.size(name), self.kl(name)) for name in own]
 
     def spread(self, recipe: str) -> float:
         """The standard deviation of that KL over seeds; 0 of one seed."""
@@ -209,67 +198,6 @@ def over_baselines(
         value = round(results.kl(name), 4)
         record(figures, f"{kl}_{slug}", value, "nats/token", "", measured=measured, runs=runs,
                spread=spread)  # fmt: skip
-
-
-@app.command
-def vectors(*directories: Path, figures: Path) -> None:
-    """Append what codewords are worth beside levels, the worst teacher of each.
-
-    Codewords are those of vectors and of trellises, whichever has the least KL on a teacher. Near
-    2.5 bits: the best of them over the best of levels, none of them larger than `q2a2`;
-    mixed bits too, and then without. Near 3.0: mixed bits of both. At the KL of `q2a2`: bits a
-    weight, between two sizes of one format or of mixed bits, in the logarithm of their KLs.
-    """
-    found = [Results(each.name, read(each / "results.jsonl")) for each in directories]
-
-    def put_worst(figure: str, values: dict[str, float], unit: str, goal: str) -> None:
-        print(figure, {name: round(value, 4) for name, value in values.items()})
-        worst = max(found, key=lambda each: values[each.name])
-        measured = {key: worst.rows[0][key] for key in ("commit", "device")}
-        runs = len(worst.of(TWO_BITS))
-        value = round(values[worst.name], 4)
-        record(figures, figure, value, unit, goal, measured=measured, runs=runs)
-
-    def near(levels: str, codewords: str) -> dict[str, float]:
-        """By teacher: the least KL of codewords over that of levels, none larger than `q2a2`."""
-        least = [
-            {e.name: min(k for b, k in e.sizes(names) if b <= e.size(TWO_BITS)) for e in found}
-            for names in (codewords, levels)
-        ]
-        return {name: kl / least[1][name] for name, kl in least[0].items()}
-
-    one_format = LEVELS_OF_ONE_FORMAT, CODEWORDS_OF_ONE_FORMAT
-    both = tuple(
-        rf"({names}|{preset} mixed, 2\.5)"
-        for names, preset in zip(one_format, (TWO_BITS, CODEWORDS), strict=True)
-    )
-    put_worst("vector_kl_ratio_equal_bits", near(*both), "", "<= 0.75")
-    put_worst("vector_kl_ratio_one_format", near(*one_format), "", "")
-    mixed = {
-        e.name: min(kl for _, kl in e.sizes(rf"{CODEWORDS} mixed, 3\.0"))
-        / e.kl(f"{TWO_BITS} mixed, 3.0")
-        for e in found
-    }
-    put_worst("vector_kl_ratio_mixed_3_bits", mixed, "", "<= 0.85")
-    converted = (f"{names}, converted only" for names in both)
-    put_worst("vector_converted_ratio", near(*converted), "", "<= 0.6")
-    sizes = {e.name: bits_at(e.sizes(both[1]), e.kl(TWO_BITS)) for e in found}
-    put_worst("vector_bits_at_q2a2_kl", sizes, "bits", "<= 2.15")
-
-
-def bits_at(points: list[tuple[float, float]], kl: float) -> float:
-    """The least size whose KL is at most `kl`, of `(bits, KL)`; infinite where none is.
-
-    Between a size that is too small and the next, KL falls as `exp(-bits)` does.
-    """
-    points = sorted(points)
-    for before, (bits, value) in zip([None, *points], points, strict=False):
-        if value <= kl and before is None:
-            return bits
-        if value <= kl:
-            share = math.log(before[1] / kl) / math.log(before[1] / value)
-            return before[0] + share * (bits - before[0])
-    return math.inf
 
 
 @app.command

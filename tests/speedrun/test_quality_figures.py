@@ -94,43 +94,6 @@ def test_ours_no_larger_is_compared_with_the_best_baseline(script, tmp_path: Pat
     assert json.loads(out.read_text().splitlines()[-1])["value"] == 0.1
 
 
-def test_the_size_at_which_vectors_are_as_close_lies_between_two(script) -> None:
-    points = [(2.2, 0.2), (2.0, 0.4), (2.6, 0.1)]
-    assert script.bits_at(points, 0.1) == pytest.approx(2.6)
-    assert script.bits_at(points, 0.2 * 2**0.5) == pytest.approx(2.1)
-    assert script.bits_at(points, 0.5) == 2.0
-    assert script.bits_at(points, 0.05) == float("inf")
-
-
-def test_vectors_are_compared_with_levels_of_no_fewer_bits(script, tmp_path: Path, capsys) -> None:
-    kls = {
-        "q2a2": (2.5, 0.2), "q2a2, converted only": (2.5, 0.8), "q2a2 mixed, 3.0": (3.0, 0.1),
-        "v2a2": (2.3, 0.18), "v2a2, groups of 96": (2.2, 0.3), "v2a2, converted only": (2.3, 0.4),
-        "v2a2 mixed, 3.0": (3.0, 0.08), "128 codewords": (2.6, 0.1),
-        "q2a2 mixed, 2.5": (2.5, 0.19), "q2a2 mixed, 2.5, converted only": (2.5, 0.9),
-        "v2a2 mixed, 2.5": (2.5, 0.15), "v2a2 mixed, 2.5, converted only": (2.5, 0.3),
-    }  # fmt: skip
-    common = {"text": "held_out", "method": "qat", "commit": "abc", "device": "cpu"}
-    for name, factor in (("near", 1.0), ("far", 1.05)):
-        rows = [
-            {**common, "recipe": recipe, "bits_per_weight": bits,
-             "kl_nats": kl * (factor if "v2a2" in recipe else 1)}
-            for recipe, (bits, kl) in kls.items()
-        ]  # fmt: skip
-        (tmp_path / name).mkdir()
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (tmp_path / name / "results.jsonl").write_text(text, encoding="utf-8")
-    out = tmp_path / "figures.jsonl"
-    script.vectors(tmp_path / "near", tmp_path / "far", figures=out)
-    lines = map(json.loads, out.read_text(encoding="utf-8").splitlines())
-    found = {line["figure"]: line["value"] for line in lines}
-    assert found["vector_kl_ratio_equal_bits"] == pytest.approx(1.05 * 0.15 / 0.19, abs=1e-4)
-    assert found["vector_kl_ratio_one_format"] == pytest.approx(1.05 * 0.9)
-    assert found["vector_kl_ratio_mixed_3_bits"] == pytest.approx(1.05 * 0.8)
-    assert found["vector_converted_ratio"] == pytest.approx(1.05 * 0.3 / 0.8, abs=1e-4)
-    assert 2.2 < found["vector_bits_at_q2a2_kl"] < 2.3
-
-
 def test_the_worst_size_says_what_own_words_are_worth(script, tmp_path: Path) -> None:
     facts = {"text": "held_out", "commit": "c0ffee", "device": "cpu", "method": "qat"}
     rows = [
