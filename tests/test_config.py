@@ -25,19 +25,16 @@ def test_settings_are_frozen() -> None:
         Inner().size = 3
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_mistakes_are_one_line_with_name_and_value() -> None:
+    for values, message in (
         ({}, "recipe: name: Field required"),
         ({"name": "a", "nmae": 1}, "recipe: nmae is unknown; did you mean 'name'"),
         ({"name": "a", "inner": {"size": 0}}, "recipe: inner.size=0: Input should be greater"),
         ({"name": 1, "inner": {"size": "x"}}, "name=1: .*; inner.size='x': "),
-    ],
-)
-def test_mistakes_are_one_line_with_name_and_value(values: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        Outer.parse(values, "recipe")
-    assert "\n" not in str(caught.value)
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            Outer.parse(values, "recipe")
+        assert "\n" not in str(caught.value)
 
 
 def test_fingerprint_changes_exactly_with_the_fields() -> None:

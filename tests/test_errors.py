@@ -41,11 +41,11 @@ def test_installed_from_a_wheel_the_packages_are_named(wheel: Path) -> None:
     assert shlex.split(how_to_install("ship"))[4:] == packages
 
 
-@pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"].keys() - {"dev"}))
-def test_every_extra_is_packages_of_an_index(extra: str, wheel: Path) -> None:
-    packages = [Requirement(each) for each in shlex.split(how_to_install(extra))[4:]]
-    assert packages and not any(each.marker for each in packages)
-    assert DISTRIBUTION not in {each.name for each in packages}
+def test_every_extra_is_packages_of_an_index(wheel: Path) -> None:
+    for extra in sorted(PROJECT["optional-dependencies"].keys() - {"dev"}):
+        packages = [Requirement(each) for each in shlex.split(how_to_install(extra))[4:]]
+        assert packages and not any(each.marker for each in packages)
+        assert DISTRIBUTION not in {each.name for each in packages}
 
 
 def test_an_environment_without_pip_is_ones_of_uv(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,9 +82,8 @@ FLAGS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("typed", "known"),
-    [
+def test_the_nearest_name_is_near() -> None:
+    for typed, known in (
         ("--hlep", "--help"),  # two letters changed places; --keep is as near by letters alone
         ("--hepl", "--help"),
         ("-lr", "--lr"),
@@ -98,10 +97,8 @@ FLAGS = (
         ("--output", None),
         ("--", None),
         ("", None),
-    ],
-)
-def test_the_nearest_name_is_near(typed: str, known: str | None) -> None:
-    assert nearest(typed, FLAGS) == ([] if known is None else [known])
+    ):
+        assert nearest(typed, FLAGS) == ([] if known is None else [known])
 
 
 def test_the_nearest_names_are_ordered_by_their_edits() -> None:

@@ -60,12 +60,12 @@ def test_zeros_that_a_power_loss_left_are_no_line(tmp_path: Path) -> None:
         assert read_json_lines(path) == [{"step": 1}]
 
 
-@pytest.mark.parametrize("bad", [b'{"st', b"[1]", b'{"a": "\xff"}', b"\0\0"])
-def test_a_damaged_line_is_named(tmp_path: Path, bad: bytes) -> None:
-    path = tmp_path / "m.jsonl"
-    path.write_bytes(bad + b'\n{"step": 2}\n')
-    with pytest.raises(CheckpointError, match=r"m\.jsonl: line 1 of 2 is damaged .*restore"):
-        read_json_lines(path)
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    for bad in (b'{"st', b"[1]", b'{"a": "\xff"}', b"\0\0"):
+        path = tmp_path / "m.jsonl"
+        path.write_bytes(bad + b'\n{"step": 2}\n')
+        with pytest.raises(CheckpointError, match=r"m\.jsonl: line 1 of 2 is damaged .*restore"):
+            read_json_lines(path)
 
 
 @pytest.mark.parametrize("rest", [b'{"st', b"\0" * 9000])
@@ -280,19 +280,16 @@ def test_verbose_logs_more(verbose: bool, level: int, caplog: pytest.LogCaptureF
     assert logging.getLogger("qat").level == level
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
+def test_durations_are_for_people() -> None:
+    for seconds, words in (
         (0.4, "0 s"),
         (89, "89 s"),
         (90, "2 min"),
         (5399, "90 min"),
         (5400, "1.5 h"),
         (1e6, "277.8 h"),
-    ],
-)
-def test_durations_are_for_people(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+    ):
+        assert duration(seconds) == words
 
 
 EVIL = "a\x1b]0;title\x07b \x9b31m [red]c[/red] :fire: \u202ed \ud800 \r\nsecond\tline"

@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
 from cli_case import call
 
 from qat.cli import VERBS, app
@@ -12,21 +11,18 @@ from qat.cli.mistakes import COMMON, HERE
 MIGRATING = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("tokens", "said"),
-    [
+def test_a_flag_of_theirs_names_ours(monkeypatch, capsys) -> None:
+    for tokens, said in (
         (["train", "--v2-checkpoint", "a.pt"], "the first word behind the verb: qat train"),
         (["convert", "--q4-checkpoint", "a"], "the first word behind the verb: qat convert"),
         (["bench", "--load-model", "a.pt"], "or qat bench CHECKPOINT; a .pt after qat convert"),
         (["train", "x", "--wandb-run=a", "--cache-dir", "c"], "in qat: --wandb-name of qat train"),
         (["train", "x", "--num_train_epochs", "3"], "in qat: --max-steps of qat train"),
         (["cache", "--dataset_name", "a"], "unknown flag --dataset_name; in qat: --data (docs/"),
-    ],
-)
-def test_a_flag_of_theirs_names_ours(tokens: list[str], said: str, monkeypatch, capsys) -> None:
-    assert call(monkeypatch, *tokens) == 1
-    line = capsys.readouterr().err
-    assert line.startswith("qat: unknown flag --") and said in line and line.count("\n") == 1
+    ):
+        assert call(monkeypatch, *tokens) == 1
+        line = capsys.readouterr().err
+        assert line.startswith("qat: unknown flag --") and said in line and line.count("\n") == 1
 
 
 def test_the_page_has_every_flag() -> None:

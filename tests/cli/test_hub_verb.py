@@ -128,9 +128,8 @@ def test_the_list_shows_no_secret(tmp_path: Path, monkeypatch, capsys) -> None:
     assert "[hidden]@host" in printed and "ssword" not in printed
 
 
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
+def test_mistakes_are_one_line(monkeypatch, capsys) -> None:
+    for tokens, message in (
         (("pull", "q2-best"), "qat: no entry is called 'q2-best'; did you mean 'q2_best'"),
         (("pull", "L64"), "GDRIVE_PATH=DIR); or get the archive by other means"),
         (("pull", "L64", "--drive", "nowhere"), "Drive is not mounted at nowhere"),
@@ -138,12 +137,10 @@ def test_the_list_shows_no_secret(tmp_path: Path, monkeypatch, capsys) -> None:
         (("add", "x", "--kind", "cache", "--mirror", "ftp://x"), "starts with none of"),
         (("unpack", "nowhere.tgz", "--out", "x"), "nowhere.tgz is not there"),
         (("push", ".", "nowhere"), "expected a folder"),
-    ],
-)
-def test_mistakes_are_one_line(tokens: tuple, message: str, monkeypatch, capsys) -> None:
-    assert call(monkeypatch, *tokens) == 1
-    printed = capsys.readouterr()
-    assert message in printed.err.splitlines()[-1] and printed.out == ""
+    ):
+        assert call(monkeypatch, *tokens) == 1
+        printed = capsys.readouterr()
+        assert message in printed.err.splitlines()[-1] and printed.out == ""
 
 
 def test_of_a_run_the_student_is_pushed_and_the_rest_on_request(

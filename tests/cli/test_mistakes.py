@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
 from cli_case import call
 
 from qat.cli import VERBS, app
@@ -24,24 +23,20 @@ def meant(line: str) -> str | None:
     return found and found[1]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "verb"),
-    [
+def test_a_misspelt_verb_is_named_whatever_follows(monkeypatch, capsys) -> None:
+    for tokens, verb in (
         ("cach --teacher x --data y", "qat cache"),
         ("tarin x --cache-dir c --out r", "qat train"),
         ("help cach", "qat cache"),
         ("hub pul NAME", "qat hub pull"),
         ("cache verfy --out x", "qat cache verify"),
         ("bench qualty x.toml", "qat bench quality"),
-    ],
-)
-def test_a_misspelt_verb_is_named_whatever_follows(tokens, verb, monkeypatch, capsys) -> None:
-    assert meant(answer(monkeypatch, capsys, *tokens.split())) == verb
+    ):
+        assert meant(answer(monkeypatch, capsys, *tokens.split())) == verb
 
 
-@pytest.mark.parametrize(
-    ("tokens", "flags"),
-    [
+def test_a_word_without_its_flag_gets_it(monkeypatch, capsys) -> None:
+    for tokens, flags in (
         ("convert M q2a4 --out o", "--to q2a4"),
         ("convert M q2b4 --out o", "--to q2a4"),
         ("convert M gguf --to q2a4 --out o", "--for gguf"),
@@ -49,11 +44,9 @@ def test_a_misspelt_verb_is_named_whatever_follows(tokens, verb, monkeypatch, ca
         ("export M gguf --out o", "--to gguf"),
         ("train M c r", "--cache-dir c --out r"),
         ("cache --data d M", "--teacher M"),
-    ],
-)
-def test_a_word_without_its_flag_gets_it(tokens, flags, monkeypatch, capsys) -> None:
-    line = answer(monkeypatch, capsys, *tokens.split())
-    assert meant(line) == flags and "missing" not in line
+    ):
+        line = answer(monkeypatch, capsys, *tokens.split())
+        assert meant(line) == flags and "missing" not in line
 
 
 def test_a_value_of_several_words_is_to_be_quoted(monkeypatch, capsys) -> None:
@@ -61,9 +54,8 @@ def test_a_value_of_several_words_is_to_be_quoted(monkeypatch, capsys) -> None:
     assert line.endswith("--prompt 'Once upon a time'")
 
 
-@pytest.mark.parametrize(
-    ("tokens", "missing"),
-    [
+def test_all_that_is_missing_is_named_with_an_example(monkeypatch, capsys) -> None:
+    for tokens, missing in (
         ("cache", {"--data", "--teacher"}),
         ("cache --teacher M", {"--data"}),
         ("train", {"STUDENT", "--cache-dir", "--out"}),
@@ -72,15 +64,13 @@ def test_a_value_of_several_words_is_to_be_quoted(monkeypatch, capsys) -> None:
         ("hub push", {"PATH", "TO"}),
         ("hub add NAME", {"--kind", "--mirror"}),
         ("convert M q2a4", {"--out"}),
-    ],
-)
-def test_all_that_is_missing_is_named_with_an_example(tokens, missing, monkeypatch, capsys) -> None:
-    line = answer(monkeypatch, capsys, *tokens.split())
-    named, example = re.search(
-        r"(?:.*And )?([^;?]*) (?:is|are) missing; for example: (.*)", line
-    ).groups()
-    assert set(re.split(", | and ", named)) == missing
-    assert example.startswith(f"qat {tokens.split()[0]}")
+    ):
+        line = answer(monkeypatch, capsys, *tokens.split())
+        named, example = re.search(
+            r"(?:.*And )?([^;?]*) (?:is|are) missing; for example: (.*)", line
+        ).groups()
+        assert set(re.split(", | and ", named)) == missing
+        assert example.startswith(f"qat {tokens.split()[0]}")
 
 
 def test_what_a_recipe_says_is_not_missing(tmp_path: Path, monkeypatch, capsys) -> None:
@@ -90,28 +80,26 @@ def test_what_a_recipe_says_is_not_missing(tmp_path: Path, monkeypatch, capsys) 
     assert line.startswith("--out is missing")
 
 
-@pytest.mark.parametrize(
-    ("tokens", "flag"),
-    [("cache --hlep", "--help"), ("--hlep", "--help"), ("cache --seq-len 5", "--sequence-length")],
-)
-def test_a_misspelt_flag_is_the_nearest_one_alone(tokens, flag, monkeypatch, capsys) -> None:
-    assert meant(answer(monkeypatch, capsys, *tokens.split())) == flag
+def test_a_misspelt_flag_is_the_nearest_one_alone(monkeypatch, capsys) -> None:
+    for tokens, flag in (
+        ("cache --hlep", "--help"),
+        ("--hlep", "--help"),
+        ("cache --seq-len 5", "--sequence-length"),
+    ):
+        assert meant(answer(monkeypatch, capsys, *tokens.split())) == flag
 
 
-@pytest.mark.parametrize(
-    ("tokens", "flag", "known"),
-    [
+def test_a_wrong_value_is_named_with_its_flag(monkeypatch, capsys) -> None:
+    for tokens, flag, known in (
         ("train M --cache-dir c --out o --resume=lates", "--resume", ("latest", "auto")),
         ("convert M --out o --for ggfu", "--for", ("gguf", "mlx")),
         ("convert M --out o --from anemil", "--from", ("anemll",)),
         ("demo --steps x", "--steps", ("whole number",)),
         ("demo --steps 0", "--steps", ("0",)),
         ("cache --top-k 3 --top-k 4 --data a --teacher b", "--top-k", ("twice",)),
-    ],
-)
-def test_a_wrong_value_is_named_with_its_flag(tokens, flag, known, monkeypatch, capsys) -> None:
-    line = answer(monkeypatch, capsys, *tokens.split())
-    assert line.startswith(flag) and all(name in line for name in known)
+    ):
+        line = answer(monkeypatch, capsys, *tokens.split())
+        assert line.startswith(flag) and all(name in line for name in known)
 
 
 def test_every_example_names_what_its_verb_needs() -> None:
