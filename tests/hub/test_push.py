@@ -45,7 +45,7 @@ def test_the_same_again_is_fine_and_another_is_not(tmp_path: Path, folder: Path)
     first = push(source, str(folder))
     assert first.kind == "cache" and push(source, str(folder)) == first
     (source / "more").write_text("more")
-    with pytest.raises(HubError, match="is there already and differs; replace it with --force"):
+    with pytest.raises(HubError, match="differs; .*--force"):
         push(source, str(folder))
     assert sha256_file(folder / "cache.tar.lz4") == first.sha256
     assert push(source, str(folder), replace=True).sha256 != first.sha256
@@ -77,22 +77,19 @@ def test_what_reads_back_differently_does_not_appear(tmp_path: Path, folder, mon
     assert os.listdir(folder) == []
 
 
-@pytest.mark.parametrize("name", ["..", "../private", "/etc", "."])
-def test_of_a_run_nothing_outside_is_sent(tmp_path: Path, folder: Path, name: str) -> None:
+def test_of_a_run_nothing_outside_is_sent(tmp_path: Path, folder: Path) -> None:
     checkpoint(tmp_path / "private")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
-    (tmp_path / "run" / "metrics.json").write_text(json.dumps({"final": name}))
-    with pytest.raises(HubError, match="metrics.json names .*, expected a name inside"):
-        push_verb(tmp_path / "run", str(folder))
-    assert os.listdir(folder) == []
+    for name in ("..", "../private", "/etc", "."):
+        (tmp_path / "run" / "metrics.json").write_text(json.dumps({"final": name}))
+        with pytest.raises(HubError, match="metrics.json names"):
+            push_verb(tmp_path / "run", str(folder))
+        assert os.listdir(folder) == []
 
 
 @pytest.mark.parametrize("name", ["student", "checkpoints", "checkpoints/step-000012"])
-@pytest.mark.parametrize("with_trainer", [False, True])
-def test_a_link_in_a_run_sends_nothing(
-    tmp_path: Path, folder: Path, name: str, with_trainer: bool
-) -> None:
+def test_a_link_in_a_run_sends_nothing(tmp_path: Path, folder: Path, name: str) -> None:
     run, private = tmp_path / "run", checkpoint(tmp_path / "private" / "step-000012").parent
     run.mkdir()
     (run / "metrics.jsonl").write_text("")
@@ -101,9 +98,10 @@ def test_a_link_in_a_run_sends_nothing(
         (run / "metrics.json").write_text(json.dumps({"final": name}))
     (run / name).parent.mkdir(exist_ok=True)
     (run / name).symlink_to(private if name == "checkpoints" else private / "step-000012")
-    with pytest.raises((HubError, CheckpointError), match="symbolic link|no checkpoint of"):
-        push_verb(run, str(folder), with_trainer=with_trainer)
-    assert os.listdir(folder) == []
+    for with_trainer in (False, True):
+        with pytest.raises((HubError, CheckpointError), match="symbolic link|no checkpoint of"):
+            push_verb(run, str(folder), with_trainer=with_trainer)
+        assert os.listdir(folder) == []
 
 
 def test_a_link_in_a_checkpoint_sends_nothing(tmp_path: Path, folder: Path) -> None:

