@@ -118,13 +118,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("code", "severity", "plan", "values", "message"), CASES)
-def test_a_finding_has_a_reason_and_a_mend(
-    code: str, severity: str, plan: RunPlan, values: dict, message: str
-) -> None:
-    finding = found(plan, **values)[code]
-    assert finding.severity == severity and finding.reason and finding.mend
-    assert re.search(message, finding.line()), finding.line()
+def test_a_finding_has_a_reason_and_a_mend() -> None:
+    for code, severity, plan, values, message in CASES:
+        finding = found(plan, **values)[code]
+        assert finding.severity == severity and finding.reason and finding.mend
+        assert re.search(message, finding.line()), finding.line()
 
 
 def test_a_day_of_a_test_s_settings_is_refused() -> None:
@@ -200,7 +198,7 @@ def test_disk_counts_all_that_lies_there_at_once() -> None:
 def test_errors_stop_and_are_remembered_when_forced() -> None:
     plan = PLAN._replace(problems=("x; y",))
     findings = preflight(settings(save_every=0, lr=2.0), plan)
-    with pytest.raises(ConfigError, match=r"^preflight: .*add --force \(1 more in the table\)$"):
+    with pytest.raises(ConfigError, match=r"^preflight: .*--force \(1 more"):
         codes_forced(findings, force=False)
     assert codes_forced(findings, force=True) == ["lr", "save_every_off"]
     with pytest.raises(ConfigError, match="2 more"):

@@ -32,14 +32,13 @@ def test_a_recipe_that_says_little_means_the_same_in_years() -> None:
     assert not (found.trust_remote_code or found.shard_latents or found.gradient_checkpointing)
 
 
-@pytest.mark.parametrize(("steps", "warm"), [(9, 0), (19, 1), (499, 49), (5000, 50)])
-def test_a_tenth_of_the_steps_warms_up(steps: int, warm: int) -> None:
-    assert settings(max_steps=steps).warmup_steps == warm
+def test_a_tenth_of_the_steps_warms_up() -> None:
+    for steps, warm in ((9, 0), (19, 1), (499, 49), (5000, 50)):
+        assert settings(max_steps=steps).warmup_steps == warm
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_settings_that_cannot_be() -> None:
+    for values, message in (
         ({"mlp_only": True, "e2e": True}, "exclude each other"),
         ({"mlp_only": True, "attention_only": True}, "exclude each other"),
         ({"attention_only": True, "e2e": True}, "exclude each other"),
@@ -55,8 +54,6 @@ def test_a_tenth_of_the_steps_warms_up(steps: int, warm: int) -> None:
             {"shard_latents": True, "offload": "latents", "latent_dtype": "bf16"},
             "stay on their devices; use --offload moments, or drop one of the two",
         ),
-    ],
-)
-def test_settings_that_cannot_be(values: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        TrainConfig.parse({"cache_dir": "cache", **values}, "recipe")
+    ):
+        with pytest.raises(ConfigError, match=message):
+            TrainConfig.parse({"cache_dir": "cache", **values}, "recipe")
