@@ -48,16 +48,16 @@ def config(**values: object) -> ConvertConfig:
     return ConvertConfig(**{"device": "cpu", "calibration_length": 32, "to": "q2a4", **values})
 
 
-@pytest.mark.parametrize(("kind", "suffix"), SUFFIX_OF.items())
-def test_a_preset_and_a_flag_say_the_same(kind: str, suffix: str) -> None:
-    plan = read_plan(config(activations=kind))
-    assert plan == preset_called(f"q2a4_{suffix}") and plan.name == f"q2a4_{suffix}"
-    assert plan.activations == {ActivationSpec(kind=kind)}
-    assert preset_called(f"q4a4_r32_{suffix}").activations == plan.activations
-    with pytest.raises(ConfigError, match="says .* already; name them once"):
-        read_plan(config(to=f"q2a4_{suffix}", activations="int8"))
-    assert preset_called("q2a4").activations == {None}
-    assert preset_called(f"q9_{suffix}") is None and preset_called("q2a4_a9") is None
+def test_a_preset_and_a_flag_say_the_same() -> None:
+    for kind, suffix in SUFFIX_OF.items():
+        plan = read_plan(config(activations=kind))
+        assert plan == preset_called(f"q2a4_{suffix}") and plan.name == f"q2a4_{suffix}"
+        assert plan.activations == {ActivationSpec(kind=kind)}
+        assert preset_called(f"q4a4_r32_{suffix}").activations == plan.activations
+        with pytest.raises(ConfigError, match="says .* already; name them once"):
+            read_plan(config(to=f"q2a4_{suffix}", activations="int8"))
+        assert preset_called("q2a4").activations == {None}
+        assert preset_called(f"q9_{suffix}") is None and preset_called("q2a4_a9") is None
 
 
 def test_every_quantized_linear_and_the_head_get_it(place: Path, tmp_path: Path) -> None:
@@ -138,8 +138,7 @@ def test_large_channels_are_levelled_without_a_changed_bit() -> None:
     assert torch.equal(mlp.down_proj.weight, kept)
 
 
-@pytest.mark.parametrize("live", [16, 1, 0])
-@pytest.mark.parametrize("size", [1.0, 1e-37])
+@pytest.mark.parametrize(("live", "size"), [(16, 1.0), (16, 1e-37), (1, 1.0), (0, 1.0)])
 def test_pruned_channels_are_not_levelled_by(live: int, size: float) -> None:
     """Most channels are zero: the median of all is no range, and what fails is undone exactly."""
     student = LanguageModel(tiny_model(initializer_range=0.2))

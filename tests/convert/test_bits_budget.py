@@ -146,7 +146,7 @@ def test_what_does_not_fit_a_shape_is_not_tried() -> None:
     tried = {name.rsplit(".", 1)[1]: [s.vector_size for s in f] for name, f in formats.items()}
     assert tried["k_proj"] == tried["v_proj"] == [2, 2] and tried["up_proj"] == [4, 2, 2]
     wide = FOURS.model_copy(update={"group_size": 24})
-    with pytest.raises(ConfigError, match="q_proj: group_size=24 does not divide its 32 input"):
+    with pytest.raises(ConfigError, match="q_proj: group_size=24"):
         formats_to_try(model, QuantPlan(name="v", rules=(PlanRule(pattern="*", spec=wide),)), 7.0)
 
 

@@ -54,8 +54,9 @@ def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("memory")
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "packed"), [*zip(ARCHITECTURES, [True, False, True], strict=True)]
+)
 def test_each_stage_sees_what_the_blocks_quantized_so_far_make(
     architecture: str, packed: bool
 ) -> None:
@@ -107,8 +108,9 @@ def readings(model, name: str, batches: list[TokenBatch]) -> tuple[Tensor, Tenso
 
 
 @pytest.mark.usefixtures("memory")
-@pytest.mark.parametrize("is_other", [False, True], ids=["itself", "base"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "is_other"), [*zip(ARCHITECTURES, [True, False, False], strict=True)]
+)
 def test_the_teacher_is_walked_beside_the_student(architecture: str, is_other: bool) -> None:
     biases = {} if architecture == "gemma3" else {"attention_bias": True}
     model = tiny_model(architecture, initializer_range=0.2, **biases)

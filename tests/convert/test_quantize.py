@@ -1,6 +1,7 @@
 """Quantizing a whole model in place: which linears, from which weights, in which order."""
 
 import copy
+import itertools
 import math
 from pathlib import Path
 
@@ -55,8 +56,9 @@ def numbers(report: QuantizeReport) -> list[tuple]:
     return [(m.name, m.relative_error, m.weighted_error, m.bits_per_weight) for m in report.modules]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("architecture", "tied"), [*zip(ARCHITECTURES, itertools.cycle([True, False]))]
+)
 def test_every_linear_is_fitted_to_its_own_weight(architecture: str, tied: bool) -> None:
     model = tiny_model(architecture, tie_word_embeddings=tied)
     weights = {name: model.get_submodule(name).weight.clone() for name in linear_names(model)}
@@ -141,8 +143,9 @@ def reorder(model: PreTrainedModel) -> None:
             layer.mlp.down_proj.weight.copy_(layer.mlp.down_proj.weight[:, order])
 
 
-@pytest.mark.parametrize("calibration", [(), tokens(64)], ids=["alone", "calibrated"])
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(
+    ("calibration", "is_packed"), [((), True), (tokens(64), False)], ids=["alone", "calibrated"]
+)
 def test_base_weights_are_imitated(calibration: tuple, is_packed: bool) -> None:
     shape = {"initializer_range": 0.2, "num_hidden_layers": 1}
     four, base = (tiny_model(**shape) for _ in range(2))
