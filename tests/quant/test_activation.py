@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from torch import Tensor
 
 from qat.quant.activation import quantize_static, quantize_tokens, static_scale, token_levels
@@ -69,8 +70,9 @@ def test_fp8_is_torchs_own_rounding_at_amax_over_448() -> None:
     torch.testing.assert_close(largest, x.abs().amax(-1), rtol=1e-6, atol=1e-38)
 
 
-@pytest.mark.parametrize("kind", DYNAMIC)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), covering(DYNAMIC, [torch.float32, torch.bfloat16, torch.float16])
+)
 def test_tokens_do_not_know_each_other_and_gradients_pass(kind: str, dtype: torch.dtype) -> None:
     x = tokens().clamp(-1e4, 1e4).to(dtype).requires_grad_()
     y = quantize_tokens(x, kind)

@@ -4,6 +4,7 @@ import random
 from itertools import product
 
 import pytest
+from covering import covering
 
 from qat.quant.budget import Option, choose_options
 
@@ -27,8 +28,7 @@ def total(items: list[list[Option]], chosen: tuple[int, ...]) -> Option:
     return Option(sum(o.cost for o in taken), sum(o.bits for o in taken))
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("seed", "whole"), covering(range(12), [False, True]))
 def test_no_choice_within_the_budget_costs_less(seed: int, whole: bool) -> None:
     items = drawn(seed, 6, whole=whole)
     sums = [total(items, c) for c in product(*(range(len(options)) for options in items))]

@@ -5,6 +5,7 @@ Shapes: N values, C levels.
 
 import numpy as np
 import pytest
+from covering import covering
 from numpy.typing import NDArray
 
 from qat.quant.codebook import best_split, coarser, histogram, polish, weighted_kmeans
@@ -70,8 +71,7 @@ def importance(kind: str, n: int = N) -> Array:
     return weights
 
 
-@pytest.mark.parametrize("kind", ["equal", "weighted"])
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize(("name", "kind"), covering(DISTRIBUTIONS, ["weighted", "equal"]))
 def test_within_a_ten_thousandth_of_the_optimum(name: str, kind: str) -> None:
     values, weights = sample(name), importance(kind)
     least = optima(values, weights, max(LEVELS))
@@ -88,8 +88,9 @@ def outliers(name: str, n: int) -> Array:
     return values
 
 
-@pytest.mark.parametrize("kind", ["equal", "weighted"])
-@pytest.mark.parametrize("name", ["one", "few", "cauchy"])
+@pytest.mark.parametrize(
+    ("name", "kind"), covering(["one", "few", "cauchy"], ["weighted", "equal"])
+)
 def test_values_far_out_leave_the_others_their_levels(name: str, kind: str, monkeypatch) -> None:
     """One bin of the histogram would hold all others; scikit-learn, from our levels, is no better.
 

@@ -16,9 +16,8 @@ def plan(*rules: tuple[str, LutSpec | None]) -> QuantPlan:
     return QuantPlan(name="p", rules=tuple(PlanRule(pattern=p, spec=s) for p, s in rules))
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_formats_that_cannot_be() -> None:
+    for values, message in [
         ({"bits": 0}, r"bits=0: .*greater than or equal to 1"),
         ({"bits": 9}, "bits=9, expected at most 8 of an index that names one weight"),
         ({"bits": 2, "group_size": 0}, r"group_size=0: .*greater than 0"),
@@ -48,16 +47,13 @@ def plan(*rules: tuple[str, LutSpec | None]) -> QuantPlan:
         ({"bits": 8, "trellis_bits": 2, "vector_size": 4}, "trellis_bits=2 has vector_size=1, got"),
         ({"bits": 8, "trellis_bits": 2, "codebook": "seq"}, "codebook=seq has trellis_bits=0, got"),
         ({"bits": 8, "trellis_bits": 2, "level_bits": 32}, "trellis_bits=2 needs level_bits=8 or"),
-    ],
-)
-def test_formats_that_cannot_be(values: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match="^here: .*" + message):
-        LutSpec.parse(values, "here")
+    ]:
+        with pytest.raises(ConfigError, match="^here: .*" + message):
+            LutSpec.parse(values, "here")
 
 
-@pytest.mark.parametrize(
-    ("spec", "levels"),
-    [
+def test_fixed_grids() -> None:
+    for spec, levels in [
         (LutSpec(bits=1, codebook="seq"), [-0.5, 0.5]),
         (LutSpec(bits=2, codebook="seq"), [-0.75, -0.25, 0.25, 0.75]),
         (LutSpec(bits=3, codebook="seq"), [(2 * c - 7) / 8 for c in range(8)]),
@@ -68,12 +64,10 @@ def test_formats_that_cannot_be(values: dict, message: str) -> None:
             LutSpec(bits=4, codebook="e2m1"),
             [-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6],
         ),
-    ],
-)
-def test_fixed_grids(spec: LutSpec, levels: list[float]) -> None:
-    grid = fixed_grid(spec)
-    assert grid.dtype == torch.float32 and grid.tolist() == levels
-    assert spec.num_levels == len(levels)
+    ]:
+        grid = fixed_grid(spec)
+        assert grid.dtype == torch.float32 and grid.tolist() == levels
+        assert spec.num_levels == len(levels)
 
 
 def test_a_learned_codebook_has_no_grid() -> None:
@@ -141,28 +135,24 @@ def test_a_pattern_that_matches_nothing() -> None:
         plan(("*.mlp.*", TWO), ("*.experts.*", FOUR)).assign(NAMES)
 
 
-@pytest.mark.parametrize(
-    ("name", "mlp", "attention"),
-    [
+def test_presets() -> None:
+    for name, mlp, attention in [
         ("q4a4", (4, "group", 0), (4, "group", 0)),
         ("q2a4", (2, "group", 0), (4, "group", 0)),
         ("q2a2", (2, "group", 0), (2, "group", 0)),
         ("q4a4_r4", (4, "low_rank", 4), (4, "low_rank", 4)),
         ("q4a4_r32", (4, "low_rank", 32), (4, "low_rank", 32)),
         ("q2a4_r32", (2, "low_rank", 32), (4, "low_rank", 8)),
-    ],
-)
-def test_presets(name: str, mlp: tuple, attention: tuple) -> None:
-    preset = PRESETS[name]
-    for module, expected in (("a.mlp.up_proj", mlp), ("a.self_attn.q_proj", attention)):
-        spec = preset.spec_for(module)
-        assert (spec.bits, spec.scale, spec.rank) == expected and spec.codebook == "lut"
-    assert preset.spec_for("lm_head", is_table=True) is None and preset.name == name
+    ]:
+        preset = PRESETS[name]
+        for module, expected in (("a.mlp.up_proj", mlp), ("a.self_attn.q_proj", attention)):
+            spec = preset.spec_for(module)
+            assert (spec.bits, spec.scale, spec.rank) == expected and spec.codebook == "lut", name
+        assert preset.spec_for("lm_head", is_table=True) is None and preset.name == name, name
 
 
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [
+def test_roles_across_families() -> None:
+    for name, role in [
         ("model.layers.0.mlp.gate_proj", "mlp"),
         ("model.layers.0.self_attn.o_proj", "attention"),
         ("gpt_neox.layers.0.attention.dense", "attention"),
@@ -176,10 +166,8 @@ def test_presets(name: str, mlp: tuple, attention: tuple) -> None:
         ("model.layers.0.feed_forward.w1", "mlp"),
         ("backbone.layers.0.mixer.in_proj", "attention"),
         ("layers.0.c_fc", "other"),
-    ],
-)
-def test_roles_across_families(name: str, role: str) -> None:
-    assert role_of(name) == role
+    ]:
+        assert role_of(name) == role
 
 
 def test_a_role_may_be_played_by_none_but_not_every_role() -> None:

@@ -39,31 +39,33 @@ def case(O: int, I: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(O, I), S, torch.randn(2**bits, 1)
 
 
-@pytest.mark.parametrize("I", [1, 2, 3, 4])
 @pytest.mark.parametrize(("bits", "k"), [kind for kind in KINDS if kind[1] < 4])
-def test_no_path_errs_less(bits: int, k: int, I: int) -> None:
-    weight, S, codebook = case(5, I, bits)
-    every = paths(bits, k, I)
-    gaps = weight[:, None] - S[:, None] * codebook[every, 0]
-    errors = gaps.double().square().sum(-1)
-    found = best_path(weight, S, codebook, k)
-    assert found.dtype == torch.uint8
-    assert all(any(torch.equal(row, path) for path in every) for row in found.long())
-    gap = weight - S * codebook[found.long(), 0]
-    torch.testing.assert_close(gap.double().square().sum(-1), errors.amin(1))
+def test_no_path_errs_less(bits: int, k: int) -> None:
+    for I in (1, 2, 3, 4):
+        weight, S, codebook = case(5, I, bits)
+        every = paths(bits, k, I)
+        gaps = weight[:, None] - S[:, None] * codebook[every, 0]
+        errors = gaps.double().square().sum(-1)
+        found = best_path(weight, S, codebook, k)
+        assert found.dtype == torch.uint8, I
+        assert all(any(torch.equal(row, path) for path in every) for row in found.long()), I
+        gap = weight - S * codebook[found.long(), 0]
+        torch.testing.assert_close(gap.double().square().sum(-1), errors.amin(1))
 
 
 @pytest.mark.parametrize(("bits", "k"), KINDS)
-@pytest.mark.parametrize("I", [1, 2, 5, 33])
-def test_a_path_is_k_bits_a_weight_of_one_little_endian_integer(bits: int, k: int, I: int) -> None:
-    weight, S, codebook = case(3, I, bits)
-    indices = best_path(weight, S, codebook, k)
-    packed = pack(indices, bits, k)
-    assert packed.shape == (3, packed_width(I, bits, k)) and packed.shape[1] == -(-I * k // 8)
-    assert torch.equal(unpack(packed, bits, I, k), indices)
-    for row, octets in zip(indices.tolist(), packed.tolist(), strict=True):
-        stream = int.from_bytes(bytes(octets), "little") << bits  # zeros before the row
-        assert row == [stream >> (i + 1) * k & 2**bits - 1 for i in range(I)]
+def test_a_path_is_k_bits_a_weight_of_one_little_endian_integer(bits: int, k: int) -> None:
+    for I in (1, 2, 5, 33):
+        weight, S, codebook = case(3, I, bits)
+        indices = best_path(weight, S, codebook, k)
+        packed = pack(indices, bits, k)
+        assert packed.shape == (3, packed_width(I, bits, k)) and packed.shape[1] == -(
+            -I * k // 8
+        ), I
+        assert torch.equal(unpack(packed, bits, I, k), indices), I
+        for row, octets in zip(indices.tolist(), packed.tolist(), strict=True):
+            stream = int.from_bytes(bytes(octets), "little") << bits  # zeros before the row
+            assert row == [stream >> (i + 1) * k & 2**bits - 1 for i in range(I)], I
 
 
 def test_every_piece_of_a_weight_takes_the_same_path(monkeypatch) -> None:

@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from sklearn.cluster import KMeans, kmeans_plusplus
 from torch import Tensor
 
@@ -197,8 +198,10 @@ def test_vectors_err_less_than_levels_of_as_many_bits() -> None:
     assert errors[0] < 0.93 * errors[1]
 
 
-@pytest.mark.parametrize("weight", ["zero", "constant", "zero groups", "tiny", "huge", "one row"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("weight", "name"),
+    covering(2 * ["zero", "constant", "zero groups", "tiny", "huge", "one row"], FORMATS),
+)
 def test_odd_weights(name: str, weight: str) -> None:
     spec, values = FORMATS[name], torch.randn(3, 48)
     if weight == "zero groups":
@@ -277,8 +280,11 @@ def test_feedback_follows_the_textbook_in_float64(name: str) -> None:
     assert energies(columns, H) == pytest.approx((R * (H.double() @ R)).sum().item(), rel=0.01)
 
 
-@pytest.mark.parametrize("I", [48, 96, 288])  # one block of columns, and no multiple of it
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    # one block of columns, and no multiple of it
+    ("name", "I"),
+    covering(FORMATS, [48, 96, 288]),
+)
 def test_feedback_beats_rounding_and_no_sweep_adds_energy(
     name: str, I: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
