@@ -19,7 +19,7 @@ from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
 
 D, E, V = 5, 7, 23
-TRIES, GROUPS = 4096, 32
+TRIES, GROUPS = 2048, 32
 
 
 def systematic(logits: Tensor, count: int) -> Tensor:
