@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from families import build
 from quantized import ROUNDINGS, SPECS, frozen_linear, latent_linear, rounding, tiny_quantized
 from tiny import tiny_model
@@ -18,8 +19,7 @@ from qat.quant.spec import ACTIVATION_KINDS, ActivationSpec
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kind", "dtype"), covering(ACTIVATION_KINDS, DTYPES))
 def test_formed_or_not_latent_or_frozen_the_bits_are_one(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": latent_linear(16, 32, SPECS["lut2"], bias=True)})

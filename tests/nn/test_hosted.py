@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from quantized import SPECS, random_weight
 from torch import Tensor
 
@@ -50,8 +51,7 @@ def run(linear: LutLinear) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("has_adapter", [False, True])
+@pytest.mark.parametrize(("name", "has_adapter"), covering(KINDS, [False, True]))
 def test_it_forms_and_pulls_back_the_same_bits(name: str, has_adapter: bool) -> None:
     here, away = pair(name)
     if has_adapter:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import covering
 from quantized import SPECS, random_weight
 from ranks_case import run_ranks
 from torch import Tensor, nn
@@ -18,8 +19,10 @@ from qat.ranks import ALONE, Ranks, Rehearsal, Wait
 O, I, B = 7, 32, 5
 
 
-@pytest.mark.parametrize("spec", ["lut2", "lut4_r1", "ternary_r2", "lut2_s8", "trellis2_s8"])
-@pytest.mark.parametrize("has_adapter", [False, True])
+@pytest.mark.parametrize(
+    ("spec", "has_adapter"),
+    covering(["lut2", "lut4_r1", "ternary_r2", "lut2_s8", "trellis2_s8"], [True, False]),
+)
 def test_weight_codes_and_gradients_are_those_of_the_whole(
     tmp_path: Path, spec: str, has_adapter: bool
 ) -> None:

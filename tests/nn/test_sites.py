@@ -116,11 +116,19 @@ def by_hand(
     return out
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("is_formed", [False, True])
-@pytest.mark.parametrize("kind", [FrozenLutLinear, LutLinear])
+@pytest.mark.parametrize(
+    ("implementation", "is_formed", "kind"),
+    [
+        ("eager", False, LutLinear),
+        ("eager", True, FrozenLutLinear),
+        ("grouped_mm", False, FrozenLutLinear),
+        ("grouped_mm", True, LutLinear),
+        ("batched_mm", False, LutLinear),
+        ("batched_mm", True, FrozenLutLinear),
+    ],
+)
 def test_experts_and_their_gradients_are_the_textbook_ones(
-    kind: type, is_formed: bool, implementation: str
+    implementation: str, is_formed: bool, kind: type
 ) -> None:
     experts, dense = quantized_experts(kind)
     experts.config._experts_implementation = implementation
