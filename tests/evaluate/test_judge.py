@@ -169,9 +169,9 @@ def test_a_row_that_is_none_is_refused_before_the_model_is_read(
 
 def test_refusals(place: Path, tmp_path: Path) -> None:
     student = str(place / "student")
-    with pytest.raises(ConfigError, match="neither a cache nor a text nor tasks.*give --cache-dir"):
+    with pytest.raises(ConfigError, match="give --cache-dir"):
         judge(student, settings())
-    with pytest.raises(ConfigError, match="context=256, but the model has positions for 128"):
+    with pytest.raises(ConfigError, match="context=256, .* 128"):
         judge(student, EvalConfig(text=place / "text.txt", device="cpu"))
     with pytest.raises(CacheError, match=f"over a vocabulary of {VOCAB}"):
         other = saved_model(tmp_path / "wide", vocab_size=VOCAB + 8)

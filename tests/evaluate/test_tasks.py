@@ -132,7 +132,7 @@ def test_unknown_tasks_and_a_missing_library(place: Path, tmp_path: Path, monkey
     with pytest.raises(ConfigError, match="tasks_dir=.*nowhere is not there"):
         Tasks(settings(place, tasks_dir=tmp_path / "nowhere"))
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", Manager)
-    with pytest.raises(ConfigError, match="'arc_esy', but lm-eval knows no .* mean arc_easy"):
+    with pytest.raises(ConfigError, match="'arc_esy', .* arc_easy"):
         Tasks(settings(place, tasks="hellaswag,arc_esy", tasks_dir=None))
     with pytest.raises(ConfigError, match="'zzz'.* among its 3; see 'lm-eval ls tasks'"):
         Tasks(settings(place, tasks="zzz"))

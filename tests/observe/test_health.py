@@ -64,9 +64,8 @@ def with_layers(run: TrainingRun, **changes: object) -> TrainingRun:
     return TrainingRun(**{**vars(run), "evals": evals})
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "state", "found"),
-    [
+def test_sparse_attention_is_asked_about(calm: TrainingRun) -> None:
+    for name, changes, state, found in (
         ("block recall", {}, "ok", "98 % in layer 0"),
         ("block recall", {"recall_frac": 0.8}, "look", "80 % in layer 1"),
         ("blocks left out", {}, "ok", "50 % of queries"),
@@ -80,14 +79,10 @@ def with_layers(run: TrainingRun, **changes: object) -> TrainingRun:
             "look",
             "layers 1: reference",
         ),
-    ],
-)
-def test_sparse_attention_is_asked_about(
-    calm: TrainingRun, name: str, changes: dict, state: str, found: str
-) -> None:
-    learning = TrainingRun(**{**vars(calm), "recipe": '[train]\nlearn = "scales,gates"\n'})
-    check = answer(with_layers(learning, **changes), name)
-    assert (check.state, check.found) == (state, found)
+    ):
+        learning = TrainingRun(**{**vars(calm), "recipe": '[train]\nlearn = "scales,gates"\n'})
+        check = answer(with_layers(learning, **changes), name)
+        assert (check.state, check.found) == (state, found)
 
 
 def test_gates_that_do_not_learn_stay_where_they_began(calm: TrainingRun) -> None:
@@ -95,20 +90,19 @@ def test_gates_that_do_not_learn_stay_where_they_began(calm: TrainingRun) -> Non
     assert (check.state, check.found) == ("ok", "100 % in layer 1, where they began")
 
 
-@pytest.mark.parametrize(
-    ("slope", "state", "word"),
-    [(-2e-3, "ok", "nats"), (0.0, "look", "nats, no longer moves"), (2e-3, "look", "nats, rises")],
-)
-def test_a_loss_that_no_longer_moves(
-    calm: TrainingRun, slope: float, state: str, word: str
-) -> None:
-    noise = random.Random(0)
-    losses = [1 + slope * step + noise.gauss(0, 0.05) for step in range(200)]
-    steps = [{**row, "loss_nats": loss} for row, loss in zip(calm.steps, losses, strict=True)]
-    check = answer(TrainingRun(**{**vars(calm), "steps": steps}), "loss")
-    assert check.state == state and check.found.endswith(word)
-    few = TrainingRun(**{**vars(calm), "steps": steps[:39]})
-    assert "loss" not in {each.name for each in health(few)}
+def test_a_loss_that_no_longer_moves(calm: TrainingRun) -> None:
+    for slope, state, word in (
+        (-2e-3, "ok", "nats"),
+        (0.0, "look", "nats, no longer moves"),
+        (2e-3, "look", "nats, rises"),
+    ):
+        noise = random.Random(0)
+        losses = [1 + slope * step + noise.gauss(0, 0.05) for step in range(200)]
+        steps = [{**row, "loss_nats": loss} for row, loss in zip(calm.steps, losses, strict=True)]
+        check = answer(TrainingRun(**{**vars(calm), "steps": steps}), "loss")
+        assert check.state == state and check.found.endswith(word)
+        few = TrainingRun(**{**vars(calm), "steps": steps[:39]})
+        assert "loss" not in {each.name for each in health(few)}
 
 
 def test_dense_and_merged_layers_have_fewer_questions(calm: TrainingRun) -> None:
@@ -146,9 +140,8 @@ def test_what_nobody_measured_is_not_asked(tmp_path: Path) -> None:
     assert not {"speed", "waiting for data"} & {check.name for check in health(few)}
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "state", "found"),
-    [
+def test_a_number_beyond_its_limit_is_marked(calm) -> None:
+    for name, values, state, found in (
         ("speed", lambda i: {"tokens_per_s": 100.0 + 60 * (i % 3 == 0)}, "look", "within 60 %"),
         ("host memory", lambda i: {"host_rss_mib": 2000.0 + 20 * i}, "look", "2,040 to 2,380 MiB"),
         ("device memory", lambda i: {"mem_alloc_mib": 1000.0 + 2 * i}, "ok", "1,004 to 1,038"),
@@ -158,11 +151,9 @@ def test_what_nobody_measured_is_not_asked(tmp_path: Path) -> None:
         ("GPU, hottest", lambda i: {"gpu_temp_c": 60 + i}, "ok", "79 C"),
         ("GPU, hottest", lambda i: {"gpu_temp_c": 65 + i}, "look", "84 C"),
         ("GPU, hottest", lambda i: {"gpu_temp_c": 75 + i}, "bad", "94 C"),
-    ],
-)
-def test_a_number_beyond_its_limit_is_marked(calm, name, values, state, found) -> None:
-    check = answer(with_beats(calm, values), name)
-    assert check.state == state and found in check.found
+    ):
+        check = answer(with_beats(calm, values), name)
+        assert check.state == state and found in check.found
 
 
 def test_memory_of_a_process_is_not_asked_for_twice(calm: TrainingRun) -> None:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from observe.synthetic import write_conversion, write_lines, write_pipeline, write_run
 
 from qat.convert.config import REPORT_NAME
-from qat.errors import CheckpointError, ConfigError
+from qat.errors import CheckpointError
 from qat.observe.charts import (
     DARK,
     STYLE,
@@ -18,7 +18,6 @@ from qat.observe.charts import (
     in_dark,
     run_charts,
     size_charts,
-    smooth,
     thin,
 )
 from qat.observe.page import (
@@ -29,7 +28,7 @@ from qat.observe.page import (
     with_unique_labels,
     write_report,
 )
-from qat.observe.runs import Conversion, Module, TrainingRun, read_directory
+from qat.observe.runs import Module, TrainingRun, read_directory
 from qat.observe.summary import Result, uses_of
 
 
@@ -182,9 +181,8 @@ def test_equal_names_are_told_apart(run: Path, conversion: Path) -> None:
     assert [each.label for each in with_unique_labels(sources)] == ["first", "first (2)", "q2"]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
+def test_number() -> None:
+    for value, text in (
         (None, "-"),
         (0, "0"),
         (0.0, "0"),
@@ -195,23 +193,16 @@ def test_equal_names_are_told_apart(run: Path, conversion: Path) -> None:
         (128.4, "128"),
         (0.000123, "0.000123"),
         ("cpu", "cpu"),
-    ],
-)
-def test_number(value: object, text: str) -> None:
-    assert number(value) == text
+    ):
+        assert number(value) == text
 
 
-def test_smooth_of_a_constant_is_the_constant() -> None:
-    assert smooth([2.0] * 5, 0.9) == pytest.approx([2.0] * 5)
-    assert smooth([1.0, 3.0], 0.0) == [1.0, 3.0]
-
-
-@pytest.mark.parametrize("count", [0, 1, 7, 800, 801, 5000])
-def test_thin_keeps_the_ends(count: int) -> None:
-    rows = [(i,) for i in range(count)]
-    kept = thin(rows)
-    assert len(kept) <= 801
-    assert kept[:1] == rows[:1] and kept[-1:] == rows[-1:]
+def test_thin_keeps_the_ends() -> None:
+    for count in (0, 1, 7, 800, 801, 5000):
+        rows = [(i,) for i in range(count)]
+        kept = thin(rows)
+        assert len(kept) <= 801
+        assert kept[:1] == rows[:1] and kept[-1:] == rows[-1:]
 
 
 def test_the_dark_dress_is_what_would_be_drawn_in_it(run: Path, monkeypatch) -> None:
@@ -232,14 +223,6 @@ def test_names_are_drawn_letter_by_letter(tmp_path: Path) -> None:
     assert "<!-- x$x^{$ -->" in drawn and "<!--  _hidden -->" in drawn
 
 
-def test_charts_without_calibration_show_the_plain_error(conversion: Path) -> None:
-    report = read_directory(conversion)
-    assert isinstance(report, Conversion)
-    plain = [m.model_copy(update={"weighted_error": None}) for m in report.modules]
-    charts = conversion_charts(report.model_copy(update={"modules": plain}))
-    assert "relative error" in charts[0].caption
-
-
 def test_formats_of_the_same_bits_need_no_picture_of_them(conversion: Path) -> None:
     report = read_directory(conversion)
     same = [m.model_copy(update={"bits_per_weight": 2.5}) for m in report.modules]
@@ -253,12 +236,6 @@ def test_a_conversion_that_quantized_nothing_has_a_page(conversion: Path, tmp_pa
     path.write_text(json.dumps({**json.loads(path.read_text()), **nothing}))
     written = write_report([conversion], tmp_path / "report.html")
     assert written.pictures == [] and "All 0 linears" in written.page.read_text("utf-8")
-
-
-def test_tiles_and_pictures_show_the_same_error(written: Written) -> None:
-    html = written.page.read_text("utf-8")
-    assert "<span>mean weighted error</span>" in html
-    assert "The weighted error of each quantized linear" in html
 
 
 def page_of(directory: Path, out: Path) -> str:
@@ -361,13 +338,6 @@ def drawn(runs: list[Path], name: str) -> str:
     return chart.render("svg").decode()
 
 
-def test_a_picture_says_what_its_dashes_are_also_of_one_run(run: Path, tmp_path: Path) -> None:
-    alone = drawn([run], "held-out")
-    assert "<!-- KL with tail -->" in alone and "<!-- KD -->" in alone
-    assert "<!-- first -->" not in alone
-    assert "<!-- first -->" in drawn([run, write_run(tmp_path / "other")], "held-out")
-
-
 def test_a_run_on_draws_shows_their_cross_entropy(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
@@ -379,30 +349,13 @@ def test_a_run_on_draws_shows_their_cross_entropy(run: Path) -> None:
     assert drawn([run], "held-out").count("<use ") > 5  # its points
 
 
-def test_pictures_of_a_run_share_their_steps_and_few_perplexities_fill_theirs(run: Path) -> None:
-    def limits(name: str) -> tuple[tuple[float, float], tuple[float, float]]:
-        axes = Figure().subplots()
-        next(c for c in run_charts([read_directory(run)]) if c.name == name).paint(axes)
-        return axes.get_xlim(), axes.get_ylim()
-
-    (loss, _), (perplexity, (least, most)) = limits("loss"), limits("perplexity")
-    assert loss == perplexity == (-6.0, 206.0)
-    assert 12 < least < 15 and 36 < most < 40
-
-
-def test_long_names_stay_in_the_picture(tmp_path: Path) -> None:
-    names = [f"{letter}{'_name' * 20}" for letter in "ab"]
-    svg = drawn([write_run(tmp_path / name, steps=10) for name in names], "loss")
-    assert f"<!-- {names[0]} -->" not in svg and "<!-- a_name_name_name_name_name_n..._name" in svg
-
-
 def test_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere is not there, expected a run or"):
         write_report([tmp_path / "nowhere"], tmp_path / "report.html")
 
 
 def test_foreign_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds neither metrics.jsonl nor convert_report"):
+    with pytest.raises(CheckpointError, match="neither metrics.jsonl nor convert_report"):
         write_report([tmp_path], tmp_path / "report.html")
 
 
@@ -431,7 +384,7 @@ def test_files_that_no_run_wrote_are_one_line(run: Path, tmp_path: Path, name, t
 
 def test_damaged_conversion_is_named(conversion: Path, tmp_path: Path) -> None:
     (conversion / "convert_report.json").write_text('{"source": "x"}')
-    with pytest.raises(CheckpointError, match="convert_report.json is damaged: plan: Field req"):
+    with pytest.raises(CheckpointError, match="convert_report.json is damaged: plan"):
         write_report([conversion], tmp_path / "report.html")
 
 
@@ -442,10 +395,3 @@ def test_verb_writes_into_the_first_directory(run: Path) -> None:
     result = report(run)
     assert result["page"] == run / "report.html"
     assert len(result["pictures"]) == 4
-
-
-def test_verb_wants_a_run() -> None:
-    from qat.cli.report import report
-
-    with pytest.raises(ConfigError, match="RUNS is missing"):
-        report()

@@ -208,10 +208,10 @@ def test_a_folder_that_cannot_take_the_run_is_refused_before_it(
     (folder / "run").mkdir()
     check_folder(run, folder)
     (folder / "run" / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match="holds a run of this name, .* neither; choose another"):
+    with pytest.raises(ConfigError, match="a run of this name"):
         check_folder(run, folder)
     (folder / "run" / "resume.tar.lz4").touch()
-    with pytest.raises(ConfigError, match="expected neither; go on with it by --resume, choose"):
+    with pytest.raises(ConfigError, match="--resume"):
         check_folder(run, folder)
     begin(run)  # a run that goes on knows its own folder
     check_folder(run, folder)
