@@ -15,9 +15,6 @@ if shutil.which("nvidia-smi") is None:
 import pytest
 
 gc.disable()  # while modules are imported there is next to no garbage
-# what a test writes need not outlive a loss of power: this waits for no disk, and still refuses
-# what is no open file
-os.fsync = os.fstat
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,11 +31,27 @@ def pytest_collection_finish() -> None:
     if "cyclopts.argument" in sys.modules:
         from cyclopts.argument import _collection
 
-        # each command line would read the source of its classes anew
+        # each command line would parse the source of its classes again: 10 s of the suite
         _collection.extract_docstring_help = cache(_collection.extract_docstring_help)
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_wait_for_the_disk() -> Iterator[None]:
+    """Check descriptors instead of flushing them: no file of a test must outlive a power loss."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)
+        yield
+
+
+@pytest.fixture
+def flushed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Inodes of the files and directories that a test flushes to disk, in order."""
+    inodes: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda open_file: inodes.append(os.fstat(open_file).st_ino))
+    return inodes
 
 
 @pytest.fixture

@@ -171,22 +171,34 @@ def test_a_folder_that_is_used_by_then_stays(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "theirs"]
 
 
-@pytest.mark.parametrize("replace", [False, True])
-@pytest.mark.parametrize("out", [".", "..", "../b", "../../a", "link"])
 def test_nobodys_working_directory_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, replace: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = tmp_path / "a" / "b"
     place.mkdir(parents=True)
-    if out == "link":  # `.` is not empty, where it is one
-        (place / "link").symlink_to(place)
     monkeypatch.chdir(place)
     inode = place.stat().st_ino
-    with pytest.raises(ConfigError, match="is the working directory or above it"):
-        with whole_directory(Path(out), replace=replace):
-            pytest.fail("nothing may be worked for it")
-    assert Path.cwd().stat().st_ino == inode == place.stat().st_ino
+    for out in (".", "..", "../b", "../../a", "link"):
+        if out == "link":  # `.` is not empty, where it is one
+            (place / "link").symlink_to(place)
+        for replace in (False, True):
+            with pytest.raises(ConfigError, match="is the working directory or above it"):
+                with whole_directory(Path(out), replace=replace):
+                    pytest.fail("nothing may be worked for it")
+            assert Path.cwd().stat().st_ino == inode == place.stat().st_ino
+    (place / "link").unlink()
     check_free(Path(), in_place=True, replace=True)
+
+
+def test_bytes_are_on_the_disk_before_their_name_is(tmp_path: Path, flushed: list[int]) -> None:
+    files.write_atomically(tmp_path / "a.json", "{}")
+    assert flushed == [(tmp_path / "a.json").stat().st_ino]
+    flushed.clear()
+    with whole_directory(tmp_path / "out") as partial:
+        fill(partial, NEW)
+    written = [*(path.stat().st_ino for path in (tmp_path / "out").iterdir())]
+    folders = [path.stat().st_ino for path in (tmp_path / "out", tmp_path)]
+    assert {*written, *folders} == {*flushed} and flushed[-1] == folders[-1]
 
 
 def test_a_byte_order_mark_before_toml_is_skipped() -> None:
