@@ -104,26 +104,26 @@ def defined(x: np.ndarray, scale: np.float32) -> np.ndarray:
     return np.clip(np.round(x / scale), -128, 127) * scale
 
 
-@pytest.mark.parametrize("scale", [0.0123, 0.1, 0.25, 0.046875])
-@pytest.mark.parametrize("is_half", [False, True])
-def test_the_operations_are_our_rounding_by_definition(scale: float, is_half: bool) -> None:
-    torch.manual_seed(0)
-    step = torch.tensor(scale)
-    halves = torch.arange(-140, 140) + 0.5
-    x = torch.cat([torch.randn(10_000) * step * 60, halves * step])
-    if is_half:  # what a program in float16 reads
-        x, step = x.half().float(), step.half().float()
-    theirs = inferred(x.numpy(), np.float32(step))
-    ours = quantize_static(x, step)
-    assert np.array_equal(theirs, defined(x.numpy(), np.float32(step)))
-    differs = theirs != ours.numpy()
-    is_exact = is_half or step.log2().frac() == 0
-    if is_exact:
-        assert not differs.any()
-    # it divides where training multiplies by the reciprocal: of what lies beside a half
-    beside = ((x / step).abs() % 1 - 0.5).abs() < 1e-4
-    assert not differs[~beside.numpy()].any()
-    assert np.abs(theirs - ours.numpy()).max() <= 1.001 * scale
+def test_the_operations_are_our_rounding_by_definition() -> None:
+    for is_half in (False, True):
+        for scale in (0.0123, 0.1, 0.25, 0.046875):
+            torch.manual_seed(0)
+            step = torch.tensor(scale)
+            halves = torch.arange(-140, 140) + 0.5
+            x = torch.cat([torch.randn(10_000) * step * 60, halves * step])
+            if is_half:  # what a program in float16 reads
+                x, step = x.half().float(), step.half().float()
+            theirs = inferred(x.numpy(), np.float32(step))
+            ours = quantize_static(x, step)
+            assert np.array_equal(theirs, defined(x.numpy(), np.float32(step)))
+            differs = theirs != ours.numpy()
+            is_exact = is_half or step.log2().frac() == 0
+            if is_exact:
+                assert not differs.any()
+            # it divides where training multiplies by the reciprocal: of what lies beside a half
+            beside = ((x / step).abs() % 1 - 0.5).abs() < 1e-4
+            assert not differs[~beside.numpy()].any()
+            assert np.abs(theirs - ours.numpy()).max() <= 1.001 * scale
 
 
 @pytest.mark.parametrize("kind", ["int8", "int8-asymmetric", "fp8"])
@@ -145,9 +145,7 @@ def test_a_conversion_for_core_ml_has_scales_that_float16_holds(tmp_path: Path) 
     plain = TO.plan(PRESETS["q4a4"], tiny_model())
     assert plain.activations == {None}
     save_checkpoint(student(scale_bits=32), None, tmp_path / "student")
-    with pytest.raises(
-        ExportError, match=r"activation.scale holds 0\.012.*, which is no fp16 number"
-    ):
+    with pytest.raises(ExportError, match=r"activation.scale holds 0\.012.* fp16"):
         config = ExportConfig(to="coreml", dtype="fp16")
         export_model(str(tmp_path / "student"), config, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -159,7 +157,7 @@ def test_other_scales_are_noticed(tmp_path: Path) -> None:
     assert check_equal("coreml", model, tmp_path) < 1e-4
     with torch.no_grad():
         quant_linears(model)["model.layers.0.mlp.down_proj"].activation.scale *= 1.01
-    with pytest.raises(ValueError, match="what linears read is rounded by other scales"):
+    with pytest.raises(ValueError, match="other scales"):
         coreml.read_logits(model, tmp_path, probe_ids(model))
 
 
@@ -180,7 +178,7 @@ def test_sums_in_another_order_are_believed_and_other_logits_are_not(
     assert 0 < check_equal("coreml", model, tmp_path) < 1e-4
     for wrong in (logits * 1.01, logits.roll(1, 1), logits + 0.1):
         monkeypatch.setattr(coreml, "read_logits", lambda *_, wrong=wrong: wrong)
-        with pytest.raises(ExportError, match="gives other logits .*expected the same within"):
+        with pytest.raises(ExportError, match="other logits"):
             check_equal("coreml", model, tmp_path)
 
 

@@ -34,9 +34,8 @@ needs_executorch = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(
-    ("codebook", "bits", "size", "scale_bits", "held"),
-    [
+def test_levels_are_integers_of_xnnpack() -> None:
+    for codebook, bits, size, scale_bits, held in (
         ("int", 4, 32, 8, 4),
         ("int", 2, 64, 8, 4),
         ("ternary", 2, 32, 8, 4),
@@ -50,27 +49,23 @@ needs_executorch = pytest.mark.skipif(
         ("int", 5, 32, 8, None),
         ("seq", 7, 96, 16, 8),
         ("seq", 8, 96, 16, None),
-    ],
-)
-def test_levels_are_integers_of_xnnpack(
-    codebook: str, bits: int, size: int, scale_bits: int, held: int | None
-) -> None:
-    spec = LutSpec(bits=bits, codebook=codebook, group_size=size, scale_bits=scale_bits)
-    shape = (8, 192 if size == 64 else 96)
-    assert executorch.stored_bits(spec, shape[1]) == held
-    lost = executorch.lost(spec, shape)
-    assert (lost is None) == (held is not None)
-    bent = executorch.scheme(spec, shape)
-    assert executorch.lost(bent, shape) is None and bent.bits == bits
-    if held is None:
-        said = f"{codebook} of {bits} bits in groups of {size} with scales of {scale_bits} bits"
-        assert lost.startswith(said)
-        return
-    pytest.importorskip("torchao")
-    linear = frozen_linear(8, shape[1], spec)
-    tensor = executorch._tensor("it", linear)
-    assert torch.equal(tensor.dequantize(), linear.quantized_weight())
-    assert tensor.target_dtype == getattr(torch, f"int{held}") and not tensor.zero_point.any()
+    ):
+        spec = LutSpec(bits=bits, codebook=codebook, group_size=size, scale_bits=scale_bits)
+        shape = (8, 192 if size == 64 else 96)
+        assert executorch.stored_bits(spec, shape[1]) == held
+        lost = executorch.lost(spec, shape)
+        assert (lost is None) == (held is not None)
+        bent = executorch.scheme(spec, shape)
+        assert executorch.lost(bent, shape) is None and bent.bits == bits
+        if held is None:
+            said = f"{codebook} of {bits} bits in groups of {size} with scales of {scale_bits} bits"
+            assert lost.startswith(said)
+            return
+        pytest.importorskip("torchao")
+        linear = frozen_linear(8, shape[1], spec)
+        tensor = executorch._tensor("it", linear)
+        assert torch.equal(tensor.dequantize(), linear.quantized_weight())
+        assert tensor.target_dtype == getattr(torch, f"int{held}") and not tensor.zero_point.any()
 
 
 def test_for_executorch_rounds_inputs_as_xnnpack_does() -> None:
@@ -79,10 +74,10 @@ def test_for_executorch_rounds_inputs_as_xnnpack_does() -> None:
     assert plan.name == "q2a4_a8z_executorch"
     assert {rule.activation.kind for rule in plan.rules} == {"int8-asymmetric"}
     assert {(rule.spec.codebook, rule.spec.bits) for rule in plan.rules} == {("seq", 2), ("int", 4)}
-    with pytest.raises(ExportError, match=r"quantized \(int8\), expected one int8-asymmetric"):
+    with pytest.raises(ExportError, match=r"\(int8\), .*int8-asymmetric"):
         TO.plan(PRESETS["q2a4"].with_activation("int8"), model)
     both = Shipping({**TO.targets, "mlx": mlx})
-    with pytest.raises(ExportError, match="executorch cannot hold plan q2a4: its input is in flo"):
+    with pytest.raises(ExportError, match="executorch cannot hold plan q2a4"):
         both.plan(PRESETS["q2a4"], model)
 
 
@@ -95,10 +90,10 @@ def test_what_it_cannot_hold_is_refused(tmp_path: Path) -> None:
     assert ships_to(tmp_path / "floats")["executorch"].is_format
     with_rounded_inputs(model, "int8-asymmetric")
     check_model("executorch", model)
-    with pytest.raises(DtypeError, match="not of bf16, expected float32; export with --dtype fp32"):
+    with pytest.raises(DtypeError, match="bf16, .*--dtype fp32"):
         executorch.write(model.__class__(model.config).bfloat16(), None, tmp_path)
     model.config.model_type = "other"
-    with pytest.raises(ExportError, match="model_type=other cannot be written as a program for Ex"):
+    with pytest.raises(ExportError, match="model_type=other"):
         check_model("executorch", model)
 
 

@@ -21,8 +21,10 @@ pytest.importorskip("torchao")
 SEQ2 = LutSpec(bits=2, codebook="seq", group_size=16, scale_bits=8)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("codebook", "bits"), [("seq", 4), ("int", 4), ("ternary", 2), ("int", 8)])
+@pytest.mark.parametrize(
+    ("codebook", "bits", "dtype"),
+    [("seq", 4, "bf16"), ("int", 4, "fp32"), ("ternary", 2, "bf16"), ("int", 8, "fp32")],
+)
 def test_torchao_computes_our_logits_of_rounded_inputs(
     codebook: str, bits: int, dtype: str, tmp_path: Path
 ) -> None:
