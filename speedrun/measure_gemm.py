@@ -10,7 +10,6 @@ tuned.
 python speedrun/measure_gemm.py --out runs/gemm --seconds 220
 """
 
-import argparse
 import json
 import shutil
 import statistics
@@ -24,6 +23,7 @@ from typing import Any
 
 import figures
 import torch
+from cyclopts import App
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -111,43 +111,47 @@ WORKERS = 8
 """Processes that compile: it takes seconds a kernel, many of them with a process's lock held."""
 
 
-def main() -> None:
-    """Check, tune, time, and write rows, figures and the device's table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--no-tune", action="store_true", help="use the device's table as it is")
-    arguments = parser.parse_args()
+app = App(help=__doc__)
+
+
+@app.default
+def main(*, out: Path, seconds: float = 120.0, no_tune: bool = False) -> None:
+    """Check, tune, time, and write rows, figures and the device's table.
+
+    Args:
+        seconds: two thirds of them are for tuning.
+        no_tune: use the device's table as it is.
+    """
     start = time.monotonic()
     measured = {"commit": figures.commit()}  # the table that tuning writes is a tracked file
     torch.manual_seed(0)
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     first = [width_for(M) for M in GOALS]
     larger = [n for n in VECTORS if n > WIDTHS[-1] and n == width_for(n)]
     rest = [width for width in (*WIDTHS, *larger) if width not in first]
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
         checks = [(case, tile) for n, case in enumerate(CHECKS) for tile in CHECK_TILES[n % 3 :: 3]]
         begun = [pool.submit(compile_one, case, tile, has_bias=True) for case, tile in checks]
-        widths = [] if arguments.no_tune else [*first, *rest]
+        widths = [] if no_tune else [*first, *rest]
         compiled = begin_to_compile(pool, widths)
         wait(begun)
         print(f"checked {check(checks)} products against float64")
-        end = start + arguments.seconds * 2 / 3
-        if not arguments.no_tune:
-            tune(first, compiled, end, arguments.out)
+        end = start + seconds * 2 / 3
+        if not no_tune:
+            tune(first, compiled, end, out)
         humming = humming_seconds()
-        if not arguments.no_tune:
-            tune(rest, compiled, end, arguments.out)
+        if not no_tune:
+            tune(rest, compiled, end, out)
         pool.shutdown(wait=False, cancel_futures=True)
     print(f"tuned after {time.monotonic() - start:.0f} s")
     rows = []
-    with (arguments.out / "gemm.jsonl").open("w", encoding="utf-8") as file:
+    with (out / "gemm.jsonl").open("w", encoding="utf-8") as file:
         for name, shape in SHAPES.items():
             for row in timed(name, shape, humming if shape == SQUARE else {}):
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 rows.append(row)
-    report(arguments.out / "figures.jsonl", rows, measured)
+    report(out / "figures.jsonl", rows, measured)
 
 
 def compile_one(case: Case, tile: GemmTile, *, has_bias: bool) -> None:
@@ -372,4 +376,4 @@ def report(path: Path, rows: list[dict[str, object]], measured: dict[str, str]) 
 
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -11,7 +11,6 @@ pip install llama-cpp-python
 python speedrun/measure_llamacpp.py STUDENT=TEXT.txt ... --figures FILE.jsonl
 """
 
-import argparse
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from cyclopts import App
 from figures import record
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,6 +36,7 @@ GOAL = 1e-3
 SEED = 0
 WORDS = 60
 """Tokens that are sampled."""
+app = App(help=__doc__)
 
 
 class Compared(NamedTuple):
@@ -47,24 +48,21 @@ class Compared(NamedTuple):
     """Share of places where both find the same token likeliest."""
 
 
-def main() -> None:
-    """Print a line for each student and a text, and record the worst KL."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("students", nargs="+", metavar="STUDENT=TEXT")
-    parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--figures", type=Path)
-    arguments = parser.parse_args()
+@app.default
+def main(
+    students: list[str], *, sequences: int = 16, length: int = 256, figures: Path | None = None
+) -> None:
+    """Print a line for each STUDENT=TEXT and a text, and record the worst KL."""
     engine()
     worst = 0.0
-    for named in arguments.students:
+    for named in students:
         student, _, text = named.rpartition("=")
-        found = measure(student, Path(text), arguments)
+        found = measure(student, Path(text), sequences, length)
         worst = max(worst, found.kl)
     print(f"worst KL {worst:.3g} nats (goal {GOAL:g})")
-    if arguments.figures:
-        runs = len(arguments.students)
-        record(arguments.figures, "gguf_llamacpp_kl", worst, "nats", f"<= {GOAL:g}", runs=runs)
+    if figures:
+        runs = len(students)
+        record(figures, "gguf_llamacpp_kl", worst, "nats", f"<= {GOAL:g}", runs=runs)
     raise SystemExit(not worst <= GOAL)
 
 
@@ -80,11 +78,11 @@ def engine() -> Any:
     return Llama
 
 
-def measure(student: str, text: Path, arguments: argparse.Namespace) -> Compared:
+def measure(student: str, text: Path, sequences: int, length: int) -> Compared:
     """Export `student` and compare, in quantized types and in float32."""
     tokenizer, model = load_tokenizer(student), load_checkpoint(Path(student), torch.float32)
     content = text.read_text(encoding="utf-8")
-    ids = tokens(tokenizer, content, arguments)
+    ids = tokens(tokenizer, content, sequences, length)
     ours = logits(model, ids)
     with activations_of_8_bits(model):
         rounded = divergence(ours, logits(model, ids))
@@ -106,9 +104,8 @@ def measure(student: str, text: Path, arguments: argparse.Namespace) -> Compared
     return found
 
 
-def tokens(tokenizer: PreTrainedTokenizerBase, text: str, arguments: argparse.Namespace) -> Tensor:
+def tokens(tokenizer: PreTrainedTokenizerBase, text: str, B: int, S: int) -> Tensor:
     """Rows `(B, S)` from all over the text."""
-    B, S = arguments.sequences, arguments.length
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
     if len(ids) < B * S:
         raise SystemExit(f"the text has {len(ids)} tokens, expected {B * S}; give a longer one")
@@ -187,4 +184,4 @@ def say(path: Path, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    app()

@@ -9,13 +9,11 @@ pip install -e '.[executorch]'
 python speedrun/measure_shipped_inputs.py MODEL=TEXT.txt --figures FILE.jsonl
 """
 
-import argparse
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from cyclopts import App
 from figures import record
 from measure_llamacpp import compared, tokens
 from torch import Tensor
@@ -36,35 +34,35 @@ GOAL = 0.999
 """The share of places at which both think the same token the likeliest."""
 
 
-def main() -> None:
-    """Print a line for each target, and record the largest difference and the agreement."""
-    with rounding_student(__doc__, TARGETS) as (arguments, student, ids):
-        agrees = [measure(target, student, ids, arguments) for target in TARGETS]
+app = App(help=__doc__)
+
+
+@app.default
+def main(
+    named: str,
+    *,
+    plan: str = "q2a4",
+    sequences: int = 16,
+    length: int = 128,
+    figures: Path | None = None,
+) -> None:
+    """Print a line for each target, and record the largest difference and the agreement.
+
+    Args:
+        named: a float model and a text file, as MODEL=TEXT.
+    """
+    source, _, text = named.rpartition("=")
+    content = Path(text).read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as place:
+        student = Path(place, "student")
+        words = ["convert", source, "--to", plan, "--activations", KIND]
+        run_verb([*words, "--for", ",".join(TARGETS), "--out", str(student)])
+        ids = tokens(load_tokenizer(str(student)), content, sequences, length)
+        agrees = [measure(target, student, ids, figures) for target in TARGETS]
     raise SystemExit(not min(agrees) >= GOAL)
 
 
-@contextmanager
-def rounding_student(
-    about: str, targets: Iterable[str]
-) -> Iterator[tuple[argparse.Namespace, Path, Tensor]]:
-    """What the command line asks for, a student that rounds its inputs as `targets` do, and ids."""
-    parser = argparse.ArgumentParser(description=about.splitlines()[0])
-    parser.add_argument("model", metavar="MODEL=TEXT", help="a float model, and a text file")
-    parser.add_argument("--plan", default="q2a4")
-    parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--figures", type=Path)
-    arguments = parser.parse_args()
-    source, _, text = arguments.model.rpartition("=")
-    with tempfile.TemporaryDirectory() as place:
-        student = f"{place}/student"
-        words = ["convert", source, "--to", arguments.plan, "--activations", KIND]
-        run_verb([*words, "--for", ",".join(targets), "--out", student])
-        content = Path(text).read_text(encoding="utf-8")
-        yield arguments, Path(student), tokens(load_tokenizer(student), content, arguments)
-
-
-def measure(target: str, student: Path, ids: Tensor, arguments: argparse.Namespace) -> float:
+def measure(target: str, student: Path, ids: Tensor, figures: Path | None) -> float:
     """Ship to `target` and compare; the share of places with the same likeliest token."""
     out = student.parent / target
     run_verb(["export", str(student), "--to", target, "--dtype", "fp32", "--out", str(out)])
@@ -87,14 +85,14 @@ def measure(target: str, student: Path, ids: Tensor, arguments: argparse.Namespa
             f"KL {own.kl:.3g} nats, the same in {own.agrees:.3%}",
             flush=True,
         )
-    if arguments.figures:
+    if figures:
         name = TARGETS[target]
         goal = "== 0" if target == "torchao" else f"<= {most:.3g}"
-        record(arguments.figures, f"{name}_logit_diff", difference, "logit", goal)
-        record(arguments.figures, f"{name}_top1", found.agrees, "fraction", f">= {GOAL:g}")
+        record(figures, f"{name}_logit_diff", difference, "logit", goal)
+        record(figures, f"{name}_top1", found.agrees, "fraction", f">= {GOAL:g}")
         if target == "executorch":
             own = compared(ours, moved[1]).agrees
-            record(arguments.figures, "a8_ulp_top1", own, "fraction", "stated")
+            record(figures, "a8_ulp_top1", own, "fraction", "stated")
     return found.agrees
 
 
@@ -103,4 +101,4 @@ def _most(one: Tensor, other: Tensor) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    app()

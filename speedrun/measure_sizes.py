@@ -6,10 +6,10 @@ exported.
 python speedrun/measure_sizes.py coder=CODER.gguf smollm2=SMOLLM2.gguf --figures FILE.jsonl
 """
 
-import argparse
 import tempfile
 from pathlib import Path
 
+from cyclopts import App
 from figures import record
 
 from qat.cli import run_verb
@@ -17,18 +17,15 @@ from qat.cli import run_verb
 GOALS = {"coder": 280, "smollm2": 75}
 """MB of the file that is written, by name of the model."""
 PRESET = "q2a4"
+app = App(help=__doc__)
 
 
-def main() -> None:
-    """Print a line for each model and record `NAME_gguf_mb_default`."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("models", nargs="+", metavar="NAME=MODEL")
-    parser.add_argument("--figures", type=Path)
-    parser.add_argument("--device", default="auto")
-    arguments = parser.parse_args()
-    for named in arguments.models:
+@app.default
+def main(models: list[str], *, figures: Path | None = None, device: str = "auto") -> None:
+    """Print a line for each NAME=MODEL and record `NAME_gguf_mb_default`."""
+    for named in models:
         name, _, model = named.partition("=")
-        found = exported(model, arguments.device)
+        found = exported(model, device)
         megabytes = found["bytes"] / 1e6
         print(
             f"{name}: {found['source_megabytes']:.1f} MB become {megabytes:.1f} MB, "
@@ -36,10 +33,10 @@ def main() -> None:
             "linears)",
             flush=True,
         )
-        if arguments.figures is not None:
+        if figures is not None:
             goal = f"<= {GOALS[name]}" if name in GOALS else ""
             figure = f"{name}_gguf_mb_default"
-            record(arguments.figures, figure, round(megabytes, 2), "MB", goal)
+            record(figures, figure, round(megabytes, 2), "MB", goal)
 
 
 def exported(model: str, device: str) -> dict[str, object]:
@@ -53,4 +50,4 @@ def exported(model: str, device: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    main()
+    app()

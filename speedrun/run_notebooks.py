@@ -7,12 +7,13 @@ notebook.
 python speedrun/run_notebooks.py --figures FILE.jsonl
 """
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
+from typing import Literal
 
 import nbformat
+from cyclopts import App
 from figures import record
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
@@ -91,23 +92,25 @@ TINY: dict[str, dict[str, str]] = {
 """Values of the parameters that tests take; in this order, as later ones read what earlier made."""
 
 
-def main() -> None:
-    """Execute all, say how long each took, and record how many went through."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--figures", type=Path)
-    parser.add_argument("--only", choices=TINY)
-    parser.add_argument(
-        "--has", default="", help="tags this machine can run: needs-gpu,needs-tpu,..."
-    )
-    arguments = parser.parse_args()
-    has = frozenset(arguments.has.split(",")) & NEEDS
-    names = [arguments.only] if arguments.only else list(TINY)
+app = App(help=__doc__)
+
+
+@app.default
+def main(*, figures: Path | None = None, only: Literal[*TINY] | None = None, has: str = "") -> None:
+    """Execute all, say how long each took, and record how many went through.
+
+    Args:
+        only: the notebook to execute, by its name; all by default.
+        has: tags that this machine can run: needs-gpu,needs-tpu,...
+    """
+    there = frozenset(has.split(",")) & NEEDS
+    names = [only] if only else list(TINY)
     with tempfile.TemporaryDirectory() as work:
-        executed = sum(went_through(name, Path(work), has) for name in names)
+        executed = sum(went_through(name, Path(work), there) for name in names)
     print(f"{executed} of {len(names)} went through")
-    if arguments.figures:
+    if figures:
         goal = f">= {len(list(NOTEBOOKS.glob('*.ipynb')))}"
-        record(arguments.figures, "notebooks_executed", executed, "notebooks", goal)
+        record(figures, "notebooks_executed", executed, "notebooks", goal)
     raise SystemExit(executed < len(names))
 
 
@@ -163,4 +166,4 @@ def tags(cell: NotebookNode) -> set[str]:
 
 
 if __name__ == "__main__":
-    main()
+    app()

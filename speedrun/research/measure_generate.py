@@ -8,17 +8,18 @@ of a published shape. First the kernels' tiles are tuned, as `qat bench kernels 
 python speedrun/research/measure_generate.py --figures FILE.jsonl
 """
 
-import argparse
 import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from cyclopts import App, Parameter
 from plain_decode import PlainStep
 from research_records import record
 from speed_case import Row, show
@@ -88,21 +89,35 @@ class Loop:
     """Of the weights that a token reads."""
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Asked:
+    """What is timed."""
+
+    shape: str = "qwen3-4b"
+    device: str = "auto"
+    runs: int = 20
+    tokens: int = 64
+    """Tokens of a run."""
+    prompt: int = 64
+    """Tokens of the prompt."""
+    skip_tiles: bool = False
+    """Use the tiles as they are."""
+    packed_only: bool = False
+    """Leave the bf16 model out."""
+    tiny: bool = False
+    """A tiny model, to try the script."""
+    figures: Path | None = None
+
+
+app = App(help=__doc__)
+DEFAULTS = Asked()
+
+
+@app.default
+def main(*, asked: Annotated[Asked, Parameter(name="*")] = DEFAULTS) -> None:
     """Print the tables and record how many times as fast the packed student is."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="qwen3-4b")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
-    parser.add_argument("--skip-tiles", action="store_true", help="use the tiles as they are")
-    parser.add_argument("--packed-only", action="store_true", help="leave the bf16 model out")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
-    parser.add_argument("--figures", type=Path)
-    asked = parser.parse_args()
     if asked.tiny:
-        asked.shape, asked.runs, asked.tokens, asked.prompt = "tiny", 2, 3, 5
+        asked = replace(asked, shape="tiny", runs=2, tokens=3, prompt=5)
     backend = select(asked.device)
     copy_rate = measure_roofline(backend, "bf16").copy_bytes
     tell(f"{backend.name()}: a large copy moves {copy_rate / 1e9:,.0f} GB/s")
@@ -133,7 +148,7 @@ def main() -> None:
     finish(asked, ours, statistics.stdev(ratios))
 
 
-def compare_vectors(asked: argparse.Namespace, seconds: dict[str, list[float]]) -> None:
+def compare_vectors(asked: Asked, seconds: dict[str, list[float]]) -> None:
     """Say and record how many times as fast as levels vectors of as many bits are read."""
     over = [h / v for h, v in zip(seconds[HEADLINE], seconds[VECTORS], strict=True)]
     name, ratio = "vector_generate_over_scalar", round(statistics.median(over), 4)
@@ -143,7 +158,7 @@ def compare_vectors(asked: argparse.Namespace, seconds: dict[str, list[float]]) 
         record(asked.figures, name, ratio, "times", ">= 1", spread=spread, runs=asked.runs)
 
 
-def finish(asked: argparse.Namespace, ours: Row, spread: float) -> None:
+def finish(asked: Asked, ours: Row, spread: float) -> None:
     """Say and record the figures."""
     ratio = round(ours["over_bf16"], 3)
     tell(f"generate_over_bf16: {ratio} (goal >= {GOAL})")
@@ -165,9 +180,7 @@ def tell(line: str) -> None:
     print(f"[{time.perf_counter() - START:6.1f} s] {line}", flush=True)
 
 
-def show_tiles(
-    asked: argparse.Namespace, backend: Backend, copy_rate: float, tiles: ExitStack
-) -> None:
+def show_tiles(asked: Asked, backend: Backend, copy_rate: float, tiles: ExitStack) -> None:
     """Tune each kernel's tile, and print what the best took; what beats its default is used on."""
     work = work_of(asked.shape)
     wanted = [
@@ -205,7 +218,7 @@ def tile_row(found: Tuned, timed: Timed, copy_rate: float) -> Row:
     }
 
 
-def loops_of(asked: argparse.Namespace, backend: Backend) -> Iterator[Loop]:
+def loops_of(asked: Asked, backend: Backend) -> Iterator[Loop]:
     """The bf16 loops and the students' loops, recorded and ready."""
     settings = MeasureConfig(device=asked.device)
     ids = torch.randint(500, (1, asked.prompt), device=backend.device)
@@ -240,7 +253,7 @@ def both_ways(name: str, step: DecodeStep, ids: Tensor, count: int) -> Iterator[
 
 
 def random_student(
-    asked: argparse.Namespace, preset: str, table_bits: int | None, group_size: int | None
+    asked: Asked, preset: str, table_bits: int | None, group_size: int | None
 ) -> PreTrainedModel:
     """Random codes in the formats of a preset, in bf16."""
     model = random_model(asked.shape, MeasureConfig(device=asked.device))
@@ -313,7 +326,7 @@ def loop_of(
     return Loop(name, run, read_bytes(step))
 
 
-def timed(loops: list[Loop], backend: Backend, asked: argparse.Namespace) -> dict[str, list[float]]:
+def timed(loops: list[Loop], backend: Backend, asked: Asked) -> dict[str, list[float]]:
     """Seconds a token of every run of every loop, in turns; the first round is not counted."""
     seconds: dict[str, list[float]] = {loop.name: [] for loop in loops}
     for _ in range(asked.runs + 1):
@@ -340,4 +353,4 @@ def row_of(loop: Loop, seconds: list[float], copy_rate: float) -> Row:
 
 
 if __name__ == "__main__":
-    main()
+    app()

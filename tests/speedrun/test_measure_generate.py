@@ -1,8 +1,6 @@
 """The script that times generation: it runs, small, on a CPU, and its baseline is right."""
 
 import json
-import sys
-from argparse import Namespace
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -31,9 +29,7 @@ def test_the_tiny_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -
     out = tmp_path / "figures.jsonl"
     rates = Roofline(None, 1e12, 1e10)
     monkeypatch.setattr(measure_generate, "measure_roofline", lambda *_: rates)
-    arguments = ["--tiny", "--device", "cpu", "--figures", str(out)]
-    monkeypatch.setattr(sys, "argv", ["measure_generate.py", *arguments])
-    measure_generate.main()
+    measure_generate.main(asked=measure_generate.Asked(tiny=True, device="cpu", figures=out))
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     ratios = ["generate_over_bf16", "generate_over_compiled_bf16"]
     names = ["vector_generate_over_scalar", *ratios, "generate_tok_s", "generate_mbu_frac"]
@@ -60,7 +56,7 @@ def test_tiles_are_tuned_matrix_by_matrix(monkeypatch: pytest.MonkeyPatch, capsy
         return [*cases(**bits)][3:4] if bits["mlp"] == 16 else []
 
     monkeypatch.setattr(measure_generate, "decode_cases", one)
-    asked = Namespace(shape="tiny", tiny=True)
+    asked = measure_generate.Asked(shape="tiny", tiny=True)
     with ExitStack() as tiles:
         measure_generate.show_tiles(asked, select("cpu"), 1e9, tiles)
     printed = capsys.readouterr().out

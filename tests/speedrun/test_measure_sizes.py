@@ -1,7 +1,6 @@
 """The sizes that a preset makes are measured by the verbs that a user calls."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,7 @@ def test_sizes_are_recorded_by_name(tmp_path: Path, monkeypatch, capsys) -> None
     tiny_model("llama").save_pretrained(tmp_path / "float")
     TOKENIZER.save_pretrained(tmp_path / "float")
     figures = tmp_path / "figures.jsonl"
-    words = [f"smollm2={tmp_path / 'float'}", "--device", "cpu", "--figures", str(figures)]
-    monkeypatch.setattr(sys, "argv", ["measure_sizes.py", *words])
-    measure_sizes.main()
+    measure_sizes.main([f"smollm2={tmp_path / 'float'}"], device="cpu", figures=figures)
     (line,) = map(json.loads, figures.read_text().splitlines())
     assert (line["figure"], line["goal"]) == ("smollm2_gguf_mb_default", "<= 75")
     source = (tmp_path / "float/model.safetensors").stat().st_size / 1e6
