@@ -20,9 +20,9 @@ from qat.files import check_free
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from qat.anemll.checkpoint import ImportReport
     from qat.convert.bits_budget import BudgetReport, FormatTrial
     from qat.convert.quantize import ModuleReport, QuantizeReport
+    from qat.extensions.anemll.checkpoint import ImportReport
     from qat.logs import Terminal
     from qat.models.cost import Sizes
 
@@ -303,7 +303,7 @@ def convert_foreign(source: str, config: ConvertConfig, out: Path) -> dict[str, 
 
     Raises:
         ConfigError: a setting is given that an import does not read.
-        CheckpointError: see `qat.anemll.checkpoint.import_checkpoint`.
+        CheckpointError: see `qat.extensions.anemll.checkpoint.import_checkpoint`.
     """
     given = sorted(config.model_fields_set - MEANT)
     if given:
@@ -311,7 +311,7 @@ def convert_foreign(source: str, config: ConvertConfig, out: Path) -> dict[str, 
             f"{given[0]}={getattr(config, given[0])} is given with --from, which keeps a "
             "checkpoint's own format; drop it, and convert or judge the result afterwards"
         )
-    from qat.anemll.checkpoint import import_checkpoint
+    from qat.extensions.anemll.checkpoint import import_checkpoint
 
     report = import_checkpoint(Path(source), config.base, out)
     _show_import(report)

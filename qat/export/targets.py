@@ -33,7 +33,7 @@ TARGETS: dict[TargetName, str] = {
     "gguf": "qat.export.gguf",
     "torchao": "qat.export.torchao",
     "executorch": "qat.export.executorch",
-    "anemll": "qat.anemll.export",
+    "anemll": "qat.extensions.anemll.export",
 }
 """The module of each target, imported on first use."""
 

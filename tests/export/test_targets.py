@@ -1127,7 +1127,7 @@ def test_what_a_student_ships_to_is_known_without_the_libraries_of_targets(
         for name in [*sys.modules]:
             if name.partition(".")[0] in EXTRAS:
                 sys.modules[name] = None
-            elif name.startswith(("qat.export", "qat.anemll")):
+            elif name.startswith(("qat.export", "qat.extensions.anemll")):
                 del sys.modules[name]
         sys.modules |= dict.fromkeys(EXTRAS)
         return [*import_module("qat.export.targets").ships_to(students["mlx"])]

@@ -22,11 +22,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from qat.anemll.cache import import_cache
-from qat.anemll.checkpoint import import_checkpoint
 from qat.data.config import ImportConfig
 from qat.data.reader import TeacherCache
 from qat.errors import QatError
+from qat.extensions.anemll.cache import import_cache
+from qat.extensions.anemll.checkpoint import import_checkpoint
 from qat.models.load import load_model
 
 TIME_S = 10.0

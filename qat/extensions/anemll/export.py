@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qat.anemll.checkpoint import build_model
-from qat.anemll.state import read_state
 from qat.errors import ExportError
 from qat.export.model import float_base
 from qat.export.parts import (
@@ -29,6 +27,8 @@ from qat.export.parts import (
     unquantized_state,
     write_config,
 )
+from qat.extensions.anemll.checkpoint import build_model
+from qat.extensions.anemll.state import read_state
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names

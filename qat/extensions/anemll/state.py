@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from qat.anemll.pickles import check_sums, check_tensors, read_pickle
 from qat.errors import CheckpointError
+from qat.extensions.anemll.pickles import check_sums, check_tensors, read_pickle
 from qat.files import parse_json
 
 Version = Literal[1, 2]

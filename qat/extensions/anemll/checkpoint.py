@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers import PreTrainedConfig as Config
 
-from qat.anemll.linear import Imported, import_linear
-from qat.anemll.state import LegacyState, check_finite, read_state, state_file
 from qat.errors import CheckpointError
 from qat.export.model import IMPORT
+from qat.extensions.anemll.linear import Imported, import_linear
+from qat.extensions.anemll.state import LegacyState, check_finite, read_state, state_file
 from qat.files import check_free
 from qat.logs import progress
 from qat.models.checkpoint import check_written, quiet_transformers, write_checkpoint

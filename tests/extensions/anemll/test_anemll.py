@@ -23,11 +23,11 @@ from legacy_case import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qat.anemll.checkpoint import import_checkpoint
-from qat.anemll.linear import Imported, import_linear, lora_as_stored
-from qat.anemll.state import LegacySettings, LegacyState, read_state, state_file
 from qat.cli import run_verb
 from qat.errors import CheckpointError, ConfigError
+from qat.extensions.anemll.checkpoint import import_checkpoint
+from qat.extensions.anemll.linear import Imported, import_linear, lora_as_stored
+from qat.extensions.anemll.state import LegacySettings, LegacyState, read_state, state_file
 from qat.models.load import load_model
 from qat.nn.step import quant_linears
 from qat.quant.lora import Lora

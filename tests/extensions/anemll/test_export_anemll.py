@@ -10,10 +10,10 @@ from quantized import SPECS, random_weight, tiny_quantized
 from tiny import tiny_tokenizer
 from transformers import PreTrainedModel
 
-from qat.anemll import export as anemll
-from qat.anemll.checkpoint import import_checkpoint
 from qat.cli import run_verb
 from qat.errors import ExportError
+from qat.extensions.anemll import export as anemll
+from qat.extensions.anemll.checkpoint import import_checkpoint
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import quant_linears

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.anemll.state import (
+from qat.errors import CheckpointError
+from qat.extensions.anemll.state import (
     MOST_LEVELS,
     LegacySettings,
     LegacyState,
@@ -23,7 +24,6 @@ from qat.anemll.state import (
     check_finite,
     check_shapes,
 )
-from qat.errors import CheckpointError
 from qat.nn.swap import ascending
 from qat.quant.fit import balance
 from qat.quant.lora import Lora

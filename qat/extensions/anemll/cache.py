@@ -15,7 +15,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from qat.anemll.pickles import check_sums, check_tensors, read_pickle
 from qat.config import fingerprint
 from qat.data.cache import IMPORTED_AS, MANIFEST, Manifest, Shard, Split, TeacherInfo, write_atomic
 from qat.data.codec import TopK, encode_top_k, id_bits, pack_bits
@@ -23,6 +22,7 @@ from qat.data.config import CacheSettings, DataFormat, ImportConfig, Thinking
 from qat.data.shard_file import shard_content
 from qat.data.text import tokenizer_hash
 from qat.errors import CacheError, CheckpointError, HubError
+from qat.extensions.anemll.pickles import check_sums, check_tensors, read_pickle
 from qat.files import check_free, parse_json
 from qat.logs import progress
 from qat.models.directory import atomic_directory
