@@ -4,6 +4,7 @@
 |------------------|----------------------------------------------------------------|
 | `qat.verbs`      | a function that adds verbs to the command line                 |
 | `qat.importers`  | a reader of another system's caches and checkpoints            |
+| `qat.targets`    | a module that writes an export target                          |
 
 An extension of this repository lies in `qat/extensions/NAME` and has its entry points in
 `pyproject.toml`; another distribution may declare entry points of the same groups.

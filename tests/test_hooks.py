@@ -1,16 +1,51 @@
 """Extensions are found by their entry points."""
 
+import tomllib
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
 import pytest
 
 from qat import hooks
+from qat.convert.importing import load_importer
 from qat.errors import ConfigError
+from qat.export.targets import load_target, target_names
 
 
-def test_a_missing_extension_is_named_and_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def no_extensions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(hooks, "entry_points", lambda group: ())
     hooks.hooks.cache_clear()
-    with pytest.raises(ConfigError, match="'lab' is not installed.*pip install"):
-        hooks.extension("qat.verbs", "lab")
+    yield
     hooks.hooks.cache_clear()
+
+
+@pytest.mark.usefixtures("no_extensions")
+@pytest.mark.parametrize(
+    ("load", "name"),
+    [
+        (lambda name: hooks.extension("qat.verbs", name), "lab"),
+        (load_importer, "anemll"),
+        (load_target, "anemll"),
+    ],
+    ids=["verb", "importer", "target"],
+)
+def test_a_missing_extension_is_named_and_how_to_install_it(
+    load: Callable[[str], object], name: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{name!r} is not installed.*pip install"):
+        load(name)
+
+
+@pytest.mark.usefixtures("no_extensions")
+def test_targets_without_their_extension_are_left_out() -> None:
+    assert "anemll" not in target_names() and "gguf" in target_names()
+
+
+def test_the_projects_entry_points_lead_somewhere() -> None:
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    groups = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"]
+    for group in (each for each in groups if each.startswith("qat.")):
+        for name, value in groups[group].items():
+            assert EntryPoint(name, value, group).load() is not None

@@ -102,9 +102,9 @@ def import_(
             f"{source} {described(source)} and holds no {META}, expected a cache of the reference "
             f"system; name the directory with {META} and shard_*.pt"
         )
-    from qat.extensions.anemll.cache import import_cache
+    from qat.convert.importing import load_importer
 
-    manifest = import_cache(source, config, out)
+    manifest = load_importer("anemll").import_cache(source, config, out)
     return dict(out=out, has_tail=manifest.has_tail, **_numbers(out, manifest))
 
 

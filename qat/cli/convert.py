@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from qat.convert.bits_budget import BudgetReport, FormatTrial
+    from qat.convert.importing import ImportReport
     from qat.convert.quantize import ModuleReport, QuantizeReport
-    from qat.extensions.anemll.checkpoint import ImportReport
     from qat.logs import Terminal
     from qat.models.cost import Sizes
 
@@ -91,7 +91,8 @@ def convert(
             )
         if evaluate:
             raise ConfigError("--eval is given with --from; judge the result with 'qat eval'")
-        return {**convert_foreign(source, config, out), "ships_to": show_targets(out)}
+        report = convert_foreign(source, config, out, importer=from_)
+        return {**report, "ships_to": show_targets(out)}
     if evaluate and cache_dir is None:
         raise ConfigError("--eval is given without a cache to judge by; add --cache-dir DIR")
     if cache_dir is not None and not evaluate:
@@ -298,12 +299,14 @@ def _show_budget(budget: "BudgetReport", console: "Terminal") -> None:
     console.print(table)
 
 
-def convert_foreign(source: str, config: ConvertConfig, out: Path) -> dict[str, object]:
+def convert_foreign(
+    source: str, config: ConvertConfig, out: Path, *, importer: Foreign
+) -> dict[str, object]:
     """Import the checkpoint at `source` into `out`; what the last line says of it.
 
     Raises:
         ConfigError: a setting is given that an import does not read.
-        CheckpointError: see `qat.extensions.anemll.checkpoint.import_checkpoint`.
+        CheckpointError: see `qat.convert.importing.Importer`.
     """
     given = sorted(config.model_fields_set - MEANT)
     if given:
@@ -311,9 +314,9 @@ def convert_foreign(source: str, config: ConvertConfig, out: Path) -> dict[str, 
             f"{given[0]}={getattr(config, given[0])} is given with --from, which keeps a "
             "checkpoint's own format; drop it, and convert or judge the result afterwards"
         )
-    from qat.extensions.anemll.checkpoint import import_checkpoint
+    from qat.convert.importing import load_importer
 
-    report = import_checkpoint(Path(source), config.base, out)
+    report = load_importer(importer).import_checkpoint(Path(source), config.base, out)
     _show_import(report)
     return dict(
         out=out,

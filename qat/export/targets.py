@@ -1,4 +1,4 @@
-"""Registry of export targets, with one module of `qat.export` each.
+"""Registry of export targets, with one module each, of `qat.export` or of an extension.
 
 Each target reports for every weight format if it is held without loss. This is checked before
 training (`qat convert --for TARGET`) and before files are written (`qat export --to TARGET`).
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qat.convert.shipping import Shipping, check_architecture, lost_by_activation
 from qat.errors import ExportError, how_to_install
 from qat.export.config import LIBRARIES, TargetName
+from qat.hooks import extension, hooks
 from qat.models.checkpoint import load_skeleton
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.quant_linear import QuantLinear
@@ -33,9 +34,10 @@ TARGETS: dict[TargetName, str] = {
     "gguf": "qat.export.gguf",
     "torchao": "qat.export.torchao",
     "executorch": "qat.export.executorch",
-    "anemll": "qat.extensions.anemll.export",
 }
-"""The module of each target, imported on first use."""
+"""The module of each target of the core, imported on first use."""
+EXTENSIONS = "qat.targets"
+"""The group of entry points whose names are further targets and whose values are their modules."""
 
 
 class Lack(NamedTuple):
@@ -98,9 +100,18 @@ class Target(Protocol):
         """
 
 
+def target_names() -> tuple[TargetName, ...]:
+    """Return the names of all targets, those of installed extensions last."""
+    return (*TARGETS, *hooks(EXTENSIONS))
+
+
 def load_target(name: TargetName) -> Target:
-    """Return the module of the target called `name`."""
-    return import_module(TARGETS[name])
+    """Return the module of the target called `name`.
+
+    Raises:
+        ConfigError: the target's extension is not installed.
+    """
+    return import_module(TARGETS[name]) if name in TARGETS else extension(EXTENSIONS, name)
 
 
 def shipping_to(names: Collection[TargetName]) -> Shipping | None:
@@ -112,8 +123,10 @@ def check_library(name: TargetName) -> None:
     """Refuse the target called `name` if its library is not installed or does not load.
 
     Raises:
+        ConfigError: the target's extension is not installed.
         ExportError: the library is missing; the message has the command that installs it.
     """
+    load_target(name)
     if name not in LIBRARIES:
         return
     library, extra = LIBRARIES[name]
@@ -165,7 +178,7 @@ def model_ships_to(
     model: PreTrainedModel, *, adapters: bool = False
 ) -> dict[TargetName, Lack | None]:
     """Return what `ships_to` does, for a quantized model, which may have no values."""
-    return {name: _lacks(load_target(name), name, model, adapters) for name in TARGETS}
+    return {name: _lacks(load_target(name), name, model, adapters) for name in target_names()}
 
 
 def _lacks(target: Target, name: TargetName, model: PreTrainedModel, adapters: bool) -> Lack | None:

@@ -6,7 +6,7 @@ float32 rounding, except for weights of version 1 whose scale it raises to 1e-8:
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers import PreTrainedConfig as Config
 
+from qat.convert.importing import ImportReport
 from qat.errors import CheckpointError
 from qat.export.model import IMPORT
 from qat.extensions.anemll.linear import Imported, import_linear
@@ -30,30 +31,6 @@ logger = logging.getLogger(__name__)
 
 DERIVED = "rotary_emb.inv_freq"
 """Suffix of the key of a tensor that follows from the configuration."""
-
-
-@dataclass(frozen=True)
-class ImportReport:
-    """The report of an import."""
-
-    source: str
-    """The `.pt` file."""
-    base: str
-    """The float model that the checkpoint was made from."""
-    version: int
-    """Version 1 or 2 of the reference system's linears."""
-    linears: int
-    """Quantized linears."""
-    formats: dict[str, int]
-    """Number of linears per format, such as `lut2 r32 s16`."""
-    adapters: int
-    """Linears with a LoRA adapter, which is kept."""
-    floored: int
-    """Weights that became zero because version 1 raises their scale to 1e-8."""
-    bits_per_weight: float
-    """Bits per weight of the quantized linears, with scales, codebooks and adapters."""
-    megabytes: float
-    """Size of the files with tensors, in units of 1e6 bytes."""
 
 
 def import_checkpoint(source: Path, base: str | None, out: Path) -> ImportReport:
