@@ -13,7 +13,7 @@ from rich.text import Text
 from qat.cli.export import show_targets
 from qat.cli.parser import print_result
 from qat.config import Careful, Required
-from qat.errors import CheckpointError, QatError
+from qat.errors import QatError
 from qat.logs import RECIPE, Terminal
 from qat.losses.config import parse_losses
 from qat.observe.follow import TrackConfig
@@ -279,11 +279,7 @@ def _next(final: Path, config: TrainConfig, facts: dict) -> list[list[str]]:
 
 def _is_served(final: Path) -> bool:
     """Return whether an engine for many requests supports the checkpoint's configuration."""
-    from qat.serve.packed import read_config
+    from qat.models.hf_quantizer import QatConfig
 
     values = json.loads((final / "config.json").read_text(encoding="utf-8"))
-    try:
-        read_config(values["quantization_config"])
-    except CheckpointError:
-        return False
-    return True
+    return "nsa" not in QatConfig(**values["quantization_config"]).features
