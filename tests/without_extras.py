@@ -16,7 +16,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
-ASKED_FOR_FIRST = {"qat.bench.tpu_plan.xla", "qat.export.coreml_program", "qat.serve.vllm"}
+ASKED_FOR_FIRST = {
+    "qat.bench.tpu_plan.xla",
+    "qat.export.coreml_program",
+    "qat.extensions.vllm.plugin",
+}
 """Modules that import an extra's package, which who imports them has asked for."""
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from quantized import ROUNDINGS, SPECS, frozen_linear, rounding
 
+from qat.extensions.vllm.packed import Stored, lut_experts, lut_linear, rounded_heads
 from qat.models.stored_state import packed_state_dict
 from qat.quant.kv import fake_quantize_heads
 from qat.quant.spec import ActivationKind, LutSpec
-from qat.serve.packed import Stored, lut_experts, lut_linear, rounded_heads
 
 pytestmark = pytest.mark.gpu
 E, O, I = 8, 64, 128

@@ -12,16 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-import qat.serve.packed
+import qat.extensions.vllm.packed
 from qat.errors import CheckpointError
-from qat.models.hf_quantizer import FORMAT, QatConfig, read_headers
-from qat.models.stored_state import packed_state_dict
-from qat.nn.lut_embedding import FrozenLutEmbedding
-from qat.nn.quant_linear import QuantLinear
-from qat.quant.activation import quantize_tokens
-from qat.quant.kv import fake_quantize_heads
-from qat.quant.spec import ActivationKind, ActivationSpec, KvSpec, LutSpec
-from qat.serve.packed import (
+from qat.extensions.vllm.packed import (
     Experts,
     Format,
     Part,
@@ -35,6 +28,13 @@ from qat.serve.packed import (
     refused_path,
     rounded_heads,
 )
+from qat.models.hf_quantizer import FORMAT, QatConfig, read_headers
+from qat.models.stored_state import packed_state_dict
+from qat.nn.lut_embedding import FrozenLutEmbedding
+from qat.nn.quant_linear import QuantLinear
+from qat.quant.activation import quantize_tokens
+from qat.quant.kv import fake_quantize_heads
+from qat.quant.spec import ActivationKind, ActivationSpec, KvSpec, LutSpec
 
 O, I = 24, 64
 MODULES = {"model.layers.0.mlp.up_proj": LutSpec(bits=2, group_size=16).model_dump()}
@@ -152,13 +152,13 @@ def test_an_input_is_rounded_as_the_model_rounds_it(
 def test_parts_that_round_alike_read_one_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     for name in ("quantize_tokens", "quantize_static"):
-        true = getattr(qat.serve.packed, name)
+        true = getattr(qat.extensions.vllm.packed, name)
 
         def counted(*given: object, true: object = true, name: str = name) -> Tensor:
             calls.append(name)
             return true(*given)
 
-        monkeypatch.setattr(qat.serve.packed, name, counted)
+        monkeypatch.setattr(qat.extensions.vllm.packed, name, counted)
     x, bias = torch.randn(2, 5, I), torch.randn(4 * O)
     rounded = [
         ("int8", "lut2", 0.0),

@@ -1,4 +1,6 @@
-"""The server of transformers for packed checkpoints: `python -m qat.serve.transformers serve DIR`.
+"""The server of transformers for packed checkpoints.
+
+    python -m qat.extensions.vllm.transformers serve DIR
 
 `transformers serve` loads no plug-ins, so it cannot read packed weights. This program runs the same
 command line after `import qat`, which registers the format.
@@ -7,7 +9,7 @@ command line after `import qat`, which registers the format.
 import sys
 
 from qat.errors import ConfigError, QatError, how_to_install
-from qat.serve.packed import in_one_line, refused_path
+from qat.extensions.vllm.packed import in_one_line, refused_path
 
 
 def main() -> None:

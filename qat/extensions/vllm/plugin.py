@@ -43,9 +43,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.utils import set_weight_attrs
 
 from qat.errors import CheckpointError, QatError
-from qat.models.directory import WEIGHTS, check_checksums
-from qat.models.hf_quantizer import QUANT_METHOD, read_headers
-from qat.serve.packed import (
+from qat.extensions.vllm.packed import (
     BY_ROW,
     Experts,
     Part,
@@ -60,6 +58,8 @@ from qat.serve.packed import (
     refused_path,
     rounded_heads,
 )
+from qat.models.directory import WEIGHTS, check_checksums
+from qat.models.hf_quantizer import QUANT_METHOD, read_headers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -43,7 +43,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; .ci/vllm runs these tests", allow_module_level=True)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHARED = {"shared_expert_intermediate_size": 64}
 ENGINE = {"enforce_eager": True, "max_model_len": 64, "disable_log_stats": True}
 

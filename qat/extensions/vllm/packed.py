@@ -331,7 +331,7 @@ def refused_path(source: str, error: BaseException | None = None) -> QatError | 
         classes = read_table(Path(found) / "config.json").get("architectures")
         return CheckpointError(
             f"{found} has architectures={classes}, expected a class that vLLM has; serve it with "
-            f"'python -m qat.serve.transformers serve {found}'"
+            f"'python -m qat.extensions.vllm.transformers serve {found}'"
         )
     return None
 

@@ -30,7 +30,7 @@ from qat.generate.text import generate_text
 from qat.models.directory import CHECKSUMS
 from qat.nn.step import quant_linears
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,8 @@ def test_the_page_runs_as_written_without_a_token_to_pad_with(
 
 def command(path: Path, port: int = 0) -> list[str]:
     return [
-        sys.executable, "-m", "qat.serve.transformers", "serve", str(path), "--device", "cpu",
-        "--dtype", "float32", "--continuous-batching", "--cb-num-blocks", "8",
+        sys.executable, "-m", "qat.extensions.vllm.transformers", "serve", str(path),
+        "--device", "cpu", "--dtype", "float32", "--continuous-batching", "--cb-num-blocks", "8",
         "--cb-max-batch-tokens", "64", "--host", "127.0.0.1", "--port", str(port),
     ]  # fmt: skip
 
