@@ -16,9 +16,15 @@ def textbook(residual: Tensor, gain: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("is_kernel", [False, True])
-@pytest.mark.parametrize("has_delta", [False, True])
-@pytest.mark.parametrize("D", [32, 33, 100])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("has_delta", "D", "dtype"),
+    [
+        (False, 33, torch.float32),
+        (True, 100, torch.float32),
+        (True, 33, torch.float16),
+        (False, 32, torch.float16),
+    ],
+)
 def test_sum_and_norm(is_kernel: bool, has_delta: bool, D: int, dtype: torch.dtype) -> None:
     if is_kernel:
         pytest.importorskip("triton")

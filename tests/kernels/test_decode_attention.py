@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from covering import covering
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
 from torch.nn import functional as F
@@ -47,8 +48,7 @@ def textbook(
     return (weights[..., None] * values).sum(2).flatten(1), key, value
 
 
-@pytest.mark.parametrize("has_norms", [True, False])
-@pytest.mark.parametrize("at", [0, 5, 79])
+@pytest.mark.parametrize(("at", "has_norms"), covering([0, 5, 79], [True, False]))
 def test_one_new_position(at: int, has_norms: bool) -> None:
     qkv = torch.randn(B, (H + 2 * J) * D)
     cache = Cache(torch.randn(B, J, N, D), torch.randn(B, J, N, D))
@@ -73,9 +73,15 @@ def test_one_new_position(at: int, has_norms: bool) -> None:
     assert torch.equal(cache.keys[:, :, at + 1 :], later)
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("at", "width"), [(0, D), (70, 64)])
+@pytest.mark.parametrize(
+    ("at", "bits", "kind", "width"),
+    [
+        (0, 8, torch.float32, D),
+        (0, 4, torch.float16, D),
+        (70, 8, torch.float16, 64),
+        (70, 4, torch.float32, 64),
+    ],
+)
 def test_a_packed_cache_is_read_as_training_computes(
     at: int, bits: int, kind: torch.dtype, width: int
 ) -> None:

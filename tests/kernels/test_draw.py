@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from torch import Tensor
 
 from qat.backend.base import Backend
@@ -28,8 +29,7 @@ def on_a_grid(row: Tensor, n: int, cells: int) -> Tensor:
     return draw_tokens(logits, summarize(logits), numbers, n)
 
 
-@pytest.mark.parametrize("V", [3, 64, 65, 1000])
-@pytest.mark.parametrize("scale", [0.0, 1.0, 4.0])
+@pytest.mark.parametrize(("V", "scale"), covering([3, 64, 65, 1000], [4.0, 0.0, 1.0]))
 def test_the_mean_count_over_all_random_numbers_is_n_p(V: int, scale: float) -> None:
     """The middle points of n * cells intervals: a token's share of them is p but for one point."""
     n, cells = 50, 1000
@@ -39,8 +39,7 @@ def test_the_mean_count_over_all_random_numbers_is_n_p(V: int, scale: float) -> 
     assert (mean - expected).abs().max() <= 1 / cells + 1e-5 * n
 
 
-@pytest.mark.parametrize("n", [1, 7, 50])
-@pytest.mark.parametrize("scale", [0.0, 1.0, 4.0])
+@pytest.mark.parametrize(("n", "scale"), covering([1, 7, 50], [0.0, 1.0, 4.0]))
 def test_a_count_is_n_p_rounded_down_or_up(n: int, scale: float) -> None:
     for V in (3, 64, 1000):
         row = scale * torch.randn(V)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from joined_attention_case import joined_case
 from three_way import assert_no_worse_than_eager
 from tiny import tiny_model
@@ -43,8 +44,7 @@ def test_reference_is_what_transformers_computes(architecture) -> None:
     torch.testing.assert_close(F.linear(found.flatten(2), module.o_proj.weight), expected)
 
 
-@pytest.mark.parametrize("has_norms", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "has_norms"), covering(SHAPES, [True, False]))
 def test_kernel_errs_no_more_than_eager(shape, has_norms) -> None:
     pytest.importorskip("triton")
     # the interpreter knows no bfloat16 products: see tests/gpu

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from lut_matvec_case import SPECS, interpret, rows_of
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
@@ -52,8 +53,9 @@ def test_packed_equals_the_formed_weight(spec: LutSpec, path: str) -> None:
     check(found, F.linear(x, W.float(), bias), F.linear(x.double(), W, bias.double()))
 
 
-@pytest.mark.parametrize("tile", [(8, 4, 1, 1), (4, 8, 1, 1), (16, 4, 2, 1)])
-@pytest.mark.parametrize("bits", [2, 16])
+@pytest.mark.parametrize(
+    ("tile", "bits"), covering([(8, 4, 1, 1), (4, 8, 1, 1), (16, 4, 2, 1)], [2, 16])
+)
 def test_no_tile_changes_the_result(bits: int, tile: tuple[int, ...], monkeypatch) -> None:
     interpret(monkeypatch, lut_matvec)
     from qat.kernels.lut_matvec import Tile
@@ -67,8 +69,7 @@ def test_no_tile_changes_the_result(bits: int, tile: tuple[int, ...], monkeypatc
     check(found, x @ W.float().T, x.double() @ W.T)
 
 
-@pytest.mark.parametrize("B", [1, 8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("B", "dtype"), [(1, torch.bfloat16), (8, torch.float32)])
 def test_dense_rows(B: int, dtype: torch.dtype, path: str) -> None:
     W, x = torch.randn(O, I).to(dtype), torch.randn(B, I)
     check(matvec(spread(x, 1), W), x @ W.float().T, x.double() @ W.double().T)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from lut_matvec_case import interpret, rows_of
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
@@ -33,13 +34,15 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch, lut_gemm, lut_matvec)
 
 
-@pytest.mark.parametrize(("I", "steps"), [(64, 1), (576, 3)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "size"),
+    covering(SPECS, [torch.bfloat16, torch.float16], [(64, 1), (576, 3)]),
+)
 def test_only_sums_and_the_result_are_rounded(
-    spec: LutSpec, dtype: torch.dtype, I: int, steps: int
+    name: str, dtype: torch.dtype, size: tuple[int, int]
 ) -> None:
-    pairs = [rows_of(spec, O, I) for O in (70, 5, 16)]
+    I, steps = size
+    pairs = [rows_of(SPECS[name], O, I) for O in (70, 5, 16)]
     parts = [part for rows, _ in pairs for part in Part.of(rows)]
     x, bias = torch.randn(1, I).to(dtype), torch.randn(91)
     with forcing("lut_gemm", (91, I, 2, 1), GemmTile(1, 1, steps)):
@@ -112,7 +115,11 @@ def check(found: Tensor, eager: Tensor, exact: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "tile"),
-    [*((kind, TILES[0]) for kind in SPECS), *BOTH[1:], ("fours_g64_s8", TILES[1])],
+    [
+        *zip(SPECS, [TILES[1], TILES[0], TILES[0], TILES[0]], strict=True),
+        BOTH[2],
+        ("fours_g64_s8", TILES[1]),
+    ],
     ids=str,
 )
 def test_decoding_behind_a_norm(kind: str, tile: SumsTile) -> None:
@@ -129,9 +136,9 @@ def test_decoding_behind_a_norm(kind: str, tile: SumsTile) -> None:
     check(found, F.linear(normed.float(), W.float(), bias), exact)
 
 
-@pytest.mark.parametrize(("kind", "tile"), BOTH, ids=str)
-@pytest.mark.parametrize("sizes", [(144, 144), (96,)])
-def test_decoding_gates_and_ups(sizes: tuple[int, ...], kind: str, tile: SumsTile) -> None:
+@pytest.mark.parametrize(("both", "sizes"), covering(BOTH, [(144, 144), (96,)]), ids=str)
+def test_decoding_gates_and_ups(both: tuple[str, SumsTile], sizes: tuple[int, ...]) -> None:
+    kind, tile = both
     I, O = 320, sum(sizes)
     rows, W = stacked(sizes, I, kind)
     residual, bias = torch.randn(1, I), torch.randn(O)
@@ -148,9 +155,9 @@ def test_decoding_gates_and_ups(sizes: tuple[int, ...], kind: str, tile: SumsTil
             check(gathered(found, SPLIT), expected(torch.float32), expected(torch.float64))
 
 
-@pytest.mark.parametrize(("kind", "tile"), BOTH, ids=str)
-@pytest.mark.parametrize("order", [1, 16, SPLIT])
-def test_decoding_onto_the_stream(order: int, kind: str, tile: SumsTile) -> None:
+@pytest.mark.parametrize(("both", "order"), covering(BOTH, [1, 16, SPLIT]), ids=str)
+def test_decoding_onto_the_stream(both: tuple[str, SumsTile], order: int) -> None:
+    kind, tile = both
     I, O = 320, 240
     rows, W = stacked((144, 96), I, kind)
     x, residual = torch.randn(1, I), torch.randn(1, O)

@@ -1,9 +1,8 @@
 """The Triton kernels of `lut_weight`, interpreted, against plain PyTorch and against float64."""
 
-from itertools import cycle
-
 import pytest
 import torch
+from covering import covering
 from lut_weight_case import ALL_SPECS, SOURCES, chosen, gradients, random_parts
 from quantized import SPECS
 from three_way import assert_no_worse_than_eager
@@ -42,23 +41,23 @@ def size(spec: LutSpec, source: str) -> tuple[int, int]:
     return O, spec.group_size * max(1, 72 // spec.group_size)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("spec", ALL_SPECS.values(), ids=ALL_SPECS)
-def test_every_bit_of_the_formed_weight(spec: LutSpec, source: str, monkeypatch) -> None:
+BY_SOURCE = [*((name, "packed") for name in ALL_SPECS), *covering(ALL_SPECS, SOURCES[1:])]
+"""Every format packed, and of latent weights of either dtype."""
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "dtype"), [(*each, dtype) for each, dtype in covering(BY_SOURCE, DTYPES)]
+)
+def test_every_bit_of_the_formed_weight(
+    name: str, source: str, dtype: torch.dtype, monkeypatch
+) -> None:
+    spec = ALL_SPECS[name]
     parts = random_parts(*size(spec, source), spec, source)
-    expected = {dtype: lut_weight.form(*parts, dtype) for dtype in DTYPES}
+    weight = lut_weight.form(*parts, dtype)
     by_kernel(monkeypatch)
-    for dtype, weight in expected.items():
-        out = torch.full(weight.shape, torch.nan, dtype=dtype)
-        assert lut_weight.form(*parts, dtype, out=out) is out
-        assert torch.equal(out, weight), dtype
-
-
-# of every latent source, what is chosen is compared to the bit above
-BY_SOURCE = [
-    *((name, "packed") for name in ALL_SPECS),
-    *zip(ALL_SPECS, cycle(("float32", "bfloat16"))),
-]
+    out = torch.full(weight.shape, torch.nan, dtype=dtype)
+    assert lut_weight.form(*parts, dtype, out=out) is out
+    assert torch.equal(out, weight)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +94,9 @@ def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lut_weight.torch, "empty", empty)
 
 
-@pytest.mark.parametrize("wanted", ["codebook", "scales", "scale_in"])
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    ("source", "wanted"), covering(SOURCES, ["codebook", "scales", "scale_in"])
+)
 def test_each_gradient_alone(source: str, wanted: str, monkeypatch) -> None:
     spec = SPECS["lut2_r4" if wanted == "scale_in" else "lut3"]
     parts = random_parts(5, 64, spec, source)
@@ -118,8 +118,7 @@ def test_a_gradient_of_any_dtype_and_layout(dtype: torch.dtype, monkeypatch) -> 
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("group_size", [6144, 4100])
+@pytest.mark.parametrize(("source", "group_size"), covering(SOURCES, [6144, 4100]))
 def test_a_group_larger_than_a_tile(group_size: int, source: str, monkeypatch) -> None:
     parts = random_parts(3, group_size, LutSpec(bits=3, group_size=group_size), source)
     dW = torch.randn(3, group_size)
@@ -131,8 +130,7 @@ def test_a_group_larger_than_a_tile(group_size: int, source: str, monkeypatch) -
     torch.testing.assert_close(found, pulled, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("scale", ["group", "low_rank"])
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("source", "scale"), covering(SOURCES, ["group", "low_rank"]))
 def test_programs_that_share_many_tiles(source: str, scale: str, monkeypatch) -> None:
     rank = 2 if scale == "low_rank" else 0
     parts = random_parts(300, 64, LutSpec(bits=4, scale=scale, rank=rank), source)

@@ -1,7 +1,10 @@
 """The reference of NSA: against loops, against dense attention, its gradients, its causality."""
 
+from itertools import product
+
 import pytest
 import torch
+from covering import covering
 from nsa_case import by_loops, documents, nsa_inputs, small, spliced
 from torch.nn import functional as F
 
@@ -15,10 +18,11 @@ def attended(inputs: Inputs, config) -> torch.Tensor:
     return reference.attend(inputs, select(inputs, config), config)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("tile", [1, 16, 32])
-@pytest.mark.parametrize("packed", [False, True])
-def test_every_query_alone_gives_the_same(mode: str, tile: int, packed: bool) -> None:
+@pytest.mark.parametrize(
+    ("packed", "tile", "mode"),
+    [(*each, mode) for each, mode in covering(product([False, True], [1, 16, 32]), MODES)],
+)
+def test_every_query_alone_gives_the_same(packed: bool, tile: int, mode: str) -> None:
     config = small(mode=mode, select_tile=tile)
     for length in (1, 7, 8, 17, 70):
         first = documents(length) if packed else None

@@ -16,9 +16,9 @@ if torch.cuda.is_available():
 
 KINDS = [torch.bfloat16, torch.float16]
 CASES = [
-    *((3, 1, 64, bits, kind) for bits in (8, 4) for kind in KINDS),
+    (3, 1, 64, 8, torch.float16),
     (2, 1, 128, 4, torch.bfloat16),
-    (6, 1, 64, 4, torch.bfloat16),
+    (6, 1, 64, 4, torch.float16),
     (4, 2, 64, 4, torch.bfloat16),
     (4, 4, 64, 8, torch.bfloat16),
 ]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
 from torch.nn import functional as F
@@ -35,8 +36,7 @@ def turned(x: Tensor, gain: Tensor | None, angles: Angles, positions: Tensor) ->
     return x * angles.cos[positions, None] + flipped * angles.sin[positions, None]
 
 
-@pytest.mark.parametrize("has_norms", [True, False])
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("heads", "has_norms"), covering(HEADS, [True, False]))
 def test_heads_find_their_places(
     heads: tuple[int, int, int], has_norms: bool, is_kernel: bool
 ) -> None:
@@ -67,8 +67,7 @@ def test_heads_find_their_places(
         assert torch.equal(new, old)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("heads", "dtype"), covering(HEADS, [torch.float32, torch.float16]))
 def test_each_slot_attends_to_what_it_holds(
     heads: tuple[int, int, int], dtype: torch.dtype, is_kernel: bool
 ) -> None:
@@ -99,9 +98,15 @@ def test_each_slot_attends_to_what_it_holds(
     assert_no_worse_than_eager(found, textbook(dtype), textbook(torch.float64), slack=slack)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("heads", [HEADS[1], HEADS[3]])
+@pytest.mark.parametrize(
+    ("heads", "bits", "dtype"),
+    [
+        (HEADS[1], 8, torch.float32),
+        (HEADS[1], 4, torch.float16),
+        (HEADS[3], 8, torch.float16),
+        (HEADS[3], 4, torch.float32),
+    ],
+)
 def test_packed_slots_hold_and_say_what_training_computes(
     heads: tuple[int, int, int], bits: int, dtype: torch.dtype, is_kernel: bool
 ) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from topk_case import SHAPES, assert_accurate, difficult_logits, textbook_top_k
 
 from qat.kernels.topk import log_sum_exp, summarize, top_k_of_logits
@@ -9,9 +10,12 @@ from qat.kernels.topk import log_sum_exp, summarize, top_k_of_logits
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("V", "k"), [*SHAPES, (100, 100), (1, 1), (5, 2), (700, 699), (64, 64)])
-def test_top_k_is_the_textbooks(V: int, k: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    covering([*SHAPES, (100, 100), (1, 1), (5, 2), (700, 699), (64, 64)], DTYPES),
+)
+def test_top_k_is_the_textbooks(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    V, k = shape
     logits = difficult_logits(V, dtype)
     found = top_k_of_logits(logits, k)
     values, ids, total, tail = textbook_top_k(logits, k)

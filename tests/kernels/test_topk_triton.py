@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from topk_case import SHAPES, assert_accurate, difficult_logits, textbook_top_k
 
 pytest.importorskip("triton")
@@ -12,8 +13,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("V", [1, 63, 64, 700, 4100])
+@pytest.mark.parametrize(("V", "dtype"), covering([1, 63, 64, 700, 4100], DTYPES))
 def test_summaries_equal_the_reference(V: int, dtype: torch.dtype) -> None:
     logits = difficult_logits(V, dtype)
     found, expected = topk.summarize_by_kernel(logits), topk.summarize(logits)
@@ -21,11 +21,11 @@ def test_summaries_equal_the_reference(V: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.sums, expected.sums, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES[:2], pytest.param(DTYPES[2], marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("V", "k"), SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), covering(SHAPES, DTYPES))
 def test_selection_equals_the_reference_and_the_textbook(
-    V: int, k: int, dtype: torch.dtype
+    shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
+    V, k = shape
     logits = difficult_logits(V, dtype)
     blocks = topk.summarize_by_kernel(logits)
     assert topk.can_select(k, blocks)

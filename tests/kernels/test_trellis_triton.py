@@ -20,11 +20,16 @@ if torch.cuda.is_available():
 def test_every_index(bits: int, k: int, O: int, I: int) -> None:
     S = (torch.rand(O, I) + 0.1) * (torch.rand(O, I) < 0.9)
     weight = torch.randn(O, I)
-    for codebook in (start_levels(bits, k), torch.randn(2**bits, 1).mul(4).round().div(4)):
-        tied = codebook[torch.randint(2**bits, (O, I)), 0] * S
-        for each in (weight, weight.bfloat16(), tied, torch.zeros(O, I)):
-            expected = best_path(each, S, codebook, k)
-            assert torch.equal(kernel.path_by_kernel(each, S, codebook, k), expected)
+    rounded = torch.randn(2**bits, 1).mul(4).round().div(4)
+    tied = rounded[torch.randint(2**bits, (O, I)), 0] * S
+    for codebook, each in (
+        (start_levels(bits, k), weight.bfloat16()),
+        (rounded, weight),
+        (rounded, tied),
+        (rounded, torch.zeros(O, I)),
+    ):
+        expected = best_path(each, S, codebook, k)
+        assert torch.equal(kernel.path_by_kernel(each, S, codebook, k), expected)
 
 
 def test_pieces_and_rows_of_another_layout(monkeypatch) -> None:
