@@ -27,7 +27,7 @@ from cyclopts import App
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.bench.kernels.tune import compiling_only, write_entries
+from qat.extensions.lab.kernels.tune import compiling_only, write_entries
 from qat.kernels.lut_gemm import (
     FORMED,
     INPUTS,

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import qat.cli
-from qat.bench.quality.plan import read_quality
 from qat.bench.sweep.plan import read_sweep
 from qat.cli import VERBS, app, main
 from qat.cli.parser import check_recipe, parsed, print_result, verb_flags
 from qat.cli.run import Pipeline
 from qat.config import Required
 from qat.errors import ConfigError
+from qat.extensions.lab.quality.plan import read_quality
 
 REQUIRED_KEY = Required[str].__metadata__[0].group[0].sort_key
 RECIPES = Path(__file__).parents[1] / "speedrun" / "recipes"

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from qat.bench.kernels.gates import difference
+from qat.extensions.lab.kernels.gates import difference
 
 
 def assert_no_worse_than_eager(

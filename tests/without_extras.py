@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 ASKED_FOR_FIRST = {
-    "qat.bench.tpu_plan.xla",
+    "qat.extensions.lab.tpu_plan.xla",
     "qat.export.coreml_program",
     "qat.extensions.vllm.plugin",
 }

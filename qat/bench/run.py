@@ -27,9 +27,9 @@ from qat.bench.measure import (
 )
 from qat.bench.results import Results, environment
 from qat.bench.student import Ours, Subject, is_shape, open_student, quantized_model
-from qat.bench.tpu_plan.run import Planned, plan_tpus
 from qat.data.packing import Batch
 from qat.errors import ConfigError
+from qat.extensions.lab.tpu_plan.run import Planned, plan_tpus
 from qat.models.cost import (
     Device,
     StepWork,

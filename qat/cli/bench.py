@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from qat.bench.kernels.run import KernelsReport
     from qat.bench.run import BenchReport, DevicePrediction
-    from qat.bench.tpu_plan.run import Planned
+    from qat.extensions.lab.kernels.run import KernelsReport
+    from qat.extensions.lab.tpu_plan.run import Planned
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def bench(
     config = _checked(student, config, out)
     from qat.backend.device import select
     from qat.bench.run import run_bench
-    from qat.bench.tpu_plan.run import run_tpu_plan
+    from qat.extensions.lab.tpu_plan.run import run_tpu_plan
 
     if config.topologies and config.planned is None:
         path, planned = run_tpu_plan(config, student, out)
@@ -148,7 +148,7 @@ def baselines(
         out: directory for the results; by default runs/bench/TIME.
     """
     config = _checked(student, config, out)
-    from qat.bench.baselines.run import run_baselines
+    from qat.extensions.lab.baselines.run import run_baselines
 
     report = run_baselines(config, student, out)
     first, last = ("Case", "case", "{}", 1), ("x ours", "ours_over_this", "{:.2f}", 1)
@@ -176,11 +176,11 @@ def quality(
         config: settings.
         out: directory for caches, students, runs and results.
     """
-    from qat.bench.quality.plan import read_quality
     from qat.cli.inputs import check_inputs
+    from qat.extensions.lab.quality.plan import read_quality
 
     check_inputs(models=[read_quality(recipe).teacher], out=out)
-    from qat.bench.quality.run import best, cells, run_quality
+    from qat.extensions.lab.quality.run import best, cells, run_quality
 
     report = run_quality(config, recipe, out)
     title = "Mean +- standard deviation over seeds; KL and KD in nats"
@@ -206,7 +206,7 @@ def kernels(
         config: settings.
         out: directory for the results; by default runs/bench/TIME.
     """
-    from qat.bench.kernels.run import run_kernels
+    from qat.extensions.lab.kernels.run import run_kernels
 
     report = run_kernels(config, out)
     console = wide_console(KERNELS_WIDTH)

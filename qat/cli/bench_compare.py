@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from qat.bench.compare import Comparison, Pair
     from qat.bench.stats import Interval
+    from qat.extensions.lab.compare import Comparison, Pair
 
 
 # `qat bench sweep`: what settings differ by, beyond what the machine does.
@@ -84,7 +84,7 @@ def compare(
         after: the same of what is judged.
         threshold: share of the first median that a difference must exceed.
     """
-    from qat.bench.compare import compare_files
+    from qat.extensions.lab.compare import compare_files
 
     found = compare_files(before, after, threshold)
     console = wide_console(WIDTH)
@@ -189,6 +189,6 @@ def record(
         records: where records are kept.
         date: day of the measurement as YYYY-MM-DD; today by default.
     """
-    from qat.bench.compare import write_record
+    from qat.extensions.lab.compare import write_record
 
     return {"record": write_record(slug, from_, records, date or None)}

@@ -29,11 +29,11 @@ from transformers import PreTrainedModel
 from qat.backend.base import Backend
 from qat.backend.device import on, select
 from qat.bench.config import MeasureConfig
-from qat.bench.kernels.cases import decode_cases, work_of
-from qat.bench.kernels.gates import Seeds
-from qat.bench.kernels.tune import Timed, Tuned, tune
 from qat.bench.measure import Clock, measure_roofline
 from qat.bench.student import quantize_at_random_, random_model
+from qat.extensions.lab.kernels.cases import decode_cases, work_of
+from qat.extensions.lab.kernels.gates import Seeds
+from qat.extensions.lab.kernels.tune import Timed, Tuned, tune
 from qat.generate.decode import Generation, Sampling
 from qat.generate.step import DecodeStep, read_bytes
 from qat.kernels.dispatch import one_after_the_other

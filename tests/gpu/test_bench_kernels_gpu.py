@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from qat.bench.config import KernelsConfig
-from qat.bench.kernels.run import run_kernels
+from qat.extensions.lab.kernels.run import run_kernels
 from qat.kernels import tuned
 
 pytestmark = pytest.mark.gpu

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from cache_case import TOKENIZER, build, teacher
 
-from qat.bench.baselines.config import METHODS, BaselineSettings
-from qat.bench.baselines.methods import time_step, train_baseline
 from qat.convert.calibrate import TokenBatch
 from qat.data.reader import TeacherCache
 from qat.evaluate.divergence import exact_divergence
+from qat.extensions.lab.baselines.config import METHODS, BaselineSettings
+from qat.extensions.lab.baselines.methods import time_step, train_baseline
 from qat.models.language_model import LanguageModel
 
 pytestmark = pytest.mark.gpu

@@ -47,7 +47,7 @@ def test_tiles_are_tuned_matrix_by_matrix(monkeypatch: pytest.MonkeyPatch, capsy
     import measure_generate
 
     from qat.backend.device import select
-    from qat.bench.kernels import tune as spaces
+    from qat.extensions.lab.kernels import tune as spaces
 
     monkeypatch.setattr(spaces, "DENSE", ((2, 64, 1, 1),))
     cases = measure_generate.decode_cases

@@ -25,13 +25,13 @@ from mutants import Files, at, mutate, walk
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from qat.bench.quality.plan import read_quality
-from qat.bench.quality.prepare import resolve as resolve_quality
 from qat.bench.sweep.plan import make_groups, read_sweep
 from qat.cli.parser import mistake
 from qat.convert.config import ConvertConfig, read_plan
 from qat.data.text import render, tokenizer_hash
 from qat.errors import ConfigError
+from qat.extensions.lab.quality.plan import read_quality
+from qat.extensions.lab.quality.prepare import resolve as resolve_quality
 from qat.models.checkpoint import load_skeleton
 from qat.models.directory import CHECKSUMS, write_checksums
 from qat.models.load import load_config, load_model, load_tokenizer, model_identity

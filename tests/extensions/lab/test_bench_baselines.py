@@ -7,21 +7,21 @@ import torch
 from torch.nn import functional as F
 
 from qat.backend import device as backend
-from qat.bench.baselines.reference import (
-    GatheredCandidates,
-    LowRank,
-    RankByRank,
-    rank_by_rank,
-    reference_step,
-)
-from qat.bench.baselines.run import run_baselines
-from qat.bench.baselines.training import CHUNK_TOKENS, ChunkedLoss, dense_copy, plain_step
 from qat.bench.batches import open_source
 from qat.bench.config import BaselinesConfig, BenchConfig
 from qat.bench.student import Ours, open_student
 from qat.data.packing import Batch
 from qat.errors import ConfigError
 from qat.evaluate.divergence import to_targets
+from qat.extensions.lab.baselines.reference import (
+    GatheredCandidates,
+    LowRank,
+    RankByRank,
+    rank_by_rank,
+    reference_step,
+)
+from qat.extensions.lab.baselines.run import run_baselines
+from qat.extensions.lab.baselines.training import CHUNK_TOKENS, ChunkedLoss, dense_copy, plain_step
 from qat.models.language_model import LanguageModel
 from qat.nn.step import quant_linears
 from qat.train.optim import linears_in_scope
@@ -148,7 +148,7 @@ def test_cases_take_turns_and_land_in_one_table(tmp_path: Path) -> None:
 
 
 def test_a_case_that_is_not_installed_says_so(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("qat.bench.baselines.run.is_installed", lambda: False)
+    monkeypatch.setattr("qat.extensions.lab.baselines.run.is_installed", lambda: False)
     config = BaselinesConfig(device="cpu", steps=1, warmup=1, seq_len=8, only="torchao-int2")
     report = run_baselines(config, "tiny", tmp_path / "out")
     assert report.rows[0]["status"] == "torchao is not installed" and report.ours_over == {}

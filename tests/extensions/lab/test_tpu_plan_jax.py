@@ -10,9 +10,9 @@ from qat.backend.device import select
 from qat.bench.batches import BatchSource
 from qat.bench.config import TOPOLOGIES, BenchConfig
 from qat.bench.student import Ours, open_student
-from qat.bench.tpu_plan.pieces import Traceable
-from qat.bench.tpu_plan.run import Planner
-from qat.bench.tpu_plan.xla import DTYPES, build, jax
+from qat.extensions.lab.tpu_plan.pieces import Traceable
+from qat.extensions.lab.tpu_plan.run import Planner
+from qat.extensions.lab.tpu_plan.xla import DTYPES, build, jax
 from qat.nn.swap import decoder_layers
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # jax's and torchax's own

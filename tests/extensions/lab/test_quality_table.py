@@ -4,8 +4,8 @@ import statistics
 
 import pytest
 
-from qat.bench.quality.run import COMMON, best, cells, charts, stat, summarise
 from qat.bench.results import markdown_table
+from qat.extensions.lab.quality.run import COMMON, best, cells, charts, stat, summarise
 
 TEXTS = ("own", "other")
 

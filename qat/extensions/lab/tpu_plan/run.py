@@ -12,8 +12,8 @@ from qat.backend.device import select
 from qat.bench.config import BenchConfig, Topology
 from qat.bench.find_max import largest_that_fits
 from qat.bench.results import Results, environment
-from qat.bench.tpu_plan.pieces import Compiled, Traceable, check_installed
 from qat.errors import ConfigError
+from qat.extensions.lab.tpu_plan.pieces import Compiled, Traceable, check_installed
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class Planner:
 
     def compile(self, batch_size: int) -> Compiled:
         """Compile the whole step at `batch_size` within the given memory."""
-        from qat.bench.tpu_plan.xla import compile_step
+        from qat.extensions.lab.tpu_plan.xla import compile_step
 
         return compile_step(self._student, batch_size, self._topology, self._memory_gib)
 

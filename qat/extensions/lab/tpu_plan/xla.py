@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from qat.backend.before_torch import keep_libtpu_offline
 from qat.bench.config import Topology
-from qat.bench.tpu_plan.pieces import Compiled, Traceable, aten, check_installed, used_gib
 from qat.data.packing import Batch
+from qat.extensions.lab.tpu_plan.pieces import Compiled, Traceable, aten, check_installed, used_gib
 from qat.kernels.head import BLOCK_TOKENS
 from qat.losses.formulas import Targets
 from qat.process import GIB
@@ -150,7 +150,7 @@ finally:
 
 
 def jax_function(graph: fx.GraphModule) -> Callable[[Sequence[object]], list[object]]:
-    """Return a graph of `qat.bench.tpu_plan.pieces` as a function of jax arrays."""
+    """Return a graph of `qat.extensions.lab.tpu_plan.pieces` as a function of jax arrays."""
     _prepare(graph)
     constants = {
         node.target: _value(getattr(graph, node.target))

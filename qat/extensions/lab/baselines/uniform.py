@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qat.bench.baselines.training import (
+from qat.convert.calibrate import TokenBatch
+from qat.errors import TrainingError
+from qat.extensions.lab.baselines.training import (
     FP16_BITS,
     REHEARSALS,
     BaselineJob,
@@ -23,8 +25,6 @@ from qat.bench.baselines.training import (
     check_groups,
     run_or_uncompile,
 )
-from qat.convert.calibrate import TokenBatch
-from qat.errors import TrainingError
 from qat.logs import progress
 from qat.models.language_model import LanguageModel
 from qat.models.streamed import BlockInputs, record_block_inputs

@@ -11,9 +11,11 @@ import torch
 
 from qat.backend.device import select
 from qat.bench.config import KernelsConfig
-from qat.bench.kernels import run as module
-from qat.bench.kernels.cases import all_cases, cases_named, work_of
-from qat.bench.kernels.gates import (
+from qat.bench.measure import Clock, Roofline
+from qat.errors import BenchError, ConfigError
+from qat.extensions.lab.kernels import run as module
+from qat.extensions.lab.kernels.cases import all_cases, cases_named, work_of
+from qat.extensions.lab.kernels.gates import (
     Inputs,
     KernelCase,
     Outputs,
@@ -30,10 +32,8 @@ from qat.bench.kernels.gates import (
     num_bytes,
     numbers,
 )
-from qat.bench.kernels.run import record_figures, run_kernels
-from qat.bench.kernels.tune import tune, write_table
-from qat.bench.measure import Clock, Roofline
-from qat.errors import BenchError, ConfigError
+from qat.extensions.lab.kernels.run import record_figures, run_kernels
+from qat.extensions.lab.kernels.tune import tune, write_table
 from qat.kernels import tuned
 
 CPU = torch.device("cpu")
@@ -172,7 +172,7 @@ def test_every_case_makes_its_inputs_and_its_reference_agrees_with_the_truth() -
 
 def test_hopper_tunes_sums_of_one_vector(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from qat.bench.kernels import tune as tuning
+    from qat.extensions.lab.kernels import tune as tuning
     from qat.kernels.lut_sums import NO_SUMS
 
     monkeypatch.setattr(tuning, "_is_hopper", lambda: True)

@@ -7,8 +7,9 @@ import families
 import pytest
 import tomli_w
 
-from qat.bench.quality import plan
-from qat.bench.quality.plan import (
+from qat.errors import ConfigError, DataError
+from qat.extensions.lab.quality import plan
+from qat.extensions.lab.quality.plan import (
     QualityPlan,
     QualityRecipe,
     convert_config,
@@ -16,7 +17,7 @@ from qat.bench.quality.plan import (
     shared_out,
     train_config,
 )
-from qat.bench.quality.prepare import (
+from qat.extensions.lab.quality.prepare import (
     check_shapes,
     measure,
     resolve,
@@ -24,9 +25,8 @@ from qat.bench.quality.prepare import (
     to_time,
     with_equal_time,
 )
-from qat.errors import ConfigError, DataError
 
-RECIPES = Path(__file__).parents[2] / "speedrun" / "recipes"
+RECIPES = Path(__file__).parents[3] / "speedrun" / "recipes"
 BASE = {
     "name": "case",
     "teacher": "TEACHER",

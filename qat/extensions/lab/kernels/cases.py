@@ -13,8 +13,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from qat.bench.config import shape_called
-from qat.bench.kernels.gates import Inputs, KernelCase, Outputs, Room, Size, num_bytes, ways
-from qat.bench.kernels.tune import (
+from qat.errors import ConfigError
+from qat.extensions.lab.kernels.gates import (
+    Inputs,
+    KernelCase,
+    Outputs,
+    Room,
+    Size,
+    num_bytes,
+    ways,
+)
+from qat.extensions.lab.kernels.tune import (
     block_pass_space,
     choose_space,
     form_space,
@@ -23,7 +32,6 @@ from qat.bench.kernels.tune import (
     matvec_space,
     reduce_space,
 )
-from qat.errors import ConfigError
 from qat.kernels.adamw import Moving, Noise, Rates, stochastic_adamw_
 from qat.kernels.attention import packed_attention, tile_attention
 from qat.kernels.cache import Angles, Cache, Scoring

@@ -7,9 +7,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qat.bench.config import TOPOLOGIES, BenchConfig, split_names
-from qat.bench.tpu_plan import pieces, run
-from qat.bench.tpu_plan import run as compiling
-from qat.bench.tpu_plan.pieces import (
+from qat.cli.bench import bench
+from qat.errors import ConfigError
+from qat.extensions.lab.tpu_plan import pieces, run
+from qat.extensions.lab.tpu_plan import run as compiling
+from qat.extensions.lab.tpu_plan.pieces import (
     Compiled,
     check_alike,
     end_of_forward,
@@ -17,9 +19,7 @@ from qat.bench.tpu_plan.pieces import (
     trace,
     used_gib,
 )
-from qat.bench.tpu_plan.run import MARGIN, memory_for, plan_tpu, sizes
-from qat.cli.bench import bench
-from qat.errors import ConfigError
+from qat.extensions.lab.tpu_plan.run import MARGIN, memory_for, plan_tpu, sizes
 from qat.logs import read_json_lines
 
 V6E = TOPOLOGIES[-1]

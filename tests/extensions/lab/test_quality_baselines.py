@@ -13,10 +13,14 @@ from tiny import tiny_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qat.bench.baselines import methods
-from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
-from qat.bench.baselines.methods import LESSONS, time_step, train_baseline, wrap_caches
-from qat.bench.baselines.reference import (
+from qat.convert.calibrate import TokenBatch
+from qat.data.reader import TeacherCache
+from qat.errors import CacheError, ConfigError
+from qat.evaluate.divergence import exact_divergence
+from qat.extensions.lab.baselines import methods
+from qat.extensions.lab.baselines.config import METHODS, PTQ, BaselineSettings
+from qat.extensions.lab.baselines.methods import LESSONS, time_step, train_baseline, wrap_caches
+from qat.extensions.lab.baselines.reference import (
     Formed,
     RankByRank,
     even_lut,
@@ -25,7 +29,7 @@ from qat.bench.baselines.reference import (
     nearest_entries,
     svd_scale,
 )
-from qat.bench.baselines.training import (
+from qat.extensions.lab.baselines.training import (
     BaselineJob,
     Deployed,
     dense_copy,
@@ -33,7 +37,7 @@ from qat.bench.baselines.training import (
     rehearse,
     split_stacks,
 )
-from qat.bench.baselines.uniform import (
+from qat.extensions.lab.baselines.uniform import (
     BlockLinear,
     Budget,
     ScaledLinear,
@@ -42,10 +46,6 @@ from qat.bench.baselines.uniform import (
     round_to_nearest,
     uniform_bits,
 )
-from qat.convert.calibrate import TokenBatch
-from qat.data.reader import TeacherCache
-from qat.errors import CacheError, ConfigError
-from qat.evaluate.divergence import exact_divergence
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import CACHE, decoder_layers, linear_names
 from qat.quant.error_feedback import damped

@@ -1,6 +1,7 @@
 """A conversion that several jobs start from, in its own process.
 
-`python -m qat.bench.quality.conversion JOB.json` runs one; it ends when its standard input closes.
+`python -m qat.extensions.lab.quality.conversion JOB.json` runs one; it ends when its standard input
+closes.
 """
 
 from pathlib import Path
@@ -9,15 +10,15 @@ from typing import ClassVar
 import torch
 
 from qat.bench.jobs import JobFiles, run_as_process
-from qat.bench.quality.plan import Table, cache_dir, convert_config, student_dir
 from qat.config import Settings
 from qat.convert.convert import convert_checkpoint
+from qat.extensions.lab.quality.plan import Table, cache_dir, convert_config, student_dir
 
 
 class Conversion(JobFiles, Settings):
     """The teacher in the format of some recipes, possibly calibrated on a cache."""
 
-    module: ClassVar[str] = "qat.bench.quality.conversion"
+    module: ClassVar[str] = "qat.extensions.lab.quality.conversion"
     teacher: str
     convert: Table
     cache: Table

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from qat.backend.base import DTYPES, Backend
 from qat.backend.device import on, select
-from qat.bench.baselines.config import BaselineSettings
 from qat.bench.config import MeasureConfig
 from qat.convert.calibrate import TokenBatch
 from qat.data.packing import Batch
@@ -26,6 +25,7 @@ from qat.data.pipeline import computed_ahead
 from qat.data.reader import TeacherCache, sequence_indices
 from qat.errors import ConfigError, TrainingError
 from qat.evaluate.divergence import to_targets
+from qat.extensions.lab.baselines.config import BaselineSettings
 from qat.logs import progress
 from qat.losses.config import parse_losses, targets_read
 from qat.losses.formulas import NO_LABEL, Targets

@@ -18,14 +18,16 @@ from matplotlib.axes import Axes
 from qat.backend.device import devices, select
 from qat.bench.config import QualityConfig
 from qat.bench.jobs import Ended, least_busy, run_processes
-from qat.bench.quality.conversion import Conversion
-from qat.bench.quality.plan import (
+from qat.bench.results import environment, markdown_table, write_comparison
+from qat.errors import ConfigError, TrainingError
+from qat.extensions.lab.quality.conversion import Conversion
+from qat.extensions.lab.quality.plan import (
     QualityJob,
     QualityPlan,
     QualityRecipe,
     read_quality,
 )
-from qat.bench.quality.prepare import (
+from qat.extensions.lab.quality.prepare import (
     Unmade,
     Workshop,
     check_shapes,
@@ -34,8 +36,6 @@ from qat.bench.quality.prepare import (
     to_time,
     with_equal_time,
 )
-from qat.bench.results import environment, markdown_table, write_comparison
-from qat.errors import ConfigError, TrainingError
 from qat.observe.charts import SERIES, Chart, fit_scale
 from qat.process import cores
 

@@ -16,11 +16,18 @@ from pathlib import Path
 import torch
 
 from qat.backend.device import select
-from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
-from qat.bench.baselines.methods import time_step
 from qat.bench.measure import compile_anew
-from qat.bench.quality.conversion import Conversion
-from qat.bench.quality.plan import (
+from qat.config import fingerprint
+from qat.convert.config import read_plan
+from qat.convert.convert import check_conversion
+from qat.data.build import build_cache
+from qat.data.reader import TeacherCache
+from qat.data.sources import open_source
+from qat.errors import CacheError, CheckpointError, ConfigError, QatError
+from qat.extensions.lab.baselines.config import METHODS, PTQ, BaselineSettings
+from qat.extensions.lab.baselines.methods import time_step
+from qat.extensions.lab.quality.conversion import Conversion
+from qat.extensions.lab.quality.plan import (
     HELD_OUT,
     OURS,
     QualityEntry,
@@ -38,13 +45,6 @@ from qat.bench.quality.plan import (
     student_dir,
     train_config,
 )
-from qat.config import fingerprint
-from qat.convert.config import read_plan
-from qat.convert.convert import check_conversion
-from qat.data.build import build_cache
-from qat.data.reader import TeacherCache
-from qat.data.sources import open_source
-from qat.errors import CacheError, CheckpointError, ConfigError, QatError
 from qat.files import check_free, write_atomically
 from qat.logs import HEARTBEAT, read_json_lines
 from qat.losses.config import check_targets, check_with_teacher

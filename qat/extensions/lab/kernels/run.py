@@ -8,8 +8,11 @@ from pathlib import Path
 
 from qat.backend.device import select
 from qat.bench.config import KernelsConfig
-from qat.bench.kernels.cases import cases_named, work_of
-from qat.bench.kernels.gates import (
+from qat.bench.measure import Clock, Roofline, Row, kernel_dtype, measure_roofline, times
+from qat.bench.results import Results, environment
+from qat.errors import BenchError, ConfigError
+from qat.extensions.lab.kernels.cases import cases_named, work_of
+from qat.extensions.lab.kernels.gates import (
     KernelCase,
     Seeds,
     Speed,
@@ -19,10 +22,7 @@ from qat.bench.kernels.gates import (
     measure,
     numbers,
 )
-from qat.bench.kernels.tune import Tuned, tune, write_table
-from qat.bench.measure import Clock, Roofline, Row, kernel_dtype, measure_roofline, times
-from qat.bench.results import Results, environment
-from qat.errors import BenchError, ConfigError
+from qat.extensions.lab.kernels.tune import Tuned, tune, write_table
 from qat.files import write_atomically
 from qat.kernels import tuned
 from qat.kernels.dispatch import HAS_TRITON

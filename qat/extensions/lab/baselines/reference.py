@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.backend.base import DTYPES
-from qat.bench.baselines.config import BaselineSettings
-from qat.bench.baselines.training import (
+from qat.bench.config import MeasureConfig
+from qat.extensions.lab.baselines.config import BaselineSettings
+from qat.extensions.lab.baselines.training import (
     FP16_BITS,
     BaselineJob,
     Deployed,
@@ -29,7 +30,6 @@ from qat.bench.baselines.training import (
     chunked_loss,
     dense_copy,
 )
-from qat.bench.config import MeasureConfig
 from qat.losses.formulas import Targets
 from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import QuantLinear

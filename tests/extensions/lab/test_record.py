@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qat.bench.compare import compare_files, draw_medians, read_cases, write_record
 from qat.cli import main
 from qat.errors import ConfigError
+from qat.extensions.lab.compare import compare_files, draw_medians, read_cases, write_record
 from qat.logs import read_json_lines
 from qat.observe.leaderboard import read_records
 

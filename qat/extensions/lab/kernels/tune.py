@@ -15,7 +15,9 @@ from pathlib import Path
 import tomli_w
 import torch
 
-from qat.bench.kernels.gates import (
+from qat.bench.measure import Clock, Row
+from qat.bench.stats import Interval, median_interval
+from qat.extensions.lab.kernels.gates import (
     FAULTS,
     MESSAGE,
     Inputs,
@@ -29,8 +31,6 @@ from qat.bench.kernels.gates import (
     spread_inputs,
     worst_of,
 )
-from qat.bench.measure import Clock, Row
-from qat.bench.stats import Interval, median_interval
 from qat.files import write_atomically
 from qat.kernels import tuned
 from qat.kernels.dispatch import has_warpgroups

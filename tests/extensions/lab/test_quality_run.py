@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from qat.bench import jobs
 from qat.bench.config import QualityConfig
 from qat.bench.jobs import least_busy
-from qat.bench.quality import run
-from qat.bench.quality.job import heartbeat_facts, own_batches, run_job
-from qat.bench.quality.plan import QualityJob, read_quality
-from qat.bench.quality.prepare import resolve
-from qat.bench.quality.run import Failure, run_jobs
 from qat.errors import QatError
 from qat.evaluate.divergence import exact_divergence
+from qat.extensions.lab.quality import run
+from qat.extensions.lab.quality.job import heartbeat_facts, own_batches, run_job
+from qat.extensions.lab.quality.plan import QualityJob, read_quality
+from qat.extensions.lab.quality.prepare import resolve
+from qat.extensions.lab.quality.run import Failure, run_jobs
 from qat.logs import JsonLines, read_json_lines
 from qat.train.rollout import OwnRow
 
@@ -175,7 +175,7 @@ def test_some_recipes_run_and_others_keep_what_they_found(
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_job_that_was_stopped_goes_on(place: Path, monkeypatch) -> None:
-    from qat.bench.quality import job as students
+    from qat.extensions.lab.quality import job as students
 
     write({"name": "a"})
 
@@ -215,7 +215,7 @@ def test_a_job_that_was_stopped_before_its_first_checkpoint_begins_anew(
 def test_equal_time_in_a_run(place: Path, monkeypatch) -> None:
     seconds = {"slow": 3.0, "fast": 1.0}
     monkeypatch.setattr(
-        "qat.bench.quality.prepare.time_plan", lambda _, plan: [[seconds[plan.name]]]
+        "qat.extensions.lab.quality.prepare.time_plan", lambda _, plan: [[seconds[plan.name]]]
     )
     recipes = [{"name": "slow"}, {"name": "fast", "train": {"lr": 0.1}, "equal_time_to": "slow"}]
     write(*recipes, max_steps=1)
@@ -223,7 +223,7 @@ def test_equal_time_in_a_run(place: Path, monkeypatch) -> None:
     rows = read_json_lines(Path("out/results.jsonl"))
     assert {row["recipe"]: row["steps"] for row in rows} == {"teacher": 0, "slow": 1, "fast": 3}
     monkeypatch.setattr(
-        "qat.bench.quality.prepare.time_plan", lambda *_: pytest.fail("timed twice")
+        "qat.extensions.lab.quality.prepare.time_plan", lambda *_: pytest.fail("timed twice")
     )
     assert call(monkeypatch) == 0
 
@@ -233,7 +233,7 @@ def test_a_recipe_on_equal_time_runs_alone_and_stays(place: Path, monkeypatch) -
     """What gives it its time is timed with it and not run; its rows stay when others run."""
     seconds = {"slow": 3.0, "fast": 1.0}
     monkeypatch.setattr(
-        "qat.bench.quality.prepare.time_plan", lambda _, plan: [[seconds[plan.name]]]
+        "qat.extensions.lab.quality.prepare.time_plan", lambda _, plan: [[seconds[plan.name]]]
     )
     fast = {"name": "fast", "train": {"lr": 0.1}, "equal_time_to": "slow"}
     write({"name": "slow"}, fast, {"name": "third"}, max_steps=1)
@@ -245,7 +245,7 @@ def test_a_recipe_on_equal_time_runs_alone_and_stays(place: Path, monkeypatch) -
 
     assert found("fast") == {"teacher": 0, "fast": 3}
     monkeypatch.setattr(
-        "qat.bench.quality.prepare.time_plan", lambda *_: pytest.fail("timed twice")
+        "qat.extensions.lab.quality.prepare.time_plan", lambda *_: pytest.fail("timed twice")
     )
     assert found("third") == {"teacher": 0, "fast": 3, "third": 1}
     # with its time known and its rows there, nothing is converted for it again
@@ -256,7 +256,7 @@ def test_a_recipe_on_equal_time_runs_alone_and_stays(place: Path, monkeypatch) -
 
 @pytest.mark.slow
 def test_step_times_are_those_of_training(place: Path) -> None:
-    from qat.bench.quality.prepare import STRETCHES, Workshop, time_plan
+    from qat.extensions.lab.quality.prepare import STRETCHES, Workshop, time_plan
 
     baseline = {"method": "reference", "train": {"group_size": 16}}
     write({"name": "a"}, {"name": "b", **baseline})
@@ -295,7 +295,7 @@ def test_a_recipe_that_cannot_be_made_is_a_row(place: Path, monkeypatch, capsys)
     follows = {"name": "follows", "equal_time_to": "little"}
     good = {"name": "good", "train": False}
     with monkeypatch.context() as patched:
-        patched.setattr("qat.bench.quality.prepare.build_cache", None)
+        patched.setattr("qat.extensions.lab.quality.prepare.build_cache", None)
         write({**little, "name": "alone"})
         assert call(patched) == 1
         assert "no recipe can be made; the first, 'alone': bits_budget=1.5" in (
@@ -337,7 +337,7 @@ def test_jobs_go_where_fewest_run() -> None:
 def test_jobs_of_all_devices_share_the_cores(place: Path, monkeypatch) -> None:
     write({"name": "a"}, {"name": "b", "train": False})
     recipe = read_quality(Path("recipe.toml"))
-    monkeypatch.setattr("qat.bench.quality.run.cores", lambda: 64)
+    monkeypatch.setattr("qat.extensions.lab.quality.run.cores", lambda: 64)
     monkeypatch.setattr("torch.get_num_threads", lambda: 64)
     config = QualityConfig(workers=4)
     jobs = run.make_jobs(recipe, resolve(recipe), out=Path("out"), config=config, num_devices=4)

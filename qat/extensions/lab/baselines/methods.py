@@ -14,9 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from qat.bench.baselines.config import METHODS, PTQ, BaselineSettings
-from qat.bench.baselines.reference import reference_lesson
-from qat.bench.baselines.training import (
+from qat.bench.config import MeasureConfig
+from qat.bench.measure import compile_anew
+from qat.convert.calibrate import StackInputs, TokenBatch, stages_in_order
+from qat.data.reader import TeacherCache
+from qat.data.text import tokenizer_hash
+from qat.errors import ConfigError, how_to_install
+from qat.extensions.lab.baselines.config import METHODS, PTQ, BaselineSettings
+from qat.extensions.lab.baselines.reference import reference_lesson
+from qat.extensions.lab.baselines.training import (
     FP16_BITS,
     BaselineJob,
     Deployed,
@@ -30,13 +36,12 @@ from qat.bench.baselines.training import (
     put_plain,
     rehearse,
 )
-from qat.bench.baselines.uniform import efficientqat_lesson, gptq, round_to_nearest, uniform_bits
-from qat.bench.config import MeasureConfig
-from qat.bench.measure import compile_anew
-from qat.convert.calibrate import StackInputs, TokenBatch, stages_in_order
-from qat.data.reader import TeacherCache
-from qat.data.text import tokenizer_hash
-from qat.errors import ConfigError, how_to_install
+from qat.extensions.lab.baselines.uniform import (
+    efficientqat_lesson,
+    gptq,
+    round_to_nearest,
+    uniform_bits,
+)
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import CACHE, decoder_layers
 

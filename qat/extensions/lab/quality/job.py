@@ -1,8 +1,8 @@
 """One job: a recipe and a seed, from the converted student to rows of results.
 
-`python -m qat.bench.quality.job JOB.json` runs one in its own process, which ends when its standard
-input closes, so that no job outlives its parent. Students train through the functions of `qat
-train`, and all students are evaluated on the same texts and samples.
+`python -m qat.extensions.lab.quality.job JOB.json` runs one in its own process, which ends when its
+standard input closes, so that no job outlives its parent. Students train through the functions of
+`qat train`, and all students are evaluated on the same texts and samples.
 """
 
 import logging
@@ -19,9 +19,19 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import seeded, select
-from qat.bench.baselines.methods import train_baseline
 from qat.bench.jobs import run_as_process
-from qat.bench.quality.plan import (
+from qat.bench.results import IN_EVERY_ROW, environment
+from qat.convert.calibrate import TokenBatch
+from qat.convert.convert import calibration_batches, convert_checkpoint
+from qat.data.config import chosen_targets
+from qat.data.packing import Batch
+from qat.data.reader import TeacherCache
+from qat.data.sources import open_source
+from qat.evaluate.divergence import cached_divergence, exact_divergence
+from qat.evaluate.judge import split_batches
+from qat.evaluate.text import packed_batches, without_teacher
+from qat.extensions.lab.baselines.methods import train_baseline
+from qat.extensions.lab.quality.plan import (
     HELD_OUT,
     OURS,
     QualityJob,
@@ -33,16 +43,6 @@ from qat.bench.quality.plan import (
     student_dir,
     train_config,
 )
-from qat.bench.results import IN_EVERY_ROW, environment
-from qat.convert.calibrate import TokenBatch
-from qat.convert.convert import calibration_batches, convert_checkpoint
-from qat.data.config import chosen_targets
-from qat.data.packing import Batch
-from qat.data.reader import TeacherCache
-from qat.data.sources import open_source
-from qat.evaluate.divergence import cached_divergence, exact_divergence
-from qat.evaluate.judge import split_batches
-from qat.evaluate.text import packed_batches, without_teacher
 from qat.generate.text import (
     distinct_frac,
     encode_prompt,

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qat.bench.compare import compare_files, read_cases
 from qat.cli import main
 from qat.errors import ComparisonError
+from qat.extensions.lab.compare import compare_files, read_cases
 
 FACTS = {"kind": "step", "case": "step, batch 8", "device": "NVIDIA H200", "dtype": "bf16"}
 SHAPES = {

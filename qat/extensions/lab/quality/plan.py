@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal, Self
 import xxhash
 from pydantic import Field, model_validator
 
-from qat.bench.baselines.config import BaselineSettings
 from qat.bench.config import read_toml
 from qat.bench.jobs import JobFiles, name_in_path
 from qat.config import Settings, fingerprint
@@ -15,6 +14,7 @@ from qat.convert.config import ConvertConfig
 from qat.data.cache import ROWS
 from qat.data.config import CacheConfig
 from qat.errors import ConfigError
+from qat.extensions.lab.baselines.config import BaselineSettings
 from qat.train.config import TrainConfig
 
 OURS = "qat"
@@ -189,7 +189,7 @@ class QualityPlan(Settings):
 class QualityJob(JobFiles, Settings):
     """A recipe and a seed; without a plan, the teacher itself, which is only evaluated."""
 
-    module: ClassVar[str] = "qat.bench.quality.job"
+    module: ClassVar[str] = "qat.extensions.lab.quality.job"
     recipe: QualityRecipe
     plan: QualityPlan | None
     seed: int
