@@ -10,8 +10,8 @@ from pathlib import Path
 
 from cyclopts import App
 
+from qat.extensions.lab.leaderboard import RecordEntry, by_device, by_figure, read_records
 from qat.files import write_atomically
-from qat.observe.leaderboard import RecordEntry, by_device, by_figure, read_records
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = Path(__file__).with_name("results.toml")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from qat.observe.leaderboard import read_records
+from qat.extensions.lab.leaderboard import read_records
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))

@@ -71,7 +71,7 @@ def report(
 
 def _leaderboard(runs: tuple[Path, ...], out: Path | None, records: Path) -> dict[str, object]:
     from qat.errors import ConfigError
-    from qat.observe.leaderboard import write_leaderboard
+    from qat.extensions.lab.leaderboard import write_leaderboard
 
     if runs or out is None:
         wrong = f"RUNS={runs[0]}" if runs else "no --out"

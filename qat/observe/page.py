@@ -346,9 +346,9 @@ def _data_uri(svg: bytes) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
 
 
-def template(name: str) -> Template:
-    """Return a template of this package with autoescaping."""
-    loader = FileSystemLoader(Path(__file__).parent)
+def template(name: str, *folders: Path) -> Template:
+    """Return a template of `folders` or of this package with autoescaping."""
+    loader = FileSystemLoader([*folders, Path(__file__).parent])
     return Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
     ).get_template(name)

@@ -12,8 +12,8 @@ import pytest
 from qat.cli import main
 from qat.errors import ConfigError
 from qat.extensions.lab.compare import compare_files, draw_medians, read_cases, write_record
+from qat.extensions.lab.leaderboard import read_records
 from qat.logs import read_json_lines
-from qat.observe.leaderboard import read_records
 
 ENVIRONMENT = {"command": "qat bench tiny", "commit": "a" * 40, "device": "cpu", "torch": "2.9"}
 CONFIG = {"steps": 20, "dtype": "fp32"}

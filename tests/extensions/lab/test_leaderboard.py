@@ -9,7 +9,7 @@ import pytest
 
 from qat.cli import main
 from qat.errors import ConfigError
-from qat.observe.leaderboard import (
+from qat.extensions.lab.leaderboard import (
     RecordFigure,
     best_of,
     by_device,
@@ -19,7 +19,7 @@ from qat.observe.leaderboard import (
     write_leaderboard,
 )
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GPU, CPU = "NVIDIA H200", "cpu, 2 threads, x86_64"
 
 

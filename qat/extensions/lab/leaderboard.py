@@ -80,7 +80,8 @@ def write_leaderboard(records: Path, out: Path) -> Path:
     count = len({(entry.day, entry.record) for entry in entries})
     subtitle = f"{len(entries)} figures of {count} records on {len(devices)} devices"
     views = [_device_view(name, found) for name, found in devices.items()]
-    page = template("leaderboard.html").render(title="Records", subtitle=subtitle, devices=views)
+    made = template("leaderboard.html", Path(__file__).parent)
+    page = made.render(title="Records", subtitle=subtitle, devices=views)
     write_atomically(out, page)
     return out
 
