@@ -3,6 +3,7 @@
 | group            | what an entry point names                                      |
 |------------------|----------------------------------------------------------------|
 | `qat.verbs`      | a function that adds verbs to the command line                 |
+| `qat.plans`      | a module that compiles a training step for absent devices      |
 | `qat.importers`  | a reader of another system's caches and checkpoints            |
 | `qat.targets`    | a module that writes an export target                          |
 
@@ -14,6 +15,10 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
 from qat.errors import ConfigError
+
+HOW_TO_INSTALL = (
+    "install it with: pip install --force-reinstall --no-deps qat-distill, or -e . in a clone"
+)
 
 
 @cache
@@ -32,7 +37,6 @@ def extension(group: str, name: str) -> object:
     if found is None:
         raise ConfigError(
             f"the extension {name!r} is not installed ({group} has "
-            f"{', '.join(sorted(hooks(group))) or 'none'}); install it with: "
-            "pip install --force-reinstall --no-deps qat-distill, or -e . in a clone"
+            f"{', '.join(sorted(hooks(group))) or 'none'}); {HOW_TO_INSTALL}"
         )
     return found.load()

@@ -59,7 +59,7 @@ def test_help_imports_nothing_heavy() -> None:
 def test_mistake_is_one_line_and_exit_code_1(monkeypatch, capsys) -> None:
     for tokens, message in (
         (["frobnicate"], "qat has no verb 'frobnicate'; there are sample, cache, convert, "),
-        (["bench", "qualty", "x"], "drop it, or did you mean 'qat bench quality'?"),
+        (["bench", "swep", "x"], "drop it, or did you mean 'qat bench sweep'?"),
         (["report", "a", "--otu", "x"], "unknown flag --otu; did you mean --out?"),
         (["report", "a", "--otu=x"], "unknown flag --otu; did you mean --out?"),
         (["--recipee", "r.toml", "train", "x"], "unknown flag --recipee; did you mean --recipe?"),
@@ -82,7 +82,7 @@ def test_mistake_is_one_line_and_exit_code_1(monkeypatch, capsys) -> None:
 
 
 def test_help_is_a_word_too(monkeypatch, capsys) -> None:
-    for tokens in (["help"], ["help", "train"], ["help", "bench", "quality"]):
+    for tokens in (["help"], ["help", "train"], ["help", "bench", "sweep"]):
         assert call(monkeypatch, *tokens) == 0
         assert capsys.readouterr().out.startswith(f"Usage: {' '.join(['qat', *tokens[1:]])}")
 
@@ -130,7 +130,7 @@ def test_version_works_behind_every_verb(monkeypatch, capsys) -> None:
         assert capsys.readouterr().out == f"qat {qat.__version__}\n"
 
 
-COMPLETED = (*VERBS, "quality", "gradient-checkpointing")
+COMPLETED = (*VERBS, "sweep", "gradient-checkpointing")
 
 
 def test_the_shell_completes_verbs_and_flags() -> None:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,45 +15,20 @@ from qat.train.config import StepConfig
 ATTENTION = ("nsa", "nsa-merged", "nsa-shared", "nsa-merged-shared", "nsa-paper")
 PASSES = ("forward", "train", "decode")
 """The kinds of calls that `qat bench attention` measures."""
-CASES = ("ours", "plain-eager", "plain-compiled", "torchao-int2", "reference")
-"""The cases of `qat bench baselines`, by the names in its rows."""
 DEFAULT_SHAPE = "qwen3-0.6b"
 CPU_SHAPE = "tiny"
 """The shapes that are measured by default, on a GPU and on a CPU."""
 DEFAULT_LENGTH, DEFAULT_TOP_K, DEFAULT_DRAWS = 64, 64, 50
+TPUS = ("v4", "v5e", "v5p", "v6e")
+"""Generations of TPUs that an extension compiles a step for (`qat.plans` in qat/hooks.py)."""
 GIB_PER_UNIT = {"gib": 1.0, "gb": 1e9 / 2**30, "mib": 2**-10, "mb": 1e6 / 2**30}
 
 
-# TPUs that a step is compiled for. Memory is the HBM of one chip from Google Cloud's documentation;
-# the compiler leaves slightly less to a program.
-
-
-@dataclass(frozen=True)
-class Topology:
-    """A chip of one TPU generation."""
-
-    name: str
-    described: str
-    """The smallest slice that libtpu describes; the step is compiled for its first chip."""
-    host_bounds: tuple[int, int, int] | None
-    """Chips per host, where libtpu needs them; else None."""
-    hbm_gib: float
-
-
-TOPOLOGIES = (
-    Topology("v4", "v4:2x2x1", None, 32),
-    Topology("v5e", "v5e:1x1", (1, 1, 1), 16),
-    Topology("v5p", "v5p:2x2x1", None, 95),
-    Topology("v6e", "v6e:1x1", (1, 1, 1), 32),
-)
-
-
-def split_names(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[Topology, ...]]:
-    """Split names into devices to predict and topologies to compile for."""
-    known = {topology.name: topology for topology in TOPOLOGIES}
+def split_names(names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Split names into devices to predict and TPUs to compile for; TPUs in lower case."""
     cleaned = [name.strip() for name in names]
-    devices = tuple(name for name in cleaned if name.lower() not in known)
-    return devices, tuple(known[name.lower()] for name in cleaned if name.lower() in known)
+    devices = tuple(name for name in cleaned if name.lower() not in TPUS)
+    return devices, tuple(name.lower() for name in cleaned if name.lower() in TPUS)
 
 
 class MeasureConfig(StepConfig):
@@ -121,7 +95,7 @@ class BenchConfig(MeasureConfig):
         return parse_sizes(self.batch_sizes)
 
     @property
-    def topologies(self) -> tuple[Topology, ...]:
+    def tpus(self) -> tuple[str, ...]:
         """The TPUs to compile the step for."""
         return split_names(self.plan.split(","))[1] if isinstance(self.plan, str) else ()
 
@@ -131,54 +105,6 @@ class BenchConfig(MeasureConfig):
         if isinstance(self.plan, bool):
             return () if self.plan else None
         return split_names(self.plan.split(","))[0] or None
-
-
-class BaselinesConfig(MeasureConfig):
-    """Our training step against other implementations, in one run on the same shapes and data."""
-
-    only: Measured[str] = ",".join(CASES)
-    """Cases to run, joined by commas."""
-    rounds: Measured[int] = Field(2, ge=1)
-    """Rounds in which each case takes a turn; every second round runs in reverse order."""
-
-    @field_validator("only")
-    @classmethod
-    def _check_only(cls, text: str) -> str:
-        unknown = [name for name in text.split(",") if name not in CASES]
-        if unknown:
-            raise ValueError(f"no case is called {unknown[0]!r}; choose among {', '.join(CASES)}")
-        return text
-
-    @property
-    def cases(self) -> tuple[str, ...]:
-        """The cases to run, in the order of `CASES`."""
-        return tuple(name for name in CASES if name in self.only.split(","))
-
-
-class KernelsConfig(Settings):
-    """Checks of every Triton kernel against its reference: it compiles, is correct, and is fast."""
-
-    only: str = ""
-    """Kernels to run: those whose name contains one of these words, joined by commas; by default
-    all."""
-    shape: str | None = None
-    """Published shape whose dimensions are timed, or tiny for a trial; by default qwen3-0.6b on a
-    GPU, and tiny where kernels cannot run."""
-    device: str = "auto"
-    """Device to measure on: auto, cpu, cuda, cuda:1."""
-    repeats: int = Field(30, ge=1)
-    """Rounds in which a kernel and its reference take turns."""
-    limit_s: float = Field(4.0, gt=0)
-    """Time limit in seconds for the rounds of one kernel; at least five rounds are run."""
-    seed: int | None = Field(None, ge=0)
-    """Seed of the inputs; by default a new one each time, which the rows record."""
-    tune: bool = False
-    """Tune the kernels that passed; configurations faster than the default enter the device's
-    table."""
-    keep: int = Field(4, ge=1)
-    """Best configurations to measure again against the default."""
-    figures: Path | None = None
-    """File to which the goals' figures of this run are appended."""
 
 
 class AttentionConfig(Settings):
@@ -235,22 +161,6 @@ class SweepConfig(Settings):
     """Seconds between samples of GPU and host telemetry."""
     allow_command: bool = False
     """Run the program of a recipe with verb = "command"; read the recipe first."""
-
-
-class QualityConfig(Settings):
-    """Settings for running the jobs of a recipe; nothing here changes their results."""
-
-    workers: int = Field(1, ge=1)
-    """Parallel jobs per device; compare seconds only between rows with equal workers."""
-    device: str = "auto"
-    """Device of the jobs: auto or cuda (spread over all GPUs), cpu, cuda:1 or mps."""
-    only: str = ""
-    """Recipes to run: those whose name contains one of these words, joined by |; all if empty. The
-    table keeps earlier results of the others."""
-
-    def wants(self, name: str) -> bool:
-        """Return whether the recipe called `name` is selected."""
-        return any(word.strip() in name for word in self.only.split("|"))
 
 
 def parse_gib(text: str) -> float:

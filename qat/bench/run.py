@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from transformers import PreTrainedModel
 
@@ -29,7 +30,7 @@ from qat.bench.results import Results, environment
 from qat.bench.student import Ours, Subject, is_shape, open_student, quantized_model
 from qat.data.packing import Batch
 from qat.errors import ConfigError
-from qat.extensions.lab.tpu_plan.run import Planned, plan_tpus
+from qat.hooks import extension
 from qat.models.cost import (
     Device,
     StepWork,
@@ -244,6 +245,16 @@ class Setting:
         return nullcontext(gib) if gib is None else self.backend.limit_memory(gib)
 
 
+class Planned(Protocol):
+    """A TPU that an extension compiled the step for."""
+
+    def cells(self) -> tuple[str, ...]:
+        """Return its line in the table of predictions."""
+
+    def summary(self) -> dict[str, object]:
+        """Return the largest batch, for the last line of the verb."""
+
+
 @dataclass(frozen=True)
 class BenchReport:
     """The results of a benchmark, for printing."""
@@ -261,6 +272,7 @@ class BenchReport:
 def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchReport:
     """Measure the training step of `student`; rows go to `out` or a directory named by the time."""
     devices = () if config.planned is None else devices_named(config.planned)
+    planner = extension("qat.plans", "tpu") if config.tpus else None
     asked = config  # `check_dtype` resolves the dtype for this device, not for a TPU
     config, backend = check_dtype(config), select(config.device)
     sizes = config.sizes or (config.batch_size,)
@@ -302,7 +314,7 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
                     bench.measure_all(sizes)
                 predictions = bench.plan(devices, search) if devices else ()
             timings = bench.timings
-        planned = plan_tpus(asked, student, results)
+        planned = planner.plan_tpus(asked, student, results) if planner else ()
         fit = fit_cost([t.positions for t in timings], [t.step_s for t in timings])
         found = {"load_s": load_s, "fit": fit and asdict(fit), "search": search and asdict(search)}
         results.finish(**found, roofline=asdict(setting.roofline))

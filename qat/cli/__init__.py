@@ -31,6 +31,7 @@ from qat.cli.sample import sample
 from qat.cli.train import train
 from qat.config import EveryVerb
 from qat.errors import QatError
+from qat.hooks import hooks
 from qat.process import is_out_of_memory
 from qat.secrets import Scrub, scrubbed
 
@@ -59,6 +60,8 @@ for _number, (_name, (_verb, _example)) in enumerate(VERBS.items()):
     app[_name].sort_key = _number
     app[_name].help_format = "markdown"
     app[_name].help_epilogue = f"Example: {_example}"
+for _extension in hooks("qat.verbs").values():
+    _extension.load()(app)
 
 
 @app.meta.default

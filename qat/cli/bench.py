@@ -10,16 +10,14 @@ from qat.bench.config import (
     CPU_SHAPE,
     DEFAULT_SHAPE,
     AttentionConfig,
-    BaselinesConfig,
     BenchConfig,
-    KernelsConfig,
     MeasureConfig,
-    QualityConfig,
+    SweepConfig,
 )
-from qat.cli.bench_compare import compare, record, sweep
 from qat.cli.tables import numbers_table, row_table, wide_console
-from qat.config import OTHERS, Required
+from qat.config import OTHERS
 from qat.errors import ConfigError
+from qat.hooks import extension
 from qat.losses.config import parse_losses
 
 if TYPE_CHECKING:
@@ -27,9 +25,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from qat.bench.run import BenchReport, DevicePrediction
-    from qat.extensions.lab.kernels.run import KernelsReport
-    from qat.extensions.lab.tpu_plan.run import Planned
+    from qat.bench.run import BenchReport, DevicePrediction, Planned
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +35,8 @@ SUMMARY = (
     "peak_reserved_gib",
 )
 SUMMARY_DIGITS = 6
-FILE_WIDTH, ATTENTION_WIDTH, KERNELS_WIDTH, QUALITY_WIDTH = 120, 130, 150, 400
+FILE_WIDTH, ATTENTION_WIDTH, SWEEP_WIDTH = 120, 130, 240
 """Columns of a table where output goes to a file."""
-US = 1e6
 SPEED_COLUMNS = (
     ("Batch", "batch_size", "{}", 1),
     ("Step(s)", "step_s", "{:.4g}", 1),
@@ -54,21 +49,6 @@ SPEED_COLUMNS = (
     ("of matmul", "mfu_of_matmul_frac", "{:.3f}", 1),
 )
 """The reference's columns, MFU beside them."""
-KERNELS_COLUMNS = (
-    ("Kernel", "case", "{}", 1),
-    ("us a call", "p50_s", "{:,.2f}", US),
-    ("p90", "p90_s", "{:,.2f}", US),
-    ("p99", "p99_s", "{:,.2f}", US),
-    ("95 % from", "low_s", "{:,.2f}", US),
-    ("to", "high_s", "{:,.2f}", US),
-    ("reference", "reference_s", "{:,.2f}", US),
-    ("GB/s", "gb_per_s", "{:,.0f}", 1),
-    ("TFLOP/s", "tflops", "{:,.1f}", 1),
-    ("Bound by", "bound", "{}", 1),
-    ("Of roofline", "roofline_frac", "{:.3f}", 1),
-    ("x reference", "over_reference", "{:.1f}", 1),
-    ("Status", "status", "{}", 1),
-)
 ATTENTION_COLUMNS = (
     ("Way", "way", "{}", 1),
     ("Pass", "pass", "{}", 1),
@@ -84,15 +64,6 @@ ATTENTION_COLUMNS = (
 )
 
 bench_app = App(help="Measure the training step of a student.", group_parameters=OTHERS)
-bench_app.command(
-    compare, help_epilogue="Example: qat bench compare runs/bench/BEFORE runs/bench/AFTER"
-)
-bench_app.command(
-    sweep, help_epilogue="Example: qat bench sweep speedrun/recipes/sweep_runbook.toml --tiny"
-)
-bench_app.command(
-    record, help_epilogue="Example: qat bench record two-words --from runs/bench/TIME"
-)
 
 
 @bench_app.default
@@ -110,15 +81,15 @@ def bench(
         out: directory for the results; by default runs/bench/TIME.
     """
     student = _student(student, config)
-    config = _checked(student, config, out)
+    config = checked(student, config, out)
     from qat.backend.device import select
     from qat.bench.run import run_bench
-    from qat.extensions.lab.tpu_plan.run import run_tpu_plan
 
-    if config.topologies and config.planned is None:
-        path, planned = run_tpu_plan(config, student, out)
+    if config.tpus and config.planned is None:
+        path, planned = extension("qat.plans", "tpu").run_tpu_plan(config, student, out)
         wide_console(FILE_WIDTH).print(_predicted((), planned))
-        return dict(out=path, planned=_planned(planned))
+        summaries = [tpu.summary() for tpu in planned]
+        return dict(out=path, planned=[{k: rounded(v) for k, v in s.items()} for s in summaries])
     with select(config.device).session(config.xla_cache_dir):
         report = run_bench(config, student, out)
     console = wide_console(FILE_WIDTH)
@@ -133,89 +104,46 @@ def bench(
     return _summary(report)
 
 
-@bench_app.command(help_epilogue="Example: qat bench baselines tiny --only ours,plain-eager")
-def baselines(
-    student: Required[str],
-    *,
-    config: Annotated[BaselinesConfig, Parameter(name="*")] = BaselinesConfig(),  # noqa: B008
-    out: Path | None = None,
-) -> dict[str, object]:
-    """Time other ways to train the same layers on the same data beside ours.
-
-    Args:
-        student: packed checkpoint or shape, as for 'qat bench'.
-        config: settings.
-        out: directory for the results; by default runs/bench/TIME.
-    """
-    config = _checked(student, config, out)
-    from qat.extensions.lab.baselines.run import run_baselines
-
-    report = run_baselines(config, student, out)
-    first, last = ("Case", "case", "{}", 1), ("x ours", "ours_over_this", "{:.2f}", 1)
-    columns = (first, *SPEED_COLUMNS, last)
-    wide_console(FILE_WIDTH).print(row_table(columns, report.rows, justify="left"))
-    return dict(out=report.path, tokens_per_s=report.speeds, ours_over=report.ours_over)
-
-
 @bench_app.command(
-    help_epilogue="Example: qat bench quality speedrun/recipes/quality_tiny.toml --out runs/tiny"
+    help_epilogue="Example: qat bench sweep speedrun/recipes/sweep_runbook.toml --tiny"
 )
-def quality(
-    recipe: Required[Path],
+def sweep(
+    recipe: Path,
     /,
     *,
-    config: Annotated[QualityConfig, Parameter(name="*")] = QualityConfig(),  # noqa: B008
-    out: Required[Path],
+    config: Annotated[SweepConfig, Parameter(name="*")] = SweepConfig(),  # noqa: B008 - frozen
+    out: Path | None = None,
 ) -> dict[str, object]:
-    """Train the recipes of RECIPE on one teacher, data and budget, and judge every student.
+    """Run the groups of RECIPE in turns, each repeat a process of its own, and compare them.
 
     The same command again goes on where it stopped.
 
     Args:
-        recipe: TOML file, such as speedrun/recipes/quality_tiny.toml.
+        recipe: TOML file, such as speedrun/recipes/sweep_runbook.toml.
         config: settings.
-        out: directory for caches, students, runs and results.
+        out: directory for rows, logs and results; by default runs/sweep/NAME of the recipe.
     """
-    from qat.cli.inputs import check_inputs
-    from qat.extensions.lab.quality.plan import read_quality
+    from qat.bench.sweep.plan import read_sweep
 
-    check_inputs(models=[read_quality(recipe).teacher], out=out)
-    from qat.extensions.lab.quality.run import best, cells, run_quality
+    read_sweep(recipe, tiny=config.tiny)
+    from qat.bench.sweep.run import RATES, cells, plan_sweep, run_sweep
 
-    report = run_quality(config, recipe, out)
-    title = "Mean +- standard deviation over seeds; KL and KD in nats"
-    headings, body = cells(report.lines, report.texts, report.unmade)
-    wide_console(QUALITY_WIDTH).print(numbers_table(headings, body, title))
+    console = wide_console(SWEEP_WIDTH)
+    if config.dry_run:
+        _, runs = plan_sweep(config, recipe, out)
+        for run in runs:
+            console.print(f"{run.repeat}  {run.group}", markup=False, highlight=False)
+        return dict(out=runs[0].out, runs=len(runs))
+    report = run_sweep(config, recipe, out)
+    title = f"Rate: {RATES[report.recipe.verb]}; against {report.baseline!r}"
+    console.print(numbers_table(*cells(report.lines), title))
+    for line in report.lines:
+        for word in line.warnings:
+            console.print(f"{line.group}: {word}", markup=False, highlight=False)
     report.check()
-    found, text = best(report.lines), report.texts[0]
-    if found is None:
-        return dict(out=report.path)
-    kl_nats = found.stats[f"kl_nats.{text}"].mean
-    return dict(out=report.path, best=found.recipe, kl_nats=_rounded(kl_nats))
-
-
-@bench_app.command(help_epilogue="Example: qat bench kernels --only lut")
-def kernels(
-    *,
-    config: Annotated[KernelsConfig, Parameter(name="*")] = KernelsConfig(),  # noqa: B008 - frozen
-    out: Path | None = None,
-) -> dict[str, object]:
-    """Put every kernel through its gates: compile, correct, fast; the first that fails is the last.
-
-    Args:
-        config: settings.
-        out: directory for the results; by default runs/bench/TIME.
-    """
-    from qat.extensions.lab.kernels.run import run_kernels
-
-    report = run_kernels(config, out)
-    console = wide_console(KERNELS_WIDTH)
-    console.print(row_table(KERNELS_COLUMNS, report.rows))
-    for line in _remarks(report):
-        console.print(line, markup=False, highlight=False)
-    report.check()
-    figures = {each["figure"]: each["value"] for each in report.figures()}
-    return dict(out=report.path, kernels=len(report.rows), **figures)
+    fastest = report.fastest
+    found = dict(out=report.path, runs=len(report.runs), done=len(report.rows))
+    return found if fastest is None else {**found, "fastest": fastest.group, "rate": fastest.rate}
 
 
 @bench_app.command(help_epilogue="Example: qat bench attention --lengths 4096,16384")
@@ -272,7 +200,7 @@ def _student(student: str | None, config: BenchConfig) -> str:
     return student
 
 
-def _checked(student: str, config: Measured, out: Path | None) -> Measured:
+def checked(student: str, config: Measured, out: Path | None) -> Measured:
     """`config` for what `check_inputs` accepts; a student may be the name of a shape."""
     from qat.bench.config import SHAPES, shape_called
     from qat.cli.inputs import check_inputs, with_fitting_loss
@@ -287,23 +215,6 @@ def _checked(student: str, config: Measured, out: Path | None) -> Measured:
 
 def _cell(value: object, form: str) -> str:
     return "-" if value is None else form.format(value)
-
-
-def _remarks(report: "KernelsReport") -> list[str]:
-    rates = report.rates
-    lines = [
-        f"copy {rates.copy_bytes / 1e9:,.0f} GB/s, matmul {rates.matmul_flops / 1e12:,.1f} TFLOP/s"
-    ]
-    for row in report.rows:
-        if row["status"] == "FAILED":
-            lines.append(f"{row['case']} failed the gate {row['gate']}: {row['difference']}")
-    if report.least is not None:
-        lines.append(f"furthest from the roofline: {report.least['case']}")
-    for each in report.tuned:
-        kernel, best = each.space.kernel, each.adopted
-        words = "default stays" if best is None else f"{best.configuration}, {each.ratio:.3f} x"
-        lines.append(f"tuned {each.case} ({kernel}): {words}")
-    return [*lines, *([report.note] if report.note else [])]
 
 
 def _findings(report: "BenchReport") -> list[str]:
@@ -363,25 +274,8 @@ def _predicted(
         recomputes = "yes" if found.recomputes else "no"
         table.add_row(found.device, found.dtype, recomputes, batch, peak, speed, how)
     for tpu in planned:
-        needed = tpu.best.peak_gib if tpu.best else tpu.trials[0].needed_gib
-        memory = f"{_cell(needed, '{:.1f}')} of {tpu.memory_gib:.1f} GiB"
-        recomputes = "yes" if tpu.gradient_checkpointing else "no"
-        batch = f"{tpu.max_batch:,}"
-        table.add_row(tpu.device, tpu.dtype, recomputes, batch, memory, "-", "compiled")
+        table.add_row(*tpu.cells())
     return table
-
-
-def _planned(planned: "Sequence[Planned]") -> list[dict[str, object]]:
-    """The largest batch of each TPU, for the last line."""
-    return [
-        {
-            "device": tpu.device,
-            "gradient_checkpointing": tpu.gradient_checkpointing,
-            "max_batch": tpu.max_batch,
-            "peak_gib": _rounded(tpu.best.peak_gib) if tpu.best else None,
-        }
-        for tpu in planned
-    ]
 
 
 def _summary(report: "BenchReport") -> dict[str, object]:
@@ -390,7 +284,7 @@ def _summary(report: "BenchReport") -> dict[str, object]:
     if not timed:  # a plan where the student has no room
         return {"out": report.path}
     best = max(timed, key=lambda row: row["tokens_per_s"])
-    summary = {name: _rounded(best[name]) for name in SUMMARY}
+    summary = {name: rounded(best[name]) for name in SUMMARY}
     if report.search:
         summary["max_batch"] = report.search.largest
         summary["fastest_batch"] = report.search.fastest
@@ -398,5 +292,6 @@ def _summary(report: "BenchReport") -> dict[str, object]:
     return dict(out=report.path, **summary)
 
 
-def _rounded(value: object) -> object:
+def rounded(value: object) -> object:
+    """Return a number with the digits of the last line; other values as they are."""
     return float(f"{value:.{SUMMARY_DIGITS}g}") if isinstance(value, float) else value

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qat.bench.config import BaselinesConfig, BenchConfig, parse_gib, parse_sizes
+from qat.bench.config import BenchConfig, parse_gib, parse_sizes
 from qat.errors import ConfigError
 from qat.train.config import StepConfig, TrainConfig
 
@@ -42,12 +42,6 @@ def test_plan_is_off_all_or_named() -> None:
     assert BenchConfig().planned is None
     assert BenchConfig(plan=True).planned == ()
     assert BenchConfig(plan="h200,t4").planned == ("h200", "t4")
-
-
-def test_cases_keep_their_order_and_unknown_ones_are_refused() -> None:
-    assert BaselinesConfig(only="reference,ours").cases == ("ours", "reference")
-    with pytest.raises(ConfigError, match="no case is called 'theirs'; choose among ours, plain-"):
-        BaselinesConfig.parse({"only": "ours,theirs"}, "flags")
 
 
 def test_a_bench_takes_the_settings_of_a_training_step() -> None:

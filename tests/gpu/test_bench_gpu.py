@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from qat.backend import device as backend
-from qat.bench.config import BaselinesConfig, BenchConfig
+from qat.bench.config import BenchConfig
 from qat.bench.find_max import unless_out_of_memory
 from qat.bench.run import run_bench
 from qat.extensions.lab.baselines.run import run_baselines
+from qat.extensions.lab.config import BaselinesConfig
 from qat.models.cost import device_called
 
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qat.bench.config import KernelsConfig
+from qat.extensions.lab.config import KernelsConfig
 from qat.extensions.lab.kernels.run import run_kernels
 from qat.kernels import tuned
 

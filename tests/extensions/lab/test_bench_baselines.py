@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from qat.backend import device as backend
 from qat.bench.batches import open_source
-from qat.bench.config import BaselinesConfig, BenchConfig
+from qat.bench.config import BenchConfig
 from qat.bench.student import Ours, open_student
 from qat.data.packing import Batch
 from qat.errors import ConfigError
@@ -22,6 +22,7 @@ from qat.extensions.lab.baselines.reference import (
 )
 from qat.extensions.lab.baselines.run import run_baselines
 from qat.extensions.lab.baselines.training import CHUNK_TOKENS, ChunkedLoss, dense_copy, plain_step
+from qat.extensions.lab.config import BaselinesConfig
 from qat.models.language_model import LanguageModel
 from qat.nn.step import quant_linears
 from qat.train.optim import linears_in_scope

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from qat.backend.device import select
-from qat.bench.config import KernelsConfig
 from qat.bench.measure import Clock, Roofline
 from qat.errors import BenchError, ConfigError
+from qat.extensions.lab.config import KernelsConfig
 from qat.extensions.lab.kernels import run as module
 from qat.extensions.lab.kernels.cases import all_cases, cases_named, work_of
 from qat.extensions.lab.kernels.gates import (
@@ -307,7 +307,7 @@ def test_tuning_on_a_gpu_writes_the_table_and_the_figures(tmp_path, monkeypatch)
 
 
 def test_the_verb_prints_a_table_and_fails_with_the_gate(tmp_path, monkeypatch, capsys) -> None:
-    from qat.cli.bench import kernels
+    from qat.extensions.lab.verbs import kernels
 
     monkeypatch.setattr(module, "interprets", lambda: True)
     config = KernelsConfig(shape="tiny", device="cpu", repeats=1)

@@ -11,10 +11,10 @@ from quality_case import call, make_teacher_and_texts, write
 from torch.nn import functional as F
 
 from qat.bench import jobs
-from qat.bench.config import QualityConfig
 from qat.bench.jobs import least_busy
 from qat.errors import QatError
 from qat.evaluate.divergence import exact_divergence
+from qat.extensions.lab.config import QualityConfig
 from qat.extensions.lab.quality import run
 from qat.extensions.lab.quality.job import heartbeat_facts, own_batches, run_job
 from qat.extensions.lab.quality.plan import QualityJob, read_quality

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qat.bench.config import TOPOLOGIES, BenchConfig, split_names
+from qat.bench.config import TPUS, BenchConfig, split_names
 from qat.cli.bench import bench
 from qat.errors import ConfigError
 from qat.extensions.lab.tpu_plan import pieces, run
@@ -20,9 +20,10 @@ from qat.extensions.lab.tpu_plan.pieces import (
     used_gib,
 )
 from qat.extensions.lab.tpu_plan.run import MARGIN, memory_for, plan_tpu, sizes
+from qat.extensions.lab.tpu_plan.topologies import TOPOLOGIES
 from qat.logs import read_json_lines
 
-V6E = TOPOLOGIES[-1]
+V6E = TOPOLOGIES["v6e"]
 
 
 class Line:
@@ -42,11 +43,14 @@ class Line:
 
 
 def test_tpus_are_told_from_devices() -> None:
-    devices, topologies = split_names(("T4", " v6e", "V5P", "h300"))
-    assert devices == ("T4", "h300") and [t.name for t in topologies] == ["v6e", "v5p"]
+    assert split_names(("T4", " v6e", "V5P", "h300")) == (("T4", "h300"), ("v6e", "v5p"))
     assert BenchConfig(plan="v4,v5e").planned is None
     assert BenchConfig(plan="v4,T4").planned == ("T4",)
-    assert BenchConfig(plan=True).planned == () and BenchConfig(plan=True).topologies == ()
+    assert BenchConfig(plan=True).planned == () and BenchConfig(plan=True).tpus == ()
+
+
+def test_every_tpu_that_the_verb_names_has_a_topology() -> None:
+    assert tuple(TOPOLOGIES) == TPUS
 
 
 def test_the_search_names_a_size_that_was_compiled_and_leaves_the_margin(monkeypatch) -> None:

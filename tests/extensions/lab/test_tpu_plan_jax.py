@@ -8,10 +8,11 @@ import torch
 
 from qat.backend.device import select
 from qat.bench.batches import BatchSource
-from qat.bench.config import TOPOLOGIES, BenchConfig
+from qat.bench.config import BenchConfig
 from qat.bench.student import Ours, open_student
 from qat.extensions.lab.tpu_plan.pieces import Traceable
 from qat.extensions.lab.tpu_plan.run import Planner
+from qat.extensions.lab.tpu_plan.topologies import TOPOLOGIES
 from qat.extensions.lab.tpu_plan.xla import DTYPES, build, jax
 from qat.nn.swap import decoder_layers
 
@@ -65,7 +66,7 @@ def test_a_tiny_step_compiles_for_a_v6e_and_checkpointing_saves() -> None:
     peaks = {}
     for recomputes in (False, True):
         config = BenchConfig(seq_len=64, gradient_checkpointing=recomputes)
-        planner = Planner(config, "tiny", TOPOLOGIES[-1], memory_gib=1)
+        planner = Planner(config, "tiny", TOPOLOGIES["v6e"], memory_gib=1)
         peaks[recomputes] = planner.compile(256).peak_gib
     assert peaks[True] < peaks[False]
     planner._memory_gib = peaks[True] / 2

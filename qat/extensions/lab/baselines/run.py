@@ -12,7 +12,6 @@ import torch
 
 from qat.backend.device import select
 from qat.bench.batches import check_batch_sizes
-from qat.bench.config import BaselinesConfig
 from qat.bench.find_max import unless_out_of_memory
 from qat.bench.measure import Timing, compile_anew
 from qat.bench.results import Results, environment
@@ -21,6 +20,7 @@ from qat.bench.student import Ours, Subject
 from qat.extensions.lab.baselines.methods import is_installed, torchao_step
 from qat.extensions.lab.baselines.reference import TEMPERATURE, reference_step
 from qat.extensions.lab.baselines.training import check_losses, plain_step
+from qat.extensions.lab.config import BaselinesConfig
 from qat.models.language_model import LanguageModel
 from qat.train.optim import linears_in_scope
 from qat.train.step import check_dtype

@@ -1,6 +1,7 @@
 """`qat bench --plan v6e`: memory of a student's step on TPUs that are not at hand.
 
-The largest batch is found by compiling: every size in the results was compiled.
+The largest batch is found by compiling: every size in the results was compiled. `qat bench` reaches
+this module by the entry point `tpu` of the group `qat.plans`.
 """
 
 import logging
@@ -9,11 +10,12 @@ from pathlib import Path
 from time import perf_counter
 
 from qat.backend.device import select
-from qat.bench.config import BenchConfig, Topology
+from qat.bench.config import BenchConfig
 from qat.bench.find_max import largest_that_fits
 from qat.bench.results import Results, environment
 from qat.errors import ConfigError
 from qat.extensions.lab.tpu_plan.pieces import Compiled, Traceable, check_installed
+from qat.extensions.lab.tpu_plan.topologies import TOPOLOGIES, Topology
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,22 @@ class Planned:
     def max_batch(self) -> int:
         """The largest compiled size that fits; 0 if none does."""
         return self.best.batch_size if self.best else 0
+
+    def cells(self) -> tuple[str, ...]:
+        """Return its line in the table of predictions."""
+        needed = self.best.peak_gib if self.best else self.trials[0].needed_gib
+        memory = f"{'-' if needed is None else f'{needed:.1f}'} of {self.memory_gib:.1f} GiB"
+        recomputes = "yes" if self.gradient_checkpointing else "no"
+        return self.device, self.dtype, recomputes, f"{self.max_batch:,}", memory, "-", "compiled"
+
+    def summary(self) -> dict[str, object]:
+        """Return the largest batch, for the last line of the verb."""
+        return {
+            "device": self.device,
+            "gradient_checkpointing": self.gradient_checkpointing,
+            "max_batch": self.max_batch,
+            "peak_gib": self.best.peak_gib if self.best else None,
+        }
 
 
 def sizes() -> list[int]:
@@ -137,10 +155,9 @@ def plan_tpus(config: BenchConfig, student: str, results: Results) -> tuple[Plan
     Raises:
         ConfigError: see `run_tpu_plan`.
     """
-    if config.topologies:
-        check_installed()
+    check_installed()
     planned = []
-    for topology in config.topologies:
+    for topology in map(TOPOLOGIES.__getitem__, config.tpus):
         for recomputes in (False, True):
             setting = config.model_copy(update={"gradient_checkpointing": recomputes})
             found = plan_tpu(setting, student, topology)

@@ -16,9 +16,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from qat.backend.before_torch import keep_libtpu_offline
-from qat.bench.config import Topology
 from qat.data.packing import Batch
 from qat.extensions.lab.tpu_plan.pieces import Compiled, Traceable, aten, check_installed, used_gib
+from qat.extensions.lab.tpu_plan.topologies import Topology
 from qat.kernels.head import BLOCK_TOKENS
 from qat.losses.formulas import Targets
 from qat.process import GIB

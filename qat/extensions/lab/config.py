@@ -1,0 +1,75 @@
+"""Settings of the lab's verbs."""
+
+from pathlib import Path
+
+from pydantic import Field, field_validator
+
+from qat.bench.config import MeasureConfig
+from qat.config import Measured, Settings
+
+CASES = ("ours", "plain-eager", "plain-compiled", "torchao-int2", "reference")
+"""The cases of `qat bench baselines`, by the names in its rows."""
+
+
+class BaselinesConfig(MeasureConfig):
+    """Our training step against other implementations, in one run on the same shapes and data."""
+
+    only: Measured[str] = ",".join(CASES)
+    """Cases to run, joined by commas."""
+    rounds: Measured[int] = Field(2, ge=1)
+    """Rounds in which each case takes a turn; every second round runs in reverse order."""
+
+    @field_validator("only")
+    @classmethod
+    def _check_only(cls, text: str) -> str:
+        unknown = [name for name in text.split(",") if name not in CASES]
+        if unknown:
+            raise ValueError(f"no case is called {unknown[0]!r}; choose among {', '.join(CASES)}")
+        return text
+
+    @property
+    def cases(self) -> tuple[str, ...]:
+        """The cases to run, in the order of `CASES`."""
+        return tuple(name for name in CASES if name in self.only.split(","))
+
+
+class KernelsConfig(Settings):
+    """Checks of every Triton kernel against its reference: it compiles, is correct, and is fast."""
+
+    only: str = ""
+    """Kernels to run: those whose name contains one of these words, joined by commas; by default
+    all."""
+    shape: str | None = None
+    """Published shape whose dimensions are timed, or tiny for a trial; by default qwen3-0.6b on a
+    GPU, and tiny where kernels cannot run."""
+    device: str = "auto"
+    """Device to measure on: auto, cpu, cuda, cuda:1."""
+    repeats: int = Field(30, ge=1)
+    """Rounds in which a kernel and its reference take turns."""
+    limit_s: float = Field(4.0, gt=0)
+    """Time limit in seconds for the rounds of one kernel; at least five rounds are run."""
+    seed: int | None = Field(None, ge=0)
+    """Seed of the inputs; by default a new one each time, which the rows record."""
+    tune: bool = False
+    """Tune the kernels that passed; configurations faster than the default enter the device's
+    table."""
+    keep: int = Field(4, ge=1)
+    """Best configurations to measure again against the default."""
+    figures: Path | None = None
+    """File to which the goals' figures of this run are appended."""
+
+
+class QualityConfig(Settings):
+    """Settings for running the jobs of a recipe; nothing here changes their results."""
+
+    workers: int = Field(1, ge=1)
+    """Parallel jobs per device; compare seconds only between rows with equal workers."""
+    device: str = "auto"
+    """Device of the jobs: auto or cuda (spread over all GPUs), cpu, cuda:1 or mps."""
+    only: str = ""
+    """Recipes to run: those whose name contains one of these words, joined by |; all if empty. The
+    table keeps earlier results of the others."""
+
+    def wants(self, name: str) -> bool:
+        """Return whether the recipe called `name` is selected."""
+        return any(word.strip() in name for word in self.only.split("|"))

@@ -1,0 +1,278 @@
+"""The lab's verbs of `qat bench`, added by the entry point `lab` of the group `qat.verbs`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+from cyclopts.validators import Number
+
+from qat.cli.bench import FILE_WIDTH, SPEED_COLUMNS, checked, rounded
+from qat.cli.parser import print_result
+from qat.cli.tables import numbers_table, row_table, wide_console
+from qat.config import Required
+from qat.extensions.lab.config import BaselinesConfig, KernelsConfig, QualityConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.table import Table
+
+    from qat.bench.stats import Interval
+    from qat.extensions.lab.compare import Comparison, Pair
+    from qat.extensions.lab.kernels.run import KernelsReport
+
+KERNELS_WIDTH, COMPARE_WIDTH, QUALITY_WIDTH = 150, 150, 400
+"""Columns of a table where output goes to a file."""
+RECORDS = Path("speedrun/records")
+US = 1e6
+UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (0.0, "ns"))
+KERNELS_COLUMNS = (
+    ("Kernel", "case", "{}", 1),
+    ("us a call", "p50_s", "{:,.2f}", US),
+    ("p90", "p90_s", "{:,.2f}", US),
+    ("p99", "p99_s", "{:,.2f}", US),
+    ("95 % from", "low_s", "{:,.2f}", US),
+    ("to", "high_s", "{:,.2f}", US),
+    ("reference", "reference_s", "{:,.2f}", US),
+    ("GB/s", "gb_per_s", "{:,.0f}", 1),
+    ("TFLOP/s", "tflops", "{:,.1f}", 1),
+    ("Bound by", "bound", "{}", 1),
+    ("Of roofline", "roofline_frac", "{:.3f}", 1),
+    ("x reference", "over_reference", "{:.1f}", 1),
+    ("Status", "status", "{}", 1),
+)
+
+
+def baselines(
+    student: Required[str],
+    *,
+    config: Annotated[BaselinesConfig, Parameter(name="*")] = BaselinesConfig(),  # noqa: B008
+    out: Path | None = None,
+) -> dict[str, object]:
+    """Time other ways to train the same layers on the same data beside ours.
+
+    Args:
+        student: packed checkpoint or shape, as for 'qat bench'.
+        config: settings.
+        out: directory for the results; by default runs/bench/TIME.
+    """
+    config = checked(student, config, out)
+    from qat.extensions.lab.baselines.run import run_baselines
+
+    report = run_baselines(config, student, out)
+    first, last = ("Case", "case", "{}", 1), ("x ours", "ours_over_this", "{:.2f}", 1)
+    columns = (first, *SPEED_COLUMNS, last)
+    wide_console(FILE_WIDTH).print(row_table(columns, report.rows, justify="left"))
+    return dict(out=report.path, tokens_per_s=report.speeds, ours_over=report.ours_over)
+
+
+def quality(
+    recipe: Required[Path],
+    /,
+    *,
+    config: Annotated[QualityConfig, Parameter(name="*")] = QualityConfig(),  # noqa: B008
+    out: Required[Path],
+) -> dict[str, object]:
+    """Train the recipes of RECIPE on one teacher, data and budget, and judge every student.
+
+    The same command again goes on where it stopped.
+
+    Args:
+        recipe: TOML file, such as speedrun/recipes/quality_tiny.toml.
+        config: settings.
+        out: directory for caches, students, runs and results.
+    """
+    from qat.cli.inputs import check_inputs
+    from qat.extensions.lab.quality.plan import read_quality
+
+    check_inputs(models=[read_quality(recipe).teacher], out=out)
+    from qat.extensions.lab.quality.run import best, cells, run_quality
+
+    report = run_quality(config, recipe, out)
+    title = "Mean +- standard deviation over seeds; KL and KD in nats"
+    headings, body = cells(report.lines, report.texts, report.unmade)
+    wide_console(QUALITY_WIDTH).print(numbers_table(headings, body, title))
+    report.check()
+    found, text = best(report.lines), report.texts[0]
+    if found is None:
+        return dict(out=report.path)
+    kl_nats = found.stats[f"kl_nats.{text}"].mean
+    return dict(out=report.path, best=found.recipe, kl_nats=rounded(kl_nats))
+
+
+def kernels(
+    *,
+    config: Annotated[KernelsConfig, Parameter(name="*")] = KernelsConfig(),  # noqa: B008 - frozen
+    out: Path | None = None,
+) -> dict[str, object]:
+    """Put every kernel through its gates: compile, correct, fast; the first that fails is the last.
+
+    Args:
+        config: settings.
+        out: directory for the results; by default runs/bench/TIME.
+    """
+    from qat.extensions.lab.kernels.run import run_kernels
+
+    report = run_kernels(config, out)
+    console = wide_console(KERNELS_WIDTH)
+    console.print(row_table(KERNELS_COLUMNS, report.rows))
+    for line in _kernels_remarks(report):
+        console.print(line, markup=False, highlight=False)
+    report.check()
+    figures = {each["figure"]: each["value"] for each in report.figures()}
+    return dict(out=report.path, kernels=len(report.rows), **figures)
+
+
+def _kernels_remarks(report: "KernelsReport") -> list[str]:
+    rates = report.rates
+    lines = [
+        f"copy {rates.copy_bytes / 1e9:,.0f} GB/s, matmul {rates.matmul_flops / 1e12:,.1f} TFLOP/s"
+    ]
+    for row in report.rows:
+        if row["status"] == "FAILED":
+            lines.append(f"{row['case']} failed the gate {row['gate']}: {row['difference']}")
+    if report.least is not None:
+        lines.append(f"furthest from the roofline: {report.least['case']}")
+    for each in report.tuned:
+        kernel, best = each.space.kernel, each.adopted
+        words = "default stays" if best is None else f"{best.configuration}, {each.ratio:.3f} x"
+        lines.append(f"tuned {each.case} ({kernel}): {words}")
+    return [*lines, *([report.note] if report.note else [])]
+
+
+def compare(
+    before: Path,
+    after: Path,
+    /,
+    *,
+    threshold: Annotated[float, Parameter(validator=Number(gte=0))] = 0.03,
+) -> None:
+    """Compare AFTER with BEFORE case by case; exit 0 same or faster, 1 slower, 2 not comparable.
+
+    A case is slower if its median is by more than the threshold and the 95 % intervals of both
+    medians share nothing.
+
+    Args:
+        before: results.jsonl, a directory of results, or a record.
+        after: the same of what is judged.
+        threshold: share of the first median that a difference must exceed.
+    """
+    from qat.extensions.lab.compare import compare_files
+
+    found = compare_files(before, after, threshold)
+    console = wide_console(COMPARE_WIDTH)
+    console.print(comparison_table(found))
+    for line in remarks(found):
+        console.print(line, markup=False, highlight=False)
+    print_result(summary(found))
+    raise SystemExit(found.exit_code)
+
+
+def comparison_table(found: "Comparison") -> "Table":
+    """A row a case: both medians with their intervals, what lies between them, the verdict."""
+    from rich.table import Table
+
+    table = Table("Case", title="Medians with 95 % intervals; above 1 is slower")
+    for heading in ("Before", "After", "Ratio", "Effect", "p", "CV before", "CV after"):
+        table.add_column(heading, justify="right")
+    table.add_column("Verdict")
+    for pair in found.pairs:
+        table.add_row(pair.name, *_cells(pair))
+    return table
+
+
+def remarks(found: "Comparison") -> list[str]:
+    """Return lines about noise and hosts, without which the table cannot be judged."""
+    cases, runs = found.between_cases, found.between_runs
+    noise = "not known: no case has two runs" if runs is None else f"{runs:.1%}"
+    lines = [
+        f"variation between cases {cases:.1%}; between runs of one case {noise} "
+        f"({found.hosts} host{'s' if found.hosts > 1 else ''})"
+    ]
+    if found.is_single_run:
+        lines.append(
+            "fewer than 3 runs a side: an interval holds for those runs, not for the next; measure "
+            "in turns, or repeat the command"
+        )
+    for name, (before, after) in found.settings.items():
+        lines.append(f"differs in {name}: {before} and {after}")
+    lines += [f"only before: {name}" for name in found.gone]
+    return lines + [f"only after: {name}" for name in found.new]
+
+
+def summary(found: "Comparison") -> dict[str, object]:
+    """The last line: verdicts and ratios by case."""
+    return {
+        "verdict": ("same", "regression", "not comparable")[found.exit_code],
+        "cases": {pair.name: pair.verdict for pair in found.pairs},
+        "ratios": {
+            pair.name: round(pair.difference.ratio, 4) for pair in found.pairs if pair.difference
+        },
+        "between_cases": found.between_cases,
+        "between_runs": found.between_runs,
+    }
+
+
+def _cells(pair: "Pair") -> list[str]:
+    if pair.difference is None:
+        return ["-"] * 7 + [f"not comparable ({pair.reason})"]
+    found, show = pair.difference, _shown_like(pair.difference.before.median)
+    return [
+        show(found.before),
+        show(found.after),
+        f"{found.ratio:.3f}",
+        f"{found.effect:+.2f}",
+        f"{found.p:.2g}",
+        f"{pair.before.within_runs:.1%}",
+        f"{pair.after.within_runs:.1%}",
+        found.verdict,
+    ]
+
+
+def _shown_like(seconds: float) -> "Callable[[Interval], str]":
+    """Writes intervals in the unit that gives `seconds` a number of at least 1."""
+    scale, unit = next((scale, unit) for scale, unit in UNITS if seconds >= scale)
+    scale = scale or 1e-9
+
+    def show(interval: "Interval") -> str:
+        low, high = interval.low / scale, interval.high / scale
+        return f"{interval.median / scale:.4g} [{low:.4g}, {high:.4g}] {unit}"
+
+    return show
+
+
+def record(
+    slug: str,
+    /,
+    *,
+    from_: Annotated[Path, Parameter(name="--from")],
+    records: Path = RECORDS,
+    date: str = "",
+) -> dict[str, object]:
+    """Freeze a result into RECORDS/DATE_SLUG: recipe, raw samples, environment, figures, page.
+
+    Args:
+        slug: two or three lower-case words, joined by hyphens.
+        from_: directory of results; every case needs three samples or runs at least.
+        records: where records are kept.
+        date: day of the measurement as YYYY-MM-DD; today by default.
+    """
+    from qat.extensions.lab.compare import write_record
+
+    return {"record": write_record(slug, from_, records, date or None)}
+
+
+VERBS = {
+    baselines: "qat bench baselines tiny --only ours,plain-eager",
+    quality: "qat bench quality speedrun/recipes/quality_tiny.toml --out runs/tiny",
+    kernels: "qat bench kernels --only lut",
+    compare: "qat bench compare runs/bench/BEFORE runs/bench/AFTER",
+    record: "qat bench record two-words --from runs/bench/TIME",
+}
+"""The verbs, each with the example that ends its help."""
+
+
+def add(app: App) -> None:
+    """Add the verbs to `qat bench`."""
+    for verb, example in VERBS.items():
+        app["bench"].command(verb, help_epilogue=f"Example: {example}")
