@@ -4,6 +4,7 @@
 |------------------|----------------------------------------------------------------|
 | `qat.verbs`      | a function that adds verbs to the command line                 |
 | `qat.plans`      | a module that compiles a training step for absent devices      |
+| `qat.reports`    | a function that writes another page of `qat report`            |
 | `qat.importers`  | a reader of another system's caches and checkpoints            |
 | `qat.targets`    | a module that writes an export target                          |
 

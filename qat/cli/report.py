@@ -71,14 +71,14 @@ def report(
 
 def _leaderboard(runs: tuple[Path, ...], out: Path | None, records: Path) -> dict[str, object]:
     from qat.errors import ConfigError
-    from qat.extensions.lab.leaderboard import write_leaderboard
+    from qat.hooks import extension
 
     if runs or out is None:
         wrong = f"RUNS={runs[0]}" if runs else "no --out"
         raise ConfigError(
             f"{wrong} with --leaderboard, expected --records and --out alone; write --out page.html"
         )
-    return {"page": write_leaderboard(records, out)}
+    return {"page": extension("qat.reports", "leaderboard")(records, out)}
 
 
 def train_command(run: Path) -> str:
