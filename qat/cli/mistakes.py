@@ -13,6 +13,12 @@ from pydantic import ValidationError
 
 from qat.config import Knows, explain
 from qat.errors import nearest
+from qat.hooks import HOW_TO_INSTALL
+
+EXTENSION_OF = {
+    ("bench", verb): "lab" for verb in ("baselines", "quality", "kernels", "compare", "record")
+}
+"""The extension that adds a verb, for the message where it is not installed."""
 
 
 class Mistake(NamedTuple):
@@ -99,6 +105,11 @@ def unknown_verb(app: App, tokens: Sequence[str]) -> str | None:
     known = commands(verb)
     if not known or not rest or rest[0].startswith("-"):
         return None
+    if (owner := EXTENSION_OF.get((*words, rest[0]))) is not None:
+        return (
+            f"'{' '.join(('qat', *words, rest[0]))}' is a verb of the extension {owner!r}, which "
+            f"is not installed; {HOW_TO_INSTALL}"
+        )
     if verb is not app and verb.default_command is not None:
         arguments = verb.assemble_argument_collection()
         if any(argument.field_info.is_positional for argument in arguments):

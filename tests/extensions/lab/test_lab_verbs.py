@@ -1,0 +1,100 @@
+"""The lab's verbs of `qat bench`, and one line for each where the lab is not installed."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qat import hooks
+from qat.bench.config import BenchConfig
+from qat.bench.run import run_bench
+from qat.cli import app, main
+from qat.cli.bench import bench
+from qat.cli.mistakes import EXTENSION_OF
+from qat.cli.report import report
+from qat.errors import ConfigError
+from qat.extensions.lab.config import BaselinesConfig
+from qat.extensions.lab.verbs import VERBS
+
+WITHOUT_EXTENSIONS = """
+import contextlib, importlib.metadata, io, json, sys
+importlib.metadata.entry_points = lambda **_: ()
+from qat.cli import main
+found = {}
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["qat", *words]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as stop:
+            found[" ".join(words)] = (stop.code, err.getvalue())
+extensions = [name for name in sys.modules if name.startswith("qat.extensions.")]
+print(json.dumps([found, extensions]))
+"""
+
+
+@pytest.fixture
+def no_extensions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(hooks, "entry_points", lambda group: ())
+    hooks.hooks.cache_clear()
+    yield
+    hooks.hooks.cache_clear()
+
+
+def test_the_command_line_knows_whose_the_verbs_are() -> None:
+    names = [verb.__name__ for verb in VERBS]
+    assert [("bench", name) for name in names] == [
+        words for words, owner in EXTENSION_OF.items() if owner == "lab"
+    ]
+    assert set(names) <= set(app["bench"])
+
+
+def test_a_verb_of_an_absent_lab_is_one_line() -> None:
+    absent = [[*words, "x"] for words in EXTENSION_OF] + [["help", "bench", "quality"]]
+    calls = [*absent, ["--help"], ["bench", "--help"]]
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTENSIONS, json.dumps(calls)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found, extensions = json.loads(ran.stdout)
+    assert extensions == [] and len(found) == len(calls)
+    for words in absent:
+        code, line = found[" ".join(words)]
+        assert code == 1 and line.count("\n") == 1, line
+        assert "'lab'" in line and "pip install" in line
+    assert found["--help"][0] == found["bench --help"][0] == 0
+
+
+@pytest.mark.usefixtures("no_extensions")
+def test_a_plan_and_a_leaderboard_need_the_lab(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    calls = [
+        lambda: bench("tiny", config=BenchConfig(plan="v6e"), out=out),
+        lambda: run_bench(BenchConfig(plan="t4,v6e", device="cpu"), "tiny", out),
+        lambda: report(leaderboard=True, out=out / "page.html"),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match="is not installed.*pip install"):
+            call()
+    assert not out.exists()
+
+
+def test_cases_keep_their_order_and_unknown_ones_are_refused() -> None:
+    assert BaselinesConfig(only="reference,ours").cases == ("ours", "reference")
+    with pytest.raises(ConfigError, match="no case is called 'theirs'; choose among ours, plain-"):
+        BaselinesConfig.parse({"only": "ours,theirs"}, "flags")
+
+
+def test_a_mistake_in_baselines_is_one_line(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["qat", "bench", "baselines", "tiny", "--only", "x"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    error = capsys.readouterr().err
+    assert stop.value.code == 1 and error.count("\n") == 1
+    assert "only='x': no case is called 'x'" in error
