@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from nsa_model_case import SMALL, small, sparse_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -42,8 +43,7 @@ def test_nothing_leaks_from_the_future(config) -> None:
         assert not torch.equal(after[:, place:], before[:, place:])
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(("config", "implementation"), covering(CONFIGS, ["sdpa", "eager"]))
 @torch.no_grad()
 def test_a_padded_row_equals_the_row_alone(config, implementation) -> None:
     model = opened(config)
@@ -76,9 +76,8 @@ def test_packed_documents_do_not_see_each_other(config) -> None:
     torch.testing.assert_close(before[:, :37], alone, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("length", [1, 7, 8, 15, 16, 17, 65])
-def test_any_length_is_finite_with_its_gradients(config, length) -> None:
+@pytest.mark.parametrize(("length", "config"), covering(2 * [1, 7, 8, 15, 16, 17, 65], CONFIGS))
+def test_any_length_is_finite_with_its_gradients(length, config) -> None:
     model = opened(config)
     found = hidden(model, IDS[:, :length])
     found.square().sum().backward()

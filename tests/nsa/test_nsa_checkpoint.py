@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import covering
 from nsa_model_case import SMALL, small, sparse_model
 from quantized import SPECS, random_weight
 from safetensors.torch import load_file, save_file
@@ -47,8 +48,7 @@ def trained(config: object = SMALL, *, is_quantized: bool = False) -> PreTrained
     return model
 
 
-@pytest.mark.parametrize("is_quantized", [False, True])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("config", "is_quantized"), covering(CONFIGS, [True, False]))
 def test_reloaded_it_is_the_same(tmp_path: Path, config, is_quantized) -> None:
     model = trained(config, is_quantized=is_quantized)
     save_checkpoint(model, None, tmp_path / "out")

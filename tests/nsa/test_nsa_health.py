@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from covering import covering
 from nsa_case import documents, nsa_inputs, small, softmax
 from nsa_model_case import SMALL, sparse_model
 from tiny import tiny_model
@@ -42,8 +43,7 @@ def by_loops(inputs: Inputs, selection: Tensor, size: int, tile: int) -> tuple[f
     return missing / queries, sum(kept) / len(kept)
 
 
-@pytest.mark.parametrize("tile", [1, 16, 32])
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(("tile", "is_packed"), covering([1, 16, 32], [True, False]))
 def test_recall_is_the_dense_mass_inside_the_selected_blocks(tile: int, is_packed: bool) -> None:
     config = small(select_tile=tile)
     inputs = nsa_inputs(config, 150, first=documents(150) if is_packed else None)

@@ -13,11 +13,16 @@ from qat.nsa.swap import nsa_config, nsa_modules, swap_attention, unswap_attenti
 IDS = torch.arange(2 * SMALL.reach).view(2, -1) * 7 % 320
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 @pytest.mark.parametrize(
-    ("mode", "pooling"), [("residual", "mean"), ("residual", "weighted"), ("merged", "mean")]
+    ("mode", "pooling", "cmp_rope", "architecture"),
+    [
+        ("residual", "mean", "pre", "qwen3"),
+        ("residual", "mean", "post", "llama"),
+        ("residual", "weighted", "pre", "llama"),
+        ("residual", "weighted", "post", "qwen3"),
+        ("merged", "mean", "post", "qwen3"),
+    ],
 )
-@pytest.mark.parametrize("cmp_rope", ["pre", "post"])
 def test_swapped_equals_dense_up_to_its_reach(architecture, mode, pooling, cmp_rope) -> None:
     model = tiny_model(architecture, use_cache=False)
     lengths = (1, 7, 8, 15, 16, 17, SMALL.reach)
