@@ -47,29 +47,35 @@ def pieces_of(packed: PackedRows) -> list[tuple[list[int], list[bool]]]:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("seed", range(10))
-def test_every_prediction_counts_once_in_its_context(seed: int, length: int) -> None:
-    documents = documents_of(random.Random(seed))
-    packed = pack(documents, length, PAD, {BEGIN})
-    pieces = pieces_of(packed)
-    assert packed.num_tokens == sum(len(tokens) for tokens, _ in pieces)
-    context = max(1, length // CONTEXT)
-    predicted = []
-    for tokens, counts in pieces:
-        whole = next(document for document in documents if tokens[-1] in document)
-        last = whole.index(tokens[-1])
-        first = last + 1 - len(tokens)
-        begins = tokens == whole[: len(tokens)]
-        assert counts[-1] is False and any(counts)
-        assert all(counts[context if not begins else 0 : -1])
-        if begins:
-            assert len(tokens) == min(len(whole), length)
-        else:
-            assert counts[: context - 1] == [False] * (context - 1)
-            assert tokens[1:] == whole[first + 1 : last + 1]
-            assert tokens[0] == (BEGIN if whole[0] == BEGIN and context > 1 else whole[first])
-        predicted += [token for token, counted in zip(tokens[1:], counts, strict=False) if counted]
-    assert sorted(predicted) == sorted(token for document in documents for token in document[1:])
+def test_every_prediction_counts_once_in_its_context(length: int) -> None:
+    for seed in range(10):
+        documents = documents_of(random.Random(seed))
+        packed = pack(documents, length, PAD, {BEGIN})
+        pieces = pieces_of(packed)
+        assert packed.num_tokens == sum(len(tokens) for tokens, _ in pieces), seed
+        context = max(1, length // CONTEXT)
+        predicted = []
+        for tokens, counts in pieces:
+            whole = next(document for document in documents if tokens[-1] in document)
+            last = whole.index(tokens[-1])
+            first = last + 1 - len(tokens)
+            begins = tokens == whole[: len(tokens)]
+            assert counts[-1] is False and any(counts), seed
+            assert all(counts[context if not begins else 0 : -1]), seed
+            if begins:
+                assert len(tokens) == min(len(whole), length), seed
+            else:
+                assert counts[: context - 1] == [False] * (context - 1), seed
+                assert tokens[1:] == whole[first + 1 : last + 1], seed
+                assert tokens[0] == (
+                    BEGIN if whole[0] == BEGIN and context > 1 else whole[first]
+                ), seed
+            predicted += [
+                token for token, counted in zip(tokens[1:], counts, strict=False) if counted
+            ]
+        assert sorted(predicted) == sorted(
+            token for document in documents for token in document[1:]
+        ), seed
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -101,44 +107,50 @@ def test_a_piece_of_a_chat_begins_with_its_question() -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("seed", range(5))
-def test_pieces_without_a_target_are_left_out(seed: int, length: int) -> None:
-    rng = random.Random(seed)
-    documents = documents_of(rng)
-    flags = [np.array([rng.random() < 0.1 for _ in document]) for document in documents]
-    packer = Packer(length, PAD, {BEGIN})
-    for document, is_target in zip(documents, flags, strict=True):
-        packer.push(document, is_target)
-    packer.finish()
-    pieces = pieces_of(packer.take(packer.num_full)) if packer.num_full else []
-    assert packer.is_empty and all(any(counts) for _, counts in pieces)
-    said = [t for tokens, counts in pieces for t, c in zip(tokens[1:], counts, strict=False) if c]
-    pairs = zip(documents, flags, strict=True)
-    expected = [np.array(document)[1:][is_target[1:]] for document, is_target in pairs]
-    assert sorted(said) == sorted(np.concatenate(expected).tolist())
+def test_pieces_without_a_target_are_left_out(length: int) -> None:
+    for seed in range(5):
+        rng = random.Random(seed)
+        documents = documents_of(rng)
+        flags = [np.array([rng.random() < 0.1 for _ in document]) for document in documents]
+        packer = Packer(length, PAD, {BEGIN})
+        for document, is_target in zip(documents, flags, strict=True):
+            packer.push(document, is_target)
+        packer.finish()
+        pieces = pieces_of(packer.take(packer.num_full)) if packer.num_full else []
+        assert packer.is_empty and all(any(counts) for _, counts in pieces), seed
+        said = [
+            t for tokens, counts in pieces for t, c in zip(tokens[1:], counts, strict=False) if c
+        ]
+        pairs = zip(documents, flags, strict=True)
+        expected = [np.array(document)[1:][is_target[1:]] for document, is_target in pairs]
+        assert sorted(said) == sorted(np.concatenate(expected).tolist()), seed
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_taking_bit_by_bit_equals_taking_all(seed: int) -> None:
-    rng = random.Random(seed)
-    documents, length = documents_of(rng), rng.choice(LENGTHS)
-    whole, packer, parts = Packer(length, PAD, lookahead=4), Packer(length, PAD, lookahead=4), []
-    for document in documents:
-        whole.push(document)
-    whole.finish()
-    whole = whole.take(whole.num_full)
-    for document in documents:
-        packer.push(document)
-        count = rng.randrange(packer.num_full + 1)
-        if count:
-            parts.append(packer.take(count))
-    packer.finish()
-    if packer.num_full:
-        parts.append(packer.take(packer.num_full))
-    for field in ("tokens", "starts", "mask"):
-        joined = np.concatenate([getattr(part, field) for part in parts])
-        np.testing.assert_array_equal(joined, getattr(whole, field))
-    assert sum(part.num_tokens for part in parts) == whole.num_tokens
+def test_taking_bit_by_bit_equals_taking_all() -> None:
+    for seed in range(10):
+        rng = random.Random(seed)
+        documents, length = documents_of(rng), rng.choice(LENGTHS)
+        whole, packer, parts = (
+            Packer(length, PAD, lookahead=4),
+            Packer(length, PAD, lookahead=4),
+            [],
+        )
+        for document in documents:
+            whole.push(document)
+        whole.finish()
+        whole = whole.take(whole.num_full)
+        for document in documents:
+            packer.push(document)
+            count = rng.randrange(packer.num_full + 1)
+            if count:
+                parts.append(packer.take(count))
+        packer.finish()
+        if packer.num_full:
+            parts.append(packer.take(packer.num_full))
+        for field in ("tokens", "starts", "mask"):
+            joined = np.concatenate([getattr(part, field) for part in parts])
+            np.testing.assert_array_equal(joined, getattr(whole, field))
+        assert sum(part.num_tokens for part in parts) == whole.num_tokens, seed
 
 
 @pytest.mark.parametrize("seed", range(5))
