@@ -9,6 +9,7 @@ from qat.config import DeviceSettings, HowMuch, Judged, Sampling, Speed
 from qat.config import Text as OfText
 from qat.data.config import AnyTargets, DataFormat, Location, Thinking
 from qat.errors import ConfigError, how_to_install, is_installed
+from qat.evaluate.task_names import check_tasks
 
 
 class EvalConfig(DeviceSettings):
@@ -53,21 +54,36 @@ class EvalConfig(DeviceSettings):
     """Compute dtype; auto is bf16 where it is native."""
 
     def check_named(self) -> None:
-        """Refuse settings that name nothing to evaluate on.
+        """Refuse settings that name nothing to evaluate on, or windows that skip tokens.
 
         Raises:
-            ConfigError: no cache, text or tasks are given, or lm-eval is not installed.
+            ConfigError: no cache, text or tasks are given, `stride` is not less than `context`, or
+                lm-eval is not installed or has no such task.
         """
         if self.cache_dir is None and self.text is None and self.tasks is None:
             raise ConfigError(
                 "neither a cache nor a text nor tasks to judge by; expected one of them; give "
                 "--cache-dir DIR, --text FILE or --tasks NAMES"
             )
-        if self.tasks is not None and not is_installed("lm_eval"):
+        if self.text is not None and self.stride >= self.context:
+            raise ConfigError(
+                f"stride={self.stride} with context={self.context}; expected a stride below the "
+                "context, so that every token has one before it; use --stride "
+                f"{max(self.context // 2, 1)}"
+            )
+        if self.tasks is None:
+            return
+        if not is_installed("lm_eval"):
             raise ConfigError(
                 "--tasks, but the library lm-eval is not installed; expected it beside qat; "
                 f"run: {how_to_install('eval')}"
             )
+        check_tasks(self.task_names, self.tasks_dir)
+
+    @property
+    def task_names(self) -> list[str]:
+        """The names of the tasks."""
+        return [name.strip() for name in (self.tasks or "").split(",")]
 
 
 class GenerateConfig(DeviceSettings):

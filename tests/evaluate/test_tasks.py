@@ -1,7 +1,6 @@
 """Tasks of lm-eval on a packed student: the harness's numbers against sums of log-probabilities."""
 
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +10,10 @@ from quantized import SPECS, tiny_quantized
 from tiny import tiny_tokenizer
 
 from qat.cli.eval import evaluate
-from qat.errors import ConfigError, DataError
+from qat.errors import DataError
 from qat.evaluate.config import EvalConfig
 from qat.evaluate.judge import judge
-from qat.evaluate.tasks import Tasks, measures
+from qat.evaluate.tasks import measures
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_model
 
@@ -116,30 +115,6 @@ def test_texts_out_of_reach_are_one_line(place: Path, monkeypatch) -> None:
     monkeypatch.setattr(lm_eval, "simple_evaluate", unreachable)
     with pytest.raises(DataError, match="tiny_choice cannot be read .Couldn't reach 'allenai"):
         judge(str(place / "student"), settings(place))
-
-
-class Manager:
-    """Stands for the harness's index of thousands of files, which takes seconds to read."""
-
-    all_tasks = ("arc_easy", "arc_challenge", "hellaswag")
-
-    def __init__(self, **_: object) -> None: ...
-
-
-def test_unknown_tasks_and_a_missing_library(place: Path, tmp_path: Path, monkeypatch) -> None:
-    import lm_eval.tasks
-
-    with pytest.raises(ConfigError, match="tasks_dir=.*nowhere is not there"):
-        Tasks(settings(place, tasks_dir=tmp_path / "nowhere"))
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", Manager)
-    with pytest.raises(ConfigError, match="'arc_esy', .* arc_easy"):
-        Tasks(settings(place, tasks="hellaswag,arc_esy", tasks_dir=None))
-    with pytest.raises(ConfigError, match="'zzz'.* among its 3; see 'lm-eval ls tasks'"):
-        Tasks(settings(place, tasks="zzz"))
-    assert logging.getLogger("lm_eval").level == logging.ERROR
-    monkeypatch.setattr("qat.evaluate.config.is_installed", lambda _: False)
-    with pytest.raises(ConfigError, match=r"lm-eval is not installed.*; run: .*\[eval\]"):
-        settings(place).check_named()
 
 
 def test_filters_stay_in_the_name() -> None:
