@@ -206,6 +206,10 @@ def checked(student: str, config: Measured, out: Path | None) -> Measured:
     from qat.cli.inputs import check_inputs, with_fitting_loss
 
     parse_losses(config.loss)
+    if config.attention is not None:
+        from qat.kernels.nsa.config import read_attention
+
+        read_attention(config.attention)
     if "/" not in student and not Path(student).exists():
         shape_called(student)
     models = [] if student.lower() in SHAPES else [student]

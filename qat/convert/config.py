@@ -159,6 +159,10 @@ def check_asked(config: ConvertConfig) -> QuantPlan:
             "model is; convert the float model with --rotate alone and name the result as --base"
         )
     read_kv(config)
+    if config.attention is not None:
+        from qat.kernels.nsa.config import read_attention  # its presets slow down every --help
+
+        read_attention(config.attention)
     if config.bits_budget is not None and config.calibration is None:
         raise ConfigError(
             f"bits_budget={config.bits_budget:g} is given without a text to measure sensitivities "

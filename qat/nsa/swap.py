@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from qat.errors import CheckpointError, ConfigError
-from qat.files import parse_toml
-from qat.kernels.nsa.config import PRESETS, NSAConfig
+from qat.kernels.nsa.config import NSAConfig
 from qat.kernels.nsa.select import Inputs
 from qat.nn.swap import decoder_layers, embedding_dtype
 from qat.nsa.attention import SWAPPED, Heads, NSAAttention, NSAParts
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 
 KEY = "nsa"
 """The key of the definition in config.json; absent: dense."""
-DENSE_NAME = "dense"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 DENSE = {swapped: dense for dense, swapped in SWAPPED.items()}
 
@@ -105,30 +102,6 @@ def is_all_sparse(config: PreTrainedConfig) -> bool:
         return False
     layers = range(config.get_text_config().num_hidden_layers)
     return found.layers is None or set(layers) <= set(found.layers)
-
-
-def read_attention(name: str) -> NSAConfig | None:
-    """Return the definition called `name`: a preset, or a TOML file of settings; None for `dense`.
-
-    Raises:
-        ConfigError: it is neither, or a setting is out of range.
-    """
-    if name == DENSE_NAME:
-        return None
-    if name in PRESETS:
-        return PRESETS[name]
-    path = Path(name)
-    if not path.is_file():
-        known = ", ".join((DENSE_NAME, *PRESETS))
-        raise ConfigError(f"attention={name} is neither a file nor known; use one of {known}")
-    try:
-        values = parse_toml(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(
-            f"attention={path} is not TOML ({error}), expected settings of sparse attention; mend "
-            "that line"
-        ) from None
-    return NSAConfig.parse(values, str(path))
 
 
 def change_attention(model: PreTrainedModel, config: NSAConfig | None) -> None:
