@@ -37,7 +37,7 @@ def cache(
     out
         Directory to build in; by default caches/NAME, NAME saying what the cache holds.
     """
-    from qat.cli.inputs import check_inputs
+    from qat.cli.inputs import check_inputs, check_positions
     from qat.data.cache import check_place
     from qat.data.sources import check_source
 
@@ -53,6 +53,8 @@ def cache(
     if out is not None:
         check_place(out)
     check_source(config.data, config.format, config.text_field)
+    if not config.is_served:
+        check_positions(config.sequence_length, [config.teacher], setting="sequence_length")
     from qat.backend.device import select
     from qat.data.build import build_cache, open_shared
     from qat.models.teacher_cache import cache_teacher, with_length

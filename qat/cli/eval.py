@@ -26,7 +26,7 @@ def evaluate(
         student: model directory, run directory, GGUF file or hub id.
         config: settings.
     """
-    from qat.cli.inputs import check_inputs
+    from qat.cli.inputs import check_inputs, check_positions
     from qat.data.sources import check_source, holds_rows, whole_text
 
     config.check_named()
@@ -40,6 +40,8 @@ def evaluate(
         check_source(str(config.text), config.format, config.text_field, setting="text")
     elif config.text is not None:
         whole_text(config.text)
+    if config.text is not None:
+        check_positions(config.context, [student, config.teacher], setting="context")
     from qat.backend.device import select
     from qat.evaluate.judge import judge
 

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from qat.config import Required
+from qat.errors import ExportError
 from qat.export.config import ExportConfig, TargetName, check_installed
 from qat.files import check_free
+from qat.models.directory import stored_config
 
 if TYPE_CHECKING:
     from qat.export.model import ExportReport
@@ -33,6 +35,11 @@ def export(
     check_installed(config.to)
     check_inputs(models=[model], out=out)
     check_free(out)
+    found = stored_config(model)
+    if found and "quantization_config" not in found:
+        raise ExportError(
+            f"{model} is not a packed checkpoint, expected one; make one with 'qat convert'"
+        )
     from qat.export.model import export_model
 
     report = export_model(model, config, out)

@@ -11,7 +11,7 @@ from qat.data.sources import check_source
 from qat.errors import ConfigError, DataError
 from qat.files import KINDS, described, real
 from qat.losses.config import fitting_loss
-from qat.models.directory import resolve
+from qat.models.directory import resolve, stored_config
 from qat.train.config import StepConfig
 
 MODEL, CACHE = KINDS["config.json"], KINDS["manifest.json"]
@@ -54,6 +54,19 @@ def check_inputs(
     for model in models:
         if model is not None:
             resolve(model)
+
+
+def check_positions(tokens: int | None, models: Iterable[str | None], *, setting: str) -> None:
+    """Refuse more tokens in a row than a model has positions for, by its config.json."""
+    for model in models:
+        values = {} if model is None else stored_config(model)
+        inner = values.get("text_config")
+        limit = (inner if isinstance(inner, dict) else values).get("max_position_embeddings")
+        if isinstance(limit, int) and 0 < limit < (tokens or 0):
+            raise ConfigError(
+                f"{setting}={tokens}, but {model} has positions for {limit} tokens; "
+                f"use --{setting.replace('_', '-')} {limit} or less"
+            )
 
 
 def with_fitting_loss(config: Step, cache_dir: str | Path | None) -> Step:

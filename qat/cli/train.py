@@ -17,7 +17,7 @@ from qat.errors import QatError
 from qat.logs import RECIPE, Terminal
 from qat.losses.config import parse_losses
 from qat.observe.follow import TrackConfig
-from qat.train.config import TrainConfig
+from qat.train.config import TrainConfig, check_new
 
 if TYPE_CHECKING:
     from qat.ranks import Ranks
@@ -68,11 +68,10 @@ def train(
     from qat.cli.inputs import check_inputs, with_fitting_loss
 
     parse_losses(config.loss)
-    if not config.on_policy:
-        for name in OF_ROLLOUTS:
-            if (value := getattr(config, name)) != TrainConfig.model_fields[name].default:
-                logger.warning("%s=%s does nothing without --on-policy SHARE", name, value)
+    _warn_of_rollouts(config)
     check_inputs(models=[student, config.teacher], caches=[config.cache_dir], out=out)
+    if resume is None and not dry_run:
+        check_new(out)
     if config.reads_cache:
         config = with_fitting_loss(config, config.cache_dir)
     from qat.backend.device import select
@@ -118,6 +117,13 @@ def train(
         best_nats=report.best,
         best_step=report.best_step,
     )
+
+
+def _warn_of_rollouts(config: TrainConfig) -> None:
+    """Warn about settings of rollouts that have no effect, because there are none."""
+    for name in () if config.on_policy else OF_ROLLOUTS:
+        if (value := getattr(config, name)) != TrainConfig.model_fields[name].default:
+            logger.warning("%s=%s does nothing without --on-policy SHARE", name, value)
 
 
 def _preflight(

@@ -122,6 +122,19 @@ def _no_model(source: str) -> CheckpointError:
     )
 
 
+def stored_config(source: str) -> dict[str, object]:
+    """Return the config.json of the model `source`; nothing for a GGUF file, a hub id or no object.
+
+    It is only for early refusals: opening the model checks the file.
+    """
+    path = Path(resolve(source), "config.json")
+    try:
+        values = parse_json(path.read_bytes()) if path.is_file() else {}
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
 def is_path(source: str) -> bool:
     """Return whether a missing `source` is a mistyped path, and not an `owner/name` of a hub."""
     path = Path(source)

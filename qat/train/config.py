@@ -1,5 +1,6 @@
 """Settings of `qat train`."""
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -7,6 +8,7 @@ from pydantic import Field, model_validator
 from qat.config import Careful, DeviceSettings, Learns, Loss, Rates, Required, Saving, Speed, Steps
 from qat.data.config import Location
 from qat.errors import ConfigError
+from qat.logs import RECIPE
 from qat.losses.config import WITH_TEACHER, parse_losses
 
 KINDS = ("weights", "scales", "codebook", "lora", "norms", "gates", "router")
@@ -21,6 +23,18 @@ ON_OWN_WORDS = tuple(name for name in WITH_TEACHER if name != "hard_ce")
 text as correct."""
 ALMOST_WHOLE = 1e-6
 """Largest distance of a share of the rows from a whole number of rows, such as 0.1 of 30."""
+
+
+def check_new(out: Path) -> None:
+    """Refuse a run directory that holds a run already.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if (out / RECIPE).exists():
+        raise ConfigError(
+            f"out={out} holds a run already; go on with --resume or choose another --out"
+        )
 
 
 class StepConfig(DeviceSettings):

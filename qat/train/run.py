@@ -46,7 +46,7 @@ from qat.logs import (
 )
 from qat.models.directory import CHECKPOINTS, RUN_POINTERS, STEP_NAME, pointed
 from qat.secrets import scrubbed_in
-from qat.train.config import TrainConfig
+from qat.train.config import TrainConfig, check_new
 
 logger = logging.getLogger(__name__)
 
@@ -146,12 +146,9 @@ class RunDirectory:
                     f"{path} is a symbolic link, expected a run's own files and directories, for a "
                     "run writes and deletes there; remove it or choose another --out"
                 )
+        if not resume:
+            check_new(self.path)
         if recipe.exists():
-            if not resume:
-                raise ConfigError(
-                    f"out={self.path} holds a run already; go on with --resume or choose another "
-                    "--out"
-                )
             self._check_same(config, student)
             return True
         partial_file(recipe).unlink(missing_ok=True)  # left by a run killed at its start
