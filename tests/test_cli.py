@@ -108,6 +108,8 @@ def test_flags_stand_below_headings_the_required_first() -> None:
         assert needed == {name for name, found in headings.items() if found == ["Required"]}
         others = [name for name, found in headings.items() if found == ["Others"]]
         assert len(others) <= 1 + len(arguments) // 20, f"give these a heading: {others}"
+        served = {name for name, found in headings.items() if found == ["A teacher on a server"]}
+        assert served == ({"--teacher-model", "--tokenizer"} if verb == "cache" else set())
         order = sorted(group.sort_key for each in arguments for group in each.parameter.group)
         assert not needed or order[0] == REQUIRED_KEY
 

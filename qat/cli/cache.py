@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from qat.config import OTHERS, Kept, Required
+from qat.config import OTHERS, Required
 from qat.data.config import CacheConfig, ImportConfig
 from qat.errors import CacheError, CheckpointError, ConfigError, HubError, QatError
 from qat.files import described
@@ -28,7 +28,7 @@ cache_app = App(help="Build, import, inspect or verify a teacher cache.", group_
 
 @cache_app.default
 def cache(
-    *, config: Annotated[CacheConfig, Parameter(name="*")], out: Kept[Path | None] = None
+    *, config: Annotated[CacheConfig, Parameter(name="*")], out: Path | None = None
 ) -> dict[str, object]:
     """Build a teacher cache; an interrupted build goes on where it stopped.
 

@@ -68,17 +68,17 @@ def convert(
     """Quantize SOURCE, or change its attention, without training; write a checkpoint.
 
     Args:
-        source: hub id or directory of a float or packed model; with --from a .pt file or its
+        source: Hub id or directory of a float or packed model; with --from a .pt file or its
             directory.
-        config: settings.
-        out: checkpoint directory to make.
-        evaluate: print KD, KL and perplexity before and after, on a cache's held-out split.
-        cache_dir: the cache to evaluate on.
+        config: Settings.
+        out: Checkpoint directory to make.
+        evaluate: Print KD, KL and perplexity before and after, on a cache's held-out split.
+        cache_dir: The cache to evaluate on.
         from_: SOURCE is a checkpoint of Anemll/qwen3_apple_style_2bit_qat_lora, to be kept as it
             is; --base names the float model that it was made from.
-        targets: what the student is to be exported to, one or several, joined by commas: formats
+        targets: What the student is to be exported to, one or several, joined by commas: formats
             become what all of them hold without loss.
-        dry_run: say how large the student will be, how long it takes, how much memory, and which
+        dry_run: Say how large the student will be, how long it takes, how much memory, and which
             targets hold it; nothing is written.
     """
     if from_ is not None:

@@ -34,9 +34,9 @@ def demo(
     A demo that was stopped goes on where it was.
 
     Args:
-        out: directory for everything that is made.
-        teacher: the float model to start from.
-        steps: training steps of the student.
+        out: Directory for everything that is made.
+        teacher: The float model to start from.
+        steps: Training steps of the student.
     """
     if not (teacher / "config.json").exists():
         raise ConfigError(

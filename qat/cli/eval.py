@@ -23,8 +23,8 @@ def evaluate(
     """Judge STUDENT by a teacher cache, by its teacher, on a text, and on tasks.
 
     Args:
-        student: model directory, run directory, GGUF file or hub id.
-        config: settings.
+        student: Model directory, run directory, GGUF file or hub id.
+        config: Settings.
     """
     from qat.cli.inputs import check_inputs, check_positions
     from qat.data.sources import check_source, holds_rows, whole_text

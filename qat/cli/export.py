@@ -26,9 +26,9 @@ def export(
     """Write MODEL in a deployable form, read it back and compare its logits with MODEL's.
 
     Args:
-        model: directory of a packed checkpoint, or of a run.
-        config: settings.
-        out: directory to make.
+        model: Directory of a packed checkpoint, or of a run.
+        config: Settings.
+        out: Directory to make.
     """
     from qat.cli.inputs import check_inputs
 
@@ -85,8 +85,8 @@ def show_targets(directory: Path, *, adapters: bool = False) -> list[str]:
     """Say where a packed checkpoint can be shipped to as it is, and where not; the former.
 
     Args:
-        directory: of the checkpoint.
-        adapters: training will add some.
+        directory: The checkpoint.
+        adapters: Training will add some.
     """
     from qat.export.targets import ships_to
 

@@ -19,8 +19,8 @@ def generate(
     """Continue a prompt with MODEL, printing as it goes; say how repetitive the result is.
 
     Args:
-        model: model directory, run directory, GGUF file or hub id.
-        config: settings.
+        model: Model directory, run directory, GGUF file or hub id.
+        config: Settings.
     """
     from qat.cli.inputs import check_inputs
 

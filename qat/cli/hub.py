@@ -34,10 +34,10 @@ def pull(
     """Fetch the cache or checkpoint NAME once; what is there already is not fetched again.
 
     Args:
-        name: one of `qat hub list`.
-        out: directory to make; by default caches/NAME or checkpoints/NAME.
-        drive: where a Google Drive is mounted, or gs://BUCKET with its files, for mirrors on it.
-        force: fetch it even if it is there, and replace what 'qat hub' brought; other files stay,
+        name: One of `qat hub list`.
+        out: Directory to make; by default caches/NAME or checkpoints/NAME.
+        drive: Where a Google Drive is mounted, or gs://BUCKET with its files, for mirrors on it.
+        force: Fetch it even if it is there, and replace what 'qat hub' brought; other files stay,
             and one that is in the way is left and named.
         own: TOML file with your own entries; by default ~/.config/qat/hub.toml.
     """
@@ -89,9 +89,9 @@ def add(
     """Register NAME in your own file, so that `qat hub pull NAME` knows it.
 
     Args:
-        name: what to call it; a directory will be called so.
-        config: the entry.
-        force: replace an entry of that name.
+        name: What to call it; a directory will be called so.
+        config: The entry.
+        force: Replace an entry of that name.
         own: TOML file to write; by default ~/.config/qat/hub.toml.
     """
     from qat.hub.registry import add_entry, user_file
@@ -106,7 +106,7 @@ def pack(directory: Required[Path], *, out: Path | None = None) -> dict[str, obj
     """Pack DIRECTORY into one file; equal content gives equal bytes.
 
     Args:
-        directory: a cache, a checkpoint or a run.
+        directory: A cache, a checkpoint or a run.
         out: .tar.lz4 or .tgz to write; by default DIRECTORY.tar.lz4.
     """
     from qat.cli.inputs import check_inputs
@@ -132,9 +132,9 @@ def unpack(
     """Unpack ARCHIVE (.tar.lz4 or .tgz), whole or not at all, trusting nothing in it.
 
     Args:
-        archive: file to read.
-        out: directory to make; the files lie in it, without the archive's own directory.
-        force: replace what 'qat hub' brought to `out`; other files stay, and one that is in the
+        archive: File to read.
+        out: Directory to make; the files lie in it, without the archive's own directory.
+        force: Replace what 'qat hub' brought to OUT; other files stay, and one that is in the
             way is left and named.
     """
     from qat.cli.inputs import check_inputs
@@ -154,7 +154,7 @@ def verify(directory: Required[Path], *, own: Own = None) -> dict[str, object]:
     Those are the ones that were kept then, and those that the registry has now.
 
     Args:
-        directory: where it lies.
+        directory: What was pulled or unpacked.
         own: TOML file with your own entries; by default ~/.config/qat/hub.toml.
     """
     from qat.hub.registry import verify as prove
@@ -177,11 +177,11 @@ def push(
     name of the run.
 
     Args:
-        path: a cache, a checkpoint or a run.
-        to: a folder (a mounted Drive, say) or gs://BUCKET/PATH.
-        drive: where a Google Drive is mounted, if `to` lies on it: the mirror is named below it.
-        with_trainer: pack all that is in PATH: logs, checkpoints and the state of the optimizer.
-        force: replace another archive of that name.
+        path: A cache, a checkpoint or a run.
+        to: A folder (a mounted Drive, say) or gs://BUCKET/PATH.
+        drive: Where a Google Drive is mounted, if TO lies on it: the mirror is named below it.
+        with_trainer: Pack all that is in PATH: logs, checkpoints and the state of the optimizer.
+        force: Replace another archive of that name.
     """
     from qat.hub.push import push as put
     from qat.logs import Terminal

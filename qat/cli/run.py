@@ -392,12 +392,12 @@ def run(
     any in [cache], [convert], [train], [eval] and [export]; OUT/recipe.toml has all that were used.
 
     Args:
-        model: directory, GGUF file or hub id of a causal language model.
-        config: settings.
-        out: directory for everything that is made.
-        targets: what the student is to be exported to: formats become what that holds without
+        model: Directory, GGUF file or hub id of a causal language model.
+        config: Settings.
+        out: Directory for everything that is made.
+        targets: What the student is to be exported to: formats become what that holds without
             loss. gguf if not given and the model can go there, else packed, the checkpoint itself.
-        dry_run: check everything; say how large the student will be, where it can go, and what
+        dry_run: Check everything; say how large the student will be, where it can go, and what
             time and memory all stages take; nothing is written.
     """
     recipes = [each for each in app.config or () if isinstance(each, Dict)]

@@ -53,17 +53,17 @@ def train(
     """Train STUDENT, a packed checkpoint, against a teacher cache.
 
     Args:
-        student: checkpoint directory that 'qat convert' wrote (or a run, for its best one).
-        config: settings.
-        out: run directory to make.
-        tracking: who follows the run.
-        resume: go on with the run in OUT, if there is one, from its newest checkpoint that is
+        student: Checkpoint directory that 'qat convert' wrote (or a run, for its best one).
+        config: Settings.
+        out: Run directory to make.
+        tracking: Who follows the run.
+        resume: Go on with the run in OUT, if there is one, from its newest checkpoint that is
             whole (`latest` may be left out). Where OUT is gone, as in a new session, it is brought
             back from --gdrive-dir. `auto`, for jobs that restart by themselves, also begins anew
             where a run was killed before its first checkpoint, and keeps what that one recorded.
-        dry_run: take a few steps, say how long the run will take, what it will hold and what
+        dry_run: Take a few steps, say how long the run will take, what it will hold and what
             speaks against it, and leave nothing behind.
-        force: train in spite of the preflight's errors (recorded in run.json).
+        force: Train in spite of the preflight's errors (recorded in run.json).
     """
     from qat.cli.inputs import check_inputs, with_fitting_loss
 

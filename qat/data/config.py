@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from qat.config import DeviceSettings, Kept, Required, Settings, Speed, Text
+from qat.config import DeviceSettings, Kept, Required, Served, Settings, Speed, Text
 from qat.errors import ConfigError
 
 DataFormat = Literal["auto", "plain", "alpaca", "pairs", "messages", "sharegpt"]
@@ -61,7 +61,7 @@ class CacheSettings(Settings):
     """Number of training sequences to build; 0 uses all data."""
     held_out: Text[float] = Field(0.05, ge=0, lt=1)
     """Fraction of the documents held out for evaluation."""
-    shard_size: Kept[int] = Field(1024, ge=1)
+    shard_size: Speed[int] = Field(1024, ge=1)
     """Sequences per shard; an interrupted build resumes after the last whole shard."""
     seed: Text[int] = Field(0, ge=0)
     """Seed of the held-out split and of the draws."""
@@ -97,9 +97,9 @@ class CacheConfig(CacheSettings, DeviceSettings):
     teacher: Required[str]
     """Directory or hub id of the teacher, which also provides the tokenizer; or the address of a
     server that runs it, http://HOST/v1 (vLLM, SGLang, llama.cpp)."""
-    teacher_model: Kept[str | None] = None
+    teacher_model: Served[str | None] = None
     """Name of the teacher on its server."""
-    tokenizer: Text[str | None] = None
+    tokenizer: Served[str | None] = None
     """Directory or hub id with the tokenizer and config.json of a teacher behind a server; default:
     --teacher-model."""
     dtype: Speed[Literal["auto", "fp32", "bf16", "fp16"]] = "auto"
