@@ -318,3 +318,11 @@ def test_the_verb_prints_a_table_and_fails_with_the_gate(tmp_path, monkeypatch, 
     with pytest.raises(BenchError, match="gate 'compile'"):
         kernels(config=config, out=tmp_path / "p")
     assert "planted failed the gate compile: at N=7" in capsys.readouterr().out
+
+
+def test_what_one_kernel_writes_and_the_next_reads_counts_twice() -> None:
+    case = all_cases()["other words"]
+    size = case.odd[-1]
+    inputs = case.inputs(SEEDS.room(0), size)
+    logits, shares = 4, inputs["hidden"].element_size()
+    assert case.num_bytes(inputs, {}, size) == 2 * size["T"] * size["V"] * (logits + shares)
