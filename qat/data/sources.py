@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TextIO
 
 from qat.data.config import DataFormat
 from qat.errors import DataError, how_to_install, is_installed
-from qat.files import parse_json
+from qat.files import KINDS, described, parse_json
 from qat.online import is_online
 
 # Rows of text files: .txt, .md, .jsonl, .json, .csv, .tsv, .parquet, or with .gz.
@@ -362,6 +362,8 @@ def check_source(
     Raises:
         DataError, HubError: see their messages.
     """
+    if (found := described(Path(data))) in (KINDS["config.json"], KINDS["manifest.json"]):
+        raise DataError(f"{setting}={data} {found}, expected text to read; name its file or folder")
     if data == "stdlib" or Path(data).exists():
         open_source(data, data_format, text_field, setting=setting)
     else:

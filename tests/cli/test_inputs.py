@@ -26,6 +26,7 @@ WRONG = [
     ("cache --teacher none --data {file}", "none does not exist; expected a model directory"),
     ("cache --teacher {file} --data {file}", "is a file without a model"),
     ("cache --teacher none --data {file} --device-map dsk", "Input should be 'auto' or 'disk'"),
+    (f"cache --teacher {MODEL} --data {MODEL}", "is a model, expected text to read"),
     ("cache info none", "none is not there, expected a teacher cache"),
     ("cache verify {tmp}", "holds no manifest.json"),
     ("cache import none", "none is no directory"),
