@@ -121,8 +121,15 @@ def test_every_name_has_a_module() -> None:
         assert target.lost(LutSpec(bits=2, codebook="int", scale_bits=8), (64, 64)) is None
 
 
-@pytest.mark.parametrize("to", SHIPPED)
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize(
+    ("to", "dtype"),
+    [
+        *((to, "fp16") for to in SHIPPED),
+        *((to, "bf16") for to in SHIPPED if to != "coreml"),
+        ("mlx", "fp32"),
+        ("coreml", "fp32"),
+    ],
+)
 def test_the_targets_library_reads_our_logits(
     to: TargetName,
     dtype: str,
@@ -136,8 +143,9 @@ def test_the_targets_library_reads_our_logits(
     assert not re.search(r"\d+%\|", capfd.readouterr().err)  # no library's progress bar
     if load_target(to).COMPARED == "bits":
         assert report.logits_max_diff == 0
-    assert report.logits_max_diff < (1e-4 if dtype == "fp32" or to != "coreml" else 1e-2)
-    assert report.bytes > 0 and report.dtype == f"float{dtype[2:]}"
+    is_close = dtype == "fp32" or (dtype == "fp16" and to != "coreml")
+    assert report.logits_max_diff < (1e-4 if is_close else 1e-2)
+    assert report.bytes > 0 and DTYPES[dtype] == getattr(torch, report.dtype)
     if (out / "config.json").is_file():  # where transformers 4 and programs like it look
         assert json.loads((out / "config.json").read_text())["rope_theta"] == 10000.0
     shown = (out / card.CARD).read_text()
@@ -160,14 +168,6 @@ def test_each_linear_is_listed_as_quantized_or_as_left(to: TargetName, tmp_path:
     if to in ("compressed-tensors", "nvfp4"):
         (group,) = found["config_groups"].values()
         assert {*group["targets"], *left} == linears
-
-
-@pytest.mark.parametrize("to", [to for to in SHIPPED if to != "coreml"])
-def test_bfloat16_holds_what_a_conversion_gives(
-    to: TargetName, students: dict[TargetName, Path], tmp_path: Path
-) -> None:
-    library(to)
-    export_model(str(students[to]), ExportConfig(to=to, dtype="bf16"), tmp_path / "out")
 
 
 def mlx_weight(words: np.ndarray, scales: np.ndarray, biases: np.ndarray, bits: int) -> np.ndarray:
@@ -194,12 +194,9 @@ def test_mlx_words_hold_our_weights(bits: int) -> None:
 
 
 NVFP4_FORMATS = [
-    ("e2m1", 4, 16),
     ("e2m1", 4, 32),
     ("int", 3, 16),
-    ("int", 2, 16),
     ("ternary", 2, 64),
-    ("seq", 2, 16),
     ("seq", 1, 16),
 ]
 
@@ -275,7 +272,7 @@ def test_one_factor_of_nvfp4_holds_every_scale_up_to_1_75(tmp_path: Path) -> Non
     assert torch.equal(octets, to_stored("scales", first.scales_as_stored().by_group(), 8))
     with torch.no_grad():
         last.scales[0, 0] = 1.875
-    with pytest.raises(ExportError, match="has a scale of .* largest is at most 3.5, .* --lr-sc"):
+    with pytest.raises(ExportError, match="scale of .* 3.5, .* --lr-scales"):
         nvfp4.write(model, None, tmp_path / "again")
     with torch.no_grad():
         first.scales.clamp_min_(2.0**-10)
@@ -310,14 +307,14 @@ def test_what_is_trained_for_nvfp4_is_what_is_read(tmp_path: Path) -> None:
 
 
 GGUF_FORMATS = {
-    "Q2_0": [("int", 2, 64), ("int", 2, 256), ("ternary", 2, 64)],
+    "Q2_0": [("int", 2, 64), ("ternary", 2, 256)],
     "Q2_K": [("seq", 2, 256), ("seq", 2, 512)],
     "Q3_K": [("int", 3, 256)],
     "TQ2_0": [("ternary", 2, 256)],
-    "Q4_0": [("int", 4, 32), ("int", 3, 64), ("ternary", 2, 32)],
-    "Q4_1": [("seq", 4, 32), ("seq", 3, 256), ("seq", 1, 32)],
+    "Q4_0": [("int", 4, 32), ("ternary", 2, 64)],
+    "Q4_1": [("seq", 4, 32), ("seq", 1, 64)],
     "Q5_0": [("int", 5, 32)],
-    "Q6_K": [("int", 6, 256), ("int", 6, 512)],
+    "Q6_K": [("int", 6, 256)],
     "Q8_0": [("int", 8, 32), ("int", 6, 64)],
 }
 
@@ -379,16 +376,15 @@ def test_llama_cpp_computes_our_logits(tmp_path: Path) -> None:
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1}
     model = tiny_model("qwen3", initializer_range=0.1, **shape)
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    # released builds of llama.cpp do not know Q2_0; the head has Q8_0
+    formats = [found[0] for kind, found in GGUF_FORMATS.items() if kind not in ("Q2_0", "Q8_0")]
     rules = [
         PlanRule(
             pattern=f"*.{name}",
             spec=LutSpec(bits=bits, codebook=codebook, group_size=size, scale_bits=8),
         )
-        for name, (codebook, bits, size) in zip(
-            names, [formats[0] for formats in GGUF_FORMATS.values()][:7], strict=True
-        )
+        for name, (codebook, bits, size) in zip(names, formats, strict=True)
     ]
-    assert len(GGUF_FORMATS) == len(names) + 1
     table = LutSpec(bits=8, codebook="int", group_size=32, scale_bits=8)
     plan = QuantPlan(name="all", rules=(*rules, PlanRule(pattern="lm_head", spec=table)))
     quantize_model(load_like(model), plan)
@@ -480,31 +476,25 @@ def test_all_chat_templates_and_only_tokens_of_the_table_go_into_a_gguf() -> Non
 @pytest.mark.parametrize(
     ("to", "spec", "reason"),
     [
-        ("mlx", SPECS["lut2"], "its codebook is lut, expected seq"),
-        ("mlx", SPECS["seq2"], "no groups of 16"),
-        ("mlx", LutSpec(bits=7, codebook="int"), "no weights of 7 bits"),
-        ("mlx", SPECS["int4_r3"], "of low rank"),
-        ("compressed-tensors", SPECS["seq2"], "expected int or ternary"),
-        ("gguf", SPECS["lut4"], "its codebook is lut, expected seq or int or ternary"),
-        ("gguf", SPECS["e2m1"], "its codebook is e2m1, expected seq or int or ternary"),
-        ("nvfp4", SPECS["lut2"], "its codebook is lut, expected e2m1 or seq or int or ternary"),
-        ("nvfp4", LutSpec(bits=4, codebook="int"), "is int of 4 bits, expected .* E2M1 values"),
-        ("nvfp4", LutSpec(bits=3, codebook="seq"), "is seq of 3 bits, expected .* E2M1 values"),
-        ("nvfp4", SPECS["int3"], "no groups of 8, expected a multiple of 16"),
-        ("nvfp4", SPECS["seq2"], "its scales have 16 bits, expected 8"),
-        ("gguf", SPECS["int3"], "holds 3 bits of codebook=int in groups of 8 without loss"),
-        ("torchao", SPECS["lut2"], "expected seq or int or ternary"),
-        ("coreml", SPECS["lut2_r4"], "of low rank"),
-        *(
-            (to, SPECS["fours8_s8"], "an index names 4 weights, expected one;")
-            for to in ("mlx", "compressed-tensors", "gguf", "torchao", "nvfp4", "anemll")
-        ),
-        ("anemll", SPECS["fours10_r2"], "an index names 4 weights, expected one;"),
-        ("coreml", LutSpec(bits=10, vector_size=2), "has 1024 codewords, expected at most 256;"),
-        *(
-            (to, SPECS["trellis2_s8"], "a trellis stores 2 bits of each index, expected all 8;")
-            for to in ("mlx", "compressed-tensors", "gguf", "torchao", "nvfp4", "anemll", "coreml")
-        ),
+        ("mlx", SPECS["lut2"], "codebook is lut"),
+        ("mlx", SPECS["seq2"], "groups of 16"),
+        ("mlx", LutSpec(bits=7, codebook="int"), "7 bits"),
+        ("mlx", SPECS["int4_r3"], "low rank"),
+        ("compressed-tensors", SPECS["seq2"], "codebook is seq"),
+        ("gguf", SPECS["e2m1"], "codebook is e2m1"),
+        ("nvfp4", SPECS["lut2"], "codebook is lut"),
+        ("nvfp4", LutSpec(bits=4, codebook="int"), "int of 4 bits"),
+        ("nvfp4", SPECS["int3"], "groups of 8"),
+        ("nvfp4", SPECS["seq2"], "16 bits"),
+        ("gguf", SPECS["int3"], "groups of 8"),
+        ("torchao", SPECS["lut2"], "codebook is lut"),
+        ("coreml", SPECS["lut2_r4"], "low rank"),
+        ("mlx", SPECS["fours8_s8"], "4 weights"),
+        ("nvfp4", SPECS["fours8_s8"], "4 weights"),
+        ("anemll", SPECS["fours10_r2"], "4 weights"),
+        ("coreml", LutSpec(bits=10, vector_size=2), "1024 codewords"),
+        ("gguf", SPECS["trellis2_s8"], "trellis"),
+        ("coreml", SPECS["trellis2_s8"], "trellis"),
     ],
 )
 def test_what_would_lose_is_refused(to: TargetName, spec: LutSpec, reason: str) -> None:
@@ -514,22 +504,25 @@ def test_what_would_lose_is_refused(to: TargetName, spec: LutSpec, reason: str) 
         check_model(to, model)
 
 
-@pytest.mark.parametrize("to", SHIPPED)
-def test_adapters_are_refused(to: TargetName) -> None:
-    with pytest.raises(ExportError, match="its adapter is part of its weight; export --to dense"):
-        check_model(to, tiny_adapted("qwen3", LutSpec(bits=2, codebook="int", scale_bits=8)))
+def test_adapters_are_refused() -> None:
+    model = tiny_adapted("qwen3", LutSpec(bits=2, codebook="int", scale_bits=8))
+    for to in SHIPPED:
+        with pytest.raises(ExportError, match="adapter .* --to dense"):
+            check_model(to, model)
 
 
-@pytest.mark.parametrize("to", ["compressed-tensors", "torchao", "nvfp4", "modelopt"])
-def test_quantized_tables_are_refused(to: TargetName) -> None:
+def test_quantized_tables_are_refused() -> None:
     model = tiny_model()
     with_head = with_tables(plan(LutSpec(bits=2, codebook="int"), "*.mlp.*"), model, 8)
-    with pytest.raises(ExportError, match="expected embedding and head in floating point"):
-        Shipping({to: load_target(to)}).plan(with_head, model)
     only_head = QuantPlan(name="head", rules=with_head.rules[:1])
+    targets = ("compressed-tensors", "torchao", "nvfp4", "modelopt")
+    for to in targets:
+        with pytest.raises(ExportError, match="embedding and head"):
+            Shipping({to: load_target(to)}).plan(with_head, model)
     quantize_model(load_like(model), only_head)
-    with pytest.raises(ExportError, match="embed_tokens without loss: a quantized table"):
-        check_model(to, model)
+    for to in targets:
+        with pytest.raises(ExportError, match="embed_tokens .* quantized table"):
+            check_model(to, model)
 
 
 def plan(spec: LutSpec, pattern: str = "*") -> QuantPlan:
@@ -539,39 +532,17 @@ def plan(spec: LutSpec, pattern: str = "*") -> QuantPlan:
 @pytest.mark.parametrize(
     ("to", "spec", "shape", "reason"),
     [
-        ("mlx", LutSpec(bits=1), {}, "mlx cannot hold .*q_proj: MLX has no weights of 1 bits"),
-        ("mlx", LutSpec(bits=2), {"hidden_size": 48}, "rows of 48 do not split into groups of 32"),
-        ("gguf", LutSpec(bits=4), {"hidden_size": 48}, "rows of 48 do not split into groups of 32"),
-        ("gguf", SPECS["lut2_r4"], {}, "of low rank .* name a plan with groups"),
-        ("coreml", SPECS["lut2_r4"], {}, "of low rank .* name a plan with groups"),
-        ("compressed-tensors", LutSpec(bits=1), {}, "need 2 bits at least"),
-        ("nvfp4", LutSpec(bits=5), {}, "no weights of 5 bits; name a plan of at most 4 bits"),
-        (
-            "nvfp4",
-            LutSpec(bits=4),
-            {"hidden_size": 40},
-            "rows of 40 do not split into",
-        ),
-        ("nvfp4", SPECS["lut2_r4"], {}, "of low rank .* name a plan with groups"),
-        *(
-            (
-                to,
-                SPECS["pairs6"],
-                {},
-                f"{to} cannot hold .*q_proj: an index names 2 weights, .*q2a4",
-            )
-            for to in ("mlx", "compressed-tensors", "gguf", "torchao", "nvfp4", "anemll")
-        ),
-        ("coreml", LutSpec(bits=10, vector_size=2), {}, "1024 codewords, .* at most 8 bits"),
-        *(
-            (
-                to,
-                SPECS["trellis2_s8"],
-                {},
-                f"{to} cannot hold .*q_proj: a trellis stores 2 bits of .*, expected all 8; .*q2a4",
-            )
-            for to in ("mlx", "compressed-tensors", "gguf", "torchao", "nvfp4", "anemll", "coreml")
-        ),
+        ("mlx", LutSpec(bits=1), {}, "mlx cannot hold .*q_proj: .* 1 bits"),
+        ("gguf", LutSpec(bits=4), {"hidden_size": 48}, "rows of 48 .* groups of 32"),
+        ("coreml", SPECS["lut2_r4"], {}, "low rank"),
+        ("compressed-tensors", LutSpec(bits=1), {}, "2 bits"),
+        ("nvfp4", LutSpec(bits=5), {}, "5 bits"),
+        ("nvfp4", LutSpec(bits=4), {"hidden_size": 40}, "rows of 40"),
+        ("torchao", SPECS["pairs6"], {}, "torchao cannot hold .*q_proj: .* 2 weights, .*q2a4"),
+        ("anemll", SPECS["pairs6"], {}, "anemll cannot hold .*q_proj: .* 2 weights, .*q2a4"),
+        ("coreml", LutSpec(bits=10, vector_size=2), {}, "1024 codewords"),
+        ("gguf", SPECS["trellis2_s8"], {}, "gguf cannot hold .*q_proj: a trellis .*q2a4"),
+        ("coreml", SPECS["trellis2_s8"], {}, "coreml cannot hold .*q_proj: a trellis .*q2a4"),
     ],
 )
 def test_a_plan_that_cannot_be_held_is_refused_before_training(
@@ -584,7 +555,7 @@ def test_a_plan_that_cannot_be_held_is_refused_before_training(
 def test_what_stays_quantized_must_be_held_too() -> None:
     model = tiny_quantized("qwen3", SPECS["lut2"])
     shipping = Shipping({"mlx": load_target("mlx")})
-    with pytest.raises(ExportError, match="self_attn.q_proj, which is quantized already"):
+    with pytest.raises(ExportError, match="self_attn.q_proj"):
         shipping.plan(plan(LutSpec(bits=2), "*.mlp.*"), model)
 
 
@@ -608,35 +579,28 @@ def test_a_plan_is_bent_to_its_target() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("spec", "width", "expected"),
-    [
-        (LutSpec(bits=2), 512, "Q2_K"),
-        (LutSpec(bits=2), 576, "Q2_0"),
-        (LutSpec(bits=2), 288, "Q4_0"),
-        (LutSpec(bits=2, codebook="int"), 512, "Q2_0"),
-        (LutSpec(bits=2, codebook="ternary"), 512, "TQ2_0"),
-        (LutSpec(bits=2, codebook="ternary"), 576, "Q2_0"),
-        (LutSpec(bits=3), 512, "Q3_K"),
-        (LutSpec(bits=3), 576, "Q4_0"),
-        (LutSpec(bits=1), 512, "Q4_1"),
-    ],
-)
-def test_a_plan_takes_the_type_of_ggml_that_fits_its_rows(
-    spec: LutSpec, width: int, expected: str
-) -> None:
-    found = gguf.scheme(spec, (8, width))
-    kind = gguf.block_type(found)
-    assert (kind.name, found.bits, found.scale_bits) == (expected, spec.bits, 8)
-    assert found.group_size == kind.size and gguf.lost(found, (8, width)) is None
+def test_a_plan_takes_the_type_of_ggml_that_fits_its_rows() -> None:
+    for bits, codebook, width, expected in (
+        (2, "lut", 512, "Q2_K"),
+        (2, "lut", 576, "Q2_0"),
+        (2, "lut", 288, "Q4_0"),
+        (2, "int", 512, "Q2_0"),
+        (2, "ternary", 512, "TQ2_0"),
+        (2, "ternary", 576, "Q2_0"),
+        (3, "lut", 512, "Q3_K"),
+        (3, "lut", 576, "Q4_0"),
+        (1, "lut", 512, "Q4_1"),
+    ):
+        found = gguf.scheme(LutSpec(bits=bits, codebook=codebook), (8, width))
+        kind = gguf.block_type(found)
+        assert (kind.name, found.bits, found.scale_bits) == (expected, bits, 8)
+        assert found.group_size == kind.size and gguf.lost(found, (8, width)) is None
 
 
 @pytest.mark.parametrize(
     ("preset", "names"),
     [
-        ("q2a4", ("mlx", "gguf")),
         ("q2a4", ("gguf", "mlx")),
-        ("q2a4", EVEN),
         ("q2a4", tuple(n for n in target_names() if n not in ("nvfp4", "modelopt", "executorch"))),
         ("q2a2", tuple(name for name in target_names() if name != "executorch")),
         ("q2a4", ("executorch", "torchao", "compressed-tensors", "packed")),
@@ -666,7 +630,7 @@ def test_vectors_stay_vectors_where_a_target_holds_them() -> None:
         wished = {"level_bits": 16, "scale_bits": 8}
         assert rule.spec == given[rule.pattern].model_copy(update=wished)
     targets["gguf"] = load_target("gguf")
-    with pytest.raises(ExportError, match="^gguf cannot hold .*gate_proj: an index names 4"):
+    with pytest.raises(ExportError, match="^gguf cannot hold .*gate_proj"):
         Shipping(targets).plan(PRESETS["v2a4"], model)
 
 
@@ -674,7 +638,7 @@ def test_two_targets_without_a_common_format_are_named() -> None:
     wide = {"hidden_size": 64, "intermediate_size": 128 * 65, "num_hidden_layers": 1}
     model = tiny_model(**wide)
     targets = {name: load_target(name) for name in ("packed", "anemll", "mlx")}
-    with pytest.raises(ExportError, match="^anemll and mlx hold no format of 2 bits for .*down"):
+    with pytest.raises(ExportError, match="^anemll and mlx .* 2 bits .*down"):
         Shipping(targets).plan(PRESETS["q2a4"], model)
 
 
@@ -718,16 +682,16 @@ def test_levels_of_16_bits_stay_so_while_they_learn() -> None:
 
 
 def test_numbers_that_a_dtype_does_not_hold_are_refused() -> None:
-    with pytest.raises(ExportError, match="it holds 0.1, which is no bf16 number"):
+    with pytest.raises(ExportError, match="0.1, .* bf16"):
         parts.exact("it", torch.tensor([1.0, 0.1], dtype=torch.float64), torch.bfloat16)
     model = tiny_quantized("qwen3", LutSpec(bits=2, codebook="seq"))  # scales of 16 bits
-    with pytest.raises(ExportError, match="q_proj.biases holds .* no fp16 number"):
+    with pytest.raises(ExportError, match="q_proj.biases .* fp16"):
         mlx.write(as_dtype(model, "fp16"), None, Path("nowhere"))
 
 
 def test_gguf_names_no_other_dtype_where_it_has_none() -> None:
     linear = frozen_linear(4, 256, LutSpec(bits=2, codebook="seq", group_size=256))
-    with pytest.raises(ExportError, match="exactly; convert the model"):
+    with pytest.raises(ExportError, match="convert the model"):
         gguf_blocks.to_blocks("it", parts.affine(linear), gguf_blocks.Q2_K)
 
 
@@ -739,7 +703,7 @@ def as_dtype(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
 
 
 def test_core_ml_has_no_bfloat16(students: dict[TargetName, Path], tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="Core ML has no bf16, .* export with --dtype fp16"):
+    with pytest.raises(ExportError, match="bf16, .* --dtype fp16"):
         export_model(str(students["coreml"]), ExportConfig(to="coreml", dtype="bf16"), tmp_path)
 
 
@@ -771,9 +735,8 @@ GEMMA = {
     ("to", "architecture", "settings", "is_tied"),
     [
         *(
-            ("mlx", kind, {"rope_parameters": r, "num_hidden_layers": 1}, bool(tied + i & 1))
-            for tied, kind in enumerate(("llama", "qwen3"))
-            for i, r in enumerate(ROPES.values())
+            ("mlx", kind, {"rope_parameters": r, "num_hidden_layers": 1}, kind == "llama")
+            for kind, r in zip(("llama", "qwen3", "llama", "qwen3"), ROPES.values(), strict=True)
         ),
         *(
             ("coreml", "llama", {"rope_parameters": ROPES[n], "num_hidden_layers": 1}, tied)
@@ -807,7 +770,7 @@ def test_only_rounding_to_the_dtype_is_let_pass(
     monkeypatch.setattr(coreml, "read_logits", lambda *_: rounded)
     assert exported.check_equal("coreml", model, Path()) == 0
     monkeypatch.setattr(coreml, "read_logits", lambda *_: rounded + 1)
-    with pytest.raises(ExportError, match="report this, and meanwhile export --to dense"):
+    with pytest.raises(ExportError, match="export --to dense"):
         exported.check_equal("coreml", model, Path())
 
 
@@ -839,7 +802,7 @@ def test_of_a_deep_model_with_outliers_only_wrong_files_are_refused(
     assert exported.check_equal(to, model, tmp_path / "right") > 0
     for what in ({"rope_theta": 2e4}, {"head": 1}):
         write_wrong(to, model, what, tmp_path / "wrong")
-        with pytest.raises(ExportError, match="other logits .* report this"):
+        with pytest.raises(ExportError, match="other logits"):
             exported.check_equal(to, model, tmp_path / "wrong")
         shutil.rmtree(tmp_path / "wrong")
 
@@ -874,7 +837,7 @@ def test_the_dtype_is_what_the_target_holds(tmp_path: Path) -> None:
             config["dtype"] == found
             and f"| {found} |" in (tmp_path / found / card.CARD).read_text()
         )
-    with pytest.raises(ExportError, match="no fp16 number, .* export with --dtype fp32"):
+    with pytest.raises(ExportError, match="fp16 number, .* --dtype fp32"):
         export_model(
             str(tmp_path / "free"), ExportConfig(to="coreml", dtype="fp16"), tmp_path / "x"
         )
@@ -883,20 +846,15 @@ def test_the_dtype_is_what_the_target_holds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("to", "architecture", "settings", "reason"),
     [
-        ("coreml", "gemma3", {}, "model_type=gemma3_text .* one of llama, qwen2, qwen3"),
-        ("gguf", "llama", {"rope_parameters": ROPES["linear"]}, "rope_type=linear is not written"),
-        ("coreml", "llama", {"rope_parameters": ROPES["dynamic"]}, "rope_type=dynamic, hidden"),
+        ("coreml", "gemma3", {}, "model_type=gemma3_text"),
+        ("gguf", "llama", {"rope_parameters": ROPES["linear"]}, "rope_type=linear"),
+        ("coreml", "llama", {"rope_parameters": ROPES["dynamic"]}, "rope_type=dynamic"),
         ("coreml", "llama", {"hidden_act": "gelu"}, "hidden_act=gelu"),
-        ("gguf", "llama", {"hidden_act": "gelu"}, "with silu, but the activation .* is gelu"),
-        ("gguf", "gemma3", {**GEMMA, "rope_parameters": None}, "another attention in layer 2"),
-        ("gguf", "gemma3", {"query_pre_attn_scalar": 100}, "over the root of 32, but"),
-        ("mlx", "gemma3", {}, "full attention in every n-th layer"),
-        (
-            "mlx",
-            "qwen3",
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            "without the sliding window",
-        ),
+        ("gguf", "llama", {"hidden_act": "gelu"}, "is gelu"),
+        ("gguf", "gemma3", {**GEMMA, "rope_parameters": None}, "layer 2"),
+        ("gguf", "gemma3", {"query_pre_attn_scalar": 100}, "root of 32"),
+        ("mlx", "gemma3", {}, "full attention"),
+        ("mlx", "qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
     ],
 )
 def test_unknown_architectures_are_refused(
@@ -911,23 +869,25 @@ def test_unknown_architectures_are_refused(
         load_target(to).check(built)
 
 
-@pytest.mark.parametrize("to", LIBRARIES)
 def test_a_missing_library_is_named_with_its_extra(
-    to: TargetName,
-    students: dict[TargetName, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    students: dict[TargetName, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, extra = LIBRARIES[to]
-    monkeypatch.setitem(sys.modules, library, None)
-    said = rf"^{library} does not load \(.*\), .*; run: .*\[{extra}\]"
-    with pytest.raises(ExportError, match=said):
-        export_model(str(students[to]), ExportConfig(to=to, dtype="fp32"), tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
+    for to, (library, extra) in LIBRARIES.items():
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, library, None)
+            with pytest.raises(ExportError, match=rf"^{library} .*run: .*\[{extra}\]"):
+                export_model(str(students[to]), ExportConfig(to=to, dtype="fp32"), tmp_path / "out")
+        assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", [n for n, spec in SPECS.items() if spec.scale == "group"])
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "fp16") for name, spec in SPECS.items() if spec.scale == "group"),
+        ("lut2", "fp32"),
+        ("fours8_s8", "fp32"),
+    ],
+)
 def test_core_ml_tables_hold_our_weights(name: str, dtype: str) -> None:
     pytest.importorskip("coremltools")
     from coremltools.converters.mil import Builder as mb
@@ -978,7 +938,7 @@ def test_other_weights_are_noticed(students: dict[TargetName, Path], tmp_path: P
     linear = next(iter(quant_linears(model).values()))
     with torch.no_grad():
         linear.scales *= 2
-    with pytest.raises(ValueError, match="q_proj_weight is decompressed to other values"):
+    with pytest.raises(ValueError, match="q_proj_weight"):
         coreml.read_logits(model, tmp_path, IDS[:1])
 
 
@@ -1054,9 +1014,9 @@ def test_the_verbs_convert_for_targets_and_export_to_them(
     assert not ships_to(Path(student))["anemll"].is_format  # --for anemll would not help
     shipped = run_verb(["export", student, "--to", "gguf", "--out", out])
     assert shipped["logits_equal"] and shipped["logits_max_diff"] == 0
-    with pytest.raises(ConfigError, match="--for is given with --from"):
+    with pytest.raises(ConfigError, match="--for .* --from"):
         run_verb(["convert", source, "--from", "anemll", "--for", "gguf", "--out", out])
-    with pytest.raises(ExportError, match="gguf cannot hold .* rows of 48"):
+    with pytest.raises(ExportError, match="gguf .* rows of 48"):
         tiny_model(hidden_size=48).save_pretrained(tmp_path / "odd")
         tiny_tokenizer().save_pretrained(tmp_path / "odd")
         run_verb(["convert", str(tmp_path / "odd"), "--to", "q2a2", "--for", "gguf", "--out", "x"])
@@ -1108,7 +1068,7 @@ def test_what_a_library_cannot_run_is_one_line(tmp_path: Path) -> None:
     to = Shipping({"compressed-tensors": load_target("compressed-tensors")})
     quantize_model(student, to.plan(PRESETS["q2a4"], student.model))
     save_checkpoint(student.model, tiny_tokenizer(), tmp_path / "packed")
-    with pytest.raises(ExportError, match="FalconForCausalLM cannot be read back .*weight") as seen:
+    with pytest.raises(ExportError, match="FalconForCausalLM .*weight") as seen:
         export_model(
             str(tmp_path / "packed"), ExportConfig(to="compressed-tensors"), tmp_path / "out"
         )
