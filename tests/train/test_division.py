@@ -36,5 +36,5 @@ def test_only_others_are_asked_for_their_bits() -> None:
     weights = [torch.ones(3)]
     check_alike(weights, 1, SimpleNamespace(size=1))
     check_alike(weights, 1, SimpleNamespace(size=2, texts=lambda said: [said, said]))
-    with pytest.raises(TrainingError, match="after step 1 rank 1 has other weights than rank 0"):
+    with pytest.raises(TrainingError, match="step 1 rank 1 .* rank 0"):
         check_alike(weights, 1, SimpleNamespace(size=2, texts=lambda said: [said, "others"]))

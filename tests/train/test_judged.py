@@ -136,16 +136,10 @@ def test_a_longer_run_that_is_killed_ends_in_the_same_bytes(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            {"info": info(identity="def0" * 8)},
-            r"has teacher=def\w+, but the run in \S+ was begun with abc\w+: a cache may",
-        ),
-        ({"top_k": 4}, "has top_k=4, but the run in .* was begun with 5"),
-        (
-            {"documents": texts(30)},
-            "training sequences, but the run in .* expected as many or more",
-        ),
-        ({"documents": texts(90, seed=4)}, "lacks some of the .* held-out sequences that judge"),
+        ({"info": info(identity="def0" * 8)}, r"teacher=def\w+, .* begun with abc\w+"),
+        ({"top_k": 4}, "top_k=4, .* begun with 5"),
+        ({"documents": texts(30)}, "training sequences, .* or more"),
+        ({"documents": texts(90, seed=4)}, "lacks some of the .* held-out sequences"),
     ],
 )
 def test_another_cache_does_not_continue_a_run(

@@ -114,7 +114,7 @@ def test_a_cache_that_does_not_fit_is_a_finding(place: Path, tmp_path: Path) -> 
     settings = config(place, loss="tail:1", max_steps=2)
     short = examine(settings, str(place / "student"), tmp_path)
     assert short.prediction is None and not short.is_long and short.errors() == []
-    with pytest.raises(ConfigError, match="global_batch_size=6 does not divide by 2 ranks"):
+    with pytest.raises(ConfigError, match="global_batch_size=6 .* 2 ranks"):
         examine(config(place, global_batch_size=6), str(place / "student"), tmp_path, world=2)
     other = make_place(tmp_path, layers=1)
     values = json.loads((other / "student" / "config.json").read_text())

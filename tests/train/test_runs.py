@@ -100,9 +100,7 @@ def test_a_rebuilt_cache_does_not_continue_a_run(tmp_path: Path) -> None:
     run(place, tmp_path / "run")
     shutil.rmtree(place / "cache")
     build(place / "cache", documents=texts(seed=5), num_sequences=20)
-    with pytest.raises(
-        ConfigError, match="cache_content=.* begun with .* rebuilt since, .*restore"
-    ):
+    with pytest.raises(ConfigError, match="cache_content=.* begun with"):
         run(place, tmp_path / "run", resume=True)
 
 
@@ -192,19 +190,16 @@ def test_the_name_tells_what_a_student_is_made_of(
     assert report.final.name.startswith(said)
 
 
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
+def test_a_small_loss_keeps_two_digits_in_the_name() -> None:
+    for loss, words in (
         (0.5855, "0.59"),
         (2.34, "2.34"),
         (0.0731, "0.073"),
         (0.00358, "0.0036"),
         (3e-7, "0.00000030"),
         (0.0, "0.00"),
-    ],
-)
-def test_a_small_loss_keeps_two_digits_in_the_name(loss: float, words: str) -> None:
-    assert _two_digits(loss) == words
+    ):
+        assert _two_digits(loss) == words
 
 
 def test_the_directory_of_a_run(place: Path, whole) -> None:
@@ -308,24 +303,21 @@ def test_a_cache_of_draws_alone_is_judged_by_them(place: Path, tmp_path: Path) -
     assert all(m["kl_tail_nats"] is None and m["ppl"] > 0 for m in evals)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_resuming_with_other_settings(place: Path, whole) -> None:
+    before = (whole[0] / "metrics.jsonl").read_bytes()
+    for values, message in (
         (
             {"lr_scales": 0.5},
-            r"lr_scales=0.5, but the run in \S+ was begun with 0.001: a run has one course",
+            r"lr_scales=0.5, .*0.001",
         ),
-        ({"max_steps": 6}, "max_steps=6, but the run in .* has taken 7 already, expected as many"),
-        ({"eval_sequences": 3}, "begun with 4: the best student is told by the same sequences"),
-        ({"seed": 3}, "begun with 0: it decides which sequences a step sees; resume it"),
-        ({"mlp_only": True}, "mlp_only=True, but the run in .* was begun with False: what learns"),
-        ({"loss": "jsd"}, "loss='jsd', but the run in .* was begun with 'tail'"),
-    ],
-)
-def test_resuming_with_other_settings(place: Path, whole, values: dict, message: str) -> None:
-    before = (whole[0] / "metrics.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match=message):
-        run(place, whole[0], resume=True, **values)
+        ({"max_steps": 6}, "max_steps=6, .* 7"),
+        ({"eval_sequences": 3}, "eval_sequences=3, .* begun with 4"),
+        ({"seed": 3}, "seed=3, .* begun with 0"),
+        ({"mlp_only": True}, "mlp_only=True, .* begun with False"),
+        ({"loss": "jsd"}, "loss='jsd', .*'tail'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run(place, whole[0], resume=True, **values)
     with pytest.raises(ConfigError, match="student='other', but the run in"):
         settings = config(place, max_steps=7, learn="weights,scales,codebook,norms")
         train_student(settings, "other", whole[0], resume=True)
@@ -386,11 +378,11 @@ def test_how_many_checkpoints_to_keep_may_change(place: Path, tmp_path: Path, wh
 
 
 def test_a_directory_in_use(place: Path, tmp_path: Path, whole) -> None:
-    with pytest.raises(ConfigError, match="holds a run already; go on with --resume or choose"):
+    with pytest.raises(ConfigError, match="holds a run already; .*--resume"):
         run(place, whole[0])
     (tmp_path / "mine").touch()
     for resume in (False, True):
-        with pytest.raises(ConfigError, match="is not empty, expected a new or empty directory"):
+        with pytest.raises(ConfigError, match="is not empty"):
             run(place, tmp_path, resume=resume)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
@@ -419,37 +411,12 @@ def foreign(**parts: object) -> Callable[[Path], dict]:
 @pytest.mark.parametrize(
     ("make", "values", "error", "message"),
     [
-        (
-            without("draws"),
-            {"loss": "sampled"},
-            ConfigError,
-            "sampled reads the teacher's draws",
-        ),
-        (
-            without("top_k"),
-            {},
-            ConfigError,
-            "tail reads the teacher's topk, but the cache",
-        ),
-        (foreign(held_out=0.0), {}, ConfigError, "and 0 held-out sequences, expected some of both"),
-        (
-            untrainable,
-            {},
-            ConfigError,
-            "has 0 training and .* held-out sequences",
-        ),
-        (
-            foreign(tokenizer=tiny_tokenizer(265)),
-            {},
-            CacheError,
-            "was tokenised with tokenizer .*, the student has .*; rebuild the cache with the",
-        ),
-        (
-            foreign(info=info(vocab_size=321)),
-            {},
-            CacheError,
-            "is over a vocabulary of 321, the student's has 320",
-        ),
+        (without("draws"), {"loss": "sampled"}, ConfigError, "sampled reads .* draws"),
+        (without("top_k"), {}, ConfigError, "tail reads .* topk"),
+        (foreign(held_out=0.0), {}, ConfigError, "0 held-out sequences"),
+        (untrainable, {}, ConfigError, "0 training and .* held-out sequences"),
+        (foreign(tokenizer=tiny_tokenizer(265)), {}, CacheError, "tokenizer .*, the student"),
+        (foreign(info=info(vocab_size=321)), {}, CacheError, "vocabulary of 321, .* 320"),
         (lambda path: {"cache_dir": path / "no"}, {}, CacheError, "no"),
         (lambda path: {}, {"loss": "ki"}, ConfigError, "has no loss called 'ki'"),
     ],
@@ -470,7 +437,7 @@ def test_fixed_grids_learn_with_the_defaults(place: Path, tmp_path: Path) -> Non
     report = train_student(settings, str(tmp_path / "seq"), tmp_path / "run", resume=False)
     assert report.steps == 1
     settings = config(place, max_steps=1, learn="codebook")
-    with pytest.raises(ConfigError, match="learn=codebook, but the linears in scope hold no"):
+    with pytest.raises(ConfigError, match="learn=codebook, "):
         train_student(settings, str(tmp_path / "seq"), tmp_path / "none", resume=False)
 
 
@@ -495,10 +462,9 @@ def test_students_that_cannot_learn(place: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"mlp_only": True, "e2e": True}, "mlp_only, attention_only and e2e exclude each other"),
+def test_settings_out_of_range() -> None:
+    for values, message in (
+        ({"mlp_only": True, "e2e": True}, "mlp_only, attention_only and e2e"),
         (
             {"learn": "weights,bias"},
             "learn='weights,bias': choose among weights, scales",
@@ -510,11 +476,9 @@ def test_students_that_cannot_learn(place: Path, tmp_path: Path) -> None:
         ({"dtype": "int8"}, "dtype='int8': Input should be 'auto', 'fp32', 'tf32', 'bf16' or"),
         ({"schedule": "linear"}, "schedule='linear'"),
         ({"lr_biases": 1}, "lr_biases is unknown"),
-    ],
-)
-def test_settings_out_of_range(values: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        TrainConfig.parse({"cache_dir": "c", **values}, "[train]")
+    ):
+        with pytest.raises(ConfigError, match=message):
+            TrainConfig.parse({"cache_dir": "c", **values}, "[train]")
 
 
 def test_scopes_and_kinds_of_settings() -> None:

@@ -95,7 +95,7 @@ def test_a_file_that_reads_otherwise_than_written_is_found(tmp_path: Path) -> No
     (tmp_path / "trainer").mkdir()
     prove(tmp_path, written)
     meant = {"a": torch.tensor([1.0, 2.0])}
-    with pytest.raises(CheckpointError, match="x.safetensors: a reads otherwise than it was writt"):
+    with pytest.raises(CheckpointError, match="x.safetensors: a reads otherwise"):
         prove(tmp_path, meant)
     with pytest.raises(CheckpointError, match="a reads otherwise"):
         prove(tmp_path, {"a": written["a"].double()})

@@ -149,7 +149,7 @@ def test_two_ranks_that_gather_a_layer_at_a_time_train_as_two_that_gather_all(
 
 def test_what_ranks_say_on_their_own_is_not_gathered_by_layer(place):
     wrong = {"form": "layer", "on_policy": 0.5, "batch_size": 2, "teacher": "t"}
-    with pytest.raises(ConfigError, match="form=layer, shard_latents=True, on_policy=0.5: what"):
+    with pytest.raises(ConfigError, match="form=layer, shard_latents=True, on_policy=0.5"):
         TrainConfig.parse({"cache_dir": "c", "shard_latents": True, **wrong}, "flags")
 
 
@@ -226,8 +226,8 @@ def test_a_prediction_is_of_one_ranks_share(place, monkeypatch):
 
 
 def test_dividing_is_for_latent_weights_and_for_moments_of_whole_numbers(place):
-    with pytest.raises(ConfigError, match="it divides latent weights, but learn=scales has none"):
+    with pytest.raises(ConfigError, match="latent weights, but learn=scales"):
         TrainConfig.parse({"cache_dir": "c", "shard_latents": True, "learn": "scales"}, "flags")
-    with pytest.raises(ConfigError, match="moments of 8 bits are not divided; use --optimizer"):
+    with pytest.raises(ConfigError, match="8 bits are not divided"):
         wrong = {"shard_latents": True, "optimizer": "adamw8bit"}
         TrainConfig.parse({"cache_dir": "c", **wrong}, "flags")

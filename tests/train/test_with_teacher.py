@@ -70,7 +70,7 @@ def test_what_a_cache_would_hold_is_not_read(place: Path, tmp_path: Path) -> Non
     assert result.sums["kl"] > 0 and result.grad_norm.isfinite()
 
 
-@pytest.mark.parametrize("loss", ["kl", "reverse_kl", "jsd", "cakld"])
+@pytest.mark.parametrize("loss", ["kl", "cakld"])
 def test_micro_batches_add_up_and_teach(place: Path, tmp_path: Path, loss: str) -> None:
     courses = []
     for size, accumulate in ((4, 1), (2, 2)):
@@ -82,12 +82,11 @@ def test_micro_batches_add_up_and_teach(place: Path, tmp_path: Path, loss: str) 
     assert courses[0][-1] < courses[0][0]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_recomputation_changes_nothing(place: Path, tmp_path: Path, dtype: str) -> None:
+def test_recomputation_changes_nothing(place: Path, tmp_path: Path) -> None:
     found = []
     for checkpointing in (False, True):
         trainer = trainer_of(
-            place, tmp_path / str(checkpointing), dtype=dtype, gradient_checkpointing=checkpointing
+            place, tmp_path / str(checkpointing), dtype="bf16", gradient_checkpointing=checkpointing
         )
         batch = trainer.cache.batch(np.arange(4))
         found.append([trainer.take_step([batch], n).sums["loss"].item() for n in range(3)])
@@ -95,10 +94,10 @@ def test_recomputation_changes_nothing(place: Path, tmp_path: Path, dtype: str) 
     assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_replayed_step_is_the_step(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    accumulate = 2
     values = {"max_steps": 9, "grad_accum_steps": accumulate}
     expected = course(trainer_of(place, tmp_path / "plain", **values), accumulate)
     trainer = trainer_of(place, tmp_path / "recorded", **values)
