@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import covering
 from quantized import SPECS, e5m3_values, latent_linear, tiny_quantized
 from safetensors.torch import load_file, save_file
 from tiny import ARCHITECTURES, tiny_model, tiny_tokenizer
@@ -81,7 +82,7 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_reloaded_logits_are_equal_for_every_spec(spec: LutSpec, tmp_path: Path) -> None:
-    model = tiny_quantized("qwen3", spec)
+    model = tiny_quantized("qwen3", spec, num_hidden_layers=1)
     save_checkpoint(model, None, tmp_path / "out")
     loaded = load_checkpoint(tmp_path / "out")
     assert torch.equal(logits(loaded), logits(model))
@@ -100,8 +101,10 @@ def test_reloaded_logits_are_equal_for_every_architecture(
     assert torch.equal(logits(by_hub_name), logits(model))
 
 
-@pytest.mark.parametrize("name", ["lut4", "lut2_s8", "lut2_r4"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    covering(["lut4", "lut2_s8", "lut2_r4"], [torch.bfloat16, torch.float16]),
+)
 def test_loading_in_half_precision_rounds_no_quantizer_tensor(
     dtype: torch.dtype, name: str, tmp_path: Path
 ) -> None:
@@ -306,8 +309,9 @@ def test_a_model_without_quantized_layers_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("value", [1e6, torch.inf, torch.nan])
-@pytest.mark.parametrize("name", ["lut2", "lut2_s8"])
+@pytest.mark.parametrize(
+    ("value", "name"), covering([1e6, torch.inf, torch.nan], ["lut2", "lut2_s8"])
+)
 def test_overflowing_scales_are_refused(name: str, value: float, tmp_path: Path) -> None:
     model = tiny_quantized("qwen3", SPECS[name])
     with torch.no_grad():

@@ -7,6 +7,7 @@ import families
 import pytest
 import torch
 from cli_case import call
+from covering import covering
 from tiny import VOCAB, tiny_tokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -141,8 +142,7 @@ def test_the_text_of_a_model_of_images_is_quantized_beside_its_tower(
     assert tower and all(torch.equal(after.get_parameter(name), w) for name, w in tower.items())
 
 
-@pytest.mark.parametrize("is_calibrated", [False, True])
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(("family", "is_calibrated"), covering(MIXTURES, [True, False]))
 def test_the_experts_of_a_mixture_are_quantized_and_learn(
     family: str, is_calibrated: bool, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import covering
 from quantized import SPECS, latent_linear, tiny_adapted, tiny_quantized, with_adapter
 from safetensors.torch import load_file, save_file
 from tiny import ARCHITECTURES
@@ -54,8 +55,9 @@ def edit(path: Path, module: dict | None = None, **tensors: Tensor | None) -> No
     save_file(state, weights, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("spec", ["lut2", "lut3", "ternary", "lut2_r4"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("spec", "architecture"), covering(["lut2", "lut3", "ternary", "lut2_r4"], ARCHITECTURES)
+)
 def test_reloaded_logits_are_equal(architecture: str, spec: str, tmp_path: Path) -> None:
     model = tiny_adapted(architecture, SPECS[spec])
     save_checkpoint(model, None, tmp_path / "out")

@@ -23,9 +23,15 @@ def gradients(model: LanguageModel) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama", "gemma3"])
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("slice_tokens", [2**15, 2 * S])
+@pytest.mark.parametrize(
+    ("architecture", "every", "slice_tokens"),
+    [
+        ("qwen3", 1, 2**15),
+        ("qwen3", 2, 2 * S),
+        ("llama", 1, 2 * S),
+        ("gemma3", 2, 2**15),
+    ],
+)
 def test_recomputed_layers_have_the_same_gradients(
     monkeypatch, architecture, every, slice_tokens
 ) -> None:
