@@ -84,17 +84,16 @@ def test_import_is_light_and_tells_what_there_is() -> None:
         _ = qat.quantise
 
 
-@pytest.mark.parametrize("kind", ["cache", "directory"])
-def test_quantize_is_the_verb(place: Path, tmp_path: Path, kind: str) -> None:
+def test_quantize_is_the_verb(place: Path, tmp_path: Path) -> None:
     directory = place / "cache"
     config = ConvertConfig(to="q2a4", group_size=16, calibration=str(directory), device="cpu")
     convert_checkpoint(str(place / "my-model"), config, tmp_path / "verb")
-    model = qat.load(place / "my-model", device="cpu", dtype="fp32")
-    calibration = TeacherCache.open(directory) if kind == "cache" else directory
-    assert qat.quantize(model, "q2a4", calibration=calibration, group_size=16) is model
-    qat.save(model, tmp_path / "function")
-    assert same_state(load_checkpoint(tmp_path / "verb"), qat.load(tmp_path / "function"))
-    assert (tmp_path / "function" / "tokenizer.json").exists()
+    for calibration, out in ((TeacherCache.open(directory), "cache"), (directory, "directory")):
+        model = qat.load(place / "my-model", device="cpu", dtype="fp32")
+        assert qat.quantize(model, "q2a4", calibration=calibration, group_size=16) is model
+        qat.save(model, tmp_path / out)
+        assert same_state(load_checkpoint(tmp_path / "verb"), qat.load(tmp_path / out))
+        assert (tmp_path / out / "tokenizer.json").exists()
 
 
 def test_tokens_of_any_length_calibrate(place: Path) -> None:
@@ -106,18 +105,15 @@ def test_tokens_of_any_length_calibrate(place: Path) -> None:
         qat.quantize(one_layer(), "q2a2", calibration=[torch.zeros(200)])
 
 
-@pytest.mark.parametrize(
-    ("to", "settings", "message"),
-    [
+def test_mistakes_of_quantize() -> None:
+    for to, settings, message in (
         ("q9", {}, "to=q9 is neither a file nor a preset"),
         ("q2a4", {"group_sise": 4}, "group_sise is unknown; did you mean 'group_size'"),
         (None, {"bits_budget": 3.0}, "without a text to measure sensitivities"),
         ("q2a4", {"calibration": ["a text"]}, "not loaded from a directory with a tokenizer"),
-    ],
-)
-def test_mistakes_of_quantize(to, settings, message) -> None:
-    with pytest.raises(ConfigError, match=message):
-        qat.quantize(one_layer(), to, **settings)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            qat.quantize(one_layer(), to, **settings)
 
 
 SHORT = {"max_steps": 4, "batch_size": 4, "eval_every": 2, "save_every": 2, "device": "cpu"}

@@ -110,9 +110,10 @@ def test_a_trellis_is_converted_trained_exported_and_generated_from(
     assert not (tmp_path / "gguf").exists()
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
+def test_vectors_that_cannot_be_are_one_line(
+    place: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    for spec, message in (
         ("bits = 8, trellis_bits = 5", "trellis_bits=5: Input should be 0, 1, 2, 3 or 4"),
         ("bits = 2, trellis_bits = 2", "trellis_bits=2 needs bits=4 or more, got bits=2"),
         ("bits = 8, vector_size = 3", "vector_size=3: Input should be 1, 2, 4 or 8"),
@@ -132,17 +133,13 @@ def test_a_trellis_is_converted_trained_exported_and_generated_from(
             "bits = 10, vector_size = 4",
             "1024 codewords, more than the 512 vectors of 4 in its 64 x",
         ),
-    ],
-)
-def test_vectors_that_cannot_be_are_one_line(
-    spec: str, message: str, place: Path, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    plan, out = plan_of(spec, tmp_path / "plan.toml"), tmp_path / "out"
-    flags = ["--to", plan, "--device", "cpu", "--out", out]
-    assert call(monkeypatch, "convert", place / "float", *flags) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("qat: ") and message in line
-    assert not out.exists()
+    ):
+        plan, out = plan_of(spec, tmp_path / "plan.toml"), tmp_path / "out"
+        flags = ["--to", plan, "--device", "cpu", "--out", out]
+        assert call(monkeypatch, "convert", place / "float", *flags) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("qat: ") and message in line
+        assert not out.exists()
 
 
 def test_sizes_of_source_and_student_and_what_dominates(
@@ -271,9 +268,8 @@ def test_what_keys_and_values_take_is_said(place: Path, tmp_path, monkeypatch, c
     assert "keys and values in 4 bits: 80 bytes a token, 0.312 of bfloat16's" in said.out + said.err
 
 
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
+def test_mistakes_are_one_line(place: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    for tokens, message in (
         (
             ["--to", "q4a4", "--eval"],
             "--eval is given without a cache to judge by; add --cache-dir",
@@ -289,16 +285,12 @@ def test_what_keys_and_values_take_is_said(place: Path, tmp_path, monkeypatch, c
         (["--kv", "int4", "--attention", "nsa"], "kv=int4 is given for Qwen3ForCausalLM with sp"),
         (["--to", "q4a4", "--embedding-bits", "5"], "embedding_bits=5: Input should be 4, 8, 16"),
         (["--to", "q4a4", "--eval", "--cache-dir", "nowhere"], "nowhere"),
-    ],
-)
-def test_mistakes_are_one_line(
-    place: Path, tmp_path: Path, tokens: list[str], message: str, monkeypatch, capsys
-) -> None:
-    out = tmp_path / "out"
-    assert call(monkeypatch, "convert", place / "float", *tokens, "--out", out) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("qat: ") and error.count("\n") == 1 and message in error
-    assert not out.exists()
+    ):
+        out = tmp_path / "out"
+        assert call(monkeypatch, "convert", place / "float", *tokens, "--out", out) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("qat: ") and error.count("\n") == 1 and message in error
+        assert not out.exists()
 
 
 def test_numbers_are_whole_on_a_narrow_terminal(capsys) -> None:

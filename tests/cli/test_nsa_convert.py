@@ -89,9 +89,8 @@ def test_with_bits_and_calibration(place: Path, tmp_path: Path, monkeypatch, cap
     assert call(monkeypatch, "export", dense, "--to", "dense", "--out", tmp_path / "plain") == 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_bad_input_is_one_line(place: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    for flags, message in (
         (
             ["--attention", "mra"],
             "attention=mra is neither a file nor known; use one of dense, nsa",
@@ -101,21 +100,17 @@ def test_with_bits_and_calibration(place: Path, tmp_path: Path, monkeypatch, cap
         (["--attention", "zero.toml"], "window=0: Input should be greater than or equal to 1"),
         (["--attention", "layer.toml"], "layers names 2, but the model's layers are 0 ... 1"),
         (["--attention", "nsa", "--for", "gguf"], "gguf cannot hold sparse attention, expected"),
-    ],
-)
-def test_bad_input_is_one_line(
-    place: Path, tmp_path: Path, monkeypatch, capsys, flags, message
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("no.toml").write_text("window: 3")
-    Path("bad.toml").write_text("compress_stride = 3")
-    Path("zero.toml").write_text("window = 0")
-    Path("layer.toml").write_text("layers = [2]")
-    flags = [*flags, "--device", "cpu", "--out", "out"]
-    assert call(monkeypatch, "convert", place / "dense", *flags) == 1
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert message in said
-    assert not Path("out").exists()
+    ):
+        monkeypatch.chdir(tmp_path)
+        Path("no.toml").write_text("window: 3")
+        Path("bad.toml").write_text("compress_stride = 3")
+        Path("zero.toml").write_text("window = 0")
+        Path("layer.toml").write_text("layers = [2]")
+        flags = [*flags, "--device", "cpu", "--out", "out"]
+        assert call(monkeypatch, "convert", place / "dense", *flags) == 1
+        said = capsys.readouterr().err.strip().splitlines()[-1]
+        assert message in said
+        assert not Path("out").exists()
 
 
 def test_swapping_twice_is_refused(place: Path, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -1,6 +1,7 @@
 """`qat run` and `qat demo`: one engine, every stage once, whatever stops it."""
 
 import html
+import itertools
 import json
 import re
 import shutil
@@ -105,9 +106,8 @@ def test_its_recipe_is_one(finished: Path, place: Path, monkeypatch) -> None:
     assert call(monkeypatch, *again) == 0
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
+def test_other_settings_of_what_is_done_are_refused(finished, place) -> None:
+    for more, message in (
         (["--to", "q4a4"], r"\[convert\] to='q4a4', but that stage is done in .* with 'q2a4'"),
         (["--max-steps", 9], r"\[train\] max_steps=9, but that stage is done"),
         (["--sequence-length", 8], r"\[cache\] sequence_length=8, but that stage is done"),
@@ -115,11 +115,9 @@ def test_its_recipe_is_one(finished: Path, place: Path, monkeypatch) -> None:
         (["--for", "mlx"], r"\[run\] for=\['mlx'\], but that stage is done"),
         (["--lr", 0.5], r"\[train\] lr=0.5, but that stage is done"),
         (["--max-steps", 0], r"\[train\] .*max_steps"),
-    ],
-)
-def test_other_settings_of_what_is_done_are_refused(finished, place, more, message) -> None:
-    with pytest.raises(ConfigError, match=message):
-        go(place, finished, *more)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            go(place, finished, *more)
 
 
 def test_a_recipe_sets_no_stage_against_another(place: Path, tmp_path: Path) -> None:
@@ -154,8 +152,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("flags", WRONG)
-@pytest.mark.parametrize("is_dry", [False, True])
+@pytest.mark.parametrize(("flags", "is_dry"), [*zip(WRONG, itertools.cycle([False, True]))])
 def test_a_refused_call_writes_nothing(
     place: Path, tmp_path: Path, flags: str, *, is_dry: bool
 ) -> None:
@@ -238,16 +235,16 @@ def test_advice_names_only_flags_that_are_taken(tmp_path: Path) -> None:
     assert pipeline.advised("choose another --out", "train") == "choose another --out"
 
 
-@pytest.mark.parametrize("is_behind", [True, False])
 @pytest.mark.parametrize(
-    ("recipe", "message"),
+    ("recipe", "message", "is_behind"),
     [
-        ("[run]\nlrr = 1\n", "[run] has no key 'lrr'"),
-        ("[runn]\nlr = 1\n", "no verb is called [runn]; did you mean 'run'?"),
-        ("[train]\nlrr = 1\n", "[train] has no key 'lrr'; did you mean 'lr'?"),
-        ("[train]\ntrust_remote_code = true\n", "which runs code of others"),
-        ("[run\n", "is not TOML"),
-        ('[run]\ndata = "nowhere.txt"\n', "nowhere.txt"),
+        ("[run]\nlrr = 1\n", "[run] has no key 'lrr'", True),
+        ("[runn]\nlr = 1\n", "no verb is called [runn]; did you mean 'run'?", False),
+        ("[train]\nlrr = 1\n", "[train] has no key 'lrr'; did you mean 'lr'?", False),
+        ("[train]\ntrust_remote_code = true\n", "which runs code of others", True),
+        ("[run\n", "is not TOML", True),
+        ('[run]\ndata = "nowhere.txt"\n', "nowhere.txt", False),
+        ('[run]\ndata = "nowhere.txt"\n', "nowhere.txt", True),
     ],
 )
 def test_a_recipe_is_checked_and_read_wherever_it_stands(

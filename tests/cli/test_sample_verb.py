@@ -49,9 +49,8 @@ def test_rows_from_nothing(teacher: Path, tmp_path: Path, monkeypatch, capsys) -
     assert all("text" in json.loads(line) for line in out.read_text().splitlines())
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_mistakes_are_one_line(teacher: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    for words, message in (
         ((), "rows=0 and no prompts, expected something to sample; give --rows N to begin"),
         (("--rows", 5, "--samples", 2), "samples=2 rows of each prompt, but there are no prompts"),
         (("--rows", 5, "--top-p", 1.5), "top_p='1.5': Input should be less than or equal to 1"),
@@ -61,16 +60,12 @@ def test_rows_from_nothing(teacher: Path, tmp_path: Path, monkeypatch, capsys) -
         (("--prompts", "nowhere.jsonl"), "prompts=nowhere.jsonl is no file or directory"),
         (("--rows", 5, "--out", "c.txt"), "out=c.txt ends in '.txt', expected a .jsonl file"),
         (("--rows", 5, "--out", "folder.jsonl"), "out=folder.jsonl is a directory, expected a"),
-    ],
-)
-def test_mistakes_are_one_line(
-    words: tuple[object, ...], message: str, teacher: Path, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("folder.jsonl").mkdir()
-    Path("empty.jsonl").write_text("")
-    out = () if "--out" in words else ("--out", "c.jsonl")
-    assert call(monkeypatch, "sample", teacher, *words, *out) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert {path.name for path in tmp_path.iterdir()} == {"folder.jsonl", "empty.jsonl"}
+    ):
+        monkeypatch.chdir(tmp_path)
+        Path("folder.jsonl").mkdir(exist_ok=True)
+        Path("empty.jsonl").write_text("")
+        out = () if "--out" in words else ("--out", "c.jsonl")
+        assert call(monkeypatch, "sample", teacher, *words, *out) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert message in line
+        assert {path.name for path in tmp_path.iterdir()} == {"folder.jsonl", "empty.jsonl"}

@@ -119,9 +119,8 @@ def test_a_run_directory_is_a_student_too(place: Path, tmp_path: Path) -> None:
     assert first.final.name != second.final.name or first.best != second.best
 
 
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
+def test_mistakes_are_one_line(place: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    for tokens, message in (
         ([], "--cache-dir"),
         (["--cache-dir", "nowhere"], "nowhere"),
         (["--cache-dir", "{}/cache", "--learn", "bias"], "learn='bias': choose among weights"),
@@ -133,17 +132,13 @@ def test_a_run_directory_is_a_student_too(place: Path, tmp_path: Path) -> None:
         ),
         (["--cache-dir", "{}/cache", "--max-steps", "many"], "max_steps='many'"),
         (["--cache-dir", "{}/cache", "--max-stesp", "3"], "did you mean --max-steps?"),
-    ],
-)
-def test_mistakes_are_one_line(
-    place: Path, tmp_path: Path, tokens: list[str], message: str, monkeypatch, capsys
-) -> None:
-    words = [token.format(place) for token in tokens]
-    out = tmp_path / "run"
-    assert call(monkeypatch, "train", place / "student", *words, "--out", out) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("qat: ") and error.count("\n") == 1 and message in error
-    assert not out.exists()
+    ):
+        words = [token.format(place) for token in tokens]
+        out = tmp_path / "run"
+        assert call(monkeypatch, "train", place / "student", *words, "--out", out) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("qat: ") and error.count("\n") == 1 and message in error
+        assert not out.exists()
 
 
 def test_resuming_with_another_rate_is_one_line(
