@@ -23,7 +23,17 @@ from transformers.models.auto.modeling_auto import (
 LAYERS = dict.fromkeys(("n_layer", "num_hidden_layers", "n_layers", "num_layers"), 4)
 WIDTHS = dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "embed_dim"), 64)
 INNER = dict.fromkeys(
-    ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size", "dim_ff"), 96
+    (
+        "intermediate_size",
+        "dense_intermediate_size",
+        "ffn_dim",
+        "d_ff",
+        "dff",
+        "n_inner",
+        "ffn_hidden_size",
+        "dim_ff",
+    ),
+    96,
 )
 HEADS = dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4)
 LENGTHS = dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 128)
@@ -31,6 +41,7 @@ EXPERTS = {
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "top_k_experts", "moe_k"), 2),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    "shared_intermediate_size": 32,
     "n_group": 1,
     "topk_group": 1,
 }
@@ -61,6 +72,10 @@ SIZES = {
     "unpadded_vocab_size": VOCAB,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "kv_channels": 16,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -111,6 +126,13 @@ OWN: dict[str, dict[str, object]] = {
         "attn_layer_offset": 1,
         "expert_layer_period": 2,
         "expert_layer_offset": 1,
+    },
+    "deepseek_v4": {
+        "q_lora_rank": 32,
+        "o_lora_rank": 16,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk": 8,
     },
     "dots1": {
         "first_k_dense_replace": 1,
