@@ -325,3 +325,13 @@ def test_what_the_machine_refuses_is_one_line(monkeypatch, capsys) -> None:
         monkeypatch.setattr(qat.cli, "parsed", Mock(side_effect=error))
         assert call(monkeypatch, "report", "a") == 1
         assert capsys.readouterr().err.startswith(f"qat: {message}")
+
+
+def test_closed_outputs_are_no_traceback(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "qat", "hub", "list"]
+    for closed in (">&-", "2>&-"):
+        command = f"{shlex.join(words)} {closed}"
+        found = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path
+        )
+        assert found.returncode == 0 and b"Traceback" not in found.stderr

@@ -85,6 +85,7 @@ def main() -> None:
     """Run the verb named on the command line, and exit: by code 1 and one line for a mistake."""
     # a notebook sets it to a module of its own, without which matplotlib cannot even be imported
     os.environ.pop("MPLBACKEND", None)  # noqa: TID251
+    _open_closed_outputs()
     before_torch()
     keep_to_own_cores()
     try:
@@ -117,6 +118,13 @@ def main() -> None:
         raise
     except KeyboardInterrupt:
         _fail("stopped by the keyboard", code=130)
+
+
+def _open_closed_outputs() -> None:
+    """Discard what is written to an output that the caller closed (`>&-`)."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
 
 
 def _fail_if_out_of_memory(error: Exception) -> None:
