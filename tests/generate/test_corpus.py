@@ -107,7 +107,7 @@ def test_a_seed_is_another_corpus(whole: bytes, teacher: Path, tmp_path: Path) -
     assert texts[0] not in whole.decode()
 
 
-@pytest.mark.parametrize("call", range(7))
+@pytest.mark.parametrize("call", [0, 1, 3, 6])
 def test_a_corpus_that_was_stopped_goes_on(
     whole: bytes, teacher: Path, tmp_path: Path, call: int
 ) -> None:
@@ -128,12 +128,9 @@ def test_a_corpus_that_was_stopped_goes_on(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.jsonl"]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_write_the_bytes_of_one_process(
-    whole: bytes, teacher: Path, tmp_path: Path, size: int
-) -> None:
+def test_ranks_write_the_bytes_of_one_process(whole: bytes, teacher: Path, tmp_path: Path) -> None:
     out = tmp_path / "c.jsonl"
-    run_ranks(size, lambda ranks: sample(teacher, out, ranks, **NOTHING), tmp_path)
+    run_ranks(3, lambda ranks: sample(teacher, out, ranks, **NOTHING), tmp_path)
     assert out.read_bytes() == whole
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from quantized import SPECS, frozen_linear, rounding
 from torch import nn
 from torch.nn import functional as F
@@ -15,15 +16,18 @@ from qat.nn.quant_linear import FrozenLutLinear
 from qat.quant.spec import ACTIVATION_KINDS, LutSpec
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("tokens", [1, MOST_VECTORS, MOST_VECTORS + 1])
 @pytest.mark.parametrize(
-    "size",
-    [{"bits": 2}, {"bits": 8, "vector_size": 4}, {"bits": 8, "trellis_bits": 2}],
-    ids=["2", "8 of 4", "trellis"],
+    ("size", "has_bias"),
+    [
+        ({"bits": 2}, True),
+        ({"bits": 2}, False),
+        ({"bits": 8, "vector_size": 4}, False),
+        ({"bits": 8, "trellis_bits": 2}, True),
+    ],
 )
+@pytest.mark.parametrize("tokens", [1, MOST_VECTORS, MOST_VECTORS + 1])
 def test_up_to_eight_tokens_are_multiplied_from_packed_indices(
-    size: dict, tokens: int, has_bias: bool
+    tokens: int, size: dict, has_bias: bool
 ) -> None:
     linear = frozen_linear(16, 32, LutSpec(**size, group_size=16, scale_bits=8), has_bias)
     parts = linear.source(), linear.levels(), linear.scales_as_stored()
@@ -37,8 +41,9 @@ def test_up_to_eight_tokens_are_multiplied_from_packed_indices(
     torch.testing.assert_close(found, linear(x).detach(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ACTIVATION_KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), covering(ACTIVATION_KINDS, [torch.float32, torch.bfloat16])
+)
 def test_inputs_are_rounded_to_the_bits_of_the_frozen_linear(kind: str, dtype: torch.dtype) -> None:
     linear = frozen_linear(16, 32, LutSpec(bits=2, group_size=16, scale_bits=8), bias=True)
     parts = linear.source(), linear.levels(), linear.scales_as_stored()
@@ -66,9 +71,13 @@ def test_inputs_are_rounded_to_the_bits_of_the_frozen_linear(kind: str, dtype: t
     assert torch.equal(together(stream, norm), matvec(read, packed.rows, bias=together.bias))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "spec", [LutSpec(bits=2, group_size=16, scale_bits=8), SPECS["fours8_s8"], SPECS["trellis2_s8"]]
+    ("spec", "dtype"),
+    [
+        (LutSpec(bits=2, group_size=16, scale_bits=8), torch.float32),
+        (SPECS["fours8_s8"], torch.bfloat16),
+        (SPECS["trellis2_s8"], torch.float32),
+    ],
 )
 def test_slots_form_the_weights_that_were_trained(spec: LutSpec, dtype: torch.dtype) -> None:
     """Of linears that are packed alike, and beside one that is not."""

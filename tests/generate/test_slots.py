@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from quantized import tiny_adapted, tiny_quantized, with_rounded_inputs
 from tiny import LONGROPE, tiny_model
 from torch import Tensor
@@ -73,7 +74,7 @@ def one_by_one(model: PreTrainedModel, sampling: Sampling, ends: set[int]) -> li
     return said
 
 
-@pytest.mark.parametrize(("name", "top_p"), [("qwen3", 1.0), *((name, 0.8) for name in MODELS)])
+@pytest.mark.parametrize(("name", "top_p"), covering(MODELS, [1.0, 0.8]))
 def test_rows_are_those_of_whole_forwards(name: str, top_p: float) -> None:
     model = LanguageModel(MODELS[name]())
     form_weights(model.model, torch.float32)
