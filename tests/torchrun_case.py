@@ -44,6 +44,6 @@ def launch(
         [*command, "--out", str(place / "run")],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
