@@ -454,12 +454,12 @@ def empty_linear(model: PreTrainedModel, name: str, spec: LutSpec) -> FrozenLutL
         linear = model.get_submodule(name)
     except AttributeError:
         linear = None
-    if not isinstance(linear, nn.Linear):
+    if not isinstance(linear, nn.Linear | QuantLinear):
         raise CheckpointError(
             f"quantization_config names {name}, but {type(model).__name__} has no linear layer of "
             "that name; load the checkpoint with AutoModelForCausalLM, or convert the model anew"
         )
-    O, I = linear.weight.shape
+    O, I = weight_shape(linear)
     _check_groups(name, spec, O, I)
     with torch.device("meta"):
         return FrozenLutLinear(empty_weight(spec, O, I), linear.bias, spec)

@@ -68,6 +68,17 @@ def test_a_rotated_model_has_two_tables(tmp_path: Path) -> None:
     assert expected.sizes.megabytes == pytest.approx(report.megabytes, rel=0.03)
 
 
+def test_a_student_in_new_formats_is_foretold_from_its_packed_files(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "float")
+    TOKENIZER.save_pretrained(tmp_path / "float")
+    both(tmp_path / "float", tmp_path / "q4", to="q4a4")
+    base = str(tmp_path / "float")
+    expected, report = both(tmp_path / "q4", tmp_path / "q2", base=base)
+    assert report.kept > 0
+    assert expected.sizes.linear_bits == pytest.approx(report.bits_per_weight)
+    assert expected.sizes.megabytes == pytest.approx(report.megabytes, rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("kinds", "embedding_bits"), [(("Q5_0", "Q8_0"), None), (("Q8_0", ""), 16)]
 )
