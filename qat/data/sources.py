@@ -362,6 +362,8 @@ def check_source(
     Raises:
         DataError, HubError: see their messages.
     """
+    if not data.strip():  # Path("") is the working directory
+        raise DataError(f"{setting} is empty, expected a text or its folder; name one")
     if (found := described(Path(data))) in (KINDS["config.json"], KINDS["manifest.json"]):
         raise DataError(f"{setting}={data} {found}, expected text to read; name its file or folder")
     if data == "stdlib" or Path(data).exists():

@@ -58,6 +58,8 @@ def resolve(source: str) -> str:
         CheckpointError: `source` is a path without a model, or one that must be imported first.
         HubError: `source` may be a hub id, but the hub does not have it or does not respond.
     """
+    if not source.strip():  # Path("") is the working directory
+        raise CheckpointError(f"the model's name is empty, expected {SOURCES}; name one")
     path = Path(source)
     theirs = import_command(path)
     if theirs is not None:

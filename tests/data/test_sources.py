@@ -259,6 +259,11 @@ def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
         documents(str(tmp_path))
 
 
+def test_an_empty_name_is_not_the_working_directory() -> None:
+    with pytest.raises(DataError, match="data is empty"):
+        check_source("")
+
+
 @pytest.mark.parametrize("data", ["/no/such", "no/such.jsonl"])
 def test_a_missing_file_is_refused_at_once(data: str) -> None:
     with pytest.raises(DataError, match=f"data={data} is no file or directory"):

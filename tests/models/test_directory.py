@@ -32,6 +32,11 @@ def test_a_directory_of_several_models_names_them(students: Path) -> None:
         resolve(str(students))
 
 
+def test_an_empty_name_is_not_the_working_directory() -> None:
+    with pytest.raises(CheckpointError, match="name is empty"):
+        resolve("")
+
+
 @pytest.mark.parametrize("name", ["", "..", "../x", "/etc", "checkpoints", "link", "x" * 9999])
 def test_a_student_that_lies_elsewhere_is_refused(students: Path, name: str) -> None:
     (students / "link").symlink_to(students)
