@@ -1,4 +1,4 @@
-"""Writes docs/results.md: every measured figure of speedrun/records, in plain words.
+"""Writes speedrun/records/results.md: every measured figure of the records, in plain words.
 
     python speedrun/results.py
 
@@ -15,8 +15,8 @@ from qat.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = Path(__file__).with_name("results.toml")
-PAGE = ROOT / "docs" / "results.md"
 RECORDS = ROOT / "speedrun" / "records"
+PAGE = RECORDS / "results.md"
 INTRO = """\
 # What was measured
 
@@ -26,9 +26,9 @@ again. Goals that were missed are marked. The page is written by one command and
     python speedrun/results.py
 
 A row is the newest value of a figure on a device. Older ones are in
-[speedrun/records](../speedrun/records/README.md), and on one page with curves after
+[the records](README.md), and on one page with curves after
 `qat report --leaderboard --out leaderboard.html`. `DIR` and `FILE` in a command are places of
-yours; scripts that are gone are named in the record, with what measures the figure now.
+yours; `git show COMMIT:PATH` prints a script that is gone.
 {met} of the {bound} goals that are bounds are met.
 """
 COLUMNS = ("figure", "value", "unit", "goal", "", "device", "record", "command")
@@ -90,7 +90,7 @@ def row(words: str, entry: RecordEntry) -> str:
         figure.goal,
         MET[figure.is_met],
         figure.device,
-        f"[{entry.record}](../speedrun/records/{folder})",
+        f"[{entry.record}]({folder})",
         f"`{figure.command}`" if figure.command else "",
     )
     return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
