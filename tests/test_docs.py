@@ -11,12 +11,13 @@ from qat.extensions.lab.leaderboard import read_records
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+EXTENSIONS = sorted((ROOT / "qat" / "extensions").glob("*/README.md"))
 PAGES = [
     *FRONT,
     *DOCS,
+    *EXTENSIONS,
     *(ROOT / d / "README.md" for d in ("caches", "notebooks", "speedrun/records")),
 ]
-
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 RECORDS = ROOT / "speedrun" / "records"
 ENTRIES = read_records(RECORDS)
@@ -42,6 +43,7 @@ def test_the_index_has_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     linked = set(re.findall(r"\]\((\w+\.md)", index))
     assert linked == {page.name for page in DOCS} - {"README.md"}
+    assert all(f"(../{page.relative_to(ROOT).as_posix()})" in index for page in EXTENSIONS)
     assert "(docs/README.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 

@@ -131,7 +131,8 @@ def unknown_flag(app: App, tokens: Sequence[str]) -> str | None:
             continue
         typed = flag.replace("_", "-")
         if here := HERE.get(typed):
-            return f"unknown flag {flag}; in qat: {here} (docs/migrating.md has the others)"
+            page = "qat/extensions/anemll/README.md"
+            return f"unknown flag {flag}; in qat: {here} ({page} has the others)"
         if here := COMMON.get(typed):
             return f"unknown flag {flag}; in qat: {here}"
         found = nearest(flag, [*flag_names(known), *ALWAYS])

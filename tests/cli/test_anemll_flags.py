@@ -8,7 +8,8 @@ from cli_case import call
 from qat.cli import VERBS, app
 from qat.cli.mistakes import COMMON, HERE
 
-MIGRATING = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).parents[2] / "qat" / "extensions" / "anemll" / "README.md"
+MIGRATING = PAGE.read_text(encoding="utf-8")
 
 
 def test_a_flag_of_theirs_names_ours(monkeypatch, capsys) -> None:
@@ -18,7 +19,7 @@ def test_a_flag_of_theirs_names_ours(monkeypatch, capsys) -> None:
         (["bench", "--load-model", "a.pt"], "or qat bench CHECKPOINT; a .pt after qat convert"),
         (["train", "x", "--wandb-run=a", "--cache-dir", "c"], "in qat: --wandb-name of qat train"),
         (["train", "x", "--num_train_epochs", "3"], "in qat: --max-steps of qat train"),
-        (["cache", "--dataset_name", "a"], "unknown flag --dataset_name; in qat: --data (docs/"),
+        (["cache", "--dataset_name", "a"], "unknown flag --dataset_name; in qat: --data (qat/"),
     ):
         assert call(monkeypatch, *tokens) == 1
         line = capsys.readouterr().err

@@ -103,7 +103,7 @@ def test_the_page_runs_as_written_without_a_token_to_pad_with(
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.pad_token = None
     tokenizer.save_pretrained(path)
-    page = (ROOT / "docs/serve.md").read_text(encoding="utf-8")
+    page = (ROOT / "qat/extensions/vllm/README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     said = {}
     exec(code.replace("checkpoints/q2", str(path)), said)
