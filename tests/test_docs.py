@@ -17,6 +17,7 @@ PAGES = [
     *DOCS,
     *EXTENSIONS,
     *(ROOT / d / "README.md" for d in ("caches", "notebooks", "speedrun/records")),
+    ROOT / "speedrun" / "records" / "results.md",
 ]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 RECORDS = ROOT / "speedrun" / "records"
