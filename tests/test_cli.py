@@ -334,4 +334,4 @@ def test_closed_outputs_are_no_traceback(tmp_path: Path) -> None:
         found = subprocess.run(
             ["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path
         )
-        assert found.returncode == 0 and b"Traceback" not in found.stderr
+        assert found.returncode == 0 and "Traceback" not in found.stderr

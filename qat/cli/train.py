@@ -17,7 +17,7 @@ from qat.errors import QatError
 from qat.logs import RECIPE, Terminal
 from qat.losses.config import parse_losses
 from qat.observe.follow import TrackConfig
-from qat.train.config import TrainConfig, check_new
+from qat.train.config import TrainConfig, refuse_begun
 
 if TYPE_CHECKING:
     from qat.ranks import Ranks
@@ -71,7 +71,7 @@ def train(
     _warn_of_rollouts(config)
     check_inputs(models=[student, config.teacher], caches=[config.cache_dir], out=out)
     if resume is None and not dry_run:
-        check_new(out)
+        refuse_begun(out)
     if config.reads_cache:
         config = with_fitting_loss(config, config.cache_dir)
     from qat.backend.device import select

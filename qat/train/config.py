@@ -25,7 +25,7 @@ ALMOST_WHOLE = 1e-6
 """Largest distance of a share of the rows from a whole number of rows, such as 0.1 of 30."""
 
 
-def check_new(out: Path) -> None:
+def refuse_begun(out: Path) -> None:
     """Refuse a run directory that holds a run already.
 
     Raises:

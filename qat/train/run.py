@@ -46,7 +46,7 @@ from qat.logs import (
 )
 from qat.models.directory import CHECKPOINTS, RUN_POINTERS, STEP_NAME, pointed
 from qat.secrets import scrubbed_in
-from qat.train.config import TrainConfig, check_new
+from qat.train.config import TrainConfig, refuse_begun
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class RunDirectory:
                     "run writes and deletes there; remove it or choose another --out"
                 )
         if not resume:
-            check_new(self.path)
+            refuse_begun(self.path)
         if recipe.exists():
             self._check_same(config, student)
             return True

@@ -307,14 +307,14 @@ def test_what_is_trained_for_nvfp4_is_what_is_read(tmp_path: Path) -> None:
 
 
 GGUF_FORMATS = {
-    "Q2_0": [("int", 2, 64), ("ternary", 2, 256)],
+    "Q2_0": [("int", 2, 64), ("int", 2, 256), ("ternary", 2, 64)],
     "Q2_K": [("seq", 2, 256), ("seq", 2, 512)],
     "Q3_K": [("int", 3, 256)],
     "TQ2_0": [("ternary", 2, 256)],
-    "Q4_0": [("int", 4, 32), ("ternary", 2, 64)],
-    "Q4_1": [("seq", 4, 32), ("seq", 1, 64)],
+    "Q4_0": [("int", 4, 32), ("int", 3, 64), ("ternary", 2, 32)],
+    "Q4_1": [("seq", 4, 32), ("seq", 3, 256), ("seq", 1, 32)],
     "Q5_0": [("int", 5, 32)],
-    "Q6_K": [("int", 6, 256)],
+    "Q6_K": [("int", 6, 256), ("int", 6, 512)],
     "Q8_0": [("int", 8, 32), ("int", 6, 64)],
 }
 
