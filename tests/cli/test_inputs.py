@@ -70,8 +70,6 @@ WRONG = [
     ("generate none", "none does not exist"),
     ("bench none", "student=none is neither a model directory nor a shape"),
     ("bench tiny --cache-dir none", "none is not there, expected a teacher cache"),
-    ("bench baselines none", "student=none is neither a model directory nor a shape"),
-    ("bench quality none.toml --out {tmp}/q", "recipe=none.toml: No such file"),
     ("bench sweep none.toml", "recipe=none.toml: No such file"),
     (f"convert {MODEL} --out {{tmp}}/c", "neither a plan nor a budget is given"),
     (f"convert {MODEL} --to q2b4 --out {{tmp}}/c", "did you mean q2a4?"),

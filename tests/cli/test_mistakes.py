@@ -30,7 +30,7 @@ def test_a_misspelt_verb_is_named_whatever_follows(monkeypatch, capsys) -> None:
         ("help cach", "qat cache"),
         ("hub pul NAME", "qat hub pull"),
         ("cache verfy --out x", "qat cache verify"),
-        ("bench qualty x.toml", "qat bench quality"),
+        ("bench swep x.toml", "qat bench sweep"),
     ):
         assert meant(answer(monkeypatch, capsys, *tokens.split())) == verb
 

@@ -19,9 +19,8 @@ from qat.errors import ConfigError
 from qat.extensions.lab.config import BaselinesConfig
 from qat.extensions.lab.verbs import VERBS
 
-WITHOUT_EXTENSIONS = """
-import contextlib, importlib.metadata, io, json, sys
-importlib.metadata.entry_points = lambda **_: ()
+WITH_EXTENSIONS = """
+import contextlib, io, json, sys
 from qat.cli import main
 found = {}
 for words in json.loads(sys.argv[1]):
@@ -35,6 +34,10 @@ for words in json.loads(sys.argv[1]):
 extensions = [name for name in sys.modules if name.startswith("qat.extensions.")]
 print(json.dumps([found, extensions]))
 """
+WITHOUT_EXTENSIONS = f"""
+import importlib.metadata
+importlib.metadata.entry_points = lambda **_: ()
+{WITH_EXTENSIONS}"""
 
 
 @pytest.fixture
@@ -51,6 +54,23 @@ def test_the_command_line_knows_whose_the_verbs_are() -> None:
         words for words, owner in EXTENSION_OF.items() if owner == "lab"
     ]
     assert set(names) <= set(app["bench"])
+
+
+def test_a_wrong_name_is_one_line_before_torch_is_imported(tmp_path: Path) -> None:
+    calls = [["bench", "baselines", "none"], ["bench", "quality", "none.toml", "--out", "q"]]
+    script = f"{WITH_EXTENSIONS}print('torch' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(calls)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    lines, has_torch = ran.stdout.splitlines()
+    (code, student), (other, recipe) = json.loads(lines)[0].values()
+    assert (code, other, has_torch) == (1, 1, "False")
+    assert student.startswith("qat: student=none") and student.count("\n") == 1
+    assert recipe.startswith("qat: recipe=none.toml") and recipe.count("\n") == 1
 
 
 def test_a_verb_of_an_absent_lab_is_one_line() -> None:
