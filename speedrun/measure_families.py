@@ -11,6 +11,7 @@ generate and export on the CPU. All of them take about ten minutes and write doc
 import io
 import sys
 import tempfile
+import textwrap
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
@@ -28,18 +29,31 @@ PAGE = ROOT / "docs" / "models.md"
 HEAD = """\
 # Which models work
 
-For who wants to know whether a model's class can be a teacher and a student before downloading it.
-A tiny random model of each class of causal language models in transformers {version}, and of
-{of_images} of images and text, went through `qat cache`, `convert --to q2a4 --calibration`,
-`train`, `eval`, `generate` and `export --to dense`. Converting opens what it wrote again and
-compares tensors to the bit; exporting compares logits.
-`python speedrun/measure_families.py` wrote this page. {working} of {tried} classes work.
+Look here whether a model can be teacher and student before you download it. The class is in the
+model's `config.json`, under `architectures`. These are the causal language models of transformers
+{version}, and {of_images} classes for images and text: {working} of {tried} work.
 
-A class that is not listed may work: what is needed is said in
-[architecture.md](architecture.md#a-model-family). Of a model of text and images the text is meant;
-what prepares its images is copied beside the student.
+"Work" means that a tiny random model of the class went through `qat cache`, `convert --to q2a4
+--calibration`, `train`, `eval`, `generate` and `export --to dense`, with the same tensors to the
+bit after converting and the same logits after exporting. In a clone you can try a class yourself:
+
+    python speedrun/measure_families.py --family Qwen3MoeForCausalLM
+
+A class that is not listed may work too ([what it needs](architecture.md#a-model-family)). In models
+of text and images the text part is quantized, and the files that prepare images are copied.
 
 """
+REASONS = {
+    "other logits than its head": "the head does more than multiply by its weight",
+    "features of its": "the head does more than multiply by its weight",
+    "reads tokens that come later": "it reads later tokens, so it is no causal model",
+    "documents are packed": "it computes something else where documents are packed",
+    "for which transformers has no causal": "it is a part of a model: name the whole model",
+    "decoder blocks": "its decoder blocks are not one list",
+    "holds experts in one tensor": "unknown layout of experts: use a plan for the attention alone",
+    "cannot be run one by one": "layers cannot run one by one: convert without `--calibration`",
+}
+"""The page's words for each refusal, by a part of its message; other messages stand as they are."""
 app = App(help=__doc__)
 
 
@@ -69,12 +83,12 @@ def measure(
             record(figures, f"families_{name}", count, "classes", goal, runs=1)
     PAGE.write_text(
         HEAD.format(version=__version__, of_images=len(OF_IMAGES), **counts)
-        + "## Work\n\n"
-        + "\n".join(f"- `{name}`" for name in works)
-        + "\n\n## Are refused\n\n"
-        + table("class", "what is said", refused)
-        + "\n## Were not tried\n\n"
-        + table("class", "why", {name: NOT_BUILT[name] for name in NOT_BUILT if name in FAMILIES}),
+        + "## These work\n\n"
+        + textwrap.fill(named(works), 100)
+        + "\n\n## These are refused\n\n"
+        + table({name: reason(why) for name, why in refused.items()})
+        + "\n## These were not tried\n\n"
+        + table({name: NOT_BUILT[name] for name in NOT_BUILT if name in FAMILIES}),
         encoding="utf-8",
     )
 
@@ -111,10 +125,23 @@ def tried(family: str, device: str = "cpu", dtype: str = "auto") -> str:
     return f"`qat {verb}`: {last}"
 
 
-def table(first: str, second: str, rows: dict[str, str]) -> str:
-    """A table of two columns."""
-    lines = [f"| {first} | {second} |", "|---|---|"]
-    return "\n".join([*lines, *(f"| `{name}` | {why} |" for name, why in rows.items())]) + "\n"
+def named(classes: list[str]) -> str:
+    """Return the classes as one line of code spans."""
+    return ", ".join(f"`{name}`" for name in classes)
+
+
+def reason(why: str) -> str:
+    """Return the page's words for a verb's message, or the message."""
+    return next((words for part, words in REASONS.items() if part in why), why)
+
+
+def table(reasons: dict[str, str]) -> str:
+    """Return a table of classes by reason."""
+    groups: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        groups.setdefault(why, []).append(name)
+    rows = [f"| {named(classes)} | {why} |" for why, classes in groups.items()]
+    return "\n".join(["| class | why |", "|---|---|", *rows]) + "\n"
 
 
 if __name__ == "__main__":
