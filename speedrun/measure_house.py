@@ -1,4 +1,4 @@
-"""How much there is to read: lines of each part, what a verb imports, the road of a training step.
+"""Measure how much there is to read: lines, imports of a verb, files of a training step.
 
     python speedrun/measure_house.py --figures figures.jsonl
 
@@ -73,14 +73,14 @@ def measure(*, figures: Path | None = None) -> None:
 
 
 def git(*words: str) -> str:
-    """What git prints in the root of the repository."""
+    """Return what git prints in the root of the repository."""
     return subprocess.run(
         ["git", *words], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
 
 
 def inside(path: Path, folder: str) -> bool:
-    """Whether a file lies in a folder of the repository."""
+    """Return whether a file lies in a folder of the repository."""
     return path.is_relative_to(ROOT / folder)
 
 

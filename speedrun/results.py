@@ -1,4 +1,4 @@
-"""Writes speedrun/records/results.md: every measured figure of the records, in plain words.
+"""Write speedrun/records/results.md: every measured figure of the records, in plain words.
 
     python speedrun/results.py
 

@@ -23,7 +23,7 @@ from qat.models.language_model import LanguageModel
 NAME = "tiny"
 SERVED = "unknown, served as 0123456789ab"
 RECORDED = Path(__file__).parent / "data" / "served_vllm.json"
-"""What vLLM said to `recorded_build`; test_served_teacher.py of its extension asks it again."""
+"""Answers of vLLM to `recorded_build`; test_served_teacher.py of its extension renews them."""
 CONTEXT = 128
 Said = tuple[int, dict | list | bytes]
 """An answer's status and content."""

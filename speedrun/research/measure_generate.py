@@ -91,7 +91,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is timed."""
+    """Settings of the generation that is timed."""
 
     shape: str = "qwen3-4b"
     device: str = "auto"

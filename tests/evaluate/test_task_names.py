@@ -21,7 +21,7 @@ HARNESS = {
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a task of one's own, beside a harness of four files."""
+    """Return a directory with a user's task; the harness has four files."""
     (tmp_path / "tasks" / "arc").mkdir(parents=True)
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "mine.yaml").write_text("task: mine\n")

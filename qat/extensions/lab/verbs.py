@@ -49,7 +49,7 @@ def baselines(
     config: Annotated[BaselinesConfig, Parameter(name="*")] = BaselinesConfig(),  # noqa: B008
     out: Path | None = None,
 ) -> dict[str, object]:
-    """Time other ways to train the same layers on the same data beside ours.
+    """Time other methods that train the same layers on the same data, in turns with ours.
 
     Args:
         student: packed checkpoint or shape, as for 'qat bench'.
