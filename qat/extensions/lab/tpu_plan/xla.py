@@ -39,7 +39,8 @@ with warnings.catch_warnings():
     from torchax.ops.ops_registry import register_torch_dispatch_op
 
 jax.config.update("jax_platforms", "cpu")
-# an eighth of the compile time, for slightly more memory (docs/tpu.md, "How far to trust it")
+# an eighth of the compile time, for slightly more memory (qat/extensions/xla/README.md, "How far to
+# trust it")
 jax.config.update("jax_optimization_level", "O0")
 
 # Operators that torchax lacks, gets wrong, or lowers to code that compiles for minutes on a TPU.
