@@ -22,7 +22,7 @@ from qat.convert.bits_budget import BudgetReport
 from qat.convert.calibrate import StackInputs, StageInputs, TokenBatch, Walk, stages_in_order
 from qat.convert.rotate import ROTATION
 from qat.errors import ConfigError
-from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
+from qat.kernels.column_sweep import COLUMN_OPS, RecordedSweeps, nearest_vectors
 from qat.kernels.trellis import best_path
 from qat.logs import Ticker, progress
 from qat.models.cost import (
@@ -351,6 +351,7 @@ class _Conversion:
         self.activations = activations
         self.base = base.model
         self.ticker = ticker
+        self.ops = COLUMN_OPS._replace(sweeps=RecordedSweeps())
         self.experts = self.rare = 0
         """Weights of experts in all, and those with too few inputs to be fitted to them."""
         self.dampings: dict[str, float] = {}
@@ -393,7 +394,7 @@ class _Conversion:
         if isinstance(inputs, StackInputs):
             (name,) = names
             began, weight, spec = time.perf_counter(), self.weight(name), self.specs[name]
-            fit = fit_stack_to_inputs(weight, spec, *inputs, ops=COLUMN_OPS)
+            fit = fit_stack_to_inputs(weight, spec, *inputs, ops=self.ops)
             seconds = time.perf_counter() - began
             self._note_damping(name, fit)
             self.put(name, weight, fit.quantized, output_error=fit.output_error, seconds=seconds)
@@ -405,7 +406,7 @@ class _Conversion:
             own = [name for name in names if self.specs[name] == spec]
             weights = [self.weight(name) for name in own]
             aims = weights if inputs.input_gap is None else aim_all(weights, *inputs)
-            fits = fit_all_to_inputs(aims, spec, inputs.second_moment, COLUMN_OPS)
+            fits = fit_all_to_inputs(aims, spec, inputs.second_moment, self.ops)
             per_weight = (time.perf_counter() - began) / sum(weight.numel() for weight in weights)
             for name, weight, fit in zip(own, weights, fits, strict=True):
                 seconds = per_weight * weight.numel()

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -202,6 +202,14 @@ def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, metric: Tens
     columns.scales.copy_(new)
 
 
+def run_sweeps(
+    sweep: Callable[..., None], columns: Columns, *inputs: Tensor, times: int = 1, **settings: Any
+) -> None:
+    """Call `sweep(columns, *inputs, **settings)`, which changes `columns`, that many times."""
+    for _ in range(times):
+        sweep(columns, *inputs, **settings)
+
+
 class ColumnOps(NamedTuple):
     """Inner operations of a sweep and of a fit: these functions, or kernels of a device."""
 
@@ -209,6 +217,7 @@ class ColumnOps(NamedTuple):
     refit: Callable[[Columns, Tensor, Tensor, Tensor], None] = refit_scale
     nearest: Nearest = nearest_vectors
     path: Path = best_path
+    sweeps: Callable[..., None] = run_sweeps
 
 
 REFERENCE = ColumnOps()
@@ -513,7 +522,7 @@ def feed_back(columns: Columns, H: Tensor, ops: ColumnOps) -> None:
         columns.indices,
         metric,
     )
-    feedback_sweep(sorted_columns, coupling, ops)
+    ops.sweeps(feedback_sweep, sorted_columns, coupling, ops=ops)
     back = places.argsort()
     columns.residual, columns.chosen = columns.residual[back], columns.chosen[back]
     if columns.indices is not None:
@@ -549,8 +558,8 @@ def descend(columns: Columns, H: Tensor, *, moves_scales: bool, ops: ColumnOps) 
     else:
         coupling, metric = descent_of_blocks(H, columns.vector_size)
         columns.metric = metric
-    for _ in range(SWEEPS):
-        descent_sweep(columns, coupling, metric, moves_scales=moves_scales, ops=ops)
+    settings = {"times": SWEEPS, "moves_scales": moves_scales, "ops": ops}
+    ops.sweeps(descent_sweep, columns, coupling, metric, **settings)
 
 
 def stack(weights: Sequence[Tensor], quantized: Sequence[QuantizedWeight]) -> Columns:

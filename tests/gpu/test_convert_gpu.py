@@ -10,7 +10,7 @@ from tiny import VOCAB, tiny_model
 
 from qat.convert.calibrate import TokenBatch
 from qat.convert.quantize import quantize_model
-from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
+from qat.kernels.column_sweep import COLUMN_OPS, RecordedSweeps, nearest_vectors
 from qat.models import streamed
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher
@@ -20,7 +20,7 @@ from qat.nn.swap import linear_names
 from qat.quant import vectors
 from qat.quant.error_feedback import REFERENCE, Columns, damped, fit_all_to_inputs, output_error
 from qat.quant.spec import PRESETS, KvSpec, LutSpec
-from qat.quant.weight import index_dtype
+from qat.quant.weight import dequantize, index_dtype
 
 pytestmark = pytest.mark.gpu
 
@@ -135,6 +135,20 @@ def test_fits_are_as_good_as_the_references_and_the_cpus(spec: LutSpec) -> None:
         errors.append(sum(output_error(weight, fit.quantized, D) for weight, fit in pairs))
     assert errors[0] == pytest.approx(errors[1], rel=0.02)
     assert errors[0] == pytest.approx(errors[2], rel=0.02)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_recorded_sweeps_fit_to_the_same_bits(spec: LutSpec) -> None:
+    recorded = COLUMN_OPS._replace(sweeps=RecordedSweeps())
+    for _ in range(2):  # the second fit replays the graph of the first
+        weights, H = [torch.randn(rows, 512, device="cuda") for rows in (96, 33)], moment(512)
+        for ours, theirs in zip(
+            fit_all_to_inputs(weights, spec, H, recorded),
+            fit_all_to_inputs(weights, spec, H, COLUMN_OPS),
+            strict=True,
+        ):
+            assert ours.output_error == theirs.output_error
+            assert torch.equal(dequantize(ours.quantized), dequantize(theirs.quantized))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])

@@ -3,6 +3,7 @@
 Shapes: I in_features, O rows, C codebook entries, B columns of a block, d weights of a vector.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -216,6 +217,48 @@ def test_whole_sweeps_end_where_the_references_do(group_size: int, I: int) -> No
             descent_sweep(columns, coupling, diagonal, moves_scales=True, ops=ops)
         errors.append(((H @ columns.residual) * columns.residual).sum().item())
     assert errors[0] == pytest.approx(errors[1], rel=0.02)
+
+
+class Recording:
+    """A device whose graphs are calls; it counts them."""
+
+    def __init__(self, memory_gib: float) -> None:
+        self.memory, self.graphs = memory_gib, 0
+
+    def records(self) -> bool:
+        return True
+
+    def memory_gib(self) -> float:
+        return self.memory
+
+    def record(self, run: Callable[[], None]) -> tuple[Callable[[], None], None]:
+        self.graphs += 1
+        return run, None
+
+
+@pytest.mark.parametrize(("memory_gib", "graphs"), [(1.0, 3), (1e-9, 0)])
+def test_recorded_sweeps_do_what_plain_ones_do(
+    memory_gib: float, graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Recording(memory_gib)
+    monkeypatch.setattr(kernel, "on", lambda _: device)
+    sweeps = kernel.RecordedSweeps()
+    settings = {"times": 3, "moves_scales": True, "ops": reference.REFERENCE}
+    starts = [
+        *(block(32, 9, 4, 2) for _ in range(3)),  # one graph for all of a shape
+        block(32, 7, 4, 2),
+        block_of_vectors(32, 9, 16, 4, 2),
+    ]
+    for start, _, coupling in starts:
+        metric = torch.rand(32) + 0.5 if start.metric is None else start.metric
+        ours, theirs = copied(start), copied(start)
+        sweeps(descent_sweep, ours, coupling, metric, **settings)
+        reference.run_sweeps(descent_sweep, theirs, coupling, metric, **settings)
+        assert not torch.equal(theirs.residual, start.residual)
+        for name, tensor in vars(theirs).items():
+            if isinstance(tensor, torch.Tensor):
+                assert torch.equal(getattr(ours, name), tensor), name
+    assert device.graphs == graphs
 
 
 @pytest.mark.parametrize("spec", [
