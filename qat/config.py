@@ -49,6 +49,16 @@ RUNS_CODE = {"--trust-remote-code", "--tasks-dir", "--allow-command"}
 """Flags that run third-party code: that of a model or a task, or a program of a sweep."""
 
 
+class OnResume(NamedTuple):
+    """Annotation of a setting of a run: whether the run may be resumed with another value."""
+
+    fixed_because: str | None
+    """Reason why not; None if it may change."""
+
+
+Free = Annotated[T, OnResume(None)]
+
+
 class Knows(NamedTuple):
     """Annotation of a text setting with well-known values, which messages suggest."""
 
@@ -109,9 +119,9 @@ Device = Annotated[str, AfterValidator(_known_device), Knows(DEVICES)]
 class DeviceSettings(Settings):
     """Settings of the device that a verb computes on."""
 
-    device: Speed[Device] = "auto"
+    device: Speed[Free[Device]] = "auto"
     """auto, cpu, cuda, cuda:1, mps or xla."""
-    xla_cache_dir: Speed[Path | None] = None
+    xla_cache_dir: Speed[Free[Path | None]] = None
     """With --device xla: cache compiled programs in this directory, for later processes."""
 
 

@@ -37,6 +37,7 @@ from qat.cli.convert import Targets
 from qat.cli.parser import app, mistake, run_verb, verb_flags
 from qat.config import (
     Careful,
+    DeviceSettings,
     Formats,
     Learns,
     Required,
@@ -60,11 +61,11 @@ if TYPE_CHECKING:
     from qat.convert.forecast import Forecast
 
 Table = dict[str, object]
-LAST_FILES = {"convert": REPORT_NAME, "train": SUMMARY, "export": ""}
-"""The file that each verb writes last into its directory; a cache has a state in its manifest."""
-FREE_TO_CHANGE = {"device", "xla_cache_dir"}
+OF_ONE_CALL = DeviceSettings.model_fields.keys()
 """Settings of one call: a stage that is done may be called with another value, and no later call
 inherits them."""
+LAST_FILES = {"convert": REPORT_NAME, "train": SUMMARY, "export": ""}
+"""The file that each verb writes last into its directory; a cache has a state in its manifest."""
 
 
 class Pipeline:
@@ -122,7 +123,7 @@ class Pipeline:
         Raises:
             ConfigError: the first one that differs.
         """
-        for key in sorted({*now, *was} - FREE_TO_CHANGE):
+        for key in sorted({*now, *was} - OF_ONE_CALL):
             if now.get(key) != was.get(key):
                 raise ConfigError(
                     f"[{table}] {key}={now.get(key)!r}, but that stage is done in {self.out} with "
@@ -467,7 +468,7 @@ class Run:
     def _note(self) -> None:
         """Record the settings of `qat run` itself."""
         run = {"model": self.model, **self.config.own(), "for": list(self.targets)}
-        self.settings["run"] = {k: v for k, v in run.items() if k not in FREE_TO_CHANGE}
+        self.settings["run"] = {k: v for k, v in run.items() if k not in OF_ONE_CALL}
 
     def _table(self, stage: str, tables: Mapping[str, Table], flags: dict[str, Table]) -> Table:
         """Merge the settings of a stage: of earlier calls if it has begun, the recipe, the flags.
@@ -484,7 +485,7 @@ class Run:
         place = self.pipeline.out / PLACES.get(stage, stage)
         is_begun = stage in self.done or place.exists()
         recorded = self.pipeline.recorded.get(stage, {}) if is_begun else {}
-        before = {k: v for k, v in recorded.items() if k not in FREE_TO_CHANGE}
+        before = {k: v for k, v in recorded.items() if k not in OF_ONE_CALL}
         return before | table | flags[stage]
 
     def _check(self) -> None:

@@ -1,15 +1,38 @@
 """Settings of `qat train`."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from qat.config import Careful, DeviceSettings, Learns, Loss, Rates, Required, Saving, Speed, Steps
+from qat.config import (
+    Careful,
+    DeviceSettings,
+    Free,
+    Learns,
+    Loss,
+    OnResume,
+    Rates,
+    Required,
+    Saving,
+    Speed,
+    Steps,
+)
 from qat.data.config import Location
 from qat.errors import ConfigError
 from qat.logs import RECIPE
 from qat.losses.config import WITH_TEACHER, parse_losses
+
+T = TypeVar("T")
+# Reasons why a resumed run must keep a setting; each setting names one of them, or is `Free`.
+Moments = Annotated[T, OnResume("what learns has its moments, which would fit nothing else")]
+OneCourse = Annotated[T, OnResume("a run has one course of rates")]
+Comparable = Annotated[T, OnResume("the losses before and after would not compare")]
+OneJudge = Annotated[
+    T, OnResume("the best student is told by the same sequences from the first to the last")
+]
+OneOrder = Annotated[T, OnResume("it decides which sequences a step sees")]
+OneTeacher = Annotated[T, OnResume("it belongs to the teacher, which stays the same")]
 
 KINDS = ("weights", "scales", "codebook", "lora", "norms", "gates", "router")
 """Kinds of parameter that may learn; each has its own learning rate."""
@@ -40,47 +63,47 @@ def refuse_begun(out: Path) -> None:
 class StepConfig(DeviceSettings):
     """Settings of one optimizer step: what learns, from which loss, in which shape and dtype."""
 
-    mlp_only: Learns[bool] = False
+    mlp_only: Learns[Moments[bool]] = False
     """Train the quantized linears of the MLPs only."""
-    attention_only: Learns[bool] = False
+    attention_only: Learns[Moments[bool]] = False
     """Train the quantized linears of the attention only."""
-    e2e: Learns[bool] = False
+    e2e: Learns[Moments[bool]] = False
     """Train all quantized linears (the default)."""
-    learn: Learns[str] = "weights,scales,codebook"
+    learn: Learns[Moments[str]] = "weights,scales,codebook"
     """Kinds of parameter that learn, joined by commas: weights, scales, codebook, lora, norms,
     gates, router (lora is for fixed codes, so not with weights; gates are those of sparse
     attention; router is the choice among experts)."""
-    lora_rank: Learns[int] = Field(16, gt=0)
+    lora_rank: Learns[Moments[int]] = Field(16, gt=0)
     """Rank of the adapters that learn=lora adds; adapters that the student has already are kept."""
-    loss: Loss[str] = "tail"
+    loss: Loss[Comparable[str]] = "tail"
     """tail, sampled, candidates, reverse_kl, jsd, cakld, hard_ce, or a sum: tail:1,hard_ce:0.1;
     with --teacher: kl, reverse_kl, jsd, cakld, hard_ce."""
-    temperature: Loss[float] = Field(1.0, gt=0)
+    temperature: Loss[Comparable[float]] = Field(1.0, gt=0)
     """Softmax temperature of the divergences (the reference's candidates loss uses 2)."""
-    batch_size: Steps[int] = Field(64, gt=0)
+    batch_size: Steps[Free[int]] = Field(64, gt=0)
     """Sequences in one forward (the micro-batch); larger steps end closer to the teacher."""
-    grad_accum_steps: Steps[int] = Field(1, gt=0)
+    grad_accum_steps: Steps[Free[int]] = Field(1, gt=0)
     """Micro-batches per optimizer step."""
-    optimizer: Speed[Literal["adamw", "adamw8bit"]] = "adamw"
+    optimizer: Speed[Moments[Literal["adamw", "adamw8bit"]]] = "adamw"
     """Optimizer of the latent weights; adamw8bit keeps their moments in 8 bits (needs torchao)."""
-    latent_dtype: Speed[Literal["fp32", "bf16"]] = "fp32"
+    latent_dtype: Speed[Moments[Literal["fp32", "bf16"]]] = "fp32"
     """Dtype of the latent weights; bf16 rounds each step stochastically, at half the memory."""
-    offload: Speed[Literal["none", "moments", "latents"]] = "none"
+    offload: Speed[Free[Literal["none", "moments", "latents"]]] = "none"
     """Parts of bf16 latent weights to keep in pinned host memory: their moments, or with latents
     the weights as well. They are copied to the device one tensor ahead of the optimizer, and back
     after."""
-    gradient_checkpointing: Speed[bool] = False
+    gradient_checkpointing: Speed[Free[bool]] = False
     """Recompute layers in backward instead of keeping their activations."""
-    checkpoint_every: Speed[int] = Field(1, gt=0)
+    checkpoint_every: Speed[Free[int]] = Field(1, gt=0)
     """With gradient checkpointing: recompute every n-th layer."""
-    form: Speed[Literal["auto", "whole", "layer"]] = "auto"
+    form: Speed[Free[Literal["auto", "whole", "layer"]]] = "auto"
     """Form all weights once a step, or those of a layer when it runs and again in backward, in
     memory shared by all layers: the same results. auto forms by layer if all would not fit."""
-    compile: Speed[Literal["auto", "on", "off"]] = "auto"
+    compile: Speed[Free[Literal["auto", "on", "off"]]] = "auto"
     """Compile the decoder layers; auto does so on a GPU."""
-    dtype: Speed[Literal["auto", "fp32", "tf32", "bf16", "fp16"]] = "auto"
+    dtype: Speed[Comparable[Literal["auto", "fp32", "tf32", "bf16", "fp16"]]] = "auto"
     """Compute dtype; auto is bf16, or fp16 on a GPU without bf16, or fp32 on a CPU."""
-    seed: Steps[int] = Field(0, ge=0)
+    seed: Steps[OneOrder[int]] = Field(0, ge=0)
     """Seed of the order of the data and of sampling."""
 
     @model_validator(mode="after")
@@ -138,79 +161,79 @@ class TrainConfig(StepConfig):
     root mean square that it started with, so one value serves models of any size.
     """
 
-    cache_dir: Required[Location]
+    cache_dir: Required[Free[Location]]
     """Teacher cache to learn from (see qat cache): a directory, or s3://... and the like."""
-    teacher: Loss[str | None] = None
+    teacher: Loss[Comparable[str | None]] = None
     """The cache's teacher, directory or hub id, to run during training: losses then compare all
     words, at the cost of its forward; the cache gives the text and the evaluation."""
-    on_policy: Loss[float] = Field(0.0, ge=0, le=1)
+    on_policy: Loss[Comparable[float]] = Field(0.0, ge=0, le=1)
     """Share of each step's rows in which the student continues a prompt of the cache itself and
     learns from the --teacher's distribution over its text; the other rows come from the cache."""
-    on_policy_loss: Loss[str] = "reverse_kl"
+    on_policy_loss: Loss[Comparable[str]] = "reverse_kl"
     """Loss on the student's own text: reverse_kl, kl, jsd, cakld, or a sum."""
-    rollout_every: Loss[int] = Field(1, gt=0)
+    rollout_every: Loss[Comparable[int]] = Field(1, gt=0)
     """Steps per rollout. Each rollout is used for that many steps, so its text is by then up to
     that number minus 1 steps old."""
-    rollout_tokens: Loss[int] = Field(0, ge=0)
+    rollout_tokens: Loss[Comparable[int]] = Field(0, ge=0)
     """Most tokens that the student generates per row; 0 is three quarters of the cache's sequence
     length."""
-    rollout_temperature: Loss[float] = Field(1.0, ge=0)
+    rollout_temperature: Loss[Comparable[float]] = Field(1.0, ge=0)
     """Sampling temperature of rollouts; 0 takes the most likely token."""
-    max_steps: Steps[int] = Field(1000, gt=0)
+    max_steps: Steps[Free[int]] = Field(1000, gt=0)
     """Optimizer steps."""
-    lr: Rates[float] = Field(1e-2, ge=0)
+    lr: Rates[OneCourse[float]] = Field(1e-2, ge=0)
     """Peak learning rate of the latent weights."""
-    lr_scales: Rates[float] = Field(1e-3, ge=0)
+    lr_scales: Rates[OneCourse[float]] = Field(1e-3, ge=0)
     """Peak learning rate of the scales."""
-    lr_codebook: Rates[float] = Field(1e-3, ge=0)
+    lr_codebook: Rates[OneCourse[float]] = Field(1e-3, ge=0)
     """Peak learning rate of the codebooks."""
-    lr_lora: Rates[float] = Field(1e-2, ge=0)
+    lr_lora: Rates[OneCourse[float]] = Field(1e-2, ge=0)
     """Peak learning rate of the adapters, relative to an adapter as large as its weight."""
-    lr_norms: Rates[float] = Field(1e-3, ge=0)
+    lr_norms: Rates[OneCourse[float]] = Field(1e-3, ge=0)
     """Peak learning rate of the normalisation weights."""
-    lr_gates: Rates[float] = Field(3e-3, ge=0)
+    lr_gates: Rates[OneCourse[float]] = Field(3e-3, ge=0)
     """Peak learning rate of sparse attention's gates and pooling weights."""
-    lr_router: Rates[float] = Field(1e-3, ge=0)
+    lr_router: Rates[OneCourse[float]] = Field(1e-3, ge=0)
     """Peak learning rate of the routers, which choose among experts."""
-    schedule: Rates[Literal["cosine", "constant", "wsd"]] = "cosine"
+    schedule: Rates[OneCourse[Literal["cosine", "constant", "wsd"]]] = "cosine"
     """Shape of the learning rates after the warm-up; wsd decays over the last fifth."""
-    warmup_steps: Rates[int] = Field(
+    warmup_steps: Rates[OneCourse[int]] = Field(
         default_factory=lambda known: min(MOST_WARM_UP, known["max_steps"] // WARM_UP_PART), ge=0
     )
     """Steps of linear warm-up; by default a tenth of max_steps, at most 50."""
-    min_lr_ratio: Rates[float] = Field(0.0, ge=0, le=1)
+    min_lr_ratio: Rates[OneCourse[float]] = Field(0.0, ge=0, le=1)
     """Final learning rate as a share of the peak."""
-    weight_decay: Rates[float] = Field(0.0, ge=0)
+    weight_decay: Rates[OneCourse[float]] = Field(0.0, ge=0)
     """Decay of the latent weights; quantizer parameters and norms never decay."""
-    beta2: Rates[float] = Field(0.95, gt=0, lt=1)
+    beta2: Rates[OneCourse[float]] = Field(0.95, gt=0, lt=1)
     """AdamW's beta2, the decay of its mean of squared gradients."""
-    clip_grad_norm: Rates[float] = Field(1.0, gt=0)
+    clip_grad_norm: Rates[OneCourse[float]] = Field(1.0, gt=0)
     """Largest gradient norm; larger gradients are scaled down to it."""
-    eval_every: Saving[int] = Field(100, gt=0)
+    eval_every: Saving[Free[int]] = Field(100, gt=0)
     """Steps between evaluations on the held-out split."""
-    eval_sequences: Saving[int] = Field(256, gt=0)
+    eval_sequences: Saving[OneJudge[int]] = Field(256, gt=0)
     """Held-out sequences per evaluation."""
-    sample_prompt: Saving[str] = "The"
+    sample_prompt: Saving[Free[str]] = "The"
     """Text that the generated sample of each evaluation continues."""
-    save_every: Saving[int] = Field(100, ge=0)
+    save_every: Saving[Free[int]] = Field(100, ge=0)
     """Steps between checkpoints; 0 saves only a new best at an evaluation, and at the end."""
-    milestone_every: Saving[int] = Field(0, ge=0)
+    milestone_every: Saving[Free[int]] = Field(0, ge=0)
     """Keep checkpoints at multiples of this many steps for ever; 0 for none."""
-    keep: Saving[int] = Field(2, gt=0)
+    keep: Saving[Free[int]] = Field(2, gt=0)
     """Number of periodic checkpoints to keep, besides the best one."""
-    log_every: Saving[int] = Field(10, gt=0)
+    log_every: Saving[Free[int]] = Field(10, gt=0)
     """Steps between lines of metrics."""
-    global_batch_size: Steps[int] = Field(0, ge=0)
+    global_batch_size: Steps[Free[int]] = Field(0, ge=0)
     """Sequences in one optimizer step over all ranks, from which grad_accum_steps follows; 0 is
     batch_size x grad_accum_steps x ranks."""
-    shard_latents: Speed[bool] = False
+    shard_latents: Speed[Free[bool]] = False
     """Divide latent weights, their gradients and moments over the ranks, or over the XLA devices of
     one process; each holds its rows."""
-    price_per_hour: Careful[float] = Field(0.0, ge=0)
+    price_per_hour: Careful[Free[float]] = Field(0.0, ge=0)
     """Price of one device per hour, for the prediction of costs."""
-    stall_s: Careful[float] = Field(600.0, gt=0)
+    stall_s: Careful[Free[float]] = Field(600.0, gt=0)
     """Seconds without a finished step after which stack traces are written."""
-    trust_remote_code: Loss[bool] = False
+    trust_remote_code: Loss[OneTeacher[bool]] = False
     """Run the code that comes with the model named by --teacher (recorded in run.json)."""
 
     @model_validator(mode="after")
@@ -280,6 +303,12 @@ class TrainConfig(StepConfig):
         all words.
         """
         return self.teacher is None or (self.on_policy > 0 and "kl" not in self.losses)
+
+
+def fixed_because(name: str) -> str | None:
+    """Return why a run must be resumed with the same setting `name`; None if it may change."""
+    marks = TrainConfig.model_fields[name].metadata
+    return next(mark for mark in marks if isinstance(mark, OnResume)).fixed_because
 
 
 def divide(config: TrainConfig, world: int) -> TrainConfig:

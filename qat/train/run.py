@@ -46,7 +46,7 @@ from qat.logs import (
 )
 from qat.models.directory import CHECKPOINTS, RUN_POINTERS, STEP_NAME, pointed
 from qat.secrets import scrubbed_in
-from qat.train.config import TrainConfig, refuse_begun
+from qat.train.config import TrainConfig, fixed_because, refuse_begun
 
 logger = logging.getLogger(__name__)
 
@@ -56,48 +56,6 @@ FORMAT = 1
 """Version of the checkpoint format; other versions are refused."""
 ATTEMPT = "attempt-"
 """Prefix of directories with the files of attempts that left no checkpoint."""
-FREE_TO_CHANGE = {
-    "device",
-    "xla_cache_dir",
-    "keep",
-    "save_every",
-    "milestone_every",
-    "stall_s",
-    "shard_latents",
-    "price_per_hour",
-    "batch_size",
-    "grad_accum_steps",
-    "global_batch_size",
-    "max_steps",
-    "eval_every",
-    "log_every",
-    "sample_prompt",
-    "compile",
-    "gradient_checkpointing",
-    "checkpoint_every",
-    "form",
-    "offload",
-    "cache_dir",
-}
-"""Settings that may change when a run is resumed: the number of sequences per step and the cache's
-content must stay the same."""
-WHY_NOT = {
-    "what learns has its moments, which would fit nothing else": (
-        "learn mlp_only attention_only e2e lora_rank optimizer latent_dtype"
-    ),
-    "a run has one course of rates": (
-        "lr lr_scales lr_codebook lr_lora lr_norms lr_gates lr_router schedule warmup_steps "
-        "min_lr_ratio weight_decay beta2 clip_grad_norm"
-    ),
-    "the losses before and after would not compare": (
-        "loss temperature teacher dtype on_policy on_policy_loss rollout_every rollout_tokens "
-        "rollout_temperature"
-    ),
-    "the best student is told by the same sequences from the first to the last": "eval_sequences",
-    "it decides which sequences a step sees": "seed",
-    "it is what learns": "student",
-}
-"""Reasons why other settings may not change when a run is resumed."""
 WHAT_CHANGED = {
     "cache_content": "the cache was rebuilt since, and decides what is learned and what judges",
     "student_fingerprint": "the student was changed since",
@@ -233,11 +191,10 @@ class RunDirectory:
         elsewhere = {"student"} if Path(student).is_dir() else set()
         elsewhere |= {"teacher"} if config.teacher and self.begun_with()[0].teacher else set()
         for key, (old, new) in self.changes(config, student).items():
-            if key not in FREE_TO_CHANGE | elsewhere:
-                whys = [why for why, keys in WHY_NOT.items() if key in keys.split()]
-                why = f": {whys[0]}" if whys else ""
+            why = "it is what learns" if key == "student" else fixed_because(key)
+            if why is not None and key not in elsewhere:
                 raise ConfigError(
-                    f"{key}={new!r}, but the run in {self.path} was begun with {old!r}{why}; "
+                    f"{key}={new!r}, but the run in {self.path} was begun with {old!r}: {why}; "
                     f"resume it with the same settings or choose another --out{BEGIN_THERE}"
                 )
 
