@@ -59,7 +59,7 @@ def stochastic_adamw_(moving: Moving, shared: Tensor, rates: Rates, noise: Noise
     stochastically. `shared` is float32 `(3,)`, on the device: the factor of the gradient,
     `1 - beta1**t` and `sqrt(1 - beta2**t)`. If the factor is not finite, nothing changes.
     """
-    if use_triton(moving.parameter):
+    if use_triton(moving.parameter, __name__):
         stochastic_adamw_by_kernel_(moving, shared, rates, noise)
         return
     _reference_(moving, shared, rates, noise)

@@ -18,7 +18,7 @@ def add_norm_(
     `residual` `(T, D)` and `gain` `(D,)` are float32; `delta` may be None. On a GPU every tensor is
     read or written once.
     """
-    if use_triton(residual):
+    if use_triton(residual, __name__):
         return _by_kernel(residual, delta, gain, eps, dtype)
     if delta is not None:
         residual += delta

@@ -28,7 +28,7 @@ def fits_tile(query: Tensor, value: Tensor) -> bool:
     B, H, S, D = query.shape
     is_half = value.dtype in (torch.bfloat16, torch.float16)
     is_shape = S <= MAX_TILE and 16 <= D <= 128 and D & (D - 1) == 0
-    return use_triton(query) and is_half and is_shape and value.shape[2] == S
+    return use_triton(query, __name__) and is_half and is_shape and value.shape[2] == S
 
 
 def tile_bytes(length: int, width: int) -> int:

@@ -52,7 +52,7 @@ LARGEST = tl.constexpr(65504.0)
 def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
     """Quantize columns one after another, as `quant.error_feedback.settle_columns` defines it."""
     is_small = columns.indices is not None or len(columns.levels) <= MOST_LEVELS
-    if use_triton(target) and is_small and len(target) <= MOST_COLUMNS:
+    if use_triton(target, __name__) and is_small and len(target) <= MOST_COLUMNS:
         settle_by_kernel(columns, target, coupling)
     else:
         reference.settle_columns(columns, target, coupling)
@@ -60,7 +60,7 @@ def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
 
 def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, metric: Tensor) -> None:
     """Refit the scales, as `quant.error_feedback.refit_scale` defines it."""
-    if use_triton(target) and len(target) <= MOST_COLUMNS:
+    if use_triton(target, __name__) and len(target) <= MOST_COLUMNS:
         refit_scale_by_kernel(columns, target, coupling, metric)
     else:
         reference.refit_scale(columns, target, coupling, metric)
@@ -68,7 +68,7 @@ def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, metric: Tens
 
 def nearest_vectors(weight: Tensor, S: Tensor, codebook: Tensor, importance: Tensor) -> Tensor:
     """Return codewords of vectors, `(O, I / d)`; see `quant.vectors.nearest_vectors`."""
-    if use_triton(weight):
+    if use_triton(weight, __name__):
         return nearest_by_kernel(weight, S, codebook, importance)
     return vectors.nearest_vectors(weight, S, codebook, importance)
 

@@ -46,7 +46,7 @@ def decode_attention(
     `qkv` `(B, (H + 2 J) D)` float32 holds queries, keys and values of the new `position` `(1,)`,
     which is the same for all sequences; its key and value are written into the cache.
     """
-    if use_triton(qkv):
+    if use_triton(qkv, __name__):
         if isinstance(cache.keys, PackedHeads):
             query = place_heads(qkv, cache, None, position, angles, scoring)
             return slot_attention(query, cache, position, scoring.scaling, order=order)

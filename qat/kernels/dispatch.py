@@ -5,7 +5,6 @@ without Triton (macOS, Windows, CPU images).
 """
 
 import logging
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,18 +55,20 @@ _FORCED: list[bool] = []
 _taken: Counter[Way] = Counter()
 
 
-def use_triton(tensor: Tensor) -> bool:
-    """Return whether to use Triton: on CUDA with Triton installed; otherwise use the reference."""
+def use_triton(tensor: Tensor, kernel: str) -> bool:
+    """Return whether to use Triton: on CUDA with Triton installed; otherwise use the reference.
+
+    The way is counted for `kernel`, the `__name__` of its module.
+    """
     found = _FORCED[-1] if _FORCED else HAS_TRITON and tensor.is_cuda
     if not torch.compiler.is_compiling():  # a graph would guard on the count
-        kernel = sys._getframe(1).f_globals["__name__"].rpartition(".")[2]
         _taken[kernel, "triton" if found else "pytorch", tensor.device.type] += 1
     return found
 
 
 def ways_taken() -> Counter[Way]:
     """Return how often each way was taken in this process so far, outside compiled graphs."""
-    return _taken.copy()
+    return Counter({(name.rpartition(".")[2], *way): n for (name, *way), n in _taken.items()})
 
 
 @contextmanager

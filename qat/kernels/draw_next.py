@@ -46,7 +46,7 @@ def draw_next(
     """
     if temperature == 0:
         return logits.argmax(-1)
-    if use_triton(logits):
+    if use_triton(logits, __name__):
         return _draw_by_kernel(logits, uniforms, 1 / temperature, top_p)
     masses = ((logits - logits.amax(-1, keepdim=True)) / temperature).exp()
     if top_p < 1:

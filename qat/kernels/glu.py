@@ -33,7 +33,7 @@ def silu_mul(joined: Tensor) -> Tensor:
     On a GPU one pass computes the result and one pass the gradient, which has the layout of
     `joined`; both in float32, rounded once.
     """
-    if use_triton(joined):
+    if use_triton(joined, __name__):
         return fused_silu_mul(joined)
     gate, up = joined.chunk(2, dim=-1)
     return functional.silu(gate) * up

@@ -231,7 +231,7 @@ def without(values: Tensor, ids: Tensor, fill: float) -> Tensor:
 
 def _by_kernel(tensor: Tensor) -> bool:
     """Return whether the Triton implementation is used."""
-    return use_triton(tensor) and tensor.dtype != torch.float64
+    return use_triton(tensor, __name__) and tensor.dtype != torch.float64
 
 
 def _others_of_block(hidden: Tensor, excluded: Tensor, head: Head, want_slope: bool) -> Others:

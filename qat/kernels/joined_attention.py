@@ -40,7 +40,7 @@ def joined_fits_tile(qkv: Tensor, head_dim: int) -> bool:
     """Return whether `joined_tile_attention` supports this tensor; the reference takes any."""
     is_half = qkv.dtype in (torch.bfloat16, torch.float16)
     is_head = 32 <= head_dim <= 128 and head_dim & (head_dim - 1) == 0
-    return use_triton(qkv) and is_half and is_head and qkv.shape[1] <= MAX_TILE
+    return use_triton(qkv, __name__) and is_half and is_head and qkv.shape[1] <= MAX_TILE
 
 
 def joined_attention(

@@ -316,7 +316,7 @@ def is_one_product(parts: Sequence[Part], dtype: torch.dtype) -> bool:
 
 
 def _tile(flat: Tensor, parts: Sequence[Part], O: int) -> GemmTile:
-    if not (use_triton(flat) and is_one_product(parts, flat.dtype) and len(flat)):
+    if not (use_triton(flat, __name__) and is_one_product(parts, flat.dtype) and len(flat)):
         return FORMED
     # `mma.m16n8k16` came with Ampere, as bfloat16 did
     if flat.is_cuda and not on(flat.device).has_bf16():

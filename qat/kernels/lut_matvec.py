@@ -87,7 +87,7 @@ def matvec(
     `x` `(B, I)` is float32, spread by `order_of(rows)`. With `is_gated` the first half of the
     rows are gates, and the result is `silu(gate) * up`, `(B, O / 2)`.
     """
-    if use_triton(x):
+    if use_triton(x, __name__):
         O = rows.shape[0] // 2 if is_gated else rows.shape[0]
         out = empty_inputs(x.shape[0], O, order, x.device)
         _launch(x, rows, out, norm=norm, bias=bias, is_gated=is_gated, order=order)
@@ -114,7 +114,7 @@ def matvec_add(
     order: int = 1,
 ) -> Stream:
     """Return the stream after `residual + W x + bias`; `scaled` is spread by `order`."""
-    if use_triton(x):
+    if use_triton(x, __name__):
         B, O = x.shape[0], rows.shape[0]
         tile = _tile(rows, O, B)
         if isinstance(tile, SumsTile):

@@ -179,7 +179,7 @@ def pull_back(
 def _by_kernel(codebook: Tensor) -> bool:
     """Return whether a Triton kernel supports this codebook; scalar codebooks must be small."""
     is_known = codebook.dim() > 1 or codebook.numel() <= MOST_LEVELS
-    return use_triton(codebook) and is_known
+    return use_triton(codebook, __name__) and is_known
 
 
 def _reduce(

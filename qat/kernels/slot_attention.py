@@ -49,7 +49,7 @@ def place_heads(
     int64, are the place of each token: without `slots`, token t has slot t, and a single position
     applies to all. No two tokens may have the same place.
     """
-    if use_triton(qkv):
+    if use_triton(qkv, __name__):
         return _place_by_kernel(qkv, cache, slots, positions, angles, scoring)
     _, J, _, D = cache.shape
     heads = qkv.unflatten(1, (-1, D))
@@ -72,7 +72,7 @@ def slot_attention(
     dtype of `query`, or spread by `order`. On a GPU the weights are rounded to the dtype of the
     values before the product, unless these are packed; sums are float32.
     """
-    if use_triton(query):
+    if use_triton(query, __name__):
         return _attend_by_kernel(query, cache, positions, scaling, order)
     longest = int(positions.max()) + 1
     seen = torch.arange(longest, device=query.device) <= positions[:, None]

@@ -79,7 +79,7 @@ def summarize(logits: Tensor) -> Blocks:
 
     The last block may be narrower.
     """
-    if use_triton(logits):
+    if use_triton(logits, __name__):
         return summarize_by_kernel(logits)
     width = logits.shape[1]
     blocks_TNB = pad(logits, (0, -width % BLOCK), value=-torch.inf).unflatten(1, (-1, BLOCK))
@@ -91,7 +91,7 @@ def summarize(logits: Tensor) -> Blocks:
 
 def top_k_of_blocks(logits: Tensor, k: int, blocks: Blocks) -> Selection:
     """Do what `top_k_of_logits` does, given the summary of these logits."""
-    if use_triton(logits):
+    if use_triton(logits, __name__):
         if can_select(k, blocks):
             return select_by_kernel(logits, k, blocks)
     if on(logits.device).compares():

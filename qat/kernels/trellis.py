@@ -21,7 +21,7 @@ PIECE = 2**22
 
 def best_path(weight: Tensor, S: Tensor, codebook: Tensor, trellis_bits: int) -> Tensor:
     """Return the indices `(O, I)` of least error, bit-identical to `quant.trellis.best_path`."""
-    if use_triton(weight):
+    if use_triton(weight, __name__):
         return path_by_kernel(weight, S, codebook, trellis_bits)
     return reference.best_path(weight, S, codebook, trellis_bits)
 

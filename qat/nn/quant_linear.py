@@ -418,7 +418,7 @@ class FrozenLutLinear(QuantLinear):
             and spec.scale == "group"
             and not spec.is_trellis
             and is_format(spec.bits, spec.vector_size, spec.group_size, self.in_features)
-            and use_triton(x)
+            and use_triton(x, __name__)
         )
 
     def _as_stored(self) -> Part:

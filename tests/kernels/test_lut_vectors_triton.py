@@ -26,7 +26,7 @@ def check(latent: Tensor, codebook: Tensor, scales: Scales, monkeypatch) -> None
     """The kernel takes the codewords that plain PyTorch takes."""
     expected = indices(latent, codebook, scales)
     with monkeypatch.context() as patch:
-        patch.setattr(lut_weight, "use_triton", lambda tensor: True)
+        patch.setattr(lut_weight, "use_triton", lambda *_: True)
         assert torch.equal(indices(latent, codebook, scales), expected)
 
 
@@ -70,7 +70,7 @@ def test_programs_that_share_many_tiles(spec: LutSpec, monkeypatch) -> None:
     wanted = {"codebook", "scales" if spec.scale == "group" else "scale_in"}
     dW = torch.randn(19, 64).bfloat16()
     expected, pulled = indices(*parts), lut_weight.pull_back(dW, *parts, wanted=wanted)
-    monkeypatch.setattr(lut_weight, "use_triton", lambda tensor: True)
+    monkeypatch.setattr(lut_weight, "use_triton", lambda *_: True)
     key = 19, 64, *parts[1].shape
     with forcing("vectors_choose", key, ChooseTile(tiles=2)):
         source = lut_weight.choose(*parts)
@@ -87,7 +87,7 @@ def test_programs_that_share_many_tiles(spec: LutSpec, monkeypatch) -> None:
 def test_any_tile_chooses_the_same(tile: tuple[int, ...], monkeypatch) -> None:
     parts = random_parts(9, 64, LutSpec(bits=7, vector_size=4, group_size=16), "bfloat16")
     expected = indices(*parts)
-    monkeypatch.setattr(lut_weight, "use_triton", lambda tensor: True)
+    monkeypatch.setattr(lut_weight, "use_triton", lambda *_: True)
     with forcing("vectors_choose", (9, 64, 128, 4), ChooseTile(*tile)):
         assert torch.equal(indices(*parts), expected)
 
@@ -99,7 +99,7 @@ def test_a_group_larger_than_a_tile(source: str, monkeypatch) -> None:
     dW, wanted = torch.randn(2, 1100), {"codebook", "scales"}
     weight = lut_weight.form(*parts, torch.float32)
     pulled = lut_weight.pull_back(dW, *parts, wanted=wanted)
-    monkeypatch.setattr(lut_weight, "use_triton", lambda tensor: True)
+    monkeypatch.setattr(lut_weight, "use_triton", lambda *_: True)
     assert torch.equal(lut_weight.form(*parts, torch.float32), weight)
     found = lut_weight.pull_back(dW, *parts, wanted=wanted)
     torch.testing.assert_close(found, pulled, rtol=1e-5, atol=1e-4)
@@ -110,7 +110,7 @@ def test_each_gradient_alone(wanted: str, monkeypatch) -> None:
     parts = random_parts(5, 64, LutSpec(bits=6, vector_size=4, group_size=16), "packed")
     dW = torch.randn(64, 5).half().T
     expected = lut_weight.pull_back(dW, *parts, wanted={wanted})
-    monkeypatch.setattr(lut_weight, "use_triton", lambda tensor: True)
+    monkeypatch.setattr(lut_weight, "use_triton", lambda *_: True)
     found = lut_weight.pull_back(dW, *parts, wanted={wanted})
     assert found.keys() == {wanted}
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -123,7 +123,7 @@ def test_codewords_are_rounded_as_plain_pytorch_rounds_them(C: int, monkeypatch)
     codebook[1] = torch.tensor([2.0, -2.0, 1e30, float("-inf")])
     codebook[2, 0] = float("nan")
     expected = lut_weight.levels_as_stored(codebook, 8)
-    monkeypatch.setattr(lut_weight, "use_triton", lambda tensor: True)
+    monkeypatch.setattr(lut_weight, "use_triton", lambda *_: True)
     room = torch.empty_like(codebook)
     assert lut_weight.levels_as_stored(codebook, 8, out=room) is room
     torch.testing.assert_close(room, expected, rtol=0, atol=0, equal_nan=True)

@@ -29,7 +29,7 @@ def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on the Triton path computes."""
-    monkeypatch.setattr(lut_weight, "use_triton", lambda tensor: True)
+    monkeypatch.setattr(lut_weight, "use_triton", lambda *_: True)
 
 
 def size(spec: LutSpec, source: str) -> tuple[int, int]:

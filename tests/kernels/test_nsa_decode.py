@@ -20,7 +20,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         pytest.importorskip("triton")
         if torch.cuda.is_available():
             pytest.skip("tests/gpu runs the kernels themselves")
-        monkeypatch.setattr(decode, "use_triton", lambda tensor: True)
+        monkeypatch.setattr(decode, "use_triton", lambda *_: True)
     return request.param
 
 
@@ -91,7 +91,7 @@ def test_the_kernel_errs_no_more_than_plain_pytorch(
         inputs = nsa_inputs(config, length, heads=heads, width=24, dtype=torch.float32)
         eager, _ = decoded(inputs, config, length - 1)
         with monkeypatch.context() as patch:
-            patch.setattr(decode, "use_triton", lambda tensor: True)
+            patch.setattr(decode, "use_triton", lambda *_: True)
             found, _ = decoded(inputs, config, length - 1, room=300)
         exact = whole(doubled(inputs, config), config)[:, -1:]
         assert_no_worse_than_eager(found, eager, exact, slack=2e-6)

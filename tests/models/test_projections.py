@@ -70,7 +70,7 @@ def test_compiled_layers_compute_the_same(architecture, is_fused, monkeypatch) -
         pytest.importorskip("triton")
         monkeypatch.setattr(projections, "joined_fits_tile", lambda *_: True)
         monkeypatch.setattr(LanguageModel, "_tile_fits", lambda *_: True)
-        monkeypatch.setattr(glu, "use_triton", lambda _: True)
+        monkeypatch.setattr(glu, "use_triton", lambda *_: True)
     model = LanguageModel(tiny_quantized(architecture, SPECS["lut2"], num_attention_heads=4))
     form_weights(model.model, torch.float32)
     expected, expected_gradients = gradients(model)

@@ -295,7 +295,7 @@ def _put(into: Tensor, found: Tensor, place: Tensor, is_due: Tensor | None = Non
 def _fits(tensor: Tensor, kept: Past) -> bool:
     """Return whether the kernels support this tensor and cache."""
     is_known = tensor.dtype == kept.keys.dtype != torch.float64 and tensor.shape[-1] <= WIDEST
-    return is_known and use_triton(tensor)
+    return is_known and use_triton(tensor, __name__)
 
 
 def _attend_by_kernel(
