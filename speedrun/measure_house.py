@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import grimp
@@ -24,8 +24,10 @@ FIGURES = {  # unit, goal
     "core_lines": ("lines", "<= 44000"),
     "python_lines_all": ("lines", "<= 104000"),
     "tests_lines": ("lines", "<= 42000"),
+    "tests_cases": ("cases", "<= 5500"),
     "speedrun_lines": ("lines", "<= 5000"),
     "docs_words": ("words", "<= 34000"),
+    "docstring_fragments_percent": ("%", "<= 2"),
     "closure_train_step_lines": ("lines", "<= 15000"),
     "closure_convert_lines": ("lines", "<= 15000"),
     "backend_methods": ("methods", "<= 38"),
@@ -35,6 +37,15 @@ FIGURES = {  # unit, goal
     "import_cycles": ("cycles", "<= 0"),
     "help_s": ("s", "<= 0.4"),
 }
+# a docstring that begins with one of these words, or in small letters, is no sentence
+FRAGMENTS = frozenset(
+    """
+    after against among and as at because before behind beside besides between but by during for
+    from here how if in into likewise not of off on only onto or out over same since so than that
+    there through to too under until what when where whether which while who whoever whom whose why
+    with within without
+""".split()
+)
 WINDOW = 6  # lines: shorter repetitions are mostly signatures and keyword arguments
 HELP_RUNS = 20
 app = App(help=__doc__)
@@ -53,8 +64,10 @@ def measure(*, figures: Path | None = None) -> None:
         "core_lines": lines_of(core),
         "python_lines_all": lines_of(python),
         "tests_lines": lines_of(p for p in python if inside(p, "tests")),
+        "tests_cases": cases(),
         "speedrun_lines": lines_of(p for p in python if inside(p, "speedrun")),
         "docs_words": sum(len(page.read_text(encoding="utf-8").split()) for page in pages),
+        "docstring_fragments_percent": fragments(p for p in python if inside(p, "qat")),
         "closure_train_step_lines": lines_of(closure("qat.train.step")),
         "closure_convert_lines": lines_of(closure("qat.convert.convert")),
         "backend_methods": methods(QAT / "backend" / "base.py", "Backend"),
@@ -87,6 +100,37 @@ def inside(path: Path, folder: str) -> bool:
 def lines_of(paths: Iterator[Path] | list[Path] | set[Path]) -> int:
     """Lines of all files, empty ones and comments too."""
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def cases() -> int:
+    """Return how many test cases the README's test command runs."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return sum(int(count) for count in re.findall(r"^tests/\S+: (\d+)$", listed, flags=re.M))
+
+
+def fragments(paths: Iterable[Path]) -> float:
+    """Return the percentage of docstrings, those of attributes included, that begin mid-sentence.
+
+    Sentences begin with a capital letter and with no word of `FRAGMENTS`.
+    """
+    found = [text for path in paths for text in docstrings(path)]
+    firsts = [text.split()[0].strip(",.:;()") for text in found if text.split()]
+    begun = sum(w.lower() in FRAGMENTS or (w[:1].islower() and w.isalpha()) for w in firsts)
+    return round(100 * begun / max(1, len(found)), 1)
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    """Yield the strings that document a module, a class, a function or an assignment above."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        body = node.body if isinstance(getattr(node, "body", None), list) else []
+        for number, each in enumerate(body):
+            is_string = isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant)
+            owner = node if number == 0 else body[number - 1]
+            kinds = documented if number == 0 else (ast.Assign, ast.AnnAssign)
+            if is_string and isinstance(each.value.value, str) and isinstance(owner, kinds):
+                yield each.value.value.strip()
 
 
 def road_on_page() -> list[Path]:
