@@ -22,7 +22,6 @@ from pathlib import Path
 import forged_answers
 import forged_archives
 import forged_caches
-import forged_models
 from cyclopts import App
 from fuzz_archives import snapshot
 from fuzzing import Forged, Outcomes, TookTooLong, bounded_memory, in_time, told
@@ -38,7 +37,6 @@ SOURCES: dict[str, Source] = {
     "answers": forged_answers.opened,
     "archives": forged_archives.opened,
     "caches": forged_caches.opened,
-    "models": forged_models.opened,
 }
 
 

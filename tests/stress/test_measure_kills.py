@@ -23,18 +23,3 @@ def test_killed_work_ends_byte_equal(tmp_path: Path) -> None:
     for kind in ("training", "rollouts", "checkpoints", "cache", "hub"):
         assert f"{kind}: 3 of 3 kills" in result.stdout
     assert not list(tmp_path.iterdir())
-
-
-def test_what_fails_is_kept_and_told_in_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "speedrun"))
-    from measure_kills import kept_after_failure
-
-    with pytest.raises(RuntimeError), kept_after_failure(tmp_path) as place:
-        (place / "log").write_text("why")
-        raise RuntimeError
-    assert (place / "log").read_text() == "why" and str(place) in capsys.readouterr().out
-    with kept_after_failure(tmp_path) as other:
-        pass
-    assert list(tmp_path.iterdir()) == [place] and other != place
