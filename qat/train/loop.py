@@ -23,6 +23,7 @@ from qat.nn.step import form_weights
 from qat.observe.runs import score
 from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig
+from qat.train.finite import not_finite
 from qat.train.judge import CodeWatch, Judge
 from qat.train.metrics import Metrics
 from qat.train.optim import Optimizer, linears_in_scope
@@ -30,7 +31,7 @@ from qat.train.pulse import Pulse
 from qat.train.resume import EXIT_CODES, HALT, Stops
 from qat.train.rollout import Rollouts
 from qat.train.run import RunDirectory
-from qat.train.saver import Remembers, Saver, check_alike, not_finite
+from qat.train.saver import Remembers, Saver, check_alike
 from qat.train.step import OwnRows, StepResult, TrainingStep, rank_indices
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from qat.backend import device as backends
 from qat.data.packing import Batch
-from qat.data.reader import TeacherCache, sequence_indices
+from qat.data.reader import TeacherCache
 from qat.data.remote import open_cache
+from qat.data.sampler import sequence_indices
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, QatError
 from qat.kernels.nsa.router import choose

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,43 +35,15 @@ from qat.models.language_model import LanguageModel
 from qat.models.stored_state import RawState, raw_state, stored_state
 from qat.ranks import Ranks
 from qat.train.config import TrainConfig
+from qat.train.finite import not_finite
 from qat.train.optim import Optimizer
 from qat.train.run import FORMAT, MANIFEST, STATE, RunDirectory, read_state
 
-# Checks that a run's numbers are finite, and that a checkpoint holds what was saved.
-#
-# A quantizer maps NaN to a level like any other weight, so a student with NaN latent weights has a
-# finite loss and finite gradients: parameters and optimizer state must be checked themselves. A
-# checkpoint is compared with memory when it is written, and by its hashes later.
+# Checks that a checkpoint holds what was saved: it is compared with memory when it is written, and
+# by its hashes later.
 
 NEEDED = ("config.json", STATE, STATE_TENSORS)
 """Files that every checkpoint of a run has, besides those of its weights."""
-
-
-def trouble(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """Return 0, or NaN if a value on `device` is NaN or infinite: `()` float32 on `device`.
-
-    Reads each tensor once and does not wait. Integers, and tensors on other devices, are skipped.
-    """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in {id(tensor): tensor.detach() for tensor in tensors.values()}.values():
-        if tensor.is_floating_point() and tensor.device == device and tensor.numel():
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    # a sum propagates NaN and infinity on every device; a maximum may not
-    whole = torch.zeros((), device=device)
-    for dtype, found in by_dtype.items():
-        sums = torch._foreach_norm(found, 1, dtype=torch.promote_types(dtype, torch.float32))
-        whole = whole + (0.0 * torch.stack(sums)).sum().float()
-    return whole
-
-
-def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the first tensor with NaN or infinity, and their number; None if all are finite."""
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and trouble({name: tensor}, tensor.device).isnan():
-            count = (~tensor.detach().isfinite()).sum().item()
-            return f"{name}: {count:,} of {tensor.numel():,} values are NaN or infinite"
-    return None
 
 
 def prove(directory: Path, *written: dict[str, Tensor]) -> None:

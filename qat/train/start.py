@@ -36,6 +36,7 @@ from qat.quant.spec import SUFFIX_OF, role_of
 from qat.quant.weight import pack
 from qat.ranks import ALONE, Ranks
 from qat.train.config import MOST_WARM_UP, TrainConfig, divide
+from qat.train.finite import not_finite
 from qat.train.judge import CODES_PREFIX, Judge
 from qat.train.loop import Trainer
 from qat.train.metrics import write_summary
@@ -52,7 +53,7 @@ from qat.train.resume import (
 )
 from qat.train.rollout import PREFIX, check_rollouts
 from qat.train.run import RunDirectory, git_commit, step_of, versions
-from qat.train.saver import digest, not_finite
+from qat.train.saver import digest
 from qat.train.step import check_dtype
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from qat.backend import device as backends
 from qat.backend.base import GIB, Backend
 from qat.backend.compiling import Steadiness
 from qat.data.packing import Batch
-from qat.data.reader import sequence_indices
+from qat.data.sampler import sequence_indices
 from qat.errors import ConfigError
 from qat.evaluate.divergence import to_targets
 from qat.kernels.attention import MAX_TILE
@@ -39,8 +39,8 @@ from qat.models.regions import Regions, compile_facts, compute_in, refusals, say
 from qat.nn.step import form_moved_weights, release_weights
 from qat.ranks import Ranks
 from qat.train.config import StepConfig, TrainConfig
+from qat.train.finite import trouble
 from qat.train.optim import Optimizer, linears_in_scope
-from qat.train.saver import trouble
 
 logger = logging.getLogger(__name__)
 Settings = TypeVar("Settings", bound=StepConfig)

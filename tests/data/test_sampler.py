@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from qat.data import reader as sampler
-from qat.data.reader import sequence_indices
+from qat.data import sampler
+from qat.data.sampler import sequence_indices
 
 
 @pytest.mark.parametrize(("batch", "total"), [(4, 12), (5, 12), (7, 3), (1, 1), (12, 12)])

@@ -14,10 +14,11 @@ from train_case import config, make_place, make_trainer
 from qat.errors import CheckpointError, TrainingError
 from qat.files import sha256_file
 from qat.logs import read_json_lines
+from qat.train.finite import not_finite, trouble
 from qat.train.loop import Trainer
 from qat.train.resume import choose
 from qat.train.run import MANIFEST
-from qat.train.saver import STATE_TENSORS, not_finite, problem, prove, trouble
+from qat.train.saver import STATE_TENSORS, problem, prove
 from qat.train.start import train_student
 
 CPU = torch.device("cpu")

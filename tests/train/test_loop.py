@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from train_case import config, golden_course, make_place, make_trainer
 
-from qat.data.reader import sequence_indices
+from qat.data.sampler import sequence_indices
 from qat.errors import TrainingError
 from qat.evaluate.divergence import to_targets
 from qat.logs import read_json_lines

@@ -514,7 +514,7 @@ def without_warm_up(settings: TrainConfig) -> TrainConfig:
 
 
 def test_steps_see_the_samplers_sequences(place: Path, tmp_path: Path, monkeypatch) -> None:
-    from qat.data.reader import sequence_indices
+    from qat.data.sampler import sequence_indices
 
     asked: list[np.ndarray] = []
     real = TeacherCache.batch

@@ -22,7 +22,8 @@ from qat.bench.config import MeasureConfig
 from qat.convert.calibrate import TokenBatch
 from qat.data.packing import Batch
 from qat.data.pipeline import computed_ahead
-from qat.data.reader import TeacherCache, sequence_indices
+from qat.data.reader import TeacherCache
+from qat.data.sampler import sequence_indices
 from qat.errors import ConfigError, TrainingError
 from qat.evaluate.divergence import to_targets
 from qat.extensions.lab.baselines.config import BaselineSettings
