@@ -14,6 +14,7 @@ from cyclopts import Group, Parameter
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 
 from qat.errors import ConfigError, nearest
+from qat.hooks import hooks
 
 T = TypeVar("T")
 
@@ -102,7 +103,8 @@ class Settings(BaseModel):
 
 def _known_device(device: str) -> str:
     kind, _, index = device.partition(":")
-    if kind not in DEVICES or not (index or "0").isdecimal() or device.endswith(":"):
+    is_known = kind in DEVICES or kind in hooks("qat.devices")
+    if not is_known or not (index or "0").isdecimal() or device.endswith(":"):
         found = ["cuda"] if kind.lower() == "gpu" else nearest(kind, DEVICES)
         hint = f"; did you mean {found[0]}?" if found else ""
         raise ConfigError(

@@ -5,6 +5,7 @@
 | `qat.verbs`      | a function that adds verbs to the command line                 |
 | `qat.plans`      | a module that compiles a training step for absent devices      |
 | `qat.reports`    | a function that writes another page of `qat report`            |
+| `qat.devices`    | a module with `open_backend()` and `KIND`, a class of devices  |
 | `qat.importers`  | a reader of another system's caches and checkpoints            |
 | `qat.targets`    | a module that writes an export target                          |
 

@@ -6,8 +6,11 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import torch
 
 from qat import hooks
+from qat.backend.base import Backend
+from qat.backend.device import on, select
 from qat.convert.importing import load_importer
 from qat.errors import ConfigError
 from qat.export.targets import load_target, target_names
@@ -28,8 +31,9 @@ def no_extensions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (lambda name: hooks.extension("qat.verbs", name), "lab"),
         (load_importer, "anemll"),
         (load_target, "anemll"),
+        (select, "xla"),
     ],
-    ids=["verb", "importer", "target"],
+    ids=["verb", "importer", "target", "device"],
 )
 def test_a_missing_extension_is_named_and_how_to_install_it(
     load: Callable[[str], object], name: str
@@ -41,6 +45,19 @@ def test_a_missing_extension_is_named_and_how_to_install_it(
 @pytest.mark.usefixtures("no_extensions")
 def test_targets_without_their_extension_are_left_out() -> None:
     assert "anemll" not in target_names() and "gguf" in target_names()
+
+
+def test_a_device_that_torch_does_not_know_comes_from_an_extension(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    point = EntryPoint("xla", "qat.extensions.xla.backend", "qat.devices")
+    monkeypatch.setattr(hooks, "entry_points", lambda group: (point,))
+    hooks.hooks.cache_clear()
+    try:
+        assert type(on(torch.device("xla"))) is point.load().KIND
+        assert type(on(torch.device("meta"))) is Backend
+    finally:
+        hooks.hooks.cache_clear()
 
 
 def test_the_projects_entry_points_lead_somewhere() -> None:

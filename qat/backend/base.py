@@ -1,7 +1,7 @@
 """The interface of a device, with defaults that hold for most devices.
 
 Each kind of device is a subclass of `Backend` that overrides only what differs: CPUs and Macs' GPUs
-in `cpu.py`, NVIDIA's GPUs in `cuda.py`, TPUs behind PyTorch/XLA in `xla.py`. `device.py` chooses.
+in `cpu.py`, NVIDIA's GPUs in `cuda.py`, TPUs in the extension `xla`. `device.py` chooses.
 """
 
 import ctypes

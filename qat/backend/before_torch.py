@@ -53,16 +53,6 @@ def ask_nobody_without_a_tpu() -> None:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 
-def take_one_chip(number: int) -> None:
-    """Restrict libtpu to this host's chip `number`.
-
-    The same as `torch_xla._internal.tpu.configure_one_chip_topology` does for the first chip.
-    """
-    os.environ.setdefault("TPU_VISIBLE_CHIPS", str(number))
-    os.environ.setdefault("TPU_CHIPS_PER_PROCESS_BOUNDS", "1,1,1")
-    os.environ.setdefault("TPU_PROCESS_BOUNDS", "1,1,1")
-
-
 def before_torch() -> None:
     """Keep libtpu off the metadata server without a TPU, and keep torch_tpu from loading.
 

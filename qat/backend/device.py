@@ -1,4 +1,7 @@
-"""Selection of the backend of a device; the only place that distinguishes kinds of device."""
+"""Selection of the backend of a device; the only place that distinguishes kinds of device.
+
+A device that torch does not know is one of an extension (`qat.devices` in `qat/hooks.py`).
+"""
 
 import logging
 import os
@@ -9,12 +12,13 @@ from functools import cache
 
 import torch
 
-from qat.backend import nvidia, xla
+from qat.backend import nvidia
 from qat.backend.base import Backend, launched
 from qat.backend.before_torch import tpu_name
 from qat.backend.cpu import CpuBackend, MpsBackend
 from qat.backend.cuda import CudaBackend
 from qat.errors import ConfigError
+from qat.hooks import extension, hooks
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +26,6 @@ KINDS: dict[str, type[Backend]] = {
     "cpu": CpuBackend,
     "cuda": CudaBackend,
     "mps": MpsBackend,
-    "xla": xla.XlaBackend,
 }
 """Backend classes by torch's device type."""
 
@@ -40,8 +43,8 @@ def select(device: str = "auto") -> Backend:
         if device == "cpu" and launched().rank == 0:
             _tell_what_idles()
     kind, _, index = device.partition(":")
-    if device == "xla":
-        return xla.open_backend()
+    if kind not in KINDS and device in {"xla", *hooks("qat.devices")}:
+        return extension("qat.devices", device).open_backend()
     if device == "cuda" and launched().world > 1:
         index = str(launched().local_rank)
         device = f"cuda:{index}"
@@ -104,7 +107,10 @@ def _cuda_trouble() -> str:
 
 def on(device: torch.device) -> Backend:
     """Return the backend of a tensor's device."""
-    return KINDS.get(device.type, Backend)(device)
+    kind = KINDS.get(device.type, Backend)
+    if device.type not in KINDS and device.type in hooks("qat.devices"):
+        kind = extension("qat.devices", device.type).KIND
+    return kind(device)
 
 
 def devices(name: str) -> tuple[str, ...]:

@@ -2,19 +2,14 @@
 
 import itertools
 import random
-import re
 import resource
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from qat.backend import base
 from qat.backend import device as backend
-from qat.backend import xla as backend_xla
 from qat.errors import ConfigError
-from qat.models.cost import device_called
 
 
 def test_cpu_computes_in_float32_unless_told() -> None:
@@ -150,36 +145,6 @@ def test_work_spreads_over_all_gpus_where_none_is_named(monkeypatch) -> None:
     assert devices("auto") == devices("cuda") == ("cuda:0", "cuda:1")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert devices("auto") == ("auto",)
-
-
-def test_xla_that_is_not_there_or_of_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend_xla.open_backend.cache_clear()
-    monkeypatch.setattr(backend_xla, "is_installed", lambda _: False)
-    with pytest.raises(ConfigError, match=r"torch_xla is not installed; .*\[xla\]"):
-        backend.select("xla")
-    monkeypatch.setattr(backend_xla, "is_installed", lambda _: True)
-    monkeypatch.setattr(backend_xla, "version", lambda _: "1.9.0")
-    expected = rf"torch_xla 1.9.0 is not made for torch {re.escape(torch.__version__)}"
-    with pytest.raises(ConfigError, match=expected):
-        backend.select("xla")
-
-
-@pytest.mark.parametrize(
-    ("kind", "called", "known"), [("TPU", "xla TPU v6 lite", "TPU-v6e"), ("CPU", "xla cpu", None)]
-)
-def test_xla_says_on_which_tpu(monkeypatch, kind: str, called: str, known: str | None) -> None:
-    runtime = SimpleNamespace(device_type=lambda: kind)
-    monkeypatch.setitem(sys.modules, "torch_xla", SimpleNamespace(runtime=runtime))
-    monkeypatch.setattr(backend_xla, "tpu_name", lambda: "TPU v6 lite")
-    name = backend_xla.XlaBackend(torch.device("xla")).name()
-    assert name == called
-    assert getattr(device_called(name), "name", None) == known  # whose peak is known
-
-
-@pytest.mark.parametrize("name", ["fp16", "tf32"])
-def test_xla_refuses_dtypes_that_it_lacks(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"dtype={name}, but XLA devices have no such units"):
-        backend_xla.XlaBackend(torch.device("xla")).dtype(name)
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -16,10 +16,10 @@ from xla_case import make_short_place
 
 from qat.backend.base import GIB
 from qat.backend.device import select
-from qat.backend.xla import XlaBackend
 from qat.bench.config import BenchConfig
 from qat.bench.run import run_bench
 from qat.errors import ConfigError
+from qat.extensions.xla.backend import XlaBackend
 from qat.generate.decode import open_speaker
 from qat.generate.text import generate_text
 from qat.train.step import TrainingStep
@@ -35,7 +35,7 @@ KEEPS = """
 from pathlib import Path
 import torch
 from qat.backend.device import select
-from qat.backend.xla import XlaBackend
+from qat.extensions.xla.backend import XlaBackend
 XlaBackend.is_host = lambda _: False  # as on a TPU: the CPU client writes, though it cannot read
 xla, kept = select("xla"), Path("kept")
 with xla.session(kept), xla.session(kept):

@@ -16,8 +16,8 @@ from train_case import config, make_trainer
 from transformers import PreTrainedModel
 
 from qat.backend.device import select
-from qat.backend.xla import XlaBackend
 from qat.data.packing import Batch
+from qat.extensions.xla.backend import XlaBackend
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_teacher
 from qat.nn.swap import put_table, replace_module, table_names, table_spec, weight_shape

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from qat.backend.base import GIB, Backend, Copying, launched
-from qat.backend.before_torch import ask_nobody_without_a_tpu, take_one_chip, tpu_name
-from qat.backend.compiling import Graphs, Teller
+from qat.backend.before_torch import ask_nobody_without_a_tpu, tpu_name
 from qat.backend.cpu import CpuBackend
 from qat.errors import ConfigError, how_to_install, is_installed
+from qat.extensions.xla.compiling import Graphs, Teller
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def open_backend() -> "XlaBackend":
     os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
     ask_nobody_without_a_tpu()
     if launched().world > 1:
-        take_one_chip(launched().local_rank)
+        _take_one_chip(launched().local_rank)
     import torch_xla
 
     _share_devices()
@@ -73,6 +73,16 @@ def _check_versions() -> None:
             f"device=xla, but torch_xla {theirs} is not made for torch {ours}, expected the same "
             f"release of both; install torch=={theirs}"
         )
+
+
+def _take_one_chip(number: int) -> None:
+    """Restrict libtpu to this host's chip `number`.
+
+    The same as `torch_xla._internal.tpu.configure_one_chip_topology` does for the first chip.
+    """
+    os.environ.setdefault("TPU_VISIBLE_CHIPS", str(number))
+    os.environ.setdefault("TPU_CHIPS_PER_PROCESS_BOUNDS", "1,1,1")
+    os.environ.setdefault("TPU_PROCESS_BOUNDS", "1,1,1")
 
 
 @dataclass(frozen=True)
@@ -412,6 +422,10 @@ class XlaBackend(Backend):
 
         names = [name for name in metrics.counter_names() if name.startswith("aten::")]
         return {name: metrics.counter_value(name) for name in names if name not in HOST_READS}
+
+
+KIND = XlaBackend
+"""The class of these devices, for the group `qat.devices`."""
 
 
 def _metric(name: str) -> tuple[int, float]:
