@@ -18,6 +18,7 @@ from pathlib import Path
 import grimp
 from cyclopts import App
 from figures import ROOT, record
+from settings_walk import Package, Walk
 
 QAT = ROOT / "qat"
 FIGURES = {  # unit, goal
@@ -33,6 +34,8 @@ FIGURES = {  # unit, goal
     "backend_methods": ("methods", "<= 38"),
     "road_train_files": ("files", "<= 10"),
     "road_train_lines": ("lines", "<= 3000"),
+    "config_rooms": ("rooms", "<= 25"),
+    "config_climbs": ("climbs", "<= 20"),
     "repeated_lines_percent": ("%", "<= 2"),
     "import_cycles": ("cycles", "<= 0"),
     "help_s": ("s", "<= 0.4"),
@@ -59,6 +62,7 @@ def measure(*, figures: Path | None = None) -> None:
     core = [p for p in python if inside(p, "qat") and not inside(p, "qat/extensions")]
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     road = road_on_page()
+    walk = Walk(Package(QAT), "qat.cli.train.train", "qat.train.config.TrainConfig")
     helps = [seconds(sys.executable, "-m", "qat", "--help") for _ in range(HELP_RUNS)]
     found = {
         "core_lines": lines_of(core),
@@ -73,6 +77,8 @@ def measure(*, figures: Path | None = None) -> None:
         "backend_methods": methods(QAT / "backend" / "base.py", "Backend"),
         "road_train_files": len(road),
         "road_train_lines": lines_of(road),
+        "config_rooms": walk.rooms,
+        "config_climbs": walk.climbs,
         "repeated_lines_percent": repeated(core),
         "import_cycles": len(cycles()),
         "help_s": round(statistics.median(helps), 3),
