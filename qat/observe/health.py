@@ -47,7 +47,6 @@ EVENTS: tuple[tuple[str, str, State], ...] = (
     ("throughput_drop", "drops of speed", "look"),
     ("slow_rank", "slow ranks", "look"),
     ("fallback_checkpoint", "damaged checkpoints", "look"),
-    ("clock_jump", "jumps of the clock", "look"),
 )
 """Kinds of events that should not occur, their display names, and the state that one causes."""
 

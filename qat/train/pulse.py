@@ -39,11 +39,9 @@ Clock = Callable[[], float]
 RECENT = 512
 """Most steps over which quantiles are computed."""
 LOOK_S, SAMPLE_S = 1.0, 10.0
-"""Seconds between checks of steps and clocks, and of the device and other ranks (which take ms)."""
+"""Seconds between checks of steps, and of the device and other ranks (which take ms)."""
 FIRST_STEP, PAUSE = 3, 10
 """Factors on the stall limit for the first step, which compiles, and for an evaluation."""
-JUMP_S = 5.0
-"""Largest change of the wall clock against the monotonic one between two checks."""
 SLOW_FRAC, DROP_FRAC = 1.2, 0.7
 """A rank is slow above the first factor of the others' median; a run has slowed down below the
 second factor of its own."""
@@ -82,20 +80,6 @@ class Stall:
             return None
         self._told = pace.since
         return still_s
-
-
-class Clocks:
-    """Detects jumps of the wall clock by comparing it with the monotonic clock."""
-
-    def __init__(self, wall: Clock = time.time, monotonic: Clock = time.monotonic) -> None:
-        self._wall, self._monotonic = wall, monotonic
-        self._ahead_s = wall() - monotonic()
-
-    def look(self) -> float | None:
-        """Return the seconds by which the wall clock jumped since the last call, if large."""
-        ahead_s = self._wall() - self._monotonic()
-        jump_s, self._ahead_s = ahead_s - self._ahead_s, ahead_s
-        return jump_s if abs(jump_s) > JUMP_S else None
 
 
 class Drop:
@@ -175,7 +159,7 @@ def slow_ranks(by_rank: dict[int, dict]) -> list[Slow]:
 
 
 class Watchdog:
-    """A thread that checks progress, clocks and ranks; `look` is one round of checks.
+    """A thread that checks progress and ranks; `look` is one round of checks.
 
     Args:
         pace: the loop's progress.
@@ -184,7 +168,6 @@ class Watchdog:
         stacks: file for the stacks of all threads at a stall.
         stall_s: seconds without a finished step that count as a stall; 3 times that for the first.
         clock: the clock of `pace`.
-        clocks: the clocks to compare.
         heartbeats: heartbeat files of all ranks, on the rank that compares them; empty elsewhere.
     """
 
@@ -197,7 +180,6 @@ class Watchdog:
         stacks: Path,
         stall_s: float,
         clock: Clock,
-        clocks: Clocks,
         heartbeats: Sequence[Path] = (),
     ) -> None:
         self.health: dict[str, float | None] = {}
@@ -207,7 +189,6 @@ class Watchdog:
         self._stacks = stacks
         self._clock = clock
         self._stall = Stall(stall_s)
-        self._clocks = clocks
         self._tails = [Tail(path) for path in heartbeats]
         self._slow = SlowRanks(len(heartbeats))
         self._end = threading.Event()
@@ -230,12 +211,9 @@ class Watchdog:
             self._end.wait(LOOK_S)
 
     def look(self) -> None:
-        """Check steps and clocks, and at longer intervals the device and other ranks."""
+        """Check steps, and at longer intervals the device and other ranks."""
         if (still_s := self._stall.look(self._pace, self._clock())) is not None:
             self._tell_stall(still_s)
-        if (jump_s := self._clocks.look()) is not None:
-            self._event("clock_jump", jump_s=jump_s)
-            logger.warning("the wall clock jumped by %.0f s; the run goes by another one", jump_s)
         now = time.monotonic()
         if now - self._sampled_s >= SAMPLE_S:
             self._sampled_s = now
@@ -313,7 +291,6 @@ class Pulse:
             stacks=path / f"stacks-rank{ranks.rank}.txt",
             stall_s=config.stall_s,
             clock=clock,
-            clocks=Clocks(),
             heartbeats=[path / heartbeat_file(rank) for rank in compared],
         )
         self._restart()

@@ -41,7 +41,7 @@ def answer(run: TrainingRun, name: str) -> Check:
 
 def test_a_calm_run_is_healthy(calm: TrainingRun) -> None:
     checks = health(calm)
-    assert worst(checks) == "ok" and len(checks) == 16
+    assert worst(checks) == "ok" and len(checks) == 15
     assert answer(calm, "waiting for data").found == "0.5 % of a step"
     assert answer(calm, "GPU, hottest") == Check("GPU, hottest", "ok", "61 C", "80 C")
     assert answer(calm, "host memory").found == "2,000 to 2,000 MiB"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qat.train import pulse as watchdog
-from qat.train.pulse import Clocks, Drop, Pace, Slow, SlowRanks, Stall, Watchdog, slow_ranks
+from qat.train.pulse import Drop, Pace, Slow, SlowRanks, Stall, Watchdog, slow_ranks
 
 
 def test_a_stall_is_told_once() -> None:
@@ -28,13 +28,6 @@ def test_a_pause_gets_ten_times_as_long() -> None:
     assert [stall.look(pace, now) for now in (100, 101)] == [None, 101]
     pace.is_paused, pace.since = False, 1000.0
     assert [stall.look(pace, now) for now in (1010, 1011)] == [None, 11]
-
-
-@pytest.mark.parametrize(("jump_s", "told"), [(4.0, None), (3600.0, 3600.0), (-7200.0, -7200.0)])
-def test_a_clock_that_jumps_is_told_once(jump_s: float, told: float | None) -> None:
-    wall, monotonic = iter([1000.0, 1001.0, 1002.0 + jump_s, 1003.0 + jump_s]), iter([0, 1, 2, 3])
-    clocks = Clocks(lambda: next(wall), lambda: next(monotonic))
-    assert [clocks.look() for _ in range(3)] == [None, told, None]
 
 
 def test_a_drop_of_speed_is_told_when_it_lasts() -> None:
@@ -105,7 +98,6 @@ def make_dog(path: Path, pace: Pace, now: float = 0.0, **values: object) -> tupl
         "stacks": path / "stacks-rank0.txt",
         "stall_s": 1.0,
         "clock": lambda: now,
-        "clocks": Clocks(lambda: 0.0, lambda: 0.0),
     }
     return Watchdog(pace, **{**settings, **values}), told
 
@@ -124,14 +116,6 @@ def test_stacks_that_cannot_be_written_stop_nothing(tmp_path: Path, caplog) -> N
     dog, told = make_dog(tmp_path / "missing", Pace(since=0.0, taken=1), now=9.0)
     dog.look()
     assert len(told) == 1 and "no stacks in" in caplog.text
-
-
-def test_a_jump_of_the_clock_is_an_event(tmp_path: Path, caplog) -> None:
-    wall = iter([0.0, 3600.0])
-    clocks = Clocks(lambda: next(wall), lambda: 0.0)
-    dog, told = make_dog(tmp_path, Pace(since=0.0), clocks=clocks)
-    dog.look()
-    assert told == [("clock_jump", {"jump_s": 3600.0})] and "jumped by 3600 s" in caplog.text
 
 
 def test_the_first_rank_reads_the_heartbeats_of_all(tmp_path: Path, caplog) -> None:
