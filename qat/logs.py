@@ -170,6 +170,11 @@ class Ticker:
             self._timed = (self._latest, self.done)
         self.tell()
 
+    def reach(self, done: int) -> None:
+        """Set the number of finished parts, unless more are finished already."""
+        if done > self.done:
+            self.advance(done - self.done)
+
     def skip(self, count: int) -> None:
         """Add `count` parts that were done before and do not count for the speed."""
         self.done += count

@@ -42,7 +42,6 @@ FRESH = 16
 """Number of most recently fetched shards that are never evicted: a reader may be about to open
 them."""
 MANIFEST_LIMIT = 2**30  # bytes; a manifest has a few hundred per shard
-CHUNK = 2**22
 
 
 def open_cache(location: str | Path, *, local: Path | None = None, budget: int = 0) -> TeacherCache:
@@ -188,27 +187,14 @@ class _Remote:
 
     def read(self, name: str, limit: int) -> bytes:
         """Return the bytes of a small file."""
-
-        def read() -> bytes:
-            with self._system.open(f"{self._root}/{name}", "rb") as file:
-                return file.read(limit)
-
-        return self._tried(name, read)
+        path = f"{self._root}/{name}"
+        return self._tried(name, lambda: self._system.read_block(path, 0, limit))
 
     def fetch(self, shard: Shard, to: Path) -> None:
         """Download a shard to `to`."""
-
-        def copy() -> None:
-            with (
-                self._system.open(f"{self._root}/{shard.file}", "rb") as file,
-                to.open("wb") as out,
-            ):
-                while chunk := file.read(CHUNK):
-                    out.write(chunk)
-                out.flush()
-                os.fsync(out.fileno())
-
-        self._tried(shard.file, copy)
+        path = f"{self._root}/{shard.file}"
+        self._tried(shard.file, lambda: self._system.get_file(path, str(to)))
+        sync(to)
 
     def _tried(self, name: str, act: Callable[[], T]) -> T:
         for number in range(1, TRIES + 1):

@@ -194,13 +194,6 @@ def _google_drive(file_id: str, places: FetchPlaces) -> Arrival:
     directory.mkdir(exist_ok=True)
     bar = progress(f"fetching gdrive:{file_id}", places.size and mebibytes(places.size), "MiB")
     with bar as ticker:
-        shown = 0
-
-        def show(received: int, _: int | None) -> None:
-            nonlocal shown
-            ticker.advance(received // MIB - shown)
-            shown = received // MIB
-
         try:
             path = gdown.download(
                 id=file_id,
@@ -208,7 +201,7 @@ def _google_drive(file_id: str, places: FetchPlaces) -> Arrival:
                 quiet=True,
                 resume=True,
                 use_cookies=False,
-                progress=show,
+                progress=lambda received, _: ticker.reach(received // MIB),
                 timeout=TIMEOUT_S,
                 retries=2,
             )

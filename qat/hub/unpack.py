@@ -112,12 +112,11 @@ def extract(archive: Path, into: Path, limits: Limits = USUAL) -> None:
     limit = limits.unpacked_bytes(packed, max(0, free - RESERVE_BYTES))
     bar = progress(f"unpacking {archive.name}", mebibytes(packed), "MiB")
     with bar as ticker, archive.open("rb") as raw, open_stream(raw, archive, limit) as stream:
-        num_files = shown = 0
+        num_files = 0
         members = Members(str(archive), limits, limits.entries(limit))
         for written in _write_members(stream, members, into):
             num_files += written
-            ticker.advance(raw.tell() // MIB - shown)
-            shown = raw.tell() // MIB
+            ticker.reach(raw.tell() // MIB)
         stream.finish()
     if num_files == 0:
         raise HubError(f"{archive} holds no files; expected those of a cache or a checkpoint")

@@ -202,7 +202,7 @@ def _receive(
     bar = progress(f"fetching {part.stem}", None if total is None else mebibytes(total), "MiB")
     patience.begin(start)
     with bar as ticker, part.open("r+b" if start else "wb") as file:
-        ticker.advance(start // MIB)
+        ticker.reach(start // MIB)
         received, cause = file.seek(start), None
         try:
             for chunk in answer.iter_raw():
@@ -212,7 +212,7 @@ def _receive(
                     part.unlink()
                     raise HubError(f"{answer.url}: the server sends more than {most:,} bytes")
                 patience.advance(received)
-                ticker.advance(received // MIB - (received - len(chunk)) // MIB)
+                ticker.reach(received // MIB)
         except httpx2.TransportError as error:
             cause = error
     if patience.is_over or total not in (None, received):
