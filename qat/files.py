@@ -114,6 +114,22 @@ def whole_directory(
 
 
 @contextmanager
+def explained(out: Path, raised: type[QatError], *causes: type[Exception]) -> Iterator[None]:
+    """Explain in one line that a block which writes `out` atomically could not write it.
+
+    Raises:
+        raised: the block raised an OSError, or another of the `causes`.
+    """
+    try:
+        yield
+    except (OSError, *causes) as error:
+        raise raised(
+            f"{out}: writing stopped ({error}); nothing new was left there: free some space, or "
+            "choose a place that you may write to"
+        ) from error
+
+
+@contextmanager
 def parents_of(path: Path) -> Iterator[None]:
     """Create the parent folders of `path`; if the block fails, remove those that are empty."""
     missing = list(takewhile(lambda folder: not folder.exists(), path.absolute().parents))

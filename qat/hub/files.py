@@ -9,6 +9,7 @@ from typing import BinaryIO, Literal
 
 from qat.errors import HubError
 from qat.files import (
+    explained,
     listed_files,
     parse_json,
     real_files,
@@ -53,7 +54,7 @@ def atomic_directory(
         root=peeled,
         mend=MEND,
     )
-    with _explained(out), whole as partial:
+    with explained(out, HubError), whole as partial:
         yield partial
 
 
@@ -66,7 +67,7 @@ def atomic_file(out: Path) -> Iterator[BinaryIO]:
     """
     # unique, because several processes may write at once
     partial = out.with_name(f".{out.name}.part-{token_hex(4)}")
-    with _explained(out):
+    with explained(out, HubError):
         out.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(out, partial) as file:
             yield file
@@ -156,17 +157,6 @@ def copy_files(files: list[Path], source: Path, into: Path) -> None:
 def mebibytes(size: int) -> int:
     """Return `size` in MiB, rounded up: the steps of a progress bar."""
     return -(-size // MIB)
-
-
-@contextmanager
-def _explained(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise HubError(
-            f"{out}: writing stopped ({error.strerror or error}); nothing new was left there: free "
-            "some space, or choose a place that you may write to"
-        ) from error
 
 
 Kind = Literal["cache", "checkpoint"]

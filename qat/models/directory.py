@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from qat.errors import CheckpointError
 from qat.files import (
     described,
+    explained,
     import_command,
     inside,
     is_real,
@@ -328,17 +329,11 @@ def atomic_directory(out: Path, *, replace: bool = False) -> Iterator[Path]:
         ConfigError: `out` is not empty and `replace` is false.
         CheckpointError: the disk is full, or `out` cannot be written for another reason.
     """
-    try:
-        whole = whole_directory(
-            out, replace=replace, written=lambda out: listed_files(out / CHECKSUMS, BESIDE)
-        )
-        with whole as partial:
-            yield partial
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{out}: writing stopped ({error}); nothing new was left there: free some space or "
-            "choose another --out"
-        ) from error
+    whole = whole_directory(
+        out, replace=replace, written=lambda out: listed_files(out / CHECKSUMS, BESIDE)
+    )
+    with explained(out, CheckpointError, SafetensorError), whole as partial:
+        yield partial
 
 
 def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", directory: Path) -> None:
