@@ -15,7 +15,7 @@ from qat.bench.measure import Timing
 from qat.bench.results import Results, environment
 from qat.bench.run import Setting
 from qat.cli.tables import row_table, wide_console
-from qat.models.cost import token_flops
+from qat.models.flops import token_flops
 from qat.models.language_model import LanguageModel
 from qat.train.optim import linears_in_scope
 from qat.train.step import check_dtype

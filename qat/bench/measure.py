@@ -13,7 +13,7 @@ from qat.backend.base import DTYPES, Backend
 from qat.bench.stats import median_interval, percentiles, variation
 from qat.bench.student import Subject
 from qat.data.packing import Batch
-from qat.models.cost import device_called
+from qat.models.devices import device_called
 
 Row = dict[str, object]
 """A row of results."""

@@ -31,18 +31,11 @@ from qat.bench.student import Ours, Subject, is_shape, open_student, quantized_m
 from qat.data.packing import Batch
 from qat.errors import ConfigError
 from qat.hooks import extension
-from qat.models.cost import (
-    Device,
-    StepWork,
-    TokenFlops,
-    device_called,
-    devices_named,
-    parameter_count,
-    step_bytes,
-    step_work,
-    token_flops,
-)
+from qat.models.cost import parameter_count
+from qat.models.devices import Device, device_called, devices_named
+from qat.models.flops import StepWork, TokenFlops, step_work, token_flops
 from qat.models.language_model import LanguageModel
+from qat.models.step_memory import step_bytes
 from qat.train.config import StepConfig
 from qat.train.optim import linears_in_scope
 from qat.train.step import EAGER_STEPS, GRAPH_TOKENS, check_dtype

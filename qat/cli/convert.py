@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from qat.convert.importing import ImportReport
     from qat.convert.quantize import ModuleReport, QuantizeReport
     from qat.logs import Terminal
-    from qat.models.cost import Sizes
+    from qat.models.sizes import Sizes
 
 Foreign = Literal["anemll"]
 """Projects whose checkpoints `--from` imports."""
@@ -164,7 +164,7 @@ def forecast_conversion(
     from qat.convert.forecast import forecast
     from qat.export.targets import model_ships_to, shipping_to
     from qat.logs import Terminal
-    from qat.models.cost import SIZE_COLUMNS
+    from qat.models.sizes import SIZE_COLUMNS
 
     found, console = forecast(source, config, shipping_to(targets)), Terminal()
     table = Table(*SIZE_COLUMNS, "minutes, about", "memory, about")
@@ -196,7 +196,7 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict], source: str) -> "
     from rich.table import Table
 
     from qat.logs import Terminal
-    from qat.models.cost import SIZE_COLUMNS, Sizes, source_megabytes
+    from qat.models.sizes import SIZE_COLUMNS, Sizes, source_megabytes
 
     console = Terminal()
     sizes = Sizes(

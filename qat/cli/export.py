@@ -52,7 +52,7 @@ def _show(report: "ExportReport", config: ExportConfig, out: Path) -> None:
     from rich.table import Table
 
     from qat.logs import Terminal
-    from qat.models.cost import SIZE_COLUMNS
+    from qat.models.sizes import SIZE_COLUMNS
 
     sizes, console = report.sizes(), Terminal()
     warning = sizes.warning(_why_large(report, config))

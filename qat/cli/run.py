@@ -147,8 +147,8 @@ class Pipeline:
 
     def examine(self, name: str, model: Path, *words: object, teacher: str) -> None:
         """Judge `model` with `qat eval` and `words`, unless `eval.json` has it."""
-        from qat.models.cost import checkpoint_sizes
         from qat.models.directory import resolve
+        from qat.models.sizes import checkpoint_sizes
 
         exams = self.exams()
         if name in exams:
@@ -554,7 +554,7 @@ class Run:
 
         from qat.cli.export import show_lacks
         from qat.export.targets import model_ships_to
-        from qat.models.cost import SIZE_COLUMNS
+        from qat.models.sizes import SIZE_COLUMNS
 
         text, cache = self.text, self.configs["cache"]
         if text is None:

@@ -205,7 +205,7 @@ def show_end(run: Path, report: "TrainReport", config: TrainConfig) -> None:
 
     A run that has its student does not fail for it.
     """
-    from qat.models.cost import model_bytes
+    from qat.models.sizes import model_bytes
     from qat.observe.runs import read_directory, score
 
     try:

@@ -11,7 +11,7 @@ from typing import Any
 from qat.errors import CheckpointError
 from qat.files import parse_toml
 from qat.logs import EXAM, METRICS, RECIPE, SAMPLES
-from qat.models.cost import source_megabytes
+from qat.models.sizes import source_megabytes
 from qat.observe.runs import Conversion, Exams, TrainingRun
 
 DEMO_TEXT = "stdlib"

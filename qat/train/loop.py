@@ -17,7 +17,8 @@ from qat.data.reader import TeacherCache
 from qat.errors import CheckpointError, Stopped, TrainingError
 from qat.logs import Ticker, progress
 from qat.losses.config import OWN_WORDS, targets_read
-from qat.models.cost import device_called, forward_flops, token_flops
+from qat.models.devices import device_called
+from qat.models.flops import forward_flops, token_flops
 from qat.models.language_model import LanguageModel
 from qat.nn.step import form_weights
 from qat.observe.runs import score

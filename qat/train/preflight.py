@@ -20,11 +20,13 @@ from qat.data.sampler import sequence_indices
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, QatError
 from qat.kernels.nsa.router import choose
-from qat.models.cost import device_called, step_bytes, token_flops
+from qat.models.devices import device_called
 from qat.models.directory import resolve
+from qat.models.flops import token_flops
 from qat.models.language_model import LanguageModel, most_positions
 from qat.models.load import load_config, load_model, load_tokenizer
 from qat.models.opening import auto_class
+from qat.models.step_memory import step_bytes
 from qat.models.stored_state import packed_state_dict
 from qat.nn.step import form_weights
 from qat.nn.swap import linear_names

@@ -22,11 +22,11 @@ from qat.data.text import tokenizer_hash
 from qat.errors import CheckpointError, ConfigError
 from qat.files import held
 from qat.losses.config import check_targets, check_with_teacher
-from qat.models.cost import step_bytes
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity, state_identity
 from qat.models.regions import kv_spec
+from qat.models.step_memory import step_bytes
 from qat.models.stored_state import activation_counts
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import quant_linears

@@ -33,9 +33,9 @@ from qat.losses.config import OWN_WORDS
 from qat.losses.formulas import Targets
 from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
-from qat.models.cost import step_bytes
 from qat.models.language_model import LanguageModel
 from qat.models.regions import Regions, compile_facts, compute_in, refusals, say_uncompiled
+from qat.models.step_memory import step_bytes
 from qat.nn.step import form_moved_weights, release_weights
 from qat.ranks import Ranks
 from qat.train.config import StepConfig, TrainConfig

@@ -3,7 +3,7 @@
 import pytest
 
 from qat.errors import ConfigError
-from qat.models.cost import DEVICES, device_called, devices_named
+from qat.models.devices import DEVICES, device_called, devices_named
 
 
 @pytest.mark.parametrize(

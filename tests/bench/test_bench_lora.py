@@ -6,7 +6,7 @@ from qat.backend import device as backend
 from qat.bench.batches import open_source
 from qat.bench.config import BenchConfig
 from qat.bench.student import Ours, open_student
-from qat.models.cost import token_flops
+from qat.models.flops import token_flops
 from qat.nn.step import quant_linears
 
 

@@ -7,7 +7,8 @@ from tiny import tiny_model
 
 from qat.bench.find_max import MemoryModel
 from qat.bench.run import RATES, RESERVED_GIB, SPREAD, SPREADS, Measured, predict
-from qat.models.cost import StepWork, TokenFlops, devices_named, step_work
+from qat.models.devices import devices_named
+from qat.models.flops import StepWork, TokenFlops, step_work
 from qat.models.language_model import LanguageModel
 
 H200, H100, T4, V100, A100 = devices_named(("h200", "h100", "t4", "v100-32", "a100-80"))

@@ -26,8 +26,8 @@ from qat.cli.demo import demo
 from qat.cli.run import Pipeline, Run, RunConfig
 from qat.errors import ConfigError, ExportError, QatError, Stopped
 from qat.models.checkpoint import load_checkpoint
-from qat.models.cost import checkpoint_sizes
 from qat.models.directory import resolve
+from qat.models.sizes import checkpoint_sizes
 from qat.observe.page import Written
 
 FEW = {"--max-steps": 4, "--sequence-length": 16, "--device": "cpu", "--dtype": "fp32"}

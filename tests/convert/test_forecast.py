@@ -14,7 +14,7 @@ from qat.convert.forecast import Forecast, forecast
 from qat.convert.quantize import QuantizeReport
 from qat.errors import ConfigError, ExportError
 from qat.export.targets import model_ships_to, shipping_to, ships_to
-from qat.models.cost import checkpoint_sizes
+from qat.models.sizes import checkpoint_sizes
 
 
 def both(

@@ -12,7 +12,7 @@ from qat.bench.find_max import unless_out_of_memory
 from qat.bench.run import run_bench
 from qat.extensions.lab.baselines.run import run_baselines
 from qat.extensions.lab.config import BaselinesConfig
-from qat.models.cost import device_called
+from qat.models.devices import device_called
 
 pytestmark = pytest.mark.gpu
 

@@ -14,13 +14,13 @@ from qat.models.checkpoint import save_checkpoint
 from qat.models.cost import (
     bits_per_weight,
     model_bits_per_weight,
-    model_bytes,
     parameter_count,
     quantized_parameter_count,
-    step_bytes,
     stored_bits,
     tensor_bytes,
 )
+from qat.models.sizes import model_bytes
+from qat.models.step_memory import step_bytes
 from qat.nn.step import form_weights, quant_linears, release_weights
 from qat.quant.spec import LutSpec
 from qat.train.config import TrainConfig

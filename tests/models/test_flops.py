@@ -7,7 +7,8 @@ from tiny import SHAPE, VOCAB, tiny_model
 from train_case import config, make_place, make_trainer
 
 from qat.logs import read_json_lines
-from qat.models.cost import DEVICES, forward_flops, token_flops
+from qat.models.devices import DEVICES
+from qat.models.flops import forward_flops, token_flops
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import linear_names
 from qat.train import loop

@@ -13,7 +13,7 @@ from qat.generate.step import DecodeStep
 from qat.generate.text import generate_text
 from qat.kernels.nsa.router import routes_taken
 from qat.models import regions as attention
-from qat.models.cost import forward_flops
+from qat.models.flops import forward_flops
 from qat.models.language_model import LanguageModel
 from qat.models.regions import join_projections, make_mask, part_projections
 from qat.nn.quant_linear import FrozenLutLinear

@@ -15,7 +15,7 @@ from qat.bench.batches import open_source
 from qat.bench.config import MeasureConfig
 from qat.bench.student import open_student, standing_still
 from qat.errors import ConfigError
-from qat.models.cost import step_bytes
+from qat.models.step_memory import step_bytes
 from qat.nn.step import quant_linears
 from qat.nn.swap import decoder_layers
 from qat.train.loop import Trainer

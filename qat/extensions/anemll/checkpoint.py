@@ -22,9 +22,10 @@ from qat.extensions.anemll.state import LegacyState, check_finite, read_state, s
 from qat.files import check_free
 from qat.logs import progress
 from qat.models.checkpoint import check_written, quiet_transformers, write_checkpoint
-from qat.models.cost import model_bits_per_weight, model_bytes
+from qat.models.cost import model_bits_per_weight
 from qat.models.directory import atomic_directory, resolve
 from qat.models.load import load_config, load_tokenizer
+from qat.models.sizes import model_bytes
 from qat.nn.swap import put_quantized, table_names
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from qat.extensions.xla import backend as backend_xla
 from qat.extensions.xla import compiling
 from qat.extensions.xla.backend import XlaBackend
 from qat.extensions.xla.compiling import Graphs, Teller
-from qat.models.cost import device_called
+from qat.models.devices import device_called
 
 
 def test_xla_that_is_not_there_or_of_another_release(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,169 @@
+"""Model FLOPs of a training step.
+
+A multiplication and an addition count as two. Recomputation, forming weights and the optimizer
+never count: they must show up as a lower MFU. Shapes: S sequence, H heads, D width, V vocabulary.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from qat.kernels.nsa.config import NSAConfig
+from qat.models.language_model import LanguageModel
+from qat.nn.sites import experts_of
+from qat.nn.swap import layer_config, linear_names
+from qat.nsa.swap import nsa_config
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """FLOPs per position of one training step, in three parts."""
+
+    linears: float
+    """Linears of the decoder: 6 per weight that learns, 4 per weight that only propagates
+    gradients."""
+    head: float
+    """The head, 4 per weight: logits and their gradient for the hidden states. The candidates loss
+    alone only needs K rows of the head."""
+    attention: float
+    """Scores and weighted sums of causal attention, forward and backward."""
+
+    @property
+    def total(self) -> float:
+        """The sum of all three."""
+        return self.linears + self.head + self.attention
+
+
+WITHOUT_SCORES = ("linear_attention", "conv", "mamba", "mamba2", "recurrent", "moe", "mlp")
+"""Layer types in configurations that have no attention scores."""
+CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
+"""Names in configurations for the number of experts per token."""
+
+
+class Objective(Protocol):
+    """The settings of a step that determine its FLOPs."""
+
+    @property
+    def kinds(self) -> Collection[str]:
+        """The kinds of parameter that learn."""
+
+    @property
+    def losses(self) -> Collection[str]:
+        """Names of the losses."""
+
+
+def token_flops(
+    student: LanguageModel, learning: Collection[str], config: Objective, *, S: int, K: int
+) -> TokenFlops:
+    """Return the FLOPs of one position when the linears in `learning` train, in sequences of S."""
+    teaches_weights = bool({"weights", "scales", "codebook"} & set(config.kinds))
+    linears = 0.0
+    for name, weights in _weights_used(student).items():
+        linears += (6 if teaches_weights and name in learning else 4) * weights
+    V, D = student.head.out_features, student.head.in_features
+    rows = K if set(config.losses) == {"candidates"} else V
+    return TokenFlops(linears, 4.0 * rows * D, 3 * _attention_flops(student, S))
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The work of a training step on a device, per position unless stated otherwise."""
+
+    matmul_flops: float
+    """FLOPs of the decoder's linears and the head, with recomputation."""
+    attention_flops: float
+    elements: float
+    """Numbers read and written by the linears; traffic of norms, gates, rotations and the loss is a
+    multiple of them."""
+    weights: float
+    """Weights of the linears; they are moved once per step, however many positions it has."""
+    layers: int
+    """Decoder layers; in a small step their launch overhead dominates."""
+
+
+def step_work(student: LanguageModel, flops: TokenFlops, *, recompute: float = 0.0) -> StepWork:
+    """Return the work of a step of cost `flops` that repeats a fraction `recompute` of the forward.
+
+    Args:
+        student: the model that trains.
+        flops: FLOPs of the student's step, at the length of its sequences.
+        recompute: 1 with gradient checkpointing, 0 without.
+    """
+    used, D = _weights_used(student), student.head.in_features
+    elements = flops.head / (4 * D) + D
+    for name, weights in used.items():
+        linear = student.model.get_submodule(name)
+        elements += weights / linear.in_features + weights / linear.out_features
+    return StepWork(
+        matmul_flops=flops.linears + flops.head + recompute * 2 * sum(used.values()),
+        attention_flops=flops.attention * (1 + recompute / 3),
+        elements=elements * (1 + recompute / 3),
+        weights=sum(_linear_weights(student).values()),
+        layers=student.config.num_hidden_layers,
+    )
+
+
+def forward_flops(model: LanguageModel, S: int) -> float:
+    """Return the FLOPs per position of a forward pass with all logits, as a teacher runs it."""
+    weights = sum(_weights_used(model).values())
+    head = model.head.out_features * model.head.in_features
+    return 2.0 * (weights + head) + _attention_flops(model, S)
+
+
+def _linear_weights(model: LanguageModel) -> dict[str, float]:
+    linears = {name: model.model.get_submodule(name) for name in linear_names(model.model)}
+    return {name: float(each.out_features * each.in_features) for name, each in linears.items()}
+
+
+def _weights_used(model: LanguageModel) -> dict[str, float]:
+    """Return the weights of each linear that a token uses; for experts, those of chosen ones."""
+    used = _linear_weights(model)
+    for name in used:
+        owner, _, key = name.rpartition(".")
+        if experts := experts_of(model.model.get_submodule(owner), key):
+            chosen = (getattr(model.config, key, None) for key in CHOSEN_EXPERTS)
+            used[name] *= next(filter(None, chosen), 1) / experts
+    return used
+
+
+def _attention_flops(model: LanguageModel, S: int) -> float:
+    """Return the FLOPs per position of scores and weighted sums in a forward pass.
+
+    For sparse attention these are those of its branches, without the few queries that select.
+    """
+    sparse, flops = nsa_config(model.model), 0.0
+    layers = range(model.config.num_hidden_layers)
+    swapped = () if sparse is None else layers if sparse.layers is None else sparse.layers
+    kinds = getattr(model.config, "layer_types", None)
+    for layer in layers:
+        settings = layer_config(model.config, layer)
+        heads = getattr(settings, "num_attention_heads", None)
+        if heads is None or (kinds is not None and kinds[layer] in WITHOUT_SCORES):
+            continue
+        head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // heads
+        keys = _mean_keys(settings, layer, S, sparse if layer in swapped else None)
+        flops += 4.0 * heads * head_dim * keys
+    return flops
+
+
+def _mean_keys(settings: object, layer: int, S: int, sparse: NSAConfig | None) -> float:
+    """Return the average number of keys per query in one layer: causal, and inside its window.
+
+    With `sparse` attention pooled keys are included.
+    """
+    if sparse is not None:
+        selected = _mean_within(sparse.selected_keys, S)
+        if sparse.mode == "merged":
+            return selected
+        compressed = sum(sparse.num_compressed(length) for length in range(1, S + 1)) / S
+        return selected + _mean_within(sparse.window, S) + compressed
+    kinds = getattr(settings, "layer_types", None)
+    window = getattr(settings, "sliding_window", None)
+    is_local = kinds is not None and kinds[layer] == "sliding_attention" and window
+    return _mean_within(window if is_local else S, S)
+
+
+def _mean_within(reach: int, S: int) -> float:
+    """Return how many of the last `reach` keys a causal query sees on average."""
+    reach = min(S, reach)
+    return (reach * (reach + 1) / 2 + (S - reach) * reach) / S

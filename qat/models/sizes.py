@@ -1,0 +1,89 @@
+"""Sizes of a checkpoint and of the model that it came from."""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from huggingface_hub import snapshot_download
+
+from qat.errors import QatError
+from qat.models.checkpoint import load_skeleton
+from qat.models.cost import model_bits_per_weight, parameter_count
+from qat.models.directory import adapted, resolve
+
+
+def model_bytes(path: Path) -> int:
+    """Return the bytes of the safetensors files of a model directory."""
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+MEGABYTE = 1e6
+SIZE_COLUMNS = ("MB of the source", "MB", "bits per weight", "in linears")
+"""Headings of `Sizes.cells`."""
+
+
+class Sizes(NamedTuple):
+    """The sizes of a model and of the one that it came from."""
+
+    source_megabytes: float | None
+    """Weights of the source in 10**6 bytes; None if its files are not on this disk."""
+    megabytes: float
+    """Weights of the result in 10**6 bytes."""
+    bits_per_weight: float
+    """Bits per weight over all weights, with tables, norms, scales and codebooks."""
+    linear_bits: float
+    """Bits per weight of the quantized linears alone; NaN without any."""
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """Return a table row for the headings `SIZE_COLUMNS`."""
+        return (
+            "-" if self.source_megabytes is None else f"{self.source_megabytes:.1f}",
+            f"{self.megabytes:.1f}",
+            f"{self.bits_per_weight:.3f}",
+            "-" if math.isnan(self.linear_bits) else f"{self.linear_bits:.3f}",
+        )
+
+    def rounded(self) -> dict[str, float | None]:
+        """Return the sizes by name, rounded to four decimals; None for an unknown one."""
+        return {
+            name: None if value is None or math.isnan(value) else round(value, 4)
+            for name, value in self._asdict().items()
+        }
+
+    def warning(self, reason: str) -> str | None:
+        """Return a warning with `reason` if the result is not smaller than its source, or None."""
+        if self.source_megabytes is None or self.megabytes < self.source_megabytes:
+            return None
+        return (
+            f"WARNING: {self.megabytes:.1f} MB are not smaller than the source of "
+            f"{self.source_megabytes:.1f} MB: {reason}"
+        )
+
+
+def source_megabytes(source: str) -> float | None:
+    """Return the size of the model's weights in 10**6 bytes; None if they are not on this disk."""
+    try:
+        if not Path(source).exists():  # local files only: a report may name a deleted path
+            source = snapshot_download(source, local_files_only=True)
+        path = Path(adapted(source) or resolve(source))
+    except (QatError, OSError, ValueError):
+        return None
+    files = [path] if path.is_file() else path.glob("*.safetensors")
+    size = sum(file.stat().st_size for file in files)
+    size = size or sum(file.stat().st_size for file in path.glob("*.bin"))
+    return size / MEGABYTE if size else None
+
+
+def checkpoint_sizes(directory: Path, source: str | None) -> Sizes:
+    """Compute the sizes of a packed checkpoint; only its configuration and file sizes are read.
+
+    Raises:
+        CheckpointError: it is not a packed checkpoint.
+    """
+    model, size = load_skeleton(directory), model_bytes(directory)
+    return Sizes(
+        source_megabytes=None if source is None else source_megabytes(source),
+        megabytes=size / MEGABYTE,
+        bits_per_weight=8 * size / parameter_count(model),
+        linear_bits=model_bits_per_weight(model),
+    )
