@@ -14,14 +14,8 @@ from torch import Tensor
 from qat.backend.device import on
 from qat.data.packing import Batch
 from qat.errors import ConfigError, DataError
-from qat.losses.formulas import NO_LABEL, Targets, loss_from_logits
+from qat.losses.formulas import NO_LABEL, Targets, loss_from_logits, to_targets
 from qat.models.language_model import LanguageModel, judging
-
-
-def to_targets(batch: Batch) -> Targets:
-    """Return a batch's targets, `(B, S)` flattened to `(T,)`: views if the batch is contiguous."""
-    return Targets(**{name: getattr(batch, name).flatten(0, 1) for name in Targets._fields})
-
 
 KD_TEMPERATURE = 2.0
 """The temperature of the reference system's published KD numbers."""

@@ -13,7 +13,7 @@ K + 1 with the tail).
 
 import math
 from collections.abc import Callable, Collection
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from torch import Tensor
 from qat.backend.device import on
 from qat.kernels.head import wide, without
 from qat.losses.config import OWN, kinds_read, reads_others
+
+if TYPE_CHECKING:  # rooms beside each other import none of the other
+    from qat.data.packing import Batch
 
 # Inputs of a loss: the teacher's targets for each token, and the student's logits of a few words.
 #
@@ -48,6 +51,11 @@ class Targets(NamedTuple):
     """`(T, D)` int64: distinct tokens drawn from the teacher."""
     sample_counts: Tensor
     """`(T, D)` float32: the number of times each was drawn; 0 where padded."""
+
+
+def to_targets(batch: "Batch") -> Targets:
+    """Return a batch's targets, `(B, S)` flattened to `(T,)`: views if the batch is contiguous."""
+    return Targets(**{name: getattr(batch, name).flatten(0, 1) for name in Targets._fields})
 
 
 def valid_rows(targets: Targets) -> Targets:

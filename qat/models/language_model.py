@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from qat.kernels.head import Head
 from qat.models.noise import TF32_EPS, distance, disturbed, hooked, signs
 from qat.models.regions import use_packed_attention
 from qat.models.rotary import rotate_by_document
-from qat.models.streamed import InFiles, hidden_layer_by_layer
 from qat.nn.activation import read
 from qat.nn.lut_embedding import FrozenLutHead, TiedLutHead
 from qat.nn.sites import open_sites
@@ -29,6 +28,9 @@ from qat.nn.swap import (
     settle_tie,
 )
 from qat.nsa.swap import is_all_sparse, say_route
+
+if TYPE_CHECKING:
+    from qat.models.streamed import InFiles
 
 LOGIT_FACTORS = {
     "logit_scale": 1,
@@ -55,7 +57,7 @@ class LanguageModel:
     With `in_files` weights are in memory only while they are needed.
     """
 
-    def __init__(self, model: PreTrainedModel, in_files: InFiles | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, in_files: "InFiles | None" = None) -> None:
         self.model, self.in_files = model, in_files
         open_sites(model)
         settle_tie(model)
@@ -107,7 +109,7 @@ class LanguageModel:
         loaded.
         """
         if self.in_files is not None:
-            return hidden_layer_by_layer(self, [*batches])
+            return self.in_files.hidden_of(self, [*batches])
         return (self.hidden(*batch) for batch in batches)
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, *, is_packed: bool = True) -> Tensor:

@@ -139,6 +139,10 @@ class InFiles:
             for module in {*unit.modules()} - before:
                 self.settle(module)
 
+    def hidden_of(self, model: LanguageModel, batches: Sequence[Tokens]) -> Iterator[Tensor]:
+        """Yield `model.hidden` of each batch; see `hidden_layer_by_layer`."""
+        return hidden_layer_by_layer(model, batches)
+
     def settle(self, module: nn.Module) -> None:
         """Move the tensors of a quantized linear to files."""
         if isinstance(module, QuantLinear):

@@ -27,10 +27,9 @@ from qat.backend.compiling import Steadiness
 from qat.data.packing import Batch
 from qat.data.sampler import sequence_indices
 from qat.errors import ConfigError
-from qat.evaluate.divergence import to_targets
 from qat.kernels.attention import MAX_TILE
 from qat.losses.config import OWN_WORDS
-from qat.losses.formulas import Targets
+from qat.losses.formulas import Targets, to_targets
 from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
 from qat.models.language_model import LanguageModel

@@ -13,7 +13,8 @@ import qat.losses.formulas
 from qat.data.packing import NO_LABEL, Batch
 from qat.errors import ConfigError, DataError
 from qat.evaluate import divergence
-from qat.evaluate.divergence import cached_divergence, cached_teacher, exact_divergence, to_targets
+from qat.evaluate.divergence import cached_divergence, cached_teacher, exact_divergence
+from qat.losses.formulas import to_targets
 from qat.models.language_model import LanguageModel
 
 B, S = 3, 10

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
-from qat.evaluate.divergence import to_targets
 from qat.losses import register
 from qat.losses.config import OWN, check_targets, parse_losses, targets_read
-from qat.losses.formulas import Student, Targets, loss_from_logits, sum_valid, tail
+from qat.losses.formulas import Student, Targets, loss_from_logits, sum_valid, tail, to_targets
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,8 @@ from train_case import config, golden_course, make_place, make_trainer
 
 from qat.data.sampler import sequence_indices
 from qat.errors import TrainingError
-from qat.evaluate.divergence import to_targets
 from qat.logs import read_json_lines
-from qat.losses.formulas import loss_from_logits
+from qat.losses.formulas import loss_from_logits, to_targets
 from qat.models.checkpoint import load_checkpoint
 from qat.nn.quant_linear import FrozenLutLinear, LutLinear
 from qat.nn.step import quant_linears

@@ -12,7 +12,6 @@ from qat.bench.config import BenchConfig
 from qat.bench.student import Ours, open_student
 from qat.data.packing import Batch
 from qat.errors import ConfigError
-from qat.evaluate.divergence import to_targets
 from qat.extensions.lab.baselines.reference import (
     GatheredCandidates,
     LowRank,
@@ -23,6 +22,7 @@ from qat.extensions.lab.baselines.reference import (
 from qat.extensions.lab.baselines.run import run_baselines
 from qat.extensions.lab.baselines.training import CHUNK_TOKENS, ChunkedLoss, dense_copy, plain_step
 from qat.extensions.lab.config import BaselinesConfig
+from qat.losses.formulas import to_targets
 from qat.models.language_model import LanguageModel
 from qat.nn.step import quant_linears
 from qat.train.optim import linears_in_scope

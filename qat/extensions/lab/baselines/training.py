@@ -25,11 +25,10 @@ from qat.data.pipeline import computed_ahead
 from qat.data.reader import TeacherCache
 from qat.data.sampler import sequence_indices
 from qat.errors import ConfigError, TrainingError
-from qat.evaluate.divergence import to_targets
 from qat.extensions.lab.baselines.config import BaselineSettings
 from qat.logs import progress
 from qat.losses.config import parse_losses, targets_read
-from qat.losses.formulas import NO_LABEL, Targets
+from qat.losses.formulas import NO_LABEL, Targets, to_targets
 from qat.models.language_model import LanguageModel, softcap_of
 from qat.models.regions import compile_facts
 from qat.nn.sites import StackedLinear, experts_of, open_sites

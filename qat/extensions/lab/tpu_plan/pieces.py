@@ -25,9 +25,8 @@ from qat.bench.config import BenchConfig
 from qat.bench.student import Ours, quantized_model, standing_still
 from qat.data.packing import Batch
 from qat.errors import ConfigError, how_to_install
-from qat.evaluate.divergence import to_targets
 from qat.kernels import head as head_kernels
-from qat.losses.formulas import Targets
+from qat.losses.formulas import Targets, to_targets
 from qat.losses.from_hidden import loss_from_hidden
 from qat.models.language_model import LanguageModel
 from qat.models.regions import SLICE_TOKENS
