@@ -335,3 +335,11 @@ def test_closed_outputs_are_no_traceback(tmp_path: Path) -> None:
             ["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path
         )
         assert found.returncode == 0 and "Traceback" not in found.stderr
+
+
+def test_a_tilde_that_the_shell_left_is_the_home_directory(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    called = parsed(["convert", "~/model", "--to", "q2a4", "--out=~/made"])
+    assert (*called.args, called.keywords["out"]) == (f"{tmp_path}/model", tmp_path / "made")
+    config = parsed(["generate", "./~", "--prompt", "~/ is"]).keywords["config"]
+    assert config.prompt == "~/ is"

@@ -4,6 +4,7 @@ A recipe (`--recipe FILE.toml`) holds one table per verb with the names of its f
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
@@ -38,6 +39,9 @@ class PlainHelp(DefaultFormatter):
         ]
         super().__call__(console, options, panel.copy(entries=entries))
 
+
+PROSE = {"--prompt", "--sample-prompt", "--note"}
+"""Flags whose text may begin with any character."""
 
 app = App(
     name="qat",
@@ -80,7 +84,7 @@ def parsed(tokens: Sequence[str], recipe: Path | None = None) -> Callable[[], ob
     if (unknown := unknown_verb(app, tokens)) is not None:
         raise ConfigError(unknown)
     seen: list[Argument] = []
-    sources: list[Callable] = [lambda _app, _words, arguments: seen.extend(arguments)]
+    sources: list[Callable] = [expand_home, lambda _app, _words, arguments: seen.extend(arguments)]
     if recipe is not None:
         tables = check_recipe(recipe, verb_flags())
         toml = cyclopts.config.Dict(tables, use_commands_as_keys=True)
@@ -98,6 +102,16 @@ def parsed(tokens: Sequence[str], recipe: Path | None = None) -> Callable[[], ob
             raise
         raise ConfigError(mistake(tokens, error, seen)) from error
     return partial(verb, *bound.args, **bound.kwargs)
+
+
+def expand_home(_app: App, _words: Sequence[str], arguments: Iterable[Argument]) -> None:
+    """Replace the `~` that begins a path: shells leave it in quotes, and bash behind `--flag=`."""
+    for argument in arguments:
+        if argument.name not in PROSE:
+            argument.tokens = [
+                token.evolve(value=os.path.expanduser(token.value))  # noqa: PTH111 - maybe no path
+                for token in argument.tokens
+            ]
 
 
 def mistake(tokens: Sequence[str], error: CycloptsError, arguments: Sequence[Argument] = ()) -> str:
