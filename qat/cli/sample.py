@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from qat.config import Required
 from qat.errors import ConfigError
-from qat.generate.config import SampleConfig
+from qat.generate.config import SampleConfig, sampled_facts
 
 DEFAULTS = SampleConfig()
 
@@ -36,6 +36,7 @@ def sample(
     if out.suffix != ".jsonl" or out.is_dir():
         found = "is a directory" if out.is_dir() else f"ends in {out.suffix!r}"
         raise ConfigError(f"out={out} {found}, expected a .jsonl file; choose another --out")
+    sampled_facts(out)
     check_inputs(models=[model], out=out.absolute().parent)
     if config.prompts is not None:
         check_source(config.prompts, config.format, config.text_field, setting="prompts")

@@ -1,12 +1,14 @@
 """Settings of `qat sample`: what decides the rows, and where the model runs."""
 
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field
 
 from qat.config import DeviceSettings, Sampling, Settings, Speed, Text
 from qat.data.config import DataFormat, Thinking
 from qat.errors import ConfigError
+from qat.files import parse_json
 
 
 class SampleSettings(Settings):
@@ -73,3 +75,22 @@ class SampleConfig(SampleSettings, DeviceSettings):
     def settings(self) -> SampleSettings:
         """Return the settings that decide the rows."""
         return SampleSettings(**{name: getattr(self, name) for name in SampleSettings.model_fields})
+
+
+def sampled_facts(out: Path) -> dict[str, Any] | None:
+    """Return what the first row of `out` says about its sampling; None if there is no such file.
+
+    Raises:
+        ConfigError: `out` was not written by `qat sample`.
+    """
+    if not out.exists():
+        return None
+    try:
+        with out.open(encoding="utf-8") as file:
+            facts = parse_json(file.readline())["sampled"]
+        facts["run"]
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(
+            f"out={out} was not written by 'qat sample', expected a new file; choose another --out"
+        ) from None
+    return facts

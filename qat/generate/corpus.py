@@ -23,7 +23,7 @@ from qat.config import fingerprint
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, DataError
 from qat.files import held, parse_json, partial_file, whole_file, write_atomically
-from qat.generate.config import SampleConfig, SampleSettings
+from qat.generate.config import SampleConfig, SampleSettings, sampled_facts
 from qat.generate.decode import Sampling
 from qat.generate.prompts import Prompt, open_prompts, row_text
 from qat.generate.slots import Batch, Request, open_sampler
@@ -187,17 +187,11 @@ def _is_done(out: Path, facts: dict[str, object], run: str) -> bool:
     Raises:
         ConfigError: `out` is another file, or has other settings.
     """
-    if not out.exists():
+    old = sampled_facts(out)
+    if old is None:
         return False
-    try:
-        with out.open(encoding="utf-8") as file:
-            old = parse_json(file.readline())["sampled"]
-        if old["run"] == run:
-            return True
-    except (ValueError, TypeError, KeyError):
-        raise ConfigError(
-            f"out={out} was not written by 'qat sample', expected a new file; choose another --out"
-        ) from None
+    if old["run"] == run:
+        return True
     # a row's own `format` and `thinking` have another meaning than the settings
     told = {name: old.get(name, facts[name]) for name in ROWS_TELL}
     raise ConfigError(
