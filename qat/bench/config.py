@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from qat.config import Formats, Measured, Settings, Text, refuse_code
 from qat.errors import ConfigError, nearest
 from qat.files import parse_toml
+from qat.models.devices import devices_named
 from qat.train.config import StepConfig
 
 ATTENTION = ("nsa", "nsa-merged", "nsa-shared", "nsa-merged-shared", "nsa-paper")
@@ -82,6 +83,13 @@ class BenchConfig(MeasureConfig):
     and v6e the step is compiled without a TPU (needs the extra tpu-plan)."""
     strict: Measured[bool] = False
     """Fail if anything ran differently than requested: another dtype, uncompiled layers, ..."""
+
+    @field_validator("plan")
+    @classmethod
+    def _check_plan(cls, plan: bool | str) -> bool | str:
+        if isinstance(plan, str):
+            devices_named(split_names(plan.split(","))[0])
+        return plan
 
     @field_validator("batch_sizes")
     @classmethod

@@ -266,6 +266,8 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
     """Measure the training step of `student`; rows go to `out` or a directory named by the time."""
     devices = () if config.planned is None else devices_named(config.planned)
     planner = extension("qat.plans", "tpu") if config.tpus else None
+    if planner:
+        planner.check_plan(config)
     asked = config  # `check_dtype` resolves the dtype for this device, not for a TPU
     config, backend = check_dtype(config), select(config.device)
     sizes = config.sizes or (config.batch_size,)

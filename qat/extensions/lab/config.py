@@ -9,6 +9,24 @@ from qat.config import Measured, Settings
 
 CASES = ("ours", "plain-eager", "plain-compiled", "torchao-int2", "reference")
 """The cases of `qat bench baselines`, by the names in its rows."""
+KERNELS = (
+    "attention, forward", "attention, backward", "joined attention, forward",
+    "joined attention, backward", "gated unit, forward", "gated unit, backward",
+    "decode attention", "form, packed 2-bit", "pull back, packed 2-bit", "form, packed 4-bit",
+    "pull back, packed 4-bit", "form, latent 2-bit", "pull back, latent 2-bit",
+    "form, latent 4-bit", "pull back, latent 4-bit", "choose, 256 x 4", "form, packed 256 x 4",
+    "pull back, packed 256 x 4", "choose, 64 x 2", "form, packed 64 x 2",
+    "pull back, packed 64 x 2", "choose, paths of 2 bits", "form and pull back, latent 2-bit",
+    "form and pull back, latent 256 x 4", "matvec, queries, keys, values, 4-bit",
+    "matvec, attention out, 4-bit", "matvec, gates and ups, 2-bit", "matvec, down, 2-bit",
+    "matvec, head, 4-bit", "matvec, down, exact levels, 2-bit",
+    "matvec, queries, keys, values, 16-bit", "matvec, attention out, 16-bit",
+    "matvec, gates and ups, 16-bit", "matvec, down, 16-bit", "matvec, head, 16-bit",
+    "matvec, gates and ups, 256 x 4", "matvec, down, 256 x 4", "gather-dot", "gather-sum",
+    "other words", "top-k, block pass", "top-k, selection", "AdamW, stochastic rounding",
+    "columns, settle", "columns, refit",
+)  # fmt: skip
+"""The cases of `qat bench kernels` by name, in the order in which they run."""
 
 
 class BaselinesConfig(MeasureConfig):
@@ -57,6 +75,16 @@ class KernelsConfig(Settings):
     """Best configurations to measure again against the default."""
     figures: Path | None = None
     """File to which the goals' figures of this run are appended."""
+
+    @field_validator("only")
+    @classmethod
+    def _check_only(cls, text: str) -> str:
+        for part in map(str.strip, text.split(",")):
+            if not any(part in name for name in KERNELS):
+                raise ValueError(
+                    f"{part!r} is in no kernel's name; choose parts of {'; '.join(KERNELS)}"
+                )
+        return text
 
 
 class QualityConfig(Settings):

@@ -86,10 +86,11 @@ def test_the_verb_shows_both_ways_and_ends_with_them(monkeypatch, tmp_path: Path
     assert {row["status"] for row in rows} == {"COMPILED", "OOM"}
 
 
-def test_one_line_says_that_the_extra_is_absent(monkeypatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", ["v6e", "T4,v6e"])
+def test_one_line_says_that_the_extra_is_absent(plan, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(pieces, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"jax, torchax, libtpu not .*; run: .*\[tpu-plan\]"):
-        bench("tiny", config=BenchConfig(plan="v6e"), out=tmp_path / "out")
+        bench("tiny", config=BenchConfig(plan=plan), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

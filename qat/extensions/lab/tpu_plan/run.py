@@ -155,7 +155,7 @@ def plan_tpus(config: BenchConfig, student: str, results: Results) -> tuple[Plan
     Raises:
         ConfigError: see `run_tpu_plan`.
     """
-    check_installed()
+    check_plan(config)
     planned = []
     for topology in map(TOPOLOGIES.__getitem__, config.tpus):
         for recomputes in (False, True):
@@ -185,8 +185,7 @@ class Planner:
         self.dtype = "bf16" if config.dtype == "auto" else config.dtype
         self._topology = topology
         self._memory_gib = memory_gib
-        _check(config)
-        check_installed()
+        check_plan(config)
         on_cpu = {"device": "cpu", "dtype": self.dtype, "compile": "off"}
         self._student = Traceable(config.model_copy(update=on_cpu), source)
 
@@ -197,8 +196,13 @@ class Planner:
         return compile_step(self._student, batch_size, self._topology, self._memory_gib)
 
 
-def _check(config: BenchConfig) -> None:
-    """Raise ConfigError for settings that cannot be planned."""
+def check_plan(config: BenchConfig) -> None:
+    """Check that the extra is installed and that these settings can be planned.
+
+    Raises:
+        ConfigError: see `run_tpu_plan`.
+    """
+    check_installed()
     if config.dtype in ("fp16", "tf32"):
         raise ConfigError(
             f"dtype={config.dtype}, but a TPU computes in bf16 or fp32; use --dtype bf16 or fp32"
