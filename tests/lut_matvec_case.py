@@ -26,8 +26,6 @@ SPECS = {
     "pairs8": LutSpec(bits=8, vector_size=2, group_size=16),
     "fours12_s8": LutSpec(bits=12, vector_size=4, group_size=32, scale_bits=8),
     "eights8": LutSpec(bits=8, vector_size=8, group_size=16),
-    "trellis2_s8": LutSpec(bits=8, trellis_bits=2, group_size=32, scale_bits=8),
-    "trellis1": LutSpec(bits=4, trellis_bits=1, group_size=48),
 }
 
 

@@ -4,7 +4,6 @@ import torch
 from quantized import SPECS, nearest_e5m3, random_codebook, random_indices, random_scales
 from torch import Tensor
 
-from qat.kernels.lut_weight import choose
 from qat.quant.spec import LutSpec
 from qat.quant.weight import PackedIndices, Scales, pack
 
@@ -22,7 +21,6 @@ ODD_SPECS = {
     "lut2_odd_s32": LutSpec(bits=2, group_size=3, scale_bits=32),
     "pairs5_odd": LutSpec(bits=5, vector_size=2, group_size=6),
     "fours12": LutSpec(bits=12, vector_size=4, group_size=12, scale_bits=8),
-    "trellis3_odd": LutSpec(bits=8, trellis_bits=3, group_size=7),
     "lut4_odd_r3_s32": LutSpec(bits=4, scale="low_rank", rank=3, group_size=7, scale_bits=32),
 }
 """Group sizes that fill no bytes or are no powers of two; rows that end within a byte."""
@@ -37,26 +35,23 @@ def random_parts(
     """Source, codebook and scales: scales not rounded yet, some zero; a latent source has ties.
 
     Levels lie as training may leave them, in any order. Codewords are rounded, as their formats
-    have them. The paths of a latent weight through a trellis are found already.
+    have them.
     """
     d = spec.vector_size
     codebook = random_codebook(spec)[torch.randperm(spec.num_levels)]
-    codebook = codebook.half().float() if spec.has_codewords else codebook
+    codebook = codebook.half().float() if spec.is_vector else codebook
     scales = random_scales(O, I, spec)
     next(iter(scales.present().values())).view(-1)[::5] = 0
     if source == "packed":
-        octets = pack(random_indices(O, I, spec), spec.bits, spec.trellis_bits)
-        return PackedIndices(octets, spec.bits, I, d, spec.trellis_bits), codebook, scales
+        octets = pack(random_indices(O, I, spec), spec.bits)
+        return PackedIndices(octets, spec.bits, I, d), codebook, scales
     latent = torch.randn(O, I) * 0.1
-    if spec.scale == "group" and not spec.has_codewords:
+    if spec.scale == "group" and not spec.is_vector:
         levels = codebook.sort().values
         middles = ((levels[1:] + levels[:-1]) / 2).repeat(O * I)[: O * I].view(O, I)
         tied = middles * stored(scales)["scales"].repeat_interleave(spec.group_size, 1)
         latent = torch.where(torch.rand(O, I) < 0.3, tied, latent)
-    latent = latent.to(getattr(torch, source))
-    if spec.is_trellis:
-        latent = choose(latent, codebook, scales, trellis_bits=spec.trellis_bits)
-    return latent, codebook, scales
+    return latent.to(getattr(torch, source)), codebook, scales
 
 
 def chosen(source: PackedIndices | Tensor, codebook: Tensor, scales: Scales) -> Tensor:

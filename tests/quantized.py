@@ -12,14 +12,7 @@ from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names, replace_module
 from qat.quant.codebook import fixed_grid
 from qat.quant.spec import ACTIVATION_KINDS, ActivationKind, ActivationSpec, LutSpec
-from qat.quant.weight import (
-    QuantizedWeight,
-    Scales,
-    as_stored,
-    index_dtype,
-    packed_width,
-    unpack,
-)
+from qat.quant.weight import QuantizedWeight, Scales, as_stored, index_dtype
 
 SPECS = {
     "lut1": LutSpec(bits=1, group_size=8),
@@ -40,8 +33,6 @@ SPECS = {
     "fours8_s8": LutSpec(bits=8, vector_size=4, group_size=16, scale_bits=8),
     "eights3": LutSpec(bits=3, vector_size=8, group_size=8),
     "fours10_r2": LutSpec(bits=10, vector_size=4, scale="low_rank", rank=2, group_size=8),
-    "trellis2_s8": LutSpec(bits=8, trellis_bits=2, group_size=16, scale_bits=8),
-    "trellis1_r2": LutSpec(bits=4, trellis_bits=1, scale="low_rank", rank=2, group_size=8),
 }
 
 
@@ -63,7 +54,7 @@ def nearest_e5m3(scales: Tensor) -> Tensor:
 
 def random_codebook(spec: LutSpec) -> Tensor:
     """Ascending levels of the spec's kind, or codewords."""
-    if spec.has_codewords:
+    if spec.is_vector:
         return torch.randn(spec.codebook_shape)
     if spec.codebook == "lut":
         return torch.randn(spec.num_levels).sort().values
@@ -84,10 +75,7 @@ def random_scales(O: int, I: int, spec: LutSpec) -> Scales:
 
 
 def random_indices(O: int, I: int, spec: LutSpec) -> Tensor:
-    """Any indices that the spec can hold: of a trellis a path."""
-    if spec.is_trellis:
-        octets = torch.randint(256, (O, packed_width(I, spec.bits, spec.trellis_bits)))
-        return unpack(octets.to(torch.uint8), spec.bits, I, spec.trellis_bits)
+    """Any indices that the spec can hold."""
     shape, dtype = (O, I // spec.vector_size), index_dtype(spec.num_levels)
     return torch.randint(spec.num_levels, shape, dtype=dtype)
 

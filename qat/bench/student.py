@@ -142,7 +142,7 @@ def fill_at_random_(linear: FrozenLutLinear) -> None:
     O, I, spec = linear.out_features, linear.in_features, linear.spec
     grid = fixed_grid(spec)
     levels = torch.linspace(-1, 1, spec.num_levels) if grid is None else grid
-    if spec.has_codewords:
+    if spec.is_vector:
         levels = torch.empty(spec.codebook_shape).uniform_(-1, 1)
     levels = round_levels(levels.to(linear.codebook), spec.level_bits)
     scale = WEIGHT_RMS / levels.pow(2).mean().sqrt()

@@ -276,9 +276,8 @@ def _kinds(modules: "Sequence[ModuleReport]") -> "dict[tuple[str, str], list[Mod
 
 
 def _bits(report: "ModuleReport | FormatTrial") -> str:
-    """`2`, or of vectors `2 v4`: 2 bits a weight in vectors of 4; or of a trellis `2 t`."""
+    """`2`, or of vectors `2 v4`: 2 bits a weight in vectors of 4."""
     vectors = f" v{report.vector_size}" if report.vector_size > 1 else ""
-    vectors += " t" if report.trellis_bits else ""
     return f"{report.bits:g}{vectors}"
 
 

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from qat.convert.calibrate import StackInputs, StageInputs, TokenBatch, stages_in_order
 from qat.errors import ConfigError, ExportError
 from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
-from qat.kernels.trellis import best_path
 from qat.logs import Ticker, progress
 from qat.models.cost import stored_bits
 from qat.models.hf_quantizer import empty_weight
@@ -99,7 +98,7 @@ def measure_sensitivities(
 def _fitted(weight: Tensor, spec: LutSpec, inputs: StackInputs | None) -> QuantizedWeight:
     """Fit a weight to its values, or the weight of experts to the inputs of each."""
     if inputs is None:
-        return fit_weight(weight, spec, nearest=nearest_vectors, path=best_path)
+        return fit_weight(weight, spec, nearest=nearest_vectors)
     return fit_stack_to_inputs(weight, spec, *inputs, ops=COLUMN_OPS).quantized
 
 
@@ -203,8 +202,6 @@ LEVELS = ((2, 1), (3, 1), (4, 1))
 """Bits per index and weights per index that are tried where the plan has levels."""
 VECTORS = ((8, 4), (6, 2), (8, 2))
 """Bits per index and weights per index that are tried for vectors: 2, 3 and 4 bits per weight."""
-TRELLISES = (2, 3, 4)
-"""Bits per weight of a trellis that are tried where the plan has one, with the plan's window."""
 TABLE_BITS = (4, 8)
 """Bits that are tried for the embedding and the head."""
 TOLERANCE = 1e-9
@@ -219,8 +216,6 @@ class FormatTrial:
     """Bits per weight of the indices alone."""
     vector_size: int
     """Weights per index."""
-    trellis_bits: int
-    """Bits per weight of a trellis; 0 without one."""
     group_size: int
     bits_per_weight: float
     """Bits per weight with scales and codebook."""
@@ -313,9 +308,9 @@ def plan_within_budget(
 ) -> tuple[QuantPlan, BudgetReport]:
     """Return the plan of the least sum of KLs, each measured alone, within `bits_budget`.
 
-    Every linear that `plan` quantizes gets a learned codebook of 2, 3 or 4 bits per weight: levels,
-    vectors or a trellis, and the form of scale, as in the plan. Formats that do not fit its shape
-    are not tried. With `with_tables` the embedding and an untied head get 4 or 8 bits. Together
+    Every linear that `plan` quantizes gets a learned codebook of 2, 3 or 4 bits per weight: levels
+    or vectors, and the form of scale, as in the plan. Formats that do not fit its shape are not
+    tried. With `with_tables` the embedding and an untied head get 4 or 8 bits. Together
     they use at most `bits_budget` bits per weight. Tables that the plan itself names keep the
     plan's format.
 
@@ -371,7 +366,6 @@ def _trials(
         FormatTrial(
             bits=spec.index_bits,
             vector_size=spec.vector_size,
-            trellis_bits=spec.trellis_bits,
             group_size=spec.group_size,
             bits_per_weight=option.bits / num_weights,
             kl_nats=option.cost,
@@ -395,13 +389,10 @@ def _formats_like(
     steps = [step for step in (size, size // 2, size // 4) if step and wider_groups]
     found = ([s for s in range(size, I + 1, step) if I % s == 0] for step in steps)
     groups = next(filter(None, found), [size])[:2]
-    if spec.is_trellis:
-        kinds = [{"trellis_bits": k} for k in TRELLISES]
-    else:
-        kinds = [
-            {"bits": bits, "vector_size": d, "codebook": "lut"}
-            for bits, d in (VECTORS if spec.is_vector else LEVELS)
-        ]
+    kinds = [
+        {"bits": bits, "vector_size": d, "codebook": "lut"}
+        for bits, d in (VECTORS if spec.is_vector else LEVELS)
+    ]
     fitting, errors = [], []
     for kind, group_size in product(kinds, groups):
         try:

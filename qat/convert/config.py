@@ -36,8 +36,7 @@ class ConvertConfig(Settings):
     layer by layer; 0 for none."""
     to: Formats[Annotated[str | None, Knows(tuple(PRESETS))]] = None
     """A preset (q4a4, q2a4, q2a2, q4a4_r4, q4a4_r32, q2a4_r32; with codebooks of vectors, for 2 or
-    3 bits that stay packed, become dense or go to Core ML: v2a4, v2a2, v3a3; with a trellis, for
-    the least error of 2 bits that stay packed or become dense: t2a4, t2a2) or a TOML file with a
+    3 bits that stay packed, become dense or go to Core ML: v2a4, v2a2, v3a3) or a TOML file with a
     plan. The suffix _kv8 or _kv4 of a preset means --kv int8 or int4: q2a4_kv4, q2a4_a8kv8."""
     activations: Formats[ActivationKind | None] = None
     """Quantize the inputs of the quantized linears (and of a quantized head): int8 or fp8 (E4M3)
@@ -49,8 +48,8 @@ class ConvertConfig(Settings):
     default. Without --to nothing else is quantized."""
     bits_budget: Formats[float | None] = Field(None, gt=0)
     """Average bits per weight, met with 2, 3 or 4 bits per linear, chosen by measured KL. A plan
-    then only says which linears, whether levels, vectors or trellises, and in which groups. Without
-    a plan: all linears, as vectors, or as levels where a linear or a target cannot hold vectors."""
+    then only says which linears, whether levels or vectors, and in which groups. Without a plan:
+    all linears, as vectors, or as levels where a linear or a target cannot hold vectors."""
     group_size: Formats[int | None] = Field(None, gt=0)
     """Input features that share a scale; the plan's own by default. If targets of --for hold
     other groups only, those are used, and a line says so."""

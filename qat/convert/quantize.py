@@ -23,7 +23,6 @@ from qat.convert.calibrate import StackInputs, StageInputs, TokenBatch, Walk, st
 from qat.convert.rotate import ROTATION
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS, RecordedSweeps, nearest_vectors
-from qat.kernels.trellis import best_path
 from qat.logs import Ticker, progress
 from qat.models.cost import (
     bits_per_weight,
@@ -75,8 +74,6 @@ class ModuleReport:
     """Bits per weight of the indices alone."""
     vector_size: int
     """Weights per index."""
-    trellis_bits: int
-    """Bits per weight of a trellis; 0 without one."""
     codebook: str
     scale: str
     group_size: int
@@ -371,7 +368,7 @@ class _Conversion:
             is_found = name in self.tables and is_integers(spec)
             fitted = exact_integers(weight, spec.bits) if is_found else None
             if fitted is None:
-                fitted = fit_weight(weight, spec, nearest=nearest_vectors, path=best_path)
+                fitted = fit_weight(weight, spec, nearest=nearest_vectors)
                 if name in self.tables:
                     fitted = with_zero_groups(weight, fitted)
             return weight, fitted, time.perf_counter() - began
@@ -439,7 +436,6 @@ class _Conversion:
             name=name,
             bits=spec.index_bits,
             vector_size=spec.vector_size,
-            trellis_bits=spec.trellis_bits,
             codebook=spec.codebook,
             scale=spec.scale,
             group_size=spec.group_size,

@@ -70,7 +70,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     """Return integers of as many bits, in the plan's groups, with 8-bit scales.
 
     Raises:
-        ExportError: one bit, vectors, a trellis, or low-rank scales.
+        ExportError: one bit, vectors, or low-rank scales.
     """
     refuse_codewords(spec)
     refuse_low_rank(spec)

@@ -17,10 +17,8 @@ from qat.export.parts import (
     DTYPE_NAMES,
     DtypeError,
     exact,
-    lost_by_codewords,
     lost_by_rank,
     plain_decoder,
-    refuse_codewords,
     refuse_low_rank,
     unquantized_state,
     write_config,
@@ -65,8 +63,6 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
     Up to 256 levels or codewords, with a scale per group, lose nothing.
     """
-    if spec.is_trellis:
-        return lost_by_codewords(spec)
     if spec.bits > INDEX_BITS[-1]:
         return f"its codebook has {spec.num_levels} codewords, expected at most 256"
     return lost_by_rank(spec)
@@ -76,11 +72,9 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     """Return `spec` with 16-bit levels, which float16 programs also hold, and 8-bit scales.
 
     Raises:
-        ExportError: there are more than 256 codewords, a trellis, or low-rank scales.
+        ExportError: there are more than 256 codewords, or low-rank scales.
     """
     refuse_low_rank(spec)
-    if spec.is_trellis:
-        refuse_codewords(spec)
     reason = lost(spec, shape)
     if reason is not None:
         raise ExportError(f"{reason}; name a plan of at most {INDEX_BITS[-1]} bits an index")

@@ -91,7 +91,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     """Return even levels without a zero up to 3 bits, integers above; above 4 bits a scale per row.
 
     Raises:
-        ExportError: vectors, a trellis, or low-rank scales; or no group size divides the row.
+        ExportError: vectors, or low-rank scales; or no group size divides the row.
     """
     refuse_codewords(spec)
     refuse_low_rank(spec)

@@ -357,8 +357,8 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     used if the plan has integers, or if 256 does not divide the row.
 
     Raises:
-        ExportError: rows split into none of these groups, an index names a vector, the format is a
-            trellis, or scales are of low rank.
+        ExportError: rows split into none of these groups, an index names a vector, or scales
+            are of low rank.
     """
     refuse_codewords(spec)
     refuse_low_rank(spec)

@@ -69,7 +69,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     """Return even levels without a zero up to 4 bits, integers above, with 8-bit scales.
 
     Raises:
-        ExportError: MLX lacks such bits or groups, or the spec has vectors, a trellis or low-rank
+        ExportError: MLX lacks such bits or groups, or the spec has vectors or low-rank
             scales.
     """
     refuse_codewords(spec)

@@ -342,8 +342,6 @@ def write_card(
 def _levels(spec: LutSpec) -> str:
     if spec.is_vector:
         return f"{spec.codebook}, {spec.num_levels} codewords of {spec.vector_size} weights"
-    if spec.is_trellis:
-        return f"{spec.codebook}, a trellis of {spec.num_levels} states and levels"
     return spec.codebook
 
 

@@ -91,7 +91,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     """Return the E2M1 grid of as many bits, or the plan's own if it is one, in groups of 16.
 
     Raises:
-        ExportError: more than 4 bits, vectors, a trellis, low-rank scales, or 16 does not divide
+        ExportError: more than 4 bits, vectors, low-rank scales, or 16 does not divide
             the row.
     """
     refuse_codewords(spec)

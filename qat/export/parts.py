@@ -148,8 +148,6 @@ def lost_by_codewords(spec: LutSpec) -> str | None:
     """Return why one stored index per weight cannot hold that weight; None if it can."""
     if spec.is_vector:
         return f"an index names {spec.vector_size} weights, expected one"
-    if spec.is_trellis:
-        return f"a trellis stores {spec.trellis_bits} bits of each index, expected all {spec.bits}"
     return None
 
 
@@ -162,10 +160,10 @@ def lost_by_grid(spec: LutSpec, grids: tuple[str, ...]) -> str | None:
 
 
 def refuse_codewords(spec: LutSpec) -> None:
-    """Refuse a codebook of vectors or a trellis, which a scheme of levels would replace.
+    """Refuse a codebook of vectors, which a scheme of levels would replace.
 
     Raises:
-        ExportError: an index names several weights, or is not stored whole.
+        ExportError: an index names several weights.
     """
     reason = lost_by_codewords(spec)
     if reason is not None:

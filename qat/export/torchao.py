@@ -60,7 +60,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     """Return even levels without a zero up to 4 bits, integers above, in the plan's groups.
 
     Raises:
-        ExportError: vectors, a trellis, or low-rank scales.
+        ExportError: vectors, or low-rank scales.
     """
     refuse_codewords(spec)
     refuse_low_rank(spec)

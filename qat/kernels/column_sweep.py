@@ -23,7 +23,6 @@ from qat.backend.base import GIB, Backend
 from qat.backend.device import on
 from qat.kernels.dispatch import tl, triton, use_triton
 from qat.kernels.lut_tiles import as_stored
-from qat.kernels.trellis import best_path
 from qat.quant import error_feedback as reference
 from qat.quant import vectors
 from qat.quant.error_feedback import ColumnOps, Columns
@@ -137,7 +136,7 @@ def _tensors(columns: Columns) -> dict[str, Tensor]:
     return {name: each for name, each in vars(columns).items() if isinstance(each, Tensor)}
 
 
-COLUMN_OPS = ColumnOps(settle_columns, refit_scale, nearest_vectors, best_path)
+COLUMN_OPS = ColumnOps(settle_columns, refit_scale, nearest_vectors)
 
 
 def settle_by_kernel(columns: Columns, target: Tensor, coupling: Tensor) -> None:

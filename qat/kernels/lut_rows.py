@@ -22,7 +22,6 @@ from qat.quant.weight import (
     PackedIndices,
     Scales,
     from_stored,
-    pack,
     to_stored,
     unpack,
     vector_size,
@@ -69,28 +68,18 @@ class LutRows(NamedTuple):
     ) -> Self:
         """Return one packed weight with group scales encoded as a checkpoint stores them.
 
-        The compressed indices of a trellis are unpacked to whole indices.
-
         With `is_short`, a kernel may read levels and inputs as numbers of 16 bits
         (`short_levels`, `split`).
         """
-        C, octets = 2**source.bits, source.octets
-        if source.trellis_bits:
-            octets = pack(source.indices(), source.bits)
-        padded = F.pad(
-            codebook.detach().float(), (0, C - len(codebook) if codebook.dim() == 1 else 0)
-        )
+        C, is_levels = 2**source.bits, codebook.dim() == 1
+        padded = F.pad(codebook.detach().float(), (0, C - len(codebook) if is_levels else 0))
         tables = factors = None
         is_format = is_mma_format(source.bits, vector_size(codebook), source.in_features)
         # `mma.m16n8k16` came with Ampere, as bfloat16 did
         if is_short and is_format and (not codebook.is_cuda or on(codebook.device).has_bf16()):
-            # a trellis stores its levels as codewords of one weight
-            is_levels = vector_size(codebook) == 1
-            tables, factors = (
-                short_levels(padded.flatten()) if is_levels else short_codewords(padded)
-            )
+            tables, factors = short_levels(padded) if is_levels else short_codewords(padded)
         encoded = to_stored("scales", scales.scales, scales.bits)
-        return cls(octets, encoded, padded[None], tables, factors, source.bits, (0,))
+        return cls(source.octets, encoded, padded[None], tables, factors, source.bits, (0,))
 
     @property
     def shape(self) -> torch.Size:

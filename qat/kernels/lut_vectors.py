@@ -108,7 +108,7 @@ def form(source: PackedIndices, codebook: Tensor, scales: Scales, out: Tensor) -
     _form_kernel[(tiling.num_tiles,)](
         out, source.octets.contiguous(), codebook, *scale_operands(scales),
         in_features=source.in_features, width=source.octets.shape[1], BITS=source.bits,
-        STEP=source.trellis_bits or source.bits, **tiling.constants(), enable_fp_fusion=False,
+        **tiling.constants(), enable_fp_fusion=False,
         num_warps=4,
     )  # fmt: skip
 
@@ -142,7 +142,7 @@ def reduce(
         partials, d_scales, dW.contiguous(), source.octets.contiguous(), codebook,
         *scale_operands(scales),
         in_features=source.in_features, width=source.octets.shape[1], num_tiles=tiling.num_tiles,
-        BITS=source.bits, STEP=source.trellis_bits or source.bits, HIGH=high, LOW=low,
+        BITS=source.bits, HIGH=high, LOW=low,
         **tiling.constants(),
         num_warps=max(tiling.num_warps, 8 if high * low * d > HELD else 4),
     )  # fmt: skip
@@ -440,10 +440,10 @@ def _scale_of_one(
 def _form_kernel(
     out, octets, codebook, scales, scale_out, rank_gain, scale_in, num_runs, in_features, width,
     LENGTH: tl.constexpr, R: tl.constexpr, SCALE_BITS: tl.constexpr, N: tl.constexpr,
-    U: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr,
+    U: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     run, column, is_unit = units_of_tile(tl.program_id(0), num_runs, LENGTH, N, U, E)
-    index = _read_index(octets, run, column, is_unit, in_features, width, LENGTH, BITS, STEP, E)
+    index = _read_index(octets, run, column, is_unit, in_features, width, LENGTH, BITS, E)
     if R == 0:
         S = as_stored(tl.load(scales + run, mask=is_unit, other=1), SCALE_BITS)[:, None]
     else:
@@ -460,13 +460,13 @@ def _reduce_kernel(
     partials, d_scales, dW, octets, codebook, scales, scale_out, rank_gain, scale_in, num_runs,
     in_features, width, num_tiles,
     LENGTH: tl.constexpr, R: tl.constexpr, SCALE_BITS: tl.constexpr, N: tl.constexpr,
-    U: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, HIGH: tl.constexpr,
+    U: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr,
     LOW: tl.constexpr,
 ):  # fmt: skip
     sums = tl.zeros([HIGH, LOW * E], tl.float32)
     tile, step = tl.program_id(0), tl.num_programs(0)
     next_dW, next_index, next_S = _read_tile(
-        tile, dW, octets, scales, num_runs, in_features, width, LENGTH, R, N, U, E, BITS, STEP
+        tile, dW, octets, scales, num_runs, in_features, width, LENGTH, R, N, U, E, BITS
     )
     while tile < num_tiles:
         values, index = next_dW.to(tl.float32), next_index
@@ -474,7 +474,6 @@ def _reduce_kernel(
         # prefetch the next tile while this one is computed
         next_dW, next_index, next_S = _read_tile(
             tile + step, dW, octets, scales, num_runs, in_features, width, LENGTH, R, N, U, E, BITS,
-            STEP,
         )  # fmt: skip
         run, column, is_unit = units_of_tile(tile, num_runs, LENGTH, N, U, E)
         if partials is not None:
@@ -521,27 +520,26 @@ def _round_kernel(out, codebook, count, STEPS: tl.constexpr, BLOCK: tl.constexpr
 def _read_tile(
     tile, dW, octets, scales, num_runs, in_features, width,
     LENGTH: tl.constexpr, R: tl.constexpr, N: tl.constexpr, U: tl.constexpr, E: tl.constexpr,
-    BITS: tl.constexpr, STEP: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
     """Load a tile's gradient, indices and group scales, as stored."""
     run, column, is_unit, dW, S = read_gradient(tile, dW, scales, num_runs, LENGTH, R, N, U, E)
-    index = _read_index(octets, run, column, is_unit, in_features, width, LENGTH, BITS, STEP, E)
+    index = _read_index(octets, run, column, is_unit, in_features, width, LENGTH, BITS, E)
     return dW, index, S
 
 
 @triton.jit
 def _read_index(
     octets, run, column, is_unit, in_features, width,
-    LENGTH: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, E: tl.constexpr,
+    LENGTH: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """Load the index of each unit, `(V,)`: BITS bits, the last STEP of which belong to it alone."""
+    """Load the index of each unit, `(V,)`: BITS bits."""
     first = run * LENGTH + column
-    bit = (first % in_features // E + 1) * STEP - BITS
+    bit = first % in_features // E * BITS
     octet = octets + first // in_features * width + (bit >> 3)
-    # the bits before the start of a trellis row are zeros
-    word = tl.load(octet, mask=is_unit & (bit >= 0), other=0).to(tl.int32)
-    if 8 % BITS > 0 or STEP < BITS:  # an index may span two octets
-        is_cut = is_unit & ((bit & 7) + BITS > 8) & (bit > -8)
+    word = tl.load(octet, mask=is_unit, other=0).to(tl.int32)
+    if 8 % BITS > 0:  # an index may span two octets
+        is_cut = is_unit & ((bit & 7) + BITS > 8)
         word |= tl.load(octet + 1, mask=is_cut, other=0).to(tl.int32) << 8
     return (word >> (bit & 7)) & (2**BITS - 1)
 

@@ -35,7 +35,6 @@ from qat.kernels.lut_tiles import (
     scale_operands,
     units_of_tile,
 )
-from qat.kernels.trellis import best_path
 from qat.kernels.tuned import chosen
 from qat.quant.codebook import latent_indices
 from qat.quant.weight import (
@@ -80,15 +79,13 @@ def choose(
     codebook: Tensor,
     scales: Scales,
     *,
-    trellis_bits: int = 0,
     out: PackedIndices | None = None,
 ) -> PackedIndices | Tensor:
     """Return a source that forms the same weight without a search: a latent's codeword indices.
 
-    Indices take one or two bytes per vector, or per weight of a trellis, and are written into
-    `out` if its shape and device match. Other sources are returned unchanged, as they need no
-    preparation: the level of a latent weight is found while it is read. `form` and `pull_back` do
-    not handle a trellis; its latent weights must be converted here first.
+    Indices take one or two bytes per vector, and are written into `out` if its shape and device
+    match. Other sources are returned unchanged, as they need no preparation: the level of a latent
+    weight is found while it is read.
     """
     if isinstance(source, PackedIndices) or codebook.dim() == 1:
         return source
@@ -99,10 +96,7 @@ def choose(
         octets = torch.empty(O, I // d, dtype=dtype, device=source.device).view(torch.uint8)
         out = PackedIndices(octets, 8 * dtype.itemsize, I, d)
     indices = out.octets.view(dtype)
-    if trellis_bits:
-        S = expand_scales(round_scales(scales), I)
-        indices.copy_(best_path(source, S, codebook, trellis_bits))
-    elif _by_kernel(codebook):
+    if _by_kernel(codebook):
         lut_vectors.choose(source, codebook, scales, indices)
     else:
         S = expand_scales(round_scales(scales), I)

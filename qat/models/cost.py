@@ -82,4 +82,4 @@ def num_weights(module: QuantLinear | FrozenLutTable) -> int:
 def packed_bytes(module: QuantLinear | FrozenLutTable) -> int:
     """Return the bytes of its packed indices."""
     spec, count = module.spec, module.in_features // module.spec.vector_size
-    return module.out_features * packed_width(count, spec.bits, spec.trellis_bits)
+    return module.out_features * packed_width(count, spec.bits)

@@ -21,6 +21,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qat.errors import CheckpointError, ConfigError
+from qat.models import trellis
 from qat.models.directory import check_checksums
 from qat.models.stored_state import (
     INPUT_SCALE,
@@ -52,8 +53,8 @@ FORMAT = 13
 """Number of the checkpoint format, whose `features` say what a reader must support."""
 FEATURES = ("activations", "kv", "lora", "nsa", "trellis", "vectors")
 """Features that a checkpoint may list: quantized inputs, quantized keys and values, adapters,
-sparse attention (config.json defines it under `nsa`), indices that are windows over the bits of a
-row, and codebooks of vectors."""
+sparse attention (config.json defines it under `nsa`), trellises (only read), and codebooks of
+vectors."""
 LEGACY_CODEBOOKS = ((), ("vectors",), ("trellis",))
 """Codebook feature by its number in formats 1 to 12."""
 Headers = dict[str, tuple[tuple[int, ...], str]]
@@ -184,14 +185,16 @@ class QatConfig(QuantizationConfigMixin):
             raise CheckpointError(f"{error}; convert the model anew") from None
 
     def specs(self) -> dict[str, LutSpec]:
-        """Return each quantized module's spec.
+        """Return each quantized module's spec as it is computed with.
 
         Raises:
             CheckpointError: a spec has unknown keys or values out of range.
         """
         try:
             return {
-                name: LutSpec.parse(_of_weight(values), f"quantization_config of {name}")
+                name: LutSpec.parse(
+                    trellis.as_levels(name, _of_weight(values)), f"quantization_config of {name}"
+                )
                 for name, values in self.modules.items()
             }
         except ConfigError as error:
@@ -348,7 +351,8 @@ class QatHfQuantizer(HfQuantizer):
             set_empty_adapter(name, model.get_submodule(name), rank)
         self._put_activations(model)
         if checkpoint_files is not None:
-            check_tensors(model, checkpoint_files)
+            dtypes = trellis.put_empty_paths(model, self.quantization_config.modules)
+            check_tensors(model, checkpoint_files, dtypes)
 
     def _put_activations(self, model: PreTrainedModel) -> None:
         """Let the modules quantize their inputs; static scales have no values yet."""
@@ -398,6 +402,7 @@ class QatHfQuantizer(HfQuantizer):
         for table in lut_tables(model).values():
             for key, tensor in table.weight_tensors().items():
                 setattr(table, key, from_stored(key, tensor, table.spec.stored_bits(key)))
+        trellis.decode_paths(model, self.quantization_config.modules)
         for name, module in quantized_modules(model).items():
             _check_indices(name, module)
             scale = None if module.activation is None else module.activation.scale
@@ -405,8 +410,10 @@ class QatHfQuantizer(HfQuantizer):
                 check_input_scale(name, scale.item())
 
 
-def check_tensors(model: PreTrainedModel, files: list[str]) -> None:
+def check_tensors(model: PreTrainedModel, files: list[str], others: dict[str, str]) -> None:
     """Compare names, shapes and stored dtypes in safetensors `files` with what `model` needs.
+
+    `others` are stored dtypes that do not follow from the specs of the modules.
 
     Raises:
         CheckpointError: a file is damaged, or a tensor is missing, extra or of another shape.
@@ -425,7 +432,7 @@ def check_tensors(model: PreTrainedModel, files: list[str]) -> None:
             if found[k][0] != expected[k]
         ],
     )
-    dtypes = _stored_dtypes(model)
+    dtypes = _stored_dtypes(model) | others
     _refuse(
         "holds wrong dtypes:",
         [f"{k} {found[k][1]} instead of {dtypes[k]}" for k in dtypes if found[k][1] != dtypes[k]],
@@ -514,9 +521,8 @@ def set_empty_adapter(name: str, linear: nn.Module, rank: int) -> None:
 def _features(
     modules: dict[str, dict], specs: Iterable[LutSpec], is_sparse: bool, has_kv: bool
 ) -> list[str]:
-    """Return the features of a checkpoint in order; a trellis may hold vectors as well."""
-    specs = list(specs)
-    has_trellis = any(spec.is_trellis for spec in specs)
+    """Return the features of a checkpoint in order; one with a trellis may hold vectors as well."""
+    has_trellis = any(trellis.KEY in entry for entry in modules.values())
     has = {
         "activations": any(ACTIVATION in entry for entry in modules.values()),
         "kv": has_kv,

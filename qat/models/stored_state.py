@@ -45,9 +45,7 @@ def raw_state(model: nn.Module) -> RawState:
     for name, linear in quant_linears(model).items():
         if isinstance(linear, LutLinear):
             del own[f"{name}.weight"]
-            made[f"{name}.{PACKED}"] = pack(
-                linear.indices(), linear.spec.bits, linear.spec.trellis_bits
-            )
+            made[f"{name}.{PACKED}"] = pack(linear.indices(), linear.spec.bits)
     return RawState(own, made)
 
 
@@ -143,7 +141,7 @@ def _stored_parts(
     if isinstance(module, QuantLinear):
         codebook = round_levels(codebook, spec.level_bits)
     parts["codebook"] = codebook
-    if not spec.has_codewords:
+    if not spec.is_vector:
         parts["codebook"], order = codebook.sort(stable=True)
         if not on(order.device).equal(order, torch.arange(len(order), device=order.device)):
             rank = order.argsort().to(torch.uint8)

@@ -39,8 +39,7 @@ class HostedLutLinear(LutLinear):
         self._trouble = here.new_zeros(())
         # one number, expanded: takes no memory of the weight's size
         self.weight = nn.Parameter(self._trouble.expand(here.shape))
-        packed = pack(quantized.indices, spec.bits, spec.trellis_bits)
-        self.register_buffer("packed", packed, persistent=False)
+        self.register_buffer("packed", pack(quantized.indices, spec.bits), persistent=False)
         self.follow_(here)
 
     def source(self) -> PackedIndices | Tensor:
@@ -48,9 +47,7 @@ class HostedLutLinear(LutLinear):
         if self._followed is not None:
             return self._followed
         spec = self.spec
-        return PackedIndices(
-            self.packed, spec.bits, self.in_features, spec.vector_size, spec.trellis_bits
-        )
+        return PackedIndices(self.packed, spec.bits, self.in_features, spec.vector_size)
 
     @torch.no_grad()
     def follow_(self, latent: Tensor) -> None:
@@ -61,6 +58,6 @@ class HostedLutLinear(LutLinear):
         self._followed = latent
         codes = self.indices()
         self._followed = None
-        self.packed.copy_(pack(codes, self.spec.bits, self.spec.trellis_bits))
+        self.packed.copy_(pack(codes, self.spec.bits))
         # a sum propagates NaN and infinity
         self._trouble.copy_(0.0 * torch.linalg.vector_norm(latent, 1, dtype=torch.float32))

@@ -38,7 +38,7 @@ class FrozenLutTable(nn.Module):
         super().__init__()
         self.spec, self.dtype = spec, dtype
         self.out_features, self.in_features = quantized.shape
-        self.register_buffer("packed", pack(quantized.indices, spec.bits, spec.trellis_bits))
+        self.register_buffer("packed", pack(quantized.indices, spec.bits))
         self.register_buffer("codebook", quantized.codebook.float().clone())
         for name, tensor in quantized.scales.present().items():
             self.register_buffer(name, tensor.float().clone())
@@ -95,9 +95,7 @@ class FrozenLutTable(nn.Module):
     def source(self, which: slice | Tensor = slice(None)) -> PackedIndices:
         """Return the packed indices of the rows `which`."""
         spec = self.spec
-        return PackedIndices(
-            self.packed[which], spec.bits, self.in_features, spec.vector_size, spec.trellis_bits
-        )
+        return PackedIndices(self.packed[which], spec.bits, self.in_features, spec.vector_size)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
@@ -107,9 +105,8 @@ class FrozenLutTable(nn.Module):
         """Return shape and format, for `print(model)`."""
         spec = self.spec
         vectors = f"vector_size={spec.vector_size}, " if spec.is_vector else ""
-        trellis = f"trellis_bits={spec.trellis_bits}, " if spec.is_trellis else ""
         return (
-            f"{self.out_features}, {self.in_features}, bits={spec.bits}, {vectors}{trellis}"
+            f"{self.out_features}, {self.in_features}, bits={spec.bits}, {vectors}"
             f"codebook={spec.codebook}, group_size={spec.group_size}, "
             f"scale_bits={spec.scale_bits}, dtype={self.dtype}"
         )

@@ -341,10 +341,9 @@ class QuantLinear(nn.Module):
         adapter = f", lora_rank={self.lora_rank}" if self.lora_rank else ""
         spec = self.spec
         vectors = f"vector_size={spec.vector_size}, " if spec.is_vector else ""
-        trellis = f"trellis_bits={spec.trellis_bits}, " if spec.is_trellis else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bits={spec.bits}, {vectors}{trellis}codebook={spec.codebook}, {scale}, "
+            f"bits={spec.bits}, {vectors}codebook={spec.codebook}, {scale}, "
             f"bias={self.bias is not None}{adapter}"
         )
 
@@ -379,14 +378,12 @@ class FrozenLutLinear(QuantLinear):
 
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, spec: LutSpec) -> None:
         super().__init__(quantized, bias, spec)
-        self.register_buffer("packed", pack(quantized.indices, spec.bits, spec.trellis_bits))
+        self.register_buffer("packed", pack(quantized.indices, spec.bits))
 
     def source(self) -> PackedIndices:
         """Return the packed indices."""
         spec = self.spec
-        return PackedIndices(
-            self.packed, spec.bits, self.in_features, spec.vector_size, spec.trellis_bits
-        )
+        return PackedIndices(self.packed, spec.bits, self.in_features, spec.vector_size)
 
     def indices(self) -> Tensor:
         """Return the stored index of each weight or vector, `(O, I / d)`."""
@@ -416,7 +413,6 @@ class FrozenLutLinear(QuantLinear):
             and self._joined[0] is None
             and not self.lora_rank
             and spec.scale == "group"
-            and not spec.is_trellis
             and is_format(spec.bits, spec.vector_size, spec.group_size, self.in_features)
             and use_triton(x, __name__)
         )
@@ -439,9 +435,9 @@ class LutLinear(QuantLinear):
     quantized weight to `weight` unchanged (straight-through estimator, arXiv:1308.3432) and the
     exact gradient to `codebook` and the scales.
 
-    Codewords of vectors and paths through a trellis are slow to find. For these, forming keeps
-    their indices (a byte or two each) and the levels, and pulling back reuses them until the next
-    forming. They are freed with the formed weight, and not kept where nothing learns.
+    Codewords of vectors are slow to find. For these, forming keeps their indices (a byte or two
+    each) and the levels, and pulling back reuses them until the next forming. They are freed with
+    the formed weight, and not kept where nothing learns.
     """
 
     _chosen: tuple[PackedIndices, Tensor] | None
@@ -459,7 +455,7 @@ class LutLinear(QuantLinear):
 
     @torch.no_grad()
     def indices(self) -> Tensor:
-        """Return the nearest index of each latent weight, vector or row under stored scales."""
+        """Return the nearest index of each latent weight or vector under stored scales."""
         levels = self.levels()
         source = self._choose(levels)
         if isinstance(source, PackedIndices):
@@ -468,8 +464,7 @@ class LutLinear(QuantLinear):
         return latent_indices(source, S, levels)
 
     def _choose(self, levels: Tensor, out: PackedIndices | None = None) -> PackedIndices | Tensor:
-        scales, k = self._source_scales(), self.spec.trellis_bits
-        return choose(self.source(), levels, scales, trellis_bits=k, out=out)
+        return choose(self.source(), levels, self._source_scales(), out=out)
 
     def _form(
         self, dtype: torch.dtype, out: Tensor | None = None, *, again: bool = False

@@ -320,7 +320,6 @@ def _conversion_view(conversion: Conversion, charts: list[Chart]) -> dict[str, A
 
 def _module_row(module: Module) -> list[str]:
     vectors = f", vectors of {module.vector_size}" if module.vector_size > 1 else ""
-    vectors += ", a trellis" if module.trellis_bits else ""
     numbers = (
         f"{module.bits:g}{vectors}",
         module.bits_per_weight,

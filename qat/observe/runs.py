@@ -60,8 +60,6 @@ class Module(BaseModel):
     """Bits per index."""
     vector_size: int = 1
     """Weights per index."""
-    trellis_bits: int = 0
-    """Bits per weight of a trellis; 0 without one."""
     bits_per_weight: float
     """Bits per weight, scales and codebook included."""
     relative_error: float

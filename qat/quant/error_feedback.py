@@ -36,7 +36,6 @@ from qat.errors import ConfigError
 from qat.quant.codebook import nearest_level
 from qat.quant.fit import fit_weight, normalize, sample_rows
 from qat.quant.spec import LutSpec
-from qat.quant.trellis import Path, best_path, feedback_path
 from qat.quant.vectors import (
     Nearest,
     best_codewords,
@@ -216,7 +215,6 @@ class ColumnOps(NamedTuple):
     settle: Callable[[Columns, Tensor, Tensor], None] = settle_columns
     refit: Callable[[Columns, Tensor, Tensor, Tensor], None] = refit_scale
     nearest: Nearest = nearest_vectors
-    path: Path = best_path
     sweeps: Callable[..., None] = run_sweeps
 
 
@@ -340,7 +338,7 @@ def fit_all_to_inputs(
     weights: Sequence[Tensor], spec: LutSpec, hessian: Tensor, ops: ColumnOps = REFERENCE
 ) -> list[InputFit]:
     """Apply `fit_to_inputs` to each of `weights` `(O_n, I)`, which share their inputs."""
-    if not spec.has_codewords:
+    if not spec.is_vector:
         return _fit_together(weights, spec, hessian, ops)
 
     with on(hessian.device).side_by_side() as map_:
@@ -360,7 +358,7 @@ def _fit_together(
     importance = H.diagonal()
 
     def start(weight: Tensor) -> QuantizedWeight:
-        return fit_weight(weight, spec, importance, nearest=ops.nearest, path=ops.path)
+        return fit_weight(weight, spec, importance, nearest=ops.nearest)
 
     # the k-means of levels runs on the host, even where the weights are on a GPU
     with on(H.device).side_by_side(len(weights)) as map_:
@@ -368,13 +366,10 @@ def _fit_together(
     columns = stack(weights, starts)
     sizes = [len(weight) for weight in weights]
     whole, before = _row_energy(columns.weight, H), _row_energy(columns.residual, H)
-    if spec.is_trellis:
-        feed_paths(columns, exact, spec, ops)
-    else:
-        feed_back(columns, exact, ops)
-        if spec.codebook == "lut" and not spec.is_vector:
-            refit_levels(columns, H, sizes, spec)
-        descend(columns, H, moves_scales=spec.scale == "group", ops=ops)
+    feed_back(columns, exact, ops)
+    if spec.codebook == "lut" and not spec.is_vector:
+        refit_levels(columns, H, sizes, spec)
+    descend(columns, H, moves_scales=spec.scale == "group", ops=ops)
     after = _row_energy(columns.residual, H)
     ends = unstack(columns, sizes, starts)
     rows = torch.stack([whole, before, after]).split(sizes, dim=1)
@@ -417,7 +412,7 @@ def fit_stack_to_inputs(
     mean = diagonals.mean()
     diagonals = (diagonals + DAMPING * mean) if mean > 0 else torch.ones_like(diagonals)
     importance = diagonals[:, None].expand(weights.shape).reshape(-1, I)
-    start = fit_weight(weight, spec, importance, nearest=ops.nearest, path=ops.path)
+    start = fit_weight(weight, spec, importance, nearest=ops.nearest)
     codebook, indices = start.codebook, start.indices.view(E, weights.shape[1], -1)
     held = start.scales.scales
     groups = expand_scales(start.scales, I) if held is None else held
@@ -429,11 +424,8 @@ def fit_stack_to_inputs(
         part = QuantizedWeight(indices[e], codebook, Scales(groups[e], bits=spec.scale_bits))
         columns = stack([weights[e]], [part])
         whole, before = _row_energy(columns.weight, H), _row_energy(columns.residual, H)
-        if spec.is_trellis:
-            feed_paths(columns, exact, spec, ops)
-        else:
-            feed_back(columns, exact, ops)
-            descend(columns, H, moves_scales=held is not None, ops=ops)
+        feed_back(columns, exact, ops)
+        descend(columns, H, moves_scales=held is not None, ops=ops)
         after = _row_energy(columns.residual, H)
         is_better = after.sum() < before.sum()
         indices[e] = torch.where(is_better, _indices(columns, slice(0, None)), indices[e])
@@ -442,7 +434,7 @@ def fit_stack_to_inputs(
 
     fitted = [e for e in range(E) if is_fitted[e]]
     energies = weight.new_zeros(2, dtype=torch.float32)
-    with on(weight.device).side_by_side() if spec.has_codewords else nullcontext(map) as map_:
+    with on(weight.device).side_by_side() if spec.is_vector else nullcontext(map) as map_:
         for energy in map_(fit_expert, fitted):
             energies += energy
     scales = start.scales
@@ -527,27 +519,6 @@ def feed_back(columns: Columns, H: Tensor, ops: ColumnOps) -> None:
     columns.residual, columns.chosen = columns.residual[back], columns.chosen[back]
     if columns.indices is not None:
         columns.indices = columns.indices[order.argsort()]
-
-
-def feed_paths(columns: Columns, H: Tensor, spec: LutSpec, ops: ColumnOps) -> None:
-    """Choose the paths of a trellis again by feedback in the order of the columns, then its scales.
-
-    Group scales move to their best values given all else; other scales do not change.
-    """
-    S = columns.scales.repeat_interleave(columns.group_size, dim=0).T
-    factor = upper_factor(H)
-    paths = feedback_path(
-        columns.weight.T, S, columns.levels, spec.trellis_bits,
-        coupling=feedback_coupling(H), metric=factor.diagonal().square().float(),
-    )  # fmt: skip
-    columns.indices = paths.T.contiguous()
-    columns.chosen = columns.levels[columns.indices.int(), 0]
-    _renew_residual(columns)
-    if spec.scale == "group":
-        metric = H.diagonal().float()
-        coupling = (H.float() / metric[:, None]).fill_diagonal_(0.0)
-        still = ops._replace(settle=lambda *_: None)
-        descent_sweep(columns, coupling, metric, moves_scales=True, ops=still)
 
 
 def descend(columns: Columns, H: Tensor, *, moves_scales: bool, ops: ColumnOps) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from qat.backend.base import undivided
 from qat.quant.codebook import fixed_grid, nearest_level, weighted_kmeans
 from qat.quant.spec import LutSpec
-from qat.quant.trellis import Path, best_path, start_levels
 from qat.quant.vectors import Nearest, nearest_vectors, start_codewords
 from qat.quant.weight import (
     QuantizedWeight,
@@ -36,7 +35,7 @@ RIDGE = 1e-6
 ROUNDS = 10
 """Rounds of indices, levels and scales; the best one is kept."""
 ROUNDS_OF_VECTORS = 4
-"""Rounds for codewords and trellises, whose searches take longer."""
+"""Rounds for codewords, whose searches take longer."""
 LLOYD_STEPS = 15
 """Steps of k-means for vectors before the scales move; there is no exact start as in 1D."""
 VECTORS_EACH = 32
@@ -122,7 +121,6 @@ def fit_weight(
     importance: Tensor | None = None,
     *,
     nearest: Nearest = nearest_vectors,
-    path: Path = best_path,
 ) -> QuantizedWeight:
     """Find the levels, scales and indices that minimise `sum h * (weight - dequantized)**2`.
 
@@ -137,14 +135,13 @@ def fit_weight(
         importance: the weight of an error, `(I,)` (the mean square of each input feature) or `(O,
             I)` (Fisher); 1 everywhere if None.
         nearest: the search for the nearest codewords of vectors.
-        path: the search for the best paths through a trellis.
     """
     weight = weight.detach().float()
     h = weight.new_ones(()) if importance is None else importance.to(weight.device).float()
     h = h.expand_as(weight)
-    if spec.has_codewords:
+    if spec.is_vector:
         with undivided():
-            return _fit_codewords(weight, h, spec, nearest=nearest, path=path)
+            return _fit_codewords(weight, h, spec, nearest=nearest)
     rows = sample_rows(weight, SAMPLE)
     if spec.scale == "low_rank" or len(rows) == len(weight):
         return _alternate(weight, h, spec, rows)
@@ -264,29 +261,22 @@ def _alternate(weight: Tensor, h: Tensor, spec: LutSpec, rows: Tensor | None) ->
 
 
 def _fit_codewords(
-    weight: Tensor, h: Tensor, spec: LutSpec, *, nearest: Nearest, path: Path
+    weight: Tensor, h: Tensor, spec: LutSpec, *, nearest: Nearest
 ) -> QuantizedWeight:
-    """Do what `_alternate` does for codebooks of vectors and for trellises.
+    """Do what `_alternate` does for codebooks of vectors.
 
-    Codewords of vectors start from a sample; the rounds use all rows. A round ends with one search
-    for the nearest codewords or for the best paths, which takes nearly all the time.
+    Codewords start from a sample; the rounds use all rows. A round ends with one search for the
+    nearest codewords, which takes nearly all the time.
     """
-    I, d, root = weight.shape[1], spec.vector_size, h.sqrt()
+    I, d = weight.shape[1], spec.vector_size
 
     def weighted(weight: Tensor, S: Tensor, codebook: Tensor) -> Tensor:
-        if spec.is_trellis:
-            return path(root * weight, root * S, codebook, spec.trellis_bits)
         return nearest(weight, S, codebook, h)
 
     scales = _start_scales(weight, spec)
     S = expand_scales(scales, I)
-    if spec.is_trellis:
-        share = h * S**2
-        size = ((h * weight**2).sum() / share.sum().clamp_min(TINY)).sqrt()
-        codebook = start_levels(spec.bits, spec.trellis_bits).to(weight.device) * size
-    else:
-        rows = sample_rows(weight, max(SAMPLE, VECTORS_EACH * d * spec.num_levels))
-        codebook = _start_codewords(weight[rows], S[rows], h[rows], spec=spec, nearest=nearest)
+    rows = sample_rows(weight, max(SAMPLE, VECTORS_EACH * d * spec.num_levels))
+    codebook = _start_codewords(weight[rows], S[rows], h[rows], spec=spec, nearest=nearest)
     best = now = settle(weight, scales, codebook, spec, nearest=weighted)
     least = weighted_error(weight, best, h)
     for _ in range(ROUNDS_OF_VECTORS):

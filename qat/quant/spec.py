@@ -42,6 +42,10 @@ def role_of(name: str) -> Role:
     return "other"
 
 
+NO_TRELLIS = (
+    "but trellises are no longer made: after training, their KL is 4 to 15 % higher than that of "
+    "vectors; use --to v2a2, or bits = 8 with vector_size = 4"
+)
 VECTOR_BITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 """Allowed bits of an index that names a vector: two, four or eight of them fill whole bytes."""
 
@@ -54,19 +58,15 @@ class LutSpec(Settings):
     """The format of one weight: `W = codebook[indices] * S`.
 
     An index names one level, or a codeword of `vector_size` neighbouring input features of a row,
-    at `bits / vector_size` bits per weight. In a trellis it is a window over the bits of its row. A
-    `group` scale is shared by `group_size` consecutive input features of one row; a `low_rank`
-    scale is `A diag(g) B` of rank `rank` (as in the reference system, for the Apple Neural Engine).
+    at `bits / vector_size` bits per weight. A `group` scale is shared by `group_size` consecutive
+    input features of one row; a `low_rank` scale is `A diag(g) B` of rank `rank` (as in the
+    reference system, for the Apple Neural Engine).
     """
 
     bits: int = Field(ge=1, le=12)
     """Bits per index; the codebook has `2**bits` entries (three when ternary, 15 when e2m1)."""
     vector_size: Literal[1, 2, 4, 8] = 1
     """Weights per index."""
-    trellis_bits: Literal[0, 1, 2, 3, 4] = 0
-    """Bits per weight of a trellis; 0: indices are stored whole. The index of a weight is the last
-    `bits` of its row's bits up to that weight, with zeros before the row (QTIP,
-    arXiv:2406.11235)."""
     codebook: CodebookKind = "lut"
     """lut: k-means levels that may learn; seq, int, ternary, e2m1: fixed grids."""
     scale: Literal["group", "low_rank"] = "group"
@@ -81,16 +81,16 @@ class LutSpec(Settings):
     float16 (5 exponent, 3 mantissa bits). 32 is for imported weights that float16 would change."""
     level_bits: Literal[32, 16, 8] = 32
     """Bits that learned levels are rounded to: float32, or float16 for programs that compute in it.
-    A codebook of vectors or of a trellis is large: it has 16 bits, or 8 by default (multiples of
-    1/64 below 2)."""
+    A codebook of vectors is large: it has 16 bits, or 8 by default (multiples of 1/64 below 2)."""
 
     @model_validator(mode="before")
     @classmethod
     def _short_codewords(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            is_large = values.get("vector_size", 1) != 1 or values.get("trellis_bits", 0) != 0
-            return {"level_bits": 8} | values if is_large else values
-        return values
+        if not isinstance(values, dict):
+            return values
+        if values.get("trellis_bits"):
+            raise ValueError(f"trellis_bits={values['trellis_bits']!r:.40}, {NO_TRELLIS}")
+        return {"level_bits": 8} | values if values.get("vector_size", 1) != 1 else values
 
     @model_serializer(mode="wrap")
     def _without_usual_size(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -98,8 +98,6 @@ class LutSpec(Settings):
         values: dict[str, Any] = write(self)
         if self.vector_size == 1:
             del values["vector_size"]
-        if not self.is_trellis:
-            del values["trellis_bits"]
         return values
 
     @model_validator(mode="after")
@@ -111,13 +109,8 @@ class LutSpec(Settings):
                 f"bits={self.bits}, expected at most 8 of an index that names one weight; give "
                 "vector_size=2, 4 or 8 too"
             )
-        elif self.is_trellis:
-            self._check_trellis()
         elif self.level_bits == 8:
-            raise ValueError(
-                "level_bits=8 is for codewords (vector_size=2, 4 or 8) and for a trellis "
-                "(trellis_bits=1 to 4); give 16 or 32"
-            )
+            raise ValueError("level_bits=8 is for codewords (vector_size=2, 4 or 8); give 16 or 32")
         if self.codebook == "ternary" and self.bits != 2:
             raise ValueError(f"a ternary codebook is stored in bits=2, got bits={self.bits}")
         if self.codebook == "e2m1" and self.bits != 4:
@@ -142,32 +135,11 @@ class LutSpec(Settings):
             raise ValueError(f"group_size={self.group_size} is no multiple of vector_size={d}")
         if self.level_bits == 32:
             raise ValueError(f"vector_size={d} needs level_bits=8 or 16, got level_bits=32")
-        if self.is_trellis:
-            raise ValueError(f"trellis_bits={self.trellis_bits} has vector_size=1, got {d}")
-
-    def _check_trellis(self) -> None:
-        k = self.trellis_bits
-        if self.codebook != "lut":
-            raise ValueError(f"codebook={self.codebook} has trellis_bits=0, got trellis_bits={k}")
-        if self.bits < 2 * k:
-            raise ValueError(f"trellis_bits={k} needs bits={2 * k} or more, got bits={self.bits}")
-        if self.level_bits == 32:
-            raise ValueError(f"trellis_bits={k} needs level_bits=8 or 16, got level_bits=32")
 
     @property
     def is_vector(self) -> bool:
         """True if an index names several weights."""
         return self.vector_size > 1
-
-    @property
-    def is_trellis(self) -> bool:
-        """True if an index is a window over the bits of its row."""
-        return self.trellis_bits > 0
-
-    @property
-    def has_codewords(self) -> bool:
-        """True if the codebook is `(C, d)`, in any order: vectors, or a trellis with d = 1."""
-        return self.is_vector or self.is_trellis
 
     @property
     def num_levels(self) -> int:
@@ -177,18 +149,18 @@ class LutSpec(Settings):
     @property
     def codebook_shape(self) -> tuple[int, ...]:
         """`(C,)` for levels, `(C, d)` for codewords."""
-        return (self.num_levels, self.vector_size) if self.has_codewords else (self.num_levels,)
+        return (self.num_levels, self.vector_size) if self.is_vector else (self.num_levels,)
 
     @property
     def index_bits(self) -> float:
         """Bits per weight of the indices alone, without scales and codebook; an `int` if whole."""
-        whole, rest = divmod(self.trellis_bits or self.bits, self.vector_size)
+        whole, rest = divmod(self.bits, self.vector_size)
         return self.bits / self.vector_size if rest else whole
 
     def stored_bits(self, part: str) -> int:
         """Return the bits of each stored number of a weight's `part`: the codebook or a scale."""
         if part == "codebook":
-            return self.level_bits if self.has_codewords else 32
+            return self.level_bits if self.is_vector else 32
         return self.scale_bits
 
     def check_shape(self, name: str, out_features: int, in_features: int) -> None:
@@ -450,11 +422,6 @@ def _low_rank(bits: int, rank: int) -> LutSpec:
     return LutSpec(bits=bits, scale="low_rank", rank=rank)
 
 
-def _trellis() -> LutSpec:
-    """Return the format with 2 bits per weight, a window of 8, and 8-bit scales per group of 64."""
-    return LutSpec(bits=8, trellis_bits=2, group_size=64, scale_bits=8)
-
-
 PRESETS = {
     plan.name: plan
     for plan in (
@@ -467,8 +434,6 @@ PRESETS = {
         _preset("v2a4", vectors(8, 4), by_group(4)),
         _preset("v2a2", vectors(8, 4), vectors(8, 4)),
         _preset("v3a3", vectors(6, 2), vectors(6, 2)),
-        _preset("t2a4", _trellis(), by_group(4)),
-        _preset("t2a2", _trellis(), _trellis()),
     )
 }
 
@@ -477,8 +442,14 @@ SUFFIXES = re.compile(rf"(?P<plan>.+)_(?P<activation>{'|'.join(SUFFIX_OF.values(
 
 
 def preset_called(name: str) -> QuantPlan | None:
-    """Return the preset called `name`, which may have a suffix for activations; None if unknown."""
+    """Return the preset called `name`, which may have a suffix for activations; None if unknown.
+
+    Raises:
+        ConfigError: earlier versions had it, with a trellis.
+    """
     found = SUFFIXES.fullmatch(name)
+    if (name if found is None else found["plan"]) in ("t2a4", "t2a2"):
+        raise ConfigError(f"to={name}, {NO_TRELLIS}")
     if found is None or name in PRESETS:
         return PRESETS.get(name)
     plan = PRESETS.get(found["plan"])

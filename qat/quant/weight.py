@@ -273,7 +273,6 @@ class PackedIndices(NamedTuple):
     bits: int
     in_features: int
     vector_size: int = 1
-    trellis_bits: int = 0
 
     @property
     def shape(self) -> torch.Size:
@@ -283,29 +282,23 @@ class PackedIndices(NamedTuple):
     def indices(self) -> Tensor:
         """Return the unpacked indices `(O, I / d)`, uint8 or int16."""
         count = self.in_features // self.vector_size
-        return unpack(self.octets, self.bits, count, self.trellis_bits)
+        return unpack(self.octets, self.bits, count)
 
 
-def packed_width(count: int, bits: int, trellis_bits: int = 0) -> int:
+def packed_width(count: int, bits: int) -> int:
     """Return the bytes of a row of `count` indices."""
-    return -(-count * (trellis_bits or bits) // 8)
+    return -(-count * bits // 8)
 
 
-def pack(indices: Tensor, bits: int, trellis_bits: int = 0) -> Tensor:
+def pack(indices: Tensor, bits: int) -> Tensor:
     """Pack `(O, n)` indices below `2**bits` into `(O, ceil(n * bits / 8))` uint8.
 
     Index i of a row occupies its bits `i * bits ... (i + 1) * bits - 1`; the last byte is padded
     with zeros. A row is packed in units of as many indices as fill whole bytes.
-
-    In a trellis of k bits, index i is the previous index shifted right by k with k new bits on top,
-    and only these k bits are stored. The index is then found in the bits `(i + 1) * k - bits ... (i
-    + 1) * k - 1`, where bits before the row are zeros.
     """
     O, n = indices.shape
     if indices.is_meta:  # checkpoints are opened with an empty one per linear
-        return indices.new_empty((O, packed_width(n, bits, trellis_bits)), dtype=torch.uint8)
-    if trellis_bits:
-        return pack(indices >> bits - trellis_bits, trellis_bits)
+        return indices.new_empty((O, packed_width(n, bits)), dtype=torch.uint8)
     if 8 % bits == 0:
         return _pack_bytes(indices.to(torch.uint8), bits)
     at_once, _ = _together(bits)
@@ -317,17 +310,9 @@ def pack(indices: Tensor, bits: int, trellis_bits: int = 0) -> Tensor:
     return octets.view(O, -1)[:, : packed_width(n, bits)].to(torch.uint8).contiguous()
 
 
-def unpack(packed: Tensor, bits: int, count: int, trellis_bits: int = 0) -> Tensor:
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """Return the `(O, count)` indices that `pack` packed, in the dtype of `index_dtype`."""
     O, width = packed.shape
-    if trellis_bits:
-        own = unpack(packed, trellis_bits, count)
-        indices = own << bits - trellis_bits
-        for age in range(1, -(-bits // trellis_bits)):
-            place = bits - (age + 1) * trellis_bits
-            older = own[:, : max(count - age, 0)]
-            indices[:, age:] |= older << place if place >= 0 else older >> -place
-        return indices
     if 8 % bits == 0:
         parts = [packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
         return torch.stack(parts, -1).flatten(1)[:, :count].contiguous()

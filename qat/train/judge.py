@@ -194,10 +194,10 @@ class CodeWatch:
         for name, linear in self._linears.items():
             indices, spec = linear.indices(), linear.spec
             if name in self._last:
-                before = unpack(self._last[name], spec.bits, indices.shape[1], spec.trellis_bits)
+                before = unpack(self._last[name], spec.bits, indices.shape[1])
                 flipped.append((indices != before).sum())
                 codes += indices.numel()
-            self._last[name] = pack(indices, spec.bits, spec.trellis_bits)
+            self._last[name] = pack(indices, spec.bits)
         if not flipped:
             return None
         total = torch.stack(flipped).sum()

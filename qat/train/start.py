@@ -22,6 +22,7 @@ from qat.data.text import tokenizer_hash
 from qat.errors import CheckpointError, ConfigError
 from qat.files import held
 from qat.losses.config import check_targets, check_with_teacher
+from qat.models import trellis
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity, state_identity
@@ -327,20 +328,14 @@ def make_trainable(
             them the random number generators start from the settings' seed.
 
     Raises:
-        ConfigError: nothing in scope can learn what the settings name, the device cannot find the
-            paths of a trellis, or the host has no room for what is offloaded.
-        CheckpointError: two levels of a codebook are too close for a latent weight.
+        ConfigError: nothing in scope can learn what the settings name, or the host has no room for
+            what is offloaded.
+        CheckpointError: two levels of a codebook are too close for a latent weight, or the student
+            was opened from trellises.
     """
+    trellis.refuse(getattr(model.config, "quantization_config", None), "trained")
     names = linears_in_scope(model, config.scope, config.kinds)
     if "weights" in config.kinds:
-        linears = quant_linears(model)
-        walked = [name for name in names if linears[name].spec.is_trellis]
-        if walked and backends.select(config.device).fixed_shapes():
-            raise ConfigError(
-                f"learn={config.learn}, but {walked[0]} has a trellis, whose paths a device that "
-                f"compiles for each shape ({config.device}) cannot find; use --learn "
-                "scales,codebook, or convert the model --to v2a2"
-            )
         sharers = ranks if config.shard_latents else ALONE
         if config.offload != "none":
             _check_host(model, names, config, sharers)
@@ -450,16 +445,14 @@ def _facts(config: TrainConfig, student: str, whole: _Opened, ranks: Ranks) -> d
 def _final_name(model: nn.Module, trainer: Trainer) -> str:
     """Return `{quant}_{scope}_{loss}_{dtype}`: `q2a4_mlp_0.58_bf16`, `q2.4a3_e2e_0.0036_bf16`.
 
-    `quant` holds the mean bits per index in the MLPs (after a v or a t if those are vectors or
-    trellises) and in the attention, and how inputs, keys and values are quantized, if they are:
-    `q2a4_a8kv8`.
+    `quant` holds the mean bits per index in the MLPs (after a v if those are vectors) and in the
+    attention, and how inputs, keys and values are quantized, if they are: `q2a4_a8kv8`.
     """
     quant, config = "", trainer.config
     for letter, role in (("q", "mlp"), ("a", "attention")):
         linears = [m for name, m in quant_linears(model).items() if role_of(name) == role]
         if linears and letter == "q":
-            are_vectors = all(m.spec.is_vector for m in linears)
-            letter = "v" if are_vectors else "t" if all(m.spec.is_trellis for m in linears) else "q"
+            letter = "v" if all(m.spec.is_vector for m in linears) else "q"
         weights = sum(m.out_features * m.in_features for m in linears)
         bits = sum(m.spec.index_bits * m.out_features * m.in_features for m in linears)
         quant += f"{letter}{bits / weights:.2g}" if linears else ""

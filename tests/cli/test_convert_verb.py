@@ -82,40 +82,10 @@ def test_vectors_are_named_as_such(place: Path, tmp_path: Path, monkeypatch, cap
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["kept"] == 1
 
 
-def test_a_trellis_is_converted_trained_exported_and_generated_from(
-    place: Path, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    cache, out, run = place / "cache", tmp_path / "out", tmp_path / "run"
-    flags = ["--to", "t2a2", "--group-size", 16, "--calibration", cache, "--device", "cpu"]
-    flags += ["--calibration-sequences", 8]
-    assert call(monkeypatch, "convert", place / "float", *flags, "--out", out) == 0
-    printed = capsys.readouterr().out
-    assert "lut2 t g16 s8" in printed
-    assert json.loads(printed.splitlines()[-1])["ships_to"] == ["packed", "dense"]
-    modules = json.loads((out / "convert_report.json").read_text())["modules"]
-    linears = [module for module in modules if module["name"].endswith("proj")]
-    assert {(m["bits"], m["trellis_bits"]) for m in linears} == {(2, 2)}
-    (up,) = (m for m in modules if m["name"].endswith("0.mlp.up_proj"))
-    assert up["bits_per_weight"] == 2 + 8 / 16 + 8 * 256 / (64 * 32)
-    steps = ["--cache-dir", cache, "--device", "cpu", "--max-steps", 2, "--batch-size", 2]
-    assert call(monkeypatch, "train", out, *steps, "--out", run) == 0
-    dense = tmp_path / "dense"
-    assert call(monkeypatch, "export", run, "--to", "dense", "--out", dense) == 0
-    capsys.readouterr()
-    flags = ["--device", "cpu", "--prompt", "a", "--max-new-tokens", 4]
-    assert call(monkeypatch, "generate", run, *flags) == 0
-    assert call(monkeypatch, "export", run, "--to", "gguf", "--out", tmp_path / "gguf") == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert "a trellis stores 2 bits of each index, expected all 8; convert the model with" in last
-    assert not (tmp_path / "gguf").exists()
-
-
 def test_vectors_that_cannot_be_are_one_line(
     place: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     for spec, message in (
-        ("bits = 8, trellis_bits = 5", "trellis_bits=5: Input should be 0, 1, 2, 3 or 4"),
-        ("bits = 2, trellis_bits = 2", "trellis_bits=2 needs bits=4 or more, got bits=2"),
         ("bits = 8, vector_size = 3", "vector_size=3: Input should be 1, 2, 4 or 8"),
         (
             "bits = 10",
@@ -298,7 +268,6 @@ def test_numbers_are_whole_on_a_narrow_terminal(capsys) -> None:
         name="model.layers.29.linear_attention.in_proj_qkv",
         bits=2,
         vector_size=1,
-        trellis_bits=0,
         codebook="seq",
         scale="group",
         group_size=256,

@@ -106,23 +106,6 @@ def test_vectors_are_tried_where_the_plan_has_vectors() -> None:
             assert forms == [(2, 1, 8, 16), (3, 1, 8, 16), (4, 1, 8, 16)]
 
 
-def test_trellises_are_tried_where_the_plan_has_one() -> None:
-    spec = LutSpec(bits=8, trellis_bits=2, group_size=16, scale_bits=8)
-    plan = QuantPlan(name="t", rules=(PlanRule(pattern="*.up_proj", spec=spec),))
-    model = student(num_hidden_layers=1)
-    _, formats, bits = formats_to_try(model, plan, 4.0)
-    ((name, specs),) = formats.items()
-    assert [(s.bits, s.trellis_bits, s.group_size) for s in specs] == [
-        (8, k, 16) for k in (2, 3, 4)
-    ]
-    assert bits[name] == [2048 * k + 8 * 2048 // 16 + 8 * 256 for k in (2, 3, 4)]
-    _, report = plan_within_budget(model, plan, 4.6, tokens(6))
-    trials = report.modules[name]
-    assert [(t.bits, t.trellis_bits, t.is_chosen) for t in trials] == [
-        (2, 2, False), (3, 3, True), (4, 4, False),
-    ]  # fmt: skip
-
-
 def test_a_budget_is_spent_on_vectors() -> None:
     model = student(num_hidden_layers=1)
     rules = (PlanRule(pattern="*.down_proj", spec=FOURS), PlanRule(pattern="*.o_proj", spec=EIGHTS))

@@ -97,7 +97,7 @@ def test_the_report_lies_beside_the_tensors(place: Path, tmp_path: Path) -> None
     drawn = {"data": str(place / "text.txt"), "seed": 0, "sequences": 35, "tokens": 35 * 32}
     assert report["calibration"] == drawn
     assert [m["name"] for m in report["modules"]] == [m.name for m in found.modules]
-    keys = {"name", "bits", "vector_size", "trellis_bits", "codebook", "scale", "group_size"}
+    keys = {"name", "bits", "vector_size", "codebook", "scale", "group_size"}
     keys |= {"rank", "scale_bits", "relative_error", "weighted_error", "bits_per_weight", "seconds"}
     keys |= {"activation"}
     assert all(module.keys() == keys for module in report["modules"])

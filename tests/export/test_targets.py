@@ -493,13 +493,11 @@ def test_all_chat_templates_and_only_tokens_of_the_table_go_into_a_gguf() -> Non
         ("nvfp4", SPECS["fours8_s8"], "4 weights"),
         ("anemll", SPECS["fours10_r2"], "4 weights"),
         ("coreml", LutSpec(bits=10, vector_size=2), "1024 codewords"),
-        ("gguf", SPECS["trellis2_s8"], "trellis"),
-        ("coreml", SPECS["trellis2_s8"], "trellis"),
     ],
 )
 def test_what_would_lose_is_refused(to: TargetName, spec: LutSpec, reason: str) -> None:
     model = tiny_quantized("qwen3", spec, num_hidden_layers=1)
-    how = f"qat convert{' --to q2a4' if spec.has_codewords else ''} --for {to}'"
+    how = f"qat convert{' --to q2a4' if spec.is_vector else ''} --for {to}'"
     with pytest.raises(ExportError, match=f"cannot hold model.*{reason}.*{how}"):
         check_model(to, model)
 
@@ -541,8 +539,6 @@ def plan(spec: LutSpec, pattern: str = "*") -> QuantPlan:
         ("torchao", SPECS["pairs6"], {}, "torchao cannot hold .*q_proj: .* 2 weights, .*q2a4"),
         ("anemll", SPECS["pairs6"], {}, "anemll cannot hold .*q_proj: .* 2 weights, .*q2a4"),
         ("coreml", LutSpec(bits=10, vector_size=2), {}, "1024 codewords"),
-        ("gguf", SPECS["trellis2_s8"], {}, "gguf cannot hold .*q_proj: a trellis .*q2a4"),
-        ("coreml", SPECS["trellis2_s8"], {}, "coreml cannot hold .*q_proj: a trellis .*q2a4"),
     ],
 )
 def test_a_plan_that_cannot_be_held_is_refused_before_training(

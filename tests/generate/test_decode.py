@@ -55,18 +55,6 @@ def of_vectors() -> PreTrainedModel:
     return model
 
 
-def of_trellises() -> PreTrainedModel:
-    """Trellises in linears and tables: windows of 8 bits are read packed, of 6 they are not."""
-    kinds = [LutSpec(bits=bits, trellis_bits=2, group_size=16) for bits in (8, 6)]
-    model = tiny_quantized("qwen3", kinds[0], **RANGE)
-    name = "model.layers.1.mlp.up_proj"
-    shape = weight_shape(model.get_submodule(name))
-    put_quantized(model, name, random_weight(*shape, kinds[1]), kinds[1])
-    for name in table_names(model):
-        put_quantized(model, name, random_weight(320, 32, kinds[0]), kinds[0])
-    return model
-
-
 def with_kv(architecture: str, bits: int) -> PreTrainedModel:
     """Packed weights, and keys and values that are packed in every cache."""
     model = tiny_quantized(architecture, PACKED, **RANGE)
@@ -82,7 +70,6 @@ MODELS = {
     "adapters": lambda: tiny_adapted("qwen3", PACKED, **RANGE),
     "mixed": mixed,
     "vectors": of_vectors,
-    "trellises": of_trellises,
     **{f"inputs {k}": lambda k=k: with_rounded_inputs(mixed(), k) for k in ACTIVATION_KINDS},
     "keys and values of 8 bits": lambda: with_kv("qwen3", 8),
     "keys and values of 4 bits": lambda: with_kv("llama", 4),

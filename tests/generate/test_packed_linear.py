@@ -22,7 +22,6 @@ from qat.quant.spec import ACTIVATION_KINDS, LutSpec
         ({"bits": 2}, True),
         ({"bits": 2}, False),
         ({"bits": 8, "vector_size": 4}, False),
-        ({"bits": 8, "trellis_bits": 2}, True),
     ],
 )
 @pytest.mark.parametrize("tokens", [1, MOST_VECTORS, MOST_VECTORS + 1])
@@ -76,7 +75,6 @@ def test_inputs_are_rounded_to_the_bits_of_the_frozen_linear(kind: str, dtype: t
     [
         (LutSpec(bits=2, group_size=16, scale_bits=8), torch.float32),
         (SPECS["fours8_s8"], torch.bfloat16),
-        (SPECS["trellis2_s8"], torch.float32),
     ],
 )
 def test_slots_form_the_weights_that_were_trained(spec: LutSpec, dtype: torch.dtype) -> None:

@@ -167,7 +167,7 @@ def test_split_inputs_hold_22_bits() -> None:
 
 @pytest.mark.parametrize("units", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 4])
 @pytest.mark.parametrize("warps", [pytest.param(1, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("kind", ["lut2_s8", "lut4_s32", "fours8_s8", "trellis1"])
+@pytest.mark.parametrize("kind", ["lut2_s8", "lut4_s32", "fours8_s8"])
 def test_tensor_cores(kind: str, units: int, warps: int, path: str) -> None:
     pytest.importorskip("triton")
     from qat.kernels.lut_matvec import MmaTile

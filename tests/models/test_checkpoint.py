@@ -383,7 +383,6 @@ def test_a_missing_file_is_refused(saved: Path) -> None:
         ({"features": ["vectors", "ternions"]}, r"features='ternions', .* expected some of"),
         ({"features": ["activations"]}, r"features=\['activations'\], expected \[\]"),
         ({"features": ["vectors"]}, r"features=\['vectors'\], expected \[\]"),
-        ({"features": ["trellis"]}, r"features=\['trellis'\], expected \[\]"),
         ({"features": ["nsa"]}, r"written with sparse attention"),
         ({"spare": 1}, r"keys \['spare'\]"),
         ({"modules": {}}, r"modules={}"),
@@ -400,7 +399,7 @@ def test_a_foreign_quantization_config_is_refused(changes: dict, message: str, s
         load_checkpoint(saved)
 
 
-@pytest.mark.parametrize(("spec", "number"), [("lut2", 1), ("pairs6", 3), ("trellis2_s8", 5)])
+@pytest.mark.parametrize(("spec", "number"), [("lut2", 1), ("pairs6", 3)])
 def test_formats_of_earlier_versions_are_read(spec: str, number: int, tmp_path: Path) -> None:
     model = tiny_quantized("qwen3", SPECS[spec])
     save_checkpoint(model, None, tmp_path)

@@ -36,7 +36,7 @@ def test_indices_and_levels_are_those_of_the_weight_in_ascending_order(
         quantized = ascending(linear.quantized())
         codebook = from_stored("codebook", state[f"{name}.codebook"])
         assert torch.equal(codebook, quantized.codebook)
-        octets = pack(quantized.indices, linear.spec.bits, linear.spec.trellis_bits)
+        octets = pack(quantized.indices, linear.spec.bits)
         assert torch.equal(state[f"{name}.packed"], octets)
 
 

@@ -22,7 +22,6 @@ KINDS = [
     "lut2_s8",
     "pairs6",
     "fours10_r2",
-    "trellis2_s8",
 ]
 
 

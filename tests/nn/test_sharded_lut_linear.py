@@ -21,7 +21,7 @@ O, I, B = 7, 32, 5
 
 @pytest.mark.parametrize(
     ("spec", "has_adapter"),
-    covering(["lut2", "lut4_r1", "ternary_r2", "lut2_s8", "trellis2_s8"], [True, False]),
+    covering(["lut2", "lut4_r1", "ternary_r2", "lut2_s8", "fours8_s8"], [True, False]),
 )
 def test_weight_codes_and_gradients_are_those_of_the_whole(
     tmp_path: Path, spec: str, has_adapter: bool

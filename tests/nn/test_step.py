@@ -518,7 +518,6 @@ def course_of(layers: nn.Sequential, dtype: torch.dtype) -> list[Tensor]:
         ("int4_r3", "latent", torch.bfloat16, False),
         ("fours8_s8", "latent", torch.float32, True),
         ("fours8_s8", "frozen", torch.bfloat16, False),
-        ("trellis2_s8", "latent", torch.bfloat16, True),
     ],
 )
 def test_layers_formed_one_by_one_give_the_bits_of_all_formed_at_once(

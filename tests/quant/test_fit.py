@@ -63,7 +63,7 @@ def test_every_format_comes_back_as_stored(name: str, O: int, I: int) -> None:
     assert fitted.indices.dtype == index_dtype(spec.num_levels)
     assert fitted.codebook.shape == spec.codebook_shape
     assert int(fitted.indices.max()) < spec.num_levels
-    assert spec.has_codewords or (fitted.codebook.diff() >= 0).all()
+    assert spec.is_vector or (fitted.codebook.diff() >= 0).all()
     if spec.codebook == "lut":
         assert fitted.codebook.abs().max() == 1
     else:
@@ -71,7 +71,7 @@ def test_every_format_comes_back_as_stored(name: str, O: int, I: int) -> None:
     assert all(torch.isfinite(tensor).all() for tensor in fitted.scales.present().values())
 
 
-LEVELS = [name for name, spec in SPECS.items() if not spec.has_codewords]
+LEVELS = [name for name, spec in SPECS.items() if not spec.is_vector]
 
 
 @pytest.mark.parametrize("name", [n for n in LEVELS if SPECS[n].scale == "group"])

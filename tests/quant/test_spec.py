@@ -41,12 +41,6 @@ def test_formats_that_cannot_be() -> None:
         ({"bits": 8, "vector_size": 4, "group_size": 6}, "group_size=6 is no multiple of vector_s"),
         ({"bits": 4, "vector_size": 2, "codebook": "int"}, "codebook=int has vector_size=1, got"),
         ({"bits": 8, "vector_size": 4, "level_bits": 32}, "vector_size=4 needs level_bits=8 or 16"),
-        ({"bits": 8, "trellis_bits": 5}, "trellis_bits=5: Input should be 0, 1, 2, 3 or 4"),
-        ({"bits": 3, "trellis_bits": 3}, "trellis_bits=3 needs bits=6 or more, got bits=3"),
-        ({"bits": 10, "trellis_bits": 2}, "bits=10, expected at most 8 of an index that names one"),
-        ({"bits": 8, "trellis_bits": 2, "vector_size": 4}, "trellis_bits=2 has vector_size=1, got"),
-        ({"bits": 8, "trellis_bits": 2, "codebook": "seq"}, "codebook=seq has trellis_bits=0, got"),
-        ({"bits": 8, "trellis_bits": 2, "level_bits": 32}, "trellis_bits=2 needs level_bits=8 or"),
     ]:
         with pytest.raises(ConfigError, match="^here: .*" + message):
             LutSpec.parse(values, "here")
@@ -211,20 +205,8 @@ def test_presets_of_vectors(name: str, mlp: tuple, attention: tuple) -> None:
         assert spec.scale_bits == 8 and spec.index_bits == int(bits)
 
 
-def test_a_trellis_is_counted_by_its_own_bits_and_written_where_there_is_one() -> None:
-    spec = PRESETS["t2a4"].spec_for("a.mlp.up_proj")
-    assert (spec.bits, spec.index_bits, spec.group_size, spec.scale_bits) == (8, 2, 64, 8)
-    assert spec.codebook_shape == (256, 1) and spec.stored_bits("codebook") == 8
-    assert spec.model_dump()["trellis_bits"] == 2
-    assert LutSpec.parse(spec.model_dump(), "here") == spec
-    attention = PRESETS["t2a4"].spec_for("a.self_attn.q_proj")
-    assert attention == PRESETS["q2a4"].spec_for("a.self_attn.q_proj")
-    assert "trellis_bits" not in attention.model_dump()
-    assert PRESETS["t2a2"].spec_for("a.self_attn.q_proj") == spec
-
-
 def test_preset_names_are_their_keys() -> None:
-    assert len(PRESETS) == 11 and all(name == preset.name for name, preset in PRESETS.items())
+    assert len(PRESETS) == 9 and all(name == preset.name for name, preset in PRESETS.items())
 
 
 def test_a_group_of_any_size_is_refused_at_once() -> None:

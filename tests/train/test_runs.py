@@ -172,7 +172,6 @@ def test_the_name_tells_the_mean_bits_of_a_mixed_student(place: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("weights", "kind", "bits", "said"),
     [
-        ("trellis2_s8", None, None, "t2a2_e2e_"),
         ("fours8_s8", None, 8, "v2a2_kv8_e2e_"),
         ("lut2", "int8", 4, "q2a2_a8kv4_e2e_"),
     ],

@@ -68,8 +68,8 @@ class _Common(NamedTuple):
 
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """Return why `spec` cannot be held: vectors, trellises, or more groups than ranks."""
-    if spec.has_codewords or spec.scale == "low_rank":
+    """Return why `spec` cannot be held: vectors, or more groups than ranks."""
+    if spec.is_vector or spec.scale == "low_rank":
         return lost_by_codewords(spec)
     num_groups = shape[1] // spec.group_size
     if num_groups <= MOST_RANK:

@@ -23,6 +23,7 @@ from qat.errors import CheckpointError, QatError
 from qat.kernels.lut_gemm import Part as GemmPart
 from qat.kernels.lut_gemm import is_format, is_one_product, lut_gemm
 from qat.kernels.lut_weight import form
+from qat.models import trellis
 from qat.models.checkpoint import is_packed
 from qat.models.directory import GGUF, is_path, resolve
 from qat.models.hf_quantizer import (
@@ -61,7 +62,6 @@ class Format(NamedTuple):
     bits: int = 0
     """Bits per index; 0 for a matrix in floating point."""
     vector_size: int = 1
-    trellis_bits: int = 0
     rank: int = 0
     """Rank of a low-rank scale; 0 with group scales."""
     lora_rank: int = 0
@@ -106,7 +106,7 @@ class Stored(NamedTuple):
         spec, read = self.spec, self.activation
         if spec is None:
             return Format()
-        weight = (spec.bits, spec.vector_size, spec.trellis_bits, spec.rank, self.lora_rank)
+        weight = (spec.bits, spec.vector_size, spec.rank, self.lora_rank)
         if read is None:
             return Format(*weight)
         kind = 1 + ACTIVATION_KINDS.index(read.kind)
@@ -131,15 +131,9 @@ class Part(NamedTuple):
         """Return the slice of `out_features` rows and `columns` columns for process `rank`.
 
         Raises:
-            CheckpointError: the columns end inside a group, a vector, or the row of a trellis.
+            CheckpointError: the columns end inside a group or a vector.
         """
         spec = stored.spec
-        if spec is not None and spec.is_trellis and columns < in_features:
-            raise CheckpointError(
-                f"{stored.name} has a trellis (trellis_bits={spec.trellis_bits}), whose rows "
-                f"tensor parallelism over {in_features // columns} processes would cut, expected "
-                "one process; serve it with --tensor-parallel-size 1"
-            )
         if spec is not None:
             unit = spec.group_size if spec.scale == "group" else spec.vector_size
             what = "group of" if spec.scale == "group" else "vector of"
@@ -259,6 +253,7 @@ def read_config(values: dict) -> tuple[dict[str, Stored], KvSpec | None]:
             "compute, expected dense attention; run it with 'qat generate', or make it dense with "
             "'qat convert --attention dense'"
         )
+    trellis.refuse(config, "served")
     ranks, activations, owners = config.lora_ranks(), config.activations(), config.scale_owners()
     places = {name: place for place, name in enumerate(config.modules, start=1)}
     modules = {}
@@ -384,7 +379,7 @@ def _tensors(stored: Stored, O: int, I: int, dtype: torch.dtype) -> dict[str, Te
         typed = {k: t.to(dtype_as_stored(k, spec.stored_bits(k))) for k, t in parts.items()}
         if stored.input_scale:
             typed[INPUT_SCALE] = torch.empty((), dtype=torch.float32)
-        return {PACKED: pack(weight.indices, spec.bits, spec.trellis_bits), **typed}
+        return {PACKED: pack(weight.indices, spec.bits), **typed}
 
 
 def _in_units(features: slice, unit: int) -> slice:
@@ -518,9 +513,7 @@ def formed_part(
     stored = {name: held[name] for name in SCALE_NAMES if name in held}
     bits = 8 * next(iter(stored.values())).element_size()
     scales = Scales(**{n: from_stored(n, t, bits) for n, t in stored.items()}, bits=bits)
-    source = PackedIndices(
-        held[PACKED], format.bits, in_features, format.vector_size, format.trellis_bits
-    )
+    source = PackedIndices(held[PACKED], format.bits, in_features, format.vector_size)
     codebook = from_stored("codebook", held["codebook"])
     if not format.lora_rank:
         return form(source, codebook, scales, dtype)
@@ -560,7 +553,7 @@ def _num_rows(parts: Sequence[tuple[Sequence[Tensor], Format]]) -> int:
 
 def _gemm_part(tensors: Sequence[Tensor], format: Format, in_features: int) -> GemmPart | None:
     """Return the operands of the packed matmul, or None if the weight must be formed first."""
-    if not format.bits or format.trellis_bits or format.rank or format.lora_rank:
+    if not format.bits or format.rank or format.lora_rank:
         return None
     packed, codebook, scales = tensors[:3]
     group_size = in_features // scales.shape[1]

@@ -16,7 +16,6 @@ import torch
 from quantized import SPECS, frozen_linear
 from safetensors.torch import load_file
 from served_case import (
-    FORMATS,
     NUM_TOKENS,
     PROMPTS,
     SHAPE,
@@ -265,8 +264,7 @@ def parallel(path: Path, folder: Path, **settings: object) -> subprocess.Complet
 def test_two_processes_say_the_same(
     architecture: str, overrides: dict, settings: dict, tmp_path: Path
 ) -> None:
-    whole = [spec for spec in FORMATS if spec is None or not spec.is_trellis]  # rows are cut
-    path = make(tmp_path / "student", architecture, specs=whole, **overrides)
+    path = make(tmp_path / "student", architecture, **overrides)
     done = parallel(path, tmp_path, **settings)
     said = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
     assert said, done.stdout[-2000:] + done.stderr[-4000:]

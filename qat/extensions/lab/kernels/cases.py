@@ -47,7 +47,6 @@ from qat.kernels.lut_matvec import Norm, matvec, matvec_add
 from qat.kernels.lut_rows import MMA_FORMATS, UNIT, LutRows, Rows, gathered, order_of, spread
 from qat.kernels.lut_weight import choose, form, pull_back
 from qat.kernels.topk import BLOCK, summarize, top_k_of_blocks
-from qat.kernels.trellis import best_path
 from qat.quant.error_feedback import Columns
 from qat.quant.weight import PackedIndices, Scales, packed_width
 
@@ -78,7 +77,6 @@ def all_cases() -> dict[str, KernelCase]:
         *(case for bits in (2, 4) for case in form_cases("packed", bits)),
         *(case for bits in (2, 4) for case in form_cases("latent", bits)),
         *(case for bits, d in ((8, 4), (6, 2)) for case in vector_cases(bits, d)),
-        path_case(),
         both_case(2),
         both_case(8, d=4),
         *decode_cases(mlp=2, attention=4, head=4),
@@ -364,31 +362,6 @@ def vector_cases(bits: int, d: int) -> Iterator[KernelCase]:
     )
     yield form_case(name, _mlp_in, "packed", bits, d=d)
     yield pull_back_case(name, _mlp_in, "packed", bits, d=d)
-
-
-def path_case() -> KernelCase:
-    """Return the paths of a latent weight through a trellis of 256 states, 2 bits per weight."""
-
-    def inputs(room: Room, size: Size) -> Inputs:
-        O, I = size["O"], size["I"]
-        return {
-            "latent": room.normal(O, I),
-            "S": room.uniform(O, I, low=0.05, high=1.5),
-            "codebook": room.normal(256, 1, dtype=torch.float32),
-        }
-
-    both = ways(lambda i, s: {"indices": best_path(i["latent"], i["S"], i["codebook"], 2)})
-    return KernelCase(
-        "choose, paths of 2 bits",
-        inputs=inputs,
-        **both,
-        exact=both["reference"],
-        size=_mlp_in,
-        slack=0.0,  # the same paths on every device
-        flops=lambda s: 4.0 * s["O"] * s["I"] * 256,
-        counts=False,  # bound by instructions, few of which are multiplications
-        **FORM,
-    )
 
 
 def form_case(
