@@ -46,7 +46,15 @@ from qat.kernels.dispatch import (
     triton,
     use_triton,
 )
-from qat.kernels.lut_mma import columns, decoded, number_of, rounded, shares_of, words_of
+from qat.kernels.lut_mma import (
+    columns,
+    decoded,
+    look_up_4,
+    number_of,
+    rounded,
+    shares_of,
+    words_of,
+)
 from qat.kernels.lut_rows import MOST_PARTS, UNIT, LutRows
 from qat.kernels.lut_sums import INPUTS as SUMMED
 from qat.kernels.lut_sums import WARPS, Source, SumsTile, add_up, arrivals, steps_for
@@ -469,26 +477,6 @@ def _look_up_3() -> str:
     return "\n".join(["{", *lines, "}"])
 
 
-def _look_up_4() -> str:
-    """Return the same for 4 bits; $8 and $9 hold eight indices each, $10-$17 the table."""
-    lines = [".reg .b32 sel, pick, sels, picks, below, above, low, high;"]
-    for word in (0, 1):
-        # three bits of an index choose one of eight bytes, among the lower and among the upper
-        # levels; the fourth bit chooses between the two: nibble k of `picks` is k, or 4 + k (0xEA:
-        # a & b | c)
-        lines += [f"and.b32 sels, ${8 + word}, 0x77777777;", f"shr.u32 picks, ${8 + word}, 1;"]
-        lines += ["lop3.b32 picks, picks, 0x44444444, 0x32103210, 0xEA;"]
-        for half in (0, 1):
-            lines += [f"shr.u32 sel, sels, {16 * half};", f"shr.u32 pick, picks, {16 * half};"]
-            for name, first in (("low", 10), ("high", 14)):
-                lines += [f"prmt.b32 below, ${first}, ${first + 1}, sel;"]
-                lines += [f"prmt.b32 above, ${first + 2}, ${first + 3}, sel;"]
-                lines += [f"prmt.b32 {name}, below, above, pick;"]
-            lines += [f"prmt.b32 ${4 * word + 2 * half}, low, high, 0x5140;"]
-            lines += [f"prmt.b32 ${4 * word + 2 * half + 1}, low, high, 0x7362;"]
-    return "\n".join(["{", *lines, "}"])
-
-
 @triton.constexpr_function
 def _steps(kind: str) -> str:
     """Return four mma steps: $0-$3 sums, $4-$19 weights, $20-$27 inputs, $28-$31 addends."""
@@ -507,7 +495,7 @@ def _steps(kind: str) -> str:
 # instructions per weight: 0.5 for the table of level * scale, and for a look-up among 4, 8 and 16
 # levels (byte permutations and masks) 1.4, 1.6 and 2.6
 LOOK_UP_2, LOOK_UP_3, LOOK_UP_4 = (
-    tl.constexpr(text) for text in (_look_up_2(False), _look_up_3(), _look_up_4())
+    tl.constexpr(text) for text in (_look_up_2(False), _look_up_3(), look_up_4(is_spread=False))
 )
 SPREAD_2 = tl.constexpr(_look_up_2(True))
 

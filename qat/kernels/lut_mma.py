@@ -41,8 +41,12 @@ def _two_bits() -> str:
     return "\n".join(["{", *lines, "}"])
 
 
-def _four_bits() -> str:
-    """Return assembly: $8 and $9 the words, $10-$13 and $14-$17 the bytes of sixteen levels."""
+def look_up_4(*, is_spread: bool) -> str:
+    """Return assembly: $8 and $9 the words, $10-$13 and $14-$17 the bytes of sixteen levels.
+
+    $0-$7 are the weights 0 1, 2 3, ..., 14 15 as pairs of float16. If `is_spread`, the pairs are
+    0 2, 4 6, ..., 12 14, and then 1 3, 5 7, ..., 13 15.
+    """
     lines = [".reg .b32 sel, pick, sels, picks, below, above, low, high;"]
     for word in (0, 1):
         # three bits of an index choose one of eight bytes, among the lower and among the upper
@@ -56,8 +60,10 @@ def _four_bits() -> str:
                 lines += [f"prmt.b32 below, ${first}, ${first + 1}, sel;"]
                 lines += [f"prmt.b32 above, ${first + 2}, ${first + 3}, sel;"]
                 lines += [f"prmt.b32 {name}, below, above, pick;"]
-            lines += [f"prmt.b32 ${2 * word + half}, low, high, 0x6240;"]
-            lines += [f"prmt.b32 ${4 + 2 * word + half}, low, high, 0x7351;"]
+            # interleave lower and upper bytes: two float16 per register
+            for k, order in enumerate(("0x6240", "0x7351") if is_spread else ("0x5140", "0x7362")):
+                place = 4 * k + 2 * word + half if is_spread else 4 * word + 2 * half + k
+                lines += [f"prmt.b32 ${place}, low, high, {order};"]
     return "\n".join(["{", *lines, "}"])
 
 
@@ -89,7 +95,7 @@ def _four_steps() -> str:
     return "\n".join(["{", *lines, "}"])
 
 
-TWO_BITS, FOUR_BITS = tl.constexpr(_two_bits()), tl.constexpr(_four_bits())
+TWO_BITS, FOUR_BITS = tl.constexpr(_two_bits()), tl.constexpr(look_up_4(is_spread=True))
 FOUR_CODEWORDS, FOUR_STEPS = tl.constexpr(_four_codewords()), tl.constexpr(_four_steps())
 # the address of the copies; two copies of a codeword; a barrier after all are written
 ROOM = tl.constexpr(

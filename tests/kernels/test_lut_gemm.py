@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from qat.kernels import lut_gemm, lut_wgmma
 from qat.kernels.dispatch import computing_by, ways_taken
 from qat.kernels.lut_gemm import GemmTile, Part, width_for
+from qat.kernels.lut_mma import look_up_4
 from qat.kernels.lut_rows import LutRows
 from qat.kernels.tuned import forcing
 from qat.quant.spec import LutSpec
@@ -265,7 +266,7 @@ def test_the_assembly_looks_up_rounded_products(bits: int, is_spread: bool, kind
     dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[kind]
     size = 2 if bits == 2 else 2 ** (bits - 1)
     two = lut_gemm._look_up_2(is_spread)
-    look_up = {2: two, 3: lut_gemm._look_up_3(), 4: lut_gemm._look_up_4()}[bits]
+    look_up = {2: two, 3: lut_gemm._look_up_3(), 4: look_up_4(is_spread=False)}[bits]
     for _ in range(20):
         levels, scale = torch.randn(2**bits), torch.rand(1)
         indices = torch.randint(2**bits, (16,))
