@@ -155,7 +155,7 @@ def _continue_filled(
             logits = backend.to_host(logits)
             if processor is not None:
                 logits = processor(rows[:, :place], logits)
-            rows[:, place] = _drawn(logits, config)
+            rows[:, place] = _sampling(config).draw(logits)
             if streamer is not None:
                 streamer.put(rows[:1, place])
             if all(ends & set(row) for row in rows[:, N : place + 1].tolist()):
@@ -165,13 +165,8 @@ def _continue_filled(
     return [until_end(row, ends) for row in rows[:, N : place + 1].tolist()]
 
 
-def _drawn(logits: Tensor, config: GenerationConfig) -> Tensor:
-    """Draw the next token of each row, `(B,)`, from `(B, V)` logits on the host."""
-    if not config.do_sample:
-        return logits.argmax(1)
-    probs, ids = (logits / config.temperature).softmax(1).sort(1, descending=True)
-    probs = probs.masked_fill(probs.cumsum(1) - probs >= config.top_p, 0.0)
-    return ids.gather(1, torch.multinomial(probs, 1))[:, 0]
+def _sampling(config: GenerationConfig) -> Sampling:
+    return Sampling(config.temperature if config.do_sample else 0.0, config.top_p)
 
 
 def _decode(
@@ -186,10 +181,9 @@ def _decode(
             for token in said[0]:
                 streamer.put(torch.tensor([token]))
 
-    sampling = Sampling(config.temperature if config.do_sample else 0.0, config.top_p)
     (new_ids,) = decoder.generate(
         ids,
-        sampling,
+        _sampling(config),
         max_new_tokens=config.max_new_tokens,
         ends=set(config.eos_token_id or ()),
         seen=seen,

@@ -220,3 +220,11 @@ def test_split_inputs_in_bfloat16_are_as_near_as_the_model(bits: int) -> None:
     found = step.logits(ids[:, 32], torch.tensor([32]), caches, step.angles(64))
     slack = 0.01 * exact.abs().max().item()  # the prompt's keys and values are the model's own
     assert_no_worse_than_eager(found, eager, exact.double(), slack)
+
+
+@pytest.mark.parametrize(("top_p", "count"), [(0.25, 1), (0.5, 2), (0.51, 3), (1.0, 4)])
+def test_words_are_drawn_from_the_fewest_that_hold_the_mass(top_p: float, count: int) -> None:
+    """Four words of a quarter each, whose sums are exact."""
+    logits = torch.zeros(500, 6)
+    logits[:, 4:] = -torch.inf
+    assert len(set(Sampling(1.0, top_p).draw(logits).tolist())) == count

@@ -135,12 +135,3 @@ def test_a_prompt_with_a_picture_is_refused(key: str, model: LanguageModel) -> N
     generate_text(model, tokenizer, PROMPT, max_new_tokens=1)
     with pytest.raises(ConfigError, match="holds '<image>', which stands for image input, expe"):
         generate_text(model, tokenizer, prompt, max_new_tokens=1)
-
-
-@pytest.mark.parametrize(("top_p", "count"), [(0.25, 1), (0.5, 2), (0.51, 3), (1.0, 4)])
-def test_words_are_drawn_from_the_fewest_that_hold_the_mass(top_p: float, count: int) -> None:
-    """Four words of a quarter each, whose sums are exact."""
-    logits = torch.zeros(500, 6)
-    logits[:, 4:] = -torch.inf
-    config = GenerationConfig(do_sample=True, temperature=1.0, top_p=top_p)
-    assert len(set(module._drawn(logits, config).tolist())) == count
