@@ -23,6 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from qat.errors import CacheError, ConfigError
+from qat.hub.web import BROKEN, check_busy, pause_s, status_of
 from qat.secrets import HIDDEN, scrubbed, secret
 
 logger = logging.getLogger(__name__)
@@ -39,10 +40,6 @@ WHOLE_S = 3 * ANSWER_S
 ATTEMPTS, FIRST_ATTEMPTS = 10, 3
 """Attempts per request: `ATTEMPTS` during a build (about four minutes, enough for a restart of the
 server), `FIRST_ATTEMPTS` before it, where a failure is more likely a wrong address."""
-PAUSE_S, LONGEST_S = 1.0, 60.0
-"""Pause after the first failure, doubled after each further one, and the longest pause, in
-seconds."""
-BUSY = (408, 425, 429, 500, 502, 503, 504)  # HTTP status codes after which a request is retried
 WORDS = 300
 """Maximum number of characters of a server's message that an error repeats."""
 ENTRY_BYTES, ANSWER_BYTES = 400, 2**20
@@ -59,14 +56,6 @@ class NoRoute(Refused):
     def __init__(self, told: str, url: str) -> None:
         super().__init__(told)
         self.url = url
-
-
-class _Broken(Exception):  # noqa: N818 - not an error: a retry follows
-    """A transient failure; `wait_s` is the server's Retry-After in seconds, if it sent one."""
-
-    def __init__(self, reason: str, wait_s: float | None = None) -> None:
-        super().__init__(reason)
-        self.wait_s = wait_s
 
 
 class Line:
@@ -179,13 +168,12 @@ class Line:
             self._wait_turn()
             try:
                 raw = self._attempt(url, content, most)
-            except (_Broken, httpx2.TransportError) as error:
+            except BROKEN as error:
                 if self._over.is_set():
                     raise CacheError(f"{url}: broken off") from None
                 reason = self._said(str(error) or type(error).__name__)
-                pause_s = min(LONGEST_S, PAUSE_S * 2 ** (failures - 1))
                 if failures < self._attempts:
-                    self._hold(url, reason, getattr(error, "wait_s", None) or pause_s)
+                    self._hold(url, reason, getattr(error, "wait_s", None) or pause_s(failures))
                 continue
             try:
                 return kind.validate_json(raw)
@@ -220,14 +208,8 @@ class Line:
         if code == HTTPStatus.OK:
             return bytes(raw)
         said = self._said(_words(bytes(raw)))
-        told = f"{code} {httpx2.codes.get_reason_phrase(code)}".rstrip()
-        told += f" ({said})" if said else ""
-        if code in BUSY:
-            wait = answer.headers.get("Retry-After", "")
-            raise _Broken(
-                f"the server answers {told}",
-                min(LONGEST_S, float(wait)) if wait.isdecimal() else None,
-            )
+        told = f"{status_of(answer)} ({said})" if said else status_of(answer)
+        check_busy(answer, f"the server answers {told}")
         if code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             found = f"refuses the key in {KEY}" if self._key else f"wants a key, and {KEY} has none"
             raise ConfigError(f"{url} {found} ({code}); put the server's key into that variable")

@@ -27,7 +27,7 @@ from qat.data.reader import TeacherCache
 from qat.errors import CacheError, ConfigError, HubError
 from qat.files import inside, partial_file, sync
 from qat.hub.mirrors import open_store, store_errors
-from qat.hub.web import download, version_file
+from qat.hub.web import ATTEMPTS, download, version_file
 from qat.secrets import scrubbed
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,6 @@ SCHEME = re.compile(r"[a-z][a-z0-9+.-]+://")
 WEB = re.compile(r"https?://")
 STREAMS = Path("~/.cache/qat/streams")
 BUDGET_BYTES = 64 * 2**30
-TRIES = 3
 FRESH = 16
 """Number of most recently fetched shards that are never evicted: a reader may be about to open
 them."""
@@ -197,7 +196,7 @@ class _Remote:
         sync(to)
 
     def _tried(self, name: str, act: Callable[[], T]) -> T:
-        for number in range(1, TRIES + 1):
+        for number in range(1, ATTEMPTS + 1):
             try:
                 return act()
             except FileNotFoundError:
@@ -209,9 +208,9 @@ class _Remote:
                 if getattr(error, "errno", None) == errno.ENOSPC:
                     raise
                 why = scrubbed(" ".join(str(error).split()) or type(error).__name__)
-                if number == TRIES:
+                if number == ATTEMPTS:
                     raise CacheError(
-                        f"{self._address}/{name} does not come ({why}), tried {TRIES} times, "
+                        f"{self._address}/{name} does not come ({why}), tried {ATTEMPTS} times, "
                         "expected a server that answers; go on with the same command later"
                     ) from None
                 logger.warning("%s/%s: %s; trying again", self._address, name, why)

@@ -1,4 +1,4 @@
-"""Resumable downloads over http(s)."""
+"""Resumable downloads over http(s), and what every HTTP client here retries after which pause."""
 
 import logging
 import re
@@ -24,9 +24,10 @@ PATIENCE_S = 600.0
 """Time in seconds within which each further MiB has to arrive."""
 ATTEMPTS = 3
 """Maximum number of consecutive attempts without progress."""
-PAUSE_S = 1.0
-"""Pause before the second attempt in seconds; doubled before each further one."""
-BUSY = (408, 429, 500, 502, 503, 504)  # HTTP status codes after which a request is retried
+PAUSE_S, LONGEST_S = 1.0, 60.0
+"""Pause before the second attempt, doubled before each further one, and the longest pause, in
+seconds."""
+BUSY = (408, 425, 429, 500, 502, 503, 504)  # HTTP status codes after which a request is retried
 REDIRECTS = 10
 VALIDATORS = {"ETag": re.compile(r'"[!#-~]{0,256}"'), "Last-Modified": re.compile(r"[ -~]{1,64}")}
 """Headers that identify a version of a file, with their syntax; weak ETags do not qualify."""
@@ -34,11 +35,33 @@ VALIDATORS = {"ETag": re.compile(r'"[!#-~]{0,256}"'), "Last-Modified": re.compil
 PART = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})")
 
 
-class _Broken(Exception):  # noqa: N818 - not an error: a retry follows
-    """An unexpected response that may differ on the next attempt."""
+class Broken(Exception):  # noqa: N818 - not an error: a retry follows
+    """A response that may differ on the next attempt; `wait_s` is when, if the server said so."""
+
+    def __init__(self, reason: str, wait_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.wait_s = wait_s
 
 
-BROKEN = (_Broken, httpx2.TransportError)
+BROKEN = (Broken, httpx2.TransportError)
+
+
+def status_of(answer: httpx2.Response) -> str:
+    """Return a response's status as `503 Service Unavailable`."""
+    code = answer.status_code
+    return f"{code} {httpx2.codes.get_reason_phrase(code)}".rstrip()
+
+
+def check_busy(answer: httpx2.Response, said: str) -> None:
+    """Raise `Broken` with the message `said` for a server that may answer later."""
+    if answer.status_code in BUSY:
+        wait = answer.headers.get("Retry-After", "")
+        raise Broken(said, min(LONGEST_S, float(wait)) if wait.isdecimal() else None)
+
+
+def pause_s(failures: int) -> float:
+    """Return the seconds to wait after so many failures in a row."""
+    return min(LONGEST_S, PAUSE_S * 2 ** max(0, failures - 1))
 
 
 class _Version(NamedTuple):
@@ -89,7 +112,7 @@ def download(url: str, part: Path, size: int | None = None, most: int | None = N
                 if failures >= ATTEMPTS:
                     raise HubError(f"{url}: {reason} {kept}") from None
                 logger.info("%s: %s; going on", url, reason)
-                time.sleep(PAUSE_S * 2 ** max(0, failures - 1))
+                time.sleep(pause_s(failures))
 
 
 def _attempt(
@@ -109,7 +132,7 @@ def _attempt(
         version = _version(url, answer, start)
         if answer.status_code == 206 and not _is_same(version, known):
             part.unlink()
-            raise _Broken("the file there is another one now")
+            raise Broken("the file there is another one now")
         start = start if answer.status_code == 206 else 0
         _check(url, answer, part, (size, version.total, start))
         if most is not None and (version.total or 0) > most:
@@ -147,15 +170,13 @@ def _accept_if_whole(part: Path, known: _Version, answer: httpx2.Response) -> No
     is_whole = answer.headers.get("Content-Range") == f"bytes */{length}" and known.total == length
     if not is_whole or _validator(answer) not in ("", known.validator):
         part.unlink()
-        raise _Broken("the file there is another one now")
+        raise Broken("the file there is another one now")
 
 
 def _check_status(url: str, answer: httpx2.Response) -> None:
-    code = answer.status_code
-    said = f"the server answers {code} {httpx2.codes.get_reason_phrase(code)}".rstrip()
-    if code in BUSY:
-        raise _Broken(said)
-    if code not in (200, 206):
+    said = f"the server answers {status_of(answer)}"
+    check_busy(answer, said)
+    if answer.status_code not in (200, 206):
         raise HubError(f"{url}: {said}")
 
 
@@ -217,7 +238,7 @@ def _receive(
             cause = error
     if patience.is_over or total not in (None, received):
         of = "" if total is None else f" of {total:,}"
-        raise _Broken(f"broke off after {received:,}{of} bytes")
+        raise Broken(f"broke off after {received:,}{of} bytes")
     if cause is not None:
         raise cause
 

@@ -34,14 +34,15 @@ from qat.data.engines import KEY
 from qat.data.reader import TeacherCache
 from qat.data.served import ServedTeacher
 from qat.errors import CacheError, CheckpointError, ConfigError, QatError
+from qat.hub import web
 from qat.models.teacher_cache import cache_teacher
 
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses too short to notice, and no key of whoever runs this."""
-    monkeypatch.setattr(engines, "PAUSE_S", 0.001)
-    monkeypatch.setattr(engines, "LONGEST_S", 0.02)
+    monkeypatch.setattr(web, "PAUSE_S", 0.001)
+    monkeypatch.setattr(web, "LONGEST_S", 0.02)
     monkeypatch.delenv(KEY, raising=False)
 
 
@@ -371,7 +372,7 @@ def test_a_busy_server_is_asked_again_and_the_bytes_are_the_same(
 def test_a_server_that_asks_for_time_gets_it(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(engines, "LONGEST_S", 1.0)
+    monkeypatch.setattr(web, "LONGEST_S", 1.0)
     with played(stage) as address:
         asked = ask(address)
         stage.statuses, stage.headers = [429], {"Retry-After": "1"}
