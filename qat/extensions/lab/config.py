@@ -16,7 +16,7 @@ KERNELS = (
     "pull back, packed 4-bit", "form, latent 2-bit", "pull back, latent 2-bit",
     "form, latent 4-bit", "pull back, latent 4-bit", "choose, 256 x 4", "form, packed 256 x 4",
     "pull back, packed 256 x 4", "choose, 64 x 2", "form, packed 64 x 2",
-    "pull back, packed 64 x 2", "choose, paths of 2 bits", "form and pull back, latent 2-bit",
+    "pull back, packed 64 x 2", "form and pull back, latent 2-bit",
     "form and pull back, latent 256 x 4", "matvec, queries, keys, values, 4-bit",
     "matvec, attention out, 4-bit", "matvec, gates and ups, 2-bit", "matvec, down, 2-bit",
     "matvec, head, 4-bit", "matvec, down, exact levels, 2-bit",
