@@ -9,11 +9,15 @@ A file holds `own` alone, and a codebook `(C, 1)` in any order. The opened model
 weight as ascending levels and whole indices, of `bits` bits each. Trellises are never written.
 """
 
+import logging
+
 import torch
 from torch import nn
 
 from qat.errors import CheckpointError
 from qat.quant.weight import pack, packed_width, unpack
+
+logger = logging.getLogger(__name__)
 
 FEATURE = "trellis"
 KEY = "trellis_bits"
@@ -55,9 +59,8 @@ def put_empty_paths(model: nn.Module, modules: dict[str, dict]) -> dict[str, str
 
 def decode_paths(model: nn.Module, modules: dict[str, dict]) -> None:
     """Give modules with a trellis, whose stored tensors are loaded, levels and whole indices."""
-    for name, values in modules.items():
-        if KEY not in values:
-            continue
+    walked = {name: values for name, values in modules.items() if KEY in values}
+    for name, values in walked.items():
         module, bits, k = model.get_submodule(name), values["bits"], values[KEY]
         own = unpack(module.packed, k, module.in_features)
         indices = own << bits - k
@@ -67,6 +70,12 @@ def decode_paths(model: nn.Module, modules: dict[str, dict]) -> None:
             indices[:, age:] |= older << place if place >= 0 else older >> -place
         module.codebook.data, order = module.codebook.data.flatten().sort(stable=True)
         module.packed = pack(order.argsort().to(torch.uint8)[indices.int()], bits)
+    if walked:
+        logger.warning(
+            "%d weights have a trellis, opened as levels; versions after 0.2 do not read them: "
+            "write the checkpoint anew with 'qat export --to packed'",
+            len(walked),
+        )
 
 
 def refuse(config: object, what: str) -> None:

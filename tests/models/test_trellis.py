@@ -87,9 +87,10 @@ def test_it_opens_as_the_same_function(
     assert torch.equal(new(IDS).logits, model(IDS).logits)
 
 
-def test_it_is_exported(tmp_path: Path) -> None:
+def test_it_is_exported_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = written(tmp_path / "old", 8, 2, 8)
     export_model(str(tmp_path / "old"), ExportConfig(to="dense", dtype="fp32"), tmp_path / "dense")
+    assert "16 weights have a trellis, opened as levels" in caplog.text
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
     assert torch.equal(dense(IDS).logits, model(IDS).logits)
 
