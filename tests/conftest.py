@@ -64,6 +64,14 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def short_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convert and judge with the fewest rounds, for a test of what comes before and behind them."""
+    monkeypatch.setattr("qat.quant.error_feedback.SWEEPS", 1)
+    monkeypatch.setattr("qat.quant.fit.ROUNDS", 2)
+    monkeypatch.setattr("qat.train.judge.SAMPLE_TOKENS", 4)
+
+
+@pytest.fixture
 def plain_signals() -> Iterator[None]:
     """Let signals act as in a program that a terminal started: `nohup`, and a shell that runs its
     commands in the background, have a test's process ignore some."""

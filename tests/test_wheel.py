@@ -12,6 +12,12 @@ import pytest
 from tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
+SHORT_DEMO = """
+from importlib import import_module
+import_module("qat.cli.demo").SEQUENCES = 200
+from qat.cli import main
+main()
+"""
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
 
 
@@ -62,7 +68,7 @@ def test_an_installed_wheel_runs_the_demo_a_report_and_an_export(
 
     where = python("-c", "import qat; print(qat.__file__)").strip()
     assert Path(where).is_relative_to(place)
-    demo = python("-m", "qat", "demo", "--steps", 2, "--teacher", teacher, "--out", "demo")
+    demo = python("-c", SHORT_DEMO, "demo", "--steps", 2, "--teacher", teacher, "--out", "demo")
     assert Path(work, json.loads(demo.splitlines()[-1])["report"]).is_file()
     python("-m", "qat", "report", "demo/trained", "--out", "page.html")
     assert "data:image" in (work / "page.html").read_text(encoding="utf-8")

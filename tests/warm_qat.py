@@ -1,8 +1,8 @@
 """A `qat` that answers at once: a process with the libraries loaded forks for each command.
 
 `WarmQat(directory)` puts a program `qat` there. It hands its arguments, directory and open files
-to the process, which runs the ordinary command line in a child. Only the start of Python and the
-imports are saved.
+to the process, which runs the ordinary command line in a child. What is saved are the start of
+Python, the imports, and all but the first sweep of a conversion.
 """
 
 import importlib
@@ -18,6 +18,7 @@ from pathlib import Path
 import qat
 from qat.cli import main
 from qat.errors import ConfigError
+from qat.quant import error_feedback
 
 PROGRAM = """#!{python} -SE
 import array, json, os, socket, sys
@@ -61,6 +62,7 @@ def serve(listener: socket.socket) -> None:
         if not module.name.endswith("__main__"):
             with suppress(ConfigError, ModuleNotFoundError):  # of an extra that is not installed
                 importlib.import_module(module.name)
+    error_feedback.SWEEPS = 1
     while True:
         connection, _ = listener.accept()
         _, files, _, _ = socket.recv_fds(connection, 1, 3)

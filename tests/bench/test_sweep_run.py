@@ -189,7 +189,7 @@ def test_a_sweep_that_is_killed_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_training_steps_as_the_command_line_sweeps_them(
-    tmp_path: Path, monkeypatch, capsys
+    tmp_path: Path, monkeypatch, capsys, in_this_process
 ) -> None:
     recipe, out = tmp_path / "r.toml", tmp_path / "out"
     recipe.write_text(

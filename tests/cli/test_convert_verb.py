@@ -159,6 +159,7 @@ def test_a_student_that_is_not_smaller_is_a_warning_at_the_top(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_fits")
 def test_a_dry_run_says_what_the_conversion_then_makes(
     place: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:

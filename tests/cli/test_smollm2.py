@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 SOURCE = os.environ.get("QAT_SMOLLM2", "")
 
 
+@pytest.mark.usefixtures("short_fits")
 @pytest.mark.skipif(not SOURCE, reason="QAT_SMOLLM2 names no file")
 def test_smollm2_goes_from_gguf_to_gguf(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

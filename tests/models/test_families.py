@@ -230,6 +230,7 @@ REFUSED = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_fits")
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_every_class_works_or_is_refused_in_one_line(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

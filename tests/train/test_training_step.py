@@ -234,9 +234,10 @@ def bits_of(shape: str, form: str, **values: object) -> tuple[list[torch.Tensor]
         ("tiny", {"to": "q4a4_r4", "dtype": "bf16", "checkpoint_every": 2}),
         ("tiny-moe", {"dtype": "bf16", "gradient_checkpointing": True}),
         ("tiny-moe", {"learn": "scales,codebook", "attention_only": True}),
-        pytest.param("tiny", {"compile": "on", "dtype": "bf16"}, marks=pytest.mark.slow),
         pytest.param(
-            "tiny", {"compile": "on", "gradient_checkpointing": True}, marks=pytest.mark.slow
+            "tiny",
+            {"compile": "on", "dtype": "bf16", "gradient_checkpointing": True},
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -381,6 +381,7 @@ def test_conversions_run_side_by_side(place: Path, monkeypatch) -> None:
     beside = students()
     assert len(beside) == 2
     Path("out").rename("beside")
+    monkeypatch.setattr(run, "run_jobs", in_this_process)
     assert call(monkeypatch) == 0
     assert students() == beside
 
