@@ -6,8 +6,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.select import Inputs, pool
+from qat.extensions.nsa.kernels.config import NSAConfig
+from qat.extensions.nsa.kernels.select import Inputs, pool
 
 SMALL = {
     "compress_block": 8,

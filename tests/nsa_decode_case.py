@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.decode import Past, append, attend, choose, fill
-from qat.kernels.nsa.select import Inputs, pool, select
+from qat.extensions.nsa.kernels.config import NSAConfig
+from qat.extensions.nsa.kernels.decode import Past, append, attend, choose, fill
+from qat.extensions.nsa.kernels.select import Inputs, pool, select
 
 Weights = tuple[Tensor, Tensor] | None
 

@@ -3,8 +3,8 @@
 from tiny import tiny_model
 from transformers import PreTrainedModel
 
-from qat.kernels.nsa.config import NSAConfig
-from qat.nsa.swap import swap_attention
+from qat.extensions.nsa.kernels.config import NSAConfig
+from qat.extensions.nsa.swap import swap_attention
 
 SMALL = NSAConfig(
     compress_block=8,

@@ -8,10 +8,10 @@ from cache_case import TOKENIZER, WORDS, build
 from quantized import SPECS, tiny_quantized
 from tiny import tiny_model
 
-from qat.kernels.nsa.config import NSAConfig
+from qat.extensions.nsa.kernels.config import NSAConfig
+from qat.extensions.nsa.swap import swap_attention
 from qat.models.checkpoint import save_checkpoint, write_model
 from qat.models.directory import atomic_directory
-from qat.nsa.swap import swap_attention
 
 SPARSE = NSAConfig(
     compress_block=4,

@@ -25,7 +25,7 @@ from qat.bench.config import AttentionConfig, parse_sizes
 from qat.bench.measure import Clock, Row, kernel_dtype, times
 from qat.bench.results import Results, environment
 from qat.errors import ConfigError
-from qat.nsa.ways import Attend, Layer, Pass, Way, Work, layer_of, sparse_ways
+from qat.extensions.nsa.ways import Attend, Layer, Pass, Way, Work, layer_of, sparse_ways
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from qat.bench.config import MeasureConfig, shape_called
 from qat.convert.config import ConvertConfig, read_kv, read_plan
 from qat.data.packing import Batch
 from qat.errors import ConfigError
-from qat.kernels.nsa.config import read_attention
+from qat.extensions.nsa.kernels.config import read_attention
+from qat.extensions.nsa.swap import change_attention
 from qat.models.hf_quantizer import empty_linear
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
@@ -22,7 +23,6 @@ from qat.nn.activation import ActivationQuantizer
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.sites import Owner, open_sites
 from qat.nn.swap import linear_names, replace_module
-from qat.nsa.swap import change_attention
 from qat.quant.activation import LEVELS
 from qat.quant.codebook import fixed_grid
 from qat.quant.spec import QuantPlan

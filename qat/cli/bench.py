@@ -207,7 +207,7 @@ def checked(student: str, config: Measured, out: Path | None) -> Measured:
 
     parse_losses(config.loss)
     if config.attention is not None:
-        from qat.kernels.nsa.config import read_attention
+        from qat.extensions.nsa.kernels.config import read_attention
 
         read_attention(config.attention)
     if "/" not in student and not Path(student).exists():

@@ -159,7 +159,9 @@ def check_asked(config: ConvertConfig) -> QuantPlan:
         )
     read_kv(config)
     if config.attention is not None:
-        from qat.kernels.nsa.config import read_attention  # its presets slow down every --help
+        from qat.extensions.nsa.kernels.config import (
+            read_attention,  # its presets slow down every --help
+        )
 
         read_attention(config.attention)
     if config.bits_budget is not None and config.calibration is None:

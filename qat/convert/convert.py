@@ -46,16 +46,16 @@ from qat.data.text import (
     tokenizer_hash,
 )
 from qat.errors import ConfigError
+from qat.extensions.nsa.fit import LayerFit, fit_attention
+from qat.extensions.nsa.kernels.config import NSAConfig, read_attention
+from qat.extensions.nsa.swap import change_attention, nsa_config
 from qat.files import check_free, import_command, real
-from qat.kernels.nsa.config import NSAConfig, read_attention
 from qat.models.checkpoint import check_written, write_model
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.regions import kv_spec, quantize_kv
 from qat.nn.swap import linear_names, table_names, weight_shape, with_tables
-from qat.nsa.fit import LayerFit, fit_attention
-from qat.nsa.swap import change_attention, nsa_config
 from qat.quant.spec import QuantPlan, by_group
 
 logger = logging.getLogger(__name__)

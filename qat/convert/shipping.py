@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 from transformers import PreTrainedModel
 
 from qat.errors import ExportError
+from qat.extensions.nsa.swap import nsa_config
 from qat.models.stored_state import quantized_modules
 from qat.nn.sites import odd_site
 from qat.nn.swap import linear_names, table_names, weight_shape
-from qat.nsa.swap import nsa_config
 from qat.quant.spec import ActivationKind, ActivationSpec, LutSpec, QuantPlan
 
 logger = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from qat.errors import CheckpointError, ConfigError
+from qat.extensions.nsa.swap import nsa_config
 from qat.files import lies_inside
 from qat.models.directory import GGUF, atomic_directory, save_tokenizer, write_checksums
 from qat.models.hf_quantizer import NEEDS_QAT, QUANT_METHOD, QatConfig, QatHfQuantizer
@@ -29,7 +30,6 @@ from qat.models.stored_state import (
     stored_dtype,
 )
 from qat.nn.sites import close_sites
-from qat.nsa.swap import nsa_config
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of image, video and audio processors."""

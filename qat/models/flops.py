@@ -8,11 +8,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from qat.kernels.nsa.config import NSAConfig
+from qat.extensions.nsa.kernels.config import NSAConfig
+from qat.extensions.nsa.swap import nsa_config
 from qat.models.language_model import LanguageModel
 from qat.nn.sites import experts_of
 from qat.nn.swap import layer_config, linear_names
-from qat.nsa.swap import nsa_config
 
 
 @dataclass(frozen=True)

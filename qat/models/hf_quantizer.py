@@ -145,8 +145,8 @@ class QatConfig(QuantizationConfigMixin):
         Raises:
             CheckpointError: it has no quantized linear or table, and dense attention.
         """
+        from qat.extensions.nsa.swap import nsa_config
         from qat.models.regions import kv_spec
-        from qat.nsa.swap import nsa_config
 
         modules, is_sparse = quantized_modules(model), nsa_config(model) is not None
         kv = kv_spec(model.config)
@@ -370,7 +370,11 @@ class QatHfQuantizer(HfQuantizer):
         Raises:
             CheckpointError: config.json contradicts itself about the attention.
         """
-        from qat.nsa.swap import KEY, nsa_config, swap_attention  # they need transformers
+        from qat.extensions.nsa.swap import (  # they need transformers
+            KEY,
+            nsa_config,
+            swap_attention,
+        )
 
         ours, config = self.quantization_config, nsa_config(model)
         specs = list(ours.specs().values())

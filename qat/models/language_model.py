@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from qat.backend.device import on
 from qat.errors import CheckpointError
+from qat.extensions.nsa.swap import is_all_sparse, say_route
 from qat.kernels.attention import document_mask, fits_tile, tile_bytes
 from qat.kernels.head import Head
 from qat.models.noise import TF32_EPS, distance, disturbed, hooked, signs
@@ -27,7 +28,6 @@ from qat.nn.swap import (
     module_device,
     settle_tie,
 )
-from qat.nsa.swap import is_all_sparse, say_route
 
 if TYPE_CHECKING:
     from qat.models.streamed import InFiles

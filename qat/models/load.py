@@ -21,6 +21,7 @@ from transformers import (
 from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.errors import CheckpointError
+from qat.extensions.nsa.swap import KEY, nsa_config
 from qat.models.checkpoint import is_packed, load_checkpoint, quiet_transformers
 from qat.models.dequantize import (
     BY_HAND,
@@ -45,7 +46,6 @@ from qat.models.language_model import LanguageModel
 from qat.models.opening import Opening, auto_class, read_config
 from qat.models.stored_state import packed_state_dict
 from qat.models.streamed import ON_DISK, InFiles, without_warning_of_disks
-from qat.nsa.swap import KEY, nsa_config
 from qat.patterns import pattern_fault
 from qat.process import uncounted
 

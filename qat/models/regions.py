@@ -34,6 +34,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
 from qat.backend.device import on
 from qat.errors import CheckpointError, ConfigError
+from qat.extensions.nsa.attention import NSAAttention
+from qat.extensions.nsa.swap import is_all_sparse, nsa_config
 from qat.kernels.attention import fits_tile, tile_attention
 from qat.kernels.glu import silu_mul
 from qat.kernels.joined_attention import joined_fits_tile, joined_tile_attention
@@ -46,8 +48,6 @@ from qat.nn.step import (
     part_linears,
 )
 from qat.nn.swap import CACHE, decoder_layers
-from qat.nsa.attention import NSAAttention
-from qat.nsa.swap import is_all_sparse, nsa_config
 from qat.quant.kv import fake_quantize_heads
 from qat.quant.spec import KvSpec
 

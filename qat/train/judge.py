@@ -23,14 +23,14 @@ from qat.convert.calibrate import TokenBatch
 from qat.data.packing import Batch
 from qat.data.reader import TeacherCache
 from qat.evaluate.divergence import cached_divergence
+from qat.extensions.nsa.fit import attention_health, health_numbers
+from qat.extensions.nsa.swap import nsa_modules
 from qat.generate.text import generate_text
 from qat.logs import progress
 from qat.models.language_model import LanguageModel
 from qat.models.regions import as_written
 from qat.nn.quant_linear import LutLinear
 from qat.nn.step import quant_linears
-from qat.nsa.fit import attention_health, health_numbers
-from qat.nsa.swap import nsa_modules
 from qat.quant.weight import pack, unpack
 from qat.train.config import TrainConfig
 
@@ -133,8 +133,8 @@ class Judge:
     def verdict(self, dtype: torch.dtype) -> dict[str, object]:
         """Return KD, tail KL, top-1 agreement, perplexity and a greedy sample, in `dtype`.
 
-        Also measures of sparse attention (`qat.nsa.fit`). The student's weights must be formed
-        (`qat.nn.step.form_weights`).
+        Also measures of sparse attention (`qat.extensions.nsa.fit`). The student's weights must be
+        formed (`qat.nn.step.form_weights`).
         """
         with self.backend.autocast(dtype):
             divergence = cached_divergence(self.student, self._batches())

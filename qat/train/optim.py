@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from qat.backend import device as backend
 from qat.backend.base import Copying
 from qat.errors import ConfigError
+from qat.extensions.nsa.fit import natural_size
 from qat.models.stored_state import INPUT_SCALE
 from qat.nn.hosted import HostedLutLinear
 from qat.nn.quant_linear import KIND_OF, LutLinear
 from qat.nn.sharded import ShardedLutLinear
 from qat.nn.sites import routers
 from qat.nn.step import quant_linears
-from qat.nsa.fit import natural_size
 from qat.quant.spec import role_of
 from qat.quant.weight import rms
 from qat.ranks import ALONE, Ranks
@@ -377,7 +377,7 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
     It is the root mean square; one for a norm, whose weight scales by itself or by one plus itself.
     The factors of an adapter may be zero: their size is that of factors whose product is as large
     as the weight, so that a step at `lr_lora` moves the weight by about that share of its own size.
-    Gates may begin at zero: see `qat.nsa.fit.natural_size`.
+    Gates may begin at zero: see `qat.extensions.nsa.fit.natural_size`.
     """
     linears, parameters = quant_linears(model), dict(model.named_parameters())
     size_of = {

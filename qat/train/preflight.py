@@ -19,7 +19,8 @@ from qat.data.remote import open_cache
 from qat.data.sampler import sequence_indices
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, QatError
-from qat.kernels.nsa.router import choose
+from qat.extensions.nsa.kernels.router import choose
+from qat.extensions.nsa.swap import nsa_config
 from qat.models.devices import device_called
 from qat.models.directory import resolve
 from qat.models.flops import token_flops
@@ -30,7 +31,6 @@ from qat.models.step_memory import step_bytes
 from qat.models.stored_state import packed_state_dict
 from qat.nn.step import form_weights
 from qat.nn.swap import linear_names
-from qat.nsa.swap import nsa_config
 from qat.ranks import ALONE, Ranks, Rehearsal
 from qat.train.config import TrainConfig, divide
 from qat.train.judge import CodeWatch, Judge

@@ -24,10 +24,10 @@ from torch.nn.functional import cross_entropy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from qat.backend.device import select
-from qat.kernels.nsa.config import PRESETS, NSAConfig
+from qat.extensions.nsa.kernels.config import PRESETS, NSAConfig
+from qat.extensions.nsa.swap import swap_attention
 from qat.logs import configure
 from qat.models.language_model import LanguageModel
-from qat.nsa.swap import swap_attention
 
 app = App(help=__doc__)
 FILLERS, QUESTIONS = 128, 8

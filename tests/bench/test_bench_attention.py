@@ -12,10 +12,10 @@ from qat.backend.device import on
 from qat.bench.attention import call_of, crossovers, ready, run_attention, ways_of
 from qat.bench.config import AttentionConfig
 from qat.errors import ConfigError
-from qat.kernels.nsa import reference
-from qat.kernels.nsa.config import PRESETS, NSAConfig
-from qat.kernels.nsa.router import Route, attend
-from qat.nsa.ways import Attend, Layer, Way, Work, inputs_of, layer_of, problem
+from qat.extensions.nsa.kernels import reference
+from qat.extensions.nsa.kernels.config import PRESETS, NSAConfig
+from qat.extensions.nsa.kernels.router import Route, attend
+from qat.extensions.nsa.ways import Attend, Layer, Way, Work, inputs_of, layer_of, problem
 
 TINY = dict(lengths="96", groups="2", key_heads=1, head_dim=16, device="cpu", repeats=2)
 

@@ -13,13 +13,13 @@ from qat.bench.student import (
     random_model,
 )
 from qat.errors import ConfigError
-from qat.kernels.nsa.config import PRESETS as ATTENTION
+from qat.extensions.nsa.kernels.config import PRESETS as ATTENTION
+from qat.extensions.nsa.swap import nsa_config
 from qat.models.hf_quantizer import QatConfig
 from qat.nn.activation import read_alike
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names
-from qat.nsa.swap import nsa_config
 from qat.quant.activation import LEVELS
 from qat.quant.spec import PRESETS, preset_called
 from qat.quant.weight import round_as_stored

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from qat.backend.device import on
+from qat.extensions.nsa.kernels.config import PRESETS
+from qat.extensions.nsa.kernels.decode import Past, append, attend, choose, fill
+from qat.extensions.nsa.kernels.select import Inputs, select
 from qat.kernels.dispatch import computing_by
-from qat.kernels.nsa.config import PRESETS
-from qat.kernels.nsa.decode import Past, append, attend, choose, fill
-from qat.kernels.nsa.select import Inputs, select
 from qat.nn.swap import CACHE
 
 pytestmark = pytest.mark.gpu

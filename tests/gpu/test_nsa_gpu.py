@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from qat.bench.attention import run_attention
 from qat.bench.config import AttentionConfig
-from qat.kernels.nsa import fla, flex, gather, reference, router
-from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.select import Inputs, pool, select
+from qat.extensions.nsa.kernels import fla, flex, gather, reference, router
+from qat.extensions.nsa.kernels.config import NSAConfig
+from qat.extensions.nsa.kernels.select import Inputs, pool, select
 
 pytestmark = pytest.mark.gpu
 

@@ -5,11 +5,11 @@ import torch
 from tiny import tiny_model
 from torch import Tensor, nn
 
-from qat.kernels.nsa.config import NSAConfig
-from qat.kernels.nsa.router import routes_taken
+from qat.extensions.nsa.kernels.config import NSAConfig
+from qat.extensions.nsa.kernels.router import routes_taken
+from qat.extensions.nsa.swap import swap_attention
 from qat.models.language_model import LanguageModel
 from qat.models.regions import Regions
-from qat.nsa.swap import swap_attention
 
 pytestmark = pytest.mark.gpu
 

@@ -8,10 +8,10 @@ from nsa_train_case import make_sparse_place
 from train_case import config
 
 from qat.convert.calibrate import TokenBatch
-from qat.kernels.nsa.config import NSAConfig
+from qat.extensions.nsa.fit import fit_attention
+from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.logs import read_json_lines
 from qat.models.load import load_model
-from qat.nsa.fit import fit_attention
 from qat.train.start import train_student
 
 pytestmark = [

@@ -21,6 +21,7 @@ from qat.backend.cpu import CpuBackend
 from qat.data.packing import NO_LABEL, Batch, position_ids
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError, QatError
+from qat.extensions.nsa.swap import swap_attention
 from qat.generate.decode import Sampling
 from qat.generate.slots import Batch as Slotted
 from qat.generate.slots import Request, Slots, Waves, open_sampler
@@ -28,7 +29,6 @@ from qat.logs import HEARTBEAT, read_json_lines
 from qat.losses.formulas import loss_from_logits, to_targets
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_model, load_teacher, model_identity
-from qat.nsa.swap import swap_attention
 from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig
 from qat.train.loop import Trainer

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from qat.backend.device import select
 from qat.data.packing import Batch
+from qat.extensions.nsa.swap import swap_attention
 from qat.extensions.xla.backend import XlaBackend
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_teacher
 from qat.nn.swap import put_table, replace_module, table_names, table_spec, weight_shape
-from qat.nsa.swap import swap_attention
 from qat.train.loop import Trainer
 from qat.train.step import TrainingStep
 

@@ -1,0 +1,270 @@
+"""Native Sparse Attention with a cache: layers that also hold pooled keys and selected blocks.
+
+Shapes: B rows, H query heads, K key-value heads, S new positions, N positions including those in
+the cache, D head width, L keys of a compressed block.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.models.llama.modeling_llama import rotate_half
+
+from qat.errors import ConfigError
+from qat.extensions.nsa.kernels import decode, router
+from qat.extensions.nsa.kernels.config import NSAConfig
+from qat.extensions.nsa.kernels.decode import Past
+from qat.extensions.nsa.kernels.select import pool, select
+from qat.extensions.nsa.rows import TokenRows, rows_of_mask
+
+if TYPE_CHECKING:
+    from qat.extensions.nsa.attention import Heads, NSAAttention
+
+ROOM = 256
+"""The capacity in positions is a multiple of this."""
+SPARE = 8
+"""The capacity grows by at least an eighth, so that the cache is seldom copied."""
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines `(B, S, D)`."""
+
+
+def attend_cached(
+    module: "NSAAttention",
+    heads: "Heads",
+    gates: Tensor | None,
+    angles: Angles,
+    *,
+    cache: Cache,
+    padding: Tensor | None,
+) -> Tensor:
+    """Return attention to the new and the cached positions, `(B, S, H, D)`; the cache grows.
+
+    On an empty cache all positions are computed at once, later ones one by one; both are the same
+    function by definition.
+
+    Args:
+        module: the attention module whose cache layer is used.
+        heads: of the new positions.
+        gates: `(B, S, H, 3)`; None: merged.
+        angles: the positions' embeddings.
+        cache: with a layer for the module, empty or filled by it.
+        padding: `(B, N)`, true at tokens; None: no padding. On a filled cache all new positions
+            are tokens.
+
+    Raises:
+        ConfigError: this kind of cache cannot hold pooled keys.
+    """
+    layer = _layer(cache, module)
+    if layer.get_seq_length():
+        return layer.extend(module, heads, gates, angles)
+    rows = TokenRows(None, None) if padding is None else rows_of_mask(padding)
+    inputs = module.inputs(heads, gates, angles, rows)
+    config = module.nsa.config
+    query = inputs.query
+    route = router.choose(
+        config,
+        length=inputs.length,
+        group=inputs.group,
+        head_dim=query.shape[-1],
+        device=query.device,
+    )
+    # `attend` selects by itself: with a selection passed in, it would be compiled for every length
+    out = router.attend(inputs, config, route)
+    B, S = heads.value.shape[0], heads.value.shape[2]
+    lengths = [S] * B if padding is None else padding.sum(1).tolist()
+    layer.begin(lengths, inputs.key, S)
+    decode.fill(layer.kept, inputs, select(inputs, config), config)
+    if config.cmp_rope == "pre":
+        layer.unrotated = Unrotated.of(heads.unrotated_key, angles, rows, layer)
+    return rows.back(out, 1)
+
+
+class Unrotated(NamedTuple):
+    """The last L keys before rotation, by position modulo L, with their angles."""
+
+    keys: Tensor
+    """`(B, K, L, D)`."""
+    cos: Tensor
+    """`(B, 1, L, D)`."""
+    sin: Tensor
+
+    @classmethod
+    def of(cls, keys: Tensor, angles: Angles, rows: TokenRows, layer: "NSALayer") -> Self:
+        """Collect them from whole rows: `keys` `(B, K, S, D)` and their angles, in batch order."""
+        L, last = layer.config.compress_block, layer.position[:, None] - 1
+        place = (last - (last - torch.arange(L, device=keys.device)) % L).clamp(min=0)
+
+        def latest(tensor: Tensor) -> Tensor:
+            tensor = rows.to_front(tensor.expand(len(place), -1, -1, -1), 2)
+            return tensor.take_along_dim(place[:, None, :, None], 2)
+
+        cos, sin = (angle[:, None] for angle in angles)
+        return cls(latest(keys.detach()), latest(cos), latest(sin))
+
+    def pooled(
+        self, key: Tensor, angles: Angles, position: Tensor, module: "NSAAttention"
+    ) -> Tensor:
+        """Append `key` `(B, K, D)` and return the last L keys pooled and rotated, `(B, K, D)`."""
+        L = self.keys.shape[2]
+        slot = (position % L)[:, None, None, None]
+        for kept, new in zip(self, (key, *(angle[:, None] for angle in angles)), strict=True):
+            new = new[:, :, None].to(kept.dtype).expand(len(position), -1, -1, -1)
+            kept.scatter_(2, slot.expand_as(new), new)
+        order = (position[:, None] + 1 + torch.arange(L, device=position.device)) % L
+        keys = self.keys.take_along_dim(order[:, None, :, None], 2)
+        found = pool(keys, module.nsa.config, module.nsa.pool_key)
+        cos, sin = (a.take_along_dim(order[:, None, :1, None], 2) for a in (self.cos, self.sin))
+        return (found * cos + rotate_half(found) * sin)[:, :, 0].to(key.dtype)
+
+
+class NSALayer(DynamicLayer):
+    """A layer of transformers' `DynamicCache` for one `NSAAttention`.
+
+    Rows are stored without their padding, each from position 0 on. `keys` and `values` are as long
+    as the rows with padding, since transformers takes the length from them.
+    """
+
+    def __init__(self, config: NSAConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.kept: Past | None = None
+        self.unrotated: Unrotated | None = None
+        self.position: Tensor | None = None
+        """`(B,)` int64: the position of each row's next token."""
+        self.lengths: list[int] = []
+        """The same positions on the host."""
+
+    def begin(self, lengths: list[int], like: Tensor, length: int) -> None:
+        """Allocate rows of `lengths` tokens; `length` is the padded length."""
+        self.dtype, self.device, self.is_initialized = like.dtype, like.device, True
+        self.lengths = lengths
+        self.position = torch.tensor(lengths, device=like.device)
+        self.kept = Past.empty(like.detach(), _room(length), self.config)
+        self._show(length)
+
+    @torch.no_grad()
+    def extend(
+        self, module: "NSAAttention", heads: "Heads", gates: Tensor | None, angles: Angles
+    ) -> Tensor:
+        """Return attention of the new positions, computed one by one, `(B, S, H, D)`."""
+        said = []
+        for at in range(heads.value.shape[2]):
+            one = type(heads)(*(tensor[:, :, at] for tensor in heads))
+            angle = tuple(tensor[:, at] for tensor in angles)
+            said.append(self._step(module, one, None if gates is None else gates[:, at], angle))
+        return torch.stack(said, 1)
+
+    def _step(
+        self, module: "NSAAttention", heads: "Heads", gates: Tensor | None, angles: Angles
+    ) -> Tensor:
+        length, config, parts = self.get_seq_length() + 1, self.config, module.nsa
+        if length > self.kept.room:
+            old = self.kept
+            self.kept = Past.empty(old.keys, _room(length + length // SPARE), config)
+            for new, kept in zip(self.kept, old, strict=True):
+                if kept is not None:
+                    new[:, :, : kept.shape[2]] = kept
+        append, place = {"config": config}, self.position
+        if parts.pool_key is not None:
+            append["weights"] = (parts.pool_key, parts.pool_value)
+        if self.unrotated is not None:
+            append["pooled_key"] = self.unrotated.pooled(heads.unrotated_key, angles, place, module)
+        decode.append(self.kept, heads.key, heads.value, place, **append)
+        sizes = {"config": config, "scale": module.scaling}
+        if any(row % config.select_tile == 0 for row in self.lengths):
+            decode.choose(heads.query, self.kept, place, **sizes)
+        if length < config.min_len:
+            out = decode.attend_densely(heads.query, self.kept, place, scale=module.scaling)
+        else:
+            out = decode.attend(heads.query, self.kept, place, gates=gates, **sizes)
+        self._moved(1)
+        self._show(length)
+        return out
+
+    def _moved(self, by: int) -> None:
+        self.position += by
+        self.lengths = [length + by for length in self.lengths]
+
+    def _show(self, length: int) -> None:
+        self.keys, self.values = self.kept.keys[:, :, :length], self.kept.values[:, :, :length]
+
+    def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Raise an error: only the layer's own module can fill it."""
+        raise ValueError("a cache that Native Sparse Attention filled takes no other layer's keys")
+
+    def reset(self) -> None:
+        """Clear the cache."""
+        self.kept = self.unrotated = self.position = self.keys = self.values = None
+        self.lengths, self.is_initialized = [], False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last tokens of every row: `-tokens_to_remove`, or down to a positive length.
+
+        Raises:
+            ConfigError: earlier unrotated keys are gone, so they cannot be pooled again.
+        """
+        length = self.get_seq_length()
+        if tokens_to_remove == 0 or length == 0:
+            return
+        if self.unrotated is not None:
+            raise ConfigError(
+                "cmp_rope=pre, whose cache cannot go back; generate without an assistant, or use "
+                "cmp_rope=post"
+            )
+        removed = -tokens_to_remove if tokens_to_remove < 0 else max(0, length - tokens_to_remove)
+        self._moved(-removed)
+        self._show(length - removed)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace row i by row `beam_idx[i]`."""
+        self._each_row(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        self._each_row(lambda tensor: tensor.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows."""
+        self._each_row(lambda tensor: tensor[indices])
+
+    def _each_row(self, change: Callable[[Tensor], Tensor]) -> None:
+        length = self.get_seq_length()
+        if not length:
+            return
+        self.kept = Past(*(None if tensor is None else change(tensor) for tensor in self.kept))
+        if self.unrotated is not None:
+            self.unrotated = Unrotated(*(change(tensor) for tensor in self.unrotated))
+        self.lengths = change(torch.tensor(self.lengths)).tolist()
+        self.position = torch.tensor(self.lengths, device=self.position.device)
+        self._show(length)
+
+
+def _layer(cache: Cache, module: "NSAAttention") -> NSALayer:
+    """Return the module's layer of `cache`, inserted on first use.
+
+    Raises:
+        ConfigError: this kind of cache cannot hold pooled keys.
+    """
+    place = module.layer_idx
+    while len(cache.layers) <= place and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[place] if len(cache.layers) > place else None
+    if isinstance(layer, NSALayer) and not cache.offloading:
+        return layer
+    is_plain = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+    if not is_plain or cache.offloading or layer.get_seq_length():
+        kind = "an offloaded cache" if cache.offloading else f"a cache of {type(layer).__name__}"
+        raise ConfigError(
+            f"{kind}, but Native Sparse Attention keeps pooled keys in a DynamicCache of its own; "
+            "leave cache_implementation unset and begin with an empty cache"
+        )
+    cache.layers[place] = NSALayer(module.nsa.config)
+    return cache.layers[place]
+
+
+def _room(length: int) -> int:
+    """Return the capacity for `length` positions: the next multiple of `ROOM` above it."""
+    return -(-(length + 1) // ROOM) * ROOM

@@ -1,0 +1,138 @@
+"""Select the backend for a layer's attention; each choice is logged once and counted.
+
+Backends that compile are imported only when used, since that takes seconds.
+"""
+
+import logging
+from collections import Counter
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qat.errors import ConfigError
+from qat.extensions.nsa.kernels import reference
+from qat.extensions.nsa.kernels.config import NSAConfig
+from qat.extensions.nsa.kernels.select import Inputs, select
+from qat.kernels.dispatch import HAS_TRITON
+
+logger = logging.getLogger(__name__)
+SHARED = 128
+"""Queries per selection from which on FlexAttention reads no block in vain."""
+
+
+class Route(NamedTuple):
+    """The requested backend and the one that is used."""
+
+    requested: str
+    """A backend's name, or `auto`."""
+    backend: Literal["dense", "reference", "flex", "gather", "fla"]
+    reason: str
+    """The reason for the choice."""
+
+
+_taken: Counter[Route] = Counter()
+
+
+def choose(
+    config: NSAConfig, *, length: int, group: int, head_dim: int, device: torch.device
+) -> Route:
+    """Return the backend for rows of `length` positions.
+
+    Dense attention is chosen if it is the same function (branches merged, every block selected),
+    or if `min_len` requires it.
+
+    Raises:
+        ConfigError: the requested backend does not support this configuration.
+    """
+    asked = config.backend
+    if length < config.min_len:
+        return _said(Route(asked, "dense", f"min_len is {config.min_len}"))
+    if asked == "auto" and config.mode == "merged" and length <= config.reach:
+        reason = f"every key is selected up to {config.reach} positions"
+        return _said(Route(asked, "dense", reason))
+    if asked == "reference":
+        return _said(Route(asked, asked, "asked for"))
+    facts = {"group": group, "head_dim": head_dim, "device": device}
+    names = [asked]
+    if asked == "auto":
+        names = ["gather", "flex"] if config.select_tile < SHARED else ["flex"]
+    refusals = []
+    for name in names:
+        refusal = _refusal(name, config, **facts)
+        if refusal is None:
+            if not torch.compiler.is_compiling() and (name != "gather" or config.mode != "merged"):
+                from qat.extensions.nsa.kernels import flex
+
+                flex.check(device)
+            reason = "reads selected blocks alone" if asked == "auto" else "asked for"
+            return _said(Route(asked, name, reason))
+        refusals.append(f"{name} cannot: {refusal}")
+    if asked != "auto":
+        others = [name for name in ("gather", "flex", "fla") if name != asked]
+        able = [name for name in others if _refusal(name, config, **facts) is None]
+        raise ConfigError(
+            f"nsa backend={asked} cannot compute this: {refusal}; choose "
+            f"{' or '.join([*able, 'reference'])}"
+        )
+    return _said(Route(asked, "reference", "; ".join(refusals)))
+
+
+def attend(
+    inputs: Inputs, config: NSAConfig, route: Route, selection: Tensor | None = None
+) -> Tensor:
+    """Return attention `(B, S, H, D)`, computed by the backend of `route`.
+
+    Args:
+        inputs: queries, keys, values and gates.
+        config: the definition.
+        route: from `choose`.
+        selection: `(B, K, T, N)` bool, blocks to read instead of those that `select` chooses.
+    """
+    if route.backend == "dense":
+        return reference.attend_densely(inputs)
+    if route.backend == "flex":
+        from qat.extensions.nsa.kernels import flex
+
+        return flex.attend(inputs, config, selection)
+    if route.backend == "gather":
+        from qat.extensions.nsa.kernels import gather
+
+        return gather.attend(inputs, config, selection)
+    if route.backend == "fla":
+        from qat.extensions.nsa.kernels import fla
+
+        return fla.attend(inputs, config, selection)
+    if selection is None:
+        selection = select(inputs, config)
+    return reference.attend(inputs, selection, config)
+
+
+def routes_taken() -> Counter[Route]:
+    """Return how often each route was chosen in this process so far, outside compiled graphs."""
+    return _taken.copy()
+
+
+def _refusal(
+    name: str, config: NSAConfig, *, group: int, head_dim: int, device: torch.device
+) -> str | None:
+    """Return why the backend `name` does not support this configuration, or None if it does."""
+    if device.type != "cuda":
+        return f"it has no kernels for {device.type}"
+    if not HAS_TRITON:
+        return "triton is not installed"
+    from qat.extensions.nsa.kernels import fla, flex, gather
+
+    if name == "flex":
+        return flex.refusal(config, head_dim=head_dim)
+    if name == "gather":
+        return gather.refusal(config, group=group, head_dim=head_dim, device=device)
+    return fla.refusal(config, group=group, head_dim=head_dim)
+
+
+def _said(route: Route) -> Route:
+    if not torch.compiler.is_compiling():  # a graph would guard on the count
+        if route not in _taken:
+            logger.info("nsa: %s (asked: %s): %s", route.backend, route.requested, route.reason)
+        _taken[route] += 1
+    return route

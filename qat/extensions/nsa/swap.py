@@ -1,0 +1,228 @@
+"""Swap Native Sparse Attention into a dense model in place, or out again; intercept its calls.
+
+Shapes: B rows, S positions, H query heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qat.errors import CheckpointError, ConfigError
+from qat.extensions.nsa.attention import SWAPPED, Heads, NSAAttention, NSAParts
+from qat.extensions.nsa.kernels.config import NSAConfig
+from qat.extensions.nsa.kernels.select import Inputs
+from qat.extensions.nsa.rows import TokenRows
+from qat.nn.swap import decoder_layers, embedding_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+KEY = "nsa"
+"""The key of the definition in config.json; absent: dense."""
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+DENSE = {swapped: dense for dense, swapped in SWAPPED.items()}
+
+
+def swap_attention(model: PreTrainedModel, config: NSAConfig) -> None:
+    """Change the attention of `model` in place to the definition `config`.
+
+    Weights stay; new parameters are initialized so that `residual` and `merged` equal dense
+    attention for sequences up to `config.reach`.
+
+    Raises:
+        CheckpointError: the attention is of an unsupported kind, or sparse already.
+        ConfigError: `config.layers` names layers that the model does not have.
+    """
+    if nsa_modules(model):
+        raise CheckpointError(
+            f"{type(model).__name__} has Native Sparse Attention already, expected dense "
+            "attention; swap it out first, with --attention dense"
+        )
+    layers = decoder_layers(model)
+    chosen = range(len(layers)) if config.layers is None else config.layers
+    _check_layers(chosen, len(layers))
+    modules = [_attention_of(model, layers[index]) for index in chosen]
+    for module in modules:
+        module.nsa = _parts(model, module, config)
+        module.__class__ = SWAPPED[type(module)]
+    setattr(model.config, KEY, config.model_dump(mode="json"))
+
+
+def unswap_attention(model: PreTrainedModel) -> None:
+    """Change the attention of `model` back to dense attention and drop the NSA parameters."""
+    for module in nsa_modules(model).values():
+        module.__class__ = DENSE[type(module)]
+        del module.nsa
+    if nsa_config(model) is not None:
+        delattr(model.config, KEY)
+
+
+def nsa_modules(model: nn.Module) -> dict[str, NSAAttention]:
+    """Return the model's sparse attention modules by name, in order."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, NSAAttention)}
+
+
+def nsa_config(model: PreTrainedModel | PreTrainedConfig) -> NSAConfig | None:
+    """Return the definition in the configuration of a model; None: dense.
+
+    Raises:
+        CheckpointError: the definition is invalid.
+    """
+    values = getattr(getattr(model, "config", model), KEY, None)
+    if values is None:
+        return None
+    try:
+        return NSAConfig.parse(values, f"{KEY!r} of config.json")
+    except ConfigError as error:
+        raise CheckpointError(f"{error}; convert the model anew") from None
+
+
+def say_route(model: PreTrainedModel, length: int, device: torch.device) -> None:
+    """Log and count the backend for rows of `length`, which compiled layers cannot do themselves.
+
+    Raises:
+        ConfigError: the requested backend does not support them.
+    """
+    layers = (getattr(layer, "self_attn", None) for layer in decoder_layers(model))
+    sparse = next((module for module in layers if isinstance(module, NSAAttention)), None)
+    if sparse is not None:
+        sparse.route(length, device)
+
+
+def is_all_sparse(config: PreTrainedConfig) -> bool:
+    """Return whether every layer of a model with this configuration has sparse attention."""
+    found = nsa_config(config)
+    if found is None:
+        return False
+    layers = range(config.get_text_config().num_hidden_layers)
+    return found.layers is None or set(layers) <= set(found.layers)
+
+
+def change_attention(model: PreTrainedModel, config: NSAConfig | None) -> None:
+    """Change the attention of `model` to `config`, or to dense if None; do nothing if it matches.
+
+    Raises:
+        CheckpointError: see `swap_attention`.
+        ConfigError: see `swap_attention`.
+    """
+    if nsa_config(model) == config:
+        return
+    if config is None:
+        unswap_attention(model)
+    else:
+        swap_attention(model, config)
+
+
+def _check_layers(chosen: Sequence[int], num_layers: int) -> None:
+    """Raise an error if an index is outside `num_layers` or repeated, or if there is none."""
+    for index in chosen:
+        if not 0 <= index < num_layers:
+            raise ConfigError(
+                f"layers names {index}, but the model's layers are 0 ... {num_layers - 1}; mend it"
+            )
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise ConfigError(
+            f"layers={list(chosen)} names no layer or one twice, expected some, once each; mend it"
+        )
+
+
+def _attention_of(model: PreTrainedModel, layer: nn.Module) -> nn.Module:
+    """Return the attention module of a decoder layer.
+
+    Raises:
+        CheckpointError: it cannot be swapped.
+    """
+    name, found = type(model).__name__, getattr(layer, "self_attn", None)
+    missing = [part for part in PROJECTIONS if not hasattr(found, part)]
+    if missing:
+        raise CheckpointError(
+            f"the attention of {name} has no {', '.join(missing)}, expected separate query, key, "
+            "value and output projections; choose another model"
+        )
+    settings = model.config.get_text_config()
+    kinds = set(getattr(settings, "layer_types", None) or {"full_attention"})
+    if type(found) not in SWAPPED or kinds != {"full_attention"}:
+        known = ", ".join(dense.__name__ for dense in SWAPPED)
+        raise CheckpointError(
+            f"{name} has {type(found).__name__} in layers of {', '.join(sorted(kinds))}, expected "
+            f"one of {known} in layers of full_attention; choose another model"
+        )
+    return found
+
+
+def _parts(model: PreTrainedModel, module: nn.Module, config: NSAConfig) -> NSAParts:
+    settings = module.config
+    parts = NSAParts(
+        config,
+        hidden_size=settings.hidden_size,
+        num_heads=settings.num_attention_heads,
+        num_key_heads=settings.num_key_value_heads,
+    )
+    device = next(module.parameters()).device
+    return parts.to(device=device, dtype=embedding_dtype(model)).train(module.training)
+
+
+# Run a model with another function in place of its sparse attention's innermost function.
+
+# Shapes: B rows, S positions, H query heads, D head width.
+
+
+class Call(NamedTuple):
+    """One call of a layer's attention over whole rows."""
+
+    module: NSAAttention
+    hidden: Tensor
+    """`(B, S, hidden_size)`, the module's input."""
+    heads: Heads
+    gates: Tensor | None
+    angles: tuple[Tensor, Tensor]
+    """Cosines and sines, `(B, S, D)` each."""
+    rows: TokenRows
+
+    def inputs(self) -> Inputs:
+        """Return the inputs of a backend."""
+        return self.module.inputs(self.heads, self.gates, self.angles, self.rows)
+
+
+Attend = Callable[[Call], Tensor]
+"""A function from a call to `(B, S, H, D)`, with tokens in the order of `Call.inputs`."""
+
+
+@contextmanager
+def attending_with(model: nn.Module, attend: Attend) -> Iterator[None]:
+    """Replace every sparse attention of `model` by `attend` inside the block.
+
+    Compiled layers are not affected: see `qat.models.regions.as_written`.
+    """
+    modules = nsa_modules(model).values()
+    kept = [vars(module).get("forward") for module in modules]
+    for module in modules:
+        _divert(module, attend)
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, kept, strict=True):
+            del module.forward, module.attend
+            if forward is not None:
+                module.forward = forward
+
+
+def _divert(module: NSAAttention, attend: Attend) -> None:
+    forward, seen = module.forward, []
+
+    def noting(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
+        seen[:] = [hidden_states]
+        return forward(hidden_states, *args, **kwargs)
+
+    def instead(
+        heads: Heads, gates: Tensor | None, angles: tuple[Tensor, Tensor], rows: TokenRows
+    ) -> Tensor:
+        return rows.back(attend(Call(module, seen.pop(), heads, gates, angles, rows)), 1)
+
+    module.forward, module.attend = noting, instead

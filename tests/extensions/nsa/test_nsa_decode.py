@@ -1,0 +1,137 @@
+"""Decoding one position at a time equals whole rows, by plain PyTorch and by the kernels."""
+
+import pytest
+import torch
+from nsa_case import nsa_inputs, small
+from nsa_decode_case import decoded, upto
+from three_way import assert_no_worse_than_eager
+
+from qat.extensions.nsa.kernels import decode, reference
+from qat.extensions.nsa.kernels.config import NSAConfig
+from qat.extensions.nsa.kernels.decode import NONE, Past, append, attend, choose, listed
+from qat.extensions.nsa.kernels.reads import dense, measured, predicted
+from qat.extensions.nsa.kernels.select import Inputs, select
+
+
+@pytest.fixture(params=["reference", "kernel"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Compute by the plain reference, or by the kernels in Triton's interpreter."""
+    if request.param == "kernel":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("tests/gpu runs the kernels themselves")
+        monkeypatch.setattr(decode, "use_triton", lambda *_: True)
+    return request.param
+
+
+def whole(inputs: Inputs, config: NSAConfig) -> torch.Tensor:
+    return reference.attend(inputs, select(inputs, config), config)
+
+
+@pytest.mark.parametrize("mode", ["residual", "merged"])
+@pytest.mark.parametrize(("tile", "bound"), [(1, 0.3), (1, 0.0), (16, 1.0), (32, 0.0), (64, 0.0)])
+def test_positions_one_by_one_equal_the_whole_row(mode: str, tile: int, bound: float) -> None:
+    config = small(mode=mode, select_tile=tile, bound=bound, num_selected=max(4, tile // 8))
+    inputs = nsa_inputs(config, 80, dtype=torch.float32)
+    expected = whole(inputs, config)
+    for begin in (0, 1, 8, 63, 64, 65):
+        found, kept = decoded(inputs, config, begin)
+        assert (found - expected[:, begin:]).abs().max() <= 1e-5
+        assert torch.equal(kept.pooled_keys, inputs.pooled_key)
+        assert torch.equal(kept.blocks, listed(select(inputs, config), config.num_selected))
+
+
+def test_weighted_pools_and_spare_room(path: str) -> None:
+    config = small(pooling="weighted", num_selected=3, window=5)
+    weights = tuple(torch.rand(2, config.compress_block) / 4 for _ in range(2))
+    inputs = nsa_inputs(config, 75, dtype=torch.float32)
+    inputs = upto(inputs, 75, config, weights)
+    found, kept = decoded(inputs, config, 69, room=101, weights=weights)
+    assert (found - whole(inputs, config)[:, 69:]).abs().max() <= 1e-5
+    C = config.num_compressed(75)
+    torch.testing.assert_close(kept.pooled_values[:, :, :C], inputs.pooled_value)
+    assert not kept.pooled_values[:, :, C:].any()
+
+
+@pytest.mark.slow
+def test_rows_of_different_lengths_are_each_their_own(path: str) -> None:
+    config = small(bound=0.3)  # everything that can be kept is there
+    inputs = nsa_inputs(config, 80, dtype=torch.float32)
+    lengths = (38, 64)
+    pasts = [decoded(upto(inputs, n, config), config, n - 1, room=80)[1] for n in lengths]
+    rows = [[tensor[row] for tensor in past] for row, past in enumerate(pasts)]
+    kept = Past(*(torch.stack(pair) for pair in zip(*rows, strict=True)))
+    for ahead in range(3):
+        places = torch.tensor([n + ahead for n in lengths])
+        query, key, value = (_at(tensor, places, 2) for tensor in inputs[:3])
+        append(kept, key, value, places, config=config)
+        choose(query, kept, places, config=config, scale=inputs.scale)
+        gates = _at(inputs.gates, places, 1)
+        found = attend(query, kept, places, gates=gates, config=config, scale=inputs.scale)
+        expected = _at(whole(inputs, config), places, 1)
+        assert (found - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("heads", "mode", "lengths"),
+    [
+        ((4, 2), "residual", (1, 7, 33, 291)),
+        ((5, 1), "sigmoid", (139,)),
+        ((2, 2), "merged", (8, 139)),
+    ],
+)
+def test_the_kernel_errs_no_more_than_plain_pytorch(
+    heads: tuple[int, int], mode: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu runs the kernels themselves")
+    config = small(mode=mode, window=70, num_selected=9, select_tile=32)
+    for length in lengths:
+        inputs = nsa_inputs(config, length, heads=heads, width=24, dtype=torch.float32)
+        eager, _ = decoded(inputs, config, length - 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(decode, "use_triton", lambda *_: True)
+            found, _ = decoded(inputs, config, length - 1, room=300)
+        exact = whole(doubled(inputs, config), config)[:, -1:]
+        assert_no_worse_than_eager(found, eager, exact, slack=2e-6)
+
+
+def test_what_is_read_is_what_was_predicted() -> None:
+    config = small(num_selected=4, window=12)
+    inputs = nsa_inputs(config, 150)
+    _, kept = decoded(inputs, config, 149)
+    for at in (0, 5, 7, 8, 11, 12, 40, 63):  # all keys are selected
+        assert measured(kept, torch.tensor([at, at]), config) == predicted(at, config)
+    for at in (64, 100, 148, 149):  # the tile's last keys lie ahead of the query
+        found, most = measured(kept, torch.tensor([at, at]), config), predicted(at, config)
+        ahead = config.select_block - 1 - at % config.select_block
+        assert found == most._replace(selected=most.selected - ahead)
+    assert found.num_bytes(8, 128, 2) == 2 * found.pairs * 8 * 128 * 2
+    assert dense(149).pairs == 150
+    merged = predicted(149, small(mode="merged"))
+    assert (merged.compressed, merged.window) == (0, 0)
+
+
+def test_lists_end_with_none() -> None:
+    selection = torch.tensor([[False, True, False, True], [False] * 4])
+    assert listed(selection, 3).tolist() == [[1, 3, NONE], [NONE] * 3]
+    assert listed(selection, 6).tolist() == [[1, 3] + [NONE] * 4, [NONE] * 6]
+
+
+def doubled(inputs: Inputs, config: NSAConfig) -> Inputs:
+    """In float64, pools anew."""
+    values = {
+        name: None if tensor is None else tensor.double()
+        for name, tensor in inputs._asdict().items()
+        if name != "scale"
+    }
+    exact = Inputs(**values, scale=inputs.scale)
+    return upto(exact, exact.length, config)
+
+
+def _at(tensor: torch.Tensor, places: torch.Tensor, axis: int) -> torch.Tensor:
+    """`(B, ...)`: each row's slice at its own place."""
+    return torch.stack(
+        [row.select(axis - 1, p) for row, p in zip(tensor, places.tolist(), strict=True)]
+    )

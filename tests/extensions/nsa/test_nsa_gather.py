@@ -1,0 +1,96 @@
+"""Blocks that gather their queries, interpreted, against the reference; choices and lists too."""
+
+import pytest
+import torch
+from nsa_case import documents, nsa_inputs, small
+from torch import Tensor
+
+from qat.extensions.nsa.kernels import gather, reference
+from qat.extensions.nsa.kernels.config import NSAConfig
+from qat.extensions.nsa.kernels.select import Inputs, select
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels")
+APART = {"compress_block": 8, "compress_stride": 8, "select_tile": 1, "mode": "merged"}
+
+
+@pytest.fixture(autouse=True)
+def _loops_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets Triton's interpreter count a loop to a computed end; NumPy 2.4 refuses its scalars."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: type, scope: object) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+@pytest.mark.parametrize(
+    ("heads", "is_packed", "bound"),
+    [((5, 1), True, 0.4), pytest.param((3, 3), True, 0, marks=pytest.mark.slow)],
+)
+def test_the_kernel_chooses_what_the_reference_does(
+    heads: tuple[int, int], is_packed: bool, bound: float
+) -> None:
+    config = small(**APART, bound=bound, num_selected=3)
+    for length in (1, 147):
+        first = documents(length) if is_packed else None
+        inputs = nsa_inputs(config, length, heads=heads, width=12, first=first, dtype=torch.float32)
+        found = gather.chosen(inputs, config)
+        wanted = gather.ranks_of(select(inputs, config), inputs, config)
+        assert torch.equal(found, wanted), length
+
+
+def test_ties_go_to_the_lower_block() -> None:
+    config = small(**APART, num_selected=4)
+    inputs = nsa_inputs(config, 140, dtype=torch.float32)
+    inputs = inputs._replace(query=torch.zeros_like(inputs.query))
+    found = gather.chosen(inputs, config)
+    assert torch.equal(found, gather.ranks_of(select(inputs, config), inputs, config))
+    assert found[0, :, 139].tolist() == [1, 2, 0, 0, 0, 0, 0, 3, 4]
+
+
+def results(inputs: Inputs, config: NSAConfig, way: object) -> list[Tensor]:
+    learned = [tensor.detach().clone().requires_grad_() for tensor in inputs[:3]]
+    out = way(inputs._replace(query=learned[0], key=learned[1], value=learned[2]))
+    torch.manual_seed(1)
+    weights = torch.randn(out.shape, dtype=torch.float64).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), learned)]
+
+
+@pytest.mark.parametrize("tile", [1, 8])
+@pytest.mark.parametrize(
+    ("heads", "width", "length", "is_packed"),
+    [
+        ((4, 2), 16, 66, False),
+        pytest.param((5, 1), 24, 70, True, marks=pytest.mark.slow),
+        ((2, 2), 8, 17, False),
+    ],
+)
+def test_output_and_gradients_are_the_references(
+    heads: tuple[int, int], width: int, length: int, is_packed: bool, tile: int
+) -> None:
+    config = small(mode="merged", select_tile=tile, num_selected=3)
+    first = documents(length) if is_packed else None
+    inputs = nsa_inputs(config, length, heads=heads, width=width, first=first, dtype=torch.float32)
+    selection = select(inputs, config)
+    ours = results(inputs, config, lambda i: gather.attend(i, config, selection))
+    theirs = results(inputs, config, lambda i: reference.attend(i, selection, config))
+    for name, found, wanted in zip(("out", "query", "key", "value"), ours, theirs, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.slow
+def test_lists_longer_than_a_chunk_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "CHUNK", 32)
+    monkeypatch.setattr(gather, "MOST_BYTES", 1)  # a row of heads at a time
+    config = small(mode="merged", select_tile=1, num_selected=3)
+    inputs = nsa_inputs(config, 120, dtype=torch.float32)
+    selection = select(inputs, config)
+    ours = results(inputs, config, lambda i: gather.attend(i, config, selection))
+    theirs = results(inputs, config, lambda i: reference.attend(i, selection, config))
+    for found, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

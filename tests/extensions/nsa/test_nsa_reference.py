@@ -1,0 +1,107 @@
+"""The reference of NSA: against loops, against dense attention, its gradients, its causality."""
+
+from itertools import product
+
+import pytest
+import torch
+from covering import covering
+from nsa_case import by_loops, documents, nsa_inputs, small, spliced
+from torch.nn import functional as F
+
+from qat.extensions.nsa.kernels import reference
+from qat.extensions.nsa.kernels.select import Inputs, pool, select
+
+MODES = ("residual", "merged")
+
+
+def attended(inputs: Inputs, config) -> torch.Tensor:
+    return reference.attend(inputs, select(inputs, config), config)
+
+
+@pytest.mark.parametrize(
+    ("packed", "tile", "mode"),
+    [(*each, mode) for each, mode in covering(product([False, True], [1, 16, 32]), MODES)],
+)
+def test_every_query_alone_gives_the_same(packed: bool, tile: int, mode: str) -> None:
+    config = small(mode=mode, select_tile=tile)
+    for length in (1, 7, 8, 17, 70):
+        first = documents(length) if packed else None
+        inputs = nsa_inputs(config, length, first=first, width=4)
+        torch.testing.assert_close(attended(inputs, config), by_loops(inputs, config))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 1), (6, 2), (5, 1)])
+def test_it_is_dense_as_far_as_selection_reaches(heads: tuple[int, int]) -> None:
+    config = small(mode="merged")
+    for length in (1, 7, 8, 15, 16, 17, config.reach):
+        inputs = nsa_inputs(config, length, heads=heads)
+        dense = F.scaled_dot_product_attention(*inputs[:3], is_causal=True, enable_gqa=True)
+        torch.testing.assert_close(attended(inputs, config), dense.transpose(1, 2))
+    beyond = nsa_inputs(config, config.reach + 40, heads=heads)
+    dense = F.scaled_dot_product_attention(*beyond[:3], is_causal=True, enable_gqa=True)
+    assert (attended(beyond, config) - dense.transpose(1, 2)).abs().max() > 0.01
+
+
+def test_the_window_holds_exactly_its_keys() -> None:
+    config = small(window=12)
+    inputs = nsa_inputs(config, 40)
+    only_window = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64).expand_as(inputs.gates)
+    inputs = inputs._replace(gates=only_window)
+    before = attended(inputs, config)[:, 30]
+    for place, is_read in ((18, False), (19, True), (30, True), (31, False)):
+        value = inputs.value.clone()
+        value[:, :, place] += 1
+        after = attended(inputs._replace(value=value), config)[:, 30]
+        assert torch.equal(before, after) != is_read, place
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tile", [1, 16])
+def test_nothing_of_the_future_shows(mode: str, tile: int) -> None:
+    config = small(mode=mode, select_tile=tile)
+    inputs, other = (nsa_inputs(config, 130, seed=seed) for seed in (0, 1))
+    before = attended(inputs, config)
+    for cut in (1, 63, 64, 90, 129):
+        mixed = spliced(inputs, other, cut)
+        pooled = [pool(keys, config) for keys in mixed[1:]]
+        changed = Inputs(*mixed, pooled[0], pooled[1], inputs.gates, None, inputs.scale)
+        assert torch.equal(attended(changed, config)[:, :cut], before[:, :cut])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_by_differences(mode: str) -> None:
+    config = small(mode=mode)
+    inputs = nsa_inputs(config, 70, heads=(2, 1), width=2)
+    selection = select(inputs, config)
+    leaves = [part.detach().requires_grad_() for part in inputs[:3]]
+    gates = None if inputs.gates is None else inputs.gates.detach().requires_grad_()
+
+    def run(query, key, value, gates=None):
+        pooled = pool(key, config), pool(value, config)
+        made = Inputs(query, key, value, *pooled, gates, None, inputs.scale)
+        return reference.attend(made, selection, config)[:, 60:]
+
+    leaves += [] if gates is None else [gates]
+    assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+
+
+def test_rows_that_see_nothing_have_gradients_too() -> None:
+    config = small()
+    inputs = nsa_inputs(config, 5, dtype=torch.float32)  # no pooled key at all
+    query = inputs.query.requires_grad_()
+    attended(inputs._replace(query=query), config).sum().backward()
+    assert query.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_working_dtypes_are_near_float64(dtype: torch.dtype) -> None:
+    config = small()
+    exact = nsa_inputs(config, 100)
+    rounded = Inputs(
+        *(p.to(dtype) if torch.is_tensor(p) else p for p in exact[:6]), None, exact.scale
+    )
+    again = Inputs(*(part.double() for part in rounded[:6]), None, exact.scale)
+    selection = select(again, config)
+    wanted = reference.attend(again, selection, config)
+    error = (reference.attend(rounded, selection, config).double() - wanted).abs().max()
+    assert error <= (2e-6 if dtype == torch.float32 else 4e-2) * wanted.abs().max()
