@@ -158,7 +158,7 @@ def attention(
         config: settings.
         out: directory for the results; by default runs/bench/TIME.
     """
-    from qat.bench.attention import run_attention
+    from qat.extensions.nsa.bench import run_attention
 
     report = run_attention(config, out)
     console = wide_console(ATTENTION_WIDTH)

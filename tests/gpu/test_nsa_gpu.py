@@ -9,8 +9,8 @@ from nsa_case import nsa_inputs
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from qat.bench.attention import run_attention
 from qat.bench.config import AttentionConfig
+from qat.extensions.nsa.bench import run_attention
 from qat.extensions.nsa.kernels import fla, flex, gather, reference, router
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.select import Inputs, pool, select

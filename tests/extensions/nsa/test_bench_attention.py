@@ -9,9 +9,9 @@ import torch
 from nsa_case import small
 
 from qat.backend.device import on
-from qat.bench.attention import call_of, crossovers, ready, run_attention, ways_of
 from qat.bench.config import AttentionConfig
 from qat.errors import ConfigError
+from qat.extensions.nsa.bench import call_of, crossovers, ready, run_attention, ways_of
 from qat.extensions.nsa.kernels import reference
 from qat.extensions.nsa.kernels.config import PRESETS, NSAConfig
 from qat.extensions.nsa.kernels.router import Route, attend
