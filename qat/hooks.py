@@ -3,6 +3,7 @@
 | group            | what an entry point names                                      |
 |------------------|----------------------------------------------------------------|
 | `qat.verbs`      | a function that adds verbs to the command line                 |
+| `qat.attention`  | a module that computes attention from a part of the past       |
 | `qat.plans`      | a module that compiles a training step for absent devices      |
 | `qat.reports`    | a function that writes another page of `qat report`            |
 | `qat.devices`    | a module with `open_backend()` and `KIND`, a class of devices  |

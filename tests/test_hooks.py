@@ -1,9 +1,11 @@
 """Extensions are found by their entry points."""
 
+import importlib
 import tomllib
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from qat.backend.device import on, select
 from qat.convert.importing import load_importer
 from qat.errors import ConfigError
 from qat.export.targets import load_target, target_names
+from qat.models.attention import read_attention, sparse_attention
 
 
 @pytest.fixture
@@ -32,8 +35,10 @@ def no_extensions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (load_importer, "anemll"),
         (load_target, "anemll"),
         (select, "xla"),
+        (read_attention, "nsa"),
+        (lambda name: sparse_attention(SimpleNamespace(**{name: {"mode": "merged"}})), "nsa"),
     ],
-    ids=["verb", "importer", "target", "device"],
+    ids=["verb", "importer", "target", "device", "attention", "checkpoint"],
 )
 def test_a_missing_extension_is_named_and_how_to_install_it(
     load: Callable[[str], object], name: str
@@ -61,6 +66,7 @@ def test_a_device_that_torch_does_not_know_comes_from_an_extension(
 
 
 def test_the_projects_entry_points_lead_somewhere() -> None:
+    importlib.import_module("qat.cli")  # it loads those of qat.verbs, which import it
     project = Path(__file__).parents[1] / "pyproject.toml"
     groups = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"]
     for group in (each for each in groups if each.startswith("qat.")):

@@ -13,8 +13,7 @@ from qat.bench.config import MeasureConfig, shape_called
 from qat.convert.config import ConvertConfig, read_kv, read_plan
 from qat.data.packing import Batch
 from qat.errors import ConfigError
-from qat.extensions.nsa.kernels.config import read_attention
-from qat.extensions.nsa.swap import change_attention
+from qat.models.attention import change_attention, read_attention
 from qat.models.hf_quantizer import empty_linear
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model

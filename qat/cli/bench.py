@@ -19,6 +19,7 @@ from qat.config import OTHERS
 from qat.errors import ConfigError
 from qat.hooks import extension
 from qat.losses.config import parse_losses
+from qat.models.attention import load_sparse_attention, read_attention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -158,17 +159,15 @@ def attention(
         config: settings.
         out: directory for the results; by default runs/bench/TIME.
     """
-    from qat.extensions.nsa.bench import run_attention
-
-    report = run_attention(config, out)
+    path, rows, crossovers = load_sparse_attention().run_benchmark(config, out)
     console = wide_console(ATTENTION_WIDTH)
-    console.print(row_table(ATTENTION_COLUMNS, report.rows))
-    for row in report.crossovers:
+    console.print(row_table(ATTENTION_COLUMNS, rows))
+    for row in crossovers:
         since, heads = row["length"], f"{row['heads']}/{row['key_heads']} heads"
         found = "dense is as fast at every length" if since is None else f"faster from {since:,} on"
         line = f"{row['way']}, {row['pass']}, {heads}: {found}"
         console.print(line, markup=False, highlight=False)
-    return dict(out=report.path, crossovers=report.crossovers)
+    return dict(out=path, crossovers=crossovers)
 
 
 def _student(student: str | None, config: BenchConfig) -> str:
@@ -207,8 +206,6 @@ def checked(student: str, config: Measured, out: Path | None) -> Measured:
 
     parse_losses(config.loss)
     if config.attention is not None:
-        from qat.extensions.nsa.kernels.config import read_attention
-
         read_attention(config.attention)
     if "/" not in student and not Path(student).exists():
         shape_called(student)

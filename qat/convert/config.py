@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from qat.config import Attention, Calibration, Device, Formats, Knows, Settings, Speed
 from qat.errors import ConfigError, nearest
 from qat.files import parse_toml
+from qat.models.attention import read_attention
 from qat.quant.spec import (
     PRESETS,
     SUFFIX_OF,
@@ -159,10 +160,6 @@ def check_asked(config: ConvertConfig) -> QuantPlan:
         )
     read_kv(config)
     if config.attention is not None:
-        from qat.extensions.nsa.kernels.config import (
-            read_attention,  # its presets slow down every --help
-        )
-
         read_attention(config.attention)
     if config.bits_budget is not None and config.calibration is None:
         raise ConfigError(

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import select
+from qat.config import Settings
 from qat.convert.activations import inputs_to_quantize
 from qat.convert.bits_budget import formats_to_try, plan_within_budget
 from qat.convert.calibrate import TokenBatch
@@ -46,10 +47,14 @@ from qat.data.text import (
     tokenizer_hash,
 )
 from qat.errors import ConfigError
-from qat.extensions.nsa.fit import LayerFit, fit_attention
-from qat.extensions.nsa.kernels.config import NSAConfig, read_attention
-from qat.extensions.nsa.swap import change_attention, nsa_config
 from qat.files import check_free, import_command, real
+from qat.models.attention import (
+    SPARSE,
+    LayerFit,
+    change_attention,
+    load_sparse_attention,
+    read_attention,
+)
 from qat.models.checkpoint import check_written, write_model
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
@@ -126,7 +131,7 @@ def _report(
     done: "Converted",
 ) -> dict[str, object]:
     """Return the entries of the report file except `source`."""
-    sparse, ids = nsa_config(student.model), [batch.input_ids for batch in calibration]
+    ids = [batch.input_ids for batch in calibration]
     drawn = {
         "data": config.calibration,
         "seed": config.calibration_seed,
@@ -138,7 +143,7 @@ def _report(
         "attention_fit": [asdict(fit) for fit in done.fits],
         "calibration": drawn if calibration else None,
         "rotation": None if done.rotation is None else done.rotation._asdict(),
-        "nsa": None if sparse is None else sparse.model_dump(mode="json"),
+        SPARSE: getattr(student.model.config, SPARSE, None),
         **asdict(done.report),
     }
     if math.isnan(done.report.bits_per_weight):
@@ -195,7 +200,10 @@ def convert_model(
         if config.embedding_bits == "auto":
             asked = with_tables(asked, student.model, USUAL_BITS)
         shipping.plan(plan_tables(asked, student.model, **tables), student.model)
-    fits = [] if attention is None else _fitted(student, attention, calibration, config)
+    fits = []
+    if attention is not None:
+        steps = config.attention_steps
+        fits = load_sparse_attention().fit(student, calibration, steps=steps)
     budget = None
     if config.bits_budget is not None:
         bend = None if shipping is None else shipping.bend
@@ -239,7 +247,7 @@ def _room(config: ConvertConfig) -> dict[str, Any]:
     }
 
 
-def _read_settings(config: ConvertConfig) -> tuple[QuantPlan, NSAConfig | None]:
+def _read_settings(config: ConvertConfig) -> tuple[QuantPlan, Settings | None]:
     """Return the plan and the new sparse attention; None for dense or unchanged attention.
 
     Raises:
@@ -254,33 +262,6 @@ def _read_settings(config: ConvertConfig) -> tuple[QuantPlan, NSAConfig | None]:
         )
     attention = None if config.attention is None else read_attention(config.attention)
     return plan, attention
-
-
-def _fitted(
-    student: LanguageModel,
-    attention: NSAConfig,
-    calibration: Sequence[TokenBatch],
-    config: ConvertConfig,
-) -> list[LayerFit]:
-    """Fit the gates and pooling of new sparse attention to dense attention."""
-    if not calibration or not config.attention_steps or attention.mode == "merged":
-        return []
-    length = calibration[0].input_ids.shape[1]
-    if length <= attention.reach:
-        logger.warning(
-            "gates are not fitted: calibration rows have %d tokens, and sparse attention reads "
-            "rows of up to %d whole; raise --calibration-length",
-            length,
-            attention.reach,
-        )
-        return []
-    fits = fit_attention(student, calibration, steps=config.attention_steps)
-    before, after = (
-        sum(getattr(fit, name) for fit in fits) / len(fits)
-        for name in ("error_before", "error_after")
-    )
-    logger.info("attention differs from dense by %.4f, before the fit by %.4f", after, before)
-    return fits
 
 
 Calibration = str | Path | TeacherCache | Sequence[str] | Sequence[Tensor]

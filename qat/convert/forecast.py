@@ -19,8 +19,7 @@ from qat.convert.config import ConvertConfig, read_kv, read_plan
 from qat.convert.quantize import FIT_BYTES, check_experts
 from qat.convert.shipping import Shipping
 from qat.convert.tables import StoredTable, join_tables, plan_tables, stored_tables
-from qat.extensions.nsa.kernels.config import read_attention
-from qat.extensions.nsa.swap import change_attention
+from qat.models.attention import change_attention, read_attention
 from qat.models.checkpoint import is_packed, load_skeleton
 from qat.models.cost import model_bits_per_weight, parameter_count, quantized_parameter_count
 from qat.models.cost import stored_bits as bits_of

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from transformers import PreTrainedModel
 
 from qat.errors import ExportError
-from qat.extensions.nsa.swap import nsa_config
+from qat.models.attention import attends_sparsely
 from qat.models.stored_state import quantized_modules
 from qat.nn.sites import odd_site
 from qat.nn.swap import linear_names, table_names, weight_shape
@@ -59,7 +59,7 @@ def check_architecture(name: str, model: PreTrainedModel) -> None:
             f"{name} cannot hold {type(model).__name__}: {site}, expected linears; export --to "
             "dense, or keep the packed checkpoint"
         )
-    if name != KEEPS_ATTENTION and nsa_config(model) is not None:
+    if name != KEEPS_ATTENTION and attends_sparsely(model):
         raise ExportError(
             f"{name} cannot hold sparse attention, expected dense attention; swap it out with 'qat "
             f"convert --attention dense', or export --to {KEEPS_ATTENTION}"

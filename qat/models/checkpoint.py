@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as hf_logging
 
 from qat.errors import CheckpointError, ConfigError
-from qat.extensions.nsa.swap import nsa_config
 from qat.files import lies_inside
+from qat.models.attention import attends_sparsely
 from qat.models.directory import GGUF, atomic_directory, save_tokenizer, write_checksums
 from qat.models.hf_quantizer import NEEDS_QAT, QUANT_METHOD, QatConfig, QatHfQuantizer
 from qat.models.opening import Opening, auto_class, read_config, read_table
@@ -98,7 +98,7 @@ def write_model(
     Raises:
         CheckpointError: a scale is not finite as stored.
     """
-    if quantized_modules(model) or nsa_config(model) is not None or kv_spec(model.config):
+    if quantized_modules(model) or attends_sparsely(model) or kv_spec(model.config):
         write_checkpoint(model, tokenizer, directory)
         return
     close_sites(model)

@@ -8,8 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from qat.extensions.nsa.kernels.config import NSAConfig
-from qat.extensions.nsa.swap import nsa_config
+from qat.models.attention import sparse_attention
 from qat.models.language_model import LanguageModel
 from qat.nn.sites import experts_of
 from qat.nn.swap import layer_config, linear_names
@@ -127,43 +126,33 @@ def _weights_used(model: LanguageModel) -> dict[str, float]:
 
 
 def _attention_flops(model: LanguageModel, S: int) -> float:
-    """Return the FLOPs per position of scores and weighted sums in a forward pass.
-
-    For sparse attention these are those of its branches, without the few queries that select.
-    """
-    sparse, flops = nsa_config(model.model), 0.0
-    layers = range(model.config.num_hidden_layers)
-    swapped = () if sparse is None else layers if sparse.layers is None else sparse.layers
+    """Return the FLOPs per position of scores and weighted sums in a forward pass."""
+    sparse, flops = sparse_attention(model.model), 0.0
+    swapped, keys_there = (), 0.0
+    if sparse is not None:
+        swapped = sparse.layers(model.model.config)
+        keys_there = sparse.mean_keys(model.model.config, S)
     kinds = getattr(model.config, "layer_types", None)
-    for layer in layers:
+    for layer in range(model.config.num_hidden_layers):
         settings = layer_config(model.config, layer)
         heads = getattr(settings, "num_attention_heads", None)
         if heads is None or (kinds is not None and kinds[layer] in WITHOUT_SCORES):
             continue
         head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // heads
-        keys = _mean_keys(settings, layer, S, sparse if layer in swapped else None)
+        keys = keys_there if layer in swapped else _mean_keys(settings, layer, S)
         flops += 4.0 * heads * head_dim * keys
     return flops
 
 
-def _mean_keys(settings: object, layer: int, S: int, sparse: NSAConfig | None) -> float:
-    """Return the average number of keys per query in one layer: causal, and inside its window.
-
-    With `sparse` attention pooled keys are included.
-    """
-    if sparse is not None:
-        selected = _mean_within(sparse.selected_keys, S)
-        if sparse.mode == "merged":
-            return selected
-        compressed = sum(sparse.num_compressed(length) for length in range(1, S + 1)) / S
-        return selected + _mean_within(sparse.window, S) + compressed
+def _mean_keys(settings: object, layer: int, S: int) -> float:
+    """Return the average number of keys per query in one layer: causal, and inside its window."""
     kinds = getattr(settings, "layer_types", None)
     window = getattr(settings, "sliding_window", None)
     is_local = kinds is not None and kinds[layer] == "sliding_attention" and window
-    return _mean_within(window if is_local else S, S)
+    return mean_within(window if is_local else S, S)
 
 
-def _mean_within(reach: int, S: int) -> float:
+def mean_within(reach: int, S: int) -> float:
     """Return how many of the last `reach` keys a causal query sees on average."""
     reach = min(S, reach)
     return (reach * (reach + 1) / 2 + (S - reach) * reach) / S

@@ -22,6 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qat.errors import CheckpointError, ConfigError
 from qat.models import trellis
+from qat.models.attention import SPARSE, attends_sparsely, load_sparse_attention
 from qat.models.directory import check_checksums
 from qat.models.stored_state import (
     INPUT_SCALE,
@@ -145,12 +146,10 @@ class QatConfig(QuantizationConfigMixin):
         Raises:
             CheckpointError: it has no quantized linear or table, and dense attention.
         """
-        from qat.extensions.nsa.swap import nsa_config
         from qat.models.regions import kv_spec
 
-        modules, is_sparse = quantized_modules(model), nsa_config(model) is not None
-        kv = kv_spec(model.config)
-        if not modules and not is_sparse and kv is None:
+        modules, kv = quantized_modules(model), kv_spec(model.config)
+        if not modules and not attends_sparsely(model) and kv is None:
             raise CheckpointError(
                 f"{type(model).__name__} has no quantized layers, expected some; quantize it with "
                 "'qat convert' first"
@@ -167,7 +166,7 @@ class QatConfig(QuantizationConfigMixin):
             if has_input_scale(module) and owner != name:
                 entries[name][SHARED_SCALE] = owner
         specs = [module.spec for module in modules.values()]
-        features = _features(entries, specs, is_sparse, kv is not None)
+        features = _features(entries, specs, attends_sparsely(model), kv is not None)
         return cls(FORMAT, features, entries, kv and kv.model_dump())
 
     def kv_spec(self) -> KvSpec | None:
@@ -369,23 +368,17 @@ class QatHfQuantizer(HfQuantizer):
 
         Raises:
             CheckpointError: config.json contradicts itself about the attention.
+            ConfigError: the extension with sparse attention is not installed.
         """
-        from qat.extensions.nsa.swap import (  # they need transformers
-            KEY,
-            nsa_config,
-            swap_attention,
-        )
-
-        ours, config = self.quantization_config, nsa_config(model)
-        specs = list(ours.specs().values())
-        found, is_sparse = ours.features, config is not None
+        ours, is_sparse = self.quantization_config, attends_sparsely(model)
+        specs, found = list(ours.specs().values()), ours.features
         if ("nsa" in found) != is_sparse:
             kinds = ("dense", "sparse")
             raise CheckpointError(
                 f"the checkpoint was written with {kinds['nsa' in found]} attention "
-                f"(features={found}), but {KEY!r} of its config.json makes it {kinds[is_sparse]}; "
-                "put back the config.json that it came with, or change its attention with 'qat "
-                "convert --attention'"
+                f"(features={found}), but {SPARSE!r} of its config.json makes it "
+                f"{kinds[is_sparse]}; put back the config.json that it came with, or change its "
+                "attention with 'qat convert --attention'"
             )
         expected = _features(ours.modules, specs, is_sparse, ours.kv_spec() is not None)
         if found != expected:
@@ -393,8 +386,8 @@ class QatHfQuantizer(HfQuantizer):
                 f"quantization_config has features={found}, expected {expected} from what it "
                 "quantizes; the file is damaged: copy it anew"
             )
-        if config is not None:
-            swap_attention(model, config)
+        if is_sparse:
+            load_sparse_attention().restore(model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         if not self.decodes:

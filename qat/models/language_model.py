@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from qat.backend.device import on
 from qat.errors import CheckpointError
-from qat.extensions.nsa.swap import is_all_sparse, say_route
 from qat.kernels.attention import document_mask, fits_tile, tile_bytes
 from qat.kernels.head import Head
+from qat.models.attention import is_all_sparse, sparse_attention
 from qat.models.noise import TF32_EPS, distance, disturbed, hooked, signs
 from qat.models.regions import use_packed_attention
 from qat.models.rotary import rotate_by_document
@@ -135,7 +135,9 @@ class LanguageModel:
 
     def _attention_inputs(self, position_ids: Tensor, is_packed: bool) -> dict[str, object]:
         """Make the mask here: transformers would synchronize to see if rows are packed."""
-        say_route(self.model, position_ids.shape[1], position_ids.device)
+        sparse = sparse_attention(self.model)
+        if sparse is not None:
+            sparse.choose_backend(self.model, position_ids.shape[1], position_ids.device)
         is_read = is_packed and not is_all_sparse(self.model.config)
         # a placeholder for layers that read no mask: transformers replaces None
         no_mask = position_ids.new_ones(1, 1, 1, 1, dtype=torch.bool)

@@ -21,7 +21,7 @@ from transformers import (
 from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.errors import CheckpointError
-from qat.extensions.nsa.swap import KEY, nsa_config
+from qat.models.attention import SPARSE, attends_sparsely
 from qat.models.checkpoint import is_packed, load_checkpoint, quiet_transformers
 from qat.models.dequantize import (
     BY_HAND,
@@ -465,10 +465,10 @@ def _check_whole(
             type(model).__name__,
             left[0],
         )
-    if nsa_config(model) is not None:
+    if attends_sparsely(model):
         raise CheckpointError(
             f"{source} holds a dense model, but its config.json defines sparse attention under "
-            f"{KEY!r}; remove that key, and swap with 'qat convert --attention'"
+            f"{SPARSE!r}; remove that key, and swap with 'qat convert --attention'"
         )
 
 

@@ -34,11 +34,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
 from qat.backend.device import on
 from qat.errors import CheckpointError, ConfigError
-from qat.extensions.nsa.attention import NSAAttention
-from qat.extensions.nsa.swap import is_all_sparse, nsa_config
 from qat.kernels.attention import fits_tile, tile_attention
 from qat.kernels.glu import silu_mul
 from qat.kernels.joined_attention import joined_fits_tile, joined_tile_attention
+from qat.models.attention import attends_sparsely, is_all_sparse
 from qat.nn.step import (
     Arrivals,
     form_by_layer,
@@ -113,7 +112,7 @@ def quantize_kv(model: PreTrainedModel, spec: KvSpec, device: torch.device | Non
     """
     name, asked = type(model).__name__, f"kv=int{spec.bits}"
     rest = "; leave --kv out, or choose another model"
-    if nsa_config(model) is not None:
+    if attends_sparsely(model):
         raise ConfigError(
             f"{asked} is given for {name} with sparse attention, which summarizes keys and values, "
             "expected dense attention; leave --kv out, or add --attention dense"
@@ -239,7 +238,7 @@ SILUS = (nn.SiLU, type(ACT2FN["silu"]))
 def join_projections(model: PreTrainedModel) -> None:
     """Join quantized linears of `model` that read the same input."""
     for module in [*model.modules()]:
-        if isinstance(module, NSAAttention):
+        if getattr(module, "reads_qkv", False):
             join_linears(module, "qkv", QKV)
         elif type(module) in ATTENTIONS:
             join_linears(module, "qkv", QKV)

@@ -23,10 +23,9 @@ from qat.convert.calibrate import TokenBatch
 from qat.data.packing import Batch
 from qat.data.reader import TeacherCache
 from qat.evaluate.divergence import cached_divergence
-from qat.extensions.nsa.fit import attention_health, health_numbers
-from qat.extensions.nsa.swap import nsa_modules
 from qat.generate.text import generate_text
 from qat.logs import progress
+from qat.models.attention import sparse_attention
 from qat.models.language_model import LanguageModel
 from qat.models.regions import as_written
 from qat.nn.quant_linear import LutLinear
@@ -133,8 +132,8 @@ class Judge:
     def verdict(self, dtype: torch.dtype) -> dict[str, object]:
         """Return KD, tail KL, top-1 agreement, perplexity and a greedy sample, in `dtype`.
 
-        Also measures of sparse attention (`qat.extensions.nsa.fit`). The student's weights must be
-        formed (`qat.nn.step.form_weights`).
+        Also measures of sparse attention. The student's weights must be formed
+        (`qat.nn.step.form_weights`).
         """
         with self.backend.autocast(dtype):
             divergence = cached_divergence(self.student, self._batches())
@@ -151,12 +150,13 @@ class Judge:
 
     def _sparse_attention(self) -> dict[str, object]:
         """Measure sparse attention on a few held-out sequences; empty for dense attention."""
-        if not nsa_modules(self.student.model):
+        sparse = sparse_attention(self.student.model)
+        if sparse is None:
             return {}
         batch = next(self._batches())
         tokens = TokenBatch(batch.input_ids[:LOOKED_AT], batch.position_ids[:LOOKED_AT])
         with as_written(self.student.model):
-            return health_numbers(attention_health(self.student, tokens))
+            return sparse.measure(self.student, tokens)
 
     def _batches(self) -> Iterator[Batch]:
         count = min(self.config.eval_sequences, self.cache.num_sequences("held_out"))

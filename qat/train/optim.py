@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from qat.backend import device as backend
 from qat.backend.base import Copying
 from qat.errors import ConfigError
-from qat.extensions.nsa.fit import natural_size
+from qat.models.attention import SPARSE, load_sparse_attention
 from qat.models.stored_state import INPUT_SCALE
 from qat.nn.hosted import HostedLutLinear
 from qat.nn.quant_linear import KIND_OF, LutLinear
@@ -44,8 +44,6 @@ WHY_NONE = {
     "router": "the student has no experts to choose among",
 }
 """Reasons why a kind of parameter outside linears may be missing."""
-NSA_PART = ".nsa."
-"""Part of the name of every parameter of sparse attention: gates and pooling weights."""
 
 
 def linears_in_scope(model: nn.Module, scope: str, kinds: tuple[str, ...] = KINDS) -> list[str]:
@@ -86,7 +84,7 @@ def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dic
         found["scales"] += [name for name in scales if name in shared]
     everywhere = {
         "norms": lambda: [n for n, p in model.named_parameters() if p.dim() == 1 and "norm" in n],
-        "gates": lambda: [name for name, _ in model.named_parameters() if NSA_PART in name],
+        "gates": lambda: [n for n, _ in model.named_parameters() if f".{SPARSE}." in n],
         "router": lambda: [
             f"{name}.{local}" for name, router in routers(model).items()
             for local, _ in router.named_parameters()
@@ -377,14 +375,14 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
     It is the root mean square; one for a norm, whose weight scales by itself or by one plus itself.
     The factors of an adapter may be zero: their size is that of factors whose product is as large
     as the weight, so that a step at `lr_lora` moves the weight by about that share of its own size.
-    Gates may begin at zero: see `qat.extensions.nsa.fit.natural_size`.
+    Gates may begin at zero: the extension with sparse attention knows their size.
     """
     linears, parameters = quant_linears(model), dict(model.named_parameters())
     size_of = {
         "norms": lambda _: 1.0,
         "lora": lambda name: linears[name.rpartition(".")[0]].lora_size(),
         "weights": lambda name: cast(LutLinear, linears[name.rpartition(".")[0]]).latent_size(),
-        "gates": lambda name: natural_size(name, parameters[name]),
+        "gates": lambda name: load_sparse_attention().natural_size(name, parameters[name]),
         # a bias, often zero, adds to logits
         "router": lambda name: rms(parameters[name]) if parameters[name].dim() > 1 else 1.0,
         **dict.fromkeys(("scales", "codebook"), lambda name: rms(parameters[name])),

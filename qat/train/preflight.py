@@ -19,8 +19,7 @@ from qat.data.remote import open_cache
 from qat.data.sampler import sequence_indices
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, QatError
-from qat.extensions.nsa.kernels.router import choose
-from qat.extensions.nsa.swap import nsa_config
+from qat.models.attention import sparse_attention
 from qat.models.devices import device_called
 from qat.models.directory import resolve
 from qat.models.flops import token_flops
@@ -229,17 +228,6 @@ class RunFinding(NamedTuple):
         return f"{self.code}: {self.found}, {self.reason}; {self.mend}"
 
 
-class SparsePlan(NamedTuple):
-    """Properties of a student's sparse attention."""
-
-    reach: int
-    """The longest sequence over which it is still dense."""
-    has_gates: bool
-    backend: str
-    """Implementation that computes it: `flex`, `reference`, ..."""
-    reason: str
-
-
 class RunPlan(NamedTuple):
     """Facts about a run, collected before it starts."""
 
@@ -262,8 +250,8 @@ class RunPlan(NamedTuple):
     """True if memory ran out while predicting."""
     problems: tuple[str, ...] = ()
     """Messages of errors that would stop the run before its first step."""
-    sparse: SparsePlan | None = None
-    """Properties of sparse attention; None for dense attention."""
+    attention: tuple[RunFinding, ...] = ()
+    """What the extension that computes its attention finds; empty for dense attention."""
 
     def is_long(self, config: TrainConfig) -> bool:
         """Return whether the run is long by its steps, or by the predicted hours."""
@@ -277,7 +265,7 @@ def is_long(config: TrainConfig, hours: float | None) -> bool:
 
 def preflight(config: TrainConfig, plan: RunPlan) -> list[RunFinding]:
     """Return all findings about `plan`, errors first; `config` has its dtype resolved."""
-    checks = (_precision, _saving, _data, _rates, _shape, _sparse, _measured)
+    checks = (_precision, _saving, _data, _rates, _shape, _attention, _measured)
     why = "the run would stop before its first step"
     problems = (problem.rpartition("; ") for problem in plan.problems)
     found = [RunFinding("cache", "error", what, why, mend) for what, _, mend in problems]
@@ -408,31 +396,8 @@ def _shape(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
         )
 
 
-def _sparse(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
-    sparse = plan.sparse
-    if sparse is None:
-        return
-    if plan.sequence_length <= sparse.reach:
-        yield RunFinding(
-            "nsa_dense",
-            "warning",
-            f"sequences of {plan.sequence_length} tokens, of which sparse attention reads up to "
-            f"{sparse.reach} whole",
-            "its choice of blocks never acts and the student does not learn to live with it",
-            "build a cache of longer sequences, or convert to fewer or smaller blocks",
-        )
-    if sparse.has_gates and "gates" not in config.kinds:
-        found = f"learn={config.learn} leaves the gates of sparse attention as they are"
-        reason = "where they begin, selection alone counts"
-        yield RunFinding("nsa_gates", "note", found, reason, "add gates to --learn")
-    is_slow = sparse.backend == "reference" and plan.device != "cpu"
-    yield RunFinding(
-        "nsa_backend",
-        "warning" if is_slow else "note",
-        f"sparse attention runs as {sparse.backend}",
-        sparse.reason,
-        "choose sizes that a kernel takes" if is_slow else "nothing",
-    )
+def _attention(_config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
+    yield from plan.attention
 
 
 def _measured(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
@@ -553,7 +518,7 @@ def examine(
         width=load_config(student).get_text_config().hidden_size,
         world=world,
         problems=tuple(_problems(resolved, student, cache)),
-        sparse=_sparse_plan(student, cache.sequence_length, backend),
+        attention=_attention_findings(resolved, student, cache.sequence_length, backend),
     )
     guess = None if plan.problems else guessed_hours(resolved, student, cache)
     measures = measures or is_long(resolved, guess)
@@ -630,23 +595,14 @@ def _problems(config: TrainConfig, student: str, cache: TeacherCache) -> Iterato
             yield str(error)
 
 
-def _sparse_plan(student: str, length: int, backend: backends.Backend) -> SparsePlan | None:
-    """Return the properties of sparse attention at this length; None for a dense student.
+def _attention_findings(
+    config: TrainConfig, student: str, length: int, backend: backends.Backend
+) -> tuple[RunFinding, ...]:
+    """Return what the extension with the student's attention finds; empty for dense attention.
 
     Raises:
-        ConfigError: the backend that it names cannot compute it.
+        ConfigError: it cannot compute that attention.
     """
-    model = load_config(student)
-    config = nsa_config(model)
-    if config is None:
-        return None
-    settings = model.get_text_config()
-    heads = settings.num_attention_heads
-    route = choose(
-        config,
-        length=length,
-        group=heads // settings.num_key_value_heads,
-        head_dim=getattr(settings, "head_dim", None) or settings.hidden_size // heads,
-        device=backend.device,
-    )
-    return SparsePlan(config.reach, config.mode != "merged", route.backend, route.reason)
+    settings = load_config(student)
+    sparse = sparse_attention(settings)
+    return () if sparse is None else tuple(sparse.findings(config, settings, length, backend))

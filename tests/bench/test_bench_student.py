@@ -13,8 +13,6 @@ from qat.bench.student import (
     random_model,
 )
 from qat.errors import ConfigError
-from qat.extensions.nsa.kernels.config import PRESETS as ATTENTION
-from qat.extensions.nsa.swap import nsa_config
 from qat.models.hf_quantizer import QatConfig
 from qat.nn.activation import read_alike
 from qat.nn.quant_linear import FrozenLutLinear
@@ -118,12 +116,6 @@ def test_a_student_gets_memory_once_its_linears_are_packed(
     fixed |= {n: p for n, p in plain.named_parameters() if "norm" in n}
     found = dict([*student.named_buffers(), *student.named_parameters()])
     assert all(torch.equal(found[name], tensor) for name, tensor in fixed.items())
-
-
-def test_a_student_attends_as_it_is_told() -> None:
-    dense = open_student("tiny", BenchConfig(device="cpu")).model
-    sparse = open_student("tiny", BenchConfig(device="cpu", attention="nsa-merged")).model
-    assert nsa_config(dense) is None and nsa_config(sparse) == ATTENTION["nsa-merged"]
 
 
 def test_a_student_computes_and_is_the_same_under_one_seed() -> None:

@@ -253,7 +253,6 @@ def test_mistakes_are_one_line(place: Path, tmp_path: Path, monkeypatch, capsys)
         (["--to", "q4a4", "--workers", "-1"], "workers"),
         (["--to", "q4a4", "--kv", "int2"], "kv"),
         (["--to", "q4a4_kv8", "--kv", "int4"], "to=q4a4_kv8 keeps keys and values in 8 bits, but"),
-        (["--kv", "int4", "--attention", "nsa"], "kv=int4 is given for Qwen3ForCausalLM with sp"),
         (["--to", "q4a4", "--embedding-bits", "5"], "embedding_bits=5: Input should be 4, 8, 16"),
         (["--to", "q4a4", "--eval", "--cache-dir", "nowhere"], "nowhere"),
     ):

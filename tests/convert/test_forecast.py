@@ -12,7 +12,7 @@ from qat.convert.config import ConvertConfig
 from qat.convert.convert import convert_checkpoint
 from qat.convert.forecast import Forecast, forecast
 from qat.convert.quantize import QuantizeReport
-from qat.errors import ConfigError, ExportError
+from qat.errors import ConfigError
 from qat.export.targets import model_ships_to, shipping_to, ships_to
 from qat.models.sizes import checkpoint_sizes
 
@@ -110,25 +110,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="group_size=7 does not divide"):
         forecast(str(tmp_path), ConvertConfig(to="q2a4", group_size=7, device="cpu"))
-
-
-def test_sparse_attention_is_counted_and_goes_where_it_can(tmp_path: Path) -> None:
-    tiny_model("qwen3").save_pretrained(tmp_path / "float")
-    TOKENIZER.save_pretrained(tmp_path / "float")
-    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 200)
-    text = {"calibration": str(tmp_path / "text.txt"), "calibration_length": 8}
-    expected, report = both(
-        tmp_path / "float", tmp_path / "out", to=None, attention="nsa", attention_steps=1, **text
-    )
-    assert expected.sizes.megabytes == pytest.approx(report.megabytes, rel=0.03)
-    places = [name for name, lack in model_ships_to(expected.model).items() if lack is None]
-    assert places == ["packed"]
-    with pytest.raises(ExportError, match="sparse attention"):
-        forecast(
-            str(tmp_path / "float"),
-            ConvertConfig(attention="nsa", device="cpu"),
-            shipping_to(["gguf"]),
-        )
 
 
 def test_a_group_size_that_a_target_replaces_is_named(tmp_path: Path, caplog) -> None:

@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from qat.errors import CheckpointError, ConfigError
-from qat.extensions.nsa.kernels.config import PRESETS
-from qat.extensions.nsa.swap import swap_attention
 from qat.models.checkpoint import load_checkpoint, load_skeleton, save_checkpoint, write_model
 from qat.models.hf_quantizer import FORMAT
 from qat.models.language_model import LanguageModel
@@ -182,6 +180,6 @@ def test_layers_that_share_keys_and_values_round_them_alike() -> None:
 
 def test_sparse_attention_and_odd_heads_are_refused() -> None:
     model = tiny_model()
-    swap_attention(model, PRESETS["nsa"])
+    model.config.nsa = {"mode": "merged"}
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM with sparse attention"):
         quantize_kv(model, KvSpec(bits=4))

@@ -11,7 +11,6 @@ from qat.train.preflight import (
     RunFinding,
     RunPlan,
     RunPrediction,
-    SparsePlan,
     codes_forced,
     is_long,
     preflight,
@@ -45,8 +44,6 @@ PLAN = RunPlan(
 )
 
 AWAY = {"latent_dtype": "bf16", "offload": "latents"}
-SLOW = PLAN._replace(sparse=SparsePlan(32, False, "reference", "width 20 is no power of two"))
-SPARSE = PLAN._replace(sequence_length=2048, sparse=SparsePlan(1024, True, "flex", "CUDA"))
 
 
 def settings(**values: object) -> TrainConfig:
@@ -113,8 +110,6 @@ CASES = [
     ("toy", "warning", PLAN._replace(width=128), {}, "a student of width 128"),
     ("toy", "error", PLAN._replace(width=128), {"batch_size": 16}, "1,024 tokens a step.* 128"),
     ("toy", "warning", PLAN._replace(width=128, device="cpu"), {"batch_size": 16}, "1,024 tokens"),
-    ("nsa_dense", "warning", SPARSE._replace(sequence_length=1024), {}, "1024 tokens.*up to 1024"),
-    ("nsa_backend", "warning", SLOW, {}, "runs as reference, width 20"),
 ]
 
 
@@ -147,14 +142,6 @@ def test_a_day_of_a_test_s_settings_is_refused() -> None:
     assert found(plan, **run, gradient_checkpointing=True).keys() == errors.keys()
     meant = {"batch_size": 32, "max_steps": 50_000}
     assert found(plan._replace(train_sequences=10**6), **meant).keys() == {"toy"}
-
-
-def test_sparse_attention_is_told_of() -> None:
-    assert found(SPARSE) == {}
-    notes = {each.code for each in preflight(settings(), SPARSE)}
-    assert {"nsa_backend", "nsa_gates"} <= notes
-    learning = settings(learn="scales,gates")
-    assert "nsa_gates" not in {each.code for each in preflight(learning, SPARSE)}
 
 
 def test_what_does_not_learn_has_no_rate() -> None:

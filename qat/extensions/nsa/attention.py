@@ -123,6 +123,8 @@ class NSAAttention(nn.Module):
     """Attention by `NSAConfig` from a family's own projections."""
 
     nsa: NSAParts
+    reads_qkv = True
+    """True: joined projections, if `qat.models.regions` makes them, are `qkv`."""
 
     def forward(
         self,

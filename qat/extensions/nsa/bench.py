@@ -8,7 +8,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product, takewhile
 from pathlib import Path
@@ -101,17 +100,11 @@ class Ready(NamedTuple):
     """Makes as many calls as `row["calls"]` states."""
 
 
-@dataclass(frozen=True)
-class AttentionReport:
-    """The results of the benchmark, for printing."""
-
-    path: Path
-    rows: list[Row]
-    crossovers: list[Row]
-
-
-def run_attention(config: AttentionConfig, out: Path | None) -> AttentionReport:
+def run_attention(config: AttentionConfig, out: Path | None) -> tuple[Path, list[Row], list[Row]]:
     """Time every way on every shape; a way that cannot run has a row with the reason.
+
+    Returns:
+        The file of the results, the rows, and the `crossovers`.
 
     Raises:
         ConfigError: there is no such device or preset.
@@ -129,7 +122,7 @@ def run_attention(config: AttentionConfig, out: Path | None) -> AttentionReport:
                 rows.append(row)
         found = crossovers(rows)
         results.finish(crossovers=found)
-    return AttentionReport(results.path, rows, found)
+    return results.path, rows, found
 
 
 def measured(ways: Iterator[Way], work: Work, which: Pass, *, clock: Clock) -> list[Row]:

@@ -7,9 +7,9 @@ single pass trains all of them. Nothing else is trained. Shapes as in
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,14 +20,16 @@ from qat.extensions.nsa.attention import NSAAttention
 from qat.extensions.nsa.kernels import reference, router
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.select import Inputs, masked_softmax, select
-from qat.extensions.nsa.swap import Call, attending_with, nsa_modules
+from qat.extensions.nsa.swap import Call, attending_with, nsa_config, nsa_modules
 from qat.logs import progress
+from qat.models.attention import LayerFit
 from qat.quant.weight import rms
 
 if TYPE_CHECKING:
     from qat.convert.calibrate import TokenBatch
     from qat.models.language_model import LanguageModel
 
+logger = logging.getLogger(__name__)
 
 LR = 1e-2
 """The peak learning rate, relative to the natural size of each parameter."""
@@ -38,14 +40,33 @@ SAME = 1e-4
 """The largest layer error at which nothing is trained, since only rounding is left."""
 
 
-@dataclass(frozen=True)
-class LayerFit:
-    """The distance of one layer's attention from dense attention of the same input."""
+def fit_new_attention(
+    student: LanguageModel, batches: Sequence[TokenBatch], *, steps: int
+) -> list[LayerFit]:
+    """Fit gates and pooling weights to dense attention where rows differ, and log the distance.
 
-    name: str
-    error_before: float
-    """`|sparse - dense| / |dense|` of the attention's output, Frobenius norms over all tokens."""
-    error_after: float
+    Nothing is fitted without batches, steps or parameters (branches merged), or where the rows are
+    within the attention's reach, which is a warning.
+    """
+    config = nsa_config(student.model)
+    if not batches or not steps or config.mode == "merged":
+        return []
+    length = batches[0].input_ids.shape[1]
+    if length <= config.reach:
+        logger.warning(
+            "gates are not fitted: calibration rows have %d tokens, and sparse attention reads "
+            "rows of up to %d whole; raise --calibration-length",
+            length,
+            config.reach,
+        )
+        return []
+    fits = fit_attention(student, batches, steps=steps)
+    before, after = (
+        sum(getattr(fit, name) for fit in fits) / len(fits)
+        for name in ("error_before", "error_after")
+    )
+    logger.info("attention differs from dense by %.4f, before the fit by %.4f", after, before)
+    return fits
 
 
 def fit_attention(

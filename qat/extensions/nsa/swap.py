@@ -17,14 +17,13 @@ from qat.extensions.nsa.attention import SWAPPED, Heads, NSAAttention, NSAParts
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.select import Inputs
 from qat.extensions.nsa.rows import TokenRows
+from qat.models.attention import SPARSE
 from qat.nn.swap import decoder_layers, embedding_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-KEY = "nsa"
-"""The key of the definition in config.json; absent: dense."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 DENSE = {swapped: dense for dense, swapped in SWAPPED.items()}
 
@@ -51,7 +50,7 @@ def swap_attention(model: PreTrainedModel, config: NSAConfig) -> None:
     for module in modules:
         module.nsa = _parts(model, module, config)
         module.__class__ = SWAPPED[type(module)]
-    setattr(model.config, KEY, config.model_dump(mode="json"))
+    setattr(model.config, SPARSE, config.model_dump(mode="json"))
 
 
 def unswap_attention(model: PreTrainedModel) -> None:
@@ -60,7 +59,7 @@ def unswap_attention(model: PreTrainedModel) -> None:
         module.__class__ = DENSE[type(module)]
         del module.nsa
     if nsa_config(model) is not None:
-        delattr(model.config, KEY)
+        delattr(model.config, SPARSE)
 
 
 def nsa_modules(model: nn.Module) -> dict[str, NSAAttention]:
@@ -74,17 +73,17 @@ def nsa_config(model: PreTrainedModel | PreTrainedConfig) -> NSAConfig | None:
     Raises:
         CheckpointError: the definition is invalid.
     """
-    values = getattr(getattr(model, "config", model), KEY, None)
+    values = getattr(getattr(model, "config", model), SPARSE, None)
     if values is None:
         return None
     try:
-        return NSAConfig.parse(values, f"{KEY!r} of config.json")
+        return NSAConfig.parse(values, f"{SPARSE!r} of config.json")
     except ConfigError as error:
         raise CheckpointError(f"{error}; convert the model anew") from None
 
 
-def say_route(model: PreTrainedModel, length: int, device: torch.device) -> None:
-    """Log and count the backend for rows of `length`, which compiled layers cannot do themselves.
+def log_route(model: PreTrainedModel, length: int, device: torch.device) -> None:
+    """Choose and log the backend for rows of `length`, which compiled layers cannot do themselves.
 
     Raises:
         ConfigError: the requested backend does not support them.
@@ -93,30 +92,6 @@ def say_route(model: PreTrainedModel, length: int, device: torch.device) -> None
     sparse = next((module for module in layers if isinstance(module, NSAAttention)), None)
     if sparse is not None:
         sparse.route(length, device)
-
-
-def is_all_sparse(config: PreTrainedConfig) -> bool:
-    """Return whether every layer of a model with this configuration has sparse attention."""
-    found = nsa_config(config)
-    if found is None:
-        return False
-    layers = range(config.get_text_config().num_hidden_layers)
-    return found.layers is None or set(layers) <= set(found.layers)
-
-
-def change_attention(model: PreTrainedModel, config: NSAConfig | None) -> None:
-    """Change the attention of `model` to `config`, or to dense if None; do nothing if it matches.
-
-    Raises:
-        CheckpointError: see `swap_attention`.
-        ConfigError: see `swap_attention`.
-    """
-    if nsa_config(model) == config:
-        return
-    if config is None:
-        unswap_attention(model)
-    else:
-        swap_attention(model, config)
 
 
 def _check_layers(chosen: Sequence[int], num_layers: int) -> None:

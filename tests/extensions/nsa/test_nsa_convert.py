@@ -9,6 +9,11 @@ from cli_case import call
 from nsa_model_case import SMALL
 from tiny import tiny_model, tiny_tokenizer
 
+from qat.convert.config import ConvertConfig
+from qat.convert.convert import convert_checkpoint
+from qat.convert.forecast import forecast
+from qat.errors import ExportError
+from qat.export.targets import model_ships_to, shipping_to
 from qat.extensions.nsa.swap import nsa_config
 from qat.models.checkpoint import is_packed
 from qat.models.load import load_model
@@ -100,6 +105,7 @@ def test_bad_input_is_one_line(place: Path, tmp_path: Path, monkeypatch, capsys)
         (["--attention", "zero.toml"], "window=0: Input should be greater than or equal to 1"),
         (["--attention", "layer.toml"], "layers names 2, but the model's layers are 0 ... 1"),
         (["--attention", "nsa", "--for", "gguf"], "gguf cannot hold sparse attention, expected"),
+        (["--attention", "nsa", "--kv", "int4"], "kv=int4 is given for Qwen3ForCausalLM with sp"),
     ):
         monkeypatch.chdir(tmp_path)
         Path("no.toml").write_text("window: 3")
@@ -111,6 +117,19 @@ def test_bad_input_is_one_line(place: Path, tmp_path: Path, monkeypatch, capsys)
         said = capsys.readouterr().err.strip().splitlines()[-1]
         assert message in said
         assert not Path("out").exists()
+
+
+def test_a_forecast_is_what_is_made(place: Path, tmp_path: Path) -> None:
+    settings = {"attention": "nsa", "attention_steps": 1, "device": "cpu"}
+    text = {"calibration": str(place / "text.txt"), "calibration_length": 8}
+    source, config = str(place / "dense"), ConvertConfig(**settings, **text)
+    expected = forecast(source, config)
+    report = convert_checkpoint(source, config, tmp_path / "out")
+    assert expected.sizes.megabytes == pytest.approx(report.megabytes, rel=0.03)
+    places = [name for name, lack in model_ships_to(expected.model).items() if lack is None]
+    assert places == ["packed"]
+    with pytest.raises(ExportError, match="sparse attention"):
+        forecast(source, ConvertConfig(**settings), shipping_to(["gguf"]))
 
 
 def test_swapping_twice_is_refused(place: Path, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -8,7 +8,7 @@ from tiny import tiny_tokenizer
 from torch import nn
 from transformers import PreTrainedModel
 
-from qat.extensions.nsa.kernels.router import routes_taken
+from qat.extensions.nsa.kernels import router
 from qat.extensions.nsa.swap import unswap_attention
 from qat.generate.decode import Decoder
 from qat.generate.step import DecodeStep
@@ -109,11 +109,15 @@ def test_the_packed_loop_leaves_it_to_transformers() -> None:
 
 
 @torch.no_grad()
-def test_what_runs_is_counted_and_named() -> None:
+def test_what_runs_is_logged_and_named(monkeypatch, caplog) -> None:
     wrapped = LanguageModel(moved())
-    before = sum(routes_taken().values())
-    wrapped.hidden(IDS, POSITIONS)
-    assert sum(routes_taken().values()) > before
+    monkeypatch.setattr(router, "_logged", set())
+    with caplog.at_level("INFO", router.__name__):
+        wrapped.hidden(IDS, POSITIONS)
+        wrapped.hidden(IDS, POSITIONS)
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        "nsa: reference"
+    ]
     assert wrapped.attention(S, torch.float32) == "nsa"
     assert LanguageModel(moved(config=small(layers=(1,)))).attention(S, torch.float32) == "sdpa"
 

@@ -1,16 +1,10 @@
 """The definition of Native Sparse Attention (arXiv 2502.11089) for all backends."""
 
-from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from qat.config import Settings
-from qat.errors import ConfigError, nearest
-from qat.files import parse_toml
-
-DENSE_NAME = "dense"
-"""The name of attention without such a definition."""
 
 Mode = Literal["residual", "sigmoid", "merged"]
 BackendName = Literal["auto", "reference", "flex", "gather", "fla"]
@@ -141,31 +135,3 @@ PRESETS = {
     "nsa-paper": NSAConfig(mode="sigmoid", select_block=64, select_tile=1),
 }
 """Definitions by their names in `qat convert --attention`."""
-
-
-def read_attention(name: str) -> NSAConfig | None:
-    """Return the definition called `name`: a preset, or a TOML file of settings; None for `dense`.
-
-    Raises:
-        ConfigError: it is neither, or a setting is out of range.
-    """
-    if name == DENSE_NAME:
-        return None
-    if name in PRESETS:
-        return PRESETS[name]
-    path = Path(name)
-    if not path.is_file():
-        known = (DENSE_NAME, *PRESETS)
-        found = nearest(name, known)
-        hint = f"; did you mean {found[0]}?" if found else ""
-        raise ConfigError(
-            f"attention={name} is neither a file nor known; use one of {', '.join(known)}{hint}"
-        )
-    try:
-        values = parse_toml(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(
-            f"attention={path} is not TOML ({error}), expected settings of sparse attention; mend "
-            "that line"
-        ) from None
-    return NSAConfig.parse(values, str(path))

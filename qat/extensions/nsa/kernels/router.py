@@ -1,10 +1,9 @@
-"""Select the backend for a layer's attention; each choice is logged once and counted.
+"""Select the backend for a layer's attention; each choice is logged once.
 
 Backends that compile are imported only when used, since that takes seconds.
 """
 
 import logging
-from collections import Counter
 from typing import Literal, NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ class Route(NamedTuple):
     """The reason for the choice."""
 
 
-_taken: Counter[Route] = Counter()
+_logged: set[Route] = set()
 
 
 def choose(
@@ -108,11 +107,6 @@ def attend(
     return reference.attend(inputs, selection, config)
 
 
-def routes_taken() -> Counter[Route]:
-    """Return how often each route was chosen in this process so far, outside compiled graphs."""
-    return _taken.copy()
-
-
 def _refusal(
     name: str, config: NSAConfig, *, group: int, head_dim: int, device: torch.device
 ) -> str | None:
@@ -131,8 +125,7 @@ def _refusal(
 
 
 def _said(route: Route) -> Route:
-    if not torch.compiler.is_compiling():  # a graph would guard on the count
-        if route not in _taken:
-            logger.info("nsa: %s (asked: %s): %s", route.backend, route.requested, route.reason)
-        _taken[route] += 1
+    if not torch.compiler.is_compiling() and route not in _logged:  # a graph would guard on it
+        logger.info("nsa: %s (asked: %s): %s", route.backend, route.requested, route.reason)
+        _logged.add(route)
     return route

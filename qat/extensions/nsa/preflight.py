@@ -1,0 +1,68 @@
+"""Preflight findings about a run of a student with sparse attention."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from transformers import PreTrainedConfig
+
+from qat.backend.base import Backend
+from qat.extensions.nsa.kernels.router import Route, choose
+from qat.extensions.nsa.swap import nsa_config
+from qat.train.config import TrainConfig
+from qat.train.preflight import RunFinding
+
+
+class SparsePlan(NamedTuple):
+    """Facts about the sparse attention of a run, collected before it starts."""
+
+    sequence_length: int
+    reach: int
+    """The longest sequence over which it is still dense."""
+    has_gates: bool
+    route: Route
+    device: str
+    """The device's name; `cpu` for any CPU."""
+
+
+def plan_of(student: PreTrainedConfig, length: int, backend: Backend) -> SparsePlan:
+    """Return the facts about a student's attention on sequences of `length`.
+
+    Raises:
+        ConfigError: the backend that it names cannot compute it.
+    """
+    config = nsa_config(student)
+    settings = student.get_text_config()
+    heads = settings.num_attention_heads
+    route = choose(
+        config,
+        length=length,
+        group=heads // settings.num_key_value_heads,
+        head_dim=getattr(settings, "head_dim", None) or settings.hidden_size // heads,
+        device=backend.device,
+    )
+    return SparsePlan(length, config.reach, config.mode != "merged", route, backend.name())
+
+
+def findings(config: TrainConfig, plan: SparsePlan) -> Iterator[RunFinding]:
+    """Yield the findings about a run with these settings."""
+    if plan.sequence_length <= plan.reach:
+        yield RunFinding(
+            "nsa_dense",
+            "warning",
+            f"sequences of {plan.sequence_length} tokens, of which sparse attention reads up to "
+            f"{plan.reach} whole",
+            "its choice of blocks never acts and the student does not learn to live with it",
+            "build a cache of longer sequences, or convert to fewer or smaller blocks",
+        )
+    if plan.has_gates and "gates" not in config.kinds:
+        found = f"learn={config.learn} leaves the gates of sparse attention as they are"
+        reason = "where they begin, selection alone counts"
+        yield RunFinding("nsa_gates", "note", found, reason, "add gates to --learn")
+    is_slow = plan.route.backend == "reference" and plan.device != "cpu"
+    yield RunFinding(
+        "nsa_backend",
+        "warning" if is_slow else "note",
+        f"sparse attention runs as {plan.route.backend}",
+        plan.route.reason,
+        "choose sizes that a kernel takes" if is_slow else "nothing",
+    )
