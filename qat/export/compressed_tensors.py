@@ -17,8 +17,7 @@ from qat.export.parts import (
     logits_of,
     lost_by_grid,
     narrow_state,
-    refuse_codewords,
-    refuse_low_rank,
+    refuse_all_but_groups,
     reloaded,
     write_config,
 )
@@ -72,8 +71,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     Raises:
         ExportError: one bit, vectors, or low-rank scales.
     """
-    refuse_codewords(spec)
-    refuse_low_rank(spec)
+    refuse_all_but_groups(spec)
     if spec.bits == 1:
         raise ExportError("integers around zero need 2 bits at least; name a plan of 2 to 8 bits")
     codebook = "ternary" if spec.codebook == "ternary" else "int"

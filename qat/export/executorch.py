@@ -25,8 +25,7 @@ from qat.export.parts import (
     group_size_near,
     lost_by_grid,
     plain_decoder,
-    refuse_codewords,
-    refuse_low_rank,
+    refuse_all_but_groups,
     write_config,
 )
 from qat.models.stored_state import quantized_modules
@@ -93,8 +92,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     Raises:
         ExportError: vectors, or low-rank scales; or no group size divides the row.
     """
-    refuse_codewords(spec)
-    refuse_low_rank(spec)
+    refuse_all_but_groups(spec)
     fits = spec.codebook in ("int", "ternary")
     codebook = spec.codebook if fits else "seq" if spec.bits < 4 else "int"
     if spec.bits > 4:

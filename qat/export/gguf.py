@@ -21,8 +21,7 @@ from qat.export.parts import (
     logits_of,
     lost_by_grid,
     narrow_state,
-    refuse_codewords,
-    refuse_low_rank,
+    refuse_all_but_groups,
 )
 from qat.models.gguf import dequantize, open_gguf
 from qat.models.gguf_header import teach_q2_0
@@ -360,8 +359,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
         ExportError: rows split into none of these groups, an index names a vector, or scales
             are of low rank.
     """
-    refuse_codewords(spec)
-    refuse_low_rank(spec)
+    refuse_all_but_groups(spec)
     if is_integers(spec):  # recovered from a Q4_0, Q5_0 or Q8_0 source: written back bit-exact
         return spec
     codebook = spec.codebook if spec.codebook == "ternary" else "int" if spec.bits > 1 else "seq"

@@ -17,12 +17,12 @@ from qat.errors import ExportError, is_installed
 from qat.export.parts import (
     EVEN_GRIDS,
     affine,
+    even_levels,
     exact,
     group_size_near,
     lost_by_grid,
     narrow_state,
-    refuse_codewords,
-    refuse_low_rank,
+    refuse_all_but_groups,
     write_config,
 )
 from qat.models.stored_state import quantized_modules
@@ -42,8 +42,6 @@ SAME_AS = {"mistral": "llama"}
 """Models that mlx-lm runs with the code of another."""
 WITHOUT_WINDOW = ("qwen2", "qwen3")
 """Models whose sliding window, if their configuration has one, mlx-lm ignores."""
-MOST_SEQ_BITS = 4
-"""With more bits, the bias of an 8-bit scale does not fit into bfloat16."""
 HOW_TO_LOAD = """\
 ```
 pip install mlx-lm        # on Linux: pip install 'mlx-lm[cpu]'
@@ -72,14 +70,11 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
         ExportError: MLX lacks such bits or groups, or the spec has vectors or low-rank
             scales.
     """
-    refuse_codewords(spec)
-    refuse_low_rank(spec)
+    refuse_all_but_groups(spec)
     if spec.bits not in BITS:
         raise ExportError(f"MLX has no weights of {spec.bits} bits; name a plan of {BITS} bits")
-    fits = spec.codebook in ("int", "ternary")
-    codebook = spec.codebook if fits else "seq" if spec.bits <= MOST_SEQ_BITS else "int"
     size = group_size_near(spec.group_size, GROUP_SIZES, shape[1])
-    return LutSpec(bits=spec.bits, codebook=codebook, group_size=size, scale_bits=8)
+    return even_levels(spec, size)
 
 
 def check(model: PreTrainedModel) -> None:

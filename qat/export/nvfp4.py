@@ -20,8 +20,7 @@ from qat.export.parts import (
     group_size_near,
     lost_by_grid,
     narrow_state,
-    refuse_codewords,
-    refuse_low_rank,
+    refuse_all_but_groups,
     reloaded_logits,
 )
 from qat.models.stored_state import quantized_modules
@@ -94,8 +93,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
         ExportError: more than 4 bits, vectors, low-rank scales, or 16 does not divide
             the row.
     """
-    refuse_codewords(spec)
-    refuse_low_rank(spec)
+    refuse_all_but_groups(spec)
     if spec.bits > MOST_BITS:
         raise ExportError(
             f"NVFP4 has no weights of {spec.bits} bits; name a plan of at most {MOST_BITS} bits"

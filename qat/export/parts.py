@@ -181,6 +181,28 @@ def refuse_low_rank(spec: LutSpec) -> None:
         raise ExportError(f"{reason}; name a plan with groups")
 
 
+def refuse_all_but_groups(spec: LutSpec) -> None:
+    """Refuse a codebook of vectors and a low-rank scale.
+
+    Raises:
+        ExportError: the spec has one of them.
+    """
+    refuse_codewords(spec)
+    refuse_low_rank(spec)
+
+
+MOST_SEQ_BITS = 4
+"""With more bits a zero among the levels costs little, and MLX's bias of an 8-bit scale does not
+fit into bfloat16."""
+
+
+def even_levels(spec: LutSpec, group_size: int) -> LutSpec:
+    """Return even levels without a zero up to 4 bits, integers above, with 8-bit scales."""
+    is_whole = spec.codebook in ("int", "ternary")
+    codebook = spec.codebook if is_whole else "seq" if spec.bits <= MOST_SEQ_BITS else "int"
+    return LutSpec(bits=spec.bits, codebook=codebook, group_size=group_size, scale_bits=8)
+
+
 def group_size_near(wished: int, sizes: tuple[int, ...], in_features: int) -> int:
     """Return the divisor of the row among `sizes` that is nearest to `wished`, smaller first.
 

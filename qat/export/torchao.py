@@ -11,13 +11,13 @@ from qat.export.parts import (
     EVEN_GRIDS,
     affine,
     any_model,
+    even_levels,
     exact,
     float_linears,
     logits_of,
     lost_by_grid,
     narrow_state,
-    refuse_codewords,
-    refuse_low_rank,
+    refuse_all_but_groups,
     reloaded,
     write_config,
 )
@@ -34,8 +34,6 @@ HOLDS_ACTIVATIONS = (None, "int8-asymmetric")
 check = any_model
 READS_INT8 = "int8_asym_per_token"
 """torchao's name for inputs of kind int8-asymmetric."""
-MOST_SEQ_BITS = 4
-"""Above this, a zero among the levels costs little."""
 HOW_TO_LOAD = """\
 ```python
 # pip install torchao
@@ -62,11 +60,8 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     Raises:
         ExportError: vectors, or low-rank scales.
     """
-    refuse_codewords(spec)
-    refuse_low_rank(spec)
-    fits = spec.codebook in ("int", "ternary")
-    codebook = spec.codebook if fits else "seq" if spec.bits <= MOST_SEQ_BITS else "int"
-    return LutSpec(bits=spec.bits, codebook=codebook, group_size=spec.group_size, scale_bits=8)
+    refuse_all_but_groups(spec)
+    return even_levels(spec, spec.group_size)
 
 
 def write(
