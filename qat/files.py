@@ -353,6 +353,15 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def file_problem(path: Path, size: object, sha256: object, *, deep: bool = True) -> str | None:
+    """Return how a file differs from its recorded size and, if `deep`, SHA-256; None if not."""
+    if not path.is_file():
+        return "missing"
+    if path.stat().st_size != size:
+        return f"{path.stat().st_size} bytes instead of {size}"
+    return "SHA-256 differs" if deep and sha256_file(path) != sha256 else None
+
+
 def sync(path: Path) -> None:
     """Flush a file, or the names in a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -22,7 +22,7 @@ from pydantic import (
 from qat.config import explain, fingerprint
 from qat.data.config import CacheSettings
 from qat.errors import CacheError
-from qat.files import described, import_command, inside, parse_json, sha256_file, whole_file
+from qat.files import described, file_problem, import_command, inside, parse_json, whole_file
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -277,15 +277,7 @@ def _json(values: object) -> bytes:
 
 def shard_problem(directory: Path, shard: Shard, *, deep: bool) -> str | None:
     """Return what is wrong with a shard file, or None; `deep` also checks its SHA-256."""
-    path = shard.path(directory)
-    if not path.is_file():
-        return "missing"
-    size = path.stat().st_size
-    if size != shard.bytes:
-        return f"{size} bytes instead of {shard.bytes}"
-    if deep and sha256_file(path) != shard.sha256:
-        return "content differs from its SHA-256"
-    return None
+    return file_problem(shard.path(directory), shard.bytes, shard.sha256, deep=deep)
 
 
 def raise_if_damaged(directory: Path, shard: Shard, *, deep: bool) -> None:

@@ -26,6 +26,7 @@ from qat.files import (
     LEAVING,
     check_free,
     is_real,
+    listed_files,
     parse_json,
     parse_toml,
     partial_file,
@@ -347,14 +348,11 @@ def git_commit() -> str:
 def is_all_ours(checkpoint: Path) -> bool:
     """Return whether a checkpoint has only files that its run wrote, and so may be deleted."""
     try:
-        listed = parse_json((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, TypeError, KeyError):
-        listed = []
-    try:
         files = real_files(checkpoint, error=CheckpointError)
     except CheckpointError:
         return False
-    return {path.relative_to(checkpoint).as_posix() for path in files} <= {MANIFEST, *listed}
+    ours = {MANIFEST} | listed_files(checkpoint / MANIFEST, ())
+    return {path.relative_to(checkpoint).as_posix() for path in files} <= ours
 
 
 def read_state(checkpoint: Path) -> dict:

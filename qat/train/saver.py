@@ -27,7 +27,7 @@ from qat.backend.base import Copying, KeptCopies
 from qat.config import fingerprint
 from qat.data.pipeline import Behind
 from qat.errors import CheckpointError, TrainingError
-from qat.files import parse_json, real_files, sha256_file, sync
+from qat.files import file_problem, parse_json, real_files, sha256_file, sync
 from qat.logs import METRICS, STATE_TENSORS
 from qat.models.checkpoint import write_checkpoint
 from qat.models.directory import atomic_directory
@@ -121,15 +121,12 @@ def _mismatch(checkpoint: Path, there: set[str], *, is_student: bool) -> str | N
         if name not in files:
             return f"{MANIFEST}: does not list {name}"
     for name, listed in files.items():
-        path = checkpoint / name
         if is_student and name == STATE_TENSORS:
             continue
-        if name not in there:
-            return f"{name}: missing"
-        if path.stat().st_size != listed.get("bytes"):
-            return f"{name}: {path.stat().st_size} bytes instead of {listed.get('bytes')}"
-        if sha256_file(path) != listed.get("sha256"):
-            return f"{name}: SHA-256 differs"
+        size, sha256 = listed.get("bytes"), listed.get("sha256")
+        found = file_problem(checkpoint / name, size, sha256) if name in there else "missing"
+        if found is not None:
+            return f"{name}: {found}"
     return None
 
 

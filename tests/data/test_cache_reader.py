@@ -101,7 +101,7 @@ def test_a_flipped_shard_is_found_before_it_is_learned_from(copy: Path) -> None:
     path.write_bytes(raw)
     cache = TeacherCache.open(copy)
     cache.batch([0])
-    with pytest.raises(CacheError, match="train-00001.safetensors: content differs"):
+    with pytest.raises(CacheError, match="train-00001.safetensors: SHA-256 differs"):
         cache.batch([12])
 
 
