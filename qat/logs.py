@@ -255,10 +255,12 @@ def _bars() -> Iterator[Progress]:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds for people: `40 s`, `12 min`, `3.4 h`."""
+    """Format seconds for people: `40 s`, `12 min`, `3.4 h`, `11 days`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 90 * 60 else f"{seconds / 3600:.1f} h"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 72 * 3600 else f"{seconds / 86400:.0f} days"
 
 
 def heartbeat_file(rank: int) -> str:

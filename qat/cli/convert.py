@@ -163,12 +163,13 @@ def forecast_conversion(
 
     from qat.convert.forecast import forecast
     from qat.export.targets import model_ships_to, shipping_to
-    from qat.logs import Terminal
+    from qat.logs import Terminal, duration
     from qat.models.sizes import SIZE_COLUMNS
 
     found, console = forecast(source, config, shipping_to(targets)), Terminal()
-    table = Table(*SIZE_COLUMNS, "minutes, about", "memory, about")
-    table.add_row(*found.sizes.cells(), f"{found.minutes:.1f}", f"{found.memory_gib:.1f} GiB")
+    table = Table(*SIZE_COLUMNS, "time, about", "memory, about")
+    taken = (duration(60 * found.minutes), f"{found.memory_gib:.1f} GiB")
+    table.add_row(*found.sizes.cells(), *taken)
     _warn(found.sizes, found.float_tables_frac, console)
     console.print(table)
     return {

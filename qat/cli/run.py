@@ -53,7 +53,7 @@ from qat.errors import ConfigError, ExportError, QatError, Stopped
 from qat.evaluate.config import EvalConfig
 from qat.export.config import ExportConfig, TargetName
 from qat.files import check_free, held, parse_json, parse_toml, write_atomically
-from qat.logs import EXAM, RECIPE, SAMPLES, SUMMARY, Terminal
+from qat.logs import EXAM, RECIPE, SAMPLES, SUMMARY, Terminal, duration
 from qat.models.directory import STUDENT
 from qat.train.config import TrainConfig
 
@@ -564,9 +564,9 @@ class Run:
         forecast = self.forecast or self._foreseen()
         found = forecast_run(forecast, self._stages(), text)
         sizes, train = forecast.sizes, self.configs["train"]
-        table = Cells(*SIZE_COLUMNS, "steps", "minutes, about", "memory, about")
-        cells = (f"{train.max_steps:,}", f"{found.minutes:.1f}", f"{found.memory_gib:.1f} GiB")
-        table.add_row(*sizes.cells(), *cells)
+        table = Cells(*SIZE_COLUMNS, "steps", "time, about", "memory, about")
+        taken = (duration(60 * found.minutes), f"{found.memory_gib:.1f} GiB")
+        table.add_row(*sizes.cells(), f"{train.max_steps:,}", *taken)
         self.pipeline.console.print(table)
         return {
             **sizes.rounded(),
