@@ -103,12 +103,8 @@ class FrozenLutTable(nn.Module):
 
     def extra_repr(self) -> str:
         """Return shape and format, for `print(model)`."""
-        spec = self.spec
-        vectors = f"vector_size={spec.vector_size}, " if spec.is_vector else ""
         return (
-            f"{self.out_features}, {self.in_features}, bits={spec.bits}, {vectors}"
-            f"codebook={spec.codebook}, group_size={spec.group_size}, "
-            f"scale_bits={spec.scale_bits}, dtype={self.dtype}"
+            f"{self.out_features}, {self.in_features}, {self.spec.described()}, dtype={self.dtype}"
         )
 
 

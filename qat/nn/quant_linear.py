@@ -335,16 +335,10 @@ class QuantLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """Return shape and format, for `print(model)`."""
-        scale = f"group_size={self.spec.group_size}, scale_bits={self.spec.scale_bits}"
-        if self.spec.scale == "low_rank":
-            scale = f"rank={self.spec.rank}"
         adapter = f", lora_rank={self.lora_rank}" if self.lora_rank else ""
-        spec = self.spec
-        vectors = f"vector_size={spec.vector_size}, " if spec.is_vector else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bits={spec.bits}, {vectors}codebook={spec.codebook}, {scale}, "
-            f"bias={self.bias is not None}{adapter}"
+            f"{self.spec.described()}, bias={self.bias is not None}{adapter}"
         )
 
 

@@ -157,6 +157,14 @@ class LutSpec(Settings):
         whole, rest = divmod(self.bits, self.vector_size)
         return self.bits / self.vector_size if rest else whole
 
+    def described(self) -> str:
+        """Return the format for `print(model)`: `bits=2, codebook=lut, group_size=16, ...`."""
+        size = f"vector_size={self.vector_size}, " if self.is_vector else ""
+        scale = f"group_size={self.group_size}, scale_bits={self.scale_bits}"
+        if self.scale == "low_rank":
+            scale = f"rank={self.rank}"
+        return f"bits={self.bits}, {size}codebook={self.codebook}, {scale}"
+
     def stored_bits(self, part: str) -> int:
         """Return the bits of each stored number of a weight's `part`: the codebook or a scale."""
         if part == "codebook":
