@@ -18,6 +18,7 @@ from qat.errors import ConfigError
 from qat.models.checkpoint import save_checkpoint
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
+from qat.nn.packed_reader import read_packed
 from qat.ranks import joined
 from qat.train.config import TrainConfig
 from qat.train.start import Loaded, TrainReport, train_student
@@ -108,6 +109,7 @@ def quantize(
         batches = calibration_batches(calibration, config, student, tokenizer)
     base = None if base is None else _in_memory(base)
     convert_model(student, config, base=base, calibration=batches)
+    read_packed(model)
     return model
 
 

@@ -32,6 +32,7 @@ from qat.models.stored_state import (
 )
 from qat.nn.activation import ActivationQuantizer
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
+from qat.nn.packed_reader import PackedReader
 from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
 from qat.nn.sites import open_sites
 from qat.nn.step import quant_linears
@@ -466,7 +467,9 @@ def empty_linear(model: PreTrainedModel, name: str, spec: LutSpec) -> FrozenLutL
     O, I = weight_shape(linear)
     _check_groups(name, spec, O, I)
     with torch.device("meta"):
-        return FrozenLutLinear(empty_weight(spec, O, I), linear.bias, spec)
+        frozen = FrozenLutLinear(empty_weight(spec, O, I), linear.bias, spec)
+    frozen.reader = PackedReader()
+    return frozen
 
 
 def put_empty_table(model: PreTrainedModel, name: str, spec: LutSpec) -> None:

@@ -11,14 +11,12 @@ Shapes: O out_features, I in_features, C codebook entries.
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qat.kernels.dispatch import use_triton
-from qat.kernels.lut_gemm import Part, is_format, lut_gemm
 from qat.kernels.lut_weight import choose, form, levels_as_stored, pull_back
 from qat.nn.activation import ActivationQuantizer, read
 from qat.quant.codebook import latent_indices
@@ -41,7 +39,6 @@ from qat.quant.weight import (
     pack,
     rms,
     round_scales,
-    to_stored,
 )
 
 KIND_OF = {
@@ -360,15 +357,27 @@ class _FormedWeight(torch.autograd.Function):
         return None, None, None, *(gradients.get(name) for name in ctx.names)
 
 
+class Reader(Protocol):
+    """Multiplies by the packed indices of a linear (`qat.nn.packed_reader`)."""
+
+    def reads(self, linear: "FrozenLutLinear", x: Tensor) -> bool:
+        """Return whether it can multiply this input."""
+
+    def product(self, linear: "FrozenLutLinear", x: Tensor) -> Tensor:
+        """Return what `QuantLinear.product` returns."""
+
+    def forget(self) -> None:
+        """Drop what is cached of the linear's parameters."""
+
+
 class FrozenLutLinear(QuantLinear):
     """A linear as stored in a checkpoint: `bits` bits per index in memory, no latent weight.
 
-    Without gradients, 16-bit inputs are multiplied straight from the packed indices if there is a
-    kernel for the format (`qat.kernels.lut_gemm`).
+    With a `reader`, inputs may be multiplied straight from the packed indices without gradients.
     """
 
     packed: Tensor
-    _stored: tuple[tuple[int, ...], Part] | None
+    reader: Reader | None = None
 
     def __init__(self, quantized: QuantizedWeight, bias: Tensor | None, spec: LutSpec) -> None:
         super().__init__(quantized, bias, spec)
@@ -384,42 +393,25 @@ class FrozenLutLinear(QuantLinear):
         return self.source().indices()
 
     def form_(self, dtype: torch.dtype) -> None:
-        """See `QuantLinear`; drops the encoded scales as well."""
+        """See `QuantLinear`; the reader forgets what it holds."""
         super().form_(dtype)
-        self._stored = None  # a replayed graph may change parameters without changing their version
+        if self.reader is not None:
+            self.reader.forget()  # a replayed graph changes parameters, but not their version
 
     def release_(self) -> None:
-        """See `QuantLinear`; drops the encoded scales as well."""
+        """See `QuantLinear`; the reader forgets what it holds."""
         super().release_()
-        self._stored = None
+        if self.reader is not None:
+            self.reader.forget()
 
     def product(self, x: Tensor) -> Tensor:
         """See `QuantLinear`; without gradients it may read the packed indices directly."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self._reads_packed(x):
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.reader is None:
             return super().product(x)
-        return lut_gemm(x, [self._as_stored()], self.bias)
-
-    def _reads_packed(self, x: Tensor) -> bool:
-        spec = self.spec
-        return (
-            x.dtype in (torch.bfloat16, torch.float16)
-            and self.formed is None
-            and self._joined[0] is None
-            and not self.lora_rank
-            and spec.scale == "group"
-            and is_format(spec.bits, spec.vector_size, spec.group_size, self.in_features)
-            and use_triton(x, __name__)
-        )
-
-    def _as_stored(self) -> Part:
-        """Return the weight as a checkpoint stores it; encoded scales are cached."""
-        scales = self.get_parameter("scales")
-        version = 0 if scales.is_inference() else scales._version
-        now = (scales.data_ptr(), version, self.codebook.data_ptr(), self.packed.data_ptr())
-        if self._stored is None or self._stored[0] != now:
-            encoded = to_stored("scales", self.scales_as_stored().by_group(), self.spec.scale_bits)
-            self._stored = now, Part(self.packed, encoded, self.levels(), self.spec.bits)
-        return self._stored[1]
+        is_formed = self.formed is not None or self._joined[0] is not None
+        if is_formed or not self.reader.reads(self, x):
+            return super().product(x)
+        return self.reader.product(self, x)
 
 
 class LutLinear(QuantLinear):
