@@ -1,14 +1,10 @@
 """Reachability of a hub: one request per name with a short timeout, before anything is loaded."""
 
 import logging
-import ssl
-import urllib.error
-import urllib.request
 from functools import cache
 from http import HTTPStatus
 from pathlib import Path
 from typing import Literal
-from urllib.parse import quote
 
 from qat.errors import HubError
 
@@ -29,18 +25,11 @@ def is_online(name: str, kind: Literal["model", "dataset"] = "model") -> bool:
     Raises:
         HubError: the hub does not have it, or does not respond and there is no cached copy.
     """
-    from huggingface_hub import constants, get_token
+    from huggingface_hub import constants
 
-    trouble = "HF_HUB_OFFLINE is set"
-    if not constants.HF_HUB_OFFLINE:
-        token = get_token()
-        request = urllib.request.Request(
-            f"{constants.ENDPOINT}/api/{kind}s/{quote(name)}",
-            headers={"authorization": f"Bearer {token}"} if token else {},
-        )
-        trouble = _trouble(request, name, kind)
-        if trouble is None:
-            return True
+    trouble = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _trouble(name, kind)
+    if trouble is None:
+        return True
     folder = Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}", "snapshots")
     if kind == "model" and folder.is_dir():
         logger.warning("%s: %s; using the copy in %s", name, trouble, folder.parent)
@@ -51,21 +40,21 @@ def is_online(name: str, kind: Literal["model", "dataset"] = "model") -> bool:
     )
 
 
-def _trouble(request: urllib.request.Request, name: str, kind: str) -> str | None:
+def _trouble(name: str, kind: str) -> str | None:
     """Return why the hub does not respond; None if it does."""
+    import httpx2
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
     try:
-        with urllib.request.urlopen(request, timeout=PATIENCE_S):
-            return None
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code not in UNKNOWN:
-            return None  # the hub is busy; its library retries
-        raise HubError(
-            f"{name} is no path here, and the hub shows no such {kind} (answer {error.code}); "
-            "check the name, and for a private or gated one log in with 'hf auth login'"
-        ) from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        if isinstance(reason, ssl.SSLError):
-            return None  # the hub's library has its own certificates
-        return str(getattr(reason, "strerror", None) or reason)
+        HfApi().repo_info(name, repo_type=kind, timeout=PATIENCE_S)
+    except HfHubHTTPError as error:
+        code = error.response.status_code
+        if code in UNKNOWN:
+            raise HubError(
+                f"{name} is no path here, and the hub shows no such {kind} (answer {code}); check "
+                "the name, and for a private or gated one log in with 'hf auth login'"
+            ) from None
+    except (OSError, httpx2.TransportError, ValueError) as error:  # ValueError: no name of a hub
+        return " ".join(str(error).split()) or type(error).__name__
+    return None  # also if the hub is busy: its library retries

@@ -1,11 +1,11 @@
 """What is said of a name that only a hub could know, without asking one."""
 
-import io
-import ssl
-import urllib.error
 from pathlib import Path
 
+import httpx2
 import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
 
 from qat.errors import HubError
 from qat.online import is_online
@@ -16,27 +16,28 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[object]:
     """Answers of the hub, given in turn; what is an exception is raised. Nothing is remembered."""
     answers: list[object] = []
 
-    def urlopen(request: object, timeout: float) -> object:
-        assert timeout <= 5
+    def repo_info(_: HfApi, name: str, *, repo_type: str, timeout: float) -> object:
+        assert (name, repo_type) in {("a/b", "model"), ("a/b", "dataset")} and timeout <= 5
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     is_online.cache_clear()
-    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    monkeypatch.setattr(HfApi, "repo_info", repo_info)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     yield answers
     is_online.cache_clear()
     assert answers == []
 
 
-def refusal(code: int) -> urllib.error.HTTPError:
-    return urllib.error.HTTPError("https://hub", code, "no", {}, io.BytesIO())
+def refusal(code: int) -> HfHubHTTPError:
+    answer = httpx2.Response(code, request=httpx2.Request("GET", "https://hub"))
+    return HfHubHTTPError("no", response=answer)
 
 
 def test_a_known_name_is_asked_for_once(hub: list[object]) -> None:
-    hub.append(io.BytesIO())
+    hub.append(object())
     assert is_online("a/b") and is_online("a/b")
 
 
@@ -48,18 +49,16 @@ def test_an_unknown_name_is_one_line(hub: list[object], code: int) -> None:
     assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize(
-    "answer", [refusal(503), urllib.error.URLError(ssl.SSLCertVerificationError("self-signed"))]
-)
-def test_what_may_be_our_fault_is_left_to_the_library(hub: list[object], answer: object) -> None:
-    hub.append(answer)
+def test_a_busy_hub_is_left_to_the_library(hub: list[object]) -> None:
+    hub.append(refusal(503))
     assert is_online("a/b")
 
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (urllib.error.URLError(OSError(-2, "Name or service not known")), "Name or service"),
+        (httpx2.ConnectError("[Errno -2] Name or service not known"), "Name or service"),
+        (httpx2.ConnectTimeout(""), "ConnectTimeout"),
         (TimeoutError("timed out"), "timed out"),
     ],
 )
@@ -76,6 +75,13 @@ def test_a_kept_copy_serves_where_nobody_answers(
     hub.append(TimeoutError("timed out"))
     assert not is_online("a/b")
     assert "a/b: timed out; using the copy in" in caplog.text
+
+
+def test_what_no_hub_can_be_asked_for_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the library refuses the name before it asks anybody
+    with pytest.raises(HubError, match="a/b/c is no path here, and .*Repo id must") as caught:
+        is_online("a/b/c")
+    assert "\n" not in str(caught.value)
 
 
 def test_offline_mode_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
