@@ -123,13 +123,37 @@ class TensorBoard:
         self._writer.close()
 
 
+class Logging:
+    """A tracker of a library with wandb's calls, which writes by itself what was logged."""
+
+    def __init__(self, run: Any, run_id: str, table: type) -> None:
+        self.id = run_id
+        self._run, self._table = run, table
+
+    def log(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """Add one point to each curve."""
+        self._run.log(dict(numbers), step=step)
+
+    def samples(self, rows: list[Sample]) -> None:
+        """Log the table of the latest samples."""
+        table = self._table(columns=[*Sample._fields], data=[list(row) for row in rows])
+        self.log(rows[-1].step, {"eval/samples": table})
+
+    def flush(self) -> None:
+        """Do nothing: a thread or process of the library writes."""
+
+    def close(self, *, failed: bool) -> None:  # noqa: ARG002
+        """Write out the rest."""
+        self._run.finish()
+
+
 # Trackio's local database (`trackio show --project qat`).
 
 TALKATIVE = ("trackio", "trackio.run", "trackio.utils")
 """Modules of trackio that print; the library has no option against it."""
 
 
-class Trackio:
+class Trackio(Logging):
     """Logs to the trackio run of this name; a run that was followed before is continued."""
 
     def __init__(self, start: TrackerStart) -> None:
@@ -137,31 +161,14 @@ class Trackio:
 
         for module in TALKATIVE:  # stdout belongs to the verb, and other threads write to it
             vars(import_module(module))["print"] = _log
-        self._table = trackio.Table
-        self._run = trackio.init(
+        run = trackio.init(
             project=start.project,
             name=start.name,
             config=start.config,
             resume="never" if start.id is None else "allow",
             embed=False,
         )
-        self.id = self._run.name
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Add one point to each curve."""
-        self._run.log(dict(numbers), step=step)
-
-    def samples(self, rows: list[Sample]) -> None:
-        """Log the table of the latest samples."""
-        table = self._table(columns=[*Sample._fields], data=[list(row) for row in rows])
-        self._run.log({"eval/samples": table}, step=rows[-1].step)
-
-    def flush(self) -> None:
-        """Do nothing: a thread of trackio writes every half second."""
-
-    def close(self, *, failed: bool) -> None:  # noqa: ARG002
-        """Write out the rest."""
-        self._run.finish()
+        super().__init__(run, run.name, trackio.Table)
 
 
 def _log(*words: object, **_: object) -> None:
@@ -174,29 +181,20 @@ INIT_TIMEOUT_S = 30
 OFFLINE = "wandb: %s: the run is kept here; send it later with 'wandb sync %s'"
 
 
-class Wandb:
+class Wandb(Logging):
     """Logs the optimizer step as its own metric, so that calls may come in any order."""
 
     def __init__(self, start: TrackerStart) -> None:
         import wandb
 
-        self.id = start.id or secrets.token_hex(4)
-        self._table = wandb.Table
-        self._run = _open(start, self.id)
+        run_id = start.id or secrets.token_hex(4)
+        super().__init__(_open(start, run_id), run_id, wandb.Table)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, numbers: Mapping[str, Any]) -> None:
         """Add one point to each curve."""
         self._run.log({"step": step, **numbers})
-
-    def samples(self, rows: list[Sample]) -> None:
-        """Log the table of the latest samples."""
-        table = self._table(columns=[*Sample._fields], data=[list(row) for row in rows])
-        self._run.log({"step": rows[-1].step, "eval/samples": table})
-
-    def flush(self) -> None:
-        """Do nothing: wandb's own process already has the data."""
 
     def close(self, *, failed: bool) -> None:
         """Upload the rest."""
