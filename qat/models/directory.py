@@ -24,6 +24,7 @@ from qat.files import (
     sha256_file,
     whole_directory,
 )
+from qat.logs import RECIPE
 from qat.online import is_online
 from qat.process import cores
 
@@ -119,7 +120,11 @@ def _no_model(source: str) -> CheckpointError:
     names = ("config.json", *RUN_POINTERS)
     folders = sorted(path.iterdir()) if path.is_dir() else []
     models = [str(each) for each in folders if any((each / name).is_file() for name in names)]
-    hint = f"name one that lies in it: {', '.join(models)}" if models else "check the path"
+    hint = "check the path"
+    if models:
+        hint = f"name one that lies in it: {', '.join(models)}"
+    elif (path / RECIPE).is_file():
+        hint = "it has none yet: the command that began it goes on if you call it again"
     return CheckpointError(
         f"{source} {described(path)} without a model in it, expected {SOURCES}; {hint}"
     )

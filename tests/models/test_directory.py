@@ -32,6 +32,12 @@ def test_a_directory_of_several_models_names_them(students: Path) -> None:
         resolve(str(students))
 
 
+def test_a_run_without_a_model_yet_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").touch()
+    with pytest.raises(CheckpointError, match="none yet: the command that began it goes on"):
+        resolve(str(tmp_path))
+
+
 def test_an_empty_name_is_not_the_working_directory() -> None:
     with pytest.raises(CheckpointError, match="name is empty"):
         resolve("")
