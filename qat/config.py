@@ -14,6 +14,7 @@ from cyclopts import Group, Parameter
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 
 from qat.errors import ConfigError, nearest
+from qat.files import parse_toml
 from qat.hooks import hooks
 
 T = TypeVar("T")
@@ -147,6 +148,32 @@ def refuse_code(values: object, where: str) -> None:
     elif isinstance(values, list):
         for value in values:
             refuse_code(value, where)
+
+
+def read_toml(
+    path: Path, found: str, expected: str, mend: str = "mend that line"
+) -> dict[str, Any]:
+    """Read the tables of a TOML file.
+
+    Args:
+        path: the file.
+        found: how the message names it: `recipe=mine.toml`.
+        expected: what the file should hold, for the message.
+        mend: what to do about a file that is not TOML, for the message.
+
+    Raises:
+        ConfigError: the file cannot be read, is not TOML, or would run third-party code.
+    """
+    try:
+        values = parse_toml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{found}: {error.strerror}; expected a TOML file; check the path"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{found} is not TOML ({error}), expected {expected}; {mend}") from None
+    refuse_code(values, str(path))
+    return values
 
 
 def fingerprint(values: object) -> str:

@@ -7,9 +7,8 @@ from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from qat.config import Formats, Measured, Settings, Text, refuse_code
+from qat.config import Formats, Measured, Settings, Text
 from qat.errors import ConfigError, nearest
-from qat.files import parse_toml
 from qat.models.devices import devices_named
 from qat.train.config import StepConfig
 
@@ -194,29 +193,6 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ValueError("expected whole numbers of at least 1; write them as 8,16,32")
     return tuple(sorted({int(part) for part in parts}))
-
-
-# Recipe files of the benchmarks, in TOML.
-
-
-def read_toml(path: Path, kind: str) -> dict[str, Any]:
-    """Read the tables of a TOML file that should be a recipe of `kind`.
-
-    Raises:
-        ConfigError: the file is missing, is not TOML, or would run third-party code.
-    """
-    try:
-        values = parse_toml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"recipe={path}: {error.strerror}; expected a TOML file; check the path"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(
-            f"recipe={path} is not TOML ({error}); expected a {kind} recipe; mend that line"
-        ) from None
-    refuse_code(values, str(path))
-    return values
 
 
 def check_keys(where: str, keys: Iterable[str], known: Iterable[str]) -> None:

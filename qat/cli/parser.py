@@ -18,9 +18,9 @@ from cyclopts.help import DefaultFormatter, HelpPanel
 
 import qat
 from qat.cli.mistakes import Mistake, commands, flag_names, unknown_flag, unknown_verb
-from qat.config import OTHERS, meant, refuse_code
+from qat.config import OTHERS, meant, read_toml
 from qat.errors import ConfigError, QatError
-from qat.files import described, parse_toml
+from qat.files import described
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -148,11 +148,7 @@ def check_recipe(path: Path, flags: Mapping[str, Iterable[str]]) -> dict[str, ob
     """
     if not path.is_file():
         raise ConfigError(f"recipe={path} {described(path)}, expected a TOML file; check the path")
-    try:
-        tables = parse_toml(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"recipe={path} is not TOML: {error}; mend that line") from None
-    refuse_code(tables, str(path))
+    tables = read_toml(path, f"recipe={path}", "a table for each verb")
     for verb, values in tables.items():
         if verb not in flags:
             raise ConfigError(f"{path}: no verb is called [{verb}]; {meant(verb, flags)}")

@@ -45,14 +45,14 @@ from qat.config import (
     Speed,
     Steps,
     Text,
-    refuse_code,
+    read_toml,
 )
 from qat.convert.config import REPORT_NAME, ConvertConfig
 from qat.data.config import CacheConfig
 from qat.errors import ConfigError, ExportError, QatError, Stopped
 from qat.evaluate.config import EvalConfig
 from qat.export.config import ExportConfig, TargetName
-from qat.files import check_free, held, parse_json, parse_toml, write_atomically
+from qat.files import check_free, held, parse_json, write_atomically
 from qat.logs import EXAM, RECIPE, SAMPLES, SUMMARY, Terminal, duration
 from qat.models.directory import STUDENT
 from qat.train.config import TrainConfig
@@ -86,14 +86,9 @@ class Pipeline:
         """True once this call has made or measured anything."""
         recipe = out / RECIPE
         if recipe.is_file():
-            try:
-                self.recorded = parse_toml(recipe.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise ConfigError(
-                    f"{recipe} is not TOML ({error}), expected the settings that this directory "
-                    "was begun with; restore it or choose another --out"
-                ) from None
-            refuse_code(self.recorded, str(recipe))
+            settings = "the settings that this directory was begun with"
+            mend = "restore it or choose another --out"
+            self.recorded = read_toml(recipe, str(recipe), settings, mend)
         if verb not in self.recorded:
             check_free(
                 out,

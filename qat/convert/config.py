@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from qat.config import Attention, Calibration, Device, Formats, Knows, Settings, Speed
+from qat.config import Attention, Calibration, Device, Formats, Knows, Settings, Speed, read_toml
 from qat.errors import ConfigError, nearest
-from qat.files import parse_toml
 from qat.models.attention import read_attention
 from qat.quant.spec import (
     PRESETS,
@@ -198,12 +197,7 @@ def _named_plan(config: ConvertConfig) -> QuantPlan:
                 f"to={config.to} is neither a file nor a preset; use one of {known}, which may end "
                 f"in _{', _'.join(SUFFIX_OF.values())}, and then in _kv8 or _kv4{hint}"
             )
-        try:
-            values = parse_toml(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(
-                f"to={path} is not TOML ({error}), expected a plan; mend that line"
-            ) from None
+        values = read_toml(path, f"to={path}", "a plan")
         plan = QuantPlan(**PlanFile.parse(values, str(path)).model_dump())
     return plan
 

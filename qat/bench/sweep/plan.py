@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from qat.bench.config import BenchConfig, check_keys, read_toml
+from qat.bench.config import BenchConfig, check_keys
 from qat.bench.jobs import JobFiles, name_in_path
-from qat.config import Settings, fingerprint
+from qat.config import Settings, fingerprint, read_toml
 from qat.errors import ConfigError
 from qat.train.config import TrainConfig
 
@@ -105,7 +105,7 @@ def read_sweep(path: Path, *, tiny: bool = False) -> SweepRecipe:
     Raises:
         ConfigError: the file is missing, is not TOML, or has an unknown, missing or invalid key.
     """
-    values = read_toml(path, "sweep")
+    values = read_toml(path, f"recipe={path}", "a sweep recipe")
     small = values.pop("tiny", {})
     if not isinstance(small, dict):
         raise ConfigError(

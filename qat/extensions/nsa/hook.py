@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qat.config import read_toml
 from qat.errors import ConfigError, nearest
 from qat.extensions.nsa.kernels.config import PRESETS, NSAConfig
-from qat.files import parse_toml
 from qat.models.attention import DENSE, LayerFit
 
 if TYPE_CHECKING:
@@ -44,13 +44,7 @@ def read(name: str) -> NSAConfig:
         raise ConfigError(
             f"attention={name} is neither a file nor known; use one of {', '.join(known)}{hint}"
         )
-    try:
-        values = parse_toml(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(
-            f"attention={path} is not TOML ({error}), expected settings of sparse attention; mend "
-            "that line"
-        ) from None
+    values = read_toml(path, f"attention={path}", "settings of sparse attention")
     return NSAConfig.parse(values, str(path))
 
 

@@ -173,7 +173,7 @@ def test_a_file_of_recipes(place: Path) -> None:
     path.write_text(tomli_w.dumps(BASE))
     assert read_quality(path).recipes[0].name == "ours"
     path.write_text("name = ")
-    with pytest.raises(ConfigError, match="is not TOML .*; expected a quality recipe; mend that"):
+    with pytest.raises(ConfigError, match="is not TOML .*, expected a quality recipe; mend that"):
         read_quality(path)
     with pytest.raises(ConfigError, match="No such file or directory; expected a TOML file; check"):
         read_quality(place / "none.toml")

@@ -7,9 +7,8 @@ from typing import Any, ClassVar, Literal, Self
 import xxhash
 from pydantic import Field, model_validator
 
-from qat.bench.config import read_toml
 from qat.bench.jobs import JobFiles, name_in_path
-from qat.config import Settings, fingerprint
+from qat.config import Settings, fingerprint, read_toml
 from qat.convert.config import ConvertConfig
 from qat.data.cache import ROWS
 from qat.data.config import CacheConfig
@@ -147,7 +146,7 @@ def read_quality(path: Path) -> QualityRecipe:
     Raises:
         ConfigError: the file is missing, is not TOML, or has an unknown, missing or invalid key.
     """
-    return QualityRecipe.parse(read_toml(path, "quality"), str(path))
+    return QualityRecipe.parse(read_toml(path, f"recipe={path}", "a quality recipe"), str(path))
 
 
 class QualityStage(Settings):
