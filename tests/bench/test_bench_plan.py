@@ -60,11 +60,6 @@ def test_a_small_card_uses_its_own_dtype_and_holds_fewer() -> None:
     assert found.max_batch == int((T4.memory_gib - RESERVED_GIB - 3.0) / 0.01)
 
 
-def test_a_card_without_bf16_is_predicted_in_fp16() -> None:
-    found = predict(measured(), V100)
-    assert found.dtype == "fp16" and predict(measured(), T4).tokens_per_s < found.tokens_per_s
-
-
 def test_without_a_memory_model_no_batch_is_predicted() -> None:
     assert predict(measured(memory=None), T4).max_batch is None
 
@@ -82,28 +77,10 @@ def test_without_a_run_only_a_card_with_room_may_hold_a_batch() -> None:
     assert [each.peak_gib for each in found] == [RESERVED_GIB + 100] * 2
 
 
-def test_layers_are_recomputed_where_the_measured_run_did() -> None:
-    assert predict(measured(), T4).recomputes
-    assert not predict(measured(recomputes=False), T4).recomputes
-
-
 @pytest.mark.parametrize("run", [measured(device=None), measured(dtype="tf64")])
 def test_from_a_device_without_a_known_peak_the_rates_alone_predict(run: Measured) -> None:
     expected = RATES.seconds(WORK, A100, "bf16", 32768)
     assert predict(run, A100).tokens_per_s == pytest.approx(1 / expected)
-
-
-@pytest.mark.parametrize("name", ["matmul_flops", "attention_flops", "elements", "weights"])
-def test_more_work_takes_longer(name: str) -> None:
-    more = replace(WORK, **{name: 2 * getattr(WORK, name)})
-    assert seconds(more) > seconds(WORK)
-
-
-def test_larger_steps_and_faster_cards_take_less_time_for_a_token() -> None:
-    assert seconds(WORK, positions=65536) < seconds(WORK)
-    assert seconds(WORK) < RATES.seconds(WORK, H100, "bf16", 32768)
-    faster = replace(H200, peak_tflops={"bf16": 2000.0})
-    assert RATES.seconds(WORK, faster, "bf16", 32768) < seconds(WORK)
 
 
 def test_a_small_step_takes_its_launches_on_every_card() -> None:

@@ -4,7 +4,6 @@ import copy
 import json
 import re
 import shutil
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -1089,20 +1088,3 @@ def test_what_a_student_ships_to_is_known_without_the_libraries_of_targets(
         return [*import_module("qat.export.targets").ships_to(students["mlx"])]
 
     assert run_ranks(1, act, tmp_path) == [[*target_names()]]
-
-
-@pytest.mark.slow
-def test_what_a_student_ships_to_is_known_without_any_extra(students: dict) -> None:
-    """As in an environment of the README's first command, which has none of them."""
-    program = f"""
-import sys
-from pathlib import Path
-sys.modules |= dict.fromkeys({EXTRAS})
-from qat.export.targets import ships_to, target_names
-assert tuple(ships_to(Path(sys.argv[1]))) == target_names()
-"""
-    found = subprocess.run(
-        [sys.executable, "-c", program, str(students["mlx"])],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr

@@ -1,7 +1,5 @@
 """`lut_gemm`: its kernel, interpreted, and the formed weight, against float64; its assembly."""
 
-import re
-
 import pytest
 import torch
 from covering import covering
@@ -14,7 +12,6 @@ from torch.nn import functional as F
 from qat.kernels import lut_gemm, lut_wgmma
 from qat.kernels.dispatch import computing_by, ways_taken
 from qat.kernels.lut_gemm import GemmTile, Part, width_for
-from qat.kernels.lut_mma import look_up_4
 from qat.kernels.lut_rows import LutRows
 from qat.kernels.tuned import forcing
 from qat.nn.packed_reader import read_packed
@@ -30,7 +27,6 @@ SPECS = {
     "e2m1": LutSpec(bits=4, codebook="e2m1", group_size=32),
 }
 I = 320
-APART = [width for width in lut_gemm.WIDTHS if 8 <= width <= lut_gemm.WIDEST_APART]
 
 
 @pytest.fixture(autouse=True)
@@ -115,17 +111,6 @@ def test_the_default_tile(M: int, width: int) -> None:
     assert 2 * lut_gemm.INPUTS * tile.columns * tile.stages <= lut_gemm.SHARED_BYTES
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_the_default_fills_a_large_gpu(bits: int) -> None:
-    for width in APART:
-        tile = lut_gemm.tile_for(8192, 8192, bits, width)
-        programs = 8192 // (lut_gemm.ROWS[1] * tile.warps) * tile.splits
-        threads = 32 * tile.warps * programs / 132
-        # 64 Ki registers, at most 128, 168 and 255 of a thread
-        most = {8: 384 if bits == 3 else 512, 16: 384}.get(width, 256)
-        assert 0.9 < threads / most <= 1, width
-
-
 @pytest.mark.parametrize(
     ("shape", "most"),
     [((1024, 512), 0), ((1024, 2048), 64), ((2560, 4096), 96), ((6144, 2560), 128)],
@@ -161,123 +146,3 @@ def test_too_few_stages_for_own_slices_are_refused(monkeypatch: pytest.MonkeyPat
     rows, _ = rows_of(SPECS["lut2_s8"], 37, 576)
     with pytest.raises(ValueError, match="too few stages for 576 inputs"):
         multiplied(torch.randn(7, 576).bfloat16(), rows, GemmTile(8, 4, 2, 4, together=4, own=1))
-
-
-@pytest.mark.parametrize(
-    ("blocks", "I", "splits"), [(32, 8192, 4), (76, 2560, 1), (152, 2560, 2), (4, 3072, 12)]
-)
-def test_as_many_programs_share_inputs_as_end_soonest(blocks: int, I: int, splits: int) -> None:
-    assert lut_gemm.splits_for(blocks, I, 2, 132)[0] == splits
-
-
-@pytest.mark.parametrize(("V", "is_spread"), [(2, False), (4, False), (4, True)])
-def test_tensor_cores_find_the_inputs_of_a_lanes_unit(V: int, is_spread: bool) -> None:
-    """What is laid out, read back as PTX says of a swizzle by 128 bytes."""
-    text = lut_wgmma._turn.fn(V, is_spread)
-    distances = [int(number) for number in re.findall(r"\[\$16 \+ (\d+)\]", text)]
-    turned = text[text.rindex("ld.global") :].partition(";")[2]
-    N, v = 16, V - 1
-    x = torch.arange(N * 4 * V * 16, dtype=torch.int16).view(N, -1)
-    words, slices = x.view(torch.int32), torch.zeros(32 * N, dtype=torch.int32)
-    for n in range(N):
-        for half in (0, 1):
-            begin = 8 * v + 4 * half
-            taken = [words[n, begin + d // 4 :][:4].tolist() for d in distances]
-            known = {f"w{4 * c + k}": taken[c][k] for c in range(4) for k in range(4)}
-            chunks = run(turned, 16, [], known)
-            for k in range(4):
-                at = lut_wgmma._chunk.fn(0, n, half, k) // 4
-                slices[at : at + 4] = torch.tensor(chunks[4 * k : 4 * k + 4], dtype=torch.int32)
-    numbers = slices.view(torch.int16)
-    for n in range(N):
-        for step in range(4):
-            for c, h, i in ((c, h, i) for c in range(4) for h in (0, 1) for i in (0, 1)):
-                place = 128 * n + 32 * step + 2 * (2 * c + i + 8 * h)
-                place ^= (place >> 7 & 7) << 4
-                number = order(is_spread)[2 * (2 * step + h) + i]
-                assert numbers[place // 2] == x[n, (c * V + v) * 16 + number]
-
-
-def order(is_spread: bool) -> list[int]:
-    """The numbers of a unit, pair by pair, as they are looked up."""
-    return [
-        8 * (q // 4) + q % 4 + 4 * i if is_spread else 2 * q + i for q in range(8) for i in (0, 1)
-    ]
-
-
-def test_a_group_of_products_takes_two_rows_of_weights_a_step() -> None:
-    text = lut_wgmma._begin.fn("bf16", 1)
-    found = re.findall(r"k16.f32.bf16.bf16 \{(.*?)\}, \{(.*?)\}", text)
-    assert [sums for sums, _ in found] == ["$0, $1, $2, $3"] * 4
-    assert found[1][1] == "$6, $14, $7, $15"
-    tied = lut_wgmma._tied.fn(1, 17).split(",")
-    assert tied == ["=f"] * 4 + ["r"] * 17 + ["0", "1", "2", "3"]
-
-
-def permuted(low: int, high: int, selector: int) -> int:
-    """`prmt.b32`: four of the eight bytes of two words, by the nibbles of a selector."""
-    octets = (high << 32 | low).to_bytes(8, "little")
-    nibbles = [selector >> 4 * k & 15 for k in range(4)]
-    assert max(nibbles) < 8  # the fourth bit would spread a sign
-    return int.from_bytes(bytes(octets[n] for n in nibbles), "little")
-
-
-def rounded(high: float, low: float, dtype: torch.dtype) -> int:
-    """`cvt.rn.*x2`: two numbers of 16 bits in one word."""
-    bits = torch.tensor([low, high]).to(dtype).view(torch.int16).tolist()
-    return bits[0] & 0xFFFF | (bits[1] & 0xFFFF) << 16
-
-
-OPERATIONS = {
-    "and.b32": lambda a, b: a & b,
-    "shr.u32": lambda a, b: a >> b,
-    "mul.lo.u32": lambda a, b: a * b,
-    "mad.lo.u32": lambda a, b, c: a * b + c,
-    "add.u32": lambda a, b: a + b,
-    "mov.b32": lambda a: a,
-    "lop3.b32": lambda a, b, c, table: {0xEA: a & b | c}[table],
-    "prmt.b32": permuted,
-    "mul.rn.f32": lambda a, b: (torch.tensor(a) * torch.tensor(b)).item(),
-    "cvt.rn.bf16x2.f32": lambda a, b: rounded(a, b, torch.bfloat16),
-    "cvt.rn.f16x2.f32": lambda a, b: rounded(a, b, torch.float16),
-}
-
-
-def run(
-    text: str,
-    num_outputs: int,
-    inputs: list[int | float],
-    known: dict[str, int | float] | None = None,
-) -> list[int]:
-    """The outputs of straight-line assembly: arguments are `$0`, `$1`, ..., the outputs first."""
-    known = {f"${num_outputs + k}": value for k, value in enumerate(inputs)} | (known or {})
-    for line in text.strip("{}").replace("\n", "").split(";"):
-        operation, _, rest = line.strip().partition(" ")
-        if operation in ("", ".reg"):
-            continue
-        target, *names = [name.strip() for name in rest.split(",")]
-        values = [known[n] if n in known else int(n, 0) for n in names]
-        found = OPERATIONS[operation](*values)
-        known[target] = found & 0xFFFFFFFF if isinstance(found, int) else found
-    return [known[f"${k}"] for k in range(num_outputs)]
-
-
-@pytest.mark.parametrize("kind", ["bf16", "f16"])
-@pytest.mark.parametrize(("bits", "is_spread"), [(2, False), (2, True), (3, False), (4, False)])
-def test_the_assembly_looks_up_rounded_products(bits: int, is_spread: bool, kind: str) -> None:
-    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[kind]
-    size = 2 if bits == 2 else 2 ** (bits - 1)
-    two = lut_gemm._look_up_2(is_spread)
-    look_up = {2: two, 3: lut_gemm._look_up_3(), 4: look_up_4(is_spread=False)}[bits]
-    for _ in range(20):
-        levels, scale = torch.randn(2**bits), torch.rand(1)
-        indices = torch.randint(2**bits, (16,))
-        table = run(lut_gemm._table(bits, kind), size, [scale.item(), *levels.tolist()])
-        number = sum(index << bits * k for k, index in enumerate(indices.tolist()))
-        width = 32 if bits == 2 else 8 * bits
-        words = [number >> width * k & 2**width - 1 for k in range(16 * bits // width)]
-        if bits == 3:
-            words[0] |= int(torch.randint(256, (1,))) << 24  # what lies there of other indices
-        pairs = run(look_up, 8, [*words, *table])
-        found = torch.tensor(pairs, dtype=torch.int64).to(torch.int32).view(dtype)
-        assert torch.equal(found, (levels * scale).to(dtype)[indices][order(is_spread)])

@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qat.kernels import lut_gemm, lut_matvec
-from qat.kernels.dispatch import tl, triton
 from qat.kernels.lut_gemm import GemmTile, Part
 from qat.kernels.lut_matvec import Norm, matvec, matvec_add
 from qat.kernels.lut_rows import SPLIT, LutRows, gathered, split, stack
-from qat.kernels.lut_sums import NO_SUMS, SumsTile, _order
+from qat.kernels.lut_sums import NO_SUMS, SumsTile
 from qat.kernels.tuned import forcing
 from qat.quant.spec import LutSpec
 
@@ -61,36 +60,6 @@ def test_hopper_looks_sums_up_of_two_bits_by_default(shape: tuple[int, int], ste
     assert (tile.columns, tile.splits) == (1, steps)
     assert lut_gemm.tile_for(*shape, 4, 1, has_groups=True).columns == 8
     assert lut_gemm.tile_for(*shape, 2, 1).columns == 8
-
-
-@triton.jit
-def _orders(out):
-    lane = tl.arange(0, 32)
-    places, selectors = _order(lane % 4, lane // 4)
-    for k in tl.static_range(2):
-        tl.store(out + k * 32 + lane, places[k])
-    for k in tl.static_range(4):
-        tl.store(out + (2 + k) * 32 + lane, selectors[k])
-
-
-def test_a_selector_takes_a_byte_and_its_column_and_no_two_lanes_need_a_bank() -> None:
-    found = torch.zeros(6, 32, dtype=torch.int32)
-    _orders[(1,)](found)
-    *places, first, second, third, fourth = found.tolist()
-    word = 0xDDCCBBAA
-    for k, selectors in ((k, s) for k in (0, 1) for s in (first, second, third, fourth)):
-        columns = set()
-        for lane in range(32):
-            q, r = lane % 4, lane // 4
-            octets = (word | places[k][lane] << 32).to_bytes(8, "little")
-            nibbles = [selectors[lane] >> 4 * n & 15 for n in range(4)]
-            signs = [octets[n - 8] >> 7 for n in nibbles if n >= 8]
-            assert signs == [0, 0]  # `prmt` spreads a byte's sign there
-            column, entry = octets[nibbles[0]] // 4, octets[nibbles[1]]
-            byte, j = column % 4, column // 4 % 2
-            assert (entry, column // 8, j) == (0xAA + 0x11 * byte, q, k ^ r // 4)
-            columns.add(column)
-        assert columns == set(range(32))
 
 
 TILES = [SumsTile(256, 1, 4), SumsTile(512, 3, 8, ahead=1)]

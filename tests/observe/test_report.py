@@ -18,7 +18,6 @@ from qat.observe.charts import (
     in_dark,
     run_charts,
     size_charts,
-    thin,
 )
 from qat.observe.page import (
     COLUMNS,
@@ -87,16 +86,6 @@ def test_bits_of_vectors_are_named_as_such(tmp_path: Path, request: pytest.Fixtu
     assert "<td>2, vectors of 4</td>" in html and "<td>2.5</td>" in html
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_what_keys_and_values_take_is_a_tile(tmp_path: Path) -> None:
-    directory = write_conversion(tmp_path / "kv")
-    report = json.loads((directory / REPORT_NAME).read_text())
-    report["kv"] = {"bits": 4, "bytes_per_token": 2016, "bf16_frac": 0.292}
-    (directory / REPORT_NAME).write_text(json.dumps(report))
-    html = write_report([directory], tmp_path / "page.html").page.read_text("utf-8")
-    assert "bytes a token, keys and values in 4 bits" in html and "2016" in html
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     """A page about a run and a conversion, which is only read."""
@@ -163,11 +152,6 @@ def test_run_without_evaluations_or_heartbeats_has_a_page(tmp_path: Path) -> Non
     assert [path.name for path in written.pictures] == ["report-loss.png"]
 
 
-def test_run_that_has_not_begun_has_a_page(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("")
-    assert write_report([tmp_path], tmp_path / "report.html").pictures == []
-
-
 def test_lowest_of_several_is_marked(run: Path, tmp_path: Path) -> None:
     better = read_directory(write_run(tmp_path / "better", floor=0.1))
     table = run_table([read_directory(run), better])
@@ -197,14 +181,6 @@ def test_number() -> None:
         assert number(value) == text
 
 
-def test_thin_keeps_the_ends() -> None:
-    for count in (0, 1, 7, 800, 801, 5000):
-        rows = [(i,) for i in range(count)]
-        kept = thin(rows)
-        assert len(kept) <= 801
-        assert kept[:1] == rows[:1] and kept[-1:] == rows[-1:]
-
-
 def test_the_dark_dress_is_what_would_be_drawn_in_it(run: Path, monkeypatch) -> None:
     chart = run_charts([read_directory(run)])[0]
     light = chart.render("svg")
@@ -221,13 +197,6 @@ def test_names_are_drawn_letter_by_letter(tmp_path: Path) -> None:
     found = [read_directory(write_run(tmp_path / name, steps=10)) for name in names]
     drawn = run_charts(found)[0].render("svg").decode()
     assert "<!-- x$x^{$ -->" in drawn and "<!--  _hidden -->" in drawn
-
-
-def test_formats_of_the_same_bits_need_no_picture_of_them(conversion: Path) -> None:
-    report = read_directory(conversion)
-    same = [m.model_copy(update={"bits_per_weight": 2.5}) for m in report.modules]
-    charts = conversion_charts(report.model_copy(update={"modules": same}))
-    assert [chart.name for chart in charts] == ["q2-layers"]
 
 
 def test_a_conversion_that_quantized_nothing_has_a_page(conversion: Path, tmp_path: Path) -> None:
@@ -253,22 +222,6 @@ def test_a_page_begins_with_model_text_date_and_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_run_alone_has_a_title_of_its_model_and_text(run: Path, tmp_path: Path) -> None:
-    info = json.loads((run / "run.json").read_text())
-    info |= {"teacher": "checkpoints/tiny-qwen3", "cache_settings": {"data": "stdlib"}}
-    (run / "run.json").write_text(json.dumps(info))
-    assert "<h1>tiny-qwen3, trained on stdlib</h1>" in page_of(run, tmp_path)
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_models_write_side_by_side_after_one_prompt(tmp_path: Path) -> None:
-    html = page_of(write_pipeline(tmp_path / "run"), tmp_path)
-    assert "Return &lt;i&gt;" in html and "bytes &lt;b&gt;read&lt;/b&gt;" in html
-    names = re.findall(r"<h3>(\w+)</h3><pre>", html)
-    assert names == ["teacher", "converted", "trained"]
-
-
-@pytest.mark.usefixtures("undrawn")
 def test_health_is_folded_unless_something_is_wrong(run: Path, tmp_path: Path) -> None:
     (run / "run.json").write_text(json.dumps({"forced": []}))
     html = page_of(run, tmp_path)
@@ -276,16 +229,6 @@ def test_health_is_folded_unless_something_is_wrong(run: Path, tmp_path: Path) -
     (run / "run.json").write_text(json.dumps({"forced": ["disk"]}))
     html = page_of(run, tmp_path)
     assert re.search(r"<details class=\"card\" open>\n<summary class=\"look\">Health: 1 of", html)
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_hashes_are_short_and_few(run: Path, tmp_path: Path) -> None:
-    marks = [f"15:{number:016x}" for number in range(64)]
-    info = {"judged": marks, "student_fingerprint": "10adf6aa49a8e414d028766b1e0ee871"}
-    (run / "run.json").write_text(json.dumps(info))
-    html = page_of(run, tmp_path)
-    assert marks[0] not in html and "64 held-out sequences" in html
-    assert "<td>10adf6aa49a8</td>" in html
 
 
 @pytest.mark.usefixtures("undrawn")

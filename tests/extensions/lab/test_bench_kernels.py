@@ -1,7 +1,6 @@
 """`qat bench kernels`: gates short-circuit, a slow or wrong configuration never wins."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +32,7 @@ from qat.extensions.lab.kernels.gates import (
     num_bytes,
     numbers,
 )
-from qat.extensions.lab.kernels.run import record_figures, run_kernels
+from qat.extensions.lab.kernels.run import run_kernels
 from qat.extensions.lab.kernels.tune import tune, write_table
 from qat.kernels import tuned
 
@@ -286,17 +285,6 @@ def test_devices_have_tables_of_their_own() -> None:
     assert tuned.chosen("planted", (1,), Stops(20), CPU) == Stops(20)
 
 
-def test_tuning_on_a_gpu_writes_the_table_and_the_figures(tmp_path, monkeypatch) -> None:
-    """As far as a CPU can tell: the report is a tuned one's."""
-    tables: Mapping = {"command": "qat bench kernels", "commit": "0", "device": "cpu"}
-    report = module.KernelsReport(tmp_path, [], RATES, "", [tuned_by(Stops(2))])
-    assert report.worst_ratio >= 1
-    record_figures(tmp_path / "new" / "figures.jsonl", report.figures(), tables)
-    (line,) = [json.loads(x) for x in (tmp_path / "new" / "figures.jsonl").read_text().splitlines()]
-    assert line["figure"] == "autotune_worst_ratio" and line["goal"] == ">= 1.0"
-    assert line["command"] == "qat bench kernels" and line["value"] == round(report.worst_ratio, 3)
-
-
 def test_the_verb_prints_a_table_and_fails_with_the_gate(tmp_path, monkeypatch, capsys) -> None:
     from qat.extensions.lab.verbs import kernels
 
@@ -309,11 +297,3 @@ def test_the_verb_prints_a_table_and_fails_with_the_gate(tmp_path, monkeypatch, 
     with pytest.raises(BenchError, match="gate 'compile'"):
         kernels(config=config, out=tmp_path / "p")
     assert "planted failed the gate compile: at N=7" in capsys.readouterr().out
-
-
-def test_what_one_kernel_writes_and_the_next_reads_counts_twice() -> None:
-    case = all_cases()["other words"]
-    size = case.odd[-1]
-    inputs = case.inputs(SEEDS.room(0), size)
-    logits, shares = 4, inputs["hidden"].element_size()
-    assert case.num_bytes(inputs, {}, size) == 2 * size["T"] * size["V"] * (logits + shares)

@@ -109,24 +109,6 @@ def correlated(I: int, tokens: int = 256) -> torch.Tensor:
     return x.T @ x / tokens
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-def test_gptq_errs_less_than_rounding_on_its_inputs(bits: int) -> None:
-    weight, H = torch.randn(24, 160), correlated(160)
-    errors = [
-        torch.trace((weight - found) @ H @ (weight - found).T).item()
-        for found in (gptq(weight, H, bits, 32), round_to_nearest(weight, bits, 32))
-    ]
-    assert errors[0] < 0.6 * errors[1]
-
-
-def test_gptq_stays_on_the_grid_and_rounds_where_inputs_do_not_hang_together() -> None:
-    weight = torch.randn(8, 64)
-    torch.testing.assert_close(gptq(weight, torch.eye(64), 2, 16), round_to_nearest(weight, 2, 16))
-    grid, found = minmax_grid(weight, 2, 16), gptq(weight, correlated(64), 2, 16)
-    codes = (found.unflatten(1, (-1, 16)) / grid.scales[..., None]) + grid.zeros[..., None]
-    torch.testing.assert_close(codes, codes.round().clamp(0, 3))
-
-
 def test_gptq_is_optimal_brain_quantization_column_by_column() -> None:
     weight, H = torch.randn(3, 32).double(), correlated(32)
     order = damped(H).diagonal().argsort(descending=True)
@@ -154,14 +136,6 @@ def test_full_rank_scales_are_those_of_the_groups() -> None:
     weight = torch.randn(24, 64)
     expected = weight.unflatten(1, (4, 16)).abs().amax(2).repeat_interleave(16, 1)
     torch.testing.assert_close(svd_scale(weight, 4, 16).formed(), expected)
-
-
-def test_new_ranks_hardly_matter() -> None:
-    scale = svd_scale(torch.randn(24, 64), 2, 16)
-    more = more_ranks(scale, 8, torch.Generator())
-    assert more.A.shape == (24, 8) and more.B.shape == (8, 64)
-    assert (more.formed() - scale.formed()).abs().max() < 0.06
-    assert torch.equal(more.A[:, :2], scale.A) and torch.equal(more.g[2:], torch.full((6,), 0.01))
 
 
 @pytest.mark.parametrize("rank", [3, 20])
@@ -476,30 +450,6 @@ def test_split_experts_compute_what_the_stack_did() -> None:
 @pytest.mark.parametrize("method", TRAINED)
 def test_a_step_has_a_time(cache: TeacherCache, method: str) -> None:
     assert time_step(method, teacher(), cache, settings=settings(), steps=2) > 0
-
-
-def test_the_formed_reference_learns_what_the_factored_one_does(cache: TeacherCache) -> None:
-    students = [
-        train_baseline(
-            "reference",
-            teacher(),
-            TOKENIZER,
-            cache,
-            settings=settings(max_steps=3, factored=factored),
-        )
-        for factored in (True, False)
-    ]
-    for one, other in zip(*map(lambda s: _linears(s.model), students), strict=True):
-        torch.testing.assert_close(one.weight, other.weight, rtol=1e-2, atol=1e-4)
-
-
-def test_the_teachers_likeliest_token_may_count(cache: TeacherCache) -> None:
-    values = {"lr": 1e-2, "hard_top1": 0.5, "factored": False, "max_steps": 3}
-    found = train_baseline("reference", teacher(), TOKENIZER, cache, settings=settings(**values))
-    plain = train_baseline(
-        "reference", teacher(), TOKENIZER, cache, settings=settings(**{**values, "hard_top1": 0.0})
-    )
-    assert kl(found.model, cache) != kl(plain.model, cache)
 
 
 def test_what_cannot_be_compiled_runs_eagerly(cache: TeacherCache) -> None:

@@ -8,7 +8,6 @@ import pytest
 import tomli_w
 
 from qat.errors import ConfigError, DataError
-from qat.extensions.lab.quality import plan
 from qat.extensions.lab.quality.plan import (
     QualityPlan,
     QualityRecipe,
@@ -59,11 +58,6 @@ def test_tables_of_the_file_are_defaults(place: Path) -> None:
     assert (config.lr, config.loss, config.seed, config.device) == (0.5, "sampled", 3, "cpu")
     assert (config.batch_size, config.max_steps, config.eval_every) == (8, 10, 10)
     assert plan.cache == {"draws": 9} and plan.seeds == (0,) and plan.steps == 10
-
-
-def test_an_optimizer_step_keeps_its_sequences(place: Path) -> None:
-    (plan,) = plans({"name": "a", "train": {"grad_accum_steps": 4}})
-    assert train_config(plan.stages[0], Path("cache")).sequences_per_step == 8
 
 
 def test_conversions_calibrate_on_the_cache_unless_told(place: Path) -> None:
@@ -211,12 +205,3 @@ def test_equal_time_turns_a_clock_into_steps(place: Path) -> None:
     assert times[time_key(found[0])] == [2.0]
     steps = {plan.name: plan.steps for plan in with_equal_time(found, times)}
     assert steps == {"slow": 10, "stages": 10, "fast": 40, "other": 10}
-
-
-def test_the_text_of_stdlib_counts_not_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = plan.content_of("stdlib")
-    (tmp_path / "stdlib.jsonl.gz").write_bytes(b"another text")
-    monkeypatch.setattr("qat.data.sources.STDLIB", tmp_path / "stdlib.jsonl.gz")
-    assert plan.content_of("stdlib") not in {before, "stdlib"}

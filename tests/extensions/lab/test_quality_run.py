@@ -154,25 +154,6 @@ def test_what_is_finished_is_kept(place: Path, monkeypatch, capsys) -> None:
     assert "with another texts" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_some_recipes_run_and_others_keep_what_they_found(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    write({"name": "one"}, {"name": "two"}, {"name": "three"})
-
-    def found(only: str) -> list[str]:
-        assert call(monkeypatch, "--only", only) == 0
-        rows = read_json_lines(Path("out/results.jsonl"))
-        return [row["recipe"] for row in rows if row["text"] == rows[0]["text"]]
-
-    assert found("tw") == ["teacher", "two"]
-    assert set(found("one | no such word")) == {"teacher", "one", "two"}
-    assert set(found("")) == {"teacher", "one", "two", "three"}
-    assert call(monkeypatch, "--only", "four") == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "only=four, but no recipe's name holds that; choose among 'one', 'two'" in error
-
-
 @pytest.mark.usefixtures("undrawn")
 def test_a_job_that_was_stopped_goes_on(place: Path, monkeypatch) -> None:
     from qat.extensions.lab.quality import job as students
@@ -209,23 +190,6 @@ def test_a_job_that_was_stopped_before_its_first_checkpoint_begins_anew(
     assert read_json_lines(stage / "metrics.jsonl") and not (stage / "latest").exists()
     assert call(monkeypatch) == 0
     assert {row["recipe"] for row in read_json_lines(Path("out/results.jsonl"))} == {"teacher", "a"}
-
-
-@pytest.mark.slow
-def test_equal_time_in_a_run(place: Path, monkeypatch) -> None:
-    seconds = {"slow": 3.0, "fast": 1.0}
-    monkeypatch.setattr(
-        "qat.extensions.lab.quality.prepare.time_plan", lambda _, plan: [[seconds[plan.name]]]
-    )
-    recipes = [{"name": "slow"}, {"name": "fast", "train": {"lr": 0.1}, "equal_time_to": "slow"}]
-    write(*recipes, max_steps=1)
-    assert call(monkeypatch) == 0
-    rows = read_json_lines(Path("out/results.jsonl"))
-    assert {row["recipe"]: row["steps"] for row in rows} == {"teacher": 0, "slow": 1, "fast": 3}
-    monkeypatch.setattr(
-        "qat.extensions.lab.quality.prepare.time_plan", lambda *_: pytest.fail("timed twice")
-    )
-    assert call(monkeypatch) == 0
 
 
 @pytest.mark.slow
@@ -314,15 +278,6 @@ def test_a_recipe_that_cannot_be_made_is_a_row(place: Path, monkeypatch, capsys)
         "teacher",
         "good",
     }
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_conversion_that_fails_is_a_row_too(place: Path, monkeypatch) -> None:
-    """What shapes do not tell: here a text to calibrate on that is gone."""
-    gone = {"name": "gone", "train": False, "convert": {"calibration": "gone.txt"}}
-    write(gone, {"name": "good", "train": False})
-    assert call(monkeypatch) == 0
-    assert "calibration=gone.txt is no file" in Path("out/quality.md").read_text()
 
 
 def test_jobs_go_where_fewest_run() -> None:

@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 from qat.bench.results import markdown_table
-from qat.extensions.lab.quality.run import COMMON, best, cells, charts, stat, summarise
+from qat.extensions.lab.quality.run import COMMON, best, cells, charts, summarise
 
 TEXTS = ("own", "other")
 
@@ -39,11 +39,6 @@ def test_mean_and_spread_over_seeds() -> None:
     assert found.stats["peak_gib"] is None and lines[1].stats["kl_nats.own"].std is None
 
 
-def test_a_stat_of_what_was_measured() -> None:
-    assert stat([None, None]) is None
-    assert stat([2.0, None]).mean == 2.0
-
-
 def test_the_page_shows_what_was_measured() -> None:
     headings, body = cells(summarise(rows(), TEXTS), TEXTS)
     shown = dict(zip(headings, body[2], strict=True))
@@ -51,13 +46,6 @@ def test_the_page_shows_what_was_measured() -> None:
     assert shown["GiB"] == "-" and shown["Mtokens"] == "2.00"
     text = markdown_table(*cells(summarise(rows(), TEXTS), TEXTS))
     assert text.count("\n") == 6 and r"| a\|b | 3 |" in text
-
-
-def test_rows_of_before_own_words_were_judged_are_shown() -> None:
-    old = [{k: v for k, v in each.items() if k != "kl_own_nats"} for each in rows()]
-    headings, body = cells(summarise(old, TEXTS), TEXTS)
-    shown = dict(zip(headings, body[2], strict=True))
-    assert shown["KL own words"] == "-" and shown["KD"] == "1.0000"
 
 
 def test_pictures() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from qat.cli import main
 from qat.errors import ConfigError
-from qat.extensions.lab.compare import compare_files, draw_medians, read_cases, write_record
+from qat.extensions.lab.compare import compare_files, read_cases, write_record
 from qat.extensions.lab.leaderboard import read_records
 from qat.logs import read_json_lines
 
@@ -38,13 +38,6 @@ def source(tmp_path: Path) -> Path:
 def fill(where: Path, *rows: dict[str, object]) -> None:
     where.mkdir(exist_ok=True)
     (where / "results.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-
-
-def test_cases_are_drawn_letter_by_letter(tmp_path: Path) -> None:
-    fill(tmp_path, row("x$x^{$", 1.0), row("wide", 100.0))
-    draw_medians(read_cases(tmp_path), tmp_path / "medians.svg")
-    drawn = (tmp_path / "medians.svg").read_text()
-    assert "<!-- x$x^{$ -->" in drawn and "<!-- 100 -->" in drawn and "mathdefault" not in drawn
 
 
 def test_a_record_holds_what_it_takes_to_judge_it(source, tmp_path, monkeypatch, capsys) -> None:
