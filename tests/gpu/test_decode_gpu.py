@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from lut_matvec_case import SPECS, rows_of
 from quantized import tiny_quantized
 from three_way import assert_no_worse_than_eager
@@ -57,10 +58,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_packed_errs_no_more_than_the_formed_weight(shape: tuple[int, int], spec: LutSpec) -> None:
-    O, I = shape
+@pytest.mark.parametrize(("name", "shape"), covering(SPECS, SHAPES))
+def test_packed_errs_no_more_than_the_formed_weight(name: str, shape: tuple[int, int]) -> None:
+    spec, (O, I) = SPECS[name], shape
     bias = torch.randn(O)
     for B in (1, 3, 8):
         for is_short in (False, True):
@@ -272,10 +272,15 @@ def test_attention_of_one_position(heads: tuple[int, int, int], at: int) -> None
     assert torch.equal(copy.values.cpu(), cache.values)
 
 
-@pytest.mark.parametrize("heads", [(32, 8, 128), (16, 8, 64), (4, 4, 32)])
-@pytest.mark.parametrize("at", [0, 1, 63, 700, 1023])
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("at", "heads", "dtype", "bits"),
+    covering(
+        [0, 1, 63, 700, 1023] * 3,
+        [(32, 8, 128), (16, 8, 64), (4, 4, 32)],
+        [torch.bfloat16, torch.float16, torch.float32],
+        [8, 4],
+    ),
+)
 def test_attention_of_one_position_over_a_packed_cache(
     heads: tuple[int, int, int], at: int, bits: int, dtype: torch.dtype
 ) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from lut_matvec_case import rows_of
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
@@ -23,6 +24,7 @@ SPECS = {
     "lut4_s8": LutSpec(bits=4, group_size=16, scale_bits=8),
     "e2m1": LutSpec(bits=4, codebook="e2m1", group_size=32),
 }
+SHAPES = ((37, 320), (333, 2624), (1056, 1088))
 TILES = (GemmTile(8, 2, 3, 6), GemmTile(24, 4, 2, 4), GemmTile(64, 8, 1, 6), GemmTile(128, 8, 4, 3))
 TOGETHER = (
     GemmTile(16, 4, 1, together=4),
@@ -62,13 +64,14 @@ def check_sums(found: Tensor, x: Tensor, formed: Tensor, bias: Tensor) -> None:
     assert torch.allclose(found.double(), sums, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("shape", [(37, 320), (333, 2624), (1056, 1088)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    covering([*SPECS] * 2, SHAPES, [torch.bfloat16, torch.float16]),
+)
 def test_errs_no_more_than_the_formed_weight(
-    spec: LutSpec, dtype: torch.dtype, shape: tuple[int, int]
+    name: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    O, I = shape
+    spec, (O, I) = SPECS[name], shape
     rows, W = rows_of(spec, O, I, device="cuda")
     (part,) = Part.of(rows)
     W, bias, formed = W.cuda(), torch.randn(O, device="cuda"), part.formed(dtype)
@@ -133,7 +136,7 @@ needs_hopper = pytest.mark.skipif(
 
 
 @needs_hopper
-@pytest.mark.parametrize("shape", [(37, 320), (333, 2624), (1056, 1088)])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("spec", [spec for spec in SPECS.values() if spec.bits == 2])
 def test_sums_that_are_looked_up_are_rounded_once(

@@ -1,7 +1,10 @@
 """Sampling of many rows on a GPU: the kernels, then whole batches. Run with `-m gpu`."""
 
+from itertools import product
+
 import pytest
 import torch
+from covering import covering
 from quantized import tiny_quantized
 from three_way import assert_no_worse_than_eager
 from tiny import tiny_model
@@ -45,9 +48,9 @@ def test_sum_and_norm(D: int, dtype: torch.dtype) -> None:
     assert_no_worse_than_eager(found, eager, exact, slack=2e-6)
 
 
-@pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    ("heads", "dtype", "has_norms"), covering(HEADS * 2, DTYPES, [False, True])
+)
 def test_heads_find_their_places(
     heads: tuple[int, int, int], dtype: torch.dtype, has_norms: bool
 ) -> None:
@@ -91,14 +94,16 @@ def test_each_slot_attends_to_what_it_holds(
     assert_no_worse_than_eager(found, eager, exact, slack=slack)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("B", "heads"), [*((7, heads) for heads in HEADS), (420, HEADS[0])])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    covering(product([*((7, heads) for heads in HEADS), (420, HEADS[0])], [8, 4]), DTYPES),
+)
 def test_packed_slots_hold_and_say_what_plain_pytorch_does(
-    B: int, heads: tuple[int, int, int], dtype: torch.dtype, bits: int
+    case: tuple[tuple[int, tuple[int, int, int]], int], dtype: torch.dtype
 ) -> None:
     """Several warps share a head of few slots; of many slots a warp has a head."""
-    (H, J, D), N = heads, 300 if B == 7 else 70
+    (B, (H, J, D)), bits = case
+    N = 300 if B == 7 else 70
     angle = torch.zeros(N, D, device="cuda")  # no rotation: keys are then equal to the bit
     angles, scoring = Angles(angle.cos(), angle.sin()), Scoring(D**-0.5)
     qkv = torch.randn(B * N, (H + 2 * J) * D, device="cuda").to(dtype)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from teacher_targets import targets_of
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
@@ -131,8 +132,7 @@ def test_nothing_but_values_without_gradients() -> None:
     assert not loss.requires_grad and loss.item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", WITH_TEACHER)
-@pytest.mark.parametrize("junk", [1e30, torch.inf, torch.nan])
+@pytest.mark.parametrize(("name", "junk"), covering(WITH_TEACHER, [1e30, torch.inf, torch.nan]))
 def test_padding_changes_nothing(name: str, junk: float) -> None:
     hidden, head, clean = parts(torch.float32)
     rows = ~clean.mask

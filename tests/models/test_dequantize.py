@@ -12,6 +12,7 @@ from pathlib import Path
 import families
 import pytest
 import torch
+from covering import covering
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
@@ -90,13 +91,11 @@ def checkpoint(out: Path, settings: dict[str, object], linear: dict[str, Tensor]
     return str(out)
 
 
-@pytest.mark.parametrize("shuffles", [False, True])
-@pytest.mark.parametrize(("kind", "offset"), [("gptq", 1), ("gptq_v2", 0)])
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_gptq_is_read_as_floats(
-    bits: int, kind: str, offset: int, shuffles: bool, tmp_path: Path
-) -> None:
-    linear, weight = gptq(bits, offset, shuffles=shuffles)
+@pytest.mark.parametrize(
+    ("bits", "kind", "shuffles"), covering([2, 4, 8], ["gptq", "gptq_v2"], [False, True])
+)
+def test_gptq_is_read_as_floats(bits: int, kind: str, shuffles: bool, tmp_path: Path) -> None:
+    linear, weight = gptq(bits, int(kind == "gptq"), shuffles=shuffles)
     settings = {"quant_method": "gptq", "bits": bits, "group_size": 16, "checkpoint_format": kind}
     found = load_model(checkpoint(tmp_path / "in", settings, linear), device="cpu", dtype="fp32")
     assert torch.equal(found.model.model.layers[1].mlp.up_proj.weight, weight.float())
@@ -365,10 +364,10 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize("harm", DAMAGES)
-@pytest.mark.parametrize(
-    "form", ["plain", "streamed", "packed q2a4", "one scheme", "two schemes", "gptq", "awq"]
-)
+FORMS = ("plain", "streamed", "packed q2a4", "one scheme", "two schemes", "gptq", "awq")
+
+
+@pytest.mark.parametrize(("form", "harm"), covering(FORMS, DAMAGES))
 def test_every_tensor_came_from_the_file(
     opened: Path, tmp_path: Path, form: str, harm: str, capfd
 ) -> None:
@@ -401,8 +400,10 @@ def test_every_tensor_of_a_gguf_file_is_there(opened: Path, tmp_path: Path, capf
         assert "\n" not in str(caught.value) and "LOAD REPORT" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("part", ["weight_packed", "weight_scale", "weight_shape"])
-@pytest.mark.parametrize("form", ["one scheme", "two schemes"])
+@pytest.mark.parametrize(
+    ("part", "form"),
+    covering(["weight_packed", "weight_scale", "weight_shape"], ["one scheme", "two schemes"]),
+)
 def test_every_part_of_compressed_tensors_is_there(
     opened: Path, tmp_path: Path, form: str, part: str, capfd
 ) -> None:
@@ -515,16 +516,15 @@ def test_parts_that_do_not_fit_each_other_are_one_line(method: str, part: str, t
         assert "\n" not in str(said.value), harm
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "said", "method"),
     [
-        ({"group_size": 10**18}, "group_size=1000000000000000000 for 64 inputs, expected 4"),
-        ({"group_size": "16"}, "group_size='16'"),
-        ({"group_size": 32}, "group_size=32"),
-        ({"bits": 4.0}, r"weights of 4\.0 bits"),
-        ({"bits": 10**18}, "weights of 1000000000000000000 bits"),
-        ({"bits": [4]}, r"weights of \[4\] bits"),
+        ({"group_size": 10**18}, "group_size=1000000000000000000 for 64 inputs", "gptq"),
+        ({"group_size": "16"}, "group_size='16'", "awq"),
+        ({"group_size": 32}, "group_size=32", "gptq"),
+        ({"bits": 4.0}, r"weights of 4\.0 bits", "awq"),
+        ({"bits": 10**18}, "weights of 1000000000000000000 bits", "gptq"),
+        ({"bits": [4]}, r"weights of \[4\] bits", "awq"),
     ],
 )
 def test_settings_that_fit_no_parts_are_one_line(
@@ -549,8 +549,7 @@ def test_a_quantization_that_is_no_table_is_one_line(settings: object, tmp_path:
     assert "\n" not in str(said.value)
 
 
-@pytest.mark.parametrize("form", ["one scheme", "two schemes"])
-@pytest.mark.parametrize("key", ["ignore", "targets"])
+@pytest.mark.parametrize(("form", "key"), [("one scheme", "ignore"), ("two schemes", "targets")])
 def test_a_pattern_of_a_quantization_ends(
     opened: Path, tmp_path: Path, form: str, key: str, monkeypatch
 ) -> None:
@@ -567,13 +566,12 @@ def test_a_pattern_of_a_quantization_ends(
         load_model(str(source), device="cpu")
 
 
-@pytest.mark.parametrize("folder", [False, True])
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("key", "said", "folder"),
     [
-        ("num_hidden_layers", "num_hidden_layers=10+, expected at most 4,096"),
-        ("vocab_size", "vocab_size=10+, expected at most"),
-        ("hidden_size", "hidden_size=10+, expected at most"),
+        ("num_hidden_layers", "num_hidden_layers=10+, expected at most 4,096", False),
+        ("vocab_size", "vocab_size=10+, expected at most", True),
+        ("hidden_size", "hidden_size=10+, expected at most", False),
     ],
 )
 def test_a_configuration_of_hostile_numbers_is_refused(

@@ -5,6 +5,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from covering import covering
 from gguf_case import write_gguf
 from transformers.modeling_gguf_pytorch_utils import _gguf_parse_value
 
@@ -15,8 +16,7 @@ teach_q2_0()
 KINDS = sorted(gguf.quants._type_traits, key=lambda kind: kind.name)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-@pytest.mark.parametrize("chunk", [1, 2**11, 2**18])
+@pytest.mark.parametrize(("kind", "chunk"), covering(KINDS, [1, 2**11, 2**18]))
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes give infinite scales
 def test_blocks_are_dequantized_to_the_same_bits(
     kind: gguf.GGMLQuantizationType, chunk: int, monkeypatch: pytest.MonkeyPatch

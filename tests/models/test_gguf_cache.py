@@ -10,6 +10,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+from covering import covering
 from gguf_case import write_gguf
 from safetensors import safe_open
 from tiny import tiny_tokenizer
@@ -158,8 +159,12 @@ def test_a_file_that_changes_while_it_is_converted_is_not_kept(root: Path, tmp_p
     assert is_equal(weights(path), plain(path))
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "gone", "unlisted", "one more"])
-@pytest.mark.parametrize("part", ["float32", "tokenizer", "config"])
+@pytest.mark.parametrize(
+    ("damage", "part"),
+    covering(
+        ["cut", "changed", "gone", "unlisted", "one more"], ["float32", "tokenizer", "config"]
+    ),
+)
 def test_a_damaged_entry_is_made_again(part: str, damage: str, root: Path, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf")
     before, tokens = weights(path), load_tokenizer(str(path)).get_vocab()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import covering
 
 from qat.errors import CheckpointError
 from qat.models.gguf_header import read_array, read_header, read_rows
@@ -51,8 +52,7 @@ def test_rows_are_those_of_the_library(file: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("count", [2, 2**40, 2**64 - 1])
-@pytest.mark.parametrize("kind", [0, 8, 9])
+@pytest.mark.parametrize(("count", "kind"), covering([2, 2**40, 2**64 - 1], [0, 8, 9]))
 def test_an_array_beyond_the_end_is_none(kind: int, count: int) -> None:
     data = b"key" + struct.pack("<IQ", kind, count) + b"\0"
     assert read_array(memoryview(data), 3) is None

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from covering import covering
 from gguf import GGUFWriter
 from quantized import SPECS, tiny_quantized
 from tiny import tiny_model, tiny_tokenizer
@@ -71,8 +72,13 @@ def test_a_damaged_configuration_is_one_line(name: str, teacher: Path) -> None:
     assert str(teacher) in refused(lambda path: load_model(path, device="cpu"), teacher)
 
 
-@pytest.mark.parametrize("text", ["[]", "7", "{", "null", "[" * 3000, "\0"])
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("text", "name"),
+    covering(
+        ["[]", "7", "{", "null", "[" * 3000, "\0"],
+        ["config.json", "generation_config.json", "tokenizer_config.json"],
+    ),
+)
 def test_a_file_that_is_no_table_is_named(name: str, text: str, teacher: Path) -> None:
     (teacher / name).write_text(text)
     opener = load_tokenizer if "token" in name else lambda path: load_model(path, device="cpu")
@@ -92,8 +98,13 @@ def test_an_absurd_id_of_a_token_is_one_line(teacher: Path) -> None:
     assert "has a token of id 2147483648" in refused(load_tokenizer, teacher)
 
 
-@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
-@pytest.mark.parametrize("value", ["org/kernel", "flash_attention_2", {"": "org/kernel"}])
+@pytest.mark.parametrize(
+    ("value", "key"),
+    covering(
+        ["org/kernel", "flash_attention_2", {"": "org/kernel"}],
+        ["attn_implementation", "_attn_implementation"],
+    ),
+)
 def test_no_configuration_has_a_kernel_fetched(
     key: str, value: object, teacher: Path, student: Path
 ) -> None:

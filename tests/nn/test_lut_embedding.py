@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from covering import covering
 from quantized import SPECS, random_weight
 from torch import nn
 from torch.nn import functional as F
@@ -31,10 +32,9 @@ def embedding(spec: LutSpec, dtype: torch.dtype = torch.float32) -> FrozenLutEmb
     return FrozenLutEmbedding(random_weight(V, width(spec), spec), spec, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spec", TABLES.values(), ids=TABLES)
-def test_gathered_rows_are_those_of_the_table(spec: LutSpec, dtype: torch.dtype) -> None:
-    table = embedding(spec, dtype)
+@pytest.mark.parametrize(("name", "dtype"), covering(TABLES, DTYPES))
+def test_gathered_rows_are_those_of_the_table(name: str, dtype: torch.dtype) -> None:
+    table = embedding(TABLES[name], dtype)
     whole = dequantize(table.quantized()).to(dtype)
     ids = torch.tensor([[0, V - 1, 5], [5, 5, 17]])
     for _ in range(2):  # from packed rows, then from the table that a tied head has formed

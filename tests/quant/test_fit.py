@@ -5,6 +5,7 @@ Shapes: O out_features, I in_features.
 
 import pytest
 import torch
+from covering import covering
 from quantized import SPECS, random_weight
 from torch import Tensor
 
@@ -52,10 +53,9 @@ def rounded_to_absmax(weight: Tensor, spec: LutSpec) -> QuantizedWeight:
     return QuantizedWeight(nearest_indices(weight, S, levels), levels, scales)
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize(("O", "I"), SHAPES)
-def test_every_format_comes_back_as_stored(name: str, O: int, I: int) -> None:
-    spec = SPECS[name]
+@pytest.mark.parametrize(("name", "shape"), covering(SPECS, SHAPES))
+def test_every_format_comes_back_as_stored(name: str, shape: tuple[int, int]) -> None:
+    spec, (O, I) = SPECS[name], shape
     spec = spec.model_copy(update={"rank": min(spec.rank, O)})
     fitted = fit_weight(torch.randn(O, I) * 0.05, spec)
     assert same_bits(fitted, as_stored(fitted))

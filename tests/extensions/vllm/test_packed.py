@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import covering
 from huggingface_hub.errors import HFValidationError
 from quantized import ROUNDINGS, SPECS, frozen_linear, random_weight, rounding, with_adapter
 from safetensors.torch import save_file
@@ -73,10 +74,9 @@ def held(linear: QuantLinear, part: Part, rows: slice | Tensor) -> list[Tensor]:
     return cut
 
 
-@pytest.mark.parametrize("is_adapted", [False, True])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_an_operator_multiplies_by_what_the_model_does(spec: LutSpec, is_adapted: bool) -> None:
-    linear = frozen_linear(O, I, spec)
+@pytest.mark.parametrize(("name", "is_adapted"), covering(SPECS, [False, True]))
+def test_an_operator_multiplies_by_what_the_model_does(name: str, is_adapted: bool) -> None:
+    linear = frozen_linear(O, I, SPECS[name])
     if is_adapted:
         with_adapter(linear)
     part = part_of(linear, O)
@@ -233,10 +233,9 @@ def test_tables_are_looked_up_by_rows_and_padded_with_zeros() -> None:
 E = 3
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 11])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_each_row_is_multiplied_with_its_expert(spec: LutSpec, num_rows: int) -> None:
-    linear = with_adapter(frozen_linear(E * O, I, spec))
+@pytest.mark.parametrize(("name", "num_rows"), covering(SPECS, [1, 2, 3, 11]))
+def test_each_row_is_multiplied_with_its_expert(name: str, num_rows: int) -> None:
+    linear = with_adapter(frozen_linear(E * O, I, SPECS[name]))
     part = part_of(linear, E * O)
     weights = held(linear, part, slice(0, E * O))
     x, experts = torch.randn(num_rows, I), torch.randint(E, (num_rows,))
