@@ -265,7 +265,7 @@ def record(
 VERBS = {
     baselines: "qat bench baselines tiny --only ours,plain-eager",
     quality: "qat bench quality speedrun/recipes/quality_tiny.toml --out runs/tiny",
-    kernels: "qat bench kernels --only lut",
+    kernels: "qat bench kernels --only matvec",
     compare: "qat bench compare runs/bench/BEFORE runs/bench/AFTER",
     record: "qat bench record two-words --from runs/bench/TIME",
 }
