@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import LogitsProcessor
 
 from qat.backend.device import on
 from qat.generate.decode import Sampling
 from qat.generate.step import DecodeLayer, DecodeStep, Together, form_rows
-from qat.generate.text import continue_rows
+from qat.generate.text import continue_rows, generation_config
 from qat.kernels.add_norm import add_norm_
 from qat.kernels.cache import EVERY, Cache, Scoring
 from qat.kernels.draw_next import draw_next
@@ -416,13 +416,8 @@ class Waves:
     def _wave(self, requests: Sequence[Request], limit: int) -> list[list[int]]:
         ids = torch.tensor([request.ids for request in requests])
         uniforms = torch.from_numpy(np.stack([request.uniforms() for request in requests]))
-        ends = sorted(self._batch.ends)
-        config = GenerationConfig(
-            max_new_tokens=limit,
-            do_sample=False,
-            eos_token_id=ends or None,
-            pad_token_id=ends[0] if ends else None,
-        )
+        # the processor draws, so that the most likely token is the drawn one
+        config = generation_config(sorted(self._batch.ends), limit, temperature=0, top_p=1)
         drawing = _Drawing(uniforms, ids.shape[1], self._batch.sampling)
         return continue_rows(self._model, ids, config, processor=drawing)
 

@@ -72,7 +72,7 @@ def generate_text(
     check_vocabulary(int(ids.max()), own.config.vocab_size)
     _refuse_media(own, tokenizer, ids)
     ends = closing_tokens(own, tokenizer.eos_token_id)
-    config = _generation_config(ends, max_new_tokens, temperature, top_p)
+    config = generation_config(ends, max_new_tokens, temperature, top_p)
     if isinstance(model, Decoder):
         new_ids = _decode(model, ids, config, streamer)
     else:
@@ -95,7 +95,7 @@ def sample_continuations(
     (`qat.backend.device.seeded`).
     """
     ends = closing_tokens(model, end)
-    return continue_rows(model, ids, _generation_config(ends, max_new_tokens, 1.0, top_p))
+    return continue_rows(model, ids, generation_config(ends, max_new_tokens, 1.0, top_p))
 
 
 def continue_rows(
@@ -254,7 +254,7 @@ def distinct_frac(ids: list[int]) -> float:
     return len(set(ids)) / len(ids)
 
 
-def _generation_config(
+def generation_config(
     ends: list[int], max_new_tokens: int, temperature: float, top_p: float
 ) -> GenerationConfig:
     """Return a new configuration that takes only the end tokens from the checkpoint."""
