@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.backend.device import select
+from qat.convert.calibration_data import Calibration, calibration_batches
 from qat.convert.config import ConvertConfig
-from qat.convert.convert import Calibration, calibration_batches, convert_model
+from qat.convert.convert import convert_model
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
 from qat.models.checkpoint import save_checkpoint

@@ -20,8 +20,9 @@ from figures import record
 
 from qat.backend.base import Backend
 from qat.backend.device import select
+from qat.convert.calibration_data import calibration_batches
 from qat.convert.config import ConvertConfig
-from qat.convert.convert import calibration_batches, convert_model
+from qat.convert.convert import convert_model
 from qat.models.load import load_model, load_tokenizer
 
 app = App(help=__doc__)

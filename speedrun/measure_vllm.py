@@ -33,8 +33,9 @@ from speed_case import Row, show
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from qat.convert.checkpoint import convert_checkpoint
 from qat.convert.config import ConvertConfig
-from qat.convert.convert import check_conversion, convert_checkpoint
+from qat.convert.convert import check_conversion
 from qat.data.sources import open_source
 from qat.data.text import text_ids
 from qat.errors import CheckpointError, ConfigError

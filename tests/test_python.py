@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 import qat
 from qat.cli import run_verb
+from qat.convert.checkpoint import convert_checkpoint
 from qat.convert.config import ConvertConfig
-from qat.convert.convert import convert_checkpoint
 from qat.data.reader import TeacherCache
 from qat.errors import CacheError, ConfigError
 from qat.losses.config import OWN

@@ -112,7 +112,7 @@ def convert(
     check_free(out)
     if dry_run:
         return forecast_conversion(source, config, targets)
-    from qat.convert.convert import convert_checkpoint
+    from qat.convert.checkpoint import convert_checkpoint
     from qat.evaluate.judge import held_out_divergence
     from qat.export.targets import shipping_to
 

@@ -23,7 +23,6 @@ from qat.errors import ConfigError, ExportError
 from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
 from qat.logs import Ticker, progress
 from qat.models.cost import stored_bits
-from qat.models.hf_quantizer import empty_weight
 from qat.models.language_model import LanguageModel
 from qat.models.regions import matmul_precision
 from qat.models.streamed import patched_forwards
@@ -35,7 +34,7 @@ from qat.quant.budget import Option, choose_options
 from qat.quant.error_feedback import fit_all_to_inputs, fit_stack_to_inputs
 from qat.quant.fit import fit_weight
 from qat.quant.spec import LutSpec, QuantPlan
-from qat.quant.weight import QuantizedWeight, dequantize
+from qat.quant.weight import QuantizedWeight, dequantize, empty_weight
 
 JUDGED_TOKENS = 1024
 """Tokens that changed models are judged on, or half of a shorter calibration."""

@@ -18,7 +18,8 @@ from qat.backend.device import select
 from qat.convert.config import ConvertConfig, read_kv, read_plan
 from qat.convert.quantize import FIT_BYTES, check_experts
 from qat.convert.shipping import Shipping
-from qat.convert.tables import StoredTable, join_tables, plan_tables, stored_tables
+from qat.convert.stored_tables import join_tables, stored_tables
+from qat.convert.tables import StoredTable, plan_tables
 from qat.models.attention import change_attention, read_attention
 from qat.models.checkpoint import is_packed, load_skeleton
 from qat.models.cost import model_bits_per_weight, parameter_count, quantized_parameter_count

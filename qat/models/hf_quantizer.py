@@ -40,11 +40,9 @@ from qat.nn.swap import put_table, replace_module, table_names, weight_shape
 from qat.quant.lora import Lora
 from qat.quant.spec import ActivationSpec, KvSpec, LutSpec
 from qat.quant.weight import (
-    QuantizedWeight,
-    Scales,
     dtype_as_stored,
+    empty_weight,
     from_stored,
-    index_dtype,
 )
 
 if TYPE_CHECKING:  # this file is imported while transformers itself still is
@@ -482,20 +480,6 @@ def put_empty_table(model: PreTrainedModel, name: str, spec: LutSpec) -> None:
     _check_groups(name, spec, *shape)
     with torch.device("meta"):
         put_table(model, name, empty_weight(spec, *shape), spec)
-
-
-def empty_weight(spec: LutSpec, out_features: int, in_features: int) -> QuantizedWeight:
-    """Return the tensors of an `(O, I)` weight in that format, without values.
-
-    They are on the default device.
-    """
-    O, I, R = out_features, in_features, spec.rank
-    if spec.scale == "low_rank":
-        scales = Scales(None, torch.empty(O, R), torch.empty(R), torch.empty(R, I))
-    else:
-        scales = Scales(torch.empty(O, I // spec.group_size), bits=spec.scale_bits)
-    indices = torch.empty(O, I // spec.vector_size, dtype=index_dtype(spec.num_levels))
-    return QuantizedWeight(indices, torch.empty(spec.codebook_shape), scales)
 
 
 def set_empty_adapter(name: str, linear: nn.Module, rank: int) -> None:

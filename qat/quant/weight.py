@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qat.backend.device import on
+from qat.quant.spec import LutSpec
 
 # E5M3: non-negative floats of 5 exponent and 3 mantissa bits, the upper byte of a float16.
 #
@@ -346,3 +347,17 @@ def _word(bits: int) -> torch.dtype:
 
 def _shifts(bits: int, device: torch.device) -> Tensor:
     return torch.arange(0, _together(bits)[0] * bits, bits, device=device)
+
+
+def empty_weight(spec: LutSpec, out_features: int, in_features: int) -> QuantizedWeight:
+    """Return the tensors of an `(O, I)` weight in that format, without values.
+
+    They are on the default device.
+    """
+    O, I, R = out_features, in_features, spec.rank
+    if spec.scale == "low_rank":
+        scales = Scales(None, torch.empty(O, R), torch.empty(R), torch.empty(R, I))
+    else:
+        scales = Scales(torch.empty(O, I // spec.group_size), bits=spec.scale_bits)
+    indices = torch.empty(O, I // spec.vector_size, dtype=index_dtype(spec.num_levels))
+    return QuantizedWeight(indices, torch.empty(spec.codebook_shape), scales)

@@ -16,8 +16,9 @@ from qat.convert.activations import (
     put_activations,
 )
 from qat.convert.calibrate import TokenBatch
+from qat.convert.checkpoint import PLAN_NAME, convert_checkpoint
 from qat.convert.config import ConvertConfig, read_plan
-from qat.convert.convert import PLAN_NAME, check_conversion, convert_checkpoint, convert_model
+from qat.convert.convert import check_conversion, convert_model
 from qat.convert.quantize import quantize_model
 from qat.errors import ConfigError
 from qat.export.targets import check_model, ships_to

@@ -14,16 +14,11 @@ from tiny import VOCAB, tiny_model, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from qat.backend.base import Backend
-from qat.convert import convert
+from qat.convert import calibration_data
 from qat.convert.calibrate import TokenBatch
-from qat.convert.config import ConvertConfig, read_kv, read_plan, split_kv
-from qat.convert.convert import (
-    BATCH,
-    PLAN_NAME,
-    REPORT_NAME,
-    calibration_batches,
-    convert_checkpoint,
-)
+from qat.convert.calibration_data import BATCH, calibration_batches
+from qat.convert.checkpoint import PLAN_NAME, convert_checkpoint
+from qat.convert.config import REPORT_NAME, ConvertConfig, read_kv, read_plan, split_kv
 from qat.convert.quantize import quantize_model
 from qat.data.reader import TeacherCache
 from qat.data.sources import DataSource
@@ -208,11 +203,11 @@ def test_calibration_is_drawn_from_all_texts_and_tokens_that_are_given(
 def test_of_an_endless_text_only_so_much_is_read(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert, "MOST_CHARACTERS", 20_000)
+    monkeypatch.setattr(calibration_data, "MOST_CHARACTERS", 20_000)
     read = itertools.count()
     endless = (f"the cat sat on the mat {number}" for number in read)
     monkeypatch.setattr(
-        convert, "open_source", lambda _, setting: DataSource(endless, "plain", "endless")
+        calibration_data, "open_source", lambda _, setting: DataSource(endless, "plain", "endless")
     )
     assert calibration(place, "owner/name", calibration_sequences=3).input_ids.shape == (3, 32)
     assert next(read) < 1000

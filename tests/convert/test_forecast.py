@@ -8,8 +8,8 @@ from cache_case import TOKENIZER
 from gguf_tables_case import gguf_of
 from tiny import tiny_model
 
+from qat.convert.checkpoint import convert_checkpoint
 from qat.convert.config import ConvertConfig
-from qat.convert.convert import convert_checkpoint
 from qat.convert.forecast import Forecast, forecast
 from qat.convert.quantize import QuantizeReport
 from qat.errors import ConfigError

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from qat.convert.config import ConvertConfig
-from qat.convert.convert import REPORT_NAME, convert_checkpoint
+from qat.convert.checkpoint import convert_checkpoint
+from qat.convert.config import REPORT_NAME, ConvertConfig
 from qat.convert.rotate import ROTATION, orthogonal, rotate
 from qat.errors import ConfigError
 from qat.models.checkpoint import load_checkpoint, save_checkpoint

@@ -11,10 +11,11 @@ from tiny import tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from qat.convert.checkpoint import convert_checkpoint
 from qat.convert.config import REPORT_NAME, ConvertConfig
-from qat.convert.convert import convert_checkpoint
 from qat.convert.quantize import QuantizeReport
-from qat.convert.tables import StoredTable, join_tables, plan_tables
+from qat.convert.stored_tables import join_tables
+from qat.convert.tables import StoredTable, plan_tables
 from qat.errors import ConfigError
 from qat.export.config import ExportConfig
 from qat.export.gguf import FILE_NAME

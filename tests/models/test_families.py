@@ -24,8 +24,9 @@ from transformers import (
 )
 
 from qat.convert.calibrate import TokenBatch
+from qat.convert.checkpoint import convert_checkpoint
 from qat.convert.config import ConvertConfig
-from qat.convert.convert import convert_checkpoint, convert_model
+from qat.convert.convert import convert_model
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_model, load_teacher
 from qat.nn.step import quant_linears

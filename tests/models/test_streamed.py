@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Mamba2ForCausalLM
 
 from qat.convert import convert
+from qat.convert.checkpoint import convert_checkpoint
 from qat.convert.config import ConvertConfig
-from qat.convert.convert import convert_checkpoint
 from qat.errors import CheckpointError
 from qat.models import streamed
 from qat.models.language_model import LanguageModel

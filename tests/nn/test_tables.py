@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from train_case import config as train_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from qat.convert.checkpoint import convert_checkpoint
 from qat.convert.config import ConvertConfig
-from qat.convert.convert import convert_checkpoint
 from qat.convert.quantize import quantize_model
 from qat.errors import CheckpointError, ConfigError
 from qat.export.config import ExportConfig

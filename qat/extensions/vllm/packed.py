@@ -26,12 +26,7 @@ from qat.kernels.lut_weight import form
 from qat.models import trellis
 from qat.models.checkpoint import is_packed
 from qat.models.directory import GGUF, is_path, resolve
-from qat.models.hf_quantizer import (
-    Headers,
-    QatConfig,
-    check_input_scale,
-    empty_weight,
-)
+from qat.models.hf_quantizer import Headers, QatConfig, check_input_scale
 from qat.models.opening import read_table
 from qat.models.stored_state import INPUT_SCALE, PACKED
 from qat.quant.activation import quantize_static, quantize_tokens
@@ -43,6 +38,7 @@ from qat.quant.weight import (
     PackedIndices,
     Scales,
     dtype_as_stored,
+    empty_weight,
     from_stored,
     pack,
     unpack,

@@ -9,8 +9,8 @@ from cli_case import call
 from nsa_model_case import SMALL
 from tiny import tiny_model, tiny_tokenizer
 
+from qat.convert.checkpoint import convert_checkpoint
 from qat.convert.config import ConvertConfig
-from qat.convert.convert import convert_checkpoint
 from qat.convert.forecast import forecast
 from qat.errors import ExportError
 from qat.export.targets import model_ships_to, shipping_to

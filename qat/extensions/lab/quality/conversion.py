@@ -11,7 +11,7 @@ import torch
 
 from qat.bench.jobs import JobFiles, run_as_process
 from qat.config import Settings
-from qat.convert.convert import convert_checkpoint
+from qat.convert.checkpoint import convert_checkpoint
 from qat.extensions.lab.quality.plan import Table, cache_dir, convert_config, student_dir
 
 

@@ -22,7 +22,8 @@ from qat.backend.device import seeded, select
 from qat.bench.jobs import run_as_process
 from qat.bench.results import IN_EVERY_ROW, environment
 from qat.convert.calibrate import TokenBatch
-from qat.convert.convert import calibration_batches, convert_checkpoint
+from qat.convert.calibration_data import calibration_batches
+from qat.convert.checkpoint import convert_checkpoint
 from qat.data.config import chosen_targets
 from qat.data.packing import Batch
 from qat.data.reader import TeacherCache

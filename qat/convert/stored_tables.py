@@ -1,0 +1,68 @@
+"""Formats that a student's embedding and head have in the file of the source.
+
+A llama.cpp file may hold one table twice, rounded to different types; the finer one is used for
+both.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from qat.convert.tables import FLOAT_BITS, StoredTable
+from qat.models.directory import GGUF, resolve
+from qat.models.gguf_header import read_header, read_rows
+from qat.nn.swap import (
+    table_names,
+    tie_head,
+)
+
+logger = logging.getLogger(__name__)
+
+SAMPLE = 256
+"""Rows of a table that are inspected before it is read."""
+GGUF_TABLES = ("token_embd.weight", "output.weight")
+"""Names of the embedding and the head in llama.cpp."""
+
+
+def stored_tables(source: str, model: PreTrainedModel) -> dict[str, StoredTable]:
+    """Return the tables of `model` in the GGUF file `source`, by the model's names; else nothing.
+
+    Only a few rows are read.
+    """
+    path = Path(resolve(source))
+    if path.suffix != GGUF:
+        return {}
+    header, found = read_header(path), {}
+    for name, stored in zip(table_names(model), GGUF_TABLES, strict=False):  # a tied head has none
+        if (tensor := header.get(stored)) is not None:
+            rows = range(0, tensor.shape[0], max(1, tensor.shape[0] // SAMPLE))
+            found[name] = StoredTable(tensor.bits, read_rows(path, tensor, rows))
+    return found
+
+
+def join_tables(
+    model: PreTrainedModel, stored: Mapping[str, StoredTable]
+) -> dict[str, StoredTable]:
+    """Tie the head of `model` to its embedding if both are roundings of one table; return the rest.
+
+    The finer one of the two is kept. A table rounded to b bits has a relative error of about two
+    thirds of `2**(1 - b)`: two tables that are further apart are different ones.
+    """
+    if len(stored) != 2 or max(table.bits for table in stored.values()) >= FLOAT_BITS:
+        return dict(stored)
+    coarse, fine = sorted(stored, key=lambda name: stored[name].bits)
+    samples = stored[coarse].sample, stored[fine].sample
+    if samples[0].shape != samples[1].shape:
+        return dict(stored)
+    distance = ((samples[0] - samples[1]).norm() / samples[1].norm()).item()
+    if not distance <= 2.0 ** (1 - stored[coarse].index_bits):
+        return dict(stored)
+    tie_head(model, model.get_submodule(fine).weight.detach())
+    logger.info(
+        "the source holds one table twice, as %s in %.3g bits and as %s in %.3g, %.1f%% apart: "
+        "the student has the finer one for both",
+        *(coarse, stored[coarse].bits, fine, stored[fine].bits, 100 * distance),
+    )
+    return {table_names(model)[0]: stored[fine]}
