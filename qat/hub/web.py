@@ -61,7 +61,7 @@ def check_busy(answer: httpx2.Response, said: str) -> None:
 
 def pause_s(failures: int) -> float:
     """Return the seconds to wait after so many failures in a row."""
-    return min(LONGEST_S, PAUSE_S * 2 ** max(0, failures - 1))
+    return min(LONGEST_S, PAUSE_S * 2 ** min(max(0, failures - 1), 16))  # no float holds 2**1024
 
 
 class _Version(NamedTuple):

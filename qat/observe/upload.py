@@ -19,6 +19,7 @@ from qat.files import LEAVING, check_free, held, is_real, real_files
 from qat.hub.files import atomic_directory
 from qat.hub.push import pack, put
 from qat.hub.unpack import extract
+from qat.hub.web import pause_s
 from qat.logs import (
     EVENTS,
     FACTS,
@@ -32,6 +33,7 @@ from qat.logs import (
 )
 from qat.models.directory import pointed
 from qat.observe.trackers import FOLDER
+from qat.process import GIB
 
 STATE = "resume.tar.lz4"
 NUMBERS = (RECIPE, FACTS, METRICS, HEARTBEATS, EVENTS, TRAINING_CSV, VAL_CSV, f"{FOLDER}/*.json")
@@ -111,8 +113,6 @@ LOGS_OF_RANKS = (HEARTBEATS, EVENTS)
 BEST = "best.tar.lz4"
 WORKSHOP = "upload-"
 LOGS_EVERY_S, STATE_EVERY_S = 30.0, 600.0
-GIB = 2**30
-LONGEST_PAUSE_S = 60.0
 LAST_PAUSES_S = (0, 1, 2, 4, 8)
 
 
@@ -160,8 +160,8 @@ class Upload:
         if self._lacks_best() or self._lacks_state():
             logger.info("--gdrive-dir: sending what is left, for at most %.0f s", self.limit_s)
         name = None if failed else self._final()
-        for pause_s in LAST_PAUSES_S:
-            time.sleep(pause_s)
+        for seconds in LAST_PAUSES_S:
+            time.sleep(seconds)
             if self._attempt(with_logs=True, with_state=True, name=name):
                 return
         logger.warning(
@@ -199,7 +199,7 @@ class Upload:
             if self._failures == 0:
                 logger.warning("--gdrive-dir: %s; trying again", " ".join(str(error).split()))
             self._failures += 1
-            self._due = time.monotonic() + min(2.0**self._failures, LONGEST_PAUSE_S)
+            self._due = time.monotonic() + pause_s(self._failures + 1)
             return False
         self._failures = 0
         return True

@@ -30,6 +30,7 @@ from qat.models.step_memory import step_bytes
 from qat.models.stored_state import packed_state_dict
 from qat.nn.step import form_weights
 from qat.nn.swap import linear_names
+from qat.process import GIB
 from qat.ranks import ALONE, Ranks, Rehearsal
 from qat.train.config import TrainConfig, divide
 from qat.train.judge import CodeWatch, Judge
@@ -211,7 +212,6 @@ USUAL_SHARE = 1 / 3
 """Usual share of a device's peak, for a first estimate of a run's time."""
 REFUSED = {"cache", "eval_split"}
 """Codes of errors that --force does not override."""
-GIB = 2**30
 
 
 class RunFinding(NamedTuple):

@@ -241,3 +241,7 @@ def test_nobody_answers(part: Path, monkeypatch) -> None:
         pass
     with pytest.raises(HubError, match="refused"):
         download(gone.url, part)
+
+
+def test_pauses_double_up_to_the_longest() -> None:
+    assert [web.pause_s(failures) for failures in (0, 1, 2, 5, 7, 10**5)] == [1, 1, 2, 16, 60, 60]
