@@ -1,6 +1,6 @@
 """Continue a prompt with streaming, and measure whether the result degenerates."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +29,9 @@ MEDIA = ("image", "video", "audio")
 """Input types whose placeholder tokens multimodal models use."""
 PROMPT_TOKENS = 16
 """Number of tokens of a held-out document that are used as a prompt."""
+CONTEXT = 16
+"""Tokens of a raw prompt that are decoded with what follows: alone, some tokenizers drop the space
+before its first word."""
 
 
 class Generated(NamedTuple):
@@ -67,7 +70,9 @@ def generate_text(
             without an embedding.
     """
     ids = encode_prompt(tokenizer, prompt, raw=raw)
-    streamer = None if stream is None else _Pieces(tokenizer, stream)
+    is_raw = raw or not tokenizer.chat_template
+    before = ids[0, -CONTEXT:].tolist() if is_raw else []
+    streamer = None if stream is None else _Pieces(tokenizer, stream, before)
     own = model.model if isinstance(model, Decoder) else model
     check_vocabulary(int(ids.max()), own.config.vocab_size)
     _refuse_media(own, tokenizer, ids)
@@ -77,7 +82,8 @@ def generate_text(
         new_ids = _decode(model, ids, config, streamer)
     else:
         (new_ids,) = continue_rows(model, ids, config, streamer=streamer)
-    text = tokenizer.decode(new_ids, skip_special_tokens=True)
+    shown = _decoded(tokenizer, before)
+    text = _decoded(tokenizer, [*before, *new_ids])[len(shown) :]
     return Generated(text, len(new_ids), repeated_frac(new_ids), distinct_frac(new_ids))
 
 
@@ -282,12 +288,26 @@ def _generating_by(model: LanguageModel, config: GenerationConfig) -> Iterator[N
         model.model.generation_config = own
 
 
-class _Pieces(TextStreamer):
-    """A streamer that passes finished pieces of text to a function instead of printing them."""
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: Callable[[str], None]) -> None:
+
+class _Pieces(TextStreamer):
+    """A streamer that passes finished pieces of text to a function instead of printing them.
+
+    `before` are the last tokens of a text that is continued; they are decoded but not passed on.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stream: Callable[[str], None],
+        before: Sequence[int] = (),
+    ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._stream = stream
+        self.token_cache = list(before)
+        self.print_len = len(_decoded(tokenizer, before))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Pass on complete words; called by the streamer."""

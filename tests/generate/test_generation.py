@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from tiny import tiny_model, tiny_tokenizer
-from transformers import GenerationConfig
+from tiny import VOCAB, tiny_model, tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from qat.backend.base import Backend
 from qat.backend.device import seeded
@@ -52,6 +53,21 @@ def test_the_stream_is_the_text_in_pieces(model: LanguageModel) -> None:
     said = generate_text(model, tiny_tokenizer(), PROMPT, max_new_tokens=12, stream=pieces.append)
     assert "".join(pieces) == said.text
     assert said.num_tokens <= 12
+
+
+def test_a_continued_text_keeps_the_space_before_its_next_word(model: LanguageModel) -> None:
+    words = Tokenizer(models.WordLevel({f"\u2581w{n}": n for n in range(VOCAB)}))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    pieces = []
+    said = generate_text(
+        model,
+        PreTrainedTokenizerFast(tokenizer_object=words),
+        "w1 w2",
+        max_new_tokens=3,
+        stream=pieces.append,
+    )
+    assert "".join(pieces) == said.text
+    assert said.text.startswith(" w") and len(said.text.split()) == said.num_tokens
 
 
 def test_sampling_settings_all_matter_and_the_seed_decides(model: LanguageModel) -> None:
