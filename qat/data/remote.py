@@ -186,8 +186,12 @@ class _Remote:
 
     def read(self, name: str, limit: int) -> bytes:
         """Return the bytes of a small file."""
-        path = f"{self._root}/{name}"
-        return self._tried(name, lambda: self._system.read_block(path, 0, limit))
+
+        def read() -> bytes:  # not read_block: a file of sftp has no size
+            with self._system.open(f"{self._root}/{name}", "rb") as file:
+                return file.read(limit)
+
+        return self._tried(name, read)
 
     def fetch(self, shard: Shard, to: Path) -> None:
         """Download a shard to `to`."""
