@@ -6,14 +6,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from cache_case import TOKENIZER, build
+from cache_case import TOKENIZER, build, info, teacher
 from quantized import SPECS, tiny_quantized
 
 from qat.backend.base import Backend
 from qat.data.reader import TeacherCache
 from qat.logs import read_json_lines
 from qat.models.checkpoint import save_checkpoint
-from qat.models.load import load_model, load_tokenizer
+from qat.models.load import load_model, load_tokenizer, model_identity
 from qat.quant.spec import LutSpec
 from qat.train import judge
 from qat.train.config import TrainConfig
@@ -45,6 +45,15 @@ def _place(spec: LutSpec, layers: int) -> dict[Path, bytes]:
         save_checkpoint(student, TOKENIZER, place / "student")
         files = [path for path in place.rglob("*") if path.is_file()]
         return {path.relative_to(place): path.read_bytes() for path in files}
+
+
+def with_teacher(place: Path) -> Path:
+    """The same place with its teacher on disk, and a cache that knows it."""
+    teacher().model.save_pretrained(place / "teacher")
+    TOKENIZER.save_pretrained(place / "teacher")
+    known = info(name=str(place / "teacher"), identity=model_identity(str(place / "teacher")))
+    build(place / "known", info=known)
+    return place
 
 
 def config(place: Path, **values: object) -> TrainConfig:

@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,6 @@ from qat.data.config import CacheConfig
 from qat.data.reader import TeacherCache
 from qat.data.shard_file import check_shards, raise_if_any_damaged
 from qat.errors import CacheError
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("cache") / "c"
-    build(out)
-    return out
-
-
-@pytest.fixture
-def copy(built: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(built, tmp_path / "copy"))
 
 
 def verify(directory: Path) -> None:

@@ -15,7 +15,6 @@ import fsspec
 import httpx2
 import pytest
 import torch
-from cache_case import build
 from fsspec.implementations.memory import MemoryFileSystem
 
 from qat.data import remote
@@ -26,13 +25,6 @@ from qat.errors import CacheError, ConfigError
 from qat.hub import web
 
 ADDRESS = "memory://bucket/caches/c"
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("cache") / "c"
-    build(out)
-    return out
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import threading
 import warnings
 from pathlib import Path
@@ -29,18 +28,6 @@ from qat.data.shard_file import (
 )
 from qat.errors import CacheError
 from qat.files import sha256_file
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("cache") / "c"
-    build(out)
-    return out
-
-
-@pytest.fixture
-def copy(built: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(built, tmp_path / "copy"))
 
 
 def sealed(directory: Path, **changes: object) -> None:

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from cache_case import TOKENIZER, build, info, teacher
-from train_case import config, make_place
+from train_case import config, make_place, with_teacher
 
 from qat.generate.decode import Sampling
 from qat.generate.slots import Batch as Slotted
 from qat.generate.slots import Request, Slots, open_sampler
 from qat.logs import HEARTBEAT, read_json_lines
-from qat.models.load import load_model, model_identity
+from qat.models.load import load_model
 from qat.train.rollout import Speaker
 from qat.train.start import train_student
 
@@ -20,11 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = make_place(tmp_path_factory.mktemp("own"))
-    teacher().model.save_pretrained(place / "teacher")
-    TOKENIZER.save_pretrained(place / "teacher")
-    build(place / "known", info=info(identity=model_identity(str(place / "teacher"))))
-    return place
+    return with_teacher(make_place(tmp_path_factory.mktemp("own")))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

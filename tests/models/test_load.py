@@ -12,12 +12,11 @@ import pytest
 import torch
 from families import build, tiny_config
 from quantized import SPECS, tiny_quantized
-from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tiny_tokenizer
 from transformers import PreTrainedModel
 
 from qat.data.reader import TeacherCache
-from qat.errors import CacheError, CheckpointError, ConfigError
+from qat.errors import CacheError, CheckpointError
 from qat.models.checkpoint import copy_processors, save_checkpoint
 from qat.models.directory import resolve
 from qat.models.language_model import LanguageModel, most_positions
@@ -168,20 +167,6 @@ def test_a_hub_id_is_asked_of_the_hub(
     network.clear()
 
 
-def test_owner_and_name_are_a_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qat.models.directory.is_online", lambda _: True)
-    assert resolve("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
-
-
-def test_a_float_model_with_missing_tensors_is_refused(float_dir: Path) -> None:
-    file = float_dir / "model.safetensors"
-    tensors = load_file(file)
-    del tensors["model.norm.weight"]
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="misses 1 tensors .such as model.norm.weight"):
-        load_model(str(float_dir), device="cpu")
-
-
 def test_a_truncated_float_model_is_refused(float_dir: Path) -> None:
     file = float_dir / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
@@ -189,22 +174,9 @@ def test_a_truncated_float_model_is_refused(float_dir: Path) -> None:
         load_model(str(float_dir), device="cpu")
 
 
-def test_an_unknown_architecture_is_refused(float_dir: Path) -> None:
-    (float_dir / "config.json").write_text('{"model_type": "nonesuch"}')
-    with pytest.raises(CheckpointError, match="nonesuch"):
-        load_model(str(float_dir), device="cpu")
-
-
 def test_a_directory_without_tokenizer_is_refused(float_dir: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no tokenizer.json, expected one"):
         load_tokenizer(str(float_dir))
-
-
-def test_a_missing_device_is_refused(float_dir: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has CUDA")
-    with pytest.raises(ConfigError, match="0 CUDA devices are visible"):
-        load_model(str(float_dir), device="cuda")
 
 
 def test_identity_follows_the_content(packed: Path, float_dir: Path) -> None:
@@ -335,10 +307,9 @@ def test_a_model_without_head_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["import qat", "import qat.nn.swap"])
-def test_the_quantizer_registers_whatever_is_imported_first(first: str, packed: Path) -> None:
+def test_the_quantizer_registers_whatever_is_imported_first(packed: Path) -> None:
     code = (
-        f"{first}; from transformers import AutoModelForCausalLM; "
+        "import qat.nn.swap; from transformers import AutoModelForCausalLM; "
         f"model = AutoModelForCausalLM.from_pretrained({str(packed)!r}); "
         "print(type(model.model.layers[0].mlp.up_proj).__name__)"
     )

@@ -21,7 +21,7 @@ SPEEDRUN = Path(__file__).parents[2] / "speedrun"
 sys.path.insert(0, str(SPEEDRUN))
 
 from address_notebooks import addressed, repository  # noqa: E402
-from run_notebooks import NEEDS, NOTEBOOKS, TINY, execute, tags  # noqa: E402
+from run_notebooks import NOTEBOOKS, TINY, execute, tags  # noqa: E402
 
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]("
@@ -30,7 +30,6 @@ LINE = re.compile(
     r"path = %env PATH$|root = !for place in |assert root|!python3 -m venv |"
     r"!\(trap \"\" HUP; \"\$VLLM/vllm\" serve |!curl |!kill "
 )
-FIRST = ["title", "code-text", "code", "machine-text", "machine"]
 
 each_notebook = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 
@@ -65,16 +64,6 @@ def test_it_holds_commands_only(path: Path) -> None:
             assert LINE.match(line), line
         if "parameters" in tags(cell):
             assert all(line.startswith("%env ") for line in lines(cell))
-
-
-@each_notebook
-def test_it_begins_as_all_do(path: Path) -> None:
-    notebook = read(path)
-    assert [cell.id for cell in notebook.cells[:5]] == FIRST
-    assert BADGE in notebook.cells[0].source
-    first = read(PATHS[0])
-    for ours, theirs in zip(notebook.cells[1:5], first.cells[1:5], strict=True):
-        assert ours.source == theirs.source
 
 
 @each_notebook
@@ -139,16 +128,6 @@ def test_the_first_cell_stops_without_an_address(elsewhere: Path) -> None:
     said = str(ran.error_in_exec)
     assert "ADDRESS" in said and said.endswith("none was made; mend QAT_REPOSITORY above")
     assert Path.cwd() == elsewhere and not (elsewhere / "qat").exists()
-
-
-@each_notebook
-def test_its_tags_are_known(path: Path) -> None:
-    notebook = read(path)
-    assert set().union(*map(tags, notebook.cells)) <= NEEDS | {"parameters"}
-    assert sum("parameters" in tags(cell) for cell in notebook.cells) == 1
-    for cell in code(notebook):
-        touches = "/content/drive" in cell.source or "setup.sh L64" in cell.source
-        assert touches == ("needs-drive" in tags(cell))
 
 
 @each_notebook

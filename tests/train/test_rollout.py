@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cache_case import TOKENIZER, build, info, teacher
+from cache_case import TOKENIZER
 from crash import stopped_at
 from nsa_train_case import SPARSE
 from quantized import SPECS, tiny_adapted, tiny_quantized, with_rounded_inputs
 from ranks_case import run_ranks
 from test_training_step import pretend_recording
 from torch.nn import functional as F
-from train_case import assert_same_end, config, make_place, make_trainer
+from train_case import assert_same_end, config, make_place, make_trainer, with_teacher
 from transformers import PreTrainedModel
 
 from qat.backend.cpu import CpuBackend
@@ -28,7 +28,7 @@ from qat.generate.slots import Request, Slots, Waves, open_sampler
 from qat.logs import HEARTBEAT, read_json_lines
 from qat.losses.formulas import loss_from_logits, to_targets
 from qat.models.checkpoint import save_checkpoint
-from qat.models.load import load_model, load_teacher, model_identity
+from qat.models.load import load_model, load_teacher
 from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig
 from qat.train.loop import Trainer
@@ -47,12 +47,7 @@ SLOW = pytest.mark.slow
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A student, its teacher on disk, and a cache that knows it."""
-    place = make_place(tmp_path_factory.mktemp("own"), layers=1)
-    teacher().model.save_pretrained(place / "teacher")
-    TOKENIZER.save_pretrained(place / "teacher")
-    known = info(name=str(place / "teacher"), identity=model_identity(str(place / "teacher")))
-    build(place / "known", info=known)
-    return place
+    return with_teacher(make_place(tmp_path_factory.mktemp("own"), layers=1))
 
 
 def settings(place: Path, **values: object) -> TrainConfig:

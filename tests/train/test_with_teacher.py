@@ -6,14 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cache_case import TOKENIZER, build, info, teacher
 from test_training_step import course, pretend_recording
 from torch.nn import functional as F
-from train_case import config, make_place, make_trainer
+from train_case import config, make_place, make_trainer, with_teacher
 
 from qat.errors import CheckpointError, ConfigError
 from qat.logs import read_json_lines
-from qat.models.load import load_teacher, model_identity
+from qat.models.load import load_teacher
 from qat.train.config import TrainConfig
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer
@@ -24,12 +23,7 @@ from qat.train.step import TrainingStep
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As every run's place, with the teacher on disk and a cache that knows it."""
-    place = make_place(tmp_path_factory.mktemp("beside"), layers=1)
-    teacher().model.save_pretrained(place / "teacher")
-    TOKENIZER.save_pretrained(place / "teacher")
-    known = info(name=str(place / "teacher"), identity=model_identity(str(place / "teacher")))
-    build(place / "known", info=known)
-    return place
+    return with_teacher(make_place(tmp_path_factory.mktemp("beside"), layers=1))
 
 
 def settings(place: Path, **values: object) -> TrainConfig:
