@@ -179,7 +179,7 @@ def random_teacher(
     with backend.device:
         model = AutoModelForCausalLM.from_config(config, dtype=backend.dtype("auto")).eval()
     teacher = LanguageModel(model)
-    Regions(model, is_compiled=backend.compiles(), recompute_every=None).install()
+    Regions(model, is_compiled=backend.compiles, recompute_every=None).install()
     info = TeacherInfo(
         name=f"random {shape}",
         identity="0" * 32,

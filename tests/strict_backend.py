@@ -129,6 +129,8 @@ def make_strict(monkeypatch: pytest.MonkeyPatch) -> Book:
     book = Book()
 
     class StrictBackend(CpuBackend):
+        is_traced = True
+
         def step_end(self) -> None:
             book.end()
 
@@ -147,12 +149,6 @@ def make_strict(monkeypatch: pytest.MonkeyPatch) -> Book:
 
         def compile_count(self) -> int:
             return book.compiles
-
-        def fixed_shapes(self) -> bool:
-            return True
-
-        def compares(self) -> bool:
-            return True
 
     def to(batch: Batch, _device: torch.device) -> Batch:
         moved = Batch(*(tensor.clone() for tensor in batch))

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -231,6 +231,26 @@ class Backend:
     """One device. The defaults hold for eager execution without memory accounting."""
 
     device: torch.device
+    is_traced: ClassVar[bool] = False
+    """True if operators are only recorded, and compiled anew for each shape (XLA).
+
+    Callers then keep shapes fixed, and compare numbers instead of using bit views of floats and
+    searchsorted; exp2 and logaddexp are missing too.
+    """
+    compiles: ClassVar[bool] = False
+    """True if compiling a model pays off."""
+    records: ClassVar[bool] = False
+    """True if work can be captured as a graph and replayed (`record`)."""
+    decision_lag: ClassVar[int] = 0
+    """Number of steps by which the host reads decisions late, so as never to wait."""
+    batches_ahead: ClassVar[int] = 4
+    """Number of batches to prepare ahead; 0 where the device is the host's CPU.
+
+    Each is prepared on its own thread: one thread unpacks about 500,000 tokens a second, fewer than
+    a small model trains on.
+    """
+    tokens_at_once: ClassVar[int] = 2**11
+    """Number of tokens per forward without gradients that keeps the device busy."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of tensors in the compute dtype `name` (see `dtype_name`).
@@ -284,14 +304,6 @@ class Backend:
         """Return the bytes of a GPU's shared memory that one block may use; 0 elsewhere."""
         return 0
 
-    def compiles(self) -> bool:
-        """Return whether compiling a model pays off here."""
-        return False
-
-    def records(self) -> bool:
-        """Return whether work can be captured as a graph and replayed."""
-        return False
-
     @contextmanager
     def waits(self) -> Iterator[list[str]]:
         """List where the block made the host wait for the device, as FILE:LINE, at its end.
@@ -307,18 +319,6 @@ class Backend:
         device, and must read its inputs from tensors that keep their addresses.
         """
         raise NotImplementedError
-
-    def decision_lag(self) -> int:
-        """Return by how many steps the host reads decisions late, so as never to wait."""
-        return 0
-
-    def batches_ahead(self) -> int:
-        """Return how many batches to prepare ahead; 0 where the device is the host's CPU.
-
-        Each is prepared on its own thread: one thread unpacks about 500,000 tokens a second, fewer
-        than a small model trains on.
-        """
-        return 4
 
     def load_map(self) -> dict[str, torch.device] | None:
         """Return transformers' `device_map` for loading weights; None loads them on the host."""
@@ -386,13 +386,6 @@ class Backend:
         """Return a seeded generator, on the device if it has generators, else on the host."""
         return torch.Generator(self.device).manual_seed(seed)
 
-    def compares(self) -> bool:
-        """Return whether this device lacks bit views of floats and searchsorted.
-
-        Callers then use comparisons instead. Such a device lacks `exp2` and `logaddexp` too.
-        """
-        return False
-
     def pinned(self, tensor: Tensor) -> Tensor:
         """Return `tensor` in host memory that the device can copy from while it computes."""
         return tensor
@@ -440,10 +433,6 @@ class Backend:
     def finished(self) -> Callable[[], None]:
         """Return a function, callable from any thread, that waits for all work submitted so far."""
         return lambda: None
-
-    def tokens_at_once(self) -> int:
-        """Return the number of tokens per forward without gradients that keeps the device busy."""
-        return 2**11
 
     def logits_at_once(self) -> int:
         """Return the number of logits to form at once: 64 MiB of float32 by default."""
@@ -610,10 +599,6 @@ class Backend:
     def counts(self) -> dict[str, object]:
         """Return counters of compiling and running in this process, for records; else empty."""
         return {}
-
-    def fixed_shapes(self) -> bool:
-        """Return whether a new shape is so expensive that work is padded to a shape seen before."""
-        return False
 
     def filled_length(self, length: int) -> int:
         """Return the length to pad a row to: `length`, or the next of a few fixed lengths."""

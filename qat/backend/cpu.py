@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 from qat.backend.base import Backend
 from qat.process import available_gib, cores, data_limit, process_gib, restart_peak
@@ -12,9 +13,7 @@ from qat.process import available_gib, cores, data_limit, process_gib, restart_p
 class CpuBackend(Backend):
     """The CPU. Its memory is that of the process, which only Linux reports."""
 
-    def batches_ahead(self) -> int:
-        """See `Backend`: preparing a batch would take cores from computing."""
-        return 0
+    batches_ahead: ClassVar[int] = 0  # preparing a batch would take cores from computing
 
     def load_map(self) -> None:
         """See `Backend`."""

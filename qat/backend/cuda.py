@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ AMPERE = (8, 0)
 class CudaBackend(Backend):
     """One GPU, which executes its queue asynchronously to the host."""
 
+    compiles: ClassVar[bool] = True
+    records: ClassVar[bool] = True
+    decision_lag: ClassVar[int] = 2
+    tokens_at_once: ClassVar[int] = 2**15
+
     def dtype_name(self, name: str) -> str:
         """See `Backend`; `auto` is fp16 on GPUs without bf16 units."""
         if name == "auto" and not self.has_bf16():
@@ -38,14 +43,6 @@ class CudaBackend(Backend):
     def shared_memory_bytes(self) -> int:
         """See `Backend`."""
         return torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
-
-    def compiles(self) -> bool:
-        """See `Backend`."""
-        return True
-
-    def records(self) -> bool:
-        """See `Backend`."""
-        return True
 
     @contextmanager
     def waits(self) -> Iterator[list[str]]:
@@ -78,10 +75,6 @@ class CudaBackend(Backend):
         # numbers.
         torch.cuda.synchronize(self.device)
         return graph.replay, result
-
-    def decision_lag(self) -> int:
-        """See `Backend`."""
-        return 2
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """See `Backend`."""
@@ -149,10 +142,6 @@ class CudaBackend(Backend):
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event.synchronize
-
-    def tokens_at_once(self) -> int:
-        """See `Backend`."""
-        return 2**15
 
     def logits_at_once(self) -> int:
         """See `Backend`: a 16th of the GPU's memory, at most what 32-bit indices address."""

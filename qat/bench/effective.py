@@ -121,7 +121,7 @@ def requested(config: StepConfig, attention: str) -> Facts:
 def fallbacks(wished: Facts, effective: Facts, backend: Backend) -> list[str]:
     """Return a sentence for each request that was not met."""
     found = []
-    compiles = wished["compile"] == "on" or (wished["compile"] == "auto" and backend.compiles())
+    compiles = wished["compile"] == "on" or (wished["compile"] == "auto" and backend.compiles)
     if compiles and not (effective["compiled"] and effective["graphs"]):
         reason = effective["fallback"] or "no graph"
         found.append(f"compile={wished['compile']} ran uncompiled ({reason})")

@@ -195,7 +195,7 @@ class Trials:
 
     def memory_model(self, seq_len: int) -> MemoryModel | None:
         """Return the line through two small batches' peaks; None if they do not fit or grow."""
-        tokens = self._backend.tokens_at_once()
+        tokens = self._backend.tokens_at_once
         for small in dict.fromkeys((*(max(1, tokens // part // seq_len) for part in PROBES), 1)):
             if self.fits(small) and self.fits(2 * small):
                 low, high = self.done[small].peak_gib, self.done[2 * small].peak_gib

@@ -162,7 +162,7 @@ class Clock:
         Before each call memory is overwritten to flush the caches.
         """
         backend, began = self.backend, time.perf_counter()
-        size = SPREAD_BYTES if backend.records() else 0
+        size = SPREAD_BYTES if backend.records else 0
         flushed = torch.empty(size, dtype=torch.uint8, device=backend.device)
         found: list[list[float]] = [[] for _ in runs]
         for index in range(max(self.repeats, LEAST_ROUNDS) if self.repeats > 1 else 1):
@@ -177,7 +177,7 @@ class Clock:
 
 def kernel_dtype(backend: Backend) -> str:
     """Return the dtype of kernels' inputs: bf16 on a GPU, else fp32, where they are interpreted."""
-    return "bf16" if backend.records() else "fp32"
+    return "bf16" if backend.records else "fp32"
 
 
 def times(seconds: list[float]) -> Row:

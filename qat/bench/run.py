@@ -188,7 +188,7 @@ class Setting:
         `clock` is the number of warm-up steps and of timed steps, by default from the settings.
         """
         warmup, steps = clock or (self.config.warmup, self.config.steps)
-        is_compiled = self.backend.fixed_shapes()
+        is_compiled = self.backend.is_traced
         warmup = max(warmup, EAGER_STEPS if is_compiled else 1)
         try:
             return time_steps(
@@ -369,7 +369,7 @@ def try_steps(setting: Setting, ours: Ours, batch_size: int) -> Timing:
 
     If steps of this size are captured as a graph, the clock starts after the capture.
     """
-    is_recorded = setting.backend.records() and batch_size * setting.data.seq_len <= GRAPH_TOKENS
+    is_recorded = setting.backend.records and batch_size * setting.data.seq_len <= GRAPH_TOKENS
     clock = (EAGER_STEPS + 1 if is_recorded else 1), TRIAL_STEPS
     with ours.mended(), setting.backend.waiting_for(f"a step of batch {batch_size}"):
         return replace(setting, looks=False).time(ours.subject(), batch_size, clock)

@@ -198,7 +198,7 @@ class Ours:
         self.optimizer.step(0)
         backend = on(student.device)
         state = self.optimizer.state().values()
-        self._undo = backend.undoing(state) if backend.fixed_shapes() else None
+        self._undo = backend.undoing(state) if backend.is_traced else None
 
     def subject(self) -> TrainingStep:
         """Return a training step that has not compiled or captured anything yet."""

@@ -140,7 +140,7 @@ def read_settings(config: ConvertConfig) -> tuple[QuantPlan, Settings | None]:
             it.
     """
     plan = check_asked(config)
-    if select(config.device).fixed_shapes():
+    if select(config.device).is_traced:
         raise ConfigError(
             f"device={config.device}, but fitting reads values after every few operators, expected "
             "a device that does not compile for that; use --device cpu"

@@ -382,7 +382,7 @@ def _empty(N: int, S: int, K: int, dtype: type) -> Tensor:
 
 def _decode_range(code: Tensor) -> Tensor:
     octaves = (code - 255) / STEPS_PER_OCTAVE
-    lacks_exp2 = on(code.device).compares()
+    lacks_exp2 = on(code.device).is_traced
     return MAX_DISTANCE * (torch.pow(2.0, octaves) if lacks_exp2 else torch.exp2(octaves))
 
 

@@ -67,7 +67,7 @@ def make_plan(
     number of rows.
     """
     backend = on(teacher.device)
-    limit = batch_size or max(1, backend.tokens_at_once() // settings.sequence_length)
+    limit = batch_size or max(1, backend.tokens_at_once // settings.sequence_length)
     num_batches = -(-settings.shard_size // limit)
     unit = backend.divisions()
     chunk = max(1, backend.logits_at_once() // vocab_size)
@@ -77,7 +77,7 @@ def make_plan(
         vocab_size=vocab_size,
         batch_size=-(-settings.shard_size // num_batches // unit) * unit,
         chunk=2 ** (chunk.bit_length() - 1),
-        fills_up=backend.compiles() or backend.fixed_shapes(),
+        fills_up=backend.compiles or backend.is_traced,
     )
 
 
@@ -143,7 +143,7 @@ def _examine_batch(
     )
     backend = on(signals.is_sound.device)
     # keep the copies where removing them would change the shape
-    kept = B if backend.fixed_shapes() else count
+    kept = B if backend.is_traced else count
     on_host = backend.step_results(encode_signals(signals, kept, S, plan.vocab_size))
     return Answer({k: rows[:count] for k, rows in on_host.items()}, backend.finished())
 

@@ -158,7 +158,7 @@ def exact_divergence(
 
 def _of_one_shape(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
     """Yield the batches; where each shape costs a compilation, pad smaller ones to the first."""
-    if not on(device).fixed_shapes():
+    if not on(device).is_traced:
         yield from batches
         return
     shape = None
@@ -216,7 +216,7 @@ def _valid_targets(batch: Batch, device: torch.device) -> tuple[Targets, Tensor,
     targets = to_targets(batch)
     valid = targets.mask.nonzero()[:, 0]
     has_tail = not targets.tail_logprob[valid].isnan().any()
-    if on(device).fixed_shapes():
+    if on(device).is_traced:
         valid = torch.cat([valid, (~targets.mask).nonzero()[:, 0]])
     chosen = Targets(*(value[valid].to(device) for value in targets))
     return chosen, valid.to(device), has_tail

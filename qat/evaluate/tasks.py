@@ -28,7 +28,7 @@ class Tasks:
         Raises:
             ConfigError: the device compiles each shape.
         """
-        if select(config.device).fixed_shapes():
+        if select(config.device).is_traced:
             raise ConfigError(
                 f"tasks={config.tasks}, but device={config.device} compiles a model anew for each "
                 "length, and every question has its own; use --device cpu or cuda"

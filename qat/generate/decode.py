@@ -80,7 +80,7 @@ class Decoder:
     @staticmethod
     def fits(model: LanguageModel) -> bool:
         """Return whether the device captures graphs and the model's family is supported."""
-        return on(model.device).records() and DecodeStep.fits(model)
+        return on(model.device).records and DecodeStep.fits(model)
 
     def generate(
         self,
@@ -125,7 +125,7 @@ class Decoder:
         logits, caches = self.step.prefill(ids, num_positions)
         run = Generation(self.step, caches, self.step.angles(num_positions), sampling)
         run.start(sampling.draw(logits), ids.shape[1], max_new_tokens)
-        if max_new_tokens > 1 and self._backend.records():
+        if max_new_tokens > 1 and self._backend.records:
             run.record(self._backend)
         return run
 

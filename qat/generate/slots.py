@@ -99,7 +99,7 @@ class Sampler(Protocol):
 
 def open_sampler(model: LanguageModel, batch: Batch) -> Sampler:
     """Return the fastest sampler that supports `model`, whose weights it modifies."""
-    if not on(model.device).fixed_shapes() and DecodeStep.fits(model):
+    if not on(model.device).is_traced and DecodeStep.fits(model):
         return Slots(SlotStep(model, batch.num_slots), batch)
     form_weights(model.model, model.dtype)
     return Waves(model, batch)
@@ -287,7 +287,7 @@ class Slots:
     def __init__(self, step: SlotStep, batch: Batch) -> None:
         self._step, self._batch = step, batch
         B, M, device = batch.num_slots, batch.max_new_tokens, step.device
-        self._lag = 1 if on(device).decision_lag() else 0
+        self._lag = 1 if on(device).decision_lag else 0
         N = -(-batch.num_positions // UNIT) * UNIT
         self._caches = step.new_caches(N)
         self._ends = torch.tensor(sorted(batch.ends), dtype=torch.int64, device=device)
@@ -297,7 +297,7 @@ class Slots:
         self._said = self._token.new_zeros(B, M + 1)
         self._uniforms = torch.zeros(B, M + 1, device=device)
         self._advance: Callable[[], None] = self._step_all
-        if on(device).records():
+        if on(device).records:
             self._step_all()  # a warm-up while all slots are idle
             self._advance, _ = on(device).record(self._step_all)
 

@@ -116,7 +116,7 @@ def continue_rows(
 
     `processor` may change the logits `(B, V)` of each step before a token is chosen.
     """
-    if on(model.device).fixed_shapes():
+    if on(model.device).is_traced:
         return _continue_filled(model, ids, config, streamer=streamer, processor=processor)
     ids = ids.to(model.device)
     # a compiled layer would be recompiled for every length

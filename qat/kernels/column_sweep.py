@@ -101,7 +101,7 @@ class RecordedSweeps:
         if key not in self._recorded:
             needed = sum(each.numel() * each.itemsize for each in given)
             most = HELD_SHARE * GIB * (backend.memory_gib() or 0.0)
-            if not backend.records() or self._bytes + needed > most:
+            if not backend.records or self._bytes + needed > most:
                 reference.run_sweeps(sweep, columns, *inputs, times=times, **settings)
                 return
             # the first sweep compiles the kernels, which a capture cannot do

@@ -64,7 +64,7 @@ def _points(totals: Tensor, uniforms: Tensor, count: int) -> tuple[Tensor, Tenso
 
 def _quotient(numbers: Tensor, count: int) -> Tensor:
     """Return `numbers // count` for int64."""
-    if on(numbers.device).compares():  # `//` goes through float32 there
+    if on(numbers.device).is_traced:  # `//` goes through float32 there
         return ((numbers - numbers % count).double() / count).round().long()
     return numbers // count
 
@@ -76,7 +76,7 @@ def _units(weights: Tensor) -> Tensor:
 
 def _first_above(sums: Tensor, wanted: Tensor) -> Tensor:
     """Return the first place of `(..., N)` cumulative sums that exceeds `wanted`."""
-    if on(sums.device).compares():
+    if on(sums.device).is_traced:
         places = (sums[..., None, :] <= wanted[..., None]).sum(-1)
     else:
         places = torch.searchsorted(sums, wanted, right=True)

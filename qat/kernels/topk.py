@@ -94,7 +94,7 @@ def top_k_of_blocks(logits: Tensor, k: int, blocks: Blocks) -> Selection:
     if use_triton(logits, __name__):
         if can_select(k, blocks):
             return select_by_kernel(logits, k, blocks)
-    if on(logits.device).compares():
+    if on(logits.device).is_traced:
         return _sorted(logits, k)
     return _select(logits, k, blocks)
 

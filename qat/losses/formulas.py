@@ -128,7 +128,7 @@ class WordsRead(NamedTuple):
 
 def log_add(a: Tensor, b: Tensor) -> Tensor:
     """Return `torch.logaddexp(a, b)`, also on devices that lack the operator."""
-    if on(a.device).compares():
+    if on(a.device).is_traced:
         return torch.stack([a, b]).logsumexp(0)
     return torch.logaddexp(a, b)
 

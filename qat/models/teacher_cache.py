@@ -132,7 +132,7 @@ def cache_teacher(config: CacheConfig, ranks: Ranks = ALONE) -> CacheTeacher:
         return tokenizer, teacher
 
     tokenizer, teacher = ranks.together(opened)
-    if select(config.device).compiles() and config.device_map is None:
+    if select(config.device).compiles and config.device_map is None:
         Regions(teacher.model, is_compiled=True, recompute_every=None).install()
     info = TeacherInfo(
         name=config.teacher,

@@ -86,7 +86,7 @@ def nearest_indices(weight: Tensor, S: Tensor, levels: Tensor) -> Tensor:
     """
     scaled = torch.where(S == 0, 0.0, weight / S)
     bounds = (levels[1:] + levels[:-1]) / 2
-    if on(weight.device).compares():
+    if on(weight.device).is_traced:
         return _compared(scaled, bounds)
     return torch.bucketize(scaled, bounds).to(torch.uint8)
 

@@ -38,7 +38,7 @@ def round_to_e5m3(value: Tensor) -> Tensor:
     no byte. Values that are already rounded do not change.
     """
     half = value.clamp_min(0).half()
-    if on(value.device).compares():
+    if on(value.device).is_traced:
         return torch.where(half.isfinite(), _rounded_by_comparing(half.float()), half.float())
     bits = half.view(torch.int16).int() & 0x7FFF  # clear the sign of a negative zero
     bits = (bits + (2 ** (CUT - 1) - 1) + (bits >> CUT & 1)) >> CUT << CUT

@@ -102,7 +102,7 @@ class Trainer:
             self.run.path, self.backend, self.ranks, config=self.config, flops_share=share
         )
         steps = range(self.step, self.config.max_steps)
-        stream = computed_ahead(self._micro_batches, steps, self.backend.batches_ahead())
+        stream = computed_ahead(self._micro_batches, steps, self.backend.batches_ahead)
         try:
             with (
                 progress("training", self.config.max_steps, "steps", done=self.step) as ticker,
@@ -171,7 +171,7 @@ class Trainer:
 
     def _warm_up(self) -> None:
         """Compile the step ahead of the first one, on devices where that takes long."""
-        if not self.backend.fixed_shapes() or self.step == self.config.max_steps:
+        if not self.backend.is_traced or self.step == self.config.max_steps:
             return
         with self.backend.waiting_for("the training step"):
             self.take_step.warm_up(self._micro_batches(self.step), self.step)

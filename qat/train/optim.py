@@ -153,7 +153,7 @@ class Optimizer:
         self._device = next(iter(self.parameters.values())).device
         dtype = backend.select(config.device).dtype(config.dtype)
         here = backend.on(self._device)
-        self._least_share = LEAST_SHARE if here.fixed_shapes() else 0.0
+        self._least_share = LEAST_SHARE if here.is_traced else 0.0
         self.loss_scale = LossScale(self._device) if dtype == torch.float16 else None
         self._movers = self._choose_movers(by_kind)
         self._adamw = [mover for mover in self._movers if isinstance(mover, TorchAdamW)]

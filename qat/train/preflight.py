@@ -155,7 +155,7 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
         pinned_gib=step_bytes(model.model, learning, config, dtype).pinned / GIB,
         checkpoint_bytes=_bytes(packed) + state_bytes + around,
         final_bytes=_bytes(packed) + around,
-        attention="" if backend.fixed_shapes() else model.attention(cache.sequence_length, dtype),
+        attention="" if backend.is_traced else model.attention(cache.sequence_length, dtype),
         fallback=take_step.fallback,
     )
 

@@ -59,7 +59,7 @@ def check_rollouts(config: TrainConfig, cache: TeacherCache) -> None:
             f"{cache.sequence_length} positions, expected room for a prompt too; use "
             f"--rollout-tokens {cache.sequence_length - 1} or fewer"
         )
-    if backends.select(config.device).fixed_shapes():
+    if backends.select(config.device).is_traced:
         raise ConfigError(
             f"on_policy={config.on_policy}, but a device that compiles for each shape "
             f"({config.device}) reads the whole row anew for every word of it; train on a GPU, or "

@@ -126,7 +126,7 @@ class TrainingStep:
         self.dtype = self.backend.dtype(config.dtype)
         self.fallback: str | None = None
         """Reason why layers that should be compiled run uncompiled; None if there is none."""
-        wish = self.backend.compiles() if config.compile == "auto" else config.compile == "on"
+        wish = self.backend.compiles if config.compile == "auto" else config.compile == "on"
         every = config.checkpoint_every if config.gradient_checkpointing else None
         self._is_compiled = wish
         self.forms_by_layer = self._is_formed_by_layer(is_on_policy=own is not None)
@@ -163,7 +163,7 @@ class TrainingStep:
         """Return whether to form by layer; `auto` compares the memory needed with the device's."""
         config, model, optimizer = self.config, self.student.model, self.optimizer
         speaks_alone = is_on_policy and bool(optimizer.sharded)
-        if config.form == "whole" or self.backend.fixed_shapes() or speaks_alone:
+        if config.form == "whole" or self.backend.is_traced or speaks_alone:
             return False
         learning = linears_in_scope(model, config.scope, config.kinds)
         parts = optimizer.ranks.size if optimizer.sharded else 1
@@ -243,7 +243,7 @@ class TrainingStep:
             return self._first(batches, valid, is_packed)
         is_small = batches[0].mask.numel() <= GRAPH_TOKENS
         is_whole = not self.optimizer.sharded  # a captured graph would contain collectives
-        is_worth = is_small and is_whole and self.fallback is None and self.backend.records()
+        is_worth = is_small and is_whole and self.fallback is None and self.backend.records
         if is_worth and is_known and self._graph is None:
             if self._waits is None:
                 with self.backend.waits() as self._waits:
@@ -422,7 +422,7 @@ def check_dtype(config: Settings) -> Settings:
     """
     backend = backends.select(config.device)
     backend.check_optimizer(config.optimizer, config.latent_dtype)
-    if config.form == "layer" and backend.fixed_shapes():
+    if config.form == "layer" and backend.is_traced:
         raise ConfigError(
             f"form=layer, but device={config.device} compiles a step as a whole, expected a device "
             "that runs layer by layer; use --form whole, with --shard-latents for several devices"
@@ -446,7 +446,7 @@ class Agreement:
 
     def __init__(self, backend: Backend, ranks: Ranks) -> None:
         self._backend = backend
-        self._lag = backend.decision_lag() if ranks.size > 1 else 0
+        self._lag = backend.decision_lag if ranks.size > 1 else 0
         self._under_way: deque[tuple[Tensor, Callable[[], None]]] = deque()
 
     def settle(self, wishes: Tensor) -> bool:

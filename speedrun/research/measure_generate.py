@@ -122,7 +122,7 @@ def main(*, asked: Annotated[Asked, Parameter(name="*")] = DEFAULTS) -> None:
     copy_rate = measure_roofline(backend, "bf16").copy_bytes
     tell(f"{backend.name()}: a large copy moves {copy_rate / 1e9:,.0f} GB/s")
     with ExitStack() as tiles, torch.no_grad():
-        if backend.records() and not asked.skip_tiles:
+        if backend.records and not asked.skip_tiles:
             show_tiles(asked, backend, copy_rate, tiles)
         loops = [*loops_of(asked, backend)]
         tell("recorded; timing")
@@ -189,7 +189,7 @@ def show_tiles(asked: Asked, backend: Backend, copy_rate: float, tiles: ExitStac
         *decode_cases(mlp=16, attention=16, head=16),
     ]
     repeats = 2 if asked.tiny else 20
-    seeds = Seeds(backend.device, 0, is_interpreted=not backend.records())
+    seeds = Seeds(backend.device, 0, is_interpreted=not backend.records)
     clock, rows = Clock(backend, repeats, limit_s=2.0), []
     for case in wanted:
         found = tune(case, case.size(work), seeds=seeds, clock=clock, keep=4)
@@ -228,7 +228,7 @@ def loops_of(asked: Asked, backend: Backend) -> Iterator[Loop]:
         dense = DecodeStep(LanguageModel(model))
         yield from both_ways("bf16 model, own kernels", dense, ids, count)
         tell("the bf16 step runs")
-        plain = PlainStep(dense, is_compiled=backend.records())
+        plain = PlainStep(dense, is_compiled=backend.records)
         yield loop_of(COMPILED, dense, plain.logits, ids=ids, count=count)
         tell("the compiled bf16 step runs")
     for name, (preset, table_bits, group_size) in STUDENTS.items():
@@ -321,7 +321,7 @@ def loop_of(
     first, caches = step.prefill(ids, num_positions)
     run = Generation(told, caches, step.angles(num_positions), Sampling(0.0))
     run.start(first.argmax(-1), ids.shape[1], count)
-    if backend.records():
+    if backend.records:
         run.record(backend)
     return Loop(name, run, read_bytes(step))
 

@@ -108,7 +108,7 @@ def test_nothing_is_named_where_all_ran() -> None:
 
 
 def test_a_kernel_that_fell_back_on_a_gpu_is_named() -> None:
-    gpu = type("Gpu", (), {"device": torch.device("cuda"), "compiles": lambda self: False})()
+    gpu = type("Gpu", (), {"device": torch.device("cuda"), "compiles": False})()
     math = ["aten::_scaled_dot_product_attention_math"]
     found = fallbacks(wished(), facts(kernels={"glu/pytorch/cuda": 7}, attention=math), gpu)
     assert "kernel glu ran as plain PyTorch on the GPU, 7 times" in found and len(found) == 2

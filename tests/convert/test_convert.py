@@ -381,7 +381,7 @@ def test_a_directory_in_use_is_refused_before_any_work(place: Path, tmp_path: Pa
 def test_a_device_that_compiles_for_each_value_is_refused(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Backend, "fixed_shapes", lambda _: True)
+    monkeypatch.setattr(Backend, "is_traced", True)
     with pytest.raises(ConfigError, match="device=.*; use --device"):
         convert_checkpoint(str(place / "float"), ConvertConfig(to="q2a4"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -217,7 +217,7 @@ def test_filled_up_batches_have_one_shape_and_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build(tmp_path / "whole")
-    monkeypatch.setattr(Backend, "compiles", lambda self: True)
+    monkeypatch.setattr(Backend, "compiles", True)
     model, shapes = teacher(), set()
     hidden = model.hidden
     model.hidden = lambda ids, positions: shapes.add(ids.shape) or hidden(ids, positions)

@@ -43,7 +43,7 @@ def test_rows_filled_to_one_shape_hold_the_same_tokens(
     ending = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=[free[0][2]])
     ended = module.continue_rows(model, ids, ending)
     assert [*map(len, free)] == [6, 6] and len(ended[0]) <= 3
-    monkeypatch.setattr(Backend, "fixed_shapes", lambda _: True)
+    monkeypatch.setattr(Backend, "is_traced", True)
     assert module.continue_rows(model, ids, config) == free
     assert module.continue_rows(model, ids, ending) == ended
 

@@ -149,7 +149,7 @@ def test_rows_of_one_shape_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     """Where each new shape would be compiled, as on a TPU."""
     batch = Batch(3, 60, 20, Sampling(1.0, 0.9), {5, 6, 7})
     expected = open_sampler(LanguageModel(MODELS["qwen3"]()), batch).sample(requests())
-    monkeypatch.setattr(CpuBackend, "fixed_shapes", lambda self: True)
+    monkeypatch.setattr(CpuBackend, "is_traced", True)
     sampler = open_sampler(LanguageModel(MODELS["qwen3"]()), batch)
     assert isinstance(sampler, Waves)
     assert sampler.sample(requests()) == expected
@@ -161,7 +161,7 @@ def test_what_is_still_to_come_makes_no_text_longer(monkeypatch: pytest.MonkeyPa
     rows = [Request([1, 2, 3, 4, 5, 6], 24, (0, 0))]
     model = tiny_model("llama", **RANGE, **LONGROPE)
     expected = open_sampler(LanguageModel(model), batch).sample(rows)
-    monkeypatch.setattr(CpuBackend, "fixed_shapes", lambda self: True)
+    monkeypatch.setattr(CpuBackend, "is_traced", True)
     found = open_sampler(LanguageModel(model), batch).sample(rows)
     assert found[0][:10] == expected[0][:10] and len(set(found[0])) > 3
 

@@ -221,4 +221,4 @@ def test_equal_layers_share_their_graphs(tmp_path: Path) -> None:
 def test_longer_sequences_run_too(tmp_path: Path) -> None:
     step = step_of(tmp_path)
     result = step([batch(3, sequences=2, length=200)], 0)
-    assert bool(result.sums["loss"].isfinite()) and select("cuda").records()
+    assert bool(result.sums["loss"].isfinite()) and select("cuda").records

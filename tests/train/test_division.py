@@ -22,9 +22,7 @@ def test_ranks_share_what_one_would_see(tmp_path) -> None:
 
 @pytest.mark.parametrize(("size", "lag"), [(1, 0), (2, 2)])
 def test_one_rank_decides_at_once_and_several_by_the_step_before(size: int, lag: int) -> None:
-    backend = SimpleNamespace(
-        decision_lag=lambda: 2, to_host=lambda it: it, finished=lambda: lambda: None
-    )
+    backend = SimpleNamespace(decision_lag=2, to_host=lambda it: it, finished=lambda: lambda: None)
     agreement = Agreement(backend, SimpleNamespace(size=size))
     wishes = [torch.tensor(wish) for wish in (1, 0, 1, 0, 0)]
     assert [agreement.settle(wish) for wish in wishes] == ([False] * lag + [True, False, True])[

@@ -490,7 +490,7 @@ def test_what_cannot_be_leaves_nothing(place: Path, tmp_path: Path) -> None:
 def test_a_device_of_fixed_shapes_is_refused(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CpuBackend, "fixed_shapes", lambda _: True)
+    monkeypatch.setattr(CpuBackend, "is_traced", True)
     with pytest.raises(ConfigError, match="compiles for each shape.*reads the whole row anew"):
         run(place, tmp_path / "run")
     assert not (tmp_path / "run").exists()

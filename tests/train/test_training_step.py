@@ -96,7 +96,7 @@ def pretend_recording(monkeypatch: pytest.MonkeyPatch, trainer: Trainer) -> list
 
         return replay, result
 
-    monkeypatch.setattr(Backend, "records", lambda _: True)
+    monkeypatch.setattr(Backend, "records", True)
     monkeypatch.setattr(Backend, "record", record)
     return replays
 
@@ -314,6 +314,6 @@ def test_a_device_that_compiles_whole_steps_refuses_to_form_by_layer(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(place, form="layer")
-    monkeypatch.setattr(Backend, "fixed_shapes", lambda _: True)
+    monkeypatch.setattr(Backend, "is_traced", True)
     with pytest.raises(ConfigError, match="form=layer, but device=cpu"):
         check_dtype(settings)

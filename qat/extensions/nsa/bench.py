@@ -63,7 +63,7 @@ def ways_of(which: Pass, presets: tuple[str, ...]) -> Iterator[Way]:
 
 def recorded(attend: Attend, layer: Layer, backend: Backend) -> Attend:
     """Capture `attend` of `layer` as a graph, as in generation; return it as is without a GPU."""
-    if not backend.records():
+    if not backend.records:
         return attend
     with torch.no_grad():
         attend(layer)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,9 @@ def _take_one_chip(number: int) -> None:
 class XlaBackend(Backend):
     """All of a process's XLA devices (of a TPU, or of XLA's CPU client) as one backend."""
 
+    # compiling a new shape takes minutes, and the host would compute missing operators
+    is_traced: ClassVar[bool] = True
+
     def dtype_name(self, name: str) -> str:
         """See `Backend`; `auto` is bf16, the native dtype of TPUs."""
         if name in ("fp16", "tf32"):
@@ -107,17 +110,9 @@ class XlaBackend(Backend):
         model.to(self.device)
         model.tie_weights()
 
-    def fixed_shapes(self) -> bool:
-        """See `Backend`: compiling a new shape takes up to minutes."""
-        return True
-
     def generator(self, seed: int) -> torch.Generator:
         """See `Backend`: on the host."""
         return torch.Generator().manual_seed(seed)
-
-    def compares(self) -> bool:
-        """See `Backend`: the host would compute the missing operators while the device waits."""
-        return True
 
     @contextmanager
     def session(self, cache_dir: Path | None) -> Iterator[None]:

@@ -109,7 +109,7 @@ class Cases:
             "plain-eager": lambda _: plain(is_compiled=False),
             "plain-compiled": lambda compiled: plain(is_compiled=compiled),
             "torchao-int2": lambda compiled: torchao(
-                is_compiled=compiled and setting.backend.compiles()
+                is_compiled=compiled and setting.backend.compiles
             ),
             "reference": lambda _: reference_step(student, self._names, config),
         }

@@ -456,7 +456,7 @@ class BaselineJob:
             self.model,
             learning,
             loss,
-            is_compiled=is_compiled and self.backend.compiles(),
+            is_compiled=is_compiled and self.backend.compiles,
             is_checkpointed=is_checkpointed,
             lr=lambda step: settings.lr * share(step, steps),
             autocast=self.dtype,
@@ -471,7 +471,7 @@ class BaselineJob:
         terms = parse_losses(self.settings.loss)
         check_losses(terms)
         loss = chunked_loss(self.model, terms, 1.0, dtype=self.dtype)
-        if self.backend.compiles():
+        if self.backend.compiles:
             loss.compile()
         return loss
 
@@ -510,7 +510,7 @@ def distil(lesson: Lesson, job: BaselineJob) -> Course:
     began = time.perf_counter()
     with progress("training a baseline", lesson.steps, "steps") as ticker:
         numbers = range(before.steps, before.steps + lesson.steps)
-        with closing(computed_ahead(job.batch, numbers, backend.batches_ahead())) as stream:
+        with closing(computed_ahead(job.batch, numbers, backend.batches_ahead)) as stream:
             for step, batch in enumerate(stream):
                 result = lesson.step([batch], step)
                 ticker.advance()

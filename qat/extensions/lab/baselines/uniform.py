@@ -312,7 +312,7 @@ class _Blocks:
         layer.requires_grad_(False)
         for linear in _linears(layer):
             linear.requires_grad_(True)
-        if self._job.backend.compiles():
+        if self._job.backend.compiles:
             layer.forward = torch.compile(layer.forward)
 
         def run() -> None:

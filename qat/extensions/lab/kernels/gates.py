@@ -308,12 +308,12 @@ def measure(case: KernelCase, size: Size, seeds: Seeds, clock: Clock) -> Speed:
     """
     backend = clock.backend
     with torch.no_grad():
-        inputs = spread_inputs(case, size, seeds, is_spread=backend.records())
+        inputs = spread_inputs(case, size, seeds, is_spread=backend.records)
         moved = case.num_bytes(inputs[0], case.reference(dict(inputs[0]), size), size)
         few = inputs[:REFERENCE_CALLS]
         runs = [lambda: [case.reference(each, size) for each in few]]
         runs[0]()
-        if backend.records():
+        if backend.records:
             runs.append(recorded(case, size, inputs, backend))
         reference, *kernel = clock.turns(runs)
     return Speed(

@@ -102,7 +102,7 @@ def judge(
 ) -> tuple[Row, Speed | None]:
     """Return the row of one kernel; a failed gate skips the remaining ones."""
     backend = clock.backend
-    runs_kernels = backend.records() or interprets()
+    runs_kernels = backend.records or interprets()
     size = case.size(work_of(str(config.shape)))
     row: Row = {
         "kind": "kernel",
@@ -145,9 +145,9 @@ def run_kernels(
     """
     cases = cases_named(config.only) if cases is None else cases
     backend = select(config.device)
-    shape = config.shape or ("qwen3-0.6b" if backend.records() else "tiny")
+    shape = config.shape or ("qwen3-0.6b" if backend.records else "tiny")
     config, work = config.model_copy(update={"shape": shape}), work_of(shape)
-    if config.tune and not backend.records():
+    if config.tune and not backend.records:
         raise ConfigError(
             f"tune=True on {backend.name()}, expected a GPU: interpreted kernels have no speed; "
             "leave --tune out"
@@ -157,7 +157,7 @@ def run_kernels(
     found: list[Tuned] = []
     with Results(out, environment(backend, config)) as results:
         rates = measure_roofline(backend, kernel_dtype(backend))
-        seeds = Seeds(backend.device, seed, is_interpreted=not backend.records())
+        seeds = Seeds(backend.device, seed, is_interpreted=not backend.records)
         clock = Clock(backend, config.repeats, config.limit_s)
         for case in cases:
             tuned.forget_used()
@@ -182,7 +182,7 @@ def run_kernels(
         )
     how = "were interpreted" if interprets() else "did not run"
     alone = f"no GPU: kernels {how}, and the times are their references' alone"
-    note = "" if backend.records() else alone
+    note = "" if backend.records else alone
     report = KernelsReport(results.path, rows, rates, note, found)
     if config.figures is not None:
         record_figures(config.figures, report.figures(), results.environment)

@@ -259,7 +259,7 @@ class Tuned:
 def tune(case: KernelCase, size: Size, *, seeds: Seeds, clock: Clock, keep: int) -> Tuned:
     """Find the best configuration of a case's kernel at one size."""
     with torch.no_grad():
-        inputs = spread_inputs(case, size, seeds, is_spread=clock.backend.records())
+        inputs = spread_inputs(case, size, seeds, is_spread=clock.backend.records)
         trial = Tuning(case, size, case.space(size), inputs, clock)
         runs, refused = trial.runs()
         first = replace(clock, repeats=min(FIRST_ROUNDS, clock.repeats)).turns([*runs.values()])
@@ -306,7 +306,7 @@ class Tuning:
         runs: dict[tuple, Callable[[], object]] = {}
         refused: dict[tuple, str] = {}
         every = (self.space.default, *self.space.others)
-        if self.clock.backend.records():
+        if self.clock.backend.records:
             with compiling_only():
                 for configuration in every:
                     self.once(configuration)
@@ -326,7 +326,7 @@ class Tuning:
 
     def _run(self, configuration: tuple) -> Callable[[], object]:
         backend = self.clock.backend
-        if backend.records():
+        if backend.records:
             with self._forcing(configuration):
                 return recorded(self.case, self.size, self.inputs, backend)
 
