@@ -226,6 +226,19 @@ def launched() -> Launch:
     return Launch(*(int(os.environ[name]) for name in names), int(attempt))
 
 
+class MemoryUse(NamedTuple):
+    """Memory in GiB; None where it is not counted."""
+
+    held_gib: float | None = None
+    """Memory held now."""
+    peak_gib: float | None = None
+    """The most that was held since `Backend.reset_peak_memory`."""
+    reserved_gib: float | None = None
+    """Memory that PyTorch's allocator has reserved on a GPU."""
+    peak_reserved_gib: float | None = None
+    """The most that was reserved since `Backend.reset_peak_memory`."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """One device. The defaults hold for eager execution without memory accounting."""
@@ -490,33 +503,18 @@ class Backend:
         """Return the device's name in records."""
         return self.device.type
 
-    def peak_memory_gib(self) -> float | None:
-        """Return the peak memory since `reset_peak_memory`: of tensors, or of the process on a CPU.
-
-        None where memory is not counted.
-        """
-        return None
+    def memory_use(self) -> MemoryUse:
+        """Return the memory of tensors, or on a CPU of the process."""
+        return MemoryUse()
 
     def reset_peak_memory(self) -> None:
-        """Restart the count of `peak_memory_gib`."""
+        """Restart the count of `MemoryUse.peak_gib`."""
 
     def free_memory(self) -> None:
         """Release memory held by dead objects and by the allocator's cache."""
         gc.collect()
         if sys.platform == "linux":
             ctypes.CDLL(None).malloc_trim(0)
-
-    def held_memory_gib(self) -> float | None:
-        """Return the memory held now, counted as in `peak_memory_gib`."""
-        return None
-
-    def reserved_memory_gib(self) -> float | None:
-        """Return the memory that PyTorch's allocator has reserved on a GPU; None elsewhere."""
-        return None
-
-    def peak_reserved_gib(self) -> float | None:
-        """Return the peak of `reserved_memory_gib` since `reset_peak_memory`; None elsewhere."""
-        return None
 
     def memory_gib(self) -> float | None:
         """Return the memory that this process could hold, held plus free; None if unknown."""
@@ -531,7 +529,7 @@ class Backend:
         Raises:
             ConfigError: that much is held already, or the limit exceeds what is available.
         """
-        held, there = self.held_memory_gib(), self.memory_gib()
+        held, there = self.memory_use().held_gib, self.memory_gib()
         if held is None or there is None:
             raise ConfigError(
                 f"memory_limit={gib:.4g}GiB, but memory is not counted on {self.name()}; use "
@@ -543,19 +541,12 @@ class Backend:
                 f"memory_limit={gib:.4g}GiB, but {held:.4g} GiB are held already and {there:.4g} "
                 "GiB can be had; choose a limit between them"
             )
-        with self.limited(gib, held):
+        with self._limited(gib, held):
             yield gib
 
-    def limited(self, gib: float, held: float) -> AbstractContextManager[None]:
+    def _limited(self, gib: float, held: float) -> AbstractContextManager[None]:
         """Apply the limit, on devices that count memory; `held` GiB are held now."""
         raise NotImplementedError
-
-    def staying_in_memory(self) -> AbstractContextManager[None]:
-        """Return a block in which using more than the free memory raises an error.
-
-        This also holds where `overcommits` is true.
-        """
-        return nullcontext()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Return whether `error` means out of memory: a device's or, on a CPU, the process's."""
@@ -577,8 +568,7 @@ class Backend:
                 f"xla_cache_dir={cache_dir} is for XLA devices, but device={self.device}; drop it "
                 "or use --device xla"
             )
-        with self.staying_in_memory():
-            yield
+        yield
 
     def waiting_for(self, what: str) -> AbstractContextManager[None]:
         """Return a block in which `what` may be compiled; progress messages name it."""

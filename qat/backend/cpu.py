@@ -1,11 +1,12 @@
 """Devices with little to configure: the CPU and a Mac's GPU."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
-from qat.backend.base import Backend
+from qat.backend.base import Backend, MemoryUse
 from qat.process import available_gib, cores, data_limit, process_gib, restart_peak
 
 
@@ -22,38 +23,32 @@ class CpuBackend(Backend):
         """See `Backend`."""
         return cores()
 
-    def peak_memory_gib(self) -> float | None:
+    def memory_use(self) -> MemoryUse:
         """See `Backend`."""
-        return process_gib("VmHWM")
+        return MemoryUse(process_gib("VmRSS"), process_gib("VmHWM"))
 
     def reset_peak_memory(self) -> None:
         """See `Backend`."""
         restart_peak()
-
-    def held_memory_gib(self) -> float | None:
-        """See `Backend`."""
-        return process_gib("VmRSS")
 
     def memory_gib(self) -> float | None:
         """See `Backend`."""
         free = available_gib()
         return None if free is None else free + process_gib("VmRSS")
 
-    def limited(self, gib: float, held: float) -> AbstractContextManager[None]:
+    def _limited(self, gib: float, held: float) -> AbstractContextManager[None]:
         """See `Backend`: only private memory is limited, and all held memory counts as private."""
         return data_limit(process_gib("VmData") + gib - held)
 
     @contextmanager
-    def staying_in_memory(self) -> Iterator[None]:
-        """See `Backend`.
+    def session(self, cache_dir: Path | None) -> Iterator[None]:
+        """See `Backend`; using more than the free memory raises an error.
 
         Without the limit an overcommitting system would kill the process without a message.
         """
         free = available_gib()
-        if free is None:
-            yield
-            return
-        with data_limit(process_gib("VmData") + free):
+        limit = nullcontext() if free is None else data_limit(process_gib("VmData") + free)
+        with super().session(cache_dir), limit:
             yield
 
     def overcommits(self) -> bool:

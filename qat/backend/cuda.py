@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from qat.backend.base import GIB, VISITORS, Backend, placed
+from qat.backend.base import GIB, VISITORS, Backend, MemoryUse, placed
 from qat.backend.nvidia import gpu_health
 from qat.errors import ConfigError
 
@@ -181,9 +181,15 @@ class CudaBackend(Backend):
         """See `Backend`: such as `NVIDIA H200`."""
         return torch.cuda.get_device_name(self.device)
 
-    def peak_memory_gib(self) -> float:
+    def memory_use(self) -> MemoryUse:
         """See `Backend`."""
-        return torch.cuda.max_memory_allocated(self.device) / GIB
+        counts = torch.cuda.memory_stats(self.device)
+        names = (f"{kind}_bytes.all" for kind in ("allocated", "reserved"))
+        held, reserved = (
+            [counts.get(f"{name}.{when}", 0) / GIB for when in ("current", "peak")]
+            for name in names
+        )
+        return MemoryUse(*held, *reserved)
 
     def reset_peak_memory(self) -> None:
         """See `Backend`."""
@@ -199,25 +205,13 @@ class CudaBackend(Backend):
         else:  # before PyTorch 2.12
             torch._C._host_emptyCache()
 
-    def held_memory_gib(self) -> float:
-        """See `Backend`."""
-        return torch.cuda.memory_allocated(self.device) / GIB
-
-    def reserved_memory_gib(self) -> float:
-        """See `Backend`."""
-        return torch.cuda.memory_reserved(self.device) / GIB
-
-    def peak_reserved_gib(self) -> float:
-        """See `Backend`."""
-        return torch.cuda.max_memory_reserved(self.device) / GIB
-
     def memory_gib(self) -> float:
         """See `Backend`."""
         free, _ = torch.cuda.mem_get_info(self.device)
         return (free + torch.cuda.memory_reserved(self.device)) / GIB
 
     @contextmanager
-    def limited(self, gib: float, held: float) -> Iterator[None]:
+    def _limited(self, gib: float, held: float) -> Iterator[None]:
         """See `Backend`."""
         total = torch.cuda.get_device_properties(self.device).total_memory / GIB
         index = self.device.index  # a bare `cuda` has no index, but the limit needs one

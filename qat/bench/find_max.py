@@ -29,7 +29,7 @@ def unless_out_of_memory(run: Callable[[], T], backend: Backend) -> T | None:
         AssertionError: a failed `run` left memory allocated, which is our bug.
     """
     backend.free_memory()
-    before = backend.held_memory_gib()
+    before = backend.memory_use().held_gib
     result = None
     try:
         result = run()
@@ -41,7 +41,7 @@ def unless_out_of_memory(run: Callable[[], T], backend: Backend) -> T | None:
             error = error.__context__
     backend.free_memory()
     if result is None and before is not None:
-        left = backend.held_memory_gib() - before
+        left = backend.memory_use().held_gib - before
         assert left <= SLACK_GIB, f"running out of memory left {left:.3f} GiB behind"
     return result
 

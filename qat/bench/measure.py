@@ -91,11 +91,12 @@ def time_steps(
         marks.append(backend.mark(result.grad_norm))
     backend.synchronize()
     valid, loss = backend.read([result.valid_tokens, result.sums["loss"]])
+    used = backend.memory_use()
     return Timing(
         warmup_s=backend.seconds_between(began, marks[0]),
         steps_s=tuple(backend.seconds_between(first, last) for first, last in pairwise(marks)),
-        peak_gib=backend.peak_memory_gib(),
-        reserved_gib=backend.peak_reserved_gib(),
+        peak_gib=used.peak_gib,
+        reserved_gib=used.peak_reserved_gib,
         loss_nats=loss / max(valid, 1),
         valid_tokens=valid,
         positions=result.positions,

@@ -138,7 +138,7 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
         step_s = backend.seconds_between(begun, ended) / MEASURED_STEPS
         eval_s = _evaluation_s(config, Judge(model, load_tokenizer(student), cache, config))
         packed = packed_state_dict(model.model)
-        peak_gib = backend.peak_memory_gib()
+        peak_gib = backend.memory_use().peak_gib
     finally:
         take_step.close()
     state_bytes = optimizer.state_bytes() + _bytes(CodeWatch(model.model).state())

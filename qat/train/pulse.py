@@ -345,9 +345,10 @@ class Pulse:
         }
 
     def _memory(self) -> dict[str, float | None]:
-        held, reserved = self._backend.held_memory_gib(), self._backend.reserved_memory_gib()
+        used = self._backend.memory_use()
+        held, reserved = used.held_gib, used.reserved_gib
         return {
-            "peak_gib": self._backend.peak_memory_gib(),
+            "peak_gib": used.peak_gib,
             "mem_alloc_mib": None if held is None else held * 1024,
             "mem_alloc_gib": held,
             "mem_reserved_mib": None if reserved is None else reserved * 1024,

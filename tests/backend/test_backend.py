@@ -90,17 +90,17 @@ def test_a_device_beyond_those_present_is_a_mistake_of_the_user() -> None:
 def test_process_memory_is_counted_from_where_one_says() -> None:
     cpu = backend.select("cpu")
     block = torch.ones(2**26)
-    assert cpu.peak_memory_gib() >= cpu.held_memory_gib() - 0.01
-    held = cpu.held_memory_gib()
+    assert cpu.memory_use().peak_gib >= cpu.memory_use().held_gib - 0.01
+    held = cpu.memory_use().held_gib
     del block
     cpu.free_memory()
     cpu.reset_peak_memory()
-    assert cpu.peak_memory_gib() < held - 0.2
+    assert cpu.memory_use().peak_gib < held - 0.2
 
 
 def test_memory_is_limited_for_the_block_only() -> None:
     cpu = backend.select("cpu")
-    with cpu.limit_memory(cpu.held_memory_gib() + 0.25):
+    with cpu.limit_memory(cpu.memory_use().held_gib + 0.25):
         assert torch.ones(2**24).sum() == 2**24
         with pytest.raises(RuntimeError) as caught:
             torch.empty(2**28)
@@ -118,7 +118,7 @@ def test_a_session_on_a_cpu_runs_out_of_memory_before_the_machine_does(monkeypat
             torch.empty(2**28)
         assert cpu.is_out_of_memory(caught.value)
         limit = resource.getrlimit(resource.RLIMIT_DATA)
-        with cpu.limit_memory(cpu.held_memory_gib() + 0.2):
+        with cpu.limit_memory(cpu.memory_use().held_gib + 0.2):
             assert resource.getrlimit(resource.RLIMIT_DATA) <= limit
         assert resource.getrlimit(resource.RLIMIT_DATA) == limit
     assert resource.getrlimit(resource.RLIMIT_DATA) == before

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qat.backend import device as backend
-from qat.backend.base import Backend
+from qat.backend.base import Backend, MemoryUse
 from qat.bench.find_max import MemoryModel, Search, Trials, find_max_batch, unless_out_of_memory
 from qat.bench.measure import Timing
 from qat.errors import ConfigError
@@ -42,8 +42,8 @@ class Card(Backend):
             raise torch.OutOfMemoryError("full")
         return Timing(0.0, (speed(batch_size) ** -1,), peak, peak + 1, 0.0, 1, 1, {})
 
-    def held_memory_gib(self) -> float:
-        return self.facts["held"]
+    def memory_use(self) -> MemoryUse:
+        return MemoryUse(self.facts["held"])
 
     def free_memory(self) -> None:
         pass

@@ -101,7 +101,7 @@ def test_nothing_learns_while_it_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_largest_batch_of_a_small_machine(tmp_path: Path, place: Path) -> None:
-    held = backend.select("cpu").held_memory_gib()
+    held = backend.select("cpu").memory_use().held_gib
     config = BenchConfig(
         device="cpu",
         cache_dir=place / "cache",  # of few sequences: they repeat
@@ -124,7 +124,7 @@ def test_the_largest_batch_of_a_small_machine(tmp_path: Path, place: Path) -> No
 
 def test_a_plan_stays_within_the_memory_of_a_machine(tmp_path: Path, monkeypatch) -> None:
     cpu = backend.select("cpu")
-    free = (cpu.held_memory_gib() + 0.4) / SAFE_SHARE
+    free = (cpu.memory_use().held_gib + 0.4) / SAFE_SHARE
     monkeypatch.setattr(type(cpu), "memory_gib", lambda _: free)
     config = BenchConfig(device="cpu", batch_size=2048, steps=1, warmup=1, plan="t4")
     with pytest.raises(ConfigError, match="batch_size=2048 does not fit into memory; lower --bat"):

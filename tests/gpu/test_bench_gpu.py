@@ -25,7 +25,7 @@ def test_a_smaller_card_is_emulated_and_gives_its_memory_back() -> None:
     def take(gib: float) -> int:
         return torch.empty(int(gib * 2**30), dtype=torch.uint8, device="cuda").numel()
 
-    with gpu.limit_memory(gpu.held_memory_gib() + 2):
+    with gpu.limit_memory(gpu.memory_use().held_gib + 2):
         assert unless_out_of_memory(lambda: take(1), gpu)
         assert unless_out_of_memory(lambda: take(3), gpu) is None
         assert unless_out_of_memory(lambda: take(1), gpu)

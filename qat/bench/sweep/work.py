@@ -56,7 +56,7 @@ class Diary:
             batches = [self._by_step[step % len(self._by_step)]]
         result = self._subject(batches, step)
         self.valid_tokens.append(result.valid_tokens)
-        held = self._backend.held_memory_gib()
+        held = self._backend.memory_use().held_gib
         if held is not None:
             self.held_mib.append(held * 2**10)
         return result

@@ -205,8 +205,8 @@ def crossovers(rows: Sequence[Row]) -> list[Row]:
 def _added_gib(call: Callable[[], object], backend: Backend) -> float | None:
     """Return the memory that one call adds at its peak, in GiB."""
     backend.reset_peak_memory()
-    before = backend.held_memory_gib()
+    before = backend.memory_use().held_gib
     call()
     backend.synchronize()
-    peak = backend.peak_memory_gib()
+    peak = backend.memory_use().peak_gib
     return None if peak is None or before is None else max(0.0, peak - before)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from qat.backend.base import GIB, Backend, Copying, launched
+from qat.backend.base import GIB, Backend, Copying, MemoryUse, launched
 from qat.backend.before_torch import ask_nobody_without_a_tpu, tpu_name
 from qat.backend.cpu import CpuBackend
 from qat.errors import ConfigError, how_to_install, is_installed
@@ -233,15 +233,20 @@ class XlaBackend(Backend):
             for tensor in tensors:
                 _share_rows(tensor)
 
-    def peak_memory_gib(self) -> float | None:
-        """See `Backend`; None also if it stayed below an earlier peak.
+    def memory_use(self) -> MemoryUse:
+        """See `Backend`; the peak is None also if it stayed below an earlier peak.
 
-        The runtime reports only the peak of the whole process, so a lower one cannot be seen.
+        The runtime reports only the peak of the whole process, so a lower one cannot be seen. On a
+        CPU the device's share of what is held is not reported.
         """
         if self.is_host():
-            return HOST.peak_memory_gib()
-        peak = (self.told() or {}).get("peak_bytes_used", 0)
-        return peak / GIB if peak > PEAKS.get(self.device, 0) else None
+            return MemoryUse(peak_gib=HOST.memory_use().peak_gib)
+        told = self.told()
+        if told is None:
+            return MemoryUse()
+        peak = told.get("peak_bytes_used", 0)
+        is_seen = peak > PEAKS.get(self.device, 0)
+        return MemoryUse(told["bytes_used"] / GIB, peak / GIB if is_seen else None)
 
     def reset_peak_memory(self) -> None:
         """See `Backend`."""
@@ -249,11 +254,6 @@ class XlaBackend(Backend):
             HOST.reset_peak_memory()
         else:
             PEAKS[self.device] = (self.told() or {}).get("peak_bytes_used", 0)
-
-    def held_memory_gib(self) -> float | None:
-        """See `Backend`; unknown on a CPU, where the device's share is not reported."""
-        told = None if self.is_host() else self.told()
-        return None if told is None else told["bytes_used"] / GIB
 
     def memory_gib(self) -> float | None:
         """See `Backend`."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qat.backend.base import GIB
+from qat.backend.base import GIB, MemoryUse
 from qat.errors import ConfigError
 from qat.extensions.xla import backend as backend_xla
 from qat.extensions.xla import compiling
@@ -71,15 +71,15 @@ class Chip(XlaBackend):
 
 def test_a_runtime_tells_of_memory_and_of_no_lower_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     chip = Chip(torch.device("meta"))
-    assert (chip.peak_memory_gib(), chip.held_memory_gib(), chip.memory_gib()) == (2.0, 1.0, 16.0)
+    assert (chip.memory_use(), chip.memory_gib()) == (MemoryUse(held_gib=1.0, peak_gib=2.0), 16.0)
     chip.reset_peak_memory()
-    assert chip.peak_memory_gib() is None and not chip.overcommits()
+    assert chip.memory_use().peak_gib is None and not chip.overcommits()
     monkeypatch.setattr(Chip, "SAYS", Chip.SAYS | {"peak_bytes_used": 3 * GIB})
-    assert chip.peak_memory_gib() == 3.0
+    assert chip.memory_use().peak_gib == 3.0
     with pytest.raises(ConfigError, match="memory_limit=8GiB, but no limit can be set on xla tpu"):
         chip.limit_memory(8)
     monkeypatch.setattr(Chip, "SAYS", None)
-    assert (chip.peak_memory_gib(), chip.held_memory_gib(), chip.memory_gib()) == (None,) * 3
+    assert (chip.memory_use(), chip.memory_gib()) == (MemoryUse(), None)
 
 
 def test_a_long_graph_is_told_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -395,7 +395,7 @@ def _quantize(method: str, job: BaselineJob) -> BaselineStudent:
         n: Deployed(w, uniform_bits(w, settings.bits_of(n), size)) for n, w in weights.items()
     }
     bits = put_plain(model, deployed)
-    peak = job.backend.peak_memory_gib() or 0.0
+    peak = job.backend.memory_use().peak_gib or 0.0
     return BaselineStudent(_judgeable(job), bits, 0, seconds, peak)
 
 

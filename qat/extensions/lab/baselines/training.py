@@ -522,7 +522,7 @@ def distil(lesson: Lesson, job: BaselineJob) -> Course:
             f"the baseline's loss is {loss} after {lesson.steps} steps, expected a number; lower "
             f"lr={job.settings.lr}"
         )
-    peak_gib = max(before.peak_gib, backend.peak_memory_gib() or 0.0)
+    peak_gib = max(before.peak_gib, backend.memory_use().peak_gib or 0.0)
     return Course(before.steps + lesson.steps, seconds, peak_gib)
 
 

@@ -288,7 +288,7 @@ def _train_blocks(job: BaselineJob, original: LanguageModel, budget: Budget) -> 
             logger.info("block %d: mean squared error %.4g", index, error)
             ticker.advance()
     used = job.settings.max_steps - budget.steps
-    return Course(used, seconds, job.backend.peak_memory_gib() or 0.0)
+    return Course(used, seconds, job.backend.memory_use().peak_gib or 0.0)
 
 
 class _Blocks:
