@@ -1,6 +1,7 @@
 """Memory and cores of this process on Linux, and the limits of its container."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,12 +29,17 @@ OUT_OF_MEMORY = (
     "can't start new thread",
     "failed to map segment",
 )
-"""Texts in errors of other types that mean out of memory: from PyTorch outside its own device
+"""Texts in errors of other types that mean out of memory: from PyTorch outside its device
 allocator, XLA, the system, Python, and the loader of libraries."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` means out of memory; PyTorch's own error for devices is excluded."""
+    """Return whether `error` means out of memory, of the process or of a device.
+
+    Before torch is imported, nothing can have raised its error.
+    """
+    if isinstance(error, getattr(sys.modules.get("torch"), "OutOfMemoryError", ())):
+        return True
     if isinstance(error, RuntimeError | OSError | ImportError):
         return any(sign in str(error) for sign in OUT_OF_MEMORY)
     return isinstance(error, MemoryError)

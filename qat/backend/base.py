@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from qat.backend.nvidia import UNKNOWN
 from qat.errors import ConfigError
-from qat.process import is_out_of_memory
 
 # Copies of tensors to the host while the device keeps computing.
 
@@ -547,10 +546,6 @@ class Backend:
     def _limited(self, gib: float, held: float) -> AbstractContextManager[None]:
         """Apply the limit, on devices that count memory; `held` GiB are held now."""
         raise NotImplementedError
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Return whether `error` means out of memory: a device's or, on a CPU, the process's."""
-        return isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error)
 
     def overcommits(self) -> bool:
         """Return whether the system overcommits memory and kills processes that use it."""

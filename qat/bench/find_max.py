@@ -11,6 +11,7 @@ from typing import Self, TypeVar
 from qat.backend.base import Backend
 from qat.bench.measure import Timing
 from qat.errors import ConfigError
+from qat.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def unless_out_of_memory(run: Callable[[], T], backend: Backend) -> T | None:
     try:
         result = run()
     except (RuntimeError, MemoryError) as error:
-        if not backend.is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         while error is not None:  # frames hold tensors, also those of chained errors
             traceback.clear_frames(error.__traceback__)

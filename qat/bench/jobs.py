@@ -23,6 +23,7 @@ from qat import logs
 from qat.config import Settings
 from qat.errors import ConfigError, QatError
 from qat.files import locked, write_atomically
+from qat.process import is_out_of_memory
 
 POLL_S = 0.02
 PATIENCE_S = 5.0
@@ -230,9 +231,7 @@ def run_as_process(kind: type[Settings], do: Callable[[Any], object]) -> None:
     except QatError as error:
         sys.exit(f"qat: {error}")
     except (RuntimeError, MemoryError) as error:
-        from qat.backend.device import select  # imports torch, which reading a plan does not need
-
-        if not select("cpu").is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         traceback.print_exc()
         sys.exit(

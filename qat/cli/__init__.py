@@ -128,12 +128,7 @@ def _open_closed_outputs() -> None:
 
 
 def _fail_if_out_of_memory(error: Exception) -> None:
-    is_out = is_out_of_memory(error)
-    if not is_out and isinstance(error, RuntimeError) and "torch" in sys.modules:
-        from qat.backend.device import select
-
-        is_out = select("cpu").is_out_of_memory(error)
-    if is_out:
+    if is_out_of_memory(error):
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         room = "" if limit == resource.RLIM_INFINITY else f" (ulimit -v: {limit / 2**30:.3g} GiB)"
         _fail(

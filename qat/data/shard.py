@@ -34,6 +34,7 @@ from qat.data.shard_file import shard_content
 from qat.data.stream import ShardBlock
 from qat.data.text import check_vocabulary
 from qat.errors import CacheError, ConfigError
+from qat.process import is_out_of_memory
 
 
 class AskPlan(NamedTuple):
@@ -112,7 +113,7 @@ def examine(block: ShardBlock, told: Callable[[int], None], *, plan: AskPlan) ->
                 answers.append(_examine_batch(block, asked, hidden, plan=plan, first=first))
                 told(min(plan.batch_size, len(tokens_NS) - first))
     except (MemoryError, RuntimeError) as error:
-        if not on(plan.teacher.device).is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise ConfigError(
             f"batch_size={plan.batch_size} sequences of {tokens_NS.shape[1]} tokens are more than "

@@ -26,7 +26,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from qat.backend.device import select
 from qat.errors import CheckpointError, QatError, how_to_install, is_installed
 from qat.files import inside, parse_json
 from qat.models.directory import (
@@ -38,6 +37,7 @@ from qat.models.directory import (
 )
 from qat.models.gguf_cache import Config, opened
 from qat.models.gguf_header import check_gguf, teach_q2_0
+from qat.process import is_out_of_memory
 
 TABLES = (
     "config.json",
@@ -237,7 +237,7 @@ def _check_numbers(config: PreTrainedConfig) -> None:
 
 def is_of_files(error: BaseException, trace: TracebackType | None) -> bool:
     """Return whether an error began in code that reads or runs a model's files, and not in ours."""
-    if isinstance(error, QatError) or select("cpu").is_out_of_memory(error):
+    if isinstance(error, QatError) or is_out_of_memory(error):
         return False
     is_panic = type(error).__name__ == "PanicException"  # Rust panics are no Exception
     if not (is_panic or isinstance(error, Exception)):

@@ -30,7 +30,7 @@ from qat.models.step_memory import step_bytes
 from qat.models.stored_state import packed_state_dict
 from qat.nn.step import form_weights
 from qat.nn.swap import linear_names
-from qat.process import GIB
+from qat.process import GIB, is_out_of_memory
 from qat.ranks import ALONE, Ranks, Rehearsal
 from qat.train.config import TrainConfig, divide
 from qat.train.judge import CodeWatch, Judge
@@ -98,7 +98,7 @@ def predict(
     measured without communication.
 
     Raises:
-        RuntimeError: device memory ran out (see `Backend.is_out_of_memory`).
+        RuntimeError: device memory ran out (see `qat.process.is_out_of_memory`).
         ConfigError, CacheError, CheckpointError: see `train_student`.
     """
     backend = backends.select(config.device)
@@ -526,7 +526,7 @@ def examine(
         try:
             plan = plan._replace(prediction=predict(resolved, student, cache, world=world))
         except (RuntimeError, MemoryError) as error:
-            if not backend.is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             plan = plan._replace(has_run_out=True)
         if plan.has_run_out:

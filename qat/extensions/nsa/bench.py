@@ -25,6 +25,7 @@ from qat.bench.measure import Clock, Row, kernel_dtype, times
 from qat.bench.results import Results, environment
 from qat.errors import ConfigError
 from qat.extensions.nsa.ways import Attend, Layer, Pass, Way, Work, layer_of, sparse_ways
+from qat.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ def ready(way: Way, work: Work, which: Pass, backend: Backend) -> Ready | Row:
             if wrong is not None:
                 return {**row, "status": "WRONG", "reason": wrong}
     except (ConfigError, RuntimeError) as error:
-        status = "OOM" if backend.is_out_of_memory(error) else "UNSUPPORTED"
+        status = "OOM" if is_out_of_memory(error) else "UNSUPPORTED"
         reason = " ".join(str(error).split())
         return {**row, "status": status, "reason": reason[:200]}
     calls = max(1, min(MOST_CALLS, round(SAMPLE_S / seconds)))
