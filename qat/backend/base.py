@@ -394,10 +394,6 @@ class Backend:
 
         return undo
 
-    def generator(self, seed: int) -> torch.Generator:
-        """Return a seeded generator, on the device if it has generators, else on the host."""
-        return torch.Generator(self.device).manual_seed(seed)
-
     def pinned(self, tensor: Tensor) -> Tensor:
         """Return `tensor` in host memory that the device can copy from while it computes."""
         return tensor
@@ -490,13 +486,9 @@ class Backend:
             with ThreadPoolExecutor(workers) as pool:
                 yield pool.map
 
-    def rng_state(self) -> dict[str, Tensor]:
-        """Return the state of every random generator that a step may draw from."""
-        return {"cpu": torch.get_rng_state()}
-
-    def set_rng_state(self, state: dict[str, Tensor]) -> None:
-        """Restore what `rng_state` returned."""
-        torch.set_rng_state(state["cpu"])
+    def generators(self) -> dict[str, torch.Generator]:
+        """Return every random generator that a step may draw from, by name."""
+        return {"cpu": torch.default_generator}
 
     def name(self) -> str:
         """Return the device's name in records."""

@@ -167,15 +167,11 @@ class CudaBackend(Backend):
         """See `Backend`."""
         return gpu_health(str(torch.cuda.get_device_properties(self.device).uuid))
 
-    def rng_state(self) -> dict[str, Tensor]:
+    def generators(self) -> dict[str, torch.Generator]:
         """See `Backend`."""
-        return {**super().rng_state(), "cuda": torch.cuda.get_rng_state(self.device)}
-
-    def set_rng_state(self, state: dict[str, Tensor]) -> None:
-        """See `Backend`; a state without a GPU's part leaves the GPU's generator unchanged."""
-        super().set_rng_state(state)
-        if "cuda" in state:
-            torch.cuda.set_rng_state(state["cuda"], self.device)
+        torch.cuda.init()  # before it there are none
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        return {**super().generators(), "cuda": torch.cuda.default_generators[index]}
 
     def name(self) -> str:
         """See `Backend`: such as `NVIDIA H200`."""

@@ -48,12 +48,14 @@ class BatchSource:
     def batch(self, batch_size: int, step: int, backend: Backend) -> Batch:
         """Return `batch_size` sequences in host memory, chosen by seed and step alone.
 
-        A cache with fewer sequences repeats them. Random ones are made on the device, for speed.
+        A cache with fewer sequences repeats them. Random ones are made on the device, for speed,
+        if it has random numbers.
         """
         if self.cache is not None:
             indices = sequence_indices(self.seed, step, batch_size, self.num_sequences)
             return self.cache.batch(indices)
-        generator = backend.generator(self.seed + step)
+        place = torch.device("cpu") if backend.is_traced else backend.device
+        generator = torch.Generator(place).manual_seed(self.seed + step)
         return random_batch(self, batch_size, generator).to(torch.device("cpu"))
 
 

@@ -242,7 +242,8 @@ class Saver:
             self._behind.state()
         with self._timed("gather"):
             raw, gathered = raw_state(self._student.model), self._optimizer.gathered()
-            rng = {f"rng.{name}": state for name, state in self._backend.rng_state().items()}
+            generators = self._backend.generators().items()
+            rng = {f"rng.{name}": each.get_state() for name, each in generators}
             state = {**self._optimizer.state(), **rng}
             for each in self._beside:
                 state |= each.state()

@@ -298,8 +298,9 @@ def _prepare(
         return optimizer, choice, {}
     state, facts = load_training_state(choice.checkpoint)
     optimizer = make_trainable(model.model, config, ranks=ranks, state=state)
-    generators = {n.removeprefix("rng."): t for n, t in state.items() if n.startswith("rng.")}
-    backends.select(config.device).set_rng_state(generators)
+    for name, generator in backends.select(config.device).generators().items():
+        if f"rng.{name}" in state:  # a run that began on a CPU has no state of a GPU
+            generator.set_state(state[f"rng.{name}"])
     logger.info("going on from %s", choice.checkpoint)
     kept = (CODES_PREFIX, PREFIX)
     remembered = {name: tensor for name, tensor in state.items() if name.startswith(kept)}

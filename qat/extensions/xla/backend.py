@@ -110,10 +110,6 @@ class XlaBackend(Backend):
         model.to(self.device)
         model.tie_weights()
 
-    def generator(self, seed: int) -> torch.Generator:
-        """See `Backend`: on the host."""
-        return torch.Generator().manual_seed(seed)
-
     @contextmanager
     def session(self, cache_dir: Path | None) -> Iterator[None]:
         """See `Backend`; logs the counters at the end.
