@@ -193,6 +193,17 @@ def undivided() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def side_by_side(workers: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """Yield a `map` with ordered results on this many threads, each running operators alone."""
+    with undivided():
+        if workers == 1:
+            yield map
+            return
+        with ThreadPoolExecutor(workers) as pool:
+            yield pool.map
+
+
 def environment() -> dict[str, str]:
     """Return the environment variables that affect a run's devices, speed or numerics."""
     return {
@@ -422,7 +433,7 @@ class Backend:
             for name, tensor in tensors.items()
         }
         sources = {keys[name]: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        copying = Copying(list(sources.values()), self.copy_stream())
+        copying = Copying(list(sources.values()), self._copy_stream())
         copies = dict(zip(sources, copying.copies, strict=True))
         return {name: copies[key] for name, key in keys.items()}, copying
 
@@ -434,7 +445,7 @@ class Backend:
         """
         return iter(groups)
 
-    def copy_stream(self) -> "torch.cuda.Stream | None":
+    def _copy_stream(self) -> "torch.cuda.Stream | None":
         """Return a new stream for copies concurrent with other work; None without streams."""
         return None
 
@@ -474,17 +485,6 @@ class Backend:
     def workers(self) -> int:
         """Return how many threads to use: one per core on the CPU, one for a GPU's one queue."""
         return 1
-
-    @contextmanager
-    def side_by_side(self, workers: int = 0) -> Iterator[Callable[..., Iterator[Any]]]:
-        """Yield a `map` with ordered results on this many threads; 0 means `self.workers()`."""
-        workers = workers or self.workers()
-        with undivided():
-            if workers == 1:
-                yield map
-                return
-            with ThreadPoolExecutor(workers) as pool:
-                yield pool.map
 
     def generators(self) -> dict[str, torch.Generator]:
         """Return every random generator that a step may draw from, by name."""

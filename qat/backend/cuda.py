@@ -100,7 +100,7 @@ class CudaBackend(Backend):
             yield from groups
             return
         work = torch.cuda.current_stream(self.device)
-        up, down = self.copy_stream(), self.copy_stream()
+        up, down = self._copy_stream(), self._copy_stream()
         up.wait_stream(work)  # wait for the last step's copies back, and for the new memory below
         slots = [
             tuple(_largest(tensors, self.device) for tensors in zip(*groups, strict=True))
@@ -133,7 +133,7 @@ class CudaBackend(Backend):
             left[place % VISITORS] = down.record_event()
         work.wait_stream(down)
 
-    def copy_stream(self) -> torch.cuda.Stream:
+    def _copy_stream(self) -> torch.cuda.Stream:
         """See `Backend`."""
         return torch.cuda.Stream(self.device)
 

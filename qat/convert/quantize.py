@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qat.backend.base import GIB
+from qat.backend.base import GIB, side_by_side
 from qat.backend.device import on
 from qat.convert.activations import inputs_to_quantize, level_products, put_activations
 from qat.convert.bits_budget import BudgetReport
@@ -373,7 +373,7 @@ class _Conversion:
                     fitted = with_zero_groups(weight, fitted)
             return weight, fitted, time.perf_counter() - began
 
-        with backend.side_by_side(min(workers or backend.workers(), at_once)) as map_:
+        with side_by_side(min(workers or backend.workers(), at_once)) as map_:
             for first in range(0, len(names), at_once):
                 some = names[first : first + at_once]
                 for name, (weight, quantized, seconds) in zip(some, map_(fit, some), strict=True):

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from qat.backend.base import side_by_side
 from qat.backend.device import on
 from qat.errors import ConfigError
 from qat.quant.codebook import nearest_level
@@ -341,7 +342,7 @@ def fit_all_to_inputs(
     if not spec.is_vector:
         return _fit_together(weights, spec, hessian, ops)
 
-    with on(hessian.device).side_by_side() as map_:
+    with side_by_side(on(hessian.device).workers()) as map_:
         # one weight per sweep, because the rows of a sweep share a codebook
         fits = map_(lambda weight: _fit_together([weight], spec, hessian, ops), weights)
         return [*chain.from_iterable(fits)]
@@ -361,7 +362,7 @@ def _fit_together(
         return fit_weight(weight, spec, importance, nearest=ops.nearest)
 
     # the k-means of levels runs on the host, even where the weights are on a GPU
-    with on(H.device).side_by_side(len(weights)) as map_:
+    with side_by_side(len(weights)) as map_:
         starts = [*map_(start, weights)]
     columns = stack(weights, starts)
     sizes = [len(weight) for weight in weights]
@@ -434,7 +435,8 @@ def fit_stack_to_inputs(
 
     fitted = [e for e in range(E) if is_fitted[e]]
     energies = weight.new_zeros(2, dtype=torch.float32)
-    with on(weight.device).side_by_side() if spec.is_vector else nullcontext(map) as map_:
+    own = side_by_side(on(weight.device).workers()) if spec.is_vector else nullcontext(map)
+    with own as map_:
         for energy in map_(fit_expert, fitted):
             energies += energy
     scales = start.scales

@@ -150,17 +150,17 @@ def test_work_spreads_over_all_gpus_where_none_is_named(monkeypatch) -> None:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_work_side_by_side_keeps_its_order_and_divides_no_operation(workers: int) -> None:
-    cpu, before = backend.select("cpu"), torch.get_num_threads()
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
 
     def work(item: int) -> tuple[float, int]:
         return 1 / item, torch.get_num_threads()
 
-    with cpu.side_by_side(workers) as map_:
+    with base.side_by_side(workers) as map_:
         found = list(map_(work, range(1, 20)))
     assert found == [(1 / item, 1) for item in range(1, 20)]
     assert torch.get_num_threads() == 2
-    with pytest.raises(ZeroDivisionError), cpu.side_by_side(workers) as map_:
+    with pytest.raises(ZeroDivisionError), base.side_by_side(workers) as map_:
         list(map_(work, [1, 0]))
     assert torch.get_num_threads() == 2
     torch.set_num_threads(before)
