@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from qat.backend import device as backend
 from qat.backend.cpu import CpuBackend
+from qat.backend.tracing import Counts, Tracing
 from qat.data.packing import Batch
 
 aten = torch.ops.aten
@@ -128,8 +129,13 @@ def make_strict(monkeypatch: pytest.MonkeyPatch) -> Book:
     """From now on the CPU is strict about whatever runs `inside`."""
     book = Book()
 
+    class StrictTracing(Tracing):
+        def counts(self) -> Counts:
+            return Counts(book.compiles)
+
     class StrictBackend(CpuBackend):
         is_traced = True
+        tracing = StrictTracing()
 
         def step_end(self) -> None:
             book.end()
@@ -146,9 +152,6 @@ def make_strict(monkeypatch: pytest.MonkeyPatch) -> Book:
             book.end()
             copies, copying = super().copied_to_host(tensors)
             return {name: book.on_host(copy.clone()) for name, copy in copies.items()}, copying
-
-        def compile_count(self) -> int:
-            return book.compiles
 
     def to(batch: Batch, _device: torch.device) -> Batch:
         moved = Batch(*(tensor.clone() for tensor in batch))

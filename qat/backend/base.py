@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.backend.nvidia import UNKNOWN
+from qat.backend.tracing import Tracing
 from qat.errors import ConfigError
 
 # Copies of tensors to the host while the device keeps computing.
@@ -260,6 +261,8 @@ class Backend:
     Callers then keep shapes fixed, and compare numbers instead of using bit views of floats and
     searchsorted; exp2 and logaddexp are missing too.
     """
+    tracing: ClassVar[Tracing] = Tracing()
+    """What only such devices do: compiling graphs, and dividing them over several devices."""
     compiles: ClassVar[bool] = False
     """True if compiling a model pays off."""
     records: ClassVar[bool] = False
@@ -298,13 +301,6 @@ class Backend:
     def has_bf16(self) -> bool:
         """Return whether bf16 (and tf32) arithmetic is native."""
         return False
-
-    def check_optimizer(self, name: str, latent_dtype: str) -> None:
-        """Check that this device supports the optimizer and the dtype of latent weights.
-
-        Raises:
-            ConfigError: it does not.
-        """
 
     @contextmanager
     def matmul_precision(self, name: str) -> Iterator[None]:
@@ -349,27 +345,6 @@ class Backend:
 
     def place(self, model: nn.Module) -> None:
         """Move a model that was loaded with `load_map` to the device, keeping tied weights."""
-
-    def checkpoint_fn(self) -> Callable | None:
-        """Return a function for gradient checkpointing; None where PyTorch's own works."""
-        return None
-
-    def divided(self, tensor: Tensor) -> Tensor:
-        """Divide the rows of a tensor, one per sequence, over the devices of this process.
-
-        Call it on tensors that come from the host; tensors computed from them are divided alike.
-        """
-        return tensor
-
-    def divisions(self) -> int:
-        """Return the number of devices over which `divided` spreads rows."""
-        return 1
-
-    def spread(self, tensors: Sequence[Tensor]) -> None:
-        """Divide the rows of tensors over the process's devices, if it has several; waits for them.
-
-        Tensors computed from them, and values written into them, are divided alike.
-        """
 
     def step_end(self) -> None:
         """Execute the operators recorded since the last call, on devices that record lazily.
@@ -556,31 +531,3 @@ class Backend:
                 "or use --device xla"
             )
         yield
-
-    def waiting_for(self, what: str) -> AbstractContextManager[None]:
-        """Return a block in which `what` may be compiled; progress messages name it."""
-        return nullcontext()
-
-    def compile_count(self) -> int:
-        """Return the number of graphs compiled in this process; 0 on devices that need none."""
-        return 0
-
-    def compile_seconds(self) -> float:
-        """Return the total time spent on compiling graphs."""
-        return 0.0
-
-    def host_fallbacks(self) -> dict[str, int]:
-        """Return how often the host computed an operator that the device lacks, by name."""
-        return {}
-
-    def counts(self) -> dict[str, object]:
-        """Return counters of compiling and running in this process, for records; else empty."""
-        return {}
-
-    def filled_length(self, length: int) -> int:
-        """Return the length to pad a row to: `length`, or the next of a few fixed lengths."""
-        return length
-
-    def sizes_tried(self) -> tuple[int, ...]:
-        """Return the ascending batch sizes that a search tries; empty where any size is cheap."""
-        return ()

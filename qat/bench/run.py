@@ -304,7 +304,7 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
             may_outgrow = config.find_max_batch or bool(devices)
             with setting.memory_limit(may_outgrow=may_outgrow) as limit:
                 if config.find_max_batch:
-                    search = bench.find_max(config.sizes or backend.sizes_tried(), limit)
+                    search = bench.find_max(config.sizes or backend.tracing.sizes_tried(), limit)
                 else:
                     bench.measure_all(sizes)
                 predictions = bench.plan(devices, search) if devices else ()
@@ -357,7 +357,7 @@ def time_ours(setting: Setting, ours: Ours, batch_size: int) -> Timing | None:
     """Time our step, freshly compiled for this size; None if it does not fit into memory."""
 
     def steps() -> Timing:
-        with ours.mended(), setting.backend.waiting_for(f"a step of batch {batch_size}"):
+        with ours.mended(), setting.backend.tracing.compiling(f"a step of batch {batch_size}"):
             return setting.time(ours.subject(), batch_size)
 
     compile_anew()
@@ -371,7 +371,7 @@ def try_steps(setting: Setting, ours: Ours, batch_size: int) -> Timing:
     """
     is_recorded = setting.backend.records and batch_size * setting.data.seq_len <= GRAPH_TOKENS
     clock = (EAGER_STEPS + 1 if is_recorded else 1), TRIAL_STEPS
-    with ours.mended(), setting.backend.waiting_for(f"a step of batch {batch_size}"):
+    with ours.mended(), setting.backend.tracing.compiling(f"a step of batch {batch_size}"):
         return replace(setting, looks=False).time(ours.subject(), batch_size, clock)
 
 

@@ -210,7 +210,7 @@ def ask(
     request's stream and `first_place + i`, so they are reproducible.
     """
     backend = on(teacher.device)
-    next_ids = backend.divided(backend.to_device(tokens.roll(-1, dims=1)))
+    next_ids = backend.tracing.divided(backend.to_device(tokens.roll(-1, dims=1)))
     # a tensor, not a number: XLA merges equal constants, which would give another graph
     first = backend.to_device(torch.tensor([first_place]))
     tops, draws, is_sound, next_logprobs, place = [], [], [], [], 0

@@ -70,7 +70,7 @@ def make_plan(
     backend = on(teacher.device)
     limit = batch_size or max(1, backend.tokens_at_once // settings.sequence_length)
     num_batches = -(-settings.shard_size // limit)
-    unit = backend.divisions()
+    unit = backend.tracing.divisions()
     chunk = max(1, backend.logits_at_once() // vocab_size)
     return AskPlan(
         teacher=teacher,
@@ -101,7 +101,10 @@ def examine(block: ShardBlock, told: Callable[[int], None], *, plan: AskPlan) ->
     firsts = range(0, len(tokens_NS), plan.batch_size)
     rows = [_rows(first, len(tokens_NS), plan) for first in firsts]
     batches = (
-        tuple(backend.divided(backend.to_device(each[some])) for each in (tokens_NS, positions_NS))
+        tuple(
+            backend.tracing.divided(backend.to_device(each[some]))
+            for each in (tokens_NS, positions_NS)
+        )
         for some in rows
     )
     answers = []

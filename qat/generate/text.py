@@ -144,7 +144,7 @@ def _continue_filled(
     All forwards have one shape, and there is no KV cache.
     """
     backend, ends, (B, N) = on(model.device), set(config.eos_token_id or ()), ids.shape
-    length = backend.filled_length(N + config.max_new_tokens)
+    length = backend.tracing.filled_length(N + config.max_new_tokens)
     rows = torch.nn.functional.pad(ids, (0, length - N))
     places = torch.arange(length).expand(B, length)
     if streamer is not None:

@@ -401,7 +401,7 @@ class Regions:
 
     def _recomputing(self, layer: nn.Module) -> Callable:
         """Return the layer's forward with only its input kept for backward."""
-        own = on(next(layer.parameters()).device).checkpoint_fn()
+        own = on(next(layer.parameters()).device).tracing.checkpoint_fn()
         if own is not None:
             return partial(own, layer.forward)
         # compiled together with its recomputation, so that the compiler can drop unused values

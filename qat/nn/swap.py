@@ -178,7 +178,7 @@ def to_latent(
         latent.set_lora(frozen.lora())
         latent.activation = frozen.activation
         if is_spread:
-            on(latent.codebook.device).spread([latent.weight])
+            on(latent.codebook.device).tracing.spread([latent.weight])
         replace_module(model, name, latent.train(frozen.training))
 
 

@@ -173,7 +173,7 @@ class Trainer:
         """Compile the step ahead of the first one, on devices where that takes long."""
         if not self.backend.is_traced or self.step == self.config.max_steps:
             return
-        with self.backend.waiting_for("the training step"):
+        with self.backend.tracing.compiling("the training step"):
             self.take_step.warm_up(self._micro_batches(self.step), self.step)
         facts = self.take_step.compile_facts()
         if "step_compile_s" in facts:
@@ -294,7 +294,7 @@ class Trainer:
         each layer's weights are gathered as it runs, all ranks evaluate.
         """
         form_weights(self.student.model, self.dtype)
-        with self.backend.waiting_for("the evaluation"):
+        with self.backend.tracing.compiling("the evaluation"):
             flipped = self.codes.flipped_frac()
             gathers = self.take_step.forms_by_layer and bool(self.optimizer.sharded)
             judges = self._metrics is not None or gathers

@@ -163,7 +163,7 @@ class Optimizer:
                 # shard loaded moments like the weights; new ones inherit it in the first step
                 names = {f"{key}.{name}" for name in by_kind["weights"] for key in MOMENTS}
                 held = self._state().items()
-                backend.on(self._device).spread([t for name, t in held if name in names])
+                backend.on(self._device).tracing.spread([t for name, t in held if name in names])
 
     def _choose_movers(self, by_kind: dict[str, list[str]]) -> list[Mover]:
         """Return one mover for latent weights with their own optimizer, and one for the rest."""
@@ -256,7 +256,7 @@ class Optimizer:
 
         Devices that compile need the same tensors inside and after the block to reuse its graphs,
         so the moments are created before it. Such devices support only PyTorch's AdamW
-        (`Backend.check_optimizer`).
+        (`Tracing.check_optimizer`).
         """
         for mover in self._adamw:
             mover.begin()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qat.backend import device as backends
 from qat.backend.base import GIB, Backend
-from qat.backend.compiling import Steadiness
+from qat.backend.tracing import CompileWatch
 from qat.data.packing import Batch
 from qat.data.sampler import sequence_indices
 from qat.errors import ConfigError
@@ -145,7 +145,7 @@ class TrainingStep:
         self._taken = 0
         self.trouble: Tensor | float = 0.0
         """NaN once a loss here or a gradient was not finite, else 0; stays on the device."""
-        self._steadiness = Steadiness(self.backend)
+        self._compiles = CompileWatch(self.backend.tracing)
         self._agreement = Agreement(self.backend, optimizer.ranks)
         self.is_stop_agreed = False
         """True if all ranks stop after this step; all ranks agree on it."""
@@ -193,11 +193,11 @@ class TrainingStep:
         Raises:
             ConfigError: too many consecutive steps each compile a new graph.
         """
-        with self._steadiness.step(tuple(batches[0].mask.shape)):
+        with self._compiles.step(tuple(batches[0].mask.shape)):
             ranks = self.optimizer.ranks
             is_packed = any(map(_is_packed, batches))
             batches = [
-                Batch(*map(self.backend.divided, batch.to(self.student.device)))
+                Batch(*map(self.backend.tracing.divided, batch.to(self.student.device)))
                 for batch in batches
             ]
             valid = torch.stack([batch.mask.sum() for batch in batches]).sum()
@@ -233,7 +233,7 @@ class TrainingStep:
         self.told(result)
         self.trouble = none
         self.backend.synchronize()
-        self._steadiness.expect_none()
+        self._compiles.expect_none()
 
     def _micro_steps(self, batches: list[Batch], valid: Tensor, is_packed: bool) -> Tensor:
         kind = (batches[0].mask.shape, is_packed)
@@ -332,12 +332,12 @@ class TrainingStep:
         found = compile_facts()
         return {
             "compiled": self._is_compiled,
-            "graphs": found.graphs - self._before.graphs + self._steadiness.compiled,
-            "recompiles": found.recompiles - self._before.recompiles + self._steadiness.anew,
+            "graphs": found.graphs - self._before.graphs + self._compiles.compiled,
+            "recompiles": found.recompiles - self._before.recompiles + self._compiles.anew,
             "cuda_graph": self._graph is not None,
             "forms_by_layer": self.forms_by_layer,
             "fallback": self.fallback,
-            **self._steadiness.facts(),
+            **self._compiles.facts(),
         }
 
     def close(self) -> None:
@@ -421,7 +421,7 @@ def check_dtype(config: Settings) -> Settings:
             optimizer.
     """
     backend = backends.select(config.device)
-    backend.check_optimizer(config.optimizer, config.latent_dtype)
+    backend.tracing.check_optimizer(config.optimizer, config.latent_dtype)
     if config.form == "layer" and backend.is_traced:
         raise ConfigError(
             f"form=layer, but device={config.device} compiles a step as a whole, expected a device "

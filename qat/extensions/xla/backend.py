@@ -1,7 +1,7 @@
 """PyTorch/XLA as a `Backend`: operators record, `step_end` compiles and executes.
 
 One step is one graph. Reading a value before `step_end` creates a graph of its own, and every new
-shape recompiles; `compile_count`, `execution_count` and `host_fallbacks` count these.
+shape recompiles; `XlaTracing.counts` counts these.
 """
 
 import logging
@@ -9,12 +9,12 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +22,15 @@ from torch import Tensor, nn
 from qat.backend.base import GIB, Backend, Copying, MemoryUse, launched
 from qat.backend.before_torch import ask_nobody_without_a_tpu, tpu_name
 from qat.backend.cpu import CpuBackend
+from qat.backend.tracing import Tracing
 from qat.errors import ConfigError, how_to_install, is_installed
-from qat.extensions.xla.compiling import Graphs, Teller
+from qat.extensions.xla.tracing import TELLER, XlaTracing, synchronize
 
 logger = logging.getLogger(__name__)
 
 HOST = CpuBackend(torch.device("cpu"))
 PEAKS: dict[torch.device, int] = {}
 """A device's peak, in bytes, when `reset_peak_memory` was called."""
-HOST_READS = ("aten::_local_scalar_dense",)
-"""Counters of scalar reads, which PyTorch/XLA lists among the operators that it lacks."""
-SHORTEST, MOST_SEQUENCES = 64, 2**14
-"""The shortest length that rows are padded to; the largest batch that a search tries."""
 GATHERED_BYTES = 2**28
 """Most bytes per device that copies of sharded tensors to the host take at a time."""
 
@@ -91,6 +88,7 @@ class XlaBackend(Backend):
 
     # compiling a new shape takes minutes, and the host would compute missing operators
     is_traced: ClassVar[bool] = True
+    tracing: ClassVar[Tracing] = XlaTracing()
 
     def dtype_name(self, name: str) -> str:
         """See `Backend`; `auto` is bf16, the native dtype of TPUs."""
@@ -119,7 +117,7 @@ class XlaBackend(Backend):
         """
         if cache_dir is not None:
             self._keep_compiled(cache_dir)
-        with _TELLER.telling():
+        with TELLER.telling():
             try:
                 yield
             finally:
@@ -150,33 +148,21 @@ class XlaBackend(Backend):
         runtime.initialize_cache(directory)
 
     def _tell_counts(self) -> None:
-        counts = self.counts()
+        counts = self.tracing.counts()
         logger.info(
             "XLA: %d graphs compiled in %.1f s, %d executions",
-            *(counts[name] for name in ("xla_compiles", "xla_compile_s", "xla_executions")),
+            counts.compiles,
+            counts.compile_s,
+            counts.executions,
         )
-        fallbacks = self.host_fallbacks()
-        if fallbacks:
-            names = ", ".join(f"{name} ({count} times)" for name, count in fallbacks.items())
+        if counts.host_fallbacks:
+            fallbacks = counts.host_fallbacks.items()
+            names = ", ".join(f"{name} ({count} times)" for name, count in fallbacks)
             logger.warning(
                 "XLA lacks %s: the host computed it, and the device waited each time; use other "
                 "operators there",
                 names,
             )
-
-    def waiting_for(self, what: str) -> AbstractContextManager[None]:
-        """See `Backend`."""
-        return _TELLER.about(what)
-
-    def counts(self) -> dict[str, object]:
-        """See `Backend`."""
-        return {
-            "xla_compiles": self.compile_count(),
-            "xla_compile_s": self.compile_seconds(),
-            "xla_executions": self.execution_count(),
-            "xla_kept_graphs": _counter("PersistentCacheHit"),
-            "host_fallbacks": self.host_fallbacks(),
-        }
 
     def told(self) -> dict[str, int] | None:
         """Return the first device's memory counters; None if it reports none.
@@ -197,37 +183,6 @@ class XlaBackend(Backend):
         from torch_xla import runtime
 
         return runtime.device_type() == "CPU"
-
-    def divided(self, tensor: Tensor) -> Tensor:
-        """See `Backend`: over all devices, if there are several.
-
-        Raises:
-            ConfigError: the number of rows is not a multiple of the number of devices.
-        """
-        count = self.divisions()
-        if count == 1 or tensor.numel() == 0:
-            return tensor
-        if tensor.shape[0] % count:
-            raise ConfigError(
-                f"{tensor.shape[0]} sequences in a batch, expected a multiple of the {count} XLA "
-                "devices; choose another --batch-size"
-            )
-        _share_rows(tensor)
-        return tensor
-
-    def divisions(self) -> int:
-        """See `Backend`."""
-        from torch_xla.distributed import spmd
-
-        mesh = spmd.get_global_mesh()
-        return 1 if mesh is None else mesh.size()
-
-    def spread(self, tensors: Sequence[Tensor]) -> None:
-        """See `Backend`; rows are padded to a multiple of the number of devices."""
-        if self.divisions() > 1:
-            self.synchronize()
-            for tensor in tensors:
-                _share_rows(tensor)
 
     def memory_use(self) -> MemoryUse:
         """See `Backend`; the peak is None also if it stayed below an earlier peak.
@@ -274,33 +229,6 @@ class XlaBackend(Backend):
         """See `Backend`."""
         return self.is_host()
 
-    def check_optimizer(self, name: str, latent_dtype: str) -> None:
-        """See `Backend`."""
-        if name == "adamw8bit":
-            raise ConfigError(
-                "optimizer=adamw8bit, but torchao's step with moments of 8 bits is not made for "
-                "XLA devices; use --optimizer adamw (and --shard-latents over several devices)"
-            )
-        if latent_dtype == "bf16":
-            raise ConfigError(
-                "latent_dtype=bf16, but XLA devices have no random bits to round its steps by; use "
-                "--latent-dtype fp32 (and --shard-latents over several devices)"
-            )
-
-    def matmul_precision(self, name: str) -> nullcontext:
-        """See `Backend`: always the highest."""
-        return nullcontext()
-
-    def autocast(self, dtype: torch.dtype) -> torch.autocast | nullcontext:
-        """See `Backend`."""
-        if dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast("xla", dtype=dtype, cache_enabled=False)
-
-    def checkpoint_fn(self) -> Callable:
-        """See `Backend`; barriers keep the compiler from merging the recomputation."""
-        return _recomputed
-
     def step_end(self) -> None:
         """See `Backend`; the host does not wait for the results."""
         import torch_xla
@@ -344,22 +272,6 @@ class XlaBackend(Backend):
         """See `Backend`: compared on the host."""
         return torch.equal(*self._on_host([a, b]))
 
-    def filled_length(self, length: int) -> int:
-        """See `Backend`: 64, 96, 128, 192, 256, 384, ..."""
-        filled = SHORTEST
-        while filled < length:
-            filled *= 2
-        return filled * 3 // 4 if SHORTEST < filled and length <= filled * 3 // 4 else filled
-
-    def sizes_tried(self) -> tuple[int, ...]:
-        """See `Backend`: four per octave, multiples of the number of devices."""
-        from torch_xla.distributed import spmd
-
-        mesh = spmd.get_global_mesh()
-        count = 1 if mesh is None else mesh.size()
-        parts = {part * 2**power // 4 for part in (4, 5, 6, 7) for power in range(32)}
-        return tuple(size for size in sorted(parts) if size <= MOST_SEQUENCES and not size % count)
-
     def mark(self, after: Tensor | None = None) -> "Future[float]":
         """See `Backend`; a thread waits for `after`, which no later step may overwrite."""
         if after is not None:
@@ -382,11 +294,7 @@ class XlaBackend(Backend):
 
     def synchronize(self) -> None:
         """See `Backend`."""
-        import torch_xla
-        from torch_xla.core import xla_model
-
-        torch_xla.sync()
-        xla_model.wait_device_ops()
+        synchronize()
 
     def name(self) -> str:
         """See `Backend`: such as `xla TPU v6 lite` or `xla cpu`."""
@@ -395,45 +303,9 @@ class XlaBackend(Backend):
         kind = runtime.device_type().lower()
         return f"xla {tpu_name() or kind}" if kind == "tpu" else f"xla {kind}"
 
-    def compile_count(self) -> int:
-        """See `Backend`."""
-        return _metric("CompileTime")[0]
-
-    def compile_seconds(self) -> float:
-        """See `Backend`."""
-        return _metric("CompileTime")[1] / 1e9
-
-    def execution_count(self) -> int:
-        """Return the number of graphs executed so far in this process."""
-        return sum(_metric(name)[0] for name in ("ExecuteTime", "ExecuteReplicatedTime"))
-
-    def host_fallbacks(self) -> dict[str, int]:
-        """See `Backend`."""
-        from torch_xla.debug import metrics
-
-        names = [name for name in metrics.counter_names() if name.startswith("aten::")]
-        return {name: metrics.counter_value(name) for name in names if name not in HOST_READS}
-
 
 KIND = XlaBackend
 """The class of these devices, for the group `qat.devices`."""
-
-
-def _metric(name: str) -> tuple[int, float]:
-    """Return how often a metric was measured, and its total in nanoseconds."""
-    from torch_xla.debug import metrics
-
-    return (metrics.metric_data(name) or (0, 0.0))[:2]
-
-
-def _counter(name: str) -> int:
-    from torch_xla.debug import metrics
-
-    return metrics.counter_value(name) or 0
-
-
-def _graphs() -> Graphs:
-    return Graphs(_counter("UncachedCompile"), _metric("CompileTime")[0])
 
 
 def _time_of(computed: Tensor) -> float:
@@ -443,16 +315,7 @@ def _time_of(computed: Tensor) -> float:
     return time.perf_counter()
 
 
-_TELLER = Teller(_graphs)
 _WAITER = ThreadPoolExecutor(1, "qat-xla-mark")
-
-
-def _recomputed(forward: Callable, hidden: Tensor, **kwargs: Any) -> Tensor:  # noqa: ANN401
-    from torch_xla.utils.checkpoint import checkpoint
-
-    if not hidden.requires_grad:  # with no gradient to produce, backward would skip the layer
-        hidden = hidden.detach().requires_grad_()
-    return checkpoint(partial(forward, **kwargs), hidden, preserve_rng_state=False)
 
 
 def _share_devices() -> None:
@@ -501,10 +364,3 @@ def _gathered(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         held += size
     if group:
         yield group
-
-
-def _share_rows(tensor: Tensor) -> None:
-    from torch_xla.distributed import spmd
-
-    rows = ("data", *[None] * (tensor.dim() - 1))
-    spmd.mark_sharding(tensor, spmd.get_global_mesh(), rows)

@@ -49,9 +49,9 @@ def test_xla_refuses_dtypes_that_it_lacks(name: str) -> None:
 
 def test_rows_are_filled_up_to_few_lengths() -> None:
     xla = XlaBackend(torch.device("cpu"))
-    found = {xla.filled_length(length) for length in range(1, 4097)}
+    found = {xla.tracing.filled_length(length) for length in range(1, 4097)}
     assert sorted(found) == [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096]
-    assert all(xla.filled_length(length) >= length for length in range(1, 4097))
+    assert all(xla.tracing.filled_length(length) >= length for length in range(1, 4097))
 
 
 class Chip(XlaBackend):

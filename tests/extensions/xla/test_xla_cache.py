@@ -42,17 +42,17 @@ def assert_alike(ours: Batch, theirs: Batch) -> None:
 def test_a_cache_says_what_the_cpus_does(tmp_path: Path) -> None:
     placed = teacher()
     XLA.place(placed.model)
-    compiles, executions = XLA.compile_count(), XLA.execution_count()
+    compiles, executions = XLA.tracing.counts().compiles, XLA.tracing.counts().executions
     manifest = build(tmp_path / "xla", teacher=placed)
-    batches = XLA.execution_count() - executions
+    batches = XLA.tracing.counts().executions - executions
     build(tmp_path / "cpu")
     ours, theirs = (TeacherCache.open(tmp_path / name).batch(range(10)) for name in ("xla", "cpu"))
     assert_alike(ours, theirs)
     # a point may fall to the other side of a border between two tokens
     assert (ours.sample_counts == theirs.sample_counts).float().mean() > 0.99
-    assert XLA.compile_count() - compiles == 1
+    assert XLA.tracing.counts().compiles - compiles == 1
     assert batches == sum(-(-shard.sequences // 4) for shard in manifest.shards)
-    assert not XLA.host_fallbacks()
+    assert not XLA.tracing.counts().host_fallbacks
 
 
 def test_random_numbers_are_the_cpus() -> None:

@@ -98,12 +98,12 @@ def test_no_step_of_a_long_run_compiles_behind_the_warm_up(place: Path, tmp_path
     )
     batches = [trainer.cache.batch(np.arange(4))]
     trainer.take_step.warm_up(batches, 0)
-    before = XLA.compile_count()
+    before = XLA.tracing.counts().compiles
     (adamw,) = trainer.optimizer._adamw
     for step in (0, 1, 2, 50, 330, 399):
         adamw.count_from(step)
         trainer.take_step(batches, step)
-    assert XLA.compile_count() == before
+    assert XLA.tracing.counts().compiles == before
 
 
 def test_a_search_of_what_the_compiler_would_crash_at_is_refused(
@@ -139,7 +139,7 @@ def test_each_bucket_of_lengths_is_one_graph_more() -> None:
     speaker, tokenizer = open_speaker("checkpoints/tiny-qwen3", device="xla", dtype="fp32")
     graphs = {}
     for words in (5, 9, 20, 18):
-        before = XLA.compile_count()
+        before = XLA.tracing.counts().compiles
         said = generate_text(
             speaker,
             tokenizer,
@@ -149,5 +149,5 @@ def test_each_bucket_of_lengths_is_one_graph_more() -> None:
             raw=True,
         )
         assert said.text
-        graphs[words] = XLA.compile_count() - before
+        graphs[words] = XLA.tracing.counts().compiles - before
     assert graphs == {5: 1, 9: 0, 20: 1, 18: 0}

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from qat.backend.device import select
 from qat.data.packing import Batch
 from qat.extensions.nsa.swap import swap_attention
-from qat.extensions.xla.backend import XlaBackend
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_teacher
 from qat.nn.swap import put_table, replace_module, table_names, table_spec, weight_shape
@@ -104,26 +103,23 @@ def course(place: Path, out: Path, device: str, steps: int = STEPS, **values: ob
         trainer.take_step = TrainingStep(trainer.student, trainer.optimizer, settings, beside)
     xla = select("xla")
     xla.synchronize()
-    compiles, executions, fallbacks = _counts(xla)
+    before = xla.tracing.counts()
     losses = []
     for step in range(steps):
         result = trainer.take_step(batches_of(trainer, step), step)
         loss, valid = trainer.backend.read([result.sums["loss"], result.valid_tokens])
         losses.append(loss / valid)
     xla.synchronize()
-    now = _counts(xla)
-    new = {name: count for name, count in now[2].items() if count != fallbacks.get(name)}
-    return Course(losses, now[0] - compiles, now[1] - executions, new)
+    now = xla.tracing.counts()
+    known, found = before.host_fallbacks, now.host_fallbacks
+    new = {name: count for name, count in found.items() if count != known.get(name)}
+    return Course(losses, now.compiles - before.compiles, now.executions - before.executions, new)
 
 
 def batches_of(trainer: Trainer, step: int) -> list[Batch]:
     """The micro-batches of a step."""
     rows = range(trainer.config.grad_accum_steps)
     return [trainer.cache.batch(np.arange(4) + 4 * row + step % 5) for row in rows]
-
-
-def _counts(xla: XlaBackend) -> tuple[int, int, dict[str, int]]:
-    return xla.compile_count(), xla.execution_count(), xla.host_fallbacks()
 
 
 def over_devices(count: int, place: Path, out: Path) -> Course:

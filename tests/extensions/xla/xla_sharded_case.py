@@ -41,9 +41,9 @@ def held(place: Path, out: Path) -> Held:
 
 def _compiles_of_a_copy(state: dict[str, torch.Tensor]) -> int:
     xla = select("xla")
-    before = xla.compile_count()
+    before = xla.tracing.counts().compiles
     xla.copied_to_host(state)
-    return xla.compile_count() - before
+    return xla.tracing.counts().compiles - before
 
 
 def _rows(tensor: torch.Tensor) -> list[int]:
