@@ -10,7 +10,8 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from qat.backend.base import GIB, VISITORS, Backend, MemoryUse, placed
+from qat.backend.base import GIB, VISITORS, Backend, MemoryUse
+from qat.backend.copies import placed
 from qat.backend.nvidia import gpu_health
 from qat.errors import ConfigError
 

@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from qat.backend.base import VISITORS, placed
+from qat.backend.base import VISITORS
+from qat.backend.copies import placed
 from qat.models.cost import num_weights, packed_bytes
 from qat.nn.lut_embedding import lut_tables
 from qat.nn.quant_linear import KIND_OF, FrozenLutLinear

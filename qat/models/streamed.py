@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from qat.backend.base import GIB, SMALL_BYTES
+from qat.backend.base import GIB
+from qat.backend.copies import SMALL_BYTES
 from qat.backend.device import on
 from qat.errors import CheckpointError
 from qat.nn.quant_linear import QuantLinear

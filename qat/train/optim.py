@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.backend import device as backend
-from qat.backend.base import Copying
+from qat.backend.copies import Copying
 from qat.errors import ConfigError
 from qat.models.attention import SPARSE, load_sparse_attention
 from qat.models.stored_state import INPUT_SCALE

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend import device as backends
-from qat.backend.base import Copying, KeptCopies
+from qat.backend.copies import Copying, KeptCopies
 from qat.config import fingerprint
 from qat.data.pipeline import Behind
 from qat.errors import CheckpointError, TrainingError

@@ -10,7 +10,8 @@ import torch
 from train_case import config, make_place, make_trainer
 
 from qat.backend import device as backends
-from qat.backend.base import Backend, KeptCopies
+from qat.backend.base import Backend
+from qat.backend.copies import KeptCopies
 from qat.errors import CheckpointError
 from qat.logs import read_json_lines
 from qat.models.checkpoint import load_checkpoint

@@ -19,8 +19,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from qat.backend.base import GIB, Backend, Copying, MemoryUse, launched
+from qat.backend.base import GIB, Backend, MemoryUse, launched
 from qat.backend.before_torch import ask_nobody_without_a_tpu, tpu_name
+from qat.backend.copies import Copying
 from qat.backend.cpu import CpuBackend
 from qat.backend.tracing import Tracing
 from qat.errors import ConfigError, how_to_install, is_installed

@@ -1,0 +1,27 @@
+"""Blocks of pinned memory lie beside each other in few allocations."""
+
+import itertools
+import random
+
+import pytest
+
+from qat.backend import copies
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_lie_side_by_side_in_powers_of_two(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copies, "PIECE_BYTES", 2**16)
+    sizes = [random.Random(seed + n).randrange(1, 2**15) for n in range(50)] + [2**17 + 5]
+    places, pieces = copies.placed(sizes)
+    assert all(piece.bit_count() == 1 for piece in pieces)
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for (piece, begin), size in zip(places, sizes, strict=True):
+        assert begin % copies.ALIGNED == 0 and begin + size <= pieces[piece]
+        taken.setdefault(piece, []).append((begin, begin + size))
+    for spans in taken.values():
+        spans.sort()
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+    alone = sum(2 ** (size - 1).bit_length() for size in sizes)
+    assert sum(pieces) < 0.85 * alone and copies.placed([]) == ([], [])
