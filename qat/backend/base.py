@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qat.backend.copies import Copying
 from qat.backend.nvidia import UNKNOWN
@@ -207,9 +207,6 @@ class Backend:
     def load_map(self) -> dict[str, torch.device] | None:
         """Return transformers' `device_map` for loading weights; None loads them on the host."""
         return {"": self.device}
-
-    def place(self, model: nn.Module) -> None:
-        """Move a model that was loaded with `load_map` to the device, keeping tied weights."""
 
     def step_end(self) -> None:
         """Execute the operators recorded since the last call, on devices that record lazily.

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from qat.errors import ConfigError
 
@@ -55,6 +56,9 @@ class Tracing:
     def compiling(self, what: str) -> AbstractContextManager[None]:
         """Return a block in which `what` may be compiled; progress messages name it."""
         return nullcontext()
+
+    def place(self, model: nn.Module, device: torch.device) -> None:
+        """Move a model that was loaded on the host to the device, keeping tied weights."""
 
     def check_optimizer(self, name: str, latent_dtype: str) -> None:
         """Check that this device supports the optimizer and the dtype of latent weights.

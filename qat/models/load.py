@@ -235,7 +235,7 @@ def _open(source: str, how: _How) -> LanguageModel:
         model, in_files = _load_float(path, how)
     language_model = _split(path, model.eval(), in_files)
     if how.device_map is None and in_files is None:
-        how.backend.place(model)
+        how.backend.tracing.place(model, how.backend.device)
     return language_model
 
 

@@ -7,7 +7,7 @@ shape recompiles; `XlaTracing.counts` counts these.
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qat.backend.base import GIB, Backend, MemoryUse, launched
 from qat.backend.before_torch import ask_nobody_without_a_tpu, tpu_name
@@ -103,11 +103,6 @@ class XlaBackend(Backend):
 
     def load_map(self) -> None:
         """See `Backend`: weights are loaded on the host, because moving them breaks ties."""
-
-    def place(self, model: nn.Module) -> None:
-        """See `Backend`."""
-        model.to(self.device)
-        model.tie_weights()
 
     @contextmanager
     def session(self, cache_dir: Path | None) -> Iterator[None]:
@@ -265,10 +260,6 @@ class XlaBackend(Backend):
         found = (host for group in groups for host in torch_xla._XLAC._xla_get_cpu_tensors(group))
         return [host.view(tensor.shape) for host, tensor in zip(found, tensors, strict=True)]
 
-    def finished(self) -> Callable[[], None]:
-        """See `Backend`."""
-        return lambda: None
-
     def equal(self, a: Tensor, b: Tensor) -> bool:
         """See `Backend`: compared on the host."""
         return torch.equal(*self._on_host([a, b]))
@@ -277,6 +268,7 @@ class XlaBackend(Backend):
         """See `Backend`; a thread waits for `after`, which no later step may overwrite."""
         if after is not None:
             return _WAITER.submit(_time_of, after)
+        self.synchronize()
         now: Future[float] = Future()
         now.set_result(time.perf_counter())
         return now
@@ -284,14 +276,6 @@ class XlaBackend(Backend):
     def seconds_between(self, first: "Future[float]", last: "Future[float]") -> float:
         """See `Backend`."""
         return last.result() - first.result()
-
-    def seconds_of(self, run: Callable[[], object]) -> float:
-        """See `Backend`."""
-        self.synchronize()
-        began = time.perf_counter()
-        run()
-        self.synchronize()
-        return time.perf_counter() - began
 
     def synchronize(self) -> None:
         """See `Backend`."""

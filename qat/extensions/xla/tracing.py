@@ -5,7 +5,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from qat.backend.tracing import Counts, Tracing
 from qat.errors import ConfigError
@@ -57,6 +58,11 @@ class XlaTracing(Tracing):
     def compiling(self, what: str) -> AbstractContextManager[None]:
         """See `Tracing`."""
         return TELLER.about(what)
+
+    def place(self, model: nn.Module, device: torch.device) -> None:
+        """See `Tracing`."""
+        model.to(device)
+        model.tie_weights()
 
     def check_optimizer(self, name: str, latent_dtype: str) -> None:
         """See `Tracing`."""

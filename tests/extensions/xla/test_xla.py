@@ -48,7 +48,7 @@ def test_twenty_steps_are_the_cpus(
 def test_placing_keeps_ties() -> None:
     model = tiny_model(tie_word_embeddings=True, num_hidden_layers=1)
     names = [name for name, _ in model.named_parameters()]
-    XLA.place(model)
+    XLA.tracing.place(model, XLA.device)
     assert [name for name, _ in model.named_parameters()] == names
     assert model.lm_head.weight is model.get_input_embeddings().weight
 

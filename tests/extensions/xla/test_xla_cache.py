@@ -41,7 +41,7 @@ def assert_alike(ours: Batch, theirs: Batch) -> None:
 
 def test_a_cache_says_what_the_cpus_does(tmp_path: Path) -> None:
     placed = teacher()
-    XLA.place(placed.model)
+    XLA.tracing.place(placed.model, XLA.device)
     compiles, executions = XLA.tracing.counts().compiles, XLA.tracing.counts().executions
     manifest = build(tmp_path / "xla", teacher=placed)
     batches = XLA.tracing.counts().executions - executions
