@@ -226,10 +226,6 @@ class Backend:
         """
         return [tensor.item() for tensor in tensors]
 
-    def equal(self, a: Tensor, b: Tensor) -> bool:
-        """Return whether all values of two tensors are equal; waits for the device."""
-        return torch.equal(a, b)
-
     def undoing(self, tensors: Iterable[Tensor]) -> Callable[[], None]:
         """Return a function that restores the present values of tensors from copies on the host."""
         named = {str(place): tensor.detach() for place, tensor in enumerate(tensors)}

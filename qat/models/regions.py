@@ -548,7 +548,7 @@ def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[], None]
         is_fixed = parameter.is_floating_point() and not parameter.requires_grad
         if is_fixed and parameter.dtype != dtype and id(parameter) not in kept:
             cast = parameter.detach().to(dtype)
-            if on(cast.device).equal(cast.to(parameter.dtype), parameter):
+            if torch.equal(cast.to(parameter.dtype), parameter):
                 parameter.data = cast
 
     def in_compute_dtype(_module: nn.Module, _args: tuple, embedded: Tensor) -> Tensor:

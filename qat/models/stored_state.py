@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qat.backend.device import on
 from qat.errors import CheckpointError
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.quant_linear import LutLinear, QuantLinear
@@ -143,7 +142,7 @@ def _stored_parts(
     parts["codebook"] = codebook
     if not spec.is_vector:
         parts["codebook"], order = codebook.sort(stable=True)
-        if not on(order.device).equal(order, torch.arange(len(order), device=order.device)):
+        if not torch.equal(order, torch.arange(len(order), device=order.device)):
             rank = order.argsort().to(torch.uint8)
             packed = pack(rank[unpack(packed, spec.bits, module.in_features).int()], spec.bits)
     for key, tensor in parts.items():

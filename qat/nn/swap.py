@@ -164,7 +164,7 @@ def to_latent(
         latent = LutLinear(*made_of)
         latent.set_lora(frozen.lora())
         weights = latent.quantized_weight(), frozen.quantized_weight()
-        if not on(latent.codebook.device).equal(*weights):
+        if not torch.equal(*weights):
             raise CheckpointError(
                 f"{name}: two levels of its codebook are too close for a latent weight to choose "
                 "between them; convert it anew or train it without weights"

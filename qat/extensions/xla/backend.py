@@ -260,10 +260,6 @@ class XlaBackend(Backend):
         found = (host for group in groups for host in torch_xla._XLAC._xla_get_cpu_tensors(group))
         return [host.view(tensor.shape) for host, tensor in zip(found, tensors, strict=True)]
 
-    def equal(self, a: Tensor, b: Tensor) -> bool:
-        """See `Backend`: compared on the host."""
-        return torch.equal(*self._on_host([a, b]))
-
     def mark(self, after: Tensor | None = None) -> "Future[float]":
         """See `Backend`; a thread waits for `after`, which no later step may overwrite."""
         if after is not None:

@@ -12,8 +12,8 @@ from qat.backend.tracing import Counts, Tracing
 from qat.errors import ConfigError
 from qat.extensions.xla.compiling import Graphs, Teller
 
-HOST_READS = ("aten::_local_scalar_dense",)
-"""Counters of scalar reads, which PyTorch/XLA lists among the operators that it lacks."""
+HOST_READS = ("aten::_local_scalar_dense", "aten::equal")
+"""Counters of reads (`item`, `torch.equal`), listed by PyTorch/XLA among operators it lacks."""
 SHORTEST, MOST_SEQUENCES = 64, 2**14
 """The shortest length that rows are padded to; the largest batch that a search tries."""
 
