@@ -39,14 +39,6 @@ def tpu_name() -> str | None:
     return None
 
 
-def keep_libtpu_offline() -> None:
-    """Keep libtpu from looking for a TPU when it loads: no metadata server, no lock on a chip."""
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # several plans may run at the same time
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-
-
 def ask_nobody_without_a_tpu() -> None:
     """Keep libtpu off the metadata server, unless this machine has or declares a TPU."""
     if os.environ.get("PJRT_DEVICE") != "TPU" and tpu_name() is None:

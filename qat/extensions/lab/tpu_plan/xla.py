@@ -7,6 +7,7 @@ Shapes: B sequences, S positions, T = B * S tokens, L layers.
 """
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from qat.backend.before_torch import keep_libtpu_offline
 from qat.data.packing import Batch
 from qat.extensions.lab.tpu_plan.pieces import Compiled, Traceable, aten, check_installed, used_gib
 from qat.extensions.lab.tpu_plan.topologies import Topology
@@ -24,7 +24,11 @@ from qat.losses.formulas import Targets
 from qat.process import GIB
 
 check_installed()
-keep_libtpu_offline()
+# keep libtpu from looking for a TPU when it loads: no metadata server, no lock on a chip
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # several plans may run at the same time
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torchax's own warnings
