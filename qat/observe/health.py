@@ -45,6 +45,7 @@ EVENTS: tuple[tuple[str, str, State], ...] = (
     ("not_finite", "not finite", "bad"),
     ("stall", "stalls", "bad"),
     ("throughput_drop", "drops of speed", "look"),
+    ("slow_rank", "slow ranks", "look"),
     ("fallback_checkpoint", "damaged checkpoints", "look"),
 )
 """Kinds of events that should not occur, their display names, and the state that one causes."""
@@ -117,24 +118,19 @@ def _waiting(beats: list[dict]) -> Check | None:
 
 
 def _slowest(run: TrainingRun) -> Check | None:
-    """Check the rank with the most time outside the exchange against the median of the others.
-
-    All ranks finish a step together, and fast ones wait for slow ones in the exchange.
-    """
-    own, waits = [], []
+    """Check the rank with the most time outside the exchange against the median of the others."""
+    own = []
     for beats in (run.heartbeats, *run.others):
         timed = [beat for beat in beats if beat.get("exchange_s") is not None]
         if timed:
             own.append(statistics.median(beat["step_s"] - beat["exchange_s"] for beat in timed))
-            waits.append(statistics.median(beat.get("data_wait_s", 0.0) for beat in timed))
     if len(own) < 2:
         return None
     slowest = max(range(len(own)), key=own.__getitem__)
-    usual, usual_wait = (statistics.median(n[:slowest] + n[slowest + 1 :]) for n in (own, waits))
+    usual = statistics.median(own[:slowest] + own[slowest + 1 :])
     times = own[slowest] / max(usual, 1e-9)
     state = "ok" if times <= SLOW_TIMES else "look"
-    is_data = waits[slowest] - usual_wait > (own[slowest] - usual) / 2
-    found = f"rank {slowest}: {times:.2f} x the others{', waiting for data' if is_data else ''}"
+    found = f"rank {slowest}: {times:.2f} x the others"
     return Check("slowest rank", state, found, f"{SLOW_TIMES} x")
 
 

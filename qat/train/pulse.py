@@ -1,4 +1,4 @@
-"""Heartbeats and events of a run's ranks, and a watchdog for stalls.
+"""Heartbeats and events of a run's ranks, and a watchdog for stalls and slow ranks.
 
 `Pulse` writes heartbeats and events. Its `Watchdog` polls from a thread of its own: it writes
 events, warns once of each, and dumps stacks; it never changes the run.
@@ -12,13 +12,13 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 import psutil
@@ -27,6 +27,7 @@ from torch import Tensor
 from qat.backend.base import Backend
 from qat.backend.nvidia import UNKNOWN
 from qat.logs import JsonLines, events_file, heartbeat_file
+from qat.observe.trackers import Tail
 from qat.ranks import Ranks
 from qat.train.config import TrainConfig
 
@@ -38,15 +39,16 @@ Clock = Callable[[], float]
 RECENT = 512
 """Most steps over which quantiles are computed."""
 LOOK_S, SAMPLE_S = 1.0, 10.0
-"""Seconds between checks of steps, and of the device (which take ms)."""
+"""Seconds between checks of steps, and of the device and other ranks (which take ms)."""
 FIRST_STEP, PAUSE = 3, 10
 """Factors on the stall limit for the first step, which compiles, and for an evaluation."""
-DROP_FRAC = 0.7
-"""A run has slowed down below this share of its usual speed."""
+SLOW_FRAC, DROP_FRAC = 1.2, 0.7
+"""A rank is slow above the first factor of the others' median; a run has slowed down below the
+second factor of its own."""
 HISTORY, LEAST_HISTORY = 20, 8
 """Number of stretches whose median is the usual speed, and the fewest that define one."""
 IN_A_ROW, LEAST_DROP_S = 3, 30.0
-"""Consecutive low stretches and seconds before an event."""
+"""Consecutive low stretches (or heartbeats of a slow rank) and seconds before an event."""
 
 
 @dataclass
@@ -101,8 +103,63 @@ class Drop:
         return tokens_per_s / usual if self._is_told else None
 
 
+class Slow(NamedTuple):
+    """A rank that the others wait for."""
+
+    slow_rank: int
+    times_median: float
+    """Its own time per step over the median of the others'."""
+    cause: str
+    """`data` if it waits for batches, else `device`."""
+
+
+class SlowRanks:
+    """Detects ranks that the others wait for, from the heartbeats of all ranks.
+
+    All ranks finish a step together, so a rank's own time is its time outside communication, in
+    which fast ranks wait for slow ones.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._beats: dict[int, dict[int, dict]] = {}
+        self._in_a_row = dict.fromkeys(range(size), 0)
+
+    def look(self, beats: list[dict]) -> list[Slow]:
+        """Add new heartbeats of any ranks; return the ranks that have become slow."""
+        for beat in beats:
+            self._beats.setdefault(beat["step"], {})[beat["rank"]] = beat
+        whole = sorted(step for step, found in self._beats.items() if len(found) == self._size)
+        told = []
+        for step in whole:
+            slow = {each.slow_rank: each for each in slow_ranks(self._beats[step])}
+            for rank in self._beats[step]:
+                self._in_a_row[rank] = self._in_a_row[rank] + 1 if rank in slow else 0
+            told += [each for rank, each in slow.items() if self._in_a_row[rank] == IN_A_ROW]
+        last = whole[-1] if whole else 0
+        rest = sorted(step for step in self._beats if step > last)[-HISTORY:]
+        self._beats = {step: self._beats[step] for step in rest}
+        return told
+
+
+def slow_ranks(by_rank: dict[int, dict]) -> list[Slow]:
+    """Return the ranks whose own step time exceeds `SLOW_FRAC` of the others' median."""
+    own = {rank: beat["step_s"] - (beat["exchange_s"] or 0.0) for rank, beat in by_rank.items()}
+    waits = {rank: beat["data_wait_s"] for rank, beat in by_rank.items()}
+    found = []
+    for rank, seconds in own.items():
+        usual, usual_wait = (
+            statistics.median(value for other, value in values.items() if other != rank)
+            for values in (own, waits)
+        )
+        if seconds > SLOW_FRAC * usual:
+            is_data = waits[rank] - usual_wait > (seconds - usual) / 2
+            found.append(Slow(rank, seconds / usual, "data" if is_data else "device"))
+    return found
+
+
 class Watchdog:
-    """A thread that checks progress and samples the device; `look` is one round of checks.
+    """A thread that checks progress and ranks; `look` is one round of checks.
 
     Args:
         pace: the loop's progress.
@@ -111,6 +168,7 @@ class Watchdog:
         stacks: file for the stacks of all threads at a stall.
         stall_s: seconds without a finished step that count as a stall; 3 times that for the first.
         clock: the clock of `pace`.
+        heartbeats: heartbeat files of all ranks, on the rank that compares them; empty elsewhere.
     """
 
     def __init__(
@@ -122,6 +180,7 @@ class Watchdog:
         stacks: Path,
         stall_s: float,
         clock: Clock,
+        heartbeats: Sequence[Path] = (),
     ) -> None:
         self.health: dict[str, float | None] = {}
         self._pace = pace
@@ -130,11 +189,15 @@ class Watchdog:
         self._stacks = stacks
         self._clock = clock
         self._stall = Stall(stall_s)
+        self._tails = [Tail(path) for path in heartbeats]
+        self._slow = SlowRanks(len(heartbeats))
         self._end = threading.Event()
         self._sampled_s = -SAMPLE_S
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
+        for tail in self._tails:
+            tail.read()  # skip lines of an earlier process
         self._thread.start()
         return self
 
@@ -148,13 +211,26 @@ class Watchdog:
             self._end.wait(LOOK_S)
 
     def look(self) -> None:
-        """Check steps, and at longer intervals the device."""
+        """Check steps, and at longer intervals the device and other ranks."""
         if (still_s := self._stall.look(self._pace, self._clock())) is not None:
             self._tell_stall(still_s)
         now = time.monotonic()
         if now - self._sampled_s >= SAMPLE_S:
             self._sampled_s = now
             self.health = self._sample()
+            self.compare()
+
+    def compare(self) -> None:
+        """Read new heartbeats of all ranks, and report slow ranks."""
+        try:
+            beats = [beat for tail in self._tails for beat in tail.read()]
+        except (OSError, ValueError) as error:
+            logger.warning("the ranks' heartbeats are compared no more: %s", error)
+            self._tails = []
+            return
+        for slow in self._slow.look(beats):
+            self._event("slow_rank", **slow._asdict())
+            logger.warning("rank %d takes %.2f times as long a step as the others (%s)", *slow)
 
     def _tell_stall(self, still_s: float) -> None:
         step = self._pace.step
@@ -207,6 +283,7 @@ class Pulse:
         self._rolled_out_s: float | None = None
         """Seconds of rollouts in this stretch; None in a run without rollouts so far."""
         self._pace = Pace(since=self._began)
+        compared = range(ranks.size) if ranks.is_first and ranks.size > 1 else ()
         self._watchdog = Watchdog(
             self._pace,
             event=self.event,
@@ -214,6 +291,7 @@ class Pulse:
             stacks=path / f"stacks-rank{ranks.rank}.txt",
             stall_s=config.stall_s,
             clock=clock,
+            heartbeats=[path / heartbeat_file(rank) for rank in compared],
         )
         self._restart()
 

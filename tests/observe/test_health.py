@@ -41,7 +41,7 @@ def answer(run: TrainingRun, name: str) -> Check:
 
 def test_a_calm_run_is_healthy(calm: TrainingRun) -> None:
     checks = health(calm)
-    assert worst(checks) == "ok" and len(checks) == 14
+    assert worst(checks) == "ok" and len(checks) == 15
     assert answer(calm, "waiting for data").found == "0.5 % of a step"
     assert answer(calm, "GPU, hottest") == Check("GPU, hottest", "ok", "61 C", "80 C")
     assert answer(calm, "host memory").found == "2,000 to 2,000 MiB"
@@ -164,9 +164,9 @@ def test_memory_of_a_process_is_not_asked_for_twice(calm: TrainingRun) -> None:
 
 def test_events_are_counted_with_their_steps(calm: TrainingRun) -> None:
     events = [{"kind": "stall", "step": step} for step in range(7)]
-    run = TrainingRun(**{**vars(calm), "events": [*events, {"kind": "throughput_drop", "step": 9}]})
+    run = TrainingRun(**{**vars(calm), "events": [*events, {"kind": "slow_rank", "step": 9}]})
     assert answer(run, "stalls") == Check("stalls", "bad", "7 (step 0, 1, 2, 3, 4, ...)", "none")
-    assert answer(run, "drops of speed")[1:3] == ("look", "1 (step 9)")
+    assert answer(run, "slow ranks")[1:3] == ("look", "1 (step 9)")
     assert worst(health(run)) == "bad"
 
 

@@ -88,7 +88,7 @@ def test_the_summary_adds_up_what_the_processes_did(tmp_path: Path) -> None:
     for name, lines in (
         ("heartbeat-rank0.jsonl", beats),
         ("events.jsonl", [{"kind": "stall"}, {"kind": "stall"}]),
-        ("events-rank1.jsonl", [{"kind": "resumed"}]),
+        ("events-rank1.jsonl", [{"kind": "slow_rank"}]),
     ):
         file = JsonLines(tmp_path / name)
         for line in lines:
@@ -102,5 +102,5 @@ def test_the_summary_adds_up_what_the_processes_did(tmp_path: Path) -> None:
     assert found["tokens"] == 5 * (110 + 120 + 130) and found["tokens_per_s"] == 125.0
     assert found["peak_gib"] == 2.0 and found["final"] == "q2a2_e2e_0.30_fp32"
     assert {key: found[key] for key in compiled(0)} == {**compiled(6), "xla_executions": 20}
-    assert found["events"] == {"resumed": 1, "stall": 2}
+    assert found["events"] == {"slow_rank": 1, "stall": 2}
     assert (found["commit"], found["world_size"]) == ("0123abc", 2)
