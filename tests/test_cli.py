@@ -59,11 +59,8 @@ def test_help_imports_nothing_heavy() -> None:
 def test_mistake_is_one_line_and_exit_code_1(monkeypatch, capsys) -> None:
     for tokens, message in (
         (["frobnicate"], "qat has no verb 'frobnicate'; there are sample, cache, convert, "),
-        (["bench", "swep", "x"], "drop it, or did you mean 'qat bench sweep'?"),
         (["report", "a", "--otu", "x"], "unknown flag --otu; did you mean --out?"),
-        (["report", "a", "--otu=x"], "unknown flag --otu; did you mean --out?"),
         (["--recipee", "r.toml", "train", "x"], "unknown flag --recipee; did you mean --recipe?"),
-        (["cache", "--teacher", "x", "--dta", "f"], "unknown flag --dta; did you mean --data?"),
         (["train", "x", "-lr", "3"], "unknown flag -lr; did you mean --lr?"),
         (["cache", "--zzzz", "f"], "unknown flag --zzzz; 'qat cache --help' lists the known ones"),
         (["train", "x", "--out"], "--out is given without a value; write it behind"),
@@ -71,7 +68,6 @@ def test_mistake_is_one_line_and_exit_code_1(monkeypatch, capsys) -> None:
         (["cache", "info"], "DIRECTORY is missing; for example: qat cache info "),
         (["hub", "pull", "a", "b"], "'b' is a word more than 'qat hub pull' takes; drop it"),
         (["cache", "--data", "a", "--teacher", "b", "--top-k", "x"], "top_k='x'"),
-        (["report", "nowhere"], "nowhere is not there, expected a run"),
         (["--recipe", "nowhere.toml", "report"], "recipe=nowhere.toml is not there"),
     ):
         assert call(monkeypatch, *tokens) == 1

@@ -74,11 +74,6 @@ def test_what_is_there_is_not_fetched_again(out: Path, model: Path, archive: Pat
     assert contents(out) == contents(model)
 
 
-def test_an_empty_directory_is_filled(out: Path, model: Path, archive: Path) -> None:
-    out.mkdir(parents=True)
-    assert get(out, archive).is_new and contents(out) == contents(model)
-
-
 def test_what_is_there_in_part_is_not_taken(out: Path, archive: Path) -> None:
     get(out, archive)
     (out / "model.safetensors").write_bytes(b"cut")

@@ -12,7 +12,6 @@ from qat.logs import read_json_lines
 from qat.observe.log import append_entry, notes
 from qat.observe.runs import read_directory
 
-TEMPLATE = Path(__file__).parents[2] / "speedrun" / "LOG.md"
 COMMAND = "qat train checkpoints/q2 --lr 0.02 --out runs/first"
 RECIPE = """[train]
 student = "checkpoints/q2"
@@ -78,16 +77,6 @@ def test_an_entry_is_whole_and_above_the_older_ones(run: Path, log: Path) -> Non
     ):
         assert part in words, part
     assert max(len(line) for line in text.splitlines() if "/" not in line) <= 100
-
-
-def test_an_entry_has_the_parts_of_the_logs_template(run: Path, log: Path) -> None:
-    append_entry(log, run, COMMAND)
-    template = TEMPLATE.read_text().split("## Template")[1].split("## Entries")[0]
-    parts = [line.split("**")[1] for line in template.splitlines() if "**" in line]
-    written = [line.split("**")[1] for line in log.read_text().splitlines() if "**" in line]
-    assert written == parts == "Goal. Instance. Config. Command. Result. Files. Notes.".split(" ")
-    heading = next(line.strip() for line in template.splitlines() if "| case" in line)
-    assert heading in log.read_text()
 
 
 def test_a_run_is_logged_once_until_its_numbers_change(run: Path, log: Path) -> None:

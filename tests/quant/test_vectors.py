@@ -180,16 +180,6 @@ def test_a_weight_of_few_distinct_vectors_is_recovered(d: int) -> None:
     torch.testing.assert_close(dequantize(fitted), weight, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_importance_decides_where_the_error_goes(name: str) -> None:
-    spec, weight = FORMATS[name], torch.randn(32, 96)
-    importance = torch.ones(96)
-    importance[::4] = 100.0  # inside vectors too: every feature counts by its own
-    h = importance.expand_as(weight)
-    aware, blind = fit_weight(weight, spec, importance), fit_weight(weight, spec)
-    assert weighted_error(weight, aware, h) < 0.9 * weighted_error(weight, blind, h)
-
-
 def test_vectors_err_less_than_levels_of_as_many_bits() -> None:
     weight = torch.randn(64, 256)
     h = torch.ones_like(weight)

@@ -473,14 +473,6 @@ def test_the_torch_of_an_image_is_built_on(machine: Machine) -> None:
     assert package.endswith(f" torch==2.10.0+cu126 -e {machine.clone}")
 
 
-def test_a_driver_too_old_for_all(machine: Machine) -> None:
-    with_gpu(machine, "470.10")
-    with_torch(machine, "")
-    machine.source("bash")
-    assert "driver 470.10 is too old for torch; update it, to 525 at least" in machine.said
-    assert len(machine.log()) == 2
-
-
 def test_where_the_index_cannot_be_reached_pip_finds_a_torch(machine: Machine) -> None:
     with_gpu(machine, "535.104.05")
     with_torch(machine, "")

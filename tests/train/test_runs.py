@@ -34,7 +34,7 @@ from qat.train.config import TrainConfig, fixed_because
 from qat.train.optim import Optimizer
 from qat.train.resume import load_training_state
 from qat.train.run import RunDirectory
-from qat.train.start import TrainReport, _two_digits, train_student
+from qat.train.start import TrainReport, train_student
 
 
 @pytest.fixture(scope="module")
@@ -187,18 +187,6 @@ def test_the_name_tells_what_a_student_is_made_of(
     settings = config(place, max_steps=1)
     report = train_student(settings, str(tmp_path / "student"), tmp_path / "run", resume=False)
     assert report.final.name.startswith(said)
-
-
-def test_a_small_loss_keeps_two_digits_in_the_name() -> None:
-    for loss, words in (
-        (0.5855, "0.59"),
-        (2.34, "2.34"),
-        (0.0731, "0.073"),
-        (0.00358, "0.0036"),
-        (3e-7, "0.00000030"),
-        (0.0, "0.00"),
-    ):
-        assert _two_digits(loss) == words
 
 
 def test_the_directory_of_a_run(place: Path, whole) -> None:
@@ -369,12 +357,6 @@ def test_a_run_goes_on_with_more_steps_and_another_cadence(
     assert ["changed" in entry for entry in entries] == [True, False]
 
 
-def test_how_many_checkpoints_to_keep_may_change(place: Path, tmp_path: Path, whole) -> None:
-    out = tmp_path / "run"
-    shutil.copytree(whole[0], out)
-    assert_same_end(whole, out, run(place, out, resume=True, keep=5))
-
-
 def test_a_directory_in_use(place: Path, tmp_path: Path, whole) -> None:
     with pytest.raises(ConfigError, match="holds a run already; .*--resume"):
         run(place, whole[0])
@@ -477,14 +459,6 @@ def test_settings_out_of_range() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             TrainConfig.parse({"cache_dir": "c", **values}, "[train]")
-
-
-def test_scopes_and_kinds_of_settings() -> None:
-    scopes = [{}, {"e2e": True}, {"mlp_only": True}, {"attention_only": True}]
-    found = [TrainConfig(cache_dir="c", **flags).scope for flags in scopes]
-    assert found == ["e2e", "e2e", "mlp", "attention"]
-    chosen = TrainConfig(cache_dir="c", learn="norms,scales", batch_size=3, grad_accum_steps=4)
-    assert chosen.kinds == ("norms", "scales") and chosen.sequences_per_step == 12
 
 
 def test_the_warm_up_of_a_short_run_is_short_and_said(place: Path, tmp_path: Path, caplog) -> None:

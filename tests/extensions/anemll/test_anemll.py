@@ -66,11 +66,6 @@ def test_every_variant_of_the_codes(keep: tuple[str, ...], entries: int) -> None
     assert found.spec.num_levels == entries and found.spec.rank == 3 and found.spec.scale_bits == 32
 
 
-def test_indices_win_over_stale_values() -> None:
-    parts = second_parts(torch.randn(O, I))
-    assert_equal(imported({**parts, "_Q": torch.zeros(O, I)}, 2), second_weight(parts))
-
-
 @pytest.mark.parametrize("flag", [True, False])
 def test_baked_scales(flag: bool) -> None:
     parts = second_parts(torch.randn(O, I))
@@ -133,14 +128,6 @@ def test_version_1_where_scales_are_raised() -> None:
     assert_equal(found, expected)
     assert found.num_floored == int((expected.abs() <= 1e-8).sum()) > 0
     assert found.spec.bits == 3  # four levels and zero
-
-
-def test_version_1_with_zero_in_the_lut() -> None:
-    parts = first_parts(torch.randn(O, I) * 0.2, shift=0.0)
-    parts["lut"] = torch.tensor([-1.0, -0.5, 0.0, 1.0])
-    found = imported(parts, 1)
-    assert_equal(found, first_weight(parts))
-    assert found.spec.bits == 2 and found.num_floored > 0
 
 
 @pytest.mark.parametrize("group", [1, 8])

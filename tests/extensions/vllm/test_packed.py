@@ -244,14 +244,6 @@ def test_each_row_is_multiplied_with_its_expert(name: str, num_rows: int) -> Non
     torch.testing.assert_close(y, torch.einsum("noi,ni->no", chosen, x), rtol=1e-4, atol=1e-4)
 
 
-def test_experts_without_a_row_are_left_out() -> None:
-    dense, x = torch.randn(E * O, I), torch.randn(4, I)
-    y = lut_experts(x, torch.tensor([2, 0, 2, 0]), [dense], [*Format()], E)
-    whole = dense.view(E, O, I)
-    torch.testing.assert_close(y[::2], x[::2] @ whole[2].T)
-    torch.testing.assert_close(y[1::2], x[1::2] @ whole[0].T)
-
-
 def test_two_processes_hold_half_of_each_expert() -> None:
     """Gates and ups lie one below the other in an expert, and each gives its half."""
     linear = frozen_linear(E * 2 * O, I, SPECS["lut2"])
