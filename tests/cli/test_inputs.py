@@ -68,7 +68,6 @@ WRONG = [
     ("bench none", "student=none is neither a model directory nor a shape"),
     ("bench tiny --cache-dir none", "none is not there, expected a teacher cache"),
     ("bench --plan NOSUCH", "plan=NOSUCH is no device of the table"),
-    ("bench kernels --only NOSUCH", "'NOSUCH' is in no kernel's name"),
     (f"sample {MODEL} --rows 1 --out {{rows}}", "was not written by 'qat sample'"),
     ("bench sweep none.toml", "recipe=none.toml: No such file"),
     (f"convert {MODEL} --out {{tmp}}/c", "neither a plan nor a budget is given"),

@@ -1,5 +1,7 @@
 """`qat bench kernels`: gates short-circuit, a slow or wrong configuration never wins."""
 
+import subprocess
+import sys
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +149,24 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="student=huge is neither"):
         run_kernels(KernelsConfig(shape="huge", device="cpu"), tmp_path / "o", [])
     assert not (tmp_path / "o").exists()
+
+
+def test_an_unknown_kernel_is_refused_before_torch_is_imported() -> None:
+    script = """
+import sys
+from qat.cli import main
+sys.argv = ["qat", "bench", "kernels", "--only", "NOSUCH"]
+try:
+    main()
+except SystemExit as stop:
+    print(stop.code, "torch" in sys.modules)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["1", "False"]
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("qat: ") and "'NOSUCH' is in no kernel's name" in line
 
 
 def test_every_case_makes_its_inputs_and_its_reference_agrees_with_the_truth() -> None:
