@@ -1,8 +1,8 @@
 """`qat bench kernels`: gates short-circuit, a slow or wrong configuration never wins."""
 
+import json
 import subprocess
 import sys
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
