@@ -32,8 +32,8 @@ from qat.convert.config import ConvertConfig, read_kv, read_plan
 from qat.generate.decode import Sampling
 from qat.generate.slots import Batch, Request, Sampler, Slots, SlotStep, open_sampler
 from qat.kernels.cache import Cache
+from qat.models.document_attention import kv_spec, set_kv
 from qat.models.language_model import LanguageModel
-from qat.models.regions import kv_spec, set_kv
 
 app = App(help=__doc__)
 GOAL, PACKED_GOAL = ">= 40000", ">= 1.2"

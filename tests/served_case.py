@@ -14,7 +14,7 @@ from tiny import SHAPE as TINY
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qat.models.checkpoint import save_checkpoint
-from qat.models.regions import set_kv
+from qat.models.document_attention import set_kv
 from qat.models.stored_state import quantized_modules
 from qat.nn.sites import open_sites, unseen_input
 from qat.nn.swap import linear_names, put_table, replace_module, table_names, weight_shape

@@ -14,10 +14,10 @@ from qat.convert.config import ConvertConfig, read_kv, read_plan
 from qat.data.packing import Batch
 from qat.errors import ConfigError
 from qat.models.attention import change_attention, read_attention
+from qat.models.document_attention import set_kv
 from qat.models.hf_quantizer import empty_linear
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
-from qat.models.regions import set_kv
 from qat.nn.activation import ActivationQuantizer
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.sites import Owner, open_sites

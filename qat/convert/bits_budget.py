@@ -24,7 +24,7 @@ from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
 from qat.logs import Ticker, progress
 from qat.models.cost import stored_bits
 from qat.models.language_model import LanguageModel
-from qat.models.regions import matmul_precision
+from qat.models.precision import matmul_precision
 from qat.models.streamed import patched_forwards
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import FrozenLutLinear, QuantLinear

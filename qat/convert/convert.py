@@ -28,8 +28,8 @@ from qat.models.attention import (
     load_sparse_attention,
     read_attention,
 )
+from qat.models.document_attention import kv_spec, quantize_kv
 from qat.models.language_model import LanguageModel
-from qat.models.regions import kv_spec, quantize_kv
 from qat.nn.swap import linear_names, table_names, weight_shape, with_tables
 from qat.quant.spec import QuantPlan, by_group
 

@@ -25,9 +25,9 @@ from qat.models.checkpoint import is_packed, load_skeleton
 from qat.models.cost import model_bits_per_weight, parameter_count, quantized_parameter_count
 from qat.models.cost import stored_bits as bits_of
 from qat.models.directory import GGUF, adapted, resolve
+from qat.models.document_attention import set_kv
 from qat.models.hf_quantizer import empty_linear, put_empty_table
 from qat.models.opening import auto_class, read_config
-from qat.models.regions import set_kv
 from qat.models.sizes import MEGABYTE, Sizes, source_megabytes
 from qat.models.stored_state import quantized_modules
 from qat.nn.activation import ActivationQuantizer

@@ -31,8 +31,9 @@ from qat.models.cost import (
     tensor_bytes,
     whole_model_bits,
 )
+from qat.models.document_attention import kept_heads, kv_spec
 from qat.models.language_model import LanguageModel
-from qat.models.regions import kept_heads, kv_spec, matmul_precision
+from qat.models.precision import matmul_precision
 from qat.models.stored_state import activation_counts
 from qat.models.streamed import SHARE
 from qat.nn.lut_embedding import FrozenLutTable

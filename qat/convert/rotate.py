@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from qat.errors import ConfigError
 from qat.models.language_model import LanguageModel
 from qat.models.noise import distance, disturbed
-from qat.models.regions import matmul_precision
+from qat.models.precision import matmul_precision
 from qat.models.stored_state import quantized_modules
 from qat.nn.sites import Owner, StackedLinear, experts_of
 from qat.nn.swap import decoder_layers, untie_head

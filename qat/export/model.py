@@ -31,10 +31,10 @@ from qat.logs import FACTS, METRICS, RECIPE, SUMMARY, read_json_lines
 from qat.models.checkpoint import is_packed, load_checkpoint, load_skeleton
 from qat.models.cost import model_bits_per_weight, parameter_count, quantized_parameter_count
 from qat.models.directory import atomic_directory, resolve
+from qat.models.document_attention import kv_spec, set_kv
 from qat.models.load import load_tokenizer
 from qat.models.noise import disturbed
 from qat.models.opening import auto_class, is_of_files
-from qat.models.regions import kv_spec, set_kv
 from qat.models.sizes import MEGABYTE, Sizes, source_megabytes
 from qat.models.stored_state import activation_counts, quantized_modules
 from qat.nn.lut_embedding import FrozenLutTable

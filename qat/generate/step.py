@@ -23,8 +23,9 @@ from qat.kernels.lut_gemm import Part, is_format, lut_gemm
 from qat.kernels.lut_matvec import MOST_VECTORS, Norm, Stream, matvec, matvec_add, stream
 from qat.kernels.lut_rows import LutRows, Rows, order_of, reads, spread, stack, stacks
 from qat.kernels.lut_weight import form
+from qat.models.document_attention import kv_spec
 from qat.models.language_model import LanguageModel
-from qat.models.regions import ATTENTIONS, MLPS, QKV, SILUS, as_written, kv_spec
+from qat.models.regions import ATTENTIONS, MLPS, QKV, SILUS, as_written
 from qat.nn.activation import ActivationQuantizer, activation_of, read, read_alike
 from qat.nn.lut_embedding import FrozenLutTable, TiedLutHead
 from qat.nn.quant_linear import QuantLinear

@@ -145,7 +145,7 @@ class QatConfig(QuantizationConfigMixin):
         Raises:
             CheckpointError: it has no quantized linear or table, and dense attention.
         """
-        from qat.models.regions import kv_spec
+        from qat.models.document_attention import kv_spec
 
         modules, kv = quantized_modules(model), kv_spec(model.config)
         if not modules and not attends_sparsely(model) and kv is None:
@@ -327,7 +327,7 @@ class QatHfQuantizer(HfQuantizer):
         self._swap_attention(model)
         kv = self.quantization_config.kv_spec()
         if kv is not None:
-            from qat.models.regions import set_kv  # it needs transformers
+            from qat.models.document_attention import set_kv  # it needs transformers
 
             set_kv(model, kv)
         open_sites(model)

@@ -15,8 +15,8 @@ from qat.errors import CheckpointError
 from qat.kernels.attention import document_mask, fits_tile, tile_bytes
 from qat.kernels.head import Head
 from qat.models.attention import is_all_sparse, sparse_attention
+from qat.models.document_attention import use_packed_attention
 from qat.models.noise import TF32_EPS, distance, disturbed, hooked, signs
-from qat.models.regions import use_packed_attention
 from qat.models.rotary import rotate_by_document
 from qat.nn.activation import read
 from qat.nn.lut_embedding import FrozenLutHead, TiedLutHead

@@ -1,4 +1,4 @@
-"""How layers run: attention over packed rows, joined projections, compiled regions, dtypes.
+"""How layers run in training: joined projections, compiled and recomputed regions.
 
 The decoder is divided into regions: each layer is compiled, recomputed in backward, or both. All
 equal layers share one compiled graph, in which projections of the same input are one matmul. A
@@ -14,30 +14,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, apply_rotary_pos_emb
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
 from qat.backend.device import on
-from qat.errors import CheckpointError, ConfigError
-from qat.kernels.attention import fits_tile, tile_attention
 from qat.kernels.glu import silu_mul
 from qat.kernels.joined_attention import joined_fits_tile, joined_tile_attention
-from qat.models.attention import attends_sparsely, is_all_sparse
+from qat.models.document_attention import attend, kv_spec
 from qat.nn.step import (
     Arrivals,
     form_by_layer,
@@ -47,177 +38,8 @@ from qat.nn.step import (
     part_linears,
 )
 from qat.nn.swap import CACHE, decoder_layers
-from qat.quant.kv import fake_quantize_heads
-from qat.quant.spec import KvSpec
 
 logger = logging.getLogger(__name__)
-
-# How transformers' attention modules call our kernel for short, packed sequences.
-#
-# The implementation `qat` replaces `sdpa` in every model that a `LanguageModel` holds. A forward
-# with `document_positions` has packed documents and no padding, so these positions define the whole
-# mask; all other calls (generation with its cache and padding) go to transformers' own function.
-# If every layer is sparse, no mask over pairs of positions is ever made.
-#
-# Each bit width of keys and values has an implementation name of its own, with which attention
-# rounds them first, after the rotary embedding and any cache: in training, evaluation and
-# generation.
-
-
-NAME = "qat"
-KV = {f"{NAME}-kv{bits}": KvSpec(bits=bits) for bits in (8, 4)}
-"""Attention implementations that quantize keys and values, by name."""
-LOOKING = f"{NAME}-looking"
-"""Attention implementation that records what layers pass to it."""
-
-
-def use_packed_attention(model: PreTrainedModel) -> bool:
-    """Let `model` attend through this module; return False if it needs more than a causal mask."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or {"full_attention"})
-    is_plain = kinds == {"full_attention"} and getattr(config, "sliding_window", None) is None
-    if is_plain and config._attn_implementation == "sdpa":
-        model.set_attn_implementation(NAME)
-    return is_plain and config._attn_implementation in (NAME, *KV)
-
-
-def kv_spec(config: PreTrainedConfig) -> KvSpec | None:
-    """Return the format of keys and values by a model's configuration; None if unquantized."""
-    return KV.get(config.get_text_config()._attn_implementation)
-
-
-def set_kv(model: PreTrainedModel, spec: KvSpec | None) -> None:
-    """Let `model` quantize keys and values by `spec`; None leaves them unquantized.
-
-    Raises:
-        CheckpointError: its attention is not `sdpa`, which computes the rest.
-    """
-    config, names = model.config.get_text_config(), {known: name for name, known in KV.items()}
-    if config._attn_implementation not in ("sdpa", NAME, *KV):
-        raise CheckpointError(
-            f"{type(model).__name__} attends by {config._attn_implementation!r}, expected 'sdpa' "
-            "where keys and values are quantized; leave attn_implementation out, or convert the "
-            "model without --kv"
-        )
-    config._attn_implementation = "sdpa" if spec is None else names[spec]
-
-
-def quantize_kv(model: PreTrainedModel, spec: KvSpec, device: torch.device | None = None) -> None:
-    """Do what `set_kv` does, and check by a run that every layer keeps keys and values of heads.
-
-    Raises:
-        ConfigError: it attends sparsely, keeps something else than heads (latent vectors, states of
-            a recurrence), or has heads that do not fit.
-        CheckpointError: as `set_kv`.
-    """
-    name, asked = type(model).__name__, f"kv=int{spec.bits}"
-    rest = "; leave --kv out, or choose another model"
-    if attends_sparsely(model):
-        raise ConfigError(
-            f"{asked} is given for {name} with sparse attention, which summarizes keys and values, "
-            "expected dense attention; leave --kv out, or add --attention dense"
-        )
-    if getattr(model.config.get_text_config(), "kv_lora_rank", None):
-        raise ConfigError(
-            f"{asked}, but {name} keeps latent vectors that its keys and values are made of, "
-            f"expected keys and values of heads{rest}"
-        )
-    set_kv(model, spec)
-    heads, layers = kept_heads(model, device), len(decoder_layers(model))
-    if len(heads) != layers:
-        raise ConfigError(
-            f"{asked}, but {len(heads)} of the {layers} layers of {name} keep keys and values of "
-            f"heads, expected all{rest}"
-        )
-    for each in heads:
-        spec.check_width(each.key_width)
-        spec.check_width(each.value_width)
-
-
-class KeptHeads(NamedTuple):
-    """Heads of keys and values that one layer caches per token."""
-
-    count: int
-    key_width: int
-    value_width: int
-
-    def num_bytes(self, spec: KvSpec) -> int:
-        """Return the bytes per token in the format `spec`."""
-        return self.count * (spec.head_bytes(self.key_width) + spec.head_bytes(self.value_width))
-
-    def half_bytes(self) -> int:
-        """Return the bytes per token in 16 bits."""
-        return self.count * 2 * (self.key_width + self.value_width)
-
-
-@torch.no_grad()
-def kept_heads(model: PreTrainedModel, device: torch.device | None = None) -> list[KeptHeads]:
-    """Run `model`, prepared by `set_kv`, once and return the heads that each layer would cache.
-
-    `device`: the compute device, if the weights are elsewhere until then.
-    """
-    found: list[KeptHeads] = []
-
-    def look(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: object, **more: object
-    ) -> tuple[Tensor, None]:
-        found.append(KeptHeads(key.shape[1], key.shape[-1], value.shape[-1]))
-        return sdpa_attention_forward(module, query, key, value, *rest, **more)
-
-    AttentionInterface.register(LOOKING, look)
-    config = model.config.get_text_config()
-    kept, config._attn_implementation = config._attn_implementation, LOOKING
-    try:
-        ids = torch.zeros(1, 4, dtype=torch.long, device=device or model.device)
-        model(input_ids=ids, use_cache=False)
-    finally:
-        config._attn_implementation = kept
-    return found
-
-
-def make_mask(*args: object, **kwargs: object) -> Tensor | None:
-    """Return transformers' `sdpa_mask`, or the token mask `(B, N)` itself if all layers are sparse.
-
-    None if no token is masked.
-    """
-    config, mask = kwargs.get("config"), kwargs.get("attention_mask")
-    if config is None or not is_all_sparse(config):
-        return sdpa_mask(*args, **kwargs)
-    return None if mask is None or mask.all() else mask
-
-
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    document_positions: Tensor | None = None,
-    is_packed: bool = True,
-    tile_fits: bool = False,
-    kv: KvSpec | None = None,
-    **rest: object,
-) -> tuple[Tensor, None]:
-    """Do what transformers' `sdpa_attention_forward` does: `(B, H, S, D)` to `(B, S, H, D)`."""
-    if kv is not None:
-        key, value = (fake_quantize_heads(heads, kv.bits) for heads in (key, value))
-    if document_positions is not None:
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        if tile_fits and fits_tile(query, value):
-            return tile_attention(query, key, value, document_positions, scaling), None
-        if not is_packed:
-            attention_mask = None  # the causal kernels read no mask
-    return sdpa_attention_forward(
-        module, query, key, value, attention_mask, scaling=scaling, **rest
-    )
-
-
-for _name in (NAME, *KV):
-    AttentionInterface.register(_name, partial(attend, kv=KV.get(_name)))
-for _name in (NAME, *KV, LOOKING):
-    AttentionMaskInterface.register(_name, make_mask)
 
 
 # Projections that read the same input run as one matmul, in the families known to allow it.
@@ -527,46 +349,3 @@ def compile_facts() -> CompileFacts:
 def recomputed_layers() -> int:
     """Return the calls of layers in this process that are recomputed in backward."""
     return _InSlices.calls
-
-
-# The compute dtype of a model, and the precision of float32 matmuls.
-
-
-def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[], None]:
-    """Let `model` compute in `dtype` (under autocast, which casts parameters that stay float32).
-
-    Parameters without gradient are cast if every value is exact in `dtype`, except those of
-    LayerNorms; a checkpoint then stores the same numbers. It synchronizes with the device, so call
-    it at the start of a run and not in a step. The returned function stops casting the residual
-    stream.
-    """
-    if dtype == torch.float32:
-        return lambda: None
-    # on a CPU a 16-bit LayerNorm refuses a float32 input, such as tokens plus float32 positions
-    kept = {id(p) for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
-    for parameter in model.parameters():
-        is_fixed = parameter.is_floating_point() and not parameter.requires_grad
-        if is_fixed and parameter.dtype != dtype and id(parameter) not in kept:
-            cast = parameter.detach().to(dtype)
-            if torch.equal(cast.to(parameter.dtype), parameter):
-                parameter.data = cast
-
-    def in_compute_dtype(_module: nn.Module, _args: tuple, embedded: Tensor) -> Tensor:
-        return embedded.to(dtype)
-
-    return model.get_input_embeddings().register_forward_hook(in_compute_dtype).remove
-
-
-@contextmanager
-def matmul_precision(precision: Literal["medium", "highest"]) -> Iterator[None]:
-    """Set the precision of float32 matmuls: `medium` allows bf16 or TF32 factors where faster.
-
-    Sums stay in float32. Moment matrices keep their symmetry and sign, because both factors are
-    rounded in the same way.
-    """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -33,7 +33,8 @@ from qat.losses.formulas import Targets, to_targets
 from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
 from qat.models.language_model import LanguageModel
-from qat.models.regions import Regions, compile_facts, compute_in, refusals, say_uncompiled
+from qat.models.precision import compute_in
+from qat.models.regions import Regions, compile_facts, refusals, say_uncompiled
 from qat.models.step_memory import step_bytes
 from qat.nn.step import form_moved_weights, release_weights
 from qat.ranks import Ranks

@@ -24,8 +24,8 @@ from qat.data.reader import TeacherCache
 from qat.data.sources import DataSource
 from qat.errors import CacheError, CheckpointError, ConfigError, DataError
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
+from qat.models.document_attention import kv_spec
 from qat.models.load import load_model, load_tokenizer
-from qat.models.regions import kv_spec
 from qat.nn.step import quant_linears
 from qat.nn.swap import table_names
 from qat.quant.spec import PRESETS, KvSpec, by_group

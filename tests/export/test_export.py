@@ -21,8 +21,8 @@ from qat.export.dense import write as write_dense
 from qat.export.model import check_equal, export_model
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.cost import parameter_count
+from qat.models.document_attention import kv_spec, quantize_kv
 from qat.models.load import load_model
-from qat.models.regions import kv_spec, quantize_kv
 from qat.nn.step import quant_linears
 from qat.nn.swap import linear_names, replace_module
 from qat.quant.spec import KvSpec

@@ -13,8 +13,8 @@ from qat.generate.decode import Decoder, Sampling
 from qat.generate.step import DecodeStep, PackedLinear, read_bytes
 from qat.generate.text import Generated, generate_text
 from qat.kernels.lut_rows import SPLIT
+from qat.models.document_attention import quantize_kv
 from qat.models.language_model import LanguageModel
-from qat.models.regions import quantize_kv
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.swap import CACHE, put_quantized, replace_module, table_names, weight_shape
 from qat.quant.kv import PackedHeads, dequantize_heads, fake_quantize_heads

@@ -15,8 +15,8 @@ from qat.generate import slots as module
 from qat.generate.decode import Decoder, Sampling
 from qat.generate.slots import Batch, Request, Slots, SlotStep, Waves, open_sampler
 from qat.kernels.dispatch import computing_by
+from qat.models.document_attention import quantize_kv
 from qat.models.language_model import LanguageModel
-from qat.models.regions import quantize_kv
 from qat.nn.step import form_weights
 from qat.quant.spec import KvSpec, LutSpec
 

@@ -12,9 +12,9 @@ from qat.convert.calibrate import TokenBatch
 from qat.convert.quantize import quantize_model
 from qat.kernels.column_sweep import COLUMN_OPS, RecordedSweeps, nearest_vectors
 from qat.models import streamed
+from qat.models.document_attention import quantize_kv
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher
-from qat.models.regions import quantize_kv
 from qat.models.stored_state import packed_state_dict
 from qat.nn.swap import linear_names
 from qat.quant import vectors

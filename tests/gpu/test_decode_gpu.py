@@ -21,8 +21,8 @@ from qat.kernels.lut_matvec import Norm, matvec, matvec_add, stream
 from qat.kernels.lut_rows import SPLIT, gathered, order_of, spread, stack
 from qat.kernels.lut_sums import SumsTile
 from qat.kernels.tuned import forcing
+from qat.models.document_attention import quantize_kv
 from qat.models.language_model import LanguageModel
-from qat.models.regions import quantize_kv
 from qat.quant.kv import quantize_heads
 from qat.quant.spec import KvSpec, LutSpec
 

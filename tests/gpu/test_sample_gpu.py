@@ -22,8 +22,8 @@ from qat.kernels.cache import EVERY, Angles, Cache, Scoring
 from qat.kernels.dispatch import computing_by
 from qat.kernels.draw_next import draw_next
 from qat.kernels.slot_attention import place_heads, slot_attention
+from qat.models.document_attention import set_kv
 from qat.models.language_model import LanguageModel
-from qat.models.regions import set_kv
 from qat.nn.step import form_weights
 from qat.quant.spec import PRESETS, KvSpec, LutSpec
 

@@ -14,9 +14,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from qat.errors import CheckpointError, ConfigError
 from qat.models.checkpoint import load_checkpoint, load_skeleton, save_checkpoint, write_model
+from qat.models.document_attention import kept_heads, kv_spec, quantize_kv, set_kv
 from qat.models.hf_quantizer import FORMAT
 from qat.models.language_model import LanguageModel
-from qat.models.regions import Regions, kept_heads, kv_spec, quantize_kv, set_kv
+from qat.models.regions import Regions
 from qat.quant.kv import fake_quantize_heads
 from qat.quant.spec import KvSpec
 

@@ -255,8 +255,8 @@ def other_kernel(monkeypatch: pytest.MonkeyPatch, *, causal: bool = True) -> Non
             scores = scores.masked_fill(future, -torch.inf)
         return (scores.softmax(-1) @ value).transpose(1, 2)
 
-    monkeypatch.setattr("qat.models.regions.fits_tile", lambda *_: True)
-    monkeypatch.setattr("qat.models.regions.tile_attention", attention)
+    monkeypatch.setattr("qat.models.document_attention.fits_tile", lambda *_: True)
+    monkeypatch.setattr("qat.models.document_attention.tile_attention", attention)
     monkeypatch.setattr(LanguageModel, "_tile_fits", lambda *_: True)
 
 

@@ -5,7 +5,7 @@ from families import build
 from tiny import tiny_model
 
 from qat.models.language_model import LanguageModel
-from qat.models.regions import compute_in
+from qat.models.precision import compute_in
 
 IDS = torch.arange(6).view(1, 6)
 POSITIONS = torch.arange(6)[None]

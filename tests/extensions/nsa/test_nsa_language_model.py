@@ -14,9 +14,10 @@ from qat.generate.decode import Decoder
 from qat.generate.step import DecodeStep
 from qat.generate.text import generate_text
 from qat.models import regions as attention
+from qat.models.document_attention import make_mask
 from qat.models.flops import forward_flops
 from qat.models.language_model import LanguageModel
-from qat.models.regions import join_projections, make_mask, part_projections
+from qat.models.regions import join_projections, part_projections
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import form_weights
 from qat.nn.swap import linear_names, replace_module

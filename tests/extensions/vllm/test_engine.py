@@ -33,7 +33,7 @@ from qat.export.config import ExportConfig
 from qat.export.model import export_model
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.directory import CHECKSUMS
-from qat.models.regions import set_kv
+from qat.models.document_attention import set_kv
 from qat.models.stored_state import quantized_modules
 from qat.nn.swap import linear_names, replace_module
 from qat.quant.spec import ActivationKind, LutSpec
