@@ -7,8 +7,7 @@ from transformers import PreTrainedModel
 
 from qat.models.stored_state import quantized_modules
 from qat.nn.activation import ActivationQuantizer
-from qat.nn.quant_linear import FrozenLutLinear, LutLinear, QuantLinear
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import FrozenLutLinear, LutLinear, QuantLinear, quant_linears
 from qat.nn.swap import linear_names, replace_module
 from qat.quant.codebook import fixed_grid
 from qat.quant.spec import ACTIVATION_KINDS, ActivationKind, ActivationSpec, LutSpec

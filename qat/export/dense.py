@@ -17,8 +17,8 @@ from qat.export.parts import (
 from qat.models.checkpoint import copy_processors, finish_config, quiet_transformers
 from qat.models.stored_state import INPUT_SCALE, narrowed
 from qat.nn.lut_embedding import TiedLutHead, lut_tables
+from qat.nn.quant_linear import quant_linears
 from qat.nn.sites import close_sites, open_sites
-from qat.nn.step import quant_linears
 from qat.nn.swap import embedding_dtype
 
 COMPARED = "bits"

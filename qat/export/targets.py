@@ -18,8 +18,7 @@ from qat.export.config import LIBRARIES, TargetName
 from qat.hooks import extension, hooks
 from qat.models.checkpoint import load_skeleton
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
-from qat.nn.quant_linear import QuantLinear
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import QuantLinear, quant_linears
 from qat.nn.swap import weight_shape
 from qat.quant.spec import ActivationKind, LutSpec
 

@@ -28,8 +28,7 @@ from qat.models.language_model import LanguageModel
 from qat.models.regions import ATTENTIONS, MLPS, QKV, SILUS, as_written
 from qat.nn.activation import ActivationQuantizer, activation_of, read, read_alike
 from qat.nn.lut_embedding import FrozenLutTable, TiedLutHead
-from qat.nn.quant_linear import QuantLinear
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import QuantLinear, quant_linears
 from qat.nn.swap import CACHE, decoder_layers, replace_module
 from qat.quant.weight import PackedIndices, Scales, from_stored, round_scales
 

@@ -7,8 +7,7 @@ from transformers import PreTrainedModel
 
 from qat.models.stored_state import packed_state_dict
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
-from qat.nn.quant_linear import QuantLinear
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import QuantLinear, quant_linears
 from qat.nn.swap import table_names
 from qat.quant.weight import STORED_DTYPES, dtype_as_stored, packed_width
 

@@ -33,9 +33,8 @@ from qat.models.stored_state import (
 from qat.nn.activation import ActivationQuantizer
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
 from qat.nn.packed_reader import PackedReader
-from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
+from qat.nn.quant_linear import FrozenLutLinear, QuantLinear, quant_linears
 from qat.nn.sites import open_sites
-from qat.nn.step import quant_linears
 from qat.nn.swap import put_table, replace_module, table_names, weight_shape
 from qat.quant.lora import Lora
 from qat.quant.spec import ActivationSpec, KvSpec, LutSpec

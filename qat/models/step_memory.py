@@ -12,8 +12,7 @@ from qat.backend.base import VISITORS
 from qat.backend.copies import placed
 from qat.models.cost import num_weights, packed_bytes
 from qat.nn.lut_embedding import lut_tables
-from qat.nn.quant_linear import KIND_OF, FrozenLutLinear
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import KIND_OF, FrozenLutLinear, quant_linears
 from qat.nn.swap import decoder_layers
 
 

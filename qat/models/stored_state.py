@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from qat.errors import CheckpointError
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
-from qat.nn.quant_linear import LutLinear, QuantLinear
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import LutLinear, QuantLinear, quant_linears
 from qat.quant.activation import static_scale
 from qat.quant.spec import ActivationKind
 from qat.quant.weight import (

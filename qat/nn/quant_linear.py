@@ -492,3 +492,8 @@ class LutLinear(QuantLinear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._chosen = None  # not a buffer: it would stay on the old device
         return super()._apply(fn, recurse)
+
+
+def quant_linears(model: nn.Module) -> dict[str, QuantLinear]:
+    """Return the model's quantized linears by name, in order."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}

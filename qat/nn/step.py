@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.nn.activation import read, read_alike
-from qat.nn.quant_linear import QuantLinear, Turn, room_for
+from qat.nn.quant_linear import QuantLinear, Turn, quant_linears, room_for
 from qat.nn.sharded import ShardedLutLinear
 from qat.ranks import ALONE, Ranks, Wait
 
@@ -110,11 +110,6 @@ class JoinedLinears(nn.Module):
 
 Unit = JoinedLinears | QuantLinear
 """A module that forms a weight: joined linears, or a single one."""
-
-
-def quant_linears(model: nn.Module) -> dict[str, QuantLinear]:
-    """Return the model's quantized linears by name, in order."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
 
 
 def join_linears(module: nn.Module, name: str, members: tuple[str, ...]) -> None:

@@ -28,8 +28,7 @@ from qat.logs import progress
 from qat.models.attention import sparse_attention
 from qat.models.language_model import LanguageModel
 from qat.models.regions import as_written
-from qat.nn.quant_linear import LutLinear
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import LutLinear, quant_linears
 from qat.quant.weight import pack, unpack
 from qat.train.config import TrainConfig
 

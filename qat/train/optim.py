@@ -18,10 +18,9 @@ from qat.errors import ConfigError
 from qat.models.attention import SPARSE, load_sparse_attention
 from qat.models.stored_state import INPUT_SCALE
 from qat.nn.hosted import HostedLutLinear
-from qat.nn.quant_linear import KIND_OF, LutLinear
+from qat.nn.quant_linear import KIND_OF, LutLinear, quant_linears
 from qat.nn.sharded import ShardedLutLinear
 from qat.nn.sites import routers
-from qat.nn.step import quant_linears
 from qat.quant.spec import role_of
 from qat.quant.weight import rms
 from qat.ranks import ALONE, Ranks

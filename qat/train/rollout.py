@@ -31,8 +31,8 @@ from qat.generate.step import DecodeStep, dense_linear
 from qat.generate.text import closing_tokens, repeated_frac
 from qat.models.language_model import LanguageModel
 from qat.nn.lut_embedding import FrozenLutTable
-from qat.nn.quant_linear import QuantLinear
-from qat.nn.step import form_moved_weights, quant_linears
+from qat.nn.quant_linear import QuantLinear, quant_linears
+from qat.nn.step import form_moved_weights
 from qat.ranks import ALONE, Ranks
 from qat.train.config import ALMOST_WHOLE, TrainConfig
 from qat.train.step import rank_indices

@@ -29,9 +29,8 @@ from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity, state_identity
 from qat.models.step_memory import step_bytes
 from qat.models.stored_state import activation_counts
-from qat.nn.quant_linear import FrozenLutLinear
-from qat.nn.step import quant_linears
-from qat.nn.swap import add_adapters, to_latent
+from qat.nn.latent import add_adapters, to_latent
+from qat.nn.quant_linear import FrozenLutLinear, quant_linears
 from qat.process import available_gib
 from qat.quant.spec import SUFFIX_OF, role_of
 from qat.quant.weight import pack

@@ -7,7 +7,7 @@ from qat.bench.batches import open_source
 from qat.bench.config import BenchConfig
 from qat.bench.student import Ours, open_student
 from qat.models.flops import token_flops
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 
 
 def test_adapters_are_added_trained_and_stand_still() -> None:

@@ -15,8 +15,7 @@ from qat.bench.student import (
 from qat.errors import ConfigError
 from qat.models.hf_quantizer import QatConfig
 from qat.nn.activation import read_alike
-from qat.nn.quant_linear import FrozenLutLinear
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import FrozenLutLinear, quant_linears
 from qat.nn.swap import linear_names
 from qat.quant.activation import LEVELS
 from qat.quant.spec import PRESETS, preset_called

@@ -25,8 +25,8 @@ from qat.export.targets import check_model, ships_to
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.language_model import LanguageModel
 from qat.models.stored_state import activation_counts, quantized_modules
-from qat.nn.step import quant_linears
-from qat.nn.swap import add_adapters
+from qat.nn.latent import add_adapters
+from qat.nn.quant_linear import quant_linears
 from qat.quant.activation import LEVELS, quantize_static
 from qat.quant.spec import SUFFIX_OF, ActivationSpec, preset_called
 

@@ -11,7 +11,7 @@ from qat.errors import ConfigError, ExportError
 from qat.models.cost import bits_per_weight, model_bits_per_weight, stored_bits
 from qat.models.language_model import LanguageModel
 from qat.nn.lut_embedding import lut_tables
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import linear_names, table_names
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 

@@ -26,7 +26,7 @@ from qat.errors import CacheError, CheckpointError, ConfigError, DataError
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.document_attention import kv_spec
 from qat.models.load import load_model, load_tokenizer
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import table_names
 from qat.quant.spec import PRESETS, KvSpec, by_group
 

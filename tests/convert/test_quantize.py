@@ -21,8 +21,7 @@ from qat.convert.rotate import rotate
 from qat.errors import ConfigError
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
-from qat.nn.quant_linear import FrozenLutLinear
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import FrozenLutLinear, quant_linears
 from qat.nn.swap import linear_names, with_tables
 from qat.quant.error_feedback import fit_to_inputs
 from qat.quant.fit import fit_weight

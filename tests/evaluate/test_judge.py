@@ -26,7 +26,8 @@ from qat.generate.step import DecodeStep
 from qat.logs import printable
 from qat.models.checkpoint import save_checkpoint
 from qat.models.language_model import LanguageModel
-from qat.nn.step import quant_linears, release_weights
+from qat.nn.quant_linear import quant_linears
+from qat.nn.step import release_weights
 from qat.train.start import train_student
 
 TEXT = "the cat sat on the mat and the dog saw the cat. "

@@ -16,7 +16,7 @@ from qat.export.config import ExportConfig
 from qat.export.model import check_equal, export_model
 from qat.export.parts import logits_of, probe_ids, reloaded
 from qat.models.checkpoint import save_checkpoint
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 from qat.quant.spec import ACTIVATION_KINDS, LutSpec
 
 pytest.importorskip("compressed_tensors", exc_type=ImportError)

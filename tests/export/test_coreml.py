@@ -26,7 +26,7 @@ from qat.export.parts import float_model, logits_of, probe_ids, quantize_inputs
 from qat.export.targets import check_model, ships_to
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.stored_state import quantized_modules
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import put_table
 from qat.quant.activation import quantize_static
 from qat.quant.spec import PRESETS, ActivationKind, LutSpec

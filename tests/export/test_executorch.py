@@ -22,7 +22,7 @@ from qat.export.parts import DtypeError, logits_of, probe_ids
 from qat.export.targets import check_model, ships_to
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.language_model import LanguageModel
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 from qat.quant.activation import HIGHEST, LOWEST, Levels, token_levels
 from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
 

@@ -23,7 +23,7 @@ from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.cost import parameter_count
 from qat.models.document_attention import kv_spec, quantize_kv
 from qat.models.load import load_model
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import linear_names, replace_module
 from qat.quant.spec import KvSpec
 

@@ -52,8 +52,7 @@ from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.gguf_header import teach_q2_0
 from qat.models.load import load_model
 from qat.models.stored_state import quantized_modules
-from qat.nn.quant_linear import LutLinear
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import LutLinear, quant_linears
 from qat.nn.swap import linear_names, replace_module, with_tables
 from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
 from qat.quant.weight import pack, to_stored

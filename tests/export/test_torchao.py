@@ -14,7 +14,7 @@ from qat.export.model import export_model
 from qat.export.parts import reloaded
 from qat.export.targets import check_model
 from qat.models.checkpoint import save_checkpoint
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 from qat.quant.spec import PRESETS, LutSpec
 
 pytest.importorskip("torchao")

@@ -12,7 +12,7 @@ from train_case import config
 
 from qat.generate.decode import Decoder, Sampling
 from qat.models.language_model import LanguageModel
-from qat.nn.swap import to_latent
+from qat.nn.latent import to_latent
 from qat.quant.spec import ACTIVATION_KINDS
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 from qat.train.step import EAGER_STEPS, TrainingStep

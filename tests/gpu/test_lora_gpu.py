@@ -15,8 +15,8 @@ from qat.backend.device import select
 from qat.convert.quantize import quantize_model
 from qat.data.packing import Batch
 from qat.models.language_model import LanguageModel
+from qat.nn.latent import add_adapters
 from qat.nn.quant_linear import QuantLinear
-from qat.nn.swap import add_adapters
 from qat.quant.lora import LORA_NAMES
 from qat.quant.spec import PRESETS
 from qat.train.optim import Optimizer, learnable, linears_in_scope

@@ -13,7 +13,8 @@ from train_case import config
 
 from qat.backend.base import DTYPES
 from qat.kernels.adamw import Moving, Noise, stochastic_adamw_
-from qat.nn.swap import linear_names, to_latent
+from qat.nn.latent import to_latent
+from qat.nn.swap import linear_names
 from qat.train.finite import not_finite, trouble
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 

@@ -10,7 +10,7 @@ from train_case import config, make_place
 
 from qat.logs import read_json_lines
 from qat.models.load import load_model
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 from qat.train.config import TrainConfig
 from qat.train.start import train_student
 

@@ -16,7 +16,8 @@ from qat.backend.device import select
 from qat.convert.quantize import quantize_model
 from qat.data.packing import Batch
 from qat.models.language_model import LanguageModel
-from qat.nn.swap import decoder_layers, to_latent
+from qat.nn.latent import to_latent
+from qat.nn.swap import decoder_layers
 from qat.quant.spec import PRESETS
 from qat.train.optim import Optimizer, learnable, linears_in_scope
 from qat.train.step import EAGER_STEPS, TrainingStep

@@ -16,8 +16,9 @@ from qat.models.directory import CHECKSUMS
 from qat.models.hf_quantizer import QatConfig
 from qat.models.language_model import LanguageModel
 from qat.models.stored_state import INPUT_SCALE, activation_counts, packed_state_dict
-from qat.nn.step import quant_linears
-from qat.nn.swap import linear_names, put_table, table_spec, to_latent
+from qat.nn.latent import to_latent
+from qat.nn.quant_linear import quant_linears
+from qat.nn.swap import linear_names, put_table, table_spec
 from qat.quant.fit import fit_weight
 from qat.quant.spec import ACTIVATION_KINDS
 

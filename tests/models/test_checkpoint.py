@@ -26,8 +26,7 @@ from qat.models.checkpoint import (
 from qat.models.directory import CHECKSUMS
 from qat.models.hf_quantizer import FORMAT, QatConfig
 from qat.models.stored_state import packed_state_dict
-from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import FrozenLutLinear, QuantLinear, quant_linears
 from qat.nn.swap import linear_names, replace_module
 from qat.quant.spec import LutSpec
 

@@ -21,7 +21,8 @@ from qat.models.cost import (
 )
 from qat.models.sizes import model_bytes
 from qat.models.step_memory import step_bytes
-from qat.nn.step import form_weights, quant_linears, release_weights
+from qat.nn.quant_linear import quant_linears
+from qat.nn.step import form_weights, release_weights
 from qat.quant.spec import LutSpec
 from qat.train.config import TrainConfig
 from qat.train.optim import linears_in_scope

@@ -29,7 +29,7 @@ from qat.export.targets import load_target
 from qat.models.checkpoint import save_checkpoint
 from qat.models.dequantize import AWQ_ORDER, float_state
 from qat.models.load import load_model, load_tokenizer, model_identity
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import linear_names
 from qat.quant.spec import PRESETS
 

@@ -29,7 +29,7 @@ from qat.convert.config import ConvertConfig
 from qat.convert.convert import convert_model
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_model, load_teacher
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import decoder_layers, linear_names
 from qat.quant.spec import role_of
 from qat.train.optim import linears_in_scope

@@ -22,7 +22,7 @@ from qat.models.cost import (
     tensor_bytes,
 )
 from qat.models.directory import CHECKSUMS
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import linear_names, replace_module
 
 IDS = torch.arange(40).view(2, 20) * 7 % 320

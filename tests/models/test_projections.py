@@ -9,7 +9,8 @@ from qat.kernels import glu
 from qat.models import regions as projections
 from qat.models.language_model import LanguageModel
 from qat.models.regions import join_projections, part_projections
-from qat.nn.step import JoinedLinears, form_weights, quant_linears, release_weights
+from qat.nn.quant_linear import quant_linears
+from qat.nn.step import JoinedLinears, form_weights, release_weights
 from qat.nn.swap import decoder_layers
 
 IDS = torch.arange(2 * 7).view(2, 7)

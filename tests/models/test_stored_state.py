@@ -6,8 +6,9 @@ from quantized import SPECS, tiny_quantized
 from torch import nn
 
 from qat.models.stored_state import narrowed, packed_state_dict, raw_state, stored_state
-from qat.nn.step import quant_linears
-from qat.nn.swap import ascending, to_latent
+from qat.nn.latent import to_latent
+from qat.nn.quant_linear import quant_linears
+from qat.nn.swap import ascending
 from qat.quant.weight import from_stored, pack
 
 

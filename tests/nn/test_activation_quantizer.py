@@ -10,9 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from qat.nn.activation import ActivationQuantizer, read, read_alike
+from qat.nn.latent import to_frozen, to_latent
+from qat.nn.quant_linear import quant_linears
 from qat.nn.sites import INNER, open_sites, unseen_input
-from qat.nn.step import form_weights, join_linears, quant_linears, release_weights
-from qat.nn.swap import reads_input, to_frozen, to_latent
+from qat.nn.step import form_weights, join_linears, release_weights
+from qat.nn.swap import reads_input
 from qat.quant.activation import quantize_static, quantize_tokens
 from qat.quant.spec import ACTIVATION_KINDS, ActivationSpec
 

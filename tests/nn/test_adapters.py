@@ -20,15 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from qat.errors import ConfigError
 from qat.models.language_model import LanguageModel
 from qat.models.regions import join_projections
-from qat.nn.quant_linear import QuantLinear
-from qat.nn.step import (
-    JoinedLinears,
-    form_moved_weights,
-    form_weights,
-    quant_linears,
-    release_weights,
-)
-from qat.nn.swap import add_adapters, decoder_layers, linear_names, to_frozen, to_latent
+from qat.nn.latent import add_adapters, to_frozen, to_latent
+from qat.nn.quant_linear import QuantLinear, quant_linears
+from qat.nn.step import JoinedLinears, form_moved_weights, form_weights, release_weights
+from qat.nn.swap import decoder_layers, linear_names
 from qat.quant.lora import LORA_NAMES, round_lora
 from qat.quant.weight import dequantize
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from qat.kernels import lut_weight
-from qat.nn.quant_linear import LutLinear, QuantLinear
+from qat.nn.quant_linear import LutLinear, QuantLinear, quant_linears
 from qat.nn.step import (
     JoinedLinears,
     form_by_layer,
@@ -19,7 +19,6 @@ from qat.nn.step import (
     form_weights,
     join_linears,
     part_linears,
-    quant_linears,
     release_weights,
 )
 from qat.quant.spec import LutSpec

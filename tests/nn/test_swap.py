@@ -9,16 +9,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from qat.errors import CheckpointError
-from qat.nn.quant_linear import FrozenLutLinear, LutLinear
-from qat.nn.step import quant_linears
-from qat.nn.swap import (
-    ascending,
-    decoder_layers,
-    linear_names,
-    replace_module,
-    to_frozen,
-    to_latent,
-)
+from qat.nn.latent import to_frozen, to_latent
+from qat.nn.quant_linear import FrozenLutLinear, LutLinear, quant_linears
+from qat.nn.swap import ascending, decoder_layers, linear_names, replace_module
 from qat.quant.spec import LutSpec
 from qat.quant.weight import dequantize
 

@@ -32,7 +32,7 @@ from qat.models.cost import (
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
 from qat.nn.lut_embedding import TiedLutHead, lut_tables
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import (
     embedding_dtype,
     put_table,

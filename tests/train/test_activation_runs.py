@@ -14,7 +14,8 @@ from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_model
 from qat.models.stored_state import INPUT_SCALE
 from qat.nn.activation import read_alike
-from qat.nn.step import form_weights, quant_linears
+from qat.nn.quant_linear import quant_linears
+from qat.nn.step import form_weights
 from qat.train.optim import Optimizer, learnable
 from qat.train.start import TrainReport, train_student
 

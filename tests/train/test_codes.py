@@ -8,8 +8,8 @@ from quantized import SPECS, tiny_quantized
 from train_case import config, make_place, make_trainer
 
 from qat.logs import read_json_lines
-from qat.nn.step import quant_linears
-from qat.nn.swap import to_latent
+from qat.nn.latent import to_latent
+from qat.nn.quant_linear import quant_linears
 from qat.train.judge import CodeWatch
 
 

@@ -15,8 +15,7 @@ from qat.errors import TrainingError
 from qat.logs import read_json_lines
 from qat.losses.formulas import loss_from_logits, to_targets
 from qat.models.checkpoint import load_checkpoint
-from qat.nn.quant_linear import FrozenLutLinear, LutLinear
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import FrozenLutLinear, LutLinear, quant_linears
 from qat.train.loop import Trainer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "train_20.json"

@@ -14,8 +14,9 @@ from qat.export.config import ExportConfig
 from qat.export.model import export_model
 from qat.logs import read_json_lines
 from qat.models.checkpoint import load_checkpoint
-from qat.nn.step import quant_linears
-from qat.nn.swap import add_adapters, linear_names
+from qat.nn.latent import add_adapters
+from qat.nn.quant_linear import quant_linears
+from qat.nn.swap import linear_names
 from qat.quant.lora import LORA_NAMES
 from qat.train.config import TrainConfig
 from qat.train.optim import Optimizer, learnable, linears_in_scope, natural_sizes

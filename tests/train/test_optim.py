@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from qat.backend.base import DTYPES
 from qat.errors import ConfigError
+from qat.nn.latent import to_latent
 from qat.nn.sites import open_sites
-from qat.nn.swap import linear_names, replace_module, to_latent
+from qat.nn.swap import linear_names, replace_module
 from qat.ranks import Ranks
 from qat.train.config import TrainConfig
 from qat.train.optim import Optimizer, learnable, linears_in_scope, natural_sizes

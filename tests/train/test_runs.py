@@ -26,8 +26,7 @@ from qat.logs import read_json_lines
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.directory import atomic_directory
 from qat.models.document_attention import set_kv
-from qat.nn.quant_linear import FrozenLutLinear
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import FrozenLutLinear, quant_linears
 from qat.nn.swap import replace_module
 from qat.quant.spec import KvSpec
 from qat.train.config import TrainConfig, fixed_because

@@ -15,8 +15,9 @@ from train_case import config, make_place
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
 from qat.models.load import load_model
+from qat.nn.quant_linear import quant_linears
 from qat.nn.sharded import ShardedLutLinear
-from qat.nn.step import form_weights, quant_linears
+from qat.nn.step import form_weights
 from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig
 from qat.train.loop import Trainer

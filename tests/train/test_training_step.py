@@ -16,7 +16,7 @@ from qat.bench.config import MeasureConfig
 from qat.bench.student import open_student, standing_still
 from qat.errors import ConfigError
 from qat.models.step_memory import step_bytes
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import decoder_layers
 from qat.train.loop import Trainer
 from qat.train.optim import linears_in_scope

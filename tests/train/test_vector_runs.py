@@ -11,7 +11,8 @@ from train_case import assert_same_end, config, make_place, make_trainer
 from qat.export.config import ExportConfig
 from qat.export.model import export_model
 from qat.models.load import load_model
-from qat.nn.step import form_weights, quant_linears
+from qat.nn.quant_linear import quant_linears
+from qat.nn.step import form_weights
 from qat.quant.spec import LutSpec
 from qat.train.optim import Optimizer
 from qat.train.start import TrainReport, train_student

@@ -29,8 +29,7 @@ from qat.export.parts import (
 )
 from qat.extensions.anemll.checkpoint import build_model
 from qat.extensions.anemll.state import read_state
-from qat.nn.quant_linear import QuantLinear
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import QuantLinear, quant_linears
 from qat.nn.swap import linear_names
 from qat.quant.spec import LutSpec
 from qat.quant.weight import Scales, dequantize

@@ -29,7 +29,7 @@ from qat.extensions.anemll.checkpoint import import_checkpoint
 from qat.extensions.anemll.linear import Imported, import_linear, lora_as_stored
 from qat.extensions.anemll.state import LegacySettings, LegacyState, read_state, state_file
 from qat.models.load import load_model
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 from qat.quant.lora import Lora
 from qat.quant.weight import dequantize
 

@@ -15,8 +15,7 @@ from qat.errors import ExportError
 from qat.extensions.anemll import export as anemll
 from qat.extensions.anemll.checkpoint import import_checkpoint
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
-from qat.nn.quant_linear import FrozenLutLinear
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import FrozenLutLinear, quant_linears
 from qat.nn.swap import replace_module
 from qat.quant.lora import Lora
 from qat.quant.spec import LutSpec

@@ -20,8 +20,7 @@ from qat.models.checkpoint import is_packed, load_checkpoint, save_checkpoint, w
 from qat.models.cost import parameter_count, tensor_bytes
 from qat.models.directory import CHECKSUMS
 from qat.models.load import load_model
-from qat.nn.quant_linear import FrozenLutLinear
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import FrozenLutLinear, quant_linears
 from qat.nn.swap import linear_names, replace_module
 
 IDS = torch.arange(100)[None] * 7 % 320

@@ -17,7 +17,7 @@ from qat.export.targets import model_ships_to, shipping_to
 from qat.extensions.nsa.swap import nsa_config
 from qat.models.checkpoint import is_packed
 from qat.models.load import load_model
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 
 IDS = torch.arange(60)[None]
 TOML = "".join(

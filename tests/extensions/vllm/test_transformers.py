@@ -28,7 +28,7 @@ from qat.export.model import export_model
 from qat.generate.decode import open_speaker
 from qat.generate.text import generate_text
 from qat.models.directory import CHECKSUMS
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 
 ROOT = Path(__file__).parents[3]
 

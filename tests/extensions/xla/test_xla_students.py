@@ -22,7 +22,7 @@ from xla_case import (
 from qat.backend.device import select
 from qat.errors import ConfigError
 from qat.models.checkpoint import load_checkpoint
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 from qat.train.step import check_dtype
 
 pytestmark = [

@@ -31,8 +31,8 @@ from qat.losses.config import parse_losses, targets_read
 from qat.losses.formulas import NO_LABEL, Targets, to_targets
 from qat.models.language_model import LanguageModel, softcap_of
 from qat.models.regions import compile_facts
+from qat.nn.quant_linear import quant_linears
 from qat.nn.sites import StackedLinear, experts_of, open_sites
-from qat.nn.step import quant_linears
 from qat.nn.swap import body_of, decoder_layers, linear_names, replace_module
 from qat.train.optim import lr_share
 from qat.train.step import StepResult

@@ -30,7 +30,7 @@ from qat.losses.formulas import Targets, to_targets
 from qat.losses.from_hidden import loss_from_hidden
 from qat.models.language_model import LanguageModel
 from qat.models.regions import SLICE_TOKENS
-from qat.nn.step import quant_linears
+from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import decoder_layers
 from qat.train.adamw import TorchAdamW
 
