@@ -330,5 +330,6 @@ def held_out_prompt(cache: Path | str, tokenizer: PreTrainedTokenizerBase) -> st
     counted = batch.mask[0, :length].nonzero().flatten().tolist()
     before_answer = counted[0] + 1 if counted else 0
     count = before_answer if before_answer > 1 else max(1, min(PROMPT_TOKENS, length // 2))
-    text = str(tokenizer.decode(batch.input_ids[0, :count]))
-    return text.removeprefix(tokenizer.bos_token or "")
+    ids = batch.input_ids[0, :count].tolist()
+    # a first word has a space where some tokenizers decode it behind the token that begins a text
+    return str(tokenizer.decode(ids[1:] if ids[0] == tokenizer.bos_token_id else ids))
