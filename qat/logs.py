@@ -65,6 +65,8 @@ TRAINING_CSV, VAL_CSV, SUMMARY = "training.csv", "val.csv", "metrics.json"
 """Tables of training and evaluation metrics, and a summary of the run."""
 EXAM, SAMPLES = "eval.json", "samples.json"
 """Files of `qat run` and `qat demo`: the scores of each model, and its text after one prompt."""
+STUDENT = "student"
+"""File of a `qat run` directory that names the better of its students."""
 STATE_TENSORS = "trainer/state.safetensors"
 """The file of a checkpoint that only resuming needs, by far the largest part."""
 

@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter, Token
@@ -242,6 +241,8 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict], source: str) -> "
 
 def _formats(modules: "Sequence[ModuleReport]") -> "Table":
     """A row for the weights of one name and format in all layers."""
+    from statistics import fmean
+
     from rich.table import Table
 
     table = Table(caption="error: the mean over layers; each weight's is in convert_report.json")

@@ -10,7 +10,6 @@ from qat.config import Required
 from qat.errors import ExportError
 from qat.export.config import ExportConfig, TargetName, check_installed
 from qat.files import check_free
-from qat.models.directory import stored_config
 
 if TYPE_CHECKING:
     from qat.export.model import ExportReport
@@ -31,6 +30,7 @@ def export(
         out: Directory to make.
     """
     from qat.cli.inputs import check_inputs
+    from qat.models.directory import stored_config
 
     check_installed(config.to)
     check_inputs(models=[model], out=out)

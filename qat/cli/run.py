@@ -53,8 +53,7 @@ from qat.errors import ConfigError, ExportError, QatError, Stopped
 from qat.evaluate.config import EvalConfig
 from qat.export.config import ExportConfig, TargetName
 from qat.files import check_free, held, parse_json, write_atomically
-from qat.logs import EXAM, RECIPE, SAMPLES, SUMMARY, Terminal, duration
-from qat.models.directory import STUDENT
+from qat.logs import EXAM, RECIPE, SAMPLES, STUDENT, SUMMARY, Terminal, duration
 from qat.train.config import TrainConfig
 
 if TYPE_CHECKING:

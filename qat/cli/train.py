@@ -16,7 +16,7 @@ from qat.config import Careful, Required
 from qat.errors import QatError
 from qat.logs import RECIPE, Terminal
 from qat.losses.config import parse_losses
-from qat.observe.follow import TrackConfig
+from qat.observe.config import TrackConfig
 from qat.train.config import TrainConfig, refuse_begun
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from qat.files import (
     sha256_file,
     whole_directory,
 )
-from qat.logs import RECIPE
+from qat.logs import RECIPE, STUDENT
 from qat.online import is_online
 from qat.process import cores
 
@@ -41,8 +41,6 @@ ADAPTER = "adapter_config.json"
 """The file of a directory without config.json whose model is another one with a peft adapter."""
 SOURCES = "a model directory, a run directory, a GGUF file or a hub id"
 """The kinds of sources, for messages."""
-STUDENT = "student"
-"""File of a `qat run` directory that names the better of its students."""
 FOLDER = re.compile(r"[A-Za-z0-9_]{1,64}")
 """Allowed content of that file: the name of a directory in the same place."""
 CHECKPOINTS = "checkpoints"

@@ -6,7 +6,8 @@ import pytest
 from train_case import config, make_place
 
 from qat.logs import read_json_lines
-from qat.observe.follow import TrackConfig, follow
+from qat.observe.config import TrackConfig
+from qat.observe.follow import follow
 from qat.train.start import train_student
 
 pytestmark = pytest.mark.gpu

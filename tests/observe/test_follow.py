@@ -13,7 +13,7 @@ from observe.run_case import add_line, begin, cut, loss, write_steps
 from qat.errors import ConfigError
 from qat.observe import follow
 from qat.observe import trackers as curves
-from qat.observe.follow import TrackConfig
+from qat.observe.config import TrackConfig
 from qat.observe.trackers import Sample, Tail, TrackerStart, events
 
 

@@ -14,7 +14,8 @@ from train_case import assert_same_end, config, make_place
 from qat.errors import ConfigError, HubError
 from qat.hub import push
 from qat.observe import upload
-from qat.observe.follow import TrackConfig, follow
+from qat.observe.config import TrackConfig
+from qat.observe.follow import follow
 from qat.observe.upload import STATE, Upload, named, restore, stage_run
 from qat.train.optim import Optimizer
 from qat.train.run import RunDirectory

@@ -14,7 +14,7 @@ import pytest
 from observe.run_case import begin, cut, loss, write_steps
 
 from qat.observe import follow
-from qat.observe.follow import TrackConfig
+from qat.observe.config import TrackConfig
 from qat.observe.trackers import TrackerStart, Wandb
 
 BLOCK = 2**15

@@ -14,7 +14,8 @@ from qat.errors import ConfigError, HubError
 from qat.hub.files import RECEIPT
 from qat.hub.unpack import unpack
 from qat.observe import upload
-from qat.observe.follow import TrackConfig, follow
+from qat.observe.config import TrackConfig
+from qat.observe.follow import follow
 from qat.observe.upload import Upload, check_folder
 
 
