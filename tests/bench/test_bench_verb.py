@@ -191,13 +191,10 @@ def test_a_batch_that_does_not_fit_is_a_row_beside_those_that_do(monkeypatch, tm
     [
         (["--shape", "nope"], "student=nope is neither a model directory nor a shape; name a che"),
         (["tiny", "--shape", "tiny"], "student=tiny beside shape=tiny, expected one of them; drop"),
-        (["nope"], "student=nope is neither a model directory nor a shape; name a checkpoint of"),
-        (["tiny", "--plan", "h300"], "plan=h300 is no device of the table; choose among T4, L4"),
         (["tiny", "--batch-size", "0"], "batch_size='0': Input should be greater than 0"),
         (["tiny", "--batch-sizes", "0,8"], "batch_sizes='0,8': expected whole numbers of at lea"),
         (["tiny", "--memory-limit", "16"], "memory_limit='16': expected a size with its unit; w"),
         (["tiny", "--dtype", "tf32"], "dtype=tf32, but cpu has no such units; use --dtype fp32"),
-        (["tiny", "--to", "q9"], "to=q9 is neither a file nor a preset; use one of q4a4"),
         (["tiny", "--cache-dir", "CACHE", "--seq-len", "64"], "--seq-len 64, but"),
         (["STUDENT", "--cache-dir", "CACHE", "--batch-size", "999"], "batch_size=999 x grad_ac"),
         (["tiny", "--out", "CACHE"], "is not empty, expected a new or empty directory"),

@@ -245,8 +245,6 @@ def test_mistakes_are_one_line(place: Path, tmp_path: Path, monkeypatch, capsys)
             ["--to", "q4a4", "--eval"],
             "--eval is given without a cache to judge by; add --cache-dir",
         ),
-        (["--to", "q9"], "to=q9 is neither a file nor a preset"),
-        ([], "neither a plan nor a budget is given, expected one of them; add --to PLAN or"),
         (["--bits-budget", "2.5"], "add --calibration TEXT"),
         (["--bits-budget", "-1"], "bits_budget"),
         (["--to", "q4a4", "--group-size", "7"], "group_size=7 does not divide its 32 input"),
