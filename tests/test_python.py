@@ -22,6 +22,7 @@ from qat.errors import CacheError, ConfigError
 from qat.losses.config import OWN
 from qat.models.checkpoint import load_checkpoint
 from qat.models.stored_state import packed_state_dict
+from qat.nn.quant_linear import quant_linears
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```|^    (qat .*?)$", re.MULTILINE | re.DOTALL)
@@ -99,6 +100,7 @@ def test_quantize_is_the_verb(place: Path, tmp_path: Path) -> None:
 def test_tokens_of_any_length_calibrate(place: Path) -> None:
     tokens = [torch.randint(0, 320, (24,)), torch.randint(0, 320, (5, 32))]
     model = qat.quantize(one_layer(), "q2a2", calibration=tokens, group_size=16)
+    assert all(linear.reader is not None for linear in quant_linears(model).values())
     plain = qat.quantize(one_layer(), "q2a2", group_size=16)
     assert not same_state(model, plain)
     with pytest.raises(ConfigError, match="rows of up to 200 tokens, expected 2 to 128"):

@@ -84,6 +84,7 @@ def test_reloaded_logits_are_equal_for_every_spec(spec: LutSpec, tmp_path: Path)
     assert torch.equal(logits(loaded), logits(model))
     assert not loaded.training
     assert {type(m) for m in quant_linears(loaded).values()} == {FrozenLutLinear}
+    assert all(m.reader is not None for m in quant_linears(loaded).values())
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
