@@ -9,7 +9,7 @@ import pytest
 from qat.cli import main
 from qat.secrets import HIDDEN, Scrub, scrubbed, scrubbed_in, secret
 from qat.train.config import TrainConfig
-from qat.train.run import RunDirectory
+from qat.train.run import RunDirectory, resolved
 
 SECRETS = {
     "HF_TOKEN": "plain-value-of-a-hub",
@@ -121,7 +121,8 @@ def test_a_run_and_its_errors_hold_no_secret(
         monkeypatch.setenv(name, value)
     everything = "-".join(SECRETS.values())
     run = RunDirectory(tmp_path / "run")
-    run.begin(TrainConfig(cache_dir=everything, sample_prompt=everything), everything)
+    settings = TrainConfig(cache_dir=everything, sample_prompt=everything)
+    run.begin(resolved(settings, everything))
     run.write_facts(student=everything, cache=f"s3://me:pass@bucket/{everything}")
     command = ["qat", "train", everything, "--cache-dir", everything, "--out", f"{tmp_path}/other"]
     monkeypatch.setattr("sys.argv", command)

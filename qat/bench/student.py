@@ -27,7 +27,7 @@ from qat.quant.codebook import fixed_grid
 from qat.quant.spec import QuantPlan
 from qat.quant.weight import round_levels
 from qat.ranks import ALONE, Ranks
-from qat.train.config import StepConfig, TrainConfig
+from qat.train.config import KINDS, OptimConfig, StepConfig, rate_of
 from qat.train.start import make_trainable
 from qat.train.step import StepResult, TrainingStep
 
@@ -189,8 +189,10 @@ class Ours:
     ) -> None:
         self.student = student
         self.config = config
-        settings = standing_still(config, shard_latents=is_sharded)
-        self.optimizer = make_trainable(student.model, settings, ranks=ranks)
+        settings = standing_still(config)
+        self.optimizer = make_trainable(
+            student.model, settings, shards_latents=is_sharded, ranks=ranks
+        )
         # create the optimizer's moments now, so that the first step uses as much memory as the
         # others
         for parameter in self.optimizer.parameters.values():
@@ -222,16 +224,8 @@ class Ours:
             self.optimizer.forget_gradients()
 
 
-def standing_still(config: MeasureConfig, *, shard_latents: bool = False) -> TrainConfig:
-    """Return the settings of an endless training run of these steps with learning rates of zero."""
+def standing_still(config: MeasureConfig) -> OptimConfig:
+    """Return the settings of endlessly many such steps with learning rates of zero."""
     shared = {name: getattr(config, name) for name in StepConfig.model_fields}
-    rates = {name: 0.0 for name in TrainConfig.model_fields if f"{name}_".startswith("lr_")}
-    return TrainConfig(
-        cache_dir=config.cache_dir or Path("synthetic"),
-        max_steps=2**31,
-        schedule="constant",
-        warmup_steps=0,
-        shard_latents=shard_latents,
-        **rates,
-        **shared,
-    )
+    rates = {rate_of(kind): 0.0 for kind in KINDS}
+    return OptimConfig(max_steps=2**31, schedule="constant", warmup_steps=0, **rates, **shared)

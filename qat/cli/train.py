@@ -20,14 +20,12 @@ from qat.observe.config import TrackConfig
 from qat.train.config import TrainConfig, refuse_begun
 
 if TYPE_CHECKING:
-    from qat.ranks import Ranks
     from qat.train.preflight import Checked
     from qat.train.start import TrainReport
 
 logger = logging.getLogger(__name__)
 
 UNTRACKED = TrackConfig()
-OF_ROLLOUTS = ("on_policy_loss", "rollout_every", "rollout_tokens", "rollout_temperature")
 STATE_COLOURS = {"look": "yellow", "bad": "bold red"}
 MEASURES = (
     ("kl_tail_nats", "KL, nats (top-K and tail)", "{:.4f}"),
@@ -68,7 +66,7 @@ def train(
     from qat.cli.inputs import check_inputs, with_fitting_loss
 
     parse_losses(config.loss)
-    _warn_of_rollouts(config)
+    _warn_of_idle(config.idle())
     check_inputs(models=[student, config.teacher], caches=[config.cache_dir], out=out)
     if resume is None and not dry_run:
         refuse_begun(out)
@@ -78,18 +76,26 @@ def train(
     from qat.observe.follow import follow
     from qat.observe.upload import restore
     from qat.ranks import joined
+    from qat.train.preflight import examine
     from qat.train.start import finished, opened
 
     session = select(config.device).session(config.xla_cache_dir)
     with session, joined(config.device) as ranks:
+
+        def examined() -> "Checked | None":  # the first rank looks for all
+            if not ranks.is_first:
+                return None
+            return examine(config, student, out, world=ranks.size, measures=dry_run)
+
         if dry_run:
-            return ranks.together(lambda: _dry_run(config, student, out, ranks=ranks))
+            return ranks.together(lambda: _dry_run(examined(), out))
         if resume is not None and tracking.gdrive_dir is not None:
             ranks.together(lambda: restore(out, tracking.gdrive_dir) if ranks.is_first else None)
         forced = []
         if not (out / RECIPE).exists():  # what goes on has been looked at, or is refused
+            adapters = "lora" in config.kinds
             forced = ranks.together(
-                lambda: _preflight(config, student, out, ranks=ranks, force=force)
+                lambda: _preflight(examined(), student, adapters=adapters, force=force)
             )
         with follow(out, tracking if ranks.is_first else UNTRACKED):
             run = opened(
@@ -109,7 +115,7 @@ def train(
         if not ranks.is_first:
             return {}
     show_health(out)
-    show_end(out, report, config)
+    show_end(out, report, cache_dir=config.cache_dir, prompt=config.sample_prompt)
     return dict(
         run=out,
         final=report.final,
@@ -119,37 +125,33 @@ def train(
     )
 
 
-def _warn_of_rollouts(config: TrainConfig) -> None:
-    """Warn about settings of rollouts that have no effect, because there are none."""
-    for name in () if config.on_policy else OF_ROLLOUTS:
-        if (value := getattr(config, name)) != TrainConfig.model_fields[name].default:
-            logger.warning("%s=%s does nothing without --on-policy SHARE", name, value)
+def _warn_of_idle(settings: dict[str, object]) -> None:
+    for name, value in settings.items():
+        logger.warning("%s=%s does nothing without --on-policy SHARE", name, value)
 
 
 def _preflight(
-    config: TrainConfig, student: str, out: Path, *, ranks: "Ranks", force: bool
+    checked: "Checked | None", student: str, *, adapters: bool, force: bool
 ) -> list[str]:
-    """The codes of the errors that `force` goes on in spite of; the first rank looks for all."""
+    """Return the codes of the errors that `force` overrides; none where nothing was examined."""
     from qat.models.directory import resolve
-    from qat.train.preflight import codes_forced, examine
+    from qat.train.preflight import codes_forced
 
-    if not ranks.is_first:
+    if checked is None:
         return []
-    checked = examine(config, student, out, world=ranks.size)
-    show_targets(Path(resolve(student)), adapters="lora" in config.kinds)
+    show_targets(Path(resolve(student)), adapters=adapters)
     if checked.is_long or len(checked.errors()) > 1:  # a single error is said in its line
         show_findings(checked)
     return codes_forced(checked.findings, force=force)
 
 
-def _dry_run(config: TrainConfig, student: str, out: Path, *, ranks: "Ranks") -> dict[str, object]:
-    from qat.train.preflight import examine, refuse
+def _dry_run(checked: "Checked | None", out: Path) -> dict[str, object]:
+    from qat.train.preflight import refuse
 
-    if not ranks.is_first:
+    if checked is None:
         return {}
-    checked = examine(config, student, out, world=ranks.size, measures=True)
     show_findings(checked)
-    found = predicted(checked, config, out)
+    found = predicted(checked, out)
     if checked.errors():
         print_result(found)
         refuse(checked.findings)
@@ -180,7 +182,7 @@ def show_findings(checked: "Checked") -> None:
     Terminal().print(table)
 
 
-def predicted(checked: "Checked", config: TrainConfig, out: Path) -> dict[str, object]:
+def predicted(checked: "Checked", out: Path) -> dict[str, object]:
     """Return what a dry run prints: the counts of findings, and hours, memory and disk."""
     counts = {f"{each}s": 0 for each in SEVERITIES}
     for finding in checked.findings:
@@ -188,19 +190,19 @@ def predicted(checked: "Checked", config: TrainConfig, out: Path) -> dict[str, o
     found: dict[str, object] = {"run": out, **counts}
     if (prediction := checked.prediction) is not None:
         found |= {
-            "hours": prediction.hours(config),
+            "hours": checked.hours,
             "step_s": prediction.step_s,
             "eval_s": prediction.eval_s,
             "tokens_per_s": prediction.tokens_per_s,
             "peak_gib": prediction.peak_gib,
             "pinned_gib": prediction.pinned_gib,
-            "disk_bytes": prediction.disk_bytes(config),
+            "disk_bytes": checked.disk_bytes,
             "checkpoint_bytes": prediction.checkpoint_bytes,
         }
     return found
 
 
-def show_end(run: Path, report: "TrainReport", config: TrainConfig) -> None:
+def show_end(run: Path, report: "TrainReport", *, cache_dir: str, prompt: str) -> None:
     """Print on stdout what training changed, where the student lies, and what may come next.
 
     A run that has its student does not fail for it.
@@ -226,7 +228,8 @@ def show_end(run: Path, report: "TrainReport", config: TrainConfig) -> None:
         )
     size = model_bytes(report.final) / 1e6
     lines = [f"the student, {which}, {size:.2f} MB: {report.final}", "next:"]
-    lines += [f"  {shlex.join(words)}" for words in _next(report.final, config, found.info)]
+    following = _next(report.final, cache_dir, prompt, found.info)
+    lines += [f"  {shlex.join(words)}" for words in following]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
@@ -264,7 +267,7 @@ def _before_and_after(first: dict, best: dict) -> Table:
     return table
 
 
-def _next(final: Path, config: TrainConfig, facts: dict) -> list[list[str]]:
+def _next(final: Path, cache_dir: str, prompt: str, facts: dict) -> list[list[str]]:
     """List commands for the finished student: evaluate, generate, serve and export it.
 
     Evaluation compares it with its teacher. A command that would refuse this student is left out.
@@ -276,8 +279,8 @@ def _next(final: Path, config: TrainConfig, facts: dict) -> list[list[str]]:
     lacks = ships_to(final)
     to = next((name for name in ("gguf", "dense") if lacks[name] is None), "packed")
     return [
-        ["qat", "eval", str(final), "--cache-dir", config.cache_dir, *beside],
-        ["qat", "generate", str(final), "--prompt", config.sample_prompt],
+        ["qat", "eval", str(final), "--cache-dir", cache_dir, *beside],
+        ["qat", "generate", str(final), "--prompt", prompt],
         *([["vllm", "serve", str(final)]] if _is_served(final) else []),
         ["qat", "export", str(final), "--to", to, "--out", f"{final}-{to}"],
     ]

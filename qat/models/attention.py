@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # hf_quantizer needs this file while transformers is still be
     from qat.bench.config import AttentionConfig
     from qat.convert.calibrate import TokenBatch
     from qat.models.language_model import LanguageModel
-    from qat.train.config import TrainConfig
     from qat.train.preflight import RunFinding
 
 DENSE = "dense"
@@ -96,7 +95,7 @@ class SparseAttention(Protocol):
         """Return measures of every layer on a batch, under names that start with `nsa_`."""
 
     def findings(
-        self, config: TrainConfig, student: PreTrainedConfig, length: int, backend: Backend
+        self, learn: str, student: PreTrainedConfig, length: int, backend: Backend
     ) -> Iterable[RunFinding]:
         """Return preflight findings about a run on sequences of `length`.
 

@@ -17,7 +17,6 @@ from qat.backend.device import on
 from qat.errors import ConfigError, how_to_install
 from qat.kernels.adamw import Moving, Noise, Rates, stochastic_adamw_
 from qat.nn.hosted import HostedLutLinear
-from qat.train.config import TrainConfig
 
 BETA1, EPS = 0.9, 1e-12
 """AdamW's beta1 and epsilon. PyTorch's epsilon of 1e-8 would shorten the steps of tensors whose
@@ -55,9 +54,7 @@ class Mover(Protocol):
 class TorchAdamW:
     """`torch.optim.AdamW`; its fused kernel applies the factor and skips bad steps itself."""
 
-    def __init__(
-        self, learners: dict[str, Learner], config: TrainConfig, *, is_fused: bool
-    ) -> None:
+    def __init__(self, learners: dict[str, Learner], beta2: float, *, is_fused: bool) -> None:
         self._learners = learners
         self._is_fused = is_fused
         groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -68,7 +65,7 @@ class TorchAdamW:
                 {"params": parameters, "peak_lr": lr, "lr": lr, "weight_decay": decay}
                 for (lr, decay), parameters in groups.items()
             ],
-            betas=(BETA1, config.beta2),
+            betas=(BETA1, beta2),
             eps=EPS,
             fused=is_fused,
         )
@@ -121,33 +118,36 @@ class StochasticAdamW:
     never decays (after gradients shrink tenfold it stays 22 times too large; rounded stochastically
     it is right on average with a spread of 10 %). The noise depends only on seed, step and tensor,
     so a resumed run repeats an uninterrupted one. Where each rank has its own rows, its number,
-    given as `part`, selects separate noise. With `offload=moments` the moments are in pinned host
-    memory and are copied to the device one tensor after the other: the same bits, two bytes a
+    given as `part`, selects separate noise. If offloaded, the moments are in pinned host memory and
+    are copied to the device one tensor after the other: the same bits, two bytes a
     weight. So are `hosted` weights, whose codes are updated before the weights are copied back.
     """
 
     def __init__(
         self,
         learners: dict[str, Learner],
-        config: TrainConfig,
+        beta2: float,
+        *,
+        seed: int,
         part: int = 0,
+        is_offloaded: bool = False,
         hosted: Mapping[str, HostedLutLinear] | None = None,
     ) -> None:
         self._learners = learners
         self._hosted = [(hosted or {}).get(name) for name in learners]
-        self._seed = config.seed
+        self._seed = seed
         self._first = part * len(learners)
-        self._betas = BETA1, config.beta2
+        self._betas = BETA1, beta2
         parameters = [learner.parameter for learner in learners.values()]
         device = parameters[0].device
         self._count = torch.zeros((), device=device)
         self._logs = torch.tensor(self._betas, dtype=torch.float64).log().float().to(device)
         self._backend = on(device)
         both = [p for p in parameters for _ in MOMENTS]
-        if config.offload == "none":
-            zeros = [torch.zeros_like(p) for p in both]
-        else:
+        if is_offloaded:
             zeros = self._backend.pinned_zeros([p.shape for p in both], both[0].dtype)
+        else:
+            zeros = [torch.zeros_like(p) for p in both]
         self._moments = [*zip(zeros[::2], zeros[1::2], strict=True)]
 
     def move(self, step: int, share: float, factor: Tensor) -> None:
@@ -192,9 +192,7 @@ class EightBitAdamW:
     bfloat16 are rounded stochastically with bits from PyTorch's generator.
     """
 
-    def __init__(
-        self, learners: dict[str, Learner], config: TrainConfig, *, may_overflow: bool
-    ) -> None:
+    def __init__(self, learners: dict[str, Learner], beta2: float, *, may_overflow: bool) -> None:
         try:
             with _quiet():
                 from torchao.optim import AdamW8bit
@@ -213,7 +211,7 @@ class EightBitAdamW:
                 {"params": [p], "lr": torch.tensor(lr), "weight_decay": torch.tensor(decay)}
                 for p, lr, decay in learners.values()
             ],
-            betas=(BETA1, config.beta2),
+            betas=(BETA1, beta2),
             eps=EPS,
             bf16_stochastic_round=True,
         )

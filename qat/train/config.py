@@ -15,6 +15,7 @@ from qat.config import (
     Rates,
     Required,
     Saving,
+    Settings,
     Speed,
     Steps,
 )
@@ -24,6 +25,7 @@ from qat.logs import RECIPE
 from qat.losses.config import WITH_TEACHER, parse_losses
 
 T = TypeVar("T")
+Part = TypeVar("Part", bound=Settings)
 # Reasons why a resumed run must keep a setting; each setting names one of them, or is `Free`.
 Moments = Annotated[T, OnResume("what learns has its moments, which would fit nothing else")]
 OneCourse = Annotated[T, OnResume("a run has one course of rates")]
@@ -154,18 +156,19 @@ class StepConfig(DeviceSettings):
         return self.batch_size * self.grad_accum_steps
 
 
-class TrainConfig(StepConfig):
-    """Settings for training a student on a teacher cache.
-
-    Learning rates are relative: an AdamW step moves a tensor by about its learning rate times the
-    root mean square that it started with, so one value serves models of any size.
-    """
+class LessonConfig(Settings):
+    """Settings of what the student learns from: a cache, and a teacher that may run as well."""
 
     cache_dir: Required[Free[Location]]
     """Teacher cache to learn from (see qat cache): a directory, or s3://... and the like."""
     teacher: Loss[Comparable[str | None]] = None
     """The cache's teacher, directory or hub id, to run during training: losses then compare all
     words, at the cost of its forward; the cache gives the text and the evaluation."""
+
+
+class RolloutConfig(Settings):
+    """Settings of the student's own text: how much of it, how it is generated, and its loss."""
+
     on_policy: Loss[Comparable[float]] = Field(0.0, ge=0, le=1)
     """Share of each step's rows in which the student continues a prompt of the cache itself and
     learns from the --teacher's distribution over its text; the other rows come from the cache."""
@@ -179,6 +182,27 @@ class TrainConfig(StepConfig):
     length."""
     rollout_temperature: Loss[Comparable[float]] = Field(1.0, ge=0)
     """Sampling temperature of rollouts; 0 takes the most likely token."""
+
+    @property
+    def own_losses(self) -> dict[str, float]:
+        """Weight by name of each loss on the student's own text."""
+        return parse_losses(self.on_policy_loss, "on_policy_loss")
+
+    def idle(self) -> dict[str, object]:
+        """Return settings that were changed but have no effect, because there is no such text."""
+        if self.on_policy:
+            return {}
+        usual = {name: field.default for name, field in RolloutConfig.model_fields.items()}
+        return {name: now for name in usual if (now := getattr(self, name)) != usual[name]}
+
+
+class OptimConfig(StepConfig):
+    """Settings of the optimizer: those of its steps, their number, and the learning rates.
+
+    Learning rates are relative: an AdamW step moves a tensor by about its learning rate times the
+    root mean square that it started with, so one value serves models of any size.
+    """
+
     max_steps: Steps[Free[int]] = Field(1000, gt=0)
     """Optimizer steps."""
     lr: Rates[OneCourse[float]] = Field(1e-2, ge=0)
@@ -209,12 +233,27 @@ class TrainConfig(StepConfig):
     """AdamW's beta2, the decay of its mean of squared gradients."""
     clip_grad_norm: Rates[OneCourse[float]] = Field(1.0, gt=0)
     """Largest gradient norm; larger gradients are scaled down to it."""
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Peak learning rate of each kind of parameter."""
+        return {kind: getattr(self, rate_of(kind)) for kind in KINDS}
+
+
+class EvalConfig(Settings):
+    """Settings of the evaluations during training."""
+
     eval_every: Saving[Free[int]] = Field(100, gt=0)
     """Steps between evaluations on the held-out split."""
     eval_sequences: Saving[OneJudge[int]] = Field(256, gt=0)
     """Held-out sequences per evaluation."""
     sample_prompt: Saving[Free[str]] = "The"
     """Text that the generated sample of each evaluation continues."""
+
+
+class SaveConfig(Settings):
+    """Settings of what a run writes, and how often."""
+
     save_every: Saving[Free[int]] = Field(100, ge=0)
     """Steps between checkpoints; 0 saves only a new best at an evaluation, and at the end."""
     milestone_every: Saving[Free[int]] = Field(0, ge=0)
@@ -223,6 +262,15 @@ class TrainConfig(StepConfig):
     """Number of periodic checkpoints to keep, besides the best one."""
     log_every: Saving[Free[int]] = Field(10, gt=0)
     """Steps between lines of metrics."""
+
+
+class TrainConfig(SaveConfig, EvalConfig, OptimConfig, RolloutConfig, LessonConfig, StepConfig):
+    """Settings for training a student on a teacher cache.
+
+    They are one table for a user, of the fields of all parts, the last part's first. Each component
+    of a run is handed a part (`part`), or the values that it needs.
+    """
+
     global_batch_size: Steps[Free[int]] = Field(0, ge=0)
     """Sequences in one optimizer step over all ranks, from which grad_accum_steps follows; 0 is
     batch_size x grad_accum_steps x ranks."""
@@ -235,6 +283,11 @@ class TrainConfig(StepConfig):
     """Seconds without a finished step after which stack traces are written."""
     trust_remote_code: Loss[OneTeacher[bool]] = False
     """Run the code that comes with the model named by --teacher (recorded in run.json)."""
+
+    def part(self, kind: type[Part]) -> Part:
+        """Return the settings of one part alone."""
+        values = {name: getattr(self, name) for name in kind.model_fields}
+        return kind.model_construct(self.model_fields_set & kind.model_fields.keys(), **values)
 
     @model_validator(mode="after")
     def _check_on_policy(self) -> Self:
@@ -285,11 +338,6 @@ class TrainConfig(StepConfig):
         return self
 
     @property
-    def own_losses(self) -> dict[str, float]:
-        """Weight by name of each loss on the student's own text."""
-        return parse_losses(self.on_policy_loss, "on_policy_loss")
-
-    @property
     def own_rows(self) -> int:
         """Rows of a micro-batch that hold the student's own text."""
         return round(self.on_policy * self.batch_size)
@@ -304,26 +352,30 @@ class TrainConfig(StepConfig):
         """
         return self.teacher is None or (self.on_policy > 0 and "kl" not in self.losses)
 
+    def divided(self, world: int) -> Self:
+        """Return each rank's settings: `grad_accum_steps` follows from the global batch.
+
+        Raises:
+            ConfigError: the global batch is not a multiple of the ranks' micro-batches.
+        """
+        if not self.global_batch_size:
+            return self
+        unit = world * self.batch_size
+        if self.global_batch_size % unit:
+            raise ConfigError(
+                f"global_batch_size={self.global_batch_size} does not divide by {world} ranks x "
+                f"batch_size={self.batch_size}; expected a multiple of {unit}: use --batch-size N "
+                "or another number of ranks"
+            )
+        return self.model_copy(update={"grad_accum_steps": self.global_batch_size // unit})
+
+
+def rate_of(kind: str) -> str:
+    """Return the name of the setting of a kind's learning rate."""
+    return "lr" if kind == "weights" else f"lr_{kind}"
+
 
 def fixed_because(name: str) -> str | None:
     """Return why a run must be resumed with the same setting `name`; None if it may change."""
     marks = TrainConfig.model_fields[name].metadata
     return next(mark for mark in marks if isinstance(mark, OnResume)).fixed_because
-
-
-def divide(config: TrainConfig, world: int) -> TrainConfig:
-    """Return each rank's settings: `grad_accum_steps` follows from the global batch.
-
-    Raises:
-        ConfigError: the global batch is not a multiple of the ranks' micro-batches.
-    """
-    if not config.global_batch_size:
-        return config
-    unit = world * config.batch_size
-    if config.global_batch_size % unit:
-        raise ConfigError(
-            f"global_batch_size={config.global_batch_size} does not divide by {world} ranks x "
-            f"batch_size={config.batch_size}; expected a multiple of {unit}: use --batch-size N or "
-            "another number of ranks"
-        )
-    return config.model_copy(update={"grad_accum_steps": config.global_batch_size // unit})

@@ -17,7 +17,6 @@ import xxhash
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from qat.backend import device as backends
 from qat.backend.device import on
 from qat.convert.calibrate import TokenBatch
 from qat.data.packing import Batch
@@ -30,7 +29,6 @@ from qat.models.language_model import LanguageModel
 from qat.models.regions import as_written
 from qat.nn.quant_linear import LutLinear, quant_linears
 from qat.quant.weight import pack, unpack
-from qat.train.config import TrainConfig
 
 SAMPLE_TOKENS = 32
 """Length of each evaluation's sample: short enough for a log line."""
@@ -109,7 +107,8 @@ def _end_of(mark: str) -> int:
 class Judge:
     """Evaluates one student on the same held-out sequences every time.
 
-    These are the `judged` ones; without them, the first ones up to the number in the settings.
+    These are the `judged` ones; without them, the first `num_sequences`. The sample continues
+    `prompt`.
     """
 
     def __init__(
@@ -117,16 +116,19 @@ class Judge:
         student: LanguageModel,
         tokenizer: PreTrainedTokenizerBase,
         cache: TeacherCache,
-        config: TrainConfig,
         *,
+        num_sequences: int,
+        batch_size: int,
+        prompt: str,
         judged: Judged | None = None,
     ) -> None:
         self.student = student
         self.tokenizer = tokenizer
         self.cache = cache
-        self.config = config
+        self.num_sequences = num_sequences
         self.judged = judged
-        self.backend = backends.select(config.device)
+        self.batch_size = batch_size
+        self._prompt = prompt
 
     def verdict(self, dtype: torch.dtype) -> dict[str, object]:
         """Return KD, tail KL, top-1 agreement, perplexity and a greedy sample, in `dtype`.
@@ -134,12 +136,12 @@ class Judge:
         Also measures of sparse attention. The student's weights must be formed
         (`qat.nn.step.form_weights`).
         """
-        with self.backend.autocast(dtype):
+        with on(self.student.device).autocast(dtype):
             divergence = cached_divergence(self.student, self._batches())
             sample = generate_text(
                 self.student,
                 self.tokenizer,
-                self.config.sample_prompt,
+                self._prompt,
                 max_new_tokens=SAMPLE_TOKENS,
                 temperature=0.0,
                 raw=True,
@@ -158,13 +160,13 @@ class Judge:
             return sparse.measure(self.student, tokens)
 
     def _batches(self) -> Iterator[Batch]:
-        count = min(self.config.eval_sequences, self.cache.num_sequences("held_out"))
+        count = min(self.num_sequences, self.cache.num_sequences("held_out"))
         found, ends = np.arange(count), np.full(count, self.cache.sequence_length)
         if self.judged is not None:
             found, ends = np.array(self.judged.places), self.judged.ends()
             count = len(found)
         inside_NS = np.arange(self.cache.sequence_length) < ends[:, None]
-        size = min(self.config.batch_size, count)
+        size = min(self.batch_size, count)
         with progress("judging", count, "sequences") as ticker:
             for start in range(0, count, size):
                 # the last batch is padded, because a compiled model has one shape

@@ -23,7 +23,7 @@ from qat.models.language_model import LanguageModel
 from qat.nn.step import form_weights
 from qat.observe.runs import score
 from qat.ranks import ALONE, Ranks
-from qat.train.config import TrainConfig
+from qat.train.config import RolloutConfig, StepConfig, TrainConfig
 from qat.train.finite import not_finite
 from qat.train.judge import CodeWatch, Judge
 from qat.train.metrics import Metrics
@@ -60,22 +60,38 @@ class Trainer:
         self.config = config
         self.run = run
         self.ranks = ranks
+        self._step_config = config.part(StepConfig)
         self.backend = backends.select(config.device)
         self.dtype = self.backend.dtype(config.dtype)
         self._targets = targets_read(config.losses, with_teacher=not config.reads_cache)
         self.teacher = teacher
         self.rollouts: Rollouts | None = None
         """Source of the student's own text, if it learns from any."""
+        own = None
         if config.on_policy:
-            end = judge.tokenizer.eos_token_id
-            self.rollouts = Rollouts(student, cache, config, end=end, ranks=ranks)
-        self.take_step = TrainingStep(student, optimizer, config, teacher, own=OwnRows.of(config))
+            own = OwnRows(config.own_rows, config.own_losses, config.reads_cache)
+            self.rollouts = Rollouts(
+                student,
+                cache,
+                config.part(RolloutConfig),
+                self._step_config,
+                end=judge.tokenizer.eos_token_id,
+                ranks=ranks,
+            )
+        self.take_step = TrainingStep(student, optimizer, self._step_config, teacher, own=own)
         self.codes = CodeWatch(student.model)
         beside: list[Remembers] = [self.codes]
         if self.rollouts is not None:
             beside.append(self.rollouts)
         self.saver = Saver(
-            run, student, judge.tokenizer, optimizer, beside=beside, config=config, ranks=ranks
+            run,
+            student,
+            judge.tokenizer,
+            optimizer,
+            beside=beside,
+            keep=config.keep,
+            milestone_every=config.milestone_every,
+            ranks=ranks,
         )
         self.stops = Stops(run.path / HALT)
         self.step = 0
@@ -99,7 +115,7 @@ class Trainer:
             logger.info("%s", line)
         share = self._flops_share()
         self._pulse = Pulse(
-            self.run.path, self.backend, self.ranks, config=self.config, flops_share=share
+            self.run.path, self.backend, self.ranks, stall_s=self.config.stall_s, flops_share=share
         )
         steps = range(self.step, self.config.max_steps)
         stream = computed_ahead(self._micro_batches, steps, self.backend.batches_ahead)
@@ -232,7 +248,7 @@ class Trainer:
     def _micro_batches(self, step: int) -> list[Batch]:
         """Return this rank's sequences of a step, on the host; seed and step determine them."""
         pinned, count = self.backend.pinned, self.cache.num_sequences("train")
-        parts = rank_indices(self.config, step, count, self.ranks)
+        parts = rank_indices(self._step_config, step, count, self.ranks)
         parts = parts if self.rollouts is None else parts[:, self.rollouts.order]
         batches = (self.cache.batch(part, targets=self._targets) for part in parts)
         return [Batch(*map(pinned, batch)) for batch in batches]

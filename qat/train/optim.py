@@ -25,7 +25,7 @@ from qat.quant.spec import role_of
 from qat.quant.weight import rms
 from qat.ranks import ALONE, Ranks
 from qat.train.adamw import MOMENTS, EightBitAdamW, Learner, Mover, StochasticAdamW, TorchAdamW
-from qat.train.config import KINDS, TrainConfig
+from qat.train.config import KINDS, OptimConfig
 
 FORGOTTEN, LATE = 2.0**-24, 2**24
 """Relative size below which float32 loses an addend; a step count at which bias corrections are
@@ -116,10 +116,11 @@ class Optimizer:
         self,
         model: nn.Module,
         by_kind: dict[str, list[str]],
-        config: TrainConfig,
+        config: OptimConfig,
         state: dict[str, Tensor] | None = None,
         *,
         ranks: Ranks = ALONE,
+        is_spread: bool = False,
     ) -> None:
         self._config = config
         self.ranks = ranks
@@ -158,7 +159,7 @@ class Optimizer:
         self._adamw = [mover for mover in self._movers if isinstance(mover, TorchAdamW)]
         if state:
             self._load(state)
-            if config.shard_latents:
+            if is_spread:
                 # shard loaded moments like the weights; new ones inherit it in the first step
                 names = {f"{key}.{name}" for name in by_kind["weights"] for key in MOMENTS}
                 held = self._state().items()
@@ -169,7 +170,7 @@ class Optimizer:
         config, has_scale = self._config, self.loss_scale is not None
         rest: dict[str, Learner] = {}
         for kind, names in by_kind.items():
-            rate = config.lr if kind == "weights" else getattr(config, f"lr_{kind}")
+            rate = config.rates[kind]
             for name in names:
                 size = self.sizes[name]
                 # AdamW multiplies the decay by the learning rate, which includes the size here
@@ -178,16 +179,24 @@ class Optimizer:
         latents = {name: rest[name] for name in by_kind.get("weights", ())}
         movers: list[Mover] = []
         if latents and config.optimizer == "adamw8bit":
-            movers.append(EightBitAdamW(latents, config, may_overflow=has_scale))
+            movers.append(EightBitAdamW(latents, config.beta2, may_overflow=has_scale))
         elif latents and config.latent_dtype == "bf16":
-            part = self.ranks.rank if self.sharded else 0
-            movers.append(StochasticAdamW(latents, config, part, self.hosted))
+            movers.append(
+                StochasticAdamW(
+                    latents,
+                    config.beta2,
+                    seed=config.seed,
+                    part=self.ranks.rank if self.sharded else 0,
+                    is_offloaded=config.offload != "none",
+                    hosted=self.hosted,
+                )
+            )
         if movers:
             rest = {name: learner for name, learner in rest.items() if name not in latents}
         if rest:
             is_fused = self._device.type == "cuda" or has_scale
             # before the latent weights, whose nearest codes depend on codebooks and scales
-            movers.insert(0, TorchAdamW(rest, config, is_fused=is_fused))
+            movers.insert(0, TorchAdamW(rest, config.beta2, is_fused=is_fused))
         return movers
 
     def scale_loss(self, loss: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """Checks before a run: findings ordered by severity.
 
-`preflight` computes findings from the settings and a `RunPlan`; `examine` collects that plan and
+`Preflight` computes findings from the settings and a `RunPlan`; `examine` collects that plan and
 takes a few steps to measure time and memory; `refuse` stops a run that has errors.
 """
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -13,10 +14,8 @@ import torch
 from torch import Tensor
 
 from qat.backend import device as backends
-from qat.data.packing import Batch
 from qat.data.reader import TeacherCache
 from qat.data.remote import open_cache
-from qat.data.sampler import sequence_indices
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, QatError
 from qat.models.attention import sparse_attention
@@ -32,12 +31,19 @@ from qat.nn.step import form_weights
 from qat.nn.swap import linear_names
 from qat.process import GIB, is_out_of_memory
 from qat.ranks import ALONE, Ranks, Rehearsal
-from qat.train.config import TrainConfig, divide
+from qat.train.config import OptimConfig, RolloutConfig, StepConfig, TrainConfig, rate_of
 from qat.train.judge import CodeWatch, Judge
 from qat.train.optim import linears_in_scope
 from qat.train.rollout import Rollouts, check_rollouts
 from qat.train.start import check_batch, check_losses, make_trainable, open_teacher
-from qat.train.step import EAGER_STEPS, OwnRows, StepResult, TrainingStep, check_dtype
+from qat.train.step import (
+    EAGER_STEPS,
+    OwnRows,
+    StepResult,
+    TrainingStep,
+    check_dtype,
+    rank_indices,
+)
 
 # A prediction of a run's time, memory and disk space from two measured steps. All objects used are
 # discarded: a run that follows has the same results, bit for bit.
@@ -70,24 +76,6 @@ class RunPrediction(NamedTuple):
     fallback: str | None
     """Reason why layers that should be compiled run uncompiled; None if there is none."""
 
-    def hours(self, config: TrainConfig) -> float:
-        """Return the hours of the whole run, evaluations included; saves run in the background."""
-        return config.max_steps * self.step_s / 3600 + self.evaluation_h(config)
-
-    def evaluation_h(self, config: TrainConfig) -> float:
-        """Return the hours of all evaluations: of the untrained student, periodic, and last."""
-        return (1 + -(-config.max_steps // config.eval_every)) * self.eval_s / 3600
-
-    def disk_bytes(self, config: TrainConfig) -> int:
-        """Return the most bytes that a run's checkpoints take at any time.
-
-        They are those kept, milestones, the best one, the one being written, and the final model.
-        """
-        saves = -(-config.max_steps // config.save_every) if config.save_every else 1
-        milestones = config.max_steps // config.milestone_every if config.milestone_every else 0
-        held = min(saves, config.keep) + milestones + 2
-        return held * self.checkpoint_bytes + self.final_bytes
-
 
 def predict(
     config: TrainConfig, student: str, cache: TeacherCache, *, world: int = 1
@@ -114,17 +102,30 @@ def predict(
 
 def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Ranks) -> RunPrediction:
     backend = backends.select(config.device)
+    dtype = backend.dtype(config.dtype)
     model = load_model(student, device=config.device, dtype="fp32")
-    optimizer = make_trainable(model.model, config, ranks=ranks)
-    config = config.model_copy(update={"rollout_every": 1})  # the most expensive setting
-    rollouts = None
+    optimizer = make_trainable(
+        model.model, config.part(OptimConfig), shards_latents=config.shard_latents, ranks=ranks
+    )
+    tokenizer, settings = load_tokenizer(student), config.part(StepConfig)
+    rollouts = own = None
     if config.on_policy:
-        rollouts = Rollouts(model, cache, config, end=load_tokenizer(student).eos_token_id)
-    teacher = open_teacher(config, cache)
-    take_step = TrainingStep(model, optimizer, config, teacher, own=OwnRows.of(config))
+        own = OwnRows(config.own_rows, config.own_losses, config.reads_cache)
+        every = config.part(RolloutConfig).model_copy(update={"rollout_every": 1})  # costs most
+        rollouts = Rollouts(model, cache, every, settings, end=tokenizer.eos_token_id)
+    teacher = open_teacher(
+        config.teacher,
+        cache,
+        where=config.cache_dir,
+        device=config.device,
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+    )
+    take_step = TrainingStep(model, optimizer, settings, teacher, own=own)
 
     def taken(step: int) -> StepResult:
-        batches = _batches(config, cache, step)
+        order = rank_indices(settings, step, cache.num_sequences("train"), ALONE)
+        batches = [cache.batch(part) for part in order]
         return take_step(batches if rollouts is None else rollouts.into(batches, step), step)
 
     try:
@@ -136,7 +137,15 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
             result = taken(step)
         ended = backend.mark(result.grad_norm)
         step_s = backend.seconds_between(begun, ended) / MEASURED_STEPS
-        eval_s = _evaluation_s(config, Judge(model, load_tokenizer(student), cache, config))
+        judge = Judge(
+            model,
+            tokenizer,
+            cache,
+            num_sequences=config.eval_sequences,
+            batch_size=config.batch_size,
+            prompt=config.sample_prompt,
+        )
+        eval_s = _evaluation_s(judge, dtype)
         packed = packed_state_dict(model.model)
         peak_gib = backend.memory_use().peak_gib
     finally:
@@ -145,14 +154,13 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
     beside = Path(resolve(student))  # a local student's tokenizer and configuration are there
     files = [path for path in beside.iterdir() if path.is_file()] if beside.is_dir() else []
     around = sum(path.stat().st_size for path in files if path.suffix != ".safetensors")
-    dtype = backend.dtype(config.dtype)
     learning = linears_in_scope(model.model, config.scope, config.kinds)
     return RunPrediction(
         step_s=step_s,
         tokens_per_s=result.positions / ranks.size / step_s,
         eval_s=eval_s,
         peak_gib=peak_gib,
-        pinned_gib=step_bytes(model.model, learning, config, dtype).pinned / GIB,
+        pinned_gib=step_bytes(model.model, learning, settings, dtype).pinned / GIB,
         checkpoint_bytes=_bytes(packed) + state_bytes + around,
         final_bytes=_bytes(packed) + around,
         attention="" if backend.is_traced else model.attention(cache.sequence_length, dtype),
@@ -160,20 +168,14 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
     )
 
 
-def _batches(config: TrainConfig, cache: TeacherCache, step: int) -> list[Batch]:
-    total, size = cache.num_sequences("train"), config.sequences_per_step
-    parts = sequence_indices(config.seed, step, size, total)
-    return [cache.batch(part) for part in parts.reshape(-1, config.batch_size)]
-
-
-def _evaluation_s(config: TrainConfig, judge: Judge) -> float:
+def _evaluation_s(judge: Judge, dtype: torch.dtype) -> float:
     """Return the seconds of a whole evaluation, extrapolated from one and two batches."""
-    backend, dtype = judge.backend, judge.backend.dtype(config.dtype)
-    total = min(config.eval_sequences, judge.cache.num_sequences("held_out"))
-    size = min(config.batch_size, total)
+    backend = backends.on(judge.student.device)
+    total = min(judge.num_sequences, judge.cache.num_sequences("held_out"))
+    size = min(judge.batch_size, total)
     seconds = []
     for batches in (1, 1, 2):  # the first one compiles
-        judge.config = config.model_copy(update={"eval_sequences": min(total, batches * size)})
+        judge.num_sequences = min(total, batches * size)
         begun = backend.mark()
         form_weights(judge.student.model, dtype)
         judge.verdict(dtype)
@@ -253,230 +255,274 @@ class RunPlan(NamedTuple):
     attention: tuple[RunFinding, ...] = ()
     """What the extension that computes its attention finds; empty for dense attention."""
 
-    def is_long(self, config: TrainConfig) -> bool:
-        """Return whether the run is long by its steps, or by the predicted hours."""
-        return is_long(config, self.prediction.hours(config) if self.prediction else None)
 
-
-def is_long(config: TrainConfig, hours: float | None) -> bool:
+def is_long(max_steps: int, hours: float | None) -> bool:
     """Return whether a run is long enough for the whole preflight; `hours` may be unknown."""
-    return config.max_steps >= LONG_STEPS or (hours or 0.0) >= LONG_H
+    return max_steps >= LONG_STEPS or (hours or 0.0) >= LONG_H
 
 
-def preflight(config: TrainConfig, plan: RunPlan) -> list[RunFinding]:
-    """Return all findings about `plan`, errors first; `config` has its dtype resolved."""
-    checks = (_precision, _saving, _data, _rates, _shape, _attention, _measured)
-    why = "the run would stop before its first step"
-    problems = (problem.rpartition("; ") for problem in plan.problems)
-    found = [RunFinding("cache", "error", what, why, mend) for what, _, mend in problems]
-    found += [finding for check in checks for finding in check(config, plan)]
-    return sorted(found, key=lambda finding: ORDER.index(finding.severity))
+@dataclass(frozen=True)
+class Preflight:
+    """The checks of one run."""
 
+    config: TrainConfig
+    """The run's settings, with the dtype resolved."""
+    plan: RunPlan
 
-def _precision(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
-    found = f"dtype={config.dtype}"
-    if config.dtype in {"fp32", "fp16"} and plan.has_bf16:
-        reason = {
-            "fp32": f"and {plan.device} computes many times faster in bf16",
-            "fp16": f"and {plan.device} has bf16, whose gradients do not overflow",
-        }[config.dtype]
-        is_dear = config.dtype == "fp32" and plan.is_long(config)
-        yield RunFinding(
-            "dtype", "error" if is_dear else "warning", found, reason, "use --dtype bf16"
+    def hours(self) -> float | None:
+        """Return the predicted hours of the whole run; saves run in the background."""
+        prediction = self.plan.prediction
+        if prediction is None:
+            return None
+        steps_h = self.config.max_steps * prediction.step_s / 3600
+        return steps_h + self._evaluation_h(prediction)
+
+    def disk_bytes(self) -> int | None:
+        """Return the most bytes that a run's checkpoints are predicted to take at any time.
+
+        They are those kept, milestones, the best one, the one being written, and the final model.
+        """
+        config, prediction = self.config, self.plan.prediction
+        if prediction is None:
+            return None
+        saves = -(-config.max_steps // config.save_every) if config.save_every else 1
+        milestones = config.max_steps // config.milestone_every if config.milestone_every else 0
+        held = min(saves, config.keep) + milestones + 2
+        return held * prediction.checkpoint_bytes + prediction.final_bytes
+
+    def suggested_save_every(self) -> int:
+        """Return the steps of about ten minutes if steps were timed, else a hundredth of all."""
+        steps, prediction = self.config.max_steps, self.plan.prediction
+        if prediction is None:
+            return max(1, steps // 100)
+        return max(1, min(steps, round(600 / prediction.step_s)))
+
+    def findings(self) -> list[RunFinding]:
+        """Return all findings, errors first."""
+        checks = (
+            self._precision,
+            self._saving,
+            self._data,
+            self._rates,
+            self._shape,
+            self._measured,
         )
-    if config.dtype == "tf32":
-        reason = "exact to 10 bits; bf16 is faster and what students are trained in"
-        yield RunFinding("dtype", "note", found, reason, "nothing, or --dtype bf16")
+        why = "the run would stop before its first step"
+        problems = (problem.rpartition("; ") for problem in self.plan.problems)
+        found = [RunFinding("cache", "error", what, why, mend) for what, _, mend in problems]
+        found += [*self.plan.attention, *(finding for check in checks for finding in check())]
+        return sorted(found, key=lambda finding: ORDER.index(finding.severity))
 
+    def _is_long(self) -> bool:
+        return is_long(self.config.max_steps, self.hours())
 
-def _saving(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
-    prediction = plan.prediction
-    if config.save_every == 0:
-        if plan.is_long(config):
+    def _evaluation_h(self, prediction: RunPrediction) -> float:
+        """Return the hours of all evaluations: of the untrained student, periodic, and last."""
+        steps, every = self.config.max_steps, self.config.eval_every
+        return (1 + -(-steps // every)) * prediction.eval_s / 3600
+
+    def _precision(self) -> Iterator[RunFinding]:
+        config, plan = self.config, self.plan
+        found = f"dtype={config.dtype}"
+        if config.dtype in {"fp32", "fp16"} and plan.has_bf16:
+            reason = {
+                "fp32": f"and {plan.device} computes many times faster in bf16",
+                "fp16": f"and {plan.device} has bf16, whose gradients do not overflow",
+            }[config.dtype]
+            is_dear = config.dtype == "fp32" and self._is_long()
             yield RunFinding(
-                "save_every_off",
-                "error",
-                f"save_every=0 in a run of {config.max_steps:,} steps",
-                "a stop would cost all work since the last best evaluation",
-                f"use --save-every {suggested_save_every(config, plan)}",
+                "dtype", "error" if is_dear else "warning", found, reason, "use --dtype bf16"
             )
-        return
-    if prediction is None:
-        return
-    lost_h = min(config.save_every, config.max_steps) * prediction.step_s / 3600
-    if lost_h > LOST_WARNING_H:
+        if config.dtype == "tf32":
+            reason = "exact to 10 bits; bf16 is faster and what students are trained in"
+            yield RunFinding("dtype", "note", found, reason, "nothing, or --dtype bf16")
+
+    def _saving(self) -> Iterator[RunFinding]:
+        config, plan = self.config, self.plan
+        prediction = plan.prediction
+        if config.save_every == 0:
+            if self._is_long():
+                yield RunFinding(
+                    "save_every_off",
+                    "error",
+                    f"save_every=0 in a run of {config.max_steps:,} steps",
+                    "a stop would cost all work since the last best evaluation",
+                    f"use --save-every {self.suggested_save_every()}",
+                )
+            return
+        if prediction is None:
+            return
+        lost_h = min(config.save_every, config.max_steps) * prediction.step_s / 3600
+        if lost_h > LOST_WARNING_H:
+            yield RunFinding(
+                "save_sparse",
+                "error" if lost_h > LOST_ERROR_H else "warning",
+                f"save_every={config.save_every}, one checkpoint in {lost_h * 60:.0f} minutes",
+                "a stop costs as much work",
+                f"use --save-every {self.suggested_save_every()}",
+            )
+
+    def _data(self) -> Iterator[RunFinding]:
+        config, plan = self.config, self.plan
+        judged = min(plan.held_out_sequences, config.eval_sequences)
+        if judged < LEAST_HELD_OUT:
+            is_here = plan.held_out_sequences >= LEAST_HELD_OUT
+            yield RunFinding(
+                "eval_split",
+                "warning" if judged else "error",
+                f"{judged} held-out sequences judge the student",
+                f"fewer than {LEAST_HELD_OUT} choose the best checkpoint by noise",
+                "raise --eval-sequences"
+                if is_here
+                else "rebuild the cache with a higher --held-out",
+            )
+        if not plan.train_sequences:
+            return
+        passes = config.max_steps * config.sequences_per_step * plan.world / plan.train_sequences
+        is_many = passes > MOST_PASSES
+        is_error = passes > FAR_TOO_MANY_PASSES and self._is_long()
         yield RunFinding(
-            "save_sparse",
-            "error" if lost_h > LOST_ERROR_H else "warning",
-            f"save_every={config.save_every}, one checkpoint in {lost_h * 60:.0f} minutes",
-            "a stop costs as much work",
-            f"use --save-every {suggested_save_every(config, plan)}",
+            "epochs",
+            "error" if is_error else "warning" if is_many else "note",
+            f"{passes:,.1f} passes over {plan.train_sequences:,} sequences",
+            "a student begins to learn them by heart" if is_many else "how often each one is seen",
+            "build a larger cache, or lower --max-steps" if is_many else "nothing",
         )
 
+    def _rates(self) -> Iterator[RunFinding]:
+        config = self.config
+        for kind in config.kinds:
+            name, rate = rate_of(kind), config.rates[kind]
+            usual = OptimConfig.model_fields[name].default
+            if usual / FAR_RATE <= rate <= usual * FAR_RATE:
+                continue
+            is_wild = rate > MOST_RATE
+            yield RunFinding(
+                "lr",
+                "error" if is_wild else "warning",
+                f"{name}={rate:g}",
+                "a step would move a tensor by more than its own size"
+                if is_wild
+                else f"far from the {usual:g} that serves models of any size",
+                f"use --{name.replace('_', '-')} {usual:g}, or compare both in a short run",
+            )
+        if config.warmup_steps > MOST_WARM_UP * config.max_steps:
+            yield RunFinding(
+                "warmup",
+                "warning",
+                f"warmup_steps={config.warmup_steps} of {config.max_steps}",
+                f"more than {MOST_WARM_UP:.0%} of the run below its learning rates",
+                f"use --warmup-steps {int(MOST_WARM_UP * config.max_steps) // 2}",
+            )
 
-def suggested_save_every(config: TrainConfig, plan: RunPlan) -> int:
-    """Return the steps of about ten minutes if steps were timed, else a hundredth of the run."""
-    if plan.prediction is None:
-        return max(1, config.max_steps // 100)
-    return max(1, min(config.max_steps, round(600 / plan.prediction.step_s)))
+    def _shape(self) -> Iterator[RunFinding]:
+        config, plan = self.config, self.plan
+        tokens = plan.sequence_length * config.sequences_per_step * plan.world
+        if not self._is_long():
+            return
+        small = {
+            f"sequences of {plan.sequence_length} tokens": plan.sequence_length < LEAST_LENGTH,
+            f"{tokens:,} tokens a step": tokens < LEAST_TOKENS,
+            f"a student of width {plan.width}": plan.width < LEAST_WIDTH,
+        }
+        found = [fact for fact, is_small in small.items() if is_small]
+        if found:
+            # one of them may be intended; several, on a paid device, are probably left from a test
+            is_left_in = len(found) > 1 and plan.device != "cpu"
+            yield RunFinding(
+                "toy",
+                "error" if is_left_in else "warning",
+                ", ".join(found),
+                "a long run with the settings of a test",
+                f"expected sequences of {LEAST_LENGTH} and steps of {LEAST_TOKENS:,} tokens at "
+                f"least and a width of {LEAST_WIDTH}: raise --batch-size or --grad-accum-steps, or "
+                "lower --max-steps",
+            )
 
-
-def _data(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
-    judged = min(plan.held_out_sequences, config.eval_sequences)
-    if judged < LEAST_HELD_OUT:
-        is_here = plan.held_out_sequences >= LEAST_HELD_OUT
-        yield RunFinding(
-            "eval_split",
-            "warning" if judged else "error",
-            f"{judged} held-out sequences judge the student",
-            f"fewer than {LEAST_HELD_OUT} choose the best checkpoint by noise",
-            "raise --eval-sequences" if is_here else "rebuild the cache with a higher --held-out",
+    def _measured(self) -> Iterator[RunFinding]:
+        """Yield findings from the measured steps."""
+        config, plan = self.config, self.plan
+        prediction, hours = plan.prediction, self.hours()
+        if plan.has_run_out:
+            found = f"device memory ran out in the first steps on {plan.device}"
+            reason = "the run would end there"
+            yield RunFinding("memory", "error", found, reason, self._less_memory())
+        if prediction is None or hours is None:
+            return
+        yield from self._memory(prediction)
+        yield from self._disk()
+        share = self._evaluation_h(prediction) / max(hours, 1e-9)
+        if share > MOST_EVALUATION:
+            mend = "raise --eval-every or lower --eval-sequences"
+            found = f"evaluations take {share:.0%} of the time"
+            yield RunFinding("eval_cost", "warning", found, f"over {MOST_EVALUATION:.0%}", mend)
+        if prediction.attention == "sdpa" and plan.device != "cpu":
+            found, mend = "attention=sdpa", "nothing, or a cache of sequences up to 128 tokens"
+            reason = "the kernel for packed documents does not take this model, length or dtype"
+            yield RunFinding("attention", "warning", found, reason, mend)
+        if prediction.fallback is not None:
+            found = f"layers run uncompiled ({prediction.fallback})"
+            mend = "mend what the compiler names, or say --compile off"
+            yield RunFinding(
+                "compile", "warning", found, "steps are slower than they could be", mend
+            )
+        speed = prediction.tokens_per_s * plan.world
+        found = f"{hours:.3g} hours at {prediction.step_s:.3g} s a step, {speed:,.0f} tokens/s"
+        cost = hours * config.price_per_hour * plan.world
+        reason = (
+            f"{cost:,.2f} at {config.price_per_hour:g} an hour and device" if cost else "no price"
         )
-    if not plan.train_sequences:
-        return
-    passes = config.max_steps * config.sequences_per_step * plan.world / plan.train_sequences
-    is_many = passes > MOST_PASSES
-    is_error = passes > FAR_TOO_MANY_PASSES and plan.is_long(config)
-    yield RunFinding(
-        "epochs",
-        "error" if is_error else "warning" if is_many else "note",
-        f"{passes:,.1f} passes over {plan.train_sequences:,} sequences",
-        "a student begins to learn them by heart" if is_many else "how often each one is seen",
-        "build a larger cache, or lower --max-steps" if is_many else "nothing",
-    )
-
-
-def _rates(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
-    for kind in config.kinds:
-        name = "lr" if kind == "weights" else f"lr_{kind}"
-        rate, usual = getattr(config, name), type(config).model_fields[name].default
-        if usual / FAR_RATE <= rate <= usual * FAR_RATE:
-            continue
-        is_wild = rate > MOST_RATE
         yield RunFinding(
-            "lr",
-            "error" if is_wild else "warning",
-            f"{name}={rate:g}",
-            "a step would move a tensor by more than its own size"
-            if is_wild
-            else f"far from the {usual:g} that serves models of any size",
-            f"use --{name.replace('_', '-')} {usual:g}, or compare both in a short run",
-        )
-    if config.warmup_steps > MOST_WARM_UP * config.max_steps:
-        yield RunFinding(
-            "warmup",
-            "warning",
-            f"warmup_steps={config.warmup_steps} of {config.max_steps}",
-            f"more than {MOST_WARM_UP:.0%} of the run below its learning rates",
-            f"use --warmup-steps {int(MOST_WARM_UP * config.max_steps) // 2}",
+            "time", "note", found, reason, "nothing" if cost else "say --price-per-hour"
         )
 
+    def _less_memory(self) -> str:
+        config, plan = self.config, self.plan
+        ways = [LESS_MEMORY]
+        if config.form != "layer":
+            ways.append("--form layer")
+        if (
+            config.latent_dtype == "bf16"
+            and config.optimizer == "adamw"
+            and config.offload != "latents"
+        ):
+            ways.append("--offload latents")
+        if plan.world > 1 and not config.shard_latents and "weights" in config.kinds:
+            ways.append("--shard-latents")
+        return ", or ".join(ways)
 
-def _shape(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
-    tokens = plan.sequence_length * config.sequences_per_step * plan.world
-    if not plan.is_long(config):
-        return
-    small = {
-        f"sequences of {plan.sequence_length} tokens": plan.sequence_length < LEAST_LENGTH,
-        f"{tokens:,} tokens a step": tokens < LEAST_TOKENS,
-        f"a student of width {plan.width}": plan.width < LEAST_WIDTH,
-    }
-    found = [fact for fact, is_small in small.items() if is_small]
-    if found:
-        # one of them may be intended; several, on a paid device, are probably left over from a test
-        is_left_in = len(found) > 1 and plan.device != "cpu"
+    def _memory(self, prediction: RunPrediction) -> Iterator[RunFinding]:
+        config, plan = self.config, self.plan
+        if config.offload != "none":
+            found = f"offload={config.offload} pins {prediction.pinned_gib:.3g} GiB of host memory"
+            reason = "a save takes a copy of it beside for as long as it writes"
+            yield RunFinding("host_memory", "note", found, reason, "nothing")
+        if prediction.peak_gib is None or plan.memory_gib is None:
+            return
+        share, mend = prediction.peak_gib / plan.memory_gib, self._less_memory()
+        found = f"{prediction.peak_gib:.3g} GiB of {plan.memory_gib:.3g} GiB"
+        if share <= MEMORY_WARNING:
+            yield RunFinding("memory", "note", found, f"{share:.0%} of what there is", "nothing")
+            return
+        reason = "fragments and evaluations may need the rest"
+        yield RunFinding("memory", "error" if share > 1 else "warning", found, reason, mend)
+
+    def _disk(self) -> Iterator[RunFinding]:
+        need, free = self.disk_bytes() or 0, self.plan.free_bytes
+        found = f"{need / GIB:.3g} GiB of checkpoints, {free / GIB:.3g} GiB free"
+        if need <= DISK_WARNING * free:
+            yield RunFinding("disk", "note", found, "enough room", "nothing")
+            return
+        is_short = need > free
         yield RunFinding(
-            "toy",
-            "error" if is_left_in else "warning",
-            ", ".join(found),
-            "a long run with the settings of a test",
-            f"expected sequences of {LEAST_LENGTH} and steps of {LEAST_TOKENS:,} tokens at least "
-            f"and a width of {LEAST_WIDTH}: raise --batch-size or --grad-accum-steps, or lower "
-            "--max-steps",
+            "disk",
+            "error" if is_short else "warning",
+            found,
+            "the disk would be full before the run ends"
+            if is_short
+            else "little is left for others",
+            "lower --keep, raise --milestone-every, or choose an --out with more room",
         )
-
-
-def _attention(_config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
-    yield from plan.attention
-
-
-def _measured(config: TrainConfig, plan: RunPlan) -> Iterator[RunFinding]:
-    """Findings from the measured steps."""
-    prediction = plan.prediction
-    if plan.has_run_out:
-        found = f"device memory ran out in the first steps on {plan.device}"
-        reason = "the run would end there"
-        yield RunFinding("memory", "error", found, reason, _less_memory(config, plan))
-    if prediction is None:
-        return
-    yield from _memory(config, plan, prediction)
-    yield from _disk(config, plan, prediction)
-    hours = prediction.hours(config)
-    share = prediction.evaluation_h(config) / max(hours, 1e-9)
-    if share > MOST_EVALUATION:
-        mend = "raise --eval-every or lower --eval-sequences"
-        found = f"evaluations take {share:.0%} of the time"
-        yield RunFinding("eval_cost", "warning", found, f"over {MOST_EVALUATION:.0%}", mend)
-    if prediction.attention == "sdpa" and plan.device != "cpu":
-        found, mend = "attention=sdpa", "nothing, or a cache of sequences up to 128 tokens"
-        reason = "the kernel for packed documents does not take this model, length or dtype"
-        yield RunFinding("attention", "warning", found, reason, mend)
-    if prediction.fallback is not None:
-        found = f"layers run uncompiled ({prediction.fallback})"
-        mend = "mend what the compiler names, or say --compile off"
-        yield RunFinding("compile", "warning", found, "steps are slower than they could be", mend)
-    speed = prediction.tokens_per_s * plan.world
-    found = f"{hours:.3g} hours at {prediction.step_s:.3g} s a step, {speed:,.0f} tokens/s"
-    cost = hours * config.price_per_hour * plan.world
-    reason = f"{cost:,.2f} at {config.price_per_hour:g} an hour and device" if cost else "no price"
-    yield RunFinding("time", "note", found, reason, "nothing" if cost else "say --price-per-hour")
-
-
-def _less_memory(config: TrainConfig, plan: RunPlan) -> str:
-    ways = [LESS_MEMORY]
-    if config.form != "layer":
-        ways.append("--form layer")
-    if (
-        config.latent_dtype == "bf16"
-        and config.optimizer == "adamw"
-        and config.offload != "latents"
-    ):
-        ways.append("--offload latents")
-    if plan.world > 1 and not config.shard_latents and "weights" in config.kinds:
-        ways.append("--shard-latents")
-    return ", or ".join(ways)
-
-
-def _memory(config: TrainConfig, plan: RunPlan, prediction: RunPrediction) -> Iterator[RunFinding]:
-    if config.offload != "none":
-        found = f"offload={config.offload} pins {prediction.pinned_gib:.3g} GiB of host memory"
-        reason = "a save takes a copy of it beside for as long as it writes"
-        yield RunFinding("host_memory", "note", found, reason, "nothing")
-    if prediction.peak_gib is None or plan.memory_gib is None:
-        return
-    share, mend = prediction.peak_gib / plan.memory_gib, _less_memory(config, plan)
-    found = f"{prediction.peak_gib:.3g} GiB of {plan.memory_gib:.3g} GiB"
-    if share <= MEMORY_WARNING:
-        yield RunFinding("memory", "note", found, f"{share:.0%} of what there is", "nothing")
-        return
-    reason = "fragments and evaluations may need the rest"
-    yield RunFinding("memory", "error" if share > 1 else "warning", found, reason, mend)
-
-
-def _disk(config: TrainConfig, plan: RunPlan, prediction: RunPrediction) -> Iterator[RunFinding]:
-    need = prediction.disk_bytes(config)
-    found = f"{need / GIB:.3g} GiB of checkpoints, {plan.free_bytes / GIB:.3g} GiB free"
-    if need <= DISK_WARNING * plan.free_bytes:
-        yield RunFinding("disk", "note", found, "enough room", "nothing")
-        return
-    is_short = need > plan.free_bytes
-    yield RunFinding(
-        "disk",
-        "error" if is_short else "warning",
-        found,
-        "the disk would be full before the run ends" if is_short else "little is left for others",
-        "lower --keep, raise --milestone-every, or choose an --out with more room",
-    )
 
 
 class Checked(NamedTuple):
@@ -485,6 +531,10 @@ class Checked(NamedTuple):
     findings: list[RunFinding]
     prediction: RunPrediction | None
     is_long: bool
+    hours: float | None = None
+    """Predicted hours of the whole run; None if no steps were taken."""
+    disk_bytes: int | None = None
+    """Predicted most bytes of its checkpoints."""
 
     def errors(self) -> list[RunFinding]:
         """Return the findings that stop a run."""
@@ -502,8 +552,17 @@ def examine(
     Raises:
         ConfigError, CacheError, CheckpointError: cache, student or device are missing.
     """
-    resolved = check_dtype(divide(config, world))
+    resolved = check_dtype(config.divided(world))
     cache = open_cache(config.cache_dir)
+    tokenizer, model = load_tokenizer(student), load_config(student).get_text_config()
+    problems = _messages(
+        lambda: check_losses(resolved.losses, cache, with_teacher=not resolved.reads_cache),
+        lambda: check_rollouts(resolved.on_policy, resolved.rollout_tokens, cache, resolved.device),
+        lambda: check_batch(resolved.batch_size, cache),
+        lambda: cache.check_student(
+            tokenizer_hash(tokenizer), model.vocab_size, most_positions(model)
+        ),
+    )
     backend = backends.select(config.device)
     where = out.resolve()
     there = next(each for each in (where, *where.parents) if each.is_dir())
@@ -515,13 +574,13 @@ def examine(
         train_sequences=cache.num_sequences("train"),
         held_out_sequences=cache.num_sequences("held_out"),
         sequence_length=cache.sequence_length,
-        width=load_config(student).get_text_config().hidden_size,
+        width=model.hidden_size,
         world=world,
-        problems=tuple(_problems(resolved, student, cache)),
-        attention=_attention_findings(resolved, student, cache.sequence_length, backend),
+        problems=tuple(problems),
+        attention=_attention_findings(resolved.learn, student, cache.sequence_length, backend),
     )
-    guess = None if plan.problems else guessed_hours(resolved, student, cache)
-    measures = measures or is_long(resolved, guess)
+    guess = None if plan.problems else guessed_hours(resolved.part(OptimConfig), student, cache)
+    measures = measures or is_long(resolved.max_steps, guess)
     if measures and not plan.problems and plan.train_sequences and plan.held_out_sequences:
         try:
             plan = plan._replace(prediction=predict(resolved, student, cache, world=world))
@@ -531,8 +590,15 @@ def examine(
             plan = plan._replace(has_run_out=True)
         if plan.has_run_out:
             backend.free_memory()  # not above: the error references what had been loaded
-    hours = plan.prediction.hours(resolved) if plan.prediction else guess
-    return Checked(preflight(resolved, plan), plan.prediction, is_long(resolved, hours))
+    checks = Preflight(resolved, plan)
+    hours = checks.hours()
+    return Checked(
+        checks.findings(),
+        plan.prediction,
+        is_long(resolved.max_steps, hours if plan.prediction else guess),
+        hours,
+        checks.disk_bytes(),
+    )
 
 
 def codes_forced(findings: Sequence[RunFinding], *, force: bool) -> list[str]:
@@ -561,7 +627,7 @@ def refuse(findings: Sequence[RunFinding]) -> None:
         raise ConfigError(f"preflight: {errors[0].line()}, or add --force{more}")
 
 
-def guessed_hours(config: TrainConfig, student: str, cache: TeacherCache) -> float | None:
+def guessed_hours(config: OptimConfig, student: str, cache: TeacherCache) -> float | None:
     """Return the hours of all steps at a third of the device's peak; None for an unknown device."""
     device = device_called(backends.select(config.device).name())
     peak = None if device is None else device.peak_flops(config.dtype)
@@ -575,19 +641,8 @@ def guessed_hours(config: TrainConfig, student: str, cache: TeacherCache) -> flo
     return config.max_steps * config.sequences_per_step * S * flops / (peak * USUAL_SHARE) / 3600
 
 
-def _problems(config: TrainConfig, student: str, cache: TeacherCache) -> Iterator[str]:
-    """Yield the errors that `train_student` would raise: targets, rollouts, tokenizer, lengths."""
-    tokenizer, model = load_tokenizer(student), load_config(student).get_text_config()
-    checks: tuple[Callable[[], None], ...] = (
-        lambda: check_losses(config, cache),
-        lambda: check_rollouts(config, cache),
-        lambda: check_batch(config, cache),
-        lambda: cache.check_student(
-            tokenizer_hash(tokenizer),
-            model.vocab_size,
-            most_positions(model),
-        ),
-    )
+def _messages(*checks: Callable[[], None]) -> Iterator[str]:
+    """Yield the errors that `train_student` would raise."""
     for check in checks:
         try:
             check()
@@ -596,7 +651,7 @@ def _problems(config: TrainConfig, student: str, cache: TeacherCache) -> Iterato
 
 
 def _attention_findings(
-    config: TrainConfig, student: str, length: int, backend: backends.Backend
+    learn: str, student: str, length: int, backend: backends.Backend
 ) -> tuple[RunFinding, ...]:
     """Return what the extension with the student's attention finds; empty for dense attention.
 
@@ -605,4 +660,4 @@ def _attention_findings(
     """
     settings = load_config(student)
     sparse = sparse_attention(settings)
-    return () if sparse is None else tuple(sparse.findings(config, settings, length, backend))
+    return () if sparse is None else tuple(sparse.findings(learn, settings, length, backend))

@@ -29,7 +29,6 @@ from qat.backend.nvidia import UNKNOWN
 from qat.logs import JsonLines, events_file, heartbeat_file
 from qat.observe.trackers import Tail
 from qat.ranks import Ranks
-from qat.train.config import TrainConfig
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -265,7 +264,7 @@ class Pulse:
         backend: Backend,
         ranks: Ranks,
         *,
-        config: TrainConfig,
+        stall_s: float,
         flops_share: float | None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -289,7 +288,7 @@ class Pulse:
             event=self.event,
             sample=backend.health,
             stacks=path / f"stacks-rank{ranks.rank}.txt",
-            stall_s=config.stall_s,
+            stall_s=stall_s,
             clock=clock,
             heartbeats=[path / heartbeat_file(rank) for rank in compared],
         )

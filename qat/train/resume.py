@@ -21,7 +21,6 @@ from qat.errors import CheckpointError, ConfigError
 from qat.logs import FACTS, STATE_TENSORS
 from qat.models.directory import CHECKPOINTS
 from qat.ranks import Ranks
-from qat.train.config import TrainConfig
 from qat.train.judge import Judged
 from qat.train.optim import lr_share
 from qat.train.run import BEGIN_THERE, RunDirectory, read_state, versions
@@ -117,8 +116,7 @@ class Choice(NamedTuple):
 
 def choose_together(
     run: RunDirectory,
-    config: TrainConfig,
-    student: str,
+    wanted: dict[str, Any],
     *,
     resume: bool,
     begins_anew: bool,
@@ -127,7 +125,7 @@ def choose_together(
     """Let the first rank choose the checkpoint and return it on all ranks."""
 
     def choose_alone() -> Choice:
-        is_begun = ranks.is_first and run.is_begun(config, student, resume=resume)
+        is_begun = ranks.is_first and run.is_begun(wanted, resume=resume)
         return choose(run, begins_anew=begins_anew) if is_begun else Choice(None, [], False)
 
     checkpoint, *rest = ranks.together(choose_alone)[:3]
@@ -299,8 +297,7 @@ def same_judged(cache: TeacherCache, count: int, run: RunDirectory) -> Judged:
 
 def record_beginning(
     run: RunDirectory,
-    config: TrainConfig,
-    student: str,
+    wanted: dict[str, Any],
     *,
     choice: Choice,
     facts: dict[str, Any],
@@ -310,12 +307,12 @@ def record_beginning(
     old = run.begun_as(choice.checkpoint)
     resumed = old.get("resumed", [])
     if choice.checkpoint is None:
-        run.begin(config, student)
+        run.begin(wanted)
         run.set_aside()
     else:
-        changed = run.changes(config, student)
+        changed = run.changes(wanted)
         changed |= {k: (old[k], v) for k, v in versions().items() if old.get(k, v) != v}
-        _say_changes(run, config, changed, choice=choice, facts=facts)
+        _say_changes(run, wanted, changed, choice=choice, facts=facts)
         changed |= {name: (old[name], value) for name, value in choice.grown.items()}
         entry = {
             "step": choice.step,
@@ -325,7 +322,7 @@ def record_beginning(
         }
         if changed:
             entry["changed"] = {name: list(values) for name, values in changed.items()}
-            run.begin(config, student)
+            run.begin(wanted)
         resumed = [*resumed, entry]
     run.remove_leavings()
     if choice.is_best_lost and choice.checkpoint is not None:
@@ -342,7 +339,7 @@ def record_beginning(
 
 def _say_changes(
     run: RunDirectory,
-    config: TrainConfig,
+    wanted: dict[str, Any],
     changed: dict[str, tuple[object, object]],
     *,
     choice: Choice,
@@ -365,23 +362,23 @@ def _say_changes(
         )
     for name, (old, new) in changed.items():
         logger.info("%s goes on with %s=%s instead of %s", run.path, name, new, old)
-    is_constant = config.schedule == "constant"
-    if "max_steps" in changed and not is_constant and choice.step < config.max_steps:
+    schedule, max_steps = wanted["schedule"], wanted["max_steps"]
+    if "max_steps" in changed and schedule != "constant" and choice.step < max_steps:
         step, before = choice.step, run.begun_with()[0].max_steps
         shares = [
             lr_share(
                 at,
                 of,
-                schedule=config.schedule,
-                warmup_steps=config.warmup_steps,
-                min_ratio=config.min_lr_ratio,
+                schedule=schedule,
+                warmup_steps=wanted["warmup_steps"],
+                min_ratio=wanted["min_lr_ratio"],
             )
-            for at, of in ((max(0, step - 1), before), (step, config.max_steps))
+            for at, of in ((max(0, step - 1), before), (step, max_steps))
         ]
         logger.info(
             "from here on the rates follow the %s schedule of %d steps: they were at %.2g of their "
             "peak and go on at %.2g",
-            config.schedule,
-            config.max_steps,
+            schedule,
+            max_steps,
             *shares,
         )

@@ -34,7 +34,7 @@ from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear, quant_linears
 from qat.nn.step import form_moved_weights
 from qat.ranks import ALONE, Ranks
-from qat.train.config import ALMOST_WHOLE, TrainConfig
+from qat.train.config import ALMOST_WHOLE, RolloutConfig, StepConfig
 from qat.train.step import rank_indices
 
 logger = logging.getLogger(__name__)
@@ -45,25 +45,25 @@ MOST_POSITIONS = 2**16
 """Most positions over all rows generated at a time; the KV cache grows with it."""
 
 
-def check_rollouts(config: TrainConfig, cache: TeacherCache) -> None:
+def check_rollouts(share: float, tokens: int, cache: TeacherCache, device: str) -> None:
     """Check that a prompt fits beside the generated tokens, and that the device can generate.
 
     Raises:
         ConfigError: there is no room for a prompt, or the device compiles for each shape.
     """
-    if not config.on_policy:
+    if not share:
         return
-    if config.rollout_tokens >= cache.sequence_length:
+    if tokens >= cache.sequence_length:
         raise ConfigError(
-            f"rollout_tokens={config.rollout_tokens}, but the sequences of {cache.directory} have "
+            f"rollout_tokens={tokens}, but the sequences of {cache.directory} have "
             f"{cache.sequence_length} positions, expected room for a prompt too; use "
             f"--rollout-tokens {cache.sequence_length - 1} or fewer"
         )
-    if backends.select(config.device).is_traced:
+    if backends.select(device).is_traced:
         raise ConfigError(
-            f"on_policy={config.on_policy}, but a device that compiles for each shape "
-            f"({config.device}) reads the whole row anew for every word of it; train on a GPU, or "
-            "on what the teacher said with 'qat sample' and 'qat cache'"
+            f"on_policy={share}, but a device that compiles for each shape ({device}) reads the "
+            "whole row anew for every word of it; train on a GPU, or on what the teacher said with "
+            "'qat sample' and 'qat cache'"
         )
 
 
@@ -85,7 +85,8 @@ class Rollouts:
         self,
         student: LanguageModel,
         cache: TeacherCache,
-        config: TrainConfig,
+        config: RolloutConfig,
+        step: StepConfig,
         *,
         end: int | None,
         ranks: Ranks = ALONE,
@@ -93,10 +94,14 @@ class Rollouts:
         """Set up rollouts; call it before the layers of the student are compiled.
 
         Args:
+            step: the steps whose last rows these are.
             end: the tokenizer's end-of-text token, in addition to those that the model names.
         """
-        self._cache, self._config, self._ranks = cache, config, ranks
-        S, places = cache.sequence_length, np.arange(config.batch_size + 1)
+        self._cache, self._step, self._ranks = cache, step, ranks
+        self._every = config.rollout_every
+        self._own_rows = round(config.on_policy * step.batch_size)
+        """Rows of a micro-batch that hold the student's own text."""
+        S, places = cache.sequence_length, np.arange(step.batch_size + 1)
         # rounded down in the same way for every split into micro-batches: the split changes no row
         before = np.floor(places * config.on_policy + ALMOST_WHOLE)
         self._is_own = np.diff(before) > 0
@@ -106,7 +111,7 @@ class Rollouts:
         """Most tokens that the student generates in a row."""
         self.ends = frozenset(closing_tokens(student, end))
         """Tokens that end a row."""
-        rows = config.own_rows * config.grad_accum_steps * config.rollout_every
+        rows = self._own_rows * step.grad_accum_steps * self._every
         slotted = Slotted(
             num_slots=min(rows, max(1, MOST_POSITIONS // S)),
             num_positions=S,
@@ -114,7 +119,7 @@ class Rollouts:
             sampling=Sampling(config.rollout_temperature),
             ends=self.ends,
         )
-        self._speaker = Speaker(student, slotted, config)
+        self._speaker = Speaker(student, slotted, step.dtype)
         self._begun = 0
         """The step whose weights generated the latest rollout."""
         self._waiting: dict[int, list[OwnRow]] = {}
@@ -131,7 +136,7 @@ class Rollouts:
         """Return the micro-batches of a step, on the host, the student's rows being the last."""
         if self.needed(step):
             self._roll(step)
-        rows, n = self._waiting.pop(step), self._config.own_rows
+        rows, n = self._waiting.pop(step), self._own_rows
         self._now = step, rows
         parts = [rows[start : start + n] for start in range(0, len(rows), n)]
         return [laid_in(batch, part) for batch, part in zip(batches, parts, strict=True)]
@@ -161,7 +166,7 @@ class Rollouts:
         """Return all ranks' waiting rows for a checkpoint; all ranks call this together."""
         if not self._waiting:
             return {}
-        S, n, (first, *_) = self._cache.sequence_length, self._config.own_rows, self._waiting
+        S, n, (first, *_) = self._cache.sequence_length, self._own_rows, self._waiting
         mine = torch.zeros(len(self._waiting), len(self._waiting[first]), 1 + S, dtype=torch.int64)
         for of_step, rows in zip(mine, self._waiting.values(), strict=True):
             for stored, row in zip(of_step, rows, strict=True):
@@ -179,7 +184,7 @@ class Rollouts:
         if f"{PREFIX}rows" not in state:
             return
         first, self._begun = state[f"{PREFIX}steps"].tolist()
-        parts = state[f"{PREFIX}rows"].unflatten(1, (-1, self._ranks.size, self._config.own_rows))
+        parts = state[f"{PREFIX}rows"].unflatten(1, (-1, self._ranks.size, self._own_rows))
         for step, rows in enumerate(parts[:, :, self._ranks.rank].flatten(1, 2).tolist(), first):
             self._waiting[step] = [
                 OwnRow([token - 1 for token in ids if token], begin) for begin, *ids in rows
@@ -187,24 +192,25 @@ class Rollouts:
 
     def requests(self, step: int) -> list[Request]:
         """Return the generation requests for this rank's rows of a step, by micro-batch."""
-        config, ranks = self._config, self._ranks
-        count = config.sequences_per_step * ranks.size
+        seed, ranks = self._step.seed, self._ranks
+        count = self._step.sequences_per_step * ranks.size
         numbers = step * count + np.arange(count)
-        numbers = numbers.reshape(-1, ranks.size, config.batch_size)[:, ranks.rank, self._is_own]
+        numbers = numbers.reshape(-1, ranks.size, self._step.batch_size)[
+            :, ranks.rank, self._is_own
+        ]
         total = self._cache.num_sequences("train")
-        sequences = rank_indices(config, step, total, ranks)[:, self._is_own]
+        sequences = rank_indices(self._step, step, total, ranks)[:, self._is_own]
         batch = self._cache.batch(sequences.flatten(), targets=())
         S, found = self._cache.sequence_length, []
         for place, number in enumerate(numbers.flatten().tolist()):
             row = Batch(*(tensor[place] for tensor in batch))
             ids = prompt_of(row, number, S - self.longest)
-            found.append(Request(ids, min(self.longest, S - len(ids)), (config.seed, number)))
+            found.append(Request(ids, min(self.longest, S - len(ids)), (seed, number)))
         return found
 
     def _roll(self, step: int) -> None:
         """Generate the rows of this step and of all others until the next rollout."""
-        every = self._config.rollout_every
-        steps = range(step, step - step % every + every)
+        steps = range(step, step - step % self._every + self._every)
         requests = [self.requests(each) for each in steps]
         said = iter(self._speaker.sample([request for each in requests for request in each]))
         self._begun = step
@@ -267,10 +273,10 @@ class Speaker:
     updated in place, so that captured graphs stay valid; otherwise the student itself.
     """
 
-    def __init__(self, student: LanguageModel, slotted: Slotted, config: TrainConfig) -> None:
-        self._student, self._precision = student, config.dtype
-        self._backend = backends.select(config.device)
-        self._dtype = self._backend.dtype(config.dtype)
+    def __init__(self, student: LanguageModel, slotted: Slotted, precision: str) -> None:
+        self._student, self._precision = student, precision
+        self._backend = backends.on(student.device)
+        self._dtype = self._backend.dtype(precision)
         self._is_copied = DecodeStep.fits(student)
         self._formed: list[tuple[Tensor, QuantLinear]] = []
         """The dense copy's weights, each with the quantized linear that it comes from."""

@@ -92,8 +92,8 @@ class RunDirectory:
         self.identity: dict[str, object] = {}
         """Facts about the run that each checkpoint records."""
 
-    def is_begun(self, config: TrainConfig, student: str, *, resume: bool) -> bool:
-        """Return whether there is a run to resume.
+    def is_begun(self, wanted: dict[str, Any], *, resume: bool) -> bool:
+        """Return whether there is a run to resume with the `wanted` recipe (`resolved`).
 
         Raises:
             ConfigError: the directory is in use and `resume` is false, or its recipe differs.
@@ -108,7 +108,7 @@ class RunDirectory:
         if not resume:
             refuse_begun(self.path)
         if recipe.exists():
-            self._check_same(config, student)
+            self._check_same(wanted)
             return True
         partial_file(recipe).unlink(missing_ok=True)  # left by a run killed at its start
         check_free(self.path, in_place=True)
@@ -151,22 +151,20 @@ class RunDirectory:
                     f"{WHAT_CHANGED[name]}; restore it or choose another --out{BEGIN_THERE}"
                 )
 
-    def begin(self, config: TrainConfig, student: str) -> None:
+    def begin(self, wanted: dict[str, Any]) -> None:
         """Write the recipe, which marks the directory as this run's."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path / RECIPE, tomli_w.dumps({"train": resolved(config, student)}))
+        write_atomically(self.path / RECIPE, tomli_w.dumps({"train": wanted}))
 
-    def inherited(self, config: TrainConfig) -> TrainConfig:
-        """Return the settings with the run's original warm-up, unless another was given."""
-        if "warmup_steps" in config.model_fields_set or not (self.path / RECIPE).exists():
-            return config
-        return config.model_copy(update={"warmup_steps": self.begun_with()[0].warmup_steps})
+    def original_warmup(self) -> int | None:
+        """Return the steps of warm-up that the run began with; None if it has not begun."""
+        return self.begun_with()[0].warmup_steps if (self.path / RECIPE).exists() else None
 
-    def changes(self, config: TrainConfig, student: str) -> dict[str, tuple[object, object]]:
+    def changes(self, wanted: dict[str, Any]) -> dict[str, tuple[object, object]]:
         """Return the settings that differ from the recipe, by name: the old and the new value."""
-        old, new = resolved(*self.begun_with()), resolved(config, student)
-        names = sorted(old.keys() | new.keys())
-        return {k: (old.get(k), new.get(k)) for k in names if old.get(k) != new.get(k)}
+        old = resolved(*self.begun_with())
+        names = sorted(old.keys() | wanted.keys())
+        return {k: (old.get(k), wanted.get(k)) for k in names if old.get(k) != wanted.get(k)}
 
     def begun_with(self) -> tuple[TrainConfig, str]:
         """Return the settings and the student that the recipe names.
@@ -187,11 +185,13 @@ class RunDirectory:
                 "restore it or choose another --out"
             ) from None
 
-    def _check_same(self, config: TrainConfig, student: str) -> None:
+    def _check_same(self, wanted: dict[str, Any]) -> None:
         # their content is compared later if they exist
-        elsewhere = {"student"} if Path(student).is_dir() else set()
-        elsewhere |= {"teacher"} if config.teacher and self.begun_with()[0].teacher else set()
-        for key, (old, new) in self.changes(config, student).items():
+        elsewhere = {"student"} if Path(wanted["student"]).is_dir() else set()
+        elsewhere |= (
+            {"teacher"} if wanted.get("teacher") and self.begun_with()[0].teacher else set()
+        )
+        for key, (old, new) in self.changes(wanted).items():
             why = "it is what learns" if key == "student" else fixed_because(key)
             if why is not None and key not in elsewhere:
                 raise ConfigError(

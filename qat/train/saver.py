@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qat.backend import device as backends
 from qat.backend.copies import Copying, KeptCopies
+from qat.backend.device import on
 from qat.config import fingerprint
 from qat.data.pipeline import Behind
 from qat.errors import CheckpointError, TrainingError
@@ -34,7 +34,6 @@ from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.stored_state import RawState, raw_state, stored_state
 from qat.ranks import Ranks
-from qat.train.config import TrainConfig
 from qat.train.finite import not_finite
 from qat.train.optim import Optimizer
 from qat.train.run import FORMAT, MANIFEST, STATE, RunDirectory, read_state
@@ -208,7 +207,8 @@ class Saver:
         optimizer: Optimizer,
         *,
         beside: Sequence[Remembers],
-        config: TrainConfig,
+        keep: int,
+        milestone_every: int,
         ranks: Ranks,
     ) -> None:
         self._run = run
@@ -216,9 +216,9 @@ class Saver:
         self._tokenizer = tokenizer
         self._optimizer = optimizer
         self._beside = beside
-        self._config = config
+        self._keep, self._milestone_every = keep, milestone_every
         self._ranks = ranks
-        self._backend = backends.select(config.device)
+        self._backend = on(student.device)
         self._behind: Behind[None, _Copy] = Behind(self._write, None)
         self._kept = KeptCopies()
         """Host copies of tensors that do not learn."""
@@ -322,7 +322,7 @@ class Saver:
         if copy.is_best:
             self._run.point("best", copy.path)
         self._run.point("latest", copy.path)
-        self._run.remove_old(self._config.keep, self._config.milestone_every)
+        self._run.remove_old(self._keep, self._milestone_every)
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

@@ -35,7 +35,7 @@ from qat.process import available_gib
 from qat.quant.spec import SUFFIX_OF, role_of
 from qat.quant.weight import pack
 from qat.ranks import ALONE, Ranks
-from qat.train.config import MOST_WARM_UP, TrainConfig, divide
+from qat.train.config import MOST_WARM_UP, OptimConfig, StepConfig, TrainConfig
 from qat.train.finite import not_finite
 from qat.train.judge import CODES_PREFIX, Judge
 from qat.train.loop import Trainer
@@ -52,7 +52,7 @@ from qat.train.resume import (
     same_judged,
 )
 from qat.train.rollout import PREFIX, check_rollouts
-from qat.train.run import RunDirectory, git_commit, step_of, versions
+from qat.train.run import RunDirectory, git_commit, resolved, step_of, versions
 from qat.train.saver import digest
 from qat.train.step import check_dtype
 
@@ -123,19 +123,21 @@ def opened(
         ConfigError, CacheError, CheckpointError, TrainingError, Stopped: see their messages.
     """
     run = RunDirectory(out)
-    config = ranks.together(lambda: run.inherited(config)) if resume else config
+    if resume and "warmup_steps" not in config.model_fields_set:
+        warmup_steps = ranks.together(run.original_warmup)
+        if warmup_steps is not None:
+            config = config.model_copy(update={"warmup_steps": warmup_steps})
+    recipe, fingerprint = resolved(config, student), config.fingerprint()
     with ExitStack() as stack:
         lock = held(out) if ranks.is_first else nullcontext()
         ranks.together(lambda: stack.enter_context(lock))
-        choice = choose_together(
-            run, config, student, resume=resume, begins_anew=begins_anew, ranks=ranks
-        )
+        choice = choose_together(run, recipe, resume=resume, begins_anew=begins_anew, ranks=ranks)
         whole = ranks.together(
             lambda: _open(config, student, run, choice=choice, ranks=ranks, loaded=loaded)
         )
         ranks.check_same(
             cache_content=str(whole.identity["cache_content"]),
-            settings=config.fingerprint(),
+            settings=fingerprint,
             code=git_commit(),
             step=str(whole.choice.step),
             student_fingerprint=str(whole.identity["student_fingerprint"]),
@@ -144,10 +146,8 @@ def opened(
 
         def record() -> None:
             if ranks.is_first:
-                facts = _facts(config, student, whole, ranks)
-                record_beginning(
-                    run, config, student, choice=whole.choice, facts=facts, forced=forced
-                )
+                facts = _facts(student, fingerprint, whole, ranks)
+                record_beginning(run, recipe, choice=whole.choice, facts=facts, forced=forced)
 
         ranks.together(record)
         trainer = Trainer(
@@ -215,11 +215,11 @@ def _open(
     loaded: Loaded | None,
 ) -> _Opened:
     """Read and check everything."""
-    divided = divide(config, ranks.size)
+    divided = config.divided(ranks.size)
     cache = open_cache(config.cache_dir)
-    check_losses(config, cache)
-    check_rollouts(config, cache)
-    check_batch(divided, cache)
+    check_losses(config.losses, cache, with_teacher=not config.reads_cache)
+    check_rollouts(config.on_policy, config.rollout_tokens, cache, config.device)
+    check_batch(config.batch_size, cache)
     if cache.num_sequences("train") == 0 or cache.num_sequences("held_out") == 0:
         raise ConfigError(
             f"{config.cache_dir} has {cache.num_sequences('train')} training and "
@@ -260,9 +260,32 @@ def _open(
             "continue; use --sample-prompt TEXT"
         )
     cache.check_student(identity["tokenizer"], model.config.vocab_size, model.longest)
-    resolved = check_dtype(divided)
-    teacher = open_teacher(resolved, cache)
-    optimizer, choice, remembered = _prepare(model, resolved, choice._replace(grown=grown), ranks)
+    config = check_dtype(divided)
+    teacher = open_teacher(
+        config.teacher,
+        cache,
+        where=config.cache_dir,
+        device=config.device,
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+    )
+    state, choice = _state_of(choice._replace(grown=grown))
+    optimizer = make_trainable(
+        model.model,
+        config.part(OptimConfig),
+        shards_latents=config.shard_latents,
+        ranks=ranks,
+        state=state,
+    )
+    remembered = _go_on(choice, state, device=config.device)
+    is_usual = "warmup_steps" not in config.model_fields_set
+    if choice.checkpoint is None and is_usual and config.warmup_steps < MOST_WARM_UP:
+        logger.info(
+            "warm-up: %d %s, a tenth of %d (--warmup-steps sets another)",
+            config.warmup_steps,
+            "step" if config.warmup_steps == 1 else "steps",
+            config.max_steps,
+        )
     if choice.step > config.max_steps:
         raise ConfigError(
             f"max_steps={config.max_steps}, but the run in {run.path} has taken {choice.step} "
@@ -273,56 +296,57 @@ def _open(
         raise CheckpointError(
             f"{source}: {which}, expected numbers; make it anew, or train another student"
         )
-    judge = Judge(model, tokenizer, cache, resolved, judged=judged)
-    return _Opened(model, optimizer, judge, teacher, resolved, choice, identity, remembered)
+    judge = Judge(
+        model,
+        tokenizer,
+        cache,
+        num_sequences=config.eval_sequences,
+        batch_size=config.batch_size,
+        prompt=config.sample_prompt,
+        judged=judged,
+    )
+    return _Opened(model, optimizer, judge, teacher, config, choice, identity, remembered)
 
 
-def _prepare(
-    model: LanguageModel, config: TrainConfig, choice: Choice, ranks: Ranks
-) -> tuple[Optimizer, Choice, dict[str, Tensor]]:
-    """Make the requested parameters learn; return optimizer, progress and the other state.
-
-    Random number generators are restored from the checkpoint.
-    """
+def _state_of(choice: Choice) -> tuple[dict[str, Tensor], Choice]:
+    """Return the trainer's tensors in the checkpoint, if any, and the choice with its progress."""
     if choice.checkpoint is None:
-        optimizer = make_trainable(model.model, config, ranks=ranks)
-        is_chosen = "warmup_steps" in config.model_fields_set
-        if not is_chosen and config.warmup_steps < MOST_WARM_UP:
-            logger.info(
-                "warm-up: %d %s, a tenth of %d (--warmup-steps sets another)",
-                config.warmup_steps,
-                "step" if config.warmup_steps == 1 else "steps",
-                config.max_steps,
-            )
-        return optimizer, choice, {}
+        return {}, choice
     state, facts = load_training_state(choice.checkpoint)
-    optimizer = make_trainable(model.model, config, ranks=ranks, state=state)
-    for name, generator in backends.select(config.device).generators().items():
+    best = math.inf if choice.is_best_lost else facts["best"]
+    return state, choice._replace(step=facts["step"], best=best)
+
+
+def _go_on(choice: Choice, state: dict[str, Tensor], *, device: str) -> dict[str, Tensor]:
+    """Restore the random number generators of a resumed run; return the rest of its state."""
+    if choice.checkpoint is None:
+        return {}
+    for name, generator in backends.select(device).generators().items():
         if f"rng.{name}" in state:  # a run that began on a CPU has no state of a GPU
             generator.set_state(state[f"rng.{name}"])
     logger.info("going on from %s", choice.checkpoint)
     kept = (CODES_PREFIX, PREFIX)
-    remembered = {name: tensor for name, tensor in state.items() if name.startswith(kept)}
-    best = math.inf if choice.is_best_lost else facts["best"]
-    return optimizer, choice._replace(step=facts["step"], best=best), remembered
+    return {name: tensor for name, tensor in state.items() if name.startswith(kept)}
 
 
 def make_trainable(
     model: PreTrainedModel,
-    config: TrainConfig,
+    config: OptimConfig,
     *,
+    shards_latents: bool = False,
     ranks: Ranks = ALONE,
     state: dict[str, Tensor] | None = None,
 ) -> Optimizer:
     """Make the parameters that the settings name learn and freeze all others; return the optimizer.
 
     Frozen codes in scope become latent weights if weights learn, and get an adapter if `lora`
-    learns; neither changes the function. With `shard_latents` each of the `ranks`, or of the
+    learns; neither changes the function. With `shards_latents` each of the `ranks`, or of the
     devices of one process, holds some rows of the latent weights.
 
     Args:
         model: a packed student, in float32.
-        config: the run's settings, with the dtype resolved.
+        config: settings with the dtype resolved.
+        shards_latents: whether latent weights are divided.
         ranks: the ranks that take each step together.
         state: the tensors of a checkpoint's trainer (`load_training_state`) to resume from; without
             them the random number generators start from the settings' seed.
@@ -336,23 +360,25 @@ def make_trainable(
     trellis.refuse(getattr(model.config, "quantization_config", None), "trained")
     names = linears_in_scope(model, config.scope, config.kinds)
     if "weights" in config.kinds:
-        sharers = ranks if config.shard_latents else ALONE
+        sharers = ranks if shards_latents else ALONE
         if config.offload != "none":
-            _check_host(model, names, config, sharers)
+            dtype = backends.select(config.device).dtype(config.dtype)
+            held = step_bytes(model, names, config, dtype, parts=sharers.size)
+            _check_host(config.offload, held.pinned)
         to_latent(
             model,
             names,
             sharers,
             dtype=DTYPES[config.latent_dtype],
-            is_spread=config.shard_latents,
+            is_spread=shards_latents,
             is_hosted=config.offload == "latents",
         )
     if "lora" in config.kinds:
         add_adapters(model, names, config.lora_rank, config.seed)
     by_kind = learnable(model, names, config.kinds)
-    if state is None:
+    if not state:
         torch.manual_seed(config.seed)
-        return Optimizer(model, by_kind, config, ranks=ranks)
+        state = {}
     for name, linear in quant_linears(model).items():
         codebook = state.get(f"parameter.{name}.codebook")
         # Training may change the order of levels, and a checkpoint sorts them: indices are renamed
@@ -360,70 +386,76 @@ def make_trainable(
         if codebook is not None and codebook.dim() == 1 and isinstance(linear, FrozenLutLinear):
             order = codebook.argsort(stable=True).to(linear.packed.device, torch.uint8)
             linear.packed.copy_(pack(order[linear.indices().int()], linear.spec.bits))
-    return Optimizer(model, by_kind, config, state, ranks=ranks)
+    return Optimizer(model, by_kind, config, state, ranks=ranks, is_spread=shards_latents)
 
 
-def _check_host(
-    model: PreTrainedModel, names: list[str], config: TrainConfig, sharers: Ranks
-) -> None:
+def _check_host(offload: str, pinned_bytes: int) -> None:
     """Check that the host has enough memory to pin; otherwise the system would kill the process."""
-    dtype, free = backends.select(config.device).dtype(config.dtype), available_gib()
-    needed = step_bytes(model, names, config, dtype, parts=sharers.size).pinned / GIB
+    needed, free = pinned_bytes / GIB, available_gib()
     if free is not None and needed > free:
         raise ConfigError(
-            f"offload={config.offload} pins {needed:.3g} GiB of host memory, but {free:.3g} GiB "
+            f"offload={offload} pins {needed:.3g} GiB of host memory, but {free:.3g} GiB "
             "are free there, expected as much; use a larger host, or offload less"
         )
 
 
-def check_batch(config: TrainConfig, cache: TeacherCache) -> None:
+def check_batch(size: int, cache: TeacherCache) -> None:
     """Check that no forward repeats a sequence, unless the batch is no larger than the default.
 
     Raises:
         ConfigError: the micro-batch has more sequences than the cache, and than the default has.
     """
-    count, usual = cache.num_sequences("train"), TrainConfig.model_fields["batch_size"].default
-    if config.batch_size > max(count, usual):
+    count, usual = cache.num_sequences("train"), StepConfig.model_fields["batch_size"].default
+    if size > max(count, usual):
         raise ConfigError(
-            f"batch_size={config.batch_size}, but {cache.directory} has {count} training "
+            f"batch_size={size}, but {cache.directory} has {count} training "
             f"sequences, expected no more in one forward; use --batch-size {count} or less, with "
             "--grad-accum-steps for larger steps"
         )
 
 
-def check_losses(config: TrainConfig, cache: TeacherCache) -> None:
+def check_losses(losses: dict[str, float], cache: TeacherCache, *, with_teacher: bool) -> None:
     """Check that the teacher, cached or running, provides what the losses read."""
-    if not config.reads_cache:
-        check_with_teacher(config.losses)
+    if with_teacher:
+        check_with_teacher(losses)
         return
     settings, has_tail = cache.manifest.settings, cache.manifest.has_tail
-    check_targets(config.losses, settings.top_k, settings.draws, has_tail=has_tail)
+    check_targets(losses, settings.top_k, settings.draws, has_tail=has_tail)
 
 
-def open_teacher(config: TrainConfig, cache: TeacherCache) -> LanguageModel | None:
+def open_teacher(
+    teacher: str | None,
+    cache: TeacherCache,
+    *,
+    where: str,
+    device: str,
+    dtype: str,
+    trust_remote_code: bool,
+) -> LanguageModel | None:
     """Load the teacher in the compute dtype, without gradients; None if only the cache is used.
+
+    `where` is the cache's address in messages.
 
     Raises:
         CheckpointError: there is no such model.
         ConfigError: it is not the model whose words the cache holds and the student is judged by.
     """
-    if config.teacher is None:
+    if teacher is None:
         return None
-    trust, known = config.trust_remote_code, cache.manifest.teacher
-    identity = model_identity(config.teacher, trust_remote_code=trust)
+    known = cache.manifest.teacher
+    identity = model_identity(teacher, trust_remote_code=trust_remote_code)
     if identity != known.identity:
         raise ConfigError(
-            f"teacher={config.teacher} is model {identity}, but {config.cache_dir} holds the words "
-            f"of {known.name}, {known.identity}; name that teacher, or build a cache of this one"
+            f"teacher={teacher} is model {identity}, but {where} holds the words of {known.name}, "
+            f"{known.identity}; name that teacher, or build a cache of this one"
         )
-    return load_teacher(
-        config.teacher, device=config.device, dtype=config.dtype, trust_remote_code=trust
-    )
+    return load_teacher(teacher, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
-def _facts(config: TrainConfig, student: str, whole: _Opened, ranks: Ranks) -> dict[str, object]:
+def _facts(student: str, fingerprint: str, whole: _Opened, ranks: Ranks) -> dict[str, object]:
     """Return the facts of `run.json` except versions and the history of the run."""
-    backend, cache = backends.select(config.device), whole.judge.cache
+    config, cache = whole.config, whole.judge.cache
+    backend = backends.select(config.device)
     manifest, judged = cache.manifest, whole.judge.judged
     return {
         "student": student,
@@ -433,7 +465,7 @@ def _facts(config: TrainConfig, student: str, whole: _Opened, ranks: Ranks) -> d
         "judged": judged.marks if judged else [],
         "teacher": manifest.teacher.name,
         "trust_remote_code": config.trust_remote_code,
-        "config_fingerprint": config.fingerprint(),
+        "config_fingerprint": fingerprint,
         "world_size": ranks.size,
         "device": backend.name(),
         "dtype": backend.dtype_name(config.dtype),

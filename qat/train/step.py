@@ -15,7 +15,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from qat.models.regions import Regions, compile_facts, refusals, say_uncompiled
 from qat.models.step_memory import step_bytes
 from qat.nn.step import form_moved_weights, release_weights
 from qat.ranks import Ranks
-from qat.train.config import StepConfig, TrainConfig
+from qat.train.config import StepConfig
 from qat.train.finite import trouble
 from qat.train.optim import Optimizer, linears_in_scope
 
@@ -64,13 +64,6 @@ class OwnRows(NamedTuple):
     """Losses on these rows, against the running teacher: weight by name."""
     reads_cache: bool
     """True if the other rows use the batch's targets although a teacher is running."""
-
-    @classmethod
-    def of(cls, config: TrainConfig) -> Self | None:
-        """Return the own rows of a run's settings; None if the run has none."""
-        if not config.on_policy:
-            return None
-        return cls(config.own_rows, config.own_losses, config.reads_cache)
 
 
 class _Part(NamedTuple):
@@ -120,7 +113,7 @@ class TrainingStep:
     ) -> None:
         self.student = student
         self.teacher = teacher
-        self._parts = _parts_of(config, own, has_teacher=teacher is not None)
+        self._parts = _parts_of(config.losses, config.batch_size, own, teacher is not None)
         self.optimizer = optimizer
         self.config = config
         self.backend = backends.select(config.device)
@@ -398,11 +391,13 @@ class _Graph:
         return sums
 
 
-def _parts_of(config: StepConfig, own: OwnRows | None, *, has_teacher: bool) -> list[_Part]:
+def _parts_of(
+    losses: dict[str, float], batch_size: int, own: OwnRows | None, has_teacher: bool
+) -> list[_Part]:
     """Return the parts of a micro-batch by their losses, in row order."""
     if own is None:
-        return [_Part(slice(None), config.losses, has_teacher)]
-    cached = _Part(slice(0, config.batch_size - own.number), config.losses, not own.reads_cache)
+        return [_Part(slice(None), losses, has_teacher)]
+    cached = _Part(slice(0, batch_size - own.number), losses, not own.reads_cache)
     mine = _Part(slice(cached.rows.stop, None), own.losses, True, OWN_WORDS)
     return [cached, mine] if cached.rows.stop else [mine]
 
@@ -431,7 +426,7 @@ def check_dtype(config: Settings) -> Settings:
     return config.model_copy(update={"dtype": backend.dtype_name(config.dtype)})
 
 
-def rank_indices(config: TrainConfig, step: int, num_sequences: int, ranks: Ranks) -> np.ndarray:
+def rank_indices(config: StepConfig, step: int, num_sequences: int, ranks: Ranks) -> np.ndarray:
     """Return the sequences of a step for this rank: `(grad_accum_steps, batch_size)` int64.
 
     All ranks together see the same sequences as one rank with proportionally more micro-batches, so

@@ -14,7 +14,6 @@ from qat.data.reader import TeacherCache
 from qat.logs import read_json_lines
 from qat.models.hf_quantizer import FORMAT
 from qat.observe.health import Check
-from qat.train.config import TrainConfig
 from qat.train.run import resolved
 from qat.train.start import train_student
 
@@ -178,7 +177,7 @@ def test_the_export_that_comes_next_holds_the_student(
     lacks = {name: "cannot" if name in lacking else None for name in ("gguf", "dense", "packed")}
     monkeypatch.setattr("qat.export.targets.ships_to", lambda _: lacks)
     final = finished_as(tmp_path, {"format": FORMAT, "features": ["kv"], "kv": {"bits": 8}})
-    *_, export = _next(final, TrainConfig(cache_dir="c"), {})
+    *_, export = _next(final, "c", "The", {})
     assert export == ["qat", "export", str(final), "--to", to, "--out", f"{final}-{to}"]
 
 
@@ -189,7 +188,7 @@ def test_an_engine_comes_next_only_for_a_student_that_it_takes(
     lacks = dict.fromkeys(("gguf", "dense", "packed"))
     monkeypatch.setattr("qat.export.targets.ships_to", lambda _: lacks)
     final = finished_as(tmp_path, {"format": FORMAT, "features": features, "kv": {"bits": 8}})
-    programs = [words[0] for words in _next(final, TrainConfig(cache_dir="c"), {})]
+    programs = [words[0] for words in _next(final, "c", "The", {})]
     assert programs == ["qat", "qat", *["vllm"] * is_served, "qat"]
 
 

@@ -4,7 +4,6 @@ import time
 
 import pytest
 import torch
-from train_case import config
 
 from qat.backend import device as backends
 from qat.logs import read_json_lines
@@ -19,7 +18,7 @@ def test_a_heartbeat_tells_what_the_device_does(tmp_path) -> None:
     backend = backends.select("cuda")
     matrix = torch.randn(N, N, device="cuda")
     matrix = torch.tanh(matrix @ matrix)  # the library is loaded
-    with Pulse(tmp_path, backend, ALONE, config=config(tmp_path), flops_share=None) as pulse:
+    with Pulse(tmp_path, backend, ALONE, stall_s=600.0, flops_share=None) as pulse:
         before = time.perf_counter()
         for step in range(1, STEPS + 1):
             for _ in range(10):
@@ -38,7 +37,7 @@ def test_a_heartbeat_tells_what_the_device_does(tmp_path) -> None:
 
 def test_noting_a_step_does_not_wait_for_the_device(tmp_path) -> None:
     backend = backends.select("cuda")
-    with Pulse(tmp_path, backend, ALONE, config=config(tmp_path), flops_share=None) as pulse:
+    with Pulse(tmp_path, backend, ALONE, stall_s=600.0, flops_share=None) as pulse:
         for step in range(1, 100):  # the first events are made
             pulse.stepped(step, 1)
         backend.synchronize()

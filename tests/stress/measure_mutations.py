@@ -41,7 +41,7 @@ from qat.ranks import ALONE
 from qat.train import start
 from qat.train.config import TrainConfig
 from qat.train.resume import choose_together
-from qat.train.run import RunDirectory
+from qat.train.run import RunDirectory, resolved
 
 TIME_S = 10.0
 MEMORY_BYTES = 2**30
@@ -218,7 +218,9 @@ def read_student(root: Path) -> str:
 def read_run(config: TrainConfig, student: str, root: Path) -> str:
     """What a run goes on from: a hash of all that the trainer and the student hold."""
     run = RunDirectory(root)
-    choice = choose_together(run, config, student, resume=True, begins_anew=False, ranks=ALONE)
+    choice = choose_together(
+        run, resolved(config, student), resume=True, begins_anew=False, ranks=ALONE
+    )
     opened = start._open(config, student, run, choice=choice, ranks=ALONE, loaded=None)
     step = opened.choice.step
     run.forget_after(step)

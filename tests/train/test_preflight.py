@@ -8,14 +8,13 @@ import pytest
 from qat.errors import ConfigError
 from qat.train.config import TrainConfig
 from qat.train.preflight import (
+    Preflight,
     RunFinding,
     RunPlan,
     RunPrediction,
     codes_forced,
     is_long,
-    preflight,
     refuse,
-    suggested_save_every,
 )
 
 GIB = 2**30
@@ -53,7 +52,7 @@ def settings(**values: object) -> TrainConfig:
 
 def found(plan: RunPlan, **values: object) -> dict[str, RunFinding]:
     """Findings by code, notes left out."""
-    findings = preflight(settings(**values), plan)
+    findings = Preflight(settings(**values), plan).findings()
     return {each.code: each for each in findings if each.severity != "note"}
 
 
@@ -63,9 +62,9 @@ def slower(step_s: float, **values: object) -> RunPlan:
 
 def test_nothing_speaks_against_a_sound_run() -> None:
     assert found(PLAN) == {}
-    notes = {each.code for each in preflight(settings(), PLAN)}
+    notes = {each.code for each in Preflight(settings(), PLAN).findings()}
     assert notes == {"epochs", "memory", "disk", "time"}
-    (pinned,) = (f for f in preflight(settings(**AWAY), PLAN) if f.code == "host_memory")
+    (pinned,) = (f for f in Preflight(settings(**AWAY), PLAN).findings() if f.code == "host_memory")
     assert "offload=latents pins 70 GiB of host memory" in pinned.line()
 
 
@@ -150,15 +149,17 @@ def test_what_does_not_learn_has_no_rate() -> None:
 
 def test_the_worst_comes_first() -> None:
     plan = PLAN._replace(prediction=FAST._replace(peak_gib=200.0))
-    severities = [each.severity for each in preflight(settings(lr=0.2), plan)]
+    severities = [each.severity for each in Preflight(settings(lr=0.2), plan).findings()]
     assert severities == ["error", "warning", *["note"] * (len(severities) - 2)]
 
 
 def test_time_and_price() -> None:
     plan = PLAN._replace(world=2)
-    (note,) = (f for f in preflight(settings(price_per_hour=3.0), plan) if f.code == "time")
+    (note,) = (
+        f for f in Preflight(settings(price_per_hour=3.0), plan).findings() if f.code == "time"
+    )
     # 10,000 steps of 0.1 s, 101 evaluations of 0.5 s
-    assert FAST.hours(settings()) == pytest.approx((1000 + 50.5) / 3600)
+    assert Preflight(settings(), PLAN).hours() == pytest.approx((1000 + 50.5) / 3600)
     assert note.found.startswith("0.292 hours at 0.1 s a step, 160,000 tokens/s")
     assert note.reason.startswith("1.75 at 3 an hour")
 
@@ -171,20 +172,20 @@ def test_at_its_limit_a_thing_is_not_told() -> None:
 
 def test_a_short_run_may_do_without_checkpoints() -> None:
     assert "save_every_off" not in found(PLAN, save_every=0, max_steps=1000)
-    assert not is_long(settings(max_steps=4999), 0.9)
-    assert is_long(settings(max_steps=4999), 1.1) and is_long(settings(max_steps=5000), None)
-    assert suggested_save_every(settings(), PLAN._replace(prediction=None)) == 100
+    assert not is_long(4999, 0.9)
+    assert is_long(4999, 1.1) and is_long(5000, None)
+    assert Preflight(settings(), PLAN._replace(prediction=None)).suggested_save_every() == 100
 
 
 def test_disk_counts_all_that_lies_there_at_once() -> None:
     config = settings(keep=3, milestone_every=1000)
-    assert FAST.disk_bytes(config) == (3 + 10 + 2) * GIB + GIB // 4
-    assert FAST.disk_bytes(settings(save_every=0)) == 3 * GIB + GIB // 4
+    assert Preflight(config, PLAN).disk_bytes() == (3 + 10 + 2) * GIB + GIB // 4
+    assert Preflight(settings(save_every=0), PLAN).disk_bytes() == 3 * GIB + GIB // 4
 
 
 def test_errors_stop_and_are_remembered_when_forced() -> None:
     plan = PLAN._replace(problems=("x; y",))
-    findings = preflight(settings(save_every=0, lr=2.0), plan)
+    findings = Preflight(settings(save_every=0, lr=2.0), plan).findings()
     with pytest.raises(ConfigError, match=r"^preflight: .*--force \(1 more"):
         codes_forced(findings, force=False)
     assert codes_forced(findings, force=True) == ["lr", "save_every_off"]

@@ -31,9 +31,9 @@ class Clock:
 
 
 def make_pulse(path: Path, clock: Clock, *, ranks: Ranks = ALONE, **values: object) -> Pulse:
-    settings = config(path, **values)
+    stall_s = config(path, **values).stall_s
     return Pulse(
-        path, backends.select("cpu"), ranks, config=settings, flops_share=1e-3, clock=clock
+        path, backends.select("cpu"), ranks, stall_s=stall_s, flops_share=1e-3, clock=clock
     )
 
 

@@ -13,7 +13,7 @@ from train_case import config, make_place
 from qat.errors import ConfigError
 from qat.logs import read_json_lines
 from qat.ranks import ALONE, Ranks
-from qat.train.config import TrainConfig, divide
+from qat.train.config import TrainConfig
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer
 from qat.train.saver import digest
@@ -176,15 +176,15 @@ def test_a_rank_without_the_cache_stops_all_before_anything_is_written(place, tm
 def test_a_batch_that_does_not_divide_is_refused(place):
     expected = r"global_batch_size=64 does not divide by 3 ranks x batch_size=4; .* multiple of 12"
     with pytest.raises(ConfigError, match=expected):
-        divide(settings(place, global_batch_size=64, batch_size=4), 3)
-    assert divide(settings(place, global_batch_size=64, batch_size=4), 2).grad_accum_steps == 8
+        settings(place, global_batch_size=64, batch_size=4).divided(3)
+    assert settings(place, global_batch_size=64, batch_size=4).divided(2).grad_accum_steps == 8
     unset = settings(place, global_batch_size=0)
-    assert divide(unset, 3) == unset
+    assert unset.divided(3) == unset
 
 
 def test_the_parts_of_a_step_are_its_whole_however_many_ranks_there_are(place):
     def parts(size: int) -> list[int]:
-        chosen = divide(settings(place, global_batch_size=16), size)
+        chosen = settings(place, global_batch_size=16).divided(size)
         ranks = [Ranks(rank, size, torch.device("cpu")) for rank in range(size)]
         return sorted(i for one in ranks for i in rank_indices(chosen, 3, 100, one).flatten())
 

@@ -66,7 +66,11 @@ def trainer_of(place: Path, out: Path, **values: object) -> Trainer:
     trainer = make_trainer(chosen, place / "student", out)
     beside = load_teacher(chosen.teacher, device="cpu", dtype=chosen.dtype)
     trainer.take_step = TrainingStep(
-        trainer.student, trainer.optimizer, chosen, beside, own=OwnRows.of(chosen)
+        trainer.student,
+        trainer.optimizer,
+        chosen,
+        beside,
+        own=OwnRows(chosen.own_rows, chosen.own_losses, chosen.reads_cache),
     )
     return trainer
 

@@ -40,7 +40,8 @@ def trainer(place: Path, tmp_path: Path) -> Iterator[Trainer]:
         made.judge.tokenizer,
         made.optimizer,
         beside=[made.codes],
-        config=made.config,
+        keep=made.config.keep,
+        milestone_every=made.config.milestone_every,
         ranks=made.ranks,
     )
     with made.saver:

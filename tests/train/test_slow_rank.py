@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from ranks_case import run_ranks
-from train_case import config
 
 from qat.backend import device as backends
 from qat.logs import read_json_lines
@@ -25,8 +24,7 @@ def batches(seconds: float) -> Iterator[None]:
 
 def beat_on(ranks: Ranks, path: Path, *, fetch_s: float, work_s: float) -> list[float]:
     """What each beat says that a rank of such steps spends in exchanges."""
-    settings = config(path)
-    with Pulse(path, backends.select("cpu"), ranks, config=settings, flops_share=None) as pulse:
+    with Pulse(path, backends.select("cpu"), ranks, stall_s=600.0, flops_share=None) as pulse:
         for step, _ in enumerate(pulse.timed(batches(fetch_s)), 1):
             time.sleep(work_s)
             ranks.sum_([torch.ones(3)])

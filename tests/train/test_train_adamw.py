@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from train_case import config, visiting
+from train_case import visiting
 
 from qat.backend.base import Backend
 from qat.train.adamw import Learner, StochasticAdamW, TorchAdamW
@@ -15,9 +15,7 @@ from qat.train.adamw import Learner, StochasticAdamW, TorchAdamW
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_the_factor_of_the_gradients_is_in_the_moments(tmp_path, is_fused: bool) -> None:
     parameter, gradient = nn.Parameter(torch.zeros(8)), torch.randn(8)
-    mover = TorchAdamW(
-        {"weight": Learner(parameter, 0.1, 0.0)}, config(tmp_path), is_fused=is_fused
-    )
+    mover = TorchAdamW({"weight": Learner(parameter, 0.1, 0.0)}, 0.99, is_fused=is_fused)
     mover.begin()
     parameter.grad = gradient.clone()
     mover.move(0, 1.0, torch.tensor(0.25))
@@ -40,10 +38,9 @@ def test_moments_on_the_host_move_weights_to_the_same_bits(
     for offload in ("none", "moments"):
         weights = {name: nn.Parameter(tensor.clone()) for name, tensor in first.items()}
         learners = {name: Learner(p, 0.1, 0.01) for name, p in weights.items()}
-        settings = config(tmp_path, latent_dtype="bf16", offload=offload)
         if offload == "moments":
             monkeypatch.setattr(Backend, "visiting", watched)
-        mover = StochasticAdamW(learners, settings)
+        mover = StochasticAdamW(learners, 0.99, seed=0, is_offloaded=offload == "moments")
         for step in range(3):
             for name, p in weights.items():  # one gets no gradient
                 p.grad = None if name == "b" else torch.full_like(p, step - 0.5)
@@ -51,6 +48,6 @@ def test_moments_on_the_host_move_weights_to_the_same_bits(
         moved[offload] = {**{n: p.detach() for n, p in weights.items()}, **mover.state()}
     assert visitors == [2] * 6
     assert all(torch.equal(moved["moments"][name], t) for name, t in moved["none"].items())
-    again = StochasticAdamW(learners, settings)
+    again = StochasticAdamW(learners, 0.99, seed=0, is_offloaded=True)
     again.load(mover.state())
     assert all(torch.equal(again.state()[name], t) for name, t in mover.state().items())

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from qat.bench.config import AttentionConfig
     from qat.convert.calibrate import TokenBatch
     from qat.models.language_model import LanguageModel
-    from qat.train.config import TrainConfig
     from qat.train.preflight import RunFinding
 
 
@@ -122,12 +121,12 @@ def measure(student: LanguageModel, batch: TokenBatch) -> dict[str, object]:
 
 
 def findings(
-    config: TrainConfig, student: PreTrainedConfig, length: int, backend: Backend
+    learn: str, student: PreTrainedConfig, length: int, backend: Backend
 ) -> Iterable[RunFinding]:
     """Return what preflight says of a run on sequences of `length`."""
     from qat.extensions.nsa import preflight
 
-    return preflight.findings(config, preflight.plan_of(student, length, backend))
+    return preflight.findings(learn, preflight.plan_of(student, length, backend))
 
 
 def run_benchmark(

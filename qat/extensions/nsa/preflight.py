@@ -8,7 +8,6 @@ from transformers import PreTrainedConfig
 from qat.backend.base import Backend
 from qat.extensions.nsa.kernels.router import Route, choose
 from qat.extensions.nsa.swap import nsa_config
-from qat.train.config import TrainConfig
 from qat.train.preflight import RunFinding
 
 
@@ -43,8 +42,8 @@ def plan_of(student: PreTrainedConfig, length: int, backend: Backend) -> SparseP
     return SparsePlan(length, config.reach, config.mode != "merged", route, backend.name())
 
 
-def findings(config: TrainConfig, plan: SparsePlan) -> Iterator[RunFinding]:
-    """Yield the findings about a run with these settings."""
+def findings(learn: str, plan: SparsePlan) -> Iterator[RunFinding]:
+    """Yield the findings about a run in which the kinds named in `learn` learn."""
     if plan.sequence_length <= plan.reach:
         yield RunFinding(
             "nsa_dense",
@@ -54,8 +53,8 @@ def findings(config: TrainConfig, plan: SparsePlan) -> Iterator[RunFinding]:
             "its choice of blocks never acts and the student does not learn to live with it",
             "build a cache of longer sequences, or convert to fewer or smaller blocks",
         )
-    if plan.has_gates and "gates" not in config.kinds:
-        found = f"learn={config.learn} leaves the gates of sparse attention as they are"
+    if plan.has_gates and "gates" not in learn.split(","):
+        found = f"learn={learn} leaves the gates of sparse attention as they are"
         reason = "where they begin, selection alone counts"
         yield RunFinding("nsa_gates", "note", found, reason, "add gates to --learn")
     is_slow = plan.route.backend == "reference" and plan.device != "cpu"

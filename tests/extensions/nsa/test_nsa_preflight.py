@@ -10,7 +10,7 @@ from qat.extensions.nsa import hook
 from qat.extensions.nsa.kernels.router import Route
 from qat.extensions.nsa.preflight import SparsePlan, findings, plan_of
 from qat.train.config import TrainConfig
-from qat.train.preflight import RunPlan, preflight
+from qat.train.preflight import Preflight, RunPlan
 
 CONFIG = TrainConfig(cache_dir=Path("cache"))
 FAST = SparsePlan(2048, 1024, True, Route("auto", "flex", "CUDA"), "NVIDIA H200")
@@ -33,7 +33,7 @@ SLOW = Route("auto", "reference", "width 20 is no power of two")
     ],
 )
 def test_findings_and_their_severity(plan: SparsePlan, values: dict, expected: dict) -> None:
-    found = [*findings(CONFIG.model_copy(update=values), plan)]
+    found = [*findings(CONFIG.model_copy(update=values).learn, plan)]
     assert {each.code: each.severity for each in found} == expected
     assert all(each.reason and each.mend for each in found)
 
@@ -43,7 +43,7 @@ def test_a_student_is_looked_at_as_it_is_trained() -> None:
     plan = plan_of(config, 128, backend)
     assert plan[:3] == (128, SMALL.reach, True)
     assert plan.route.backend == "reference" and plan.device == "cpu"
-    found = tuple(hook.findings(CONFIG, config, 60, backend))
+    found = tuple(hook.findings(CONFIG.learn, config, 60, backend))
     run = RunPlan("cpu", False, None, 2**40, 10**6, 1000, 60, 1024, attention=found)
-    assert set(found) <= set(preflight(CONFIG, run))
+    assert set(found) <= set(Preflight(CONFIG, run).findings())
     assert {each.code for each in found} == {"nsa_dense", "nsa_gates", "nsa_backend"}

@@ -423,7 +423,7 @@ class Traceable:
                 str(i): by_id[id(t)]._replace(parameter=stack, lr=LR)
                 for i, (t, stack) in enumerate(zip(self.learned, stacks, strict=True))
             }
-            mover = TorchAdamW(learners, self.settings, is_fused=False)
+            mover = TorchAdamW(learners, self.settings.beta2, is_fused=False)
             state = {f"step.{i}": torch.zeros(()) for i in learners}
             for i in range(len(stacks)):
                 state |= {f"exp_avg.{i}": moments[2 * i], f"exp_avg_sq.{i}": moments[2 * i + 1]}
