@@ -17,7 +17,7 @@ from qat.bench.run import Setting
 from qat.cli.tables import row_table, wide_console
 from qat.models.flops import token_flops
 from qat.models.language_model import LanguageModel
-from qat.train.optim import linears_in_scope
+from qat.train.learnable import linears_in_scope
 from qat.train.step import check_dtype
 
 FROZEN = {"learn": "scales,codebook"}

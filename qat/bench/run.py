@@ -37,7 +37,7 @@ from qat.models.flops import StepWork, TokenFlops, step_work, token_flops
 from qat.models.language_model import LanguageModel
 from qat.models.step_memory import step_bytes
 from qat.train.config import StepConfig
-from qat.train.optim import linears_in_scope
+from qat.train.learnable import linears_in_scope
 from qat.train.step import EAGER_STEPS, GRAPH_TOKENS, check_dtype
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ The decoder is divided into regions: each layer is compiled, recomputed in backw
 equal layers share one compiled graph, in which projections of the same input are one matmul. A
 recomputed layer keeps only its input, and backward processes it in slices of the batch, so that the
 layer's inner memory does not grow with the batch. If all formed weights would not fit, each layer's
-are formed before it runs (`qat.nn.step.form_by_layer`).
+are formed before it runs (`qat.nn.by_layer.form_by_layer`).
 """
 
 import logging
@@ -29,9 +29,8 @@ from qat.backend.device import on
 from qat.kernels.glu import silu_mul
 from qat.kernels.joined_attention import joined_fits_tile, joined_tile_attention
 from qat.models.document_attention import attend, kv_spec
+from qat.nn.by_layer import Arrivals, form_by_layer
 from qat.nn.step import (
-    Arrivals,
-    form_by_layer,
     form_moved_weights,
     gathering,
     join_linears,

@@ -125,7 +125,7 @@ class QuantLinear(nn.Module):
     formed: Tensor | None
     turn: Turn | None = None
     """Shared memory for `formed` if the layer is formed on its own
-    (`qat.nn.step.form_by_layer`).
+    (`qat.nn.by_layer.form_by_layer`).
     """
     lora_in: nn.Parameter | None
     activation: ActivationQuantizer | None

@@ -26,8 +26,9 @@ from qat.ranks import ALONE, Ranks
 from qat.train.config import RolloutConfig, StepConfig, TrainConfig
 from qat.train.finite import not_finite
 from qat.train.judge import CodeWatch, Judge
+from qat.train.learnable import linears_in_scope
 from qat.train.metrics import Metrics
-from qat.train.optim import Optimizer, linears_in_scope
+from qat.train.optim import Optimizer
 from qat.train.pulse import Pulse
 from qat.train.resume import EXIT_CODES, HALT, Stops
 from qat.train.rollout import Rollouts

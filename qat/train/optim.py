@@ -1,31 +1,25 @@
-"""The optimizer: which parameters learn, each kind with its own learning rate.
-
-Also the schedule of the rates and the loss scale of float16.
-"""
+"""The optimizer of the parameters that learn, each kind with its own learning rate."""
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from qat.backend import device as backend
 from qat.backend.copies import Copying
-from qat.errors import ConfigError
-from qat.models.attention import SPARSE, load_sparse_attention
-from qat.models.stored_state import INPUT_SCALE
 from qat.nn.hosted import HostedLutLinear
-from qat.nn.quant_linear import KIND_OF, LutLinear, quant_linears
+from qat.nn.quant_linear import quant_linears
 from qat.nn.sharded import ShardedLutLinear
-from qat.nn.sites import routers
-from qat.quant.spec import role_of
-from qat.quant.weight import rms
 from qat.ranks import ALONE, Ranks
-from qat.train.adamw import MOMENTS, EightBitAdamW, Learner, Mover, StochasticAdamW, TorchAdamW
-from qat.train.config import KINDS, OptimConfig
+from qat.train.adamw import MOMENTS, Learner, Mover, StochasticAdamW, TorchAdamW
+from qat.train.adamw8bit import EightBitAdamW
+from qat.train.config import OptimConfig
+from qat.train.learnable import natural_sizes
+from qat.train.loss_scale import LossScale
 
 FORGOTTEN, LATE = 2.0**-24, 2**24
 """Relative size below which float32 loses an addend; a step count at which bias corrections are
@@ -35,68 +29,6 @@ LEAST_SHARE = 2.0**-64
 constant, which changes the graph. So small a rate moves no weight in float32."""
 DECAY_FRAC = 0.2
 """Share of a run's steps over which `wsd` decays: the last fifth."""
-START, GROWTH_INTERVAL = 2.0**16, 2000
-"""First loss scale and good steps before it doubles, as in `torch.amp.GradScaler`."""
-WHY_NONE = {
-    "gates": "the student's attention has no gates (it is dense, or its branches are merged): "
-    "convert with --attention nsa",
-    "router": "the student has no experts to choose among",
-}
-"""Reasons why a kind of parameter outside linears may be missing."""
-
-
-def linears_in_scope(model: nn.Module, scope: str, kinds: tuple[str, ...] = KINDS) -> list[str]:
-    """Return the names of the quantized linears that may learn.
-
-    Raises:
-        ConfigError: there are none, though one of `kinds` belongs to linears.
-    """
-    names = [name for name in quant_linears(model) if scope in ("e2e", role_of(name))]
-    if not names and set(kinds) & set(KIND_OF.values()):
-        raise ConfigError(
-            f"the student has no quantized linears in scope {scope}; quantize it first with "
-            "'qat convert' or choose another scope"
-        )
-    return names
-
-
-def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dict[str, list[str]]:
-    """Return parameter names by kind: of the linears `names`, and all norms, gates or routers.
-
-    Static scales of inputs are `scales` as well. Fixed grids have no codebook to learn; if no
-    linear has one and there are other kinds, `codebook` is left out.
-
-    Raises:
-        ConfigError: a requested kind has no parameters here.
-    """
-    found: dict[str, list[str]] = {kind: [] for kind in kinds}
-    modules = quant_linears(model)
-    for name in names:
-        for local in modules[name].weight_parameters():
-            kind = KIND_OF[local]
-            is_fixed_grid = kind == "codebook" and modules[name].spec.codebook != "lut"
-            if kind in found and not is_fixed_grid:
-                found[kind].append(f"{name}.{local}")
-    shared = {name for name, _ in model.named_parameters()}  # a shared one has one name here
-    if "scales" in found:
-        scales = (f"{name}.{INPUT_SCALE}" for name in names)
-        found["scales"] += [name for name in scales if name in shared]
-    everywhere = {
-        "norms": lambda: [n for n, p in model.named_parameters() if p.dim() == 1 and "norm" in n],
-        "gates": lambda: [n for n, _ in model.named_parameters() if f".{SPARSE}." in n],
-        "router": lambda: [
-            f"{name}.{local}" for name, router in routers(model).items()
-            for local, _ in router.named_parameters()
-        ],
-    }  # fmt: skip
-    found |= {kind: named() for kind, named in everywhere.items() if kind in found}
-    if not found.get("codebook", ["other"]) and len(found) > 1:
-        del found["codebook"]
-    for kind, parameters in found.items():
-        if not parameters:
-            why = WHY_NONE.get(kind, f"the linears in scope hold no {kind} that can learn")
-            raise ConfigError(f"learn={kind}, but {why}; drop it from --learn")
-    return found
 
 
 class Optimizer:
@@ -377,27 +309,6 @@ class Optimizer:
             self.loss_scale.load(state)
 
 
-def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, float]:
-    """Return each learnable tensor's natural size, by which its learning rate is multiplied.
-
-    It is the root mean square; one for a norm, whose weight scales by itself or by one plus itself.
-    The factors of an adapter may be zero: their size is that of factors whose product is as large
-    as the weight, so that a step at `lr_lora` moves the weight by about that share of its own size.
-    Gates may begin at zero: the extension with sparse attention knows their size.
-    """
-    linears, parameters = quant_linears(model), dict(model.named_parameters())
-    size_of = {
-        "norms": lambda _: 1.0,
-        "lora": lambda name: linears[name.rpartition(".")[0]].lora_size(),
-        "weights": lambda name: cast(LutLinear, linears[name.rpartition(".")[0]]).latent_size(),
-        "gates": lambda name: load_sparse_attention().natural_size(name, parameters[name]),
-        # a bias, often zero, adds to logits
-        "router": lambda name: rms(parameters[name]) if parameters[name].dim() > 1 else 1.0,
-        **dict.fromkeys(("scales", "codebook"), lambda name: rms(parameters[name])),
-    }
-    return {name: size_of[kind](name) for kind, names in by_kind.items() for name in names}
-
-
 def lr_share(
     step: int,
     max_steps: int,
@@ -421,44 +332,3 @@ def lr_share(
         return 1 - (1 - min_ratio) * done
     done = (step - warmup_steps) / max(1, max_steps - 1 - warmup_steps)
     return min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * done)) / 2
-
-
-class LossScale:
-    """A power of two: halved when gradients overflow, doubled after 2000 steps without overflow.
-
-    The rule and numbers are those of `torch.amp.GradScaler`. That class reads every gradient once
-    more to look for overflow, and the host waits to decide whether to step; here the gradients'
-    norm, which clipping computes anyway, shows an overflow, and nothing leaves the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.scale = torch.tensor(START, device=device)
-        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
-        """Steps since the last change of the scale."""
-
-    def settle(self, norm: Tensor) -> Tensor:
-        """Set the next step's scale from this step's gradient norm before clipping.
-
-        Returns:
-            The norm for the trainer: zero if the step is skipped because of an overflow and the
-            scale can still be lowered.
-        """
-        has_overflowed = ~norm.isfinite()
-        is_hopeless = self.scale <= 1
-        grown = self.good_steps + 1
-        is_due = grown >= GROWTH_INTERVAL
-        raised = torch.where(is_due, self.scale * 2, self.scale)
-        lowered = (self.scale / 2).clamp(min=1)
-        # in place: a captured graph multiplies by this very tensor
-        self.scale.copy_(torch.where(has_overflowed, lowered, raised))
-        self.good_steps.copy_(torch.where(has_overflowed | is_due, 0, grown))
-        return torch.where(has_overflowed & ~is_hopeless, 0.0, norm)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the tensors for a checkpoint."""
-        return {"loss_scale.scale": self.scale, "loss_scale.good_steps": self.good_steps}
-
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Restore `state`."""
-        for name, tensor in self.state().items():
-            tensor.copy_(state[name])

@@ -33,7 +33,7 @@ from qat.process import GIB, is_out_of_memory
 from qat.ranks import ALONE, Ranks, Rehearsal
 from qat.train.config import OptimConfig, RolloutConfig, StepConfig, TrainConfig, rate_of
 from qat.train.judge import CodeWatch, Judge
-from qat.train.optim import linears_in_scope
+from qat.train.learnable import linears_in_scope
 from qat.train.rollout import Rollouts, check_rollouts
 from qat.train.start import check_batch, check_losses, make_trainable, open_teacher
 from qat.train.step import (

@@ -38,9 +38,10 @@ from qat.ranks import ALONE, Ranks
 from qat.train.config import MOST_WARM_UP, OptimConfig, StepConfig, TrainConfig
 from qat.train.finite import not_finite
 from qat.train.judge import CODES_PREFIX, Judge
+from qat.train.learnable import learnable, linears_in_scope
 from qat.train.loop import Trainer
 from qat.train.metrics import write_summary
-from qat.train.optim import Optimizer, learnable, linears_in_scope
+from qat.train.optim import Optimizer
 from qat.train.resume import (
     Choice,
     best_of,

@@ -15,7 +15,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -40,7 +40,9 @@ from qat.nn.step import form_moved_weights, release_weights
 from qat.ranks import Ranks
 from qat.train.config import StepConfig
 from qat.train.finite import trouble
-from qat.train.optim import Optimizer, linears_in_scope
+from qat.train.learnable import linears_in_scope
+from qat.train.optim import Optimizer
+from qat.train.step_graph import StepGraph
 
 logger = logging.getLogger(__name__)
 Settings = TypeVar("Settings", bound=StepConfig)
@@ -143,7 +145,7 @@ class TrainingStep:
         self._agreement = Agreement(self.backend, optimizer.ranks)
         self.is_stop_agreed = False
         """True if all ranks stop after this step; all ranks agree on it."""
-        self._graph: _Graph | None = None
+        self._graph: StepGraph | None = None
         self._ran: set[tuple[torch.Size, bool]] = set()
         """Shapes of micro-batches, and whether rows were packed, that the compiler has seen."""
         self._waits: list[str] | None = None
@@ -246,7 +248,7 @@ class TrainingStep:
                     logger.info("steps are not recorded: the host waits in %s", self._waits[0])
                 return sums
             if not self._waits:
-                self._graph = _Graph(self, batches[0], valid, is_packed)
+                self._graph = StepGraph(self, batches[0], valid, is_packed)
         if self._graph is not None and self._graph.fits(batches, is_packed):
             return self._graph.run(batches, valid)
         return self._run(batches, valid, is_packed)
@@ -341,54 +343,6 @@ class TrainingStep:
             regions.remove()
         self._end_precision()
         release_weights(self.student.model)
-
-
-class _Graph:
-    """Forward and backward of one micro-batch, captured once and replayed on other data."""
-
-    def __init__(self, step: TrainingStep, batch: Batch, valid: Tensor, is_packed: bool) -> None:
-        self._batch = Batch(*(tensor.clone() for tensor in batch))
-        self._valid = valid.clone()
-        self._is_packed = is_packed
-        step.backend.free_memory()
-        self._replay, self._sums = step.backend.record(
-            lambda: step.run_micro_step(self._batch, self._valid, is_packed)
-        )
-        every = step.optimizer.parameters.values()
-        pairs = [(p, p.grad) for p in every if p.grad is not None]
-        self._parameters = [parameter for parameter, _ in pairs]
-        self._gradients = [gradient for _, gradient in pairs]
-        step.optimizer.forget_gradients()
-
-    def fits(self, batches: Sequence[Batch], is_packed: bool) -> bool:
-        """Return whether all batches match the captured shapes and packing.
-
-        A graph captured for packed rows is valid for any rows, but not the reverse.
-        """
-        if is_packed and not self._is_packed:
-            return False
-        pairs = (pair for batch in batches for pair in zip(batch, self._batch, strict=True))
-        return all(new.shape == old.shape for new, old in pairs)
-
-    def run(self, batches: list[Batch], valid: Tensor) -> Tensor:
-        """Return the losses summed over all micro-batches; gradients are left in the parameters."""
-        self._valid.copy_(valid)
-        gradients = self._gradients
-        sums: Any = 0
-        for number, batch in enumerate(batches):
-            for old, new in zip(self._batch, batch, strict=True):
-                old.copy_(new)
-            self._replay()
-            sums = sums + self._sums
-            if len(batches) == 1:
-                break
-            if number == 0:
-                gradients = [gradient.clone() for gradient in self._gradients]
-            else:
-                torch._foreach_add_(gradients, self._gradients)
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
-        return sums
 
 
 def _parts_of(

@@ -10,7 +10,7 @@ from qat.bench.config import BenchConfig
 from qat.bench.measure import fit_cost, measure_roofline, time_steps
 from qat.bench.student import open_student
 from qat.models.flops import token_flops
-from qat.train.optim import linears_in_scope
+from qat.train.learnable import linears_in_scope
 from qat.train.step import StepResult
 
 CPU = backend.select("cpu")

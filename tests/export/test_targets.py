@@ -976,7 +976,7 @@ def test_the_float_model_is_found_through_runs_conversions_and_imports(tmp_path:
 
 
 def test_a_run_for_a_target_stays_inside_it(students: dict[TargetName, Path]) -> None:
-    from qat.train.optim import learnable
+    from qat.train.learnable import learnable
 
     for to in SHIPPED:
         model = load_model(str(students[to]), device="cpu").model

@@ -19,7 +19,8 @@ from qat.nn.latent import add_adapters
 from qat.nn.quant_linear import QuantLinear
 from qat.quant.lora import LORA_NAMES
 from qat.quant.spec import PRESETS
-from qat.train.optim import Optimizer, learnable, linears_in_scope
+from qat.train.learnable import learnable, linears_in_scope
+from qat.train.optim import Optimizer
 from qat.train.step import EAGER_STEPS, TrainingStep
 
 pytestmark = pytest.mark.gpu

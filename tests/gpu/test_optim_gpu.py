@@ -16,7 +16,8 @@ from qat.kernels.adamw import Moving, Noise, stochastic_adamw_
 from qat.nn.latent import to_latent
 from qat.nn.swap import linear_names
 from qat.train.finite import not_finite, trouble
-from qat.train.optim import Optimizer, learnable, linears_in_scope
+from qat.train.learnable import learnable, linears_in_scope
+from qat.train.optim import Optimizer
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,8 @@ from qat.models.language_model import LanguageModel
 from qat.nn.latent import to_latent
 from qat.nn.swap import decoder_layers
 from qat.quant.spec import PRESETS
-from qat.train.optim import Optimizer, learnable, linears_in_scope
+from qat.train.learnable import learnable, linears_in_scope
+from qat.train.optim import Optimizer
 from qat.train.step import EAGER_STEPS, TrainingStep
 
 pytestmark = pytest.mark.gpu

@@ -25,7 +25,7 @@ from qat.nn.quant_linear import quant_linears
 from qat.nn.step import form_weights, release_weights
 from qat.quant.spec import LutSpec
 from qat.train.config import TrainConfig
-from qat.train.optim import linears_in_scope
+from qat.train.learnable import linears_in_scope
 from qat.train.start import make_trainable
 
 

@@ -32,7 +32,7 @@ from qat.models.load import load_model, load_teacher
 from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import decoder_layers, linear_names
 from qat.quant.spec import role_of
-from qat.train.optim import linears_in_scope
+from qat.train.learnable import linears_in_scope
 
 WORDS = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
 SHAPE = {

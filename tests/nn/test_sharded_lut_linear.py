@@ -9,9 +9,10 @@ from quantized import SPECS, random_weight
 from ranks_case import run_ranks
 from torch import Tensor, nn
 
+from qat.nn.by_layer import Arrivals, form_by_layer
 from qat.nn.quant_linear import LutLinear, quant_linears
 from qat.nn.sharded import ShardedLutLinear
-from qat.nn.step import Arrivals, form_by_layer, form_moved_weights, form_weights
+from qat.nn.step import form_moved_weights, form_weights
 from qat.quant.lora import random_lora
 from qat.quant.weight import dequantize
 from qat.ranks import ALONE, Ranks, Rehearsal, Wait

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from qat.kernels import lut_weight
+from qat.nn.by_layer import form_by_layer
 from qat.nn.quant_linear import LutLinear, QuantLinear, quant_linears
 from qat.nn.step import (
     JoinedLinears,
-    form_by_layer,
     form_moved_weights,
     form_weights,
     join_linears,

@@ -16,7 +16,8 @@ from qat.models.stored_state import INPUT_SCALE
 from qat.nn.activation import read_alike
 from qat.nn.quant_linear import quant_linears
 from qat.nn.step import form_weights
-from qat.train.optim import Optimizer, learnable
+from qat.train.learnable import learnable
+from qat.train.optim import Optimizer
 from qat.train.start import TrainReport, train_student
 
 IDS = torch.arange(24).view(2, 12) * 7 % 320

@@ -19,7 +19,8 @@ from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import linear_names
 from qat.quant.lora import LORA_NAMES
 from qat.train.config import TrainConfig
-from qat.train.optim import Optimizer, learnable, linears_in_scope, natural_sizes
+from qat.train.learnable import learnable, linears_in_scope, natural_sizes
+from qat.train.optim import Optimizer
 from qat.train.run import RunDirectory
 from qat.train.start import TrainReport, train_student
 

@@ -4,13 +4,13 @@ import math
 
 import torch
 
-from qat.train.optim import LossScale
+from qat.train.loss_scale import LossScale
 
 GOOD, BAD = torch.tensor(2.5), torch.tensor(math.inf)
 
 
 def test_it_follows_gradscaler(monkeypatch) -> None:
-    monkeypatch.setattr("qat.train.optim.GROWTH_INTERVAL", 3)
+    monkeypatch.setattr("qat.train.loss_scale.GROWTH_INTERVAL", 3)
     ours = LossScale(torch.device("cpu"))
     theirs = torch.amp.GradScaler("cpu", growth_interval=3)
     parameter = torch.nn.Parameter(torch.zeros(2))

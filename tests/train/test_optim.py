@@ -20,7 +20,8 @@ from qat.nn.sites import open_sites
 from qat.nn.swap import linear_names, replace_module
 from qat.ranks import Ranks
 from qat.train.config import TrainConfig
-from qat.train.optim import Optimizer, learnable, linears_in_scope, natural_sizes
+from qat.train.learnable import learnable, linears_in_scope, natural_sizes
+from qat.train.optim import Optimizer
 
 ALL = ("weights", "scales", "codebook", "norms")
 

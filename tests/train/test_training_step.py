@@ -18,8 +18,8 @@ from qat.errors import ConfigError
 from qat.models.step_memory import step_bytes
 from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import decoder_layers
+from qat.train.learnable import linears_in_scope
 from qat.train.loop import Trainer
-from qat.train.optim import linears_in_scope
 from qat.train.start import make_trainable
 from qat.train.step import HELD_SHARE, TrainingStep, check_dtype
 

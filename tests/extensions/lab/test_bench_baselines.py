@@ -23,7 +23,7 @@ from qat.extensions.lab.baselines.training import CHUNK_TOKENS, ChunkedLoss, pla
 from qat.extensions.lab.config import BaselinesConfig
 from qat.losses.formulas import to_targets
 from qat.models.language_model import LanguageModel
-from qat.train.optim import linears_in_scope
+from qat.train.learnable import linears_in_scope
 
 CPU = backend.select("cpu")
 

@@ -1,0 +1,96 @@
+"""Which parameters of a student may learn, by kind, and their natural sizes."""
+
+from typing import cast
+
+from torch import nn
+
+from qat.errors import ConfigError
+from qat.models.attention import SPARSE, load_sparse_attention
+from qat.models.stored_state import INPUT_SCALE
+from qat.nn.quant_linear import KIND_OF, LutLinear, quant_linears
+from qat.nn.sites import routers
+from qat.quant.spec import role_of
+from qat.quant.weight import rms
+from qat.train.config import KINDS
+
+WHY_NONE = {
+    "gates": "the student's attention has no gates (it is dense, or its branches are merged): "
+    "convert with --attention nsa",
+    "router": "the student has no experts to choose among",
+}
+"""Reasons why a kind of parameter outside linears may be missing."""
+
+
+def linears_in_scope(model: nn.Module, scope: str, kinds: tuple[str, ...] = KINDS) -> list[str]:
+    """Return the names of the quantized linears that may learn.
+
+    Raises:
+        ConfigError: there are none, though one of `kinds` belongs to linears.
+    """
+    names = [name for name in quant_linears(model) if scope in ("e2e", role_of(name))]
+    if not names and set(kinds) & set(KIND_OF.values()):
+        raise ConfigError(
+            f"the student has no quantized linears in scope {scope}; quantize it first with "
+            "'qat convert' or choose another scope"
+        )
+    return names
+
+
+def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dict[str, list[str]]:
+    """Return parameter names by kind: of the linears `names`, and all norms, gates or routers.
+
+    Static scales of inputs are `scales` as well. Fixed grids have no codebook to learn; if no
+    linear has one and there are other kinds, `codebook` is left out.
+
+    Raises:
+        ConfigError: a requested kind has no parameters here.
+    """
+    found: dict[str, list[str]] = {kind: [] for kind in kinds}
+    modules = quant_linears(model)
+    for name in names:
+        for local in modules[name].weight_parameters():
+            kind = KIND_OF[local]
+            is_fixed_grid = kind == "codebook" and modules[name].spec.codebook != "lut"
+            if kind in found and not is_fixed_grid:
+                found[kind].append(f"{name}.{local}")
+    shared = {name for name, _ in model.named_parameters()}  # a shared one has one name here
+    if "scales" in found:
+        scales = (f"{name}.{INPUT_SCALE}" for name in names)
+        found["scales"] += [name for name in scales if name in shared]
+    everywhere = {
+        "norms": lambda: [n for n, p in model.named_parameters() if p.dim() == 1 and "norm" in n],
+        "gates": lambda: [n for n, _ in model.named_parameters() if f".{SPARSE}." in n],
+        "router": lambda: [
+            f"{name}.{local}" for name, router in routers(model).items()
+            for local, _ in router.named_parameters()
+        ],
+    }  # fmt: skip
+    found |= {kind: named() for kind, named in everywhere.items() if kind in found}
+    if not found.get("codebook", ["other"]) and len(found) > 1:
+        del found["codebook"]
+    for kind, parameters in found.items():
+        if not parameters:
+            why = WHY_NONE.get(kind, f"the linears in scope hold no {kind} that can learn")
+            raise ConfigError(f"learn={kind}, but {why}; drop it from --learn")
+    return found
+
+
+def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, float]:
+    """Return each learnable tensor's natural size, by which its learning rate is multiplied.
+
+    It is the root mean square; one for a norm, whose weight scales by itself or by one plus itself.
+    The factors of an adapter may be zero: their size is that of factors whose product is as large
+    as the weight, so that a step at `lr_lora` moves the weight by about that share of its own size.
+    Gates may begin at zero: the extension with sparse attention knows their size.
+    """
+    linears, parameters = quant_linears(model), dict(model.named_parameters())
+    size_of = {
+        "norms": lambda _: 1.0,
+        "lora": lambda name: linears[name.rpartition(".")[0]].lora_size(),
+        "weights": lambda name: cast(LutLinear, linears[name.rpartition(".")[0]]).latent_size(),
+        "gates": lambda name: load_sparse_attention().natural_size(name, parameters[name]),
+        # a bias, often zero, adds to logits
+        "router": lambda name: rms(parameters[name]) if parameters[name].dim() > 1 else 1.0,
+        **dict.fromkeys(("scales", "codebook"), lambda name: rms(parameters[name])),
+    }
+    return {name: size_of[kind](name) for kind, names in by_kind.items() for name in names}
