@@ -19,6 +19,7 @@ from qat.errors import ConfigError
 from qat.models.checkpoint import save_checkpoint
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
+from qat.models.split_check import check_split
 from qat.nn.packed_reader import read_packed
 from qat.ranks import joined
 from qat.train.config import TrainConfig
@@ -171,7 +172,7 @@ def _in_memory(model: PreTrainedModel) -> LanguageModel:
     """Return the model as the verbs load it: in float32 and eval mode."""
     nn.Module.float(model)  # transformers' own `float` refuses quantized models
     found = LanguageModel(model.eval())
-    found.check_split()
+    check_split(found)
     return found
 
 

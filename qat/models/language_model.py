@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qat.backend.device import on
-from qat.errors import CheckpointError
 from qat.kernels.attention import document_mask, fits_tile, tile_bytes
 from qat.kernels.head import Head
 from qat.models.attention import is_all_sparse, sparse_attention
 from qat.models.document_attention import use_packed_attention
-from qat.models.noise import TF32_EPS, distance, disturbed, hooked, signs
 from qat.models.rotary import rotate_by_document
 from qat.nn.activation import read
 from qat.nn.lut_embedding import FrozenLutHead, TiedLutHead
@@ -43,9 +41,6 @@ SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap
 """Configuration keys of a soft cap on logits."""
 HALVES = (torch.bfloat16, torch.float16)
 """The 16-bit floating-point dtypes."""
-MOST_OF_NOISE = 2.0
-"""Largest allowed difference of two ways through the body, as a multiple of what a rounding in
-every layer changes."""
 
 
 class LanguageModel:
@@ -69,7 +64,7 @@ class LanguageModel:
             in_files.install(model)
         self._cast_head: Tensor | None = None
         factors = {key: getattr(self.config, key, None) or 1.0 for key in LOGIT_FACTORS}
-        self._gain = math.prod(value ** LOGIT_FACTORS[key] for key, value in factors.items())
+        self.gain = math.prod(value ** LOGIT_FACTORS[key] for key, value in factors.items())
 
     @property
     def config(self) -> Any:
@@ -122,16 +117,16 @@ class LanguageModel:
         output = body_of(self.model)(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **extra
         )
-        return self._as_read(output.last_hidden_state)
+        return self.as_read(output.last_hidden_state)
 
-    def _as_read(self, hidden: Tensor) -> Tensor:
+    def as_read(self, hidden: Tensor) -> Tensor:
         """Return `hidden` as the head reads it: quantized if a quantized head quantizes its input.
 
         It is also multiplied by the model's logit factor, so that kernels need not apply it.
         """
         if isinstance(self.head, FrozenLutHead | TiedLutHead):
             hidden = read(self.head, hidden)
-        return hidden if self._gain == 1 else hidden * self._gain
+        return hidden if self.gain == 1 else hidden * self.gain
 
     def _attention_inputs(self, position_ids: Tensor, is_packed: bool) -> dict[str, object]:
         """Make the mask here: transformers would synchronize to see if rows are packed."""
@@ -170,116 +165,6 @@ class LanguageModel:
         config = layer_config(self.config, 0)
         width = getattr(config, "head_dim", None)
         return width or config.hidden_size // config.num_attention_heads
-
-    @torch.no_grad()
-    def check_split(self) -> None:
-        """Compare head and body, each run separately, with the whole model on four tokens.
-
-        Also compare the body's earlier outputs when the last token is another one.
-
-        Raises:
-            CheckpointError: the model changes its hidden states or logits in a way that is not
-                supported here, reads later tokens, or computes values that are not finite.
-        """
-        if self.head is None:
-            raise CheckpointError(
-                f"{type(self.model).__name__} has no output embedding, expected a causal language "
-                "model; choose another model"
-            )
-        ids = torch.arange(4, device=self.device)[None] % self.config.vocab_size
-        bodies: list[Tensor] = []
-        # OPT's head skips the base model
-        parts = {self.model.get_decoder(), body_of(self.model)} - {self.model}
-        with hooked(parts, lambda _m, _a, output: bodies.append(output[0])):
-            whole = self.model(input_ids=ids, use_cache=False).logits
-        if not bodies or not whole.isfinite().all():
-            found = "logits that are not finite" if bodies else "logits without its base model"
-            raise CheckpointError(
-                f"{type(self.model).__name__} gives {found} in {self.dtype}, expected numbers from "
-                "its head; try --dtype bf16 or fp32, copy the weights anew, or choose another model"
-            )
-        self._check_head(bodies[-1], whole)
-        positions = torch.arange(ids.shape[1], device=self.device)[None]
-        found = self.hidden(ids, positions)
-        off, noise = self._off(found, self._as_read(bodies[-1]), ids)
-        if not off <= MOST_OF_NOISE * noise:
-            raise CheckpointError(
-                f"{type(self.model).__name__} computes other hidden states where documents are "
-                f"packed (off by {off:.2g} of their size, where rounding gives {noise:.2g}), "
-                "expected the same; choose another model"
-            )
-        before = slice(0, ids.shape[1] - 1)
-        other = self.hidden(ids.index_fill(1, positions[0, -1:], 0), positions)
-        off, noise = self._off(other[:, before], found[:, before], ids)
-        if not off <= MOST_OF_NOISE * noise:
-            raise CheckpointError(
-                f"{type(self.model).__name__} reads tokens that come later (another last one "
-                f"changes the hidden states before it by {off:.2g} of their size, where rounding "
-                f"gives {noise:.2g}), expected a causal language model; choose another model"
-            )
-
-    @torch.no_grad()
-    def check_layers(self) -> None:
-        """Compare `hidden_of` with `hidden`, bit by bit, if the model stays in its files.
-
-        Raises:
-            CheckpointError: this architecture cannot be run layer by layer.
-        """
-        if self.in_files is None:
-            return
-        ids = torch.arange(4, device=self.device)[None] % self.config.vocab_size
-        batch = ids, torch.arange(4, device=self.device)[None]
-        (found,) = self.hidden_of([batch])
-        if not torch.equal(found, self.hidden(*batch)):
-            raise CheckpointError(
-                f"{type(self.model).__name__} computes other hidden states layer by layer, which "
-                "--device-map disk needs, expected the same; choose another"
-            )
-
-    def _check_head(self, body: Tensor, whole: Tensor) -> None:
-        """Compare the logits of the head on the same hidden states: only the last bit may differ.
-
-        If the model scales logits and we scale hidden states, the effect of that rounding is
-        allowed too.
-        """
-        wished = getattr(self.head, "in_features", body.shape[-1])
-        if body.shape[-1] != wished:
-            raise CheckpointError(
-                f"{type(self.model).__name__} makes {wished} features of its {body.shape[-1]} "
-                "hidden ones before the head, expected nothing between; choose another model"
-            )
-        # some compute in 16 bits and return float32
-        eps = max(torch.finfo(dtype).eps for dtype in (whole.dtype, self.dtype))
-        hidden = self._as_read(body)
-        split = self.logits(hidden)
-        difference = (split.float() - whole.float().to(split.device)).abs().max().item()
-        most = eps * whole.abs().max().item()
-        if self._gain != 1:
-            off = self.logits(
-                hidden + hidden.abs() * eps * signs(hidden, torch.Generator().manual_seed(0))
-            )
-            most += MOST_OF_NOISE * (off.float() - split.float()).abs().max().item()
-        # negated, so that NaN counts as different
-        if not difference <= most:
-            raise CheckpointError(
-                f"{type(self.model).__name__} gives other logits than its head makes of its hidden "
-                f"states (by up to {difference:.3g}), expected a plain or soft-capped head; choose "
-                "another model"
-            )
-
-    def _off(self, found: Tensor, expected: Tensor, ids: Tensor) -> tuple[float, float]:
-        """Return the distance of hidden states of `ids`, and that by a rounding in every layer.
-
-        The second depends on the model and is large for deep ones with large values in a few
-        channels. So it is measured, unless all values are equal.
-        """
-        off = distance(found, expected)
-        if off == 0:
-            return 0.0, 0.0
-        positions = torch.arange(ids.shape[1], device=self.device)[None]
-        plain = self.hidden(ids, positions)
-        with disturbed(self.model, max(torch.finfo(expected.dtype).eps, TF32_EPS)):
-            return off, distance(self.hidden(ids, positions), plain)
 
     @property
     def softcap(self) -> float | None:

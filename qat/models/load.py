@@ -44,6 +44,7 @@ from qat.models.gguf_cache import Vocabulary, Weights, as_floats, opened
 from qat.models.hf_quantizer import QUANT_METHOD
 from qat.models.language_model import LanguageModel
 from qat.models.opening import Opening, auto_class, read_config
+from qat.models.split_check import check_layers, check_split
 from qat.models.stored_state import packed_state_dict
 from qat.models.streamed import ON_DISK, InFiles, without_warning_of_disks
 from qat.patterns import pattern_fault
@@ -107,7 +108,7 @@ def load_teacher(
         logger.info(
             "%s is in memory whole: it is packed, adapted, or somebody quantized it", source
         )
-    teacher.check_layers()
+    check_layers(teacher)
     teacher.model.requires_grad_(False)
     return teacher
 
@@ -250,7 +251,7 @@ def _split(source: str, model: PreTrainedModel, in_files: InFiles | None) -> Lan
     with Opening(source, "a causal language model"):
         found = LanguageModel(model, in_files)
         try:
-            found.check_split()
+            check_split(found)
         except CheckpointError:
             raise
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:

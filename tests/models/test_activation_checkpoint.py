@@ -15,6 +15,7 @@ from qat.models.checkpoint import check_written, load_checkpoint, load_skeleton,
 from qat.models.directory import CHECKSUMS
 from qat.models.hf_quantizer import QatConfig
 from qat.models.language_model import LanguageModel
+from qat.models.split_check import check_split
 from qat.models.stored_state import INPUT_SCALE, activation_counts, packed_state_dict
 from qat.nn.latent import to_latent
 from qat.nn.quant_linear import quant_linears
@@ -64,7 +65,7 @@ def test_reloaded_logits_are_equal(kind: str, dtype: torch.dtype, tmp_path: Path
 def test_a_head_rounds_once_however_it_is_called(kind: str) -> None:
     made = student(kind, has_head=True)
     model = LanguageModel(made)
-    model.check_split()
+    check_split(model)
     positions = torch.arange(IDS.shape[1]).expand_as(IDS)
     with torch.no_grad():
         found = model.logits(model.hidden(IDS, positions))

@@ -21,6 +21,7 @@ from qat.models.checkpoint import copy_processors, save_checkpoint
 from qat.models.directory import resolve
 from qat.models.language_model import LanguageModel, most_positions
 from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity
+from qat.models.split_check import check_split
 
 IDS = torch.arange(12).view(2, 6)
 
@@ -196,7 +197,7 @@ def test_identity_follows_the_content(packed: Path, float_dir: Path) -> None:
 def test_head_of_hidden_is_the_model(architecture: str, softcap: float | None) -> None:
     overrides = {"final_logit_softcapping": softcap} if architecture == "gemma3" else {}
     split = LanguageModel(tiny_model(architecture, **overrides))
-    split.check_split()
+    check_split(split)
     positions = torch.arange(6).expand(2, 6)
     with torch.no_grad():
         assert torch.equal(split.logits(split.hidden(IDS, positions)), logits(split.model))
@@ -204,7 +205,7 @@ def test_head_of_hidden_is_the_model(architecture: str, softcap: float | None) -
 
 def test_a_head_of_16_bits_gives_float32_without_gradients() -> None:
     split = LanguageModel(tiny_model("qwen3").bfloat16())
-    split.check_split()
+    check_split(split)
     with torch.no_grad():
         hidden = split.hidden(IDS, torch.arange(6).expand(2, 6))
         found = split.logits(hidden)
@@ -225,7 +226,7 @@ def test_scaled_logits_are_refused() -> None:
 
     model.forward = scaled
     with pytest.raises(CheckpointError, match="gives other logits than its head makes"):
-        LanguageModel(model).check_split()
+        check_split(LanguageModel(model))
 
 
 def deep_with_outliers() -> PreTrainedModel:
@@ -268,7 +269,7 @@ def test_a_deep_model_may_round_as_it_does(monkeypatch: pytest.MonkeyPatch) -> N
         whole = logits(split.model)
     # what 30 layers make of rounding is more than a few percent of the largest logit
     assert (packed - whole).abs().max() > 0.02 * whole.abs().max()
-    split.check_split()
+    check_split(split)
 
 
 def test_a_changed_head_of_a_deep_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,27 +284,27 @@ def test_a_changed_head_of_a_deep_model_is_refused(monkeypatch: pytest.MonkeyPat
 
     model.forward = scaled
     with pytest.raises(CheckpointError, match="gives other logits than its head makes"):
-        LanguageModel(model).check_split()
+        check_split(LanguageModel(model))
 
 
 def test_another_attention_of_a_deep_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     other_kernel(monkeypatch, causal=False)
     with pytest.raises(CheckpointError, match="computes other hidden states"):
-        LanguageModel(deep_with_outliers()).check_split()
+        check_split(LanguageModel(deep_with_outliers()))
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:
     model = tiny_model()
     model.model.norm.weight.data[0] = torch.nan
     with pytest.raises(CheckpointError, match="gives logits that are not finite in torch.float32"):
-        LanguageModel(model).check_split()
+        check_split(LanguageModel(model))
 
 
 def test_a_model_without_head_is_refused() -> None:
     model = tiny_model()
     model.get_output_embeddings = lambda: None
     with pytest.raises(CheckpointError, match="no output embedding"):
-        LanguageModel(model).check_split()
+        check_split(LanguageModel(model))
 
 
 @pytest.mark.slow
@@ -349,13 +350,13 @@ def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, name: object) 
 @pytest.mark.parametrize("family", ["XLNetLMHeadModel", "CpmAntForCausalLM"])
 def test_a_model_that_reads_what_comes_later_is_refused(family: str) -> None:
     with pytest.raises(CheckpointError, match="reads tokens that come later"):
-        LanguageModel(build(family)).check_split()
+        check_split(LanguageModel(build(family)))
 
 
 @pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "GptOssForCausalLM"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_may_round_otherwise_beside_another_token(family: str, dtype: torch.dtype) -> None:
-    LanguageModel(build(family).to(dtype)).check_split()
+    check_split(LanguageModel(build(family).to(dtype)))
 
 
 @pytest.mark.parametrize("family", ["RecurrentGemmaForCausalLM", "xLSTMForCausalLM"])
@@ -363,7 +364,7 @@ def test_logits_are_soft_capped_by_any_name_of_the_bound(family: str) -> None:
     model = build(family)
     model.get_output_embeddings().weight.data.mul_(1000)
     split = LanguageModel(model)
-    split.check_split()
+    check_split(split)
     assert split.softcap == 30
     with torch.no_grad():
         found = split.logits(split.hidden(IDS, torch.arange(6).expand(2, 6)))

@@ -142,7 +142,7 @@ def test_a_damaged_table_of_formats_is_one_line(values: dict, student: Path) -> 
 def test_our_own_mistakes_keep_their_traceback(teacher: Path, monkeypatch) -> None:
     with pytest.raises(KeyError), Opening(teacher, "a model"):
         {}["ours"]
-    monkeypatch.setattr(load.LanguageModel, "check_split", lambda model: [][1])
+    monkeypatch.setattr(load, "check_split", lambda model: [][1])
     with pytest.raises(IndexError):
         load_model(str(teacher), device="cpu")
     with pytest.raises(KeyboardInterrupt), Opening(teacher, "a model"):

@@ -22,6 +22,7 @@ from qat.errors import CheckpointError
 from qat.models import streamed
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher
+from qat.models.split_check import check_layers
 from qat.models.streamed import (
     InFiles,
     Keeper,
@@ -274,10 +275,10 @@ def test_layers_that_give_something_else_alone_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = opened(tmp_path)
-    model.check_layers()
+    check_layers(model)
     monkeypatch.setattr(model, "hidden_of", lambda batches: [model.hidden(*batches[0]) + 1])
     with pytest.raises(CheckpointError, match="other hidden states layer by layer"):
-        model.check_layers()
+        check_layers(model)
 
 
 def test_what_layers_cannot_do_alone_is_one_line() -> None:

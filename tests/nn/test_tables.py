@@ -31,6 +31,7 @@ from qat.models.cost import (
 )
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
+from qat.models.split_check import check_split
 from qat.nn.lut_embedding import TiedLutHead, lut_tables
 from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import (
@@ -84,7 +85,7 @@ def test_a_table_computes_as_the_float_table_of_its_values(architecture: str, ti
     assert torch.equal(logits(model), logits(plain))
     model.tie_weights()  # changes nothing
     assert torch.equal(logits(model), logits(plain))
-    LanguageModel(model).check_split()
+    check_split(LanguageModel(model))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from qat.models.document_attention import make_mask
 from qat.models.flops import forward_flops
 from qat.models.language_model import LanguageModel
 from qat.models.regions import join_projections, part_projections
+from qat.models.split_check import check_split
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import form_weights
 from qat.nn.swap import linear_names, replace_module
@@ -44,7 +45,7 @@ def test_packed_or_not_it_is_the_model_itself(config) -> None:
     expected = model(IDS, position_ids=POSITIONS).logits
     one = model(IDS).logits
     wrapped = LanguageModel(model)
-    wrapped.check_split()
+    check_split(wrapped)
     packed = wrapped.logits(wrapped.hidden(IDS, POSITIONS))
     torch.testing.assert_close(packed, expected, rtol=0, atol=1e-5)
     whole = torch.arange(S).expand(B, S)
