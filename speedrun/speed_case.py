@@ -18,7 +18,7 @@ from qat.cli.tables import row_table, wide_console
 from qat.models.flops import token_flops
 from qat.models.language_model import LanguageModel
 from qat.train.learnable import linears_in_scope
-from qat.train.step import check_dtype
+from qat.train.start import check_dtype
 
 FROZEN = {"learn": "scales,codebook"}
 LATENT = {"learn": "weights,scales,codebook"}

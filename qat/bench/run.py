@@ -38,7 +38,8 @@ from qat.models.language_model import LanguageModel
 from qat.models.step_memory import step_bytes
 from qat.train.config import StepConfig
 from qat.train.learnable import linears_in_scope
-from qat.train.step import EAGER_STEPS, GRAPH_TOKENS, check_dtype
+from qat.train.start import check_dtype
+from qat.train.step import EAGER_STEPS, GRAPH_TOKENS
 
 logger = logging.getLogger(__name__)
 

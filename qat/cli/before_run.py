@@ -96,7 +96,7 @@ def check_machine(stages: Stages, done: Collection[str]) -> None:
         ConfigError: the first one that a stage to come would refuse.
     """
     from qat.backend.device import select
-    from qat.train.step import check_dtype
+    from qat.train.start import check_dtype
 
     cache, convert, train, evaluate = stages
     for stage, config in (("cache", cache), ("eval", evaluate)):

@@ -35,15 +35,8 @@ from qat.train.config import OptimConfig, RolloutConfig, StepConfig, TrainConfig
 from qat.train.judge import CodeWatch, Judge
 from qat.train.learnable import linears_in_scope
 from qat.train.rollout import Rollouts, check_rollouts
-from qat.train.start import check_batch, check_losses, make_trainable, open_teacher
-from qat.train.step import (
-    EAGER_STEPS,
-    OwnRows,
-    StepResult,
-    TrainingStep,
-    check_dtype,
-    rank_indices,
-)
+from qat.train.start import check_batch, check_dtype, check_losses, make_trainable, open_teacher
+from qat.train.step import EAGER_STEPS, OwnRows, StepResult, TrainingStep, rank_indices
 
 # A prediction of a run's time, memory and disk space from two measured steps. All objects used are
 # discarded: a run that follows has the same results, bit for bit.

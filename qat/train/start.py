@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +55,9 @@ from qat.train.resume import (
 from qat.train.rollout import PREFIX, check_rollouts
 from qat.train.run import RunDirectory, git_commit, resolved, step_of, versions
 from qat.train.saver import digest
-from qat.train.step import check_dtype
 
 logger = logging.getLogger(__name__)
+StepSettings = TypeVar("StepSettings", bound=StepConfig)
 
 
 @dataclass(frozen=True)
@@ -398,6 +398,23 @@ def _check_host(offload: str, pinned_bytes: int) -> None:
             f"offload={offload} pins {needed:.3g} GiB of host memory, but {free:.3g} GiB "
             "are free there, expected as much; use a larger host, or offload less"
         )
+
+
+def check_dtype(config: StepSettings) -> StepSettings:
+    """Return the settings with `dtype=auto` resolved for their device.
+
+    Raises:
+        ConfigError: the device is missing, lacks the dtype or does not support `form` or the
+            optimizer.
+    """
+    backend = backends.select(config.device)
+    backend.tracing.check_optimizer(config.optimizer, config.latent_dtype)
+    if config.form == "layer" and backend.is_traced:
+        raise ConfigError(
+            f"form=layer, but device={config.device} compiles a step as a whole, expected a device "
+            "that runs layer by layer; use --form whole, with --shard-latents for several devices"
+        )
+    return config.model_copy(update={"dtype": backend.dtype_name(config.dtype)})
 
 
 def check_batch(size: int, cache: TeacherCache) -> None:

@@ -3,7 +3,7 @@
 `TrainingStep.__call__` is the entry: `qat.nn.step` forms the weights, `run_micro_step` runs the
 student forward, computes the loss with `qat.losses` and calls backward, in which every linear pulls
 its gradient back, and `qat.train.optim` updates the parameters. Also here: which sequences of a
-step belong to a rank, and decisions that all ranks take together.
+step belong to a rank.
 
 Nothing in this code waits for the device. On a GPU the first steps compile; then forward and
 backward of a micro-batch are captured as one graph and replayed, if the micro-batch is small enough
@@ -13,20 +13,18 @@ how many tokens an expert got).
 
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar, cast
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qat.backend import device as backends
-from qat.backend.base import GIB, Backend
+from qat.backend.base import GIB
 from qat.backend.tracing import CompileWatch
 from qat.data.packing import Batch
 from qat.data.sampler import sequence_indices
-from qat.errors import ConfigError
 from qat.kernels.attention import MAX_TILE
 from qat.losses.config import OWN_WORDS
 from qat.losses.formulas import Targets, to_targets
@@ -38,6 +36,7 @@ from qat.models.regions import Regions, compile_facts, refusals, say_uncompiled
 from qat.models.step_memory import step_bytes
 from qat.nn.step import form_moved_weights, release_weights
 from qat.ranks import Ranks
+from qat.train.agreement import Agreement
 from qat.train.config import StepConfig
 from qat.train.finite import trouble
 from qat.train.learnable import linears_in_scope
@@ -45,7 +44,6 @@ from qat.train.optim import Optimizer
 from qat.train.step_graph import StepGraph
 
 logger = logging.getLogger(__name__)
-Settings = TypeVar("Settings", bound=StepConfig)
 
 EAGER_STEPS = 2
 """Steps of one shape before capture, so that compiler and allocator have warmed up."""
@@ -363,23 +361,6 @@ def _is_packed(batch: Batch) -> bool:
     return bool((batch.position_ids[:, 1:] == 0).any())
 
 
-def check_dtype(config: Settings) -> Settings:
-    """Return the settings with `dtype=auto` resolved for their device.
-
-    Raises:
-        ConfigError: the device is missing, lacks the dtype or does not support `form` or the
-            optimizer.
-    """
-    backend = backends.select(config.device)
-    backend.tracing.check_optimizer(config.optimizer, config.latent_dtype)
-    if config.form == "layer" and backend.is_traced:
-        raise ConfigError(
-            f"form=layer, but device={config.device} compiles a step as a whole, expected a device "
-            "that runs layer by layer; use --form whole, with --shard-latents for several devices"
-        )
-    return config.model_copy(update={"dtype": backend.dtype_name(config.dtype)})
-
-
 def rank_indices(config: StepConfig, step: int, num_sequences: int, ranks: Ranks) -> np.ndarray:
     """Return the sequences of a step for this rank: `(grad_accum_steps, batch_size)` int64.
 
@@ -389,25 +370,3 @@ def rank_indices(config: StepConfig, step: int, num_sequences: int, ranks: Ranks
     count = config.sequences_per_step * ranks.size
     indices = sequence_indices(config.seed, step, count, num_sequences)
     return indices.reshape(-1, ranks.size, config.batch_size)[:, ranks.rank]
-
-
-class Agreement:
-    """A decision of all ranks, read some steps late, so that no host waits for its device."""
-
-    def __init__(self, backend: Backend, ranks: Ranks) -> None:
-        self._backend = backend
-        self._lag = backend.decision_lag if ranks.size > 1 else 0
-        self._under_way: deque[tuple[Tensor, Callable[[], None]]] = deque()
-
-    def settle(self, wishes: Tensor) -> bool:
-        """Return whether any rank requested it `decision_lag` steps ago; with one rank, now.
-
-        Args:
-            wishes: the number of ranks that request it in this step, on the device.
-        """
-        self._under_way.append((self._backend.to_host(wishes), self._backend.finished()))
-        if len(self._under_way) <= self._lag:
-            return False
-        decided, wait = self._under_way.popleft()
-        wait()
-        return bool(decided)

@@ -8,8 +8,9 @@ import torch
 from train_case import config
 
 from qat.errors import TrainingError
+from qat.train.agreement import Agreement
 from qat.train.saver import check_alike
-from qat.train.step import Agreement, rank_indices
+from qat.train.step import rank_indices
 
 
 def test_ranks_share_what_one_would_see(tmp_path) -> None:

@@ -20,8 +20,8 @@ from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import decoder_layers
 from qat.train.learnable import linears_in_scope
 from qat.train.loop import Trainer
-from qat.train.start import make_trainable
-from qat.train.step import HELD_SHARE, TrainingStep, check_dtype
+from qat.train.start import check_dtype, make_trainable
+from qat.train.step import HELD_SHARE, TrainingStep
 
 
 @pytest.fixture(scope="module")

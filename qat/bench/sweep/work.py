@@ -23,8 +23,8 @@ from qat.errors import ConfigError
 from qat.logs import HEARTBEAT, read_json_lines
 from qat.ranks import ALONE, Ranks, joined
 from qat.train.config import StepConfig, TrainConfig
-from qat.train.start import train_student
-from qat.train.step import StepResult, check_dtype
+from qat.train.start import check_dtype, train_student
+from qat.train.step import StepResult
 
 
 class Diary:

@@ -23,7 +23,7 @@ from qat.backend.device import select
 from qat.errors import ConfigError
 from qat.models.checkpoint import load_checkpoint
 from qat.nn.quant_linear import quant_linears
-from qat.train.step import check_dtype
+from qat.train.start import check_dtype
 
 pytestmark = [
     pytest.mark.xla,

@@ -23,7 +23,7 @@ from qat.extensions.lab.baselines.training import check_losses, plain_step
 from qat.extensions.lab.config import BaselinesConfig
 from qat.models.language_model import LanguageModel
 from qat.train.learnable import linears_in_scope
-from qat.train.step import check_dtype
+from qat.train.start import check_dtype
 
 logger = logging.getLogger(__name__)
 
