@@ -15,7 +15,7 @@ from tiny import VOCAB, tiny_model, tiny_tokenizer
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Mamba2ForCausalLM
 
-from qat.convert import convert
+from qat.convert import checkpoint
 from qat.convert.checkpoint import convert_checkpoint
 from qat.convert.config import ConvertConfig
 from qat.errors import CheckpointError
@@ -102,7 +102,7 @@ def test_a_conversion_writes_what_one_in_memory_writes(
         to="q2a4", device="cpu", calibration=calibration, calibration_length=16, **options
     )
     convert_checkpoint(str(place), config, tmp_path / "streamed")
-    monkeypatch.setattr(convert, "load_model", whole)
+    monkeypatch.setattr(checkpoint, "load_model", whole)
     convert_checkpoint(str(place), config, tmp_path / "whole")
     for name in ("model.safetensors", "config.json"):
         found, expected = (tmp_path / which / name for which in ("streamed", "whole"))

@@ -13,7 +13,7 @@ from qat.extensions.nsa.swap import unswap_attention
 from qat.generate.decode import Decoder
 from qat.generate.step import DecodeStep
 from qat.generate.text import generate_text
-from qat.models import regions as attention
+from qat.models import document_attention as attention
 from qat.models.document_attention import make_mask
 from qat.models.flops import forward_flops
 from qat.models.language_model import LanguageModel
