@@ -158,11 +158,15 @@ def test_a_plan_without_room_needs_no_run(tmp_path: Path, monkeypatch, capsys, c
 
 
 def test_who_names_no_student_is_told_of_a_small_one(monkeypatch, caplog) -> None:
+    def stopped(*_: object) -> None:
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("qat.bench.run.run_bench", stopped)
     caplog.set_level("INFO", logger="qat")
-    assert call(monkeypatch, "--plan", "h300") == 1
+    assert call(monkeypatch, "--plan", "h200") == 1
     assert "qwen3-0.6b with random weights; for another: qat bench tiny" in caplog.text
     caplog.clear()
-    assert call(monkeypatch, "--shape", "tiny", "--plan", "h300") == 1
+    assert call(monkeypatch, "--shape", "tiny", "--plan", "h200") == 1
     assert "measuring tiny with random weights" in caplog.messages[0].split(": ", 1)[1]
     assert "minutes" not in caplog.text
 
