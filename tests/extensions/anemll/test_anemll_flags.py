@@ -8,7 +8,7 @@ from cli_case import call
 from qat.cli import VERBS, app
 from qat.cli.mistakes import COMMON, HERE
 
-PAGE = Path(__file__).parents[2] / "qat" / "extensions" / "anemll" / "README.md"
+PAGE = Path(__file__).parents[3] / "qat" / "extensions" / "anemll" / "README.md"
 MIGRATING = PAGE.read_text(encoding="utf-8")
 
 
