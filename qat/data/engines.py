@@ -171,7 +171,7 @@ class Line:
             except BROKEN as error:
                 if self._over.is_set():
                     raise CacheError(f"{url}: broken off") from None
-                reason = self._said(str(error) or type(error).__name__)
+                reason = self._one_line(str(error) or type(error).__name__)
                 if failures < self._attempts:
                     self._hold(url, reason, getattr(error, "wait_s", None) or pause_s(failures))
                 continue
@@ -207,20 +207,20 @@ class Line:
         code = answer.status_code
         if code == HTTPStatus.OK:
             return bytes(raw)
-        said = self._said(_words(bytes(raw)))
+        said = self._one_line(_words(bytes(raw)))
         told = f"{status_of(answer)} ({said})" if said else status_of(answer)
         check_busy(answer, f"the server answers {told}")
         if code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             found = f"refuses the key in {KEY}" if self._key else f"wants a key, and {KEY} has none"
             raise ConfigError(f"{url} {found} ({code}); put the server's key into that variable")
         if 300 <= code < 400:
-            to = self._said(answer.headers.get("Location", "elsewhere"))
+            to = self._one_line(answer.headers.get("Location", "elsewhere"))
             raise ConfigError(f"{url} leads to {to}, which is not followed; name that as --teacher")
         if code == HTTPStatus.NOT_FOUND:
             raise NoRoute(told, url)
         raise Refused(told)
 
-    def _said(self, words: str) -> str:
+    def _one_line(self, words: str) -> str:
         """Return a server's message as one short line, without the key, which it may repeat."""
         if self._key:
             words = words.replace(self._key, HIDDEN)

@@ -71,7 +71,7 @@ def computed_ahead(
                 future.cancel()
 
 
-class Behind(Generic[State, T]):
+class BackgroundFold(Generic[State, T]):
     """Folds items into a state on a background thread, at most one item behind the caller.
 
     An item is folded only after the previous one, and never after one that failed.

@@ -30,7 +30,7 @@ from qat.data.shard_file import (
     Layout,
     Resident,
     ShardFile,
-    Shelf,
+    ShardStore,
     promised_layout,
     reads,
 )
@@ -130,12 +130,12 @@ class TeacherCache:
         self.directory = directory
         self.manifest = manifest
         self._layout = promised_layout(manifest)
-        shelf = Shelf(directory, self._layout, Resident(open_shards or OPEN_SHARDS), fetch)
+        store = ShardStore(directory, self._layout, Resident(open_shards or OPEN_SHARDS), fetch)
         self._files: dict[str, list[ShardFile]] = {}
         self._ends: dict[str, np.ndarray] = {}
         for split in ("train", "held_out"):
             shards = manifest.of_split(split)
-            self._files[split] = [ShardFile(shelf, shard) for shard in shards]
+            self._files[split] = [ShardFile(store, shard) for shard in shards]
             self._ends[split] = np.cumsum([shard.sequences for shard in shards], dtype=np.int64)
 
     @classmethod

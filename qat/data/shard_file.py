@@ -210,7 +210,7 @@ HEADER_LIMIT = 2**20
 """Longest safetensors header in bytes that is read; a shard's header has about a thousand."""
 
 
-class Shelf(NamedTuple):
+class ShardStore(NamedTuple):
     """The state that all shards of one cache share."""
 
     directory: Path
@@ -223,8 +223,8 @@ class Shelf(NamedTuple):
 class ShardFile:
     """One shard; its hash is checked before the first read and again if its file changes."""
 
-    def __init__(self, shelf: Shelf, shard: Shard) -> None:
-        self._shelf = shelf
+    def __init__(self, store: ShardStore, shard: Shard) -> None:
+        self._store = store
         self._shard = shard
         self._proven: tuple[int, ...] | None = None
         self._lock = threading.Lock()
@@ -235,22 +235,22 @@ class ShardFile:
         Raises:
             CacheError: the shard is missing, damaged or does not match the manifest.
         """
-        shelf, shard = self._shelf, self._shard
+        store, shard = self._store, self._shard
         with self._lock:
-            opened = shelf.opened.get(shard.file)
+            opened = store.opened.get(shard.file)
             if opened is None:
-                shelf.fetch(shard)
+                store.fetch(shard)
                 if self._proven is None or self._proven != self._stamp():
-                    raise_if_damaged(shelf.directory, shard, deep=True)
+                    raise_if_damaged(store.directory, shard, deep=True)
                     self._proven = self._stamp()
-                opened = OpenShard(shard.path(shelf.directory), shard, shelf.layout)
-                shelf.opened.put(shard.file, opened)
+                opened = OpenShard(shard.path(store.directory), shard, store.layout)
+                store.opened.put(shard.file, opened)
             return opened
 
     def _stamp(self) -> tuple[int, ...] | None:
         """Return inode, size and mtime, which change with the file; None if it is missing."""
         try:
-            found = self._shard.path(self._shelf.directory).stat()
+            found = self._shard.path(self._store.directory).stat()
         except FileNotFoundError:
             return None
         return found.st_ino, found.st_size, found.st_mtime_ns

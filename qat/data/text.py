@@ -365,12 +365,12 @@ def _spoken(
     texts = [chat.text for chat in chats]
     found = backend.encode_batch(texts, add_special_tokens=add_special_tokens)
     return [
-        Tokens(encoding.ids, _said(encoding, chat, added))
+        Tokens(encoding.ids, _spoken_tokens(encoding, chat, added))
         for encoding, chat in zip(found, chats, strict=True)
     ]
 
 
-def _said(encoding: Encoding, chat: Rendering, added: set[int]) -> np.ndarray:
+def _spoken_tokens(encoding: Encoding, chat: Rendering, added: set[int]) -> np.ndarray:
     """Return which tokens assistants say, `(N + 1,)` bool; the last is the one after the text."""
     places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     is_said = np.zeros(len(places) + 1, dtype=bool)

@@ -93,8 +93,9 @@ def _checkpoint_of(run: Path, pointer: str) -> Path:
     checkpoint = pointed(run, pointer)
     if checkpoint is None or not (checkpoint / "config.json").is_file():
         raise CheckpointError(
-            f"{run / pointer} names {_said(run / pointer)[:80]!r}, which holds no config.json or "
-            "is no checkpoint of this run; expected one: name another of its checkpoints yourself"
+            f"{run / pointer} names {_read_pointer(run / pointer)[:80]!r}, which holds no "
+            "config.json or is no checkpoint of this run; expected one: name another of its "
+            "checkpoints yourself"
         )
     _check_indices(checkpoint)
     return checkpoint
@@ -102,7 +103,7 @@ def _checkpoint_of(run: Path, pointer: str) -> Path:
 
 def _student_in(path: Path) -> Path:
     """Return the directory that the file `student` of a `qat run` directory names."""
-    name = _said(path / STUDENT)
+    name = _read_pointer(path / STUDENT)
     found = path / name
     if not FOLDER.fullmatch(name) or found.is_symlink() or not found.is_dir():
         raise CheckpointError(
@@ -205,12 +206,12 @@ def pointed(run: Path, pointer: str) -> Path | None:
 
     None if there is no such file, if it names anything else, or if either path has a symbolic link.
     """
-    folder, _, name = _said(run / pointer).partition("/")
+    folder, _, name = _read_pointer(run / pointer).partition("/")
     is_one = folder == CHECKPOINTS and STEP_NAME.fullmatch(name)
     return run / folder / name if is_one and is_real(run / folder / name, run) else None
 
 
-def _said(pointer: Path) -> str:
+def _read_pointer(pointer: Path) -> str:
     if pointer.is_symlink() or not pointer.is_file():
         return ""
     with pointer.open("rb") as file:

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from qat.backend.copies import Copying, KeptCopies
 from qat.backend.device import on
 from qat.config import fingerprint
-from qat.data.pipeline import Behind
+from qat.data.pipeline import BackgroundFold
 from qat.errors import CheckpointError, TrainingError
 from qat.files import file_problem, parse_json, real_files, sha256_file, sync
 from qat.logs import METRICS, STATE_TENSORS
@@ -219,7 +219,7 @@ class Saver:
         self._keep, self._milestone_every = keep, milestone_every
         self._ranks = ranks
         self._backend = on(student.device)
-        self._behind: Behind[None, _Copy] = Behind(self._write, None)
+        self._behind: BackgroundFold[None, _Copy] = BackgroundFold(self._write, None)
         self._kept = KeptCopies()
         """Host copies of tensors that do not learn."""
         self.saved: int | None = None

@@ -12,7 +12,7 @@ from cache_case import build, contents, teacher, texts
 
 from qat.backend.base import Backend
 from qat.data.cache import read_manifest
-from qat.data.pipeline import Behind, computed_ahead, prefetched, waited
+from qat.data.pipeline import BackgroundFold, computed_ahead, prefetched, waited
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError, DataError
 
@@ -119,7 +119,7 @@ def test_behind_folds_in_order_one_item_at_a_time() -> None:
         running.release()
         return [*state, item]
 
-    with Behind(fold, [-1]) as behind:
+    with BackgroundFold(fold, [-1]) as behind:
         for item in range(6):
             behind.push(item)
         assert behind.state() == [-1, 0, 1, 2, 3, 4, 5]
@@ -133,7 +133,7 @@ def test_nothing_is_folded_after_a_failure() -> None:
             raise Broken
         folded.append(item)
 
-    with Behind(fold, None) as behind:
+    with BackgroundFold(fold, None) as behind:
         behind.push(0)
         behind.push(1)
         for _ in range(2):
@@ -146,7 +146,7 @@ def test_nothing_is_folded_after_a_failure() -> None:
 
 def test_what_was_folded_survives_an_error_of_the_caller() -> None:
     folded = []
-    with pytest.raises(Broken), Behind(lambda _, item: folded.append(item), None) as behind:
+    with pytest.raises(Broken), BackgroundFold(lambda _, item: folded.append(item), None) as behind:
         behind.push(0)
         raise Broken
     assert folded == [0]

@@ -73,7 +73,7 @@ def read_pickle(path: Path, error: type[QatError]) -> dict[str, object]:
     except UNREADABLE as reason:
         raise error(
             f"{path} is no file of pickled tensors that can be read without running code "
-            f"({_said(reason)}); expected what torch.save writes of a state dict: copy it anew"
+            f"({_reason(reason)}); expected what torch.save writes of a state dict: copy it anew"
         ) from None
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise error(
@@ -83,7 +83,7 @@ def read_pickle(path: Path, error: type[QatError]) -> dict[str, object]:
     return dict(found)
 
 
-def _said(reason: Exception) -> str:
+def _reason(reason: Exception) -> str:
     """Return PyTorch's message in one line, without its advice to allow the classes of the file."""
     said = str(reason)
     inner = re.search(r"WeightsUnpickler error:\s*(.+)", said)
