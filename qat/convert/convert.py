@@ -1,6 +1,5 @@
 """Conversion of a model in memory to fewer bits per weight."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -32,8 +31,6 @@ from qat.models.document_attention import kv_spec, quantize_kv
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import linear_names, table_names, weight_shape, with_tables
 from qat.quant.spec import QuantPlan, by_group
-
-logger = logging.getLogger(__name__)
 
 
 class Converted(NamedTuple):

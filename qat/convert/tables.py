@@ -4,7 +4,6 @@ Integers of a table that was rounded once are recovered, so that it is not round
 (`qat.quant.integers`).
 """
 
-import logging
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -26,8 +25,6 @@ from qat.nn.swap import (
 )
 from qat.quant.integers import integer_spec, rounded_bits
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
-
-logger = logging.getLogger(__name__)
 
 USUAL_BITS = 8
 """Bits of tables by default."""

@@ -6,7 +6,6 @@ damaged later, the newest whole checkpoint is used instead.
 """
 
 import json
-import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -167,8 +166,6 @@ def _is_same(read: bytes, shape: list[int], tensor: Tensor) -> bool:
     octets = tensor.detach().flatten().view(torch.uint8).numpy()
     return shape == [*tensor.shape] and np.array_equal(np.frombuffer(read, np.uint8), octets)
 
-
-logger = logging.getLogger(__name__)
 
 MODEL = "model."
 """Prefix of the model's tensors among the trainer's, in memory only."""
