@@ -134,7 +134,7 @@ class TrainingRun:
     others: list[list[Line]]
     """Heartbeats of the other ranks, in rank order."""
     events: list[Line]
-    """Events of all ranks (stalls, restarts, clock jumps)."""
+    """Events of all ranks (stalls, restarts, slow ranks)."""
     resumed: list[int]
     """Steps at which the run was resumed."""
     forced: list[str]
