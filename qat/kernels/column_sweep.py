@@ -51,8 +51,7 @@ LARGEST = tl.constexpr(65504.0)
 
 def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
     """Quantize columns one after another, as `quant.error_feedback.settle_columns` defines it."""
-    is_small = columns.indices is not None or len(columns.levels) <= MOST_LEVELS
-    if use_triton(target, __name__) and is_small and len(target) <= MOST_COLUMNS:
+    if use_triton(target, __name__) and _are_few(columns) and len(target) <= MOST_COLUMNS:
         settle_by_kernel(columns, target, coupling)
     else:
         reference.settle_columns(columns, target, coupling)
@@ -106,7 +105,8 @@ class RecordedSweeps:
         else:
             needed = sum(each.numel() * each.itemsize for each in given)
             most = HELD_SHARE * GIB * (backend.memory_gib() or 0.0)
-            if not backend.records or self._bytes + needed > most:
+            # without a kernel a sweep is millions of operations: too many for a graph
+            if not backend.records or not _are_few(columns) or self._bytes + needed > most:
                 reference.run_sweeps(sweep, columns, *inputs, times=times, **settings)
                 return
             copies = {name: each.clone() for name, each in _tensors(columns).items()}
@@ -123,6 +123,11 @@ class RecordedSweeps:
             replay()
         for new, own in zip(_tensors(columns).values(), held, strict=False):
             new.copy_(own)
+
+
+def _are_few(columns: Columns) -> bool:
+    """Return whether a kernel settles the columns: vectors, or at most `MOST_LEVELS` levels."""
+    return columns.indices is not None or len(columns.levels) <= MOST_LEVELS
 
 
 def _tensors(columns: Columns) -> dict[str, Tensor]:

@@ -247,6 +247,7 @@ def test_recorded_sweeps_do_what_plain_ones_do(
         *(block(32, 9, 4, 2) for _ in range(3)),  # one graph for all of a shape
         block(32, 7, 4, 2),
         block_of_vectors(32, 9, 16, 4, 2),
+        block(32, 9, 32, 2),  # no kernel takes so many levels, and no graph
     ]
     for start, _, coupling in starts:
         metric = torch.rand(32) + 0.5 if start.metric is None else start.metric
