@@ -44,7 +44,7 @@ def _trouble(name: str, kind: str) -> str | None:
     """Return why the hub does not respond; None if it does."""
     import httpx2
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         HfApi().repo_info(name, repo_type=kind, timeout=PATIENCE_S)
@@ -55,6 +55,10 @@ def _trouble(name: str, kind: str) -> str | None:
                 f"{name} is no path here, and the hub shows no such {kind} (answer {code}); check "
                 "the name, and for a private or gated one log in with 'hf auth login'"
             ) from None
-    except (OSError, httpx2.TransportError, ValueError) as error:  # ValueError: no name of a hub
+    except HFValidationError:
+        raise HubError(
+            f"{name} is no path here, and no {kind} of a hub can have that name; check the name"
+        ) from None
+    except (OSError, httpx2.TransportError) as error:
         return " ".join(str(error).split()) or type(error).__name__
     return None  # also if the hub is busy: its library retries

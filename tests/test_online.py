@@ -54,6 +54,13 @@ def test_a_busy_hub_is_left_to_the_library(hub: list[object]) -> None:
     assert is_online("a/b")
 
 
+def test_a_name_that_no_hub_can_have_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the library refuses the name before it asks anybody
+    with pytest.raises(HubError, match="can have that name; check the name") as e:
+        is_online("a/b c")
+    assert "\n" not in str(e.value)
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
