@@ -55,9 +55,10 @@ def _trouble(name: str, kind: str) -> str | None:
                 f"{name} is no path here, and the hub shows no such {kind} (answer {code}); check "
                 "the name, and for a private or gated one log in with 'hf auth login'"
             ) from None
-    except HFValidationError:
+    except HFValidationError as error:
         raise HubError(
-            f"{name} is no path here, and no {kind} of a hub can have that name; check the name"
+            f"{name} is no path here, and no {kind} of a hub can have that name "
+            f"({' '.join(str(error).split())}); check the name"
         ) from None
     except (OSError, httpx2.TransportError) as error:
         return " ".join(str(error).split()) or type(error).__name__

@@ -54,13 +54,6 @@ def test_a_busy_hub_is_left_to_the_library(hub: list[object]) -> None:
     assert is_online("a/b")
 
 
-def test_a_name_that_no_hub_can_have_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # the library refuses the name before it asks anybody
-    with pytest.raises(HubError, match="can have that name; check the name") as e:
-        is_online("a/b c")
-    assert "\n" not in str(e.value)
-
-
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -86,7 +79,7 @@ def test_a_kept_copy_serves_where_nobody_answers(
 
 def test_what_no_hub_can_be_asked_for_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the library refuses the name before it asks anybody
-    with pytest.raises(HubError, match="a/b/c is no path here, and .*Repo id must") as caught:
+    with pytest.raises(HubError, match="can have that name .Repo id must") as caught:
         is_online("a/b/c")
     assert "\n" not in str(caught.value)
 
