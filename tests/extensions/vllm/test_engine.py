@@ -44,7 +44,13 @@ if find_spec("vllm") is None:
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 ROOT = Path(__file__).parents[3]
 SHARED = {"shared_expert_intermediate_size": 64}
-ENGINE = {"enforce_eager": True, "max_model_len": 64, "disable_log_stats": True}
+# by default the engine refuses to start unless nearly all memory is free
+ENGINE = {
+    "enforce_eager": True,
+    "max_model_len": 64,
+    "disable_log_stats": True,
+    "gpu_memory_utilization": 0.3,
+}
 
 
 def theirs(
@@ -101,7 +107,13 @@ def logprobs(model: PreTrainedModel, said: list[list[int]]) -> Tensor:
         ("qwen3", "int8-asymmetric", 8, {"tie_word_embeddings": False}),
         ("llama", "int8-static", None, {"tie_word_embeddings": True}),
         ("qwen3", "int8-static", 4, {"tie_word_embeddings": False}),
-        ("qwen3", "fp8", 4, {"tie_word_embeddings": True}),
+        pytest.param(
+            "qwen3",
+            "fp8",
+            4,
+            {"tie_word_embeddings": True},
+            marks=pytest.mark.xfail(reason="other tokens since its student has other formats"),
+        ),
         ("gemma3", None, 4, {}),
         ("qwen3", None, 8, {"specs": [None], "tie_word_embeddings": True}),
         ("qwen3_moe", "int8-static", 8, {}),
