@@ -107,13 +107,9 @@ def logprobs(model: PreTrainedModel, said: list[list[int]]) -> Tensor:
         ("qwen3", "int8-asymmetric", 8, {"tie_word_embeddings": False}),
         ("llama", "int8-static", None, {"tie_word_embeddings": True}),
         ("qwen3", "int8-static", 4, {"tie_word_embeddings": False}),
-        pytest.param(
-            "qwen3",
-            "fp8",
-            4,
-            {"tie_word_embeddings": True},
-            marks=pytest.mark.xfail(reason="other tokens since its student has other formats"),
-        ),
+        # 8-bit floats beside a rounded cache: one number that takes the code next to it is 6 % off
+        # and moves a token, as it does between our own decoding and our own forward pass
+        ("qwen3", "fp8", None, {"tie_word_embeddings": True}),
         ("gemma3", None, 4, {}),
         ("qwen3", None, 8, {"specs": [None], "tie_word_embeddings": True}),
         ("qwen3_moe", "int8-static", 8, {}),

@@ -158,7 +158,9 @@ def test_an_endpoint_answers_two_at_once_and_streams(student: Path, tmp_path: Pa
         pieces = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         streamed = "".join(each["choices"][0]["delta"].get("content") or "" for each in pieces)
         assert len(pieces) > 2
-        assert streamed == json.loads(answers[words[0]])["choices"][0]["message"]["content"]
+        whole = json.loads(answers[words[0]])["choices"][0]["message"]["content"]
+        # the server streams no half of a character, which an answer of 16 tokens may end in
+        assert streamed == whole.rstrip("\ufffd")
     finally:
         server.terminate()
         server.wait(60)
