@@ -121,13 +121,13 @@ class Backend:
 
     device: torch.device
     is_traced: ClassVar[bool] = False
-    """True if operators are only recorded, and compiled anew for each shape (XLA).
+    """Whether operators are only recorded, and compiled anew for each shape (XLA).
 
     Callers then keep shapes fixed, and compare numbers instead of using bit views of floats and
     searchsorted; exp2 and logaddexp are missing too.
     """
     tracing: ClassVar[Tracing] = Tracing()
-    """What only such devices do: compiling graphs, and dividing them over several devices."""
+    """The operations of such devices alone: compiling graphs, and dividing them over devices."""
     compiles: ClassVar[bool] = False
     """True if compiling a model pays off."""
     records: ClassVar[bool] = False

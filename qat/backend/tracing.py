@@ -1,6 +1,6 @@
-"""What devices do that record operators and compile a graph for each new shape, such as XLA.
+"""Operations of devices that record operators and compile a graph for each new shape (XLA).
 
-Other devices execute operators one by one: for them nothing here does anything.
+Other devices execute operators one by one; for them these methods do nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ consecutive steps that may.
 
 
 class Counts(NamedTuple):
-    """What this process has compiled and executed so far."""
+    """Counters of graphs compiled and executed by this process so far."""
 
     compiles: int = 0
     """Number of graphs compiled."""
@@ -30,7 +30,7 @@ class Counts(NamedTuple):
     kept_graphs: int = 0
     """Number of graphs that an earlier process had compiled and kept."""
     host_fallbacks: dict[str, int] = {}
-    """How often the host computed an operator that the device lacks, by name."""
+    """Number of times that the host computed an operator that the device lacks, by name."""
 
     def facts(self) -> dict[str, object]:
         """Return the counters under their names in records."""

@@ -48,7 +48,7 @@ from qat.quant.spec import LutSpec, PlanRule, QuantPlan, by_group
 SIDE = 1024
 """Rows and columns of the matrices whose product is timed."""
 PRODUCTS = 8
-"""How often it is timed."""
+"""Number of times that the product is computed; the fastest counts."""
 FIT_ROWS, FIT_COLUMNS = 512, 1024
 """The shape of the weight whose fit is timed."""
 READ_BYTES = 1e8

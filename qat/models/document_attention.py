@@ -1,4 +1,4 @@
-"""How transformers' attention modules call our kernel for short, packed sequences.
+"""Attention over packed documents: transformers' attention modules call our kernel.
 
 The implementation `qat` replaces `sdpa` in every model that a `LanguageModel` holds. A forward
 with `document_positions` has packed documents and no padding, so these positions define the whole

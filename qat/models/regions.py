@@ -1,4 +1,4 @@
-"""How layers run in training: joined projections, compiled and recomputed regions.
+"""Layers in training: joined projections, compiled and recomputed regions.
 
 The decoder is divided into regions: each layer is compiled, recomputed in backward, or both. All
 equal layers share one compiled graph, in which projections of the same input are one matmul. A

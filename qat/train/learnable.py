@@ -1,4 +1,4 @@
-"""Which parameters of a student may learn, by kind, and their natural sizes."""
+"""Choose the parameters of a student that learn, by kind; give their natural sizes."""
 
 from typing import cast
 

@@ -1,4 +1,4 @@
-"""What a run is about to do: lines for its user, and its FLOPs."""
+"""Describe a run before its first step: lines for its user, and its FLOPs."""
 
 from typing import TYPE_CHECKING
 

@@ -246,7 +246,7 @@ class RunPlan(NamedTuple):
     problems: tuple[str, ...] = ()
     """Messages of errors that would stop the run before its first step."""
     attention: tuple[RunFinding, ...] = ()
-    """What the extension that computes its attention finds; empty for dense attention."""
+    """Findings of the extension that computes attention; empty where attention is dense."""
 
 
 def is_long(max_steps: int, hours: float | None) -> bool:

@@ -1,4 +1,4 @@
-"""Blocks of pinned memory lie beside each other in few allocations."""
+"""Pinned tensors share few allocations, one behind the other."""
 
 import itertools
 import random

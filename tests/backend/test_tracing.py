@@ -1,4 +1,4 @@
-"""Which steps are refused because each compiles anew."""
+"""Steps of which each compiles anew are refused."""
 
 from pathlib import Path
 

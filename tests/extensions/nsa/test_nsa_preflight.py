@@ -1,4 +1,4 @@
-"""What preflight says of a run with sparse attention."""
+"""Findings of preflight about a run with sparse attention."""
 
 from pathlib import Path
 

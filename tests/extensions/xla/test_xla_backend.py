@@ -1,4 +1,4 @@
-"""What the XLA backend says of versions, dtypes, lengths, memory and graphs; needs no torch_xla."""
+"""The XLA backend on versions, dtypes, lengths, memory and graphs, without torch_xla."""
 
 import logging
 import re
