@@ -20,10 +20,7 @@ if TYPE_CHECKING:  # hf_quantizer needs this file while transformers is still be
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from qat.backend.base import Backend
-    from qat.bench.config import AttentionConfig
-    from qat.convert.calibrate import TokenBatch
     from qat.models.language_model import LanguageModel
-    from qat.train.preflight import RunFinding
 
 DENSE = "dense"
 """The name of attention without a definition."""
@@ -43,7 +40,11 @@ class LayerFit:
 
 
 class SparseAttention(Protocol):
-    """The interface of the module that an entry point of the group `qat.attention` names."""
+    """The interface of the module that an entry point of the group `qat.attention` names.
+
+    A batch is a `qat.convert.calibrate.TokenBatch`, a finding a `qat.train.preflight.RunFinding`:
+    rooms above this one, which it does not import.
+    """
 
     def read(self, name: str) -> Settings:
         """Return the definition called `name`, or of the TOML file at that path.
@@ -83,20 +84,18 @@ class SparseAttention(Protocol):
             ConfigError: the requested implementation does not support them.
         """
 
-    def fit(
-        self, student: LanguageModel, batches: Sequence[TokenBatch], *, steps: int
-    ) -> list[LayerFit]:
+    def fit(self, student: LanguageModel, batches: Sequence[Any], *, steps: int) -> list[LayerFit]:
         """Train new parameters of sparse attention towards dense attention of the same input."""
 
     def natural_size(self, name: str, parameter: Tensor) -> float:
         """Return the size of one of its parameters, to which learning rates are relative."""
 
-    def measure(self, student: LanguageModel, batch: TokenBatch) -> dict[str, object]:
+    def measure(self, student: LanguageModel, batch: Any) -> dict[str, object]:
         """Return measures of every layer on a batch, under names that start with `nsa_`."""
 
     def findings(
         self, learn: str, student: PreTrainedConfig, length: int, backend: Backend
-    ) -> Iterable[RunFinding]:
+    ) -> Iterable[Any]:
         """Return preflight findings about a run on sequences of `length`.
 
         Raises:
@@ -104,7 +103,7 @@ class SparseAttention(Protocol):
         """
 
     def run_benchmark(
-        self, config: AttentionConfig, out: Path | None
+        self, config: Settings, out: Path | None
     ) -> tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]:
         """Time dense and sparse attention; return the results' file, the rows, the crossovers."""
 
