@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from qat.models.stored_state import quantized_modules
 from qat.nn.activation import ActivationQuantizer
 from qat.nn.quant_linear import FrozenLutLinear, LutLinear, QuantLinear, quant_linears
-from qat.nn.swap import linear_names, replace_module
+from qat.nn.swap import ascending, linear_names, replace_module
 from qat.quant.codebook import fixed_grid
 from qat.quant.spec import ACTIVATION_KINDS, ActivationKind, ActivationSpec, LutSpec
 from qat.quant.weight import QuantizedWeight, Scales, as_stored, index_dtype
@@ -153,3 +153,13 @@ def with_rounded_inputs(
         if own in SAME_INPUT:
             module.activation = modules[f"{owner}.{SAME_INPUT[own]}"].activation
     return model
+
+
+def to_frozen(model: nn.Module) -> None:
+    """Replace every `LutLinear` by the `FrozenLutLinear` of the same weight, bit for bit."""
+    for name, module in quant_linears(model).items():
+        if isinstance(module, LutLinear):
+            frozen = FrozenLutLinear(ascending(module.quantized()), module.bias, module.spec)
+            frozen.set_lora(module.lora())
+            frozen.activation = module.activation
+            replace_module(model, name, frozen.train(module.training))

@@ -8,21 +8,11 @@ from torch import Tensor, nn
 from qat.backend.device import on
 from qat.errors import CheckpointError, ConfigError
 from qat.nn.hosted import HostedLutLinear
-from qat.nn.quant_linear import FrozenLutLinear, LutLinear, QuantLinear, quant_linears
+from qat.nn.quant_linear import LutLinear, QuantLinear
 from qat.nn.sharded import ShardedLutLinear
 from qat.nn.swap import ascending, replace_module, weight_shape
 from qat.quant.weight import dequantize
 from qat.ranks import ALONE, Ranks
-
-
-def to_frozen(model: nn.Module) -> None:
-    """Replace every `LutLinear` by the `FrozenLutLinear` of the same weight, bit for bit."""
-    for name, module in quant_linears(model).items():
-        if isinstance(module, LutLinear):
-            frozen = FrozenLutLinear(ascending(module.quantized()), module.bias, module.spec)
-            frozen.set_lora(module.lora())
-            frozen.activation = module.activation
-            replace_module(model, name, frozen.train(module.training))
 
 
 def to_latent(

@@ -4,13 +4,21 @@ import pytest
 import torch
 from covering import covering
 from families import build
-from quantized import ROUNDINGS, SPECS, frozen_linear, latent_linear, rounding, tiny_quantized
+from quantized import (
+    ROUNDINGS,
+    SPECS,
+    frozen_linear,
+    latent_linear,
+    rounding,
+    tiny_quantized,
+    to_frozen,
+)
 from tiny import tiny_model
 from torch import nn
 from torch.nn import functional as F
 
 from qat.nn.activation import ActivationQuantizer, read, read_alike
-from qat.nn.latent import to_frozen, to_latent
+from qat.nn.latent import to_latent
 from qat.nn.quant_linear import quant_linears
 from qat.nn.sites import INNER, open_sites, unseen_input
 from qat.nn.step import form_weights, join_linears, release_weights

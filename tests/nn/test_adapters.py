@@ -11,6 +11,7 @@ from quantized import (
     latent_linear,
     tiny_adapted,
     tiny_quantized,
+    to_frozen,
     with_adapter,
 )
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from qat.errors import ConfigError
 from qat.models.language_model import LanguageModel
 from qat.models.regions import join_projections
-from qat.nn.latent import add_adapters, to_frozen, to_latent
+from qat.nn.latent import add_adapters, to_latent
 from qat.nn.quant_linear import QuantLinear, quant_linears
 from qat.nn.step import JoinedLinears, form_moved_weights, form_weights, release_weights
 from qat.nn.swap import decoder_layers, linear_names

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from families import build
-from quantized import SPECS, latent_linear, random_weight, tiny_quantized
+from quantized import SPECS, latent_linear, random_weight, tiny_quantized, to_frozen
 from tiny import ARCHITECTURES, tiny_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from qat.errors import CheckpointError
-from qat.nn.latent import to_frozen, to_latent
+from qat.nn.latent import to_latent
 from qat.nn.quant_linear import FrozenLutLinear, LutLinear, quant_linears
 from qat.nn.swap import ascending, decoder_layers, linear_names, replace_module
 from qat.quant.spec import LutSpec
