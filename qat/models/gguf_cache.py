@@ -65,13 +65,19 @@ ANY_CLASS = "PreTrainedTokenizerFast"
 """The class that loads tokenizer.json unchanged; some others rebuild their own rules."""
 VOCABULARY_BYTES = 2**26
 """Upper bound on the size of a tokenizer."""
+SMALL_BYTES = 2**29
+"""Size of a file up to which it is converted once for all dtypes: a billion weights of 4 bits take
+4 GiB in float32."""
 
 
 class Config:
     """The configuration in a GGUF file."""
 
-    names = ("config",)
     file = "config.json"
+
+    def names(self, path: Path) -> list[str]:  # noqa: ARG002
+        """Return the names of entries that serve, the one to make first."""
+        return ["config"]
 
     def num_bytes(self, path: Path) -> int:  # noqa: ARG002
         """Estimate the size of the entry: negligible."""
@@ -92,8 +98,11 @@ class Config:
 class Vocabulary:
     """The tokenizer in a GGUF file."""
 
-    names = ("tokenizer",)
     file = "tokenizer.json"
+
+    def names(self, path: Path) -> list[str]:  # noqa: ARG002
+        """Return the names of entries that serve, the one to make first."""
+        return ["tokenizer"]
 
     def num_bytes(self, path: Path) -> int:
         """Estimate the size of the entry: at most that of the file."""
@@ -125,28 +134,38 @@ class Vocabulary:
 
 
 class Weights:
-    """The model in a GGUF file, which `read` loads in `dtype` into main memory."""
+    """The model in a GGUF file, for loading in `dtype`.
+
+    A float32 entry serves every dtype, because rounding from it equals rounding from the file. A
+    large file is converted in `dtype` instead, which takes less memory and room.
+    """
 
     file = "config.json"
 
-    def __init__(
-        self, dtype: torch.dtype, read: Callable[[str, dict[str, str]], PreTrainedModel]
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, read: Callable[..., PreTrainedModel]) -> None:
+        """Take the function that reads a file into main memory, `read(place, file, dtype=...)`."""
         self._dtype, self._read = dtype, read
-        # a float32 entry also serves other dtypes: rounding from it equals rounding from the file
-        self.names = [*dict.fromkeys(str(each)[6:] for each in (dtype, torch.float32))]
+
+    def names(self, path: Path) -> list[str]:
+        """Return the names of entries that serve, the one to make first."""
+        dtypes = (self._made_in(path), self._dtype, torch.float32)
+        return [*dict.fromkeys(str(each)[6:] for each in dtypes)]
 
     def num_bytes(self, path: Path) -> int:
         """Estimate the size of the entry."""
         weights = sum(int(tensor.n_elements) for tensor in open_gguf(path).tensors)
-        return weights * self._dtype.itemsize
+        return weights * self._made_in(path).itemsize
+
+    def _made_in(self, path: Path) -> torch.dtype:
+        return torch.float32 if path.stat().st_size <= SMALL_BYTES else self._dtype
 
     def make(self, path: Path) -> PreTrainedModel:
         """Dequantize the weights of the file `path`."""
         what, total = f"{path}: converting its weights, once", len(open_gguf(path).tensors)
         logger.info("%s", what)
         with progress(what, total, "tensors") as ticker, quick_gguf(path, ticker.advance):
-            return self._read(str(path.parent), {"gguf_file": path.name})
+            file = {"gguf_file": path.name}
+            return self._read(str(path.parent), file, dtype=self._made_in(path))
 
     def save(self, made: PreTrainedModel, directory: Path) -> None:
         """Write the model to `directory`, each tensor in the narrowest dtype that loses nothing."""
@@ -231,7 +250,7 @@ def _entry(path: Path, part: Part) -> Path:
         raise NotKept(f"there is no {GGUF_CACHE} ({error})") from error
     digest = settled_sha256(path)
     read_by = fingerprint([FORMAT, *(version(name) for name in ("transformers", "gguf"))])
-    found = [root / f"{digest}-{read_by}-{name}" for name in part.names]
+    found = [root / f"{digest}-{read_by}-{name}" for name in part.names(path)]
     for entry in found:
         if _is_sound(entry, part):
             return entry

@@ -370,8 +370,8 @@ def _from_gguf(
                 parameter.data = parameter.data.clone()
         return model, info
 
-    def read_whole(place: str, file: dict[str, str]) -> PreTrainedModel:
-        model, info = read(place, file, device_map=None)
+    def read_whole(place: str, file: dict[str, str], *, dtype: torch.dtype) -> PreTrainedModel:
+        model, info = read(place, file, device_map=None, dtype=dtype)
         _check_whole(source, model, info, is_quantized=False)
         return model
 

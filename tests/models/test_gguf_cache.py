@@ -108,15 +108,23 @@ def test_the_configuration_is_that_of_the_file(root: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["Q5_0", "F16", "BF16"])
 def test_every_dtype_is_rounded_from_float32(
-    kind: str, root: Path, tmp_path: Path, dequantized: list[object]
+    kind: str,
+    root: Path,
+    tmp_path: Path,
+    dequantized: list[object],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = write_gguf(tmp_path / "model.gguf", kind)
     expected = plain(path, torch.bfloat16)
-    assert is_equal(weights(path, "bf16"), expected) and "bfloat16" in entries(root)
+    with monkeypatch.context() as large:
+        large.setattr(gguf_cache, "SMALL_BYTES", 0)
+        assert is_equal(weights(path, "bf16"), expected)
+    assert entries(root) == ["bfloat16", "config"]
     shutil.rmtree(root)
-    weights(path)
-    count = len(dequantized)
-    assert is_equal(weights(path, "bf16"), expected) and len(dequantized) == count
+    assert is_equal(weights(path, "bf16"), expected) and entries(root) == ["config", "float32"]
+    count = len(dequantized)  # a small file is converted once, whatever dtype asks for it first
+    assert is_equal(weights(path), plain(path)) and len(dequantized) == count
+    assert is_equal(weights(path, "bf16"), expected)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +156,10 @@ def test_a_file_that_changes_while_it_is_converted_is_not_kept(root: Path, tmp_p
     path, other = write_gguf(tmp_path / "model.gguf"), write_gguf(tmp_path / "other.gguf", seed=1)
     first = path.read_bytes()
 
-    def read(place: str, file: dict[str, str]) -> object:
+    def read(place: str, file: dict[str, str], **named: object) -> object:
         path.write_bytes(other.read_bytes())
         with Opening(path, "a model"):
-            return AutoModelForCausalLM.from_pretrained(place, **file, dtype=torch.float32)
+            return AutoModelForCausalLM.from_pretrained(place, **file, **named)
 
     gguf_cache.opened(str(path), gguf_cache.Weights(torch.float32, read), read)
     assert entries(root) == []
@@ -189,10 +197,10 @@ def test_two_at_once_convert_once(root: Path, tmp_path: Path, dequantized: list[
     path = write_gguf(tmp_path / "model.gguf")
     found = []
 
-    def read(place: str, file: dict[str, str]) -> object:
+    def read(place: str, file: dict[str, str], **named: object) -> object:
         time.sleep(0.2)
         with Opening(path, "a model"):
-            return AutoModelForCausalLM.from_pretrained(place, **file, dtype=torch.float32)
+            return AutoModelForCausalLM.from_pretrained(place, **file, **named)
 
     part = gguf_cache.Weights(torch.float32, read)
     threads = [
