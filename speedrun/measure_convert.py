@@ -28,6 +28,7 @@ from qat.models.load import load_model, load_tokenizer
 app = App(help=__doc__)
 GOAL = "<= 30"
 PHASES = {
+    "massive tokens": "qat.convert.calibrate._Rows",
     "moments": "qat.convert.calibrate._MeanOuter.add",
     "block outputs": "qat.convert.calibrate._Block.outputs",
     "fit alone": "qat.quant.error_feedback.fit_weight",

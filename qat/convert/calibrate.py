@@ -460,7 +460,8 @@ def _stage_inputs(
     for seen, aim in zip(student, aims):  # noqa: B905 (without a teacher `aims` is endless)
         if seen.x is None:
             continue
-        second.add(seen.x, seen.x)
+        inputs = _Rows(seen.x)
+        second.add(seen.x, inputs)
         # a gap needs both sides to hold all tokens in order, `(B, S, I)`: experts read subsets
         is_taught = (
             aim is not None
@@ -469,9 +470,9 @@ def _stage_inputs(
             and aim.x.shape == seen.x.shape
         )
         if is_taught:
-            gap.add(keeper.back(aim.x) - seen.x, seen.x)
+            gap.add(keeper.back(aim.x) - seen.x, inputs)
             if seen.stream is not None:
-                drift.add(keeper.back(aim.stream) - seen.stream, seen.x)
+                drift.add(keeper.back(aim.stream) - seen.stream, inputs)
     return StageInputs(second.mean(), *((gap.mean(), drift.mean()) if is_taught else ()))
 
 
@@ -483,7 +484,7 @@ def _stack_inputs(readings: Iterable[_Reading]) -> StackInputs:
         experts = max(experts, seen.experts)
         for expert, rows in seen.by_expert.items():
             for x in rows:
-                means.setdefault(expert, _MeanOuter()).add(x, x)
+                means.setdefault(expert, _MeanOuter()).add(x, _Rows(x))
     some = next(mean for each in means.values() if (mean := each.mean()) is not None)
     moments = torch.zeros(experts, *some.shape, device=some.device)
     counts = moments.new_zeros(experts)
@@ -493,15 +494,38 @@ def _stack_inputs(readings: Iterable[_Reading]) -> StackInputs:
     return StackInputs(moments, counts)
 
 
-class _MeanOuter:
-    """Accumulates the mean over tokens of `left right^T`, summed and returned in `dtype`.
+class _Rows:
+    """The tokens of one batch, `(N, I)` float32, with the massive ones apart.
 
     Real models have massive activations (arXiv:2402.17762): a few channels of a few tokens are 10^4
     times as large as the rest, and collinear. The rounding error of a float32 sum over thousands of
     tokens then exceeds the difference between such channels, and the second moment is not positive
     definite: in layer 3 of Qwen2.5-Coder-0.5B the least eigenvalue came out as -0.0004 of the mean
     diagonal, and is 0.0025. So these tokens are multiplied in float64, all others `CHUNK` at a time
-    in the precision of `matmul_precision`. A gap need not be definite, so float32 is enough for it.
+    in the precision of `matmul_precision`.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        x = x.flatten(0, -2).float()
+        energy = x.square().sum(1)
+        is_massive = energy > MASSIVE * energy.median()
+        self.count = len(x)
+        self._places = is_massive.nonzero()[:, 0]
+        self._massive = x[self._places].double()
+        self._usual = x.masked_fill(is_massive[:, None], 0.0)
+
+    def products(self, left: Tensor) -> Iterator[Tensor]:
+        """Yield the parts of `left^T x`, `(O, I)`, for `left` `(..., O)` of the same tokens."""
+        left = left.flatten(0, -2).float()
+        yield left[self._places].double().T @ self._massive
+        for some, others in zip(left.split(CHUNK), self._usual.split(CHUNK), strict=True):
+            yield some.T @ others
+
+
+class _MeanOuter:
+    """Accumulates the mean over tokens of `left right^T`, summed and returned in `dtype`.
+
+    Second moments need float64 (see `_Rows`). A gap need not be definite, so float32 is enough.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
@@ -509,19 +533,13 @@ class _MeanOuter:
         self._dtype = dtype
         self.count = 0
 
-    def add(self, left: Tensor, right: Tensor) -> None:
+    def add(self, left: Tensor, right: _Rows) -> None:
         """Add the products of tokens `(..., O)` and `(..., I)`."""
-        left, right = left.flatten(0, -2).float(), right.flatten(0, -2).float()
-        if self._total is None:
-            self._total = left.new_zeros(left.shape[1], right.shape[1], dtype=self._dtype)
-        energy = right.square().sum(1)
-        is_massive = energy > MASSIVE * energy.median()
-        massive = is_massive.nonzero()[:, 0]
-        self._total += left[massive].double().T @ right[massive].double()
-        usual = right.masked_fill(is_massive[:, None], 0.0)
-        for some, others in zip(left.split(CHUNK), usual.split(CHUNK), strict=True):
-            self._total += some.T @ others
-        self.count += len(right)
+        for part in right.products(left):
+            if self._total is None:
+                self._total = torch.zeros_like(part, dtype=self._dtype)
+            self._total += part
+        self.count += right.count
 
     def mean(self) -> Tensor | None:
         """Return the mean `(O, I)`, or None without tokens."""

@@ -209,7 +209,7 @@ def test_moments_with_massive_activations_are_positive_definite() -> None:
     x[::64, 7] = -2.7e3
     total = calibrate._MeanOuter()
     for rows in x.split(6000):
-        total.add(rows, rows)
+        total.add(rows, calibrate._Rows(rows))
     expected = x.double().T @ x.double() / len(x)
     scale = expected.diagonal().sqrt()
     off = (total.mean() - expected).abs() / (scale[:, None] * scale)
