@@ -69,10 +69,12 @@ def fixed_grid(spec: LutSpec) -> Tensor | None:
 def nearest_level(values: Tensor, levels: Tensor) -> Tensor:
     """Return the index, uint8, of the nearest of ascending `levels` `(C,)` for each value.
 
-    Equals `torch.bucketize(values, (levels[1:] + levels[:-1]) / 2)` and takes a fraction of its
-    time.
+    Equals `torch.bucketize(values, (levels[1:] + levels[:-1]) / 2)`, and on a CPU takes a fraction
+    of its time. A GPU runs it as one kernel, where the others launch dozens.
     """
     middles = (levels[1:] + levels[:-1]) / 2
+    if values.is_cuda:
+        return torch.bucketize(values.contiguous(), middles, out_int32=True).to(torch.uint8)
     if len(levels) > FEW:
         return _search(values, middles)
     return _compared(values, middles)

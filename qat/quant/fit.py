@@ -44,8 +44,8 @@ ROUNDS_OF_ALL_ROWS = 3
 """Rounds of scales and indices for all rows, under levels learned from a sample."""
 SAMPLE = 2**17
 """Weights that the levels are learned from."""
-PIECE = 2**19
-"""Weights whose scales and indices are found at a time."""
+PIECE_IN_CACHE, PIECE = 2**19, 2**24
+"""Weights whose scales and indices are found at a time, on a CPU and on other devices."""
 
 
 def absmax_scales(weight: Tensor, group_size: int) -> Tensor:
@@ -296,7 +296,7 @@ def _follow(weight: Tensor, h: Tensor, levels: Tensor, start: Scales) -> Quantiz
     O, I = weight.shape
     start_OG = start.by_group()
     scales, indices = torch.empty_like(start_OG), torch.empty_like(weight, dtype=torch.uint8)
-    size = max(1, PIECE // I)
+    size = max(1, (PIECE_IN_CACHE if weight.device.type == "cpu" else PIECE) // I)
     for piece in (slice(start, start + size) for start in range(0, O, size)):
         own = start._replace(scales=start_OG[piece])
         for _ in range(ROUNDS_OF_ALL_ROWS):

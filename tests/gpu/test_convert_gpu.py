@@ -18,6 +18,7 @@ from qat.models.load import load_model, load_teacher
 from qat.models.stored_state import packed_state_dict
 from qat.nn.swap import linear_names
 from qat.quant import vectors
+from qat.quant.codebook import nearest_level
 from qat.quant.error_feedback import REFERENCE, Columns, damped, fit_all_to_inputs, output_error
 from qat.quant.spec import PRESETS, KvSpec, LutSpec
 from qat.quant.weight import dequantize, index_dtype
@@ -120,6 +121,19 @@ def test_nearest_codewords_equal_the_references(C: int, d: int) -> None:
     ours = nearest_vectors(weight, S, codebook, importance)
     theirs = vectors.nearest_vectors(weight, S, codebook, importance)
     assert ours.dtype == theirs.dtype and (ours == theirs).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("C", [2, 3, 16, 256])
+def test_the_nearest_level_is_the_cpus(C: int) -> None:
+    levels = torch.randn(C).sort().values
+    middles = (levels[1:] + levels[:-1]) / 2
+    edges = torch.tensor([torch.inf, -torch.inf, 0.0])
+    values = torch.cat([torch.randn(1000), levels, middles, middles.nextafter(edges[0]), edges])
+    values = values[: len(values) // 7 * 7].view(-1, 7)
+    for each in (values, values.T):
+        ours = nearest_level(each.cuda(), levels.cuda())
+        assert ours.dtype == torch.uint8 and ours.is_contiguous()
+        assert torch.equal(ours.cpu(), nearest_level(each, levels))
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

@@ -202,7 +202,7 @@ def test_levels_of_a_sample_serve_all_rows(name: str, monkeypatch: pytest.Monkey
     importance = torch.rand(96) + 0.01
     whole = fit_weight(weight, spec, importance)
     monkeypatch.setattr("qat.quant.fit.SAMPLE", 60 * 96)
-    monkeypatch.setattr("qat.quant.fit.PIECE", 7 * 96)
+    monkeypatch.setattr("qat.quant.fit.PIECE_IN_CACHE", 7 * 96)
     sampled = fit_weight(weight, spec, importance)
     assert same_bits(sampled, as_stored(sampled)) and same_bits(
         sampled, fit_weight(weight, spec, importance)
