@@ -242,9 +242,12 @@ def read_directory(path: Path) -> TrainingRun | Conversion:
         raise CheckpointError(
             f"{path} holds a damaged JSON file ({error}); restore it or leave this run out"
         ) from None
+    hint = "name one of those"
+    if (path / RECIPE).is_file():
+        hint = "the command that began it goes on if you call it again"
     raise CheckpointError(
         f"{path} {described(path)} and holds neither {METRICS} nor {REPORT_NAME}, expected a "
-        "directory made by 'qat train' or 'qat convert'; name one of those"
+        f"directory made by 'qat train' or 'qat convert'; {hint}"
     )
 
 

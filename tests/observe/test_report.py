@@ -300,6 +300,9 @@ def test_missing_directory_is_named(tmp_path: Path) -> None:
 def test_foreign_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="neither metrics.jsonl nor convert_report"):
         write_report([tmp_path], tmp_path / "report.html")
+    (tmp_path / "recipe.toml").write_text("")
+    with pytest.raises(CheckpointError, match="goes on"):
+        write_report([tmp_path], tmp_path / "report.html")
 
 
 def test_damaged_metrics_are_named(run: Path, tmp_path: Path) -> None:
