@@ -4,23 +4,14 @@ import argparse
 import collections
 import resource
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 GOAL = 10_000
 Outcomes = collections.Counter[tuple[str, str]]
 """How often a kind of mutant came to which end; WRONG begins an end that is not clean."""
-
-
-class Forged(NamedTuple):
-    """One forged input."""
-
-    kind: str
-    act: Callable[[], str]
-    """Gives it to what reads it, and names a harmless end; or WRONG, and what is wrong with it."""
 
 
 class TookTooLong(BaseException):

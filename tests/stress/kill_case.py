@@ -1,4 +1,4 @@
-"""What the scripts about stops share: a small cache, a small student, and children to be killed."""
+"""What the scripts about stops share: the trainer's small place, and children to be killed."""
 
 import os
 import signal
@@ -10,84 +10,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from qat.convert.quantize import quantize_model
-from qat.data.build import build_cache
-from qat.data.cache import TeacherInfo
-from qat.data.config import CacheSettings
-from qat.models.checkpoint import save_checkpoint
-from qat.models.language_model import LanguageModel
-from qat.models.load import model_identity
-from qat.quant.spec import PRESETS
+# a script's own folder is on the path when it is started, and no other
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-VOCAB = 300
-SEQUENCE_LENGTH = 32
+from cache_case import build, texts  # noqa: E402
+from train_case import config, make_place, with_teacher  # noqa: E402
 
-
-def tiny_model(width: int, layers: int) -> Qwen3ForCausalLM:
-    """A random model over bytes."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=max(16, width // 2),
-    )
-    return Qwen3ForCausalLM(config).eval()
-
-
-def make_student(out: Path, *, width: int = 64, layers: int = 2) -> None:
-    """A random student at two and four bits."""
-    model = tiny_model(width, layers)
-    quantize_model(LanguageModel(model), PRESETS["q2a4"])
-    save_checkpoint(model, byte_tokenizer(), out)
-
-
-def make_teacher(out: Path) -> None:
-    """The teacher of `build` on disk, to run beside a student."""
-    tiny_model(32, 2).save_pretrained(out)
-    byte_tokenizer().save_pretrained(out)
-
-
-def build(out: Path, *, text: Path | None = None, teacher: Path | None = None) -> None:
-    """A cache of a few shards, by a random teacher over the lines of `text` (by default ours).
-
-    If that one lies at `teacher`, the cache knows it as such.
-    """
-    identity = "0" * 32 if teacher is None else model_identity(str(teacher))
-    lines = (text or Path(build_cache.__code__.co_filename)).read_text().splitlines()
-    build_cache(
-        CacheSettings(
-            data="source",
-            sequence_length=SEQUENCE_LENGTH,
-            top_k=16,
-            draws=10,
-            shard_size=8,
-            held_out=0.1,
-        ),
-        tokenizer=byte_tokenizer(),
-        teacher=LanguageModel(tiny_model(32, 2)),
-        info=TeacherInfo(
-            name="random", identity=identity, vocab_size=VOCAB, max_positions=None, dtype="float32"
-        ),
-        documents=filter(str.strip, lines),
-        out=out,
-        batch_size=4,
-    )
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<|end|>": 0, **{letter: i for i, letter in enumerate(alphabet, start=1)}}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+__all__ = ["build", "config", "make_place", "texts", "with_teacher"]
 
 
 def fork(act: Callable[[], object], log: Path) -> int:

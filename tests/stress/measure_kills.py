@@ -27,13 +27,22 @@ from typing import NamedTuple
 
 import torch
 from fault_records import record
-from kill_case import after, build, contents, fork, killed, make_student, make_teacher
+from kill_case import (
+    after,
+    build,
+    config,
+    contents,
+    fork,
+    killed,
+    make_place,
+    texts,
+    with_teacher,
+)
 
 from qat.files import sha256_file
 from qat.hub.pull import pull
 from qat.hub.push import pack
 from qat.hub.registry import HubEntry
-from qat.train.config import TrainConfig
 from qat.train.saver import problem
 from qat.train.start import train_student
 
@@ -100,9 +109,7 @@ def kill_all(place: Path, kills: int, seed: int, only: str | None) -> tuple[int,
     rng, equal, done = random.Random(seed), 0, 0
     cases_of = (trainings, rollouts, savings, builds, pulls)
     kinds = [pair for pair in zip(KINDS, cases_of, strict=True) if only in (None, pair[0])]
-    make_teacher(place / "teacher")
-    build(place / "cache", teacher=place / "teacher")
-    make_student(place / "student")
+    with_teacher(make_place(place))
     for number, (kind, cases) in enumerate(kinds):
         share = kills * (number + 1) // len(kinds) - kills * number // len(kinds)
         began = time.monotonic()
@@ -204,22 +211,11 @@ class Training(NamedTuple):
         own = {}
         if self.own is not None:
             own = {"teacher": str(self.own.teacher), "rollout_every": self.own.every}
-            own |= {"on_policy": 0.5, "rollout_tokens": 24}
-        config = TrainConfig(
-            cache_dir=self.place / "cache",
-            learn=self.learn,
-            max_steps=STEPS,
-            batch_size=4,
-            save_every=self.save_every,
-            eval_every=8,
-            eval_sequences=4,
-            log_every=1,
-            warmup_steps=5,
-            device="cpu",
-            **own,
-        )
+            own |= {"on_policy": 0.5, "rollout_tokens": 8, "cache_dir": self.place / "known"}
+        course = {"max_steps": STEPS, "save_every": self.save_every, "eval_every": 8}
+        settings = config(self.place, learn=self.learn, **course, **own)
         student = str(self.place / "student")
-        train_student(config, student, out, resume=True, begins_anew=True)
+        train_student(settings, student, out, resume=True, begins_anew=True)
 
 
 def while_saving(out: Path, rng: random.Random) -> Wait:
@@ -243,8 +239,9 @@ def while_saving(out: Path, rng: random.Random) -> Wait:
 
 def builds(place: Path, rng: random.Random) -> Iterator[Case]:
     """Builds of a cache."""
+    act = partial(build, documents=texts(400))
     while True:
-        yield Case(build, lambda _, seconds: after(rng.uniform(0.0, seconds)))
+        yield Case(act, lambda _, seconds: after(rng.uniform(0.0, seconds)))
 
 
 def pulls(place: Path, rng: random.Random) -> Iterator[Case]:

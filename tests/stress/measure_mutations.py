@@ -26,7 +26,7 @@ import cyclopts
 import tomli_w
 import torch
 from fuzzing import Outcomes, TookTooLong, asked_for, bounded_memory, in_time, settle
-from kill_case import build, make_student
+from kill_case import config, make_place
 from mutants import Files, mutate
 from pydantic import ValidationError
 from torch import Tensor
@@ -45,17 +45,7 @@ from qat.train.run import RunDirectory, resolved
 
 TIME_S = 10.0
 MEMORY_BYTES = 2**30
-COURSE = {
-    "max_steps": 4,
-    "batch_size": 2,
-    "grad_accum_steps": 1,
-    "eval_every": 2,
-    "eval_sequences": 2,
-    "save_every": 2,
-    "log_every": 1,
-    "device": "cpu",
-    "dtype": "fp32",
-}
+COURSE = {"max_steps": 4, "batch_size": 2, "eval_every": 2, "eval_sequences": 2}
 """The run whose files are damaged."""
 
 
@@ -156,12 +146,9 @@ def sealed(sound: Files, damaged: Files) -> Files:
 
 def make_subjects(place: Path) -> list[Subject]:
     """A cache, a student, a run and a recipe, all sound."""
-    text = place / "text.txt"
-    text.write_text("\n".join(f"line {i} of {i * i} says {'so ' * (i % 7)}" for i in range(60)))
-    build(place / "cache", text=text)
-    make_student(place / "student", width=16, layers=1)
-    config = TrainConfig(cache_dir=place / "cache", **COURSE)
-    start.train_student(config, str(place / "student"), place / "run", resume=False)
+    make_place(place, layers=1)
+    course = config(place, **COURSE)
+    start.train_student(course, str(place / "student"), place / "run", resume=False)
     (place / "recipe").mkdir()
     recipe = tomllib.loads((place / "run" / "recipe.toml").read_text())["train"]
     del recipe["student"]
@@ -169,7 +156,7 @@ def make_subjects(place: Path) -> list[Subject]:
     return [
         subject("cache", place / "cache", read_cache),
         subject("student", place / "student", read_student),
-        subject("run", place / "run", partial(read_run, config, str(place / "student"))),
+        subject("run", place / "run", partial(read_run, course, str(place / "student"))),
         subject("recipe", place / "recipe", read_recipe),
     ]
 
