@@ -126,9 +126,7 @@ def test_a_wrong_name_is_one_line_before_torch_is_imported(tmp_path: Path) -> No
     assert {path.name for path in tmp_path.iterdir()} == {*names.values()}
 
 
-def test_an_out_that_may_not_be_written_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_out_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(ConfigError, match=f"{tmp_path} may not be written by you; expected"):
         check_inputs(out=tmp_path / "a" / "b")

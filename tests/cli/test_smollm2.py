@@ -19,9 +19,7 @@ SOURCE = os.environ.get("QAT_SMOLLM2", "")
 
 @pytest.mark.usefixtures("short_fits")
 @pytest.mark.skipif(not SOURCE, reason="QAT_SMOLLM2 names no file")
-def test_smollm2_goes_from_gguf_to_gguf(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_smollm2_goes_from_gguf_to_gguf(tmp_path: Path, monkeypatch, capsys) -> None:
     cache, student, run, out = (tmp_path / name for name in ("cache", "student", "run", "out"))
     rows = ("--num-sequences", 16, "--sequence-length", 64)
     verbs = (

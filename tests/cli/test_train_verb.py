@@ -197,9 +197,7 @@ def finished_as(place: Path, quantization: dict) -> Path:
     return place
 
 
-def test_what_is_not_well_is_coloured_and_not_spelt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_well_is_coloured_and_not_spelt(tmp_path: Path, monkeypatch, capsys) -> None:
     checks = [Check("speed", "look", "[red]half[/]", "10 %"), Check("memory", "ok", "1", "2")]
     monkeypatch.setattr("qat.observe.runs.read_directory", lambda run: run)
     monkeypatch.setattr("qat.observe.health.health", lambda found: checks)

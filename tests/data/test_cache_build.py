@@ -204,9 +204,7 @@ def test_a_finished_cache_is_left_alone_and_a_lost_shard_rebuilt(
     assert contents(out) == contents(whole)
 
 
-def test_a_full_disk_keeps_finished_shards(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_keeps_finished_shards(whole: Path, tmp_path: Path, monkeypatch) -> None:
     out, calls, fsync = tmp_path / "c", [], os.fsync
 
     def full(descriptor: int) -> None:
@@ -353,9 +351,7 @@ def test_settings_keep_something_and_leave_the_device_out() -> None:
     assert config.settings("plain") == expected
 
 
-def test_a_build_says_what_it_does_and_moves_by_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_build_says_what_it_does_and_moves_by_batch(tmp_path: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(logs, "FIRST_LINE_S", 0.0)
     monkeypatch.setattr(logs, "LINE_EVERY_S", 0.0)
     caplog.set_level("INFO", logger="qat")
@@ -398,9 +394,7 @@ def ppl_of(manifest: Manifest, *splits: str) -> float:
     return math.exp(nats / count)
 
 
-def test_a_teacher_that_knows_the_text_is_no_cause_to_warn(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_teacher_that_knows_the_text_is_no_cause_to_warn(tmp_path: Path, caplog) -> None:
     caplog.set_level("INFO", logger="qat")
     chats_of = {"documents": chats(), "format": "messages"}
     model = teacher()
@@ -429,9 +423,7 @@ def test_a_cache_that_was_cut_anywhere_is_read_and_not_gone_on_with(tmp_path: Pa
         build(out)
 
 
-def test_a_build_that_goes_on_counts_what_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_build_that_goes_on_counts_what_is_there(tmp_path: Path, monkeypatch, caplog) -> None:
     whole = build(tmp_path / "cache")
     (tmp_path / "cache" / whole.shards[-1].file).unlink()
     monkeypatch.setattr(logs, "FIRST_LINE_S", 0.0)

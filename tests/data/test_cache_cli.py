@@ -32,12 +32,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict, str]:
     return json.loads(json.dumps(found, default=str)), capsys.readouterr().out
 
 
-def test_build_info_verify(
-    teacher: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_build_info_verify(teacher: str, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my words.txt").write_text("\n\n".join(texts()))
     flags = ["--sequence-length", "16", "--top-k", "4", "--device", "cpu"]
@@ -64,9 +59,7 @@ def test_build_info_verify(
         run(capsys, "verify", str(out))
 
 
-def test_info_without_the_tokenizer_shows_no_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_info_without_the_tokenizer_shows_no_text(tmp_path: Path, capsys) -> None:
     build(tmp_path / "c")
     _, printed = run(capsys, "info", str(tmp_path / "c"))
     assert "first sequence" not in printed
@@ -84,9 +77,7 @@ def test_info_says_what_a_cache_holds_whatever_its_teacher_is_called(
     assert "no text is shown" in printed and "first sequence" not in printed
 
 
-def test_info_of_a_cache_that_holds_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_info_of_a_cache_that_holds_nothing(tmp_path: Path, capsys) -> None:
     nothing = build(tmp_path).model_copy(update={"shards": []})
     (tmp_path / MANIFEST).write_bytes(nothing.to_bytes())
     shown, printed = run(capsys, "info", str(tmp_path))
@@ -104,9 +95,7 @@ def test_names_say_what_a_cache_holds(tmp_path: Path) -> None:
     assert name == "alpaca-data_alpaca_think_both_L128_K32_R50"
 
 
-def test_the_length_follows_the_documents(
-    teacher: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_length_follows_the_documents(teacher: str, tmp_path: Path, caplog) -> None:
     caplog.set_level("INFO", logger="qat")
 
     def settled(sizes: list[int], **values: object) -> tuple[int, list]:

@@ -213,9 +213,7 @@ def test_the_batch_size_changes_no_token_and_no_draw(tmp_path: Path, batch_size:
         torch.testing.assert_close(a, b)
 
 
-def test_filled_up_batches_have_one_shape_and_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_filled_up_batches_have_one_shape_and_change_nothing(tmp_path: Path, monkeypatch) -> None:
     build(tmp_path / "whole")
     monkeypatch.setattr(Backend, "compiles", True)
     model, shapes = teacher(), set()

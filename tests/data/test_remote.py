@@ -232,9 +232,7 @@ def test_a_cache_of_the_web_reads_like_a_local_one(
         open_cache(f"{web_address}/none", local=tmp_path / "kept")
 
 
-def test_an_encrypted_cache_is_led_to_nothing_that_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_encrypted_cache_is_led_to_nothing_that_is_not(tmp_path: Path, monkeypatch) -> None:
     def lead(request: httpx2.Request) -> httpx2.Response:
         assert request.url.scheme == "https"
         return httpx2.Response(302, headers={"Location": "http://host/c/manifest.json"})
@@ -267,9 +265,7 @@ def test_a_cache_that_drips_is_left(
     assert "\n" not in str(caught.value) and not list((tmp_path / "kept").glob(".*"))
 
 
-def test_a_manifest_has_an_end(
-    web_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_has_an_end(web_address: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(remote, "MANIFEST_LIMIT", 100)
     with pytest.raises(CacheError, match="bytes, expected 100"):
         open_cache(web_address, local=tmp_path)

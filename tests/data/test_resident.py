@@ -117,9 +117,7 @@ def test_a_read_that_stops_half_way_goes_on(built: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be told")
-def test_each_row_is_one_read_and_all_are_asked_for_first(
-    built: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_row_is_one_read_and_all_are_asked_for_first(built: Path, monkeypatch) -> None:
     cache, calls = TeacherCache.open(built), []
     expected = cache.batch([25, 3, 4, 11])  # proves the shards
     read, advise = os.preadv, os.posix_fadvise
@@ -173,9 +171,7 @@ def test_a_bounded_number_of_values_is_resident() -> None:
     assert len(kept) == 2 and kept.get("b") is None and kept.get("a") == 2 and kept.get("c") == 3
 
 
-def test_a_shard_is_hashed_once_even_by_many_threads(
-    built: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_is_hashed_once_even_by_many_threads(built: Path, monkeypatch) -> None:
     hashed, real = [], shard_file.raise_if_damaged
 
     def count(directory: Path, shard: object, *, deep: bool) -> None:

@@ -29,9 +29,7 @@ def test_an_empty_cache_is_refused() -> None:
 
 
 @pytest.mark.parametrize("total", [17, 24, 25, 100])
-def test_windows_of_a_large_cache_give_every_sequence_once(
-    monkeypatch: pytest.MonkeyPatch, total: int
-) -> None:
+def test_windows_of_a_large_cache_give_every_sequence_once(monkeypatch, total: int) -> None:
     monkeypatch.setattr(sampler, "WINDOW", 8)
     sampler._windows.cache_clear()
     order = np.concatenate([sequence_indices(5, step, 3, total) for step in range(total)])

@@ -224,9 +224,7 @@ def test_another_model_tokenizer_or_vocabulary_is_refused(stage: Stage) -> None:
             ask(address, length=128)
 
 
-def test_a_tokenizer_that_nobody_tells_is_a_warning(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tokenizer_that_nobody_tells_is_a_warning(stage: Stage, monkeypatch, caplog) -> None:
     monkeypatch.setattr(Stage, "_ids", lambda self, text: None)
     with played(stage) as address:
         ask(address)
@@ -265,9 +263,7 @@ def test_what_is_no_distribution_is_refused(engine: str, shift: float) -> None:
 
 
 @pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\n\r\n"])
-def test_a_server_that_drips_its_answer_is_left(
-    head: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_drips_its_answer_is_left(head: bytes, monkeypatch) -> None:
     monkeypatch.setattr(engines, "WHOLE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -369,9 +365,7 @@ def test_a_busy_server_is_asked_again_and_the_bytes_are_the_same(
     assert re.search(r"(429|50\d) [A-Z][\w ]+ \(no; you sent\); asking again in", caplog.text)
 
 
-def test_a_server_that_asks_for_time_gets_it(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_server_that_asks_for_time_gets_it(stage: Stage, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(web, "LONGEST_S", 1.0)
     with played(stage) as address:
         asked = ask(address)
@@ -526,9 +520,7 @@ def test_a_key_goes_to_the_server_and_nowhere_else(
         ("http://far.example/v1", True),
     ],
 )
-def test_a_key_over_an_open_line_is_told(
-    address: str, shows: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_key_over_an_open_line_is_told(address: str, shows: bool, monkeypatch, caplog) -> None:
     monkeypatch.setenv(KEY, "a-key-of-a-server")
     monkeypatch.setattr(engines.Line, "_attempt", lambda *_: b"{}")
     with pytest.raises(CacheError):

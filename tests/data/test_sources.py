@@ -53,10 +53,7 @@ def test_formats_are_detected(tmp_path: Path, suffix: str) -> None:
         (
             ALPACA,
             "alpaca",
-            [
-                {"role": "user", "content": "Add.\n\n1 2"},
-                {"role": "assistant", "content": "3"},
-            ],
+            [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}],
         ),
     ]:
         source = open_source(write(tmp_path / f"my{suffix}", [row, row]))
@@ -176,9 +173,7 @@ def test_parquet_needs_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         documents(write(tmp_path / "a.parquet", "PAR1"))
 
 
-def test_files_about_the_data_are_not_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_about_the_data_are_not_read(tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO, "qat")
     (tmp_path / ".git").mkdir()
     write(tmp_path / ".git" / "config.txt", "hidden")

@@ -68,9 +68,7 @@ def settings(**values: object) -> EvalConfig:
     return EvalConfig(context=32, stride=16, device="cpu", dtype="fp32", **values)
 
 
-def test_the_cache_puts_its_teacher_beside_the_student(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_cache_puts_its_teacher_beside_the_student(place: Path, capsys) -> None:
     config = settings(cache_dir=place / "cache")
     numbers = evaluate(str(place / "student"), config=config)
     out = capsys.readouterr().out
@@ -182,9 +180,7 @@ def test_refusals(place: Path, tmp_path: Path) -> None:
         judge(student, settings(cache_dir=place / "all"))
 
 
-def test_generate_streams_and_tells_what_it_said(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_streams_and_tells_what_it_said(place: Path, capsys) -> None:
     config = GenerateConfig(prompt="the cat", max_new_tokens=8, device="cpu", raw=True)
     result = generate(str(place / "student"), config=config)
     streamed = capsys.readouterr().out

@@ -5,13 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from quantized import (
-    SAME_INPUT,
-    frozen_linear,
-    random_weight,
-    tiny_quantized,
-    with_rounded_inputs,
-)
+from quantized import SAME_INPUT, frozen_linear, random_weight, tiny_quantized, with_rounded_inputs
 from tiny import tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel

@@ -13,25 +13,14 @@ import families
 import numpy as np
 import pytest
 import torch
-from quantized import (
-    SPECS,
-    e5m3_values,
-    frozen_linear,
-    latent_linear,
-    tiny_adapted,
-    tiny_quantized,
-)
+from quantized import SPECS, e5m3_values, frozen_linear, latent_linear, tiny_adapted, tiny_quantized
 from ranks_case import run_ranks
 from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
 from tokenizers import Regex, Tokenizer, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 from torch import Tensor
-from transformers import (
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from qat.backend.base import DTYPES
 from qat.cli import run_verb
@@ -62,12 +51,7 @@ from qat.ranks import Ranks
 pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")
 
 IDS = torch.arange(40).view(2, 20) * 7 % 320
-WIDE = {
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "head_dim": 32,
-    "max_position_embeddings": 32,
-}
+WIDE = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 32}
 EVEN = ("mlx", "compressed-tensors", "gguf", "torchao", "coreml")
 """Targets that hold evenly spaced levels of 4 bits."""
 SHIPPED = (*EVEN, "nvfp4", "modelopt")
@@ -191,12 +175,7 @@ def test_mlx_words_hold_our_weights(bits: int) -> None:
     assert torch.equal(torch.from_numpy(np.array(read)), linear.quantized_weight())
 
 
-NVFP4_FORMATS = [
-    ("e2m1", 4, 32),
-    ("int", 3, 16),
-    ("ternary", 2, 64),
-    ("seq", 1, 16),
-]
+NVFP4_FORMATS = [("e2m1", 4, 32), ("int", 3, 16), ("ternary", 2, 64), ("seq", 1, 16)]
 
 
 def nvfp4_weights(directory: Path) -> dict[str, Tensor]:
@@ -988,9 +967,7 @@ def test_a_run_for_a_target_stays_inside_it(students: dict[TargetName, Path]) ->
             assert {m.spec.level_bits for m in quant_linears(model).values()} == {16}
 
 
-def test_the_verbs_convert_for_targets_and_export_to_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_verbs_convert_for_targets_and_export_to_them(tmp_path: Path, capsys) -> None:
     pytest.importorskip("gguf")
     small = {"initializer_range": 0.2, "num_hidden_layers": 1}
     tiny_model(**small).save_pretrained(tmp_path / "float")

@@ -36,9 +36,7 @@ def test_greedy_equals_a_plain_loop(model: LanguageModel) -> None:
     assert said.text == tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_rows_filled_to_one_shape_hold_the_same_tokens(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_filled_to_one_shape_hold_the_same_tokens(model: LanguageModel, monkeypatch) -> None:
     """Fixed shapes have a loop of their own, which ends at the last token that is allowed."""
     ids = torch.tensor([[5, 9, 12], [7, 3, 20]])
     config = GenerationConfig(max_new_tokens=6, do_sample=False)

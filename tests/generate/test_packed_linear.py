@@ -18,11 +18,7 @@ from qat.quant.spec import ACTIVATION_KINDS, LutSpec
 
 @pytest.mark.parametrize(
     ("size", "has_bias"),
-    [
-        ({"bits": 2}, True),
-        ({"bits": 2}, False),
-        ({"bits": 8, "vector_size": 4}, False),
-    ],
+    [({"bits": 2}, True), ({"bits": 2}, False), ({"bits": 8, "vector_size": 4}, False)],
 )
 @pytest.mark.parametrize("tokens", [1, MOST_VECTORS, MOST_VECTORS + 1])
 def test_up_to_eight_tokens_are_multiplied_from_packed_indices(

@@ -334,9 +334,7 @@ def test_an_unwritable_place(tmp_path: Path, archive: Path) -> None:
         get(tmp_path / "file", archive)
 
 
-def test_a_receipt_holds_no_secret(
-    out: Path, archive: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_receipt_holds_no_secret(out: Path, archive: Path, monkeypatch, capsys) -> None:
     secret = "value-of-a-token"
     place = archive.parent.rename(archive.parent.with_name(secret))
     monkeypatch.setenv("HF_TOKEN", secret)

@@ -17,12 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import qat  # noqa: F401 - registers the quantizer
 from qat.errors import CheckpointError, ConfigError
-from qat.models.checkpoint import (
-    check_written,
-    is_packed,
-    load_checkpoint,
-    save_checkpoint,
-)
+from qat.models.checkpoint import check_written, is_packed, load_checkpoint, save_checkpoint
 from qat.models.directory import CHECKSUMS
 from qat.models.hf_quantizer import FORMAT, QatConfig
 from qat.models.stored_state import packed_state_dict
@@ -99,8 +94,7 @@ def test_reloaded_logits_are_equal_for_every_architecture(
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    covering(["lut4", "lut2_s8", "lut2_r4"], [torch.bfloat16, torch.float16]),
+    ("name", "dtype"), covering(["lut4", "lut2_s8", "lut2_r4"], [torch.bfloat16, torch.float16])
 )
 def test_loading_in_half_precision_rounds_no_quantizer_tensor(
     dtype: torch.dtype, name: str, tmp_path: Path

@@ -101,9 +101,7 @@ def test_gptq_is_read_as_floats(bits: int, kind: str, shuffles: bool, tmp_path: 
     assert torch.equal(found.model.model.layers[1].mlp.up_proj.weight, weight.float())
 
 
-def test_awq_is_read_as_floats_and_can_be_converted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_awq_is_read_as_floats_and_can_be_converted(tmp_path: Path, caplog) -> None:
     linear, weight = awq()
     settings = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}
     source = checkpoint(tmp_path / "in", settings, linear)

@@ -56,9 +56,7 @@ def test_what_is_no_owner_and_name_of_a_hub_is_a_path(source: str) -> None:
     assert is_path(source)
 
 
-def test_below_a_directory_that_is_there_all_is_a_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_below_a_directory_that_is_there_all_is_a_path(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert not is_path("owner/name")
     (tmp_path / "owner").mkdir()

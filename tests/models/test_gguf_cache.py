@@ -228,9 +228,7 @@ def test_an_entry_that_goes_while_it_is_opened_is_not_missed(root: Path, tmp_pat
     assert [file for _, file in asked] == [{}, {"gguf_file": "model.gguf"}]
 
 
-def test_the_longest_unused_make_room(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_longest_unused_make_room(root: Path, tmp_path: Path, monkeypatch) -> None:
     paths = [write_gguf(tmp_path / f"{n}.gguf", seed=n) for n in range(3)]
     weights(paths[0])
     size = sum(file.stat().st_size for file in root.glob("*-float32/*"))
@@ -264,9 +262,7 @@ def test_what_does_not_fit_is_read_each_time(
     assert "do not fit" in caplog.text and "converted each time" in caplog.text
 
 
-def test_what_was_used_a_moment_ago_makes_no_room(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_used_a_moment_ago_makes_no_room(root: Path, tmp_path: Path, monkeypatch) -> None:
     weights(write_gguf(tmp_path / "a.gguf"))
     size = sum(file.stat().st_size for file in root.glob("*/*"))
     monkeypatch.setattr(gguf_cache, "BUDGET_BYTES", int(1.5 * size))

@@ -157,9 +157,7 @@ def test_one_of_several_gguf_files_must_be_named(tmp_path: Path) -> None:
         load_model(str(tmp_path / "c.gguf"), device="cpu")
 
 
-def test_a_hub_id_is_asked_of_the_hub(
-    network: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_id_is_asked_of_the_hub(network: list[object], monkeypatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
     monkeypatch.setattr("qat.models.directory.is_online", lambda _: True)
     with pytest.raises(CheckpointError, match="nobody/has-this does not give a tokenizer"):

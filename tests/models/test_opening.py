@@ -157,8 +157,7 @@ def test_what_is_sound_opens(teacher: Path, student: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, name",
-    [("qwen3", "CausalLM"), ("gemma3", "CausalLM"), ("qwen3_vl", "ImageTextToText")],
+    "kind, name", [("qwen3", "CausalLM"), ("gemma3", "CausalLM"), ("qwen3_vl", "ImageTextToText")]
 )
 def test_models_of_images_open_by_the_name_that_transformers_has_for_them(
     kind: str, name: str

@@ -25,12 +25,7 @@ def gradients(model: LanguageModel) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("architecture", "every", "slice_tokens"),
-    [
-        ("qwen3", 1, 2**15),
-        ("qwen3", 2, 2 * S),
-        ("llama", 1, 2 * S),
-        ("gemma3", 2, 2**15),
-    ],
+    [("qwen3", 1, 2**15), ("qwen3", 2, 2 * S), ("llama", 1, 2 * S), ("gemma3", 2, 2**15)],
 )
 def test_recomputed_layers_have_the_same_gradients(
     monkeypatch, architecture, every, slice_tokens

@@ -241,9 +241,7 @@ def test_layer_by_layer_gives_the_same_hidden_states(
             assert torch.equal(model.logits(found), plain.logits(expected))
 
 
-def test_a_cache_of_a_teacher_on_the_disk_is_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_of_a_teacher_on_the_disk_is_the_same(tmp_path: Path, monkeypatch) -> None:
     place = str(source(tmp_path / "float"))
     brought: list[nn.Module] = []
     real = InFiles._bring
@@ -271,9 +269,7 @@ def test_what_does_not_stay_in_files_is_told(tmp_path: Path, caplog) -> None:
     assert found.in_files is None and "is in memory whole" in caplog.text
 
 
-def test_layers_that_give_something_else_alone_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_give_something_else_alone_are_refused(tmp_path: Path, monkeypatch) -> None:
     model = opened(tmp_path)
     check_layers(model)
     monkeypatch.setattr(model, "hidden_of", lambda batches: [model.hidden(*batches[0]) + 1])

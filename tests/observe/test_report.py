@@ -11,22 +11,8 @@ from observe.synthetic import write_conversion, write_lines, write_pipeline, wri
 
 from qat.convert.config import REPORT_NAME
 from qat.errors import CheckpointError
-from qat.observe.charts import (
-    DARK,
-    STYLE,
-    conversion_charts,
-    in_dark,
-    run_charts,
-    size_charts,
-)
-from qat.observe.page import (
-    COLUMNS,
-    Written,
-    number,
-    run_table,
-    with_unique_labels,
-    write_report,
-)
+from qat.observe.charts import DARK, STYLE, conversion_charts, in_dark, run_charts, size_charts
+from qat.observe.page import COLUMNS, Written, number, run_table, with_unique_labels, write_report
 from qat.observe.runs import Module, TrainingRun, read_directory
 from qat.observe.summary import Result, uses_of
 
