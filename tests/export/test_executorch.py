@@ -60,8 +60,8 @@ def test_levels_are_integers_of_xnnpack() -> None:
         if held is None:
             said = f"{codebook} of {bits} bits in groups of {size} with scales of {scale_bits} bits"
             assert lost.startswith(said)
-            return
-        pytest.importorskip("torchao")
+        if held is None or find_spec("torchao") is None:
+            continue
         linear = frozen_linear(8, shape[1], spec)
         tensor = executorch._tensor("it", linear)
         assert torch.equal(tensor.dequantize(), linear.quantized_weight())
