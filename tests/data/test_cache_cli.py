@@ -59,12 +59,6 @@ def test_build_info_verify(teacher: str, tmp_path: Path, capsys, monkeypatch) ->
         run(capsys, "verify", str(out))
 
 
-def test_info_without_the_tokenizer_shows_no_text(tmp_path: Path, capsys) -> None:
-    build(tmp_path / "c")
-    _, printed = run(capsys, "info", str(tmp_path / "c"))
-    assert "first sequence" not in printed
-
-
 def test_info_says_what_a_cache_holds_whatever_its_teacher_is_called(
     teacher: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,9 +109,7 @@ def test_the_length_follows_the_documents(teacher: str, tmp_path: Path, caplog) 
     assert settled([3], sequence_length=16)[0] == 16
 
 
-def test_a_bad_row_that_the_length_is_asked_of_comes_in_its_place(
-    teacher: str, tmp_path: Path
-) -> None:
+def test_a_bad_row_that_the_length_is_asked_of_comes_in_its_place(teacher: str, tmp_path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "the cat"}\n' * 3 + '{"no": 1}\n')
     config = CacheConfig(teacher=teacher, data=str(path))

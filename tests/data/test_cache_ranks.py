@@ -60,17 +60,8 @@ def test_ranks_ask_a_server_each_for_its_own(tmp_path: Path) -> None:
     assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_a_build_says_what_it_waited_for(tmp_path: Path, caplog) -> None:
-    with caplog.at_level("DEBUG", logger="qat.data.build"):
-        manifest = build(tmp_path / "c", **SMALL)
-    (said,) = [r.message for r in caplog.records if r.message.startswith("rank 0: ")]
-    assert f"{len(manifest.shards)} blocks asked in " in said
-
-
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_killed_build_goes_on_with_another_number_of_ranks(
-    whole: Path, tmp_path: Path, size: int
-) -> None:
+def test_a_killed_build_goes_on_with_another_number_of_ranks(whole, tmp_path, size: int) -> None:
     out = tmp_path / "c"
 
     def killed(ranks: Ranks) -> dict:

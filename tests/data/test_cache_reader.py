@@ -9,7 +9,6 @@ import torch
 from cache_case import build
 
 from qat.data.cache import MANIFEST, read_manifest
-from qat.data.config import CacheConfig
 from qat.data.reader import TeacherCache
 from qat.data.shard_file import check_shards, raise_if_any_damaged
 from qat.errors import CacheError
@@ -17,17 +16,6 @@ from qat.errors import CacheError
 
 def verify(directory: Path) -> None:
     raise_if_any_damaged(directory, check_shards(directory)[1])
-
-
-def test_any_order_gives_the_same_sequences(built: Path) -> None:
-    cache = TeacherCache.open(built)
-    count = cache.num_sequences("train")
-    assert count > 20  # several shards
-    everything = cache.batch(range(count))
-    indices = random.Random(0).choices(range(count), k=40)
-    for together, picked in zip(everything, cache.batch(indices), strict=True):
-        width = picked.shape[-1]
-        assert torch.equal(together[indices][..., :width], picked)
 
 
 def test_only_the_targets_asked_for_are_unpacked(built: Path) -> None:
@@ -58,10 +46,6 @@ def test_indices_outside_the_split_are_refused(built: Path) -> None:
     for bad in (-1, cache.num_sequences("held_out")):
         with pytest.raises(IndexError, match="reach outside"):
             cache.batch([0, bad], "held_out")
-
-
-def test_verify_is_content_with_what_was_written(built: Path) -> None:
-    verify(built)
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -118,17 +102,17 @@ def test_missing_and_foreign_directories_are_refused(tmp_path: Path) -> None:
         TeacherCache.open(tmp_path)
 
 
-def test_an_unknown_format_is_refused(copy: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 1}, "says format=1, this version reads format=3"),
+        ({"colour": "red"}, "is damaged: colour"),
+    ],
+)
+def test_a_manifest_of_another_kind_is_refused(copy: Path, change: dict, message: str) -> None:
     values = json.loads((copy / MANIFEST).read_text())
-    (copy / MANIFEST).write_text(json.dumps({**values, "format": 1}))
-    with pytest.raises(CacheError, match="says format=1, this version reads format=3"):
-        TeacherCache.open(copy)
-
-
-def test_a_manifest_with_a_foreign_field_is_refused(copy: Path) -> None:
-    values = json.loads((copy / MANIFEST).read_text())
-    (copy / MANIFEST).write_text(json.dumps({**values, "colour": "red"}))
-    with pytest.raises(CacheError, match="is damaged: colour"):
+    (copy / MANIFEST).write_text(json.dumps({**values, **change}))
+    with pytest.raises(CacheError, match=message):
         TeacherCache.open(copy)
 
 
@@ -148,7 +132,3 @@ def test_students_that_do_not_fit_are_refused(built: Path) -> None:
 def test_the_fingerprint_changes_with_the_settings(built: Path, tmp_path: Path) -> None:
     build(tmp_path / "c", seed=5)
     assert read_manifest(tmp_path / "c").fingerprint != read_manifest(built).fingerprint
-
-
-def test_code_of_others_does_not_run_unasked() -> None:
-    assert CacheConfig(data="texts", teacher="teacher").trust_remote_code is False

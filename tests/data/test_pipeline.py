@@ -12,7 +12,7 @@ from cache_case import build, contents, teacher, texts
 
 from qat.backend.base import Backend
 from qat.data.cache import read_manifest
-from qat.data.pipeline import BackgroundFold, computed_ahead, prefetched, waited
+from qat.data.pipeline import computed_ahead, prefetched
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError, DataError
 
@@ -37,12 +37,6 @@ def test_prefetched_items_come_in_order_and_not_too_far_ahead(depth: int) -> Non
         time.sleep(0.002)
         assert len(made) <= taken + 1 + depth
     assert made == list(range(9))
-
-
-def test_items_are_made_on_another_thread() -> None:
-    threads = set(prefetched((threading.get_ident() for _ in range(3)), 2))
-    assert len(threads) == 1
-    assert threading.get_ident() not in threads
 
 
 def test_an_error_comes_in_its_items_place() -> None:
@@ -81,12 +75,6 @@ def test_what_is_computed_ahead_comes_in_order(depth: int) -> None:
     assert sorted(begun) == list(range(9))
 
 
-def test_places_are_computed_side_by_side() -> None:
-    together = threading.Barrier(3, timeout=5)
-    places = computed_ahead(lambda place: together.wait() * 0 + place, range(6), 3)
-    assert list(places) == list(range(6))
-
-
 def test_while_an_item_is_used_as_many_as_asked_for_are_under_way() -> None:
     begun = threading.Semaphore(0)
     with closing(computed_ahead(lambda _: begun.release(), range(9), 2)) as items:
@@ -108,48 +96,6 @@ def test_an_error_of_a_place_comes_there_and_no_other_begins() -> None:
     with pytest.raises(Broken):
         next(items)
     assert len(begun) <= 6 and threading.active_count() == before
-
-
-def test_behind_folds_in_order_one_item_at_a_time() -> None:
-    running = threading.Semaphore(1)
-
-    def fold(state: list[int], item: int) -> list[int]:
-        assert running.acquire(blocking=False)
-        time.sleep(0.001)
-        running.release()
-        return [*state, item]
-
-    with BackgroundFold(fold, [-1]) as behind:
-        for item in range(6):
-            behind.push(item)
-        assert behind.state() == [-1, 0, 1, 2, 3, 4, 5]
-
-
-def test_nothing_is_folded_after_a_failure() -> None:
-    folded = []
-
-    def fold(state: None, item: int) -> None:
-        if item == 1:
-            raise Broken
-        folded.append(item)
-
-    with BackgroundFold(fold, None) as behind:
-        behind.push(0)
-        behind.push(1)
-        for _ in range(2):
-            with pytest.raises(Broken):
-                behind.push(2)
-        with pytest.raises(Broken):
-            behind.state()
-    assert folded == [0]
-
-
-def test_what_was_folded_survives_an_error_of_the_caller() -> None:
-    folded = []
-    with pytest.raises(Broken), BackgroundFold(lambda _, item: folded.append(item), None) as behind:
-        behind.push(0)
-        raise Broken
-    assert folded == [0]
 
 
 def rows_with_an_error(good: int) -> Iterator[str]:
@@ -229,17 +175,3 @@ def test_filled_up_batches_have_one_shape_and_change_nothing(tmp_path: Path, mon
             mine.batch(range(count), split), whole.batch(range(count), split), strict=True
         ):
             torch.testing.assert_close(a, b)
-
-
-def test_waiting_is_counted_for_every_item_and_the_end() -> None:
-    def slow() -> Iterator[int]:
-        for number in range(2):
-            time.sleep(0.02)
-            yield number
-
-    waits: list[float] = []
-    items = waited(slow(), waits)
-    assert next(items) == 0
-    time.sleep(0.3)  # the consumer's own time is none
-    assert list(items) == [1] and len(waits) == 3
-    assert 0.02 <= waits[0] and 0.02 <= waits[1] < 0.3 and waits[2] < 0.3

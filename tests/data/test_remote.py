@@ -61,14 +61,7 @@ def test_it_reads_like_a_local_one(built: Path, opened: list[str], tmp_path: Pat
     assert opened[3:] == [MANIFEST]
 
 
-def test_a_directory_is_read_where_it_is(built: Path) -> None:
-    assert open_cache(built).directory == built
-    assert open_cache(str(built)).num_sequences("train") > 0
-
-
-def test_shards_are_kept_within_a_budget(
-    built: Path, opened: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: object
-) -> None:
+def test_shards_are_kept_within_a_budget(built, opened, tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(remote, "FRESH", 1)
     size = (built / "train-00000.safetensors").stat().st_size
     with caplog.at_level(logging.WARNING):
@@ -81,53 +74,48 @@ def test_shards_are_kept_within_a_budget(
     assert not list((tmp_path / "kept").glob(".*"))
 
 
-def test_the_newest_shards_stay_whatever_the_budget(
-    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        ({"budget": 1}, [["00"], ["00", "01"], ["01", "02"]]),  # the newest stay whatever it is
+        ({}, [["00"], ["00", "01"], ["00", "01", "02"]]),
+    ],
+)
+def test_the_newest_shards_stay_and_all_where_there_is_room(
+    store, tmp_path, monkeypatch, budget: dict, expected: list
 ) -> None:
     monkeypatch.setattr(remote, "FRESH", 1)
-    cache = open_cache(ADDRESS, local=tmp_path / "kept", budget=1)
-    found = []
+    cache, kept = open_cache(ADDRESS, local=tmp_path / "kept", **budget), []
     for index in (0, 11, 22):
         cache.batch([index])
-        found.append(sorted(path.name[9:11] for path in (tmp_path / "kept").glob("*.safetensors")))
-    assert found == [["00"], ["00", "01"], ["01", "02"]]
+        kept.append(sorted(path.name[9:11] for path in (tmp_path / "kept").glob("*.safetensors")))
+    assert kept == expected
 
 
-def test_all_shards_stay_where_there_is_room(
-    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote, "FRESH", 1)
-    cache = open_cache(ADDRESS, local=tmp_path / "kept")
-    for index in (0, 11, 22):
-        cache.batch([index])
-    assert len(list((tmp_path / "kept").glob("*.safetensors"))) == 3
-
-
-def test_a_server_that_fails_is_asked_three_times(
-    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, asked = open_cache(ADDRESS, local=tmp_path / "kept"), []
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[str]:
+    """Have the store raise; return the paths that it is asked for."""
+    asked: list[str] = []
 
     def fail(self: MemoryFileSystem, path: str, *arguments: object, **more: object) -> object:
         asked.append(path)
-        raise OSError("503\nslow down, token=abcdefgh1234")
+        raise error
 
     monkeypatch.setattr(MemoryFileSystem, "_open", fail)
+    return asked
+
+
+def test_a_server_that_fails_is_asked_three_times(store, tmp_path, monkeypatch) -> None:
+    cache = open_cache(ADDRESS, local=tmp_path / "kept")
+    asked = failing(monkeypatch, OSError("503\nslow down, token=abcdefgh1234"))
     with pytest.raises(CacheError, match=r"does not come \(503 slow down.*tried 3 times") as caught:
         cache.batch([0])
     assert "\n" not in str(caught.value) and "abcdefgh1234" not in str(caught.value)
     assert len(asked) == 3 and [path.name for path in (tmp_path / "kept").iterdir()] == [MANIFEST]
 
 
-def test_an_error_of_a_stores_own_library_is_one_line(
-    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_a_stores_own_library_is_one_line(store, tmp_path, monkeypatch) -> None:
     aiohttp = pytest.importorskip("aiohttp")
-
-    def fail(self: MemoryFileSystem, path: str, *arguments: object, **more: object) -> object:
-        raise aiohttp.ClientPayloadError("400, message:\n  not gzip")
-
-    monkeypatch.setattr(MemoryFileSystem, "_open", fail)
+    failing(monkeypatch, aiohttp.ClientPayloadError("400, message:\n  not gzip"))
     with pytest.raises(CacheError, match=r"does not come \(400, message: not gzip\)") as caught:
         open_cache(ADDRESS, local=tmp_path / "kept")
     assert "\n" not in str(caught.value)
@@ -180,25 +168,16 @@ def test_bad_addresses_are_one_line(built: Path, store: MemoryFileSystem, tmp_pa
         open_cache(ADDRESS, local=tmp_path / "file" / "kept")
 
 
-def test_a_shard_is_on_the_disk_before_it_has_its_name(
-    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_is_on_the_disk_before_it_has_its_name(store, tmp_path, monkeypatch) -> None:
     cache, synced = open_cache(ADDRESS, local=tmp_path / "kept"), []
     monkeypatch.setattr("os.fsync", lambda _: synced.extend((tmp_path / "kept").iterdir()))
     cache.batch([0])
     assert [path.name.startswith(".train-00000") for path in sorted(synced)] == [True, False]
 
 
-def test_a_full_disk_is_not_asked_again(
-    store: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, asked = open_cache(ADDRESS, local=tmp_path / "kept"), []
-
-    def fail(self: MemoryFileSystem, path: str, *arguments: object, **more: object) -> object:
-        asked.append(path)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(MemoryFileSystem, "_open", fail)
+def test_a_full_disk_is_not_asked_again(store: MemoryFileSystem, tmp_path, monkeypatch) -> None:
+    cache = open_cache(ADDRESS, local=tmp_path / "kept")
+    asked = failing(monkeypatch, OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(OSError, match="No space left"):
         cache.batch([0])
     assert len(asked) == 1
@@ -221,9 +200,7 @@ def web_address(built: Path) -> Iterator[str]:
         thread.join()
 
 
-def test_a_cache_of_the_web_reads_like_a_local_one(
-    built: Path, web_address: str, tmp_path: Path
-) -> None:
+def test_a_cache_of_the_web_reads_like_a_local_one(built: Path, web_address: str, tmp_path) -> None:
     far, local = open_cache(web_address, local=tmp_path / "kept"), TeacherCache.open(built)
     for one, other in zip(local.batch([3, 25]), far.batch([3, 25]), strict=True):
         assert torch.equal(one, other)
@@ -247,9 +224,7 @@ def test_an_encrypted_cache_is_led_to_nothing_that_is_not(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("name", [MANIFEST, "train-00000.safetensors"])
-def test_a_cache_that_drips_is_left(
-    built: Path, web_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_cache_that_drips_is_left(built, web_address, tmp_path, monkeypatch, name) -> None:
     def drip(handler: SimpleHTTPRequestHandler, source: BinaryIO, to: BinaryIO) -> None:
         if source.name.endswith(name):
             while True:

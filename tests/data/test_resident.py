@@ -116,29 +116,6 @@ def test_a_read_that_stops_half_way_goes_on(built: Path, monkeypatch: pytest.Mon
         cache.batch([25])
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be told")
-def test_each_row_is_one_read_and_all_are_asked_for_first(built: Path, monkeypatch) -> None:
-    cache, calls = TeacherCache.open(built), []
-    expected = cache.batch([25, 3, 4, 11])  # proves the shards
-    read, advise = os.preadv, os.posix_fadvise
-
-    def note_read(file: int, outs: list[memoryview], begin: int) -> int:
-        calls.append(("read", file, begin, sum(map(len, outs))))
-        return read(file, outs, begin)
-
-    def note_advice(file: int, begin: int, size: int, advice: int) -> None:
-        assert advice == os.POSIX_FADV_WILLNEED
-        calls.append(("ask", file, begin, size))
-        advise(file, begin, size, advice)
-
-    monkeypatch.setattr(os, "preadv", note_read)
-    monkeypatch.setattr(os, "posix_fadvise", note_advice)
-    for one, other in zip(cache.batch([25, 3, 4, 11]), expected, strict=True):
-        assert torch.equal(one, other)
-    assert [what for what, *_ in calls] == ["ask"] * 3 + ["read"] * 3  # 3 and 4 are neighbours
-    assert [place for _, *place in calls[:3]] == [place for _, *place in calls[3:]]
-
-
 def test_a_read_of_nothing_asks_for_nothing(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = read_manifest(built)
     shard = manifest.shards[0]
@@ -285,9 +262,7 @@ def said(directory: Path, name: str, value: torch.Tensor) -> None:
         ("sample_marks", torch.tensor(255, dtype=torch.uint8), "drawn ids take"),
     ],
 )
-def test_what_no_teacher_can_have_said_is_one_line(
-    copy: Path, name: str, value: torch.Tensor, message: str
-) -> None:
+def test_what_no_teacher_can_have_said_is_one_line(copy, name, value, message) -> None:
     said(copy, name, value)
     with pytest.raises(CacheError, match=message):
         everything(copy)
@@ -388,9 +363,7 @@ def test_a_manifest_that_leads_astray_is_one_line(copy: Path, values: dict, mess
         ("teacher", "vocab_size", 2**70),
     ],
 )
-def test_every_identifier_and_size_of_a_manifest_has_a_form(
-    copy: Path, part: str | None, name: str, value: object
-) -> None:
+def test_every_identifier_and_size_of_a_manifest_has_a_form(copy, part, name, value) -> None:
     manifest = read_manifest(copy)
     changes = {name: value}
     if part:

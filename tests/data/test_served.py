@@ -33,9 +33,8 @@ from qat.data.config import CacheConfig
 from qat.data.engines import KEY
 from qat.data.reader import TeacherCache
 from qat.data.served import ServedTeacher
-from qat.errors import CacheError, CheckpointError, ConfigError, QatError
+from qat.errors import CacheError, ConfigError, QatError
 from qat.hub import web
-from qat.models.teacher_cache import cache_teacher
 
 
 @pytest.fixture(autouse=True)
@@ -140,9 +139,7 @@ def test_the_whole_vocabulary_leaves_no_tail(stage: Stage, tmp_path: Path) -> No
     torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-4)
 
 
-def test_a_tail_below_float32_is_no_more_than_the_last_token_allows(
-    stage: Stage, tmp_path: Path
-) -> None:
+def test_a_tail_below_float32_is_no_more_than_the_last_token_allows(stage: Stage, tmp_path) -> None:
     stage.model.model.lm_head.weight.data *= 20
     with played(stage) as address:
         build(ask(address), tmp_path / "c")
@@ -231,20 +228,8 @@ def test_a_tokenizer_that_nobody_tells_is_a_warning(stage: Stage, monkeypatch, c
     assert "does not tell how it tokenises" in caplog.text
 
 
-def test_probabilities_above_one_are_refused(stage: Stage) -> None:
-    def shifted(answer: dict) -> None:
-        for choice in answer["choices"]:
-            for entry in choice["prompt_logprobs"][1:]:
-                for each in entry.values():
-                    each["logprob"] += 3.0
-
-    stage.change = shifted
-    with played(stage) as address, refused("sum to .*, expected log-probs normalised", CacheError):
-        ask(address)
-
-
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
-@pytest.mark.parametrize("shift", [-9.0, float("-inf"), float("nan")])
+@pytest.mark.parametrize("shift", [3.0, -9.0, float("-inf"), float("nan")])
 def test_what_is_no_distribution_is_refused(engine: str, shift: float) -> None:
     stage = Stage(engine)
 
@@ -258,7 +243,7 @@ def test_what_is_no_distribution_is_refused(engine: str, shift: float) -> None:
                 shifted(value)
 
     stage.change = shifted
-    with played(stage) as address, refused("gives probabilities|answers what no", CacheError):
+    with played(stage) as address, refused("probabilities|answers what no|sum to", CacheError):
         ask(address)
 
 
@@ -336,11 +321,6 @@ def test_settings_that_no_server_can_follow_are_refused() -> None:
         assert "hunter2" not in str(caught.value)
 
 
-def test_other_verbs_say_that_a_teacher_beside_is_a_directory() -> None:
-    with refused("http://h:1/v1 does not exist; .*: 'qat cache' asks a teacher", CheckpointError):
-        run_verb(["eval", "http://h:1/v1", "--text", __file__])
-
-
 def test_a_name_that_only_the_server_knows_needs_a_tokenizer() -> None:
     words = ["--teacher", "http://h:1/v1", "--teacher-model", "alias", "--data", "stdlib"]
     with refused("alias does not exist; .*; or name its tokenizer and config.json with --tok"):
@@ -350,9 +330,7 @@ def test_a_name_that_only_the_server_knows_needs_a_tokenizer() -> None:
 # What goes wrong while it is built.
 
 
-def test_a_busy_server_is_asked_again_and_the_bytes_are_the_same(
-    stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_busy_server_is_asked_again_and_the_bytes_are_the_same(stage, tmp_path, caplog) -> None:
     caplog.set_level("INFO", logger="qat")
     with played(stage) as address:
         asked = ask(address)
@@ -422,9 +400,7 @@ def test_a_refusal_in_the_middle_is_one_line(stage: Stage, tmp_path: Path) -> No
             build(asked, tmp_path)
 
 
-def test_a_slow_server_is_asked_again_and_then_left(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_slow_server_is_asked_again_and_then_left(stage: Stage, monkeypatch, tmp_path) -> None:
     with played(stage) as address:
         asked = ask(address)
         monkeypatch.setattr(engines, "ANSWER_S", 0.05)
@@ -510,6 +486,7 @@ def test_a_key_goes_to_the_server_and_nowhere_else(
     assert len(written) == 3 and not any(b"pw-1" in each for each in written)
     manifest = json.loads((tmp_path / "c" / "manifest.json").read_bytes())
     assert manifest["teacher"]["name"] == NAME and "127.0.0.1" not in json.dumps(manifest)
+    assert manifest["teacher"]["identity"].startswith("unknown, served as ")
 
 
 @pytest.mark.parametrize(
@@ -534,18 +511,3 @@ def test_a_key_that_no_request_can_carry_is_not_repeated(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match="holds characters that no request can carry") as caught:
         engines.Line("http://h/v1")
     assert "half" not in str(caught.value)
-
-
-def test_the_verb_builds_the_cache_of_a_served_teacher(stage: Stage, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    tiny_model().save_pretrained(model)
-    TOKENIZER.save_pretrained(model)
-    config = CacheConfig(
-        data="x", teacher="http://h/v1", teacher_model=NAME, tokenizer=str(model), top_k=5,
-        sequence_length=16,
-    )  # fmt: skip
-    with played(stage) as address:
-        _, asked, about = cache_teacher(config.model_copy(update={"teacher": address}))
-        assert isinstance(asked, ServedTeacher)
-    assert (about.vocab_size, about.max_positions, about.dtype) == (VOCAB, 128, "unknown")
-    assert about.identity.startswith("unknown, served as ")

@@ -70,11 +70,6 @@ def test_alpaca_without_input_and_reasoning_are_kept_as_they_are(tmp_path: Path)
     assert documents(write(tmp_path / "b.json", [{"messages": [thinking]}])) == [[thinking]]
 
 
-def test_text_field_names_the_column(tmp_path: Path) -> None:
-    data = write(tmp_path / "a.jsonl", [{"story": "once"}])
-    assert documents(data, text_field="story") == ["once"]
-
-
 def test_text_files_split_at_blank_lines_or_at_their_separator(tmp_path: Path) -> None:
     assert documents(write(tmp_path / "a.txt", "one\ntwo\n\n\nthree\n")) == ["one\ntwo", "three"]
     stories = "a\n\nb<|endoftext|>\nc\n<|endoftext|>\n"
