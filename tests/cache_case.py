@@ -1,6 +1,7 @@
 """A small cache that the tests of builder, reader and verb share."""
 
 import random
+from math import log, sqrt
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ from tiny import VOCAB, tiny_model, tiny_tokenizer
 
 from qat.data.build import build_cache
 from qat.data.cache import MANIFEST, Manifest, Split, TeacherInfo
+from qat.data.codec import M
 from qat.data.config import CacheSettings
 from qat.models.language_model import LanguageModel
 from qat.ranks import ALONE
@@ -80,3 +82,13 @@ def without_split(out: Path, split: Split) -> None:
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def max_error(value_range: float, k: int) -> float:
+    """The largest error in nats of a decoded log-prob of a token with range `value_range`.
+
+    `value_range` is the range as stored, up to 3.6 % above the largest distance. Log-probs more
+    than 104 nats below the most likely one (probability 0 in float32) decode as 104 nats below it.
+    """
+    rounding = value_range / (2 * M**2)
+    return value_range / M + sqrt(value_range * log(k)) / M + rounding

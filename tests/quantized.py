@@ -10,6 +10,7 @@ from qat.nn.activation import ActivationQuantizer
 from qat.nn.quant_linear import FrozenLutLinear, LutLinear, QuantLinear, quant_linears
 from qat.nn.swap import ascending, linear_names, replace_module
 from qat.quant.codebook import fixed_grid
+from qat.quant.error_feedback import fit_all_to_inputs
 from qat.quant.spec import ACTIVATION_KINDS, ActivationKind, ActivationSpec, LutSpec
 from qat.quant.weight import QuantizedWeight, Scales, as_stored, index_dtype
 
@@ -163,3 +164,9 @@ def to_frozen(model: nn.Module) -> None:
             frozen.set_lora(module.lora())
             frozen.activation = module.activation
             replace_module(model, name, frozen.train(module.training))
+
+
+def fit_to_inputs(weight: Tensor, spec: LutSpec, hessian: Tensor) -> QuantizedWeight:
+    """One weight, fitted to the inputs behind `hessian` `(I, I)`."""
+    (fit,) = fit_all_to_inputs([weight], spec, hessian)
+    return fit.quantized

@@ -7,15 +7,15 @@ Accuracy of a log-probability. A distance d is stored as `code = round(M * sqrt(
 where the range R is at most 3.6 % above the token's largest distance: |error of d| is at most
 `sqrt(d * R) / M + R / (4 * M**2)`. The most likely log-prob is not stored: it follows from the
 probabilities' sum `1 - tail`, so its error is the mean error of the others and at most
-`sqrt(R * ln K) / M + R / (4 * M**2)`. `max_error` adds the two: 0.057 nats at R = 20, K = 64, for
-the least likely of the K. KL(exact || decoded) is about `R * E[d] / (6 * M**2)`: below 1e-4 nats.
+`sqrt(R * ln K) / M + R / (4 * M**2)`. Together that is 0.057 nats at R = 20, K = 64, for the least
+likely of the K. KL(exact || decoded) is about `R * E[d] / (6 * M**2)`: below 1e-4 nats.
 
 Shapes: N sequences, S positions, K teacher tokens kept, n draws, D distinct draws (padded).
 """
 
 from collections.abc import Iterable, Iterator
 from functools import cache
-from math import gcd, log, sqrt
+from math import gcd
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -253,16 +253,6 @@ SHARES[FAR] = torch.inf  # clamped to MAX_DISTANCE when decoded
 def id_bits(vocab_size: int) -> int:
     """Return the number of bits of one token id."""
     return max(1, (vocab_size - 1).bit_length())
-
-
-def max_error(value_range: float, k: int) -> float:
-    """Return the largest error in nats of a decoded log-prob of a token with range `value_range`.
-
-    `value_range` is the range as stored, up to 3.6 % above the largest distance. Log-probs more
-    than 104 nats below the most likely one (probability 0 in float32) decode as 104 nats below it.
-    """
-    rounding = value_range / (2 * M**2)
-    return value_range / M + sqrt(value_range * log(k)) / M + rounding
 
 
 def encode_top_k(top: TopK, num_sequences: int, vocab_size: int) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ Shapes: N sequences, L = S positions.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -216,23 +216,6 @@ class Packer:
         return PackedRows(
             tokens.reshape(shape), starts.reshape(shape), mask.reshape(shape), int(sizes.sum())
         )
-
-
-def pack(
-    documents: Iterable[Sequence[int]], length: int, pad: int, special: Collection[int] = ()
-) -> PackedRows:
-    """Pack all documents at once, as `Packer` does.
-
-    Raises:
-        ValueError: no token in them counts.
-    """
-    packer = Packer(length, pad, special)
-    for ids in documents:
-        packer.push(ids)
-    packer.finish()
-    if packer.num_full == 0:
-        raise ValueError("no tokens to pack")
-    return packer.take(packer.num_full)
 
 
 def position_ids(starts: Tensor) -> Tensor:

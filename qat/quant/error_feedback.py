@@ -326,19 +326,14 @@ class InputFit(NamedTuple):
     experts)."""
 
 
-def fit_to_inputs(weight: Tensor, spec: LutSpec, hessian: Tensor) -> QuantizedWeight:
-    """Quantize `weight` with the least output error on the inputs behind `hessian` `(I, I)`.
-
-    By that measure the result is never worse than rounding every weight alone (`fit_weight`).
-    """
-    (fit,) = fit_all_to_inputs([weight], spec, hessian)
-    return fit.quantized
-
-
 def fit_all_to_inputs(
     weights: Sequence[Tensor], spec: LutSpec, hessian: Tensor, ops: ColumnOps = REFERENCE
 ) -> list[InputFit]:
-    """Apply `fit_to_inputs` to each of `weights` `(O_n, I)`, which share their inputs."""
+    """Quantize `weights` `(O_n, I)`, each with the least output error on their inputs.
+
+    The inputs are those behind `hessian` `(I, I)`. By that measure no result is worse than rounding
+    every weight alone (`fit_weight`).
+    """
     if not spec.is_vector:
         return _fit_together(weights, spec, hessian, ops)
 
@@ -393,7 +388,7 @@ def fit_stack_to_inputs(
     *,
     ops: ColumnOps = REFERENCE,
 ) -> InputFit:
-    """Fit E weights that share a codebook, each with inputs of its own, as `fit_to_inputs` does.
+    """Fit E weights that share a codebook, each with inputs of its own.
 
     The levels come from all of them, weighted by how often each was used. A weight that received
     fewer than `FEWEST_INPUTS` inputs is rounded without them: so few do not generalize.

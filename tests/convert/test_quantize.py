@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import build
-from quantized import SPECS, tiny_quantized
+from quantized import SPECS, fit_to_inputs, tiny_quantized
 from tiny import ARCHITECTURES, VOCAB, tiny_model
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,7 +23,6 @@ from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
 from qat.nn.quant_linear import FrozenLutLinear, quant_linears
 from qat.nn.swap import linear_names, with_tables
-from qat.quant.error_feedback import fit_to_inputs
 from qat.quant.fit import fit_weight
 from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
 from qat.quant.weight import dequantize

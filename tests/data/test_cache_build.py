@@ -12,13 +12,12 @@ import cache_case
 import pytest
 import torch
 import torch.nn.functional as F
-from cache_case import build, contents, info, settings, teacher, texts
+from cache_case import build, contents, info, max_error, settings, teacher, texts
 from tiny import VOCAB
 
 from qat import logs
 from qat.backend.base import Backend
 from qat.data.cache import Manifest, read_manifest
-from qat.data.codec import max_error
 from qat.data.config import CacheConfig, CacheSettings
 from qat.data.packing import NO_LABEL, labels, position_ids
 from qat.data.reader import TeacherCache

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from cache_case import max_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,7 +18,6 @@ from qat.data.codec import (
     encode_draws,
     encode_top_k,
     id_bits,
-    max_error,
     pack_bits,
     packed_bytes,
     top_k,

@@ -1,6 +1,7 @@
 """Packing: every prediction counts once, behind as much context as was promised."""
 
 import random
+from collections.abc import Collection
 
 import numpy as np
 import pytest
@@ -13,12 +14,20 @@ from qat.data.packing import (
     PackedRows,
     Packer,
     labels,
-    pack,
     position_ids,
 )
 
 PAD, BEGIN = 0, 7
 LENGTHS = [2, 3, 8, 17]
+
+
+def pack(documents: list[list[int]], length: int, special: Collection[int] = ()) -> PackedRows:
+    """All documents, packed at once."""
+    packer = Packer(length, PAD, special)
+    for ids in documents:
+        packer.push(ids)
+    packer.finish()
+    return packer.take(packer.num_full)
 
 
 def documents_of(rng: random.Random) -> list[list[int]]:
@@ -50,7 +59,7 @@ def pieces_of(packed: PackedRows) -> list[tuple[list[int], list[bool]]]:
 def test_every_prediction_counts_once_in_its_context(length: int) -> None:
     for seed in range(10):
         documents = documents_of(random.Random(seed))
-        packed = pack(documents, length, PAD, {BEGIN})
+        packed = pack(documents, length, {BEGIN})
         pieces = pieces_of(packed)
         assert packed.num_tokens == sum(len(tokens) for tokens, _ in pieces), seed
         context = max(1, length // CONTEXT)
@@ -82,7 +91,7 @@ def test_every_prediction_counts_once_in_its_context(length: int) -> None:
 def test_sequences_are_full_and_in_the_order_of_their_documents(seed: int) -> None:
     rng = random.Random(seed)
     documents = [[1000 + i] * rng.randrange(2, 33) for i in range(2000)]
-    packed = pack(documents, 32, PAD)
+    packed = pack(documents, 32)
     padding = 1 - packed.num_tokens / packed.tokens.size
     assert padding < 0.03
     firsts = packed.tokens[:, 0]
@@ -171,7 +180,7 @@ def test_unsorted_sequences_of_fewer_documents_are_beginnings_of_those_of_more(s
 
 
 def test_positions_restart_and_labels_stay_inside_a_document() -> None:
-    packed = pack([[11, 12, 13], [21, 22], [31, 32]], 6, PAD)
+    packed = pack([[11, 12, 13], [21, 22], [31, 32]], 6)
     tokens, starts = torch.from_numpy(packed.tokens).long(), torch.from_numpy(packed.starts)
     mask = torch.from_numpy(packed.mask)
     assert tokens.tolist() == [[11, 12, 13, 21, 22, PAD], [31, 32, PAD, PAD, PAD, PAD]]
@@ -189,8 +198,3 @@ def test_no_label_is_a_token_of_the_next_document_whatever_the_mask_counts() -> 
     counted = torch.ones(1, 5, dtype=torch.bool)
     no = NO_LABEL
     assert labels(tokens, starts, counted).tolist() == [[12, no, 22, no, no]]
-
-
-def test_nothing_to_pack_is_refused() -> None:
-    with pytest.raises(ValueError, match="no tokens"):
-        pack([], 4, PAD)

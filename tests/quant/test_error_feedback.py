@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from quantized import SPECS, random_weight
+from quantized import SPECS, fit_to_inputs, random_weight
 from torch import Tensor
 
 from qat.errors import ConfigError
@@ -247,7 +247,7 @@ def test_weights_that_share_inputs_do_not_know_each_other() -> None:
     H = moment(inputs())
     together = ef.fit_all_to_inputs(weights, SPECS["lut2"], H)
     for weight, fit in zip(weights, together, strict=True):
-        alone = ef.fit_to_inputs(weight, SPECS["lut2"], H)
+        alone = fit_to_inputs(weight, SPECS["lut2"], H)
         torch.testing.assert_close(dequantize(fit.quantized), dequantize(alone))
         D = ef.damped(H)
         energy = ((weight @ D) * weight).sum().item()
@@ -259,7 +259,7 @@ def test_weights_that_share_inputs_do_not_know_each_other() -> None:
 def test_never_worse_than_rounding_alone(name: str) -> None:
     spec, weight = SPECS[name], torch.randn(O, 32)
     H = moment(inputs(32))
-    fitted = ef.fit_to_inputs(weight, spec, H)
+    fitted = fit_to_inputs(weight, spec, H)
     alone = fit_weight(weight, spec, ef.damped(H).diagonal())
     H = ef.damped(H)
     error, before = (ef.output_error(weight, each, H) for each in (fitted, alone))
@@ -279,7 +279,7 @@ def test_inputs_that_leave_the_hessian_singular(kind: str) -> None:
     if kind == "no input at all":
         x.zero_()
     weight, spec = torch.randn(O, 32), SPECS["lut2"]
-    fitted = ef.fit_to_inputs(weight, spec, moment(x))
+    fitted = fit_to_inputs(weight, spec, moment(x))
     value = dequantize(fitted)
     assert torch.isfinite(value).all()
     alone = fit_weight(weight, spec)
@@ -329,7 +329,7 @@ def test_what_is_no_second_moment_is_refused(value: float) -> None:
     H = moment(inputs(32))
     H[4, 4] = value
     with pytest.raises(ConfigError, match="32 inputs"):
-        ef.fit_to_inputs(torch.randn(O, 32), SPECS["lut2"], H)
+        fit_to_inputs(torch.randn(O, 32), SPECS["lut2"], H)
     counts = torch.tensor([100, 100])
     with pytest.raises(ConfigError, match="32 inputs"):
         moments = torch.stack([H, H])

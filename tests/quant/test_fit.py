@@ -6,11 +6,10 @@ Shapes: O out_features, I in_features.
 import pytest
 import torch
 from covering import covering
-from quantized import SPECS, random_weight
+from quantized import SPECS, fit_to_inputs, random_weight
 from torch import Tensor
 
 from qat.quant.codebook import fixed_grid, nearest_indices, nearest_level
-from qat.quant.error_feedback import fit_to_inputs
 from qat.quant.fit import (
     absmax_scales,
     fit_weight,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from covering import covering
+from quantized import fit_to_inputs
 from sklearn.cluster import KMeans, kmeans_plusplus
 from torch import Tensor
 
@@ -201,7 +202,7 @@ def test_odd_weights(name: str, weight: str) -> None:
         values, spec = values[:1], spec.model_copy(update={"rank": min(spec.rank, 1)})
     size = {"zero": 0.0, "tiny": 1e-7, "huge": 1e3}.get(weight, 1.0)
     values = torch.full((3, 48), 0.3) if weight == "constant" else values * size
-    alone, fitted = fit_weight(values, spec), ef.fit_to_inputs(values, spec, hessian(48))
+    alone, fitted = fit_weight(values, spec), fit_to_inputs(values, spec, hessian(48))
     for found in (alone, fitted):
         assert torch.equal(dequantize(as_stored(found)), dequantize(found))
         assert torch.isfinite(dequantize(found)).all()
@@ -330,7 +331,7 @@ def test_weights_that_share_inputs_do_not_know_each_other() -> None:
     weights, H = [torch.randn(rows, 48) for rows in (9, 4, 16)], hessian(48)
     together = ef.fit_all_to_inputs(weights, FOURS, H)
     for weight, fit in zip(weights, together, strict=True):
-        alone = ef.fit_to_inputs(weight, FOURS, H)
+        alone = fit_to_inputs(weight, FOURS, H)
         assert torch.equal(dequantize(fit.quantized), dequantize(alone))
 
 
@@ -358,7 +359,7 @@ def test_large_codebooks(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"qat.quant.fit.{name}", 2)
     weight, H = torch.randn(5 * 2 ** (bits - 7), 64), hessian(64)  # five vectors for four codewords
     spec, small = (LutSpec(bits=b, vector_size=2, group_size=32) for b in (bits, 8))
-    fitted, other = (ef.fit_to_inputs(weight, each, H) for each in (spec, small))
+    fitted, other = (fit_to_inputs(weight, each, H) for each in (spec, small))
     assert fitted.indices.dtype == torch.int16 and fitted.indices.max() >= 2 ** (bits - 1)
     errors = [output_error(weight, each, damped(H)) for each in (fitted, other)]
     assert errors[0] < 0.5 * errors[1]
@@ -367,10 +368,10 @@ def test_large_codebooks(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_twice_the_same_and_untouched_by_the_callers_random_state(name: str) -> None:
     spec, weight, H, first = case(name)
-    fits = [ef.fit_to_inputs(weight, spec, H)]
+    fits = [fit_to_inputs(weight, spec, H)]
     torch.manual_seed(99), np.random.seed(99)
     again = fit_weight(weight, spec, H.diagonal())
-    fits.append(ef.fit_to_inputs(weight, spec, H))
+    fits.append(fit_to_inputs(weight, spec, H))
     for left, right in ((first, again), fits):
         assert torch.equal(left.indices, right.indices)
         assert torch.equal(left.codebook, right.codebook)

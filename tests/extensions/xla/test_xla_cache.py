@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("torch_xla", reason="torch_xla is not installed; .ci/xla runs these tests")
 
-from cache_case import TOKENIZER, build, teacher, texts
+from cache_case import TOKENIZER, build, max_error, teacher, texts
 
 from qat.backend.device import select
-from qat.data.codec import max_error, stream, uniforms
+from qat.data.codec import stream, uniforms
 from qat.data.packing import Batch
 from qat.data.reader import TeacherCache
 

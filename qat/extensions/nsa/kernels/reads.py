@@ -1,20 +1,8 @@
-"""The number of keys that a decoding step reads in each branch: measured and predicted.
-
-Shapes as in `qat.extensions.nsa.kernels.decode`.
-"""
+"""The number of keys that a decoding step reads in each branch."""
 
 from typing import NamedTuple
 
-from torch import Tensor
-
 from qat.extensions.nsa.kernels.config import NSAConfig
-from qat.extensions.nsa.kernels.decode import (
-    NONE,
-    Past,
-    compressed_places,
-    selected_places,
-    window_places,
-)
 
 
 class KeyReads(NamedTuple):
@@ -36,26 +24,6 @@ class KeyReads(NamedTuple):
     def num_bytes(self, heads: int, width: int, itemsize: int) -> float:
         """Return the bytes that one query reads over `heads` key-value heads."""
         return 2 * self.pairs * heads * width * itemsize
-
-
-def measured(kept: Past, position: Tensor, config: NSAConfig) -> KeyReads:
-    """Return the mean over rows and heads, counted in the lists of places that `attend` reads.
-
-    Args:
-        kept: a cache with the lists of the position's tile.
-        position: `(B,)` int64.
-        config: the definition.
-    """
-    is_merged = config.mode == "merged"
-    compressed = _mean_count(compressed_places(kept, position, config))
-    leader = position // config.select_tile * config.select_tile
-    return KeyReads(
-        0.0 if is_merged else compressed,
-        _mean_count(selected_places(kept, position, config)),
-        0.0 if is_merged else _mean_count(window_places(kept, position, config)),
-        _mean_count(compressed_places(kept, leader, config)) / config.select_tile,
-        _pooling(compressed, config),
-    )
 
 
 def predicted(position: int, config: NSAConfig) -> KeyReads:
@@ -84,7 +52,3 @@ def _pooling(num_compressed: float, config: NSAConfig) -> float:
         return 0.0
     per_position = config.compress_block / config.compress_stride
     return per_position / 2 if config.mode == "merged" else per_position
-
-
-def _mean_count(places: Tensor) -> float:
-    return (places != NONE).sum(-1).float().mean().item()
