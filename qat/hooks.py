@@ -2,7 +2,7 @@
 
 | group            | what an entry point names                                      |
 |------------------|----------------------------------------------------------------|
-| `qat.verbs`      | a function that adds verbs to the command line                 |
+| `qat.verbs`      | a function that adds verbs to `qat bench`                      |
 | `qat.attention`  | a module that computes attention from a part of the past       |
 | `qat.plans`      | a module that compiles a training step for absent devices      |
 | `qat.reports`    | a function that writes another page of `qat report`            |

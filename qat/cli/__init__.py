@@ -10,58 +10,92 @@ import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import CycloptsError, Parameter
 
 from qat import logs
 from qat.backend.before_torch import before_torch, keep_to_own_cores
-from qat.cli.bench import bench_app
-from qat.cli.cache import cache_app
-from qat.cli.convert import convert
-from qat.cli.demo import demo
-from qat.cli.eval import evaluate
-from qat.cli.export import export
-from qat.cli.generate import generate
-from qat.cli.hub import hub_app
 from qat.cli.parser import app, mistake, parsed, print_result, run_verb
-from qat.cli.report import report
-from qat.cli.run import run
-from qat.cli.sample import sample
-from qat.cli.train import train
 from qat.config import EveryVerb
 from qat.errors import QatError
-from qat.hooks import hooks
 from qat.process import is_out_of_memory
 from qat.secrets import Scrub, scrubbed
 
 __all__ = ["VERBS", "app", "main", "run_verb"]
 SCRUB = Scrub()
-VERBS: dict[str, tuple[App | Callable, str]] = {
-    "sample": (sample, "qat sample MODEL --prompts FILE --out corpus.jsonl"),
-    "cache": (cache_app, "qat cache --teacher MODEL --data FILE --out caches/mine"),
-    "convert": (convert, "qat convert MODEL --to q2a4 --calibration FILE --out checkpoints/q2"),
-    "train": (train, "qat train checkpoints/q2 --cache-dir caches/mine --out runs/q2"),
-    "eval": (evaluate, "qat eval runs/q2 --cache-dir caches/mine --teacher MODEL"),
-    "export": (export, "qat export runs/q2 --to gguf --out q2-gguf"),
-    "generate": (generate, "qat generate runs/q2 --prompt 'Once upon a time'"),
-    "report": (report, "qat report runs/q2"),
-    "hub": (hub_app, "qat hub pull NAME"),
-    "bench": (bench_app, "qat bench qwen3-0.6b --find-max-batch"),
-    "run": (run, "qat run MODEL --data FILE --out students/mine"),
-    "demo": (demo, "qat demo --out demo"),
+
+
+class Verb(NamedTuple):
+    """A verb whose module is imported when it is called or asked for its help."""
+
+    path: str
+    """The function, or an app that names its own example."""
+    help: str
+    """Its line in the list of verbs; the function's docstring begins with it."""
+    example: str | None = None
+
+
+VERBS = {
+    "sample": Verb(
+        "sample:sample",
+        "Write what MODEL says as rows that 'qat cache --data' reads; goes on where it stopped.",
+        "qat sample MODEL --prompts FILE --out corpus.jsonl",
+    ),
+    "cache": Verb("cache:cache_app", "Build, import, inspect or verify a teacher cache."),
+    "convert": Verb(
+        "convert:convert",
+        "Quantize SOURCE, or change its attention, without training; write a checkpoint.",
+        "qat convert MODEL --to q2a4 --calibration FILE --out checkpoints/q2",
+    ),
+    "train": Verb(
+        "train:train",
+        "Train STUDENT, a packed checkpoint, against a teacher cache.",
+        "qat train checkpoints/q2 --cache-dir caches/mine --out runs/q2",
+    ),
+    "eval": Verb(
+        "eval:evaluate",
+        "Judge STUDENT by a teacher cache, by its teacher, on a text, and on tasks.",
+        "qat eval runs/q2 --cache-dir caches/mine --teacher MODEL",
+    ),
+    "export": Verb(
+        "export:export",
+        "Write MODEL in a deployable form, read it back and compare its logits with MODEL's.",
+        "qat export runs/q2 --to gguf --out q2-gguf",
+    ),
+    "generate": Verb(
+        "generate:generate",
+        "Continue a prompt with MODEL, printing as it goes; say how repetitive the result is.",
+        "qat generate runs/q2 --prompt 'Once upon a time'",
+    ),
+    "report": Verb(
+        "report:report",
+        "Write one self-contained HTML page, and its pictures as PNG, about RUNS.",
+        "qat report runs/q2",
+    ),
+    "hub": Verb("hub:hub_app", "Fetch, share, pack and unpack caches and checkpoints."),
+    "bench": Verb("bench:bench_app", "Measure the training step of a student."),
+    "run": Verb(
+        "run:run",
+        "Take MODEL to a student: cache its words on a text, quantize, train, judge, export.",
+        "qat run MODEL --data FILE --out students/mine",
+    ),
+    "demo": Verb(
+        "demo:demo",
+        "Take a small teacher to a 2-bit student: four to nine minutes on two CPU cores.",
+        "qat demo --out demo",
+    ),
 }
-"""The verbs in the order of a student's life, each with an example that ends its help."""
+"""The verbs in the order of a student's life."""
 
 app.meta.suppress_keyboard_interrupt = False  # main says it in a line
 app.register_install_completion_command(help="Let the shell complete verbs and flags.")
-for _number, (_name, (_verb, _example)) in enumerate(VERBS.items()):
-    app.command(_verb, name=_name)
-    app[_name].sort_key = _number
-    app[_name].help_format = "markdown"
-    app[_name].help_epilogue = f"Example: {_example}"
-for _extension in hooks("qat.verbs").values():
-    _extension.load()(app)
+for _number, (_name, _verb) in enumerate(VERBS.items()):
+    _own = {}
+    if _verb.example:
+        _own = {"help_format": "markdown", "help_epilogue": f"Example: {_verb.example}"}
+    _path = f"qat.cli.{_verb.path}"
+    app.command(_path, name=_name, help=_verb.help, sort_key=_number, **_own)
 
 
 @app.meta.default
@@ -78,6 +112,9 @@ def _call(
         handler.addFilter(SCRUB)
     if tokens[:1] == ("help",):
         tokens = (*tokens[1:], "--help")
+    verb = VERBS.get(tokens[0]) if tokens else None
+    if verb is not None and verb.example:
+        app[tokens[0]].help = None  # its page shows the whole docstring
     return parsed(list(tokens), recipe)
 
 

@@ -23,7 +23,13 @@ META = "meta.json"
 """The file that marks a cache of the reference system."""
 SAMPLE_TOKENS = 48
 
-cache_app = App(help="Build, import, inspect or verify a teacher cache.", group_parameters=OTHERS)
+cache_app = App(
+    name="cache",
+    help="Build, import, inspect or verify a teacher cache.",
+    help_format="markdown",
+    help_epilogue="Example: qat cache --teacher MODEL --data FILE --out caches/mine",
+    group_parameters=OTHERS,
+)
 
 
 @cache_app.default

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 DEFAULT_PLACES = {"cache": Path("caches"), "checkpoint": Path("checkpoints")}
 Own = Annotated[Path | None, Parameter(name="--registry")]
 
-hub_app = App(help="Fetch, share, pack and unpack caches and checkpoints.", group_parameters=OTHERS)
+hub_app = App(
+    name="hub",
+    help="Fetch, share, pack and unpack caches and checkpoints.",
+    help_format="markdown",
+    help_epilogue="Example: qat hub pull NAME",
+    group_parameters=OTHERS,
+)
 
 
 @hub_app.command(help_epilogue="Example: qat hub pull NAME --out caches/mine")

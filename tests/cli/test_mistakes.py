@@ -103,9 +103,15 @@ def test_a_wrong_value_is_named_with_its_flag(monkeypatch, capsys) -> None:
 
 
 def test_every_example_names_what_its_verb_needs() -> None:
-    for name, (verb, example) in VERBS.items():
-        if verb is not app[name].default_command:
+    for name in VERBS:
+        if app[name].default_command is None:
             continue
         needed = [each for each in app[name].assemble_argument_collection() if each.required]
         flags = [each.name for each in needed if not each.field_info.is_positional]
-        assert all(flag in example for flag in flags if flag != "*"), name
+        assert all(flag in app[name].help_epilogue for flag in flags if flag != "*"), name
+
+
+def test_the_list_of_verbs_says_how_each_verbs_page_begins() -> None:
+    for name, verb in VERBS.items():
+        page = app[name].default_command.__doc__ if verb.example else app[name].help
+        assert page.partition("\n")[0] == verb.help

@@ -272,7 +272,7 @@ VERBS = {
 """The verbs, each with the example that ends its help."""
 
 
-def add(app: App) -> None:
+def add(bench: App) -> None:
     """Add the verbs to `qat bench`."""
     for verb, example in VERBS.items():
-        app["bench"].command(verb, help_epilogue=f"Example: {example}")
+        bench.command(verb, help_epilogue=f"Example: {example}")
