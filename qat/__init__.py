@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from qat.python import distill, load, quantize, save
 
 __all__ = ["distill", "load", "losses", "quantize", "save"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 REGISTRY, OURS = "transformers.quantizers.auto", "qat.models.hf_quantizer"
 """The module of transformers that registers quantization methods, and ours that registers `qat`."""
 
