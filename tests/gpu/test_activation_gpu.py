@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_case import no_synchronisation
 from quantized import ROUNDINGS, SPECS, rounding, tiny_quantized, with_rounded_inputs
 from test_step_gpu import batch as batch_of
-from test_step_gpu import course, no_synchronisation
+from test_step_gpu import course
 from train_case import config
 
 from qat.generate.decode import Decoder, Sampling
@@ -18,12 +19,7 @@ from qat.train.learnable import learnable, linears_in_scope
 from qat.train.optim import Optimizer
 from qat.train.step import EAGER_STEPS, TrainingStep
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled_yet() -> None:
-    torch.compiler.reset()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_compiled_yet")]
 
 
 def needs_fp8(kind: str) -> None:

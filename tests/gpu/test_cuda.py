@@ -6,10 +6,8 @@ import pytest
 import torch
 from quantized import SPECS, frozen_linear, latent_linear
 from tiny import tiny_model, tiny_tokenizer
-from torch import nn
 
 from qat.cli import run_verb
-from qat.nn.quant_linear import QuantLinear
 from qat.quant.spec import LutSpec
 
 pytestmark = pytest.mark.gpu
@@ -60,13 +58,3 @@ def test_the_pipeline_runs_on_cuda_and_exports_what_it_trained(tmp_path: Path) -
     found = qat("eval", tmp_path / "run_bf16", "--teacher", tmp_path / "teacher",
                 "--cache-dir", cache)  # fmt: skip
     assert 0 <= found["kl_nats"] < 1
-
-
-def test_mlp_only_keeps_no_attention_gradients_on_cuda() -> None:
-    model = nn.Sequential(latent_linear(16, 64, SPECS["lut2"], bias=False)).cuda()
-    linear = model[0]
-    assert isinstance(linear, QuantLinear)
-    for parameter in linear.parameters():
-        parameter.requires_grad_(False)
-    linear.form_(torch.bfloat16)
-    assert not linear.formed.requires_grad

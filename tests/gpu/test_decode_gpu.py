@@ -3,6 +3,7 @@
 import pytest
 import torch
 from covering import covering
+from gpu_case import recorded
 from lut_matvec_case import SPECS, rows_of
 from quantized import tiny_quantized
 from three_way import assert_no_worse_than_eager
@@ -224,10 +225,7 @@ def test_sums_of_two_layers_in_a_recorded_graph(kind: str, tile: SumsTile) -> No
 
     keys = ((2 * width, D, 2), (D, width, 2))
     with forcing(kernel_of(spec), keys[0], tile), forcing(kernel_of(spec), keys[1], tile):
-        step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = step()
+        graph, found = recorded(step)
         for _ in range(20):
             residual.copy_(torch.randn(1, D))
             graph.replay()

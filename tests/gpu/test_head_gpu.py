@@ -1,10 +1,8 @@
 """Losses from hidden states on CUDA, at the size of a real vocabulary. Run with `-m gpu`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
+from gpu_case import no_synchronisation
 from teacher_targets import targets_of
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
@@ -31,16 +29,6 @@ def case(T: int, dtype: torch.dtype, words: int = V) -> tuple[Tensor, Head, Targ
     logits = logits + 0.5 * hidden @ weight.T
     targets = Targets(*(value.cuda() for value in targets_of(logits, K, draws=20)))
     return hidden.to("cuda", dtype), Head(weight.to("cuda", dtype)), targets
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture(scope="module")

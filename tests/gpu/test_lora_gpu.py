@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_case import no_synchronisation
 from quantized import SPECS, frozen_linear, with_adapter
-from teacher_targets import targets_of
+from test_step_gpu import batch, course
 from tiny import tiny_model
 from torch.nn import functional as F
 from train_case import config
 
 from qat.backend.device import select
 from qat.convert.quantize import quantize_model
-from qat.data.packing import Batch
 from qat.models.language_model import LanguageModel
 from qat.nn.latent import add_adapters
 from qat.nn.quant_linear import QuantLinear
@@ -23,13 +23,7 @@ from qat.train.learnable import learnable, linears_in_scope
 from qat.train.optim import Optimizer
 from qat.train.step import EAGER_STEPS, TrainingStep
 
-pytestmark = pytest.mark.gpu
-B, S, K, V = 4, 64, 8, 320
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled_yet() -> None:
-    torch.compiler.reset()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_compiled_yet")]
 
 
 def pair(O: int, I: int, rank: int) -> tuple[QuantLinear, QuantLinear]:
@@ -73,23 +67,6 @@ def step_of(place: Path, **values: object) -> TrainingStep:
     return TrainingStep(model, Optimizer(model.model, by_kind, settings), settings)
 
 
-def batch(seed: int) -> Batch:
-    """Random targets for two documents a row, in pinned memory."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn(B * S, V, generator=generator)
-    rows = [value.unflatten(0, (B, S)) for value in targets_of(logits, K, draws=5)]
-    mask, labels, ids, logprobs, tail, sample_ids, counts = rows
-    positions = (torch.arange(S) % (S // 2 + 1)).expand(B, S)
-    tokens = torch.randint(V, (B, S), generator=generator)
-    made = Batch(tokens, positions, mask, labels, ids, logprobs, tail, sample_ids, counts)
-    return Batch(*(tensor.contiguous().pin_memory() for tensor in made))
-
-
-def course(step: TrainingStep, steps: int) -> list[float]:
-    results = [step([batch(number)], number) for number in range(steps)]
-    return [(result.sums["loss"] / result.valid_tokens).item() for result in results]
-
-
 @pytest.mark.parametrize("learn", ["lora", "lora,scales,codebook"])
 def test_a_recorded_step_is_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learn: str
@@ -109,12 +86,8 @@ def test_a_step_never_waits_for_the_device(tmp_path: Path, values: dict) -> None
     step, batches = step_of(tmp_path, **values), [batch(1)]
     for number in range(EAGER_STEPS + 1):
         step(batches, number)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         step(batches, EAGER_STEPS + 1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_adapters_learn_on_the_gpu(tmp_path: Path) -> None:

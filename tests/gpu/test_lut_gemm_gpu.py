@@ -3,6 +3,7 @@
 import pytest
 import torch
 from covering import covering
+from gpu_case import recorded
 from lut_matvec_case import rows_of
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
@@ -117,10 +118,7 @@ def test_three_matrices_in_a_recorded_graph(tile: GemmTile) -> None:
     bias = torch.randn(360, device="cuda").bfloat16().float()
     x = torch.randn(5, I, device="cuda").bfloat16()
     with forcing("lut_gemm", (360, I, 2, 8), tile):
-        lut_gemm(x, parts, bias)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = lut_gemm(x, parts, bias)
+        graph, found = recorded(lambda: lut_gemm(x, parts, bias))
     for _ in range(3):
         x.copy_(torch.randn(5, I))
         graph.replay()
@@ -162,10 +160,7 @@ def test_one_vector_in_a_recorded_graph() -> None:
     rows, W = rows_of(SPECS["lut2_s8"], 2048, 1024, device="cuda")
     x = torch.randn(1, 1024, device="cuda").bfloat16()
     with forcing("lut_gemm", (2048, 1024, 2, 1), GemmTile(1, 8, 2, 0)):
-        lut_gemm(x, Part.of(rows))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = lut_gemm(x, Part.of(rows))
+        graph, found = recorded(lambda: lut_gemm(x, Part.of(rows)))
     for _ in range(3):
         x.copy_(torch.randn(1, 1024))
         graph.replay()

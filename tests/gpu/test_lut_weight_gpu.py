@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpu_case import no_synchronisation
 from lut_weight_case import ALL_SPECS, SOURCES, chosen, gradients, random_parts
 from quantized import SPECS, frozen_linear, latent_linear, nearest_e5m3
 from three_way import assert_no_worse_than_eager
@@ -123,11 +124,8 @@ def test_a_step_never_waits_for_the_device(name: str, make: type) -> None:
         linear(x).square().sum().backward()
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("make", [frozen_linear, latent_linear], ids=["frozen", "latent"])

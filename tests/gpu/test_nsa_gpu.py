@@ -171,39 +171,6 @@ def test_flex_inside_another_graph_and_recomputed() -> None:
         assert_near(layer, inputs, config, select(inputs, config))
 
 
-def test_the_future_does_not_show() -> None:
-    config = NSAConfig(num_selected=4, window=300)
-    inputs = made(config, (4, 2), 1000, is_packed=False)
-    changed = inputs._replace(
-        **{name: getattr(inputs, name).clone() for name in ("query", "key", "value")}
-    )
-    for name in ("query", "key", "value"):
-        getattr(changed, name)[:, :, 600:] *= -3
-    changed = changed._replace(
-        pooled_key=pool(changed.key, config), pooled_value=pool(changed.value, config)
-    )
-    with torch.no_grad():
-        before, after = (flex.attend(each, config)[:, :600] for each in (inputs, changed))
-    assert torch.equal(before, after)
-
-
-def test_an_unselected_block_is_not_read() -> None:
-    device = torch.device("cuda")
-    flex.check(device)
-    config = NSAConfig(mode="merged", num_selected=3)
-    inputs = made(config, (4, 2), 1000, is_packed=False)
-    selection = select(inputs, config)
-    selection[..., 2] = False
-    key = inputs.key.clone()
-    key[:, :, 256:384] += 5
-    with torch.no_grad():
-        before = flex.attend(inputs, config, selection)
-        after = flex.attend(inputs._replace(key=key), config, selection)
-    assert torch.equal(before, after)
-    dense = router.attend(inputs, config, router.Route("", "dense", ""))
-    assert (dense - before).abs().max() > 0.1
-
-
 @pytest.mark.skipif(not fla.IS_INSTALLED, reason="fla-core is not installed")
 def test_fla_is_the_reference() -> None:
     config = NSAConfig(mode="sigmoid", select_block=64, num_selected=4, select_tile=1, window=128)

@@ -10,7 +10,7 @@ from qat.extensions.nsa.swap import swap_attention
 from qat.models.language_model import LanguageModel
 from qat.models.regions import Regions
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_compiled_yet")]
 
 DEVICE = "cuda"
 B, S = 2, 700
@@ -34,11 +34,6 @@ MODES = {
     "merged": {"mode": "merged"},
     "weighted": {"pooling": "weighted", "cmp_rope": "pre"},
 }
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled_yet() -> None:
-    torch.compiler.reset()
 
 
 def swapped(mode: str, backend: str, num_selected: int) -> LanguageModel:

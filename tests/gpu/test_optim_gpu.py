@@ -1,12 +1,11 @@
 """The optimizer on CUDA: no host synchronisation, and moves as on the CPU. Run with `-m gpu`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from adamw_case import RATES, assert_rounded, copy, kept, moved, moving, neighbours, shared
+from gpu_case import no_synchronisation
 from quantized import SPECS, tiny_quantized
 from torch import Tensor
 from train_case import config
@@ -41,15 +40,6 @@ HALF = [
 ]
 
 
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def optimizer_on(device: str, place: Path, state: dict | None = None, **values: str) -> Optimizer:
     if values.get("optimizer") == "adamw8bit":
         pytest.importorskip("torchao")
@@ -80,7 +70,6 @@ def test_a_step_asks_nothing_of_the_host(tmp_path: Path, values: dict[str, str])
     optimizer = optimizer_on("cuda", tmp_path, **values)
     for step in range(3):
         set_gradients(optimizer, step)
-        torch.cuda.synchronize()
         if step == 0:  # compiles
             optimizer.step(step)
             continue
@@ -173,7 +162,6 @@ def test_what_is_not_finite_is_told_without_waiting(
     for tensor in (next(iter(optimizer.parameters.values())).detach(), moments[-1]):
         kept_values = tensor.clone()
         tensor.view(-1)[-1:] = bad
-        torch.cuda.synchronize()
         with no_synchronisation():
             found = trouble(numbers, device)
         assert found.isnan().item() and "1 of" in not_finite(numbers)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpu_case import recorded
 from quantized import ROUNDINGS, SPECS, frozen_linear, rounding
 
 from qat.extensions.vllm.packed import Stored, lut_experts, lut_linear, rounded_heads
@@ -24,14 +25,7 @@ def test_a_graph_of_experts_follows_what_is_asked_for(spec: LutSpec, num_rows: i
     x = torch.randn(num_rows, I, device="cuda", dtype=torch.bfloat16)
     experts = torch.randint(E, (num_rows,), device="cuda")
 
-    def run() -> torch.Tensor:
-        return lut_experts(x, experts, weights, [*format], E)
-
-    run()  # what is tuned and compiled is so before
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = run()
+    graph, y = recorded(lambda: lut_experts(x, experts, weights, [*format], E))
     whole = linear.quantized_weight(torch.bfloat16).cuda().view(E, O, I)
     for _ in range(2):
         x.normal_()

@@ -1,11 +1,11 @@
 """One training step on CUDA: compiled, recorded, without waiting. Run with `-m gpu`."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from gpu_case import no_synchronisation
 from teacher_targets import targets_of
 from tiny import tiny_model
 from torch import Tensor, nn
@@ -23,13 +23,8 @@ from qat.train.learnable import learnable, linears_in_scope
 from qat.train.optim import Optimizer
 from qat.train.step import EAGER_STEPS, TrainingStep
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_compiled_yet")]
 B, S, K, V = 4, 64, 8, 320
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled_yet() -> None:
-    torch.compiler.reset()
 
 
 def step_of(place: Path, preset: str = "q2a4", **values: object) -> TrainingStep:
@@ -64,16 +59,6 @@ def course(step: TrainingStep, steps: int, accumulate: int = 1) -> list[float]:
         result = step(batches, number)
         losses.append((result.sums["loss"] / result.valid_tokens).item())
     return losses
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from gpu_case import recorded
 from quantized import SPECS, random_weight, tiny_quantized
 
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
@@ -45,11 +46,7 @@ def test_rows_are_those_of_the_cpu(spec: LutSpec, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("spec", TABLES.values(), ids=TABLES)
 def test_a_lookup_can_be_recorded(spec: LutSpec) -> None:
     table, ids = embedding(spec, torch.bfloat16).cuda(), torch.randint(V, (64, 64)).cuda()
-    table(ids)  # kernels are compiled before a capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        rows = table(ids)
+    graph, rows = recorded(lambda: table(ids))
     ids.copy_(torch.randint(V, (64, 64)))
     graph.replay()
     assert torch.equal(rows, table(ids))

@@ -3,20 +3,15 @@
 from pathlib import Path
 
 import pytest
-import torch
-from test_step_gpu import batch, course, no_synchronisation, step_of
+from gpu_case import no_synchronisation
+from test_step_gpu import batch, course, step_of
 from tiny import tiny_model
 
 from qat.backend.device import select
 from qat.models.language_model import LanguageModel
 from qat.train.step import EAGER_STEPS, TrainingStep
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled_yet() -> None:
-    torch.compiler.reset()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_compiled_yet")]
 
 
 def taught(place: Path, **values: object) -> TrainingStep:

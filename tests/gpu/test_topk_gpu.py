@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from cache_case import build, contents, teacher
+from gpu_case import no_synchronisation
 from topk_case import SHAPES, assert_accurate, difficult_logits, textbook_top_k
 from torch import Tensor
 
@@ -32,13 +33,6 @@ class Table:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.head.T
-
-
-@pytest.fixture
-def _no_host_wait() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,18 +80,17 @@ def test_draws_are_the_cpus_but_for_rounding() -> None:
     assert (here == there).float().mean() > 0.999
 
 
-@pytest.mark.usefixtures("_no_host_wait")
 def test_asking_never_waits_for_the_device() -> None:
     model = Table(5000)
     tokens = torch.randint(0, 50, (16, 32))
     positions = torch.arange(32).expand(16, 32).contiguous()
-    for top_k, draws in ((64, 0), (0, 20), (8, 20)):
-        request = Request(top_k, draws, chunk=128, stream=3)
-        for _ in range(2):
-            batch = tokens.cuda(non_blocking=True), positions.cuda(non_blocking=True)
-            (hidden,) = model.hidden_of([batch])
-            signals = ask(model, hidden, tokens, request=request, first_place=0)
-    torch.cuda.set_sync_debug_mode("default")
+    with no_synchronisation():
+        for top_k, draws in ((64, 0), (0, 20), (8, 20)):
+            request = Request(top_k, draws, chunk=128, stream=3)
+            for _ in range(2):
+                batch = tokens.cuda(non_blocking=True), positions.cuda(non_blocking=True)
+                (hidden,) = model.hidden_of([batch])
+                signals = ask(model, hidden, tokens, request=request, first_place=0)
     assert bool(signals.is_sound)
 
 
