@@ -54,6 +54,29 @@ def flushed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return inodes
 
 
+@pytest.fixture(params=["reference", "kernel"])
+def is_kernel(request: pytest.FixtureRequest) -> bool:
+    """Compute by the plain reference, or by the kernel in Triton's interpreter."""
+    if request.param == "kernel":
+        import torch
+
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("tests/gpu runs the kernel itself")
+    return request.param == "kernel"
+
+
+@pytest.fixture
+def no_extensions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Find none of the project's entry points."""
+    from qat import hooks
+
+    monkeypatch.setattr(hooks, "entry_points", lambda group: ())
+    hooks.hooks.cache_clear()
+    yield
+    hooks.hooks.cache_clear()
+
+
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave pictures empty but for their sign, for a test of what stands beside them."""

@@ -1,13 +1,27 @@
-"""AdamW in bfloat16: right on average, exact where nothing is to round, the same again."""
+"""AdamW in bfloat16, by plain PyTorch and by the kernel: right on average, the same again."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from adamw_case import RATES, assert_rounded, copy, kept, moved, moving, neighbours, shared
 from torch import Tensor
 
-from qat.kernels.adamw import Noise, round_stochastically, stochastic_adamw_
+from qat.kernels.adamw import (
+    Moving,
+    Noise,
+    round_stochastically,
+    stochastic_adamw_,
+    stochastic_adamw_by_kernel_,
+)
 
 SPECIAL = [0.0, -0.0, 1.0, -2.5, float("inf"), -float("inf")]
+Step = Callable[..., None]
+
+
+@pytest.fixture
+def step_(is_kernel: bool) -> Step:
+    return stochastic_adamw_by_kernel_ if is_kernel else stochastic_adamw_
 
 
 def test_rounding_gives_a_neighbour_and_the_mean_is_right() -> None:
@@ -27,14 +41,33 @@ def test_what_is_bfloat16_already_stays() -> None:
     assert round_stochastically(noisy_nan, torch.Generator()).isnan().all()
 
 
-@pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float32])
-def test_a_step_is_adamw_in_float32_rounded(gradient_dtype: torch.dtype) -> None:
-    before = moving(37, 11, gradient_dtype=gradient_dtype)
+@pytest.mark.parametrize(
+    ("shape", "gradient_dtype"),
+    [
+        ((5,), torch.bfloat16),
+        ((37, 11), torch.float32),
+        ((3, 1024), torch.bfloat16),
+        ((2, 2500), torch.bfloat16),
+    ],
+)
+def test_a_step_is_adamw_in_float32_rounded(
+    step_: Step, shape: tuple[int, ...], gradient_dtype: torch.dtype
+) -> None:
+    before = moving(*shape, gradient_dtype=gradient_dtype)
     after = copy(before)
-    exact = moved(before)
-    stochastic_adamw_(after, shared(), RATES, Noise(0, 2, 0))
-    for found, wanted in zip(kept(after), exact, strict=True):
+    step_(after, shared(), RATES, Noise(0, 2, 0))
+    for found, wanted in zip(kept(after), moved(before), strict=True):
         assert_rounded(found, wanted)
+
+
+def test_the_mean_of_all_three_is_right(step_: Step) -> None:
+    before = moving(8)
+    many = Moving(*(tensor.repeat(4096) for tensor in before))
+    step_(many, shared(), RATES, Noise(5, 2, 1))
+    for found, wanted in zip(kept(many), moved(before), strict=True):
+        low, high = neighbours(wanted)
+        error = (found.double().view(4096, 8).mean(0) - wanted) / (high - low)
+        assert error.abs().max() < 4 * 0.5 / 4096**0.5
 
 
 def test_steps_below_the_spacing_add_up() -> None:
@@ -63,13 +96,13 @@ def test_the_second_moment_forgets_although_it_forgets_less_than_the_spacing() -
     assert one * 0.999 == one  # what rounding to nearest does
 
 
-def test_noise_depends_on_seed_step_and_tensor_alone() -> None:
+def test_noise_depends_on_seed_step_and_tensor_alone(step_: Step) -> None:
     before = moving(3000)
 
     def run(*numbers: int) -> Tensor:
         after = copy(before)
         torch.rand(1)  # the global generator has no part in it
-        stochastic_adamw_(after, shared(), RATES, Noise(*numbers))
+        step_(after, shared(), RATES, Noise(*numbers))
         return after.parameter
 
     first = run(1, 2, 3)
@@ -77,10 +110,13 @@ def test_noise_depends_on_seed_step_and_tensor_alone() -> None:
     assert not any(torch.equal(first, run(*other)) for other in [(2, 2, 3), (1, 3, 3), (1, 2, 4)])
 
 
-@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
-def test_a_factor_that_is_no_number_moves_nothing(factor: float) -> None:
+def test_nothing_moves_without_a_rate_or_with_a_factor_that_is_no_number(step_: Step) -> None:
     before = moving(100)
-    before.gradient[3] = float("nan")
     after = copy(before)
-    stochastic_adamw_(after, shared(factor), RATES, Noise(0, 0, 0))
-    assert all(torch.equal(a, b) for a, b in zip(kept(after), kept(before), strict=True))
+    step_(after, shared(), RATES._replace(lr=0.0, decay=0.0), Noise(0, 2, 0))
+    assert torch.equal(after.parameter, before.parameter)
+    before.gradient[3] = float("nan")
+    for factor in (float("nan"), float("inf")):
+        after = copy(before)
+        step_(after, shared(factor), RATES, Noise(0, 0, 0))
+        assert all(torch.equal(a, b) for a, b in zip(kept(after), kept(before), strict=True))

@@ -6,7 +6,7 @@ from three_way import assert_no_worse_than_eager
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.kernels.attention import document_mask, packed_attention, tile_bytes
+from qat.kernels.attention import packed_attention, tile_bytes
 
 SHAPES = [(2, 4, 2, 64, 32), (1, 2, 2, 17, 16), (3, 6, 2, 100, 32), (2, 2, 1, 1, 16)]
 
@@ -44,11 +44,6 @@ def test_the_tile_of_a_long_sequence_is_too_large_for_small_cards() -> None:
     t4, geforce, h200 = 65_536, 101_376, 232_448
     assert tile_bytes(64, 64) <= t4 < tile_bytes(64, 128) == 73_728 <= geforce
     assert geforce < tile_bytes(100, 128) == tile_bytes(128, 128) == 163_840 <= h200
-
-
-def test_mask_of_one_document_is_causal() -> None:
-    mask = document_mask(torch.arange(5)[None])
-    assert torch.equal(mask[0, 0], torch.ones(5, 5).tril().bool())
 
 
 @pytest.mark.parametrize("shape", SHAPES)

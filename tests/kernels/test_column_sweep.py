@@ -113,16 +113,10 @@ def test_settling_vectors_equals_the_reference(B: int, O: int, C: int, d: int, G
     assert torch.equal(ours.chosen, values(columns.levels, ours.indices))
     torch.testing.assert_close(ours.residual, columns.weight - ours.chosen * S)
     assert torch.equal(ours.scales, columns.scales)
-
-
-@pytest.mark.parametrize(("B", "O", "C", "d", "G"), VECTORS)
-def test_the_first_vector_is_the_nearest_in_float64(B: int, O: int, C: int, d: int, G: int) -> None:
-    columns, target, coupling = block_of_vectors(B, O, C, d, G)
-    kernel.settle_by_kernel(columns, target.clone(), coupling)
-    S = columns.scales.repeat_interleave(B // G, 0)[:d].double()
-    gap = target[:d].double() - S * columns.levels.double()[..., None]  # (C, d, O)
+    # nothing was settled before the first vector: it is the nearest in float64
+    gap = target[:d].double() - S[:d].double() * columns.levels.double()[..., None]  # (C, d, O)
     energy = (gap * torch.einsum("ij,cjo->cio", columns.metric[:d].double(), gap)).sum(1)
-    found = energy.gather(0, columns.indices[:1].long())[0]
+    found = energy.gather(0, ours.indices[:1].long())[0]
     torch.testing.assert_close(found, energy.amin(0), rtol=1e-4, atol=1e-4)
 
 
@@ -272,7 +266,7 @@ def test_fits_of_vectors_end_where_the_references_do(
     monkeypatch.setattr(reference, "SWEEPS", 1)
     monkeypatch.setattr("qat.quant.fit.LLOYD_STEPS", 1)
     monkeypatch.setattr("qat.quant.fit.ROUNDS_OF_VECTORS", 1)
-    weight, x = torch.randn(7, 36), torch.randn(300, 36) @ (torch.randn(36, 36) / 6)
+    weight, x = torch.randn(3, 36), torch.randn(300, 36) @ (torch.randn(36, 36) / 6)
     H = x.T @ x / len(x)
     errors = []
     for ops in (reference.REFERENCE, OPS):

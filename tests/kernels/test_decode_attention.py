@@ -18,14 +18,9 @@ from qat.quant.kv import dequantize_heads, fake_quantize_heads
 B, H, J, N, D = 2, 4, 2, 80, 16
 
 
-@pytest.fixture(params=["reference", "kernel"], autouse=True)
-def path(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compute by the plain reference, or by the kernels in Triton's interpreter."""
-    if request.param == "kernel":
-        pytest.importorskip("triton")
-        if torch.cuda.is_available():
-            pytest.skip("tests/gpu runs the kernels themselves")
-    with computing_by(kernel=request.param == "kernel"):
+@pytest.fixture(autouse=True)
+def _both_ways(is_kernel: bool) -> Iterator[None]:
+    with computing_by(kernel=is_kernel):
         yield
 
 

@@ -10,15 +10,9 @@ from qat.kernels.dispatch import computing_by
 from qat.kernels.draw_next import draw_next
 
 
-@pytest.fixture(params=["reference", "kernel"])
-def is_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Compute by the plain reference, or by the kernel in Triton's interpreter."""
-    if request.param == "kernel":
-        pytest.importorskip("triton")
-        if torch.cuda.is_available():
-            pytest.skip("tests/gpu runs the kernel itself")
-        monkeypatch.setattr(module, "BLOCK", 64)  # several to a row
-    return request.param == "kernel"
+@pytest.fixture(autouse=True)
+def _several_blocks_to_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK", 64)
 
 
 def textbook(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> Tensor:
@@ -65,8 +59,8 @@ def test_the_edges_of_the_random_number(is_kernel: bool) -> None:
 
 
 def test_shares_follow_the_distribution(is_kernel: bool) -> None:
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(400, 1)
-    uniforms = (torch.arange(400) + 0.5) / 400
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(100, 1)
+    uniforms = (torch.arange(100) + 0.5) / 100
     with computing_by(kernel=is_kernel):
-        shares = draw_next(logits, uniforms).bincount(minlength=4) / 400
-    assert torch.allclose(shares, F.softmax(logits[0], -1), atol=4e-3)
+        shares = draw_next(logits, uniforms).bincount(minlength=4) / 100
+    assert torch.allclose(shares, F.softmax(logits[0], -1), atol=1.2e-2)

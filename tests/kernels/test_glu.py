@@ -57,6 +57,7 @@ def test_a_gradient_that_is_not_contiguous_is_read_right() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_operator_keeps_its_promises_to_the_compiler() -> None:
     pytest.importorskip("triton")
     torch.library.opcheck(fused_silu_mul, (torch.randn(3, 16, requires_grad=True),))

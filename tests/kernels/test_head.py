@@ -13,16 +13,7 @@ from qat.kernels.head import (
     chosen_logits,
     hidden_gradient,
     other_words,
-    without,
 )
-
-
-def test_without_fills_each_rows_ids_and_ignores_absent_ones() -> None:
-    values = torch.arange(12.0).view(3, 4)
-    ids = torch.tensor([[0, 3], [-1, 2], [4, -100]])
-    expected = values.clone()
-    expected[0, 0] = expected[0, 3] = expected[1, 2] = -9.0
-    assert torch.equal(without(values, ids, -9.0), expected)
 
 
 @pytest.mark.parametrize("kind", HEADS)

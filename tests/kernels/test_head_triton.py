@@ -77,8 +77,9 @@ def detached(value: Tensor | float | None) -> Tensor | float | None:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("keeps_float32", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "keeps_float32"), [(torch.bfloat16, True), (torch.float16, False)]
+)
 def test_half_precision_errs_no_more_than_eager(
     dtype: torch.dtype, keeps_float32: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

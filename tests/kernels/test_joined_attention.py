@@ -67,6 +67,7 @@ def test_norms_that_do_not_learn_cost_nothing() -> None:
     assert torch.equal(qkv.grad, learned[1])
 
 
+@pytest.mark.slow
 def test_operator_keeps_its_promises_to_the_compiler() -> None:
     pytest.importorskip("triton")
     for has_norms in (True, False):

@@ -55,18 +55,6 @@ def test_only_wanted_gradients_are_given(name: str, source: str) -> None:
     assert pull_back(dW, *parts, wanted=("weight",)) == {}
 
 
-@pytest.mark.parametrize("name", ["lut4", "int4_r3", "fours8_s8"])
-def test_pull_back_is_linear(name: str) -> None:
-    parts = random_parts(4, 32, SPECS[name], "packed")
-    first, second = torch.randn(4, 32), torch.randn(4, 32)
-    wanted = {"codebook", *parts[2].present()}
-    both = pull_back(first + second, *parts, wanted=wanted)
-    apart = [pull_back(dW, *parts, wanted=wanted) for dW in (first, second)]
-    for part in wanted:
-        total = apart[0][part] + apart[1][part]
-        torch.testing.assert_close(both[part], total, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_form_rounds_once(dtype: torch.dtype) -> None:
     parts = random_parts(8, 32, SPECS["lut4"], "packed")
@@ -101,8 +89,3 @@ def test_an_unused_level_gets_zero() -> None:
         torch.randn(8, 32), latent, codebook.sort().values, scales, wanted={"codebook"}
     )
     assert pulled["codebook"][2:].tolist() == [0, 0]
-
-
-def test_group_scales_expand_over_their_features() -> None:
-    S = expand_scales(Scales(torch.tensor([[1.0, 2.0]])), 6)
-    assert S.tolist() == [[1, 1, 1, 2, 2, 2]]

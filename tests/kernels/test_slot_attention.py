@@ -17,16 +17,6 @@ HEADS = [(4, 2, 16), (6, 2, 8), (3, 1, 32), (2, 2, 64)]
 """Query heads, key heads, width."""
 
 
-@pytest.fixture(params=["reference", "kernel"])
-def is_kernel(request: pytest.FixtureRequest) -> bool:
-    """Compute by the plain reference, or by the kernel in Triton's interpreter."""
-    if request.param == "kernel":
-        pytest.importorskip("triton")
-        if torch.cuda.is_available():
-            pytest.skip("tests/gpu runs the kernel itself")
-    return request.param == "kernel"
-
-
 def turned(x: Tensor, gain: Tensor | None, angles: Angles, positions: Tensor) -> Tensor:
     """Norm and rotary written out: heads `(T, H, D)`."""
     D = x.shape[-1]
