@@ -30,17 +30,6 @@ def bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """From now on these packages are the ones installed, beside torch."""
-    monkeypatch.setattr(before_torch, "find_spec", lambda name: name in names or None)
-
-
-def variables() -> tuple[str | None, str | None]:
-    """What `before_torch` says to torch, and to libtpu."""
-    before_torch.before_torch()
-    return os.environ.get(AUTOLOAD), os.environ.get(ASKING)
-
-
 def test_a_tpu_is_told_from_google_s_other_devices(bus: Path) -> None:
     assert before_torch.tpu_name() is None
     put(bus, "1", "0x10de", "0x006f")
@@ -49,38 +38,34 @@ def test_a_tpu_is_told_from_google_s_other_devices(bus: Path) -> None:
     assert before_torch.tpu_name() == "TPU v6 lite"
 
 
-def test_nothing_is_set_where_neither_is_installed(bus: Path, monkeypatch) -> None:
-    install(monkeypatch)
-    assert variables() == (None, None)
+@pytest.mark.parametrize(
+    ("installed", "machine_has", "told"),
+    [
+        ((), None, (None, None)),
+        (("torch_xla",), "chip", (None, None)),
+        (("torch_xla",), None, (None, "1")),
+        (("torch_tpu", "libtpu"), None, ("0", "1")),
+        (("torch_tpu", "libtpu"), "PJRT_DEVICE", ("0", None)),
+    ],
+)
+def test_torch_tpu_does_not_load_and_libtpu_asks_only_where_a_tpu_is(
+    bus: Path, monkeypatch, installed: tuple, machine_has: str | None, told: tuple
+) -> None:
+    monkeypatch.setattr(before_torch, "find_spec", lambda name: name in installed or None)
+    if machine_has == "chip":
+        put(bus, "1", "0x1ae0", "0x0063")
+    elif machine_has is not None:
+        monkeypatch.setenv(machine_has, "TPU")
+    before_torch.before_torch()
+    assert (os.environ.get(AUTOLOAD), os.environ.get(ASKING)) == told
 
 
-def test_torch_xla_may_ask_where_a_tpu_is(bus: Path, monkeypatch) -> None:
-    put(bus, "1", "0x1ae0", "0x0063")
-    install(monkeypatch, "torch_xla")
-    assert variables() == (None, None)
-
-
-def test_torch_tpu_does_not_load_and_libtpu_asks_nobody(bus: Path, monkeypatch) -> None:
-    install(monkeypatch, "torch_tpu", "libtpu")
-    assert variables() == ("0", "1")
-
-
-def test_torch_xla_loads_without_a_tpu_too_but_asks_nobody(bus: Path, monkeypatch) -> None:
-    install(monkeypatch, "torch_xla")
-    assert variables() == (None, "1")
-
-
-def test_the_command_looks_first(monkeypatch, capsys) -> None:
-    looks: list[bool] = []
-    monkeypatch.setattr("qat.cli.before_torch", lambda: looks.append(True))
+def test_the_command_looks_before_torch_is_loaded(monkeypatch, capsys) -> None:
+    looks: list[str] = []
+    for name in ("keep_to_own_cores", "before_torch"):
+        monkeypatch.setattr(f"qat.cli.{name}", lambda name=name: looks.append(name))
     assert call(monkeypatch, "--version") == 0
-    assert looks == [True]
-
-
-def test_a_machine_that_is_said_to_have_a_tpu_may_ask(bus: Path, monkeypatch) -> None:
-    monkeypatch.setenv("PJRT_DEVICE", "TPU")
-    install(monkeypatch, "torch_tpu", "libtpu")
-    assert variables() == ("0", None)
+    assert sorted(looks) == ["before_torch", "keep_to_own_cores"]
 
 
 THREADS, WAITING = "OMP_NUM_THREADS", "OMP_WAIT_POLICY"
@@ -165,12 +150,3 @@ def test_what_somebody_set_stays(machine: Path, monkeypatch) -> None:
     keep_to_own_cores()
     assert os.environ[THREADS] == "5"
     assert os.environ[WAITING] == "active"
-
-
-def test_the_command_keeps_to_them_before_torch_is_loaded(monkeypatch) -> None:
-    from cli_case import call
-
-    looks: list[bool] = []
-    monkeypatch.setattr("qat.cli.keep_to_own_cores", lambda: looks.append(True))
-    assert call(monkeypatch, "--version") == 0
-    assert looks == [True]

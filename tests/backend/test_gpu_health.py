@@ -50,23 +50,23 @@ def anew() -> Iterator[None]:
     nvidia._management_library.cache_clear()
 
 
-def test_values_come_in_their_units(monkeypatch) -> None:
-    library = Library()
+KNOWN = {"gpu_util_pct": 97, "gpu_power_w": 512.5, "gpu_temp_c": 61}
+
+
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [
+        ((), KNOWN),
+        (("nvmlInit",), UNKNOWN),
+        (("nvmlDeviceGetHandleByUUID",), UNKNOWN),
+        (("nvmlDeviceGetPowerUsage",), {**KNOWN, "gpu_power_w": None}),
+    ],
+)
+def test_values_come_in_their_units_or_not_at_all(monkeypatch, failing, expected) -> None:
+    library = Library(*failing)
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    found = gpu_health("00-11")
-    assert found == {"gpu_util_pct": 97, "gpu_power_w": 512.5, "gpu_temp_c": 61}
-    assert library.asked == ["GPU-00-11"]
-
-
-@pytest.mark.parametrize("name", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
-def test_a_gpu_that_is_not_found_tells_nothing(monkeypatch, name: str) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", Library(name))
-    assert gpu_health("00-11") == UNKNOWN
-
-
-def test_what_one_device_does_not_tell_is_unknown(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", Library("nvmlDeviceGetPowerUsage"))
-    assert gpu_health("00-11") == {**UNKNOWN, "gpu_util_pct": 97, "gpu_temp_c": 61}
+    assert gpu_health("00-11") == expected
+    assert library.asked == ([] if expected is UNKNOWN else ["GPU-00-11"])
 
 
 @pytest.mark.skipif(nvidia.present() is not None, reason="has a GPU")
@@ -82,15 +82,12 @@ def test_a_missing_library_is_said_once(monkeypatch, caplog: pytest.LogCaptureFi
     assert "nvidia-ml-py is not installed; install it with:" in record.message
 
 
-def test_every_gpu_is_sampled(monkeypatch) -> None:
+def test_every_gpu_is_sampled_and_none_where_nobody_tells(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Library("nvmlDeviceGetClockInfo"))
     first, second = gpu_samples()
-    health = {"gpu_util_pct": 97, "gpu_power_w": 512.5, "gpu_temp_c": 61}
-    assert first == {"gpu": 0, **health, "gpu_mem_mib": 3, "gpu_clock_mhz": None}
+    assert first == {"gpu": 0, **KNOWN, "gpu_mem_mib": 3, "gpu_clock_mhz": None}
     assert second == {**first, "gpu": 1}
-
-
-@pytest.mark.parametrize("name", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"])
-def test_no_gpu_is_sampled_where_nobody_tells(monkeypatch, name: str) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", Library(name))
-    assert gpu_samples() == []
+    for name in ("nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"):
+        nvidia._management_library.cache_clear()
+        monkeypatch.setitem(sys.modules, "pynvml", Library(name))
+        assert gpu_samples() == []

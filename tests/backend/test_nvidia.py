@@ -55,17 +55,13 @@ def test_no_gpu_no_word(machine: Path, caplog: pytest.LogCaptureFixture) -> None
 
 
 @pytest.mark.parametrize(("text", "version"), [(CLOSED, "535.104.05"), (OPEN, "580.65.06")])
-def test_the_kernel_tells_the_driver(machine: Path, text: str, version: str) -> None:
+def test_the_kernel_tells_the_driver_and_smi_all_gpus(
+    machine: Path, text: str, version: str
+) -> None:
+    has_driver(machine, text, gpus=0)  # a container without the devices
+    assert present() is None
     has_driver(machine, text)
     assert present() == Gpu(version)
-
-
-def test_a_container_without_the_devices_has_no_gpu(machine: Path) -> None:
-    has_driver(machine, OPEN, gpus=0)
-    assert present() is None
-
-
-def test_smi_tells_all_gpus(machine: Path) -> None:
     has_smi(machine, "570.86.10, 9.0\n570.86.10, 12.0")
     assert present() == Gpu("570.86.10", ((9, 0), (12, 0)))
 
@@ -153,22 +149,19 @@ def test_auto_says_once_which_gpu_it_leaves(
         device.select("cuda")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU that is used")
-def test_a_gpu_that_somebody_hides_is_not_mentioned(
-    machine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    has_driver(machine, CLOSED)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    device.select("auto")
-    assert not caplog.records
-
-
+@pytest.mark.parametrize("silenced_by", ["another rank", "CUDA_VISIBLE_DEVICES"])
 def test_the_other_ranks_are_silent(
-    machine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    machine: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    silenced_by: str,
 ) -> None:
     has_driver(machine, CLOSED)
-    monkeypatch.setattr(device, "launched", lambda: Launch(rank=1, world=2))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    if silenced_by == "another rank":
+        monkeypatch.setattr(device, "launched", lambda: Launch(rank=1, world=2))
+    else:
+        monkeypatch.setenv(silenced_by, "")
     device.select("auto")
     assert not caplog.records
 

@@ -9,11 +9,10 @@ from covering import covering
 from quantized import SPECS, fit_to_inputs, random_weight
 from torch import Tensor
 
-from qat.quant.codebook import fixed_grid, nearest_indices, nearest_level
+from qat.quant.codebook import fixed_grid, nearest_indices
 from qat.quant.fit import (
     absmax_scales,
     fit_weight,
-    normalize,
     refit_levels,
     weighted_error,
     with_zero_groups,
@@ -175,18 +174,6 @@ def test_dtypes_and_gradients_of_the_weight_do_not_matter() -> None:
     assert not fitted.codebook.requires_grad
 
 
-def test_normalize_keeps_the_product() -> None:
-    levels = torch.tensor([-3.0, 0.5, 2.0])
-    for scales in (
-        Scales(torch.rand(4, 2)),
-        Scales(None, torch.randn(4, 2), torch.rand(2), torch.randn(2, 6)),
-    ):
-        new, unit = normalize(scales, levels)
-        assert unit.abs().max() == 1
-        torch.testing.assert_close(expand_scales(new, 6), 3 * expand_scales(scales, 6))
-        torch.testing.assert_close(3 * unit, levels)
-
-
 def test_nearest_index_is_the_argmin() -> None:
     levels = torch.tensor([-1.0, -0.2, 0.3, 0.9])
     weight, S = torch.randn(9, 20), torch.randn(9, 20)
@@ -209,15 +196,6 @@ def test_levels_of_a_sample_serve_all_rows(name: str, monkeypatch: pytest.Monkey
     h = importance.expand_as(weight)
     errors = [weighted_error(weight, quantized, h) for quantized in (sampled, whole)]
     assert errors[0] < 1.02 * errors[1]
-
-
-@pytest.mark.parametrize("C", [2, 3, 4, 16])
-def test_nearest_level_is_bucketize(C: int) -> None:
-    levels = torch.randn(C).sort().values
-    middles = (levels[1:] + levels[:-1]) / 2
-    values = torch.cat([torch.randn(500), middles, levels])
-    expected = torch.bucketize(values, middles)
-    assert torch.equal(nearest_level(values, levels).long(), expected)
 
 
 @pytest.mark.parametrize("bits", [8, 16])

@@ -126,29 +126,20 @@ def test_best_split_equals_the_oracle(C: int) -> None:
 
 
 def test_fewer_distinct_values_than_levels() -> None:
-    values = np.array([3.0, -1.0, 3.0, 0.5])
-    levels = weighted_kmeans(values, np.ones(4), 8)
+    levels = weighted_kmeans(np.array([3.0, -1.0, 3.0, 0.5]), np.ones(4), 8)
     np.testing.assert_array_equal(levels, [-1.0, 0.5, 3, 3, 3, 3, 3, 3])
-
-
-@pytest.mark.parametrize("value", [0.0, -2.5])
-def test_equal_values(value: float) -> None:
-    levels = weighted_kmeans(np.full(70_000, value), np.ones(70_000), 4)
-    np.testing.assert_array_equal(levels, [value] * 4)
+    for value in (0.0, -2.5):
+        levels = weighted_kmeans(np.full(70_000, value), np.ones(70_000), 4)
+        np.testing.assert_array_equal(levels, [value] * 4)
 
 
 def test_values_without_weight_do_not_count() -> None:
     values, weights = sample("normal"), np.ones(N)
     outliers = np.array([-1e3, 1e3, 77.0])
     both = weighted_kmeans(np.append(values, outliers), np.append(weights, [0.0] * 3), 4)
-    np.testing.assert_array_equal(both, weighted_kmeans(values, weights, 4))
-
-
-def test_no_weight_at_all_counts_all_alike() -> None:
-    values = sample("normal")
-    np.testing.assert_array_equal(
-        weighted_kmeans(values, np.zeros(N), 4), weighted_kmeans(values, np.ones(N), 4)
-    )
+    alike = weighted_kmeans(values, weights, 4)
+    np.testing.assert_array_equal(both, alike)
+    np.testing.assert_array_equal(weighted_kmeans(values, np.zeros(N), 4), alike)  # none has any
 
 
 def test_a_weight_counts_like_repetition() -> None:

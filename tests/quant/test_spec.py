@@ -62,10 +62,7 @@ def test_fixed_grids() -> None:
         grid = fixed_grid(spec)
         assert grid.dtype == torch.float32 and grid.tolist() == levels
         assert spec.num_levels == len(levels)
-
-
-def test_a_learned_codebook_has_no_grid() -> None:
-    assert fixed_grid(FOUR) is None and FOUR.num_levels == 16
+    assert fixed_grid(FOUR) is None and FOUR.num_levels == 16  # a learned one
 
 
 def test_shapes_that_do_not_fit() -> None:
@@ -131,18 +128,26 @@ def test_a_pattern_that_matches_nothing() -> None:
 
 def test_presets() -> None:
     for name, mlp, attention in [
-        ("q4a4", (4, "group", 0), (4, "group", 0)),
-        ("q2a4", (2, "group", 0), (4, "group", 0)),
-        ("q2a2", (2, "group", 0), (2, "group", 0)),
-        ("q4a4_r4", (4, "low_rank", 4), (4, "low_rank", 4)),
-        ("q4a4_r32", (4, "low_rank", 32), (4, "low_rank", 32)),
-        ("q2a4_r32", (2, "low_rank", 32), (4, "low_rank", 8)),
+        ("q4a4", (4, 1, 16, 0), (4, 1, 16, 0)),
+        ("q2a4", (2, 1, 16, 0), (4, 1, 16, 0)),
+        ("q2a2", (2, 1, 16, 0), (2, 1, 16, 0)),
+        ("q4a4_r4", (4, 1, None, 4), (4, 1, None, 4)),
+        ("q4a4_r32", (4, 1, None, 32), (4, 1, None, 32)),
+        ("q2a4_r32", (2, 1, None, 32), (4, 1, None, 8)),
+        ("v2a4", (8, 4, 64, 0), (4, 1, 16, 0)),
+        ("v2a2", (8, 4, 64, 0), (8, 4, 64, 0)),
+        ("v3a3", (6, 2, 64, 0), (6, 2, 64, 0)),
     ]:
         preset = PRESETS[name]
         for module, expected in (("a.mlp.up_proj", mlp), ("a.self_attn.q_proj", attention)):
             spec = preset.spec_for(module)
-            assert (spec.bits, spec.scale, spec.rank) == expected and spec.codebook == "lut", name
+            bits, size, group_size, rank = expected
+            assert (spec.bits, spec.vector_size, spec.rank) == (bits, size, rank), name
+            assert spec.scale == ("low_rank" if rank else "group") and spec.codebook == "lut", name
+            assert rank or spec.group_size == group_size, name
         assert preset.spec_for("lm_head", is_table=True) is None and preset.name == name, name
+    assert len(PRESETS) == 9
+    assert all(PRESETS[name].spec_for("a.mlp.up_proj").scale_bits == 8 for name in ("v2a4", "v3a3"))
 
 
 def test_roles_across_families() -> None:
@@ -187,26 +192,6 @@ def test_a_group_that_does_not_divide_the_row_is_told_one_that_does() -> None:
         ConfigError, match="its 288 input features; choose a divisor of 288, such as 48"
     ):
         fours.check_shape("up", 64, 288)
-
-
-@pytest.mark.parametrize(
-    ("name", "mlp", "attention"),
-    [
-        ("v2a4", (8, 4, 64), (4, 1, 16)),
-        ("v2a2", (8, 4, 64), (8, 4, 64)),
-        ("v3a3", (6, 2, 64), (6, 2, 64)),
-    ],
-)
-def test_presets_of_vectors(name: str, mlp: tuple, attention: tuple) -> None:
-    parts = (("a.mlp.up_proj", mlp, name[1]), ("a.self_attn.q_proj", attention, name[3]))
-    for module, expected, bits in parts:
-        spec = PRESETS[name].spec_for(module)
-        assert (spec.bits, spec.vector_size, spec.group_size) == expected
-        assert spec.scale_bits == 8 and spec.index_bits == int(bits)
-
-
-def test_preset_names_are_their_keys() -> None:
-    assert len(PRESETS) == 9 and all(name == preset.name for name, preset in PRESETS.items())
 
 
 def test_a_group_of_any_size_is_refused_at_once() -> None:

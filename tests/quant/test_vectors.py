@@ -327,14 +327,6 @@ def test_never_worse_than_rounding_alone_and_says_its_error(name: str) -> None:
     assert fit.output_error == pytest.approx((error / whole) ** 0.5, rel=1e-4)
 
 
-def test_weights_that_share_inputs_do_not_know_each_other() -> None:
-    weights, H = [torch.randn(rows, 48) for rows in (9, 4, 16)], hessian(48)
-    together = ef.fit_all_to_inputs(weights, FOURS, H)
-    for weight, fit in zip(weights, together, strict=True):
-        alone = fit_to_inputs(weight, FOURS, H)
-        assert torch.equal(dequantize(fit.quantized), dequantize(alone))
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_experts_share_a_codebook_and_are_fitted_each_to_its_inputs(name: str) -> None:
     spec, weight = FORMATS[name], torch.randn(24, 48)
