@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.nn.quant_linear import Turn
+from qat.nn.quant_linear import SharedBuffer
 from qat.nn.step import Unit, form_moved, forming_units, gathering
 from qat.ranks import Ranks, Wait
 
@@ -72,14 +72,14 @@ def form_by_layer(layers: Iterable[nn.Module]) -> Callable[[], None]:
     ranks = gathering(*units_of)
     callers = Counter(unit for units in units_of.values() for unit in units)
     # two sets if ranks gather: the next layer's gather must not overwrite the running layer
-    rooms: list[dict[tuple[object, ...], Tensor]] = [{} for _ in range(min(2, ranks.size))]
+    buffers: list[dict[tuple[object, ...], Tensor]] = [{} for _ in range(min(2, ranks.size))]
     for index, (layer, units) in enumerate(units_of.items()):
         units_of[layer] = mine = [unit for unit in units if callers[unit] == 1]
         shapes: Counter[tuple[int, int]] = Counter()
         for unit in mine:
             unit.release_()
             shape = unit.out_features, unit.in_features
-            unit.turn = Turn(rooms[index % len(rooms)], shapes[shape])
+            unit.shared_buffer = SharedBuffer(buffers[index % len(buffers)], shapes[shape])
             shapes[shape] += 1
     relay = _Relay([*units_of.values()], ranks)
     handles = []
@@ -92,7 +92,7 @@ def form_by_layer(layers: Iterable[nn.Module]) -> Callable[[], None]:
             handle.remove()
         relay.end()
         for unit in chain.from_iterable(units_of.values()):
-            unit.turn = None
+            unit.shared_buffer = None
             unit.release_()
 
     return undo

@@ -4,7 +4,7 @@
 to the parameters. `d_codebook[c]` sums `dW * S` over the weights with index `c`; the gradient of a
 group's scale sums `dW * codebook[indices]` over the group. `FrozenLutLinear` has packed indices;
 `LutLinear` has a latent weight that determines the indices and receives `dW` unchanged. A formed
-weight is an autograd leaf whose hook passes its gradient on and then frees it: `room_for`.
+weight is an autograd leaf whose hook passes its gradient on and then frees it: `weight_buffer`.
 
 Shapes: O out_features, I in_features, C codebook entries.
 """
@@ -50,57 +50,57 @@ KIND_OF = {
 """Kind of each parameter of a quantized weight, as named in the setting `learn`."""
 
 
-class Turn(NamedTuple):
-    """Shared buffers for the formed weights of one layer; equal layers reuse them in turn."""
+class SharedBuffer(NamedTuple):
+    """The memory of one formed weight, which weights of other layers use in turn."""
 
-    rooms: dict[tuple[object, ...], Tensor]
+    buffers: dict[tuple[object, ...], Tensor]
     number: int
     """Index of this weight among those of the same shape in its layer, which exist at the same
     time.
     """
 
-    def room(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def tensor(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return this weight's buffer as a separate tensor.
 
         Autograd's version check does not see that other layers overwrite the memory; the saved
         values are written again before backward reads them.
         """
         kind = (self.number, shape, dtype, device)
-        if kind not in self.rooms:
-            self.rooms[kind] = torch.empty(shape, dtype=dtype, device=device)
-        return self.rooms[kind].data
+        if kind not in self.buffers:
+            self.buffers[kind] = torch.empty(shape, dtype=dtype, device=device)
+        return self.buffers[kind].data
 
 
-def room_for(
+def weight_buffer(
     old: Tensor | None,
     like: Tensor,
     shape: tuple[int, int],
     *,
     dtype: torch.dtype,
     take_gradient: Callable[[Tensor], None] | None,
-    turn: Turn | None,
+    shared_buffer: SharedBuffer | None,
 ) -> Tensor:
     """Return the tensor to write a weight to: `old` if it fits, so that its address stays, or new.
 
     With `take_gradient` the weight requires a gradient, which is passed to that function as soon as
     it is complete and freed before another weight's; None if no parameter of the weight learns.
-    With a `turn` the memory is shared with other layers.
+    With `shared_buffer` the memory is shared with other layers.
     """
     learns = take_gradient is not None
     kind = (shape, dtype, like.device, learns)
     if old is not None and (tuple(old.shape), old.dtype, old.device, old.requires_grad) == kind:
         return old
-    made = torch.empty if turn is None else turn.room
-    room = made(shape, dtype=dtype, device=like.device).requires_grad_(learns)
+    made = torch.empty if shared_buffer is None else shared_buffer.tensor
+    buffer = made(shape, dtype=dtype, device=like.device).requires_grad_(learns)
     if take_gradient is not None:
 
-        def hand_on(weight: Tensor) -> None:
+        def pass_gradient(weight: Tensor) -> None:
             dW, weight.grad = weight.grad, None
             if dW is not None:  # None if nothing differentiable reads the weight
                 take_gradient(dW)
 
-        room.register_post_accumulate_grad_hook(hand_on)
-    return room
+        buffer.register_post_accumulate_grad_hook(pass_gradient)
+    return buffer
 
 
 def keeping_dtype(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class QuantLinear(nn.Module):
     """
 
     formed: Tensor | None
-    turn: Turn | None = None
+    shared_buffer: SharedBuffer | None = None
     """Shared memory for `formed` if the layer is formed on its own
     (`qat.nn.by_layer.form_by_layer`).
     """
@@ -247,15 +247,15 @@ class QuantLinear(nn.Module):
         The memory of the last `W` is reused where dtype and device still match, so that its address
         stays. If the layer is formed on its own, this only allocates, and the layer calls `write_`.
         """
-        self.formed = room_for(
+        self.formed = weight_buffer(
             self.formed,
             self.codebook,
             (self.out_features, self.in_features),
             dtype=dtype,
             take_gradient=self.pull_back_ if self.learns() else None,
-            turn=self.turn,
+            shared_buffer=self.shared_buffer,
         )
-        if self.turn is None:
+        if self.shared_buffer is None:
             self.quantized_weight(dtype, out=self.formed)
 
     def write_(self, *, again: bool) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.nn.activation import read, read_alike
-from qat.nn.quant_linear import QuantLinear, Turn, quant_linears, room_for
+from qat.nn.quant_linear import QuantLinear, SharedBuffer, quant_linears, weight_buffer
 from qat.nn.sharded import ShardedLutLinear
 from qat.ranks import ALONE, Ranks
 
@@ -32,7 +32,7 @@ class JoinedLinears(nn.Module):
     """
 
     formed: Tensor | None
-    turn: Turn | None = None
+    shared_buffer: SharedBuffer | None = None
     """Shared memory for `formed`, as in `QuantLinear`."""
 
     def __init__(self, linears: Sequence[QuantLinear]) -> None:
@@ -53,15 +53,15 @@ class JoinedLinears(nn.Module):
     @torch.no_grad()
     def form_(self, dtype: torch.dtype) -> None:
         """Write all weights for the coming forwards, or allocate, as `QuantLinear.form_` does."""
-        self.formed = room_for(
+        self.formed = weight_buffer(
             self.formed,
             self.linears[0].codebook,
             (self.out_features, self.in_features),
             dtype=dtype,
             take_gradient=self._pull_back if self.learns() else None,
-            turn=self.turn,
+            shared_buffer=self.shared_buffer,
         )
-        if self.turn is None:
+        if self.shared_buffer is None:
             self._write(self.formed.detach(), again=False)
 
     def write_(self, *, again: bool) -> None:
@@ -69,9 +69,9 @@ class JoinedLinears(nn.Module):
         if self.formed is not None:
             self._write(self.formed.data, again=again)
 
-    def _write(self, room: Tensor, *, again: bool) -> None:
+    def _write(self, buffer: Tensor, *, again: bool) -> None:
         for linear, rows in zip(self.linears, self._rows, strict=True):
-            linear.quantized_weight(room.dtype, out=room[rows], again=again)
+            linear.quantized_weight(buffer.dtype, out=buffer[rows], again=again)
 
     def release_(self) -> None:
         """Drop the formed weights."""

@@ -532,23 +532,23 @@ def test_layers_formed_one_by_one_give_the_bits_of_all_formed_at_once(
     undo = form_by_layer(by_layer)
 
     def spoil(layer: JoinedLinears, *_: object) -> None:
-        for room in layer.both.turn.rooms.values():
-            room.fill_(torch.nan)
+        for buffer in layer.both.shared_buffer.buffers.values():
+            buffer.fill_(torch.nan)
 
     # nobody reads what a layer has left behind
     spoiling = [layer.register_forward_hook(spoil) for layer in by_layer]
     expected, found = course_of(whole, dtype), course_of(by_layer, dtype)
     assert len(found) == len(expected) > 12
     assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
-    rooms = by_layer[0].first.turn.rooms
-    assert len(rooms) == 3 and {room.dtype for room in rooms.values()} == {dtype}
+    buffers = by_layer[0].first.shared_buffer.buffers
+    assert len(buffers) == 3 and {buffer.dtype for buffer in buffers.values()} == {dtype}
     for unit in ("first", "second", "both"):
         assert len({getattr(layer, unit).formed.data_ptr() for layer in by_layer}) == 1
     for handle in spoiling:
         handle.remove()
     undo()
     linears = [*quant_linears(by_layer).values(), *(layer.both for layer in by_layer)]
-    assert all(each.formed is None and each.turn is None for each in linears)
+    assert all(each.formed is None and each.shared_buffer is None for each in linears)
     undone = course_of(by_layer, dtype)
     assert all(torch.equal(a, b) for a, b in zip(undone[:2], expected[:2], strict=True))
 
@@ -560,7 +560,7 @@ def test_a_linear_that_several_layers_call_keeps_memory_of_its_own() -> None:
     )
     form_by_layer(layers)
     form_weights(layers, torch.float32)
-    assert shared.turn is None and torch.equal(shared.formed, shared.quantized_weight())
+    assert shared.shared_buffer is None and torch.equal(shared.formed, shared.quantized_weight())
     first, second = layers[0][0], layers[1][0]
     assert first.formed.data_ptr() == second.formed.data_ptr() != shared.formed.data_ptr()
     layers(torch.randn(2, 16)).sum().backward()

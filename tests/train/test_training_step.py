@@ -249,10 +249,12 @@ def test_weights_formed_by_layer_take_the_steps_of_weights_formed_at_once(
     assert len(found) == len(expected) > 6
     assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
     linears = [*quant_linears(step.student.model).values()]
-    rooms = {id(linear.turn.rooms) for linear in linears if linear.turn is not None}
-    assert len(rooms) == 1, "all layers write into the same ones"
+    buffers = {
+        id(linear.shared_buffer.buffers) for linear in linears if linear.shared_buffer is not None
+    }
+    assert len(buffers) == 1, "all layers write into the same ones"
     step.close()
-    assert all(linear.turn is None and linear.formed is None for linear in linears)
+    assert all(linear.shared_buffer is None and linear.formed is None for linear in linears)
 
 
 @pytest.mark.parametrize(
