@@ -55,8 +55,8 @@ class Ranks:
     bytes_moved: int = 0
     """Bytes that this process sent for sums and for rows of other ranks."""
     _begun: deque[Wait] | None = None
-    """Exchanges to wait for after a block of `ahead`; None outside of one."""
-    _behind: deque[Wait] = field(default_factory=deque)
+    """Exchanges to wait for after a block of `async_gathers`; None outside of one."""
+    _deferred: deque[Wait] = field(default_factory=deque)
     """Actions on sums of rows that are still due, oldest first."""
     _sums: deque[tuple] = field(default_factory=lambda: deque(maxlen=MOST_SUMS))
     """Device time marks before and after each exchange since `exchange_s` was last called."""
@@ -108,7 +108,7 @@ class Ranks:
         """Gather all of `count` rows, to which each rank contributes its own (`rows`).
 
         The dtype is that of `mine`. With `out`, which must be contiguous, the rows are written into
-        it; `mine` may be a view of it. Inside `ahead` such a call only starts the exchange.
+        it; `mine` may be a view of it. Inside `async_gathers` such a call only starts the exchange.
         """
         is_given = out is not None
         out = mine.new_empty(count, *mine.shape[1:]) if out is None else out.detach()
@@ -132,7 +132,7 @@ class Ranks:
         return out
 
     @contextmanager
-    def ahead(self) -> Iterator[Wait]:
+    def async_gathers(self) -> Iterator[Wait]:
         """Let `gather_rows` with `out` only start exchanges in the block; yield the function that
         waits.
 
@@ -163,16 +163,16 @@ class Ranks:
 
         return rows
 
-    def behind(self, act: Wait) -> None:
+    def defer(self, act: Wait) -> None:
         """Defer `act`, which waits for a sum of rows, until `UNDER_WAY` others have started.
 
-        Actions run in the order that they were given, the last ones in `catch_up`.
+        Actions run in the order that they were given, the last ones in `finish_deferred`.
         """
-        _follow(self._behind, act)
+        _follow(self._deferred, act)
 
-    def catch_up(self) -> None:
-        """Run all actions that `behind` deferred."""
-        _end(self._behind)
+    def finish_deferred(self) -> None:
+        """Run all deferred actions."""
+        _end(self._deferred)
 
     def exchange_s(self) -> float | None:
         """Return the seconds since the last call that work waited for exchanges or slower ranks.

@@ -64,11 +64,11 @@ def test_few_exchanges_are_under_way_and_end_in_their_order(tmp_path):
     def act(ranks: Ranks) -> dict:
         done: list[int] = []
         for number in range(module.UNDER_WAY + 2):
-            ranks.behind(lambda number=number: done.append(number))
+            ranks.defer(lambda number=number: done.append(number))
         early = [*done]
-        ranks.catch_up()
+        ranks.finish_deferred()
         room = torch.full((4, 2), -1.0)
-        with ranks.ahead() as end:
+        with ranks.async_gathers() as end:
             ranks.gather_rows(torch.full((2, 2), float(ranks.rank)), 4, room)
             alone = ranks.gather_rows(torch.ones(1, 1), 2)  # nobody gave memory: it is there now
         end()

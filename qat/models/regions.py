@@ -29,7 +29,7 @@ from qat.backend.device import on
 from qat.kernels.glu import silu_mul
 from qat.kernels.joined_attention import joined_fits_tile, joined_tile_attention
 from qat.models.document_attention import attend, kv_spec
-from qat.nn.by_layer import Arrivals, form_by_layer
+from qat.nn.by_layer import GatherPrefetch, form_by_layer
 from qat.nn.step import (
     form_moved_weights,
     gathering,
@@ -208,8 +208,8 @@ class Regions:
         if self._forms_by_layer:
             self._end_forming = form_by_layer(decoder_layers(self._model))
         elif gathering(self._model).size > 1:
-            arrivals = Arrivals(self._model, decoder_layers(self._model))
-            self._form, self._end_forming = arrivals.form, arrivals.end
+            prefetch = GatherPrefetch(self._model, decoder_layers(self._model))
+            self._form, self._end_forming = prefetch.form, prefetch.end
         for index, layer in enumerate(decoder_layers(self._model)):
             every = self._recompute_every
             if every is None or index % every:

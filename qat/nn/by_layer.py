@@ -19,7 +19,7 @@ from qat.nn.step import Unit, form_moved, forming_units, gathering
 from qat.ranks import Ranks, Wait
 
 
-class Arrivals:
+class GatherPrefetch:
     """Prefetches weights that ranks gather: each layer waits for its own weights when it begins.
 
     The gather thus overlaps with the computation of the layers before.
@@ -36,10 +36,10 @@ class Arrivals:
     def form(self, dtype: torch.dtype) -> None:
         """Do what `form_moved_weights` does, but only start the layers' gathers, in order."""
         self._wait_for_all()
-        with self._ranks.ahead() as end:
+        with self._ranks.async_gathers() as end:
             form_moved(self._others, dtype)
         for layer, units in self._units_of.items():
-            with self._ranks.ahead() as self._waits[layer]:
+            with self._ranks.async_gathers() as self._waits[layer]:
                 form_moved(units, dtype)
         end()
 
@@ -81,16 +81,16 @@ def form_by_layer(layers: Iterable[nn.Module]) -> Callable[[], None]:
             shape = unit.out_features, unit.in_features
             unit.shared_buffer = SharedBuffer(buffers[index % len(buffers)], shapes[shape])
             shapes[shape] += 1
-    relay = _Relay([*units_of.values()], ranks)
+    writer = _LayerWriter([*units_of.values()], ranks)
     handles = []
     for index, layer in enumerate(units_of):
-        handles.append(layer.register_forward_pre_hook(partial(relay.write, index)))
-        handles.append(layer.register_forward_hook(partial(_write_before_backward, relay, index)))
+        handles.append(layer.register_forward_pre_hook(partial(writer.write, index)))
+        handles.append(layer.register_forward_hook(partial(_write_before_backward, writer, index)))
 
     def undo() -> None:
         for handle in handles:
             handle.remove()
-        relay.end()
+        writer.end()
         for unit in chain.from_iterable(units_of.values()):
             unit.shared_buffer = None
             unit.release_()
@@ -98,7 +98,7 @@ def form_by_layer(layers: Iterable[nn.Module]) -> Callable[[], None]:
     return undo
 
 
-class _Relay:
+class _LayerWriter:
     """Writes the weights of the layer that runs; where ranks gather, prefetches one layer.
 
     The prefetched layer is the next one in forward and the previous one in backward.
@@ -107,32 +107,32 @@ class _Relay:
     def __init__(self, layers: list[list[Unit]], ranks: Ranks) -> None:
         self._layers = layers
         self._ranks = ranks
-        self._ahead: tuple[int, bool] | None = None
+        self._prefetched: tuple[int, bool] | None = None
         self.end: Wait = lambda: None
         """Waits for the gathers in flight."""
 
     def write(self, index: int, *_: object, again: bool = False) -> None:
         """Make the weights of layer `index` available; `again` for its backward."""
-        if self._ahead != (index, again):
+        if self._prefetched != (index, again):
             self._begin(index, again=again)
         self.end()
-        self._ahead = None
+        self._prefetched = None
         following = index - 1 if again else index + 1
         if self._ranks.size > 1 and 0 <= following < len(self._layers):
             self._begin(following, again=again)
 
     def _begin(self, index: int, *, again: bool) -> None:
         self.end()  # finish a prefetch that was not used
-        with self._ranks.ahead() as self.end:
+        with self._ranks.async_gathers() as self.end:
             for unit in self._layers[index]:
                 unit.write_(again=again)
-        self._ahead = index, again
+        self._prefetched = index, again
 
 
 def _write_before_backward(
-    relay: _Relay, index: int, _layer: nn.Module, _given: object, out: Any
+    writer: _LayerWriter, index: int, _layer: nn.Module, _given: object, out: Any
 ) -> None:
     """Write a layer's weights when its output receives a gradient, as its backward begins."""
     for tensor in out if isinstance(out, tuple | list) else (out,):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
-            tensor.register_hook(partial(relay.write, index, again=True))
+            tensor.register_hook(partial(writer.write, index, again=True))

@@ -58,10 +58,10 @@ class ShardedLutLinear(LutLinear):
     def pull_back_(self, dW: Tensor) -> None:
         """See `QuantLinear`, but backward continues while `dW` is summed.
 
-        The gradients are complete after `Ranks.catch_up`.
+        The gradients are complete after `Ranks.finish_deferred`.
         """
         summed = self.ranks.sum_rows(dW)
-        self.ranks.behind(lambda: self._add_(self._from_rows(summed(), self._learning())))
+        self.ranks.defer(lambda: self._add_(self._from_rows(summed(), self._learning())))
 
     def _from_rows(self, dW: Tensor, wanted: Collection[str]) -> dict[str, Tensor]:
         gradients = super().pulled_back(dW, wanted)

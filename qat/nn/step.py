@@ -142,7 +142,7 @@ def form_moved_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
     Frozen linears that are formed already cost nothing, because they do not change between steps.
     """
-    with gathering(model).ahead() as end:
+    with gathering(model).async_gathers() as end:
         form_moved(forming_units(model), dtype)
     end()
 

@@ -147,7 +147,7 @@ class Optimizer:
         if self.copying is not None:
             self.copying.hold()
             self.copying = None
-        self.ranks.catch_up()
+        self.ranks.finish_deferred()
         self.ranks.sum_([p.grad for p in self.replicated() if p.grad is not None])
         norm = self._norm()
         if self.loss_scale is not None:
@@ -226,7 +226,7 @@ class Optimizer:
 
     def forget_gradients(self) -> None:
         """Drop all gradients, including those in flight."""
-        self.ranks.catch_up()
+        self.ranks.finish_deferred()
         for parameter in self.parameters.values():
             parameter.grad = None
 

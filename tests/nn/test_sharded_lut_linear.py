@@ -9,7 +9,7 @@ from quantized import SPECS, random_weight
 from ranks_case import run_ranks
 from torch import Tensor, nn
 
-from qat.nn.by_layer import Arrivals, form_by_layer
+from qat.nn.by_layer import GatherPrefetch, form_by_layer
 from qat.nn.quant_linear import LutLinear, quant_linears
 from qat.nn.sharded import ShardedLutLinear
 from qat.nn.step import form_moved_weights, form_weights
@@ -144,23 +144,23 @@ def test_a_layers_weights_travel_while_the_one_before_it_runs() -> None:
     ahead = ["gather", "sum", "gather ends", "gather", "sum", "gather ends", "sum"]
     assert ranks.log == FIRST + ahead
     assert all(layer[0].weight.grad is None for layer in layers)
-    ranks.catch_up()
+    ranks.finish_deferred()
     assert ranks.log[-3:] == ["sum ends"] * 3
     assert all(layer[0].weight.grad is not None for layer in layers)
 
 
 def test_all_layers_weights_travel_at_once_and_each_waits_for_its_own() -> None:
     ranks, layers = _told_layers()
-    arrivals = Arrivals(layers, layers)
+    prefetch = GatherPrefetch(layers, layers)
     x, want = torch.randn(B, I), ["run 0", "run 1", "run 2"]
     for _ in range(2):
-        arrivals.form(torch.float32)
+        prefetch.form(torch.float32)
         out = layers(x)
         ends = [each for number in range(3) for each in ("gather ends", f"run {number}")]
         assert ranks.log == ["gather"] * 3 + ends
         ranks.log.clear()
-    arrivals.form(torch.float32)
-    arrivals.end()
+    prefetch.form(torch.float32)
+    prefetch.end()
     assert ranks.log == ["gather"] * 3 + ["gather ends"] * 3
     ranks.log.clear()
     assert torch.equal(layers(x), out) and ranks.log == want
@@ -205,7 +205,7 @@ def _course(model: nn.Sequential, x: Tensor, ranks: Ranks, *, is_by_layer: bool)
         form_moved_weights(model, torch.float32)
         for batch in batches:
             model(batch).square().sum().backward()
-        ranks.catch_up()
+        ranks.finish_deferred()
         for linear in linears:
             linear.weight.data -= 0.1 * linear.weight.grad
             linear.weight.grad = None
@@ -227,4 +227,4 @@ def _run(linear: LutLinear, x: Tensor, dy: Tensor) -> None:
     for one, gradient in zip(x, dy, strict=True):
         linear(one).backward(gradient)
     if isinstance(linear, ShardedLutLinear):
-        linear.ranks.catch_up()
+        linear.ranks.finish_deferred()
