@@ -90,7 +90,7 @@ class TokenBatch(NamedTuple):
     position_ids: Tensor
 
 
-class Walk:
+class LayerwiseRun:
     """The decoder layers of a model, and the hidden states of all batches before the next one."""
 
     @torch.no_grad()
@@ -100,9 +100,9 @@ class Walk:
         tokens = sum(batch.input_ids.numel() for batch in batches)
         sizes = [_bytes_a_token(layer) for layer in self.layers]
         states, whole = (tokens * max(each) for each in zip(*sizes, strict=True))
-        self.remembers = fits_in_memory(model, whole)
+        self.caches_outputs = fits_in_memory(model, whole)
         """True if the outputs of a layer's modules are kept while its linears are quantized."""
-        self.keeper = Keeper(model, whole if self.remembers else states)
+        self.keeper = Keeper(model, whole if self.caches_outputs else states)
         self._calls: list[list[dict[str, Any]]] = []
         self._states: list[object] = []
         with told(model, NEEDS):
@@ -119,9 +119,9 @@ class Walk:
         """Return the next layer with its first `num_batches` inputs (all if None)."""
         calls = [kwargs[self._passed] for kwargs in self._calls[:num_batches]]
         states, layer = self._states[:num_batches], self.layers[self._passed]
-        return _Block(layer, states, calls, self.keeper, remembers=self.remembers)
+        return _Block(layer, states, calls, self.keeper, caches_outputs=self.caches_outputs)
 
-    def go_on(self, outputs: list[Tensor]) -> None:
+    def advance(self, outputs: list[Tensor]) -> None:
         """Move past the next layer, given its output for each batch."""
         self._states = outputs
         self._passed += 1
@@ -130,14 +130,14 @@ class Walk:
         """Move past the next layer; return what each of `stages` reads there, batch by batch."""
         with self.present():
             block = self.block()
-            if self.remembers:
+            if self.caches_outputs:
                 readings, outputs = zip(*block.run_through(stages), strict=True)
-                self.go_on(list(outputs))
+                self.advance(list(outputs))
                 return list(zip(*readings, strict=True))
             outputs = block.outputs()
-            twin = block.twin()
-        self.go_on(outputs)
-        return [twin.run_to(stage) for stage in stages]
+            detached = block.detached()
+        self.advance(outputs)
+        return [detached.run_to(stage) for stage in stages]
 
 
 def _bytes_a_token(layer: nn.Module) -> tuple[int, int]:
@@ -159,44 +159,46 @@ def stages_in_order(
     batches: Sequence[TokenBatch],
     names: list[str],
     *,
-    teacher: Walk | None = None,
+    teacher: LayerwiseRun | None = None,
     heartbeat: Callable[[str], None] = lambda _: None,
 ) -> Iterator[tuple[list[str], StageInputs | StackInputs | None]]:
-    """Walk the decoder layers and yield the `names` of each stage in turn with their inputs.
+    """Run the decoder layers one by one; yield the `names` and inputs of each stage in turn.
 
     The caller may replace the linears of a stage before it takes the next stage. Linears that no
     batch reaches are yielded without inputs, after the stages of their layer.
 
-    `teacher` walks the same batches. It may walk the student's own layers: it passes each layer
+    `teacher` runs the same batches. It may run the student's own layers: it passes each layer
     before the linears of that layer are replaced. `heartbeat` is called with a description of the
     current batch.
     """
-    walk = Walk(student, batches)
+    run = LayerwiseRun(student, batches)
     module_names = {module: name for name, module in student.model.named_modules()}
     plans: dict[tuple, list[_Stage]] = {}
-    for layer in walk.layers:
+    for layer in run.layers:
         prefix = module_names[layer] + "."
         mine = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
-        with walk.present():
-            block, kind = walk.block(), (type(layer), mine)
+        with run.present():
+            block, kind = run.block(), (type(layer), mine)
             if kind not in plans:
                 with told(student, NEEDS):
                     plans[kind] = block.stages(mine)
                 if len(plans) == 1 and len(batches) >= ESTIMATED_BATCHES:
-                    seconds = _seconds_a_batch(walk, teacher, plans[kind])
-                    _announce(seconds * len(batches) * len(walk.layers), batches)
-            taught: Sequence[Iterable[_Reading] | None] = [None] * len(plans[kind])
+                    seconds = _seconds_a_batch(run, teacher, plans[kind])
+                    _announce(seconds * len(batches) * len(run.layers), batches)
+            targets: Sequence[Iterable[_Reading] | None] = [None] * len(plans[kind])
             if teacher:
-                taught = teacher.pass_layer(plans[kind])
-            for stage, aims in zip(plans[kind], taught, strict=True):
+                targets = teacher.pass_layer(plans[kind])
+            for stage, target in zip(plans[kind], targets, strict=True):
                 read = _beating(block.run_to(stage), prefix + stage.names[0], heartbeat)
                 is_stack = stage.stack is not None
-                inputs = _stack_inputs(read) if is_stack else _stage_inputs(read, aims, walk.keeper)
+                inputs = (
+                    _stack_inputs(read) if is_stack else _stage_inputs(read, target, run.keeper)
+                )
                 yield [prefix + name for name in stage.names], inputs
             seen = {name for stage in plans[kind] for name in stage.names}
             if unseen := [prefix + name for name in mine if name not in seen]:
                 yield unseen, None
-            walk.go_on(block.outputs())
+            run.advance(block.outputs())
 
 
 def _beating(
@@ -207,22 +209,24 @@ def _beating(
         yield reading
 
 
-def _seconds_a_batch(walk: Walk, teacher: Walk | None, stages: Sequence["_Stage"]) -> float:
+def _seconds_a_batch(
+    run: LayerwiseRun, teacher: LayerwiseRun | None, stages: Sequence["_Stage"]
+) -> float:
     """Time one batch through the next layer, including the statistics of its stages."""
     seconds = 0.0
     for _ in range(2):  # the first run is a warm-up
-        block, began = walk.block(1), time.perf_counter()
+        block, began = run.block(1), time.perf_counter()
         with nullcontext() if teacher is None else teacher.present():
-            beside = None if teacher is None else teacher.block(1)
+            teacher_block = None if teacher is None else teacher.block(1)
             for stage in stages:
                 if stage.stack is None:
-                    aims = None if beside is None else beside.run_to(stage)
-                    _stage_inputs(block.run_to(stage), aims, walk.keeper)
+                    target = None if teacher_block is None else teacher_block.run_to(stage)
+                    _stage_inputs(block.run_to(stage), target, run.keeper)
                 else:
                     _stack_inputs(block.run_to(stage))
-            for each in filter(None, (block, beside)):
+            for each in filter(None, (block, teacher_block)):
                 each.outputs()
-        on(walk.device).synchronize()
+        on(run.device).synchronize()
         seconds = time.perf_counter() - began
     return seconds
 
@@ -278,16 +282,16 @@ class _Block:
         calls: Sequence[dict[str, Any]],
         keeper: Keeper,
         *,
-        remembers: bool,
+        caches_outputs: bool,
     ) -> None:
-        self._layer, self._keeper, self._remembers = layer, keeper, remembers
+        self._layer, self._keeper, self._caches_outputs = layer, keeper, caches_outputs
         self._runs = list(zip(states, calls, strict=True))
         self._made: list[dict[Call, object]] = [{} for _ in self._runs]
         """The cached outputs per batch, by call of a linear or of a direct child of the layer."""
         self._formed: dict[str, Tensor] = {}
         """Formed weights of quantized linears that ran, by name."""
 
-    def twin(self) -> "_Block":
+    def detached(self) -> "_Block":
         """Return a block that shares all tensors but no module, so it survives replaced linears.
 
         It never caches outputs.
@@ -297,7 +301,7 @@ class _Block:
         # a layer that stays in its files has a wrapper here, bound to the original
         vars(layer).pop("forward", None)
         states, calls = zip(*self._runs, strict=True)
-        return _Block(layer, states, calls, self._keeper, remembers=False)
+        return _Block(layer, states, calls, self._keeper, caches_outputs=False)
 
     def stages(self, names: Sequence[str]) -> list[_Stage]:
         """Return the linears called `names` in order of use, grouped by the tensor they read."""
@@ -425,7 +429,7 @@ class _Block:
                 if key in made:
                     return self._keeper.back(made[key])
                 value = compute(*args, **named)
-                if not self._remembers:
+                if not self._caches_outputs:
                     return value
                 made[key] = self._keeper.keep(value)
                 for inner in [k for k in made if k[0].startswith(name + ".")]:

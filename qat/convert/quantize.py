@@ -19,7 +19,13 @@ from qat.backend.base import GIB, side_by_side
 from qat.backend.device import on
 from qat.convert.activations import inputs_to_quantize, level_products, put_activations
 from qat.convert.bits_budget import BudgetReport
-from qat.convert.calibrate import StackInputs, StageInputs, TokenBatch, Walk, stages_in_order
+from qat.convert.calibrate import (
+    LayerwiseRun,
+    StackInputs,
+    StageInputs,
+    TokenBatch,
+    stages_in_order,
+)
 from qat.convert.rotate import ROTATION
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS, RecordedSweeps, nearest_vectors
@@ -183,7 +189,7 @@ def quantize_model(
     ):
         job = _Conversion(student, todo, base or student, ticker, activations=activations)
         # walk the teacher before the tables change, because it may share them
-        teacher = Walk(base or student, calibration) if calibration and linears else None
+        teacher = LayerwiseRun(base or student, calibration) if calibration and linears else None
         alone = [*(name for name in todo if name in tables), *([] if teacher else linears)]
 
         def heartbeat(text: str) -> None:

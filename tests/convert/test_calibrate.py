@@ -1,4 +1,4 @@
-"""The walk over blocks: order, stages, and the second moment that each linear is fitted to."""
+"""The layer-wise run: order, stages, and the second moment that each linear is fitted to."""
 
 import copy
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from tiny import ARCHITECTURES, VOCAB, tiny_model
 from torch import Tensor, nn
 
 from qat.convert import calibrate
-from qat.convert.calibrate import StageInputs, TokenBatch, Walk, stages_in_order
+from qat.convert.calibrate import LayerwiseRun, StageInputs, TokenBatch, stages_in_order
 from qat.models.language_model import LanguageModel
 from qat.models.streamed import Keeper, record_block_inputs
 from qat.nn.swap import decoder_layers, linear_names, replace_module
@@ -139,9 +139,9 @@ def test_the_teacher_is_walked_beside_the_student(architecture: str, is_other: b
             new.bias = linear.bias
             replace_module(model, name, new)
 
-    walk = Walk(teacher, data)
+    run = LayerwiseRun(teacher, data)
     language_model = LanguageModel(model)
-    for names, inputs in stages_in_order(language_model, data, linear_names(model), teacher=walk):
+    for names, inputs in stages_in_order(language_model, data, linear_names(model), teacher=run):
         spy(names, inputs)
 
 
@@ -152,8 +152,8 @@ def test_experts_that_see_some_tokens_have_no_gap() -> None:
     for layer in model.model.layers:
         layer.mlp = _Routed(layer.mlp)
     names = [n for n in linear_names(model) if "mlp" in n]
-    walk = Walk(LanguageModel(model), batches())
-    for stage, inputs in stages_in_order(LanguageModel(model), batches(), names, teacher=walk):
+    run = LayerwiseRun(LanguageModel(model), batches())
+    for stage, inputs in stages_in_order(LanguageModel(model), batches(), names, teacher=run):
         seen.update(dict.fromkeys(stage, inputs))
     assert len(seen) == 6 and all(inputs.second_moment.isfinite().all() for inputs in seen.values())
     assert all(inputs.input_gap is None and inputs.stream_gap is None for inputs in seen.values())
@@ -177,8 +177,8 @@ def test_streaming_keeps_states_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "fits_in_memory", lambda *_: False)
     monkeypatch.setattr(Keeper, "keep", lambda _, value: kept.append(value.nbytes) or value)
     model, data = tiny_model(), batches()
-    walk = Walk(LanguageModel(model), data)
-    for _ in stages_in_order(LanguageModel(model), data, linear_names(model), teacher=walk):
+    run = LayerwiseRun(LanguageModel(model), data)
+    for _ in stages_in_order(LanguageModel(model), data, linear_names(model), teacher=run):
         pass
     state = sum(batch.input_ids.numel() for batch in data) * model.config.hidden_size * 4
     num_layers = model.config.num_hidden_layers
@@ -191,9 +191,9 @@ def test_the_time_is_estimated_before_it_is_spent(
     monkeypatch.setattr(calibrate, "ESTIMATED_BATCHES", 2)
     monkeypatch.setattr(calibrate, "ESTIMATED_S", 0.0)
     model, beats = tiny_model(), []
-    walk = Walk(LanguageModel(model), batches())
+    run = LayerwiseRun(LanguageModel(model), batches())
     stages = stages_in_order(
-        LanguageModel(model), batches(), linear_names(model), teacher=walk, heartbeat=beats.append
+        LanguageModel(model), batches(), linear_names(model), teacher=run, heartbeat=beats.append
     )
     with caplog.at_level("INFO", logger="qat"):
         next(stages)
