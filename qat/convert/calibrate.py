@@ -30,7 +30,7 @@ from qat.backend.device import on
 from qat.logs import duration
 from qat.models.language_model import LanguageModel
 from qat.models.streamed import (
-    Keeper,
+    StateStore,
     fits_in_memory,
     output_of,
     patched_forwards,
@@ -102,13 +102,13 @@ class LayerwiseRun:
         states, whole = (tokens * max(each) for each in zip(*sizes, strict=True))
         self.caches_outputs = fits_in_memory(model, whole)
         """True if the outputs of a layer's modules are kept while its linears are quantized."""
-        self.keeper = Keeper(model, whole if self.caches_outputs else states)
+        self.store = StateStore(model, whole if self.caches_outputs else states)
         self._calls: list[list[dict[str, Any]]] = []
         self._states: list[object] = []
         with told(model, NEEDS):
             for item in record_all_inputs(model, self.layers, batches):
                 self._calls.append(item.kwargs)
-                self._states.append(self.keeper.keep(item.hidden))
+                self._states.append(self.store.put(item.hidden))
         self._passed = 0
 
     def present(self) -> AbstractContextManager[None]:
@@ -119,7 +119,7 @@ class LayerwiseRun:
         """Return the next layer with its first `num_batches` inputs (all if None)."""
         calls = [kwargs[self._passed] for kwargs in self._calls[:num_batches]]
         states, layer = self._states[:num_batches], self.layers[self._passed]
-        return _Block(layer, states, calls, self.keeper, caches_outputs=self.caches_outputs)
+        return _Block(layer, states, calls, self.store, caches_outputs=self.caches_outputs)
 
     def advance(self, outputs: list[Tensor]) -> None:
         """Move past the next layer, given its output for each batch."""
@@ -191,9 +191,7 @@ def stages_in_order(
             for stage, target in zip(plans[kind], targets, strict=True):
                 read = _beating(block.run_to(stage), prefix + stage.names[0], heartbeat)
                 is_stack = stage.stack is not None
-                inputs = (
-                    _stack_inputs(read) if is_stack else _stage_inputs(read, target, run.keeper)
-                )
+                inputs = _stack_inputs(read) if is_stack else _stage_inputs(read, target, run.store)
                 yield [prefix + name for name in stage.names], inputs
             seen = {name for stage in plans[kind] for name in stage.names}
             if unseen := [prefix + name for name in mine if name not in seen]:
@@ -221,7 +219,7 @@ def _seconds_a_batch(
             for stage in stages:
                 if stage.stack is None:
                     target = None if teacher_block is None else teacher_block.run_to(stage)
-                    _stage_inputs(block.run_to(stage), target, run.keeper)
+                    _stage_inputs(block.run_to(stage), target, run.store)
                 else:
                     _stack_inputs(block.run_to(stage))
             for each in filter(None, (block, teacher_block)):
@@ -280,11 +278,11 @@ class _Block:
         layer: nn.Module,
         states: Sequence[Tensor],
         calls: Sequence[dict[str, Any]],
-        keeper: Keeper,
+        store: StateStore,
         *,
         caches_outputs: bool,
     ) -> None:
-        self._layer, self._keeper, self._caches_outputs = layer, keeper, caches_outputs
+        self._layer, self._store, self._caches_outputs = layer, store, caches_outputs
         self._runs = list(zip(states, calls, strict=True))
         self._made: list[dict[Call, object]] = [{} for _ in self._runs]
         """The cached outputs per batch, by call of a linear or of a direct child of the layer."""
@@ -301,7 +299,7 @@ class _Block:
         # a layer that stays in its files has a wrapper here, bound to the original
         vars(layer).pop("forward", None)
         states, calls = zip(*self._runs, strict=True)
-        return _Block(layer, states, calls, self._keeper, caches_outputs=False)
+        return _Block(layer, states, calls, self._store, caches_outputs=False)
 
     def stages(self, names: Sequence[str]) -> list[_Stage]:
         """Return the linears called `names` in order of use, grouped by the tensor they read."""
@@ -380,9 +378,9 @@ class _Block:
             with _hooked(hooks):
                 output = output_of(self._layer(hidden, **call))
             for reading in readings:
-                reading.x = self._keeper.keep(reading.x)
-                reading.stream = self._keeper.keep(reading.stream)
-            yield readings, self._keeper.keep(output)
+                reading.x = self._store.put(reading.x)
+                reading.stream = self._store.put(reading.stream)
+            yield readings, self._store.put(output)
 
     def _noting(self, stage: _Stage, reading: _Reading, *, stops: bool) -> list[tuple]:
         """Return hooks that fill `reading`, and that stop the run at its input if `stops`."""
@@ -405,11 +403,11 @@ class _Block:
 
     def outputs(self) -> list[Tensor]:
         """Return the layer's output for each batch."""
-        return [self._keeper.keep(self._run(batch)) for batch in range(len(self._runs))]
+        return [self._store.put(self._run(batch)) for batch in range(len(self._runs))]
 
     def _call(self, batch: int) -> tuple[Tensor, dict[str, Any]]:
         hidden, call = self._runs[batch]
-        return self._keeper.back(hidden), call
+        return self._store.get(hidden), call
 
     def _run(self, batch: int) -> Tensor:
         hidden, call = self._call(batch)
@@ -427,11 +425,11 @@ class _Block:
                 key = name, counts[name]
                 counts[name] += 1
                 if key in made:
-                    return self._keeper.back(made[key])
+                    return self._store.get(made[key])
                 value = compute(*args, **named)
                 if not self._caches_outputs:
                     return value
-                made[key] = self._keeper.keep(value)
+                made[key] = self._store.put(value)
                 for inner in [k for k in made if k[0].startswith(name + ".")]:
                     del made[inner]
                 return value
@@ -455,7 +453,7 @@ class _Block:
 
 
 def _stage_inputs(
-    student: Iterable[_Reading], teacher: Iterable[_Reading] | None, keeper: Keeper
+    student: Iterable[_Reading], teacher: Iterable[_Reading] | None, store: StateStore
 ) -> StageInputs:
     """Compute the means over all tokens from the readings of a stage."""
     second, gap, drift = _MeanOuter(), _MeanOuter(torch.float32), _MeanOuter(torch.float32)
@@ -474,9 +472,9 @@ def _stage_inputs(
             and aim.x.shape == seen.x.shape
         )
         if is_taught:
-            gap.add(keeper.back(aim.x) - seen.x, inputs)
+            gap.add(store.get(aim.x) - seen.x, inputs)
             if seen.stream is not None:
-                drift.add(keeper.back(aim.stream) - seen.stream, inputs)
+                drift.add(store.get(aim.stream) - seen.stream, inputs)
     return StageInputs(second.mean(), *((gap.mean(), drift.mean()) if is_taught else ()))
 
 

@@ -260,7 +260,7 @@ def fits_in_memory(model: LanguageModel, num_bytes: int) -> bool:
     return room is None or num_bytes <= SHARE * room * GIB
 
 
-class Keeper:
+class StateStore:
     """Stores hidden states on their device, or in files if they are many."""
 
     def __init__(self, model: LanguageModel, num_bytes: int) -> None:
@@ -276,15 +276,15 @@ class Keeper:
                 self._folder or tempfile.gettempdir(),
             )
 
-    def keep(self, value: object) -> Any:
+    def put(self, value: object) -> Any:
         """Return what to hold in place of `value`, a tensor or a structure of tensors."""
         if self._fits:
             return value
         return tree_map_only(Tensor, partial(to_file, folder=self._folder), value)
 
-    def back(self, kept: object) -> Any:
+    def get(self, stored: object) -> Any:
         """Return the stored value on the device."""
-        return tree_map_only(Tensor, lambda tensor: tensor.to(self._device), kept)
+        return tree_map_only(Tensor, lambda tensor: tensor.to(self._device), stored)
 
 
 def record_block_inputs(model: LanguageModel, layers: nn.ModuleList, batch: Tokens) -> BlockInputs:
@@ -333,15 +333,15 @@ def hidden_layer_by_layer(model: LanguageModel, batches: Sequence[Tokens]) -> It
     layers = decoder_layers(model.model)
     with told(model, "which --device-map disk needs; choose another"):
         inputs = [*record_all_inputs(model, layers, batches)]
-        keeper = Keeper(model, sum(each.hidden.nbytes for each in inputs))
-        states: list[object] = [keeper.keep(each.hidden) for each in inputs]
+        store = StateStore(model, sum(each.hidden.nbytes for each in inputs))
+        states: list[object] = [store.put(each.hidden) for each in inputs]
         for number, layer in enumerate(layers):
             with model.present(layer):
                 for place, each in enumerate(inputs):
-                    hidden = output_of(keeper.back(states[place]))
-                    states[place] = keeper.keep(layer(hidden, **each.kwargs[number]))
+                    hidden = output_of(store.get(states[place]))
+                    states[place] = store.put(layer(hidden, **each.kwargs[number]))
     for batch, state in zip(batches, states, strict=True):
-        given = keeper.back(state)
+        given = store.get(state)
         with patched_forwards({layer: lambda *_, given=given, **__: given for layer in layers}):
             found = model.hidden(*(ids.to(model.device) for ids in batch))
         yield found

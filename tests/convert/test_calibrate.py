@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qat.convert import calibrate
 from qat.convert.calibrate import LayerwiseRun, StageInputs, TokenBatch, stages_in_order
 from qat.models.language_model import LanguageModel
-from qat.models.streamed import Keeper, record_block_inputs
+from qat.models.streamed import StateStore, record_block_inputs
 from qat.nn.swap import decoder_layers, linear_names, replace_module
 from qat.quant.error_feedback import DAMPING, needed_damping
 
@@ -175,7 +175,7 @@ def test_streaming_keeps_states_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kept memory grows with tokens times width, not with outputs of all linears of a layer."""
     kept: list[int] = []
     monkeypatch.setattr(calibrate, "fits_in_memory", lambda *_: False)
-    monkeypatch.setattr(Keeper, "keep", lambda _, value: kept.append(value.nbytes) or value)
+    monkeypatch.setattr(StateStore, "put", lambda _, value: kept.append(value.nbytes) or value)
     model, data = tiny_model(), batches()
     run = LayerwiseRun(LanguageModel(model), data)
     for _ in stages_in_order(LanguageModel(model), data, linear_names(model), teacher=run):

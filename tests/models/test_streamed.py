@@ -25,7 +25,7 @@ from qat.models.load import load_model, load_teacher
 from qat.models.split_check import check_layers
 from qat.models.streamed import (
     InFiles,
-    Keeper,
+    StateStore,
     hidden_layer_by_layer,
     output_of,
     patched_forwards,
@@ -303,9 +303,9 @@ def test_small_parts(tmp_path: Path) -> None:
     assert len(other.kwargs) == len(layers)
     states = torch.ones(2), (torch.ones(3), None)
     assert output_of(states) is states[0] and output_of(states[0]) is states[0]
-    assert Keeper(model, 0).keep(states) is states
-    keeper = Keeper(model, 2**60)
-    again = keeper.back(keeper.keep(states))
+    assert StateStore(model, 0).put(states) is states
+    store = StateStore(model, 2**60)
+    again = store.get(store.put(states))
     assert torch.equal(again[1][0], states[1][0]) and again[1][1] is None
     with patched_forwards({layers[0]: lambda: 5}):
         assert layers[0].forward() == 5
