@@ -31,11 +31,11 @@ from qat.logs import duration
 from qat.models.language_model import LanguageModel
 from qat.models.streamed import (
     StateStore,
+    as_checkpoint_error,
     fits_in_memory,
     output_of,
     patched_forwards,
     record_all_inputs,
-    told,
 )
 from qat.nn.activation import read
 from qat.nn.quant_linear import QuantLinear
@@ -105,7 +105,7 @@ class LayerwiseRun:
         self.store = StateStore(model, whole if self.caches_outputs else states)
         self._calls: list[list[dict[str, Any]]] = []
         self._states: list[object] = []
-        with told(model, NEEDS):
+        with as_checkpoint_error(model, NEEDS):
             for item in record_all_inputs(model, self.layers, batches):
                 self._calls.append(item.kwargs)
                 self._states.append(self.store.put(item.hidden))
@@ -180,7 +180,7 @@ def stages_in_order(
         with run.present():
             block, kind = run.block(), (type(layer), mine)
             if kind not in plans:
-                with told(student, NEEDS):
+                with as_checkpoint_error(student, NEEDS):
                     plans[kind] = block.stages(mine)
                 if len(plans) == 1 and len(batches) >= ESTIMATED_BATCHES:
                     seconds = _seconds_a_batch(run, teacher, plans[kind])

@@ -331,7 +331,7 @@ def hidden_layer_by_layer(model: LanguageModel, batches: Sequence[Tokens]) -> It
         CheckpointError: the layers of this architecture cannot be run one by one.
     """
     layers = decoder_layers(model.model)
-    with told(model, "which --device-map disk needs; choose another"):
+    with as_checkpoint_error(model, "which --device-map disk needs; choose another"):
         inputs = [*record_all_inputs(model, layers, batches)]
         store = StateStore(model, sum(each.hidden.nbytes for each in inputs))
         states: list[object] = [store.put(each.hidden) for each in inputs]
@@ -353,7 +353,7 @@ def output_of(output: Tensor | tuple) -> Tensor:
 
 
 @contextmanager
-def told(model: LanguageModel, needs: str) -> Iterator[None]:
+def as_checkpoint_error(model: LanguageModel, needs: str) -> Iterator[None]:
     """Convert errors of decoder layers run one by one, which some architectures do not allow.
 
     Raises:

@@ -26,12 +26,12 @@ from qat.models.split_check import check_layers
 from qat.models.streamed import (
     InFiles,
     StateStore,
+    as_checkpoint_error,
     hidden_layer_by_layer,
     output_of,
     patched_forwards,
     record_all_inputs,
     to_file,
-    told,
     without_warning_of_disks,
 )
 from qat.nn.sites import reads_weight
@@ -280,9 +280,9 @@ def test_layers_that_give_something_else_alone_are_refused(tmp_path: Path, monke
 def test_what_layers_cannot_do_alone_is_one_line() -> None:
     model = LanguageModel(tiny_model())
     with pytest.raises(CheckpointError, match=r"one by one \(no way\), for a test; go"):
-        with told(model, "for a test; go"):
+        with as_checkpoint_error(model, "for a test; go"):
             raise ValueError("no way")
-    with pytest.raises(torch.OutOfMemoryError), told(model, "for a test; go"):
+    with pytest.raises(torch.OutOfMemoryError), as_checkpoint_error(model, "for a test; go"):
         raise torch.OutOfMemoryError
 
 
