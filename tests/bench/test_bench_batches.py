@@ -38,7 +38,10 @@ def test_a_random_batch_has_the_form_of_a_real_one(place: Path) -> None:
 
 def test_random_targets_are_a_distribution_over_distinct_tokens() -> None:
     student = open_student("tiny", config())
-    batch = open_source(config(), student).batch(3, 0, CPU)
+    source = open_source(config(), student)
+    batch, again, other = (source.batch(3, step, CPU) for step in (0, 0, 1))
+    assert torch.equal(batch.input_ids, again.input_ids)
+    assert not torch.equal(batch.input_ids, other.input_ids)
     assert batch.input_ids.shape == (3, 64) and batch.topk_ids.shape == (3, 64, 64)
     ids = batch.topk_ids.sort(-1).values
     assert (ids[..., 1:] > ids[..., :-1]).all() and ids.max() < 512
@@ -46,13 +49,6 @@ def test_random_targets_are_a_distribution_over_distinct_tokens() -> None:
     torch.testing.assert_close(whole, torch.ones(3, 64))
     assert (batch.topk_logprobs[..., 1:] <= batch.topk_logprobs[..., :-1]).all()
     assert torch.equal(batch.labels[:, :-1], batch.input_ids[:, 1:])
-
-
-def test_batches_depend_on_seed_and_step_alone() -> None:
-    source = open_source(config(), open_student("tiny", config()))
-    first, again, next_step = (source.batch(2, step, CPU) for step in (0, 0, 1))
-    assert torch.equal(first.input_ids, again.input_ids)
-    assert not torch.equal(first.input_ids, next_step.input_ids)
 
 
 def test_a_cache_gives_its_sequences_and_repeats_them_for_large_batches(place: Path) -> None:
@@ -67,32 +63,15 @@ def test_a_cache_gives_its_sequences_and_repeats_them_for_large_batches(place: P
     check_batch_sizes(source, (total,), 1)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"seq_len": 32}, "--seq-len 32, but .* holds 16; leave out --seq-len or choose another"),
-        ({"top_k": 6}, "--top-k 6, but .* holds 5; leave out --top-k"),
-    ],
-)
-def test_a_cache_of_another_kind_is_refused(place: Path, values: dict, message: str) -> None:
-    student = open_student(str(place / "student"), config())
-    with pytest.raises(ConfigError, match=message):
-        open_source(config(cache_dir=place / "cache", **values), student)
-
-
-def test_a_loss_that_the_cache_cannot_feed_is_refused(tmp_path: Path, place: Path) -> None:
-    build(tmp_path / "cache", draws=0)
-    student = open_student(str(place / "student"), config())
-    with pytest.raises(ConfigError, match="loss=sampled reads the teacher's draws"):
-        open_source(config(cache_dir=tmp_path / "cache", loss="sampled"), student)
-
-
-def test_a_cache_over_another_vocabulary_is_refused(place: Path) -> None:
-    with pytest.raises(CacheError, match="over a vocabulary of 320, the student's has 512"):
-        open_source(config(cache_dir=place / "cache"), open_student("tiny", config()))
-
-
-def test_sequences_beyond_the_students_positions_are_refused() -> None:
-    student = open_student("tiny", config())
-    with pytest.raises(ConfigError, match="seq_len=50000, but the student reads at most 40960"):
-        open_source(config(seq_len=50_000), student)
+def test_what_does_not_fit_is_refused(place: Path, tmp_path: Path) -> None:
+    build(tmp_path / "without", draws=0)
+    own, cached = str(place / "student"), {"cache_dir": place / "cache"}
+    for student, values, error, message in (
+        (own, {**cached, "seq_len": 32}, ConfigError, "--seq-len 32, but .* holds 16"),
+        (own, {**cached, "top_k": 6}, ConfigError, "--top-k 6, but .* holds 5"),
+        (own, {"cache_dir": tmp_path / "without", "loss": "sampled"}, ConfigError, "loss=sampled"),
+        ("tiny", cached, CacheError, "vocabulary of 320, the student's has 512"),
+        ("tiny", {"seq_len": 50_000}, ConfigError, "seq_len=50000, .* at most 40960"),
+    ):
+        with pytest.raises(error, match=message):
+            open_source(config(**values), open_student(student, config()))

@@ -10,21 +10,14 @@ from qat.models.devices import DEVICES, device_called, devices_named
     ("reported", "name"),
     [
         ("Tesla T4", "T4"),
-        ("NVIDIA L4", "L4"),
         ("NVIDIA A10", "A10"),
         ("NVIDIA A100-SXM4-40GB", "A100-40"),
-        ("NVIDIA A100-PCIE-40GB", "A100-40"),
         ("NVIDIA A100-SXM4-80GB", "A100-80"),
         ("NVIDIA A100 80GB PCIe", "A100-80"),
-        ("NVIDIA GeForce RTX 3090", "RTX3090"),
-        ("NVIDIA GeForce RTX 4090", "RTX4090"),
-        ("NVIDIA GeForce RTX 5090", "RTX5090"),
         ("NVIDIA H100 PCIe", "H100-PCIe"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H200", "H200"),
-        ("NVIDIA B200", "B200"),
         ("TPU v5 lite", "TPU-v5e"),
-        ("TPU v6 lite", "TPU-v6e"),
         ("Tesla V100-SXM2-16GB", "V100-16"),
         ("Tesla V100-SXM2-32GB", "V100-32"),
         ("Tesla V100-PCIE-32GB", "V100-PCIe"),
@@ -33,7 +26,6 @@ from qat.models.devices import DEVICES, device_called, devices_named
         ("NVIDIA RTX A6000", "A6000"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX6000-PRO"),
-        ("AMD Instinct MI300X", "MI300X"),
         ("NVIDIA L40", None),
         ("Quadro RTX 6000", None),
         ("NVIDIA A10G", None),
@@ -43,13 +35,6 @@ from qat.models.devices import DEVICES, device_called, devices_named
 def test_reported_names_find_their_entry(reported: str, name: str | None) -> None:
     found = device_called(reported)
     assert (found and found.name) == name
-
-
-def test_every_device_can_train_in_its_dtype() -> None:
-    for device in DEVICES:
-        assert device.peak_flops(device.dtype) > 1e13
-        assert device.bandwidth > 1e11
-        assert 10 < device.memory_gib < 200
 
 
 def test_geforce_boards_accumulate_in_fp32_at_half_rate() -> None:

@@ -23,31 +23,26 @@ class Threshold:
         return size <= self.largest
 
 
-@settings(max_examples=400, deadline=None)
-@given(largest=SIZES, guess=SIZES)
-def test_any_threshold_is_found_in_few_trials(largest: int, guess: int) -> None:
+@settings(max_examples=600, deadline=None)
+@given(
+    largest=SIZES,
+    guess=SIZES,
+    most=st.one_of(st.none(), st.integers(1, 10**6)),
+    share=st.floats(0, 1),
+)
+def test_any_threshold_is_found_in_few_trials(
+    largest: int, guess: int, most: int | None, share: float
+) -> None:
     fits = Threshold(largest)
-    assert largest_that_fits(fits, guess) == largest
+    if most is not None:  # nothing beyond it is tried
+        assert largest_that_fits(fits, guess, most) == min(largest, most)
+        assert max(fits.asked) <= most
+    else:  # what is known to fit is not asked again
+        least = int(share * largest)
+        assert largest_that_fits(fits, guess, least=least) == largest
+        assert least not in fits.asked or least == 0
+        assert len(fits.asked) <= 2 * log2(max(guess, largest, 1)) + 6
     assert len(fits.asked) == len(set(fits.asked))
-    assert len(fits.asked) <= 2 * log2(max(guess, largest, 1)) + 6
-
-
-@settings(max_examples=200, deadline=None)
-@given(largest=SIZES, guess=SIZES, most=st.integers(1, 10**6))
-def test_nothing_beyond_the_most_is_tried(largest: int, guess: int, most: int) -> None:
-    fits = Threshold(largest)
-    assert largest_that_fits(fits, guess, most) == min(largest, most)
-    assert max(fits.asked) <= most
-    assert len(fits.asked) == len(set(fits.asked))
-
-
-@settings(max_examples=200, deadline=None)
-@given(largest=SIZES, guess=SIZES, share=st.floats(0, 1))
-def test_what_is_known_to_fit_is_not_asked_again(largest: int, guess: int, share: float) -> None:
-    fits, least = Threshold(largest), int(share * largest)
-    assert largest_that_fits(fits, guess, least=least) == largest
-    assert least not in fits.asked and len(fits.asked) == len(set(fits.asked))
-    assert len(fits.asked) <= 2 * log2(max(guess, largest, 1)) + 6
 
 
 def test_a_good_guess_costs_few_trials() -> None:

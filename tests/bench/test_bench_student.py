@@ -122,8 +122,3 @@ def test_a_student_computes_and_is_the_same_under_one_seed() -> None:
     ids = torch.arange(8)[None]
     hidden = [open_student("tiny", config).hidden(ids, ids) for _ in range(2)]
     assert hidden[0].isfinite().all() and torch.equal(*hidden)
-
-
-def test_an_unknown_shape_lists_the_known() -> None:
-    with pytest.raises(ConfigError, match="student=tyni is neither a model directory nor a shape"):
-        open_student("tyni", BenchConfig(device="cpu"))

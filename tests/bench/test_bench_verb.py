@@ -3,18 +3,17 @@
 import csv
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from cli_case import call
 from train_case import make_place
 
 from qat.backend import device as backend
 from qat.bench.config import CPU_SHAPE, BenchConfig
-from qat.bench.results import IN_EVERY_ROW, Results, as_csv
+from qat.bench.results import IN_EVERY_ROW, Results
 from qat.bench.run import SAFE_SHARE, run_bench
-from qat.cli import main
 from qat.cli.bench import _student
 from qat.errors import ConfigError
 from qat.logs import read_json_lines
@@ -27,19 +26,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("place"), layers=1)
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *tokens: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["qat", "bench", *tokens])
-    try:
-        main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
-
-
 def test_a_table_a_fit_and_predictions(tmp_path: Path, monkeypatch, capsys) -> None:
     out = tmp_path / "out"
     tokens = ["tiny", *QUICK, "--batch-sizes", "1,8,32", "--plan", "t4,h200", "--seq-len", "8"]
-    assert call(monkeypatch, *tokens, "--out", str(out)) == 0
+    assert call(monkeypatch, "bench", *tokens, "--out", str(out)) == 0
     printed = capsys.readouterr().out
     for word in ("Batch", "Step(s)", "Memory", "t/s", "Loss", "Status", "MFU", "synthetic"):
         assert word in printed
@@ -68,7 +58,10 @@ def test_a_table_a_fit_and_predictions(tmp_path: Path, monkeypatch, capsys) -> N
 
 def test_a_packed_checkpoint_and_real_batches(place: Path, tmp_path: Path, monkeypatch, capsys):
     tokens = [str(place / "student"), "--cache-dir", str(place / "cache"), *QUICK]
-    assert call(monkeypatch, *tokens, "--batch-size", "4", "--out", str(tmp_path / "out")) == 0
+    assert (
+        call(monkeypatch, "bench", *tokens, "--batch-size", "4", "--out", str(tmp_path / "out"))
+        == 0
+    )
     row = read_json_lines(tmp_path / "out" / "results.jsonl")[0]
     assert row["data"].startswith("cache ") and row["seq_len"] == 16 and row["positions"] == 64
     assert row["valid_tokens_per_s"] < row["tokens_per_s"]
@@ -79,7 +72,7 @@ def test_a_packed_checkpoint_and_real_batches(place: Path, tmp_path: Path, monke
 def test_a_shape_stands_for_a_student_and_the_fastest_is_told(tmp_path, monkeypatch, capsys):
     tokens = ["--shape", "tiny", "--find-max-batch", "--batch-sizes", "1,2,4", *QUICK]
     tokens += ["--seq-len", "8", "--plan", "t4", "--gradient-checkpointing"]
-    assert call(monkeypatch, *tokens, "--out", str(tmp_path / "out")) == 0
+    assert call(monkeypatch, "bench", *tokens, "--out", str(tmp_path / "out")) == 0
     printed = capsys.readouterr().out
     last = json.loads(printed.splitlines()[-1])
     assert last["max_batch"] == 4 and last["fastest_batch"] in (1, 2, 4)
@@ -135,12 +128,12 @@ def test_a_plan_without_room_needs_no_run(tmp_path: Path, monkeypatch, capsys, c
     """A CPU's own speed counts for nothing in what the rates say of a card: the same is said."""
     tokens = ["tiny", *QUICK, "--plan", "h100,t4", "--batch-size", "512", "--seq-len", "8"]
     tokens += ["--grad-accum-steps", "2"]
-    assert call(monkeypatch, *tokens, "--out", str(tmp_path / "run")) == 0
+    assert call(monkeypatch, "bench", *tokens, "--out", str(tmp_path / "run")) == 0
     assert "memory model" in capsys.readouterr().out
     *_, h100, t4 = read_json_lines(tmp_path / "run" / "results.jsonl")
     cpu = backend.select("cpu")
     monkeypatch.setattr(type(cpu), "memory_gib", lambda _: 1e-4)
-    assert call(monkeypatch, *tokens, "--out", str(tmp_path / "none")) == 0
+    assert call(monkeypatch, "bench", *tokens, "--out", str(tmp_path / "none")) == 0
     rows = read_json_lines(tmp_path / "none" / "results.jsonl")
     assert [row["kind"] for row in rows] == ["predicted"] * 2
     for row, same in zip(rows, (h100, t4), strict=True):
@@ -151,8 +144,10 @@ def test_a_plan_without_room_needs_no_run(tmp_path: Path, monkeypatch, capsys, c
     assert "without a run" in printed and "Step(s)" not in printed
     assert json.loads(printed.splitlines()[-1]) == {"out": str(tmp_path / "none")}
     assert "GiB can be had here: other devices are predicted without a run" in caplog.text
-    assert call(monkeypatch, "tiny", *QUICK, "--out", str(tmp_path / "no")) == 1
-    assert call(monkeypatch, *tokens, "--find-max-batch", "--out", str(tmp_path / "no")) == 1
+    assert call(monkeypatch, "bench", "tiny", *QUICK, "--out", str(tmp_path / "no")) == 1
+    assert (
+        call(monkeypatch, "bench", *tokens, "--find-max-batch", "--out", str(tmp_path / "no")) == 1
+    )
     error = capsys.readouterr().err
     assert error.count("GiB beside its batch, but 0.0001 GiB can be had here; learn less") == 2
 
@@ -163,10 +158,10 @@ def test_who_names_no_student_is_told_of_a_small_one(monkeypatch, caplog) -> Non
 
     monkeypatch.setattr("qat.bench.run.run_bench", stopped)
     caplog.set_level("INFO", logger="qat")
-    assert call(monkeypatch, "--plan", "h200") == 1
+    assert call(monkeypatch, "bench", "--plan", "h200") == 1
     assert "qwen3-0.6b with random weights; for another: qat bench tiny" in caplog.text
     caplog.clear()
-    assert call(monkeypatch, "--shape", "tiny", "--plan", "h200") == 1
+    assert call(monkeypatch, "bench", "--shape", "tiny", "--plan", "h200") == 1
     assert "measuring tiny with random weights" in caplog.messages[0].split(": ", 1)[1]
     assert "minutes" not in caplog.text
 
@@ -207,14 +202,10 @@ def test_a_batch_that_does_not_fit_is_a_row_beside_those_that_do(monkeypatch, tm
 def test_a_mistake_is_one_line(tokens, message, place: Path, monkeypatch, capsys) -> None:
     paths = {"CACHE": str(place / "cache"), "STUDENT": str(place / "student")}
     tokens = [paths.get(token, token) for token in tokens]
-    assert call(monkeypatch, *tokens, "--device", "cpu") == 1
+    assert call(monkeypatch, "bench", *tokens, "--device", "cpu") == 1
     error = capsys.readouterr().err
     lines = [line for line in error.splitlines() if line.startswith("qat: ")]
     assert len(lines) == 1 and message in lines[0]
-
-
-def test_csv_has_a_column_for_every_key() -> None:
-    assert as_csv([{"a": 1, "b": None}, {"a": 2, "c": "x,y"}]) == 'a,b,c\n1,,\n2,,"x,y"\n'
 
 
 def test_nothing_is_written_before_the_first_row(tmp_path: Path) -> None:

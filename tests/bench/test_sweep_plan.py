@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qat.bench.sweep.plan import fill_command, make_groups, make_runs, read_sweep
+from qat.bench.sweep.plan import make_groups, make_runs, read_sweep
 from qat.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "speedrun" / "recipes"
@@ -86,10 +86,6 @@ def test_a_run_is_known_by_what_it_does(tmp_path: Path) -> None:
     assert strict[0].key != first.key
 
 
-def test_places_of_a_command_are_filled() -> None:
-    assert fill_command(["{python}", "-n", "{n}"], {"python": "py", "n": 2}) == ["py", "-n", "2"]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -113,39 +109,16 @@ def test_places_of_a_command_are_filled() -> None:
         ('tiny = "x"\n', "tiny='x', expected a table of keys over the others"),
         ("name = 1 2\n", "is not TOML"),
         ("repeats = 0\n", "repeats=0: "),
+        ('baseline = "b"\n[product]\nbatch_size = [4, 8]\n', "baseline='b' is no group"),
+        ("[product]\nbatch_size = [4, 4]\n", "2 are called 'batch_size=4'"),
+        ("[product]\nbatch_size = [0]\n", "group 'batch_size=0': batch_size=0: "),
+        ('verb = "command"\ncommand = ["{x}"]\nstudent = ""\n', "has a place for 'x'"),
     ],
 )
 def test_mistakes_in_a_recipe(text: str, message: str, tmp_path: Path) -> None:
+    base = 'name = "s"\n' if "student" in text else BASE
     with pytest.raises(ConfigError, match=message):
-        read(tmp_path, text)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            'baseline = "batch_size=9"\n[product]\nbatch_size = [4, 8]\n',
-            "baseline='batch_size=9' is no group of this sweep, expected one of 'batch_size=4', "
-            "'batch_size=8'; name one",
-        ),
-        ("[product]\nbatch_size = [4, 4]\n", "2 are called 'batch_size=4'"),
-        ("[product]\nbatch_size = [0]\n", "group 'batch_size=0': batch_size=0: "),
-        (
-            'verb = "command"\ncommand = ["{x}"]\nstudent = ""\n',
-            "command='{x}' has a place for 'x', expected one of",
-        ),
-    ],
-)
-def test_mistakes_in_what_it_comes_down_to(text: str, message: str, tmp_path: Path) -> None:
-    base = 'name = "s"\n' + ("" if "command" in text else 'student = "tiny"\n')
-    recipe = read(tmp_path, text, base=base)
-    with pytest.raises(ConfigError, match=message):
-        make_groups(recipe)
-
-
-def test_a_missing_recipe(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected a TOML file; check the path"):
-        read_sweep(tmp_path / "no.toml")
+        make_groups(read(tmp_path, text, base=base))
 
 
 def test_the_runbooks_of_ranks_come_down_to_runs(tmp_path: Path) -> None:
