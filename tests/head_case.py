@@ -13,6 +13,11 @@ from qat.kernels.head import Head
 HEADS = {"plain": (False, None), "bias": (True, None), "softcap": (True, 3.0)}
 
 
+def learnable(hidden: Tensor, head: Head) -> list[Tensor]:
+    """What may get a gradient."""
+    return [t for t in (hidden, head.weight, head.bias) if t is not None]
+
+
 class HeadCase(NamedTuple):
     """Hidden states, head and words; the first token has all words excluded if `K = V`."""
 
@@ -23,7 +28,7 @@ class HeadCase(NamedTuple):
 
     def leaves(self) -> list[Tensor]:
         """What may get a gradient."""
-        return [t for t in (self.hidden, self.head.weight, self.head.bias) if t is not None]
+        return learnable(self.hidden, self.head)
 
     def textbook_chosen(self) -> Tensor:
         """`(T, N)`, 0 where absent."""

@@ -9,6 +9,20 @@ from torch import Tensor
 from qat.losses.formulas import NO_LABEL, Targets
 
 
+def with_junk(clean: Targets, junk: float) -> Targets:
+    """The same targets, whose masked rows name words that are none, with masses of `junk`."""
+    rows = ~clean.mask
+    return Targets(
+        mask=clean.mask,
+        labels=clean.labels.masked_fill(rows, 10**6),
+        topk_ids=clean.topk_ids.masked_fill(rows[:, None], 10**6),
+        topk_logprobs=clean.topk_logprobs.masked_fill(rows[:, None], junk),
+        tail_logprob=clean.tail_logprob.masked_fill(rows, junk),
+        sample_ids=clean.sample_ids.masked_fill(rows[:, None], 10**6),
+        sample_counts=clean.sample_counts.masked_fill(rows[:, None], junk),
+    )
+
+
 def targets_of(teacher_logits: Tensor, top_k: int, draws: int = 20, seed: int = 1) -> Targets:
     """Targets from `(T, V)` logits: every fourth token masked, every fifth without a label."""
     T, V = teacher_logits.shape

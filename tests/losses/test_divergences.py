@@ -4,12 +4,14 @@ import pytest
 import torch
 from covering import covering
 from logit_losses import FROM_LOGITS
-from teacher_targets import targets_of
+from teacher_targets import targets_of, with_junk
 from torch import Tensor
 from torch.nn import functional as F
 
+from qat.kernels.head import Head
 from qat.losses import formulas
 from qat.losses.formulas import Targets, jsd, student_of, valid_rows
+from qat.losses.from_hidden import loss_from_hidden
 
 T, V, K = 12, 17, 5
 TAILED = {name: FROM_LOGITS[name] for name in ("tail", "reverse_kl", "jsd", "cakld")}
@@ -148,15 +150,7 @@ def test_padding_changes_nothing(name: str) -> None:
         student, teacher = logits_pair(torch.float32)
         clean = targets_of(teacher, K)
         hidden = ~clean.mask
-        dirty = Targets(
-            mask=clean.mask,
-            labels=clean.labels.masked_fill(hidden, 10**6),
-            topk_ids=clean.topk_ids.masked_fill(hidden[:, None], 10**6),
-            topk_logprobs=clean.topk_logprobs.masked_fill(hidden[:, None], junk),
-            tail_logprob=clean.tail_logprob.masked_fill(hidden, junk),
-            sample_ids=clean.sample_ids.masked_fill(hidden[:, None], -1),
-            sample_counts=clean.sample_counts.masked_fill(hidden[:, None], junk),
-        )
+        dirty = with_junk(clean, junk)
         noisy = student.detach().masked_fill(hidden[:, None], junk).requires_grad_()
         expected, actual = FROM_LOGITS[name](student, clean), FROM_LOGITS[name](noisy, dirty)
         assert torch.equal(actual, expected), junk
@@ -230,3 +224,8 @@ def test_refuses_a_bad_temperature_and_a_missing_topk(name: str) -> None:
         DIVERGENCES[name](student, targets_of(teacher, K), temperature=0)
     with pytest.raises(ValueError, match="hold none"):
         DIVERGENCES[name](student, targets_of(teacher, 0))
+    hidden, head = torch.randn(T, 3), Head(torch.randn(V, 3))
+    with pytest.raises(ValueError, match="temperature=0 must be positive"):
+        loss_from_hidden(hidden, head, targets_of(teacher, K), {name: 1.0}, temperature=0)
+    with pytest.raises(ValueError, match="top-k, but the targets hold none"):
+        loss_from_hidden(hidden, head, targets_of(teacher, 0), {name: 1.0})

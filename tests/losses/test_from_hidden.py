@@ -3,8 +3,9 @@
 import pytest
 import torch
 from covering import covering
+from head_case import HEADS, learnable
 from logit_losses import FROM_LOGITS
-from teacher_targets import targets_of
+from teacher_targets import targets_of, with_junk
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +18,6 @@ from qat.losses.from_hidden import loss_from_hidden
 
 T, D, V, K = 13, 6, 19, 5
 TERMS = {"tail": 1.0, "hard_ce": 0.25, "sampled": 0.5}
-HEADS = {"plain": (False, None), "bias": (True, None), "softcap": (True, 3.0)}
 
 
 def parts(
@@ -28,10 +28,6 @@ def parts(
     weight = torch.randn(V, D).to(dtype).requires_grad_()
     bias = torch.randn(V).to(dtype).requires_grad_() if has_bias else None
     return hidden, Head(weight, bias, softcap), 2 * torch.randn(T, V)
-
-
-def learnable(hidden: Tensor, head: Head) -> list[Tensor]:
-    return [t for t in (hidden, head.weight, head.bias) if t is not None]
 
 
 def textbook(hidden: Tensor, head: Head, targets: Targets, terms: dict[str, float], **kw) -> dict:
@@ -154,15 +150,7 @@ def test_padding_changes_nothing(name: str) -> None:
         hidden, head, teacher = parts(torch.float32)
         clean = targets_of(teacher, K)
         rows = ~clean.mask
-        dirty = Targets(
-            mask=clean.mask,
-            labels=clean.labels.masked_fill(rows, 10**6),
-            topk_ids=clean.topk_ids.masked_fill(rows[:, None], 10**6),
-            topk_logprobs=clean.topk_logprobs.masked_fill(rows[:, None], junk),
-            tail_logprob=clean.tail_logprob.masked_fill(rows, junk),
-            sample_ids=clean.sample_ids.masked_fill(rows[:, None], 10**6),
-            sample_counts=clean.sample_counts.masked_fill(rows[:, None], junk),
-        )
+        dirty = with_junk(clean, junk)
         noisy = hidden.detach().masked_fill(rows[:, None], junk).requires_grad_()
         expected = loss_from_hidden(hidden, head, clean, {name: 1.0})["loss"]
         actual = loss_from_hidden(noisy, head, dirty, {name: 1.0})["loss"]
@@ -211,16 +199,6 @@ def test_no_token_and_one_token(rows: int) -> None:
     torch.testing.assert_close(actual, textbook(few, head, targets, TERMS))
     actual["loss"].backward()
     assert few.grad.shape == few.shape and head.weight.grad.isfinite().all()
-
-
-def test_weights_and_temperature_change_the_loss() -> None:
-    hidden, head, teacher = parts()
-    targets = targets_of(teacher, K)
-    plain = loss_from_hidden(hidden, head, targets, {"tail": 1.0})["loss"]
-    double = loss_from_hidden(hidden, head, targets, {"tail": 2.0})["loss"]
-    warm = loss_from_hidden(hidden, head, targets, {"tail": 1.0}, temperature=3.0)["loss"]
-    torch.testing.assert_close(double, 2 * plain)
-    assert not torch.allclose(warm, plain)
 
 
 @pytest.mark.parametrize(("name", "dtype"), covering(FROM_LOGITS, [torch.bfloat16, torch.float16]))
@@ -272,16 +250,6 @@ def test_backward_runs_once() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_refuses_what_the_losses_refuse() -> None:
-    hidden, head, teacher = parts()
-    with pytest.raises(ValueError, match="temperature=0 must be positive"):
-        loss_from_hidden(hidden, head, targets_of(teacher, K), {"tail": 1.0}, temperature=0)
-    with pytest.raises(ValueError, match="top-k, but the targets hold none"):
-        loss_from_hidden(hidden, head, targets_of(teacher, 0), {"tail": 1.0})
-    with pytest.raises(ValueError, match="draws of the teacher, but the targets hold none"):
-        loss_from_hidden(hidden, head, targets_of(teacher, K, draws=0), {"sampled": 1.0})
 
 
 def test_a_masked_row_names_no_word_and_has_no_mass() -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from covering import covering
+from head_case import HEADS, learnable
 from teacher_targets import targets_of
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
@@ -17,7 +18,6 @@ from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
 
 T, D, E, V = 13, 6, 7, 19
 TERMS = {"kl": 1.0, "hard_ce": 0.25, "jsd": 0.5}
-HEADS = {"plain": (False, None), "bias": (True, None), "softcap": (True, 3.0)}
 
 
 def head_of(width: int, dtype: torch.dtype, kind: str) -> Head:
@@ -34,10 +34,6 @@ def parts(
     teacher = torch.randn(T, E).to(dtype).requires_grad_()
     targets = OnlineTargets(words.mask, words.labels, teacher, head_of(E, dtype, kind))
     return torch.randn(T, D).to(dtype).requires_grad_(), head_of(D, dtype, kind), targets
-
-
-def learnable(hidden: Tensor, head: Head) -> list[Tensor]:
-    return [t for t in (hidden, head.weight, head.bias) if t is not None]
 
 
 def textbook(hidden: Tensor, head: Head, targets: OnlineTargets, terms: dict, **kw) -> dict:

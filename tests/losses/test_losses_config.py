@@ -3,9 +3,7 @@
 import pytest
 
 from qat.errors import ConfigError
-from qat.losses import formulas
 from qat.losses.config import (
-    BUILT_IN,
     ON_CACHE,
     WITH_TEACHER,
     check_targets,
@@ -13,10 +11,6 @@ from qat.losses.config import (
     parse_losses,
     targets_read,
 )
-
-
-def test_the_names_are_listed_once() -> None:
-    assert set(formulas.LOSSES) == set(BUILT_IN)
 
 
 def test_parse_losses() -> None:

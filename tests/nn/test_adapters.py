@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from qat.errors import ConfigError
 from qat.models.language_model import LanguageModel
 from qat.models.regions import join_projections
 from qat.nn.latent import add_adapters, to_latent
@@ -119,16 +118,6 @@ def test_the_factors_count_as_a_checkpoint_stores_them() -> None:
     assert torch.equal(linear.quantized_weight(), before)
 
 
-@pytest.mark.parametrize("frozen", LORA_NAMES)
-def test_each_factor_freezes_alone(frozen: str) -> None:
-    linear = with_adapter(frozen_linear(8, 32, SPECS["lut2"]))
-    linear.get_parameter(frozen).requires_grad_(False)
-    linear.form_(torch.float32)
-    linear(torch.randn(4, 32)).square().sum().backward()
-    has_gradient = {n: p.grad is not None for n, p in linear.weight_parameters().items()}
-    assert has_gradient == {n: n != frozen for n in has_gradient}
-
-
 def test_setting_an_adapter_drops_what_was_formed_without_it() -> None:
     linear = frozen_linear(8, 32, SPECS["lut2"]).requires_grad_(False)
     form_moved_weights(linear, torch.float32)
@@ -215,19 +204,3 @@ def test_each_linear_draws_values_of_its_own() -> None:
     first, second = (round_lora(m.lora()).lora_in for m in model)
     cosine = F.cosine_similarity(first.flatten(), second.flatten(), 0)
     assert cosine.abs() < 0.5
-
-
-def test_a_rank_above_the_smaller_side_is_refused() -> None:
-    model = nn.ModuleDict({"a": frozen_linear(64, 32, SPECS["lut2"])})
-    model["b"] = frozen_linear(8, 32, SPECS["lut2"])
-    message = "lora_rank=9 is more than b has, whose sides are 8 and 32; use --lora-rank 8 or less"
-    with pytest.raises(ConfigError, match=message):
-        add_adapters(model, ["a", "b"], 9, seed=0)
-    assert not any(linear.lora_rank for linear in quant_linears(model).values())
-
-
-def test_another_rank_is_refused() -> None:
-    model = nn.Sequential(with_adapter(frozen_linear(8, 32, SPECS["lut2"]), rank=3))
-    message = "lora_rank=4, but the adapter of 0 has rank 3, expected the same; go on with --lora-r"
-    with pytest.raises(ConfigError, match=message):
-        add_adapters(model, ["0"], 4, seed=0)

@@ -50,7 +50,8 @@ def test_a_model_computes_the_same_with_its_sites_open_and_closed_again(family: 
     with torch.no_grad():
         expected = model(IDS, use_cache=False).logits
     opened = copy.deepcopy(model)
-    open_sites(opened)
+    for _ in range(2):  # again changes nothing
+        open_sites(opened)
     with torch.no_grad():
         found = opened(IDS, use_cache=False).logits
     # GPT-OSS stores its experts transposed: a product of another layout may sum in another order
@@ -63,14 +64,6 @@ def test_a_model_computes_the_same_with_its_sites_open_and_closed_again(family: 
     assert found.keys() == wished.keys()
     assert all(torch.equal(found[key], wished[key]) for key in wished)
     assert [type(m) for m in opened.modules()] == [type(m) for m in model.modules()]
-
-
-def test_opening_twice_changes_nothing() -> None:
-    model = build("Qwen3MoeForCausalLM")
-    open_sites(model)
-    names = [name for name, _ in model.named_modules()]
-    open_sites(model)
-    assert [name for name, _ in model.named_modules()] == names
 
 
 def test_routers_and_narrow_linears_stay_in_floating_point() -> None:

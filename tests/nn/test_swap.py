@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import build
-from quantized import SPECS, latent_linear, random_weight, tiny_quantized, to_frozen
+from quantized import SPECS, random_weight, tiny_quantized, to_frozen
 from tiny import ARCHITECTURES, tiny_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from qat.errors import CheckpointError
 from qat.nn.latent import to_latent
 from qat.nn.quant_linear import FrozenLutLinear, LutLinear, quant_linears
-from qat.nn.swap import ascending, decoder_layers, linear_names, replace_module
+from qat.nn.swap import ascending, decoder_layers, linear_names
 from qat.quant.spec import LutSpec
 from qat.quant.weight import dequantize
 
@@ -42,15 +42,6 @@ def test_a_model_without_blocks_is_refused() -> None:
     model.model.layers = nn.Sequential(*model.model.layers)
     with pytest.raises(CheckpointError, match="no list of 2 decoder blocks"):
         decoder_layers(model)
-
-
-def test_replace_module_at_the_top_and_below() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
-    new = nn.Identity()
-    replace_module(model, "1.0", new)
-    assert model[1][0] is new
-    replace_module(model, "0", new)
-    assert model[0] is new
 
 
 def test_ascending_keeps_every_bit_of_the_weight() -> None:
@@ -94,17 +85,6 @@ def test_equal_levels_keep_the_weight() -> None:
     before = model.get_submodule(name).quantized_weight()
     to_latent(model, [name])
     assert torch.equal(model.get_submodule(name).quantized_weight(), before)
-
-
-def test_to_frozen_keeps_bias_mode_and_gradient_flags() -> None:
-    model = nn.Sequential(latent_linear(8, 32, SPECS["lut3"], bias=True)).eval()
-    latent = model[0]
-    x = torch.randn(3, 32)
-    before = model(x)
-    to_frozen(model)
-    assert isinstance(model[0], FrozenLutLinear) and not model[0].training
-    assert torch.equal(model(x), before)
-    assert torch.equal(model[0].bias, latent.bias)
 
 
 def test_blocks_are_the_texts_and_not_a_towers() -> None:

@@ -223,14 +223,6 @@ def test_an_embedding_that_computes_more_is_refused() -> None:
         put_table(model, "model.embed_tokens", random_weight(320, 32, spec), spec)
 
 
-def test_a_group_that_does_not_divide_the_width() -> None:
-    plan = QuantPlan(
-        name="p", rules=(PlanRule(pattern="*embed*", spec=LutSpec(bits=8, group_size=24)),)
-    )
-    with pytest.raises(ConfigError, match="embed_tokens: group_size=24 does not divide its 32 inp"):
-        quantize_model(LanguageModel(tiny_model()), plan)
-
-
 def test_a_damaged_table_is_refused(tmp_path: Path) -> None:
     save_checkpoint(with_random_tables(8), None, tmp_path / "packed")
     file = tmp_path / "packed/model.safetensors"
