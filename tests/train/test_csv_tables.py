@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qat.logs import JsonLines
-from qat.train.metrics import Metrics, Tables, columns, write_summary
+from qat.train.metrics import Metrics, Tables, write_summary
 
 
 def step_line(step: int) -> dict[str, object]:
@@ -62,11 +62,6 @@ def test_tables_of_a_run_that_begins_anew_are_gone(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     Tables(tmp_path).close()
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
-
-
-def test_text_is_no_column() -> None:
-    assert columns("eval", eval_line(0))[-1] == "codes_flipped_frac"
-    assert columns("train", step_line(1)) == ["step", "loss_nats", "grad_norm"]
 
 
 def beat(step: int, elapsed_s: float, *, pid: int, peak_gib: float | None = 1.5) -> dict:

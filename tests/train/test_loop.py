@@ -107,7 +107,14 @@ def test_padding_is_divided_out(shallow: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "temperature"), [("tail", 1.0), ("candidates", 2.0), ("tail:0.5,hard_ce:2", 1.0)]
+    ("loss", "temperature"),
+    [
+        ("tail", 1.0),
+        ("candidates", 2.0),
+        ("tail:0.5,hard_ce:2", 1.0),
+        ("sampled:2,jsd:0.1", 1.0),
+        ("reverse_kl,cakld", 1.0),
+    ],
 )
 def test_the_logged_loss_is_the_mean_over_valid_tokens(
     shallow: Path, tmp_path: Path, loss: str, temperature: float
@@ -131,27 +138,6 @@ def test_the_logged_loss_is_the_mean_over_valid_tokens(
     for name, value in sums.items():
         assert line[f"{name}_nats"] == pytest.approx(value / tokens, rel=1e-5)
     assert line["lr_share"] == 0.5 and line["grad_norm"] > 0
-
-
-@pytest.mark.parametrize(
-    "loss", ["tail", "candidates", "reverse_kl", "cakld", "hard_ce", "sampled:2,jsd:0.1"]
-)
-def test_every_loss_teaches(shallow: Path, tmp_path: Path, loss: str) -> None:
-    trainer = trainer_of(
-        shallow,
-        tmp_path,
-        loss=loss,
-        max_steps=5,
-        eval_every=5,
-        warmup_steps=0,
-        schedule="constant",
-        batch_size=8,
-    )
-    rows = trainer.cache.batch(np.arange(8))
-    trainer._micro_batches = lambda _step: [rows]
-    trainer.train()
-    losses = [line["loss_nats"] for line in metrics(trainer, "train")]
-    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(
@@ -255,26 +241,6 @@ def test_a_loss_that_is_not_a_number_stops_the_run(shallow: Path, tmp_path: Path
     kept = load_checkpoint(trainer.run.pointed("latest"))
     assert torch.isfinite(kept(IDS).logits).all()
     assert [m["step"] for m in metrics(trainer, "train")] == [1, 2, 3, 4]
-
-
-def test_an_infinite_gradient_between_two_checks_is_not_forgotten(
-    shallow: Path, tmp_path: Path
-) -> None:
-    # a latent weight that became NaN still has an index, so later losses are finite again
-    trainer = trainer_of(
-        shallow, tmp_path, learn="weights", log_every=4, save_every=4, eval_every=4
-    )
-
-    def poison(step: int, parameters: dict) -> None:
-        if step == 1:
-            next(iter(parameters.values())).grad[0, 0] = torch.inf
-
-    before_each_step(trainer, poison)
-    message = (
-        "moment up to step 4 is finite .*weight: [0-9,]* of .* NaN.*good checkpoint is .*000000"
-    )
-    with pytest.raises(TrainingError, match=message):
-        trainer.train()
 
 
 def test_rates_that_blow_up_stop_the_run(shallow: Path, tmp_path: Path) -> None:

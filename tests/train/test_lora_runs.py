@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from crash import stopped_at
 from quantized import SPECS, tiny_adapted, tiny_quantized
 from train_case import config, make_place
 from transformers import PreTrainedModel
@@ -21,7 +20,6 @@ from qat.quant.lora import LORA_NAMES
 from qat.train.config import TrainConfig
 from qat.train.learnable import learnable, linears_in_scope, natural_sizes
 from qat.train.optim import Optimizer
-from qat.train.run import RunDirectory
 from qat.train.start import TrainReport, train_student
 
 
@@ -43,10 +41,6 @@ def run(
     return train_student(settings, str(student or place / "student"), out, resume=resume)
 
 
-def final_bytes(report: TrainReport) -> bytes:
-    return (report.final / "model.safetensors").read_bytes()
-
-
 @pytest.mark.parametrize("learn", ["lora", "lora,scales,codebook,norms"])
 def test_a_run_moves_what_learns_and_nothing_else(place: Path, tmp_path: Path, learn: str) -> None:
     report = run(place, tmp_path / "run", learn=learn, max_steps=12, eval_every=12)
@@ -60,21 +54,6 @@ def test_a_run_moves_what_learns_and_nothing_else(place: Path, tmp_path: Path, l
     lines = read_json_lines(tmp_path / "run/metrics.jsonl")
     held_out = [line["kl_tail_nats"] for line in lines if line["kind"] == "eval"]
     assert held_out[-1] < held_out[0]
-
-
-def test_a_stopped_run_goes_on_bit_for_bit(place: Path, tmp_path: Path) -> None:
-    values = {"learn": "lora,scales,codebook", "max_steps": 5, "save_every": 1}
-    whole = run(place, tmp_path / "whole", **values)
-    with stopped_at(Optimizer, "step", 3):
-        run(place, tmp_path / "stopped", **values)
-    torch.rand(7)
-    again = run(place, tmp_path / "stopped", resume=True, **values)
-    assert final_bytes(again) == final_bytes(whole)
-    state = "trainer/state.safetensors"
-    ends = [
-        RunDirectory(tmp_path / name).pointed("latest") / state for name in ("whole", "stopped")
-    ]
-    assert ends[0].read_bytes() == ends[1].read_bytes()
 
 
 def test_adapters_go_on_in_a_second_run(place: Path, tmp_path: Path) -> None:
@@ -118,25 +97,9 @@ def test_a_rank_above_a_layer_leaves_nothing(place: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_and_lora_exclude_each_other(tmp_path: Path) -> None:
-    message = "learn='scales,weights,lora': lora is for frozen codes, which weights would move; dr"
-    with pytest.raises(ValueError, match=message):
-        config(tmp_path, learn="scales,weights,lora")
-
-
 def optimizer_of(model: PreTrainedModel, chosen: TrainConfig) -> Optimizer:
     names = linears_in_scope(model, chosen.scope)
     return Optimizer(model, learnable(model, names, chosen.kinds), chosen)
-
-
-def test_kinds_know_adapters() -> None:
-    model = tiny_adapted("qwen3", SPECS["lut2"])
-    names = linear_names(model)
-    found = learnable(model, names, ("scales", "lora"))
-    assert found["lora"] == [f"{name}.{factor}" for name in names for factor in LORA_NAMES]
-    assert found["scales"] == [f"{name}.scales" for name in names]
-    with pytest.raises(ConfigError, match="learn=lora, .* no lora"):
-        learnable(tiny_quantized("qwen3", SPECS["lut2"]), names, ("lora",))
 
 
 @pytest.mark.parametrize("rank", [1, 16])

@@ -81,15 +81,6 @@ def test_errors_stop_and_force_is_recorded(
     assert json.loads((out / "run.json").read_text())["forced"] == ["lr"]
 
 
-def test_a_long_run_without_checkpoints_is_refused(
-    place: Path, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    out = tmp_path / "run"
-    tokens = [*words(place, max_steps=5000, save_every=0), "--out", out]
-    assert call(monkeypatch, *tokens) == 1 and not out.exists()
-    assert "save_every=0 in a run of 5,000 steps" in capsys.readouterr().err
-
-
 def test_a_day_on_a_gpu_with_the_settings_of_a_test_is_refused(
     tmp_path: Path, monkeypatch, capsys
 ) -> None:
@@ -147,8 +138,3 @@ def test_hours_are_guessed_from_flops(place: Path, tmp_path: Path, monkeypatch) 
     hours = guessed_hours(config(place, dtype="fp32"), student, cache)
     more = guessed_hours(config(place, dtype="fp32", max_steps=12), student, cache)
     assert more == pytest.approx(2 * hours) and 0 < hours < 1e-6
-
-
-def test_a_missing_device_is_an_error_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="device=cuda:7"):
-        examine(config(tmp_path, device="cuda:7"), "student", tmp_path)

@@ -119,30 +119,6 @@ def test_a_finding_has_a_reason_and_a_mend() -> None:
         assert re.search(message, finding.line()), finding.line()
 
 
-def test_a_day_of_a_test_s_settings_is_refused() -> None:
-    """A run of somebody's: 24 hours on a GPU for 64 sequences of 128 tokens and a toy model."""
-    plan = PLAN._replace(
-        device="NVIDIA A100-SXM4-80GB",
-        memory_gib=79.0,
-        train_sequences=64,
-        held_out_sequences=64,
-        sequence_length=128,
-        width=128,
-        prediction=FAST._replace(step_s=1.7, tokens_per_s=600.0, peak_gib=1.0),
-    )
-    run = {"max_steps": 50_000, "batch_size": 8, "dtype": "fp32", "warmup_steps": 500}
-    errors = {f.code: f.line() for f in found(plan, **run).values() if f.severity == "error"}
-    assert errors.keys() == {"toy", "epochs", "dtype"}
-    assert "toy: 1,024 tokens a step, a student of width 128, a long run" in errors["toy"]
-    assert "epochs: 6,250.0 passes over 64 sequences" in errors["epochs"]
-    unsaved = found(plan, **run, save_every=0)
-    assert unsaved["save_every_off"].severity == "error"
-    # each of its facts alone may be meant, but for those that no run is better for
-    assert found(plan, **run, gradient_checkpointing=True).keys() == errors.keys()
-    meant = {"batch_size": 32, "max_steps": 50_000}
-    assert found(plan._replace(train_sequences=10**6), **meant).keys() == {"toy"}
-
-
 def test_what_does_not_learn_has_no_rate() -> None:
     assert "lr" not in found(PLAN, learn="scales", lr=5.0)
 

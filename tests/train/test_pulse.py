@@ -1,7 +1,6 @@
 """The pulse: what a heartbeat says, and that nothing about it stops a run."""
 
 import errno
-import json
 import logging
 import os
 import threading
@@ -11,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_case import config, make_place
+from train_case import config
 
 from qat.backend import device as backends
 from qat.logs import JsonLines, read_json_lines
 from qat.ranks import ALONE, Ranks
 from qat.train.pulse import Pulse
-from qat.train.start import train_student
 
 
 class Clock:
@@ -146,18 +144,3 @@ def test_a_full_disk_is_said_once_and_stops_nothing(tmp_path: Path, monkeypatch,
     assert [line["step"] for line in read_json_lines(tmp_path / "heartbeat-rank0.jsonl")] == [3]
     warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1 and "No space left" in warnings[0].getMessage()
-
-
-def test_a_run_leaves_tables_a_heartbeat_and_a_summary(tmp_path: Path) -> None:
-    place = make_place(tmp_path, layers=1)
-    settings = config(place, max_steps=4, save_every=4, eval_every=4)
-    report = train_student(settings, str(place / "student"), tmp_path / "run", resume=False)
-    out = tmp_path / "run"
-    assert len((out / "training.csv").read_text().splitlines()) == 5
-    assert len((out / "val.csv").read_text().splitlines()) == 3
-    summary = json.loads((out / "metrics.json").read_text())
-    assert (summary["steps"], summary["final"]) == (4, report.final.name)
-    assert summary["events"] == {} and summary["tokens_per_s"] > 0
-    beats = read_json_lines(out / "heartbeat-rank0.jsonl")
-    assert [line["step"] for line in beats] == [1, 2, 3, 4]
-    assert all(line["step_s_p50"] > 0 and line["loss_nats"] > 0 for line in beats)

@@ -16,9 +16,7 @@ from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer
-from qat.train.saver import digest
 from qat.train.start import train_student
-from qat.train.step import rank_indices
 
 FROZEN, LATENT = "scales,codebook", "weights,scales,codebook"
 
@@ -180,23 +178,6 @@ def test_a_batch_that_does_not_divide_is_refused(place):
     assert settings(place, global_batch_size=64, batch_size=4).divided(2).grad_accum_steps == 8
     unset = settings(place, global_batch_size=0)
     assert unset.divided(3) == unset
-
-
-def test_the_parts_of_a_step_are_its_whole_however_many_ranks_there_are(place):
-    def parts(size: int) -> list[int]:
-        chosen = settings(place, global_batch_size=16).divided(size)
-        ranks = [Ranks(rank, size, torch.device("cpu")) for rank in range(size)]
-        return sorted(i for one in ranks for i in rank_indices(chosen, 3, 100, one).flatten())
-
-    assert len(parts(1)) == 16 and parts(1) == parts(2) == parts(4) == parts(8)
-
-
-def test_a_digest_is_of_bits_and_shapes():
-    one = torch.tensor([[1.0, 2.0]])
-    assert digest([one]) == digest([one.clone()]) != digest([one.t()])
-    assert digest([one]) != digest([one + 1e-7]) and digest([one.bfloat16()])
-    codes = torch.tensor([[1, 2]], dtype=torch.uint8)
-    assert digest([codes]) == digest([codes.clone()]) != digest([codes + 1])
 
 
 def before(owner: type, name: str, act: Callable) -> None:

@@ -334,18 +334,6 @@ def test_a_lag_is_told(place: Path, tmp_path: Path, heard: list) -> None:
     assert [len(requests) for requests, _ in heard] == [6, 6]
 
 
-@pytest.mark.parametrize("values", [{}, {"gradient_checkpointing": True}, {"dtype": "bf16"}])
-def test_what_is_judged_again_and_again_is_learned(
-    place: Path, tmp_path: Path, values: dict
-) -> None:
-    rates = dict.fromkeys(("lr", "lr_norms", "lr_scales", "lr_codebook"), 0.1)
-    steady = {"on_policy": 1.0, "max_steps": 16, "schedule": "constant"}
-    trainer = trainer_of(place, tmp_path, **rates, **steady, **values)
-    rows = trainer.rollouts.into(trainer._micro_batches(0), 0)
-    found = [trainer.take_step(rows, step).sums["loss"].item() for step in range(16)]
-    assert found[15] < found[10] < found[5] < found[0]
-
-
 def test_a_replayed_step_is_the_step(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,15 +389,6 @@ def test_rows_that_wait_are_part_of_a_checkpoint(place: Path, tmp_path: Path) ->
         *((2, 2, 17), (1, 2, 17)),
         *(None, (2, 2, 17)),
     ]
-
-
-@pytest.mark.slow
-def test_an_extended_run_goes_on_as_if_it_had_never_ended(place: Path, tmp_path: Path) -> None:
-    values = {"rollout_every": 3, "schedule": "constant", "learn": "scales", "eval_every": 2}
-    whole = run(place, tmp_path / "whole", max_steps=6, **values)
-    run(place, tmp_path / "run", max_steps=4, **values)
-    again = run(place, tmp_path / "run", max_steps=6, resume=True, **values)
-    assert_same_end((tmp_path / "whole", whole), tmp_path / "run", again)
 
 
 def on_ranks(place: Path, out: Path, ranks: Ranks = ALONE, **values: object) -> float:

@@ -236,12 +236,3 @@ def test_the_untrained_student_competes(place: Path, tmp_path: Path, monkeypatch
     )
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
     assert json.loads((out / "metrics.json").read_text())["best_step"] == 0
-
-
-def test_a_student_that_became_better_takes_the_place_of_the_untrained_one(
-    place: Path, tmp_path: Path
-) -> None:
-    settings = config(place, max_steps=4, eval_every=2, save_every=2, keep=9)
-    report = train_student(settings, str(place / "student"), tmp_path / "run", resume=False)
-    assert report.best_step > 0
-    assert not RunDirectory(tmp_path / "run").checkpoint_path(0).exists()

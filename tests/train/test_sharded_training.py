@@ -13,7 +13,6 @@ from test_ranks_training import assert_same_course, before, course
 from train_case import config, make_place
 
 from qat.data.reader import TeacherCache
-from qat.errors import ConfigError
 from qat.models.load import load_model
 from qat.nn.quant_linear import quant_linears
 from qat.nn.sharded import ShardedLutLinear
@@ -148,12 +147,6 @@ def test_two_ranks_that_gather_a_layer_at_a_time_train_as_two_that_gather_all(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_what_ranks_say_on_their_own_is_not_gathered_by_layer(place):
-    wrong = {"form": "layer", "on_policy": 0.5, "batch_size": 2, "teacher": "t"}
-    with pytest.raises(ConfigError, match="form=layer, shard_latents=True, on_policy=0.5"):
-        TrainConfig.parse({"cache_dir": "c", "shard_latents": True, **wrong}, "flags")
-
-
 @pytest.mark.parametrize("spec", ["lut2", pytest.param("fours8_s8", marks=pytest.mark.slow)])
 def test_a_rank_holds_its_rows_and_computes_with_what_is_exported(spec, tmp_path):
     place, out = make_place(tmp_path, SPECS[spec]), tmp_path / "run"
@@ -191,24 +184,6 @@ def test_a_rank_holds_its_rows_and_computes_with_what_is_exported(spec, tmp_path
         assert all(2 * mine == whole for mine, whole in found["sizes"].values())
 
 
-@SLOW
-def test_what_is_no_number_in_one_ranks_rows_stops_all(place, tmp_path):
-    out = tmp_path / "run"
-
-    def spoilt(ranks: Ranks) -> dict:
-        if ranks.rank == 1:
-            before(Optimizer, "step", spoil)
-        return train(place, out, ranks=ranks, save_every=3)
-
-    def spoil(optimizer: Optimizer, step: int) -> None:
-        if step == 4:
-            next(iter(optimizer.sharded.values())).weight.grad.fill_(torch.nan)
-
-    first, second = run_ranks(2, spoilt, tmp_path)
-    assert first == second and first["kind"] == "TrainingError"
-    assert "up to step 5" in first["error"] and "step-000003" in first["error"]
-
-
 def test_a_prediction_is_of_one_ranks_share(place, monkeypatch):
     seen = []
 
@@ -224,11 +199,3 @@ def test_a_prediction_is_of_one_ranks_share(place, monkeypatch):
     assert seen[1] == pytest.approx(seen[0] / 3, rel=0.05)
     assert three.checkpoint_bytes == one.checkpoint_bytes
     assert three.final_bytes == one.final_bytes
-
-
-def test_dividing_is_for_latent_weights_and_for_moments_of_whole_numbers(place):
-    with pytest.raises(ConfigError, match="latent weights, but learn=scales"):
-        TrainConfig.parse({"cache_dir": "c", "shard_latents": True, "learn": "scales"}, "flags")
-    with pytest.raises(ConfigError, match="8 bits are not divided"):
-        wrong = {"shard_latents": True, "optimizer": "adamw8bit"}
-        TrainConfig.parse({"cache_dir": "c", **wrong}, "flags")

@@ -32,17 +32,27 @@ def test_a_recipe_that_says_little_means_the_same_in_years() -> None:
     assert not (found.trust_remote_code or found.shard_latents or found.gradient_checkpointing)
 
 
-def test_a_tenth_of_the_steps_warms_up() -> None:
-    for steps, warm in ((9, 0), (19, 1), (499, 49), (5000, 50)):
-        assert settings(max_steps=steps).warmup_steps == warm
-
-
 def test_settings_that_cannot_be() -> None:
     for values, message in (
         ({"mlp_only": True, "e2e": True}, "exclude each other"),
         ({"mlp_only": True, "attention_only": True}, "exclude each other"),
         ({"attention_only": True, "e2e": True}, "exclude each other"),
         ({"min_lr_ratio": 1.5}, "min_lr_ratio=1.5"),
+        ({"optimizer": "adamw8bit", "learn": "scales"}, "latent weights, but learn=scales"),
+        ({"latent_dtype": "bf16", "learn": "scales"}, "latent weights, but learn=scales"),
+        ({"learn": "scales,weights,lora"}, "lora is for frozen codes, which weights would move"),
+        ({"learn": "weights,bias"}, "learn='weights,bias': choose among weights, scales"),
+        ({"learn": ""}, "learn='': choose among"),
+        ({"max_steps": 0}, "max_steps=0: Input should be greater than 0$"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"temperature": 0}, "temperature=0"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"schedule": "linear"}, "schedule='linear'"),
+        ({"lr_biases": 1}, "lr_biases is unknown"),
+        (
+            {"shard_latents": True, "form": "layer", "on_policy": 0.5, "teacher": "t"},
+            "form=layer, shard_latents=True, on_policy=0.5",
+        ),
         ({"shard_latents": True, "learn": "scales"}, "it divides latent weights"),
         ({"offload": "moments"}, "only bf16 latent weights and their bf16 moments can lie"),
         (

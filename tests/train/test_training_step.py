@@ -37,21 +37,6 @@ def batches(trainer: Trainer) -> list:
     return [trainer.cache.batch(np.arange(4))]
 
 
-def test_a_plain_step_says_that_nothing_is_compiled(place: Path, tmp_path: Path) -> None:
-    trainer = trainer_of(place, tmp_path)
-    result = trainer.take_step(batches(trainer), 0)
-    assert int(result.valid_tokens) == int(batches(trainer)[0].mask.sum())
-    facts = trainer.take_step.compile_facts()
-    assert facts == {
-        "compiled": False,
-        "graphs": 0,
-        "recompiles": 0,
-        "cuda_graph": False,
-        "forms_by_layer": False,
-        "fallback": None,
-    }
-
-
 def test_a_failing_compiler_warns_once_and_the_layers_run_as_written(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,11 +95,11 @@ def course(trainer: Trainer, accumulate: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("accumulate", "form"), [(1, "whole"), (2, "whole"), (2, "layer")])
 def test_a_replayed_step_is_the_step(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int, form: str
 ) -> None:
-    settings = {"max_steps": 9, "grad_accum_steps": accumulate}
+    settings = {"max_steps": 9, "grad_accum_steps": accumulate, "form": form}
     expected = course(trainer_of(place, tmp_path / "plain", **settings), accumulate)
     trainer = trainer_of(place, tmp_path / "recorded", **settings)
     replays = pretend_recording(monkeypatch, trainer)
@@ -277,17 +262,6 @@ def test_latent_weights_on_the_host_take_the_steps_of_those_on_the_device(
         assert step.forms_by_layer == (form == "layer") and step.optimizer.hosted
         assert len(found) == len(expected) > 6
         assert all(torch.equal(mine, its) for mine, its in zip(found, expected, strict=True))
-
-
-def test_a_replayed_step_forms_by_layer_too(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = {"max_steps": 9, "grad_accum_steps": 2, "form": "layer"}
-    expected = course(trainer_of(place, tmp_path / "plain", **settings), 2)
-    trainer = trainer_of(place, tmp_path / "recorded", **settings)
-    replays = pretend_recording(monkeypatch, trainer)
-    assert course(trainer, 2) == pytest.approx(expected, rel=1e-6)
-    assert len(replays) == 6
 
 
 def test_auto_forms_by_layer_what_would_hold_too_much_of_the_device(
