@@ -12,7 +12,6 @@ from qat.convert.checkpoint import convert_checkpoint
 from qat.convert.config import ConvertConfig
 from qat.convert.forecast import Forecast, forecast
 from qat.convert.quantize import QuantizeReport
-from qat.errors import ConfigError
 from qat.export.targets import model_ships_to, shipping_to, ships_to
 from qat.models.sizes import checkpoint_sizes
 
@@ -104,12 +103,6 @@ def test_a_budget_is_a_size(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     config = ConvertConfig(bits_budget=3, calibration="no/cache", device="cpu")
     assert forecast(str(tmp_path), config).sizes.linear_bits == 3
-
-
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="group_size=7 does not divide"):
-        forecast(str(tmp_path), ConvertConfig(to="q2a4", group_size=7, device="cpu"))
 
 
 def test_a_group_size_that_a_target_replaces_is_named(tmp_path: Path, caplog) -> None:
