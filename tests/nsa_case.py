@@ -46,12 +46,6 @@ def nsa_inputs(
     return Inputs(query, key, value, pool(key, config), pooled_value, gates, first, width**-0.5)
 
 
-def spliced(one: Inputs, other: Inputs, cut: int) -> list[Tensor]:
-    """Queries, keys and values of `one` up to place `cut`, of `other` from there."""
-    pairs = zip(one[:3], other[:3], strict=True)
-    return [torch.cat([a[:, :, :cut], b[:, :, cut:]], 2) for a, b in pairs]
-
-
 def documents(length: int) -> Tensor:
     """`(2, length)`: beginnings of documents at odd places, others in each row."""
     starts = [[0, length // 3, length // 3 + 1], [0, length // 2 + 1]]

@@ -1,6 +1,8 @@
 """Tiny models with Native Sparse Attention that is sparse at lengths of a test."""
 
+import torch
 from tiny import tiny_model
+from torch import nn
 from transformers import PreTrainedModel
 
 from qat.extensions.nsa.kernels.config import NSAConfig
@@ -28,4 +30,14 @@ def sparse_model(
     """`tiny_model`, swapped, that keeps no cache unless asked to."""
     model = tiny_model(architecture, use_cache=False, **overrides)
     swap_attention(model, config)
+    return model
+
+
+def opened_model(config: NSAConfig = SMALL, **overrides: object) -> PreTrainedModel:
+    """`sparse_model`, all of whose branches contribute."""
+    model = sparse_model(config=config, **overrides)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".nsa." in name:
+            nn.init.normal_(parameter, std=0.5)
     return model

@@ -119,7 +119,7 @@ def test_losses_that_need_a_tail_are_refused(loss: str) -> None:
 
 def test_a_student_learns_from_it(cache: TeacherCache, place: Path, tmp_path: Path) -> None:
     student = tmp_path / "student"
-    run_verb(["convert", str(place / "base"), "--to", "q4a4_r4", "--out", str(student)])
+    run_verb(["convert", str(place / "base"), "--to", "q2a2", "--out", str(student)])
     flags = ["--cache-dir", str(cache.directory), "--max-steps", "1", "--batch-size", "4"]
     train = ["train", str(student), *flags, "--device", "cpu"]
     with pytest.raises(ConfigError, match="loss=tail reads the teacher's mass outside"):

@@ -28,7 +28,7 @@ def save(model: PreTrainedModel, path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["lut2", "lut2_s8", "ternary", "lut4_r1", "lut2_r4"])
 def test_back_again_bit_for_bit(name: str, tmp_path: Path) -> None:
-    model = tiny_quantized("qwen3", SPECS[name])
+    model = tiny_quantized("qwen3", SPECS[name], num_hidden_layers=1)
     linear = model.model.layers[0].mlp.up_proj
     linear.set_lora(Lora(torch.randn(64, 2).half(), torch.randn(2, 32).half()))
     packed = save(model, tmp_path / "packed")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from covering import covering
-from nsa_model_case import SMALL, small, sparse_model
-from torch import Tensor, nn
+from nsa_model_case import opened_model, small, sparse_model
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from qat.errors import ConfigError
@@ -16,16 +16,6 @@ LENGTH = 100
 IDS = torch.arange(LENGTH)[None] * 11 % 320
 
 
-def opened(config: object = SMALL, **overrides: object) -> PreTrainedModel:
-    """A swapped model, all of whose branches say something."""
-    model = sparse_model(config=config, **overrides)
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if ".nsa." in name:
-            nn.init.normal_(parameter, std=0.5)
-    return model
-
-
 def hidden(model: PreTrainedModel, ids: Tensor, **inputs: Tensor) -> Tensor:
     return model.model(ids, **inputs).last_hidden_state
 
@@ -33,7 +23,7 @@ def hidden(model: PreTrainedModel, ids: Tensor, **inputs: Tensor) -> Tensor:
 @pytest.mark.parametrize("config", CONFIGS)
 @torch.no_grad()
 def test_nothing_leaks_from_the_future(config) -> None:
-    model = opened(config)
+    model = opened_model(config)
     before = hidden(model, IDS)
     for place in (1, 16, 65, 99):
         changed = IDS.clone()
@@ -46,7 +36,7 @@ def test_nothing_leaks_from_the_future(config) -> None:
 @pytest.mark.parametrize(("config", "implementation"), covering(CONFIGS, ["sdpa", "eager"]))
 @torch.no_grad()
 def test_a_padded_row_equals_the_row_alone(config, implementation) -> None:
-    model = opened(config)
+    model = opened_model(config)
     model.set_attn_implementation(implementation)
     mask = torch.ones(3, LENGTH + 10, dtype=torch.long)
     mask[0, :10] = mask[1, -10:] = mask[2, 40:50] = 0  # left, right, between
@@ -63,7 +53,7 @@ def test_a_padded_row_equals_the_row_alone(config, implementation) -> None:
 @pytest.mark.parametrize("config", CONFIGS)
 @torch.no_grad()
 def test_packed_documents_do_not_see_each_other(config) -> None:
-    model = opened(config)
+    model = opened_model(config)
     lengths = (37, 16, 1, 46)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     before = hidden(model, IDS, position_ids=positions)
@@ -78,7 +68,7 @@ def test_packed_documents_do_not_see_each_other(config) -> None:
 
 @pytest.mark.parametrize(("length", "config"), covering(2 * [1, 7, 8, 15, 16, 17, 65], CONFIGS))
 def test_any_length_is_finite_with_its_gradients(length, config) -> None:
-    model = opened(config)
+    model = opened_model(config)
     found = hidden(model, IDS[:, :length])
     found.square().sum().backward()
     assert found.isfinite().all()
@@ -87,7 +77,7 @@ def test_any_length_is_finite_with_its_gradients(length, config) -> None:
 
 
 def test_every_parameter_learns() -> None:
-    model = opened(small(pooling="weighted"))
+    model = opened_model(small(pooling="weighted"))
     hidden(model, IDS).square().sum().backward()
     for name, parameter in model.model.layers.named_parameters():
         assert parameter.grad.abs().max() > 0, name

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from covering import covering
-from nsa_model_case import SMALL, small, sparse_model
+from nsa_model_case import opened_model, small
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
@@ -21,16 +21,6 @@ LENGTH = 90
 IDS = torch.arange(LENGTH)[None] * 11 % 320
 
 
-def opened(config: object = SMALL) -> PreTrainedModel:
-    """A swapped model, all of whose branches say something."""
-    model = sparse_model(config=config)
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if ".nsa." in name:
-            nn.init.normal_(parameter, std=0.5)
-    return model
-
-
 def logits(
     model: PreTrainedModel, ids: Tensor, cache: Cache | None = None, **inputs: object
 ) -> Tensor:
@@ -40,7 +30,7 @@ def logits(
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @torch.no_grad()
 def test_token_by_token_equals_the_whole_row(config) -> None:
-    model = opened(config)
+    model = opened_model(config)
     whole = logits(model, IDS)
     for begin in (1, 8, 16, 63, 65):
         cache = DynamicCache(config=model.config)
@@ -57,7 +47,7 @@ def test_token_by_token_equals_the_whole_row(config) -> None:
 @pytest.mark.parametrize(("name", "side"), covering(CONFIGS, ["left", "right"]))
 @torch.no_grad()
 def test_padded_rows_go_on_as_each_alone(name: str, side: str) -> None:
-    model = opened(CONFIGS[name])
+    model = opened_model(CONFIGS[name])
     lengths, S = (70, 41, 5), 72
     mask = torch.zeros(3, S, dtype=torch.long)
     for row, length in zip(mask, lengths, strict=True):
@@ -86,12 +76,12 @@ def test_padded_rows_go_on_as_each_alone(name: str, side: str) -> None:
 
 @torch.no_grad()
 def test_generate_equals_generation_without_a_cache() -> None:
-    model = opened()
+    model = opened_model()
     ids = torch.randint(1, 320, (2, 56))
     mask = torch.ones_like(ids)
     mask[0, :13] = 0
     ids[0, :13] = 0
-    asked = {"attention_mask": mask, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    asked = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     said = model.generate(ids, **asked)
     assert torch.equal(said, model.generate(ids, use_cache=False, **asked))
     beams = model.generate(ids, num_beams=3, **asked)
@@ -100,7 +90,7 @@ def test_generate_equals_generation_without_a_cache() -> None:
 
 @torch.no_grad()
 def test_a_cache_goes_back_and_its_rows_change_places() -> None:
-    model = opened()
+    model = opened_model()
     whole = logits(model, torch.cat([IDS, IDS.flip(1)]))
     cache = DynamicCache(config=model.config)
     logits(model, torch.cat([IDS, IDS.flip(1)])[:, :70], cache=cache)
@@ -123,7 +113,7 @@ def test_a_cache_goes_back_and_its_rows_change_places() -> None:
 
 @torch.no_grad()
 def test_below_min_len_decoding_is_dense_too() -> None:
-    model, dense = opened(small(min_len=80)), opened(small(num_selected=20))
+    model, dense = opened_model(small(min_len=80)), opened_model(small(num_selected=20))
     cache = DynamicCache(config=model.config)
     logits(model, IDS[:, :1], cache=cache)
     assert isinstance(cache.layers[0], NSALayer)
@@ -137,7 +127,7 @@ def test_below_min_len_decoding_is_dense_too() -> None:
 
 @torch.no_grad()
 def test_other_caches_are_refused() -> None:
-    model = opened()
+    model = opened_model()
     static = StaticCache(config=model.config, max_cache_len=64)
     with pytest.raises(ConfigError, match="a cache of StaticLayer, but .* cache_implementation"):
         logits(model, IDS[:, :4], cache=static)
@@ -145,7 +135,7 @@ def test_other_caches_are_refused() -> None:
     offloaded.offloading = True
     with pytest.raises(ConfigError, match="an offloaded cache, but .* cache_implementation"):
         logits(model, IDS[:, :4], cache=offloaded)
-    model = opened(CONFIGS["pre"])
+    model = opened_model(CONFIGS["pre"])
     cache = DynamicCache(config=model.config)
     logits(model, IDS[:, :4], cache=cache)
     with pytest.raises(ConfigError, match="cmp_rope=pre, .* without an assistant"):

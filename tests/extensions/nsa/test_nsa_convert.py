@@ -70,9 +70,10 @@ def test_there_and_back(place: Path, tmp_path: Path, monkeypatch, capsys) -> Non
 
 def test_with_bits_and_calibration(place: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "all.toml").write_text(TOML)
+    monkeypatch.setattr("qat.quant.error_feedback.SWEEPS", 1)
     flags = ["--to", "q2a4", "--attention", tmp_path / "all.toml", "--device", "cpu"]
     text = ["--calibration", place / "text.txt", "--calibration-length", 100]
-    text += ["--calibration-sequences", 8]
+    text += ["--calibration-sequences", 2]
     text += ["--attention-steps", 0]  # else it is no longer dense up to its reach
     out = tmp_path / "q2"
     assert call(monkeypatch, "convert", place / "dense", *flags, *text, "--out", out) == 0

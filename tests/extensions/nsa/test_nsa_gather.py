@@ -36,7 +36,7 @@ def test_the_kernel_chooses_what_the_reference_does(
     heads: tuple[int, int], is_packed: bool, bound: float
 ) -> None:
     config = small(**APART, bound=bound, num_selected=3)
-    for length in (1, 147):
+    for length in (1, 83):
         first = documents(length) if is_packed else None
         inputs = nsa_inputs(config, length, heads=heads, width=12, first=first, dtype=torch.float32)
         found = gather.chosen(inputs, config)
@@ -46,7 +46,7 @@ def test_the_kernel_chooses_what_the_reference_does(
 
 def test_ties_go_to_the_lower_block() -> None:
     config = small(**APART, num_selected=4)
-    inputs = nsa_inputs(config, 140, dtype=torch.float32)
+    inputs = nsa_inputs(config, 140, heads=(1, 1), dtype=torch.float32)
     inputs = inputs._replace(query=torch.zeros_like(inputs.query))
     found = gather.chosen(inputs, config)
     assert torch.equal(found, gather.ranks_of(select(inputs, config), inputs, config))
@@ -61,13 +61,13 @@ def results(inputs: Inputs, config: NSAConfig, way: object) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), learned)]
 
 
-@pytest.mark.parametrize("tile", [1, 8])
 @pytest.mark.parametrize(
-    ("heads", "width", "length", "is_packed"),
+    ("heads", "width", "length", "is_packed", "tile"),
     [
-        ((4, 2), 16, 66, False),
-        pytest.param((5, 1), 24, 70, True, marks=pytest.mark.slow),
-        ((2, 2), 8, 17, False),
+        ((2, 1), 16, 53, False, 1),
+        ((2, 2), 8, 17, False, 8),
+        pytest.param((5, 1), 24, 70, True, 1, marks=pytest.mark.slow),
+        pytest.param((4, 2), 16, 66, True, 8, marks=pytest.mark.slow),
     ],
 )
 def test_output_and_gradients_are_the_references(

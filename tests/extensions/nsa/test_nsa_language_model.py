@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from nsa_model_case import SMALL, small, sparse_model
+from nsa_model_case import SMALL, opened_model, small, sparse_model
 from quantized import SPECS, random_weight
 from tiny import tiny_tokenizer
-from torch import nn
-from transformers import PreTrainedModel
 
 from qat.extensions.nsa.kernels import router
 from qat.extensions.nsa.swap import unswap_attention
@@ -28,20 +26,10 @@ IDS = torch.arange(B * S).view(B, S) * 3 % 320
 POSITIONS = torch.cat([torch.arange(37), torch.arange(63)]).expand(B, -1)
 
 
-def moved(**overrides: object) -> PreTrainedModel:
-    """A sparse model, all of whose branches say something."""
-    model = sparse_model(**overrides)
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if ".nsa." in name:
-            nn.init.normal_(parameter, std=0.5)
-    return model
-
-
 @pytest.mark.parametrize("config", [SMALL, small(layers=(1,)), small(mode="merged")])
 @torch.no_grad()
 def test_packed_or_not_it_is_the_model_itself(config) -> None:
-    model = moved(config=config)
+    model = opened_model(config=config)
     expected = model(IDS, position_ids=POSITIONS).logits
     one = model(IDS).logits
     wrapped = LanguageModel(model)
@@ -59,7 +47,7 @@ def test_no_mask_over_pairs_is_made(monkeypatch) -> None:
     def refused(*_: object, **__: object) -> None:
         raise AssertionError
 
-    wrapped = LanguageModel(moved())
+    wrapped = LanguageModel(opened_model())
     monkeypatch.setattr(attention, "sdpa_mask", refused)
     monkeypatch.setattr("qat.models.language_model.document_mask", refused)
     wrapped.hidden(IDS, POSITIONS)
@@ -83,7 +71,7 @@ def test_a_mask_of_tokens_alone_stays_one() -> None:
 
 @torch.no_grad()
 def test_joined_projections_compute_the_same() -> None:
-    model = moved()
+    model = opened_model()
     for name in linear_names(model):
         weight = random_weight(*model.get_submodule(name).weight.shape, SPECS["lut2"])
         replace_module(model, name, FrozenLutLinear(weight, None, SPECS["lut2"]))
@@ -100,7 +88,7 @@ def test_joined_projections_compute_the_same() -> None:
 
 
 def test_the_packed_loop_leaves_it_to_transformers() -> None:
-    wrapped = LanguageModel(moved(config=small(layers=(0,))))
+    wrapped = LanguageModel(opened_model(config=small(layers=(0,))))
     assert not DecodeStep.fits(wrapped) and not Decoder.fits(wrapped)
     prompt = "the cat sat on the mat " * 12
     said = [
@@ -112,7 +100,7 @@ def test_the_packed_loop_leaves_it_to_transformers() -> None:
 
 @torch.no_grad()
 def test_what_runs_is_logged_and_named(monkeypatch, caplog) -> None:
-    wrapped = LanguageModel(moved())
+    wrapped = LanguageModel(opened_model())
     monkeypatch.setattr(router, "_logged", set())
     with caplog.at_level("INFO", router.__name__):
         wrapped.hidden(IDS, POSITIONS)
@@ -121,7 +109,9 @@ def test_what_runs_is_logged_and_named(monkeypatch, caplog) -> None:
         "nsa: reference"
     ]
     assert wrapped.attention(S, torch.float32) == "nsa"
-    assert LanguageModel(moved(config=small(layers=(1,)))).attention(S, torch.float32) == "sdpa"
+    assert (
+        LanguageModel(opened_model(config=small(layers=(1,)))).attention(S, torch.float32) == "sdpa"
+    )
 
 
 def test_flops_are_those_of_keys_that_are_read() -> None:

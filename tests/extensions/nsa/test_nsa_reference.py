@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 from covering import covering
-from nsa_case import by_loops, documents, nsa_inputs, small, spliced
+from nsa_case import by_loops, documents, nsa_inputs, small
 from torch.nn import functional as F
 
 from qat.extensions.nsa.kernels import reference
@@ -26,7 +26,8 @@ def test_every_query_alone_gives_the_same(packed: bool, tile: int, mode: str) ->
     config = small(mode=mode, select_tile=tile)
     for length in (1, 7, 8, 17, 70):
         first = documents(length) if packed else None
-        inputs = nsa_inputs(config, length, first=first, width=4)
+        heads = (2, 1) if tile == 1 else (4, 2)  # every query has a choice of its own
+        inputs = nsa_inputs(config, length, heads=heads, first=first, width=4)
         torch.testing.assert_close(attended(inputs, config), by_loops(inputs, config))
 
 
@@ -40,32 +41,6 @@ def test_it_is_dense_as_far_as_selection_reaches(heads: tuple[int, int]) -> None
     beyond = nsa_inputs(config, config.reach + 40, heads=heads)
     dense = F.scaled_dot_product_attention(*beyond[:3], is_causal=True, enable_gqa=True)
     assert (attended(beyond, config) - dense.transpose(1, 2)).abs().max() > 0.01
-
-
-def test_the_window_holds_exactly_its_keys() -> None:
-    config = small(window=12)
-    inputs = nsa_inputs(config, 40)
-    only_window = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64).expand_as(inputs.gates)
-    inputs = inputs._replace(gates=only_window)
-    before = attended(inputs, config)[:, 30]
-    for place, is_read in ((18, False), (19, True), (30, True), (31, False)):
-        value = inputs.value.clone()
-        value[:, :, place] += 1
-        after = attended(inputs._replace(value=value), config)[:, 30]
-        assert torch.equal(before, after) != is_read, place
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("tile", [1, 16])
-def test_nothing_of_the_future_shows(mode: str, tile: int) -> None:
-    config = small(mode=mode, select_tile=tile)
-    inputs, other = (nsa_inputs(config, 130, seed=seed) for seed in (0, 1))
-    before = attended(inputs, config)
-    for cut in (1, 63, 64, 90, 129):
-        mixed = spliced(inputs, other, cut)
-        pooled = [pool(keys, config) for keys in mixed[1:]]
-        changed = Inputs(*mixed, pooled[0], pooled[1], inputs.gates, None, inputs.scale)
-        assert torch.equal(attended(changed, config)[:, :cut], before[:, :cut])
 
 
 @pytest.mark.parametrize("mode", MODES)

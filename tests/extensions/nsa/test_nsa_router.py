@@ -4,61 +4,67 @@ import logging
 
 import pytest
 import torch
+from nsa_case import nsa_inputs, small
 
 from qat.errors import ConfigError
 from qat.extensions.nsa.kernels import fla, flex, gather, router
 from qat.extensions.nsa.kernels.config import NSAConfig
-from qat.extensions.nsa.kernels.select import Inputs, pool, select
+from qat.extensions.nsa.kernels.select import Inputs, select
 
-SMALL = dict(
-    compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=12, select_tile=16
-)
 CPU = torch.device("cpu")
 
 
-def inputs_of(config: NSAConfig, S: int, *, K: int = 2, group: int = 2) -> Inputs:
-    query = torch.randn(2, K * group, S, 16)
-    key, value = torch.randn(2, 2, K, S, 16)
-    gates = None if config.mode == "merged" else torch.rand(2, S, K * group, 3)
-    pooled = pool(key, config), pool(value, config)
-    return Inputs(query, key, value, *pooled, gates, None, 0.25)
+def inputs_of(config: NSAConfig, S: int, **sizes: object) -> Inputs:
+    return nsa_inputs(config, S, width=16, dtype=torch.float32, **sizes)
 
 
 def choose(config: NSAConfig, length: int, device: torch.device = CPU) -> router.Route:
     return router.choose(config, length=length, group=2, head_dim=16, device=device)
 
 
-def test_cpu_takes_the_reference_and_says_why() -> None:
-    assert choose(NSAConfig(), 100) == (
-        "auto",
-        "reference",
-        "flex cannot: it has no kernels for cpu",
-    )
-    assert choose(NSAConfig(backend="reference"), 100)[:2] == ("reference", "reference")
-
-
 def test_a_merged_row_within_reach_is_dense_and_the_same() -> None:
-    config = NSAConfig(mode="merged", **SMALL)
+    config = small(mode="merged")
     assert choose(config, config.reach).backend == "dense"
     assert choose(config, config.reach + 1).backend == "reference"
-    inputs = inputs_of(config, config.reach)
-    by_reference = router.Route("reference", "reference", "")
-    expected = router.attend(inputs, config, by_reference)
-    torch.testing.assert_close(router.attend(inputs, config, choose(config, 64)), expected)
+    documents = torch.where(torch.arange(config.reach) < 21, 0, 21).expand(2, -1)
+    for first in (None, documents):
+        inputs = inputs_of(config, config.reach, first=first)
+        expected = router.attend(inputs, config, router.Route("reference", "reference", ""))
+        torch.testing.assert_close(router.attend(inputs, config, choose(config, 64)), expected)
 
 
-def test_documents_are_kept_apart_by_the_dense_route() -> None:
-    config = NSAConfig(mode="merged", **SMALL)
-    first = torch.where(torch.arange(50) < 21, 0, 21).expand(2, -1)
-    inputs = inputs_of(config, 50)._replace(first=first)
-    expected = router.attend(inputs, config, router.Route("reference", "reference", ""))
-    torch.testing.assert_close(router.attend(inputs, config, choose(config, 50)), expected)
+@pytest.mark.parametrize(
+    ("values", "length", "on", "route"),
+    [
+        ({}, 100, "cpu", ("auto", "reference", "flex cannot: it has no kernels for cpu")),
+        ({"backend": "reference"}, 100, "cpu", ("reference", "reference", "asked for")),
+        ({"min_len": 8192}, 8191, "cpu", ("auto", "dense", "min_len is 8192")),
+        ({"min_len": 8192}, 8192, "cpu", ("auto", "reference")),
+        ({}, 100, "cuda", ("auto", "flex")),
+        ({"backend": "flex"}, 100, "cuda", ("flex", "flex")),
+        # few queries share a choice
+        ({"select_tile": 1}, 100, "cuda", ("auto", "gather")),
+        ({"select_tile": 64}, 100, "cuda", ("auto", "gather")),
+        ({"select_tile": 128}, 100, "cuda", ("auto", "flex")),
+        ({"select_tile": 1, "select_block": 256}, 100, "cuda", ("auto", "flex")),
+        (
+            {"select_block": 192, "select_tile": 192},
+            100,
+            "cuda",
+            ("auto", "reference", "flex cannot: select_tile=192 and 128 do not divide one another"),
+        ),
+    ],
+)
+def test_a_route_and_its_reason(
+    cuda: torch.device, values: dict, length: int, on: str, route: tuple[str, ...]
+) -> None:
+    assert choose(NSAConfig(**values), length, torch.device(on))[: len(route)] == route
 
 
-def test_min_len_asks_for_dense() -> None:
-    route = choose(NSAConfig(min_len=8192), 8191)
-    assert route == ("auto", "dense", "min_len is 8192")
-    assert choose(NSAConfig(min_len=8192), 8192).backend == "reference"
+def test_a_block_that_gather_cannot_hold_is_refused(cuda: torch.device) -> None:
+    config = NSAConfig(select_tile=1, select_block=256, backend="gather")
+    with pytest.raises(ConfigError, match="select_block=256 is no power of two from 16 to 128"):
+        choose(config, 100, cuda)
 
 
 @pytest.mark.parametrize("name", ["flex", "gather", "fla"])
@@ -77,20 +83,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cuda")
 
 
-def test_cuda_takes_flex(cuda: torch.device) -> None:
-    for name in ("auto", "flex"):
-        assert choose(NSAConfig(backend=name), 100, cuda).backend == "flex"
-
-
-def test_cuda_gathers_where_few_queries_share_a_choice(cuda: torch.device) -> None:
-    for tile, name in ((1, "gather"), (64, "gather"), (128, "flex")):
-        assert choose(NSAConfig(select_tile=tile), 100, cuda).backend == name
-    wide = NSAConfig(select_tile=1, select_block=256)
-    assert choose(wide, 100, cuda).backend == "flex"
-    with pytest.raises(ConfigError, match="select_block=256 is no power of two from 16 to 128"):
-        choose(NSAConfig(**{**wide.model_dump(), "backend": "gather"}), 100, cuda)
-
-
 def test_a_device_without_room_for_a_block_does_not_gather(
     cuda: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,15 +90,6 @@ def test_a_device_without_room_for_a_block_does_not_gather(
     assert choose(NSAConfig(select_tile=1), 100, cuda).backend == "flex"
     small = NSAConfig(select_tile=1, select_block=64)
     assert choose(small, 100, cuda).backend == "gather"
-
-
-def test_sizes_that_flex_cannot_do_are_the_references(cuda: torch.device) -> None:
-    odd = NSAConfig(select_block=192, select_tile=192)
-    route = choose(odd, 100, cuda)
-    assert route[1:] == (
-        "reference",
-        "flex cannot: select_tile=192 and 128 do not divide one another",
-    )
 
 
 @pytest.mark.parametrize("group", [2, 24])
@@ -120,14 +103,14 @@ def test_groups_that_fla_cannot_do_say_who_can(cuda: torch.device, group: int) -
 
 
 def test_fla_refuses_packed_documents() -> None:
-    config = NSAConfig(mode="merged", **SMALL)
-    inputs = inputs_of(config, 50)._replace(first=torch.zeros(2, 50, dtype=torch.long))
+    config = small(mode="merged")
+    inputs = inputs_of(config, 50, first=torch.zeros(2, 50, dtype=torch.long))
     with pytest.raises(ConfigError, match="several documents; use backend=flex"):
         fla.attend(inputs, config)
 
 
 def test_fla_is_given_every_querys_blocks() -> None:
-    config = NSAConfig(mode="merged", **SMALL)
+    config = small(mode="merged")
     selection = select(inputs_of(config, 100), config)
     indices = fla.indices_of(selection, 100, config)
     assert indices.shape == (2, 100, 2, 4)
@@ -138,7 +121,7 @@ def test_fla_is_given_every_querys_blocks() -> None:
 
 
 def test_a_given_selection_is_used() -> None:
-    config = NSAConfig(mode="merged", **SMALL)
+    config = small(mode="merged")
     inputs = inputs_of(config, 100)
     route = choose(config, 100)
     own = select(inputs, config)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from covering import covering
-from nsa_case import blocks_of_tile, documents, nsa_inputs, small, spliced
+from nsa_case import blocks_of_tile, documents, nsa_inputs, small
 
 from qat.errors import ConfigError
-from qat.extensions.nsa.kernels.config import PRESETS, NSAConfig
+from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.reference import causal_mask, selected_mask
 from qat.extensions.nsa.kernels.select import (
     FORCED,
@@ -34,21 +34,13 @@ SIZES = [
 @pytest.mark.parametrize(("changes", "packed"), covering(SIZES, [False, True]))
 def test_tiles_read_what_the_definition_says(changes: dict, packed: bool) -> None:
     config = small(**changes)
-    for length in (1, 7, 8, 16, 33, 99):
+    for length in (1, 7, 8, 16, 33, 83):
         inputs = nsa_inputs(config, length, first=documents(length) if packed else None)
         selection = select(inputs, config)
         assert selection.shape == (2, 2, config.num_tiles(length), config.num_blocks(length))
         for at in [(r, k, t) for r in (0, 1) for k in (0, 1) for t in range(selection.shape[2])]:
             wanted = blocks_of_tile(inputs, config, at)
             assert set(selection[at].nonzero().flatten().tolist()) == wanted, (length, at)
-
-
-def test_shares_of_pooled_keys_are_the_papers() -> None:
-    config = NSAConfig(select_block=64, compress_block=32, compress_stride=16)
-    table = overlap(16, 4, config)
-    assert (2 * table[3:8, 1]).tolist() == [1, 2, 2, 2, 1]
-    whole = table[: config.num_compressed(256)].sum(1)
-    assert torch.equal(whole, torch.ones_like(whole))
 
 
 @pytest.mark.parametrize("sizes", [(32, 16, 64), (8, 4, 8), (16, 16, 16), (24, 8, 40), (4, 4, 128)])
@@ -80,24 +72,6 @@ def test_pooling_is_a_mean_that_weights_generalise() -> None:
 def test_of_equal_scores_the_lower_block_is_taken() -> None:
     scores = torch.tensor([[0.5, FORCED, 0.5, 0.5, UNSEEN], [UNSEEN] * 4 + [0.0]])
     assert highest(scores, 3).tolist() == [[True, True, True, False, False], [False] * 4 + [True]]
-
-
-def test_no_tile_sees_what_follows_its_first_query() -> None:
-    config = small()
-    inputs, other = (nsa_inputs(config, 128, seed=seed) for seed in (0, 1))
-    cut = 100  # tile 6 begins at 96
-    mixed = spliced(inputs, other, cut)
-    changed = inputs._replace(
-        query=mixed[0], key=mixed[1], value=mixed[2], pooled_key=pool(mixed[1], config)
-    )
-    before, after = select(inputs, config), select(changed, config)
-    assert torch.equal(before[:, :, :7], after[:, :, :7])
-    assert not torch.equal(before, after)
-
-
-def test_presets() -> None:
-    assert PRESETS["nsa"].reach == 2048 and PRESETS["nsa-paper"].reach == 1024
-    assert PRESETS["nsa-merged"].reach == 2304 and PRESETS["nsa-paper"].select_tile == 1
 
 
 @pytest.mark.parametrize(

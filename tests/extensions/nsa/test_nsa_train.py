@@ -32,11 +32,6 @@ def run(
     return train_student(config(place, **chosen), str(place / student), out, resume=resume)
 
 
-def losses(out: Path) -> list[float]:
-    lines = read_json_lines(out / "metrics.jsonl")
-    return [line["loss_nats"] for line in lines if line["kind"] == "train"]
-
-
 @pytest.mark.parametrize(
     ("student", "values"),
     [
@@ -58,13 +53,6 @@ def test_gates_and_pools_learn(place: Path, tmp_path: Path, student: str, values
     assert all(name.endswith(tuple(learning)) for name in moved - new)
 
 
-def test_the_first_step_of_a_float_student_makes_it_no_worse(place: Path, tmp_path: Path) -> None:
-    run(place, tmp_path / "run", student="float", learn="gates", max_steps=16, eval_every=16)
-    lines = read_json_lines(tmp_path / "run" / "metrics.jsonl")
-    first, last = (line for line in lines if line["kind"] == "eval")
-    assert last["kl_tail_nats"] < first["kl_tail_nats"]
-
-
 def test_evaluations_say_how_sparse_attention_fares(place: Path, tmp_path: Path) -> None:
     run(place, tmp_path / "run")
     evals = [
@@ -74,6 +62,7 @@ def test_evaluations_say_how_sparse_attention_fares(place: Path, tmp_path: Path)
     ]
     first, last = evals[0], evals[-1]
     assert first["nsa_selected_frac"] == 1.0 and last["nsa_selected_frac"] < 1.0
+    assert last["kl_tail_nats"] < first["kl_tail_nats"]
     assert [layer["layer"] for layer in last["nsa_layers"]] == [0, 1]
     assert 0 < last["nsa_limit_frac"] < 1 and 0 < last["nsa_recall_least_frac"] < 1
     with (tmp_path / "run" / "val.csv").open() as file:
@@ -81,12 +70,6 @@ def test_evaluations_say_how_sparse_attention_fares(place: Path, tmp_path: Path)
     assert "nsa_recall_frac" in header and "nsa_layers" not in header
     names = {check.name for check in health(read_directory(tmp_path / "run"))}
     assert {"block recall", "selected branch", "attention fallbacks"} <= names
-
-
-def test_recomputed_layers_learn_the_same(place: Path, tmp_path: Path) -> None:
-    run(place, tmp_path / "plain")
-    run(place, tmp_path / "recomputed", gradient_checkpointing=True)
-    assert losses(tmp_path / "recomputed") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(place: Path, tmp_path: Path) -> None:
