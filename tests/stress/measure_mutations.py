@@ -1,31 +1,39 @@
-"""Opens damaged caches, checkpoints, runs and recipes: each a line that says why, or a sound read.
+"""Opens damaged caches, checkpoints, runs, recipes and archives: each refused in a line, or sound.
 
 Counted as clean is a case that ends in time, within its memory, either with an error of one line,
 or with exactly what the undamaged files hold. A cache whose damage was sealed by whoever did it,
-with hashes and sizes made right, may also read as another cache; nothing else may differ.
+with hashes and sizes made right, may also read as another cache, and a tar file that was packed
+after its damage may unpack to other files; nothing else may differ.
 
 python tests/stress/measure_mutations.py --cases 10000 --figures FILE.jsonl
 """
 
+import argparse
 import collections
 import hashlib
 import json
 import logging
 import random
 import re
+import resource
+import shutil
+import signal
 import tempfile
 import tomllib
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import cyclopts
+import lz4.frame
 import tomli_w
 import torch
-from fuzzing import Outcomes, TookTooLong, asked_for, bounded_memory, in_time, settle
+from fault_records import record
 from kill_case import config, make_place
 from mutants import Files, mutate
 from pydantic import ValidationError
@@ -36,6 +44,9 @@ from qat.cli.parser import check_recipe, verb_flags
 from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import QatError
+from qat.hub.files import MIB, sha256_tree
+from qat.hub.push import pack
+from qat.hub.unpack import Limits, unpack
 from qat.models.load import load_model, load_tokenizer
 from qat.ranks import ALONE
 from qat.train import start
@@ -43,7 +54,12 @@ from qat.train.config import TrainConfig
 from qat.train.resume import choose_together
 from qat.train.run import RunDirectory, resolved
 
+Outcomes = collections.Counter[tuple[str, str]]
+"""How often a kind of mutant came to which end; WRONG begins an end that is not clean."""
 TIME_S = 10.0
+ARCHIVE = "recipe.tar.lz4"
+LIMITS = Limits(members=2000, floor_bytes=4 * MIB)
+"""Smaller than the usual ones, so that a bomb is found soon."""
 MEMORY_BYTES = 2**30
 COURSE = {"max_steps": 4, "batch_size": 2, "eval_every": 2, "eval_sequences": 2}
 """The run whose files are damaged."""
@@ -63,15 +79,26 @@ class Subject(NamedTuple):
 
 def main() -> None:
     """Run the cases, print what came of them, and record the number of clean ones."""
-    seeds, figures = asked_for(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first case")
+    parser.add_argument("--figures", type=Path)
+    asked = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         subjects = make_subjects(Path(name))
         with bounded_memory(MEMORY_BYTES):
-            outcomes = fuzz(subjects, seeds)
-    settle("mutations_handled", outcomes, figures)
+            outcomes = fuzz(subjects, range(asked.first, asked.first + asked.cases))
+    for (kind, outcome), count in sorted(outcomes.items()):
+        print(f"{kind:15s} {count:6d}  {outcome}")
+    wrong = sum(count for (_, outcome), count in outcomes.items() if outcome.startswith("WRONG"))
+    print(f"{outcomes.total()} cases, {wrong} not clean")
+    if asked.figures is not None:
+        value = 0 if wrong else outcomes.total()
+        record(asked.figures, "mutations_handled", value, "cases", ">= 10000, all clean")
+    raise SystemExit(wrong > 0)
 
 
 def fuzz(subjects: list[Subject], seeds: Iterable[int]) -> Outcomes:
@@ -80,7 +107,7 @@ def fuzz(subjects: list[Subject], seeds: Iterable[int]) -> Outcomes:
     for seed in seeds:
         subject = subjects[seed % len(subjects)]
         mutant = mutate(subject.files, seed // len(subjects))
-        files, is_sealed = mutant.files, False
+        files, is_sealed = mutant.files, subject.name == "tar"
         if subject.name == "cache" and random.Random(seed).random() < 0.5:
             files, is_sealed = sealed(subject.files, files), True
         outcome = run(subject, files, is_sealed=is_sealed)
@@ -122,7 +149,7 @@ def refusal(message: str, *, is_ours: bool) -> str:
     if is_ours and "\n" in message:
         return f"WRONG: a message of several lines: {message}"
     if is_ours and not re.search(
-        "expected|restore|rebuild|copy|mend|write|choose|did you|known", message
+        "expected|restore|rebuild|fetch|copy|mend|write|choose|did you|known", message
     ):
         return f"WRONG: a message that helps nobody: {message}"
     return "refused"
@@ -145,7 +172,7 @@ def sealed(sound: Files, damaged: Files) -> Files:
 
 
 def make_subjects(place: Path) -> list[Subject]:
-    """A cache, a student, a run and a recipe, all sound."""
+    """A cache, a student, a run, a recipe, an archive and what is packed in one, all sound."""
     make_place(place, layers=1)
     course = config(place, **COURSE)
     start.train_student(course, str(place / "student"), place / "run", resume=False)
@@ -153,11 +180,18 @@ def make_subjects(place: Path) -> list[Subject]:
     recipe = tomllib.loads((place / "run" / "recipe.toml").read_text())["train"]
     del recipe["student"]
     (place / "recipe" / "recipe.toml").write_text(tomli_w.dumps({"train": recipe}))
+    for name in ("archive", "tar"):
+        (place / name).mkdir()
+    pack(place / "recipe", place / "archive" / ARCHIVE)
+    packed = (place / "archive" / ARCHIVE).read_bytes()
+    (place / "tar" / "recipe.tar").write_bytes(lz4.frame.decompress(packed))
     return [
         subject("cache", place / "cache", read_cache),
         subject("student", place / "student", read_student),
         subject("run", place / "run", partial(read_run, course, str(place / "student"))),
         subject("recipe", place / "recipe", read_recipe),
+        subject("archive", place / "archive", read_archive),
+        subject("tar", place / "tar", read_tar),
     ]
 
 
@@ -178,7 +212,7 @@ def subject(name: str, root: Path, read: Callable[[Path], str]) -> Subject:
 
 def is_read(path: Path) -> bool:
     """Whether opening depends on a file: on none that was left for people to look at."""
-    return path.suffix in {".json", ".safetensors", ".toml", ".jsonl", ""} and not (
+    return path.suffix in {".json", ".safetensors", ".toml", ".jsonl", ".lz4", ".tar", ""} and not (
         path.name.startswith((".", "heartbeat", "events", "generation_config"))
         or (path.name == "metrics.json" or "_e2e_" in path.parent.name)
     )
@@ -231,6 +265,59 @@ def read_recipe(root: Path) -> str:
         meant = TrainConfig(**{k: v if v is True else str(v) for k, v in values.items()})
         meant = meant.model_dump_json()
     return "as written" if taken == meant else taken
+
+
+def read_archive(root: Path) -> str:
+    """A hash of what an archive unpacks to; one that is refused leaves nothing."""
+    out = root.parent / "unpacked"
+    beside = {path.name for path in root.parent.iterdir()}
+    try:
+        unpack(root / ARCHIVE, out, limits=LIMITS)
+        return sha256_tree(out)
+    except QatError:
+        assert {path.name for path in root.parent.iterdir()} == beside
+        raise
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+
+
+def read_tar(root: Path) -> str:
+    """The same of an archive whose checksum was made after the damage."""
+    data = (root / "recipe.tar").read_bytes()
+    (root / ARCHIVE).write_bytes(lz4.frame.compress(data, content_checksum=True))
+    return read_archive(root)
+
+
+class TookTooLong(BaseException):
+    """A case did not end in time; no handler of exceptions may take it."""
+
+
+@contextmanager
+def in_time(seconds: float) -> Iterator[None]:
+    """Stop the block after so long."""
+
+    def stop(_: int, frame: FrameType | None) -> None:
+        raise TookTooLong
+
+    old = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
+@contextmanager
+def bounded_memory(more_bytes: int) -> Iterator[None]:
+    """Let this process take so much more than it has now; beyond that is a MemoryError."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    old, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (old, hard))
 
 
 def digest(tensors: Iterable[Tensor], *texts: str) -> str:

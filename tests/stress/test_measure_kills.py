@@ -1,4 +1,4 @@
-"""Work killed with SIGKILL at random instants, in processes of its own."""
+"""The scripts about kills and full disks run, small, in processes of their own."""
 
 import os
 import subprocess
@@ -8,18 +8,32 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
-def test_killed_work_ends_byte_equal(tmp_path: Path) -> None:
-    options = ["--kills", "10", "--seed", "1", "--scratch", str(tmp_path)]
-    command = [sys.executable, "tests/stress/measure_kills.py", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def said(*words: str) -> str:
+    """What a script prints that ends well."""
     result = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment
+        [sys.executable, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "10 of 10 kills left no trace" in result.stdout
+    return result.stdout
+
+
+def test_killed_work_ends_byte_equal(tmp_path: Path) -> None:
+    options = ["--kills", "10", "--seed", "1", "--scratch", str(tmp_path)]
+    printed = said("tests/stress/measure_kills.py", *options)
+    assert "10 of 10 kills left no trace" in printed
     for kind in ("training", "rollouts", "checkpoints", "cache", "hub"):
-        assert f"{kind}: 2 of 2 kills" in result.stdout
+        assert f"{kind}: 2 of 2 kills" in printed
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a disk needs root")
+def test_full_disks_lose_nothing() -> None:
+    assert "full disks, at" in said("tests/stress/measure_disk_full.py", "--every", "33")
