@@ -75,7 +75,8 @@ def test_what_learns_counts_six_and_what_only_passes_gradients_on_four() -> None
     assert flops().linears == 6 * (MLP + ATTENTION)
     assert flops(mlp_only=True).linears == 6 * MLP + 4 * ATTENTION
     assert flops(attention_only=True).linears == 4 * MLP + 6 * ATTENTION
-    assert flops(learn="norms").linears == 4 * (MLP + ATTENTION)
+    for learn in ("norms", "lora"):  # adapters of frozen codes need no gradient of a weight
+        assert flops(learn=learn).linears == 4 * (MLP + ATTENTION)
 
 
 def test_the_head_counts_all_words_or_the_candidates() -> None:

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -66,21 +65,6 @@ def test_a_packed_checkpoint_and_real_batches(place: Path, tmp_path: Path, monke
     assert row["data"].startswith("cache ") and row["seq_len"] == 16 and row["positions"] == 64
     assert row["valid_tokens_per_s"] < row["tokens_per_s"]
     assert "data: cache" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_shape_stands_for_a_student_and_the_fastest_is_told(tmp_path, monkeypatch, capsys):
-    tokens = ["--shape", "tiny", "--find-max-batch", "--batch-sizes", "1,2,4", *QUICK]
-    tokens += ["--seq-len", "8", "--plan", "t4", "--gradient-checkpointing"]
-    assert call(monkeypatch, "bench", *tokens, "--out", str(tmp_path / "out")) == 0
-    printed = capsys.readouterr().out
-    last = json.loads(printed.splitlines()[-1])
-    assert last["max_batch"] == 4 and last["fastest_batch"] in (1, 2, 4)
-    assert "fastest batch: " in printed and "TRIED" in printed
-    assert re.search(r"[12] timed in full: 4 at [\d,]+ t/s", printed)
-    *_, largest, predicted = read_json_lines(tmp_path / "out" / "results.jsonl")
-    assert largest["status"] == "MAX" and "peak_reserved_gib" in largest
-    assert predicted["gradient_checkpointing"] and "yes" in printed
 
 
 def test_nothing_learns_while_it_is_measured(tmp_path: Path) -> None:

@@ -189,25 +189,6 @@ def test_a_sweep_that_is_killed_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_steps_as_the_command_line_sweeps_them(
-    tmp_path: Path, monkeypatch, capsys, in_this_process
-) -> None:
-    recipe, out = tmp_path / "r.toml", tmp_path / "out"
-    recipe.write_text(
-        'name = "b"\nstudent = "tiny"\nrepeats = 1\n'
-        '[settings]\ndevice = "cpu"\nsteps = 2\nwarmup = 2\nbatch_size = 2\nseq_len = 8\n'
-        "[product]\ngradient_checkpointing = [false, true]\n"
-    )
-    assert call(monkeypatch, "bench", "sweep", str(recipe), "--out", str(out), "--strict") == 0
-    capsys.readouterr()
-    plain, recomputing = read_json_lines(out / "results.jsonl")
-    assert plain["effective"]["recomputed_layers"] == 0 and plain["fallbacks"] == []
-    assert recomputing["effective"]["recomputed_layers"] == 2 * 4
-    assert recomputing["requested"]["gradient_checkpointing"] and plain["cost_s"] > 0
-    assert plain["memory_steps"] == 4 and plain["is_leaking"] is None and plain["commit"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_committed_recipes_run_tiny(recipe: Path, tmp_path: Path, in_this_process) -> None:
     report = run_sweep(SweepConfig(tiny=True, strict=True), recipe, tmp_path / "out")

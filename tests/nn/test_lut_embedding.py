@@ -76,18 +76,13 @@ def test_a_head_under_autocast_forms_its_table_in_that_dtype() -> None:
     assert head.formed.dtype == torch.bfloat16
 
 
-def test_the_table_is_formed_once() -> None:
-    table = embedding(TABLES["lut4"])
-    first = table.weight_in(torch.bfloat16)
-    assert table.weight_in(torch.bfloat16) is first
-    assert table.weight_in(torch.float32).dtype == torch.float32
-
-
-def test_rows_are_not_taken_from_a_table_of_another_dtype() -> None:
+def test_the_table_is_formed_once_and_gives_rows_of_its_own_dtype() -> None:
     table, ids = embedding(TABLES["lut4"]), torch.arange(V)
     before = table(ids)
-    table.weight_in(torch.bfloat16)
+    first = table.weight_in(torch.bfloat16)
+    assert table.weight_in(torch.bfloat16) is first
     assert torch.equal(table(ids), before)
+    assert table.weight_in(torch.float32).dtype == torch.float32
 
 
 def test_casting_the_model_casts_what_the_table_gives_and_not_the_table() -> None:
