@@ -228,13 +228,6 @@ def test_executed_it_prints_the_exports(machine: Machine, shell: str) -> None:
     assert machine.run(shell, "speedrun/setup.sh", "nope").returncode == 1
 
 
-def test_executed_where_nothing_is_to_be_set_it_says_what_comes_next(machine: Machine) -> None:
-    machine.variables["PATH"] = f"{machine.clone}/.venv/bin:/usr/bin:/bin"
-    done = machine.run("bash", "speedrun/setup.sh")  # as notebooks do
-    assert done.stdout == ""
-    assert done.stderr.splitlines()[1:] == ["qat: next: qat demo"]
-
-
 def test_a_plain_shell_that_sources_it_goes_on(machine: Machine) -> None:
     done = machine.run("sh", "-c", "if . speedrun/setup.sh; then :; fi; echo on")
     assert done.stdout.splitlines()[-1] == "on"
@@ -304,31 +297,23 @@ def test_a_bucket_is_a_drive(machine: Machine) -> None:
     assert machine.log() == ["hub pull L64 --drive gs://mine"]
 
 
-def test_gdrive_path_that_is_not_there(machine: Machine) -> None:
-    machine.variables["GDRIVE_PATH"] = "/no/such"
-    assert machine.source("bash", "L64", "echo $?") == "1\n"
-    assert "GDRIVE_PATH=/no/such is not a directory; mount the Drive or unset" in machine.said
-
-
-def test_gdrive_path_may_be_relative(machine: Machine) -> None:
-    machine.folder("here")
-    machine.variables["GDRIVE_PATH"] = "here"
-    machine.source("bash", "L64")
-    assert machine.log() == [f"hub pull L64 --drive {machine.root}/here"]
-
-
-def test_an_rclone_folder_that_is_not_mounted(machine: Machine) -> None:
-    machine.folder("home/gdrive")
-    machine.source("bash", "L64")
-    assert f"{machine.home}/gdrive is empty: mount it with rclone" in machine.said
-    assert machine.log() == ["hub pull L64"]
-
-
-def test_runpod_says_what_is_lost(machine: Machine) -> None:
-    machine.variables["RUNPOD_POD_ID"] = "x"
-    machine.folder("workspace")
-    machine.source("bash")
-    assert "this clone is outside /workspace" in machine.said
+@pytest.mark.parametrize(
+    ("variables", "folder", "status", "said", "log"),
+    [
+        ({"GDRIVE_PATH": "/no/such"}, None, 1, "GDRIVE_PATH=/no/such is not a directory", []),
+        ({"GDRIVE_PATH": "here"}, "here", 0, "", ["hub pull L64 --drive ROOT/here"]),
+        ({}, "home/gdrive", 0, "gdrive is empty: mount it with rclone", ["hub pull L64"]),
+    ],
+)
+def test_a_drive_that_is_named_or_not_mounted(
+    machine: Machine, variables: dict, folder: str | None, status: int, said: str, log: list
+) -> None:
+    machine.variables |= variables
+    if folder is not None:
+        machine.folder(folder)
+    assert machine.source("bash", "L64", "echo $?") == f"{status}\n"
+    assert said in machine.said
+    assert machine.log() == [line.replace("ROOT", str(machine.root)) for line in log]
 
 
 def with_running_python(machine: Machine) -> Path:
@@ -343,49 +328,54 @@ def with_running_python(machine: Machine) -> Path:
     return here
 
 
-def test_colab_installs_into_the_running_python(machine: Machine) -> None:
-    here = with_running_python(machine)
+@pytest.fixture
+def colab(machine: Machine) -> Machine:
+    with_running_python(machine)
     machine.folder("content")
     machine.variables["COLAB_RELEASE_TAG"] = "x"
-    out = machine.source("bash", "L64", "command -v qat")
-    assert out == f"{here}/qat\n"
-    assert "Drive is not mounted: Files (left) > Mount Drive" in machine.said
-    machine.source("bash", "L64")
-    install, pull = machine.log()
-    assert install.endswith(f" -c {machine.clone}/speedrun/constraints.txt -e {machine.clone}")
+    return machine
+
+
+def test_colab_installs_into_the_running_python(colab: Machine) -> None:
+    out = colab.source("bash", "L64", "command -v qat")
+    assert out == f"{colab.variables['PYTHON_HOME']}/qat\n"
+    assert "Drive is not mounted: Files (left) > Mount Drive" in colab.said
+    colab.source("bash", "L64")
+    install, pull = colab.log()
+    assert install.endswith(f" -c {colab.clone}/speedrun/constraints.txt -e {colab.clone}")
     assert pull == "hub pull L64"
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_installing_says_its_size_first_and_shows_progress_on_a_terminal(
-    machine: Machine, is_terminal: bool
+    colab: Machine, is_terminal: bool
 ) -> None:
-    with_running_python(machine)
-    machine.folder("content")
-    machine.variables["COLAB_RELEASE_TAG"] = "x"
     reader, terminal = pty.openpty()
     try:
         where = f" 2>{os.ttyname(terminal)}" if is_terminal else ""
-        setup = f'source "{machine.clone}/speedrun/setup.sh"'
-        done = machine.run("bash", "-c", setup + where, cwd=machine.root)
+        setup = f'source "{colab.clone}/speedrun/setup.sh"'
+        done = colab.run("bash", "-c", setup + where, cwd=colab.root)
         said = os.read(reader, 65536).decode() if is_terminal else done.stderr
     finally:
         os.close(reader)
         os.close(terminal)
     assert re.search(r"installing for .*: about [\d.]+ GB on disk.* minutes, once", said)
     assert re.search(r"installed in \d+ s", said)
-    (install,) = machine.log()
+    (install,) = colab.log()
     assert ("-qq" in install) != is_terminal
 
 
-def test_colab_keeps_another_torch_than_ours(machine: Machine) -> None:
-    with_running_python(machine)
-    with_torch(machine, "2.10.0+cu128")
-    machine.folder("content")
-    machine.variables["COLAB_RELEASE_TAG"] = "x"
-    machine.source("bash")
-    (install,) = machine.log()
-    assert install.endswith(f" torch==2.10.0+cu128 -e {machine.clone}")
+def test_colab_keeps_another_torch_than_ours(colab: Machine) -> None:
+    with_torch(colab, "2.10.0+cu128")
+    colab.source("bash")
+    (install,) = colab.log()
+    assert install.endswith(f" torch==2.10.0+cu128 -e {colab.clone}")
+
+
+def test_no_network(colab: Machine) -> None:
+    colab.variables["PIP_FAILS"] = "1"
+    assert colab.source("bash", "L64", "echo $?") == "1\n"
+    assert "installing failed, as said above; without a network: 'pip download" in colab.said
 
 
 def with_torch(machine: Machine, version: str, sees: bool = True, cuda: str = "'12.8'") -> None:
@@ -507,31 +497,6 @@ def test_a_gpu_that_idles_is_said_each_time(machine: Machine) -> None:
     assert line.endswith("--index-url https://download.pytorch.org/whl/cu126")
 
 
-@pytest.mark.parametrize("report", ["convert_report.json", "import_report.json", None])
-def test_the_suggested_conversion_names_the_float_model(machine: Machine, report: str) -> None:
-    cache, q4 = machine.folder("cache"), machine.folder("q4")
-    (cache / "manifest.json").touch()
-    (q4 / "model.safetensors").touch()
-    (q4 / "config.json").write_text('{"quantization_config": {"bits": 4}}')
-    if report is not None:
-        key = "source" if report.startswith("convert") else "base"
-        (q4 / report).write_text(json.dumps({key: "Qwen/Qwen3-0.6B"}))
-    machine.source("bash", "./cache ./q4")
-    base = "FLOAT_MODEL" if report is None else "Qwen/Qwen3-0.6B"
-    suggested = (
-        f"""qat convert "$CHECKPOINT" --to q2a4 --base '{base}' --calibration "$CACHE_DIR" """
-    )
-    assert f"next: {suggested}--for mlx,gguf --out checkpoints/q2_init\n" in machine.said
-
-
-def test_no_network(machine: Machine) -> None:
-    with_running_python(machine)
-    machine.folder("content")
-    machine.variables |= {"COLAB_RELEASE_TAG": "x", "PIP_FAILS": "1"}
-    assert machine.source("bash", "L64", "echo $?") == "1\n"
-    assert "installing failed, as said above; without a network: 'pip download" in machine.said
-
-
 def test_an_environment_of_the_users_own_is_kept(machine: Machine) -> None:
     own = machine.root / "own"
     shutil.copytree(machine.clone / ".venv/bin", own)
@@ -543,12 +508,27 @@ def test_an_environment_of_the_users_own_is_kept(machine: Machine) -> None:
     assert not (machine.clone / ".venv").exists()
 
 
+def suggested(machine: Machine, q4: str = "q4", **reports: dict) -> str:
+    """What is said of a cache and of a student at four bits with such reports."""
+    cache, student = machine.folder("cache"), machine.folder(q4)
+    (cache / "manifest.json").touch()
+    (student / "model.safetensors").touch()
+    (student / "config.json").write_text('{"quantization_config": {"bits": 4}}')
+    for name, report in reports.items():
+        (student / f"{name}_report.json").write_text(json.dumps(report))
+    machine.source("bash", "./cache ./q4*")
+    return machine.said
+
+
+@pytest.mark.parametrize("reports", [{"convert": "source"}, {"import": "base"}, {}])
+def test_the_suggested_conversion_names_the_float_model(machine: Machine, reports: dict) -> None:
+    said = suggested(machine, **{n: {key: "Qwen/Qwen3-0.6B"} for n, key in reports.items()})
+    base = "Qwen/Qwen3-0.6B" if reports else "FLOAT_MODEL"
+    line = f"""qat convert "$CHECKPOINT" --to q2a4 --base '{base}' --calibration "$CACHE_DIR" """
+    assert f"next: {line}--for mlx,gguf --out checkpoints/q2_init\n" in said
+
+
 @pytest.mark.parametrize("base", ["\x1b[2J\x1b]0;owned\x07x", "a\nb", 3, None])
 def test_a_foreign_report_commands_no_terminal(machine: Machine, base: object) -> None:
-    cache, q4 = machine.folder("cache"), machine.folder("q4\x1b[2J")
-    (cache / "manifest.json").touch()
-    (q4 / "model.safetensors").touch()
-    (q4 / "config.json").write_text('{"quantization_config": {"bits": 4}}')
-    (q4 / "convert_report.json").write_text(json.dumps({"source": base}))
-    machine.source("bash", "./cache ./q4*")
-    assert "--base 'FLOAT_MODEL'" in machine.said and "\x1b" not in machine.said
+    said = suggested(machine, "q4\x1b[2J", convert={"source": base})
+    assert "--base 'FLOAT_MODEL'" in said and "\x1b" not in said
