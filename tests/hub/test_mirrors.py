@@ -115,9 +115,7 @@ def test_a_model_hub(places: FetchPlaces, monkeypatch, tmp_path: Path) -> None:
     ("error", "said"),
     [(LocalEntryNotFoundError, "the model hub cannot be reached"), (OSError, "cannot reach it")],
 )
-def test_a_model_hub_out_of_reach(
-    error: type[Exception], said: str, places: FetchPlaces, monkeypatch
-) -> None:
+def test_a_model_hub_out_of_reach(error, said, places, monkeypatch) -> None:
     def refuse(*_: object, **__: object) -> str:
         raise error("cannot\nreach it")
 
@@ -142,9 +140,7 @@ def test_storage_needs_what_reads_it(places: FetchPlaces, bucket: Path, monkeypa
 
 
 @pytest.mark.parametrize("error", [PermissionError("Forbidden:\n no"), RuntimeError("no no")])
-def test_a_store_that_says_no(
-    error: Exception, places: FetchPlaces, bucket: Path, monkeypatch
-) -> None:
+def test_a_store_that_says_no(error: Exception, places: FetchPlaces, bucket, monkeypatch) -> None:
     (bucket / "a.tgz").write_bytes(b"packed")
     monkeypatch.setattr(Bucket, "get_file", partial(refuse, error))
     fail("gs://bucket/a.tgz", places, "^gs://bucket/a.tgz: .*no")
@@ -154,9 +150,7 @@ def refuse(error: Exception, *_: object, **__: object) -> None:
     raise error
 
 
-def test_a_name_in_a_store_leads_nowhere_else(
-    places: FetchPlaces, bucket: Path, monkeypatch
-) -> None:
+def test_a_name_in_a_store_leads_nowhere_else(places: FetchPlaces, bucket, monkeypatch) -> None:
     checkpoint(bucket / "runs" / "q2")
     found = [f"{bucket}/runs/q2/../../left"]
     monkeypatch.setattr(Bucket, "find", lambda *_: found)

@@ -130,9 +130,7 @@ def test_what_the_registry_says_now_counts(out: Path, model: Path, archive: Path
     assert verify(out, {"model": entry}).is_verified and not verify(out, {}).is_verified
 
 
-def test_a_receipt_that_came_beside_the_files_verifies_nothing(
-    out: Path, archive: Path, caplog
-) -> None:
+def test_a_receipt_that_came_beside_the_files_verifies_nothing(out, archive, caplog) -> None:
     known = {"sha256": sha256_file(archive)}
     assert get(out, archive, **known).is_verified  # unpacked just now
     evil = shutil.copytree(out, out.with_name("evil"))  # as tar, git or rsync bring it
@@ -153,9 +151,7 @@ def test_a_receipt_that_came_beside_the_files_verifies_nothing(
 
 
 @pytest.mark.parametrize("name", ["._config.json", ".DS_Store", f"more/{RECEIPT}", "more/._x"])
-def test_what_is_never_packed_is_told_too(
-    out: Path, model: Path, archive: Path, caplog, name: str
-) -> None:
+def test_what_is_never_packed_is_told_too(out, model, archive, caplog, name: str) -> None:
     known = {"tree_sha256": sha256_tree(model)}
     get(out, archive, **known)
     (out / name).write_text("x")

@@ -35,27 +35,11 @@ def part(tmp_path: Path) -> Path:
     return tmp_path / "file.part"
 
 
-def test_a_file_comes_whole(server: Server, part: Path) -> None:
-    download(server.url, part, len(DATA))
-    assert part.read_bytes() == DATA
-    assert server.asked == [None]
-
-
 def test_a_broken_download_goes_on(server: Server, part: Path) -> None:
     server.break_after = [MIB, 2 * MIB]
     download(server.url, part)
     assert part.read_bytes() == DATA
     assert server.asked == [None, f"bytes={MIB}-", f"bytes={3 * MIB}-"]
-
-
-def test_the_next_call_goes_on(server: Server, part: Path) -> None:
-    server.break_after = [MIB, 0, 0, 0]
-    with pytest.raises(HubError, match=r"1,048,576 bytes kept"):
-        download(server.url, part)
-    server.asked.clear()
-    download(server.url, part)
-    assert part.read_bytes() == DATA
-    assert server.asked == [f"bytes={MIB}-"]
 
 
 def test_a_whole_file_is_not_sent_again(server: Server, part: Path) -> None:
@@ -65,15 +49,6 @@ def test_a_whole_file_is_not_sent_again(server: Server, part: Path) -> None:
     assert server.asked == [None, f"bytes={len(DATA)}-"]
 
 
-def test_another_version_is_fetched_from_its_beginning(server: Server, part: Path) -> None:
-    server.break_after = [2 * MIB, 0, 0, 0]
-    with pytest.raises(HubError):
-        download(server.url, part)
-    server.data, server.version = os.urandom(MIB + 5), '"2"'
-    download(server.url, part)
-    assert part.read_bytes() == server.data
-
-
 def test_a_shorter_version_replaces_a_longer_one(server: Server, part: Path) -> None:
     download(server.url, part)
     server.data = DATA[: MIB + 3]  # the version says nothing of it
@@ -81,22 +56,21 @@ def test_a_shorter_version_replaces_a_longer_one(server: Server, part: Path) -> 
     assert part.read_bytes() == server.data
 
 
-@pytest.mark.parametrize("version", ['"2"', 'W/"1"', ""])
-def test_a_part_of_another_version_is_not_spliced(server: Server, part: Path, version: str) -> None:
-    server.break_after = [2 * MIB, 0, 0, 0]
-    with pytest.raises(HubError):
-        download(server.url, part)
-    server.heeds_if_range = False
-    server.data, server.version = os.urandom(3 * MIB), version
-    download(server.url, part)
-    assert part.read_bytes() == server.data
-
-
-def test_a_part_of_a_file_of_another_length_is_not_spliced(server: Server, part: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (MIB + 5, {"version": '"2"'}),
+        (3 * MIB, {"heeds_if_range": False, "version": '"2"'}),
+        (3 * MIB, {"heeds_if_range": False, "version": 'W/"1"'}),
+        (3 * MIB, {"heeds_if_range": False, "version": ""}),
+        (2 * MIB, {}),  # and the version is the same
+    ],
+)
+def test_a_part_of_another_file_is_not_spliced(server, part, size: int, changes: dict) -> None:
     server.break_after = [MIB, 0, 0, 0]
-    with pytest.raises(HubError):
+    with pytest.raises(HubError, match=r"1,048,576 bytes kept"):
         download(server.url, part)
-    server.data = os.urandom(2 * MIB)  # and the version is the same
+    vars(server).update(data=os.urandom(size), **changes)
     download(server.url, part)
     assert part.read_bytes() == server.data
 
