@@ -94,6 +94,14 @@ def test_logits_are_formed_in_chunks_without_changing_a_byte(whole, tmp_path, mo
         torch.testing.assert_close(a, b)
 
 
+def test_documents_stay_on_one_side_and_copies_with_them() -> None:
+    documents = texts(300)
+    held = [text for text in documents if split_of(text, 0, 0.2) == "held_out"]
+    assert 30 < len(held) < 90
+    assert held != [text for text in documents if split_of(text, 1, 0.2) == "held_out"]
+    assert all(split_of(text, 0, 0.0) == "train" for text in documents)
+
+
 def test_no_token_is_lost(whole: Path) -> None:
     manifest = read_manifest(whole)
     tokenizer = cache_case.TOKENIZER

@@ -151,3 +151,11 @@ def test_draws_round_trip_as_ids_and_counts(V: int, n: int) -> None:
             want = Counter(draws[i, s].tolist()) if mask[i, s] else {}
             pairs = zip(ids[i, s].tolist(), counts[i, s].tolist(), strict=True)
             assert {token: count for token, count in pairs if count} == want
+
+
+def test_draws_of_fully_masked_sequences_are_empty() -> None:
+    rows = encode_draws(torch.zeros(2, S, 4).long(), torch.zeros(2, S, dtype=torch.bool), 300)
+    id_rows = split_ids(rows)
+    ids, counts = decode_draws(rows["sample_marks"], id_rows, length=S, num_draws=4, vocab_size=300)
+    assert ids.shape == counts.shape == (2, S, 4)
+    assert counts.sum() == 0

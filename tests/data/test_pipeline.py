@@ -39,6 +39,12 @@ def test_prefetched_items_come_in_order_and_not_too_far_ahead(depth: int) -> Non
     assert made == list(range(9))
 
 
+def test_items_are_made_on_another_thread() -> None:
+    threads = set(prefetched((threading.get_ident() for _ in range(3)), 2))
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
 def test_an_error_comes_in_its_items_place() -> None:
     found = []
     with pytest.raises(Broken):
