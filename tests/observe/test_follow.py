@@ -84,9 +84,7 @@ def test_everything_is_told_once_with_its_unit(opened: list[Memory], tmp_path: P
     assert tracker.start.config["train.lr"] == 0.01 and tracker.start.config["run.device"] == "cpu"
 
 
-def test_a_resumed_run_goes_on_where_the_tracker_stands(
-    opened: list[Memory], tmp_path: Path
-) -> None:
+def test_a_resumed_run_goes_on_where_the_tracker_stands(opened: list[Memory], tmp_path) -> None:
     run = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt), follow.follow(run, ONE):
         begin(run)
@@ -106,9 +104,7 @@ def test_a_resumed_run_goes_on_where_the_tracker_stands(
     assert [row.step for row in second.tables[-1]] == [2, 4, 6]
 
 
-def test_a_tracker_that_fails_is_gone_after_one_line(
-    opened: list[Memory], tmp_path: Path, caplog
-) -> None:
+def test_a_tracker_that_fails_is_gone_after_one_line(opened, tmp_path, caplog) -> None:
     run = tmp_path / "run"
     with (
         caplog.at_level(logging.WARNING),
@@ -126,9 +122,7 @@ def test_a_tracker_that_fails_is_gone_after_one_line(
     )
 
 
-def test_a_tracker_that_hangs_is_left(
-    opened: list[Memory], tmp_path: Path, monkeypatch, caplog
-) -> None:
+def test_a_tracker_that_hangs_is_left(opened: list[Memory], tmp_path, monkeypatch, caplog) -> None:
     free = threading.Event()
     monkeypatch.setattr(Memory, "close", lambda self, failed: free.wait(20))
     monkeypatch.setattr(curves.Curves, "limit_s", 0.05)

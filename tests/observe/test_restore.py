@@ -27,13 +27,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("restore"), layers=1)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    found = tmp_path / "Drive"
-    found.mkdir()
-    return found
-
-
 def run(place: Path, out: Path, *, resume: bool = False) -> TrainReport:
     # what is judged at step 3 stays the best one: later students are judged by one sequence
     settings = config(place, save_every=1, eval_every=3, keep=1)
@@ -55,9 +48,7 @@ def whole(place: Path) -> tuple[Path, TrainReport]:
 
 
 @pytest.mark.parametrize("step", [1, 3, 5])
-def test_a_lost_machine_loses_no_run(
-    place: Path, whole: tuple[Path, TrainReport], folder: Path, tmp_path: Path, step: int, caplog
-) -> None:
+def test_a_lost_machine_loses_no_run(place, whole, folder, tmp_path, step, caplog) -> None:
     caplog.set_level(logging.INFO)
     out = tmp_path / "run"
     with follow(out, TrackConfig(gdrive_dir=folder)), stopped_at(Optimizer, "step", step):
@@ -69,9 +60,7 @@ def test_a_lost_machine_loses_no_run(
     assert_same_end(whole, out, run(place, out, resume=True))
 
 
-def test_the_best_student_comes_back_without_its_trainer(folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    begin(run)
+def test_the_best_student_comes_back_without_its_trainer(run, folder: Path) -> None:
     write_steps(run, 1, 3)
     save(run, 2)
     save(run, 3, is_best=False)
@@ -90,9 +79,7 @@ def test_the_best_student_comes_back_without_its_trainer(folder: Path, tmp_path:
     assert (there / "best").read_text() == "checkpoints/step-000002\n"
 
 
-def test_one_state_is_there_and_a_new_one_now_and_then(
-    folder: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_one_state_is_there_and_a_new_one_now_and_then(folder: Path, tmp_path, monkeypatch) -> None:
     run, now = tmp_path / "run", [0.0]
     monkeypatch.setattr(upload.time, "monotonic", lambda: now[0])
     begin(run)
@@ -109,9 +96,7 @@ def test_one_state_is_there_and_a_new_one_now_and_then(
     assert [path.name for path in (folder / "run").glob("*.lz4")] == [STATE]
 
 
-def test_a_killed_upload_leaves_the_older_state(folder: Path, tmp_path: Path, monkeypatch) -> None:
-    run = tmp_path / "run"
-    begin(run)
+def test_a_killed_upload_leaves_the_older_state(run, folder: Path, monkeypatch) -> None:
     save(run, 1, is_best=False)
     Upload(run, folder, 1.0).poll()
     save(run, 2, is_best=False)
@@ -127,11 +112,7 @@ def test_a_killed_upload_leaves_the_older_state(folder: Path, tmp_path: Path, mo
     assert (sent(run, folder) / "latest").read_text() == "checkpoints/step-000001\n"
 
 
-def test_a_state_that_is_too_large_is_not_sent_and_said(
-    folder: Path, tmp_path: Path, caplog
-) -> None:
-    run = tmp_path / "run"
-    begin(run)
+def test_a_state_that_is_too_large_is_not_sent_and_said(run, folder: Path, caplog) -> None:
     sender = Upload(run, folder, 4096 / 2**30)
     for step in (1, 2):
         save(run, step, is_best=False)
@@ -156,9 +137,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile(folder: Path, tmp_path: Path) ->
         stage_run(run, tmp_path / "staged")
 
 
-def test_what_is_here_is_not_replaced(folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    begin(run)
+def test_what_is_here_is_not_replaced(run, folder: Path) -> None:
     save(run, 1)
     Upload(run, folder, 1.0).poll()
     facts = {"device": "another"}

@@ -40,13 +40,6 @@ def finish(run: Path, name: str = "q2a2_e2e_0.50_fp32") -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    place = tmp_path / "Drive"
-    place.mkdir()
-    return place
-
-
-@pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long it would have slept."""
     found: list[float] = []
@@ -81,10 +74,8 @@ def test_a_run_ends_in_its_best_student_and_its_logs(folder: Path, tmp_path: Pat
 
 
 def test_each_best_replaces_the_one_before_and_a_stopped_run_keeps_it(
-    folder: Path, tmp_path: Path
+    run, folder, tmp_path
 ) -> None:
-    run = tmp_path / "run"
-    begin(run)
     sender = Upload(run, folder, 1.0)
     sender.poll()
     assert not (folder / "run" / "best.tar.lz4").exists()
@@ -98,10 +89,8 @@ def test_each_best_replaces_the_one_before_and_a_stopped_run_keeps_it(
 
 
 def test_a_checkpoint_that_vanishes_gives_way_to_the_better_one(
-    folder: Path, tmp_path: Path, monkeypatch, caplog
+    run, folder: Path, tmp_path: Path, monkeypatch, caplog
 ) -> None:
-    run = tmp_path / "run"
-    begin(run)
     save(run, 1)
     link, sender = upload.os.link, Upload(run, folder, 1.0)
 
@@ -118,10 +107,8 @@ def test_a_checkpoint_that_vanishes_gives_way_to_the_better_one(
 
 
 def test_files_that_are_deleted_while_they_are_packed_are_sent_whole(
-    folder: Path, tmp_path: Path, monkeypatch
+    run, folder: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    run = tmp_path / "run"
-    begin(run)
     save(run, 1)
 
     def pack_late(student: Path, archive: Path) -> int:
@@ -165,9 +152,7 @@ def test_a_failing_folder_is_tried_again_later_and_later(
     assert step_in(folder / "run" / "best.tar.lz4", tmp_path) == 1
 
 
-def test_leavings_of_a_killed_run_go(folder: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    begin(run)
+def test_leavings_of_a_killed_run_go(run, folder: Path) -> None:
     left = [
         folder / "run" / ".best.tar.lz4.part-abcd1234",
         run / "tracking" / "upload-abcd1234" / "best.tar.lz4",
@@ -231,13 +216,11 @@ def contents_of(place: Path) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["report.html", "checkpoints/step-000001/NOTES.md", "tracking"])
-def test_a_link_is_not_sent(folder: Path, tmp_path: Path, name: str) -> None:
+def test_a_link_is_not_sent(run, folder: Path, tmp_path: Path, name: str) -> None:
     private = tmp_path / "private"
     (private / "upload-aaaaaaaa").mkdir(parents=True)
     for file in ("key", "wandb.json", "upload-aaaaaaaa/mine"):
         (private / file).write_text("secret")
-    run = tmp_path / "run"
-    begin(run)
     write_steps(run, 1, 1)
     save(run, 1)
     (run / name).symlink_to(private if name == "tracking" else private / "key")
@@ -247,9 +230,7 @@ def test_a_link_is_not_sent(folder: Path, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("link", ["checkpoints", "checkpoints/step-000001", "best"])
-def test_a_checkpoint_behind_a_link_is_not_sent(folder: Path, tmp_path: Path, link: str) -> None:
-    run = tmp_path / "run"
-    begin(run)
+def test_a_checkpoint_behind_a_link_is_not_sent(run, folder: Path, tmp_path, link: str) -> None:
     save(run, 1)
     (run / link).rename(tmp_path / "elsewhere")
     (run / link).symlink_to(tmp_path / "elsewhere")
