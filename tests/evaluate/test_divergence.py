@@ -9,12 +9,10 @@ from tiny import VOCAB, tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 
-import qat.losses.formulas
 from qat.data.packing import NO_LABEL, Batch
 from qat.errors import ConfigError, DataError
 from qat.evaluate import divergence
 from qat.evaluate.divergence import cached_divergence, cached_teacher, exact_divergence
-from qat.losses.formulas import to_targets
 from qat.models.language_model import LanguageModel
 
 B, S = 3, 10
@@ -47,18 +45,8 @@ def batch_from(teacher: LanguageModel, top_k: int, draws: int = 0, seed: int = 0
     return Batch(input_ids, position_ids, **{**fields, "labels": labels})
 
 
-def test_to_targets_keeps_rows_in_order(teacher: LanguageModel) -> None:
-    batch = batch_from(teacher, top_k=4, draws=3)
-    targets = to_targets(batch)
-    assert torch.equal(targets.topk_ids, batch.topk_ids.view(B * S, 4))
-    assert targets.sample_ids.shape == (B * S, 3)
-    assert NO_LABEL == qat.losses.formulas.NO_LABEL, "two floors, one convention"
-
-
 @pytest.mark.parametrize("top_k", [VOCAB, 30])
-def test_the_teacher_by_its_cache_is_at_least_so_perplexed(
-    teacher: LanguageModel, top_k: int
-) -> None:
+def test_the_teacher_by_its_cache_is_at_least_so_perplexed(teacher, top_k) -> None:
     batches = [batch_from(teacher, top_k=top_k, seed=seed) for seed in range(2)]
     actual = cached_teacher(batches)
     exact = exact_divergence(teacher, teacher, batches)
@@ -75,21 +63,14 @@ def test_the_teacher_by_its_cache_is_at_least_so_perplexed(
         assert 0 < actual.labels_outside_frac < 1
 
 
-def test_a_cache_without_a_top_k_or_its_tail_tells_nothing_of_the_teacher(
-    teacher: LanguageModel,
-) -> None:
+def test_a_cache_without_a_top_k_or_its_tail_tells_nothing_of_the_teacher(teacher) -> None:
     batch = batch_from(teacher, top_k=4, draws=3)
     assert cached_teacher([batch._replace(tail_logprob=batch.tail_logprob * torch.nan)]) is None
     assert cached_teacher([batch_from(teacher, top_k=0, draws=3)]) is None
 
 
 @pytest.mark.parametrize("chunk_tokens", [4, 1024])
-def test_cached_divergence_equals_the_textbook(
-    student: LanguageModel,
-    teacher: LanguageModel,
-    chunk_tokens: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cached_divergence_equals_the_textbook(student, teacher, chunk_tokens, monkeypatch) -> None:
     monkeypatch.setattr(divergence, "CHUNK_TOKENS", chunk_tokens)
     batches = [batch_from(teacher, top_k=VOCAB, draws=30, seed=seed) for seed in range(2)]
     actual = cached_divergence(student, batches)
@@ -133,9 +114,7 @@ def test_the_teacher_is_at_distance_zero(teacher: LanguageModel) -> None:
     assert exact.ppl == exact.teacher_ppl == pytest.approx(cached.ppl)
 
 
-def test_exact_divergence_equals_the_textbook(
-    student: LanguageModel, teacher: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_divergence_equals_the_textbook(student, teacher, monkeypatch) -> None:
     monkeypatch.setattr(divergence, "CHUNK_TOKENS", 7)
     batch = batch_from(teacher, top_k=4)
     actual = exact_divergence(student, teacher, [batch])
@@ -175,9 +154,7 @@ def test_a_perplexity_beyond_floats_is_infinite(student: LanguageModel) -> None:
     assert cached_divergence(student, [batch]).ppl == math.inf
 
 
-def test_refuses_batches_without_a_valid_token(
-    student: LanguageModel, teacher: LanguageModel
-) -> None:
+def test_refuses_batches_without_a_valid_token(student, teacher) -> None:
     batch = batch_from(teacher, top_k=4)
     batch = batch._replace(mask=torch.zeros_like(batch.mask))
     with pytest.raises(DataError, match="no valid token"):

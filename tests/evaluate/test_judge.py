@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from cache_case import texts
-from cyclopts import App
 from quantized import SPECS, tiny_quantized
 from tiny import VOCAB, tiny_model, tiny_tokenizer
 from train_case import config as train_config
@@ -192,14 +191,6 @@ def test_generate_streams_and_tells_what_it_said(place: Path, capsys) -> None:
     result = generate(str(place / "student"), config=config.model_copy(update={"raw": False}))
     streamed = capsys.readouterr().out
     assert streamed == printable(result["text"]) + "\n", "an answer stands alone"
-
-
-def test_fields_are_flags(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    app = App(result_action="return_value")
-    app.command(evaluate, name="eval")
-    flags = f"--text {place}/text.txt --context 24 --stride 8 --dtype fp32 --device cpu"
-    app(f"eval {place}/student {flags}", exit_on_error=False)
-    assert "windows of 24, stride 8" in capsys.readouterr().out
 
 
 def test_a_decoder_speaks_where_it_fits(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
