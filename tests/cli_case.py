@@ -1,5 +1,6 @@
 """Calling the command line as a shell does, for tests of verbs."""
 
+import json
 import sys
 
 import pytest
@@ -16,3 +17,8 @@ def call(monkeypatch: pytest.MonkeyPatch, *tokens: object) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     return 0
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> dict:
+    """What the last command said on its last line."""
+    return json.loads(capsys.readouterr().out.splitlines()[-1])

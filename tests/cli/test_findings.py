@@ -18,8 +18,3 @@ def test_no_flag_is_broken_on_a_narrow_terminal(capsys, monkeypatch) -> None:
         "--gradient-checkpointing",
     ):
         assert flag in said
-
-
-def test_nothing_found_is_a_table_too(capsys) -> None:
-    show_findings(Checked([], None, is_long=False))
-    assert "What to do" in capsys.readouterr().out

@@ -1,13 +1,12 @@
 """`qat hub` as a user meets it."""
 
-import json
-import sys
 from pathlib import Path
 
+import cli_case
 import pytest
+from cli_case import said
 from hub_case import checkpoint, contents
 
-from qat.cli import main
 from qat.errors import HubError
 from qat.files import sha256_file
 from qat.hub.files import RECEIPT, regular_files, sha256_tree
@@ -21,54 +20,45 @@ def _home(tmp_path: Path, monkeypatch) -> None:
 
 def call(monkeypatch: pytest.MonkeyPatch, *tokens: object) -> int:
     """The exit code of `qat hub TOKENS`."""
-    monkeypatch.setattr(sys, "argv", ["qat", "hub", *map(str, tokens)])
-    try:
-        main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
-
-
-def last_line(capsys) -> dict:
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
+    return cli_case.call(monkeypatch, "hub", *tokens)
 
 
 def test_pull_the_embedded_checkpoint(tmp_path: Path, monkeypatch, capsys) -> None:
     assert call(monkeypatch, "pull", "tiny") == 0
-    found = last_line(capsys)
+    found = said(capsys)
     expected = {"path": "checkpoints/tiny", "name": "tiny", "kind": "checkpoint", "format": "qat"}
     assert expected.items() <= found.items() and found["is_verified"] and found["is_new"]
     assert (tmp_path / "checkpoints" / "tiny" / "model.safetensors").is_file()
     assert call(monkeypatch, "pull", "tiny", "--out", "elsewhere") == 0
-    assert last_line(capsys)["path"] == "elsewhere"
+    assert said(capsys)["path"] == "elsewhere"
     assert call(monkeypatch, "pull", "tiny") == 0
-    assert not last_line(capsys)["is_new"]
+    assert not said(capsys)["is_new"]
 
 
 def test_from_pack_to_pull(tmp_path: Path, monkeypatch, capsys) -> None:
     source = checkpoint(tmp_path / "q2")
     (tmp_path / "drive" / "runs").mkdir(parents=True)
     assert call(monkeypatch, "pack", "q2") == 0
-    packed = last_line(capsys)
+    packed = said(capsys)
     assert packed["out"] == str(tmp_path / "q2.tar.lz4") and packed["files"] == 3
     assert call(monkeypatch, "unpack", "q2.tar.lz4", "--out", "copy") == 0
     assert contents(tmp_path / "copy") == contents(source)
-    assert last_line(capsys)["files"] == 3
+    assert said(capsys)["files"] == 3
     assert call(monkeypatch, "push", "q2", "drive/runs", "--drive", "drive") == 0
-    line = last_line(capsys)["add"]
+    line = said(capsys)["add"]
     assert "--mirror drive:runs/q2.tar.lz4" in line
     assert call(monkeypatch, *line.split()[2:]) == 0
-    assert last_line(capsys) == {
+    assert said(capsys) == {
         "name": "q2",
         "registry": str(tmp_path / "home" / ".config" / "qat" / "hub.toml"),
     }
     assert call(monkeypatch, "list") == 0
-    assert last_line(capsys)["names"][-1] == "q2"
+    assert said(capsys)["names"][-1] == "q2"
     assert call(monkeypatch, "pull", "q2", "--drive", "drive") == 0
-    assert last_line(capsys)["is_verified"]
+    assert said(capsys)["is_verified"]
     assert contents(tmp_path / "checkpoints" / "q2") == contents(source)
     assert call(monkeypatch, "verify", "checkpoints/q2") == 0
-    assert last_line(capsys)["is_verified"]
+    assert said(capsys)["is_verified"]
     (tmp_path / "checkpoints" / "q2" / "config.json").write_text("[]")
     assert call(monkeypatch, "verify", "checkpoints/q2") == 1
 
@@ -76,17 +66,17 @@ def test_from_pack_to_pull(tmp_path: Path, monkeypatch, capsys) -> None:
 def test_the_registry_learns_the_hash_of_the_files(tmp_path: Path, monkeypatch, capsys) -> None:
     checkpoint(tmp_path / "q2")
     assert call(monkeypatch, "pack", "q2") == 0
-    packed = last_line(capsys)
+    packed = said(capsys)
     words = ("add", "mine", "--kind", "checkpoint", "--mirror", "q2.tar.lz4", "--sha256")
     assert call(monkeypatch, *words, packed["sha256"]) == 0
     own = tmp_path / "home" / ".config" / "qat" / "hub.toml"
     assert packed["tree_sha256"] not in own.read_text()
     assert call(monkeypatch, "pull", "mine") == 0
-    assert packed["tree_sha256"] in own.read_text() and last_line(capsys)["is_verified"]
+    assert packed["tree_sha256"] in own.read_text() and said(capsys)["is_verified"]
     noted = own.read_bytes()
     for verb in (("pull", "mine"), ("verify", "checkpoints/mine")):
         assert call(monkeypatch, *verb) == 0
-        assert last_line(capsys)["is_verified"] and own.read_bytes() == noted
+        assert said(capsys)["is_verified"] and own.read_bytes() == noted
     weights = tmp_path / "checkpoints" / "mine" / "model.safetensors"
     weights.write_bytes(b"evil")
     receipt = weights.with_name(RECEIPT)
@@ -101,7 +91,7 @@ def test_a_registry_that_cannot_be_written_learns_nothing(
 ) -> None:
     checkpoint(tmp_path / "q2")
     assert call(monkeypatch, "pack", "q2") == 0
-    sha256 = last_line(capsys)["sha256"]
+    sha256 = said(capsys)["sha256"]
     own = tmp_path / "hub.toml"
     words = ("add", "mine", "--kind", "checkpoint", "--mirror", "q2.tar.lz4", "--registry", own)
     assert call(monkeypatch, *words, "--sha256", sha256) == 0
@@ -113,7 +103,7 @@ def test_a_registry_that_cannot_be_written_learns_nothing(
     assert call(monkeypatch, "pull", "mine", "--registry", own) == 0
     assert "the hash of the files of mine is not noted: hub.toml" in caplog.text
     assert call(monkeypatch, "verify", "checkpoints/mine", "--registry", own) == 0
-    assert not last_line(capsys)["is_verified"]
+    assert not said(capsys)["is_verified"]
 
 
 def packed_hash(place: Path) -> str:
@@ -156,7 +146,7 @@ def test_of_a_run_the_student_is_pushed_and_the_rest_on_request(
 
     def pushed(*words: str) -> tuple[str, set[str]]:
         assert call(monkeypatch, "push", "runs/q2", "folder", "--force", *words) == 0
-        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        found = said(capsys)
         assert found["add"].startswith("qat hub add q2 --kind checkpoint")
         out = tmp_path / f"out{len(list(tmp_path.glob('out*')))}"
         assert call(monkeypatch, "unpack", "folder/q2.tar.lz4", "--out", str(out), "--force") == 0

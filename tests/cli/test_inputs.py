@@ -59,10 +59,7 @@ WRONG = [
     (f"export {MODEL} --to gguf --out {{tmp}}/e", "is not a packed checkpoint"),
     (f"eval {MODEL} --text {{file}} --context 8 --stride 8", "use --stride 4"),
     (f"eval {MODEL} --text {{file}} --context 9999999", "positions for 2048 tokens; use --context"),
-    (
-        f"cache --teacher {MODEL} --data {{file}} --sequence-length 9999",
-        "use --sequence-length 2048",
-    ),
+    (f"cache --teacher {MODEL} --data {{file}} --sequence-length 9999", "length 2048"),
     (f"export {MODEL} --to gguf --out {{tmp}}", "is not empty, expected a new or empty"),
     ("generate none", "none does not exist"),
     ("bench none", "student=none is neither a model directory nor a shape"),
@@ -77,10 +74,7 @@ WRONG = [
     (f"convert {MODEL} --to q2a4 --out {{tmp}}/c --device cuda:x", "device=cuda:x is unknown"),
     (f"convert {MODEL} --to q2a4 --out {MODEL}/c", "lies inside checkpoints/tiny-qwen3"),
     (f"convert {MODEL} --to q2a4 --out {{tmp}}/c --cache-dir x", "without --eval"),
-    (
-        f"convert {MODEL} --to q2a4 --out {{tmp}}/c --calibration {MODEL}",
-        "is a model, expected a te",
-    ),
+    (f"convert {MODEL} --to q2a4 --out {{tmp}}/c --calibration {MODEL}", "is a model, exp"),
     (f"eval {MODEL} --cache-dir {MODEL}", "is a model and holds no manifest.json"),
     (f"eval {MODEL} --text {{file}} --device tpu", "device=tpu is unknown"),
     (f"generate {MODEL} --device coda", "did you mean cuda?"),

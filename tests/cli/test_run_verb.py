@@ -153,9 +153,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("flags", "is_dry"), [*zip(WRONG, itertools.cycle([False, True]))])
-def test_a_refused_call_writes_nothing(
-    place: Path, tmp_path: Path, flags: str, *, is_dry: bool
-) -> None:
+def test_a_refused_call_writes_nothing(place: Path, tmp_path, flags: str, *, is_dry: bool) -> None:
     given = flags.format(place=place).split()
     more = ["--group-size", "16"] if "--group-size" not in given else []
     call = ["run", str(place / "model"), "--out", str(tmp_path / "out"), *given, *more]
@@ -259,9 +257,7 @@ def test_a_recipe_is_checked_and_read_wherever_it_stands(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_directory_of_others_is_refused_and_stays(
-    place: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_directory_of_others_is_refused_and_stays(place: Path, tmp_path, monkeypatch) -> None:
     mine = tmp_path / "mine" / "thesis" / "thesis.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("ten years of work")
@@ -338,9 +334,7 @@ def test_killed_at_any_moment_it_goes_on(finished: Path, place: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_the_demo_goes_on_and_says_what_its_page_says(
-    place: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_the_demo_goes_on_and_says_what_its_page_says(place: Path, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(import_module("qat.cli.demo"), "SEQUENCES", 200)
     found = demo(out=tmp_path / "demo", teacher=place / "model", steps=4)
     assert [*found["kl_nats"]] == ["teacher", "converted", "trained"]

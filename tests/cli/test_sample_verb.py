@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_case import call
+from cli_case import call, said
 from tiny import tiny_model, tiny_tokenizer
 
 SPEAKS = Path(__file__).parents[2] / "checkpoints" / "tiny-qwen3"
@@ -16,10 +16,6 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model("qwen3", initializer_range=0.1).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
-
-
-def said(capsys: pytest.CaptureFixture[str]) -> dict:
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
 @pytest.mark.slow

