@@ -39,14 +39,14 @@ def random_parts(
     """
     d = spec.vector_size
     codebook = random_codebook(spec)[torch.randperm(spec.num_levels)]
-    codebook = codebook.half().float() if spec.is_vector else codebook
+    codebook = codebook.half().float() if spec.vector_size > 1 else codebook
     scales = random_scales(O, I, spec)
     next(iter(scales.present().values())).view(-1)[::5] = 0
     if source == "packed":
         octets = pack(random_indices(O, I, spec), spec.bits)
         return PackedIndices(octets, spec.bits, I, d), codebook, scales
     latent = torch.randn(O, I) * 0.1
-    if spec.scale == "group" and not spec.is_vector:
+    if spec.scale == "group" and spec.vector_size == 1:
         levels = codebook.sort().values
         middles = ((levels[1:] + levels[:-1]) / 2).repeat(O * I)[: O * I].view(O, I)
         tied = middles * stored(scales)["scales"].repeat_interleave(spec.group_size, 1)

@@ -54,7 +54,7 @@ def nearest_e5m3(scales: Tensor) -> Tensor:
 
 def random_codebook(spec: LutSpec) -> Tensor:
     """Ascending levels of the spec's kind, or codewords."""
-    if spec.is_vector:
+    if spec.vector_size > 1:
         return torch.randn(spec.codebook_shape)
     if spec.codebook == "lut":
         return torch.randn(spec.num_levels).sort().values

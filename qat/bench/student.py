@@ -24,7 +24,7 @@ from qat.nn.sites import Owner, open_sites
 from qat.nn.swap import linear_names, replace_module
 from qat.quant.activation import LEVELS
 from qat.quant.codebook import fixed_grid
-from qat.quant.spec import QuantPlan
+from qat.quant.spec import QuantPlan, VectorSpec
 from qat.quant.weight import round_levels
 from qat.ranks import ALONE, Ranks
 from qat.train.config import KINDS, OptimConfig, StepConfig, rate_of
@@ -141,7 +141,7 @@ def fill_at_random_(linear: FrozenLutLinear) -> None:
     O, I, spec = linear.out_features, linear.in_features, linear.spec
     grid = fixed_grid(spec)
     levels = torch.linspace(-1, 1, spec.num_levels) if grid is None else grid
-    if spec.is_vector:
+    if isinstance(spec, VectorSpec):
         levels = torch.empty(spec.codebook_shape).uniform_(-1, 1)
     levels = round_levels(levels.to(linear.codebook), spec.level_bits)
     scale = WEIGHT_RMS / levels.pow(2).mean().sqrt()

@@ -197,10 +197,6 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 Bend = Callable[[str, LutSpec, tuple[int, int]], LutSpec]
-LEVELS = ((2, 1), (3, 1), (4, 1))
-"""Bits per index and weights per index that are tried where the plan has levels."""
-VECTORS = ((8, 4), (6, 2), (8, 2))
-"""Bits per index and weights per index that are tried for vectors: 2, 3 and 4 bits per weight."""
 TABLE_BITS = (4, 8)
 """Bits that are tried for the embedding and the head."""
 TOLERANCE = 1e-9
@@ -388,10 +384,7 @@ def _formats_like(
     steps = [step for step in (size, size // 2, size // 4) if step and wider_groups]
     found = ([s for s in range(size, I + 1, step) if I % s == 0] for step in steps)
     groups = next(filter(None, found), [size])[:2]
-    kinds = [
-        {"bits": bits, "vector_size": d, "codebook": "lut"}
-        for bits, d in (VECTORS if spec.is_vector else LEVELS)
-    ]
+    kinds = [{"bits": bits, "vector_size": d, "codebook": "lut"} for bits, d in spec.budget_forms]
     fitting, errors = [], []
     for kind, group_size in product(kinds, groups):
         try:

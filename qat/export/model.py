@@ -330,19 +330,13 @@ def write_card(
         parameters=parameter_count(model),
         version=qat.__version__,
         formats=[
-            f"{count} | {spec.index_bits:g} | {_levels(spec)} | {_scale(spec)}"
+            f"{count} | {spec.index_bits:g} | {spec.described_codebook()} | {_scale(spec)}"
             for spec, count in specs.items()
         ],
         **history,
         **facts,
     )
     (directory / CARD).write_text(text, encoding="utf-8")
-
-
-def _levels(spec: LutSpec) -> str:
-    if spec.is_vector:
-        return f"{spec.codebook}, {spec.num_levels} codewords of {spec.vector_size} weights"
-    return spec.codebook
 
 
 def _scale(spec: LutSpec) -> str:

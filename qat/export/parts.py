@@ -144,16 +144,9 @@ def lost_by_rank(spec: LutSpec) -> str | None:
     return None
 
 
-def lost_by_codewords(spec: LutSpec) -> str | None:
-    """Return why one stored index per weight cannot hold that weight; None if it can."""
-    if spec.is_vector:
-        return f"an index names {spec.vector_size} weights, expected one"
-    return None
-
-
 def lost_by_grid(spec: LutSpec, grids: tuple[str, ...]) -> str | None:
     """Return why integers times group scales cannot hold that weight; None if they can."""
-    reason = lost_by_codewords(spec) or lost_by_rank(spec)
+    reason = spec.lost_as_levels or lost_by_rank(spec)
     if reason is None and spec.codebook not in grids:
         reason = f"its codebook is {spec.codebook}, expected {' or '.join(grids)}"
     return reason
@@ -165,9 +158,8 @@ def refuse_codewords(spec: LutSpec) -> None:
     Raises:
         ExportError: an index names several weights.
     """
-    reason = lost_by_codewords(spec)
-    if reason is not None:
-        raise ExportError(f"{reason}; name a plan of levels, such as q2a4")
+    if spec.lost_as_levels is not None:
+        raise ExportError(f"{spec.lost_as_levels}; name a plan of levels, such as q2a4")
 
 
 def refuse_low_rank(spec: LutSpec) -> None:

@@ -212,7 +212,7 @@ def _lost(target: Target, module: QuantLinear | FrozenLutTable) -> tuple[str, st
         remedy = "convert the model with inputs as expected, or keep the packed checkpoint"
     else:
         # --for does not turn vectors into levels
-        plan = " --to q2a4" if module.spec.is_vector else ""
+        plan = " --to q2a4" if module.spec.lost_as_levels else ""
         remedy = f"convert the model with 'qat convert{plan} --for {{name}}' before training"
     reason = reason or lost_by_activation(target, activation)
     return None if reason is None else (reason, remedy)

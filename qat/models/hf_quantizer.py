@@ -512,7 +512,7 @@ def _features(
         "lora": any(LORA_RANK in entry for entry in modules.values()),
         "nsa": is_sparse,
         "trellis": has_trellis,
-        "vectors": not has_trellis and any(spec.is_vector for spec in specs),
+        "vectors": not has_trellis and any(spec.lost_as_levels for spec in specs),
     }
     return [feature for feature in FEATURES if has[feature]]
 

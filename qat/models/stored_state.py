@@ -139,7 +139,7 @@ def _stored_parts(
     if isinstance(module, QuantLinear):
         codebook = round_levels(codebook, spec.level_bits)
     parts["codebook"] = codebook
-    if not spec.is_vector:
+    if codebook.dim() == 1:
         parts["codebook"], order = codebook.sort(stable=True)
         if not torch.equal(order, torch.arange(len(order), device=order.device)):
             rank = order.argsort().to(torch.uint8)

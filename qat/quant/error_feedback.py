@@ -334,11 +334,10 @@ def fit_all_to_inputs(
     The inputs are those behind `hessian` `(I, I)`. By that measure no result is worse than rounding
     every weight alone (`fit_weight`).
     """
-    if not spec.is_vector:
+    if not spec.rows_share_codebook:
         return _fit_together(weights, spec, hessian, ops)
 
     with side_by_side(on(hessian.device).workers()) as map_:
-        # one weight per sweep, because the rows of a sweep share a codebook
         fits = map_(lambda weight: _fit_together([weight], spec, hessian, ops), weights)
         return [*chain.from_iterable(fits)]
 
@@ -363,7 +362,7 @@ def _fit_together(
     sizes = [len(weight) for weight in weights]
     whole, before = _row_energy(columns.weight, H), _row_energy(columns.residual, H)
     feed_back(columns, exact, ops)
-    if spec.codebook == "lut" and not spec.is_vector:
+    if spec.codebook == "lut" and columns.indices is None:
         refit_levels(columns, H, sizes, spec)
     descend(columns, H, moves_scales=spec.scale == "group", ops=ops)
     after = _row_energy(columns.residual, H)
@@ -430,7 +429,9 @@ def fit_stack_to_inputs(
 
     fitted = [e for e in range(E) if is_fitted[e]]
     energies = weight.new_zeros(2, dtype=torch.float32)
-    own = side_by_side(on(weight.device).workers()) if spec.is_vector else nullcontext(map)
+    own = (
+        side_by_side(on(weight.device).workers()) if spec.rows_share_codebook else nullcontext(map)
+    )
     with own as map_:
         for energy in map_(fit_expert, fitted):
             energies += energy

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qat.backend.base import undivided
 from qat.quant.codebook import fixed_grid, nearest_level, weighted_kmeans
-from qat.quant.spec import LutSpec
+from qat.quant.spec import LutSpec, VectorSpec
 from qat.quant.vectors import Nearest, nearest_vectors, start_codewords
 from qat.quant.weight import (
     QuantizedWeight,
@@ -139,7 +139,7 @@ def fit_weight(
     weight = weight.detach().float()
     h = weight.new_ones(()) if importance is None else importance.to(weight.device).float()
     h = h.expand_as(weight)
-    if spec.is_vector:
+    if isinstance(spec, VectorSpec):
         with undivided():
             return _fit_codewords(weight, h, spec, nearest=nearest)
     rows = sample_rows(weight, SAMPLE)

@@ -1,11 +1,11 @@
 """Specification of how one linear layer is quantized, and rules that assign it to layers."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializeAsAny, model_serializer, model_validator
 
 from qat.config import Settings
 from qat.errors import ConfigError
@@ -46,6 +46,7 @@ NO_TRELLIS = (
     "but trellises are no longer made: after training, their KL is 4 to 15 % higher than that of "
     "vectors; use --to v2a2, or bits = 8 with vector_size = 4"
 )
+VectorSize = Literal[2, 4, 8]
 VECTOR_BITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 """Allowed bits of an index that names a vector: two, four or eight of them fill whole bytes."""
 
@@ -57,16 +58,16 @@ MOST_FEATURES = 2**24
 class LutSpec(Settings):
     """The format of one weight: `W = codebook[indices] * S`.
 
-    An index names one level, or a codeword of `vector_size` neighbouring input features of a row,
-    at `bits / vector_size` bits per weight. A `group` scale is shared by `group_size` consecutive
-    input features of one row; a `low_rank` scale is `A diag(g) B` of rank `rank` (as in the
-    reference system, for the Apple Neural Engine).
+    An index names one level. With a `vector_size` the format is a `VectorSpec`, which overrides
+    what differs. A `group` scale is shared by `group_size` consecutive input features of one row; a
+    `low_rank` scale is `A diag(g) B` of rank `rank` (as in the reference system, for the Apple
+    Neural Engine).
     """
 
     bits: int = Field(ge=1, le=12)
     """Bits per index; the codebook has `2**bits` entries (three when ternary, 15 when e2m1)."""
-    vector_size: Literal[1, 2, 4, 8] = 1
-    """Weights per index."""
+    vector_size: Literal[1, 2, 4, 8] = Field(default=1, exclude=True)
+    """Weights per index; files of levels leave it out, so that older versions read them."""
     codebook: CodebookKind = "lut"
     """lut: k-means levels that may learn; seq, int, ternary, e2m1: fixed grids."""
     scale: Literal["group", "low_rank"] = "group"
@@ -80,37 +81,37 @@ class LutSpec(Settings):
     """Bits of a stored scale: a float32, a float16, or, for group scales only, the upper byte of a
     float16 (5 exponent, 3 mantissa bits). 32 is for imported weights that float16 would change."""
     level_bits: Literal[32, 16, 8] = 32
-    """Bits that learned levels are rounded to: float32, or float16 for programs that compute in it.
-    A codebook of vectors is large: it has 16 bits, or 8 by default (multiples of 1/64 below 2)."""
+    """Bits that learned levels are rounded to: float32, or float16 for programs that compute in
+    it."""
 
-    @model_validator(mode="before")
+    letter: ClassVar[str] = "q"
+    """What stands before the bits in the name of a run."""
+    budget_forms: ClassVar[tuple[tuple[int, int], ...]] = ((2, 1), (3, 1), (4, 1))
+    """Bits per index and weights per index that a budget tries: 2, 3 and 4 bits per weight."""
+    rows_share_codebook: ClassVar[bool] = False
+    """Whether a sweep has one codebook for all rows, so that it takes one weight at a time."""
+
+    def __new__(cls, **values: Any) -> "LutSpec":
+        """Make a `VectorSpec` if the values have its sizes, so that files need no other name."""
+        return super().__new__(cls._kind(values))
+
     @classmethod
-    def _short_codewords(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        if values.get("trellis_bits"):
-            raise ValueError(f"trellis_bits={values['trellis_bits']!r:.40}, {NO_TRELLIS}")
-        return {"level_bits": 8} | values if values.get("vector_size", 1) != 1 else values
+    def _kind(cls, values: dict[str, Any]) -> type["LutSpec"]:
+        return VectorSpec if values.get("vector_size") in get_args(VectorSize) else cls
 
-    @model_serializer(mode="wrap")
-    def _without_usual_size(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out fields that plain levels do not use, so that older versions read them."""
-        values: dict[str, Any] = write(self)
-        if self.vector_size == 1:
-            del values["vector_size"]
-        return values
+    @model_validator(mode="wrap")
+    @classmethod
+    def _of_kind(cls, values: Any, validate: Callable[[Any], "LutSpec"]) -> "LutSpec":
+        if isinstance(values, dict):
+            if values.get("trellis_bits"):
+                raise ValueError(f"trellis_bits={values['trellis_bits']!r:.40}, {NO_TRELLIS}")
+            kind = cls._kind(values)
+            validate = validate if kind is cls else kind.model_validate
+        return validate(values)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.is_vector:
-            self._check_vectors()
-        elif self.bits > 8:
-            raise ValueError(
-                f"bits={self.bits}, expected at most 8 of an index that names one weight; give "
-                "vector_size=2, 4 or 8 too"
-            )
-        elif self.level_bits == 8:
-            raise ValueError("level_bits=8 is for codewords (vector_size=2, 4 or 8); give 16 or 32")
+        self._check_index()
         if self.codebook == "ternary" and self.bits != 2:
             raise ValueError(f"a ternary codebook is stored in bits=2, got bits={self.bits}")
         if self.codebook == "e2m1" and self.bits != 4:
@@ -123,23 +124,14 @@ class LutSpec(Settings):
             raise ValueError("scale=low_rank is stored in scale_bits=16 or 32, got scale_bits=8")
         return self
 
-    def _check_vectors(self) -> None:
-        d = self.vector_size
-        if self.codebook != "lut":
-            raise ValueError(f"codebook={self.codebook} has vector_size=1, got vector_size={d}")
-        if self.bits not in VECTOR_BITS:
+    def _check_index(self) -> None:
+        if self.bits > 8:
             raise ValueError(
-                f"bits={self.bits}, expected one of {VECTOR_BITS} with vector_size={d}"
+                f"bits={self.bits}, expected at most 8 of an index that names one weight; give "
+                "vector_size=2, 4 or 8 too"
             )
-        if self.group_size % d:
-            raise ValueError(f"group_size={self.group_size} is no multiple of vector_size={d}")
-        if self.level_bits == 32:
-            raise ValueError(f"vector_size={d} needs level_bits=8 or 16, got level_bits=32")
-
-    @property
-    def is_vector(self) -> bool:
-        """True if an index names several weights."""
-        return self.vector_size > 1
+        if self.level_bits == 8:
+            raise ValueError("level_bits=8 is for codewords (vector_size=2, 4 or 8); give 16 or 32")
 
     @property
     def num_levels(self) -> int:
@@ -149,7 +141,12 @@ class LutSpec(Settings):
     @property
     def codebook_shape(self) -> tuple[int, ...]:
         """`(C,)` for levels, `(C, d)` for codewords."""
-        return (self.num_levels, self.vector_size) if self.is_vector else (self.num_levels,)
+        return (self.num_levels,)
+
+    @property
+    def lost_as_levels(self) -> str | None:
+        """Why one stored index per weight cannot hold that weight; None if it can."""
+        return None
 
     @property
     def index_bits(self) -> float:
@@ -159,37 +156,24 @@ class LutSpec(Settings):
 
     def described(self) -> str:
         """Return the format for `print(model)`: `bits=2, codebook=lut, group_size=16, ...`."""
-        size = f"vector_size={self.vector_size}, " if self.is_vector else ""
-        scale = f"group_size={self.group_size}, scale_bits={self.scale_bits}"
-        if self.scale == "low_rank":
-            scale = f"rank={self.rank}"
-        return f"bits={self.bits}, {size}codebook={self.codebook}, {scale}"
+        scale = {"rank"} if self.scale == "low_rank" else {"group_size", "scale_bits"}
+        values = self.model_dump(include={"bits", "vector_size", "codebook", *scale})
+        return ", ".join(f"{name}={value}" for name, value in values.items())
+
+    def described_codebook(self) -> str:
+        """Return the codebook for a model card."""
+        return self.codebook
 
     def stored_bits(self, part: str) -> int:
         """Return the bits of each stored number of a weight's `part`: the codebook or a scale."""
-        if part == "codebook":
-            return self.level_bits if self.is_vector else 32
-        return self.scale_bits
+        return 32 if part == "codebook" else self.scale_bits
 
     def check_shape(self, name: str, out_features: int, in_features: int) -> None:
         """Refuse a layer whose rows do not split into whole groups, or that is too small.
 
         Raises:
-            ConfigError: `group_size` or `vector_size` does not divide `in_features`, `rank` is
-                above either size, or the codebook has more codewords than the weight has vectors.
+            ConfigError: `group_size` does not divide `in_features`, or `rank` is above either size.
         """
-        vectors, left = divmod(out_features * in_features, self.vector_size)
-        if self.is_vector and (left or in_features % self.vector_size):
-            raise ConfigError(
-                f"{name}: vector_size={self.vector_size} does not divide its {in_features} input "
-                f"features; choose a vector_size that does, or levels (vector_size=1)"
-            )
-        if self.is_vector and self.num_levels > vectors:
-            raise ConfigError(
-                f"{name}: bits={self.bits} make {self.num_levels} codewords, more than the "
-                f"{vectors} vectors of {self.vector_size} in its {out_features} x {in_features} "
-                "weight; choose fewer bits"
-            )
         if in_features % self.group_size:
             most = min(self.group_size, in_features)
             sizes = range(self.vector_size, most, self.vector_size)
@@ -204,6 +188,64 @@ class LutSpec(Settings):
                 f"{name}: rank={self.rank} is more than its {out_features} x {in_features} weight "
                 f"has; choose a rank of at most {min(out_features, in_features)}"
             )
+
+
+class VectorSpec(LutSpec):
+    """A format whose index names a codeword: `vector_size` neighbouring weights of a row."""
+
+    vector_size: VectorSize
+    level_bits: Literal[32, 16, 8] = 8
+    """A codebook of vectors is large: it has 16 bits, or 8 (multiples of 1/64 below 2)."""
+    letter = "v"
+    budget_forms = ((8, 4), (6, 2), (8, 2))
+    rows_share_codebook = True
+
+    def _check_index(self) -> None:
+        d = self.vector_size
+        if self.codebook != "lut":
+            raise ValueError(f"codebook={self.codebook} has vector_size=1, got vector_size={d}")
+        if self.bits not in VECTOR_BITS:
+            raise ValueError(
+                f"bits={self.bits}, expected one of {VECTOR_BITS} with vector_size={d}"
+            )
+        if self.group_size % d:
+            raise ValueError(f"group_size={self.group_size} is no multiple of vector_size={d}")
+        if self.level_bits == 32:
+            raise ValueError(f"vector_size={d} needs level_bits=8 or 16, got level_bits=32")
+
+    @property
+    def codebook_shape(self) -> tuple[int, ...]:
+        """See `LutSpec`."""
+        return (self.num_levels, self.vector_size)
+
+    def stored_bits(self, part: str) -> int:
+        """See `LutSpec`."""
+        return self.level_bits if part == "codebook" else self.scale_bits
+
+    @property
+    def lost_as_levels(self) -> str | None:
+        """See `LutSpec`."""
+        return f"an index names {self.vector_size} weights, expected one"
+
+    def described_codebook(self) -> str:
+        """See `LutSpec`."""
+        return f"{self.codebook}, {self.num_levels} codewords of {self.vector_size} weights"
+
+    def check_shape(self, name: str, out_features: int, in_features: int) -> None:
+        """See `LutSpec`; vectors must fill the rows too, and be as many as the codewords."""
+        vectors, left = divmod(out_features * in_features, self.vector_size)
+        if left or in_features % self.vector_size:
+            raise ConfigError(
+                f"{name}: vector_size={self.vector_size} does not divide its {in_features} input "
+                f"features; choose a vector_size that does, or levels (vector_size=1)"
+            )
+        if self.num_levels > vectors:
+            raise ConfigError(
+                f"{name}: bits={self.bits} make {self.num_levels} codewords, more than the "
+                f"{vectors} vectors of {self.vector_size} in its {out_features} x {in_features} "
+                "weight; choose fewer bits"
+            )
+        super().check_shape(name, out_features, in_features)
 
 
 class ActivationSpec(Settings):
@@ -226,9 +268,9 @@ class ActivationSpec(Settings):
         return self
 
     @model_serializer(mode="wrap")
-    def _without_usual_bits(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_usual_bits(self, write: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
         """Leave out `scale_bits` of float32, so that older versions read the result."""
-        values: dict[str, Any] = write(self)
+        values = write(self)
         if self.scale_bits == 32:
             del values["scale_bits"]
         return values
@@ -277,7 +319,7 @@ class PlanRule(Settings):
 
     pattern: str = "*"
     role: Role | None = None
-    spec: LutSpec | None = None
+    spec: SerializeAsAny[LutSpec] | None = None
     activation: ActivationSpec | None = None
 
     @model_validator(mode="after")
@@ -423,7 +465,7 @@ def vectors(bits: int, vector_size: Literal[2, 4]) -> LutSpec:
 
     Bits spent on more scales are better spent on indices (speedrun/LOG.md, 2026-11-23).
     """
-    return LutSpec(bits=bits, vector_size=vector_size, group_size=64, scale_bits=8)
+    return VectorSpec(bits=bits, vector_size=vector_size, group_size=64, scale_bits=8)
 
 
 def _low_rank(bits: int, rank: int) -> LutSpec:

@@ -502,7 +502,7 @@ def _final_name(model: nn.Module, trainer: Trainer) -> str:
     for letter, role in (("q", "mlp"), ("a", "attention")):
         linears = [m for name, m in quant_linears(model).items() if role_of(name) == role]
         if linears and letter == "q":
-            letter = "v" if all(m.spec.is_vector for m in linears) else "q"
+            letter = min(m.spec.letter for m in linears)  # v if all are vectors
         weights = sum(m.out_features * m.in_features for m in linears)
         bits = sum(m.spec.index_bits * m.out_features * m.in_features for m in linears)
         quant += f"{letter}{bits / weights:.2g}" if linears else ""

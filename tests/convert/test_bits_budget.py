@@ -165,7 +165,7 @@ def test_levels_stand_in_where_vectors_cannot_be() -> None:
     assert tried["up_proj"] == [(b, 1, g) for b in (2, 3, 4) for g in (16, 32)]
 
     def bend(name: str, spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-        if spec.is_vector:
+        if spec.vector_size > 1:
             raise ExportError("levels only")
         return spec
 

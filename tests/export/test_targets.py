@@ -474,7 +474,7 @@ def test_all_chat_templates_and_only_tokens_of_the_table_go_into_a_gguf() -> Non
 )
 def test_what_would_lose_is_refused(to: TargetName, spec: LutSpec, reason: str) -> None:
     model = tiny_quantized("qwen3", spec, num_hidden_layers=1)
-    how = f"qat convert{' --to q2a4' if spec.is_vector else ''} --for {to}'"
+    how = f"qat convert{' --to q2a4' if spec.vector_size > 1 else ''} --for {to}'"
     with pytest.raises(ExportError, match=f"cannot hold model.*{reason}.*{how}"):
         check_model(to, model)
 

@@ -143,7 +143,7 @@ SUMS = [
 
 def kernel_of(spec: LutSpec) -> str:
     """Tiles of levels and those of codewords are chosen apart."""
-    return "vectors_sums" if spec.is_vector else "lut_sums"
+    return "vectors_sums" if spec.vector_size > 1 else "lut_sums"
 
 
 # 128 KiB of shared memory

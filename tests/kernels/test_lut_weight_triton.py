@@ -37,7 +37,7 @@ def size(spec: LutSpec, source: str) -> tuple[int, int]:
 
     Choosing codewords is slow work for an interpreter, and its tiles are small.
     """
-    O = 37 if source == "packed" or not spec.is_vector else 9 if spec.bits < 10 else 2
+    O = 37 if source == "packed" or spec.vector_size == 1 else 9 if spec.bits < 10 else 2
     return O, spec.group_size * max(1, 72 // spec.group_size)
 
 

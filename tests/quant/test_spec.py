@@ -1,12 +1,15 @@
 """Formats, plans and presets: what fits together, and what is refused by which words."""
 
+import copy
+import json
+
 import pytest
 import torch
 from pydantic import ValidationError
 
 from qat.errors import ConfigError
 from qat.quant.codebook import fixed_grid
-from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan, role_of
+from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan, VectorSpec, role_of
 
 NAMES = [f"layers.{i}.{part}" for i in (0, 1) for part in ("self_attn.q", "mlp.up", "mlp.down")]
 TWO, FOUR = LutSpec(bits=2), LutSpec(bits=4)
@@ -97,6 +100,11 @@ def test_levels_are_written_as_before_there_were_vectors() -> None:
     assert "vector_size" not in TWO.model_dump() and LutSpec(**TWO.model_dump()) == TWO
     pairs = LutSpec(bits=6, vector_size=2)
     assert pairs.model_dump()["vector_size"] == 2 and LutSpec(**pairs.model_dump()) == pairs
+    given = plan(("a", TWO), ("b", pairs))
+    found = QuantPlan.parse(json.loads(given.model_dump_json()), "p")
+    assert found == given and "vector_size" not in given.model_dump()["rules"][0]["spec"]
+    assert [type(rule.spec) for rule in found.rules] == [LutSpec, VectorSpec]
+    assert [type(copy.deepcopy(spec)) for spec in (TWO, pairs)] == [LutSpec, VectorSpec]
 
 
 def test_first_match_decides() -> None:

@@ -22,7 +22,6 @@ from qat.errors import ExportError
 from qat.export.model import float_base
 from qat.export.parts import (
     logits_of,
-    lost_by_codewords,
     refuse_codewords,
     unquantized_state,
     write_config,
@@ -68,8 +67,8 @@ class _Common(NamedTuple):
 
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
     """Return why `spec` cannot be held: vectors, or more groups than ranks."""
-    if spec.is_vector or spec.scale == "low_rank":
-        return lost_by_codewords(spec)
+    if spec.lost_as_levels or spec.scale == "low_rank":
+        return spec.lost_as_levels
     num_groups = shape[1] // spec.group_size
     if num_groups <= MOST_RANK:
         return None
