@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qat.errors import ExportError
 from qat.export.parts import (
     DTYPE_NAMES,
+    WITH_GROUPS,
     DtypeError,
     exact,
     lost_by_rank,
     plain_decoder,
-    refuse_low_rank,
+    refuse,
     unquantized_state,
     write_config,
 )
@@ -74,10 +74,8 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     Raises:
         ExportError: there are more than 256 codewords, or low-rank scales.
     """
-    refuse_low_rank(spec)
-    reason = lost(spec, shape)
-    if reason is not None:
-        raise ExportError(f"{reason}; name a plan of at most {INDEX_BITS[-1]} bits an index")
+    refuse(lost_by_rank(spec), WITH_GROUPS)
+    refuse(lost(spec, shape), f"of at most {INDEX_BITS[-1]} bits an index")
     return spec.model_copy(update={"scale_bits": 8, "level_bits": 16})
 
 

@@ -35,6 +35,7 @@ DECODERS = ("llama", "qwen2", "qwen3")
 """Model types that can be written as programs."""
 ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles do not depend on the length of the text."""
+OF_LEVELS, WITH_GROUPS = "of levels, such as q2a4", "with groups"
 
 
 class DtypeError(ExportError):
@@ -152,25 +153,14 @@ def lost_by_grid(spec: LutSpec, grids: tuple[str, ...]) -> str | None:
     return reason
 
 
-def refuse_codewords(spec: LutSpec) -> None:
-    """Refuse a codebook of vectors, which a scheme of levels would replace.
+def refuse(lost: str | None, plan: str) -> None:
+    """Refuse a spec that a scheme would replace by another kind; `plan` says what to name instead.
 
     Raises:
-        ExportError: an index names several weights.
+        ExportError: `lost` is a reason.
     """
-    if spec.lost_as_levels is not None:
-        raise ExportError(f"{spec.lost_as_levels}; name a plan of levels, such as q2a4")
-
-
-def refuse_low_rank(spec: LutSpec) -> None:
-    """Refuse a low-rank scale, which a scheme of groups would replace.
-
-    Raises:
-        ExportError: the scale is of low rank.
-    """
-    reason = lost_by_rank(spec)
-    if reason is not None:
-        raise ExportError(f"{reason}; name a plan with groups")
+    if lost is not None:
+        raise ExportError(f"{lost}; name a plan {plan}")
 
 
 def refuse_all_but_groups(spec: LutSpec) -> None:
@@ -179,8 +169,8 @@ def refuse_all_but_groups(spec: LutSpec) -> None:
     Raises:
         ExportError: the spec has one of them.
     """
-    refuse_codewords(spec)
-    refuse_low_rank(spec)
+    refuse(spec.lost_as_levels, OF_LEVELS)
+    refuse(lost_by_rank(spec), WITH_GROUPS)
 
 
 MOST_SEQ_BITS = 4

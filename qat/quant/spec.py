@@ -81,9 +81,7 @@ class LutSpec(Settings):
     """Bits of a stored scale: a float32, a float16, or, for group scales only, the upper byte of a
     float16 (5 exponent, 3 mantissa bits). 32 is for imported weights that float16 would change."""
     level_bits: Literal[32, 16, 8] = 32
-    """Bits that learned levels are rounded to: float32, or float16 for programs that compute in
-    it."""
-
+    """Bits of a learned level: those of float32, or of float16 for programs that compute in it."""
     letter: ClassVar[str] = "q"
     """What stands before the bits in the name of a run."""
     budget_forms: ClassVar[tuple[tuple[int, int], ...]] = ((2, 1), (3, 1), (4, 1))

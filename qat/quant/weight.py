@@ -257,9 +257,7 @@ def above_zero(scales: Scales) -> Scales:
 
 def as_stored(weight: QuantizedWeight) -> QuantizedWeight:
     """Return the weight after a round trip through a checkpoint's dtypes."""
-    codebook = round_as_stored(
-        "codebook", weight.codebook, WIDE if weight.codebook.dim() == 1 else 16
-    )
+    codebook = round_levels(weight.codebook, WIDE if weight.codebook.dim() == 1 else 16)
     return QuantizedWeight(weight.indices, codebook, round_scales(weight.scales))
 
 

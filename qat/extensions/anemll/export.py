@@ -20,12 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
 from qat.export.model import float_base
-from qat.export.parts import (
-    logits_of,
-    refuse_codewords,
-    unquantized_state,
-    write_config,
-)
+from qat.export.parts import OF_LEVELS, logits_of, refuse, unquantized_state, write_config
 from qat.extensions.anemll.checkpoint import build_model
 from qat.extensions.anemll.state import read_state
 from qat.nn.quant_linear import QuantLinear, quant_linears
@@ -84,7 +79,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     Raises:
         ExportError: an index encodes several weights.
     """
-    refuse_codewords(spec)
+    refuse(spec.lost_as_levels, OF_LEVELS)
     if lost(spec, shape) is None:
         return spec
     rank = min(USUAL_RANK, *shape)
