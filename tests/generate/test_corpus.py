@@ -3,11 +3,10 @@
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from crash import stopped_at
 from ranks_case import run_ranks
 from tiny import tiny_model, tiny_tokenizer
@@ -96,11 +95,6 @@ def test_rows_say_their_teacher_and_settings(teacher: Path, tmp_path: Path) -> N
     assert documents == [row["text"] for row in rows]
 
 
-def test_a_corpus_is_the_same_when_repeated(whole: bytes, teacher: Path, tmp_path: Path) -> None:
-    sample(teacher, tmp_path / "c.jsonl", **NOTHING)
-    assert (tmp_path / "c.jsonl").read_bytes() == whole
-
-
 def test_a_seed_is_another_corpus(whole: bytes, teacher: Path, tmp_path: Path) -> None:
     sample(teacher, tmp_path / "c.jsonl", **NOTHING, seed=1)
     texts = [row["text"] for row in rows_of(tmp_path / "c.jsonl")]
@@ -108,9 +102,7 @@ def test_a_seed_is_another_corpus(whole: bytes, teacher: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("call", [0, 1, 3, 6])
-def test_a_corpus_that_was_stopped_goes_on(
-    whole: bytes, teacher: Path, tmp_path: Path, call: int
-) -> None:
+def test_a_corpus_that_was_stopped_goes_on(whole: bytes, teacher, tmp_path, call: int) -> None:
     """At its settings, and at each of its shards."""
     out = tmp_path / "c.jsonl"
     with stopped_at(module, "write_atomically", call):
@@ -164,9 +156,7 @@ def test_a_killed_rank_costs_its_shard(whole: bytes, teacher: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("harm", ["cut", "edited", "another", "empty"])
-def test_a_shard_that_changed_is_sampled_again(
-    whole: bytes, teacher: Path, tmp_path: Path, harm: str, caplog
-) -> None:
+def test_a_shard_that_changed_is_sampled_again(whole, teacher, tmp_path, harm, caplog) -> None:
     out, parts = tmp_path / "c.jsonl", tmp_path / ".c.jsonl.shards"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_join", lambda *_: None)
@@ -219,9 +209,7 @@ def test_other_settings_are_refused_and_named(teacher: Path, tmp_path: Path) -> 
     ("true", "<|user|>the cat<|end|><|assistant|>"),
     ("none", "the cat\n\n"),
 ])  # fmt: skip
-def test_chats_are_put_as_the_template_says(
-    teacher: Path, chats: Path, tmp_path: Path, thinking: str, prompt: str
-) -> None:
+def test_chats_are_put_as_the_template_says(teacher, chats, tmp_path, thinking, prompt) -> None:
     settings = {"prompts": str(chats), "thinking": thinking, "samples": 3}
     model, corpus = opened(teacher, **settings)
     assert corpus.num_rows == 6
@@ -246,9 +234,7 @@ def test_all_modes_are_rows_of_their_own(teacher: Path, chats: Path) -> None:
     assert modes == [m for m in ("true", "false", "none", "true", "false") for _ in range(2)][:9]
 
 
-def test_a_thought_that_the_template_begins_is_part_of_the_answer(
-    teacher: Path, chats: Path, tmp_path: Path
-) -> None:
+def test_a_thought_that_the_template_begins_is_part_of_the_answer(teacher, chats, tmp_path) -> None:
     model, corpus = opened(teacher, prompts=str(chats), thinking="true", rows=1)
     corpus.tokenizer.chat_template = "{{ messages[-1].content }}<think>\n"
     config = SampleConfig(**SMALL, prompts=str(chats), thinking="true", rows=1)
@@ -259,9 +245,7 @@ def test_a_thought_that_the_template_begins_is_part_of_the_answer(
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_plain_prompts_are_questions_or_beginnings(
-    teacher: Path, tmp_path: Path, raw: bool
-) -> None:
+def test_plain_prompts_are_questions_or_beginnings(teacher: Path, tmp_path, raw: bool) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("the cat\n\nthe dog saw")
     out = tmp_path / "c.jsonl"
@@ -314,11 +298,3 @@ def test_a_model_that_says_nothing_is_one_line(teacher: Path, tmp_path: Path) ->
     with pytest.raises(DataError, match="none of 22 rows holds a text"):
         write_corpus(model, every, tmp_path / "c.jsonl")
     assert [*tmp_path.iterdir()] == []
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

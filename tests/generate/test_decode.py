@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from qat.backend.device import seeded
 from qat.generate.decode import Decoder, Sampling
-from qat.generate.step import DecodeStep, PackedLinear, read_bytes
+from qat.generate.step import DecodeStep, read_bytes
 from qat.generate.text import Generated, generate_text
 from qat.kernels.lut_rows import SPLIT
 from qat.models.document_attention import quantize_kv
@@ -177,18 +177,6 @@ def test_no_weight_lies_in_memory_twice() -> None:
     attention = model.model.model.layers[0].self_attn
     (rows,) = step.blocks[0].qkv.rows
     assert attention.k_proj.rows.octets.data_ptr() == rows.octets[64].data_ptr()
-
-
-@pytest.mark.parametrize("tokens", [1, 8, 9])
-def test_a_packed_linear_equals_the_frozen_one(tokens: int) -> None:
-    model = LanguageModel(tiny_quantized("qwen3", PACKED))
-    x = torch.randn(tokens, 32)
-    linear = model.model.model.layers[0].mlp.up_proj
-    expected = linear(x)
-    DecodeStep(model)
-    packed = model.model.model.layers[0].mlp.up_proj
-    assert isinstance(packed, PackedLinear)
-    assert torch.allclose(packed(x), expected, atol=1e-5)
 
 
 def test_families_that_are_not_known() -> None:

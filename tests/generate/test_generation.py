@@ -49,13 +49,6 @@ def test_rows_filled_to_one_shape_hold_the_same_tokens(model: LanguageModel, mon
     assert module.continue_rows(model, ids, ending) == ended
 
 
-def test_the_stream_is_the_text_in_pieces(model: LanguageModel) -> None:
-    pieces = []
-    said = generate_text(model, tiny_tokenizer(), PROMPT, max_new_tokens=12, stream=pieces.append)
-    assert "".join(pieces) == said.text
-    assert said.num_tokens <= 12
-
-
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer like Llama's: a token that begins a text, and words w1, w2 with their spaces."""
     vocabulary = {"<s>": 0} | {f"\u2581w{n}": n for n in range(1, VOCAB)}

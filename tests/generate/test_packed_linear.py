@@ -21,9 +21,7 @@ from qat.quant.spec import ACTIVATION_KINDS, LutSpec
     [({"bits": 2}, True), ({"bits": 2}, False), ({"bits": 8, "vector_size": 4}, False)],
 )
 @pytest.mark.parametrize("tokens", [1, MOST_VECTORS, MOST_VECTORS + 1])
-def test_up_to_eight_tokens_are_multiplied_from_packed_indices(
-    tokens: int, size: dict, has_bias: bool
-) -> None:
+def test_up_to_eight_tokens_are_multiplied_from_packed_indices(tokens, size, has_bias) -> None:
     linear = frozen_linear(16, 32, LutSpec(**size, group_size=16, scale_bits=8), has_bias)
     parts = linear.source(), linear.levels(), linear.scales_as_stored()
     packed = PackedLinear(linear, LutRows.of(*parts, is_short=False), Scratch())
