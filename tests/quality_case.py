@@ -1,15 +1,13 @@
 """A tiny teacher, two texts and a recipe file in the current directory: a case for quality runs."""
 
 import json
-import sys
 from pathlib import Path
 
+import cli_case
 import pytest
 import tomli_w
 from cache_case import TOKENIZER, teacher, texts
 from transformers.utils import logging as hf_logging
-
-from qat.cli import main
 
 TRAIN = {"warmup_steps": 1, "eval_sequences": 2, "log_every": 1, "save_every": 2, "dtype": "fp32"}
 
@@ -46,10 +44,5 @@ def write(*recipes: dict, **values: object) -> None:
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *more: str, device: str = "cpu") -> int:
-    words = ["qat", "bench", "quality", "recipe.toml", "--out", "out", "--device", device]
-    monkeypatch.setattr(sys, "argv", [*words, *more])
-    try:
-        main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
+    words = ["bench", "quality", "recipe.toml", "--out", "out", "--device", device]
+    return cli_case.call(monkeypatch, *words, *more)

@@ -2,8 +2,12 @@
 
 import json
 import socket
+import subprocess
+import threading
+import time
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 
@@ -114,3 +118,39 @@ def ask(port: int, path: Path, words: str, **settings: object) -> bytes:
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return answer.read()
+
+
+@contextmanager
+def serving(command: list[str], port: int, log: Path) -> Iterator[None]:
+    """A server that answers at `port` until the block ends."""
+    with open(log, "w") as file:
+        server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        for _ in range(240):
+            assert server.poll() is None, log.read_text()[-4000:]
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+                break
+            except OSError:
+                time.sleep(0.5)
+        yield
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def at_once(answer: Callable[[str], bytes], words: Iterable[str]) -> dict[str, dict]:
+    """The first choice of each answer to messages that are sent at the same time."""
+    answers: dict[str, bytes] = {}
+    threads = [threading.Thread(target=lambda w=w: answers.update({w: answer(w)})) for w in words]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {w: json.loads(answers[w])["choices"][0] for w in words}
+
+
+def streamed(answer: bytes) -> list[dict]:
+    """The first choice of each piece of a streamed answer."""
+    lines = answer.decode().splitlines()
+    return [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]

@@ -1,7 +1,6 @@
 """The command line as a user meets it: help, typing mistakes, recipes, and whose fault it is."""
 
 import errno
-import json
 import os
 import shlex
 import subprocess
@@ -12,11 +11,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from cli_case import call
 
 import qat.cli
 from qat.bench.sweep.plan import read_sweep
 from qat.cli import VERBS, app, main
-from qat.cli.parser import check_recipe, parsed, print_result, verb_flags
+from qat.cli.parser import check_recipe, parsed, verb_flags
 from qat.cli.run import Pipeline
 from qat.config import Required
 from qat.errors import ConfigError
@@ -25,16 +25,6 @@ from qat.extensions.lab.quality.plan import read_quality
 REQUIRED_KEY = Required[str].__metadata__[0].group[0].sort_key
 RECIPES = Path(__file__).parents[1] / "speedrun" / "recipes"
 FLAGS = {"cache": {"top-k", "data"}, "train": {"max-steps", "lr"}}
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *tokens: str) -> int:
-    """The exit code of `qat TOKENS`."""
-    monkeypatch.setattr(sys, "argv", ["qat", *tokens])
-    try:
-        main()
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 def test_verbs_are_the_commands() -> None:
@@ -87,11 +77,11 @@ SUBVERBS = [[verb, below] for verb in VERBS for below in app[verb] if not below.
 
 
 def test_help_ends_with_an_example_that_parses(monkeypatch, capsys) -> None:
+    assert call(monkeypatch, "train", "--help") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == app["train"].help_epilogue
     for words in (*([verb] for verb in VERBS), *SUBVERBS):
-        assert call(monkeypatch, *words, "--help") == 0
-        shown = capsys.readouterr().out
-        assert shown.startswith(f"Usage: qat {words[0]}")
-        example = shlex.split(shown.splitlines()[-1])
+        verb = app[words[0]] if len(words) == 1 else app[words[0]][words[1]]
+        example = shlex.split(verb.help_epilogue)
         assert example[: len(words) + 2] == ["Example:", "qat", *words]
         app.parse_args(example[2:], exit_on_error=False, print_error=False)
 
@@ -182,15 +172,6 @@ def test_our_own_bug_keeps_its_traceback(monkeypatch) -> None:
         main()
 
 
-def test_keyboard_interrupt_is_quiet(monkeypatch, capsys) -> None:
-    def stopped(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(qat.cli, "app", SimpleNamespace(meta=stopped))
-    assert call(monkeypatch) == 130
-    assert capsys.readouterr().err == "qat: stopped by the keyboard\n"
-
-
 def test_a_verb_stopped_by_the_keyboard_says_so(monkeypatch, capsys) -> None:
     def stopped(path: Path) -> None:
         raise KeyboardInterrupt
@@ -198,11 +179,6 @@ def test_a_verb_stopped_by_the_keyboard_says_so(monkeypatch, capsys) -> None:
     monkeypatch.setattr("qat.cli.inputs.read_manifest", stopped)
     assert call(monkeypatch, "cache", "info", "anything") == 130
     assert capsys.readouterr().err == "qat: stopped by the keyboard\n"
-
-
-def test_result_is_one_line_of_json(capsys) -> None:
-    print_result({"out": Path("a/b"), "tokens": 3, "kl_nats": 0.5})
-    assert json.loads(capsys.readouterr().out) == {"out": "a/b", "tokens": 3, "kl_nats": 0.5}
 
 
 def test_recipe_takes_both_spellings(tmp_path: Path) -> None:

@@ -65,12 +65,6 @@ def test_a_hint_leaves_the_compiler_what_it_imports() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
-def test_the_name_is_the_projects() -> None:
-    assert PROJECT["name"] == DISTRIBUTION
-    (itself,) = (each for each in PROJECT["optional-dependencies"]["dev"] if "," in each)
-    assert itself.startswith(f"{DISTRIBUTION}[")
-
-
 FLAGS = (
     "--keep",
     "--help",

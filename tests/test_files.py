@@ -149,12 +149,6 @@ def test_a_link_stays_and_what_is_behind_it_is_made(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "deep") == ["out"]
 
 
-def test_folders_stay_where_something_came_of_them(tmp_path: Path) -> None:
-    with whole_directory(tmp_path / "a/b/out") as partial:
-        (partial / "file").write_text("x")
-    assert (tmp_path / "a/b/out/file").is_file()
-
-
 @pytest.mark.parametrize("place", [parents_of, whole_directory, held])
 def test_folders_go_with_what_failed(tmp_path: Path, place) -> None:
     (tmp_path / "old").mkdir()

@@ -2,7 +2,7 @@
 
 import importlib
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +17,6 @@ from qat.convert.importing import load_importer
 from qat.errors import ConfigError
 from qat.export.targets import load_target, target_names
 from qat.models.attention import read_attention, sparse_attention
-
-
-@pytest.fixture
-def no_extensions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(hooks, "entry_points", lambda group: ())
-    hooks.hooks.cache_clear()
-    yield
-    hooks.hooks.cache_clear()
 
 
 @pytest.mark.usefixtures("no_extensions")

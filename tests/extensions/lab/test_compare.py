@@ -1,13 +1,12 @@
 """`qat bench compare`: its exit codes, what it refuses, and what stands in its table."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_case import call
 
-from qat.cli import main
 from qat.errors import ComparisonError
 from qat.extensions.lab.compare import compare_files, read_cases
 
@@ -33,13 +32,6 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
     return path
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *tokens: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["qat", "bench", "compare", *map(str, tokens)])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return int(stop.value.code or 0)
-
-
 @pytest.fixture
 def before(tmp_path: Path) -> Path:
     return write(tmp_path / "a" / "results.jsonl", row())
@@ -59,7 +51,7 @@ def test_the_exit_code_is_the_verdict(
     mean, flags, code, verdict, before, tmp_path, monkeypatch, capsys
 ) -> None:
     after = write(tmp_path / "b.jsonl", row(mean, seed=1, commit="2"))
-    assert call(monkeypatch, before.parent, after, *flags) == code
+    assert call(monkeypatch, "bench", "compare", before.parent, after, *flags) == code
     printed = capsys.readouterr().out
     last = json.loads(printed.splitlines()[-1])
     assert last["verdict"] == verdict
@@ -84,7 +76,7 @@ def test_the_exit_code_is_the_verdict(
 def test_what_is_not_alike_is_not_compared(facts, reason, before, tmp_path, monkeypatch, capsys):
     after = write(tmp_path / "b.jsonl", {**row(2.0), **facts})
     assert compare_files(before, after).pairs[0].reason == reason
-    assert call(monkeypatch, before, after) == 2
+    assert call(monkeypatch, "bench", "compare", before, after) == 2
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["verdict"] == "not comparable"
 
 
@@ -154,7 +146,7 @@ def test_between_cases_is_what_the_choice_changes(tmp_path: Path) -> None:
 )
 def test_a_mistake_is_one_line_and_2(rows, message, before, tmp_path, monkeypatch, capsys) -> None:
     after = write(tmp_path / "b.jsonl", *rows)
-    assert call(monkeypatch, before, after) == 2
+    assert call(monkeypatch, "bench", "compare", before, after) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and message in lines[0]
 

@@ -2,12 +2,11 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from cli_case import call
 
-from qat.cli import main
 from qat.errors import ConfigError
 from qat.extensions.lab.leaderboard import (
     RecordFigure,
@@ -41,13 +40,6 @@ def records(tmp_path: Path) -> Path:
     return where
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *tokens: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["qat", "report", *map(str, tokens)])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return int(stop.value.code or 0)
-
-
 def test_entries_are_by_device_and_in_time(records: Path) -> None:
     devices = by_device(read_records(records))
     assert list(devices) == [GPU, CPU]
@@ -61,7 +53,7 @@ def test_the_page_shows_every_figure_and_is_self_contained(
     records, tmp_path, monkeypatch, capsys
 ) -> None:
     out = tmp_path / "new" / "page.html"
-    assert call(monkeypatch, "--leaderboard", "--records", records, "--out", out) == 0
+    assert call(monkeypatch, "report", "--leaderboard", "--records", records, "--out", out) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"page": str(out)}
     html = out.read_text(encoding="utf-8")
     assert not re.search(r"""(src|href|srcset)=["'](?!data:)""", html)
@@ -120,6 +112,6 @@ def test_what_cannot_be_read_is_refused(name, text, message, tmp_path: Path) -> 
     ],
 )
 def test_a_mistake_is_one_line(tokens, message, monkeypatch, capsys) -> None:
-    assert call(monkeypatch, *tokens) == 1
+    assert call(monkeypatch, "report", *tokens) == 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and message in lines[0]

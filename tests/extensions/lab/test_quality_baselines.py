@@ -89,19 +89,7 @@ def test_rounding_to_nearest_by_hand() -> None:
     assert grid.scales.item() == 1.0 and grid.zeros.item() == 1.0
     assert round_to_nearest(weight, 2, 4).tolist() == [[-1.0, 0.0, 2.0, 0.0]]
     assert uniform_bits(weight, 2, 4) == 4 * 2 + 16 + 2
-
-
-def test_a_grid_keeps_zero_and_reaches_both_ends() -> None:
-    weight = torch.randn(6, 64) + 3.0
-    rounded = round_to_nearest(weight, 4, 16)
-    scales = minmax_grid(weight, 4, 16).scales.repeat_interleave(16, 1)
-    assert ((rounded - weight).abs() <= scales * 0.502).all()
-    assert torch.equal(round_to_nearest(torch.zeros(2, 16), 2, 16), torch.zeros(2, 16))
-
-
-def test_groups_must_divide_the_rows() -> None:
-    with pytest.raises(ConfigError, match="group_size=32 does not divide rows of 40 weights"):
-        round_to_nearest(torch.randn(2, 40), 2, 32)
+    assert not round_to_nearest(torch.zeros(2, 16), 2, 16).any()
 
 
 def correlated(I: int, tokens: int = 256) -> torch.Tensor:
@@ -143,8 +131,11 @@ def test_full_rank_scales_are_those_of_the_groups() -> None:
 def test_the_reference_computes_its_formula(kind: type[RankByRank], rank: int) -> None:
     weight, x = torch.randn(24, 64), torch.randn(2, 5, 64)
     scale = more_ranks(svd_scale(weight, 3, 16), rank, torch.Generator())
-    Q = nearest_entries(weight, scale, fewer_entries(even_lut(16), 4))
-    assert len(Q.unique()) == 4
+    lut = fewer_entries(even_lut(16), 4)
+    Q = nearest_entries(weight, scale, lut)
+    assert torch.equal(
+        Q, lut[(weight[..., None] / scale.formed()[..., None] - lut).abs().argmin(-1)]
+    )
     A, B = F.normalize(scale.A, dim=0), F.normalize(scale.B, dim=1)
     W, bias = Q * (A @ torch.diag(scale.g) @ B), torch.randn(24)
     module = kind(Q, scale, bias)
@@ -152,16 +143,6 @@ def test_the_reference_computes_its_formula(kind: type[RankByRank], rank: int) -
     deployed = module.deployed(2)
     torch.testing.assert_close(deployed.weight, W, rtol=1e-2, atol=1e-3)
     assert deployed.stored_bits == 24 * 64 * 2 + 16 * (rank * (24 + 64) + 4)
-
-
-def test_every_level_is_the_nearest_one() -> None:
-    weight = torch.randn(8, 32)
-    lut = even_lut(4)
-    scale = svd_scale(weight, 2, 16)
-    Q = nearest_entries(weight, scale, lut)
-    S = scale.formed()
-    best = (weight[..., None] / S[..., None] - lut).abs().argmin(-1)
-    assert torch.equal(Q, lut[best])
 
 
 def test_a_blocks_linear_rounds_straight_through() -> None:
@@ -445,11 +426,6 @@ def test_split_experts_compute_what_the_stack_did() -> None:
         mixture().model.model.layers[0].self_attn.q_proj.weight
     )
     assert torch.equal(model(ids, use_cache=False).logits, before)
-
-
-@pytest.mark.parametrize("method", TRAINED)
-def test_a_step_has_a_time(cache: TeacherCache, method: str) -> None:
-    assert time_step(method, teacher(), cache, settings=settings(), steps=2) > 0
 
 
 def test_what_cannot_be_compiled_runs_eagerly(cache: TeacherCache) -> None:

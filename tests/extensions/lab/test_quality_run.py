@@ -172,6 +172,7 @@ def test_a_job_that_was_stopped_goes_on(place: Path, monkeypatch) -> None:
     assert (stage / "metrics.jsonl").read_bytes() == metrics  # trained once
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_a_job_that_was_stopped_before_its_first_checkpoint_begins_anew(
     place: Path, monkeypatch

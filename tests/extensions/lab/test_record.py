@@ -2,14 +2,13 @@
 
 import json
 import re
-import sys
 import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_case import call
 
-from qat.cli import main
 from qat.errors import ConfigError
 from qat.extensions.lab.compare import compare_files, read_cases, write_record
 from qat.extensions.lab.leaderboard import read_records
@@ -42,11 +41,8 @@ def fill(where: Path, *rows: dict[str, object]) -> None:
 
 def test_a_record_holds_what_it_takes_to_judge_it(source, tmp_path, monkeypatch, capsys) -> None:
     flags = ["--from", str(source), "--records", str(tmp_path / "r"), "--date", "2026-01-31"]
-    monkeypatch.setattr(sys, "argv", ["qat", "bench", "record", "two-steps", *flags])
-    with pytest.raises(SystemExit) as stop:
-        main()
+    assert call(monkeypatch, "bench", "record", "two-steps", *flags) == 0
     out = tmp_path / "r" / "2026-01-31_two-steps"
-    assert stop.value.code == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"record": str(out)}
     assert (out / "results.jsonl").read_text() == (source / "results.jsonl").read_text()
     assert tomllib.loads((out / "recipe.toml").read_text()) == {"bench": CONFIG}

@@ -5,9 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-import time
-import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,10 +17,13 @@ from served_case import (
     PROMPTS,
     SHAPE,
     ask,
+    at_once,
     chat,
     free_port,
     make,
     ours,
+    serving,
+    streamed,
 )
 from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
@@ -305,37 +305,15 @@ def tokens(port: int, path: Path, words: str, **settings: object) -> bytes:
 
 def test_an_endpoint_answers_two_at_once_and_streams(tmp_path: Path) -> None:
     path, port = make(tmp_path / "student", tie_word_embeddings=True), free_port()
-    with open(tmp_path / "log", "w") as log:
-        server = subprocess.Popen(serve(path, port), stdout=log, stderr=subprocess.STDOUT)
-    try:
-        for _ in range(240):
-            assert server.poll() is None, (tmp_path / "log").read_text()[-4000:]
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
-                break
-            except OSError:
-                time.sleep(0.5)
-        words, answers = ("the cat sat", "the dog saw the mat"), {}
-        threads = [
-            threading.Thread(target=lambda w=w: answers.update({w: tokens(port, path, w)}))
-            for w in words
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    words = ("the cat sat", "the dog saw the mat")
+    with serving(serve(path, port), port, tmp_path / "log"):
+        choices = at_once(lambda w: tokens(port, path, w), words)
         model = load_checkpoint(path, torch.float32)
         for w in words:
-            choice = json.loads(answers[w])["choices"][0]
-            assert choice["token_ids"] == ours(model, chat(w))
-        lines = tokens(port, path, words[0], stream=True).decode().splitlines()
-        pieces = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        streamed = [t for each in pieces for t in each["choices"][0].get("token_ids") or []]
-        assert len(pieces) > 2
-        assert streamed == json.loads(answers[words[0]])["choices"][0]["token_ids"]
-    finally:
-        server.terminate()
-        server.wait(60)
+            assert choices[w]["token_ids"] == ours(model, chat(w))
+        pieces = streamed(tokens(port, path, words[0], stream=True))
+    said = [token for piece in pieces for token in piece.get("token_ids") or []]
+    assert len(pieces) > 2 and said == choices[words[0]]["token_ids"]
 
 
 def test_the_notebook_serves_a_run(tmp_path: Path) -> None:

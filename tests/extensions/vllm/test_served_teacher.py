@@ -1,11 +1,7 @@
 """A cache of what vLLM's own server says, and whether it still says what was recorded of it."""
 
 import json
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from importlib.util import find_spec
@@ -23,6 +19,7 @@ from engine_case import (
     recorded_build,
     recorded_teacher,
 )
+from served_case import free_port, serving
 from tiny import VOCAB
 
 from qat.data.engines import Line
@@ -38,31 +35,16 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a server of the recorded teacher, without /v1."""
-    folder = tmp_path_factory.mktemp("served")
+    folder, port = tmp_path_factory.mktemp("served"), free_port()
     recorded_teacher().model.save_pretrained(folder / "model")
     TOKENIZER.save_pretrained(folder / "model")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     words = [
         str(Path(sys.executable).parent / "vllm"), "serve", str(folder / "model"),
         "--served-model-name", NAME, "--enforce-eager", "--dtype", "float32",
         "--max-model-len", "128", "--host", "127.0.0.1", "--port", str(port),
     ]  # fmt: skip
-    with open(folder / "log", "w") as log:
-        server = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        for _ in range(240):
-            assert server.poll() is None, (folder / "log").read_text()[-4000:]
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
-                break
-            except OSError:
-                time.sleep(0.5)
+    with serving(words, port, folder / "log"):
         yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(60)
 
 
 def check_same(mine: object, known: object) -> None:

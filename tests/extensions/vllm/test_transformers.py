@@ -5,14 +5,22 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
-from served_case import NUM_TOKENS, PROMPTS, ask, chat, free_port, make, ours
+from served_case import (
+    NUM_TOKENS,
+    PROMPTS,
+    ask,
+    at_once,
+    chat,
+    free_port,
+    make,
+    ours,
+    serving,
+    streamed,
+)
 from tiny import tiny_tokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -127,43 +135,18 @@ needs_server = pytest.mark.skipif(
 @pytest.mark.slow
 @needs_server
 def test_an_endpoint_answers_two_at_once_and_streams(student: Path, tmp_path: Path) -> None:
-    port = free_port()
-    with open(tmp_path / "log", "w") as log:
-        server = subprocess.Popen(command(student, port), stdout=log, stderr=subprocess.STDOUT)
-    try:
-        for _ in range(240):
-            assert server.poll() is None, (tmp_path / "log").read_text()[-4000:]
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
-                break
-            except OSError:
-                time.sleep(0.5)
+    port, words = free_port(), ("the cat sat", "the dog saw the mat")
+    with serving(command(student, port), port, tmp_path / "log"):
+        choices = at_once(lambda w: ask(port, student, w), words)
         model, tokenizer = opened(student), tiny_tokenizer()
-        words, answers = ("the cat sat", "the dog saw the mat"), {}
-        threads = [
-            threading.Thread(target=lambda w=w: answers.update({w: ask(port, student, w)}))
-            for w in words
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
         for w in words:
-            expected = until_end(ours(model, chat(w)))
-            choice = json.loads(answers[w])["choices"][0]
-            assert choice["message"]["content"] == tokenizer.decode(
-                expected, skip_special_tokens=True
-            )
-        lines = ask(port, student, words[0], stream=True).decode().splitlines()
-        pieces = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        streamed = "".join(each["choices"][0]["delta"].get("content") or "" for each in pieces)
-        assert len(pieces) > 2
-        whole = json.loads(answers[words[0]])["choices"][0]["message"]["content"]
-        # the server streams no half of a character, which an answer of 16 tokens may end in
-        assert streamed == whole.rstrip("\ufffd")
-    finally:
-        server.terminate()
-        server.wait(60)
+            expected = tokenizer.decode(until_end(ours(model, chat(w))), skip_special_tokens=True)
+            assert choices[w]["message"]["content"] == expected
+        pieces = streamed(ask(port, student, words[0], stream=True))
+    said = "".join(piece["delta"].get("content") or "" for piece in pieces)
+    # the server streams no half of a character, which an answer of 16 tokens may end in
+    assert len(pieces) > 2
+    assert said == choices[words[0]]["message"]["content"].rstrip("\ufffd")
 
 
 def until_end(tokens: list[int]) -> list[int]:
