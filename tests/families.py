@@ -329,11 +329,7 @@ def texts(out: Path) -> Path:
 
 
 def walk(
-    family: str,
-    folder: Path,
-    call: Callable[..., int],
-    device: str = "cpu",
-    dtype: str = "auto",
+    family: str, folder: Path, call: Callable[..., int], device: str = "cpu", dtype: str = "auto"
 ) -> str:
     """Take a model of that class from teacher to a trained student that writes, verb by verb.
 

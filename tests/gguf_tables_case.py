@@ -18,8 +18,7 @@ from qat.quant.integers import exact_integers, integer_spec
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 
 INT4 = QuantPlan(
-    name="int4",
-    rules=(PlanRule(pattern="*", spec=LutSpec(bits=4, codebook="int", group_size=32)),),
+    name="int4", rules=(PlanRule(pattern="*", spec=LutSpec(bits=4, codebook="int", group_size=32)),)
 )
 TYPES = {"Q4_0": 4, "Q5_0": 5, "Q8_0": 8}
 

@@ -165,9 +165,7 @@ def test_a_folder_that_is_used_by_then_stays(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "theirs"]
 
 
-def test_nobodys_working_directory_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobodys_working_directory_is_replaced(tmp_path: Path, monkeypatch) -> None:
     place = tmp_path / "a" / "b"
     place.mkdir(parents=True)
     monkeypatch.chdir(place)

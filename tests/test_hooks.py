@@ -44,9 +44,7 @@ def test_targets_without_their_extension_are_left_out() -> None:
     assert "anemll" not in target_names() and "gguf" in target_names()
 
 
-def test_a_device_that_torch_does_not_know_comes_from_an_extension(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_device_that_torch_does_not_know_comes_from_an_extension(monkeypatch) -> None:
     point = EntryPoint("xla", "qat.extensions.xla.backend", "qat.devices")
     monkeypatch.setattr(hooks, "entry_points", lambda group: (point,))
     hooks.hooks.cache_clear()

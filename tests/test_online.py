@@ -68,9 +68,7 @@ def test_nobody_answers_is_one_line(hub: list[object], answer: object, reason: s
         is_online("a/b", "dataset")
 
 
-def test_a_kept_copy_serves_where_nobody_answers(
-    hub: list[object], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_kept_copy_serves_where_nobody_answers(hub: list[object], tmp_path: Path, caplog) -> None:
     (tmp_path / "models--a--b" / "snapshots").mkdir(parents=True)
     hub.append(TimeoutError("timed out"))
     assert not is_online("a/b")

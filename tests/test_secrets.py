@@ -114,9 +114,7 @@ def test_log_lines_and_tracebacks_are_scrubbed(monkeypatch: pytest.MonkeyPatch) 
     assert f"{HIDDEN} of 3" in stream.getvalue() and "Traceback" in stream.getvalue()
 
 
-def test_a_run_and_its_errors_hold_no_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_run_and_its_errors_hold_no_secret(tmp_path: Path, monkeypatch, capsys) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     everything = "-".join(SECRETS.values())

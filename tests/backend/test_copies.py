@@ -9,9 +9,7 @@ from qat.backend import copies
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_blocks_lie_side_by_side_in_powers_of_two(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_lie_side_by_side_in_powers_of_two(seed: int, monkeypatch) -> None:
     monkeypatch.setattr(copies, "PIECE_BYTES", 2**16)
     sizes = [random.Random(seed + n).randrange(1, 2**15) for n in range(50)] + [2**17 + 5]
     places, pieces = copies.placed(sizes)

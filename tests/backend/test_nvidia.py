@@ -133,9 +133,7 @@ def test_the_way_out_is_in_the_line(arguments: tuple, line: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU that is used")
-def test_auto_says_once_which_gpu_it_leaves(
-    machine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_says_once_which_gpu_it_leaves(machine: Path, monkeypatch, caplog) -> None:
     has_driver(machine, CLOSED)
     device.select("cpu")
     assert not caplog.records
@@ -150,12 +148,7 @@ def test_auto_says_once_which_gpu_it_leaves(
 
 
 @pytest.mark.parametrize("silenced_by", ["another rank", "CUDA_VISIBLE_DEVICES"])
-def test_the_other_ranks_are_silent(
-    machine: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    silenced_by: str,
-) -> None:
+def test_the_other_ranks_are_silent(machine: Path, monkeypatch, caplog, silenced_by: str) -> None:
     has_driver(machine, CLOSED)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     if silenced_by == "another rank":

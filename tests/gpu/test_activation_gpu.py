@@ -56,9 +56,7 @@ def test_compiled_bits_are_those_of_eager_and_of_a_cpu(
 
 
 @pytest.mark.parametrize("kind", ACTIVATION_KINDS)
-def test_a_step_is_recorded_and_never_waits(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_recorded_and_never_waits(kind: str, tmp_path: Path, monkeypatch) -> None:
     needs_fp8(kind)
     recorded = step_of(tmp_path, kind)
     found = course(recorded, EAGER_STEPS + 2)

@@ -90,11 +90,7 @@ def test_a_layer_of_linears(kind: str, B: int) -> None:
     gate_up = stack([gate, up])
     before = stream(residual.cuda(), gamma.cuda(), order_of(gate_up))
     inside = matvec(
-        before.scaled,
-        gate_up,
-        norm=Norm(before.squares, 1e-5),
-        is_gated=True,
-        order=order_of(down),
+        before.scaled, gate_up, norm=Norm(before.squares, 1e-5), is_gated=True, order=order_of(down)
     )
     found = matvec_add(inside, down, before.residual, after.cuda(), order=16)
 

@@ -11,11 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qat.kernels.glu import silu_mul
-from qat.kernels.joined_attention import (
-    joined_attention,
-    joined_fits_tile,
-    joined_tile_attention,
-)
+from qat.kernels.joined_attention import joined_attention, joined_fits_tile, joined_tile_attention
 from qat.models.language_model import LanguageModel
 from qat.models.regions import Regions
 from qat.nn.step import form_weights

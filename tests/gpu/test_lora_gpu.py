@@ -68,9 +68,7 @@ def step_of(place: Path, **values: object) -> TrainingStep:
 
 
 @pytest.mark.parametrize("learn", ["lora", "lora,scales,codebook"])
-def test_a_recorded_step_is_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learn: str
-) -> None:
+def test_a_recorded_step_is_the_step(tmp_path: Path, monkeypatch, learn: str) -> None:
     recorded = step_of(tmp_path, learn=learn)
     found = course(recorded, 6)
     assert recorded.compile_facts()["cuda_graph"]

@@ -66,8 +66,7 @@ def check_sums(found: Tensor, x: Tensor, formed: Tensor, bias: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "dtype"),
-    covering([*SPECS] * 2, SHAPES, [torch.bfloat16, torch.float16]),
+    ("name", "shape", "dtype"), covering([*SPECS] * 2, SHAPES, [torch.bfloat16, torch.float16])
 )
 def test_errs_no_more_than_the_formed_weight(
     name: str, shape: tuple[int, int], dtype: torch.dtype

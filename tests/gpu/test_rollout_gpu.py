@@ -57,17 +57,14 @@ def test_the_words_are_those_of_the_checkpoint(
     assert all(line["own_reverse_kl_nats"] > 0 for line in lines if line["kind"] == "train")
 
 
-def test_recorded_steps_are_the_steps(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_steps_are_the_steps(place: Path, tmp_path: Path, monkeypatch) -> None:
     found = []
     for name, tokens in (("recorded", 2**16), ("plain", 0)):
         torch.compiler.reset()
         monkeypatch.setattr("qat.train.step.GRAPH_TOKENS", tokens)
         own = {"teacher": str(place / "teacher"), "on_policy": 0.5, "rollout_temperature": 0.0}
         chosen = config(
-            place,
-            **{**own, "cache_dir": place / "known", "device": "cuda", "grad_accum_steps": 2},
+            place, **{**own, "cache_dir": place / "known", "device": "cuda", "grad_accum_steps": 2}
         )
         train_student(chosen, str(place / "student"), tmp_path / name, resume=False)
         lines = read_json_lines(tmp_path / name / "metrics.jsonl")

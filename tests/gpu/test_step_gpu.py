@@ -186,9 +186,7 @@ def test_compiled_layers_compute_what_is_written(tmp_path: Path, dtype: str) -> 
     assert compiled == pytest.approx(cpu_like, rel=1e-2)
 
 
-def test_recomputed_slices_compute_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputed_slices_compute_the_same(tmp_path: Path, monkeypatch) -> None:
     plain = course(step_of(tmp_path), 4)
     monkeypatch.setattr("qat.models.regions.SLICE_TOKENS", 3 * S)
     sliced = step_of(tmp_path, gradient_checkpointing=True)

@@ -25,9 +25,7 @@ def taught(place: Path, **values: object) -> TrainingStep:
 
 
 @pytest.mark.parametrize(
-    "values",
-    [{}, {"loss": "cakld"}, {"gradient_checkpointing": True}, {"dtype": "fp16"}],
-    ids=str,
+    "values", [{}, {"loss": "cakld"}, {"gradient_checkpointing": True}, {"dtype": "fp16"}], ids=str
 )
 def test_a_step_never_waits_for_the_device(tmp_path: Path, values: dict) -> None:
     step, batches = taught(tmp_path, **values), [batch(1)]
@@ -40,9 +38,7 @@ def test_a_step_never_waits_for_the_device(tmp_path: Path, values: dict) -> None
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_recorded_step_is_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int
-) -> None:
+def test_a_recorded_step_is_the_step(tmp_path: Path, monkeypatch, accumulate: int) -> None:
     recorded = taught(tmp_path)
     found = course(recorded, 6, accumulate)
     assert recorded.compile_facts()["cuda_graph"]

@@ -230,9 +230,7 @@ class Recording:
 
 
 @pytest.mark.parametrize(("memory_gib", "graphs"), [(1.0, 3), (1e-9, 0)])
-def test_recorded_sweeps_do_what_plain_ones_do(
-    memory_gib: float, graphs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_sweeps_do_what_plain_ones_do(memory_gib: float, graphs: int, monkeypatch) -> None:
     device = Recording(memory_gib)
     monkeypatch.setattr(kernel, "on", lambda _: device)
     sweeps = kernel.RecordedSweeps()
@@ -260,9 +258,7 @@ def test_recorded_sweeps_do_what_plain_ones_do(
     LutSpec(bits=3, vector_size=4, group_size=36),
     LutSpec(bits=3, vector_size=4, group_size=36, scale="low_rank", rank=2),
 ])  # fmt: skip
-def test_fits_of_vectors_end_where_the_references_do(
-    spec: LutSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fits_of_vectors_end_where_the_references_do(spec: LutSpec, monkeypatch) -> None:
     monkeypatch.setattr(reference, "SWEEPS", 1)
     monkeypatch.setattr("qat.quant.fit.LLOYD_STEPS", 1)
     monkeypatch.setattr("qat.quant.fit.ROUNDS_OF_VECTORS", 1)

@@ -174,9 +174,7 @@ def test_no_token() -> None:
 @pytest.mark.parametrize(
     "terms", [{"tail": 1.0, "sampled": 0.5}, {"candidates": 1.0}], ids="+".join
 )
-def test_losses_and_all_gradients(
-    kind: str, terms: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_and_all_gradients(kind: str, terms: dict[str, float], monkeypatch) -> None:
     monkeypatch.setattr(kernels, "_by_kernel", lambda _: True)
     case = head_case(kind, D=40, V=300).to(torch.float32)
     targets = targets_of(2 * torch.randn(len(case.hidden), 300), 5)

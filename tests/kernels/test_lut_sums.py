@@ -34,8 +34,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "size"),
-    covering(SPECS, [torch.bfloat16, torch.float16], [(64, 1), (320, 3)]),
+    ("name", "dtype", "size"), covering(SPECS, [torch.bfloat16, torch.float16], [(64, 1), (320, 3)])
 )
 def test_only_sums_and_the_result_are_rounded(
     name: str, dtype: torch.dtype, size: tuple[int, int]

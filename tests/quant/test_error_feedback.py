@@ -22,13 +22,7 @@ from qat.quant.error_feedback import (
 )
 from qat.quant.fit import fit_weight
 from qat.quant.spec import LutSpec, by_group
-from qat.quant.weight import (
-    QuantizedWeight,
-    Scales,
-    as_stored,
-    dequantize,
-    expand_scales,
-)
+from qat.quant.weight import QuantizedWeight, Scales, as_stored, dequantize, expand_scales
 
 O, I, N = 6, 48, 200
 

@@ -10,13 +10,7 @@ from quantized import SPECS, fit_to_inputs, random_weight
 from torch import Tensor
 
 from qat.quant.codebook import fixed_grid, nearest_indices
-from qat.quant.fit import (
-    absmax_scales,
-    fit_weight,
-    refit_levels,
-    weighted_error,
-    with_zero_groups,
-)
+from qat.quant.fit import absmax_scales, fit_weight, refit_levels, weighted_error, with_zero_groups
 from qat.quant.spec import LutSpec
 from qat.quant.weight import (
     SMALLEST,

@@ -7,13 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qat.quant.fit import (
-    absmax_scales,
-    balance,
-    fit_group_scales,
-    fit_low_rank,
-    low_rank_start,
-)
+from qat.quant.fit import absmax_scales, balance, fit_group_scales, fit_low_rank, low_rank_start
 from qat.quant.weight import expand_scales
 
 O, I, W = 5, 24, 8

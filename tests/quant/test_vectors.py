@@ -276,9 +276,7 @@ def test_feedback_follows_the_textbook_in_float64(name: str) -> None:
     ("name", "I"),
     covering(FORMATS, [48, 96, 288]),
 )
-def test_feedback_beats_rounding_and_no_sweep_adds_energy(
-    name: str, I: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_feedback_beats_rounding_and_no_sweep_adds_energy(name: str, I: int, monkeypatch) -> None:
     spec, weight, H, fitted = case(name, I=I)
     monkeypatch.setattr(ef, "SWEEPS", 1)
     columns = ef.stack([weight], [fitted])

@@ -63,13 +63,7 @@ def test_padded_rows_go_on_as_each_alone(name: str, side: str) -> None:
     for step in range(18):
         places = torch.tensor([[length + step] for length in lengths])
         mask = nn.functional.pad(mask, (0, 1), value=1)
-        found = logits(
-            model,
-            IDS[0, places],
-            attention_mask=mask,
-            position_ids=places,
-            cache=cache,
-        )
+        found = logits(model, IDS[0, places], attention_mask=mask, position_ids=places, cache=cache)
         expected = torch.stack([whole[0, p] for p in places])
         assert (found - expected).abs().max() <= 1e-5
 

@@ -78,11 +78,7 @@ def test_rows_of_different_lengths_are_each_their_own() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "mode", "lengths"),
-    [
-        ((4, 2), "residual", (1, 7, 139)),
-        ((5, 1), "sigmoid", (33,)),
-        ((2, 2), "merged", (8, 291)),
-    ],
+    [((4, 2), "residual", (1, 7, 139)), ((5, 1), "sigmoid", (33,)), ((2, 2), "merged", (8, 291))],
 )
 def test_the_kernel_errs_no_more_than_plain_pytorch(
     heads: tuple[int, int], mode: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

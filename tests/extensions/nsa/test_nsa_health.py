@@ -12,12 +12,7 @@ from torch import Tensor
 
 from qat.convert.calibrate import TokenBatch
 from qat.extensions.nsa import fit as nsa_health
-from qat.extensions.nsa.fit import (
-    attention_health,
-    gate_health,
-    health_numbers,
-    selection_health,
-)
+from qat.extensions.nsa.fit import attention_health, gate_health, health_numbers, selection_health
 from qat.extensions.nsa.kernels.select import Inputs, select
 from qat.extensions.nsa.swap import nsa_modules
 from qat.models.language_model import LanguageModel

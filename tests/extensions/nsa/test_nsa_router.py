@@ -83,9 +83,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     return torch.device("cuda")
 
 
-def test_a_device_without_room_for_a_block_does_not_gather(
-    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_without_room_for_a_block_does_not_gather(cuda: torch.device, monkeypatch) -> None:
     monkeypatch.setattr(gather, "shared_memory", lambda device: 8 * 1024)
     assert choose(NSAConfig(select_tile=1), 100, cuda).backend == "flex"
     small = NSAConfig(select_tile=1, select_block=64)

@@ -57,9 +57,7 @@ class Stop(Exception):
     """A crash."""
 
 
-def test_a_run_and_one_that_was_resumed(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_and_one_that_was_resumed(place: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("qat.train.judge.SAMPLE_TOKENS", 3)
     values = {"max_steps": 4, "save_every": 2, "eval_every": 4, "device": "xla"}
 

@@ -52,9 +52,7 @@ def place(tmp_path: Path) -> Path:
     return make_short_place(tmp_path)
 
 
-def test_a_search_survives_what_does_not_fit(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_survives_what_does_not_fit(place: Path, tmp_path: Path, monkeypatch) -> None:
     """A TPU of two sequences, on the CPU client."""
     real_take, real_end, sizes = TrainingStep.__call__, XlaBackend.step_end, [0]
 
@@ -122,9 +120,7 @@ def test_graphs_are_kept_in_one_directory(tmp_path: Path) -> None:
     assert int(number) > 0 and "compiled already and keeps it elsewhere" in words
 
 
-def test_the_end_tells_of_graphs_and_names_what_the_host_computed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_end_tells_of_graphs_and_names_what_the_host_computed(tmp_path: Path, caplog) -> None:
     with caplog.at_level(logging.INFO), XLA.session(tmp_path / "kept"):
         x = torch.ones(3).to(XLA.device)
         torch.bucketize(x, x)
