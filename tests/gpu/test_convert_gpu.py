@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from column_case import block, block_of_vectors, values
 from tiny import VOCAB, tiny_model
 
 from qat.convert.calibrate import TokenBatch
@@ -21,7 +22,7 @@ from qat.quant import vectors
 from qat.quant.codebook import nearest_level
 from qat.quant.error_feedback import REFERENCE, Columns, damped, fit_all_to_inputs, output_error
 from qat.quant.spec import PRESETS, KvSpec, LutSpec
-from qat.quant.weight import dequantize, index_dtype
+from qat.quant.weight import dequantize
 
 pytestmark = pytest.mark.gpu
 
@@ -43,22 +44,17 @@ def moment(features: int) -> torch.Tensor:
     return (x.T @ x / len(x)).cuda()
 
 
-def block(B: int, O: int, C: int) -> tuple[Columns, torch.Tensor, torch.Tensor]:
-    levels = torch.randn(C, O).sort(0).values
-    scales = (torch.rand(1, O) + 0.1).half().float()
-    chosen = levels.gather(0, torch.randint(C, (B, O)))
-    weight = torch.randn(B, O)
-    tensors = (weight, weight - chosen * scales, chosen, scales, levels)
-    coupling = 0.1 * torch.randn(B, B).fill_diagonal_(0.0)
-    target = weight + 0.3 * torch.randn(B, O)
-    return Columns(*(t.cuda() for t in tensors)), target.cuda(), coupling.cuda()
+def on_gpu(columns: Columns) -> Columns:
+    held = {n: t.cuda() for n, t in vars(columns).items() if isinstance(t, torch.Tensor)}
+    return replace(columns, **held)
 
 
 @pytest.mark.parametrize("scale_bits", [16, 8])
 @pytest.mark.parametrize(("B", "O", "C"), [(32, 6144, 4), (8, 1000, 16), (128, 77, 4), (20, 33, 2)])
 def test_kernels_equal_their_references(B: int, O: int, C: int, scale_bits: int) -> None:
-    columns, target, coupling = block(B, O, C)
-    columns = replace(columns, scale_bits=scale_bits)
+    columns, target, coupling = block(B, O, C, 1)
+    columns = replace(on_gpu(columns), scale_bits=scale_bits)
+    target, coupling = target.cuda(), 0.3 * coupling.cuda()
     diagonal = torch.rand(B, device="cuda") + 0.5
     found = []
     for ops in (COLUMN_OPS, REFERENCE):
@@ -82,34 +78,20 @@ def test_kernels_equal_their_references(B: int, O: int, C: int, scale_bits: int)
 def test_kernels_of_vectors_equal_their_references(
     B: int, O: int, C: int, d: int, group_size: int
 ) -> None:
-    codebook, weight = torch.randn(C, d), torch.randn(B, O)
-    indices = torch.randint(C, (B // d, O))
-    chosen = codebook[indices].permute(0, 2, 1).flatten(0, 1).contiguous()
-    scales = (torch.rand(B // group_size, O) + 0.1).half().float()
-    residual = weight - chosen * scales.repeat_interleave(group_size, 0)
-    factor = torch.randn(B // d, d, d)
-    metric = (factor @ factor.mT + 0.1 * torch.eye(d)).flatten(0, 1)
-    coupling = 0.1 * torch.randn(B, B)
-    coupling.view(B // d, d, B // d, d).diagonal(dim1=0, dim2=2).zero_()
-    parts = (weight, residual, chosen, scales, codebook)
-    columns = Columns(
-        *(part.cuda() for part in parts),
-        indices=indices.to(index_dtype(C)).cuda(), metric=metric.cuda(),
-    )  # fmt: skip
-    target = (weight + 0.3 * torch.randn(B, O)).cuda()
+    columns, target, coupling = block_of_vectors(B, O, C, d, B // group_size)
+    columns, target, coupling = on_gpu(columns), target.cuda(), coupling.cuda()
     found = []
     for ops in (COLUMN_OPS, REFERENCE):
         own, aim = deepcopy(columns), target.clone()
         if group_size == B:
-            ops.refit(own, aim, 0.2 * coupling.cuda(), metric.cuda())
-        ops.settle(own, aim, coupling.cuda())
+            ops.refit(own, aim, 0.2 * coupling, columns.metric)
+        ops.settle(own, aim, coupling)
         found.append(own)
     ours, theirs = found
     # a scale, or a vector, that lies between two values may take either
     assert torch.isclose(ours.scales, theirs.scales, rtol=1e-5).float().mean() > 0.99
     assert (ours.indices == theirs.indices).float().mean() > 0.99
-    named = codebook.cuda()[ours.indices.int()].permute(0, 2, 1).flatten(0, 1)
-    assert torch.equal(ours.chosen, named)
+    assert torch.equal(ours.chosen, values(columns.levels, ours.indices))
     S = ours.scales.repeat_interleave(group_size, 0)
     torch.testing.assert_close(ours.residual, columns.weight - ours.chosen * S)
 

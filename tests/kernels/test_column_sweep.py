@@ -8,20 +8,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+from column_case import block, block_of_vectors, copied, values
 from quantized import nearest_e5m3
 from three_way import assert_no_worse_than_eager
 
 from qat.quant import error_feedback as reference
 from qat.quant.error_feedback import (
     ColumnOps,
-    Columns,
     descent_sweep,
     feedback_sweep,
     fit_all_to_inputs,
 )
 from qat.quant.spec import LutSpec
 from qat.quant.vectors import nearest_vectors
-from qat.quant.weight import index_dtype, round_to_e5m3
+from qat.quant.weight import round_to_e5m3
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -35,50 +35,6 @@ CASES = [(32, 40, 4, 1), (8, 70, 16, 1), (20, 129, 2, 1), (1, 3, 3, 1), (48, 33,
 VECTORS = [(16, 20, 16, 4, 1), (12, 19, 8, 2, 1), (8, 3, 8, 8, 1), (12, 9, 256, 4, 3),
            (16, 10, 64, 8, 16), (12, 17, 16, 4, 12), (4, 9, 1024, 2, 1)]  # fmt: skip
 """B, O, C, d and rows of scales."""
-
-
-def block(B: int, O: int, C: int, G: int) -> tuple[Columns, torch.Tensor, torch.Tensor]:
-    """A block in the middle of a sweep, its targets, and a coupling with zeros on its diagonal."""
-    levels = torch.randn(C, O).sort(0).values
-    scales = (torch.rand(G, O) + 0.1).half().float()
-    chosen = levels.gather(0, torch.randint(C, (B, O)))
-    weight = torch.randn(B, O)
-    S = scales.repeat_interleave(B // G, 0)
-    columns = Columns(weight, weight - chosen * S, chosen, scales, levels)
-    coupling = 0.3 * torch.randn(B, B)
-    return columns, weight + 0.3 * torch.randn(B, O), coupling.fill_diagonal_(0.0)
-
-
-def block_of_vectors(
-    B: int, O: int, C: int, d: int, G: int
-) -> tuple[Columns, torch.Tensor, torch.Tensor]:
-    """As `block`, of a codebook `(C, d)` and a metric whose blocks are positive definite."""
-    scales = (torch.rand(G, O) + 0.1).half().float()
-    if G == B:
-        scales[0, :5] = 0.0  # a low-rank scale may be zero, or negative
-        scales[1] *= -1.0
-    codebook, weight = torch.randn(C, d), torch.randn(B, O)
-    indices = torch.randint(C, (B // d, O))
-    factor = torch.randn(B // d, d, d)
-    metric = (factor @ factor.mT + 0.1 * torch.eye(d)).flatten(0, 1)
-    columns = Columns(
-        weight, weight, values(codebook, indices), scales, codebook,
-        indices=indices.to(index_dtype(C)), metric=metric,
-    )  # fmt: skip
-    columns.residual = weight - columns.chosen * scales.repeat_interleave(B // G, 0)
-    coupling = 0.1 * torch.randn(B, B)
-    coupling.view(B // d, d, B // d, d).diagonal(dim1=0, dim2=2).zero_()
-    return columns, weight + 0.3 * torch.randn(B, O), coupling
-
-
-def values(codebook: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    return codebook[indices.int()].permute(0, 2, 1).flatten(0, 1).contiguous()
-
-
-def copied(columns: Columns, dtype: torch.dtype = torch.float32) -> Columns:
-    held = {n: t for n, t in vars(columns).items() if isinstance(t, torch.Tensor)}
-    tensors = {n: t.clone() if n == "indices" else t.clone().to(dtype) for n, t in held.items()}
-    return replace(columns, **tensors)
 
 
 @pytest.mark.parametrize(("B", "O", "C", "G"), CASES)
