@@ -97,15 +97,19 @@ def latent_linear(O: int, I: int, spec: LutSpec, bias: bool = False) -> LutLinea
     return LutLinear(torch.randn(O, I) * 0.1, quantized, torch.randn(O) if bias else None, spec)
 
 
-def tiny_quantized(architecture: str, spec: LutSpec, **overrides: object) -> PreTrainedModel:
-    """A tiny model whose block linears are all quantized at random."""
-    model = tiny_model(architecture, **overrides)
+def with_random_codes(model: PreTrainedModel, spec: LutSpec) -> PreTrainedModel:
+    """The same model, whose block linears are all quantized at random."""
     for name in linear_names(model):
         linear: nn.Linear = model.get_submodule(name)
         bias = None if linear.bias is None else torch.randn_like(linear.bias)
         quantized = random_weight(*linear.weight.shape, spec)
         replace_module(model, name, FrozenLutLinear(quantized, bias, spec).eval())
     return model
+
+
+def tiny_quantized(architecture: str, spec: LutSpec, **overrides: object) -> PreTrainedModel:
+    """A tiny model with random codes."""
+    return with_random_codes(tiny_model(architecture, **overrides), spec)
 
 
 def with_adapter(linear: QuantLinear, rank: int = 3) -> QuantLinear:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from nsa_case import nsa_inputs, small
 from nsa_decode_case import decoded, upto
-from nsa_model_case import sparse_model
+from nsa_model_case import opened_model
 from three_way import assert_no_worse_than_eager
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 from qat.backend.device import on
@@ -99,10 +99,7 @@ def test_a_recorded_token_equals_one_that_is_not(preset: str) -> None:
 
 @torch.no_grad()
 def test_a_model_generates_as_without_a_cache() -> None:
-    model = sparse_model(config=small(backend="reference")).cuda()
-    for name, parameter in model.named_parameters():
-        if ".nsa." in name:
-            nn.init.normal_(parameter, std=0.5)
+    model = opened_model(small(backend="reference")).cuda()
     ids = torch.arange(100, device="cuda")[None] * 11 % 320
     whole = model(ids).logits
     cache = DynamicCache(config=model.config)

@@ -112,6 +112,18 @@ def test_the_default_tile(M: int, width: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("shape", "most"),
+    [((1024, 512), 0), ((1024, 2048), 64), ((2560, 4096), 96), ((6144, 2560), 128)],
+)
+def test_the_weight_is_formed_where_that_was_faster(shape: tuple[int, int], most: int) -> None:
+    tiles = [lut_gemm.tile_for(*shape, 2, width) for width in lut_gemm.WIDTHS]
+    assert max(tile.columns for tile in tiles) == most
+    # once it is formed, it is so for more vectors too
+    formed = [tile == lut_gemm.FORMED for tile in tiles]
+    assert formed == sorted(formed)
+
+
+@pytest.mark.parametrize(
     ("width", "bits"), covering([*lut_gemm.WIDTHS[1:], 1024, 1 << 20], [2, 3, 4])
 )
 def test_hopper_multiplies_four_warps_as_one_by_default(width: int, bits: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from covering import covering
 from nsa_model_case import SMALL, small, sparse_model
-from quantized import SPECS, random_weight
+from quantized import SPECS, with_random_codes
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model
 from torch import Tensor, nn
@@ -20,8 +20,7 @@ from qat.models.checkpoint import is_packed, load_checkpoint, save_checkpoint, w
 from qat.models.cost import parameter_count, tensor_bytes
 from qat.models.directory import CHECKSUMS
 from qat.models.load import load_model
-from qat.nn.quant_linear import FrozenLutLinear, quant_linears
-from qat.nn.swap import linear_names, replace_module
+from qat.nn.quant_linear import quant_linears
 
 IDS = torch.arange(100)[None] * 7 % 320
 CONFIGS = [SMALL, small(mode="merged"), small(pooling="weighted", cmp_rope="pre", layers=(1,))]
@@ -38,13 +37,7 @@ def trained(config: object = SMALL, *, is_quantized: bool = False) -> PreTrained
     for name, parameter in model.named_parameters():
         if ".nsa." in name:
             nn.init.normal_(parameter)
-    for name in linear_names(model) if is_quantized else ():
-        linear = model.get_submodule(name)
-        frozen = FrozenLutLinear(
-            random_weight(*linear.weight.shape, SPECS["lut2"]), None, SPECS["lut2"]
-        )
-        replace_module(model, name, frozen.eval())
-    return model
+    return with_random_codes(model, SPECS["lut2"]) if is_quantized else model
 
 
 @pytest.mark.parametrize(("config", "is_quantized"), covering(CONFIGS, [True, False]))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nsa_model_case import SMALL, opened_model, small, sparse_model
-from quantized import SPECS, random_weight
+from quantized import SPECS, with_random_codes
 from tiny import tiny_tokenizer
 
 from qat.extensions.nsa.kernels import router
@@ -17,9 +17,7 @@ from qat.models.flops import forward_flops
 from qat.models.language_model import LanguageModel
 from qat.models.regions import join_projections, part_projections
 from qat.models.split_check import check_split
-from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.step import form_weights
-from qat.nn.swap import linear_names, replace_module
 
 B, S = 2, 100
 IDS = torch.arange(B * S).view(B, S) * 3 % 320
@@ -71,10 +69,7 @@ def test_a_mask_of_tokens_alone_stays_one() -> None:
 
 @torch.no_grad()
 def test_joined_projections_compute_the_same() -> None:
-    model = opened_model()
-    for name in linear_names(model):
-        weight = random_weight(*model.get_submodule(name).weight.shape, SPECS["lut2"])
-        replace_module(model, name, FrozenLutLinear(weight, None, SPECS["lut2"]))
+    model = with_random_codes(opened_model(), SPECS["lut2"])
     wrapped = LanguageModel(model)
     form_weights(model, torch.float32)
     expected = wrapped.hidden(IDS, POSITIONS)

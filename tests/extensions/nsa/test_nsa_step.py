@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 import torch
 from cache_case import TOKENIZER, build
-from nsa_model_case import small, sparse_model
-from quantized import SPECS, random_weight
-from torch import Tensor, nn
+from nsa_model_case import opened_model, small
+from quantized import SPECS, with_random_codes
+from torch import Tensor
 from train_case import config, make_trainer
 
 from qat.models.checkpoint import save_checkpoint
-from qat.nn.quant_linear import FrozenLutLinear
-from qat.nn.swap import linear_names, replace_module
 
 TINY = {
     "compress_block": 2,
@@ -34,13 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build(place / "cache")
     for mode in ("residual", "merged"):
         torch.manual_seed(7)
-        model = sparse_model(config=small(**TINY, mode=mode))
-        for name in linear_names(model):
-            weight = random_weight(*model.get_submodule(name).weight.shape, SPECS["lut2"])
-            replace_module(model, name, FrozenLutLinear(weight, None, SPECS["lut2"]))
-        for name, parameter in model.named_parameters():
-            if ".nsa." in name:
-                nn.init.normal_(parameter, std=0.5)
+        model = with_random_codes(opened_model(small(**TINY, mode=mode)), SPECS["lut2"])
         save_checkpoint(model.eval(), TOKENIZER, place / mode)
     return place
 

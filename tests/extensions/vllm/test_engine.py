@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantized import SPECS, frozen_linear
+from quantized import SPECS, frozen_linear, tiny_quantized
 from safetensors.torch import load_file
 from served_case import (
     NUM_TOKENS,
@@ -189,10 +189,7 @@ def test_the_engines_own_class_reads_our_compressed_tensors(tmp_path: Path) -> N
     if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
         pytest.skip("vLLM's product with integers of four bits on a CPU needs AVX-512")
     spec = LutSpec(bits=4, codebook="int", group_size=32, scale_bits=8)
-    model = tiny_model("qwen3", **SHAPE)
-    for name in linear_names(model):
-        old = model.get_submodule(name)
-        replace_module(model, name, frozen_linear(*old.weight.shape, spec))
+    model = tiny_quantized("qwen3", spec, **SHAPE)
     save_checkpoint(model.eval(), tiny_tokenizer(), tmp_path / "packed")
     out = tmp_path / "out"
     export_model(str(tmp_path / "packed"), ExportConfig(to="compressed-tensors", dtype="bf16"), out)
