@@ -28,6 +28,17 @@ SPECS = {
     "eights8": LutSpec(bits=8, vector_size=8, group_size=16),
 }
 
+GEMM_SPECS = {
+    "lut2_s8": LutSpec(bits=2, group_size=16, scale_bits=8),
+    "lut2_g64": LutSpec(bits=2, group_size=64),
+    "ternary": LutSpec(bits=2, codebook="ternary", group_size=32, scale_bits=32),
+    "lut3_s8": LutSpec(bits=3, group_size=16, scale_bits=8),
+    "lut3_g64": LutSpec(bits=3, group_size=64),
+    "lut4_s8": LutSpec(bits=4, group_size=16, scale_bits=8),
+    "e2m1": LutSpec(bits=4, codebook="e2m1", group_size=32),
+}
+"""Those that a batch is multiplied with while they are packed."""
+
 
 def rows_of(
     spec: LutSpec, O: int, I: int, *, device: str = "cpu", is_short: bool = False

@@ -3,29 +3,27 @@
 import pytest
 import torch
 from covering import covering
-from gpu_case import recorded
+from gpu_case import needs_hopper, recorded, with_kv
 from lut_matvec_case import SPECS, rows_of
 from quantized import tiny_quantized
 from three_way import assert_no_worse_than_eager
 from tiny import tiny_model
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from qat.backend.device import on, seeded
 from qat.generate.decode import Decoder, Sampling
 from qat.generate.step import DecodeStep
 from qat.kernels.cache import EVERY, Angles, Cache, Scoring
 from qat.kernels.decode_attention import decode_attention
-from qat.kernels.dispatch import has_warpgroups, one_after_the_other
+from qat.kernels.dispatch import one_after_the_other
 from qat.kernels.lut_matvec import Norm, matvec, matvec_add, stream
 from qat.kernels.lut_rows import SPLIT, gathered, order_of, spread, stack
 from qat.kernels.lut_sums import SumsTile
 from qat.kernels.tuned import forcing
-from qat.models.document_attention import quantize_kv
 from qat.models.language_model import LanguageModel
 from qat.quant.kv import quantize_heads
-from qat.quant.spec import KvSpec, LutSpec
+from qat.quant.spec import LutSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -35,12 +33,6 @@ FOURS = {
     f"fours8_g{size}_s8": LutSpec(bits=8, vector_size=4, group_size=size, scale_bits=8)
     for size in (16, 64)
 }
-
-
-def with_kv(model: PreTrainedModel, bits: int) -> PreTrainedModel:
-    """The same, with keys and values in so many bits."""
-    quantize_kv(model, KvSpec(bits=bits))
-    return model
 
 
 MODELS = {
@@ -140,13 +132,6 @@ SUMS = [
 def kernel_of(spec: LutSpec) -> str:
     """Tiles of levels and those of codewords are chosen apart."""
     return "vectors_sums" if spec.vector_size > 1 else "lut_sums"
-
-
-# 128 KiB of shared memory
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or not has_warpgroups(torch.device("cuda")),
-    reason="sums are looked up on Hopper",
-)
 
 
 @needs_hopper

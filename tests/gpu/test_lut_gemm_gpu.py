@@ -3,28 +3,19 @@
 import pytest
 import torch
 from covering import covering
-from gpu_case import recorded
+from gpu_case import HAS_GROUPS, needs_hopper, recorded
+from lut_matvec_case import GEMM_SPECS as SPECS
 from lut_matvec_case import rows_of
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.kernels.dispatch import has_warpgroups
 from qat.kernels.lut_gemm import FORMED, GemmTile, Part, lut_gemm, width_for
 from qat.kernels.tuned import forcing
 from qat.quant.spec import LutSpec
 
 pytestmark = pytest.mark.gpu
 
-SPECS = {
-    "lut2_s8": LutSpec(bits=2, group_size=16, scale_bits=8),
-    "lut2_g64": LutSpec(bits=2, group_size=64),
-    "ternary": LutSpec(bits=2, codebook="ternary", group_size=32, scale_bits=32),
-    "lut3_s8": LutSpec(bits=3, group_size=16, scale_bits=8),
-    "lut3_g64": LutSpec(bits=3, group_size=64),
-    "lut4_s8": LutSpec(bits=4, group_size=16, scale_bits=8),
-    "e2m1": LutSpec(bits=4, codebook="e2m1", group_size=32),
-}
 SHAPES = ((37, 320), (333, 2624), (1056, 1088))
 TILES = (GemmTile(8, 2, 3, 6), GemmTile(24, 4, 2, 4), GemmTile(64, 8, 1, 6), GemmTile(128, 8, 4, 3))
 TOGETHER = (
@@ -40,7 +31,6 @@ WIDE = (
     GemmTile(256, 8, 2, together=4),
     GemmTile(256, 8, 5, together=4, own=1),
 )
-HAS_GROUPS = torch.cuda.is_available() and has_warpgroups(torch.device("cuda"))
 if HAS_GROUPS:
     TILES += TOGETHER
 
@@ -123,13 +113,6 @@ def test_three_matrices_in_a_recorded_graph(tile: GemmTile) -> None:
         graph.replay()
         check(found, x, W, formed, bias)
         check_sums(found, x, formed, bias)
-
-
-# 128 KiB of shared memory
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or not has_warpgroups(torch.device("cuda")),
-    reason="sums are looked up on Hopper",
-)
 
 
 @needs_hopper

@@ -5,12 +5,12 @@ from itertools import product
 import pytest
 import torch
 from covering import covering
+from gpu_case import with_kv
 from quantized import tiny_quantized
 from three_way import assert_no_worse_than_eager
 from tiny import tiny_model
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from qat.bench.config import MeasureConfig
 from qat.bench.student import quantize_at_random_, random_model
@@ -22,10 +22,9 @@ from qat.kernels.cache import EVERY, Angles, Cache, Scoring
 from qat.kernels.dispatch import computing_by
 from qat.kernels.draw_next import draw_next
 from qat.kernels.slot_attention import place_heads, slot_attention
-from qat.models.document_attention import set_kv
 from qat.models.language_model import LanguageModel
 from qat.nn.step import form_weights
-from qat.quant.spec import PRESETS, KvSpec, LutSpec
+from qat.quant.spec import PRESETS, LutSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -145,12 +144,6 @@ def test_draws_are_those_of_a_sort(V: int, temperature: float, top_p: float) -> 
     held = ordered.cumsum(-1) - ordered
     rank = (order == found[:, None]).int().argmax(-1, keepdim=True)
     assert (held.gather(-1, rank) < top_p + 1e-4).all()
-
-
-def with_kv(model: PreTrainedModel, bits: int | None) -> PreTrainedModel:
-    """It keeps keys and values in so many bits."""
-    set_kv(model, None if bits is None else KvSpec(bits=bits))
-    return model
 
 
 def requests() -> list[Request]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from covering import covering
+from lut_matvec_case import GEMM_SPECS as SPECS
 from lut_matvec_case import interpret, rows_of
 from quantized import frozen_linear
 from three_way import assert_no_worse_than_eager
@@ -15,17 +16,7 @@ from qat.kernels.lut_gemm import GemmTile, Part, width_for
 from qat.kernels.lut_rows import LutRows
 from qat.kernels.tuned import forcing
 from qat.nn.packed_reader import read_packed
-from qat.quant.spec import LutSpec
 
-SPECS = {
-    "lut2_s8": LutSpec(bits=2, group_size=16, scale_bits=8),
-    "lut2_g64": LutSpec(bits=2, group_size=64),
-    "ternary": LutSpec(bits=2, codebook="ternary", group_size=32, scale_bits=32),
-    "lut3_s8": LutSpec(bits=3, group_size=16, scale_bits=8),
-    "lut3_g64": LutSpec(bits=3, group_size=64),
-    "lut4_s8": LutSpec(bits=4, group_size=16, scale_bits=8),
-    "e2m1": LutSpec(bits=4, codebook="e2m1", group_size=32),
-}
 I = 192
 
 

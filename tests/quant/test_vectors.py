@@ -21,7 +21,6 @@ from qat.quant.vectors import (
     best_codewords,
     descent_of_blocks,
     diagonal_blocks,
-    feedback_of_blocks,
     nearest_vectors,
     seeds_in_rounds,
     start_codewords,
@@ -212,37 +211,12 @@ def test_odd_weights(name: str, weight: str) -> None:
 
 
 @pytest.mark.parametrize("d", [2, 4, 8])
-def test_coupling_and_metric_of_feedback_make_up_the_hessian(d: int) -> None:
-    H = damped(hessian(24)).double()
-    coupling, metric = feedback_of_blocks(H, d)
-    M = torch.eye(24, dtype=torch.float64) + coupling.T.double()
-    D = torch.block_diag(*metric.view(-1, d, d).double())
-    torch.testing.assert_close(M @ D @ M.T, H, rtol=1e-5, atol=1e-6)
-    own = diagonal_blocks(M, d)
-    assert torch.equal(own, torch.eye(d, dtype=torch.float64).expand_as(own))
-    assert torch.equal(M, M.triu())
-
-
-@pytest.mark.parametrize("d", [2, 4, 8])
 def test_coupling_and_metric_of_descent_make_up_the_hessian(d: int) -> None:
     H = damped(hessian(24))
     coupling, metric = descent_of_blocks(H, d)
     blocks = torch.block_diag(*metric.view(-1, d, d))
     torch.testing.assert_close(blocks @ (coupling + torch.eye(24)), H, rtol=1e-4, atol=1e-5)
     assert diagonal_blocks(coupling, d).count_nonzero() == 0
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_block_takes_the_best_of_all_codewords(name: str) -> None:
-    # with one block of columns a sweep without feedback is the exhaustive search itself
-    spec, weight, H, fitted = case(name)
-    d = spec.vector_size
-    H = torch.block_diag(*diagonal_blocks(H, d))  # no vector feels another
-    columns = ef.stack([weight], [fitted])
-    ef.feed_back(columns, H, REFERENCE)
-    S = expand_scales(fitted.scales, 48)
-    least = exhaustive(weight, S, fitted.codebook, diagonal_blocks(H, d)).sum()
-    assert energies(columns, H) == pytest.approx(least.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", FORMATS)
