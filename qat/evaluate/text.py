@@ -1,11 +1,11 @@
-"""Turn a text into batches: overlapping windows, each token scored once, or packed as in a cache.
+"""Turn a text into batches of overlapping windows, in which each token is scored once.
 
 Shapes: N tokens of a document, B windows, S tokens in a window.
 """
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -14,15 +14,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from qat.data import packing
-from qat.data.config import Targets, Thinking, chosen_targets
+from qat.data.config import chosen_targets
 from qat.data.packing import NO_LABEL, Batch
-from qat.data.sources import Document, holds_rows, open_source, whole_text
+from qat.data.sources import holds_rows, open_source, whole_text
 from qat.data.text import (
     Tokens,
     check_vocabulary,
     encode,
-    end_token,
     render,
     special_tokens,
     text_ids,
@@ -199,45 +197,6 @@ def _window_batch(group: list[_Piece], special: frozenset[int]) -> Batch:
     )
     labels = torch.nn.functional.pad(input_ids[:, 1:], (0, 1), value=NO_LABEL)
     return without_teacher(input_ids, position_ids, mask, labels)
-
-
-def packed_batches(
-    documents: Iterable[Document],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    length: int,
-    max_sequences: int,
-    batch_size: int,
-    thinking: Thinking = "none",
-    targets: Targets = "all",
-) -> list[Batch]:
-    """Return documents packed into sequences of `length` tokens as in a cache, without targets.
-
-    Attention stays within documents; chats are rendered, and count, as in a cache.
-
-    Raises:
-        DataError: the documents hold no text.
-    """
-    packer = packing.Packer(length, end_token(tokenizer), special_tokens(tokenizer))
-    for document in documents:
-        for ids, is_target in encode(render(document, tokenizer, thinking, targets), tokenizer):
-            packer.push(ids, is_target)
-        if packer.num_full >= max_sequences:
-            break
-    packer.finish()
-    if packer.num_full == 0:
-        raise DataError("the text holds no token to judge by; expected some; name another text")
-    packed = packer.take(min(max_sequences, packer.num_full))
-    tokens, starts, mask = (
-        torch.from_numpy(array).split(batch_size)
-        for array in (packed.tokens.astype("int64"), packed.starts, packed.mask)
-    )
-    return [
-        without_teacher(
-            ids, packing.position_ids(begins), counts, packing.labels(ids, begins, counts)
-        )
-        for ids, begins, counts in zip(tokens, starts, mask, strict=True)
-    ]
 
 
 def without_teacher(input_ids: Tensor, position_ids: Tensor, mask: Tensor, labels: Tensor) -> Batch:

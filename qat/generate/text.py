@@ -87,23 +87,6 @@ def generate_text(
     return Generated(text, len(new_ids), repeated_frac(new_ids), distinct_frac(new_ids))
 
 
-def sample_continuations(
-    model: LanguageModel,
-    ids: Tensor,
-    *,
-    max_new_tokens: int,
-    end: int | None,
-    top_p: float = 0.95,
-) -> list[list[int]]:
-    """Sample one continuation for each of the prompts `ids` `(B, N)` in a batch, at temperature 1.
-
-    Each ends with one of `closing_tokens` or after `max_new_tokens`. Draws use torch's generator
-    (`qat.backend.device.seeded`).
-    """
-    ends = closing_tokens(model, end)
-    return continue_rows(model, ids, generation_config(ends, max_new_tokens, 1.0, top_p))
-
-
 def continue_rows(
     model: LanguageModel,
     ids: Tensor,

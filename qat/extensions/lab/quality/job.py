@@ -24,13 +24,16 @@ from qat.bench.results import IN_EVERY_ROW, environment
 from qat.convert.calibrate import TokenBatch
 from qat.convert.calibration_data import calibration_batches
 from qat.convert.checkpoint import convert_checkpoint
+from qat.data import packing
 from qat.data.config import chosen_targets
 from qat.data.packing import Batch
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
+from qat.data.text import encode, end_token, render, special_tokens
+from qat.errors import DataError
 from qat.evaluate.divergence import cached_divergence, exact_divergence
 from qat.evaluate.judge import split_batches
-from qat.evaluate.text import packed_batches, without_teacher
+from qat.evaluate.text import without_teacher
 from qat.extensions.lab.baselines.methods import train_baseline
 from qat.extensions.lab.quality.plan import (
     HELD_OUT,
@@ -45,10 +48,12 @@ from qat.extensions.lab.quality.plan import (
     train_config,
 )
 from qat.generate.text import (
+    closing_tokens,
+    continue_rows,
     distinct_frac,
     encode_prompt,
+    generation_config,
     repeated_frac,
-    sample_continuations,
 )
 from qat.logs import HEARTBEAT, read_json_lines
 from qat.models.cost import model_bits_per_weight, parameter_count, tensor_bytes
@@ -228,15 +233,12 @@ def judge(
     held_out = split_batches(cache, "held_out", BATCH, recipe.kd_sequences)
     common: Numbers = {"kd_nats": cached_divergence(student, held_out).kd_nats}
     rows: list[OwnRow] = []
+    ends = closing_tokens(student, tokenizer.eos_token_id)
+    config = generation_config(ends, recipe.generate_tokens, temperature=1.0, top_p=0.95)
     with seeded(SAMPLE_SEED):
         for group in prompts:
             asked = group.repeat_interleave(recipe.generate_samples, 0)
-            said = sample_continuations(
-                student,
-                asked,
-                max_new_tokens=recipe.generate_tokens,
-                end=tokenizer.eos_token_id,
-            )
+            said = continue_rows(student, asked, config)
             pairs = zip(asked.tolist(), said, strict=True)
             rows += [OwnRow([*prompt, *ids], len(prompt)) for prompt, ids in pairs]
     written = [row.ids[row.begin :] for row in rows]
@@ -265,19 +267,37 @@ def own_batches(rows: Sequence[OwnRow]) -> Iterator[Batch]:
 def _batches(
     recipe: QualityRecipe, text: str, cache: TeacherCache, tokenizer: PreTrainedTokenizerBase
 ) -> list[Batch]:
+    """Return the batches of a text, packed as in a cache; of the cache's own split, with targets.
+
+    Raises:
+        DataError: the text holds none.
+    """
     if text == HELD_OUT:
         return list(split_batches(cache, "held_out", BATCH, recipe.report_sequences))
     config, source = cache_config(recipe, recipe.cache), open_source(text)
     plain = source.format == "plain"
-    return packed_batches(
-        source.documents,
-        tokenizer,
-        length=recipe.sequence_length,
-        max_sequences=recipe.report_sequences,
-        batch_size=BATCH,
-        thinking=config.thinking if tokenizer.chat_template else "none",
-        targets="all" if plain else chosen_targets(config.targets, source.format, text),
+    thinking = config.thinking if tokenizer.chat_template else "none"
+    targets = "all" if plain else chosen_targets(config.targets, source.format, text)
+    packer = packing.Packer(recipe.sequence_length, end_token(tokenizer), special_tokens(tokenizer))
+    for document in source.documents:
+        for ids, is_target in encode(render(document, tokenizer, thinking, targets), tokenizer):
+            packer.push(ids, is_target)
+        if packer.num_full >= recipe.report_sequences:
+            break
+    packer.finish()
+    if packer.num_full == 0:
+        raise DataError("the text holds no token to judge by; expected some; name another text")
+    packed = packer.take(min(recipe.report_sequences, packer.num_full))
+    tokens, starts, mask = (
+        torch.from_numpy(array).split(BATCH)
+        for array in (packed.tokens.astype("int64"), packed.starts, packed.mask)
     )
+    return [
+        without_teacher(
+            ids, packing.position_ids(begins), counts, packing.labels(ids, begins, counts)
+        )
+        for ids, begins, counts in zip(tokens, starts, mask, strict=True)
+    ]
 
 
 def _prompts(
