@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from qat.backend.base import GIB, Backend
@@ -114,7 +113,8 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
         bits_per_weight=8 * size / parameter_count(model),
         linear_bits=linear_bits,
     )
-    floats = {id(m.weight): m.weight.numel() for m in _float_tables(model)}
+    tables = map(model.get_submodule, table_names(model))
+    floats = {id(m.weight): m.weight.numel() for m in tables if not isinstance(m, FrozenLutTable)}
     return Forecast(
         model=model,
         sizes=sizes,
@@ -122,11 +122,6 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
         minutes=seconds / 60,
         memory_gib=memory / GIB,
     )
-
-
-def _float_tables(model: PreTrainedModel) -> list[nn.Module]:
-    modules = map(model.get_submodule, table_names(model))
-    return [module for module in modules if not isinstance(module, FrozenLutTable)]
 
 
 def _skeleton(
@@ -236,7 +231,8 @@ def _memory(
     stays = not (path.endswith(GGUF) or adapted(path) or is_packed(Path(path)))
     stays &= not config.rotate and config.attention is None
     layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
-    tables = max((_numel(model.get_submodule(name)) for name in table_names(model)), default=0)
+    shapes = [weight_shape(model.get_submodule(name)) for name in table_names(model)]
+    tables = max(map(math.prod, shapes), default=0)
     held = max(*layers, tables) if stays else parameter_count(model)
     memory = FLOAT * held + FIT_BYTES * max(sizes, default=0)
     if config.calibration is not None:
@@ -246,7 +242,3 @@ def _memory(
         columns = (weight_shape(model.get_submodule(name))[1] for name in specs)
         memory += 3 * 8 * max(columns, default=0) ** 2
     return memory
-
-
-def _numel(module: nn.Module) -> int:
-    return math.prod(weight_shape(module))

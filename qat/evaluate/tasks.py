@@ -67,8 +67,9 @@ class Tasks:
                     log_samples=False,
                 )
         except OSError as error:
+            why = " ".join(str(error).split())
             raise DataError(
-                f"the texts of {config.tasks} cannot be read ({_line(error)}), expected them on "
+                f"the texts of {config.tasks} cannot be read ({why}), expected them on "
                 "the dataset hub or in its cache on this machine; connect to the network once, or "
                 "give tasks of your own with --tasks-dir"
             ) from None
@@ -96,7 +97,3 @@ def _manager_of(names: list[str], own: Path | None) -> Any:
         if set(names) <= set(manager.all_tasks):
             return manager
     return TaskManager(include_path=None if own is None else str(own))
-
-
-def _line(error: OSError) -> str:
-    return " ".join(str(error).split())

@@ -111,12 +111,9 @@ def quick_gguf(path: Path, advance: Callable[[], None] = lambda: None) -> Iterat
         if find_spec(MAPPED_READER.rpartition(".")[0]) is not None:
             mapped = import_module(MAPPED_READER)
             # a plain array, because slicing a memory map has Python overhead
-            stack.enter_context(_lent(mapped, "_mapped", lambda path: np.asarray(_map(path))))
+            read = lambda path: np.asarray(np.memmap(path, np.uint8, "r"))  # noqa: E731
+            stack.enter_context(_lent(mapped, "_mapped", read))
         yield
-
-
-def _map(path: str) -> np.memmap:
-    return np.memmap(path, np.uint8, "r")
 
 
 @contextmanager

@@ -8,7 +8,6 @@ An error that began in our own code is our bug and keeps its traceback.
 import re
 import sys
 import traceback
-from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -242,15 +241,10 @@ def is_of_files(error: BaseException, trace: TracebackType | None) -> bool:
     is_panic = type(error).__name__ == "PanicException"  # Rust panics are no Exception
     if not (is_panic or isinstance(error, Exception)):
         return False
-    return next(_readers(trace, "qat"), "qat") != "qat"
-
-
-def _readers(trace: TracebackType | None, *others: str) -> Iterable[str]:
-    """Yield the packages of an error's frames, innermost first, if they are readers or `others`."""
-    for frame, _ in reversed(list(traceback.walk_tb(trace))):
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if package in (*READERS, *others):
-            yield package
+    frames = (frame for frame, _ in traceback.walk_tb(trace))
+    packages = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames]
+    known = [package for package in packages if package in (*READERS, "qat")]
+    return known[-1:] not in ([], ["qat"])  # the innermost one
 
 
 def _place(trace: TracebackType | None) -> str:

@@ -259,14 +259,10 @@ def _paint_layers(kinds: dict[str, list[Module]], unit: str, axes: Axes) -> None
     for (kind, modules), color in zip(kinds.items(), COLORS, strict=False):
         layers, errors = [m.layer for m in modules], [m.error for m in modules]
         marker = MARKERS.get(modules[0].bits, "s")
-        label = f"{kind} ({modules[0].bits:g} bit{_vectors(modules[0])})"
+        size = modules[0].vector_size
+        label = f"{kind} ({modules[0].bits:g} bit{f' v{size}' if size > 1 else ''})"
         axes.plot(layers, errors, marker=marker, color=color, alpha=0.9, label=label)
     _finish(axes, "layer", unit)
-
-
-def _vectors(module: Module) -> str:
-    """Return the weights per index as a short legend suffix; empty for scalars."""
-    return f" v{module.vector_size}" if module.vector_size > 1 else ""
 
 
 def _paint_bits(kinds: dict[str, list[Module]], unit: str, axes: Axes) -> None:

@@ -221,7 +221,10 @@ def run_table(runs: list[TrainingRun]) -> list[list[dict[str, Any]]]:
         ]
         for run in runs
     ]
-    best = {column: _lowest(row[column] for row in values) for column in BEST_COLUMNS}
+    best = {
+        column: min((row[column] for row in values if row[column] is not None), default=None)
+        for column in BEST_COLUMNS
+    }
     return [
         [
             {"text": number(value), "best": len(runs) > 1 and best.get(i) == value is not None}
@@ -372,7 +375,3 @@ def _change(first: dict[str, Any], last: dict[str, Any], key: str) -> str:
 
 def _percent(fraction: float | None) -> float | None:
     return None if fraction is None else 100 * fraction
-
-
-def _lowest(values: Iterable[float | None]) -> float | None:
-    return min((value for value in values if value is not None), default=None)

@@ -270,7 +270,11 @@ def _read_run(path: Path) -> TrainingRun:
         evals=[row for row in rows if row["kind"] == "eval"],
         heartbeats=read_json_lines(beats) if beats.is_file() else [],
         others=[read_json_lines(path / name) for name in others if (path / name).is_file()],
-        events=[event for file in sorted(path.glob(EVENTS)) for event in _events(file)],
+        events=[
+            {**line, "kind": str(line["kind"]), "step": int(line["step"])}
+            for file in sorted(path.glob(EVENTS))
+            for line in read_json_lines(file)
+        ],
         resumed=[int(each["step"]) for each in info.get("resumed", [])],
         forced=[str(code) for code in info.get("forced", [])],
         checkpoint=next((each for each in checkpoints if each and each.is_dir()), None),
@@ -283,11 +287,6 @@ def _check_numbers(rows: Sequence[Line]) -> None:
         for key in ("step", "loss_nats", *SCORES, "top1_frac", "ppl"):
             if not isinstance(row.get(key, 0), int | float | None):
                 raise TypeError(f"{key}={str(row[key])[:40]!r} is no number")
-
-
-def _events(file: Path) -> list[Line]:
-    lines = read_json_lines(file)
-    return [{**line, "kind": str(line["kind"]), "step": int(line["step"])} for line in lines]
 
 
 # The results table at the end of `qat run` and `qat demo`, for the terminal and the report page.

@@ -10,7 +10,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,7 @@ def write_summary(path: Path, *, final: Path, best: float, best_step: int) -> di
     steps = [line for line in steps if line["kind"] == "train"] or [{}]
     warm = [beat["tokens_per_s"] for beat in beats[1:] or beats]
     pairs = pairwise([NOTHING, *beats])
+    events = chain(*map(read_json_lines, sorted(path.glob(EVENTS))))
     found = {
         "steps": steps[-1].get("step", 0),
         "first_loss_nats": steps[0].get("loss_nats"),
@@ -135,7 +136,7 @@ def write_summary(path: Path, *, final: Path, best: float, best_step: int) -> di
         "tokens_per_s": statistics.median(warm) if warm else None,
         "peak_gib": max((b["peak_gib"] for b in beats if b["peak_gib"] is not None), default=None),
         **_compiler(beats),
-        "events": dict(sorted(Counter(e["kind"] for e in _events(path)).items())),
+        "events": dict(sorted(Counter(event["kind"] for event in events).items())),
         **{name: facts.get(name) for name in COPIED},
         "final": final.name,
     }
@@ -151,11 +152,6 @@ def _compiler(beats: list[dict]) -> dict[str, float]:
     fallbacks = sum((Counter(beat["host_fallbacks"]) for beat in last), Counter())
     names = ("xla_compiles", "xla_compile_s", "step_compile_s", "xla_executions")
     return {n: sum(beat[n] for beat in last) for n in names} | {"host_fallbacks": dict(fallbacks)}
-
-
-def _events(path: Path) -> list[dict]:
-    """Return the events of all ranks."""
-    return [event for file in sorted(path.glob(EVENTS)) for event in read_json_lines(file)]
 
 
 def _lines(path: Path) -> list[dict]:
