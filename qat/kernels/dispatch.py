@@ -68,7 +68,10 @@ def use_triton(tensor: Tensor, kernel: str) -> bool:
 
 def ways_taken() -> Counter[Way]:
     """Return how often each way was taken in this process so far, outside compiled graphs."""
-    return Counter({(name.rpartition(".")[2], *way): n for (name, *way), n in _taken.items()})
+    found: Counter[Way] = Counter()
+    for (name, *way), count in _taken.items():
+        found[name.rpartition(".")[2], *way] += count
+    return found
 
 
 @contextmanager
