@@ -288,7 +288,8 @@ def _next(final: Path, cache_dir: str, prompt: str, facts: dict) -> list[list[st
 
 def _is_served(final: Path) -> bool:
     """Return whether an engine for many requests supports the checkpoint's configuration."""
+    from qat.models.attention import SPARSE
     from qat.models.hf_quantizer import QatConfig
 
     values = json.loads((final / "config.json").read_text(encoding="utf-8"))
-    return "nsa" not in QatConfig(**values["quantization_config"]).features
+    return SPARSE not in QatConfig(**values["quantization_config"]).features

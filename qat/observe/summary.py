@@ -11,6 +11,7 @@ from typing import Any
 from qat.errors import CheckpointError
 from qat.files import parse_toml
 from qat.logs import EXAM, METRICS, RECIPE, SAMPLES
+from qat.models.attention import SPARSE
 from qat.models.sizes import source_megabytes
 from qat.observe.runs import Conversion, Exams, TrainingRun
 
@@ -153,7 +154,7 @@ def _uses(exports: list[Path]) -> Iterator[str]:
 def _is_sparse(checkpoint: Path) -> bool:
     config = checkpoint / "config.json"
     try:
-        return bool(json.loads(config.read_bytes()).get("nsa"))
+        return bool(json.loads(config.read_bytes()).get(SPARSE))
     except (OSError, ValueError, AttributeError):
         return False
 
