@@ -178,9 +178,9 @@ def smooth(values: Iterable[float], weight: float) -> list[float]:
     return result
 
 
-def thin(rows: list[Any], limit: int = MAX_POINTS) -> list[Any]:
-    """Return at most about `limit` rows, evenly spaced, the last one included."""
-    stride = max(1, -(-len(rows) // limit))
+def thin(rows: list[Any]) -> list[Any]:
+    """Return at most about `MAX_POINTS` rows, evenly spaced, the last one included."""
+    stride = max(1, -(-len(rows) // MAX_POINTS))
     kept = rows[::stride]
     return kept if not rows or kept[-1] is rows[-1] else [*kept, rows[-1]]
 
