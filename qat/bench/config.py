@@ -5,14 +5,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
 from qat.config import Formats, Measured, Settings, Text
 from qat.errors import ConfigError, nearest
 from qat.models.devices import devices_named
 from qat.train.config import StepConfig
 
-ATTENTION = ("nsa", "nsa-merged", "nsa-shared", "nsa-merged-shared", "nsa-paper")
 PASSES = ("forward", "train", "decode")
 """The kinds of calls that `qat bench attention` measures."""
 DEFAULT_SHAPE = "qwen3-0.6b"
@@ -145,13 +144,12 @@ class AttentionConfig(Settings):
             raise ValueError("expected at least one size; write them as 4096,16384")
         return text
 
-    @field_validator("attention", "passes")
+    @field_validator("passes")
     @classmethod
-    def _check_names(cls, text: str, info: ValidationInfo) -> str:
-        known = ATTENTION if info.field_name == "attention" else PASSES
-        unknown = [name for name in text.split(",") if name not in known]
+    def _check_passes(cls, text: str) -> str:
+        unknown = [name for name in text.split(",") if name not in PASSES]
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is unknown; use any of {','.join(known)}")
+            raise ValueError(f"{unknown[0]!r} is unknown; use any of {','.join(PASSES)}")
         return text
 
 

@@ -24,6 +24,7 @@ from qat.bench.config import AttentionConfig, parse_sizes
 from qat.bench.measure import Clock, Row, kernel_dtype, times
 from qat.bench.results import Results, environment
 from qat.errors import ConfigError
+from qat.extensions.nsa.kernels.config import PRESETS
 from qat.extensions.nsa.ways import Attend, Layer, Pass, Way, Work, layer_of, sparse_ways
 from qat.process import is_out_of_memory
 
@@ -110,6 +111,10 @@ def run_attention(config: AttentionConfig, out: Path | None) -> tuple[Path, list
     Raises:
         ConfigError: there is no such device or preset.
     """
+    presets = tuple(config.attention.split(","))
+    unknown = [name for name in presets if name not in PRESETS]
+    if unknown:
+        raise ConfigError(f"attention: {unknown[0]!r} is unknown; use any of {','.join(PRESETS)}")
     backend = select(config.device)
     clock = Clock(backend, config.repeats, config.limit_s)
     rows: list[Row] = []
@@ -117,7 +122,7 @@ def run_attention(config: AttentionConfig, out: Path | None) -> tuple[Path, list
         groups, lengths = parse_sizes(config.groups), parse_sizes(config.lengths)
         for group, length, which in product(groups, lengths, config.passes.split(",")):
             work = Work(length, group, config.key_heads, config.head_dim, config.batch_size)
-            ways = ways_of(which, tuple(config.attention.split(",")))
+            ways = ways_of(which, presets)
             for row in measured(ways, work, which, clock=clock):
                 results.add(**row)
                 rows.append(row)

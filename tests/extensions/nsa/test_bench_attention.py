@@ -120,10 +120,6 @@ def test_gates_are_the_modes_own(preset: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"attention": "nsa,linear"},
-            "'linear' is unknown; use any of nsa,nsa-merged,nsa-shared,nsa-merged-shared,nsa-paper",
-        ),
         ({"passes": "backward"}, "'backward' is unknown; use any of forward,train,decode"),
         ({"lengths": ""}, "at least one size"),
     ],
@@ -131,3 +127,8 @@ def test_gates_are_the_modes_own(preset: str) -> None:
 def test_settings_that_mean_nothing(changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AttentionConfig.parse({**TINY, **changes}, "flags")
+
+
+def test_a_kind_of_attention_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'linear' is unknown; use any of nsa,.*,nsa-paper"):
+        run_attention(AttentionConfig(**TINY, attention="nsa,linear"), None)
