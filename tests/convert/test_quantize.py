@@ -9,7 +9,8 @@ import pytest
 import torch
 from families import build
 from quantized import SPECS, fit_to_inputs, tiny_quantized
-from tiny import ARCHITECTURES, VOCAB, tiny_model
+from test_sensitivity import tokens
+from tiny import ARCHITECTURES, tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -34,12 +35,6 @@ COARSE = LutSpec(bits=2, group_size=32)
 
 def plan(pattern: str = "*", spec: LutSpec | None = SMALL) -> QuantPlan:
     return QuantPlan(name="p", rules=(PlanRule(pattern=pattern, spec=spec),))
-
-
-def tokens(sequences: int = 6, length: int = 12) -> list[TokenBatch]:
-    ids = torch.randint(VOCAB, (sequences, length), generator=torch.Generator().manual_seed(5))
-    positions = torch.arange(length).expand_as(ids)
-    return [TokenBatch(*pair) for pair in zip(ids.split(4), positions.split(4), strict=True)]
 
 
 def state(model) -> dict[str, Tensor]:

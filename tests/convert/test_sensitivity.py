@@ -25,7 +25,7 @@ from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 TWO, THREE = LutSpec(bits=2, group_size=8), LutSpec(bits=3, group_size=16)
 
 
-def tokens(sequences: int, length: int = 12, batch: int = 4) -> list[TokenBatch]:
+def tokens(sequences: int = 6, length: int = 12, batch: int = 4) -> list[TokenBatch]:
     ids = torch.randint(VOCAB, (sequences, length), generator=torch.Generator().manual_seed(5))
     positions = torch.arange(length).expand_as(ids)
     return [
