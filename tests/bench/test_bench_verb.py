@@ -136,20 +136,6 @@ def test_a_plan_without_room_needs_no_run(tmp_path: Path, monkeypatch, capsys, c
     assert error.count("GiB beside its batch, but 0.0001 GiB can be had here; learn less") == 2
 
 
-def test_who_names_no_student_is_told_of_a_small_one(monkeypatch, caplog) -> None:
-    def stopped(*_: object) -> None:
-        raise ConfigError("enough")
-
-    monkeypatch.setattr("qat.bench.run.run_bench", stopped)
-    caplog.set_level("INFO", logger="qat")
-    assert call(monkeypatch, "bench", "--plan", "h200") == 1
-    assert "qwen3-0.6b with random weights; for another: qat bench tiny" in caplog.text
-    caplog.clear()
-    assert call(monkeypatch, "bench", "--shape", "tiny", "--plan", "h200") == 1
-    assert "measuring tiny with random weights" in caplog.messages[0].split(": ", 1)[1]
-    assert "minutes" not in caplog.text
-
-
 @pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_a_row_beside_those_that_do(monkeypatch, tmp_path) -> None:
     from qat.bench.run import Setting

@@ -129,15 +129,6 @@ def test_a_dry_run_names_the_runs(tmp_path: Path, monkeypatch, capsys) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_machine_without_a_gpu_is_said_once(tmp_path: Path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(sweep_run, "gpu_samples", list)
-    monkeypatch.setattr(sweep_run, "run_processes", lambda *_, **__: None)
-    run_sweep(ALLOWED, write(tmp_path, {"a": "pass", "b": "pass"}), tmp_path / "out")
-    assert [record.message for record in caplog.records] == [
-        "no NVIDIA driver answers: the GPU columns of telemetry stay empty"
-    ]
-
-
 def test_a_directory_belongs_to_one_sweep_at_a_time(
     tmp_path: Path, in_this_process, monkeypatch
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from qat.bench.results import markdown_table
 from qat.bench.sweep import telemetry
-from qat.bench.sweep.run import cells, chart, spreads, summarise
+from qat.bench.sweep.run import cells, spreads, summarise
 from qat.bench.sweep.telemetry import (
     COLUMNS,
     Watch,
@@ -75,12 +75,6 @@ def test_what_is_doubtful_is_said() -> None:
         "steps of a run vary by more than 12%",
         "memory grows by 1.5 MiB a step",
     )
-
-
-def test_a_picture_of_whatever_finished() -> None:
-    drawn = chart(summarise(GROUPS, rows(), [], "base"), "tokens a second")
-    assert drawn.startswith(b"<?xml") and b"<svg" in drawn
-    assert chart(summarise(["never"], [], ["never"], "never"), "x") is None
 
 
 def test_what_a_gpu_does_not_tell_is_empty() -> None:

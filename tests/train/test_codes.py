@@ -5,17 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from quantized import SPECS, tiny_quantized
-from train_case import config, make_place, make_trainer
+from train_case import config, make_trainer
 
 from qat.logs import read_json_lines
 from qat.nn.latent import to_latent
 from qat.nn.quant_linear import quant_linears
 from qat.train.judge import CodeWatch
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("codes"), layers=1)
 
 
 def shares(place: Path, out: Path, **values: object) -> list[float | None]:

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor
-from train_case import config, make_place, make_trainer
+from train_case import config, make_trainer
 
 from qat.errors import CheckpointError, TrainingError
 from qat.files import sha256_file
@@ -31,11 +31,6 @@ WAYS = {
     "lora": {"learn": "lora,norms", "lora_rank": 2},
     "one_linear": {"learn": "scales", "mlp_only": True},
 }
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("finite"), layers=1)
 
 
 def trainer_of(place: Path, out: Path, **values: object) -> Trainer:

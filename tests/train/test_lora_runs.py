@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from quantized import SPECS, tiny_adapted, tiny_quantized
-from train_case import config, make_place
+from train_case import config
 from transformers import PreTrainedModel
 
 from qat.errors import ConfigError
@@ -21,11 +21,6 @@ from qat.train.config import TrainConfig
 from qat.train.learnable import learnable, linears_in_scope, natural_sizes
 from qat.train.optim import Optimizer
 from qat.train.start import TrainReport, train_student
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("lora"), layers=1)
 
 
 def run(

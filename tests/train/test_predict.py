@@ -21,11 +21,6 @@ from qat.train.run import resolved
 from qat.train.start import train_student
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("predict"), layers=1)
-
-
 def words(place: Path, **values: object) -> list[object]:
     """`train STUDENT` and its flags."""
     settings = resolved(config(place, **values), "")

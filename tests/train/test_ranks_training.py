@@ -8,7 +8,7 @@ from signal import SIGINT, SIGTERM, raise_signal
 import pytest
 import torch
 from ranks_case import run_ranks
-from train_case import config, make_place
+from train_case import config
 
 from qat.errors import ConfigError
 from qat.logs import read_json_lines
@@ -19,11 +19,6 @@ from qat.train.optim import Optimizer
 from qat.train.start import train_student
 
 FROZEN, LATENT = "scales,codebook", "weights,scales,codebook"
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return make_place(tmp_path_factory.mktemp("ranks"), layers=1)
 
 
 def settings(place: Path, **values: object) -> TrainConfig:

@@ -27,11 +27,6 @@ from qat.train.saver import STATE_TENSORS, problem
 from qat.train.start import TrainReport, train_student
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("resume"), layers=1)
-
-
 def run(place: Path, out: Path, *, resume: bool = False, **values: object) -> TrainReport:
     settings = config(place, **{"save_every": 1, "eval_every": 2, **values})
     return train_student(settings, str(place / "student"), out, resume=resume)

@@ -34,9 +34,7 @@ from qat.train.config import TrainConfig
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer
 from qat.train.preflight import MEASURED_STEPS, WARM_STEPS, predict
-from qat.train.resume import load_training_state
 from qat.train.rollout import OwnRow, Speaker, laid_in, prompt_of
-from qat.train.run import RunDirectory
 from qat.train.start import TrainReport, train_student
 from qat.train.step import OwnRows, StepResult, TrainingStep
 
@@ -376,19 +374,6 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     torch.rand(3)
     again = run(place, tmp_path / "run", resume=True, **values)
     assert_same_end((tmp_path / "whole", whole), tmp_path / "run", again)
-
-
-def test_rows_that_wait_are_part_of_a_checkpoint(place: Path, tmp_path: Path) -> None:
-    values = {"rollout_every": 3, "save_every": 1, "keep": 9, "learn": "scales"}
-    run(place, tmp_path / "run", max_steps=4, **values)
-    held = [
-        load_training_state(path)[0].get("rollout.rows")
-        for path in RunDirectory(tmp_path / "run").checkpoints()
-    ]
-    assert [None if rows is None else tuple(rows.shape) for rows in held] == [
-        *((2, 2, 17), (1, 2, 17)),
-        *(None, (2, 2, 17)),
-    ]
 
 
 def on_ranks(place: Path, out: Path, ranks: Ranks = ALONE, **values: object) -> float:

@@ -36,11 +36,6 @@ from qat.train.run import RunDirectory
 from qat.train.start import TrainReport, train_student
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("runs"), layers=1)
-
-
 def run(place: Path, out: Path, *, resume: bool = False, **values: object) -> TrainReport:
     settings = config(place, **{"max_steps": 7, "learn": "weights,scales,codebook,norms", **values})
     return train_student(settings, str(place / "student"), out, resume=resume, begins_anew=resume)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from train_case import config, make_place, make_trainer
+from train_case import config, make_trainer
 
 from qat.backend import device as backends
 from qat.backend.base import Backend
@@ -22,11 +22,6 @@ from qat.train.resume import load_training_state
 from qat.train.run import RunDirectory, read_state
 from qat.train.saver import Saver, problem, prove
 from qat.train.start import train_student
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("saver"), layers=1)
 
 
 @pytest.fixture

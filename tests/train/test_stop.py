@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_case import assert_same_end, config, make_place
+from train_case import assert_same_end, config
 
 from qat.errors import Stopped
 from qat.logs import read_json_lines
@@ -18,11 +18,6 @@ from qat.train.run import RunDirectory
 from qat.train.start import TrainReport, train_student
 
 pytestmark = pytest.mark.usefixtures("plain_signals")
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("stops"), layers=1)
 
 
 def run(place: Path, out: Path, *, resume: bool = False) -> TrainReport:

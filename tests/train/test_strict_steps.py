@@ -7,7 +7,7 @@ import pytest
 import torch
 from cache_case import build, teacher
 from strict_backend import Book, inside, make_strict
-from train_case import config, make_place, make_trainer
+from train_case import config, make_trainer
 
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
@@ -15,11 +15,6 @@ from qat.evaluate.config import EvalConfig
 from qat.evaluate.tasks import Tasks
 from qat.logs import read_json_lines
 from qat.train.loop import Trainer
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("strict"), layers=1)
 
 
 def trainer_of(place: Path, out: Path, **values: object) -> Trainer:
