@@ -14,6 +14,7 @@ from transformers import (
 )
 
 VOCAB = 320
+IDS = torch.arange(40).view(2, 20) * 7 % VOCAB
 
 SHAPE = {
     "vocab_size": VOCAB,
@@ -53,6 +54,12 @@ def tiny_model(architecture: str = "qwen3", seed: int = 0, **overrides: object) 
     model_class, config_class = ARCHITECTURES[architecture]
     torch.manual_seed(seed)
     return model_class(config_class(**{**SHAPE, **overrides})).eval()
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    """Return the logits `(2, 20, VOCAB)` of `IDS`."""
+    return model(IDS).logits
 
 
 CHAT_TEMPLATE = (

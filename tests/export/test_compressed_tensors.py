@@ -30,9 +30,7 @@ def student(kind: str, **shape: object) -> PreTrainedModel:
 @pytest.mark.parametrize(
     ("kind", "dtype"), [*zip(ACTIVATION_KINDS, itertools.cycle(["fp32", "bf16"]))]
 )
-def test_inputs_are_rounded_as_the_configuration_says(
-    kind: str, dtype: str, tmp_path: Path
-) -> None:
+def test_inputs_are_rounded_as_the_configuration_says(kind: str, dtype: str, tmp_path) -> None:
     model = student(kind)
     save_checkpoint(model, None, tmp_path / "student")
     config = ExportConfig(to="compressed-tensors", dtype=dtype)
@@ -52,9 +50,7 @@ def test_inputs_are_rounded_as_the_configuration_says(
 
 
 @pytest.mark.parametrize("kind", ACTIVATION_KINDS)
-def test_the_librarys_own_rounding_is_ours_but_for_its_symmetric_scale(
-    kind: str, tmp_path: Path
-) -> None:
+def test_the_librarys_own_rounding_is_ours_but_for_its_symmetric_scale(kind: str, tmp_path) -> None:
     model = student(kind, num_hidden_layers=1)
     write(model, None, tmp_path)
     ids = probe_ids(model)

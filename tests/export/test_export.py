@@ -8,13 +8,11 @@ import pytest
 import torch
 from quantized import SPECS, latent_linear, tiny_quantized
 from safetensors.torch import load_file
-from tiny import ARCHITECTURES, tiny_model, tiny_tokenizer
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from tiny import ARCHITECTURES, logits, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qat.backend.base import DTYPES
-from qat.cli import run_verb
-from qat.errors import CheckpointError, ConfigError, ExportError
+from qat.errors import ExportError
 from qat.export.config import ExportConfig
 from qat.export.dense import dense_state_dict
 from qat.export.dense import write as write_dense
@@ -27,13 +25,7 @@ from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import linear_names, replace_module
 from qat.quant.spec import KvSpec
 
-IDS = torch.arange(40).view(2, 20) * 7 % 320
 ONE_OF_EACH_KIND = ("int4_r3", "e2m1", "fours8_s8")
-
-
-@torch.no_grad()
-def logits(model: PreTrainedModel) -> Tensor:
-    return model(IDS).logits
 
 
 @pytest.fixture
@@ -147,28 +139,6 @@ def test_a_run_exports_its_checkpoint_without_the_trainer(packed: Path, tmp_path
     assert not (tmp_path / "out/trainer").exists()
 
 
-def test_a_checkpoint_without_tokenizer_exports(tmp_path: Path) -> None:
-    save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), None, tmp_path / "packed")
-    export_model(str(tmp_path / "packed"), ExportConfig(to="dense"), tmp_path / "out")
-    assert not list((tmp_path / "out").glob("tokenizer*"))
-
-
-def test_a_float_model_is_refused(tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path / "float")
-    with pytest.raises(ExportError, match="is not a packed checkpoint on this disk"):
-        export_model(str(tmp_path / "float"), ExportConfig(to="dense"), tmp_path / "out")
-
-
-def test_a_missing_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="does not exist"):
-        export_model(str(tmp_path / "none"), ExportConfig(to="dense"), tmp_path / "out")
-
-
-def test_an_occupied_directory_is_refused(packed: Path) -> None:
-    with pytest.raises(ConfigError, match="is not empty"):
-        export_model(str(packed), ExportConfig(to="dense"), packed)
-
-
 def test_other_logits_are_noticed(packed: Path, tmp_path: Path) -> None:
     model = load_checkpoint(packed)
     write_dense(model, None, tmp_path / "dense", torch.float32)
@@ -180,18 +150,6 @@ def test_other_logits_are_noticed(packed: Path, tmp_path: Path) -> None:
     (tmp_path / "dense/model.safetensors").write_bytes(b"")
     with pytest.raises(ExportError, match="cannot be read back"):
         check_equal("dense", model, tmp_path / "dense")
-
-
-def test_the_verb_shows_a_table_and_tells_what_it_wrote(
-    packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    out = tmp_path / "out"
-    tokens = ["export", str(packed), "--to", "dense", "--dtype", "bf16", "--out", str(out)]
-    result = run_verb(tokens)
-    shown = capsys.readouterr().out
-    assert result["to"] == "dense" and result["dtype"] == "bfloat16" and result["logits_equal"]
-    assert result["bytes"] == (out / "model.safetensors").stat().st_size
-    assert f"{result['bits_per_weight']:.3f}" in shown and f"{result['linear_bits']:.3f}" in shown
 
 
 def test_what_prepares_images_stays_beside_the_model(packed: Path, tmp_path: Path) -> None:

@@ -7,20 +7,13 @@ import pytest
 import torch
 from quantized import SPECS, tiny_adapted
 from safetensors.torch import load_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tiny import logits
+from transformers import AutoModelForCausalLM
 
 from qat.backend.base import DTYPES
 from qat.export.config import ExportConfig
 from qat.export.model import export_model
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
-
-IDS = torch.arange(40).view(2, 20) * 7 % 320
-
-
-@torch.no_grad()
-def logits(model: PreTrainedModel) -> Tensor:
-    return model(IDS).logits
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import shutil
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import get_args
 
 import families
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from quantized import SPECS, e5m3_values, frozen_linear, latent_linear, tiny_adapted, tiny_quantized
 from ranks_case import run_ranks
 from safetensors.torch import load_file
-from tiny import tiny_model, tiny_tokenizer
+from tiny import IDS, logits, tiny_model, tiny_tokenizer
 from tokenizers import Regex, Tokenizer, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 from torch import Tensor
@@ -39,6 +38,7 @@ from qat.export.model import IMPORT, export_model, float_base
 from qat.export.targets import LIBRARIES, check_model, load_target, ships_to, target_names
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.gguf_header import teach_q2_0
+from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
 from qat.models.stored_state import quantized_modules
 from qat.nn.quant_linear import LutLinear, quant_linears
@@ -50,34 +50,24 @@ from qat.ranks import Ranks
 # coremltools leaves temporary directories to their finalizers
 pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")
 
-IDS = torch.arange(40).view(2, 20) * 7 % 320
 WIDE = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 32}
 EVEN = ("mlx", "compressed-tensors", "gguf", "torchao", "coreml")
 """Targets that hold evenly spaced levels of 4 bits."""
 SHIPPED = (*EVEN, "nvfp4", "modelopt")
 
 
-@torch.no_grad()
-def logits(model: PreTrainedModel) -> Tensor:
-    return model(IDS).logits
-
-
 def mixed(to: TargetName, architecture: str = "qwen3", **overrides: object) -> PreTrainedModel:
     """A tiny student of 2 and 4 bits in the formats that a conversion for `to` gives."""
     model = tiny_model(architecture, initializer_range=0.2, **{**WIDE, **overrides})
-    language_model = load_like(model)
     plan = PRESETS["q2a4"]
-    if load_target(to).HOLDS_TABLES:
-        plan = with_tables(plan, model, 4)
-    shipping = Shipping({to: load_target(to)})
-    quantize_model(language_model, shipping.plan(plan, model))
-    return language_model.model
+    return converted(
+        to, model, with_tables(plan, model, 4) if load_target(to).HOLDS_TABLES else plan
+    )
 
 
-def load_like(model: PreTrainedModel):
-    from qat.models.language_model import LanguageModel
-
-    return LanguageModel(model.eval())
+def converted(to: TargetName, model: PreTrainedModel, plan: QuantPlan) -> PreTrainedModel:
+    quantize_model(LanguageModel(model), Shipping({to: load_target(to)}).plan(plan, model))
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -94,15 +84,6 @@ def library(to: TargetName) -> None:
     pytest.importorskip(LIBRARIES[to][0], exc_type=ImportError)
 
 
-def test_every_name_has_a_module() -> None:
-    assert target_names() == get_args(TargetName)
-    for name in target_names():
-        target = load_target(name)
-        assert target.COMPARED in ("bits", "bits32", "sums", "constants")
-        assert "DIR" in target.HOW_TO_LOAD and target.HOLDS_ACTIVATIONS
-        assert target.lost(LutSpec(bits=2, codebook="int", scale_bits=8), (64, 64)) is None
-
-
 @pytest.mark.parametrize(
     ("to", "dtype"),
     [
@@ -112,13 +93,7 @@ def test_every_name_has_a_module() -> None:
         ("coreml", "fp32"),
     ],
 )
-def test_the_targets_library_reads_our_logits(
-    to: TargetName,
-    dtype: str,
-    students: dict[TargetName, Path],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_the_targets_library_reads_our_logits(to, dtype, students, tmp_path, capfd) -> None:
     library(to)
     out = tmp_path / "out"
     report = export_model(str(students[to]), ExportConfig(to=to, dtype=dtype), out)
@@ -141,7 +116,7 @@ def test_each_linear_is_listed_as_quantized_or_as_left(to: TargetName, tmp_path:
     linears = {*linear_names(model), "lm_head"}
     spec = load_target(to).scheme(LutSpec(bits=4, codebook="int", scale_bits=8), (32, 32))
     plan = QuantPlan(name="mlp", rules=(PlanRule(pattern="*mlp*", spec=spec),))
-    quantize_model(load_like(model), plan)
+    quantize_model(LanguageModel(model), plan)
     save_checkpoint(model, None, tmp_path / "student")
     export_model(str(tmp_path / "student"), ExportConfig(to=to, dtype="fp32"), tmp_path / "out")
     found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -198,9 +173,7 @@ def nvfp4_weights(directory: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("codebook", "bits", "size"), NVFP4_FORMATS)
-def test_nvfp4_is_the_weight_to_the_bit(
-    codebook: str, bits: int, size: int, tmp_path: Path
-) -> None:
+def test_nvfp4_is_the_weight_to_the_bit(codebook: str, bits: int, size: int, tmp_path) -> None:
     library("nvfp4")
     spec = LutSpec(bits=bits, codebook=codebook, group_size=size, scale_bits=8)
     model = tiny_quantized("qwen3", spec, **WIDE)
@@ -364,7 +337,7 @@ def test_llama_cpp_computes_our_logits(tmp_path: Path) -> None:
     ]
     table = LutSpec(bits=8, codebook="int", group_size=32, scale_bits=8)
     plan = QuantPlan(name="all", rules=(*rules, PlanRule(pattern="lm_head", spec=table)))
-    quantize_model(load_like(model), plan)
+    quantize_model(LanguageModel(model), plan)
     save_checkpoint(model, tiny_tokenizer(), tmp_path / "packed")
     export_model(str(tmp_path / "packed"), ExportConfig(to="gguf"), tmp_path / "out")
     path = str(tmp_path / "out" / gguf.FILE_NAME)
@@ -379,9 +352,7 @@ def test_llama_cpp_computes_our_logits(tmp_path: Path) -> None:
     llama.close()
 
 
-def test_the_tokenizer_goes_into_a_gguf(
-    students: dict[TargetName, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_tokenizer_goes_into_a_gguf(students: dict[TargetName, Path], tmp_path, caplog) -> None:
     library = pytest.importorskip("gguf")
     export_model(str(students["gguf"]), ExportConfig(to="gguf"), tmp_path / "out")
     fields = library.GGUFReader(tmp_path / "out" / gguf.FILE_NAME).fields
@@ -494,7 +465,7 @@ def test_quantized_tables_are_refused() -> None:
     for to in targets:
         with pytest.raises(ExportError, match="embedding and head"):
             Shipping({to: load_target(to)}).plan(with_head, model)
-    quantize_model(load_like(model), only_head)
+    quantize_model(LanguageModel(model), only_head)
     for to in targets:
         with pytest.raises(ExportError, match="embed_tokens .* quantized table"):
             check_model(to, model)
@@ -518,9 +489,7 @@ def plan(spec: LutSpec, pattern: str = "*") -> QuantPlan:
         ("coreml", LutSpec(bits=10, vector_size=2), {}, "1024 codewords"),
     ],
 )
-def test_a_plan_that_cannot_be_held_is_refused_before_training(
-    to: TargetName, spec: LutSpec, shape: dict, reason: str
-) -> None:
+def test_a_plan_that_cannot_be_held_is_refused_before_training(to, spec, shape, reason) -> None:
     with pytest.raises(ExportError, match=reason):
         Shipping({to: load_target(to)}).plan(plan(spec), tiny_model(**shape))
 
@@ -579,15 +548,13 @@ def test_a_plan_takes_the_type_of_ggml_that_fits_its_rows() -> None:
         ("q2a4", ("executorch", "torchao", "compressed-tensors", "packed")),
     ],
 )
-def test_a_plan_is_bent_to_what_all_its_targets_hold(
-    preset: str, names: tuple[TargetName, ...]
-) -> None:
+def test_a_plan_is_bent_to_what_all_its_targets_hold(preset, names) -> None:
     model = tiny_model(**WIDE)
     shipping = Shipping({name: load_target(name) for name in names})
     bent = shipping.plan(PRESETS[preset], model)
     inputs = "_a8z" if "executorch" in names else ""
     assert bent.name == f"{preset}{inputs}_{'_'.join(names)}"
-    quantize_model(load_like(model), bent)
+    quantize_model(LanguageModel(model), bent)
     for name in names:
         check_model(name, model)
     wished = {int(bits) for bits in preset[1::2]}
@@ -615,9 +582,7 @@ def test_two_targets_without_a_common_format_are_named() -> None:
         Shipping(targets).plan(PRESETS["q2a4"], model)
 
 
-def test_a_checkpoint_says_where_it_goes_without_its_weights(
-    students: dict[TargetName, Path], tmp_path: Path
-) -> None:
+def test_a_checkpoint_says_where_it_goes_without_its_weights(students, tmp_path) -> None:
     def lacking(directory: Path, **how: bool) -> dict[str, str]:
         for weights in directory.glob("*.safetensors"):
             weights.unlink()
@@ -660,12 +625,6 @@ def test_numbers_that_a_dtype_does_not_hold_are_refused() -> None:
     model = tiny_quantized("qwen3", LutSpec(bits=2, codebook="seq"))  # scales of 16 bits
     with pytest.raises(ExportError, match="q_proj.biases .* fp16"):
         mlx.write(as_dtype(model, "fp16"), None, Path("nowhere"))
-
-
-def test_gguf_names_no_other_dtype_where_it_has_none() -> None:
-    linear = frozen_linear(4, 256, LutSpec(bits=2, codebook="seq", group_size=256))
-    with pytest.raises(ExportError, match="convert the model"):
-        gguf_blocks.to_blocks("it", parts.affine(linear), gguf_blocks.Q2_K)
 
 
 def as_dtype(model: PreTrainedModel, dtype: str) -> PreTrainedModel:
@@ -731,9 +690,7 @@ def test_the_rotary_settings_of_real_models_are_kept(
     export_model(str(tmp_path / "student"), ExportConfig(to=to, dtype="fp32"), tmp_path / "out")
 
 
-def test_only_rounding_to_the_dtype_is_let_pass(
-    students: dict[TargetName, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_rounding_to_the_dtype_is_let_pass(students, monkeypatch) -> None:
     model = load_checkpoint(students["coreml"], torch.float16)
     ids = torch.arange(16)[None]
     with torch.no_grad():
@@ -757,18 +714,13 @@ def deep_with_outliers(to: TargetName, architecture: str) -> PreTrainedModel:
         model.model.embed_tokens.weight[:, :2] *= 40
         for layer in model.model.layers:
             layer.mlp.down_proj.weight[2] *= 20
-    shipping = Shipping({to: load_target(to)})
-    language_model = load_like(model)
-    quantize_model(language_model, shipping.plan(PRESETS["q2a4"], model))
-    return language_model.model
+    return converted(to, model, PRESETS["q2a4"])
 
 
 @pytest.mark.parametrize(
     ("to", "dtype"), [("mlx", "fp32"), pytest.param("coreml", "fp16", marks=pytest.mark.slow)]
 )
-def test_of_a_deep_model_with_outliers_only_wrong_files_are_refused(
-    to: TargetName, dtype: str, tmp_path: Path
-) -> None:
+def test_of_a_deep_model_with_outliers_only_wrong_files_are_refused(to, dtype, tmp_path) -> None:
     library(to)
     model = as_dtype(deep_with_outliers(to, "llama"), dtype)
     write_wrong(to, model, {}, tmp_path / "right")
@@ -830,9 +782,7 @@ def test_the_dtype_is_what_the_target_holds(tmp_path: Path) -> None:
         ("mlx", "qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
     ],
 )
-def test_unknown_architectures_are_refused(
-    to: TargetName, architecture: str, settings: dict, reason: str
-) -> None:
+def test_unknown_architectures_are_refused(to, architecture, settings, reason) -> None:
     library(to)
     built = tiny_model(architecture, **settings)
     with pytest.raises(ExportError, match=reason):
@@ -842,9 +792,7 @@ def test_unknown_architectures_are_refused(
         load_target(to).check(built)
 
 
-def test_a_missing_library_is_named_with_its_extra(
-    students: dict[TargetName, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_is_named_with_its_extra(students, tmp_path, monkeypatch) -> None:
     for to, (library, extra) in LIBRARIES.items():
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, library, None)
@@ -954,19 +902,6 @@ def test_the_float_model_is_found_through_runs_conversions_and_imports(tmp_path:
         float_base(student)
 
 
-def test_a_run_for_a_target_stays_inside_it(students: dict[TargetName, Path]) -> None:
-    from qat.train.learnable import learnable
-
-    for to in SHIPPED:
-        model = load_model(str(students[to]), device="cpu").model
-        names = list(quant_linears(model))
-        kinds = ("scales", "codebook") if to == "coreml" else ("scales",)
-        found = learnable(model, names, kinds)
-        assert bool(found.get("codebook")) == (to == "coreml")
-        if to == "coreml":
-            assert {m.spec.level_bits for m in quant_linears(model).values()} == {16}
-
-
 def test_the_verbs_convert_for_targets_and_export_to_them(tmp_path: Path, capsys) -> None:
     pytest.importorskip("gguf")
     small = {"initializer_range": 0.2, "num_hidden_layers": 1}
@@ -1015,9 +950,7 @@ def test_parameters_move_to_where_torch_puts_them() -> None:
         ("GPT2LMHeadModel", r"transformer.h.0.attn.c_\w+ keeps its weight transposed"),
     ],
 )
-def test_weights_that_are_not_those_of_linears_stay_packed_or_dense(
-    tmp_path: Path, family: str, site: str
-) -> None:
+def test_weights_that_are_not_those_of_linears_stay_packed_or_dense(tmp_path, family, site) -> None:
     families.saved(family, tmp_path / "float")
     student = load_model(str(tmp_path / "float"), device="cpu")
     for to in set(target_names()) - {"packed", "dense"}:

@@ -25,9 +25,7 @@ SEQ2 = LutSpec(bits=2, codebook="seq", group_size=16, scale_bits=8)
     ("codebook", "bits", "dtype"),
     [("seq", 4, "bf16"), ("int", 4, "fp32"), ("ternary", 2, "bf16"), ("int", 8, "fp32")],
 )
-def test_torchao_computes_our_logits_of_rounded_inputs(
-    codebook: str, bits: int, dtype: str, tmp_path: Path
-) -> None:
+def test_torchao_computes_our_logits_of_rounded_inputs(codebook, bits, dtype, tmp_path) -> None:
     spec = LutSpec(bits=bits, codebook=codebook, group_size=16, scale_bits=8)
     model = with_rounded_inputs(tiny_quantized("qwen3", spec), "int8-asymmetric")
     save_checkpoint(model, None, tmp_path / "student")
