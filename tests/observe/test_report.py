@@ -305,3 +305,25 @@ def test_verb_writes_into_the_first_directory(run: Path) -> None:
     result = report(run)
     assert result["page"] == run / "report.html"
     assert len(result["pictures"]) == 4
+
+
+def test_a_run_alone_has_a_title_of_its_model_and_text(run: Path, tmp_path: Path) -> None:
+    info = json.loads((run / "run.json").read_text())
+    info |= {"teacher": "checkpoints/tiny-qwen3", "cache_settings": {"data": "stdlib"}}
+    (run / "run.json").write_text(json.dumps(info))
+    assert "<h1>tiny-qwen3, trained on stdlib</h1>" in page_of(run, tmp_path)
+
+
+def test_models_write_side_by_side_after_one_prompt(tmp_path: Path) -> None:
+    html = page_of(write_pipeline(tmp_path / "run"), tmp_path)
+    assert "Return &lt;i&gt;" in html and "bytes &lt;b&gt;read&lt;/b&gt;" in html
+    assert re.findall(r"<h3>(\w+)</h3><pre>", html) == ["teacher", "converted", "trained"]
+
+
+def test_hashes_are_short_and_few(run: Path, tmp_path: Path) -> None:
+    marks = [f"15:{number:016x}" for number in range(64)]
+    info = {"judged": marks, "student_fingerprint": "10adf6aa49a8e414d028766b1e0ee871"}
+    (run / "run.json").write_text(json.dumps(info))
+    html = page_of(run, tmp_path)
+    assert marks[0] not in html and "64 held-out sequences" in html
+    assert "<td>10adf6aa49a8</td>" in html
