@@ -63,6 +63,9 @@ def test_promises_name_tests_that_there_are() -> None:
         assert named, row
         for file, test in named:
             assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
+    faults = (RECORDS / "2026-11-28_real_models" / "points.toml").read_text(encoding="utf-8")
+    for file, test in re.findall(r"(tests/[\w/]+\.py)::(\w+)", faults):
+        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), test
 
 
 def test_results_are_what_the_command_writes(monkeypatch: pytest.MonkeyPatch) -> None:
