@@ -1,8 +1,8 @@
 """Tiny random models of every class of causal language model that transformers knows.
 
 `FAMILIES` names a kind of configuration for each class; `build` makes a model of it, of four layers
-and width 64. Sizes go by the names that configurations give them, and `OWN` holds what a family
-asks for beyond that.
+and width 64, and `walk` takes one of two layers where these show every kind of layer. Sizes go by
+the names that configurations give them, and `OWN` holds what a family asks for beyond that.
 """
 
 import inspect
@@ -275,22 +275,37 @@ def tiny_config(kind: str) -> PreTrainedConfig:
     return made(**_settings(made(), kind))
 
 
-def _settings(config: PreTrainedConfig, kind: str) -> dict[str, object]:
+def short_config(kind: str) -> PreTrainedConfig:
+    """The same with two layers, where they are of as many kinds as four, else with four."""
+    whole, made = tiny_config(kind), CONFIG_MAPPING[kind]
+    short = made(**_settings(made(), kind, num_layers=2))
+    return short if _kinds_of_layers(short) == _kinds_of_layers(whole) else whole
+
+
+def _kinds_of_layers(config: PreTrainedConfig) -> dict[str, set[str]]:
+    """The kinds that a configuration gives to its layers, by the name of each list of them."""
+    lists = {k: v for k, v in config.get_text_config().to_dict().items() if isinstance(v, list)}
+    return {key: set(map(str, kinds)) for key, kinds in lists.items()}
+
+
+def _settings(config: PreTrainedConfig, kind: str, num_layers: int = 4) -> dict[str, object]:
     made, own = type(config), OWN.get(kind, {})
     known = {*inspect.signature(made.__init__).parameters, *config.to_dict()}
     known |= set(getattr(made, "__dataclass_fields__", {}))
     sizes = SIZES | (LATENT_ATTENTION if "kv_lora_rank" in known else {})
+    if kind not in OWN:  # which may name each layer
+        sizes = sizes | dict.fromkeys(LAYERS, num_layers)
     settings = {key: value for key, value in sizes.items() if key in known} | own
     for name in getattr(made, "sub_configs", {}):
         part = getattr(config, name, None)
         if isinstance(part, PreTrainedConfig) and name not in own:
-            settings[name] = _settings(part, part.model_type)
+            settings[name] = _settings(part, part.model_type, num_layers)
     return settings
 
 
-def build(family: str, seed: int = 0) -> PreTrainedModel:
+def build(family: str, seed: int = 0, config: PreTrainedConfig | None = None) -> PreTrainedModel:
     """A random model of the class called `family`, in float32 and eval mode."""
-    config, made = tiny_config(FAMILIES[family]), getattr(transformers, family)
+    config, made = config or tiny_config(FAMILIES[family]), getattr(transformers, family)
     torch.manual_seed(seed)
     try:
         model = made(config)
@@ -299,9 +314,9 @@ def build(family: str, seed: int = 0) -> PreTrainedModel:
     return model.eval()
 
 
-def saved(family: str, out: Path) -> None:
+def saved(family: str, out: Path, config: PreTrainedConfig | None = None) -> None:
     """Write such a model and a tokenizer to `out`."""
-    build(family).save_pretrained(out)
+    build(family, config=config).save_pretrained(out)
     tiny_tokenizer().save_pretrained(out)
 
 
@@ -346,16 +361,16 @@ def walk(
     Returns:
         The verb that refused; empty where all of them ended well.
     """
-    saved(family, folder / "float")
+    saved(family, folder / "float", short_config(FAMILIES[family]))
     cache, student, run = folder / "cache", folder / "student", folder / "run"
     rows = ("--num-sequences", 24, "--sequence-length", 16)
     data = ("--data", texts(folder / "texts.txt"), "--format", "plain", *rows)
-    steps = ("--batch-size", 2, "--max-steps", 3, "--force")
+    steps = ("--batch-size", 2, "--max-steps", 3, "--eval-sequences", 2, "--force")
     verbs: tuple[tuple[object, ...], ...] = (
         ("cache", "--teacher", folder / "float", *data, "--out", cache),
         ("convert", folder / "float", "--to", "q2a4", "--calibration", cache, "--out", student),
         ("train", student, "--cache-dir", cache, *steps, "--out", run),
-        ("eval", run, "--cache-dir", cache),
+        ("eval", run, "--cache-dir", cache, "--max-sequences", 2),
         ("generate", run, "--prompt", "the cat", "--raw", "--max-new-tokens", 4),
         ("export", run, "--to", "dense", "--dtype", "fp32", "--out", folder / "dense"),
     )

@@ -222,10 +222,10 @@ REFUSED = {
     "Emu3ForCausalLM": PART,
     "MllamaForCausalLM": PART,
     "DbrxForCausalLM": "holds experts in one tensor",
-    "HrmTextForCausalLM": "has no list of 32 decoder blocks",
+    "HrmTextForCausalLM": "has no list of 16 decoder blocks",
     "DoryForCausalLM": "cannot be run one by one",
     "ReformerModelWithLMHead": "cannot be run one by one",
-    "XLMWithLMHeadModel": "keeps the parts of its 4 decoder blocks apart",
+    "XLMWithLMHeadModel": "keeps the parts of its 2 decoder blocks apart",
 }
 """Classes that are refused, and what is said of them."""
 
