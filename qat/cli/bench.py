@@ -17,7 +17,7 @@ from qat.bench.config import (
 from qat.cli.tables import numbers_table, row_table, wide_console
 from qat.config import OTHERS
 from qat.errors import ConfigError
-from qat.hooks import extension, hooks
+from qat.hooks import extension
 from qat.losses.config import parse_losses
 from qat.models.attention import load_sparse_attention, read_attention
 
@@ -302,7 +302,3 @@ def _summary(report: "BenchReport") -> dict[str, object]:
 def rounded(value: object) -> object:
     """Return a number with the digits of the last line; other values as they are."""
     return float(f"{value:.{SUMMARY_DIGITS}g}") if isinstance(value, float) else value
-
-
-for _extension in hooks("qat.verbs").values():
-    _extension.load()(bench_app)
