@@ -7,7 +7,7 @@ import pytest
 import torch
 from quantized import SPECS, tiny_quantized, with_rounded_inputs
 from safetensors.torch import load_file
-from torch import Tensor
+from tiny import IDS, logits
 from transformers import PreTrainedModel
 
 from qat.errors import CheckpointError
@@ -23,8 +23,6 @@ from qat.nn.swap import linear_names, put_table, table_spec
 from qat.quant.fit import fit_weight
 from qat.quant.spec import ACTIVATION_KINDS
 
-IDS = torch.arange(40).view(2, 20) * 7 % 320
-
 
 def student(kind: str, *, has_head: bool = False) -> PreTrainedModel:
     """A tiny student whose linears, and head if wished, quantize their inputs."""
@@ -33,11 +31,6 @@ def student(kind: str, *, has_head: bool = False) -> PreTrainedModel:
         weight, form = model.model.embed_tokens.weight.detach(), table_spec(4, 32)
         put_table(model, "model.embed_tokens", fit_weight(weight, form), form)
     return with_rounded_inputs(model, kind)
-
-
-@torch.no_grad()
-def logits(model: PreTrainedModel) -> Tensor:
-    return model(IDS).logits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

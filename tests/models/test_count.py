@@ -54,15 +54,12 @@ def test_bits_are_those_in_the_file(spec: LutSpec, tmp_path: Path) -> None:
     assert tensor_bytes(model) < model_bytes(tmp_path / "out") < tensor_bytes(model) + 10_000
 
 
-def test_bits_per_weight_of_a_known_case() -> None:
-    # 2 bits an index, 16 bits of scale for each 16 weights, four levels of 32 bits
-    expected = 2 + 16 / 16 + 4 * 32 / (64 * 128)
-    assert bits_per_weight(frozen_linear(64, 128, SPECS["lut2"])) == expected
-
-
-def test_a_scale_may_cost_8_bits() -> None:
-    expected = 2 + 8 / 8 + 4 * 32 / (64 * 128)
-    assert bits_per_weight(frozen_linear(64, 128, SPECS["lut2_s8"])) == expected
+@pytest.mark.parametrize(("name", "scale_bits"), [("lut2", 16), ("lut2_s8", 8)])
+def test_bits_per_weight_of_known_cases(name: str, scale_bits: int) -> None:
+    # 2 bits an index, a scale for each group, four levels of 32 bits
+    spec = SPECS[name]
+    expected = 2 + scale_bits / spec.group_size + 4 * 32 / (64 * 128)
+    assert bits_per_weight(frozen_linear(64, 128, spec)) == expected
 
 
 def test_a_float_model_has_no_bits_per_weight() -> None:

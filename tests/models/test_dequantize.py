@@ -23,11 +23,12 @@ from qat.convert.convert import convert_model
 from qat.convert.quantize import quantize_model
 from qat.convert.shipping import Shipping
 from qat.errors import CheckpointError
-from qat.export.config import ExportConfig
+from qat.export.config import ExportConfig, TargetName
 from qat.export.model import export_model
 from qat.export.targets import load_target
 from qat.models.checkpoint import save_checkpoint
 from qat.models.dequantize import AWQ_ORDER, float_state
+from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer, model_identity
 from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import linear_names
@@ -84,11 +85,7 @@ def checkpoint(out: Path, settings: dict[str, object], linear: dict[str, Tensor]
         name = f"model.layers.{layer}.mlp.up_proj"
         del state[f"{name}.weight"]
         state |= {f"{name}.{key}": tensor.clone() for key, tensor in linear.items()}
-    save_file(state, out / "model.safetensors", {"format": "pt"})
-    config = json.loads((out / "config.json").read_text())
-    config["quantization_config"] = settings
-    (out / "config.json").write_text(json.dumps(config))
-    return str(out)
+    return rewritten(out, settings, state)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +119,14 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 def rewritten(out: Path, settings: dict[str, object], state: dict[str, Tensor]) -> str:
     """The checkpoint in `out` with another state, which is quantized as `settings` say."""
     save_file(state, out / "model.safetensors", {"format": "pt"})
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    configured(out, quantization_config=settings)
     return str(out)
+
+
+def configured(out: Path, **values: object) -> None:
+    """Set keys of a config.json."""
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | values))
 
 
 def test_experts_in_mxfp4_are_read_as_floats(tmp_path: Path) -> None:
@@ -170,17 +172,20 @@ def test_blocks_of_fp8_are_read_as_floats(tmp_path: Path, dtype: str) -> None:
         assert torch.equal(found.get_parameter(name), weight.to(DTYPES[dtype]))
 
 
+def exported(student: LanguageModel, to: TargetName, preset: str, packed: Path, out: Path) -> None:
+    """Convert a model for a target, and export it from its packed checkpoint."""
+    plan = Shipping({to: load_target(to)}).plan(PRESETS[preset], student.model)
+    quantize_model(student, plan)
+    save_checkpoint(student.model, tiny_tokenizer(), packed)
+    export_model(str(packed), ExportConfig(to=to), out)
+
+
 @pytest.mark.parametrize("preset", ["q2a4", "q4a4"])  # packed in two ways, and in one
 def test_our_own_compressed_tensors_are_read_as_floats(preset: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     tiny_model("llama", hidden_size=64, intermediate_size=96).save_pretrained(tmp_path / "in")
     student = load_model(str(tmp_path / "in"), device="cpu", dtype="fp32")
-    plan = Shipping({"compressed-tensors": load_target("compressed-tensors")}).plan(
-        PRESETS[preset], student.model
-    )
-    quantize_model(student, plan)
-    save_checkpoint(student.model, tiny_tokenizer(), tmp_path / "packed")
-    export_model(str(tmp_path / "packed"), ExportConfig(to="compressed-tensors"), tmp_path / "out")
+    exported(student, "compressed-tensors", preset, tmp_path / "packed", tmp_path / "out")
     found = load_model(str(tmp_path / "out"), device="cpu", dtype="fp32").model
     packed = load_model(str(tmp_path / "packed"), device="cpu", dtype="fp32").model
     linears = quant_linears(packed)
@@ -258,18 +263,9 @@ def changed(adapter: Path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def remove_weights(adapter: Path) -> None:
-    (adapter / "adapter_model.safetensors").unlink()
-
-
-def of_another_model(adapter: Path) -> None:
-    changed(adapter, target_modules=["c_attn"])
-
-
 def lose_a_layer(adapter: Path) -> None:
     path = adapter / "adapter_model.safetensors"
-    kept = {name: t for name, t in load_file(path).items() if ".layers.1." not in name}
-    save_file(kept, path)
+    save_file({name: t for name, t in load_file(path).items() if ".layers.1." not in name}, path)
 
 
 def of_a_prompt(adapter: Path) -> None:
@@ -277,33 +273,24 @@ def of_a_prompt(adapter: Path) -> None:
     save_file({"prompt_embeddings": torch.zeros(4, 32)}, adapter / "adapter_model.safetensors")
 
 
-def of_nothing(adapter: Path) -> None:
-    changed(adapter, base_model_name_or_path=None)
-
-
-def of_a_lost_model(adapter: Path) -> None:
-    changed(adapter, base_model_name_or_path="./not/here")
-
-
-def of_itself(adapter: Path) -> None:
-    changed(adapter, base_model_name_or_path=str(adapter))
-
-
-def in_pieces(adapter: Path) -> None:
-    (adapter / "adapter_config.json").write_text("{")
+def of(model: str | None) -> Callable[[Path], None]:
+    """Say that an adapter is for that model; "" for itself."""
+    return lambda adapter: changed(
+        adapter, base_model_name_or_path=str(adapter) if model == "" else model
+    )
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (remove_weights, "holds no adapter_model.safetensors"),
-        (of_another_model, "does not give an adapter of peft .*c_attn"),
+        (lambda a: (a / "adapter_model.safetensors").unlink(), "holds no adapter_model"),
+        (lambda a: changed(a, target_modules=["c_attn"]), "an adapter of peft .*c_attn"),
         (lose_a_layer, r"differ in \d+ tensors .*layers\.1"),
         (of_a_prompt, "is an adapter of PROMPT_TUNING, which is no change of weights"),
-        (of_nothing, "names no model, expected base_model_name_or_path"),
-        (of_a_lost_model, "is for ./not/here, which is not found"),
-        (of_itself, "which has an adapter itself"),
-        (in_pieces, "names no model"),
+        (of(None), "names no model, expected base_model_name_or_path"),
+        (of("./not/here"), "is for ./not/here, which is not found"),
+        (of(""), "which has an adapter itself"),
+        (lambda a: (a / "adapter_config.json").write_text("{"), "names no model"),
     ],
 )
 def test_an_adapter_that_cannot_be_merged_is_refused(adapter: Path, damage, message: str) -> None:
@@ -352,11 +339,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Path:
     methods = {"two schemes": "q2a4", "one scheme": "q4a4"}
     for name, preset in methods.items() if find_spec("compressed_tensors") else ():
         student = load_model(str(place / "plain"), device="cpu", dtype="fp32")
-        target = {"compressed-tensors": load_target("compressed-tensors")}
-        quantize_model(student, Shipping(target).plan(PRESETS[preset], student.model))
-        save_checkpoint(student.model, tiny_tokenizer(), place / f"packed {preset}")
-        settings = ExportConfig(to="compressed-tensors")
-        export_model(str(place / f"packed {preset}"), settings, place / name)
+        exported(student, "compressed-tensors", preset, place / f"packed {preset}", place / name)
     checkpoint(place / "gptq", {"quant_method": "gptq", "bits": 4}, gptq(4, 1, shuffles=False)[0])
     checkpoint(place / "awq", {"quant_method": "awq", "bits": 4}, awq()[0])
     return place
@@ -366,9 +349,7 @@ FORMS = ("plain", "streamed", "packed q2a4", "one scheme", "two schemes", "gptq"
 
 
 @pytest.mark.parametrize(("form", "harm"), covering(FORMS, DAMAGES))
-def test_every_tensor_came_from_the_file(
-    opened: Path, tmp_path: Path, form: str, harm: str, capfd
-) -> None:
+def test_every_tensor_came_from_the_file(opened, tmp_path, form: str, harm: str, capfd) -> None:
     found = opened / form.replace("streamed", "plain")
     if not found.exists():
         pytest.skip("compressed-tensors is not installed")
@@ -384,10 +365,7 @@ def test_every_tensor_came_from_the_file(
 def test_every_tensor_of_a_gguf_file_is_there(opened: Path, tmp_path: Path, capfd) -> None:
     pytest.importorskip("gguf")
     student = load_model(str(opened / "plain"), device="cpu", dtype="fp32")
-    plan = Shipping({"gguf": load_target("gguf")}).plan(PRESETS["q4a4"], student.model)
-    quantize_model(student, plan)
-    save_checkpoint(student.model, tiny_tokenizer(), tmp_path / "packed")
-    export_model(str(tmp_path / "packed"), ExportConfig(to="gguf"), tmp_path / "out")
+    exported(student, "gguf", "q4a4", tmp_path / "packed", tmp_path / "out")
     (path,) = (tmp_path / "out").glob("*.gguf")
     data = path.read_bytes()
     load_model(str(path), device="cpu")
@@ -402,9 +380,7 @@ def test_every_tensor_of_a_gguf_file_is_there(opened: Path, tmp_path: Path, capf
     ("part", "form"),
     covering(["weight_packed", "weight_scale", "weight_shape"], ["one scheme", "two schemes"]),
 )
-def test_every_part_of_compressed_tensors_is_there(
-    opened: Path, tmp_path: Path, form: str, part: str, capfd
-) -> None:
+def test_every_part_of_compressed_tensors_is_there(opened, tmp_path, form, part, capfd) -> None:
     pytest.importorskip("compressed_tensors")
     source = shutil.copytree(opened / form, tmp_path / "in")
     damage(source, lambda state: state.pop(f"model.layers.1.mlp.up_proj.{part}"))
@@ -432,8 +408,7 @@ def test_masks_that_older_releases_saved_are_no_fault(tmp_path: Path) -> None:
 
 def test_a_bias_that_the_configuration_denies_is_refused(tmp_path: Path) -> None:
     tiny_model("llama", attention_bias=True).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"attention_bias": False}))
+    configured(tmp_path, **{"attention_bias": False})
     with pytest.raises(CheckpointError, match=r"8 tensors of its layers .*k_proj\.bias"):
         load_model(str(tmp_path), device="cpu")
 
@@ -454,9 +429,7 @@ def test_an_adapter_gives_all_of_its_weights(adapter: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", [{"megatron_config": {"a": 1}}, {"megatron_core": "evil"}])
-def test_an_adapter_has_nothing_imported(
-    adapter: Path, tmp_path: Path, setting: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_has_nothing_imported(adapter, tmp_path, setting: dict, monkeypatch) -> None:
     (tmp_path / "evil.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     changed(adapter, **setting)
@@ -525,9 +498,7 @@ def test_parts_that_do_not_fit_each_other_are_one_line(method: str, part: str, t
         ({"bits": [4]}, r"weights of \[4\] bits", "awq"),
     ],
 )
-def test_settings_that_fit_no_parts_are_one_line(
-    method: str, setting: dict, said: str, tmp_path: Path
-) -> None:
+def test_settings_that_fit_no_parts_are_one_line(method, setting, said, tmp_path) -> None:
     linear = awq()[0] if method == "awq" else gptq(4, 1, shuffles=False)[0]
     save_file({f"up.{k}": t for k, t in linear.items()}, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match=said):
@@ -548,9 +519,7 @@ def test_a_quantization_that_is_no_table_is_one_line(settings: object, tmp_path:
 
 
 @pytest.mark.parametrize(("form", "key"), [("one scheme", "ignore"), ("two schemes", "targets")])
-def test_a_pattern_of_a_quantization_ends(
-    opened: Path, tmp_path: Path, form: str, key: str, monkeypatch
-) -> None:
+def test_a_pattern_of_a_quantization_ends(opened, tmp_path, form, key, monkeypatch) -> None:
     pytest.importorskip("compressed_tensors")
     monkeypatch.setattr("qat.patterns.TRY_S", 0.5)
     source = shutil.copytree(opened / form, tmp_path / "in")
@@ -572,28 +541,22 @@ def test_a_pattern_of_a_quantization_ends(
         ("hidden_size", "hidden_size=10+, expected at most", False),
     ],
 )
-def test_a_configuration_of_hostile_numbers_is_refused(
-    key: str, said: str, folder: bool, tmp_path: Path
-) -> None:
+def test_a_configuration_of_hostile_numbers_is_refused(key, said, folder, tmp_path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {key: 10**18}))
+    configured(tmp_path, **{key: 10**18})
     with pytest.raises(CheckpointError, match=said):
         load_model(str(tmp_path), device="cpu", folder=tmp_path if folder else None)
 
 
 def test_a_configuration_of_more_weights_than_the_files_hold_is_refused(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 2**28}))
+    configured(tmp_path, **{"vocab_size": 2**28})
     with pytest.raises(CheckpointError, match="describes 17,1.* weights and holds .* bytes"):
         load_model(str(tmp_path), device="cpu")
 
 
 @pytest.mark.parametrize("size", [10**18, 2**62 + 1])
-def test_a_hostile_group_size_of_a_packed_checkpoint_is_refused(
-    opened: Path, size: int, tmp_path: Path
-) -> None:
+def test_a_hostile_group_size_of_a_packed_checkpoint_is_refused(opened, size, tmp_path) -> None:
     pytest.importorskip("compressed_tensors")
     source = shutil.copytree(opened / "packed q4a4", tmp_path / "in")
     (source / "checksums.json").unlink()

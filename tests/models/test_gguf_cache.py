@@ -130,9 +130,7 @@ def test_every_dtype_is_rounded_from_float32(
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("Q5_0", "F32"), ("F16", "F16"), ("BF16", "BF16"), ("F32", "F32")]
 )
-def test_nothing_is_kept_wider_than_the_file_has_it(
-    kind: str, dtype: str, root: Path, tmp_path: Path
-) -> None:
+def test_nothing_is_kept_wider_than_the_file_has_it(kind: str, dtype: str, root, tmp_path) -> None:
     weights(write_gguf(tmp_path / "model.gguf", kind))
     (entry,) = root.glob("*-float32")
     with safe_open(entry / "model.safetensors", "pt") as file:

@@ -68,18 +68,6 @@ def make_run(tmp_path: Path, **pointers: int) -> Path:
     return run
 
 
-def test_packed_directory(packed: Path) -> None:
-    loaded = load_model(str(packed), device="cpu", dtype="bf16")
-    assert loaded.model.dtype == torch.bfloat16 and not loaded.model.training
-    assert load_tokenizer(str(packed)).get_vocab() == tiny_tokenizer().get_vocab()
-
-
-def test_float_directory(float_dir: Path) -> None:
-    loaded = load_model(str(float_dir), device="cpu")
-    assert loaded.model.dtype == torch.float32
-    assert torch.equal(logits(loaded.model), logits(tiny_model("llama")))
-
-
 def test_a_teacher_has_no_gradients(float_dir: Path) -> None:
     teacher = load_teacher(str(float_dir), device="cpu", device_map="auto")
     assert not any(p.requires_grad for p in teacher.model.parameters())
@@ -91,14 +79,6 @@ def test_a_run_gives_its_best_then_its_latest_checkpoint(tmp_path: Path) -> None
     assert resolve(str(run)) == str(run / "checkpoints/step-000200")
     make_run(tmp_path, best=100)
     assert resolve(str(run)) == str(run / "checkpoints/step-000100")
-
-
-def test_a_run_loads_and_says_what(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = make_run(tmp_path, latest=7)
-    with caplog.at_level("INFO", logger="qat"):
-        load_model(str(run), device="cpu", dtype="fp32")
-    assert "step-000007" in caplog.text
-    load_tokenizer(str(run))
 
 
 def test_a_pointer_to_nothing_is_refused(tmp_path: Path) -> None:
@@ -213,20 +193,6 @@ def test_a_head_of_16_bits_gives_float32_without_gradients() -> None:
     assert len(found[0, 0].unique()) > len(found[0, 0].bfloat16().unique())  # fewer ties
 
 
-def test_scaled_logits_are_refused() -> None:
-    model = tiny_model()
-    forward = model.forward
-
-    def scaled(**inputs: object) -> object:
-        output = forward(**inputs)
-        output.logits = output.logits / 8
-        return output
-
-    model.forward = scaled
-    with pytest.raises(CheckpointError, match="gives other logits than its head makes"):
-        check_split(LanguageModel(model))
-
-
 def deep_with_outliers() -> PreTrainedModel:
     """30 layers in bfloat16, two channels of whose residual stream are far above the others."""
     model = tiny_model("llama", num_hidden_layers=30, initializer_range=0.2)
@@ -314,12 +280,6 @@ def test_the_quantizer_registers_whatever_is_imported_first(packed: Path) -> Non
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "FrozenLutLinear", done.stderr
-
-
-def test_importing_qat_imports_nothing_heavy() -> None:
-    code = "import sys, qat; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,6 @@ def test_the_residual_stream_has_the_compute_dtype_until_ended() -> None:
     assert language_model.model.get_input_embeddings()(IDS).dtype == torch.float32
 
 
-def test_float32_changes_nothing() -> None:
-    model = tiny_model()
-    compute_in(model, torch.float32)
-    assert not model.get_input_embeddings()._forward_hooks
-
-
 def test_a_layer_norm_that_stands_still_reads_positions_of_float32() -> None:
     model = build("BartForCausalLM").requires_grad_(False)  # its positions do not survive a cast
     expected = model(IDS).logits

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qat.models.language_model import LanguageModel
-from qat.models.rotary import document_lengths, reads_lengths, with_older_names
+from qat.models.rotary import with_older_names
 
 SHORT, LONG = 7, 40
 LIMIT = 32
@@ -124,18 +124,6 @@ def test_generation_beyond_the_limit_is_that_of_transformers() -> None:
     how = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     expected = family("longrope").generate(ids, **how)
     assert LanguageModel(family("longrope")).model.generate(ids, **how).equal(expected)
-
-
-def test_lengths_of_documents() -> None:
-    positions = torch.tensor([[0, 1, 2, 0, 1], [3, 4, 5, 6, 7], [1, 1, 0, 1, 2]])
-    expected = [[3, 3, 3, 2, 2], [8] * 5, [2, 2, 3, 3, 3]]
-    assert document_lengths(positions).tolist() == expected
-
-
-def test_which_models_read_lengths() -> None:
-    assert all(reads_lengths(family(name)) for name in FAMILIES)
-    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
-    assert not reads_lengths(plain)
 
 
 BASE = {"rope_theta": 500000.0}

@@ -13,7 +13,6 @@ from quantized import SPECS, frozen_linear
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, tiny_model, tiny_tokenizer
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, Mamba2ForCausalLM
 
 from qat.convert import checkpoint
 from qat.convert.checkpoint import convert_checkpoint
@@ -25,16 +24,11 @@ from qat.models.load import load_model, load_teacher
 from qat.models.split_check import check_layers
 from qat.models.streamed import (
     InFiles,
-    StateStore,
     as_checkpoint_error,
     hidden_layer_by_layer,
-    output_of,
-    patched_forwards,
-    record_all_inputs,
     to_file,
     without_warning_of_disks,
 )
-from qat.nn.sites import reads_weight
 from qat.nn.swap import decoder_layers
 from qat.process import data_limit, process_gib, uncounted
 from qat.quant import fit
@@ -122,9 +116,7 @@ def test_a_base_stays_in_its_files_too(tmp_path: Path, text: Path) -> None:
     assert attention and all(torch.equal(found[name], kept[name]) for name in attention)
 
 
-def test_hidden_states_that_do_not_fit_go_to_files(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, caplog
-) -> None:
+def test_hidden_states_that_do_not_fit_go_to_files(tmp_path, text, monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO)
     place = source(tmp_path / "float")
     settings = {"to": "q2a4", "device": "cpu", "calibration": str(text), "calibration_length": 16}
@@ -226,9 +218,7 @@ def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
     ("family", "share"),
     covering(["qwen3", "gemma3", "MixtralForCausalLM", "FalconForCausalLM"], [0.5, 0.0]),
 )
-def test_layer_by_layer_gives_the_same_hidden_states(
-    family: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layer_by_layer_gives_the_same_hidden_states(family, share, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(streamed, "SHARE", share)
     place = str(source(tmp_path / "float", family))
     plain = load_teacher(place, device="cpu", dtype="fp32")
@@ -293,28 +283,6 @@ def test_layers_that_are_called_again_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(body, "forward", lambda **inputs: once(**inputs) and once(**inputs))
     with pytest.raises(CheckpointError, match=r"one by one \(2 layers are called 4 times\), which"):
         next(hidden_layer_by_layer(model, BATCHES))
-
-
-def test_small_parts(tmp_path: Path) -> None:
-    model = LanguageModel(tiny_model())
-    layers = decoder_layers(model.model)
-    first, other = record_all_inputs(model, layers, BATCHES)
-    assert torch.equal(first.hidden, model.model.get_input_embeddings()(IDS))
-    assert len(other.kwargs) == len(layers)
-    states = torch.ones(2), (torch.ones(3), None)
-    assert output_of(states) is states[0] and output_of(states[0]) is states[0]
-    assert StateStore(model, 0).put(states) is states
-    store = StateStore(model, 2**60)
-    again = store.get(store.put(states))
-    assert torch.equal(again[1][0], states[1][0]) and again[1][1] is None
-    with patched_forwards({layers[0]: lambda: 5}):
-        assert layers[0].forward() == 5
-    assert "forward" not in vars(layers[0])
-
-
-def test_a_class_that_reads_a_weight_is_known() -> None:
-    assert reads_weight(Mamba2ForCausalLM, "lm_head")
-    assert not reads_weight(LlamaForCausalLM, "lm_head")
 
 
 def test_only_one_warning_is_left_out(caplog) -> None:

@@ -72,9 +72,7 @@ def tensors_of(
 
 @pytest.mark.parametrize(("bits", "k", "level_bits"), FORMATS)
 @pytest.mark.parametrize("is_legacy", [False, True])
-def test_it_opens_as_the_same_function(
-    bits: int, k: int, level_bits: int, is_legacy: bool, tmp_path: Path
-) -> None:
+def test_it_opens_as_the_same_function(bits, k, level_bits, is_legacy, tmp_path) -> None:
     model = written(tmp_path / "old", bits, k, level_bits, is_legacy=is_legacy)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "old", dtype=torch.float32)
     assert torch.equal(again(IDS).logits, model(IDS).logits)
