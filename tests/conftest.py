@@ -11,6 +11,8 @@ from functools import cache
 # without a GPU, Triton's kernels run in its interpreter; it looks at this when it is imported
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# what tests start computes with one thread, as they do: a second one spins where others compute
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
