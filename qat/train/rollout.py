@@ -119,7 +119,7 @@ class Rollouts:
             sampling=Sampling(config.rollout_temperature),
             ends=self.ends,
         )
-        self._speaker = Speaker(student, slotted, step.dtype)
+        self._sampler = RolloutSampler(student, slotted, step.dtype)
         self._begun = 0
         """The step whose weights generated the latest rollout."""
         self._waiting: dict[int, list[OwnRow]] = {}
@@ -212,7 +212,7 @@ class Rollouts:
         """Generate the rows of this step and of all others until the next rollout."""
         steps = range(step, step - step % self._every + self._every)
         requests = [self.requests(each) for each in steps]
-        said = iter(self._speaker.sample([request for each in requests for request in each]))
+        said = iter(self._sampler.sample([request for each in requests for request in each]))
         self._begun = step
         self._waiting = {
             each: [OwnRow([*request.ids, *next(said)], len(request.ids)) for request in asked]
@@ -266,7 +266,7 @@ def laid_in(batch: Batch, rows: Sequence[OwnRow]) -> Batch:
     return batch
 
 
-class Speaker:
+class RolloutSampler:
     """Generates continuations with the student's weights as formed for the next step.
 
     If the layers are supported, it uses a dense copy of the student in the compute dtype, which is

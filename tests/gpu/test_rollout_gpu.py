@@ -11,7 +11,7 @@ from qat.generate.slots import Batch as Slotted
 from qat.generate.slots import Request, Slots, open_sampler
 from qat.logs import HEARTBEAT, read_json_lines
 from qat.models.load import load_model
-from qat.train.rollout import Speaker
+from qat.train.rollout import RolloutSampler
 from qat.train.start import train_student
 
 pytestmark = pytest.mark.gpu
@@ -28,13 +28,13 @@ def test_the_words_are_those_of_the_checkpoint(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, every: int
 ) -> None:
     torch.compiler.reset()
-    real, heard = Speaker.sample, []
+    real, heard = RolloutSampler.sample, []
 
-    def sample(speaker: Speaker, requests: list[Request]) -> list[list[int]]:
-        heard.append((list(requests), real(speaker, requests)))
+    def sample(sampler: RolloutSampler, requests: list[Request]) -> list[list[int]]:
+        heard.append((list(requests), real(sampler, requests)))
         return heard[-1][1]
 
-    monkeypatch.setattr(Speaker, "sample", sample)
+    monkeypatch.setattr(RolloutSampler, "sample", sample)
     own = {"teacher": str(place / "teacher"), "on_policy": 0.5, "rollout_every": every}
     own |= {"rollout_tokens": 8}
     often = {"max_steps": 7, "save_every": 1, "keep": 9, "eval_every": 7, "lr": 0.1}

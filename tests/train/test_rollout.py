@@ -34,7 +34,7 @@ from qat.train.config import TrainConfig
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer
 from qat.train.preflight import MEASURED_STEPS, WARM_STEPS, predict
-from qat.train.rollout import OwnRow, Speaker, laid_in, prompt_of
+from qat.train.rollout import OwnRow, RolloutSampler, laid_in, prompt_of
 from qat.train.start import TrainReport, train_student
 from qat.train.step import OwnRows, StepResult, TrainingStep
 
@@ -162,14 +162,14 @@ def test_how_a_step_is_divided_changes_no_row(place: Path, tmp_path: Path) -> No
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Request], list[list[int]]]]:
-    """What every `Speaker` was asked, and what it said."""
-    real, found = Speaker.sample, []
+    """What every `RolloutSampler` was asked, and what it said."""
+    real, found = RolloutSampler.sample, []
 
-    def sample(speaker: Speaker, requests: list[Request]) -> list[list[int]]:
-        found.append((list(requests), real(speaker, requests)))
+    def sample(sampler: RolloutSampler, requests: list[Request]) -> list[list[int]]:
+        found.append((list(requests), real(sampler, requests)))
         return found[-1][1]
 
-    monkeypatch.setattr(Speaker, "sample", sample)
+    monkeypatch.setattr(RolloutSampler, "sample", sample)
     return found
 
 
@@ -355,12 +355,12 @@ FROZEN = {"learn": "scales,codebook", "rollout_every": 3}
 @pytest.mark.parametrize(
     ("values", "owner", "name", "call"),
     [
-        ({}, Speaker, "sample", 3),
+        ({}, RolloutSampler, "sample", 3),
         (FROZEN, Optimizer, "step", 4),
         pytest.param({}, Optimizer, "step", 3, marks=SLOW),
         pytest.param(FROZEN, Optimizer, "step", 3, marks=SLOW),
         pytest.param(FROZEN, Optimizer, "step", 5, marks=SLOW),
-        pytest.param(FROZEN, Speaker, "sample", 1, marks=SLOW),
+        pytest.param(FROZEN, RolloutSampler, "sample", 1, marks=SLOW),
         pytest.param({"learn": "lora", "rollout_every": 2}, Optimizer, "step", 3, marks=SLOW),
     ],
 )
@@ -424,7 +424,7 @@ def test_latent_weights_may_be_divided(place: Path, tmp_path: Path) -> None:
 def test_a_student_that_ends_at_once_is_told_and_taught(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Speaker, "sample", lambda _, requests: [[0] for _ in requests])
+    monkeypatch.setattr(RolloutSampler, "sample", lambda _, requests: [[0] for _ in requests])
     with caplog.at_level(logging.INFO):
         run(place, tmp_path / "run", max_steps=3)
     words = "2 of the 4 sequences of a step are prompts that the student goes on with"
