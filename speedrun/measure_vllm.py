@@ -40,7 +40,7 @@ from qat.data.sources import open_source
 from qat.data.text import text_ids
 from qat.errors import CheckpointError, ConfigError
 from qat.export.parts import logits_of
-from qat.generate.decode import open_speaker
+from qat.generate.decode import open_generator
 from qat.generate.text import continue_rows
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
@@ -145,7 +145,7 @@ def compare(path: Path, prompts: list[list[int]], *, decoded: bool) -> Row:
         theirs = their_words(path, prompts)
     except CheckpointError as error:
         return {"served": str(error)}
-    model, _ = open_speaker(str(path), device="cpu", dtype="fp32")
+    model, _ = open_generator(str(path), device="cpu", dtype="fp32")
     places, own = likeliest(model.model, prompts, theirs)
     row = {"served": "yes", "places": places, "own_places": own}
     if not decoded:

@@ -26,17 +26,17 @@ def generate(
 
     check_inputs(models=[model])
     from qat.backend.device import seeded, select
-    from qat.generate.decode import open_speaker
+    from qat.generate.decode import open_generator
     from qat.generate.text import generate_text
 
     with select(config.device).session(config.xla_cache_dir):
-        speaker, tokenizer = open_speaker(model, device=config.device, dtype=config.dtype)
+        generator, tokenizer = open_generator(model, device=config.device, dtype=config.dtype)
         if config.raw or not tokenizer.chat_template:
             _write(config.prompt)
         start = time.perf_counter()
         with seeded(config.seed):
             said = generate_text(
-                speaker,
+                generator,
                 tokenizer,
                 config.prompt,
                 max_new_tokens=config.max_new_tokens,

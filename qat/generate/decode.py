@@ -27,7 +27,7 @@ ROOM = 256
 Seen = Callable[[list[list[int]]], None]
 
 
-def open_speaker(
+def open_generator(
     source: str, *, device: str, dtype: str
 ) -> tuple["LanguageModel | Decoder", PreTrainedTokenizerBase]:
     """Open a model for generation and its tokenizer; as a packed `Decoder` where supported.

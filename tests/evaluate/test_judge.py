@@ -20,7 +20,7 @@ from qat.errors import CacheError, ConfigError, DataError
 from qat.evaluate.config import EvalConfig, GenerateConfig
 from qat.evaluate.divergence import cached_divergence
 from qat.evaluate.judge import held_out_divergence, judge, open_student, split_batches
-from qat.generate.decode import Decoder, open_speaker
+from qat.generate.decode import Decoder, open_generator
 from qat.generate.step import DecodeStep
 from qat.logs import printable
 from qat.models.checkpoint import save_checkpoint
@@ -195,9 +195,9 @@ def test_generate_streams_and_tells_what_it_said(place: Path, capsys) -> None:
 
 def test_a_decoder_speaks_where_it_fits(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = str(place / "student")
-    assert isinstance(open_speaker(source, device="cpu", dtype="fp32")[0], LanguageModel)
+    assert isinstance(open_generator(source, device="cpu", dtype="fp32")[0], LanguageModel)
     monkeypatch.setattr(Decoder, "fits", staticmethod(DecodeStep.fits))
-    assert isinstance(open_speaker(source, device="cpu", dtype="fp32")[0], Decoder)
+    assert isinstance(open_generator(source, device="cpu", dtype="fp32")[0], Decoder)
 
 
 def test_a_run_s_best_score_is_what_eval_finds_on_the_same_sequences(tmp_path: Path) -> None:

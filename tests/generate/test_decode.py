@@ -125,10 +125,10 @@ def test_the_cache_holds_what_the_model_attends_to(bits: int) -> None:
 def test_text_stream_and_end_are_those_of_the_plain_loop() -> None:
     tokenizer = tiny_tokenizer()
 
-    def said(speaker: LanguageModel | Decoder) -> tuple[Generated, str]:
+    def said(generator: LanguageModel | Decoder) -> tuple[Generated, str]:
         pieces: list[str] = []
         settings = {"temperature": 0.0, "max_new_tokens": 21, "stream": pieces.append}
-        found = generate_text(speaker, tokenizer, "the cat", **settings)
+        found = generate_text(generator, tokenizer, "the cat", **settings)
         return found, "".join(pieces)
 
     for end in (0, None):

@@ -33,7 +33,7 @@ from transformers.utils.import_utils import is_serve_available
 
 from qat.export.config import ExportConfig
 from qat.export.model import export_model
-from qat.generate.decode import open_speaker
+from qat.generate.decode import open_generator
 from qat.generate.text import generate_text
 from qat.models.directory import CHECKSUMS
 from qat.nn.quant_linear import quant_linears
@@ -79,14 +79,14 @@ def test_batches_say_what_the_dense_export_says(architecture: str, tmp_path: Pat
 
 
 def test_qat_generate_says_the_same(student: Path) -> None:
-    model, (speaker, tokenizer) = (
+    model, (generator, tokenizer) = (
         opened(student),
-        open_speaker(str(student), device="cpu", dtype="fp32"),
+        open_generator(str(student), device="cpu", dtype="fp32"),
     )
     ids = tokenizer("the cat sat", return_tensors="pt").input_ids
     said = until_end(model.generate(ids)[0, ids.shape[1] :].tolist())
     words = {"raw": True, "temperature": 0, "max_new_tokens": NUM_TOKENS}
-    assert generate_text(speaker, tokenizer, "the cat sat", **words).text == tokenizer.decode(said)
+    assert generate_text(generator, tokenizer, "the cat sat", **words).text == tokenizer.decode(said)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from qat.bench.config import BenchConfig
 from qat.bench.run import run_bench
 from qat.errors import ConfigError
 from qat.extensions.xla.backend import XlaBackend
-from qat.generate.decode import open_speaker
+from qat.generate.decode import open_generator
 from qat.generate.text import generate_text
 from qat.train.step import TrainingStep
 
@@ -132,12 +132,12 @@ def test_the_end_tells_of_graphs_and_names_what_the_host_computed(tmp_path: Path
 
 
 def test_each_bucket_of_lengths_is_one_graph_more() -> None:
-    speaker, tokenizer = open_speaker("checkpoints/tiny-qwen3", device="xla", dtype="fp32")
+    generator, tokenizer = open_generator("checkpoints/tiny-qwen3", device="xla", dtype="fp32")
     graphs = {}
     for words in (5, 9, 20, 18):
         before = XLA.tracing.counts().compiles
         said = generate_text(
-            speaker,
+            generator,
             tokenizer,
             "the value of the " * words,
             max_new_tokens=4,
