@@ -60,7 +60,7 @@ class Listing(NamedTuple):
         return type(self)(*(each.unsqueeze(1) for each in self)).of_heads(count)
 
 
-class Both(NamedTuple):
+class TwoWayListing(NamedTuple):
     """One relation between tiles and blocks, listed in both directions."""
 
     of_tiles: Listing
@@ -92,23 +92,23 @@ class Span(NamedTuple):
         return type(self)(begin, end)
 
 
-def listed(is_read: Tensor) -> Both:
+def listed(is_read: Tensor) -> TwoWayListing:
     """List any relation `(..., M, N)` bool in both directions."""
-    return Both(_listed(is_read), _listed(is_read.mT))
+    return TwoWayListing(_listed(is_read), _listed(is_read.mT))
 
 
-def listed_spans(outer: Span, inner: Span, columns: int) -> tuple[Both, Both]:
+def listed_spans(outer: Span, inner: Span, columns: int) -> tuple[TwoWayListing, TwoWayListing]:
     """List the columns in `outer` but not in `inner`, and those in `inner`, a subset of `outer`."""
     rows = outer.begin.shape[-1]
     turned = outer.turned(columns), inner.turned(columns)
     empty, turned_empty = (Span(span.begin, span.begin) for span in (inner, turned[1]))
     return (
-        Both(_without(outer, inner, columns), _without(*turned, rows)),
-        Both(_without(inner, empty, columns), _without(turned[1], turned_empty, rows)),
+        TwoWayListing(_without(outer, inner, columns), _without(*turned, rows)),
+        TwoWayListing(_without(inner, empty, columns), _without(turned[1], turned_empty, rows)),
     )
 
 
-def listed_diagonal(is_read: Tensor, columns: int) -> Both:
+def listed_diagonal(is_read: Tensor, columns: int) -> TwoWayListing:
     """List for each tile its own block if `is_read`, `(..., M)` bool, is true."""
     rows = is_read.shape[-1]
     counts = is_read.int()
@@ -117,11 +117,11 @@ def listed_diagonal(is_read: Tensor, columns: int) -> Both:
     more = columns - rows
     counts = torch.nn.functional.pad(counts, (0, more))
     own = torch.nn.functional.pad(own, (0, 0, 0, more))
-    return Both(of_tiles, Listing(counts, own.expand(*counts.shape, rows).contiguous()))
+    return TwoWayListing(of_tiles, Listing(counts, own.expand(*counts.shape, rows).contiguous()))
 
 
 def block_mask(
-    partial: Both, full: Both | None, mask_mod: object, lengths: tuple[int, int]
+    partial: TwoWayListing, full: TwoWayListing | None, mask_mod: object, lengths: tuple[int, int]
 ) -> BlockMask:
     """Build FlexAttention's mask from partial blocks, where `mask_mod` decides, and full blocks.
 
@@ -148,11 +148,11 @@ def block_mask(
     )
 
 
-def _strided(both: Both) -> Both:
+def _strided(listing: TwoWayListing) -> TwoWayListing:
     """Give an axis of one head a stride of its own."""
-    if both.of_tiles.counts.shape[1] > 1:
-        return both
-    return Both(*(Listing(*map(laid_out, side)) for side in both))
+    if listing.of_tiles.counts.shape[1] > 1:
+        return listing
+    return TwoWayListing(*(Listing(*map(laid_out, side)) for side in listing))
 
 
 @torch.library.custom_op("qat::laid_out", mutates_args=())
@@ -275,7 +275,7 @@ def selected(case: BranchInputs, selection: Tensor) -> Tensor:
 
 def listed_selection(
     blocks: Tensor, tiles: Tiles, config: NSAConfig, has_documents: bool
-) -> tuple[Both, Both, Copies]:
+) -> tuple[TwoWayListing, TwoWayListing, Copies]:
     """List partial and full blocks of `blocks`, `(B, K, M, M)` bool, for each key-value head.
 
     Without documents only a tile's own block is partial. Full blocks among the first, which almost
@@ -354,7 +354,7 @@ def window(case: BranchInputs) -> Tensor:
     length = inputs.length
     spans = window_spans(case.tiles, case.config)
     partial, full = (
-        both.of_all_heads(inputs.query.shape[1]) for both in listed_spans(*spans, length // EDGE)
+        listing.of_all_heads(inputs.query.shape[1]) for listing in listed_spans(*spans, length // EDGE)
     )
     sees_past = case.sees_past()
 
@@ -392,7 +392,7 @@ def compressed(case: BranchInputs) -> Tensor:
         Span(*(bound.expand(B, -1).reshape(B * parts, -1) for bound in span))
         for span in compressed_spans(case.tiles, config, columns)
     )
-    partial, full = (both.of_all_heads(H) for both in listed_spans(outer, inner, columns))
+    partial, full = (listing.of_all_heads(H) for listing in listed_spans(outer, inner, columns))
     sees = _sees_pooled(case, parts)
     lengths = S // parts, columns * EDGE
     mask = block_mask(partial, full, sees, lengths)

@@ -46,12 +46,12 @@ def choose(
     """
     asked = config.backend
     if length < config.min_len:
-        return _said(Route(asked, "dense", f"min_len is {config.min_len}"))
+        return _log_once(Route(asked, "dense", f"min_len is {config.min_len}"))
     if asked == "auto" and config.mode == "merged" and length <= config.reach:
         reason = f"every key is selected up to {config.reach} positions"
-        return _said(Route(asked, "dense", reason))
+        return _log_once(Route(asked, "dense", reason))
     if asked == "reference":
-        return _said(Route(asked, asked, "asked for"))
+        return _log_once(Route(asked, asked, "asked for"))
     facts = {"group": group, "head_dim": head_dim, "device": device}
     names = [asked]
     if asked == "auto":
@@ -65,7 +65,7 @@ def choose(
 
                 flex.check(device)
             reason = "reads selected blocks alone" if asked == "auto" else "asked for"
-            return _said(Route(asked, name, reason))
+            return _log_once(Route(asked, name, reason))
         refusals.append(f"{name} cannot: {refusal}")
     if asked != "auto":
         others = [name for name in ("gather", "flex", "fla") if name != asked]
@@ -74,7 +74,7 @@ def choose(
             f"nsa backend={asked} cannot compute this: {refusal}; choose "
             f"{' or '.join([*able, 'reference'])}"
         )
-    return _said(Route(asked, "reference", "; ".join(refusals)))
+    return _log_once(Route(asked, "reference", "; ".join(refusals)))
 
 
 def attend(
@@ -124,7 +124,7 @@ def _refusal(
     return fla.refusal(config, group=group, head_dim=head_dim)
 
 
-def _said(route: Route) -> Route:
+def _log_once(route: Route) -> Route:
     if not torch.compiler.is_compiling() and route not in _logged:  # a graph would guard on it
         logger.info("nsa: %s (asked: %s): %s", route.backend, route.requested, route.reason)
         _logged.add(route)
