@@ -36,9 +36,9 @@ class HostedLutLinear(LutLinear):
         here = weight.detach().to(room.dtype)
         self.latent = room.copy_(here)
         self._followed: Tensor | None = None
-        self._trouble = here.new_zeros(())
+        self._nan_flag = here.new_zeros(())
         # one number, expanded: takes no memory of the weight's size
-        self.weight = nn.Parameter(self._trouble.expand(here.shape))
+        self.weight = nn.Parameter(self._nan_flag.expand(here.shape))
         self.register_buffer("packed", pack(quantized.indices, spec.bits), persistent=False)
         self.follow_(here)
 
@@ -60,4 +60,4 @@ class HostedLutLinear(LutLinear):
         self._followed = None
         self.packed.copy_(pack(codes, self.spec.bits))
         # a sum propagates NaN and infinity
-        self._trouble.copy_(0.0 * torch.linalg.vector_norm(latent, 1, dtype=torch.float32))
+        self._nan_flag.copy_(0.0 * torch.linalg.vector_norm(latent, 1, dtype=torch.float32))

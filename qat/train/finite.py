@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def trouble(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+def nan_if_not_finite(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """Return 0, or NaN if a value on `device` is NaN or infinite: `()` float32 on `device`.
 
     Reads each tensor once and does not wait. Integers, and tensors on other devices, are skipped.
@@ -30,7 +30,7 @@ def trouble(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """Return the first tensor with NaN or infinity, and their number; None if all are finite."""
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and trouble({name: tensor}, tensor.device).isnan():
+        if tensor.is_floating_point() and nan_if_not_finite({name: tensor}, tensor.device).isnan():
             count = (~tensor.detach().isfinite()).sum().item()
             return f"{name}: {count:,} of {tensor.numel():,} values are NaN or infinite"
     return None

@@ -178,10 +178,10 @@ class Trainer:
         is_logged = self._is_due(self.config.log_every)
         is_pause = self._is_due(self.config.eval_every, self.config.save_every)
         if is_logged or is_pause:
-            said = self._read(result)
-            self._check_finite(said)
+            numbers = self._read(result)
+            self._check_finite(numbers)
         if is_logged:
-            ticker.note(self._log(said))
+            ticker.note(self._log(numbers))
         ticker.advance()
         if is_pause:
             with self._pulse.pause():
@@ -221,12 +221,12 @@ class Trainer:
         with self._pulse.rolling_out():
             return self.rollouts.into(batches, self.step)
 
-    def _read(self, result: StepResult) -> "_Said":
+    def _read(self, result: StepResult) -> "_StepNumbers":
         """Read a step's results on the host, over all ranks; all ranks call this together."""
-        result, spoilt = self.take_step.told(result)
-        told = (result.valid_tokens, result.grad_norm, spoilt)
-        *sums, valid, norm, trouble = self.backend.read([*result.sums.values(), *told])
-        own = self.rollouts.told() if self.rollouts else {}
+        result, nan_flag = self.take_step.sum_over_ranks(result)
+        others = (result.valid_tokens, result.grad_norm, nan_flag)
+        *sums, valid, norm, nan_flag = self.backend.read([*result.sums.values(), *others])
+        own = self.rollouts.metrics() if self.rollouts else {}
         mine = own.get("own_tokens", 0.0)
 
         def mean(name: str, part: float) -> float:
@@ -239,25 +239,25 @@ class Trainer:
 
         by_name = zip(result.sums, sums, strict=True)
         means = {f"{name}_nats": mean(name, part) for name, part in by_name}
-        return _Said(means, own, valid, norm, math.isfinite(means["loss_nats"] + trouble))
+        return _StepNumbers(means, own, valid, norm, math.isfinite(means["loss_nats"] + nan_flag))
 
-    def _log(self, said: "_Said") -> str:
+    def _log(self, numbers: "_StepNumbers") -> str:
         """Write the step's metrics and heartbeat; return the text of the progress line."""
-        means = said.means
+        means = numbers.means
         if self._metrics is not None:
             self._metrics.write(
                 kind="train",
                 step=self.step,
                 **means,
-                grad_norm=said.grad_norm,
+                grad_norm=numbers.grad_norm,
                 lr_share=self.optimizer.lr_share(self.step - 1),
-                valid_tokens=said.valid_tokens,
-                **said.own_words,
+                valid_tokens=numbers.valid_tokens,
+                **numbers.own_metrics,
             )
         tokens_per_s = self._pulse.beat(
             self.step,
             loss_nats=means["loss_nats"],
-            grad_norm=said.grad_norm,
+            grad_norm=numbers.grad_norm,
             facts=self.take_step.compile_facts(),
         )
         return f"loss {means['loss_nats']:.4f}, {tokens_per_s:,.0f} tokens/s"
@@ -309,13 +309,13 @@ class Trainer:
             EXIT_CODES.get(wish, 1),
         )
 
-    def _check_finite(self, said: "_Said") -> None:
-        if said.is_finite:
+    def _check_finite(self, numbers: "_StepNumbers") -> None:
+        if numbers.is_finite:
             return
-        loss = said.means["loss_nats"]
+        loss = numbers.means["loss_nats"]
         which = not_finite(self.take_step.numbers())
         self._pulse.event("not_finite", step=self.step, loss_nats=loss, which=which)
-        found = f"loss {loss:.4g}, gradient norm {said.grad_norm:.4g}"
+        found = f"loss {loss:.4g}, gradient norm {numbers.grad_norm:.4g}"
         self._give_up(
             f"not every loss, gradient, weight and moment up to step {self.step} is finite (there: "
             f"{found}{f'; {which}' if which else ''})"
@@ -332,13 +332,13 @@ class Trainer:
         )
 
 
-class _Said(NamedTuple):
+class _StepNumbers(NamedTuple):
     """The numbers of one step, on the host."""
 
     means: dict[str, float]
     """Nats per valid token by loss, with the suffix `_nats`."""
-    own_words: dict[str, float]
-    """Metrics of the student's own rows (`Rollouts.told`)."""
+    own_metrics: dict[str, float]
+    """Metrics of the student's own rows (`Rollouts.metrics`)."""
     valid_tokens: float
     grad_norm: float
     is_finite: bool

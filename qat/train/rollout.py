@@ -141,7 +141,7 @@ class Rollouts:
         parts = [rows[start : start + n] for start in range(0, len(rows), n)]
         return [laid_in(batch, part) for batch, part in zip(batches, parts, strict=True)]
 
-    def told(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return metrics of the latest step's rows over all ranks; all ranks call this together.
 
         Tokens are counted where the student generated them, including the one that ends a row.

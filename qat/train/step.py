@@ -38,7 +38,7 @@ from qat.nn.step import form_moved_weights, release_weights
 from qat.ranks import Ranks
 from qat.train.agreement import Agreement
 from qat.train.config import StepConfig
-from qat.train.finite import trouble
+from qat.train.finite import nan_if_not_finite
 from qat.train.learnable import linears_in_scope
 from qat.train.optim import Optimizer
 from qat.train.step_graph import StepGraph
@@ -137,7 +137,7 @@ class TrainingStep:
             self._regions.append(Regions(teacher.model, is_compiled=wish, recompute_every=None))
         self._before = compile_facts()
         self._taken = 0
-        self.trouble: Tensor | float = 0.0
+        self.nan_flag: Tensor | float = 0.0
         """NaN once a loss here or a gradient was not finite, else 0; stays on the device."""
         self._compiles = CompileWatch(self.backend.tracing)
         self._agreement = Agreement(self.backend, optimizer.ranks)
@@ -207,7 +207,7 @@ class TrainingStep:
                 sums = self._micro_steps(batches, valid.clamp(min=1), is_packed)
             norm = self.optimizer.step(step)
             self._taken += 1
-            self.trouble = self.trouble + 0.0 * (norm + sums[-1])
+            self.nan_flag = self.nan_flag + 0.0 * (norm + sums[-1])
             names = (*(part.prefix + name for part in self._parts for name in part.losses), "loss")
             by_name = dict(zip(names, sums.unbind(), strict=True))
             self.backend.step_end()
@@ -218,14 +218,14 @@ class TrainingStep:
         """Compile what steps over such batches run, without changing parameters or moments."""
         with self.backend.matmul_precision(self.config.dtype):
             form_moved_weights(self.student.model, self.dtype)
-        self.trouble = none = torch.zeros((), device=self.student.device)
+        self.nan_flag = none = torch.zeros((), device=self.student.device)
         with self.optimizer.rehearsing():
             for _ in range(EAGER_STEPS):
                 result = self(batches, step)
             if self.optimizer.age():
                 result = self(batches, step)
-        self.told(result)
-        self.trouble = none
+        self.sum_over_ranks(result)
+        self.nan_flag = none
         self.backend.synchronize()
         self._compiles.expect_none()
 
@@ -306,13 +306,13 @@ class TrainingStep:
         """Return the student's tensors on this rank and the optimizer's, by name."""
         return {**self.student.model.state_dict(keep_vars=True), **self.optimizer.moving()}
 
-    def told(self, result: StepResult) -> tuple[StepResult, Tensor]:
+    def sum_over_ranks(self, result: StepResult) -> tuple[StepResult, Tensor]:
         """Sum the losses over ranks; also return NaN if any rank ever saw NaN or infinity, else 0.
 
         All ranks call this together, and none waits for its device. It checks losses and gradients
         of every step so far, and the present `numbers`.
         """
-        found = [*result.sums.values(), self.trouble + trouble(self.numbers(), self.student.device)]
+        found = [*result.sums.values(), self.nan_flag + nan_if_not_finite(self.numbers(), self.student.device)]
         if self.optimizer.ranks.size > 1:
             total = torch.stack(found)
             self.optimizer.ranks.sum_([total])

@@ -14,7 +14,7 @@ from qat.backend.base import DTYPES
 from qat.kernels.adamw import Moving, Noise, stochastic_adamw_
 from qat.nn.latent import to_latent
 from qat.nn.swap import linear_names
-from qat.train.finite import not_finite, trouble
+from qat.train.finite import not_finite, nan_if_not_finite
 from qat.train.learnable import learnable, linears_in_scope
 from qat.train.optim import Optimizer
 
@@ -156,14 +156,14 @@ def test_what_is_not_finite_is_told_without_waiting(
     optimizer.step(0)
     device = next(iter(optimizer.parameters.values())).device
     numbers = {**optimizer.parameters, **optimizer.moving()}
-    assert trouble(numbers, device).item() == 0 and not_finite(numbers) is None
+    assert nan_if_not_finite(numbers, device).item() == 0 and not_finite(numbers) is None
     floats = {name: t for name, t in numbers.items() if t.is_floating_point() and t.is_cuda}
     moments = [t for name, t in floats.items() if "exp_avg" in name]
     for tensor in (next(iter(optimizer.parameters.values())).detach(), moments[-1]):
         kept_values = tensor.clone()
         tensor.view(-1)[-1:] = bad
         with no_synchronisation():
-            found = trouble(numbers, device)
+            found = nan_if_not_finite(numbers, device)
         assert found.isnan().item() and "1 of" in not_finite(numbers)
         tensor.copy_(kept_values)
 

@@ -14,7 +14,7 @@ from train_case import config, make_trainer
 from qat.errors import CheckpointError, TrainingError
 from qat.files import sha256_file
 from qat.logs import read_json_lines
-from qat.train.finite import not_finite, trouble
+from qat.train.finite import not_finite, nan_if_not_finite
 from qat.train.loop import Trainer
 from qat.train.resume import choose
 from qat.train.run import MANIFEST
@@ -46,15 +46,15 @@ def test_one_bad_value_among_many_tensors() -> None:
                 "b": torch.zeros(7, dtype=dtype),
                 "none": torch.zeros(0),
             }
-            assert trouble(tensors, CPU) == 0 and not_finite(tensors) is None
+            assert nan_if_not_finite(tensors, CPU) == 0 and not_finite(tensors) is None
             tensors["b"][2:4] = bad
-            assert trouble(tensors, CPU).isnan()
+            assert nan_if_not_finite(tensors, CPU).isnan()
             assert not_finite(tensors) == "b: 2 of 7 values are NaN or infinite"
 
 
 def test_tensors_elsewhere_and_no_tensors_at_all() -> None:
     elsewhere = torch.empty(3, device="meta")
-    assert trouble({"a": elsewhere}, CPU) == 0 and trouble({}, CPU) == 0
+    assert nan_if_not_finite({"a": elsewhere}, CPU) == 0 and nan_if_not_finite({}, CPU) == 0
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -64,16 +64,16 @@ def test_a_bad_value_in_any_tensor_of_a_run_is_told(place: Path, tmp_path: Path,
     trainer = trainer_of(place, tmp_path, **WAYS[way])
     step = trainer.take_step
     result = step(trainer._micro_batches(0), 0)
-    assert step.told(result)[1] == 0
+    assert step.sum_over_ranks(result)[1] == 0
     numbers = {name: t.detach() for name, t in step.numbers().items()}
     floats = {n: t for n, t in numbers.items() if t.is_floating_point() and n[:5] != "step."}
     assert any("exp_avg" in name for name in floats) and any("codebook" in name for name in floats)
     for number, (name, tensor) in enumerate(floats.items()):
         kept = tensor.clone()
         tensor.view(-1)[-1:] = BAD[number % 3]
-        assert step.told(result)[1].isnan(), name
+        assert step.sum_over_ranks(result)[1].isnan(), name
         tensor.copy_(kept)
-    assert step.told(result)[1] == 0
+    assert step.sum_over_ranks(result)[1] == 0
 
 
 def test_a_bad_latent_weight_on_the_host_is_told_by_the_step_that_moves_it(
@@ -83,7 +83,7 @@ def test_a_bad_latent_weight_on_the_host_is_told_by_the_step_that_moves_it(
     (name, linear), *_ = trainer.optimizer.hosted.items()
     linear.latent[0, 1] = torch.inf
     step = trainer.take_step
-    assert step.told(step(trainer._micro_batches(0), 0))[1].isnan()
+    assert step.sum_over_ranks(step(trainer._micro_batches(0), 0))[1].isnan()
     assert name in str(not_finite(step.numbers()))
 
 
@@ -131,7 +131,7 @@ def test_a_rank_is_told_of_what_another_met(place: Path, tmp_path: Path) -> None
         tensors[0][-1] += torch.nan
 
     step.optimizer.ranks = SimpleNamespace(size=2, sum_=with_another)
-    same, anywhere = step.told(result)
+    same, anywhere = step.sum_over_ranks(result)
     assert anywhere.isnan() and same.sums["loss"] == result.sums["loss"]
 
 

@@ -146,7 +146,7 @@ def test_the_share_of_tokens_is_as_wished(
         assert len(asked) == len(mine) == 2 * own
         for request, ids in zip(asked, mine, strict=True):
             assert ids[: len(request.ids)] == request.ids
-        told = trainer.rollouts.told()
+        told = trainer.rollouts.metrics()
         assert told["own_tokens"] == sum(int(batch.mask[-own:].sum()) for batch in rows)
         assert told["own_length"] == told["own_tokens"] / len(mine) <= 8
 
