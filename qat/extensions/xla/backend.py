@@ -25,7 +25,7 @@ from qat.backend.copies import Copying
 from qat.backend.cpu import CpuBackend
 from qat.backend.tracing import Tracing
 from qat.errors import ConfigError, how_to_install, is_installed
-from qat.extensions.xla.tracing import TELLER, XlaTracing, synchronize
+from qat.extensions.xla.tracing import COMPILE_LOG, XlaTracing, synchronize
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +113,11 @@ class XlaBackend(Backend):
         """
         if cache_dir is not None:
             self._keep_compiled(cache_dir)
-        with TELLER.telling():
+        with COMPILE_LOG.running():
             try:
                 yield
             finally:
-                self._tell_counts()
+                self._log_counts()
 
     def _keep_compiled(self, cache_dir: Path) -> None:
         import torch_xla
@@ -143,7 +143,7 @@ class XlaBackend(Backend):
         cache_dir.mkdir(parents=True, exist_ok=True)
         runtime.initialize_cache(directory)
 
-    def _tell_counts(self) -> None:
+    def _log_counts(self) -> None:
         counts = self.tracing.counts()
         logger.info(
             "XLA: %d graphs compiled in %.1f s, %d executions",
@@ -160,7 +160,7 @@ class XlaBackend(Backend):
                 names,
             )
 
-    def told(self) -> dict[str, int] | None:
+    def memory_counters(self) -> dict[str, int] | None:
         """Return the first device's memory counters; None if it reports none.
 
         They are `bytes_used`, `peak_bytes_used` and `bytes_limit`.
@@ -188,26 +188,26 @@ class XlaBackend(Backend):
         """
         if self.is_host():
             return MemoryUse(peak_gib=HOST.memory_use().peak_gib)
-        told = self.told()
-        if told is None:
+        counters = self.memory_counters()
+        if counters is None:
             return MemoryUse()
-        peak = told.get("peak_bytes_used", 0)
+        peak = counters.get("peak_bytes_used", 0)
         is_seen = peak > PEAKS.get(self.device, 0)
-        return MemoryUse(told["bytes_used"] / GIB, peak / GIB if is_seen else None)
+        return MemoryUse(counters["bytes_used"] / GIB, peak / GIB if is_seen else None)
 
     def reset_peak_memory(self) -> None:
         """See `Backend`."""
         if self.is_host():
             HOST.reset_peak_memory()
         else:
-            PEAKS[self.device] = (self.told() or {}).get("peak_bytes_used", 0)
+            PEAKS[self.device] = (self.memory_counters() or {}).get("peak_bytes_used", 0)
 
     def memory_gib(self) -> float | None:
         """See `Backend`."""
         if self.is_host():
             return HOST.memory_gib()
-        told = self.told()
-        return None if told is None else told["bytes_limit"] / GIB
+        counters = self.memory_counters()
+        return None if counters is None else counters["bytes_limit"] / GIB
 
     def limit_memory(self, gib: float) -> AbstractContextManager[float]:
         """See `Backend`; XLA has no limit, and its compiler would crash at a process limit.

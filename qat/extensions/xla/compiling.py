@@ -27,7 +27,7 @@ class Graphs(NamedTuple):
         return self.begun > self.done
 
 
-class Teller:
+class CompileLog:
     """Logs from its own thread which graph is being compiled and for how long.
 
     Args:
@@ -55,7 +55,7 @@ class Teller:
             self._what = before
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """Poll and log inside the block."""
         ended = threading.Event()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qat.backend.tracing import Counts, Tracing
 from qat.errors import ConfigError
-from qat.extensions.xla.compiling import Graphs, Teller
+from qat.extensions.xla.compiling import Graphs, CompileLog
 
 HOST_READS = ("aten::_local_scalar_dense", "aten::equal")
 """Counters of reads (`item`, `torch.equal`), listed by PyTorch/XLA among operators it lacks."""
@@ -35,7 +35,7 @@ def _graphs() -> Graphs:
     return Graphs(_counter("UncachedCompile"), _metric("CompileTime")[0])
 
 
-TELLER = Teller(_graphs)
+COMPILE_LOG = CompileLog(_graphs)
 
 
 class XlaTracing(Tracing):
@@ -57,7 +57,7 @@ class XlaTracing(Tracing):
 
     def compiling(self, what: str) -> AbstractContextManager[None]:
         """See `Tracing`."""
-        return TELLER.about(what)
+        return COMPILE_LOG.about(what)
 
     def place(self, model: nn.Module, device: torch.device) -> None:
         """See `Tracing`."""

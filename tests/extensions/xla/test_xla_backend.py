@@ -13,7 +13,7 @@ from qat.errors import ConfigError
 from qat.extensions.xla import backend as backend_xla
 from qat.extensions.xla import compiling
 from qat.extensions.xla.backend import XlaBackend
-from qat.extensions.xla.compiling import Graphs, Teller
+from qat.extensions.xla.compiling import Graphs, CompileLog
 from qat.models.devices import device_called
 
 
@@ -59,7 +59,7 @@ class Chip(XlaBackend):
 
     SAYS = {"bytes_used": GIB, "peak_bytes_used": 2 * GIB, "bytes_limit": 16 * GIB}
 
-    def told(self) -> dict[str, int] | None:
+    def memory_counters(self) -> dict[str, int] | None:
         return self.SAYS
 
     def is_host(self) -> bool:
@@ -84,13 +84,13 @@ def test_a_runtime_tells_of_memory_and_of_no_lower_peak(monkeypatch: pytest.Monk
 
 def test_a_long_graph_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     now, graphs = 0.0, Graphs(1, 1)
-    teller = Teller(lambda: graphs, lambda: now)
+    compile_log = CompileLog(lambda: graphs, lambda: now)
     course = {0: (1, 1), 1: (2, 1), 12: (2, 1), 20: (2, 1), 50: (2, 1), 60: (2, 2), 65: (3, 2)}
     with caplog.at_level(logging.INFO):
         for now, (begun, done) in course.items():
             graphs = Graphs(begun, done)
-            with teller.about("the training step" if now < 60 else "an evaluation"):
-                teller.look()
+            with compile_log.about("the training step" if now < 60 else "an evaluation"):
+                compile_log.look()
     assert caplog.messages == [
         "compiling the training step: 11 s so far (graph 2)",
         "compiling the training step: 49 s so far (graph 2)",
@@ -100,9 +100,9 @@ def test_a_long_graph_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_it_looks_from_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "LOOK_S", 1e-3)
-    teller, looks = Teller(lambda: Graphs(0, 0)), []
-    monkeypatch.setattr(teller, "look", lambda: looks.append(1))
-    with teller.telling():
+    compile_log, looks = CompileLog(lambda: Graphs(0, 0)), []
+    monkeypatch.setattr(compile_log, "look", lambda: looks.append(1))
+    with compile_log.running():
         while len(looks) < 2:
             pass
     seen = len(looks)
