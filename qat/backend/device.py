@@ -41,7 +41,7 @@ def select(device: str = "auto") -> Backend:
     if device == "auto":
         device = "cuda" if _has_cuda() else "cpu"
         if device == "cpu" and launched().rank == 0:
-            _tell_what_idles()
+            _warn_of_idle_gpu()
     kind, _, index = device.partition(":")
     if kind not in KINDS and device in {"xla", *hooks("qat.devices")}:
         return extension("qat.devices", device).open_backend()
@@ -72,7 +72,7 @@ def idle_device() -> str | None:
     """Return why `auto` does not use this machine's accelerator and how to use it, or None."""
     gpu = None if nvidia.hidden() else nvidia.present()
     if gpu is not None and not _has_cuda():
-        return nvidia.unused(gpu, torch.__version__, torch.version.cuda, _cuda_trouble())
+        return nvidia.unused(gpu, torch.__version__, torch.version.cuda, _cuda_error())
     if torch.backends.mps.is_available():
         return "this machine's GPU waits to be asked for; use --device mps"
     if tpu_name() is not None:
@@ -81,7 +81,7 @@ def idle_device() -> str | None:
 
 
 @cache
-def _tell_what_idles() -> None:
+def _warn_of_idle_gpu() -> None:
     idle = idle_device()
     if idle is not None:
         logger.warning("the CPU computes: %s, or say --device cpu to silence this line", idle)
@@ -94,7 +94,7 @@ def _has_cuda() -> bool:
         return torch.cuda.is_available()
 
 
-def _cuda_trouble() -> str:
+def _cuda_error() -> str:
     """Return the first line of torch's error at the start of CUDA; empty for builds without it."""
     try:
         torch.cuda.init()

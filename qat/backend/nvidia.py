@@ -74,16 +74,16 @@ cu128 any more.
 
 def present() -> Gpu | None:
     """Return the machine's NVIDIA GPUs; None where it has none or this container was given none."""
-    told = _ask_smi()
-    if told:
-        return Gpu(told[0][0], tuple(_number(capability) for _, capability in told))
+    rows = _query_smi()
+    if rows:
+        return Gpu(rows[0][0], tuple(_number(capability) for _, capability in rows))
     if not list(DEVICES.glob("nvidia[0-9]*")) or not VERSION.exists():
         return None
     found = re.search(r"Kernel Module\D*(?:x86_64|aarch64)?\s+(\d+\.[\d.]+)", VERSION.read_text())
     return Gpu(found[1]) if found else None
 
 
-def _ask_smi() -> list[list[str]]:
+def _query_smi() -> list[list[str]]:
     """Return driver and compute capability of each GPU from nvidia-smi; empty if it fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
@@ -179,11 +179,11 @@ def gpu_samples() -> list[dict[str, float | None]]:
             "gpu": index,
             **_health(nvml, gpu),
             # version 2 agrees with nvidia-smi: it excludes memory that the driver reserves
-            "gpu_mem_mib": _told(
+            "gpu_mem_mib": _read_sensor(
                 nvml,
                 lambda: nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2).used // 2**20,
             ),
-            "gpu_clock_mhz": _told(
+            "gpu_clock_mhz": _read_sensor(
                 nvml, lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)
             ),
         }
@@ -197,9 +197,9 @@ def gpu_samples() -> list[dict[str, float | None]]:
 def _health(nvml: ModuleType, gpu: object) -> dict[str, float | None]:
     """Return load (%), power (W) and temperature (C) of a GPU; None for a missing sensor."""
     return {
-        "gpu_util_pct": _told(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
-        "gpu_power_w": _told(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),  # from mW
-        "gpu_temp_c": _told(
+        "gpu_util_pct": _read_sensor(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
+        "gpu_power_w": _read_sensor(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),  # from mW
+        "gpu_temp_c": _read_sensor(
             nvml,
             # the only temperature sensor that every GPU has
             lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
@@ -226,7 +226,7 @@ def _management_library() -> ModuleType | None:
     return pynvml
 
 
-def _told(nvml: ModuleType, ask: Callable[[], float]) -> float | None:
+def _read_sensor(nvml: ModuleType, ask: Callable[[], float]) -> float | None:
     """Return a sensor's value; None if the GPU has no such sensor."""
     try:
         return ask()

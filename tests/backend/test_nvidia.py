@@ -30,9 +30,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(nvidia, "VERSION", tmp_path / "version")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    device._tell_what_idles.cache_clear()
+    device._warn_of_idle_gpu.cache_clear()
     yield tmp_path
-    device._tell_what_idles.cache_clear()
+    device._warn_of_idle_gpu.cache_clear()
 
 
 def has_driver(machine: Path, text: str, *, gpus: int = 1) -> None:
