@@ -223,8 +223,8 @@ class Trainer:
 
     def _read(self, result: StepResult) -> "_StepNumbers":
         """Read a step's results on the host, over all ranks; all ranks call this together."""
-        result, nan_flag = self.take_step.sum_over_ranks(result)
-        others = (result.valid_tokens, result.grad_norm, nan_flag)
+        result, flag = self.take_step.sum_over_ranks(result)
+        others = (result.valid_tokens, result.grad_norm, flag)
         *sums, valid, norm, nan_flag = self.backend.read([*result.sums.values(), *others])
         own = self.rollouts.metrics() if self.rollouts else {}
         mine = own.get("own_tokens", 0.0)

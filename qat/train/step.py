@@ -312,7 +312,10 @@ class TrainingStep:
         All ranks call this together, and none waits for its device. It checks losses and gradients
         of every step so far, and the present `numbers`.
         """
-        found = [*result.sums.values(), self.nan_flag + nan_if_not_finite(self.numbers(), self.student.device)]
+        found = [
+            *result.sums.values(),
+            self.nan_flag + nan_if_not_finite(self.numbers(), self.student.device),
+        ]
         if self.optimizer.ranks.size > 1:
             total = torch.stack(found)
             self.optimizer.ranks.sum_([total])

@@ -70,7 +70,7 @@ def test_a_search_survives_what_does_not_fit(place: Path, tmp_path: Path, monkey
     monkeypatch.setattr(TrainingStep, "__call__", take)
     monkeypatch.setattr(XlaBackend, "step_end", end)
     monkeypatch.setattr(XlaBackend, "is_host", lambda _: False)
-    monkeypatch.setattr(XlaBackend, "told", lambda _: told)
+    monkeypatch.setattr(XlaBackend, "memory_counters", lambda _: told)
     wished = BenchConfig(**SHORT, find_max_batch=True)
     *trials, largest = run_bench(wished, str(place / "student"), tmp_path / "out").rows
     tried = {row["batch_size"]: row["status"] for row in trials if row["kind"] == "trial"}
