@@ -354,10 +354,10 @@ def _scores(
     upper = (zero, zero, zero, zero)
     for half in tl.static_range(2):
         words = columns(key[half * BITS // 8], D // 32)
-        told = _told(step, step, half, BITS, KIND, ASSEMBLED)
+        constants = _step_constants(step, step, half, BITS, KIND, ASSEMBLED)
         for m in tl.static_range(D // 32):
-            one = _numbers(words[m], half * (8 - BITS), told, BITS, KIND, ASSEMBLED)
-            two = _numbers(words[m], half * (8 - BITS) + 8, told, BITS, KIND, ASSEMBLED)
+            one = _numbers(words[m], half * (8 - BITS), constants, BITS, KIND, ASSEMBLED)
+            two = _numbers(words[m], half * (8 - BITS) + 8, constants, BITS, KIND, ASSEMBLED)
             q = Q[half * (D // 32) + m]
             upper = _product(upper, q, one, two, W, KIND, ASSEMBLED)
     return upper[0] + upper[2], upper[1] + upper[3]
@@ -370,7 +370,7 @@ def _add_values(
 ):  # fmt: skip
     """Add to `out` a lane's values i ... i + 3 times their weights, which are in two words."""
     N: tl.constexpr = D // 64
-    words, told = (), ()
+    words, constants = (), ()
     for p in tl.static_range(2):
         for half in tl.static_range(2):
             first = columns(value[i + 2 * p][half * BITS // 8], N)
@@ -381,14 +381,21 @@ def _add_values(
                     both = both + (_octets(first[n], second[n], selector, ASSEMBLED),)
             words = words + (both,)
             steps = step[i + 2 * p], step[i + 2 * p + 1]
-            told = told + (_told(steps[0], steps[1], half, BITS, KIND, ASSEMBLED),)
+            constants = constants + (
+                _step_constants(steps[0], steps[1], half, BITS, KIND, ASSEMBLED),
+            )
     found = ()
     for m in tl.static_range(D // 16):
         row = ()
         for k in tl.static_range(4):
             row = row + (
                 _numbers(
-                    words[k][m // 2], m % 2 * 8 + k % 2 * (8 - BITS), told[k], BITS, KIND, ASSEMBLED
+                    words[k][m // 2],
+                    m % 2 * 8 + k % 2 * (8 - BITS),
+                    constants[k],
+                    BITS,
+                    KIND,
+                    ASSEMBLED,
                 ),
             )
         before = out[4 * m], out[4 * m + 1], out[4 * m + 2], out[4 * m + 3]
@@ -397,7 +404,7 @@ def _add_values(
 
 
 @triton.jit
-def _told(
+def _step_constants(
     one, two, half: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr
 ):
     """Convert the steps of two positions to the constants that `_numbers` needs."""
@@ -420,13 +427,18 @@ def _told(
 
 @triton.jit
 def _numbers(
-    both, SHIFT: tl.constexpr, told, BITS: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr
+    both,
+    SHIFT: tl.constexpr,
+    constants,
+    BITS: tl.constexpr,
+    KIND: tl.constexpr,
+    ASSEMBLED: tl.constexpr,
 ):
     """Dequantize the codes at a bit of both halves of a word to a word of two numbers."""
     if BITS == 4 and KIND == tl.bfloat16:
         code = _nibbles(both >> SHIFT, PLUS_128, ASSEMBLED)
-        code = _fma(code, ONES, told[1], KIND, ASSEMBLED)
-        return _fma(code, told[0], told[2], KIND, ASSEMBLED)
+        code = _fma(code, ONES, constants[1], KIND, ASSEMBLED)
+        return _fma(code, constants[0], constants[2], KIND, ASSEMBLED)
     else:
         if BITS == 8:
             one = _octets(both, LARGE, 0x7404 + 2 * SHIFT, ASSEMBLED)
@@ -435,7 +447,9 @@ def _numbers(
             one = (both >> SHIFT & 15) << 8 | LARGE
             two = (both >> SHIFT + 16 & 15) << 8 | LARGE
         one, two = one.to(tl.float32, bitcast=True), two.to(tl.float32, bitcast=True)
-        return _packed(one * told[0] + told[1], two * told[2] + told[3], KIND, ASSEMBLED)
+        return _packed(
+            one * constants[0] + constants[1], two * constants[2] + constants[3], KIND, ASSEMBLED
+        )
 
 
 def _step(kind: str) -> str:
