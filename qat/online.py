@@ -27,20 +27,20 @@ def is_online(name: str, kind: Literal["model", "dataset"] = "model") -> bool:
     """
     from huggingface_hub import constants
 
-    trouble = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _trouble(name, kind)
-    if trouble is None:
+    error = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _hub_error(name, kind)
+    if error is None:
         return True
     folder = Path(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}", "snapshots")
     if kind == "model" and folder.is_dir():
-        logger.warning("%s: %s; using the copy in %s", name, trouble, folder.parent)
+        logger.warning("%s: %s; using the copy in %s", name, error, folder.parent)
         return False
     raise HubError(
-        f"{name} is no path here, and {constants.ENDPOINT} cannot be asked for it ({trouble}); "
+        f"{name} is no path here, and {constants.ENDPOINT} cannot be asked for it ({error}); "
         f"check the path, or download the {kind} and name its directory"
     )
 
 
-def _trouble(name: str, kind: str) -> str | None:
+def _hub_error(name: str, kind: str) -> str | None:
     """Return why the hub does not respond; None if it does."""
     import httpx2
     from huggingface_hub import HfApi

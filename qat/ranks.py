@@ -218,13 +218,13 @@ class Ranks:
         """
         if self.size == 1:
             return act()
-        result, trouble = None, ""
+        result, failure = None, ""
         try:
             result = act()
         except (QatError, OSError) as error:
             kind = type(error) if type(error) in vars(errors).values() else ConfigError
-            trouble = f"{kind.__name__}\n{error}"
-        for rank, said in enumerate(self.texts(trouble)):
+            failure = f"{kind.__name__}\n{error}"
+        for rank, said in enumerate(self.texts(failure)):
             if said:
                 kind_name, _, message = said.partition("\n")
                 raise getattr(errors, kind_name)(f"rank {rank}: {message}")

@@ -198,7 +198,9 @@ def _health(nvml: ModuleType, gpu: object) -> dict[str, float | None]:
     """Return load (%), power (W) and temperature (C) of a GPU; None for a missing sensor."""
     return {
         "gpu_util_pct": _read_sensor(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
-        "gpu_power_w": _read_sensor(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),  # from mW
+        "gpu_power_w": _read_sensor(
+            nvml, lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3
+        ),  # from mW
         "gpu_temp_c": _read_sensor(
             nvml,
             # the only temperature sensor that every GPU has

@@ -95,7 +95,7 @@ class SharedBlocks:
     def __init__(self, found: Iterator[ShardBlock], ranks: Ranks) -> None:
         self._found = found
         self._ranks = ranks.apart()
-        self._trouble: QatError | OSError | None = None
+        self._failure: QatError | OSError | None = None
         self._is_over = False
         """True if all ranks received the failure."""
         self.total = 0
@@ -122,7 +122,7 @@ class SharedBlocks:
         """
         if self._is_over or self._ranks.size == 1:
             raise error
-        self._trouble = error
+        self._failure = error
         for _ in left:
             pass
 
@@ -130,8 +130,8 @@ class SharedBlocks:
         """Return the blocks of one round, on every rank; fewer than `size` in the last round."""
 
         def take() -> list[ShardBlock]:
-            if self._trouble is not None:
-                raise self._trouble
+            if self._failure is not None:
+                raise self._failure
             return list(islice(self._found, self._ranks.size)) if self._ranks.is_first else []
 
         try:
@@ -222,7 +222,7 @@ def build_cache(
         expected = round(settings.num_sequences / (1 - settings.held_out)) or None
         known = {shard.file: shard for shard in manifest.shards}
         waits: list[float] = []
-        trouble: QatError | OSError | None = None
+        failure: QatError | OSError | None = None
         began = time.perf_counter()
         # while the teacher runs on one block, one thread tokenises the next blocks and another
         # writes the previous shard: shards and manifests reach the disk in the order of the blocks
@@ -246,9 +246,9 @@ def build_cache(
                         )
                 except (QatError, OSError) as error:
                     shared.fail(error, ahead)
-                    trouble = error
+                    failure = error
                 asked = time.perf_counter()
-                manifest = ranks.together(partial(_ended, kept, trouble))
+                manifest = ranks.together(partial(_ended, kept, failure))
         logger.debug(
             "rank %d: %d blocks asked in %.2f s, %.2f s of it waiting for the first one's text and "
             "%.2f s for that of others; the last shards, also those of all ranks, %.2f s later",
@@ -344,9 +344,9 @@ def _agreed(fresh: Manifest, out: Path, ranks: Ranks) -> Manifest:
     return Manifest.model_validate_json(ranks.texts(ranks.together(find))[0])
 
 
-def _ended(kept: Future[Manifest], trouble: QatError | OSError | None) -> Manifest:
-    if trouble is not None:
-        raise trouble
+def _ended(kept: Future[Manifest], failure: QatError | OSError | None) -> Manifest:
+    if failure is not None:
+        raise failure
     return kept.result()
 
 

@@ -52,7 +52,7 @@ def divided(
         yield from ((document, "train") for document in documents)
         return
     pairs = _assigned(documents, settings)
-    ahead, sides, trouble = [], set(), None
+    ahead, sides, failure = [], set(), None
     try:
         for document, side in pairs:
             ahead.append((document, side))
@@ -61,12 +61,12 @@ def divided(
             if len(sides) == 2:
                 break
     except QatError as error:
-        trouble = error
-    if trouble is None and len(sides) == 1:
+        failure = error
+    if failure is None and len(sides) == 1:
         raise _one_sided([document for document, _ in ahead], sides.pop(), settings)
     yield from ahead
-    if trouble is not None:
-        raise trouble
+    if failure is not None:
+        raise failure
     yield from pairs
 
 
@@ -210,22 +210,22 @@ def _tokenised(
     def encoded(batch: list[Assigned] | QatError) -> tuple[list, QatError | None]:
         if isinstance(batch, QatError):
             return [], batch
-        rendered, trouble = [], None
+        rendered, failure = [], None
         for document, _ in batch:
             try:
                 rendered.append(render(document, tokenizer, thinking, targets))
             except QatError as error:
-                trouble = error
+                failure = error
                 break
         tokens = iter(encode(list(chain.from_iterable(rendered)), tokenizer))
         found = zip(batch, rendered, strict=False)
-        return [(split, list(islice(tokens, len(texts)))) for (_, split), texts in found], trouble
+        return [(split, list(islice(tokens, len(texts)))) for (_, split), texts in found], failure
 
     with closing(computed_ahead(encoded, _batches(documents), BATCHES_AHEAD)) as ahead:
-        for batch, trouble in ahead:
+        for batch, failure in ahead:
             yield from batch
-            if trouble is not None:
-                raise trouble
+            if failure is not None:
+                raise failure
 
 
 def _batches(documents: Iterator[Assigned]) -> Iterator[list[Assigned] | QatError]:

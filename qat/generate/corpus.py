@@ -264,7 +264,9 @@ def _shard(parts: Path, number: int) -> Path:
 def _write_shard(
     corpus: Corpus, rows: Sequence[int], said: Sequence[list[int]], *, path: Path, run: str
 ) -> None:
-    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in _told(corpus, rows, said, run))
+    lines = (
+        json.dumps(row, ensure_ascii=False) + "\n" for row in _written_rows(corpus, rows, said, run)
+    )
     content = "".join(lines).encode()
     write_atomically(path, _head(path, run, content) + content)
 
@@ -287,7 +289,7 @@ def _rows_in(parts: Path, number: int, run: str) -> bytes | None:
     return None
 
 
-def _told(
+def _written_rows(
     corpus: Corpus, rows: Sequence[int], said: Sequence[list[int]], run: str
 ) -> Iterator[dict[str, object]]:
     """Yield the rows as they are written, without those that are dropped."""

@@ -109,7 +109,7 @@ def _pull_from(mirror: str, name: str, entry: HubEntry, to: tuple[Path, FetchPla
     if arrival.is_ours:
         _remove(arrival.path)
     pulled = Pulled(out, found, mirror, sha256, tree, is_verified, is_new=True)
-    return _told(pulled, extra_files(out, receipt.files))
+    return _warn_if_unproven(pulled, extra_files(out, receipt.files))
 
 
 def _verify(arrival: Arrival, entry: HubEntry, mirror: str) -> str | None:
@@ -168,7 +168,9 @@ def _there_already(name: str, entry: HubEntry, out: Path) -> Pulled | None:
     extra, tree = examine(out, receipt), receipt.tree_sha256
     is_verified = is_registered(entry, receipt.sha256, tree, where=str(out), mend=REPLACE)
     found, mirror = format_of(out, entry.kind), receipt.mirror
-    return _told(Pulled(out, found, mirror, receipt.sha256, tree, is_verified, False), extra)
+    return _warn_if_unproven(
+        Pulled(out, found, mirror, receipt.sha256, tree, is_verified, False), extra
+    )
 
 
 def _by_hand(entry: HubEntry, out: Path) -> Pulled:
@@ -179,10 +181,10 @@ def _by_hand(entry: HubEntry, out: Path) -> Pulled:
     logger.info("%s was not pulled by qat; %s", out, told)
     pulled = Pulled(out, format_of(out, entry.kind), None, None, tree, is_verified, is_new=False)
     names = [path.relative_to(out).as_posix() for path in regular_files(out)]
-    return _told(pulled, extra_files(out, names)) if is_verified else pulled
+    return _warn_if_unproven(pulled, extra_files(out, names)) if is_verified else pulled
 
 
-def _told(pulled: Pulled, extra: list[str]) -> Pulled:
+def _warn_if_unproven(pulled: Pulled, extra: list[str]) -> Pulled:
     """Warn if the result is unproven: no hash, or extra files; extra files clear `is_verified`."""
     if extra:
         logger.warning(

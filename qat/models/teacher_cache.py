@@ -48,14 +48,14 @@ def with_length(
     if config.sequence_length is not None:
         return config, source
     documents, taken = iter(source.documents), []
-    troubles: list[QatError] = []
+    failures: list[QatError] = []
 
     def read_again() -> Iterator[Document]:
         # here, not above: a call that is refused before it reads has no use for this line
         logger.info("sequence_length=%d follows the data; --sequence-length says otherwise", length)
         yield from taken
-        if troubles:
-            raise troubles[0]
+        if failures:
+            raise failures[0]
         yield from documents
 
     def needed() -> int:
@@ -65,7 +65,7 @@ def with_length(
             for document in islice(documents, SAMPLE):
                 taken.append(document)
         except QatError as error:  # raised only if the reader reaches the bad row
-            troubles.append(error)
+            failures.append(error)
         return suited_length(config, source.format, taken)
 
     length = int(ranks.texts(str(ranks.together(needed)))[0])

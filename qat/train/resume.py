@@ -160,7 +160,7 @@ def choose(run: RunDirectory, *, begins_anew: bool = False) -> Choice:
         found[path] = problem(path)
         if found[path] is None:
             break
-    skipped = [path for path, trouble in found.items() if trouble is not None]
+    skipped = [path for path, damage in found.items() if damage is not None]
     if not candidates or len(skipped) == len(candidates):
         raise CheckpointError(
             f"{run.path} has no checkpoint that is whole ("
@@ -182,7 +182,7 @@ def best_of(run: RunDirectory) -> Path:
         CheckpointError: none is whole.
     """
     best = run.pointed("best")
-    if best is not None and (trouble := problem(best, is_student=True)) is None:
+    if best is not None and (damage := problem(best, is_student=True)) is None:
         return best
     whole = next((path for path in run.checkpoints()[::-1] if problem(path) is None), None)
     if best is None or whole is None:
@@ -190,7 +190,7 @@ def best_of(run: RunDirectory) -> Path:
             f"{run.path} has no checkpoint that is whole, expected the best one; restore it or "
             "choose another --out"
         )
-    logger.warning("%s is damaged (%s); taking %s instead", _short(best), trouble, _short(whole))
+    logger.warning("%s is damaged (%s); taking %s instead", _short(best), damage, _short(whole))
     return whole
 
 
@@ -216,10 +216,10 @@ def _is_lost(run: RunDirectory, chosen: Path) -> bool:
         if is_first or not math.isfinite(read_state(chosen)["best"]):
             return False
     best = run.pointed("best")
-    trouble = "nothing names it" if best is None else problem(best, is_student=True)
-    if trouble is not None:
-        logger.warning("the best checkpoint is damaged (%s): the best is sought anew", trouble)
-    return trouble is not None
+    damage = "nothing names it" if best is None else problem(best, is_student=True)
+    if damage is not None:
+        logger.warning("the best checkpoint is damaged (%s): the best is sought anew", damage)
+    return damage is not None
 
 
 def _short(path: Path) -> str:

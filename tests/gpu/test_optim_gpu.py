@@ -14,7 +14,7 @@ from qat.backend.base import DTYPES
 from qat.kernels.adamw import Moving, Noise, stochastic_adamw_
 from qat.nn.latent import to_latent
 from qat.nn.swap import linear_names
-from qat.train.finite import not_finite, nan_if_not_finite
+from qat.train.finite import nan_if_not_finite, not_finite
 from qat.train.learnable import learnable, linears_in_scope
 from qat.train.optim import Optimizer
 

@@ -14,7 +14,7 @@ from train_case import config, make_trainer
 from qat.errors import CheckpointError, TrainingError
 from qat.files import sha256_file
 from qat.logs import read_json_lines
-from qat.train.finite import not_finite, nan_if_not_finite
+from qat.train.finite import nan_if_not_finite, not_finite
 from qat.train.loop import Trainer
 from qat.train.resume import choose
 from qat.train.run import MANIFEST

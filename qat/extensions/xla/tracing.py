@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qat.backend.tracing import Counts, Tracing
 from qat.errors import ConfigError
-from qat.extensions.xla.compiling import Graphs, CompileLog
+from qat.extensions.xla.compiling import CompileLog, Graphs
 
 HOST_READS = ("aten::_local_scalar_dense", "aten::equal")
 """Counters of reads (`item`, `torch.equal`), listed by PyTorch/XLA among operators it lacks."""

@@ -13,7 +13,7 @@ from qat.errors import ConfigError
 from qat.extensions.xla import backend as backend_xla
 from qat.extensions.xla import compiling
 from qat.extensions.xla.backend import XlaBackend
-from qat.extensions.xla.compiling import Graphs, CompileLog
+from qat.extensions.xla.compiling import CompileLog, Graphs
 from qat.models.devices import device_called
 
 

@@ -354,7 +354,8 @@ def window(case: BranchInputs) -> Tensor:
     length = inputs.length
     spans = window_spans(case.tiles, case.config)
     partial, full = (
-        listing.of_all_heads(inputs.query.shape[1]) for listing in listed_spans(*spans, length // EDGE)
+        listing.of_all_heads(inputs.query.shape[1])
+        for listing in listed_spans(*spans, length // EDGE)
     )
     sees_past = case.sees_past()
 
