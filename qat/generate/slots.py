@@ -25,7 +25,7 @@ from transformers import LogitsProcessor
 
 from qat.backend.device import on
 from qat.generate.decode import Sampling
-from qat.generate.step import DecodeLayer, DecodeStep, Together, form_rows
+from qat.generate.step import DecodeLayer, DecodeStep, FusedLinears, form_rows
 from qat.generate.text import continue_rows, generation_config
 from qat.kernels.add_norm import add_norm_
 from qat.kernels.cache import EVERY, Cache, Scoring
@@ -114,7 +114,7 @@ class Dense(NamedTuple):
     """Quantizer of the input."""
 
     @classmethod
-    def of(cls, linears: Together, dtype: torch.dtype) -> Self:
+    def of(cls, linears: FusedLinears, dtype: torch.dtype) -> Self:
         """Join linears with the same input into one with a formed weight."""
         members = [
             rows if isinstance(rows, Tensor)
@@ -153,7 +153,7 @@ class Packed(NamedTuple):
         return lut_gemm(read(self, x), self.parts, self.bias)
 
 
-def linear_of(linears: Together, dtype: torch.dtype, num_slots: int) -> Dense | Packed:
+def linear_of(linears: FusedLinears, dtype: torch.dtype, num_slots: int) -> Dense | Packed:
     """Join linears with the same input into one, packed where that is faster."""
     rows = linears.rows[0]
     if len(linears.rows) == 1 and isinstance(rows, LutRows):
@@ -181,7 +181,7 @@ class SlotLayer(NamedTuple):
     def of(cls, layer: DecodeLayer, dtype: torch.dtype, num_slots: int) -> Self:
         """Build the layer for this number of slots."""
         members = (
-            linear_of(part, dtype, num_slots) if isinstance(part, Together) else part
+            linear_of(part, dtype, num_slots) if isinstance(part, FusedLinears) else part
             for part in layer
         )
         return cls(*members)
@@ -265,7 +265,7 @@ class SlotStep:
         return add_norm_(residual, delta, self._step.last_gain, eps, self.dtype)
 
 
-class Look(NamedTuple):
+class SlotSnapshot(NamedTuple):
     """A snapshot of the slots on the host, taken after a round of steps."""
 
     turn: int
@@ -310,7 +310,7 @@ class Slots:
         free = list(range(self._batch.num_slots))
         # by slot: row number, and the round in which it began
         busy: dict[int, tuple[int, int]] = {}
-        looks: deque[Look] = deque()
+        snapshots: deque[SlotSnapshot] = deque()
         turn = 0
         while waiting or busy:
             begun = [(slot, *waiting.popleft()) for slot in free[: len(waiting)]]
@@ -320,14 +320,14 @@ class Slots:
                 busy |= {slot: (number, turn) for slot, number, _ in begun}
             for _ in range(LOOK_EVERY):
                 self._advance()
-            looks.append(self._look(turn))
+            snapshots.append(self._snapshot(turn))
             turn += 1
-            if len(looks) <= self._lag:
+            if len(snapshots) <= self._lag:
                 continue
-            look = looks.popleft()
+            snapshot = snapshots.popleft()
             # skip rows that began after this snapshot of their slot
-            seen_slots = [slot for slot, (_, begin) in busy.items() if begin <= look.turn]
-            ended = _ended(look, sorted(seen_slots))
+            seen_slots = [slot for slot, (_, begin) in busy.items() if begin <= snapshot.turn]
+            ended = _ended(snapshot, sorted(seen_slots))
             for slot, row in ended:
                 number, _ = busy.pop(slot)
                 said[number] = row
@@ -371,19 +371,21 @@ class Slots:
         # an idle slot stays at position 0, so that it attends to one position only
         self._position.copy_((self._position + 1) * (self._left > 0))
 
-    def _look(self, turn: int) -> Look:
+    def _snapshot(self, turn: int) -> SlotSnapshot:
         """Start copying the state of the slots to the host, without a GPU sync."""
         backend = on(self._step.device)
         facts = backend.to_host(torch.stack([self._left, self._count]))
         said = backend.to_host(self._said)
-        return Look(turn, facts, said, backend.finished())
+        return SlotSnapshot(turn, facts, said, backend.finished())
 
 
-def _ended(look: Look, slots: Sequence[int]) -> list[tuple[int, list[int]]]:
+def _ended(snapshot: SlotSnapshot, slots: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Return the slots, among those given, whose rows have ended, with their tokens."""
-    look.wait()
-    left, counts = look.facts.tolist()
-    return [(slot, look.said[slot, : counts[slot]].tolist()) for slot in slots if not left[slot]]
+    snapshot.wait()
+    left, counts = snapshot.facts.tolist()
+    return [
+        (slot, snapshot.said[slot, : counts[slot]].tolist()) for slot in slots if not left[slot]
+    ]
 
 
 class Waves:

@@ -110,7 +110,7 @@ class DenseLinear(nn.Linear):
         return super().forward(read(self, x))
 
 
-class Together(NamedTuple):
+class FusedLinears(NamedTuple):
     """Linears with the same input, as one stacked matrix or one after the other."""
 
     rows: tuple[Rows, ...]
@@ -174,11 +174,11 @@ class Together(NamedTuple):
 class DecodeLayer(NamedTuple):
     """The linears, norms and scoring of one layer."""
 
-    qkv: Together
+    qkv: FusedLinears
     heads: Scoring
-    out: Together
-    gate_up: Together
-    down: Together
+    out: FusedLinears
+    gate_up: FusedLinears
+    down: FusedLinears
     before: Tensor
     """Gain of the norm before the attention, `(D,)` float32."""
     between: Tensor
@@ -203,7 +203,7 @@ class DecodeStep:
         self.last_gain = base.norm.weight.detach().float()
         self.embedding, self._rotary = model.model.get_input_embeddings(), base.rotary_emb
         head = model.head
-        self.head = Together(
+        self.head = FusedLinears(
             (_head_rows(head, self.dtype),), head.bias, activation_of(head), self.dtype
         )
         self.num_key_heads = config.num_key_value_heads
@@ -337,11 +337,11 @@ def _block(layer: nn.Module, dtype: torch.dtype) -> DecodeLayer:
         eps=0.0 if gains[0] is None else gains[0].variance_epsilon,
     )
     return DecodeLayer(
-        Together.of([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
+        FusedLinears.of([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
         heads,
-        Together.of([attention.o_proj], dtype),
-        Together.of([mlp.gate_proj, mlp.up_proj], dtype),
-        Together.of([mlp.down_proj], dtype),
+        FusedLinears.of([attention.o_proj], dtype),
+        FusedLinears.of([mlp.gate_proj, mlp.up_proj], dtype),
+        FusedLinears.of([mlp.down_proj], dtype),
         layer.input_layernorm.weight.detach().float(),
         layer.post_attention_layernorm.weight.detach().float(),
     )

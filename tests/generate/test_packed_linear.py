@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from qat.generate import slots
 from qat.generate.slots import Dense, Packed, linear_of
-from qat.generate.step import PackedLinear, Scratch, Together, dense_linear
+from qat.generate.step import FusedLinears, PackedLinear, Scratch, dense_linear
 from qat.kernels.lut_matvec import MOST_VECTORS, Norm, matvec
 from qat.kernels.lut_rows import LutRows, order_of, spread
 from qat.nn.quant_linear import FrozenLutLinear
@@ -50,13 +50,13 @@ def test_inputs_are_rounded_to_the_bits_of_the_frozen_linear(kind: str, dtype: t
         for module in (packed, dense, linear):
             module.activation = quantizer
         assert all(map(torch.equal, (packed(x), dense(x), linear(x)), expected))
-        together = Dense.of(Together.of([dense], dtype), dtype)
+        together = Dense.of(FusedLinears.of([dense], dtype), dtype)
         assert torch.equal(together(x), F.linear(read, dense.weight, dense.bias))
         for module in (packed, dense, linear):
             module.activation = None
     # one token of a stream: the norm comes first, then the rounding in the model's dtype
     packed.activation = quantizer
-    together, stream = Together.of([packed], dtype), torch.randn(1, 32)
+    together, stream = FusedLinears.of([packed], dtype), torch.randn(1, 32)
     norm = Norm(stream.square().sum(1, keepdim=True), 1e-6)
     normed = stream * torch.rsqrt(norm.squares / 32 + 1e-6)
     read = spread(quantizer(normed.to(dtype)), order_of(packed.rows))
@@ -83,7 +83,7 @@ def test_slots_form_the_weights_that_were_trained(spec: LutSpec, dtype: torch.dt
         return PackedLinear(linear, LutRows.of(*parts), Scratch())
 
     for members in (slice(2), slice(3)):
-        together = Together.of([read(linear) for linear in linears[members]], dtype)
+        together = FusedLinears.of([read(linear) for linear in linears[members]], dtype)
         formed = Dense.of(together, dtype)
         assert torch.equal(formed.weight, torch.cat(expected[members]))
         bias = torch.cat([linear.bias for linear in linears[members]])
@@ -96,7 +96,7 @@ def test_few_slots_read_a_large_weight_packed(monkeypatch: pytest.MonkeyPatch) -
     linear = frozen_linear(16, 64, LutSpec(bits=2, group_size=16, scale_bits=8), bias=True)
     parts = linear.source(), linear.levels(), linear.scales_as_stored()
     half = torch.float16
-    together = Together.of([PackedLinear(linear, LutRows.of(*parts), Scratch())], half)
+    together = FusedLinears.of([PackedLinear(linear, LutRows.of(*parts), Scratch())], half)
     few, many = (linear_of(together, half, slots) for slots in (8, 9))
     assert isinstance(few, Packed) and isinstance(many, Dense)
     assert few.nbytes == 16 * 64 // 4 + 16 * 4 and many.nbytes == 16 * 64 * 2
