@@ -358,7 +358,10 @@ def time_ours(setting: Setting, ours: Ours, batch_size: int) -> Timing | None:
     """Time our step, freshly compiled for this size; None if it does not fit into memory."""
 
     def steps() -> Timing:
-        with ours.mended(), setting.backend.tracing.compiling(f"a step of batch {batch_size}"):
+        with (
+            ours.restored_on_failure(),
+            setting.backend.tracing.compiling(f"a step of batch {batch_size}"),
+        ):
             return setting.time(ours.subject(), batch_size)
 
     compile_anew()
@@ -372,7 +375,10 @@ def try_steps(setting: Setting, ours: Ours, batch_size: int) -> Timing:
     """
     is_recorded = setting.backend.records and batch_size * setting.data.seq_len <= GRAPH_TOKENS
     clock = (EAGER_STEPS + 1 if is_recorded else 1), TRIAL_STEPS
-    with ours.mended(), setting.backend.tracing.compiling(f"a step of batch {batch_size}"):
+    with (
+        ours.restored_on_failure(),
+        setting.backend.tracing.compiling(f"a step of batch {batch_size}"),
+    ):
         return replace(setting, looks=False).time(ours.subject(), batch_size, clock)
 
 

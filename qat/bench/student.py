@@ -189,7 +189,7 @@ class Ours:
     ) -> None:
         self.student = student
         self.config = config
-        settings = standing_still(config)
+        settings = without_learning(config)
         self.optimizer = make_trainable(
             student.model, settings, shards_latents=is_sharded, ranks=ranks
         )
@@ -208,7 +208,7 @@ class Ours:
         return TrainingStep(self.student, self.optimizer, self.config)
 
     @contextmanager
-    def mended(self) -> Iterator[None]:
+    def restored_on_failure(self) -> Iterator[None]:
         """Clear gradients after a block of steps and, if it fails, restore the state.
 
         A failed compiled step has lost its inputs, because their buffers were donated to its
@@ -224,7 +224,7 @@ class Ours:
             self.optimizer.forget_gradients()
 
 
-def standing_still(config: MeasureConfig) -> OptimConfig:
+def without_learning(config: MeasureConfig) -> OptimConfig:
     """Return the settings of endlessly many such steps with learning rates of zero."""
     shared = {name: getattr(config, name) for name in StepConfig.model_fields}
     rates = {rate_of(kind): 0.0 for kind in KINDS}

@@ -13,7 +13,7 @@ from train_case import config, make_place, make_trainer, visiting
 from qat.backend.base import GIB, Backend
 from qat.bench.batches import open_source
 from qat.bench.config import MeasureConfig
-from qat.bench.student import open_student, standing_still
+from qat.bench.student import open_student, without_learning
 from qat.errors import ConfigError
 from qat.models.step_memory import step_bytes
 from qat.nn.quant_linear import quant_linears
@@ -195,7 +195,7 @@ def bits_of(shape: str, form: str, **values: object) -> tuple[list[torch.Tensor]
     settings = MeasureConfig(form=form, seq_len=16, top_k=4, **wished)
     student = open_student(shape, settings)
     rates = dict.fromkeys(("lr", "lr_scales", "lr_codebook", "lr_lora", "lr_norms"), 1e-2)
-    chosen = standing_still(settings).model_copy(update=rates)
+    chosen = without_learning(settings).model_copy(update=rates)
     torch.manual_seed(0)
     data, backend = open_source(settings, student), Backend(torch.device("cpu"))
     optimizer = make_trainable(student.model, chosen)

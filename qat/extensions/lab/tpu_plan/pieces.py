@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from qat.bench.batches import random_batch, random_source
 from qat.bench.config import BenchConfig
-from qat.bench.student import Ours, quantized_model, standing_still
+from qat.bench.student import Ours, quantized_model, without_learning
 from qat.data.packing import Batch
 from qat.errors import ConfigError, how_to_install
 from qat.kernels import head as head_kernels
@@ -246,7 +246,7 @@ class Traceable:
             self.step = ours.subject()
         self.student, self.dtype = ours.student, self.step.dtype
         self._source = random_source(config, self.student.config.vocab_size)
-        self.settings = standing_still(config)
+        self.settings = without_learning(config)
         self._traced: dict[tuple[str, int], object] = {}
         self.learners = [
             learner for mover in ours.optimizer._movers for learner in mover._learners.values()
