@@ -31,7 +31,7 @@ from qat.train.pulse import Pulse
 from qat.train.resume import EXIT_CODES, HALT, Stops
 from qat.train.rollout import Rollouts
 from qat.train.run import RunDirectory
-from qat.train.saver import Remembers, Saver, check_alike
+from qat.train.saver import HasState, Saver, check_alike
 from qat.train.step import OwnRows, StepResult, TrainingStep, rank_indices
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Trainer:
             )
         self.take_step = TrainingStep(student, optimizer, self._step_config, teacher, own=own)
         self.codes = CodeWatch(student.model)
-        beside: list[Remembers] = [self.codes]
+        beside: list[HasState] = [self.codes]
         if self.rollouts is not None:
             beside.append(self.rollouts)
         self.saver = Saver(
@@ -302,7 +302,7 @@ class Trainer:
         wish = self.stops.wanted() or "another rank"
         self._pulse.event("halted" if wish == HALT else "signal", step=self.step, wish=wish)
         if self.ranks.is_first:
-            self.stops.obeyed()
+            self.stops.clear_halt()
         raise Stopped(
             f"stopped by {wish} after step {self.step}; {self.run.checkpoint_path(self.step)} is "
             "saved: go on with --resume",

@@ -209,7 +209,7 @@ class Optimizer:
         finally:
             undo()
 
-    def age(self) -> bool:
+    def skip_bias_correction(self) -> bool:
         """Set the step count to where AdamW's bias corrections are exactly one.
 
         A correction of one may be folded into the step's graph as a constant, which changes the
@@ -246,7 +246,7 @@ class Optimizer:
 
         Tensors of sharded parameters are excluded (see `gathered`).
         """
-        self._bring_home()
+        self._wait_for_copies()
         return {key: t for key, t in self._state().items() if not self._owner(key, t)}
 
     def gathered(self) -> dict[str, Tensor]:
@@ -254,7 +254,7 @@ class Optimizer:
 
         Read the result after waiting for the device (`Backend.to_host`).
         """
-        self._bring_home()
+        self._wait_for_copies()
         host, found = backend.on(self._device).to_host, {}
         for key, rows in self._state().items():
             if owner := self._owner(key, rows):
@@ -275,7 +275,7 @@ class Optimizer:
         owned = ((self._owner(key, tensor), tensor) for key, tensor in self._state().items())
         return sum(t.itemsize * owner.weight_count() if owner else t.nbytes for owner, t in owned)
 
-    def _bring_home(self) -> None:
+    def _wait_for_copies(self) -> None:
         """Wait for copies back to the host."""
         if self._config.offload != "none":
             backend.on(self._device).synchronize()

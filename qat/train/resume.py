@@ -62,7 +62,7 @@ class Stops:
             self._wish = HALT
         return self._wish
 
-    def obeyed(self) -> None:
+    def clear_halt(self) -> None:
         """Remove the file after stopping, so that the run can be resumed."""
         try:
             self._halt.unlink(missing_ok=True)

@@ -186,7 +186,7 @@ def _is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-class Remembers(Protocol):
+class HasState(Protocol):
     """State that a resumed run needs, besides the student's and the optimizer's."""
 
     def state(self) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ class Saver:
         tokenizer: PreTrainedTokenizerBase,
         optimizer: Optimizer,
         *,
-        beside: Sequence[Remembers],
+        beside: Sequence[HasState],
         keep: int,
         milestone_every: int,
         ranks: Ranks,

@@ -222,7 +222,7 @@ class TrainingStep:
         with self.optimizer.rehearsing():
             for _ in range(EAGER_STEPS):
                 result = self(batches, step)
-            if self.optimizer.age():
+            if self.optimizer.skip_bias_correction():
                 result = self(batches, step)
         self.sum_over_ranks(result)
         self.nan_flag = none

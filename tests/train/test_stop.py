@@ -119,7 +119,7 @@ def test_a_directory_that_asks_stays(tmp_path: Path, caplog) -> None:
     (tmp_path / HALT / "thesis").mkdir(parents=True)
     stops = Stops(tmp_path / HALT)
     assert stops.wanted() == HALT
-    stops.obeyed()
+    stops.clear_halt()
     assert "HALT cannot be removed (Is a directory): remove it before you go on" in caplog.text
     assert (tmp_path / HALT / "thesis").exists()
 
@@ -133,8 +133,8 @@ def test_the_file_is_looked_for_once_a_second_and_remembered(tmp_path: Path, mon
     assert stops.wanted() is None
     now[0] = 101.1
     assert stops.wanted() == HALT == stops.wanted()
-    stops.obeyed()
-    stops.obeyed()
+    stops.clear_halt()
+    stops.clear_halt()
     assert not (tmp_path / HALT).exists()
 
 
