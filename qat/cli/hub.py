@@ -117,14 +117,14 @@ def pack(directory: Required[Path], *, out: Path | None = None) -> dict[str, obj
     """
     from qat.cli.inputs import check_inputs
     from qat.files import sha256_file
-    from qat.hub.files import peeled, sha256_tree
+    from qat.hub.files import innermost_directory, sha256_tree
     from qat.hub.push import pack as write
 
     path = directory.resolve()
     out = out or path.with_name(f"{path.name}.tar.lz4")
     check_inputs(out=out.absolute().parent)
     num_files = write(directory, out)
-    hashes = dict(sha256=sha256_file(out), tree_sha256=sha256_tree(peeled(directory)))
+    hashes = dict(sha256=sha256_file(out), tree_sha256=sha256_tree(innermost_directory(directory)))
     return dict(out=out, files=num_files, bytes=out.stat().st_size, **hashes)
 
 

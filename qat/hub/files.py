@@ -51,7 +51,7 @@ def atomic_directory(
         written=lambda out: listed_files(out / RECEIPT, (RECEIPT,)),
         overwrite=False,
         place=place,
-        root=peeled,
+        root=innermost_directory,
         mend=MEND,
     )
     with explained(out, HubError), whole as partial:
@@ -74,7 +74,7 @@ def atomic_file(out: Path) -> Iterator[BinaryIO]:
         sync(out.parent)
 
 
-def peeled(directory: Path) -> Path:
+def innermost_directory(directory: Path) -> Path:
     """Descend while a directory contains only one other directory; return the innermost."""
     while True:
         inside = list(directory.iterdir())

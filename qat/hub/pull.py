@@ -15,7 +15,7 @@ from qat.hub.files import (
     atomic_directory,
     copy_files,
     format_of,
-    peeled,
+    innermost_directory,
     regular_files,
     sha256_tree,
 )
@@ -28,8 +28,8 @@ from qat.hub.registry import (
     examine,
     extra_files,
     is_registered,
-    leave_receipt,
     read_receipt,
+    write_receipt,
 )
 from qat.hub.registry import MEND as REPLACE
 from qat.hub.unpack import OPENERS, extract, is_web_page
@@ -67,7 +67,7 @@ def pull(
     Raises:
         HubError: no mirror works, or `out` holds something else.
     """
-    if not replace and (there := _there_already(name, entry, out)):
+    if not replace and (there := _existing(name, entry, out)):
         return there
     check_free(out, replace=replace, mend=MEND)
     problems = []
@@ -94,9 +94,9 @@ def _pull_from(mirror: str, name: str, entry: HubEntry, to: tuple[Path, FetchPla
         with atomic_directory(out, replace=True, place=places.stage) as partial:
             if not _fill(arrival, partial):
                 sha256 = None
-            root = peeled(partial)
+            root = innermost_directory(partial)
             found = format_of(root, entry.kind)
-            receipt = leave_receipt(root, name, mirror, sha256)
+            receipt = write_receipt(root, name, mirror, sha256)
             tree = receipt.tree_sha256
             is_verified = is_registered(entry, sha256, tree, where=mirror, mend=ASK) or (
                 sha256 is not None and sha256 == entry.sha256
@@ -151,7 +151,7 @@ def _is_packed(path: Path) -> bool:
         return file.read(4).startswith(tuple(OPENERS))
 
 
-def _there_already(name: str, entry: HubEntry, out: Path) -> Pulled | None:
+def _existing(name: str, entry: HubEntry, out: Path) -> Pulled | None:
     """Return the content of `out` if it is the complete entry, or files placed by hand; else None.
 
     Raises:

@@ -18,10 +18,10 @@ from qat.hub.files import (
     Kind,
     atomic_file,
     copy_file,
+    innermost_directory,
     is_archive,
     kind_of,
     mebibytes,
-    peeled,
     regular_files,
     sha256_tree,
 )
@@ -44,7 +44,7 @@ def pack(directory: Path, out: Path, *, name: str | None = None, skip: str | Non
         raise HubError(
             f"{directory} {described(directory)}, expected a directory to pack; check the path"
         )
-    root = peeled(directory)
+    root = innermost_directory(directory)
     files = regular_files(root, skip)
     _check(directory, files, out)
     name = name or directory.resolve().name
@@ -152,7 +152,11 @@ def push(
     with tempfile.TemporaryDirectory(prefix=".qat-push-", dir=directory.resolve().parent) as place:
         archive = Path(place, name)
         pack(directory, archive, name=inside, skip=skip)
-        root, size, sha256 = peeled(directory), archive.stat().st_size, sha256_file(archive)
+        root, size, sha256 = (
+            innermost_directory(directory),
+            archive.stat().st_size,
+            sha256_file(archive),
+        )
         if is_remote:
             with in_store(target) as (store, path):
                 store.put_file(str(archive), path)

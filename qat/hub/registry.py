@@ -218,7 +218,7 @@ class Receipt(Settings):
         return tree_of(self.files)
 
 
-def leave_receipt(root: Path, name: str | None, mirror: str, sha256: str | None) -> Receipt:
+def write_receipt(root: Path, name: str | None, mirror: str, sha256: str | None) -> Receipt:
     """Write the receipt of the files in `root` and return it."""
     receipt = Receipt(name=name, mirror=scrubbed(mirror), sha256=sha256, files=sha256_files(root))
     (root / RECEIPT).write_text(receipt.model_dump_json(indent=1), encoding="utf-8")

@@ -22,8 +22,8 @@ import lz4.frame
 
 from qat.errors import HubError
 from qat.files import described, sha256_file
-from qat.hub.files import MIB, RECEIPT, atomic_directory, mebibytes, peeled
-from qat.hub.registry import leave_receipt
+from qat.hub.files import MIB, RECEIPT, atomic_directory, innermost_directory, mebibytes
+from qat.hub.registry import write_receipt
 from qat.logs import progress
 
 OPENERS = {b"\x04\x22\x4d\x18": lz4.frame.open, b"\x1f\x8b": gzip.open}
@@ -95,7 +95,7 @@ def unpack(archive: Path, out: Path, *, replace: bool = False, limits: Limits = 
     """
     with atomic_directory(out, replace=replace) as partial:
         extract(archive, partial, limits)
-        leave_receipt(peeled(partial), None, str(archive), sha256_file(archive))
+        write_receipt(innermost_directory(partial), None, str(archive), sha256_file(archive))
 
 
 def extract(archive: Path, into: Path, limits: Limits = USUAL) -> None:
