@@ -278,7 +278,7 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 """The ranks of a single process."""
 
 
-class Rehearsal(Ranks):
+class SimulatedRanks(Ranks):
     """The first of several ranks, simulated as if all others held the same data.
 
     Exchanges use the same memory but no time.
@@ -326,12 +326,12 @@ def joined(device: str, *, exchange: bool = True) -> Iterator[Ranks]:
         )
     if launch.rank:
         keep_to_warnings()
-    with meeting(launch, backends.select(device).device, "env://") as ranks:
+    with process_group(launch, backends.select(device).device, "env://") as ranks:
         yield ranks
 
 
 @contextmanager
-def meeting(launch: Launch, device: torch.device, place: str) -> Iterator[Ranks]:
+def process_group(launch: Launch, device: torch.device, place: str) -> Iterator[Ranks]:
     """Yield the ranks that rendezvous at `place`, an address as for `torch.distributed`."""
     is_gpu = device.type == "cuda"
     store, _, _ = next(rendezvous(place, launch.rank, launch.world, timeout=TIMEOUT))

@@ -13,7 +13,7 @@ import torch
 
 from qat.backend.base import Launch
 from qat.errors import QatError
-from qat.ranks import Ranks, meeting
+from qat.ranks import Ranks, process_group
 
 LIMIT_S = 40
 
@@ -59,7 +59,7 @@ def _rank(rank: int, size: int, act: Callable[[Ranks], object], place: Path) -> 
     code = 0
     try:
         address = f"file://{place / 'meeting'}"
-        with meeting(Launch(rank, rank, size), torch.device("cpu"), address) as ranks:
+        with process_group(Launch(rank, rank, size), torch.device("cpu"), address) as ranks:
             result = act(ranks)
     except QatError as error:
         result, code = {"error": str(error), "kind": type(error).__name__}, error.exit_code

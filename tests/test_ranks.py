@@ -6,7 +6,7 @@ from ranks_case import run_ranks
 
 from qat import ranks as module
 from qat.errors import CacheError, ConfigError
-from qat.ranks import ALONE, Ranks, Rehearsal, joined
+from qat.ranks import ALONE, Ranks, SimulatedRanks, joined
 
 
 def test_sums_over_ranks_buckets_dtypes_and_layouts(tmp_path, monkeypatch):
@@ -52,7 +52,7 @@ def test_rows_are_gathered_and_summed_however_many_there_are(tmp_path, count):
 
 
 def test_a_rehearsal_is_of_ranks_that_all_hold_the_same():
-    alone = Rehearsal(0, 2, torch.device("cpu"))
+    alone = SimulatedRanks(0, 2, torch.device("cpu"))
     tensor, rows = torch.ones(4, 2), torch.ones(2, 2)
     alone.sum_([tensor])
     assert torch.equal(tensor, torch.full((4, 2), 2.0))

@@ -30,7 +30,7 @@ from qat.models.stored_state import packed_state_dict
 from qat.nn.step import form_weights
 from qat.nn.swap import linear_names
 from qat.process import GIB, is_out_of_memory
-from qat.ranks import ALONE, Ranks, Rehearsal
+from qat.ranks import ALONE, Ranks, SimulatedRanks
 from qat.train.config import OptimConfig, RolloutConfig, StepConfig, TrainConfig, rate_of
 from qat.train.judge import CodeWatch, Judge
 from qat.train.learnable import linears_in_scope
@@ -86,7 +86,7 @@ def predict(
     try:
         with backends.seeded(config.seed):
             shares = config.shard_latents and world > 1
-            ranks = Rehearsal(0, world, backend.device) if shares else ALONE
+            ranks = SimulatedRanks(0, world, backend.device) if shares else ALONE
             return _measure(config, student, cache, ranks)
     finally:
         backend.free_memory()

@@ -15,7 +15,7 @@ from qat.nn.sharded import ShardedLutLinear
 from qat.nn.step import form_moved_weights, form_weights
 from qat.quant.lora import random_lora
 from qat.quant.weight import dequantize
-from qat.ranks import ALONE, Ranks, Rehearsal, Wait
+from qat.ranks import ALONE, Ranks, SimulatedRanks, Wait
 
 O, I, B = 7, 32, 5
 
@@ -78,7 +78,7 @@ def test_used_alone_it_pulls_back_inside_autograd(tmp_path: Path) -> None:
 
 def test_a_rehearsal_takes_a_share_and_gives_whole_weights() -> None:
     _, parts = _made_of("lut2")
-    linear = ShardedLutLinear(*parts, ranks=Rehearsal(0, 3, torch.device("cpu")))
+    linear = ShardedLutLinear(*parts, ranks=SimulatedRanks(0, 3, torch.device("cpu")))
     _run(linear, torch.randn(2, B, I), torch.randn(2, B, O))
     assert linear.weight.shape == linear.weight.grad.shape == (2, I)
     assert linear.quantized_weight().shape == (O, I) and linear.scales.grad.shape[0] == O
@@ -101,7 +101,7 @@ def test_exchanges_beside_the_work_change_no_bit(tmp_path: Path, is_by_layer: bo
     assert run_ranks(2, act, tmp_path) == [[True] * 8] * 2
 
 
-class Told(Rehearsal):
+class Told(SimulatedRanks):
     """Two ranks that keep a log of their exchanges."""
 
     def __init__(self) -> None:
