@@ -39,7 +39,7 @@ def tpu_name() -> str | None:
     return None
 
 
-def ask_nobody_without_a_tpu() -> None:
+def skip_tpu_metadata() -> None:
     """Keep libtpu off the metadata server, unless this machine has or declares a TPU."""
     if os.environ.get("PJRT_DEVICE") != "TPU" and tpu_name() is None:
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -52,7 +52,7 @@ def before_torch() -> None:
     """
     has_eager, has_lazy = (find_spec(name) is not None for name in ("torch_tpu", "torch_xla"))
     if has_eager or has_lazy:  # both load libtpu with torch
-        ask_nobody_without_a_tpu()
+        skip_tpu_metadata()
     if has_eager:  # it exits the process without libtpu, and fails with many versions of torch
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 

@@ -105,19 +105,19 @@ def quick_gguf(path: Path, advance: Callable[[], None] = lambda: None) -> Iterat
 
     names = cache(gguf.get_tensor_name_map)
     with _LENDING, ExitStack() as stack:
-        stack.enter_context(_lent(gguf, "GGUFReader", lambda _path: reader()))
-        stack.enter_context(_lent(gguf, "dequantize", dequantized))
-        stack.enter_context(_lent(gguf, "get_tensor_name_map", names))
+        stack.enter_context(_patched(gguf, "GGUFReader", lambda _path: reader()))
+        stack.enter_context(_patched(gguf, "dequantize", dequantized))
+        stack.enter_context(_patched(gguf, "get_tensor_name_map", names))
         if find_spec(MAPPED_READER.rpartition(".")[0]) is not None:
             mapped = import_module(MAPPED_READER)
             # a plain array, because slicing a memory map has Python overhead
             read = lambda path: np.asarray(np.memmap(path, np.uint8, "r"))  # noqa: E731
-            stack.enter_context(_lent(mapped, "_mapped", read))
+            stack.enter_context(_patched(mapped, "_mapped", read))
         yield
 
 
 @contextmanager
-def _lent(module: ModuleType, name: str, value: object) -> Iterator[None]:
+def _patched(module: ModuleType, name: str, value: object) -> Iterator[None]:
     """Patch `name` of a module with `value` in the block; do nothing if it has no such name."""
     if not hasattr(module, name):
         yield

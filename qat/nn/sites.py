@@ -120,13 +120,13 @@ class Owner:
         for name in self._read:
             linear = children[name]
             if isinstance(linear, QuantLinear):
-                found[name] = _Seen(linear, {"weight": weight_for(linear, hidden_states)})
+                found[name] = _AttributeView(linear, {"weight": weight_for(linear, hidden_states)})
         with watched:
             # the compiler does not allow changing a module while it is traced
-            return self._own_forward(_Seen(self, found), *args, **named)
+            return self._own_forward(_AttributeView(self, found), *args, **named)
 
 
-class _Seen:
+class _AttributeView:
     """A view of a module for its own code, with other values for some attributes."""
 
     def __init__(self, module: Any, found: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ SIGMOID_BIAS = (-6.0, 6.0, -6.0)
 """Initial gate biases in the mode `sigmoid`: selection 0.9975, the other two 0.0025."""
 
 
-def squashed(raw: Tensor, config: NSAConfig) -> Tensor:
+def activate_gates(raw: Tensor, config: NSAConfig) -> Tensor:
     """Return gates `(..., 3)` from the linear's raw output; see `NSAParts.gates_of`."""
     if config.mode == "sigmoid":
         return raw.sigmoid()
@@ -98,7 +98,7 @@ class NSAParts(nn.Module):
             return None
         raw = self.gates(hidden).unflatten(-1, (-1, NUM_BRANCHES))
         raw = raw if raw.dtype == torch.float64 else raw.float()
-        return squashed(raw, self.config)
+        return activate_gates(raw, self.config)
 
     def pooled(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """Pool keys and values `(B, K, S, D)` to `(B, K, C, D)`; values are None if merged."""

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from qat.extensions.nsa.attention import NUM_BRANCHES, squashed
+from qat.extensions.nsa.attention import NUM_BRANCHES, activate_gates
 from qat.extensions.nsa.kernels import decode, reference, router
 from qat.extensions.nsa.kernels.config import PRESETS, NSAConfig
 from qat.extensions.nsa.kernels.select import Inputs, pool
@@ -76,7 +76,7 @@ def inputs_of(layer: Layer, config: NSAConfig) -> Inputs:
     """Return a backend's inputs, with pooled keys and gates computed."""
     pooled_value = gates = None
     if config.mode != "merged":
-        pooled_value, gates = pool(layer.value, config), squashed(layer.raw_gates, config)
+        pooled_value, gates = pool(layer.value, config), activate_gates(layer.raw_gates, config)
     pooled_key = pool(layer.key, config)
     scale = layer.query.shape[-1] ** -0.5
     return Inputs(layer.query, layer.key, layer.value, pooled_key, pooled_value, gates, None, scale)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qat.backend.base import GIB, Backend, MemoryUse, launched
-from qat.backend.before_torch import ask_nobody_without_a_tpu, tpu_name
+from qat.backend.before_torch import skip_tpu_metadata, tpu_name
 from qat.backend.copies import Copying
 from qat.backend.cpu import CpuBackend
 from qat.backend.tracing import Tracing
@@ -48,7 +48,7 @@ def open_backend() -> "XlaBackend":
     _check_versions()
     # otherwise a scalar that happens to be 0 or 1, such as a learning rate, makes another graph
     os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
-    ask_nobody_without_a_tpu()
+    skip_tpu_metadata()
     if launched().world > 1:
         _take_one_chip(launched().local_rank)
     import torch_xla
