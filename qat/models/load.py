@@ -135,6 +135,8 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> PreTraine
         tokenizer = read(source, {}) if has_own else opened(source, Vocabulary(), read)
     if source.endswith(GGUF):
         tokenizer.name_or_path = source
+        # a GGUF says nothing of it; the default of some versions warns, and older ones drop spaces
+        tokenizer.clean_up_tokenization_spaces = False
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         # transformers creates one without words if the files are missing
         raise CheckpointError(

@@ -89,6 +89,7 @@ def test_tokens_are_those_of_the_file(root: Path, tmp_path: Path) -> None:
         assert kept.special_tokens_map == own.special_tokens_map
         assert kept.chat_template == own.chat_template == tiny_tokenizer().chat_template
         assert kept.name_or_path == str(path)
+        assert kept.clean_up_tokenization_spaces is False
         for text in TEXTS:
             assert kept(text).input_ids == own(text).input_ids
     assert entries(root) == ["tokenizer"]
