@@ -23,7 +23,7 @@ def readelf(option: str, library: Path) -> list[str]:
 
 
 class Wanted:
-    """What the libraries of a directory ask of CUDA's."""
+    """The CUDA libraries that the libraries of a directory need, with their symbols."""
 
     def __init__(self, directory: Path) -> None:
         libraries = sorted(directory.glob("*.so*"))
@@ -31,9 +31,9 @@ class Wanted:
         self._there = {path.name for path in (*libraries, *beside)}
         self.names: set[str] = set()
         self.files: dict[str, set[str]] = defaultdict(set)
-        """Which library has to know a version of symbols."""
+        """Libraries that must define a version of symbols, by version."""
         self.symbols: dict[str, set[str]] = defaultdict(set)
-        """By their version, empty for those without one."""
+        """Required symbols by version; the key is empty for those without one."""
         self._defined: set[str] = set()
         for library in libraries:
             self._read(library)

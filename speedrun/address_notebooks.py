@@ -50,7 +50,7 @@ def addressed(text: str, name: str, address: str | None) -> str:
 
 
 def badge_link(name: str, address: str | None) -> str:
-    """What opens the notebook in Colab, which knows repositories of GitHub; else its dialog."""
+    """Return the link that opens a notebook in Colab, or Colab's dialog if it is not on GitHub."""
     place = re.fullmatch(r"https://github\.com/([^/]+/[^/]+?)(\.git)?/?", address or "")
     return f"{COLAB}/github/{place[1]}/blob/main/notebooks/{name}" if place else f"{COLAB}/github"
 

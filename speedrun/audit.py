@@ -23,7 +23,7 @@ from pip_audit import _service as service
 KNOWN = Path(__file__).with_name("audit_known.toml")
 OWN = "qat-distill"
 TIME_S = 180
-"""After so long, packages that were not asked about count as not answered."""
+"""Time limit in seconds; packages not asked about by then count as not answered."""
 
 
 class Weakness(NamedTuple):
@@ -35,13 +35,13 @@ class Weakness(NamedTuple):
     fixed_in: str
 
     def __str__(self) -> str:
-        """As a line."""
+        """Return the weakness as one line."""
         mend = f"fixed in {self.fixed_in}" if self.fixed_in else "no version is fixed"
         return f"{self.package} {self.version}: {self.name}, {mend}"
 
 
 class Answers(NamedTuple):
-    """What the database said about each package; the three are disjoint."""
+    """The answers of the database about all packages; the first three lists are disjoint."""
 
     looked_up: list[str]
     not_known: list[str]
@@ -113,7 +113,7 @@ def ask(database: service.VulnerabilityService, packages: dict[str, Version]) ->
 
 
 def excuses(path: Path) -> dict[str, datetime.date]:
-    """Until when each weakness or unknown package in a file is excused."""
+    """Return the date until which each weakness or unknown package in a file is excused."""
     values = tomllib.loads(path.read_text(encoding="utf-8"))
     for name, excuse in values.items():
         if not isinstance(excuse.get("until"), datetime.date) or not excuse.get("reason"):

@@ -28,7 +28,7 @@ from figures import ROOT, record
 app = App(help=__doc__)
 State = Literal["passed", "failed", "skipped"]
 MARKS = "not gpu and not xla"
-"""What runs here, slow tests too, in place of the project's default selection."""
+"""Pytest markers of the tests to run; unlike the project's default they include slow tests."""
 
 
 @app.command
@@ -86,7 +86,7 @@ def suite(report: Path, *, figure: str, figures: Path) -> None:
 
 
 def run(named: set[str]) -> dict[str, State]:
-    """How the tests that match `named` end; names that match nothing are left out."""
+    """Run the tests that match `named` and return their states; other names are left out."""
     pytest = [sys.executable, "-m", "pytest", "-m", MARKS]
     files = sorted({name.split("::")[0] for name in named if (ROOT / name.split("::")[0]).exists()})
     listing = subprocess.run(
@@ -105,7 +105,7 @@ def run(named: set[str]) -> dict[str, State]:
 
 
 def outcomes(report: Path) -> dict[str, State]:
-    """How each test of a JUnit report ended, by its name in pytest: `tests/x/test_y.py::test_z`."""
+    """Return the state of each test in a JUnit report by pytest's name `tests/x/test_y.py::z`."""
     found: dict[str, State] = {}
     for case in xml.parse(report).getroot().iter("testcase"):
         name = f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}"
@@ -118,13 +118,13 @@ def outcomes(report: Path) -> dict[str, State]:
 
 
 def is_shown(test: str, states: dict[str, State]) -> bool:
-    """Whether a test, or each of its parameters, or each test of a file, ran and passed."""
+    """Return whether a test, or all its parameters, or all tests of a file, ran and passed."""
     ended = [state for name, state in states.items() if is_part(name, test)]
     return bool(ended) and set(ended) == {"passed"}
 
 
 def is_part(test: str, name: str) -> bool:
-    """Whether `test` is the one called `name`, one of its parameters, or in a file of that name."""
+    """Return whether `test` is `name`, one of its parameters, or in the file `name`."""
     return test == name or test.startswith((f"{name}[", f"{name}::"))
 
 

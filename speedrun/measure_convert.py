@@ -43,7 +43,10 @@ PHASES = {
     "packing": "qat.convert.quantize._Conversion.put",
     "report": "qat.convert.quantize._Conversion.reports",
 }
-"""What `--phases` times. A phase "of it" is part of the last one before that is of none."""
+"""Functions that `--phases` times.
+
+A phase "of it" is part of the last phase above it that is not.
+"""
 
 
 @app.command

@@ -1,4 +1,4 @@
-"""Which classes of causal language models of transformers work, from teacher to written student.
+"""Try all classes of causal language models of transformers, from teacher to written student.
 
     python speedrun/measure_families.py --figures figures.jsonl
     python speedrun/measure_families.py --family Qwen3MoeForCausalLM --device cuda

@@ -1,4 +1,4 @@
-"""How fast a batch is multiplied by packed weights, beside cuBLAS in bf16 and Humming, in one run.
+"""Measure the product of a batch with packed weights against cuBLAS in bf16 and Humming.
 
 For Hopper. First results are compared with float64 at odd shapes. Then tiles are tuned, of every
 shape at the widths of the goals first, until two thirds of the seconds are gone, and written to the
@@ -69,7 +69,7 @@ LEAST = 0.98
 HUMMING_VECTORS = (1, 16, 64)
 ODD = ((37, 320), (333, 2624), (1056, 1088))
 COLD_BYTES = 160 * 2**20
-"""Of the copies that take turns: more than two of the largest caches hold."""
+"""Total size of the copies that take turns: more than two of the largest caches hold."""
 BITS, GROUP = 2, 16
 CHECKS = (
     (2, torch.bfloat16, 16, torch.uint8),
@@ -106,7 +106,7 @@ CUTS = {
 }
 """Columns, warps and warps together to try by width; above, the last two of 256."""
 OWN_WARPS = 8
-"""Of programs that lay out their own vectors, in matrices below `SMALL_TOGETHER`."""
+"""Warps of programs that lay out their own vectors, in matrices below `SMALL_TOGETHER`."""
 WORKERS = 8
 """Processes that compile: it takes seconds a kernel, many of them with a process's lock held."""
 
@@ -180,7 +180,7 @@ def begin_to_compile(pool: ProcessPoolExecutor, widths: list[int]) -> dict[GemmT
 
 
 def kernel_of(tile: GemmTile) -> GemmTile:
-    """The same for all tiles that one compiled kernel serves."""
+    """Return the tile that stands for all tiles with the same compiled kernel."""
     return tile if tile.columns == 1 else tile._replace(splits=min(tile.splits, 2))
 
 
@@ -196,7 +196,7 @@ def check(checks: list[tuple[Case, GemmTile]]) -> int:
 
 
 def excess(shape: tuple[int, int], case: Case, M: int, tile: GemmTile) -> float:
-    """How much more than allowed a product errs at most: of its sum, and of one rounding."""
+    """Return the largest error of a product beyond what its sum and one rounding allow."""
     (O, I), (bits, dtype, group, scale) = shape, case
     parts = [random_part(size, I, bits, group=group, scale=scale) for size in (O, 64, 40)]
     weight = torch.cat([part.formed(dtype) for part in parts]).double()
@@ -281,12 +281,12 @@ def tune(widths: list[int], compiled: dict[GemmTile, Future], end: float, out: P
 
 
 def copies(made: Callable[[], Any], num_bytes: int) -> list[Any]:
-    """Enough of them that no cache holds all."""
+    """Return enough copies that no cache holds all of them."""
     return [made() for _ in range(max(2, -(-COLD_BYTES // num_bytes)))]
 
 
 def seconds(calls: Sequence[Callable[[], Tensor]], replays: int) -> float:
-    """Of one call, the median over replays of a graph of all."""
+    """Return the seconds of one call, the median over replays of a graph of all calls."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -326,7 +326,10 @@ def timed(name: str, shape: tuple[int, int], humming: dict[int, float]) -> Itera
 
 
 def humming_seconds() -> dict[int, float]:
-    """Of Humming's product at 8192 x 8192, by vectors; nothing where it does not run."""
+    """Return the seconds of Humming's product at 8192 x 8192 by number of vectors.
+
+    The result is empty where Humming does not run.
+    """
     found: dict[int, float] = {}
     try:
         layers = humming_layers(*SQUARE)

@@ -1,4 +1,4 @@
-"""How many times as fast several GPUs of one host are as one of them, at a fixed batch on each.
+"""Measure the speedup of several GPUs of one host over one GPU, at a fixed batch on each.
 
 One launch measures both: the first rank alone, while the others wait on the host, and all together,
 in turns. Training takes steps of frozen codes (scales and codebooks learn) over random batches that
@@ -316,9 +316,9 @@ def _facts(timing: Timing) -> str:
 def in_turns(
     run: Callable[[Ranks], float], ranks: Ranks, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """What `run` gives on the first rank alone and on all together, `rounds` times each.
+    """Return the results of `run` on the first rank alone and on all ranks, `rounds` each.
 
-    All go first: where a run compiles, they do so at the same time.
+    All ranks go first: where a run compiles, they do so at the same time.
     """
     alone, together = [], []
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""How many tokens a second `qat sample` draws, and which share of what memory allows that is.
+"""Measure the tokens per second of `qat sample` and their share of what memory allows.
 
 The model has a published shape and random weights, whose values no time depends on; no token ends a
 row. A round samples a batch of rows of one length from nothing, from the first request to the lists
@@ -63,7 +63,7 @@ class Case:
     sampler: Sampler
     requests: list[Request]
     weight_bytes: int
-    """That a step reads."""
+    """Bytes of the weights that a step reads."""
     token_bytes: int
     """Keys and values of a token."""
     seconds: list[float]
@@ -73,7 +73,7 @@ class Case:
         return sum(request.limit for request in self.requests)
 
     def round_bytes(self, num_slots: int) -> float:
-        """What the steps of a round must read, if all slots are always in use."""
+        """Return the bytes that the steps of a round must read if all slots are always in use."""
         steps = self.num_tokens() / num_slots
         seen = sum(n.limit * (len(n.ids) + (n.limit - 1) / 2) for n in self.requests)
         return steps * self.weight_bytes + seen * self.token_bytes
@@ -194,7 +194,7 @@ def asked(limits: list[int]) -> list[Request]:
 
 
 def token_bytes(model: LanguageModel) -> int:
-    """Of the keys and values of a token, in all layers."""
+    """Return the bytes of a token's keys and values in all layers."""
     config, kv = model.config, kv_spec(model.config)
     shape = (1, config.num_key_value_heads, 1, config.head_dim)
     bits = None if kv is None else kv.bits

@@ -1,4 +1,4 @@
-"""How fast a training step is, beside plain distillation and the reference's step, in one run.
+"""Measure the speed of a training step against plain distillation and the reference's step.
 
 All cases take turns, every second round backwards, each alone on the device and compiled anew; a
 figure is the median over rounds. A ratio is taken within each round. The reference, plain eager and
@@ -38,7 +38,7 @@ from qat.models.language_model import LanguageModel
 
 app = App(help=__doc__)
 SLOW_STEPS = {"steps": 2, "warmup": 1}
-"""Of the reference, whose step takes seconds."""
+"""Measured and warm-up steps of the reference, each of which takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Case:
     way: str = "ours"
     """A case of `qat bench baselines`."""
     goal: str | None = None
-    """Of its tokens per second, which are then the figure `NAME_tok_s`."""
+    """Goal of its tokens per second, which are then recorded as the figure `NAME_tok_s`."""
     is_once: bool = False
-    """Takes one turn only."""
+    """True for a case that takes only one turn."""
 
 
 EXACT_FROZEN = FROZEN | EXACT
 INPUTS = ("a8", "a8s", "f8")
-"""What the names of presets end in that quantize inputs: int8, static int8 and FP8."""
+"""Endings of the presets that quantize inputs: int8, static int8 and FP8."""
 REFERENCE_BATCH = {"batch_size": 504}
 CASES = (
     Case("frozen_candidates", FROZEN | CANDIDATES, goal=">= 200000"),
@@ -185,7 +185,10 @@ class Turns:
         return row
 
     def ratios(self, case: str, other: str) -> list[float]:
-        """How many times as fast as `other` a case was in each round; the last turn stands in."""
+        """Return the speed of `case` over that of `other` in each round.
+
+        The last turn of `other` stands in for turns that it did not take.
+        """
         mine = [timing.tokens_per_s for timing in self.timings[case]]
         theirs = [timing.tokens_per_s for timing in self.timings[other]]
         if not mine or not theirs:

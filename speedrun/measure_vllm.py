@@ -127,7 +127,7 @@ def first_words(
 def settings(
     preset: str, text: Path, model: LanguageModel, group_size: int | None
 ) -> ConvertConfig:
-    """How `model` is converted: in the preset's own groups where they divide its rows."""
+    """Return the settings to convert `model`; `group_size` is used if the preset's does not fit."""
     config = ConvertConfig(to=preset, calibration=str(text), device="cpu", **CALIBRATION)
     try:
         check_conversion(model, config)
@@ -139,8 +139,10 @@ def settings(
 
 
 def compare(path: Path, prompts: list[list[int]], *, decoded: bool) -> Row:
-    """What the table says of the student in `path`; with `decoded` our own decoding is compared,
-    and the places at which tokens differ are listed."""
+    """Return the table row of the student in `path`.
+
+    With `decoded`, our own decoding is compared too, and the places where tokens differ are listed.
+    """
     try:
         theirs = their_words(path, prompts)
     except CheckpointError as error:
@@ -198,10 +200,10 @@ def differences(
     ours: Sequence[list[int]],
     theirs: Sequence[list[int]],
 ) -> list[dict[str, float]]:
-    """Of each prompt whose tokens are not all equal, the first place and how near a tie it is.
+    """Return the first differing place of each prompt and how near a tie it is.
 
-    `lead` is our logit of our token there less that of theirs, what comes before read at once;
-    `moved` is the most that it moves by when norms are put off.
+    `lead` is our logit of our token less that of theirs, after one forward over the tokens before;
+    `moved` is the largest change of `lead` when norms are perturbed.
     """
     found = []
     for index, (prompt, mine, said) in enumerate(zip(prompts, ours, theirs, strict=True)):
@@ -218,7 +220,7 @@ def differences(
 
 
 def is_rounding(difference: dict[str, float]) -> bool:
-    """Whether the rounding of float32 alone may turn our token into theirs."""
+    """Return whether the rounding of float32 alone may turn our token into theirs."""
     return difference["lead"] <= difference["moved"]
 
 
@@ -247,8 +249,11 @@ def off_by(eps: float) -> Callable:
 def likeliest(
     model: PreTrainedModel, prompts: list[list[int]], said: list[list[int]]
 ) -> tuple[float, float]:
-    """At how many of the places of `said` our likeliest token is the one that was said; and at how
-    many it is still our likeliest when norms are put off."""
+    """Return two shares of the places of `said`.
+
+    The first counts places where the token in `said` is our likeliest one, the second those where
+    our likeliest token stays the same when norms are perturbed.
+    """
     ids = torch.tensor([prompt + words for prompt, words in zip(prompts, said, strict=True)])
     N = len(prompts[0])
     ours = logits_of(model, ids)[:, N - 1 : -1].argmax(-1)
@@ -258,7 +263,7 @@ def likeliest(
 
 
 def share(is_so: Tensor) -> float:
-    """Of a mask, the share that is true."""
+    """Return the share of a mask that is true."""
     return is_so.double().mean().item()
 
 

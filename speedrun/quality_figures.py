@@ -87,8 +87,10 @@ class Results:
         return self.kl(self.best(reference)) / self.kl(reference)
 
     def gains(self, key: str) -> list[float]:
-        """At each size, the least mean of `key` over schemes of own words at equal steps, over that
-        of cached rows."""
+        """Return the best mean of `key` on own words over that on cached rows, at each size.
+
+        The best is the least over all schemes of own words at equal steps.
+        """
         names = dict.fromkeys(row["recipe"] for row in self.rows)
         mean = {name: statistics.fmean(row[key] for row in self.of(name)) for name in names}
         schemes = [n for n in names if re.search(OWN, n) and not n.endswith(TIMED_SO)]
@@ -100,7 +102,7 @@ class Results:
         ]
 
     def baselines(self) -> list[str]:
-        """What is compared with at equal steps, or trains nothing."""
+        """Return the recipes of other methods: those at equal steps, and those without training."""
         names = dict.fromkeys(
             r["recipe"] for r in self.rows if r["method"] not in {"qat", "teacher"}
         )
@@ -112,7 +114,7 @@ class Results:
         return min(names, key=self.kl)
 
     def beats(self, recipe: str) -> bool:
-        """Whether `OURS`, no larger, is closer to the teacher by more than the seeds' spread."""
+        """Return whether `OURS`, no larger, beats the KL of `recipe` by more than the spread."""
         bits = [self.of(name)[0]["bits_per_weight"] for name in (OURS, recipe)]
         gap = self.kl(recipe) - self.kl(OURS)
         return bits[0] <= bits[1] and gap > max(self.spread(recipe), self.spread(OURS))
@@ -307,7 +309,7 @@ def read(path: Path) -> list[dict]:
 
 
 def gap_in_spreads(results: Results) -> float:
-    """How much further than with the full teacher, in the larger spread of the two."""
+    """Return the KL beyond that of the full teacher, in units of the larger of the two spreads."""
     spread = max(results.spread(SAMPLED), results.spread(FULL))
     return (results.kl(SAMPLED) - results.kl(FULL)) / spread
 

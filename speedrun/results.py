@@ -57,7 +57,7 @@ def page(records: Path) -> str:
 
 
 def newest_of(entries: list[RecordEntry]) -> dict[str, list[RecordEntry]]:
-    """Of each figure its newest entry on each device."""
+    """Return the newest entry of each figure on each device."""
     found: dict[str, list[RecordEntry]] = {}
     for of_device in by_device(entries).values():
         for name, in_order in by_figure(of_device).items():

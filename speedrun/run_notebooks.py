@@ -161,7 +161,7 @@ def prepared(name: str, work: Path, has: frozenset[str], more: dict[str, str]) -
 
 
 def tags(cell: NotebookNode) -> set[str]:
-    """What a cell says of itself."""
+    """Return the tags of a cell."""
     return set(cell.metadata.get("tags", ()))
 
 

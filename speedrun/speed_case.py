@@ -1,4 +1,4 @@
-"""What the scripts that measure speed share: settings, turns of a case, tables and figures."""
+"""The shared parts of the speed scripts: settings, turns of a case, tables and figures."""
 
 import statistics
 from collections.abc import Iterator, Sequence

@@ -54,7 +54,7 @@ README = Path(__file__).with_name("tiny_teacher_readme.md")
 
 
 class TeacherConfig(Settings):
-    """What the tiny teacher is and how it is trained."""
+    """The shape of the tiny teacher and the settings of its training."""
 
     hidden: int = Field(256, ge=64, multiple_of=128)
     """Model width; heads are 64 wide."""
@@ -83,12 +83,12 @@ class TeacherConfig(Settings):
     max_minutes: float = Field(60, gt=0)
     """The schedule reaches its end after so many minutes at the latest."""
     device: str = "auto"
-    """auto, cpu or cuda."""
+    """Device to train on: auto, cpu or cuda."""
 
 
 @dataclass
 class Log:
-    """What training has shown: one row an evaluation, and the weights of the best."""
+    """The log of a training: one row per evaluation, and the weights of the best one."""
 
     rows: list[dict[str, float]] = field(default_factory=list)
     best: dict[str, Tensor] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class Trainer:
         return time.monotonic() - self.start
 
     def done_frac(self) -> float:
-        """How far the schedule is, by steps or by minutes, whichever is further."""
+        """Return the finished part of the schedule, by steps or by minutes, whichever is larger."""
         by_time = self.seconds() / 60 / self.config.max_minutes
         return max(self.step_count / self.total_steps, by_time)
 
@@ -212,7 +212,7 @@ def train(
 
 
 def command(config: TeacherConfig) -> str:
-    """What makes this teacher again, every setting spelled out."""
+    """Return the command that makes this teacher again, with every setting spelled out."""
     values = config.model_dump(exclude_none=True, exclude={"device", "max_minutes"})
     flags = [f"--{name.replace('_', '-')} {value}" for name, value in values.items()]
     return " ".join(

@@ -1,4 +1,4 @@
-"""How much faster a packed student generates than the same model in bf16, at batch 1.
+"""Measure how much faster a packed student generates than the same model in bf16, at batch 1.
 
 All loops are the same: a static cache, a whole step (sampling too) as one graph, replayed. In bf16
 the step is computed twice: by the packed student's own kernels on dense weights, and by
@@ -86,7 +86,7 @@ class Loop:
     name: str
     run: Generation
     num_bytes: int
-    """Of the weights that a token reads."""
+    """Bytes of the weights that a token reads."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def show_tiles(asked: Asked, backend: Backend, copy_rate: float, tiles: ExitStac
 
 
 def tile_row(found: Tuned, timed: Timed, copy_rate: float) -> Row:
-    """What a candidate tile took."""
+    """Return the table row of a candidate tile."""
     call_s = statistics.median(timed.seconds)
     rate = found.num_bytes / call_s
     rows, inputs, bits = found.space.key

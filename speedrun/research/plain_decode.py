@@ -31,7 +31,7 @@ class PlainStep:
     def logits(
         self, ids: Tensor, position: Tensor, caches: Sequence[Cache], angles: Angles
     ) -> Tensor:
-        """As `DecodeStep.logits`."""
+        """Return the logits as `DecodeStep.logits` does."""
         step = self._step
         x = step.embedding(ids[:, None])[:, 0]
         cos, sin = angles.cos.index_select(0, position), angles.sin.index_select(0, position)
@@ -43,7 +43,7 @@ class PlainStep:
 
 
 def gains(block: DecodeLayer, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    """Those of a layer's norms."""
+    """Return the gains of a layer's norms, None for a norm that it does not have."""
     found = (block.before, block.between, block.heads.q_norm, block.heads.k_norm)
     return tuple(None if gain is None else gain.to(dtype) for gain in found)
 

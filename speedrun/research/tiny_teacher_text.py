@@ -55,7 +55,7 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 {%- endif -%}"""
 SETTINGS = CacheSettings(data="stdlib", sequence_length=512)
-"""Whose split is that of `qat cache --data stdlib`; it does not depend on the length."""
+"""Settings of the split of `qat cache --data stdlib`, which does not depend on the length."""
 NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 
@@ -74,7 +74,7 @@ class Corpus:
 
 
 def read_corpus() -> Corpus:
-    """What `qat cache --data stdlib` trains on by default, and what it holds out."""
+    """Return the training and held-out documents that `qat cache --data stdlib` uses by default."""
     return split(list(open_source("stdlib").documents))
 
 
