@@ -20,7 +20,7 @@ def shared(factor: float = 0.5, step: int = 3) -> Tensor:
 
 
 def moved(before: Moving) -> list[Tensor]:
-    """What torch.optim.AdamW makes of them in float64 at step 3, with the gradient halved."""
+    """Return the results of torch.optim.AdamW in float64 at step 3, with the gradient halved."""
     p, g, m, v = (tensor.cpu().double() for tensor in before)
     p = torch.nn.Parameter(p)
     adamw = torch.optim.AdamW([p], lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1)

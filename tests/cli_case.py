@@ -20,5 +20,5 @@ def call(monkeypatch: pytest.MonkeyPatch, *tokens: object) -> int:
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> dict:
-    """What the last command said on its last line."""
+    """Return the JSON that the last command printed on its last line."""
     return json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -26,7 +26,7 @@ def block(B: int, O: int, C: int, G: int) -> tuple[Columns, torch.Tensor, torch.
 def block_of_vectors(
     B: int, O: int, C: int, d: int, G: int
 ) -> tuple[Columns, torch.Tensor, torch.Tensor]:
-    """As `block`, of a codebook `(C, d)` and a metric whose blocks are positive definite."""
+    """Return a `block` with a codebook `(C, d)` and a metric of positive definite blocks."""
     scales = (torch.rand(G, O) + 0.1).half().float()
     if G == B:
         scales[0, :5] = 0.0  # a low-rank scale may be zero, or negative

@@ -37,15 +37,15 @@ class Stage:
         self.model = model or teacher()
         self.tokenizer = TOKENIZER
         self.most = 20
-        """Log-probs that it gives at a position."""
+        """The most log-probs that it gives at a position."""
         self.key = ""
-        """What it wants to be told."""
+        """The key that requests must carry; empty for none."""
         self.statuses: list[int] = []
-        """What the next answers about prompts are instead."""
+        """Error statuses of the next answers about prompts."""
         self.headers: dict[str, str] = {}
-        """Of those."""
+        """Headers of those error answers."""
         self.change: Callable[[dict | list], object] = lambda answer: None
-        """What else happens to an answer about a prompt."""
+        """A change that is made to each answer about a prompt."""
         self.gate = Event()
         """Answers about prompts wait for it."""
         self.gate.set()
@@ -162,7 +162,7 @@ class Stage:
 
 
 class Replay:
-    """What an engine said, in the order in which it was asked, whatever the order of asking is."""
+    """An engine that gives recorded answers, in whatever order it is asked."""
 
     def __init__(self, recorded: Path) -> None:
         self._said = {
@@ -170,10 +170,10 @@ class Replay:
             for each in json.loads(recorded.read_text(encoding="utf-8"))
         }
         self.missing: list[str] = []
-        """What was asked and is not recorded."""
+        """Requests that are not in the recording."""
 
     def answer(self, path: str, body: dict | None, _: str | None) -> tuple[Said, dict[str, str]]:
-        """What it said to the same request."""
+        """Return the recorded answer to the same request."""
         asked = _key(path, body)
         if asked not in self._said:
             self.missing.append(asked)
@@ -188,7 +188,7 @@ class Recorder:
         self.exchange: list[dict] = []
 
     def answer(self, path: str, body: dict | None, key: str | None) -> tuple[Said, dict[str, str]]:
-        """What the engine says."""
+        """Return the engine's answer, and keep the exchange."""
         import httpx2
 
         how = {} if body is None else {"json": body}

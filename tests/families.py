@@ -108,7 +108,7 @@ LATENT_ATTENTION = {
     "index_n_heads": 2,
     "index_head_dim": 16,
 }
-"""For configurations that have a `kv_lora_rank`."""
+"""Settings of configurations that have a `kv_lora_rank`."""
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 """Rotary positions of three axes."""
 OWN: dict[str, dict[str, object]] = {

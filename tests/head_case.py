@@ -14,7 +14,7 @@ HEADS = {"plain": (False, None), "bias": (True, None), "softcap": (True, 3.0)}
 
 
 def learnable(hidden: Tensor, head: Head) -> list[Tensor]:
-    """What may get a gradient."""
+    """Return the tensors that may get a gradient."""
     return [t for t in (hidden, head.weight, head.bias) if t is not None]
 
 
@@ -27,7 +27,7 @@ class HeadCase(NamedTuple):
     excluded: Tensor
 
     def leaves(self) -> list[Tensor]:
-        """What may get a gradient."""
+        """Return the tensors that may get a gradient."""
         return learnable(self.hidden, self.head)
 
     def textbook_chosen(self) -> Tensor:
@@ -53,7 +53,10 @@ class HeadCase(NamedTuple):
 def head_case(
     kind: str, *, T: int = 7, D: int = 6, V: int = 19, N: int = 5, K: int = 3
 ) -> HeadCase:
-    """In float64: distinct excluded words first, one of them absent, then words that may repeat."""
+    """Return a case in float64 with distinct excluded words, then words that may repeat.
+
+    One of the excluded words is absent.
+    """
     has_bias, softcap = HEADS[kind]
     distinct = torch.stack([torch.randperm(V)[:K] for _ in range(T)])
     more = torch.randint(V, (T, N - K))

@@ -76,9 +76,9 @@ class Server:
         self.break_after: list[int] = []
         """Bytes after which the next answers break off."""
         self.statuses: list[int] = []
-        """What the next answers are instead of the file."""
+        """Statuses of the next answers, which do not send the file."""
         self.raw: list[bytes] = []
-        """What the next answers are, byte for byte."""
+        """Bytes of the next answers."""
         self.has_ranges = True
         self.heeds_if_range = True
         self.has_length = True

@@ -17,14 +17,14 @@ Parts = dict[str, Tensor]
 
 
 def even_lut(entries: int) -> Tensor:
-    """Evenly spaced from -1 to 1, rounded to float16."""
+    """Return levels evenly spaced from -1 to 1, rounded to float16."""
     return torch.linspace(-1, 1, entries, dtype=torch.float16).float()
 
 
 def first_parts(
     weight: Tensor, *, entries: int = 4, rank: int = 3, pad: int = 0, shift: float = 0.3
 ) -> Parts:
-    """Version 1; with a low `shift` some scales are negative, and so raised to 1e-8."""
+    """Return tensors of version 1; with a low `shift` some scales are raised to 1e-8."""
     O, I = weight.shape
     A = torch.randn(O, rank) * 0.05 + shift
     B = torch.rand(rank, I + pad) * 0.3

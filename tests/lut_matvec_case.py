@@ -37,7 +37,7 @@ GEMM_SPECS = {
     "lut4_s8": LutSpec(bits=4, group_size=16, scale_bits=8),
     "e2m1": LutSpec(bits=4, codebook="e2m1", group_size=32),
 }
-"""Those that a batch is multiplied with while they are packed."""
+"""Formats that stay packed when a batch is multiplied by them."""
 
 
 def rows_of(

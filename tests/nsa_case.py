@@ -55,14 +55,14 @@ def documents(length: int) -> Tensor:
 
 
 def softmax(scores: list[float]) -> list[float]:
-    """The textbook's."""
+    """Return the textbook softmax."""
     most = max(scores)
     powers = [math.exp(score - most) for score in scores]
     return [power / sum(powers) for power in powers]
 
 
 def blocks_of_tile(inputs: Inputs, config: NSAConfig, at: tuple[int, int, int]) -> set[int]:
-    """What the tile `(row, key-value head, tile)` reads, from the definition."""
+    """Return the blocks that the tile `(row, key-value head, tile)` reads, by the definition."""
     row, head, tile = at
     leader = tile * config.select_tile
     start = int(inputs.beginnings().expand(2, -1)[row, leader])

@@ -11,7 +11,7 @@ from qat.extensions.nsa.swap import swap_attention
 SMALL = NSAConfig(
     compress_block=8, compress_stride=4, select_block=16, num_selected=4, window=16, select_tile=16
 )
-"""Reaches 64 tokens, half of what `tiny_model` reads."""
+"""Settings that reach 64 tokens, half of what `tiny_model` reads."""
 
 
 def small(**changes: object) -> NSAConfig:

@@ -121,7 +121,7 @@ def with_adapter(linear: QuantLinear, rank: int = 3) -> QuantLinear:
 
 
 def tiny_adapted(architecture: str, spec: LutSpec, **overrides: object) -> PreTrainedModel:
-    """As `tiny_quantized`, each linear with an adapter of rank 3 that does something."""
+    """Return a `tiny_quantized` in which each linear has an adapter of rank 3 with an effect."""
     model = tiny_quantized(architecture, spec, **overrides)
     for linear in quant_linears(model).values():
         with_adapter(linear)
@@ -129,7 +129,7 @@ def tiny_adapted(architecture: str, spec: LutSpec, **overrides: object) -> PreTr
 
 
 SAME_INPUT = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
-"""Which linear of a layer reads the same tensor."""
+"""The linear of the same layer that reads the same tensor, by name."""
 
 
 ROUNDINGS = [*((kind, 32) for kind in ACTIVATION_KINDS), ("int8-static", 16)]
@@ -139,7 +139,7 @@ ROUNDINGS = [*((kind, 32) for kind in ACTIVATION_KINDS), ("int8-static", 16)]
 def rounding(
     kind: ActivationKind, scale: float = 0.02, scale_bits: int = 32
 ) -> ActivationQuantizer:
-    """What rounds an input so; `scale`, of so many bits, is for static ones."""
+    """Return a quantizer of inputs; `scale`, in `scale_bits` bits, is for static kinds."""
     spec = ActivationSpec(kind=kind, scale_bits=scale_bits)
     return ActivationQuantizer(spec, torch.tensor(scale) if spec.is_static else None)
 

@@ -19,10 +19,10 @@ LIMIT_S = 40
 
 
 def run_ranks(size: int, act: Callable[[Ranks], object], place: Path) -> list[object]:
-    """What `act` gives on each of `size` ranks, as JSON keeps it; {"error": line} where it fails.
+    """Return the result of `act` on each of `size` ranks, as JSON keeps it.
 
-    None stands for a rank that was killed. Every rank is a process; those that are not done within
-    `LIMIT_S` are ended and failed.
+    A rank that fails gives {"error": line}, one that was killed gives None. Every rank is a
+    process; ranks that are not done within `LIMIT_S` are ended, and the test fails.
     """
     _end(_start(size, act, place))
     results = [place / f"result-{rank}.json" for rank in range(size)]

@@ -36,7 +36,7 @@ MIXTURE = {
     "moe_intermediate_size": 64,
     "decoder_sparse_step": 1,
 }
-"""Of a mixture of experts, which head_dim does not fit in every family."""
+"""Settings of a mixture of experts, whose width suits families that have no `head_dim`."""
 
 
 def make(
@@ -104,7 +104,7 @@ def free_port() -> int:
 
 
 def ask(port: int, path: Path, words: str, **settings: object) -> bytes:
-    """What an endpoint answers to a message."""
+    """Return an endpoint's answer to a message."""
     body = {
         "model": str(path),
         "messages": [{"role": "user", "content": words}],

@@ -24,15 +24,15 @@ aten = torch.ops.aten
 READS = {aten._local_scalar_dense, aten.equal, aten.is_nonzero}
 UNKNOWN_SHAPES = {aten.nonzero, aten.masked_select, aten.bucketize, aten.repeat_interleave}
 MISSING = {aten.searchsorted, aten.exp2, aten.logaddexp}
-"""What XLA has not got; the host would compute it."""
+"""Operators that XLA lacks, so that the host would compute them."""
 METHODS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__)
 
 
 class Book:
-    """Which storages are the device's, which of them are pending, and who asked for what.
+    """The storages on the device, those of them that are pending, and all requests to read.
 
-    What operators over which shapes were recorded between two ends is a graph; one that was not
-    seen before must be compiled.
+    The operators and shapes recorded between two step ends form a graph; a graph that was not seen
+    before must be compiled.
     """
 
     def __init__(self) -> None:
@@ -45,13 +45,13 @@ class Book:
         self.reads = 0
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Let these be the device's, and known."""
+        """Mark tensors as known and on the device."""
         for tensor in tensors:
             ref = _key(tensor)
             self._held[ref.cdata] = ref
 
     def note(self, tensors: Iterable[Tensor], *, is_device: bool) -> None:
-        """These were computed just now; a weak reference keeps their storage's name unique."""
+        """Note tensors just computed; a weak reference keeps their storage's id unique."""
         for tensor in tensors:
             ref = _key(tensor)
             if is_device:
@@ -67,13 +67,13 @@ class Book:
         assert not pending, f"{what} reads {pending[0].shape} before the step's end"
 
     def on_host(self, copy: Tensor) -> Tensor:
-        """This copy is the host's."""
+        """Mark a copy as on the host."""
         self._held.pop(_key(copy).cdata, None)
         self._pending.discard(_key(copy).cdata)
         return copy
 
     def record(self, operator: object, inputs: Iterable[Tensor]) -> None:
-        """This was asked of the device."""
+        """Record an operator of the device and its inputs."""
         self._graph.append((str(operator), *((*t.shape, str(t.dtype)) for t in inputs)))
 
     def end(self) -> None:
@@ -126,7 +126,7 @@ class _Methods(TorchFunctionMode):
 
 
 def make_strict(monkeypatch: pytest.MonkeyPatch) -> Book:
-    """From now on the CPU is strict about whatever runs `inside`."""
+    """Make the CPU strict about everything that runs `inside`, and return the book."""
     book = Book()
 
     class StrictTracing(Tracing):

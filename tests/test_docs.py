@@ -25,7 +25,7 @@ ENTRIES = read_records(RECORDS)
 
 
 def anchors(path: Path) -> set[str]:
-    """What GitHub makes of a page's headings."""
+    """Return the anchors that GitHub makes of a page's headings."""
     titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

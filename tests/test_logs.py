@@ -114,14 +114,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What the package says off a terminal."""
+    """Capture what the package logs without a terminal."""
     caplog.set_level(logging.INFO, logger="qat")
     return caplog
 
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """What a terminal is sent."""
+    """Capture what is written to a terminal."""
     screen = io.StringIO()
     console = logs._Console(file=screen, force_terminal=True, width=100, color_system=None)
     monkeypatch.setattr(logs, "console", console)

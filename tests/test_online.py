@@ -1,4 +1,4 @@
-"""What is said of a name that only a hub could know, without asking one."""
+"""The messages about a name that only a hub could know, without a request to one."""
 
 from pathlib import Path
 

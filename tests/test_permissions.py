@@ -1,4 +1,4 @@
-"""What is written is as open or as closed as the user's umask says, and never more."""
+"""Written files have the permissions that the user's umask allows, and never more."""
 
 import os
 import stat

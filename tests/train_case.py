@@ -114,7 +114,7 @@ def make_trainer(config: TrainConfig, student: Path, out: Path) -> Trainer:
 
 
 def visiting(_backend: Backend, groups: list) -> Iterator:
-    """As a device of its own: a copy comes, and goes back when the next one is asked for."""
+    """Yield copies, as a device of its own does; each goes back when the next one is asked for."""
     for group in groups:
         here = tuple(tensor.clone() for tensor in group)
         yield here

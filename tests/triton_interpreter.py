@@ -1,4 +1,4 @@
-"""Where Triton's interpreter does not compute as a GPU does, and how a test mends it."""
+"""Patches for Triton's interpreter, where it does not compute as a GPU does."""
 
 import inspect
 from dataclasses import replace
@@ -53,7 +53,7 @@ def _languages(function: FunctionType) -> frozenset[ModuleType]:
 
 @cache
 def _builtins(language: ModuleType | type) -> list[str]:
-    """What the interpreter replaces of a module or class of Triton's language, by name."""
+    """Return the names that the interpreter replaces in a module or class of Triton's language."""
     return [name for name, member in inspect.getmembers(language) if tl.core.is_builtin(member)]
 
 

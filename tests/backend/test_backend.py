@@ -1,4 +1,4 @@
-"""What the backend says of a CPU, and that seeds and generator states come back."""
+"""The backend's facts about a CPU, and the restoring of seeds and generator states."""
 
 import resource
 

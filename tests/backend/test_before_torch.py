@@ -1,4 +1,4 @@
-"""As many threads as the process has cores; libtpu asks nobody where no TPU is."""
+"""The set-up before torch is imported: threads as the process has cores, and no TPU look-up."""
 
 import os
 from pathlib import Path

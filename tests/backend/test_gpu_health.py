@@ -1,4 +1,4 @@
-"""What the driver tells of a GPU, from a management library made up for it."""
+"""The health of a GPU as its driver reports it, with a fake management library."""
 
 import logging
 import sys
@@ -12,11 +12,11 @@ from qat.backend.nvidia import UNKNOWN, gpu_health, gpu_samples
 
 
 class Missing(Exception):
-    """What the library raises for whatever it cannot do."""
+    """The error that the library raises for anything it cannot do."""
 
 
 class Library:
-    """Answers as `pynvml` does, but for functions that fail."""
+    """A fake `pynvml` in which the functions named in `failing` fail."""
 
     NVMLError, NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, nvmlMemory_v2 = Missing, 0, 1, 2
 

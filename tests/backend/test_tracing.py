@@ -11,7 +11,7 @@ from qat.process import is_out_of_memory
 
 
 class Compiler(Tracing):
-    """One that says what a test lets it."""
+    """A compiler that reports the counts that a test sets."""
 
     def __init__(self, **fallbacks: int) -> None:
         self.graphs, self.fallbacks = 0, fallbacks

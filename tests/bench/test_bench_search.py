@@ -11,7 +11,7 @@ SIZES = st.one_of(st.integers(0, 100), st.integers(0, 10**6))
 
 
 class Threshold:
-    """Fits up to a size; remembers what it was asked."""
+    """A trial that fits up to a size and records the sizes that it was asked for."""
 
     def __init__(self, largest: int) -> None:
         self.largest = largest

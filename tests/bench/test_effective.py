@@ -1,4 +1,4 @@
-"""What really ran is told by what ran: dtypes, attention, recomputed layers, kernels, graphs."""
+"""The report of what really ran: dtypes, attention, recomputed layers, kernels and graphs."""
 
 import pytest
 import torch

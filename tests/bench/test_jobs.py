@@ -16,7 +16,7 @@ def test_a_job_waits_for_another_and_is_given_up_when_none_runs(
     waits_for, begun, done = {"student": "conversion", "orphan": "nobody"}, [], set()
 
     class AtOnce:
-        """In the place of a process: it is over when it is looked at."""
+        """A stand-in for a process, which has ended when it is first polled."""
 
         def __init__(self, job: str, *_rest: object) -> None:
             self.job = job

@@ -1,4 +1,4 @@
-"""What a sweep's recipe means, and every mistake in one by its message."""
+"""The meaning of a sweep's recipe, and the message for every mistake in one."""
 
 from pathlib import Path
 

@@ -23,7 +23,7 @@ from qat.logs import read_json_lines
 
 FOLDER = Path(__file__).parents[2] / "speedrun" / "recipes"
 RECIPES = [path for path in sorted(FOLDER.glob("sweep_*.toml")) if not path.stem.endswith("_ranks")]
-"""Those of one process."""
+"""Recipes that run in one process."""
 COMMAND = """
 name = "{name}"
 verb = "command"
@@ -50,7 +50,7 @@ def statuses(out: Path) -> list[str]:
 
 @pytest.fixture
 def in_this_process(monkeypatch) -> None:
-    """Runs without the second that a process takes to start."""
+    """Run the jobs without the second that a process takes to start."""
 
     def run_all(runs, lock, after_each, *, stop_on_error: bool, **_) -> None:
         for run in runs:

@@ -20,7 +20,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_cache_reads_what_was_sampled(tmp_path: Path, monkeypatch, capsys) -> None:
-    """Of a teacher that speaks: the cache counts the tokens that were sampled, and knows them."""
+    """The cache counts the tokens that its teacher sampled, and recognises them."""
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"What does method {n} return?", "answer": "A list."} for n in range(40)]
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

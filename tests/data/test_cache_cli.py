@@ -27,7 +27,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict, str]:
-    """What the verb found, as its last line says it, and all that it showed before."""
+    """Return the result on the last line of `qat cache`, and everything that it printed."""
     found = run_verb(["cache", *words])
     return json.loads(json.dumps(found, default=str)), capsys.readouterr().out
 

@@ -99,7 +99,7 @@ def dying(call: int) -> object:
 
 @pytest.mark.parametrize("count", [8, 45])
 def test_a_rank_whose_teacher_fails_stops_all(tmp_path: Path, count: int) -> None:
-    """In the middle, and after the last round of blocks."""
+    """The teacher fails in the middle, and after the last round of blocks."""
     model = teacher()
     model.model.lm_head.weight.data.fill_(torch.nan)
 

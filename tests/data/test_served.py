@@ -412,7 +412,7 @@ def test_a_slow_server_is_asked_again_and_then_left(stage: Stage, monkeypatch, t
 
 
 def test_leaving_does_not_wait_for_the_server(stage: Stage, tmp_path: Path) -> None:
-    """As Ctrl-C does, which the main thread gets while others wait for answers."""
+    """The main thread is interrupted, as by Ctrl-C, while other threads wait for answers."""
     with played(stage) as address:
         asked = ask(address)
         stage.gate.clear()

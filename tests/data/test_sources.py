@@ -16,7 +16,7 @@ from qat.data.sources import check_source, open_source
 from qat.errors import DataError, HubError
 
 FROZEN = "a243492d21b5f574"
-"""Of the documents of `stdlib`: with others, figures that were judged on them no longer compare."""
+"""Hash of the documents of `stdlib`; figures judged on other documents do not compare."""
 ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 CALL = {
@@ -135,7 +135,7 @@ def test_pairs_of_question_and_answer_are_chats(tmp_path: Path, row: dict) -> No
     ],
 )
 def test_files_of_every_kind(tmp_path: Path, name: str, content: str, expected: list) -> None:
-    """As written here, and with a byte-order mark and the line ends of Windows; packed or not."""
+    """Files are read as written here and with a byte-order mark and CRLF, plain and gzipped."""
     clumsy = "\ufeff" + content.replace("\n", "\r\n")
     for text, ending in product((content, clumsy), ("", ".gz")):
         raw = text.encode()

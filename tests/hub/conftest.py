@@ -1,4 +1,4 @@
-"""What several tests of the hub start from."""
+"""The fixtures that several tests of the hub share."""
 
 from pathlib import Path
 

@@ -41,7 +41,7 @@ EVIL = {
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Has nothing but an archive when the test begins, and should when it ends."""
+    """Return an empty directory for the archive of a test."""
     (tmp_path / "work").mkdir()
     return tmp_path / "work"
 

@@ -160,7 +160,7 @@ def test_its_verbs_and_flags_exist(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where all of them write, with a `qat` that starts at once."""
+    """Yield the directory that all notebooks write to, with a `qat` that starts at once."""
     directory = tmp_path_factory.mktemp("notebooks")
     with WarmQat(directory), pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")

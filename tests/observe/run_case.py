@@ -28,7 +28,7 @@ def write_steps(run: Path, first: int, last: int) -> None:
 
 
 def cut(run: Path, step: int) -> None:
-    """What a resumed run does first: forget the lines behind `step`."""
+    """Drop the lines after `step`, as a resumed run does first."""
     for name in ("metrics.jsonl", "heartbeat-rank0.jsonl"):
         lines = (run / name).read_text().splitlines(keepends=True)
         (run / name).write_text("".join(x for x in lines if json.loads(x)["step"] <= step))

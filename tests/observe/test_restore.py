@@ -34,7 +34,7 @@ def run(place: Path, out: Path, *, resume: bool = False) -> TrainReport:
 
 
 def sent(run: Path, folder: Path) -> Path:
-    """What of a run is in the folder, unpacked."""
+    """Unpack what the folder holds of a run, and return the directory."""
     there = run.with_name("there") / run.name
     shutil.rmtree(there, ignore_errors=True)
     restore(there, folder)

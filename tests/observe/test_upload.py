@@ -41,7 +41,7 @@ def finish(run: Path, name: str = "q2a2_e2e_0.50_fp32") -> None:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long it would have slept."""
+    """Record the seconds of all pauses instead of sleeping."""
     found: list[float] = []
     monkeypatch.setattr(upload.time, "sleep", found.append)
     return found

@@ -406,7 +406,7 @@ def with_gpu(machine: Machine, driver: str, capability: str = "8.0") -> None:
 
 
 WHEELS = "--force-reinstall --index-url https://download.pytorch.org/whl"
-"""How torch is fetched for a driver."""
+"""Flags with which torch is installed for a driver."""
 
 
 @pytest.mark.parametrize(
@@ -509,7 +509,7 @@ def test_an_environment_of_the_users_own_is_kept(machine: Machine) -> None:
 
 
 def suggested(machine: Machine, q4: str = "q4", **reports: dict) -> str:
-    """What is said of a cache and of a student at four bits with such reports."""
+    """Return what is suggested for a cache and a 4-bit student with these reports."""
     cache, student = machine.folder("cache"), machine.folder(q4)
     (cache / "manifest.json").touch()
     (student / "model.safetensors").touch()

@@ -1,4 +1,4 @@
-"""What the scripts about stops share: the trainer's small place, and children to be killed."""
+"""The shared parts of the kill scripts: the trainer's small place, and children to kill."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def fork(act: Callable[[], object], log: Path) -> int:
 def killed(
     act: Callable[[], object], log: Path, kill: Callable[[Callable[[], bool]], None] | None
 ) -> bool:
-    """Whether a child that does `act` was killed; `kill` returns when it is time for that.
+    """Return whether a child that does `act` was killed; `kill` returns when it is time to.
 
     `kill` is given a function that says whether the child has ended by itself. None lets it end.
 

@@ -45,7 +45,7 @@ KINDS = {
     "final": r"q2a2_\w+",
     "metrics.json": r"metrics\.json\b(?!l)",
 }
-"""What must have met the full disk at least once, and how the line that says so names it."""
+"""Writes that must meet the full disk at least once, and the pattern that names each."""
 FLAGS = """--batch-size 4 --eval-sequences 4 --warmup-steps 2 --log-every 1 --device cpu
     --learn weights,scales,codebook,norms --resume auto"""
 SAVING = "--max-steps 6 --save-every 2 --eval-every 3"
@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
     flags: str
     limit: str
-    """What `mount` is told of the disk."""
+    """Size of the disk as an option of `mount`."""
 
 
 def main() -> None:
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def try_all(place: Path, every: int) -> Counter[str]:
-    """How often each kind of write met the full disk; stops at the first harm."""
+    """Count how often each kind of write met the full disk; stop at the first harm."""
     struck: Counter[str] = Counter()
     whole = {}
     for flags in (SAVING, LOGGING):
@@ -150,7 +150,7 @@ def command(words: list[str]) -> None:
 
 
 def kind_of(said: str) -> str:
-    """Which write the last line names; it must be the only line of an error."""
+    """Return the kind of write that the last line names; it must be the only line of an error."""
     *before, last = said.splitlines()
     if not last.startswith("qat: ") or any("Traceback" in line for line in before):
         raise SystemExit(f"not one line:\n{said}")

@@ -51,7 +51,7 @@ STEPS = 24
 OF_TIME = ("run.json", "heartbeat-*", "events*", "metrics.json", "stacks-*", "attempt-*")
 """Files of a run that tell when and where it ran."""
 KILLS_IN_A_ROW = 6
-"""Of one run, before it may end."""
+"""Most kills of one run before it may end."""
 LATENT, FROZEN = "weights,scales,codebook,norms", "scales,codebook"
 CHUNK = 2**16
 
@@ -62,13 +62,13 @@ class Case(NamedTuple):
     """One thing to kill, again and again."""
 
     act: Callable[[Path], object]
-    """Begins or goes on with it in a directory."""
+    """Function that begins or resumes the work in a directory."""
     kill: Callable[[Path, float], Wait]
-    """When to kill what works there, given how long it takes undisturbed."""
+    """Function that chooses when to kill, from the directory and the undisturbed seconds."""
     ignored: tuple[str, ...] = ()
     """Files that may differ, see `contents`."""
     has_checkpoints: bool = False
-    """Whether every checkpoint that has its name must be whole after each kill."""
+    """True if every checkpoint that has its name must be whole after each kill."""
 
 
 def main() -> None:
@@ -105,7 +105,10 @@ def kept_after_failure(parent: Path | None) -> Iterator[Path]:
 
 
 def kill_all(place: Path, kills: int, seed: int, only: str | None) -> tuple[int, int]:
-    """How many kills left no trace, and how many there were: as many of each kind, or of `only`."""
+    """Return how many kills left no trace, and how many there were.
+
+    Every kind is killed equally often, or `only` alone.
+    """
     rng, equal, done = random.Random(seed), 0, 0
     cases_of = (trainings, rollouts, savings, builds, pulls)
     kinds = [pair for pair in zip(KINDS, cases_of, strict=True) if only in (None, pair[0])]
@@ -122,7 +125,7 @@ def kill_all(place: Path, kills: int, seed: int, only: str | None) -> tuple[int,
 
 
 def kill_and_compare(cases: Iterator[Case], scratch: Path, kills: int) -> int:
-    """How many of `kills` kills lie in work that ends in the bytes of an undisturbed one."""
+    """Return how many of `kills` kills lie in work that ends in the undisturbed bytes."""
     done = equal = 0
     whole: dict[Callable[[Path], object], tuple[dict[str, bytes], float]] = {}
     scratch.mkdir()
@@ -154,7 +157,7 @@ def kill_and_compare(cases: Iterator[Case], scratch: Path, kills: int) -> int:
 
 
 def damage(run: Path) -> str | None:
-    """What is wrong with a checkpoint that has its name, if anything."""
+    """Return what is wrong with a checkpoint that has its name, if anything."""
     for path in sorted(run.glob("checkpoints/step-*")):
         if (trouble := problem(path)) is not None:
             return f"{path.name}: {trouble}"
@@ -162,7 +165,7 @@ def damage(run: Path) -> str | None:
 
 
 def report(found: dict[str, bytes], expected: dict[str, bytes], name: str) -> bool:
-    """Whether all is equal; what is not is printed."""
+    """Return whether all files are equal, and print those that are not."""
     different = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
     print(f"{name}, {len(different)} files differ", *different[:5], flush=True)
     return not different
@@ -185,14 +188,14 @@ def rollouts(place: Path, rng: random.Random) -> Iterator[Case]:
 
 
 def savings(place: Path, rng: random.Random) -> Iterator[Case]:
-    """The same, killed while a checkpoint is written."""
+    """Yield runs of both kinds that are killed while a checkpoint is written."""
     for number in count():
         act = Training(place, (LATENT, FROZEN)[number % 2], 3)
         yield Case(act, lambda out, _: while_saving(out, rng), OF_TIME, True)
 
 
 class Own(NamedTuple):
-    """How a run learns on its own words."""
+    """Settings of a run that learns on its own words."""
 
     teacher: Path
     every: int

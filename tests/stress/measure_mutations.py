@@ -55,11 +55,11 @@ from qat.train.resume import choose_together
 from qat.train.run import RunDirectory, resolved
 
 Outcomes = collections.Counter[tuple[str, str]]
-"""How often a kind of mutant came to which end; WRONG begins an end that is not clean."""
+"""Counts of outcomes by kind of mutant; WRONG begins an outcome that is not clean."""
 TIME_S = 10.0
 ARCHIVE = "recipe.tar.lz4"
 LIMITS = Limits(members=2000, floor_bytes=4 * MIB)
-"""Smaller than the usual ones, so that a bomb is found soon."""
+"""Limits smaller than the usual ones, so that a bomb is found soon."""
 MEMORY_BYTES = 2**30
 COURSE = {"max_steps": 4, "batch_size": 2, "eval_every": 2, "eval_sequences": 2}
 """The run whose files are damaged."""
@@ -72,9 +72,9 @@ class Subject(NamedTuple):
     root: Path
     files: Files
     read: Callable[[Path], str]
-    """What they hold, as a hash or a text."""
+    """Function that opens the files and returns their contents as a hash or a text."""
     sound: set[str]
-    """What `read` may find."""
+    """Results that `read` may return."""
 
 
 def main() -> None:
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def fuzz(subjects: list[Subject], seeds: Iterable[int]) -> Outcomes:
-    """How often each kind of damage to each subject came to which end."""
+    """Count the outcomes of each kind of damage to each subject."""
     outcomes: Outcomes = collections.Counter()
     for seed in seeds:
         subject = subjects[seed % len(subjects)]
@@ -119,7 +119,7 @@ def fuzz(subjects: list[Subject], seeds: Iterable[int]) -> Outcomes:
 
 
 def run(subject: Subject, files: Files, *, is_sealed: bool) -> str:
-    """What came of opening a subject with some of its files damaged."""
+    """Return the outcome of opening a subject with some of its files damaged."""
     for name, data in files.items():
         (subject.root / name).write_bytes(data)
     try:
@@ -211,7 +211,7 @@ def subject(name: str, root: Path, read: Callable[[Path], str]) -> Subject:
 
 
 def is_read(path: Path) -> bool:
-    """Whether opening depends on a file: on none that was left for people to look at."""
+    """Return whether opening depends on a file: not on one that is only for people to read."""
     return path.suffix in {".json", ".safetensors", ".toml", ".jsonl", ".lz4", ".tar", ""} and not (
         path.name.startswith((".", "heartbeat", "events", "generation_config"))
         or (path.name == "metrics.json" or "_e2e_" in path.parent.name)
@@ -237,7 +237,7 @@ def read_student(root: Path) -> str:
 
 
 def read_run(config: TrainConfig, student: str, root: Path) -> str:
-    """What a run goes on from: a hash of all that the trainer and the student hold."""
+    """Return a hash of the state that a run resumes from, of both trainer and student."""
     run = RunDirectory(root)
     choice = choose_together(
         run, resolved(config, student), resume=True, begins_anew=False, ranks=ALONE

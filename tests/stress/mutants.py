@@ -11,19 +11,19 @@ import tomli_w
 
 Files = dict[str, bytes]
 Path = list[str | int]
-"""Where a value lies in nested tables and lists."""
+"""The place of a value in nested tables and lists."""
 
 VALUES = (None, True, -1, 0, 1, 2**31, 2**63, 10**30, 10**400, 1e308, float("nan"), "", "x" * 5000)
-"""What takes the place of a value, beside those of other types."""
+"""Values that replace another one, in addition to those of other types."""
 TEXTS = ("../../etc/passwd", "/dev/zero", "a\0b", "a\nb", "\ud800", "caf\u00e9", "{}", "-1", "NaN")
 
 
 class Mutant(NamedTuple):
-    """What was done to which files."""
+    """A kind of mutation, and the files that it changed."""
 
     kind: str
     files: Files
-    """Only those that changed."""
+    """Files that changed."""
 
 
 def mutate(files: Files, seed: int) -> Mutant:
@@ -185,7 +185,7 @@ FORMATS: dict[str, tuple[Callable, Callable]] = {
     ),
     "txt": (lambda data: (None, data), lambda _, data: data),
 }
-"""How files are taken apart and put together, by the end of their names."""
+"""Functions that take a file apart and put it together, by the end of its name."""
 
 KINDS: dict[str, Callable[[str, bytes, random.Random], bytes]] = {
     each.__name__: each

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 def said(*words: str) -> str:
-    """What a script prints that ends well."""
+    """Run a script that must succeed, and return what it prints."""
     result = subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,
