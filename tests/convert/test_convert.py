@@ -1,4 +1,4 @@
-"""From a model directory to a packed checkpoint: sources, plans, calibration, and bad input."""
+"""The conversion of a model directory: sources, plans, calibration, and bad input."""
 
 import itertools
 import json

@@ -246,7 +246,7 @@ def trained() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def said(trained: PreTrainedModel) -> Tensor:
-    """What that model itself says, `(192, 32)`: the first 144 to calibrate, the rest to judge."""
+    """Return tokens `(192, 32)` sampled from that model: 144 rows to calibrate, 48 to judge."""
     ids = torch.randint(4096, (192, 1), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for _ in range(31):

@@ -1,4 +1,4 @@
-"""What quantizing one weight does to a model, against changing the model and running it."""
+"""The effect of quantizing one weight, against changing the model and running it."""
 
 import copy
 

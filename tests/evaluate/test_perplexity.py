@@ -133,7 +133,7 @@ def chat_file(place: Path) -> Path:
 
 
 def test_assistants_alone_are_scored_in_chats(tmp_path: Path) -> None:
-    """Against a loop over each chat by itself, its tokens written by hand."""
+    """The expected value is a loop over each chat alone, with its tokens written by hand."""
     model, tokenizer = LanguageModel(tiny_model(initializer_range=0.3)), tiny_tokenizer()
     nats, num_bytes = [], 0
     pairs = list(zip(QUESTIONS, ANSWERS, strict=True))

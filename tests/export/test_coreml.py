@@ -86,7 +86,7 @@ def test_inputs_are_rounded_with_our_scales(dtype: str, scale_bits: int, tmp_pat
 
 
 def inferred(x: np.ndarray, scale: np.float32) -> np.ndarray:
-    """What coremltools infers of the two operations."""
+    """Return the value that coremltools infers for the two operations."""
     with Function({}, opset_version=OPSET):
         levels = mb.quantize(input=x, scale=scale, output_dtype="int8")
         return mb.dequantize(input=levels, scale=scale).op.materialized_val_inference()

@@ -132,7 +132,7 @@ def test_a_program_computes_our_logits(tmp_path: Path) -> None:
 
 
 class _Read(nn.Module):
-    """What a linear reads, as XNNPACK rounds it: rows of a table times an identity."""
+    """A model that returns a linear's input as XNNPACK rounds it: table rows times an identity."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def xnnpack_levels(x: torch.Tensor) -> Levels:
 @needs_executorch
 @pytest.mark.filterwarnings("ignore")
 def test_xnnpack_divides_once_and_we_twice() -> None:
-    """Its formula to the bit; ours has another level only beside a half."""
+    """XNNPACK's formula holds to the bit; our level differs only next to a half."""
     from executorch.runtime import Runtime
 
     generator = torch.Generator().manual_seed(0)

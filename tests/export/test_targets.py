@@ -154,7 +154,7 @@ NVFP4_FORMATS = [("e2m1", 4, 32), ("int", 3, 16), ("ternary", 2, 64), ("seq", 1,
 
 
 def nvfp4_weights(directory: Path) -> dict[str, Tensor]:
-    """What compressed-tensors decompresses, by linear."""
+    """Return the weights that compressed-tensors decompresses, by linear."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
@@ -733,7 +733,7 @@ def test_of_a_deep_model_with_outliers_only_wrong_files_are_refused(to, dtype, t
 
 
 def write_wrong(to: TargetName, model: PreTrainedModel, what: dict, directory: Path) -> None:
-    """What the target would write of a model that differs in one setting."""
+    """Write a model that differs in one setting, as the target would write it."""
     other = copy.deepcopy(model)
     if "rope_theta" in what:
         other.config.rope_parameters["rope_theta"] = what["rope_theta"]

@@ -52,7 +52,7 @@ def test_other_inputs_are_refused(kind: str) -> None:
 
 
 def test_a_zero_token_is_a_zero(tmp_path: Path) -> None:
-    """Of a token of zeros torchao's scale is the smallest number, not zero."""
+    """The scale that torchao gives a token of zeros is the smallest number, not zero."""
     model = with_rounded_inputs(tiny_quantized("qwen3", SEQ2), "int8-asymmetric")
     torchao.write(model, None, tmp_path)
     read = reloaded(model, tmp_path, dtype="auto")

@@ -103,7 +103,7 @@ def test_a_seed_is_another_corpus(whole: bytes, teacher: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("call", [0, 1, 3, 6])
 def test_a_corpus_that_was_stopped_goes_on(whole: bytes, teacher, tmp_path, call: int) -> None:
-    """At its settings, and at each of its shards."""
+    """The run stops when it writes its settings, and at each of its shards."""
     out = tmp_path / "c.jsonl"
     with stopped_at(module, "write_atomically", call):
         sample(teacher, out, **NOTHING)

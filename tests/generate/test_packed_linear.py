@@ -72,7 +72,7 @@ def test_inputs_are_rounded_to_the_bits_of_the_frozen_linear(kind: str, dtype: t
     ],
 )
 def test_slots_form_the_weights_that_were_trained(spec: LutSpec, dtype: torch.dtype) -> None:
-    """Of linears that are packed alike, and beside one that is not."""
+    """Two linears are packed alike; a third one, in another format, may join them."""
     linears = [frozen_linear(16, 64, each, bias=True) for each in (spec, spec, SPECS["lut4"])]
     expected = [linear.quantized_weight(dtype) for linear in linears]
 

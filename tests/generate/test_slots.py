@@ -25,7 +25,7 @@ RANGE = {"initializer_range": 0.3}
 
 
 def with_kv(model: PreTrainedModel, bits: int) -> PreTrainedModel:
-    """It keeps keys and values in so many bits."""
+    """Make the model keep keys and values in `bits` bits, and return it."""
     quantize_kv(model, KvSpec(bits=bits))
     return model
 
@@ -55,7 +55,7 @@ def requests() -> list[Request]:
 
 
 def one_by_one(model: PreTrainedModel, sampling: Sampling, ends: set[int]) -> list[list[int]]:
-    """By whole forwards in float64: the textbook."""
+    """Generate each row alone by whole forwards in float64, as the textbook does."""
     said = []
     for request in requests():
         ids, row = request.ids, []
@@ -115,8 +115,11 @@ def test_a_student_of_a_packed_cache_says_what_generate_says(bits: int) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @torch.no_grad()
 def test_logits_over_a_packed_cache_are_the_models_own(bits: int, is_kernel: bool) -> None:
-    """In float16 they are as far from float64 as the model's own, whose codes differ as often: a
-    few codes decide how far a row is off, so many rows are compared."""
+    """The float16 logits are as far from float64 as the model's own.
+
+    Their codes differ as often, and a few codes decide how far a row is off, so many rows are
+    compared.
+    """
     if is_kernel:
         pytest.importorskip("triton")
         if torch.cuda.is_available():
@@ -146,7 +149,7 @@ def test_logits_over_a_packed_cache_are_the_models_own(bits: int, is_kernel: boo
 
 
 def test_rows_of_one_shape_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each new shape would be compiled, as on a TPU."""
+    """Each new shape would be compiled here, as on a TPU."""
     batch = Batch(3, 60, 20, Sampling(1.0, 0.9), {5, 6, 7})
     expected = open_sampler(LanguageModel(MODELS["qwen3"]()), batch).sample(requests())
     monkeypatch.setattr(CpuBackend, "is_traced", True)
@@ -185,7 +188,7 @@ def test_a_rows_numbers_follow_its_key_alone() -> None:
 
 @pytest.mark.parametrize("build", [MODELS["qwen3"], MODELS["packed"]])
 def test_a_host_that_looks_later_sees_the_same_rows(build: object) -> None:
-    """As it does on a GPU, whose next steps are under way by then."""
+    """The host reads results one step late, as on a GPU with its next steps in flight."""
     batch = Batch(3, 60, 20, Sampling(1.0), {5, 6, 7})
     sampler = open_sampler(LanguageModel(build()), batch)
     expected = sampler.sample(requests())

@@ -49,7 +49,7 @@ def imported(parts: Parts, version: int, **settings: object) -> Imported:
 
 
 def assert_equal(found: Imported, expected: Tensor) -> None:
-    """Equal within float32 rounding of the sum over ranks."""
+    """Check that the weights are equal within float32 rounding of the sum over ranks."""
     weight = dequantize(found.quantized)
     if found.lora is not None:
         weight = weight + found.lora.lora_out.double() @ found.lora.lora_in.double()

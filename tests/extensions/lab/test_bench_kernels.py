@@ -221,7 +221,7 @@ def test_times_are_per_call_and_bytes_count_every_tensor_once() -> None:
 
 
 def spins(inputs: Inputs, size: Size) -> Outputs:
-    """As many passes as the configuration says."""
+    """Compute as many passes as the configuration says."""
     chosen = tuned.chosen("planted", (40,), Stops(20), CPU)
     for _ in range(chosen.rounds):
         y = work({"x": inputs["x"].repeat(200)}, size)["y"][: size["N"]]

@@ -51,7 +51,7 @@ from qat.nn.swap import CACHE, decoder_layers, linear_names
 from qat.quant.error_feedback import damped
 
 TRAINED = tuple(name for name in METHODS if name not in (*PTQ, "edgerazor"))
-"""Those whose library is always there."""
+"""Trained methods whose library is always installed."""
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +225,7 @@ def test_edgerazor_rounds_what_linears_read(cache: TeacherCache) -> None:
 def test_edgerazor_rounds_heads_as_its_own_cache_does(
     cache: TeacherCache, architecture: str
 ) -> None:
-    """That of its recipes: blocks of a head's width, in a cache that the whole model is given."""
+    """The cache is that of its recipes, in blocks of a head's width, for the whole model."""
     edgerazor = pytest.importorskip("edgerazor.qat")
     float_teacher = LanguageModel(tiny_model(architecture, head_dim=16))
     job = BaselineJob.of(float_teacher, cache, settings(kv="int8").filled("edgerazor"))

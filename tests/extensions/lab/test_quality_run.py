@@ -35,7 +35,7 @@ def place(tmp_path: Path, monkeypatch) -> Path:
 def in_this_process(
     jobs: list[QualityJob], devices, at_once, after_each
 ) -> tuple[list[Failure], dict[str, str]]:
-    """What `run_jobs` does, without the seconds that a process takes to start."""
+    """Do what `run_jobs` does, without the seconds that a process takes to start."""
     failures = []
     for job in jobs:
         try:
@@ -195,7 +195,7 @@ def test_a_job_that_was_stopped_before_its_first_checkpoint_begins_anew(
 
 @pytest.mark.slow
 def test_a_recipe_on_equal_time_runs_alone_and_stays(place: Path, monkeypatch) -> None:
-    """What gives it its time is timed with it and not run; its rows stay when others run."""
+    """The recipe that sets the time is timed but not run; rows stay when other recipes run."""
     seconds = {"slow": 3.0, "fast": 1.0}
     monkeypatch.setattr(
         "qat.extensions.lab.quality.prepare.time_plan", lambda _, plan: [[seconds[plan.name]]]
@@ -238,7 +238,7 @@ def test_step_times_are_those_of_training(place: Path) -> None:
 
 @pytest.mark.slow
 def test_a_job_that_fails_leaves_the_others_alone(place: Path, monkeypatch, capsys) -> None:
-    """In processes of their own, two side by side."""
+    """The jobs run in two processes, side by side."""
     write({"name": "good", "train": False})
     assert call(monkeypatch) == 0  # the teacher is judged here, which saves a process
     monkeypatch.setattr(run, "run_jobs", run_jobs)
@@ -255,7 +255,7 @@ def test_a_job_that_fails_leaves_the_others_alone(place: Path, monkeypatch, caps
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_recipe_that_cannot_be_made_is_a_row(place: Path, monkeypatch, capsys) -> None:
-    """Said before the first cache is built; what follows it is not made either."""
+    """The error comes before the first cache is built; recipes that depend on it are not made."""
     little = {"name": "little", "train": False, "convert": {"bits_budget": 1.5}}
     follows = {"name": "follows", "equal_time_to": "little"}
     good = {"name": "good", "train": False}
@@ -311,7 +311,7 @@ def test_seconds_leave_out_the_compiler(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_conversions_run_side_by_side(place: Path, monkeypatch) -> None:
-    """Each in a process of its own; they are those of one after the other."""
+    """Each conversion runs in its own process and writes the bytes of a sequential one."""
     gone = {"name": "gone", "train": False, "convert": {"calibration": "gone.txt"}}
     four, two = (
         {"name": name, "train": False, "convert": {"to": name}} for name in ("q4a4", "q2a2")

@@ -21,7 +21,7 @@ SIZES = (WHOLE, FINE, COARSE, MIXED, {**WHOLE, "compress_block": 48, "compress_s
 
 
 def many_documents(S: int) -> Tensor:
-    """Some inside of a tile, some of several tiles, one that begins with a tile."""
+    """Return documents within a tile, over several tiles, and from the start of a tile."""
     places = torch.arange(S)
     rows = [[0, 5, 130, 256, 300, 390], [0, 200, 201]]
     found = [torch.stack([torch.where(places >= s, s, 0) for s in row]).amax(0) for row in rows]
@@ -76,7 +76,7 @@ def wide(blocks: Tensor) -> Tensor:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list:
-    """What each call of FlexAttention was given; its results are zeros."""
+    """Record the arguments of each call of FlexAttention, whose results are zeros."""
     found = []
 
     def record(query: Tensor, key: Tensor, value: Tensor, **kwargs: object) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is said of sparse attention, against loops over its definition."""
+"""The health figures of sparse attention, against loops over its definition."""
 
 import math
 

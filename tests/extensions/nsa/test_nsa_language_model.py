@@ -111,7 +111,7 @@ def test_what_runs_is_logged_and_named(monkeypatch, caplog) -> None:
 
 def test_flops_are_those_of_keys_that_are_read() -> None:
     def keys(config: object, length: int) -> float:
-        """A query's, from what a pass costs beyond one without attention."""
+        """Return the mean number of keys of a query, from the FLOPs that sparse attention saves."""
         sparse, dense = sparse_model(config=config), sparse_model(config=config)
         unswap_attention(dense)
         flops = [forward_flops(LanguageModel(model), length) for model in (sparse, dense)]

@@ -1,4 +1,4 @@
-"""What sparse attention adds to a layer, as it begins."""
+"""The parts that sparse attention adds to a layer, as they are initialised."""
 
 import pytest
 import torch

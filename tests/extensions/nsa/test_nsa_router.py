@@ -1,4 +1,4 @@
-"""Which backend is taken, what it says, and that routes agree."""
+"""The choice of a backend, its messages, and the agreement of all routes."""
 
 import logging
 

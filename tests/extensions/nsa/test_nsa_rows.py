@@ -1,4 +1,4 @@
-"""Where a row's tokens lie, whatever mask or positions a model is called with."""
+"""The places of a row's tokens, for every mask or positions that a model is called with."""
 
 import pytest
 import torch

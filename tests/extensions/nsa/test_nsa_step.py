@@ -22,7 +22,7 @@ TINY = {
     "num_selected": 3,
     "window": 3,
 }
-"""Sparse in the 16 positions of the cache."""
+"""Settings that are sparse within the 16 positions of the cache."""
 
 
 @pytest.fixture(scope="module")

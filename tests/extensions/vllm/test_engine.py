@@ -92,7 +92,7 @@ def test_greedy_tokens_are_ours(architecture: str, overrides: dict, tmp_path: Pa
 
 @torch.no_grad()
 def logprobs(model: PreTrainedModel, said: list[list[int]]) -> Tensor:
-    """What we make of the words that were said after the prompts."""
+    """Return our log-probs of the tokens that were generated after the prompts."""
     found = []
     for prompt, words in zip(PROMPTS, said, strict=True):
         logits = model(torch.tensor([prompt + words])).logits[0, len(prompt) - 1 : -1]
@@ -167,7 +167,7 @@ def test_a_layer_that_would_keep_what_is_not_rounded_is_refused(
 
 
 def check_equal_but_for_ties(model: PreTrainedModel, said: list[list[int]]) -> None:
-    """What the engine said is what we say, up to where two words are equally likely."""
+    """Check that the engine generates our tokens, up to where two tokens are equally likely."""
     for prompt, words in zip(PROMPTS, said, strict=True):
         expected = ours(model, prompt)
         if words == expected:

@@ -42,7 +42,7 @@ MODULES = {"model.layers.0.mlp.up_proj": LutSpec(bits=2, group_size=16).model_du
 
 
 def stored_tensors(linear: QuantLinear) -> dict[str, Tensor]:
-    """What a checkpoint holds of it."""
+    """Return the tensors that a checkpoint holds of a linear."""
     state = packed_state_dict(torch.nn.ModuleDict({"it": linear}))
     return {name.removeprefix("it."): tensor for name, tensor in state.items()}
 

@@ -48,7 +48,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def check_same(mine: object, known: object) -> None:
-    """Equal, but for log-probs in their fourth digit."""
+    """Check that two answers are equal, but for log-probs in their fourth digit."""
     if isinstance(known, dict):
         assert isinstance(mine, dict) and mine.keys() == known.keys()
         for name in known:

@@ -1,4 +1,4 @@
-"""transformers alone, without our loop: it decodes from packed weights, and its server answers."""
+"""Transformers alone, without our loop, decodes from packed weights and serves them."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(path: Path) -> PreTrainedModel:
-    """As transformers opens it; generation goes on behind an end."""
+    """Open a model by transformers alone; its generation continues after an end token."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model.generation_config = GenerationConfig(
         max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0
@@ -57,7 +57,7 @@ def opened(path: Path) -> PreTrainedModel:
 
 
 def together(model: PreTrainedModel, **settings: object) -> list[list[int]]:
-    """What `generate` says after all prompts at once, padded on the left."""
+    """Return the tokens of `generate` for all prompts at once, padded on the left."""
     longest = max(map(len, PROMPTS))
     ids = torch.tensor([[0] * (longest - len(each)) + each for each in PROMPTS])
     mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in PROMPTS])

@@ -1,4 +1,4 @@
-"""On XLA's CPU client: the CPU's numbers, one graph a step, and nothing of a step on the host."""
+"""The steps of XLA's CPU client: the CPU's numbers, one graph each, and nothing on the host."""
 
 from pathlib import Path
 

@@ -89,7 +89,7 @@ def test_a_search_survives_what_does_not_fit(place: Path, tmp_path: Path, monkey
 
 
 def test_no_step_of_a_long_run_compiles_behind_the_warm_up(place: Path, tmp_path: Path) -> None:
-    """Nor where rates or corrections become zero or one, which may be constants elsewhere."""
+    """Rates or corrections that become zero or one compile no new graph either."""
     course = {"max_steps": 400, "warmup_steps": 50, "min_lr_ratio": 0.0, "beta2": 0.95}
     trainer = make_trainer(
         config(place, device="xla", **course), place / "student", tmp_path / "out"

@@ -82,7 +82,7 @@ def make_taught_place(place: Path) -> Path:
 
 
 class Course(NamedTuple):
-    """What a course of steps gave, and what XLA did meanwhile."""
+    """The results of a course of steps, and XLA's counts during it."""
 
     losses: list[float]
     """Nats per token, step by step."""
@@ -128,7 +128,7 @@ def over_devices(count: int, place: Path, out: Path) -> Course:
 
 
 def told_by(script: Path, place: Path, out: Path, *, devices: int) -> dict:
-    """What a script of ours prints last, over virtual devices."""
+    """Run a script over virtual devices and return the JSON on its last line."""
     told = subprocess.run(
         [sys.executable, script, place, out],
         env={**os.environ, "CPU_NUM_DEVICES": str(devices)},
@@ -141,7 +141,7 @@ def told_by(script: Path, place: Path, out: Path, *, devices: int) -> dict:
 
 
 def largest_difference(ours: Course, theirs: Course) -> float:
-    """Between the losses of the same step."""
+    """Return the largest difference between the losses of a step."""
     return max(abs(a - b) for a, b in zip(ours.losses, theirs.losses, strict=True))
 
 

@@ -19,16 +19,16 @@ DEVICES = 4
 
 
 class Held(NamedTuple):
-    """Where latent weights and moments lie after a step, and what it costs to copy them."""
+    """The placement of latent weights and moments after a step, and the cost of copying them."""
 
     rows: dict[str, list[int]]
-    """All of each, and those of each device."""
+    """Rows of each latent weight: their number in all, then on each device."""
     compiles: list[int]
-    """Of the first copy to the host, and of a second one."""
+    """Compiles of the first copy to the host, and of a second one."""
 
 
 def held(place: Path, out: Path) -> Held:
-    """After one step."""
+    """Return the placement after one step."""
     settings = config(place, device="xla", shard_latents=True)
     trainer = make_trainer(settings, place / "student", out)
     trainer.take_step(batches_of(trainer, 0), 0)
