@@ -1,4 +1,4 @@
-"""What tests on a GPU share: work that may not wait for it, and work that it replays."""
+"""The shared parts of GPU tests: a ban on synchronisation, and recorded graphs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

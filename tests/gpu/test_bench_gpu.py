@@ -55,7 +55,7 @@ def test_a_table_with_mfu_and_compile_facts(tmp_path: Path) -> None:
 
 
 def searched(out: Path, limit_gib: float, device: str, checkpointing: bool) -> tuple:
-    """Which batches fit, the largest, the predicted one and how the last row ended."""
+    """Return which batches fit, the largest, the predicted one and how the last row ended."""
     config = BenchConfig(
         **{**QUICK, "device": device},
         find_max_batch=True,

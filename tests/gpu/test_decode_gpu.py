@@ -103,7 +103,7 @@ def test_a_layer_of_linears(kind: str, B: int) -> None:
 def wanted(
     W: Tensor, residual: Tensor, gamma: Tensor, bias: Tensor, *, is_gated: bool
 ) -> tuple[Tensor, Tensor]:
-    """Behind a norm, by eager PyTorch in float32 and exactly."""
+    """Return the outputs after a norm, by eager PyTorch in float32 and in float64."""
     found = []
     for dtype in (torch.float32, torch.float64):
         x = F.rms_norm(residual.to(dtype), residual.shape[1:], gamma.to(dtype), 1e-5)
@@ -114,7 +114,7 @@ def wanted(
 
 
 def check(found: Tensor, eager: Tensor, exact: Tensor, slack: float = 2e-6) -> None:
-    """As of levels and codewords in float32: none is rounded."""
+    """Check a product whose levels and codewords are float32, so that none is rounded."""
     slack *= exact.abs().max().item()
     assert_no_worse_than_eager(found.cpu(), eager.cpu(), exact.cpu(), slack)
 
@@ -218,7 +218,7 @@ def test_sums_of_two_layers_in_a_recorded_graph(kind: str, tile: SumsTile) -> No
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_keys_have_the_same_codes_however_a_device_divides(dtype: torch.dtype, bits: int) -> None:
-    """Of many short numbers some lie between two codes, or end a scale's range, to the bit."""
+    """Some of many short numbers lie exactly between two codes, or end a scale's range."""
     x = torch.randn(64, 8, 96, 64).to(dtype)
     expected = quantize_heads(x, bits)
     for quantize in (quantize_heads, torch.compile(quantize_heads)):

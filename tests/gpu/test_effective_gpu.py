@@ -1,4 +1,4 @@
-"""What ran on a real GPU: compiled layers, bf16 products, our kernels, nothing in their place."""
+"""The report of a real GPU run: compiled layers, bf16 products, our kernels, no fallback."""
 
 import json
 from pathlib import Path

@@ -38,7 +38,7 @@ LIBRARY = (FORMED, FORMED._replace(splits=3))
 
 
 def check(found: Tensor, x: Tensor, W: Tensor, formed: Tensor, bias: Tensor) -> None:
-    """Against float64 and eager PyTorch, for a bias that the dtype of `x` holds exactly."""
+    """Compare with float64 and eager PyTorch, for a bias that the dtype of `x` holds exactly."""
     exact = F.linear(x.double(), W, bias.double())
     eager = F.linear(x, formed, bias.to(x.dtype))
     assert found.dtype == x.dtype
@@ -48,7 +48,7 @@ def check(found: Tensor, x: Tensor, W: Tensor, formed: Tensor, bias: Tensor) -> 
 
 
 def check_sums(found: Tensor, x: Tensor, formed: Tensor, bias: Tensor) -> None:
-    """Only a float32 sum and one rounding stand between the kernel and the formed weight."""
+    """Check that the kernel adds only a float32 sum and one rounding to the formed weight."""
     sums = F.linear(x.double(), formed.double(), bias.double())
     # tensor cores cut off what a sum of float32 has no room for
     rtol, atol = 0.51 * torch.finfo(x.dtype).eps, 5e-5 * sums.abs().max().item()

@@ -42,7 +42,10 @@ def on_cuda(parts: Parts) -> Parts:
 
 
 def check(parts: Parts, *dtypes: torch.dtype) -> None:
-    """Form to the bit; gradients no worse than eager's. In `dtypes`, or in three and two."""
+    """Check that weights are equal to the bit and gradients no worse than eager's.
+
+    Weights are formed in `dtypes`, or in three; gradients are computed in `dtypes`, or in two.
+    """
     there = on_cuda(parts)
     for dtype in dtypes or (torch.float32, torch.bfloat16, torch.float16):
         out = torch.full(parts[0].shape, torch.nan, dtype=dtype, device="cuda")

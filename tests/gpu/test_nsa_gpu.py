@@ -18,7 +18,7 @@ from qat.extensions.nsa.kernels.select import Inputs, pool, select
 pytestmark = pytest.mark.gpu
 
 WORSE, SLACK = 1.25, 5e-4
-"""What a kernel may err by beside plain PyTorch in bfloat16, of the norm of the exact result."""
+"""Bound of a kernel's error: a factor on bfloat16 PyTorch's, and a share of the exact norm."""
 LEARNED = ("query", "key", "value", "gates")
 CASES = {
     "nsa": (dict(num_selected=4, window=300), (4, 2), 1000, False),
@@ -32,7 +32,7 @@ CASES = {
 
 
 def documents(S: int) -> Tensor:
-    """Beginnings inside tiles, between them, and of a document of one token."""
+    """Return documents that begin inside and between tiles, one of them a single token."""
     places = torch.arange(S)
     rows = [[0, 5, 130, 256, 300], [0, 200, 201]]
     found = [torch.stack([torch.where(places >= s, s, 0) for s in row]).amax(0) for row in rows]
@@ -40,7 +40,7 @@ def documents(S: int) -> Tensor:
 
 
 def made(config: NSAConfig, heads: tuple[int, int], S: int, *, is_packed: bool) -> Inputs:
-    """On the GPU, in bfloat16, of 64 wide heads."""
+    """Return inputs on the GPU, in bfloat16, with heads of width 64."""
     first = documents(S).cuda() if is_packed else None
     inputs = nsa_inputs(config, S, heads=heads, width=64, dtype=torch.bfloat16)
     inputs = inputs._replace(
@@ -73,7 +73,7 @@ def wide(inputs: Inputs) -> Inputs:
 def assert_near(
     attend: Callable[[Inputs], Tensor], inputs: Inputs, config: NSAConfig, selection: Tensor
 ) -> None:
-    """No further from float32 than plain PyTorch in the working dtype is, gradients too."""
+    """Check that results err little more from float32 than plain PyTorch's, gradients too."""
 
     def plain(inputs: Inputs) -> Tensor:
         return reference.attend(inputs, selection, config)

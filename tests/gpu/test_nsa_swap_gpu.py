@@ -15,11 +15,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_compiled_yet")]
 DEVICE = "cuda"
 B, S = 2, 700
 WORSE = 1.5
-"""Times what the reference errs in bfloat16 that kernels may err; of the exact result's norm."""
+"""Factor on the reference's error that the kernels' error may reach, before `SLACKS`."""
 SLACKS = {torch.float32: 5e-4, torch.bfloat16: 2e-3}
-"""What they may err beside."""
+"""Errors that are allowed on top, as shares of the norm of the exact result."""
 NUM_SELECTED = {torch.float32: 4, torch.bfloat16: 6}
-"""Of six blocks; bfloat16 may round near ties apart, so it selects all."""
+"""Selected blocks of six: bfloat16 may round near ties apart, so it selects all."""
 SHAPE = {
     "hidden_size": 128,
     "num_attention_heads": 4,

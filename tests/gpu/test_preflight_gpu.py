@@ -1,4 +1,4 @@
-"""What two steps predict on CUDA, against the run itself. Run with `-m gpu`."""
+"""The prediction of two steps on CUDA, against the run itself. Run with `-m gpu`."""
 
 from pathlib import Path
 

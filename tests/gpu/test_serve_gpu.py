@@ -17,7 +17,7 @@ E, O, I = 8, 64, 128
 @pytest.mark.parametrize("num_rows", [1, 5, 8, 300])
 @pytest.mark.parametrize("spec", [SPECS["lut2_s8"], SPECS["fours8_s8"]], ids=["levels", "vectors"])
 def test_a_graph_of_experts_follows_what_is_asked_for(spec: LutSpec, num_rows: int) -> None:
-    """With another choice of experts and other inputs a replay gives their products."""
+    """A replay with another choice of experts and other inputs gives their products."""
     linear = frozen_linear(E * O, I, spec)
     state = packed_state_dict(torch.nn.ModuleDict({"it": linear}))
     format = Stored("it", spec).format

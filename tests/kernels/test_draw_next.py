@@ -16,7 +16,7 @@ def _several_blocks_to_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def textbook(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> Tensor:
-    """Row by row in float64: most likely tokens until they hold `top_p`, then inversion."""
+    """Draw row by row in float64: keep the likeliest tokens that hold `top_p`, then invert."""
     drawn = []
     for row, u in zip(logits.double(), uniforms.double(), strict=True):
         probs = F.softmax(row / temperature, -1)

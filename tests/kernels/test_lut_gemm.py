@@ -26,7 +26,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def multiplied(x: Tensor, rows: LutRows, tile: GemmTile, bias: Tensor | None = None) -> Tensor:
-    """By the kernel, with that tile."""
+    """Multiply by the kernel, with that tile."""
     key = (rows.shape[0], rows.shape[1], rows.bits, width_for(len(x)))
     with forcing("lut_gemm", key, tile):
         return lut_gemm.lut_gemm(x, Part.of(rows), bias)

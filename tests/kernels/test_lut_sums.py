@@ -77,7 +77,7 @@ def stacked(sizes: tuple[int, ...], I: int, kind: str) -> tuple[LutRows, Tensor]
 
 
 def check(found: Tensor, eager: Tensor, exact: Tensor) -> None:
-    """As of levels and codewords in float32: none is rounded."""
+    """Check a product whose levels and codewords are float32, so that none is rounded."""
     assert_no_worse_than_eager(found, eager, exact, slack=2e-6 * exact.abs().max().item())
 
 

@@ -55,7 +55,7 @@ def test_equal_codewords_and_ties(form: str, monkeypatch) -> None:
 @pytest.mark.parametrize("size", [1e-6, 1e-2, 500.0, 1e4])
 @pytest.mark.parametrize("spread", [1e-9, 1e30])
 def test_codewords_and_weights_beyond_float16(size: float, spread: float, monkeypatch) -> None:
-    """What no float16 part can hold is left to float64, and so is what it holds too coarsely."""
+    """Numbers that float16 parts cannot hold, or hold too coarsely, are left to float64."""
     scales = Scales(torch.tensor([[1.0, 6e-8], [0.02, -0.5]]))
     check(torch.randn(2, 16) * spread, words(16, 4, size), scales, monkeypatch)
 

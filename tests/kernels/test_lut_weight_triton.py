@@ -28,7 +28,7 @@ def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on the Triton path computes."""
+    """Compute by the Triton path from here on."""
     monkeypatch.setattr(lut_weight, "use_triton", lambda *_: True)
 
 

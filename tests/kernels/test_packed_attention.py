@@ -61,7 +61,7 @@ def test_each_sequence_reads_up_to_its_position(
 
 @pytest.mark.parametrize("case", [(8, 4, 4, 1), (12, 12, 8, SPLIT), (20, 4, 4, 1)])
 def test_a_warp_may_have_all_of_a_head(monkeypatch, case: tuple[int, int, int, int]) -> None:
-    """Of many sequences, or of few positions: nothing is left to merge."""
+    """The cases of many sequences or few positions leave nothing to merge."""
     monkeypatch.setattr(module, "merge", None)
     (H, J, bits, order), B, N, D = case, 2, 70, 64
     cache, positions = packed(B, J, N, D, torch.float16, bits), torch.tensor([69, 33])
@@ -75,7 +75,7 @@ def test_a_warp_may_have_all_of_a_head(monkeypatch, case: tuple[int, int, int, i
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_number_is_the_one_that_training_computes(bits: int, kind: torch.dtype) -> None:
-    """Only one position is seen, whose weight is 1."""
+    """The query sees only one position, whose weight is 1."""
     N, D = 40, 64
     cache, out = packed(1, 1, N, D, kind, bits), torch.empty(1, D)
     _, values = cache.at(EVERY, EVERY, EVERY)

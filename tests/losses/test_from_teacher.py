@@ -37,7 +37,7 @@ def parts(
 
 
 def textbook(hidden: Tensor, head: Head, targets: OnlineTargets, terms: dict, **kw) -> dict:
-    """What a cache of all words would teach; `kl` is its `tail`."""
+    """Return the losses of a cache of all words; its `tail` is `kl` here."""
     logits = targets.head.logits(targets.hidden).detach()
     log_p, ids = logits.double().log_softmax(1).sort(descending=True)
     cached = targets_of(logits, V)._replace(topk_logprobs=log_p, topk_ids=ids)

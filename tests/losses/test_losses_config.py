@@ -1,4 +1,4 @@
-"""How a weighted sum of losses is written, and what is refused."""
+"""The notation of a weighted sum of losses, and what is refused."""
 
 import pytest
 

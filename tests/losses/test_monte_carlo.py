@@ -23,7 +23,7 @@ TRIES, GROUPS = 2048, 32
 
 
 def systematic(logits: Tensor, count: int) -> Tensor:
-    """What a cache keeps."""
+    """Return draws as a cache keeps them."""
     return draw(logits, torch.rand(len(logits), dtype=torch.float64), count)
 
 
@@ -73,7 +73,7 @@ class Case:
 
 
 def standard_errors(tries: Tensor, exact: Tensor) -> Tensor:
-    """How many standard errors the mean over the first dimension is away from `exact`."""
+    """Return the distance of the mean over the first dimension from `exact`, in standard errors."""
     return (tries.mean(0) - exact).abs() / (tries.std(0) / len(tries) ** 0.5)
 
 
@@ -91,7 +91,7 @@ def test_the_expected_gradient_of_draws_is_that_of_the_full_kl(sampler: Callable
 
 @pytest.mark.parametrize("name", ["tail", "candidates"])
 def test_the_same_test_sees_the_bias_of_a_top_k(name: str) -> None:
-    """What the top 4 teach is off by far more than draws could be by luck."""
+    """The gradient of the top 4 is off by far more than draws could be by luck."""
     case = Case()
     of_hidden, _ = case.exact()
     targets = case.targets(TRIES)

@@ -1,4 +1,4 @@
-"""What a step costs, and its share of a device's peak in the heartbeat."""
+"""The cost of a step, and its share of a device's peak in the heartbeat."""
 
 from pathlib import Path
 

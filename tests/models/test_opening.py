@@ -1,4 +1,4 @@
-"""What strangers write beside a model is refused in a line, or is what it always was."""
+"""Damaged or untrusted files of a model are refused in one line, or open as sound ones do."""
 
 import json
 import shutil

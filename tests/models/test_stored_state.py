@@ -1,4 +1,4 @@
-"""What a packed checkpoint stores, from the raw state of a moment."""
+"""The contents of a packed checkpoint, from the raw state at the time of saving."""
 
 import pytest
 import torch

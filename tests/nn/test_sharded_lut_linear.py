@@ -120,7 +120,7 @@ class Told(SimulatedRanks):
 
 
 FIRST = ["gather", "gather ends"]
-"""Nobody began it ahead."""
+"""Exchanges of a first layer, whose gather was not started ahead."""
 
 
 def _told_layers() -> tuple[Told, nn.Sequential]:

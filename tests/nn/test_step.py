@@ -442,7 +442,7 @@ def test_codewords_are_found_once_for_forming_and_pulling_back(monkeypatch) -> N
 
 
 def test_a_gradient_belongs_to_the_codewords_that_were_formed() -> None:
-    """Also where the latent weight has moved meanwhile; and no longer once they are released."""
+    """A latent weight that moves does not change the gradient while codewords are kept."""
     linear, dW = latent_linear(8, 32, SPECS["fours8_s8"]), torch.randn(8, 32)
     linear.form_(torch.float32)
     formed = linear.pulled_back(dW, {"codebook"})["codebook"]

@@ -48,7 +48,7 @@ def optima(values: Array, weights: Array, most: int) -> dict[int, float]:
 
 
 def _run_errors(x: Array, w: Array) -> Array:
-    """For each i, the error of `x[i:]` around its weighted mean."""
+    """Return the error of `x[i:]` around its weighted mean, for each i."""
     mass, first, second = (np.cumsum((w * x**p)[::-1])[::-1] for p in (0, 1, 2))
     return second - first**2 / mass
 

@@ -153,7 +153,7 @@ def test_seeds_are_distinct_vectors_of_the_weight() -> None:
 
 @pytest.mark.parametrize("d", [2, 4])
 def test_seeds_drawn_in_rounds_lie_as_well_as_those_of_the_library(d: int) -> None:
-    """Of what a weight's errors to its nearest seed add up to."""
+    """The measure is the weighted sum of squared distances to the nearest seed."""
     pool, weights = torch.randn(2000, d).double(), torch.rand(2000).double() ** 2
     ours = seeds_in_rounds(pool, weights, 64)
     theirs = torch.from_numpy(

@@ -70,7 +70,7 @@ def beat(step: int, elapsed_s: float, *, pid: int, peak_gib: float | None = 1.5)
 
 
 def compiled(graphs: int) -> dict:
-    """What a beat of a process on XLA says."""
+    """Return what a heartbeat of a process on XLA adds."""
     seconds = {"xla_compile_s": 2.0 * graphs, "step_compile_s": 1.0 * graphs}
     fallbacks = {"aten::nonzero": graphs}
     return {"xla_compiles": graphs, **seconds, "xla_executions": 10, "host_fallbacks": fallbacks}

@@ -1,4 +1,4 @@
-"""What several ranks share out and agree on, without any other rank."""
+"""The division of work among ranks and their agreement, without any other rank."""
 
 from types import SimpleNamespace
 

@@ -29,7 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For what no second layer adds to."""
+    """A place of one layer, for tests to which a second one adds nothing."""
     return make_place(tmp_path_factory.mktemp("shallow"), layers=1)
 
 

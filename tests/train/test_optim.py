@@ -1,4 +1,4 @@
-"""What learns, how fast, and what does not even get a gradient."""
+"""The learning parameters, their rates, and the parameters that get no gradient."""
 
 import sys
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def student(
 
 
 def wide_student(kept: TrainConfig | None = None) -> PreTrainedModel:
-    """With matrices of 4,096 weights, which eight-bit moments are for, and smaller ones."""
+    """A student with matrices of 4,096 weights, which eight-bit moments need, and smaller ones."""
     return student(kept=kept, intermediate_size=128)
 
 
@@ -213,7 +213,7 @@ def test_the_norm_of_rows_counts_every_rank(tmp_path, kinds: tuple[str, ...]) ->
 def test_moments_age_only_where_the_run_outlives_their_memory(
     tmp_path, steps: int, is_old: bool
 ) -> None:
-    """With beta2 = 0.5 a first step weighs 2**-24 after 24 steps: nothing beside one."""
+    """A first step with beta2 = 0.5 weighs 2**-24 after 24 steps, which is nothing next to one."""
     optimizer = optimizer_of(student(), settings(tmp_path, beta2=0.5, max_steps=steps))
     step_with(optimizer, 0.1)
     assert optimizer.skip_bias_correction() is is_old
@@ -230,7 +230,7 @@ def test_a_step_waits_once_for_copies_of_what_it_moves(tmp_path) -> None:
 
 
 def twins(chosen: TrainConfig, *, go_on: int = 2) -> tuple[Optimizer, Optimizer]:
-    """One that stepped on, and one that went on from its state after three steps."""
+    """Return an optimizer that kept stepping, and one that resumed from its state after step 3."""
     torch.manual_seed(1)
     one = optimizer_of(wide_student(chosen), chosen)
     for step in range(3):
@@ -346,7 +346,7 @@ class _NoTorchao:
     ids=str,
 )
 def test_a_float16_step_that_overflows_is_no_step(tmp_path, kept: dict[str, str], bad) -> None:
-    """With an overflow before and one between, the others move everything as if without."""
+    """Overflows before and between the other steps do not change where those end."""
     ends = []
     for overflows in ((), (0, 2)):
         chosen = settings(tmp_path, dtype="fp16", **kept)

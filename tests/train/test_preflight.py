@@ -1,4 +1,4 @@
-"""What speaks against a run, by code and severity; nothing here is loaded or measured."""
+"""The findings against a run, by code and severity; nothing here is loaded or measured."""
 
 import re
 from pathlib import Path

@@ -162,7 +162,7 @@ def test_how_a_step_is_divided_changes_no_row(place: Path, tmp_path: Path) -> No
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Request], list[list[int]]]]:
-    """What every `RolloutSampler` was asked, and what it said."""
+    """Record the requests and results of every `RolloutSampler`."""
     real, found = RolloutSampler.sample, []
 
     def sample(sampler: RolloutSampler, requests: list[Request]) -> list[list[int]]:

@@ -26,7 +26,7 @@ from qat.train.start import train_student
 
 @pytest.fixture
 def trainer(place: Path, tmp_path: Path) -> Iterator[Trainer]:
-    """After one step, with a saver of its own."""
+    """A trainer after one step, with a saver of its own."""
     made = make_trainer(config(place, max_steps=1), place / "student", tmp_path / "run")
     made.train()
     made.saver = Saver(
@@ -143,7 +143,7 @@ def test_a_copy_is_made_once_and_anew_after_a_change() -> None:
 def test_what_does_not_learn_is_copied_once(
     place: Path, tmp_path: Path, monkeypatch, learn: str
 ) -> None:
-    """As on a GPU, where a tensor of the model is no copy of itself."""
+    """The model counts as not on the host, as on a GPU, so that its tensors are no copies."""
     monkeypatch.setattr(saving, "_is_on_host", lambda _: False)
     settings = config(place, max_steps=3, save_every=1, keep=9, learn=learn)
     made = make_trainer(settings, place / "student", tmp_path / "run")

@@ -23,7 +23,7 @@ def batches(seconds: float) -> Iterator[None]:
 
 
 def beat_on(ranks: Ranks, path: Path, *, fetch_s: float, work_s: float) -> list[float]:
-    """What each beat says that a rank of such steps spends in exchanges."""
+    """Return the time in exchanges that each beat reports of a rank with such steps."""
     with Pulse(path, backends.select("cpu"), ranks, stall_s=600.0, flops_share=None) as pulse:
         for step, _ in enumerate(pulse.timed(batches(fetch_s)), 1):
             time.sleep(work_s)

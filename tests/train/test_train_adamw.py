@@ -1,4 +1,4 @@
-"""What moves parameters, by itself."""
+"""The classes that move parameters, by themselves."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -22,7 +22,7 @@ from qat.train.step import TrainingStep
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As every run's place, with the teacher on disk and a cache that knows it."""
+    """The place of every run, with the teacher on disk and a cache that knows it."""
     return with_teacher(make_place(tmp_path_factory.mktemp("beside"), layers=1))
 
 
