@@ -4,6 +4,7 @@
     python -m pytest -m gpu -p no:benchmark -n 6 -o junit_family=xunit2 --junitxml=gpu.xml
     python speedrun/measure_contact.py gpu gpu.xml --figures FIGURES.jsonl
     python speedrun/measure_contact.py suite suite.xml --figure suite_failed_avx2 --figures ...
+    python speedrun/measure_contact.py suite-time suite.xml --figures FIGURES.jsonl
 
 `--commit` and `--device` say where the tests ran if that was another checkout or machine.
 
@@ -83,6 +84,14 @@ def suite(report: Path, *, figure: str, figures: Path) -> None:
         raise SystemExit(f"{report}: no test passed, so nothing was measured; run the suite again")
     print(f"{states.count('passed')} passed, {failed} failed, {states.count('skipped')} skipped")
     record(figures, figure, failed, "tests", "0", runs=len(states))
+
+
+@app.command
+def suite_time(report: Path, *, figures: Path) -> None:
+    """Record how long a suite took by pytest's JUnit REPORT, collection included, as `suite_s`."""
+    suite = next(xml.parse(report).getroot().iter("testsuite")).attrib
+    print(f"{suite['tests']} tests in {suite['time']} s")
+    record(figures, "suite_s", round(float(suite["time"])), "s", "<= 220", runs=int(suite["tests"]))
 
 
 def run(named: set[str]) -> dict[str, State]:
