@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 ASKED_FOR_FIRST = {
     "qat.extensions.lab.tpu_plan.xla",
-    "qat.export.coreml_program",
+    "qat.extensions.targets.coreml_program",
     "qat.extensions.vllm.plugin",
 }
 """Modules that import an extra's package, which who imports them has asked for."""

@@ -7,7 +7,7 @@ training (`qat convert --for TARGET`) and before files are written (`qat export 
 from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,14 +25,7 @@ from qat.quant.spec import ActivationKind, LutSpec
 TARGETS: dict[TargetName, str] = {
     "packed": "qat.export.packed",
     "dense": "qat.export.dense",
-    "coreml": "qat.export.coreml",
-    "mlx": "qat.export.mlx",
-    "compressed-tensors": "qat.export.compressed_tensors",
-    "nvfp4": "qat.export.nvfp4",
-    "modelopt": "qat.export.modelopt",
     "gguf": "qat.export.gguf",
-    "torchao": "qat.export.torchao",
-    "executorch": "qat.export.executorch",
 }
 """The module of each target of the core, imported on first use."""
 EXTENSIONS = "qat.targets"
@@ -100,8 +93,10 @@ class Target(Protocol):
 
 
 def target_names() -> tuple[TargetName, ...]:
-    """Return the names of all targets, those of installed extensions last."""
-    return (*TARGETS, *hooks(EXTENSIONS))
+    """Return the names of all targets, in the order in which `--to` lists them."""
+    there = {*TARGETS, *hooks(EXTENSIONS)}
+    listed = [name for name in get_args(TargetName) if name in there]
+    return (*listed, *sorted(there.difference(listed)))
 
 
 def load_target(name: TargetName) -> Target:

@@ -27,7 +27,7 @@ from qat.convert.config import REPORT_NAME
 from qat.convert.quantize import quantize_model
 from qat.convert.shipping import Shipping
 from qat.errors import CheckpointError, ConfigError, ExportError
-from qat.export import coreml, gguf, mlx, nvfp4, parts
+from qat.export import gguf, parts
 from qat.export import gguf as gguf_blocks
 from qat.export import gguf as gguf_tokenizer
 from qat.export import model as card
@@ -36,6 +36,7 @@ from qat.export.config import ExportConfig, TargetName
 from qat.export.dense import dense_state_dict
 from qat.export.model import IMPORT, export_model, float_base
 from qat.export.targets import LIBRARIES, check_model, load_target, ships_to, target_names
+from qat.extensions.targets import coreml, mlx, nvfp4
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.gguf_header import teach_q2_0
 from qat.models.language_model import LanguageModel
@@ -813,7 +814,7 @@ def test_core_ml_tables_hold_our_weights(name: str, dtype: str) -> None:
     pytest.importorskip("coremltools")
     from coremltools.converters.mil import Builder as mb
 
-    from qat.export import coreml_program
+    from qat.extensions.targets import coreml_program
 
     linear = frozen_linear(6, 64, SPECS[name].model_copy(update={"level_bits": 16}))
     with torch.no_grad():

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat import __version__
-from qat.export import compressed_tensors, nvfp4
 from qat.export.parts import any_model, float_linears, float_model, logits_of, narrow_state
+from qat.extensions.targets import compressed_tensors, nvfp4
 from qat.nn.swap import embedding_dtype
 
 COMPARED = "bits"

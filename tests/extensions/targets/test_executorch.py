@@ -15,11 +15,11 @@ from torch import nn
 from qat.convert.quantize import quantize_model
 from qat.convert.shipping import Shipping
 from qat.errors import ExportError
-from qat.export import executorch, mlx
 from qat.export.config import ExportConfig
 from qat.export.model import check_equal, export_model
 from qat.export.parts import DtypeError, logits_of, probe_ids
 from qat.export.targets import check_model, ships_to
+from qat.extensions.targets import executorch, mlx
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import quant_linears

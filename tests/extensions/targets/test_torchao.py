@@ -8,11 +8,11 @@ from quantized import tiny_quantized, with_rounded_inputs
 
 from qat.convert.shipping import Shipping
 from qat.errors import ExportError
-from qat.export import torchao
 from qat.export.config import ExportConfig
 from qat.export.model import export_model
 from qat.export.parts import reloaded
 from qat.export.targets import check_model
+from qat.extensions.targets import torchao
 from qat.models.checkpoint import save_checkpoint
 from qat.nn.quant_linear import quant_linears
 from qat.quant.spec import PRESETS, LutSpec

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from qat.errors import ExportError
-from qat.export.compressed_tensors import read_logits, write
 from qat.export.config import ExportConfig
 from qat.export.model import check_equal, export_model
 from qat.export.parts import logits_of, probe_ids, reloaded
+from qat.extensions.targets.compressed_tensors import read_logits, write
 from qat.models.checkpoint import save_checkpoint
 from qat.nn.quant_linear import quant_linears
 from qat.quant.spec import ACTIVATION_KINDS, LutSpec

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import CompressedTensorsConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
-from qat.export import compressed_tensors
 from qat.export.parts import (
     any_model,
     float_linears,
@@ -23,6 +22,7 @@ from qat.export.parts import (
     refuse_all_but_groups,
     reloaded_logits,
 )
+from qat.extensions.targets import compressed_tensors
 from qat.models.stored_state import quantized_modules
 from qat.nn.quant_linear import QuantLinear
 from qat.quant.codebook import E2M1, fixed_grid

@@ -104,7 +104,7 @@ def write(
         )
     import coremltools as ct
 
-    from qat.export.coreml_program import OPSET, decoder
+    from qat.extensions.targets.coreml_program import OPSET, decoder
 
     weights, scales = _weights(model, dtype), _scales(model, dtype)
     program = decoder(model.config, weights, _rotary(model), NUMPY_DTYPES[dtype], scales=scales)
@@ -130,7 +130,7 @@ def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
     from coremltools.converters.mil.frontend.milproto.load import load
     from coremltools.models import MLModel
 
-    from qat.export.coreml_program import evaluate, read_scales, read_weights
+    from qat.extensions.targets.coreml_program import evaluate, read_scales, read_weights
 
     package = MLModel(str(directory / FILE_NAME), skip_model_load=True)
     spec = package.get_spec()
@@ -178,7 +178,7 @@ def _lookup(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype)
     Integers of 8 bits need no table. With inputs of 8 bits Core ML may multiply such a weight as
     integers.
     """
-    from qat.export.coreml_program import Lookup
+    from qat.extensions.targets.coreml_program import Lookup
 
     weight = module.quantized()
     scale = exact(f"{name}.scales", weight.scales.scales.double(), dtype).detach().numpy()

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from qat.convert.shipping import Shipping
 from qat.errors import ExportError
-from qat.export import coreml
 from qat.export.config import ExportConfig
 from qat.export.dense import dense_state_dict
 from qat.export.model import check_equal, export_model
 from qat.export.parts import float_model, logits_of, probe_ids, quantize_inputs
 from qat.export.targets import check_model, ships_to
+from qat.extensions.targets import coreml
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.stored_state import quantized_modules
 from qat.nn.quant_linear import quant_linears
@@ -31,7 +31,7 @@ from coremltools.converters.mil.frontend.milproto.load import load  # noqa: E402
 from coremltools.converters.mil.mil import Function, Operation  # noqa: E402
 from coremltools.models import MLModel  # noqa: E402
 
-from qat.export.coreml_program import OPSET, lookup, read_weights  # noqa: E402
+from qat.extensions.targets.coreml_program import OPSET, lookup, read_weights  # noqa: E402
 
 # coremltools leaves temporary directories to their finalizers
 pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")
