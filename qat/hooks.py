@@ -8,6 +8,7 @@
 | `qat.reports`    | a function that writes another page of `qat report`            |
 | `qat.devices`    | a module with `open_backend()` and `KIND`, a class of devices  |
 | `qat.importers`  | a reader of another system's caches and checkpoints            |
+| `qat.teachers`   | a module whose `ServedTeacher` asks a teacher on a server      |
 | `qat.targets`    | a module that writes an export target                          |
 
 An extension of this repository lies in `qat/extensions/NAME` and has its entry points in

@@ -17,7 +17,7 @@ from tiny import VOCAB, tiny_model
 
 from qat.data.build import build_cache
 from qat.data.reader import TeacherCache
-from qat.data.served import ServedTeacher
+from qat.extensions.served.teacher import ServedTeacher
 from qat.models.language_model import LanguageModel
 
 NAME = "tiny"

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -38,7 +39,6 @@ from qat.data.codec import Teacher
 from qat.data.config import CacheConfig, CacheSettings
 from qat.data.packing import PackedRows
 from qat.data.pipeline import prefetched, waited
-from qat.data.served import ServedTeacher
 from qat.data.shard import (
     Answer,
     AskPlan,
@@ -177,11 +177,28 @@ MERGE_EVERY = 64
 """Number of shards that the first of several ranks builds between two updates of the manifest."""
 
 
+@runtime_checkable
+class RemoteTeacher(Protocol):
+    """A teacher that runs elsewhere and is asked for the targets of blocks."""
+
+    def check_same(self, manifest: Manifest, out: Path) -> None:
+        """Check that it still is the model that built the shards in `out`, if any.
+
+        Raises:
+            CacheError: it is another one.
+        """
+
+    def asked(
+        self, manifest: Manifest, out: Path
+    ) -> AbstractContextManager[Callable[[ShardBlock, Callable[[int], None]], list[Answer]]]:
+        """Return a context manager that yields a function like `qat.data.shard.examine`."""
+
+
 def build_cache(
     settings: CacheSettings,
     *,
     tokenizer: PreTrainedTokenizerBase,
-    teacher: Teacher | ServedTeacher,
+    teacher: Teacher | RemoteTeacher,
     info: TeacherInfo,
     documents: Iterable[Document],
     out: Path,
@@ -298,7 +315,7 @@ def _tell(manifest: Manifest) -> None:
 
 
 def _asking(
-    teacher: Teacher | ServedTeacher,
+    teacher: Teacher | RemoteTeacher,
     manifest: Manifest,
     out: Path,
     *,
@@ -306,7 +323,7 @@ def _asking(
     ranks: Ranks,
 ) -> AbstractContextManager[Callable[[ShardBlock, Callable[[int], None]], list[Answer]]]:
     """Return a context manager that yields the function which runs the teacher on one block."""
-    if isinstance(teacher, ServedTeacher):
+    if isinstance(teacher, RemoteTeacher):
         ranks.together(partial(teacher.check_same, manifest, out))
         return teacher.asked(manifest, out)
     info = manifest.teacher

@@ -12,12 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import select
 from qat.config import fingerprint
+from qat.data.build import RemoteTeacher
 from qat.data.cache import SERVED_AS, TeacherInfo
 from qat.data.config import CacheConfig, DataFormat
-from qat.data.served import ServedTeacher
 from qat.data.sources import DataSource, Document
 from qat.data.text import encode, render
 from qat.errors import ConfigError, QatError
+from qat.hooks import extension
 from qat.models.language_model import LanguageModel, most_positions
 from qat.models.load import load_config, load_teacher, load_tokenizer, model_identity
 from qat.models.regions import Regions
@@ -98,7 +99,7 @@ class CacheTeacher(NamedTuple):
     """A teacher in the form that `build_cache` needs."""
 
     tokenizer: PreTrainedTokenizerBase
-    teacher: LanguageModel | ServedTeacher
+    teacher: LanguageModel | RemoteTeacher
     info: TeacherInfo
 
 
@@ -150,7 +151,8 @@ def _served(config: CacheConfig) -> CacheTeacher:
     trust, model = config.trust_remote_code, str(config.teacher_model)
     tokenizer = load_tokenizer(config.described_by, trust_remote_code=trust)
     described = load_config(config.described_by, trust_remote_code=trust).get_text_config()
-    teacher = ServedTeacher(config.teacher, model, described.vocab_size, config.batch_size)
+    served = extension("qat.teachers", "server")
+    teacher = served.ServedTeacher(config.teacher, model, described.vocab_size, config.batch_size)
     if config.top_k <= described.vocab_size:  # a larger top_k is reported by the build
         teacher.check(tokenizer, config.sequence_length or 0, config.top_k)
     info = TeacherInfo(

@@ -37,8 +37,8 @@ def test_a_run_by_flags_equals_one_by_its_own_recipe(place, tmp_path, monkeypatc
     words = flags(place, max_steps=3, mlp_only=True)
     assert call(monkeypatch, "train", place / "student", *words, "--out", first) == 0
     shown = capsys.readouterr().out
-    others = "mlx, compressed-tensors, nvfp4, modelopt, gguf, torchao, executorch"
-    assert f"not to {others}: its codebook is lut (" in shown
+    (others,) = [line for line in shown.splitlines() if line.startswith("not to ")]
+    assert "gguf" in others and ": its codebook is lut (" in others
     result = json.loads(shown.splitlines()[-1])
     assert result["run"] == str(first) and result["steps"] == 3
     assert result["final"].startswith(str(first / "q2a2_mlp_")) and result["best_nats"] > 0

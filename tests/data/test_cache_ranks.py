@@ -14,9 +14,9 @@ from tiny import VOCAB
 from qat.data.build import open_shared
 from qat.data.cache import read_manifest
 from qat.data.config import CacheConfig
-from qat.data.served import ServedTeacher
 from qat.data.shard import LOGS, in_order, merged, note_shard
 from qat.errors import CacheError, ConfigError, DataError
+from qat.extensions.served.teacher import ServedTeacher
 from qat.files import held
 from qat.models.teacher_cache import cache_teacher
 from qat.ranks import ALONE, Ranks

@@ -22,9 +22,9 @@ from engine_case import (
 from served_case import free_port, serving
 from tiny import VOCAB
 
-from qat.data.engines import Line
-from qat.data.served import ServedTeacher
 from qat.errors import ConfigError
+from qat.extensions.served.engines import Line
+from qat.extensions.served.teacher import ServedTeacher
 
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; .ci/vllm runs these tests", allow_module_level=True)

@@ -26,14 +26,15 @@ from engine_case import (
 from tiny import VOCAB, tiny_model, tiny_tokenizer
 
 from qat.cli import main, run_verb
-from qat.data import engines, served
 from qat.data.build import build_cache
 from qat.data.cache import Manifest
 from qat.data.config import CacheConfig
-from qat.data.engines import KEY
 from qat.data.reader import TeacherCache
-from qat.data.served import ServedTeacher
 from qat.errors import CacheError, ConfigError, QatError
+from qat.extensions.served import engines
+from qat.extensions.served import teacher as served
+from qat.extensions.served.engines import KEY
+from qat.extensions.served.teacher import ServedTeacher
 from qat.hub import web
 
 

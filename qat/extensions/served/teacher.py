@@ -21,10 +21,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qat.data import engines
 from qat.data.cache import Manifest
 from qat.data.codec import Signals, TopK
-from qat.data.engines import (
+from qat.data.reader import TeacherCache
+from qat.data.shard import Answer, encode_signals
+from qat.data.stream import ShardBlock
+from qat.errors import CacheError, ConfigError
+from qat.extensions.served import engines
+from qat.extensions.served.engines import (
     ANSWER_BYTES,
     CARDS,
     ENGINES,
@@ -36,10 +40,6 @@ from qat.data.engines import (
     Vllm,
     Word,
 )
-from qat.data.reader import TeacherCache
-from qat.data.shard import Answer, encode_signals
-from qat.data.stream import ShardBlock
-from qat.errors import CacheError, ConfigError
 
 logger = logging.getLogger(__name__)
 
