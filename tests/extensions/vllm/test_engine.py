@@ -230,7 +230,7 @@ def run(*words: object, **environment: str) -> subprocess.CompletedProcess:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         check=False,
     )
 
@@ -337,7 +337,7 @@ def test_the_notebook_serves_a_run(tmp_path: Path) -> None:
             env=os.environ | values,
             stdout=subprocess.PIPE,
             text=True,
-            timeout=280,
+            timeout=600,
             check=False,
         )
         assert done.returncode == 0, (name, (tmp_path / "vllm.log").read_text()[-4000:])
