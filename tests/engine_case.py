@@ -162,7 +162,7 @@ class Stage:
 
 
 class Replay:
-    """An engine that gives recorded answers, in whatever order it is asked."""
+    """This engine replays recorded answers, whatever the order of requests."""
 
     def __init__(self, recorded: Path) -> None:
         self._said = {

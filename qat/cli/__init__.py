@@ -82,7 +82,7 @@ VERBS = {
     ),
     "demo": Verb(
         "demo:demo",
-        "Take a small teacher to a 2-bit student: four to nine minutes on two CPU cores.",
+        "Take a small teacher to a 2-bit student: up to nine minutes on two CPU cores.",
         "qat demo --out demo",
     ),
 }

@@ -29,7 +29,7 @@ def demo(
     teacher: Path = TINY_TEACHER,
     steps: Annotated[int, Parameter(validator=Number(gt=0))] = 300,
 ) -> dict:
-    """Take a small teacher to a 2-bit student: four to nine minutes on two CPU cores.
+    """Take a small teacher to a 2-bit student: up to nine minutes on two CPU cores.
 
     A demo that was stopped goes on where it was.
 

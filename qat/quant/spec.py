@@ -83,11 +83,11 @@ class LutSpec(Settings):
     level_bits: Literal[32, 16, 8] = 32
     """Bits of a learned level: those of float32, or of float16 for programs that compute in it."""
     letter: ClassVar[str] = "q"
-    """What stands before the bits in the name of a run."""
+    """The first letter of a run's name, before the bits."""
     budget_forms: ClassVar[tuple[tuple[int, int], ...]] = ((2, 1), (3, 1), (4, 1))
     """Bits per index and weights per index that a budget tries: 2, 3 and 4 bits per weight."""
     rows_share_codebook: ClassVar[bool] = False
-    """Whether a sweep has one codebook for all rows, so that it takes one weight at a time."""
+    """True if all rows of a sweep share one codebook, so a sweep takes one weight at a time."""
 
     def __new__(cls, **values: Any) -> "LutSpec":
         """Make a `VectorSpec` if the values have its sizes, so that files need no other name."""

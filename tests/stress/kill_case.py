@@ -47,7 +47,7 @@ def fork(act: Callable[[], object], log: Path) -> int:
 def killed(
     act: Callable[[], object], log: Path, kill: Callable[[Callable[[], bool]], None] | None
 ) -> bool:
-    """Return whether a child that does `act` was killed; `kill` returns when it is time to.
+    """Run `act` in a child process, kill it when `kill` returns, and return whether it was killed.
 
     `kill` is given a function that says whether the child has ended by itself. None lets it end.
 

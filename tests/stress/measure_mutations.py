@@ -1,4 +1,4 @@
-"""Opens damaged caches, checkpoints, runs, recipes and archives: each refused in a line, or sound.
+"""Damage caches, checkpoints, runs, recipes and archives, and check that qat refuses or reads each.
 
 Counted as clean is a case that ends in time, within its memory, either with an error of one line,
 or with exactly what the undamaged files hold. A cache whose damage was sealed by whoever did it,

@@ -134,7 +134,7 @@ def test_lists_end_with_none() -> None:
 
 
 def doubled(inputs: Inputs, config: NSAConfig) -> Inputs:
-    """Return the inputs in float64, with their pools computed anew."""
+    """Convert the inputs to float64 and recompute their pools."""
     values = {
         name: None if tensor is None else tensor.double()
         for name, tensor in inputs._asdict().items()
