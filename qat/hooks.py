@@ -10,6 +10,7 @@
 | `qat.importers`  | a reader of another system's caches and checkpoints            |
 | `qat.teachers`   | a module whose `ServedTeacher` asks a teacher on a server      |
 | `qat.targets`    | a module that writes an export target                          |
+| `qat.followers`  | a module that sends runs to trackers and folders               |
 
 An extension of this repository lies in `qat/extensions/NAME` and has its entry points in
 `pyproject.toml`; another distribution may declare entry points of the same groups.

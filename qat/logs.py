@@ -346,6 +346,28 @@ def read_json_lines(path: Path) -> list[dict]:
     return [found for _, found in _read(path)]
 
 
+class Tail:
+    """Incremental reader that returns each complete line of a JSON lines file once.
+
+    The file may not exist yet, and may only grow.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[dict]:
+        """Return the objects of the lines that were completed since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [parse_json(line) for line in whole.splitlines()]
+
+
 def cut_after(path: Path, step: int) -> None:
     """Truncate a file of JSON lines to those up to `step` if it exists; step 0 empties it.
 

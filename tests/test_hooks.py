@@ -13,10 +13,15 @@ import torch
 from qat import hooks
 from qat.backend.base import Backend
 from qat.backend.device import on, select
+from qat.cli.train import train
 from qat.convert.importing import load_importer
 from qat.errors import ConfigError
 from qat.export.targets import load_target, target_names
 from qat.models.attention import read_attention, sparse_attention
+from qat.observe.config import TrackConfig
+from qat.train.config import TrainConfig
+
+RUN, TRACKED = TrainConfig(cache_dir="cache"), TrackConfig(tensorboard=True)
 
 
 @pytest.mark.usefixtures("no_extensions")
@@ -28,9 +33,10 @@ from qat.models.attention import read_attention, sparse_attention
         (load_target, "anemll"),
         (select, "xla"),
         (read_attention, "nsa"),
+        (lambda _: train("q2", config=RUN, out=Path("run"), tracking=TRACKED), "trackers"),
         (lambda name: sparse_attention(SimpleNamespace(**{name: {"mode": "merged"}})), "nsa"),
     ],
-    ids=["verb", "importer", "target", "device", "attention", "checkpoint"],
+    ids=["verb", "importer", "target", "device", "attention", "followers", "checkpoint"],
 )
 def test_a_missing_extension_is_named_and_how_to_install_it(
     load: Callable[[str], object], name: str

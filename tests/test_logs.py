@@ -16,6 +16,7 @@ from qat.errors import CheckpointError
 from qat.logs import (
     JsonLines,
     Lines,
+    Tail,
     configure,
     cut_after,
     duration,
@@ -80,6 +81,17 @@ class _Full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._room -= 1
         return self._file.write(octets[:1])
+
+
+def test_a_tail_gives_whole_lines_once(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    tail = Tail(path)
+    assert tail.read() == []
+    path.write_text('{"step": 1}\n{"step"')
+    assert tail.read() == [{"step": 1}] and tail.read() == []
+    with path.open("a") as file:
+        file.write(": 2}\n")
+    assert tail.read() == [{"step": 2}]
 
 
 def test_a_file_is_cut_back_to_a_step(tmp_path: Path) -> None:

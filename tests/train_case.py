@@ -84,6 +84,16 @@ def config(place: Path, **values: object) -> TrainConfig:
     return TrainConfig(**{**short, **values})
 
 
+def flags(place: Path, **values: object) -> list[str]:
+    """The same settings as words of `qat train`."""
+    words = []
+    for key, value in resolved(config(place, **values), str(place / "student")).items():
+        name = "--" + key.replace("_", "-")
+        if key != "student" and value is not False:
+            words += [name] if value is True else [name, str(value)]
+    return words
+
+
 def make_judge(
     student: LanguageModel | None,
     tokenizer: PreTrainedTokenizerBase | None,

@@ -3,8 +3,9 @@
 import json
 import logging
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.table import Table
@@ -14,6 +15,7 @@ from qat.cli.export import show_targets
 from qat.cli.parser import print_result
 from qat.config import Careful, Required
 from qat.errors import QatError
+from qat.hooks import extension
 from qat.logs import RECIPE, Terminal
 from qat.losses.config import parse_losses
 from qat.observe.config import TrackConfig
@@ -65,6 +67,7 @@ def train(
     """
     from qat.cli.inputs import check_inputs, with_fitting_loss
 
+    followers: Any = None if tracking == UNTRACKED else extension("qat.followers", "trackers")
     parse_losses(config.loss)
     _warn_of_idle(config.idle())
     check_inputs(models=[student, config.teacher], caches=[config.cache_dir], out=out)
@@ -73,8 +76,6 @@ def train(
     if config.reads_cache:
         config = with_fitting_loss(config, config.cache_dir)
     from qat.backend.device import select
-    from qat.observe.follow import follow
-    from qat.observe.upload import restore
     from qat.ranks import joined
     from qat.train.preflight import examine
     from qat.train.start import finished, opened
@@ -90,14 +91,16 @@ def train(
         if dry_run:
             return ranks.together(lambda: _dry_run(examined(), out))
         if resume is not None and tracking.gdrive_dir is not None:
-            ranks.together(lambda: restore(out, tracking.gdrive_dir) if ranks.is_first else None)
+            folder = tracking.gdrive_dir
+            ranks.together(lambda: followers.restore(out, folder) if ranks.is_first else None)
         forced = []
         if not (out / RECIPE).exists():  # what goes on has been looked at, or is refused
             adapters = "lora" in config.kinds
             forced = ranks.together(
                 lambda: _preflight(examined(), student, adapters=adapters, force=force)
             )
-        with follow(out, tracking if ranks.is_first else UNTRACKED):
+        is_followed = ranks.is_first and followers is not None
+        with followers.follow(out, tracking) if is_followed else nullcontext():
             run = opened(
                 config,
                 student,

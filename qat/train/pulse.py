@@ -26,8 +26,7 @@ from torch import Tensor
 
 from qat.backend.base import Backend
 from qat.backend.nvidia import UNKNOWN
-from qat.logs import JsonLines, events_file, heartbeat_file
-from qat.observe.trackers import Tail
+from qat.logs import JsonLines, Tail, events_file, heartbeat_file
 from qat.ranks import Ranks
 
 logger = logging.getLogger(__name__)

@@ -2,34 +2,23 @@
 
 import json
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
 from cli_case import call, said
-from train_case import config, make_place
+from train_case import config, flags, make_place
 
 from qat.cli.train import _next, show_health
 from qat.data.reader import TeacherCache
 from qat.logs import read_json_lines
 from qat.models.hf_quantizer import FORMAT
 from qat.observe.health import Check
-from qat.train.run import resolved
 from qat.train.start import train_student
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("train-verb"), layers=1)
-
-
-def flags(place: Path, **values: object) -> list[str]:
-    words = []
-    for key, value in resolved(config(place, **values), str(place / "student")).items():
-        name = "--" + key.replace("_", "-")
-        if key != "student" and value is not False:
-            words += [name] if value is True else [name, str(value)]
-    return words
 
 
 def test_a_run_by_flags_equals_one_by_its_own_recipe(place, tmp_path, monkeypatch, capsys) -> None:
@@ -93,20 +82,6 @@ def test_settings_of_rollouts_that_nobody_asked_for_are_told(
     assert caplog.messages == ["rollout_every=4 does nothing without --on-policy SHARE"]
 
 
-def test_followers_are_no_part_of_the_recipe(place: Path, tmp_path, monkeypatch, capsys) -> None:
-    out, recipe = tmp_path / "run", tmp_path / "recipe.toml"
-    words = [*flags(place, max_steps=2), "--out", out]
-    recipe.write_text("[train]\ntensorboard = true\nwandb_project = 'mine'\n")
-    assert call(monkeypatch, "--recipe", recipe, "train", place / "student", *words) == 0
-    assert [*(out / "tracking" / "tensorboard").iterdir()]
-    assert "tensorboard" not in (out / "recipe.toml").read_text()
-    # the run goes on with others or with none
-    assert call(monkeypatch, "train", place / "student", *words, "--resume") == 0
-    recipe.write_text("[train]\ntensorbord = true\n")
-    assert call(monkeypatch, "--recipe", recipe, "train", place / "student", *words) == 1
-    assert "did you mean 'tensorboard'?" in capsys.readouterr().err
-
-
 def test_a_run_directory_is_a_student_too(place: Path, tmp_path: Path) -> None:
     settings = config(place, max_steps=2, learn="scales")
     first = train_student(settings, str(place / "student"), tmp_path / "one", resume=False)
@@ -131,23 +106,6 @@ def test_mistakes_are_one_line(place: Path, tmp_path: Path, monkeypatch, capsys)
         error = capsys.readouterr().err
         assert error.startswith("qat: ") and error.count("\n") == 1 and message in error
         assert not out.exists()
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_the_same_command_goes_on_where_the_machine_was_lost(
-    place: Path, tmp_path: Path, monkeypatch, capsys
-) -> None:
-    out, folder = tmp_path / "run", tmp_path / "Drive"
-    folder.mkdir()
-    words = [*flags(place, max_steps=2), "--out", out, "--gdrive-dir", folder, "--resume"]
-    assert call(monkeypatch, "train", place / "student", *words) == 0
-    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
-    shutil.rmtree(out)
-    assert call(monkeypatch, "train", place / "student", *words[:-1]) == 1
-    assert "go on with it by --resume, choose another --out" in capsys.readouterr().err
-    assert call(monkeypatch, "train", place / "student", *words) == 0
-    for name in ("metrics.jsonl", "recipe.toml", "best", "latest", "training.csv"):
-        assert (out / name).read_bytes() == before[name]
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import lz4.frame
 import pytest
-from observe.run_case import begin, write_steps
+from run_case import begin, write_steps
 
 from qat.errors import ConfigError, HubError
+from qat.extensions.trackers import upload
+from qat.extensions.trackers.follow import follow
+from qat.extensions.trackers.upload import Upload, check_folder
 from qat.hub.files import RECEIPT
 from qat.hub.unpack import unpack
-from qat.observe import upload
 from qat.observe.config import TrackConfig
-from qat.observe.follow import follow
-from qat.observe.upload import Upload, check_folder
 
 
 def save(run: Path, step: int, *, is_best: bool = True, old: int | None = None) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from observe.run_case import begin, cut, loss, write_steps
+from run_case import begin, cut, loss, write_steps
 
-from qat.observe import follow
+from qat.extensions.trackers import follow
+from qat.extensions.trackers.curves import TrackerStart, Wandb
 from qat.observe.config import TrackConfig
-from qat.observe.trackers import TrackerStart, Wandb
 
 BLOCK = 2**15
 SECRET = "a-value-that-nobody-may-see"
@@ -28,7 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
     run, said = place / "my_run", []
     handler = logging.Handler(logging.INFO)  # what another test made louder does not count
     handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("qat.observe").addHandler(handler)
+    logging.getLogger("qat.extensions.trackers").addHandler(handler)
     printed = StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr(follow, "POLL_S", 0.02)
@@ -50,7 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list
             begin(run, commit="4567def")
             write_steps(run, 3, 4)
     yield place, said + printed.getvalue().splitlines()
-    logging.getLogger("qat.observe").removeHandler(handler)
+    logging.getLogger("qat.extensions.trackers").removeHandler(handler)
 
 
 @pytest.mark.slow

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Protocol
 
 from qat.errors import ConfigError, how_to_install, is_installed
+from qat.extensions.trackers import curves
+from qat.extensions.trackers.curves import Curves, Tracker, TrackerStart
+from qat.extensions.trackers.upload import Upload, check_folder, restore
 from qat.logs import FACTS
-from qat.observe import trackers
 from qat.observe.config import TrackConfig
-from qat.observe.trackers import Curves, Tracker, TrackerStart
+
+__all__ = ["follow", "restore"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,16 +84,13 @@ def _followers(run: Path, config: TrackConfig) -> list[Follower]:
         for flag in wanted
     ]
     if config.gdrive_dir is not None:
-        # imported here: its archive libraries take a tenth of the time budget of --help
-        from qat.observe.upload import Upload, check_folder
-
         check_folder(run, config.gdrive_dir)
         found.append(Upload(run, config.gdrive_dir, config.gdrive_state_gib))
     return found
 
 
 def _open_tracker(flag: str, start: TrackerStart) -> Tracker:
-    return getattr(trackers, TRACKERS[flag])(start)
+    return getattr(curves, TRACKERS[flag])(start)
 
 
 class _Thread(threading.Thread):

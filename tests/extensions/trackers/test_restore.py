@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 from crash import stopped_at
-from observe.run_case import begin, write_steps
-from observe.test_upload import save
+from run_case import begin, write_steps
+from test_upload import save
 from train_case import assert_same_end, config, make_place
 
 from qat.errors import ConfigError, HubError
+from qat.extensions.trackers import upload
+from qat.extensions.trackers.follow import follow
+from qat.extensions.trackers.upload import STATE, Upload, named, restore, stage_run
 from qat.hub import push
-from qat.observe import upload
 from qat.observe.config import TrackConfig
-from qat.observe.follow import follow
-from qat.observe.upload import STATE, Upload, named, restore, stage_run
 from qat.train.optim import Optimizer
 from qat.train.run import RunDirectory
 from qat.train.start import TrainReport, train_student

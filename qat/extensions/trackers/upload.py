@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from qat.errors import ConfigError, HubError
+from qat.extensions.trackers.curves import FOLDER
 from qat.files import LEAVING, check_free, held, is_real, real_files
 from qat.hub.files import atomic_directory
 from qat.hub.push import pack, put
@@ -32,7 +33,6 @@ from qat.logs import (
     VAL_CSV,
 )
 from qat.models.directory import pointed
-from qat.observe.trackers import FOLDER
 from qat.process import GIB
 
 STATE = "resume.tar.lz4"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from observe.run_case import begin
+from run_case import begin
 
 
 @pytest.fixture

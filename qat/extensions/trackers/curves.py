@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from qat.files import parse_json, write_atomically
-from qat.logs import FACTS, HEARTBEAT, METRICS, RECIPE
+from qat.logs import FACTS, HEARTBEAT, METRICS, RECIPE, Tail
 from qat.secrets import scrubbed_in
 
 logger = logging.getLogger(__name__)
@@ -240,28 +240,6 @@ def _open(start: TrackerStart, run_id: str) -> Any:
     run = init("offline")
     logger.warning(OFFLINE, reason, run.settings.sync_dir)
     return run
-
-
-class Tail:
-    """Incremental reader that returns each complete line of a JSON lines file once.
-
-    The file may not exist yet, and may only grow.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def read(self) -> list[dict]:
-        """Return the objects of the lines that were completed since the last call."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            new = file.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [parse_json(line) for line in whole.splitlines()]
 
 
 FOLDER = "tracking"

@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from observe.run_case import add_line, begin, cut, loss, write_steps
+from run_case import begin, cut, loss, write_steps
 
 from qat.errors import ConfigError
-from qat.observe import follow
-from qat.observe import trackers as curves
+from qat.extensions.trackers import curves, follow
+from qat.extensions.trackers.curves import Sample, TrackerStart, events
 from qat.observe.config import TrackConfig
-from qat.observe.trackers import Sample, Tail, TrackerStart, events
 
 
 class Memory:
@@ -155,19 +154,6 @@ def test_names_of_the_run(opened: list[Memory], tmp_path: Path, monkeypatch) -> 
         begin(tmp_path / "run")
     named = sorted((tracker.start.name, tracker.start.project) for tracker in opened)
     assert named == [("mine", "theirs"), ("run", "qat")]
-
-
-def test_a_tail_gives_whole_lines_once(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    tail = Tail(path)
-    assert tail.read() == []
-    add_line(path, step=1)
-    with path.open("a") as file:
-        file.write('{"step"')
-    assert tail.read() == [{"step": 1}] and tail.read() == []
-    with path.open("a") as file:
-        file.write(": 2}\n")
-    assert tail.read() == [{"step": 2}]
 
 
 def test_only_numbers_are_curves() -> None:
