@@ -56,17 +56,21 @@ app = App(
 """`qat`; its verbs are added in `qat.cli`, which imports them."""
 
 
-def run_verb(tokens: Sequence[str], recipe: Path | None = None) -> dict[str, object]:
+def run_verb(
+    tokens: Sequence[str], recipe: Path | None = None, **unparsed: object
+) -> dict[str, object]:
     """Parse and run one command line without its `qat`; what the verb found out.
+
+    `unparsed` are arguments of the verb that no flag sets.
 
     Raises:
         QatError: the user's mistakes.
     """
-    found = parsed(tokens, recipe)()
+    found = parsed(tokens, recipe)(**unparsed)
     return found if isinstance(found, dict) else {}
 
 
-def parsed(tokens: Sequence[str], recipe: Path | None = None) -> Callable[[], object]:
+def parsed(tokens: Sequence[str], recipe: Path | None = None) -> Callable[..., object]:
     """The call of the verb that one command line names.
 
     Args:

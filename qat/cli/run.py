@@ -136,7 +136,8 @@ class Pipeline:
             return made
         self.has_news = True
         resume = ["--resume", "auto"] if verb == "train" and made.exists() else []
-        self.call(verb, *words, "--out", made, *resume, stage=name)
+        own = {"says_targets": False} if verb == "train" else {}  # the conversion has said them
+        self.call(verb, *words, "--out", made, *resume, stage=name, **own)
         return made
 
     def examine(self, name: str, model: Path, *words: object, teacher: str) -> None:
@@ -186,8 +187,10 @@ class Pipeline:
         path = self.out / EXAM
         return parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
-    def call(self, *words: object, stage: str) -> dict[str, object]:
+    def call(self, *words: object, stage: str, **unparsed: object) -> dict[str, object]:
         """Run one verb in this process, printed as a user would type it; what it found.
+
+        For `unparsed` see `run_verb`.
 
         Raises:
             QatError: what the verb says, `stage` in front.
@@ -196,7 +199,7 @@ class Pipeline:
         self.say(f"\n$ qat {shlex.join(tokens)}", style="bold")
         began = time.perf_counter()
         try:
-            found = run_verb(tokens)
+            found = run_verb(tokens, **unparsed)
         except KeyboardInterrupt:
             raise Stopped(f"stage {stage} was stopped; the same command goes on", 130) from None
         except Stopped as error:
@@ -500,6 +503,9 @@ class Run:
             self.tables["cache"] = self._choices() | self.tables["cache"]
             self._resolve("cache")
             self.text = check_text(self.configs["cache"])
+            # so that the stage does not read the documents again to choose it
+            self.tables["cache"]["sequence_length"] = self.text.sequence_length
+            self._resolve("cache")
         self.forecast: Forecast | None = None if "convert" in done else self._foreseen()
         self._note()
 

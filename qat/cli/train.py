@@ -49,6 +49,7 @@ def train(
     resume: Careful[Literal["latest", "auto"] | None] = None,
     dry_run: Careful[Flag] = False,
     force: Careful[Flag] = False,
+    says_targets: Annotated[bool, Parameter(parse=False)] = True,
 ) -> dict[str, object]:
     """Train STUDENT, a packed checkpoint, against a teacher cache.
 
@@ -64,6 +65,7 @@ def train(
         dry_run: Take a few steps, say how long the run will take, what it will hold and what
             speaks against it, and leave nothing behind.
         force: Train in spite of the preflight's errors (recorded in run.json).
+        says_targets: Print where the student can be exported to, as `qat convert` did before.
     """
     from qat.cli.inputs import check_inputs, with_fitting_loss
 
@@ -95,9 +97,10 @@ def train(
             ranks.together(lambda: followers.restore(out, folder) if ranks.is_first else None)
         forced = []
         if not (out / RECIPE).exists():  # what goes on has been looked at, or is refused
+            said = student if says_targets else None
             adapters = "lora" in config.kinds
             forced = ranks.together(
-                lambda: _preflight(examined(), student, adapters=adapters, force=force)
+                lambda: _preflight(examined(), said, adapters=adapters, force=force)
             )
         is_followed = ranks.is_first and followers is not None
         with followers.follow(out, tracking) if is_followed else nullcontext():
@@ -134,15 +137,19 @@ def _warn_of_idle(settings: dict[str, object]) -> None:
 
 
 def _preflight(
-    checked: "Checked | None", student: str, *, adapters: bool, force: bool
+    checked: "Checked | None", student: str | None, *, adapters: bool, force: bool
 ) -> list[str]:
-    """Return the codes of the errors that `force` overrides; none where nothing was examined."""
+    """Return the codes of the errors that `force` overrides; none where nothing was examined.
+
+    With a `student`, its targets are shown.
+    """
     from qat.models.directory import resolve
     from qat.train.preflight import codes_forced
 
     if checked is None:
         return []
-    show_targets(Path(resolve(student)), adapters=adapters)
+    if student is not None:
+        show_targets(Path(resolve(student)), adapters=adapters)
     if checked.is_long or len(checked.errors()) > 1:  # a single error is said in its line
         show_findings(checked)
     return codes_forced(checked.findings, force=force)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,11 +63,13 @@ def go(place: Path, out: Path, *more: object) -> dict:
 
 @pytest.fixture(scope="module")
 def finished(place: Path) -> Path:
-    go(place, place / "finished")
+    with (place / "said").open("w") as said, redirect_stdout(said):
+        go(place, place / "finished")
     return place / "finished"
 
 
 def test_it_makes_all_that_it_says(finished: Path) -> None:
+    assert (finished.parent / "said").read_text().count("ships to ") == 1
     recipe = tomllib.loads((finished / "recipe.toml").read_text())
     assert recipe.keys() == {"run", *STAGES}
     assert recipe["train"]["max_steps"] == 4 and recipe["convert"]["group_size"] == 16
@@ -187,7 +190,7 @@ def test_flags_of_a_stage_reach_it(place: Path, tmp_path: Path) -> None:
     flags = ["--lr", 0.5, "--batch-size", 3, "--embedding-bits", 4, "--seed", 7, "--top-k", 8]
     pipeline = Pipeline("run", tmp_path / "out")
     config = RunConfig(
-        data=str(place / "texts.txt"), sequence_length=16, device="cpu", group_size=16,
+        data=str(place / "texts.txt"), device="cpu", group_size=16,
         **dict(zip([f[2:].replace("-", "_") for f in flags[::2]], flags[1::2], strict=True)),
     )  # fmt: skip
     made = Run(pipeline, str(place / "model"), config=config, targets=(), tables={})
@@ -195,6 +198,8 @@ def test_flags_of_a_stage_reach_it(place: Path, tmp_path: Path) -> None:
     assert (train.lr, train.batch_size, train.seed) == (0.5, 3, 7)
     assert (cache.top_k, cache.seed, cache.batch_size) == (8, 0, 0)
     assert made.configs["convert"].embedding_bits == 4
+    # the length that follows the data is measured once, and told to the stage
+    assert made.configs["cache"].sequence_length == made.text.sequence_length > 0
     assert {made.configs[stage].device for stage in ("cache", "convert", "train")} == {"cpu"}
 
 
@@ -278,8 +283,8 @@ def test_stopped_behind_any_stage_it_goes_on(
 ) -> None:
     real, verb, out = run_verb, STAGES[number], tmp_path / "out"
 
-    def stopped(tokens: list[str]) -> dict:
-        found = real(tokens)
+    def stopped(tokens: list[str], **unparsed: object) -> dict:
+        found = real(tokens, **unparsed)
         if tokens[0] == verb:
             raise KeyboardInterrupt
         return found
