@@ -1,5 +1,6 @@
 """Continue a prompt with streaming, and measure whether the result degenerates."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -302,8 +303,8 @@ def held_out_prompt(cache: Path | str, tokenizer: PreTrainedTokenizerBase) -> st
     """Return the beginning of the first held-out document of a teacher cache.
 
     For a chat it is everything before the first answer, for other text `PROMPT_TOKENS` tokens or
-    half of a short document. A cache without a held-out split gives the beginning of its training
-    text.
+    half of a short document, up to the last whole word. A cache without a held-out split gives the
+    beginning of its training text.
     """
     reader = TeacherCache.open(cache)
     split: Split = "held_out" if reader.num_sequences("held_out") else "train"
@@ -313,6 +314,18 @@ def held_out_prompt(cache: Path | str, tokenizer: PreTrainedTokenizerBase) -> st
     counted = batch.mask[0, :length].nonzero().flatten().tolist()
     before_answer = counted[0] + 1 if counted else 0
     count = before_answer if before_answer > 1 else max(1, min(PROMPT_TOKENS, length // 2))
-    ids = batch.input_ids[0, :count].tolist()
+    ids = batch.input_ids[0, :length].tolist()
     # a first word has a space where some tokenizers decode it behind the token that begins a text
-    return str(tokenizer.decode(ids[1:] if ids[0] == tokenizer.bos_token_id else ids))
+    first = int(ids[0] == tokenizer.bos_token_id)
+    prompt, document = (str(tokenizer.decode(ids[first:end])) for end in (count, length))
+    return prompt if count == before_answer else _whole_words(prompt, document)
+
+
+def _whole_words(prompt: str, document: str) -> str:
+    """Return `prompt` without its last word if `document`, which begins so, goes on with it."""
+    # a prompt that ends inside a character decodes to another text than the document
+    if re.match(re.escape(prompt) + r"(?!['\u2019]?\w)", document):
+        return prompt
+    kept = re.sub(r"\S+$", "", prompt).rstrip()
+    # where little would be left, words have no spaces between them
+    return kept if len(kept) > len(prompt) / 2 else prompt
