@@ -44,9 +44,6 @@ Speed = Annotated[T, _below("Speed and memory")]
 Saving = Annotated[T, _below("Evaluations, checkpoints and logs")]
 Trackers = Annotated[T, _below("Trackers and uploads")]
 Careful = Annotated[T, _below("Resuming and checks")]
-OTHERS = Group.create_ordered("Others")
-"""Heading of settings without another one."""
-EveryVerb = Annotated[T, _below("Every verb")]
 RUNS_CODE = {"--trust-remote-code", "--tasks-dir", "--allow-command"}
 """Flags that run third-party code: that of a model or a task, or a program of a sweep."""
 
@@ -74,7 +71,7 @@ MOST = 2**63 - 1
 class Settings(BaseModel):
     """Base of all typed configurations: immutable, with finite numbers, without unknown keys."""
 
-    # build validators on first use: all of them would take a tenth of the time of `qat --help`
+    # build validators on first use: all would take a tenth of the time of `qat train --help`
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
     @model_validator(mode="after")

@@ -9,14 +9,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task
 from rich.text import Text
 
 from qat.errors import CheckpointError
 from qat.files import parse_json, write_atomically
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -215,30 +217,31 @@ class _Lines:
         logger.info("%s", ", ".join(filter(None, [begin, ticker.said, ticker.left()])))
 
 
-class _Words(ProgressColumn):
-    """A text column of a progress bar."""
-
-    def __init__(self, of: Callable[[Ticker], str]) -> None:
-        super().__init__()
-        self._of = of
-
-    def render(self, task: Task) -> Text:
-        """Return the current text, without markup."""
-        return Text(printable(self._of(task.fields["ticker"])), no_wrap=True)
-
-
-_SHOWN: list[Progress] = []
+_SHOWN: list["Progress"] = []
 """The progress bars of this process's terminal, if any."""
 _TOLD: list[Ticker] = []
 """Current pieces of work with log lines, outermost first."""
 
 
 @contextmanager
-def _bars() -> Iterator[Progress]:
+def _bars() -> Iterator["Progress"]:
     """Yield the progress bars of the terminal; nested blocks share those of the outer one."""
     if _SHOWN:
         yield _SHOWN[0]
         return
+    # imported here: `qat --help` shows no bar
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task
+
+    class _Words(ProgressColumn):
+        """A column with a text that is rendered anew at each refresh, without markup."""
+
+        def __init__(self, of: Callable[[Ticker], str]) -> None:
+            super().__init__()
+            self._of = of
+
+        def render(self, task: Task) -> Text:
+            return Text(printable(self._of(task.fields["ticker"])), no_wrap=True)
+
     bars = Progress(
         _Words(lambda ticker: ticker.description),
         BarColumn(),

@@ -16,8 +16,7 @@ from cyclopts import CycloptsError, Parameter
 
 from qat import logs
 from qat.backend.before_torch import before_torch, keep_to_own_cores
-from qat.cli.parser import app, mistake, parsed, print_result, run_verb
-from qat.config import EveryVerb
+from qat.cli.parser import EVERY_VERB, app, mistake, parsed, print_result, run_verb
 from qat.errors import QatError
 from qat.process import is_out_of_memory
 from qat.secrets import Scrub, scrubbed
@@ -101,10 +100,10 @@ for _number, (_name, _verb) in enumerate(VERBS.items()):
 @app.meta.default
 def _call(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
-    recipe: EveryVerb[
-        Annotated[Path | None, Parameter(help="TOML file with one table per verb.")]
+    recipe: Annotated[
+        Path | None, Parameter(group=EVERY_VERB, help="TOML file with one table per verb.")
     ] = None,
-    verbose: EveryVerb[Annotated[bool, Parameter(help="Log more.", negative=())]] = False,
+    verbose: Annotated[bool, Parameter(group=EVERY_VERB, help="Log more.", negative=())] = False,
 ) -> Callable[[], object]:
     """The call that a command line stands for; what all verbs log is set up."""
     logs.configure(verbose)

@@ -14,8 +14,8 @@ from qat.bench.config import (
     MeasureConfig,
     SweepConfig,
 )
+from qat.cli.parser import OTHERS
 from qat.cli.tables import numbers_table, row_table, wide_console
-from qat.config import OTHERS
 from qat.errors import ConfigError
 from qat.hooks import extension
 from qat.losses.config import parse_losses

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from qat.config import OTHERS, Required
+from qat.cli.parser import OTHERS
+from qat.config import Required
 from qat.data.config import CacheConfig, ImportConfig
 from qat.errors import CacheError, CheckpointError, ConfigError, HubError, QatError
 from qat.files import described

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from qat.config import OTHERS, Required
+from qat.cli.parser import OTHERS
+from qat.config import Required
 from qat.errors import HubError
 from qat.files import described, inside, is_real
 from qat.hub.registry import HubEntry

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import cyclopts
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, Group
 from cyclopts.argument import Argument
 from cyclopts.help import DefaultFormatter, HelpPanel
 
 import qat
-from qat.cli.mistakes import Mistake, commands, flag_names, unknown_flag, unknown_verb
-from qat.config import OTHERS, meant, read_toml
 from qat.errors import ConfigError, QatError
 from qat.files import described
 
@@ -42,6 +40,12 @@ class PlainHelp(DefaultFormatter):
 
 PROSE = {"--prompt", "--sample-prompt", "--note"}
 """Flags whose text may begin with any character."""
+
+# Headings of every help, behind those of qat.config, which cyclopts numbers from 0. They are here
+# because the list of verbs needs no settings: pydantic takes a fifth of the time of `qat --help`.
+OTHERS = Group("Others", sort_key=(None, 1000))
+"""Heading of settings without another one."""
+EVERY_VERB = Group("Every verb", sort_key=(None, 1001))
 
 app = App(
     name="qat",
@@ -80,6 +84,8 @@ def parsed(tokens: Sequence[str], recipe: Path | None = None) -> Callable[..., o
     Raises:
         QatError: the user's mistakes.
     """
+    from qat.cli.mistakes import unknown_flag, unknown_verb
+
     if tokens[:1] == ["train"]:  # `--resume` alone means `--resume latest`
         tokens = [
             "--resume=latest" if token == "--resume" and after not in ("auto", "latest") else token
@@ -120,6 +126,8 @@ def expand_home(_app: App, _words: Sequence[str], arguments: Iterable[Argument])
 
 def mistake(tokens: Sequence[str], error: CycloptsError, arguments: Sequence[Argument] = ()) -> str:
     """Return one line about what stopped the parser, in the names that the user types."""
+    from qat.cli.mistakes import Mistake
+
     return str(Mistake(app, tokens, error, arguments))
 
 
@@ -133,6 +141,8 @@ def print_result(found: object) -> None:
 @cache
 def verb_flags() -> dict[str, set[str]]:
     """The names of each verb's flags without dashes in front; of `--a.b` the `a`."""
+    from qat.cli.mistakes import commands, flag_names
+
     found = {}
     for verb in commands(app):
         has_flags = app[verb].default_command is not None  # else only the verbs below it have some
@@ -150,6 +160,8 @@ def check_recipe(path: Path, flags: Mapping[str, Iterable[str]]) -> dict[str, ob
         ConfigError: the file is missing or no TOML, a table or key has no such name, or a key
             would run code of others.
     """
+    from qat.config import meant, read_toml
+
     if not path.is_file():
         raise ConfigError(f"recipe={path} {described(path)}, expected a TOML file; check the path")
     tables = read_toml(path, f"recipe={path}", "a table for each verb")
