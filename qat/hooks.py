@@ -5,7 +5,7 @@
 | `qat.verbs`      | a function that adds verbs to `qat bench`                      |
 | `qat.attention`  | a module that computes attention from a part of the past       |
 | `qat.plans`      | a module that compiles a training step for absent devices      |
-| `qat.reports`    | a function that writes another page of `qat report`            |
+| `qat.reports`    | a function that `qat report` writes something else by          |
 | `qat.devices`    | a module with `open_backend()` and `KIND`, a class of devices  |
 | `qat.importers`  | a reader of another system's caches and checkpoints            |
 | `qat.teachers`   | a module whose `ServedTeacher` asks a teacher on a server      |

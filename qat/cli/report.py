@@ -1,12 +1,12 @@
 """`qat report`: what runs and conversions came to, as one page, and as entries of a log."""
 
-import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from qat.files import described, parse_toml
+from qat.files import described
+from qat.hooks import extension
 
 LOG, RECORDS = Path("speedrun/LOG.md"), Path("speedrun/records")
 
@@ -39,6 +39,7 @@ def report(
     """
     if leaderboard:
         return _leaderboard(runs, out, records)
+    append_entry: Any = extension("qat.reports", "log") if log else None
     from qat.cli.inputs import check_inputs
     from qat.errors import ConfigError
     from qat.observe.runs import read_directory, read_exam
@@ -58,20 +59,18 @@ def report(
             f"log_file={log_file} {described(log_file)}, expected a log in Markdown; give "
             "--log-file FILE"
         )
-    from qat.observe.log import append_entry
     from qat.observe.page import write_report
 
     written = write_report(list(runs), out)
     found = dict(page=written.page, pictures=[str(path) for path in written.pictures])
     if not log:
         return found
-    entries = [append_entry(log_file, run, train_command(run)) for run in runs]
+    entries = [append_entry(log_file, run) for run in runs]
     return {**found, "log": log_file, "entries": entries}
 
 
 def _leaderboard(runs: tuple[Path, ...], out: Path | None, records: Path) -> dict[str, object]:
     from qat.errors import ConfigError
-    from qat.hooks import extension
 
     if runs or out is None:
         wrong = f"RUNS={runs[0]}" if runs else "no --out"
@@ -79,22 +78,3 @@ def _leaderboard(runs: tuple[Path, ...], out: Path | None, records: Path) -> dic
             f"{wrong} with --leaderboard, expected --records and --out alone; write --out page.html"
         )
     return {"page": extension("qat.reports", "leaderboard")(records, out)}
-
-
-def train_command(run: Path) -> str:
-    """The `qat train` that made a run, with the settings that are not the defaults; "" for none."""
-    from qat.logs import RECIPE
-    from qat.train.config import TrainConfig
-    from qat.train.run import RunDirectory
-
-    if not (run / RECIPE).is_file():
-        return ""
-    RunDirectory(run).begun_with()  # or a line that says what is wrong with it
-    settings = parse_toml((run / RECIPE).read_text(encoding="utf-8"))["train"]
-    defaults = {name: field.default for name, field in TrainConfig.model_fields.items()}
-    words = ["qat", "train", str(settings.pop("student"))]
-    for name, value in settings.items():
-        if value != defaults.get(name):
-            flag = f"--{name.replace('_', '-')}"
-            words += [flag] if value is True else [flag, str(value)]
-    return shlex.join([*words, "--out", str(run)])

@@ -93,6 +93,7 @@ def test_a_plan_and_a_leaderboard_need_the_lab(tmp_path: Path) -> None:
         lambda: bench("tiny", config=BenchConfig(plan="v6e"), out=out),
         lambda: run_bench(BenchConfig(plan="t4,v6e", device="cpu"), "tiny", out),
         lambda: report(leaderboard=True, out=out / "page.html"),
+        lambda: report(tmp_path, log=True, out=out / "page.html"),
     ]
     for needs_the_lab in calls:
         with pytest.raises(ConfigError, match="is not installed.*pip install"):

@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 from observe.synthetic import write_conversion, write_lines, write_run
 
-from qat.cli.report import report, train_command
+from qat.cli.report import report
 from qat.errors import CheckpointError, ConfigError
+from qat.extensions.lab.run_log import append_entry, notes, train_command
 from qat.logs import read_json_lines
-from qat.observe.log import append_entry, notes
 from qat.observe.runs import read_directory
 
-COMMAND = "qat train checkpoints/q2 --lr 0.02 --out runs/first"
 RECIPE = """[train]
 student = "checkpoints/q2"
 cache_dir = "caches/c4"
@@ -56,7 +55,7 @@ def log(tmp_path: Path) -> Path:
 
 
 def test_an_entry_is_whole_and_above_the_older_ones(run: Path, log: Path) -> None:
-    title = append_entry(log, run, COMMAND)
+    title = append_entry(log, run)
     text = log.read_text()
     assert text.startswith("# Log\n\n## Entries\n\n### 20")
     assert text.endswith("\n\n### 2020-01-01: old\n") and text.index(title) < text.index("old")
@@ -67,7 +66,7 @@ def test_an_entry_is_whole_and_above_the_older_ones(run: Path, log: Path) -> Non
         "NVIDIA H200, peak 1.50 GiB, torch 2.11, commit 0123456789ab.",
         "scales learn (mlp), 1,234,567 values; loss tail at T = 1.0; 64 sequences a step",
         "64 sequences a step; lr_scales 0.02, cosine; bf16, seed 3.",
-        f"**Command.** {COMMAND}",
+        f"**Command.** {train_command(run)}",
         "| ppl | hours | tokens | tokens/s |",
         "| before | 1.76 | 1.10 | 36.0 | - | - | - | - | - |",
         "| after, best step | 0.438 | 0.274 | 15.8 | 0.0212 | 687,314 | 9,0",
@@ -80,14 +79,14 @@ def test_an_entry_is_whole_and_above_the_older_ones(run: Path, log: Path) -> Non
 
 
 def test_a_run_is_logged_once_until_its_numbers_change(run: Path, log: Path) -> None:
-    append_entry(log, run, COMMAND)
+    append_entry(log, run)
     before = log.read_text()
     with pytest.raises(ConfigError, match=r"first already \(see [0-9a-f]{12}\)"):
-        append_entry(log, run, COMMAND)
+        append_entry(log, run)
     assert log.read_text() == before
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "train", "step": 201, "loss_nats": 0.2}) + "\n")
-    append_entry(log, run, COMMAND)
+    append_entry(log, run)
     assert log.read_text().count("### ") == 3
 
 
@@ -125,10 +124,10 @@ def test_the_verb_knows_the_command_and_the_log(run: Path, log: Path, monkeypatc
 def test_what_cannot_be_logged(run: Path, log: Path, tmp_path: Path) -> None:
     conversion = write_conversion(tmp_path / "q2")
     with pytest.raises(CheckpointError, match="holds no run that was judged"):
-        append_entry(log, conversion, "")
+        append_entry(log, conversion)
     with pytest.raises(ConfigError, match="log_file=.*nowhere.md is not there"):
         report(run, log=True, log_file=tmp_path / "nowhere.md", out=tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
     log.write_text("# Log\n")
     with pytest.raises(ConfigError, match="has no line '## Entries'"):
-        append_entry(log, run, COMMAND)
+        append_entry(log, run)

@@ -1,5 +1,6 @@
 """Write entries about runs into a log such as `speedrun/LOG.md`, in that log's template."""
 
+import shlex
 import textwrap
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -9,7 +10,7 @@ from typing import Any
 from qat.config import fingerprint
 from qat.errors import CheckpointError, ConfigError
 from qat.files import parse_toml, write_atomically
-from qat.logs import METRICS
+from qat.logs import METRICS, RECIPE
 from qat.observe.page import number
 from qat.observe.runs import (
     SCORES,
@@ -19,6 +20,8 @@ from qat.observe.runs import (
     token_count,
     wall_seconds,
 )
+from qat.train.config import TrainConfig
+from qat.train.run import RunDirectory
 
 ENTRIES = "## Entries\n"
 SCORED = ("case", "KD (nats)", "KL (nats)", "ppl")
@@ -26,7 +29,7 @@ COLUMNS = (*SCORED, "hours", "tokens", "tokens/s", "MFU", "peak GiB")
 WIDTH = 100
 
 
-def append_entry(log: Path, path: Path, command: str) -> str:
+def append_entry(log: Path, path: Path) -> str:
     """Insert an entry about the run in `path` at the top of `log`, and return its title.
 
     Raises:
@@ -55,7 +58,7 @@ def append_entry(log: Path, path: Path, command: str) -> str:
     change = f"{number(before.get(key))} to {number(best.get(key))} nats"
     title = f"{run.label}: {SCORES[key]} {change} in {best['step']} steps"
     head, entries = text.split(ENTRIES, 1)
-    new = entry(run, path, command, title=title, mark=mark)
+    new = entry(run, path, train_command(path), title=title, mark=mark)
     write_atomically(log, f"{head}{ENTRIES}\n{new}{entries}")
     return title
 
@@ -83,6 +86,21 @@ def entry(run: TrainingRun, path: Path, command: str, *, title: str, mark: str) 
             "",
         ]
     )
+
+
+def train_command(run: Path) -> str:
+    """The `qat train` that made a run, with the settings that are not the defaults; "" for none."""
+    if not (run / RECIPE).is_file():
+        return ""
+    RunDirectory(run).begun_with()  # or a line that says what is wrong with it
+    settings = parse_toml((run / RECIPE).read_text(encoding="utf-8"))["train"]
+    defaults = {name: field.default for name, field in TrainConfig.model_fields.items()}
+    words = ["qat", "train", str(settings.pop("student"))]
+    for name, value in settings.items():
+        if value != defaults.get(name):
+            flag = f"--{name.replace('_', '-')}"
+            words += [flag] if value is True else [flag, str(value)]
+    return shlex.join([*words, "--out", str(run)])
 
 
 def notes(run: TrainingRun, settings: Mapping[str, Any]) -> list[str]:
