@@ -8,6 +8,7 @@
 | `qat.reports`    | a function that `qat report` writes something else by          |
 | `qat.devices`    | a module with `open_backend()` and `KIND`, a class of devices  |
 | `qat.importers`  | a reader of another system's caches and checkpoints            |
+| `qat.flags`      | a module with `FLAGS` of another system, and their `PAGE`      |
 | `qat.teachers`   | a module whose `ServedTeacher` asks a teacher on a server      |
 | `qat.targets`    | a module that writes an export target                          |
 | `qat.followers`  | a module that sends runs to trackers and folders               |

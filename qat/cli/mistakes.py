@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from qat.config import Knows, explain
 from qat.errors import nearest
-from qat.hooks import HOW_TO_INSTALL
+from qat.hooks import HOW_TO_INSTALL, hooks
 
 EXTENSION_OF = {
     ("bench", verb): "lab" for verb in ("baselines", "quality", "kernels", "compare", "record")
@@ -130,9 +130,10 @@ def unknown_flag(app: App, tokens: Sequence[str]) -> str | None:
         if not is_flag or _matches(known, flag):
             continue
         typed = flag.replace("_", "-")
-        if here := HERE.get(typed):
-            page = "qat/extensions/anemll/README.md"
-            return f"unknown flag {flag}; in qat: {here} ({page} has the others)"
+        for theirs in hooks("qat.flags").values():
+            module = theirs.load()
+            if here := module.FLAGS.get(typed):
+                return f"unknown flag {flag}; in qat: {here} ({module.PAGE} has the others)"
         if here := COMMON.get(typed):
             return f"unknown flag {flag}; in qat: {here}"
         found = nearest(flag, [*flag_names(known), *ALWAYS])
@@ -222,61 +223,7 @@ def _bad_value(error: cyclopts.CoercionError | cyclopts.ValidationError) -> str:
 ALWAYS = ("--help", "--version", "--install-completion")
 """Flags that every verb has, which are no arguments of any."""
 
-STUDENT = "the checkpoint is the first word behind the verb: qat train CHECKPOINT"
 MODEL = "the model is the first word behind the verb; in qat cache it is --teacher"
-IN_THE_CHECKPOINT = "formats are chosen by qat convert --to and then stand in the checkpoint"
-
-HERE: dict[str, str] = {
-    "--v1-checkpoint": f"{STUDENT}, made by qat convert FILE.pt --from anemll",
-    "--v2-checkpoint": f"{STUDENT}, made by qat convert FILE.pt --from anemll",
-    "--load-model": f"{STUDENT} or qat bench CHECKPOINT; a .pt after qat convert --from anemll",
-    "--q4-checkpoint": "the checkpoint is the first word behind the verb: qat convert CHECKPOINT",
-    "--model-id": "--base of qat convert; qat train and qat bench take a checkpoint as first word",
-    "--config": IN_THE_CHECKPOINT,
-    "--mlp-lut": IN_THE_CHECKPOINT,
-    "--mlp-rank": IN_THE_CHECKPOINT,
-    "--mlp-lut-bits": IN_THE_CHECKPOINT,
-    "--attn-lut": IN_THE_CHECKPOINT,
-    "--attn-rank": IN_THE_CHECKPOINT,
-    "--attn-lut-bits": IN_THE_CHECKPOINT,
-    "--q4-rank": IN_THE_CHECKPOINT,
-    "--q2-mlp-rank": IN_THE_CHECKPOINT,
-    "--q2-attn-rank": IN_THE_CHECKPOINT,
-    "--from-scratch": "qat convert HUB_ID --to PRESET, then qat train",
-    "--output": "--out",
-    "--output-dir": "--out",
-    "--resume-from": "--resume of qat train",
-    "--accumulation-steps": "--grad-accum-steps",
-    "--attn-only": "--attention-only",
-    "--constant-lr": "--schedule constant",
-    "--hard-top1": "--loss candidates:1,hard_ce:0.2",
-    "--hard-full": "--loss candidates:1,hard_ce:0.2",
-    "--train-weights": "--learn weights,scales,codebook, the default",
-    "--train-lut": "--learn codebook",
-    "--train-norms-only": "--learn norms",
-    "--recovery-r": "--learn lora --lora-rank R",
-    "--mixed-precision": "--dtype bf16",
-    "--no-mixed-precision": "--dtype fp32",
-    "--eval-steps": "--eval-every of qat train",
-    "--eval-samples": "--eval-sequences of qat train",
-    "--save-steps": "--save-every of qat train",
-    "--keep-checkpoints": "--keep of qat train",
-    "--wandb-run": "--wandb-name of qat train",
-    "--tpu": "--device xla",
-    "--skip-checkpointing": "the default; --gradient-checkpointing asks for it",
-    "--teacher-model-name-or-path": "--teacher",
-    "--kd-cache-dir": "--cache-dir",
-    "--dataset-name": "--data",
-    "--dataset-format": "--format of qat cache",
-    "--dataset-text-field": "--text-field of qat cache",
-    "--enable-thinking": "--thinking of qat cache",
-    "--max-length": "--sequence-length of qat cache",
-    "--topk": "--top-k",
-    "--rand-neg": "--draws of qat cache, which draws from the teacher",
-    "--text-file": "--text of qat eval",
-    "--baseline": "--teacher of qat eval",
-}
-"""Flags of the reference system: what does the same in qat."""
 
 COMMON: dict[str, str] = {
     "--model": MODEL,

@@ -6,7 +6,8 @@ from pathlib import Path
 from cli_case import call
 
 from qat.cli import VERBS, app
-from qat.cli.mistakes import COMMON, HERE
+from qat.cli.mistakes import COMMON
+from qat.extensions.anemll.flags import FLAGS
 
 PAGE = Path(__file__).parents[3] / "qat" / "extensions" / "anemll" / "README.md"
 MIGRATING = PAGE.read_text(encoding="utf-8")
@@ -28,7 +29,7 @@ def test_a_flag_of_theirs_names_ours(monkeypatch, capsys) -> None:
 
 def test_the_page_has_every_flag() -> None:
     theirs = {name.replace("_", "-") for name in re.findall(r"--[\w-]+", MIGRATING)}
-    assert set(HERE) <= theirs
+    assert set(FLAGS) <= theirs
 
 
 def test_what_is_named_exists() -> None:
@@ -37,6 +38,6 @@ def test_what_is_named_exists() -> None:
     known = {n for v in verbs for a in v.assemble_argument_collection() for n in a.names}
     assert {
         flag
-        for text in [*HERE.values(), *COMMON.values()]
+        for text in [*FLAGS.values(), *COMMON.values()]
         for flag in re.findall(r"--[\w-]+", text)
     } <= known
