@@ -267,7 +267,6 @@ def _findings(report: "BenchReport") -> list[str]:
 def _predicted(
     predictions: "Sequence[DevicePrediction]", planned: "Sequence[Planned]", how: str = ""
 ) -> "Table":
-    """`how` the predictions were made."""
     from rich.table import Table
 
     titles = ("dtype", "Checkpointing", "Max batch", "Memory", "t/s", "How")
@@ -286,7 +285,6 @@ def _predicted(
 
 
 def _summary(report: "BenchReport") -> dict[str, object]:
-    """The fastest row's numbers, and what was searched for."""
     timed = [row for row in report.rows if "samples" in row]
     if not timed:  # a plan where the student has no room
         return {"out": report.path}

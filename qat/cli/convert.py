@@ -192,7 +192,6 @@ def _warn(sizes: "Sizes", float_tables_frac: float, console: "Terminal") -> None
 
 
 def _show(report: "QuantizeReport", verdicts: dict[str, dict], source: str) -> "Sizes":
-    """Print what a conversion did; the sizes."""
     from rich.table import Table
 
     from qat.logs import Terminal
@@ -240,7 +239,6 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict], source: str) -> "
 
 
 def _formats(modules: "Sequence[ModuleReport]") -> "Table":
-    """A row for the weights of one name and format in all layers."""
     from statistics import fmean
 
     from rich.table import Table

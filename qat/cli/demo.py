@@ -61,7 +61,6 @@ def demo(
 
 
 def _stages(pipeline: Pipeline, teacher: Path, steps: int) -> Path:
-    """Cache, convert, train, judge, export; a page of the teacher and its student."""
     cache = pipeline.make(
         "cache", "cache", "--teacher", teacher, "--data", "stdlib",
         "--num-sequences", SEQUENCES, "--sequence-length", TOKENS, "--batch-size", 32,

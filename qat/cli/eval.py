@@ -52,7 +52,6 @@ def evaluate(
 
 
 def _show(verdict: "Verdict", student: str, config: EvalConfig) -> None:
-    """Print the numbers as a table, the teacher's beside the student's."""
     from rich.table import Table
 
     from qat.data.cache import SERVED_AS

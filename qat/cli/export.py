@@ -69,7 +69,6 @@ def _show(report: "ExportReport", config: ExportConfig, out: Path) -> None:
 
 
 def _why_large(report: "ExportReport", config: ExportConfig) -> str:
-    """Return why an export is not smaller than its source, and what would help."""
     if config.to == "dense":
         half = ", and --dtype bf16 takes half" if report.dtype == "float32" else ""
         return f"dense weights are in {report.dtype}; --to packed keeps them small{half}"

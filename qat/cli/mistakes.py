@@ -205,7 +205,6 @@ def _known_values(argument: Argument) -> tuple[str, ...]:
 
 
 def _bad_value(error: cyclopts.CoercionError | cyclopts.ValidationError) -> str:
-    """A line about a value that its argument does not take."""
     argument = error.argument
     token = getattr(error, "token", None) or next(iter(argument.tokens), None)
     given = f"{_name(argument)} {token.value if token else ''}".strip()

@@ -463,7 +463,6 @@ class Run:
         self._check()
 
     def _note(self) -> None:
-        """Record the settings of `qat run` itself."""
         run = {"model": self.model, **self.config.own(), "for": list(self.targets)}
         self.settings["run"] = {k: v for k, v in run.items() if k not in OF_ONE_CALL}
 
@@ -744,6 +743,5 @@ def choices(config: CacheConfig, num_sequences: int) -> Table:
 
 
 def _defaults(stage: str) -> Table:
-    """The default of every setting of a verb."""
     fields = SETTINGS[stage].model_fields.items()
     return {name: field.default for name, field in fields if not field.is_required()}

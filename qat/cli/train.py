@@ -297,7 +297,6 @@ def _next(final: Path, cache_dir: str, prompt: str, facts: dict) -> list[list[st
 
 
 def _is_served(final: Path) -> bool:
-    """Return whether an engine for many requests supports the checkpoint's configuration."""
     from qat.models.attention import SPARSE
     from qat.models.hf_quantizer import QatConfig
 

@@ -51,7 +51,6 @@ class FrozenLutTable(nn.Module):
         return self.packed.device
 
     def _scales(self) -> Scales:
-        """Return the scales in float32."""
         parts = {name: self._buffers.get(name) for name in SCALE_NAMES}
         return Scales(**parts, bits=self.spec.scale_bits)
 

@@ -212,7 +212,6 @@ def module_device(module: Any) -> torch.device:
 
 
 def _tie_head(model: PreTrainedModel, table: FrozenLutEmbedding) -> None:
-    """Make the head use `table`, and remove the tie from transformers' records."""
     head = model.get_output_embeddings()
     key = _forget_tie(model)
     replaced = TiedLutHead(table, head.bias).train(head.training)

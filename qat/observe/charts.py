@@ -237,7 +237,6 @@ def _paint_evals(runs: list[TrainingRun], key: str, unit: str, axes: Axes) -> No
 def _draw_evals(
     runs: list[TrainingRun], key: str, axes: Axes, *, dash: str = "-", is_named: bool = True
 ) -> None:
-    """Draw a line per run, with a legend entry if it `is_named`."""
     for run, color in zip(runs, COLORS, strict=False):
         rows = [row for row in run.evals if row.get(key) is not None]
         steps, values = [row["step"] for row in rows], [row[key] for row in rows]

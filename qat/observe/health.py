@@ -191,7 +191,6 @@ def _temperature(beats: list[dict]) -> Check | None:
 
 
 def _sparse(run: TrainingRun) -> Iterator[Check]:
-    """Check sparse attention at the last evaluation: the worst layer for each number."""
     layers = run.evals[-1].get("nsa_layers") if run.evals else None
     if not layers:
         return
@@ -224,7 +223,6 @@ def _collapsed(run: TrainingRun, layers: list[dict]) -> Check:
 
 
 def _least(name: str, layers: list[dict], key: str, limit: float) -> Check:
-    """Check the layer with the lowest `key` against its lower limit."""
     lowest = min(layers, key=lambda layer: layer[key])
     state = "ok" if lowest[key] >= limit else "look"
     found = f"{_percent(lowest[key])} in layer {lowest['layer']}"

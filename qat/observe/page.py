@@ -126,7 +126,6 @@ def write_report(directories: list[Path], out: Path) -> Written:
 def _summary(
     directories: list[Path], found: list[Path], sources: list[TrainingRun | Conversion], exam: Exams
 ) -> Summary | None:
-    """Build the summary of the page; None for several directories without a common result."""
     runs = [source for source in sources if isinstance(source, TrainingRun)]
     if exam:
         return summary_of_pipeline(directories[0], exam, runs[-1] if runs else None)
@@ -139,7 +138,6 @@ def _summary(
 
 
 def _summary_view(summary: Summary) -> dict[str, Any]:
-    """Return the summary for the template: tiles, a warning, samples side by side, commands."""
     tiles, warning = [], None
     if summary.results:
         first, last = summary.results[0], summary.results[-1]
@@ -277,7 +275,6 @@ def _run_view(run: TrainingRun) -> dict[str, Any]:
 
 
 def _health_word(checks: list[Check]) -> str:
-    """Return the health of a run in one line: all ok, or the checks that are not."""
     wrong = [check.name for check in checks if check.state != "ok"]
     if not wrong:
         return f"Health: all {len(checks)} checks are ok"

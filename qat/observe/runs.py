@@ -282,7 +282,6 @@ def _read_run(path: Path) -> TrainingRun:
 
 
 def _check_numbers(rows: Sequence[Line]) -> None:
-    """Raise TypeError if the step or a metric of a row is not a number."""
     for row in rows:
         for key in ("step", "loss_nats", *SCORES, "top1_frac", "ppl"):
             if not isinstance(row.get(key, 0), int | float | None):

@@ -117,5 +117,4 @@ def _quotient(numerator: Tensor, denominator: Tensor | float) -> Tensor:
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """Return the float32 nearest to `1 / scale`."""
     return scale.double().reciprocal().float()

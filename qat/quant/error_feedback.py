@@ -345,7 +345,6 @@ def fit_all_to_inputs(
 def _fit_together(
     weights: Sequence[Tensor], spec: LutSpec, hessian: Tensor, ops: ColumnOps
 ) -> list[InputFit]:
-    """Fit weights whose rows are swept together."""
     damping = needed_damping(hessian)
     exact = damped(hessian.double(), damping)
     H = exact.float()

@@ -184,7 +184,6 @@ class Upload:
         return "; ".join(filter(None, (state, by_hand))) or "nothing is missing"
 
     def _attempt(self, *, with_logs: bool, with_state: bool, name: str | None = None) -> bool:
-        """Upload what is requested; return whether that succeeded."""
         try:
             self._open_target()
             for log in self._new_logs() if with_logs else ():
