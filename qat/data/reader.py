@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qat.data.cache import Manifest, Shard, Split, raise_if_damaged, read_manifest
+from qat.data.cache import SPLITS, Manifest, Shard, Split, raise_if_damaged, read_manifest
 from qat.data.codec import (
     TOP_K_ROWS,
     decode_draws,
@@ -28,11 +28,10 @@ from qat.data.packing import Batch, labels, position_ids
 from qat.data.shard_file import (
     OPEN_SHARDS,
     Layout,
-    Resident,
-    ShardFile,
-    ShardStore,
+    OpenShard,
     promised_layout,
     reads,
+    shard_opener,
 )
 from qat.errors import CacheError
 
@@ -49,10 +48,13 @@ class RowPlaces:
     """The locations of sequences: for each its shard file and its byte range in that file."""
 
     def __init__(
-        self, files: Sequence[ShardFile], owners_B: np.ndarray, rows_B: np.ndarray, layout: Layout
+        self,
+        shards: dict[int, OpenShard],
+        owners_B: np.ndarray,
+        rows_B: np.ndarray,
+        layout: Layout,
     ) -> None:
         self._layout = layout
-        shards = {owner: files[owner].open() for owner in np.unique(owners_B).tolist()}
         is_next = (np.diff(owners_B) == 0) & (np.diff(rows_B) == 1)
         cuts = [0, *(np.flatnonzero(~is_next) + 1).tolist(), len(rows_B)]
         self._runs = []
@@ -130,13 +132,14 @@ class TeacherCache:
         self.directory = directory
         self.manifest = manifest
         self._layout = promised_layout(manifest)
-        store = ShardStore(directory, self._layout, Resident(open_shards or OPEN_SHARDS), fetch)
-        self._files: dict[str, list[ShardFile]] = {}
-        self._ends: dict[str, np.ndarray] = {}
-        for split in ("train", "held_out"):
-            shards = manifest.of_split(split)
-            self._files[split] = [ShardFile(store, shard) for shard in shards]
-            self._ends[split] = np.cumsum([shard.sequences for shard in shards], dtype=np.int64)
+        self._open = shard_opener(
+            directory, manifest, fetch=fetch, limit=open_shards or OPEN_SHARDS
+        )
+        self._shards = {split: manifest.of_split(split) for split in SPLITS}
+        self._ends = {
+            split: np.cumsum([shard.sequences for shard in shards], dtype=np.int64)
+            for split, shards in self._shards.items()
+        }
 
     @classmethod
     def open(cls, directory: Path | str) -> Self:
@@ -296,8 +299,9 @@ class TeacherCache:
         ends = self._ends[split]
         owners_B = np.searchsorted(ends, indices_B, side="right")
         rows_B = indices_B - np.concatenate([[0], ends])[owners_B]
-        places = RowPlaces(self._files[split], owners_B, rows_B, self._layout)
-        return places.read(names, drawn=drawn)
+        shards = self._shards[split]
+        opened = {owner: self._open(shards[owner]) for owner in np.unique(owners_B).tolist()}
+        return RowPlaces(opened, owners_B, rows_B, self._layout).read(names, drawn=drawn)
 
     def _words(self, ids: Tensor) -> Tensor:
         """Return the ids after checking that all are inside the vocabulary."""

@@ -8,24 +8,23 @@ Shapes: N sequences of the shard.
 import os
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from qat.data.cache import Manifest, Shard, raise_if_damaged, read_manifest, shard_problem
 from qat.data.codec import CODE_BITS, id_bits, packed_bytes, unpack_flags
 from qat.errors import CacheError
-from qat.files import parse_json
 from qat.logs import progress
 
 # All data of a sequence is contiguous, so that a row is one read. A row holds the fields of
@@ -168,92 +167,45 @@ def reads(pieces: Iterable[tuple[int, memoryview]]) -> Iterator[Read]:
         yield Read(begin, end - begin, outs)
 
 
-# An LRU cache.
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
-
-
-class Resident(Generic[Key, Value]):
-    """A thread-safe LRU cache of at most `limit` values."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._values: OrderedDict[Key, Value] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: Key) -> Value | None:
-        """Return the value for `key` as the most recently used one; None if it is missing."""
-        with self._lock:
-            if key not in self._values:
-                return None
-            self._values.move_to_end(key)
-            return self._values[key]
-
-    def put(self, key: Key, value: Value) -> None:
-        """Add a value; evict the least recently used one if there are too many."""
-        with self._lock:
-            self._values[key] = value
-            self._values.move_to_end(key)
-            while len(self._values) > self._limit:
-                self._values.popitem(last=False)
-
-    def __len__(self) -> int:
-        """Return the number of values."""
-        with self._lock:
-            return len(self._values)
-
-
 OPEN_SHARDS = 256
 """Default number of shards that are open at once: a file handle and a table of offsets each."""
-HEADER_LIMIT = 2**20
-"""Longest safetensors header in bytes that is read; a shard's header has about a thousand."""
 
 
-class ShardStore(NamedTuple):
-    """The state that all shards of one cache share."""
+def shard_opener(
+    directory: Path,
+    manifest: Manifest,
+    *,
+    fetch: Callable[[Shard], None],
+    limit: int,
+) -> Callable[[Shard], "OpenShard"]:
+    """Return a thread-safe function that opens a shard; the `limit` used last stay open.
 
-    directory: Path
-    layout: Layout
-    opened: "Resident[str, OpenShard]"
-    fetch: Callable[[Shard], None]
-    """Downloads a shard's file into the directory, if the cache is remote."""
+    A shard's hash is checked before it is first read, and again if its file changed. The function
+    raises a CacheError if the shard is missing, damaged or does not match the manifest.
 
+    Args:
+        fetch: downloads a shard's file into the directory, if the cache is remote.
+    """
+    layout = promised_layout(manifest)
+    verified: dict[str, tuple[int, ...]] = {}  # inode, size and mtime of files whose hash is right
+    locks = {shard.file: threading.Lock() for shard in manifest.shards}
 
-class ShardFile:
-    """One shard; its hash is checked before the first read and again if its file changes."""
+    @lru_cache(limit)
+    def opened(shard: Shard) -> OpenShard:
+        fetch(shard)
+        path = shard.path(directory)
+        found = path.stat() if path.exists() else None
+        stamp = () if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
+        if verified.get(shard.file) != stamp:
+            raise_if_damaged(directory, shard, deep=True)
+            verified[shard.file] = stamp
+        return OpenShard(path, shard, layout)
 
-    def __init__(self, store: ShardStore, shard: Shard) -> None:
-        self._store = store
-        self._shard = shard
-        self._proven: tuple[int, ...] | None = None
-        self._lock = threading.Lock()
+    def open_shard(shard: Shard) -> OpenShard:
+        with locks[shard.file]:  # only one of two threads downloads and hashes it
+            return opened(shard)
 
-    def open(self) -> "OpenShard":
-        """Return the open shard; a second thread waits while the first one checks the hash.
-
-        Raises:
-            CacheError: the shard is missing, damaged or does not match the manifest.
-        """
-        store, shard = self._store, self._shard
-        with self._lock:
-            opened = store.opened.get(shard.file)
-            if opened is None:
-                store.fetch(shard)
-                if self._proven is None or self._proven != self._stamp():
-                    raise_if_damaged(store.directory, shard, deep=True)
-                    self._proven = self._stamp()
-                opened = OpenShard(shard.path(store.directory), shard, store.layout)
-                store.opened.put(shard.file, opened)
-            return opened
-
-    def _stamp(self) -> tuple[int, ...] | None:
-        """Return inode, size and mtime, which change with the file; None if it is missing."""
-        try:
-            found = self._shard.path(self._store.directory).stat()
-        except FileNotFoundError:
-            return None
-        return found.st_ino, found.st_size, found.st_mtime_ns
+    return open_shard
 
 
 class OpenShard:
@@ -285,61 +237,27 @@ class OpenShard:
                 outs[0] = outs[0][count:]
 
     def _row_begins(self, layout: Layout) -> np.ndarray:
-        header, data = self._read_header()
-        first, size = self._place(header, "rows", None, data)
-        table, _ = self._place(header, "row_begins", self._shard.sequences + 1, data)
-        begins = np.empty(self._shard.sequences + 1, "<i8")
-        octets = memoryview(begins).cast("B")
-        self.fill(Read(table, len(octets), [octets]))
-        is_sound = begins[0] == 0 == begins.min() and begins[-1] == size == begins.max()
+        try:
+            # this refuses a header that is no JSON or whose tensors overlap, leave gaps, end beyond
+            # the file or have other sizes than their shapes
+            with safe_open(self._path, "np") as file:
+                found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                kinds = {name: (t.get_dtype(), len(t.get_shape())) for name, t in found.items()}
+                if kinds != {"rows": ("U8", 1), "row_begins": ("I64", 1)}:
+                    raise self._wrong("its tensors are not rows of U8 and row_begins of I64")
+                (size,), begins = found["rows"].get_shape(), found["row_begins"][:]
+        except SafetensorError as error:
+            raise self._wrong(str(error)) from None
+        is_sound = len(begins) == self._shard.sequences + 1
+        is_sound &= begins[0] == 0 == begins.min() and begins[-1] == size == begins.max()
         if is_sound:  # both ends are in range, so no difference overflows
             lengths = np.diff(begins)
             is_sound = lengths.min() >= layout.width
             is_sound &= layout.has_draws or lengths.max() == layout.width
         if not is_sound:
             raise self._wrong(f"row_begins does not cut {size} bytes into rows of {layout.width}")
-        return begins + first
-
-    def _read_header(self) -> tuple[dict, int]:
-        """Return the parsed safetensors header, and the offset where the tensors' bytes begin."""
-        prefix = bytearray(8)
-        self.fill(Read(0, 8, [memoryview(prefix)]))
-        length = int.from_bytes(prefix, "little")
-        if not 0 < length <= min(HEADER_LIMIT, self._shard.bytes - 8):
-            raise self._wrong(f"its header has {length} bytes")
-        raw = bytearray(length)
-        self.fill(Read(8, length, [memoryview(raw)]))
-        try:
-            header = parse_json(raw)
-        except ValueError:
-            raise self._wrong("its header is not JSON") from None
-        if not isinstance(header, dict):
-            raise self._wrong("its header is not a table of tensors")
-        return header, 8 + length
-
-    def _place(self, header: dict, name: str, count: int | None, data: int) -> tuple[int, int]:
-        """Return the offset and the size in bytes of a tensor, after checking its header entry.
-
-        Args:
-            count: number of int64 elements, or None for a tensor of any number of bytes.
-            data: offset where the header ends.
-        """
-        entry, room = header.get(name), self._shard.bytes - data
-        code, itemsize = ("U8", 1) if count is None else ("I64", 8)
-        if not isinstance(entry, dict) or entry.get("dtype") != code:
-            raise self._wrong(f"it has no tensor {name} of {code}")
-        offsets = entry.get("data_offsets")
-        if not (isinstance(offsets, list) and [type(each) for each in offsets] == [int, int]):
-            raise self._wrong(f"{name} is nowhere")
-        begin, end = offsets
-        shape = [end - begin if count is None else count]
-        if entry.get("shape") != shape:
-            raise self._wrong(f"{name} has shape {str(entry.get('shape'))[:60]}, not {shape}")
-        if begin < 0 or end - begin != itemsize * shape[0]:
-            raise self._wrong(f"{name} reaches from {begin} to {end}, which is not its size")
-        if end > room:
-            raise self._wrong(f"{name} reaches to {end}, beyond its {room} bytes")
-        return data + begin, end - begin
+        # safetensors stores wider dtypes first, so that the rows are the end of the file
+        return begins + (self._shard.bytes - size)
 
     def _wrong(self, what: str) -> CacheError:
         return CacheError(
