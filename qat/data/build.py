@@ -5,10 +5,9 @@ build that was killed at any point resumes after its last shard and ends with th
 """
 
 import hashlib
+import json
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from itertools import islice
@@ -18,13 +17,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import on
 from qat.data.cache import (
     MANIFEST,
-    SPLITS,
     Manifest,
     Shard,
     TeacherInfo,
@@ -38,10 +35,9 @@ from qat.data.cache import (
 from qat.data.codec import Teacher
 from qat.data.config import CacheConfig, CacheSettings
 from qat.data.packing import PackedRows
-from qat.data.pipeline import prefetched, waited
+from qat.data.pipeline import BackgroundFold, prefetched
 from qat.data.shard import (
     Answer,
-    AskPlan,
     examine,
     in_order,
     make_plan,
@@ -139,33 +135,18 @@ class SharedBlocks:
         except QatError:
             self._is_over = True
             raise
-        heads = torch.zeros(self._ranks.size, 6, dtype=torch.int64)
-        for number, block in enumerate(blocks):
-            heads[number] = torch.tensor(_head(block))
-        heads = self._ranks.copy_from_first(heads)
-        count = int((heads[:, 3] > 0).sum())
-        return [
-            _received(heads[number], blocks[number] if blocks else None, self._ranks)
-            for number in range(count)
-        ]
-
-
-def _head(block: ShardBlock) -> tuple[int, ...]:
-    N, L = block.packed.tokens.shape
-    split = SPLITS.index(block.split)
-    return split, block.index, block.first_sequence, N, L, block.packed.num_tokens
-
-
-def _received(head: Tensor, block: ShardBlock | None, ranks: Ranks) -> ShardBlock:
-    """Broadcast one block from the first rank and return it on every rank."""
-    split, index, first_sequence, N, L, num_tokens = map(int, head)
-    arrays = []
-    for place, dtype in enumerate((np.int32, np.uint8, np.uint8)):
-        mine = np.zeros((N, L), dtype) if block is None else block.packed[place].astype(dtype)
-        arrays.append(ranks.copy_from_first(torch.from_numpy(mine)).numpy())
-    tokens, starts, mask = arrays
-    packed = PackedRows(tokens, starts.astype(bool), mask.astype(bool), num_tokens)
-    return ShardBlock(SPLITS[split], index, first_sequence, packed)
+        mine = [(*each[:3], each.packed.num_tokens, each.packed.tokens.shape) for each in blocks]
+        found = []
+        for number, head in enumerate(json.loads(self._ranks.texts(json.dumps(mine))[0])):
+            split, index, first_sequence, num_tokens, shape = head
+            # tokens, starts and mask, (3, N, L)
+            rows = (
+                np.stack(blocks[number].packed[:3]) if blocks else np.zeros((3, *shape), np.int32)
+            )
+            tokens, starts, mask = self._ranks.copy_from_first(torch.from_numpy(rows)).numpy()
+            packed = PackedRows(tokens, starts.astype(bool), mask.astype(bool), num_tokens)
+            found.append(ShardBlock(split, index, first_sequence, packed))
+        return found
 
 
 logger = logging.getLogger(__name__)
@@ -238,44 +219,33 @@ def build_cache(
         found = blocks(documents, tokenizer, settings) if ranks.is_first else iter(())
         expected = round(settings.num_sequences / (1 - settings.held_out)) or None
         known = {shard.file: shard for shard in manifest.shards}
-        waits: list[float] = []
         failure: QatError | OSError | None = None
-        began = time.perf_counter()
+
+        def ended() -> Manifest:
+            if failure is not None:
+                raise failure
+            return writer.state()
+
         # while the teacher runs on one block, one thread tokenises the next blocks and another
         # writes the previous shard: shards and manifests reach the disk in the order of the blocks
         with (
             progress("asking the teacher", expected, "sequences") as ticker,
-            ThreadPoolExecutor(1) as writer,
+            BackgroundFold(partial(_keep, out=out, ranks=ranks), manifest) as writer,
             asking as ask_about,
         ):
             shared = SharedBlocks(_begun(found, manifest, out, ticker), ranks)
-            kept: Future[Manifest] = Future()
-            kept.set_result(manifest)
             with closing(prefetched(shared, BLOCKS_AHEAD)) as ahead:
                 try:
-                    for block in waited(ahead, waits):
+                    for block in ahead:
                         if _is_there(block, known, out):
                             ticker.skip(ranks.size * len(block.packed.tokens))
                             continue
                         answers = ask_about(block, lambda n: ticker.advance(ranks.size * n))
-                        kept = writer.submit(
-                            _keep, kept.result(), block, answers, out=out, ranks=ranks
-                        )
+                        writer.push((block, answers))
                 except (QatError, OSError) as error:
                     shared.fail(error, ahead)
                     failure = error
-                asked = time.perf_counter()
-                manifest = ranks.together(partial(_ended, kept, failure))
-        logger.debug(
-            "rank %d: %d blocks asked in %.2f s, %.2f s of it waiting for the first one's text and "
-            "%.2f s for that of others; the last shards, also those of all ranks, %.2f s later",
-            ranks.rank,
-            len(waits) - 1,
-            asked - began,
-            waits[0],
-            sum(waits[1:]),
-            time.perf_counter() - asked,
-        )
+                manifest = ranks.together(ended)
         # all ranks end together, and raise the first rank's error if it has one
         return ranks.together(lambda: _finished(manifest, shared.total, out=out, ranks=ranks))
 
@@ -326,22 +296,16 @@ def _asking(
     if isinstance(teacher, RemoteTeacher):
         ranks.together(partial(teacher.check_same, manifest, out))
         return teacher.asked(manifest, out)
-    info = manifest.teacher
-    plan = make_plan(teacher, manifest.settings, info.vocab_size, batch_size)
-    logger.info("%s", _intention(plan, info, out))
-    return nullcontext(partial(examine, plan=plan))
-
-
-def _intention(plan: AskPlan, info: TeacherInfo, out: Path) -> str:
-    """Describe the planned build in one line for the log."""
-    settings = plan.settings
+    info, settings = manifest.teacher, manifest.settings
+    plan = make_plan(teacher, settings, info.vocab_size, batch_size)
     kept = [f"the {settings.top_k} most likely tokens"] if settings.top_k else []
     kept += [f"{settings.draws} draws"] if settings.draws else []
-    return (
-        f"caching {info.name} in {info.dtype} on {on(plan.teacher.device).name()}: "
-        f"{' and '.join(kept)} at each of {settings.sequence_length} positions, batches of "
-        f"{plan.batch_size} sequences, into {out}"
+    logger.info(
+        "caching %s in %s on %s: %s at each of %d positions, batches of %d sequences, into %s",
+        *(info.name, info.dtype, on(teacher.device).name(), " and ".join(kept)),
+        *(settings.sequence_length, plan.batch_size, out),
     )
+    return nullcontext(partial(examine, plan=plan))
 
 
 def _agreed(fresh: Manifest, out: Path, ranks: Ranks) -> Manifest:
@@ -359,12 +323,6 @@ def _agreed(fresh: Manifest, out: Path, ranks: Ranks) -> Manifest:
         return manifest.model_dump_json()
 
     return Manifest.model_validate_json(ranks.texts(ranks.together(find))[0])
-
-
-def _ended(kept: Future[Manifest], failure: QatError | OSError | None) -> Manifest:
-    if failure is not None:
-        raise failure
-    return kept.result()
 
 
 def _finished(manifest: Manifest, total: int, *, out: Path, ranks: Ranks) -> Manifest:
@@ -466,9 +424,10 @@ def _is_there(block: ShardBlock, known: dict[str, Shard], out: Path) -> bool:
 
 
 def _keep(
-    manifest: Manifest, block: ShardBlock, answers: list[Answer], *, out: Path, ranks: Ranks
+    manifest: Manifest, item: tuple[ShardBlock, list[Answer]], *, out: Path, ranks: Ranks
 ) -> Manifest:
-    """Write the block's shard and record it in the manifest or in this rank's log."""
+    """Write a block's shard and record it in the manifest or in this rank's log."""
+    block, answers = item
     raw, surprise = shard_bytes(block, answers, manifest.teacher.vocab_size)
     write_atomic(out / block.file, raw)
     shard = Shard(

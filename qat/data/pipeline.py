@@ -1,6 +1,5 @@
 """Background threads that prefetch the next items and process finished ones."""
 
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,18 +31,6 @@ def prefetched(items: Iterable[T], depth: int) -> Iterator[T]:
         finally:
             for future in ahead:
                 future.cancel()
-
-
-def waited(items: Iterable[T], waits: list[float]) -> Iterator[T]:
-    """Yield the items; append the seconds spent waiting for each, and for the end, to `waits`."""
-    iterator = iter(items)
-    while True:
-        began = time.perf_counter()
-        item = next(iterator, END)
-        waits.append(time.perf_counter() - began)
-        if item is END:
-            return
-        yield item
 
 
 def computed_ahead(

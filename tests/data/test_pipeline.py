@@ -123,27 +123,6 @@ def test_a_bad_row_behind_the_limit_is_never_read(tmp_path: Path) -> None:
     assert TeacherCache.open(tmp_path / "c").num_sequences("train") == 5
 
 
-def test_an_interrupt_leaves_a_cache_that_goes_on(tmp_path: Path) -> None:
-    model, calls = teacher(), []
-    hidden = model.hidden
-
-    def interrupted(*args: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return hidden(*args)
-
-    model.hidden = interrupted
-    before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt):
-        build(tmp_path / "c", teacher=model)
-    assert threading.active_count() == before
-    assert len(read_manifest(tmp_path / "c").shards) == 1
-    build(tmp_path / "c")
-    build(tmp_path / "whole")
-    assert contents(tmp_path / "c") == contents(tmp_path / "whole")
-
-
 def test_a_batch_beyond_the_memory_is_told_in_one_line(tmp_path: Path) -> None:
     model = teacher()
 
