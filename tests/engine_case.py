@@ -12,10 +12,9 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 
 import torch
-from cache_case import TOKENIZER, info, settings, teacher, texts
+from cache_case import TOKENIZER, build, info, teacher, texts
 from tiny import VOCAB, tiny_model
 
-from qat.data.build import build_cache
 from qat.data.reader import TeacherCache
 from qat.extensions.served.teacher import ServedTeacher
 from qat.models.language_model import LanguageModel
@@ -228,14 +227,9 @@ def recorded_build(asked: LanguageModel | str, out: Path) -> TeacherCache:
     if is_served:
         asked = ServedTeacher(asked, NAME, VOCAB, 4)
         asked.check(TOKENIZER, 24, 4)
-    build_cache(
-        settings(draws=0, top_k=4, sequence_length=24),
-        tokenizer=TOKENIZER,
-        teacher=asked,
-        info=info(identity=SERVED, dtype="unknown") if is_served else info(),
-        documents=texts(9),
-        out=out,
-    )
+    about = info(identity=SERVED, dtype="unknown") if is_served else info()
+    how = {"draws": 0, "top_k": 4, "sequence_length": 24, "batch_size": 0}
+    build(out, teacher=asked, info=about, documents=texts(9), **how)
     return TeacherCache.open(out)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Self
+from weakref import WeakSet
 
 import httpx2
 
@@ -91,17 +92,17 @@ def download(url: str, part: Path, size: int | None = None, most: int | None = N
             address, or is too slow.
     """
     failures, furthest = 0, _length(part)
-    with _Patience() as patience:
+    with _Watchdog() as watchdog:
         while True:
             try:
-                return _attempt(url, part, (size, most), patience)
+                return _attempt(url, part, (size, most), watchdog)
             except (httpx2.InvalidURL, UnicodeError) as error:
                 raise HubError(
                     f"{url}: what this address leads to is none ({error}); check the mirror"
                 ) from None
             except BROKEN as error:
                 kept = f"({_length(part):,} bytes kept)"
-                if patience.is_over:
+                if watchdog.is_over:
                     raise HubError(
                         f"{url}: less than {MIB:,} bytes came in {PATIENCE_S:.0f} s {kept}; go on "
                         "with the same command later, or use another mirror"
@@ -116,7 +117,7 @@ def download(url: str, part: Path, size: int | None = None, most: int | None = N
 
 
 def _attempt(
-    url: str, part: Path, wished: tuple[int | None, int | None], patience: "_Patience"
+    url: str, part: Path, wished: tuple[int | None, int | None], watchdog: "_Watchdog"
 ) -> None:
     size, most = wished
     start, known = _length(part), _known_version(part)
@@ -125,12 +126,17 @@ def _attempt(
         start = 0
     else:
         headers |= {"Range": f"bytes={start}-", "If-Range": known.validator}
-    with _answer(url, headers, patience) as answer:
+    with _answer(url, headers, watchdog) as answer:
         if answer.status_code == 416 and start:
             return _accept_if_whole(part, known, answer)
-        _check_status(url, answer)
+        message = f"the server answers {status_of(answer)}"
+        check_busy(answer, message)
+        if answer.status_code not in (200, 206):
+            raise HubError(f"{url}: {message}")
         version = _version(url, answer, start)
-        if answer.status_code == 206 and not _is_same(version, known):
+        # a part has to continue the bytes on disk; a server need not say how many there are in all
+        is_same = version.validator == known.validator and known.total in (None, version.total)
+        if answer.status_code == 206 and not is_same:
             part.unlink()
             raise Broken("the file there is another one now")
         start = start if answer.status_code == 206 else 0
@@ -138,15 +144,16 @@ def _attempt(
         if most is not None and (version.total or 0) > most:
             raise HubError(f"{url}: the server has {version.total:,} bytes, expected {most:,}")
         version_file(part).write_text("\n".join(map(str, version)), encoding="utf-8")
-        _receive(answer, part, (start, version.total, size or most), patience)
+        _receive(answer, part, (start, version.total, size or most), watchdog)
 
 
 @contextmanager
-def _answer(url: str, headers: dict[str, str], patience: "_Patience") -> Iterator[httpx2.Response]:
+def _answer(url: str, headers: dict[str, str], watchdog: "_Watchdog") -> Iterator[httpx2.Response]:
     """Yield the server's response; check each redirect before it is followed."""
     schemes = ("https",) if url.startswith("https://") else ("http", "https")
     with httpx2.Client(timeout=TIMEOUT_S, headers=headers) as client:
-        request = client.build_request("GET", url, extensions={"trace": patience.note})
+        request = client.build_request("GET", url, extensions={"trace": watchdog.note})
+        # not httpx2's own redirects: before it follows one, it reads the body, however long
         for _ in range(REDIRECTS):
             answer = client.send(request, stream=True)
             try:
@@ -173,13 +180,6 @@ def _accept_if_whole(part: Path, known: _Version, answer: httpx2.Response) -> No
         raise Broken("the file there is another one now")
 
 
-def _check_status(url: str, answer: httpx2.Response) -> None:
-    said = f"the server answers {status_of(answer)}"
-    check_busy(answer, said)
-    if answer.status_code not in (200, 206):
-        raise HubError(f"{url}: {said}")
-
-
 def _version(url: str, answer: httpx2.Response, start: int) -> _Version:
     if answer.status_code != 206:
         length = answer.headers.get("Content-Length", "")
@@ -188,11 +188,6 @@ def _version(url: str, answer: httpx2.Response, start: int) -> _Version:
     if found is None or int(found[1]) != start or not start:
         raise HubError(f"{url}: the server sent another part than the one asked for")
     return _Version(_validator(answer), int(found[2]))
-
-
-def _is_same(version: _Version, known: _Version) -> bool:
-    """Return whether a partial response continues the bytes on disk; False if it is unknown."""
-    return version.validator == known.validator and known.total in (None, version.total)
 
 
 def _check(
@@ -216,12 +211,12 @@ def _receive(
     answer: httpx2.Response,
     part: Path,
     sizes: tuple[int, int | None, int | None],
-    patience: "_Patience",
+    watchdog: "_Watchdog",
 ) -> None:
     start, total, size = sizes
     most = total or size or shutil.disk_usage(part.parent).free
     bar = progress(f"fetching {part.stem}", None if total is None else mebibytes(total), "MiB")
-    patience.begin(start)
+    watchdog.begin(start)
     with bar as ticker, part.open("r+b" if start else "wb") as file:
         ticker.reach(start // MIB)
         received, cause = file.seek(start), None
@@ -232,11 +227,11 @@ def _receive(
                 if received > most:
                     part.unlink()
                     raise HubError(f"{answer.url}: the server sends more than {most:,} bytes")
-                patience.advance(received)
+                watchdog.advance(received)
                 ticker.reach(received // MIB)
         except httpx2.TransportError as error:
             cause = error
-    if patience.is_over or total not in (None, received):
+    if watchdog.is_over or total not in (None, received):
         of = "" if total is None else f" of {total:,}"
         raise Broken(f"broke off after {received:,}{of} bytes")
     if cause is not None:
@@ -267,25 +262,51 @@ def _length(part: Path) -> int:
     return part.stat().st_size if part.exists() else 0
 
 
-class _Patience:
-    """A watchdog that closes a download's connection after `PATIENCE_S` without a further MiB.
+class Connections:
+    """The connections of an HTTP client, which another thread can shut down.
 
-    Read timeouts are not enough: a byte per minute, even within the headers, keeps a connection
-    alive.
+    Read timeouts are not enough against a slow server: a byte per minute, even within the headers,
+    keeps a connection alive.
     """
 
     def __init__(self) -> None:
         self.is_over = False
-        self._mark = 0
-        self._socket: socket.socket | None = None
+        """True after `end`."""
+        self._sockets: WeakSet[socket.socket] = WeakSet()
+        self._lock = threading.Lock()
+
+    def note(self, event: str, info: dict) -> None:
+        """Remember the socket of each new connection (a trace callback of the HTTP library)."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            with self._lock:
+                self._sockets.add(info["return_value"].get_extra_info("socket"))
+            if self.is_over:
+                self.shut()
+
+    def shut(self) -> None:
+        """Abort all requests in flight."""
+        with self._lock:
+            sockets = [*self._sockets]
+        for each in sockets:  # closing a socket does not wake a thread that reads from it
+            with suppress(OSError):  # it is closed already
+                each.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """Abort all requests in flight, and those that begin later."""
+        self.is_over = True
+        self.shut()
+
+
+class _Watchdog(Connections):
+    """Ends a download's connections after `PATIENCE_S` without a further MiB."""
 
     def __enter__(self) -> Self:
-        self._wind_up()
+        self._mark = 0
+        self._start_timer()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
-        self._let_go()
 
     def begin(self, start: int) -> None:
         """Set the position of the first byte to receive."""
@@ -296,26 +317,9 @@ class _Patience:
         if received >= self._mark + MIB:
             self._mark = received
             self._timer.cancel()
-            self._wind_up()
+            self._start_timer()
 
-    def note(self, event: str, info: dict) -> None:
-        """Keep a handle of each new connection (a trace callback of the HTTP library)."""
-        if event == "connection.connect_tcp.complete":
-            self._let_go()
-            self._socket = info["return_value"].get_extra_info("socket").dup()
-            if self.is_over:
-                self._end()
-
-    def _wind_up(self) -> None:
-        self._timer = threading.Timer(PATIENCE_S, self._end)
+    def _start_timer(self) -> None:
+        self._timer = threading.Timer(PATIENCE_S, self.end)
         self._timer.daemon = True
         self._timer.start()
-
-    def _end(self) -> None:
-        self.is_over = True
-        with suppress(OSError, AttributeError):  # already closed, or never opened
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def _let_go(self) -> None:
-        if self._socket is not None:
-            self._socket.close()

@@ -35,11 +35,19 @@ def part(tmp_path: Path) -> Path:
     return tmp_path / "file.part"
 
 
-def test_a_broken_download_goes_on(server: Server, part: Path) -> None:
-    server.break_after = [MIB, 2 * MIB]
+@pytest.mark.parametrize(
+    ("behaviour", "asked"),
+    [
+        ({"break_after": [MIB, 2 * MIB]}, [None, f"bytes={MIB}-", f"bytes={3 * MIB}-"]),
+        ({"break_after": [2 * MIB], "has_ranges": False}, [None, f"bytes={2 * MIB}-"]),
+        ({"break_after": [2 * MIB], "version": 'W/"weak"'}, [None, None]),
+        ({"statuses": [503, 429]}, [None, None, None]),
+    ],
+)
+def test_a_broken_download_goes_on(server: Server, part: Path, behaviour: dict, asked) -> None:
+    vars(server).update(behaviour)
     download(server.url, part)
-    assert part.read_bytes() == DATA
-    assert server.asked == [None, f"bytes={MIB}-", f"bytes={3 * MIB}-"]
+    assert part.read_bytes() == DATA and server.asked == asked
 
 
 def test_a_whole_file_is_not_sent_again(server: Server, part: Path) -> None:
@@ -147,33 +155,12 @@ def test_a_server_that_drips_is_left(part: Path, monkeypatch, head: bytes) -> No
             download(f"http://127.0.0.1:{listener.getsockname()[1]}/x", part)
 
 
-def test_a_server_without_ranges_sends_all_again(server: Server, part: Path) -> None:
-    server.has_ranges = False
-    server.break_after = [2 * MIB]
-    download(server.url, part)
-    assert part.read_bytes() == DATA
-
-
 def test_a_server_that_never_gets_further_is_left(server: Server, part: Path) -> None:
     server.has_ranges = False
     server.break_after = [2 * MIB, *[MIB // 2, MIB] * 20]
     with pytest.raises(HubError, match="broke off after"):
         download(server.url, part)
     assert len(server.asked) == 4
-
-
-def test_without_a_version_nothing_is_continued(server: Server, part: Path) -> None:
-    server.version = 'W/"weak"'
-    server.break_after = [2 * MIB]
-    download(server.url, part)
-    assert part.read_bytes() == DATA
-    assert server.asked == [None, None]
-
-
-def test_a_busy_server_is_asked_again(server: Server, part: Path) -> None:
-    server.statuses = [503, 429]
-    download(server.url, part)
-    assert part.read_bytes() == DATA
 
 
 @pytest.mark.parametrize(

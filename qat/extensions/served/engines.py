@@ -8,22 +8,20 @@ Shapes: T positions of a document that are answered.
 
 import json
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Annotated, NamedTuple, NotRequired, Protocol, TypeVar
 from urllib.parse import urlsplit
-from weakref import WeakSet
 
 import httpx2
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from qat.errors import CacheError, ConfigError
-from qat.hub.web import BROKEN, check_busy, pause_s, status_of
+from qat.hub.web import BROKEN, Connections, check_busy, pause_s, status_of
 from qat.secrets import HIDDEN, scrubbed, secret
 
 logger = logging.getLogger(__name__)
@@ -88,7 +86,7 @@ class Line:
             timeout=httpx2.Timeout(ANSWER_S, connect=CONNECT_S, pool=None),
             limits=httpx2.Limits(max_connections=at_once, max_keepalive_connections=at_once),
         )
-        self._sockets: WeakSet[socket.socket] = WeakSet()
+        self._connections = Connections()
         self._lock = threading.Lock()
         self._not_before = 0.0
         self._over = threading.Event()
@@ -96,9 +94,7 @@ class Line:
     def break_off(self) -> None:
         """Abort all requests in flight, also in other threads, and start no more."""
         self._over.set()
-        with self._lock:
-            sockets = [*self._sockets]
-        _shut(sockets)
+        self._connections.end()
 
     @contextmanager
     def _within(self, url: str) -> Iterator[None]:
@@ -113,9 +109,7 @@ class Line:
 
         def leave() -> None:
             late.set()
-            with self._lock:
-                sockets = [*self._sockets]
-            _shut(sockets)
+            self._connections.shut()
 
         timer = threading.Timer(WHOLE_S, leave)
         timer.daemon = True
@@ -136,14 +130,6 @@ class Line:
     def close(self) -> None:
         """Close the connections; call it when no thread sends requests any more."""
         self._client.close()
-
-    def _note(self, event: str, info: dict) -> None:
-        """Remember the socket of each new connection (a trace callback of the HTTP library)."""
-        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
-            with self._lock:
-                self._sockets.add(info["return_value"].get_extra_info("socket"))
-            if self._over.is_set():
-                self.break_off()
 
     def ask(self, path: str, body: dict | None, kind: TypeAdapter[T], most: int) -> T:
         """Send `body` by POST, or a GET without one, and return the response validated as `kind`.
@@ -194,7 +180,9 @@ class Line:
         method, how = ("GET", {}) if content is None else ("POST", how)
         with (
             self._within(url),
-            self._client.stream(method, url, **how, extensions={"trace": self._note}) as answer,
+            self._client.stream(
+                method, url, **how, extensions={"trace": self._connections.note}
+            ) as answer,
         ):
             raw = bytearray()
             for piece in answer.iter_raw():
@@ -239,12 +227,6 @@ class Line:
             if self._not_before <= now:
                 logger.info("%s: %s; asking again in %.0f s", url, reason, seconds)
             self._not_before = max(self._not_before, now + seconds)
-
-
-def _shut(sockets: Sequence[socket.socket]) -> None:
-    for each in sockets:  # closing a socket does not wake a thread that reads from it
-        with suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)
 
 
 def _words(raw: bytes) -> str:
@@ -298,15 +280,17 @@ class Engine(Protocol):
     """The protocol of one kind of server."""
 
     name: str
-    remedy: str
-    """Advice for the user whose server returns fewer than `k` tokens per position; contains
+    remedy = "ask whoever runs it for more"
+    """Advice for the user whose server returns fewer than `k` tokens per position; may contain
     `{k}`."""
 
     def prepare(self, line: Line, at_once: int) -> tuple[int, int | None]:
         """Return how many requests may be in flight, and the context length or None.
 
-        None means that the server's list of models states it.
+        None means that the server's list of models states it. By default the server queues
+        requests, so that `at_once` may be.
         """
+        return at_once, None
 
     def tokenized(self, line: Line, model: str, text: str) -> list[int]:
         """Return the ids of a text; special tokens in it are recognised and none are added."""
@@ -335,7 +319,7 @@ class _VllmAnswer(TypedDict):
     choices: list[_VllmChoice]
 
 
-class Vllm:
+class Vllm(Engine):
     """vLLM, and other servers whose /v1/completions supports `prompt_logprobs`."""
 
     name = "vLLM"
@@ -344,10 +328,6 @@ class Vllm:
     _plainly = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "add_special_tokens": False}
     """One token is generated, the minimum; the other fields override the model's sampling defaults,
     which would change log-probs."""
-
-    def prepare(self, line: Line, at_once: int) -> tuple[int, int | None]:
-        """Return `at_once` unchanged: vLLM queues requests."""
-        return at_once, None
 
     def tokenized(self, line: Line, model: str, text: str) -> list[int]:
         """Return the prompt's ids, which the server echoes with `return_token_ids`."""
@@ -391,16 +371,11 @@ class _SglangAnswer(TypedDict):
     meta_info: _SglangMeta
 
 
-class Sglang:
+class Sglang(Engine):
     """SGLang, through its own /generate: its /v1/completions names tokens by their text."""
 
     name = "SGLang"
-    remedy = "ask whoever runs it for more"
     _answer = TypeAdapter(list[_SglangAnswer])
-
-    def prepare(self, line: Line, at_once: int) -> tuple[int, int | None]:
-        """Return `at_once` unchanged: SGLang queues requests."""
-        return at_once, None
 
     def tokenized(self, line: Line, model: str, text: str) -> list[int]:
         """Return the ids from SGLang's /tokenize."""
@@ -458,7 +433,7 @@ class _LlamaProps(TypedDict):
     default_generation_settings: dict[str, object]
 
 
-class LlamaCpp:
+class LlamaCpp(Engine):
     """llama.cpp's llama-server, which returns log-probs of the next token but not of a prompt.
 
     A document is therefore requested token by token, each prompt one token longer, in a slot of the
@@ -466,7 +441,6 @@ class LlamaCpp:
     """
 
     name = "llama.cpp"
-    remedy = "ask whoever runs it for more"
     _answer, _props = TypeAdapter(_LlamaAnswer), TypeAdapter(_LlamaProps)
 
     def __init__(self) -> None:

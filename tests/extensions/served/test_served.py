@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
+import cache_case
 import pytest
 import torch
-from cache_case import TOKENIZER, contents, info, settings, teacher, texts
+from cache_case import TOKENIZER, contents, info, teacher, texts
 from engine_case import (
     NAME,
     RECORDED,
@@ -26,7 +27,6 @@ from engine_case import (
 from tiny import VOCAB, tiny_model, tiny_tokenizer
 
 from qat.cli import main, run_verb
-from qat.data.build import build_cache
 from qat.data.cache import Manifest
 from qat.data.config import CacheConfig
 from qat.data.reader import TeacherCache
@@ -60,30 +60,8 @@ def ask(address: str, *, k: int = 5, length: int = 16, at_once: int = 4) -> Serv
 
 def build(asked: ServedTeacher, out: Path, **values: object) -> Manifest:
     """The case's cache from a server's words."""
-    values = {"draws": 0, **values}
     about = info(identity=SERVED, dtype="unknown")
-    return build_cache(
-        settings(**values),
-        tokenizer=TOKENIZER,
-        teacher=asked,
-        info=about,
-        documents=texts(),
-        out=out,
-    )
-
-
-def local(out: Path, **values: object) -> TeacherCache:
-    """The case's cache from the same teacher here."""
-    build_cache(
-        settings(**{"draws": 0, **values}),
-        tokenizer=TOKENIZER,
-        teacher=teacher(),
-        info=info(),
-        documents=texts(),
-        out=out,
-        batch_size=4,
-    )
-    return TeacherCache.open(out)
+    return cache_case.build(out, teacher=asked, info=about, **{"draws": 0, **values})
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
@@ -91,7 +69,8 @@ def test_every_engine_gives_the_cache_of_its_teacher(engine: str, tmp_path: Path
     stage = Stage(engine)
     with played(stage) as address:
         found = build(ask(address), tmp_path / "served")
-    theirs = local(tmp_path / "local")
+    cache_case.build(tmp_path / "local", draws=0)
+    theirs = TeacherCache.open(tmp_path / "local")
     check_equal(TeacherCache.open(tmp_path / "served"), theirs)
     if engine == "llamacpp":  # which does not tell how likely an unlikely token is
         assert found.teacher_ppl is None
@@ -171,34 +150,17 @@ def refused(words: str, kind: type[QatError] = ConfigError) -> Iterator[None]:
     assert "\n" not in str(caught.value)
 
 
-def test_an_engine_without_log_probs_of_prompts_is_refused(stage: Stage) -> None:
-    def without(answer: dict) -> None:
-        for choice in answer["choices"]:
-            del choice["prompt_logprobs"]
-
-    stage.change = without
-    with (
-        played(stage) as address,
-        refused("gives log-probs of 0 tokens of a prompt, expected", CacheError),
-    ):
+def test_fewer_log_probs_than_wished_are_refused_with_what_raises_their_number(stage) -> None:
+    limit = r"400 Bad Request \(Requested prompt logprobs of 21, .*: 20\).*--max-logprobs 21"
+    with played(stage) as address, refused(limit):
+        ask(address, k=21)
+    fewer = "gives log-probs of 20 tokens at a position, expected 21"
+    with played(Stage("sglang")) as address, refused(fewer, CacheError):
+        ask(address, k=21)
+    stage.change = lambda answer: [choice.pop("prompt_logprobs") for choice in answer["choices"]]
+    none = "gives log-probs of 0 tokens of a prompt, expected"
+    with played(stage) as address, refused(none, CacheError):
         ask(address)
-
-
-def test_a_lower_limit_is_told_with_what_raises_it(stage: Stage) -> None:
-    with (
-        played(stage) as address,
-        refused(
-            r"answers 400 Bad Request \(Requested prompt logprobs of 21, .*allowed: 20\).*"
-            "--max-logprobs 21"
-        ),
-    ):
-        ask(address, k=21)
-    fewer = Stage("sglang")
-    with (
-        played(fewer) as address,
-        refused("gives log-probs of 20 tokens at a position, expected", CacheError),
-    ):
-        ask(address, k=21)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
@@ -276,13 +238,8 @@ def test_what_is_no_such_server_is_one_line(stage: Stage, place: str) -> None:
     stage.change = lambda answer: answer.update(choices="many")
     with played(stage) as address, refused("what no engine known here does .choices", QatError):
         ask(address)
-
-
-def test_nobody_there_is_one_line(stage: Stage) -> None:
-    with played(stage) as address:
-        pass
     with refused(r"/models: .*, 3 times, expected an answer; check --teacher, or run", CacheError):
-        ask(address)
+        ask(address)  # nobody is there any more
 
 
 def test_an_answer_without_end_is_left(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,14 +384,7 @@ def test_leaving_does_not_wait_for_the_server(stage: Stage, tmp_path: Path) -> N
 
         began = time.monotonic()
         with pytest.raises(Stop):
-            build_cache(
-                settings(draws=0, shard_size=4),
-                tokenizer=TOKENIZER,
-                teacher=asked,
-                info=info(identity=SERVED, dtype="unknown"),
-                documents=documents(),
-                out=tmp_path,
-            )
+            build(asked, tmp_path, shard_size=4, documents=documents())
         assert time.monotonic() - began < 10
         stage.gate.set()
     assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
