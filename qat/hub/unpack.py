@@ -1,8 +1,8 @@
 """Unpack an untrusted archive atomically.
 
-`Members` admits plain files and directories inside the archive, each once; `Limits` bounds its
-resources. Python's `tarfile` reads headers through `TarStream`, which rejects malformed input that
-`tarfile` accepts, before memory or time run out.
+`Members` admits plain files and directories inside the archive, each once. Python's `tarfile` reads
+headers through `TarStream`, which rejects malformed input that `tarfile` accepts, before memory or
+time run out.
 """
 
 import gzip
@@ -13,7 +13,6 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from tarfile import BLOCKSIZE, TarInfo
 from typing import BinaryIO
@@ -53,37 +52,16 @@ RESERVE_BYTES = 16 * MIB
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Bounds far above any legitimate archive of a cache, a checkpoint or a run."""
-
-    members: int = 100_000
-    """Maximum number of files and directories, including implied parent directories."""
-    depth: int = 16
-    """Maximum depth of a path."""
-    name_bytes: int = 1024
-    """Maximum length of a path in UTF-8 bytes; each component may have 255."""
-    ratio: int = 100
-    """Maximum unpacked bytes per packed byte: tensors reach 10, a gzip bomb 1,000."""
-    floor_bytes: int = 64 * MIB
-    """Unpacked size that is allowed for any archive, however small."""
-    entry_bytes: int = 2**14
-    """Cost in bytes of each file and directory: empty ones also take time and disk space."""
-
-    def unpacked_bytes(self, packed: int, free: int) -> int:
-        """Return how many bytes an archive of `packed` bytes may unpack to, with `free` on disk."""
-        return min(max(self.ratio * packed, self.floor_bytes), free)
-
-    def entries(self, unpacked_bytes: int) -> int:
-        """Return the maximum number of files and directories for this unpacked size."""
-        return min(self.members, unpacked_bytes // self.entry_bytes)
+# Limits far above any legitimate archive of a cache, a checkpoint or a run.
+MEMBERS = 100_000  # files and directories, including implied parent directories
+DEPTH = 16  # components of a path
+NAME_BYTES = 1024  # a path in UTF-8; each component may have 255
+RATIO = 100  # unpacked bytes per packed byte: tensors reach 10, a gzip bomb 1,000
+FLOOR_BYTES = 64 * MIB  # unpacked size that is allowed for any archive, however small
+ENTRY_BYTES = 2**14  # cost of a file or directory: empty ones also take time and disk space
 
 
-USUAL = Limits()
-"""The default limits."""
-
-
-def unpack(archive: Path, out: Path, *, replace: bool = False, limits: Limits = USUAL) -> None:
+def unpack(archive: Path, out: Path, *, replace: bool = False) -> None:
     """Unpack `archive` (.tar.lz4 or .tgz) so that its files lie in `out`.
 
     Directories that enclose all files are removed: `name/files` and `name/name/files`, as one
@@ -94,11 +72,11 @@ def unpack(archive: Path, out: Path, *, replace: bool = False, limits: Limits = 
         HubError: the archive is damaged, truncated or not trustworthy, or `out` is in use.
     """
     with atomic_directory(out, replace=replace) as partial:
-        extract(archive, partial, limits)
+        extract(archive, partial)
         write_receipt(innermost_directory(partial), None, str(archive), sha256_file(archive))
 
 
-def extract(archive: Path, into: Path, limits: Limits = USUAL) -> None:
+def extract(archive: Path, into: Path) -> None:
     """Write the files of `archive` below the empty directory `into`.
 
     Raises:
@@ -109,11 +87,11 @@ def extract(archive: Path, into: Path, limits: Limits = USUAL) -> None:
             f"{archive} {described(archive)}, expected a .tar.lz4 or .tgz file; check the path"
         )
     packed, free = archive.stat().st_size, shutil.disk_usage(into).free
-    limit = limits.unpacked_bytes(packed, max(0, free - RESERVE_BYTES))
+    limit = min(max(RATIO * packed, FLOOR_BYTES), max(0, free - RESERVE_BYTES))
     bar = progress(f"unpacking {archive.name}", mebibytes(packed), "MiB")
     with bar as ticker, archive.open("rb") as raw, open_stream(raw, archive, limit) as stream:
         num_files = 0
-        members = Members(str(archive), limits, limits.entries(limit))
+        members = Members(str(archive), min(MEMBERS, limit // ENTRY_BYTES))
         for written in _write_members(stream, members, into):
             num_files += written
             ticker.reach(raw.tell() // MIB)
@@ -180,7 +158,7 @@ class TarStream:
         """Skip forward to `position`."""
         # tarfile loops forever on a member with a negative offset (CVE-2025-8194)
         if position < self._position:
-            raise self._damaged("a member lies before the one that precedes it")
+            raise damaged(self._name, "a member lies before the one that precedes it")
         for _ in self.chunks(position - self._position):
             pass
 
@@ -199,31 +177,37 @@ class TarStream:
         """
         # tarfile takes an invalid header for the end, where only the zero block may be
         if any(self._header):
-            raise self._damaged(f"no header of a member at byte {self._position - BLOCKSIZE:,}")
+            raise damaged(
+                self._name, f"no header of a member at byte {self._position - BLOCKSIZE:,}"
+            )
         for _ in range(PADDING_BYTES // BLOCKSIZE):
             block = self._raw(BLOCKSIZE)
             if any(block):
-                raise self._damaged("other data follows the end of the archive")
+                raise damaged(self._name, "other data follows the end of the archive")
             if not block:
                 return
-        raise self._damaged(f"more than {PADDING_BYTES:,} zeros follow the end of the archive")
+        raise damaged(
+            self._name, f"more than {PADDING_BYTES:,} zeros follow the end of the archive"
+        )
 
     def _next_header(self, size: int) -> bytes:
         assert size == BLOCKSIZE
         self._header = self._take(BLOCKSIZE)
         kind = self._header[156:157]
         if kind == b"S":
-            raise self._damaged("it holds a sparse file, which can claim any size")
+            raise damaged(self._name, "it holds a sparse file, which can claim any size")
         self._awaits_payload = kind in EXTENSIONS
         self._chain = self._chain + 1 if self._awaits_payload else 0
         if self._chain > CHAIN:
-            raise self._damaged(f"more than {CHAIN} headers describe one member")
+            raise damaged(self._name, f"more than {CHAIN} headers describe one member")
         return self._header
 
     def _payload(self, size: int) -> bytes:
         # tarfile parses a long header in quadratic time (CVE-2024-6232)
         if not 0 < size <= PAYLOAD_BYTES:
-            raise self._damaged(f"a header has {size:,} bytes, at most {PAYLOAD_BYTES:,} may be")
+            raise damaged(
+                self._name, f"a header has {size:,} bytes, at most {PAYLOAD_BYTES:,} may be"
+            )
         payload = self._take(size)
         self._awaits_payload = False
         if self._header[156:157] in b"xgX":
@@ -234,19 +218,19 @@ class TarStream:
         """Check a pax header: consecutive `LENGTH KEY=VALUE` lines, then zeros."""
         records, position = payload.rstrip(b"\0"), 0
         if LONG_NUMBER.search(records):
-            raise self._damaged("a header holds a number of more than 63 digits")
+            raise damaged(self._name, "a header holds a number of more than 63 digits")
         while position < len(records):
             match = RECORD.match(records, position)
             position += int(match[1]) if match else 0
             if match is None or position < match.end() or records[position - 1 : position] != b"\n":
-                raise self._damaged("a header is not a list of keys and values")
+                raise damaged(self._name, "a header is not a list of keys and values")
             if match[2].startswith(b"GNU.sparse"):
-                raise self._damaged("it holds a sparse file, which can claim any size")
+                raise damaged(self._name, "it holds a sparse file, which can claim any size")
 
     def _take(self, size: int) -> bytes:
         data = self._raw(size)
         if len(data) < size:
-            raise self._damaged("it ends early: only a part of it is there")
+            raise damaged(self._name, "it ends early: only a part of it is there")
         return data
 
     def _raw(self, size: int) -> bytes:
@@ -265,14 +249,11 @@ class TarStream:
         try:
             data = self._file.read(size)
         except CORRUPT as error:
-            raise self._damaged(
-                " ".join(str(error).split()) or "it cannot be decompressed"
+            raise damaged(
+                self._name, " ".join(str(error).split()) or "it cannot be decompressed"
             ) from None
         self._position += len(data)
         return data
-
-    def _damaged(self, why: str) -> HubError:
-        return damaged(self._name, why)
 
 
 def damaged(name: str, why: str) -> HubError:
@@ -309,9 +290,9 @@ class Members:
     are the usual way to escape from a directory.
     """
 
-    def __init__(self, archive: str, limits: Limits, most: int) -> None:
+    def __init__(self, archive: str, most: int) -> None:
         """Admit at most `most` members, and as many files and directories implied by them."""
-        self.archive, self._limits, self._most = archive, limits, most
+        self.archive, self._most = archive, most
         self._files: set[PurePosixPath] = set()
         self._directories: set[PurePosixPath] = {PurePosixPath()}
         self._count = 0
@@ -340,13 +321,13 @@ class Members:
         return path
 
     def _inside(self, name: str) -> PurePosixPath:
-        path, limits = PurePosixPath(name), self._limits
+        path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or "\\" in name:
             raise self._refused(f"{shown(name)}, which lies outside of it")
         if not name or not name.isprintable():
             raise self._refused(f"the name {shown(name)}, which is not printable")
         long_part = any(len(part.encode()) > 255 for part in path.parts)
-        if long_part or len(name.encode()) > limits.name_bytes or len(path.parts) > limits.depth:
+        if long_part or len(name.encode()) > NAME_BYTES or len(path.parts) > DEPTH:
             raise self._refused(f"the name {shown(name)}, which is too long or too deep")
         return path
 

@@ -28,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
+from unittest.mock import patch
 
 import cyclopts
 import lz4.frame
@@ -46,7 +47,7 @@ from qat.data.text import tokenizer_hash
 from qat.errors import QatError
 from qat.hub.files import MIB, sha256_tree
 from qat.hub.push import pack
-from qat.hub.unpack import Limits, unpack
+from qat.hub.unpack import unpack
 from qat.models.load import load_model, load_tokenizer
 from qat.ranks import ALONE
 from qat.train import start
@@ -58,7 +59,7 @@ Outcomes = collections.Counter[tuple[str, str]]
 """Counts of outcomes by kind of mutant; WRONG begins an outcome that is not clean."""
 TIME_S = 10.0
 ARCHIVE = "recipe.tar.lz4"
-LIMITS = Limits(members=2000, floor_bytes=4 * MIB)
+LIMITS = {"MEMBERS": 2000, "FLOOR_BYTES": 4 * MIB}
 """Limits smaller than the usual ones, so that a bomb is found soon."""
 MEMORY_BYTES = 2**30
 COURSE = {"max_steps": 4, "batch_size": 2, "eval_every": 2, "eval_sequences": 2}
@@ -272,7 +273,8 @@ def read_archive(root: Path) -> str:
     out = root.parent / "unpacked"
     beside = {path.name for path in root.parent.iterdir()}
     try:
-        unpack(root / ARCHIVE, out, limits=LIMITS)
+        with patch.multiple("qat.hub.unpack", **LIMITS):
+            unpack(root / ARCHIVE, out)
         return sha256_tree(out)
     except QatError:
         assert {path.name for path in root.parent.iterdir()} == beside
