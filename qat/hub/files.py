@@ -131,16 +131,12 @@ def tree_of(files: dict[str, str]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def copy_file(source: Path, out: BinaryIO, ticker: Ticker) -> tuple[int, str]:
-    """Append `source` to an open file; return the number of bytes and their SHA-256."""
-    digest, size = hashlib.sha256(), 0
+def copy_file(source: Path, out: BinaryIO, ticker: Ticker) -> None:
+    """Append `source` to an open file."""
     with source.open("rb") as file:
         while chunk := file.read(MIB):
             out.write(chunk)
-            digest.update(chunk)
-            size += len(chunk)
             ticker.advance()
-    return size, digest.hexdigest()
 
 
 def copy_files(files: list[Path], source: Path, into: Path) -> None:

@@ -2,6 +2,7 @@
 
 import fcntl
 import gzip
+import hashlib
 import json
 import os
 import shutil
@@ -214,13 +215,8 @@ def test_mirrors_are_tried_in_order(out: Path, archive: Path, caplog) -> None:
     assert pulled.mirror == str(archive)
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(lines) == 3 and "add --drive DIR" in lines[0] and "gone is not there" in lines[1]
-
-
-def test_an_unknown_hash_is_printed(out: Path, archive: Path, caplog) -> None:
-    caplog.set_level("INFO")
-    pulled = get(out, archive)
+    assert f"SHA-256 {sha256_file(archive)}; no hash of it is registered" in lines[2]
     assert not pulled.is_verified
-    assert f"SHA-256 {sha256_file(archive)}; no hash of it is registered" in caplog.text
 
 
 def test_wrong_hashes_and_sizes(out: Path, model: Path, archive: Path, tmp_path: Path) -> None:
@@ -239,13 +235,6 @@ def test_a_wrong_kind(out: Path, archive: Path, tmp_path: Path) -> None:
     legacy_cache(tmp_path / "legacy")
     (tmp_path / "legacy" / "shard_00000.pt").unlink()
     fail(out, r"holds no \*.safetensors or \*.pt", tmp_path / "legacy")
-
-
-def test_evil_and_half_archives(out: Path, archive: Path) -> None:
-    evil = write_archive(archive.with_name("evil.tgz"), (named("../../x.pt"), b"x"))
-    half = archive.with_name("half.tgz")
-    half.write_bytes(archive.read_bytes()[:1000])
-    fail(out, "do not trust this archive.*is damaged", evil, half)
 
 
 def test_the_reference_systems_files(tmp_path: Path) -> None:
@@ -284,13 +273,7 @@ def test_a_wrong_download_is_not_kept(out: Path, archive: Path, monkeypatch) -> 
     with serving(archive.read_bytes()) as server:
         fail(out, "registered is", server.url, sha256=WRONG)
         server.data = gzip.compress(b"not a tar file")
-        fail(out, "is damaged", server.url, sha256=_sha(server.data, archive))
-
-
-def _sha(data: bytes, beside: Path) -> str:
-    path = beside.with_name("data")
-    path.write_bytes(data)
-    return sha256_file(path)
+        fail(out, "is damaged", server.url, sha256=hashlib.sha256(server.data).hexdigest())
 
 
 def test_a_quota_page_in_place_of_a_file(out: Path, monkeypatch) -> None:
