@@ -18,7 +18,7 @@ from pathlib import Path
 import grimp
 from cyclopts import App
 from figures import ROOT, record
-from settings_walk import Package, Walk
+from settings_walk import Package, SettingsTrace
 
 QAT = ROOT / "qat"
 FIGURES = {  # unit, goal
@@ -62,7 +62,7 @@ def measure(*, figures: Path | None = None) -> None:
     core = [p for p in python if inside(p, "qat") and not inside(p, "qat/extensions")]
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     road = road_on_page()
-    walk = Walk(Package(QAT), "qat.cli.train.train", "qat.train.config.TrainConfig")
+    trace = SettingsTrace(Package(QAT), "qat.cli.train.train", "qat.train.config.TrainConfig")
     helps = [seconds(sys.executable, "-m", "qat", "--help") for _ in range(HELP_RUNS)]
     found = {
         "core_lines": lines_of(core),
@@ -77,8 +77,8 @@ def measure(*, figures: Path | None = None) -> None:
         "backend_methods": methods(QAT / "backend" / "base.py", "Backend"),
         "road_train_files": len(road),
         "road_train_lines": lines_of(road),
-        "config_rooms": walk.rooms,
-        "config_climbs": walk.climbs,
+        "config_rooms": trace.rooms,
+        "config_climbs": trace.climbs,
         "repeated_lines_percent": repeated(core),
         "import_cycles": len(cycles()),
         "help_s": round(statistics.median(helps), 3),

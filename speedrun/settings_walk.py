@@ -154,8 +154,8 @@ def _last(expression: ast.AST) -> str:
     return ast.unparse(expression).rpartition(".")[2]
 
 
-class Walk:
-    """One walk, from the function of a verb to all rooms of its settings."""
+class SettingsTrace:
+    """The path of settings from the function of a verb through all functions that get them."""
 
     def __init__(self, package: Package, verb: str, settings: str) -> None:
         self.package = package
@@ -177,7 +177,7 @@ class Walk:
         return sum(after < before for (_, before), (_, after) in pairwise(self.stays))
 
     def enter(self, name: str, given: dict[str, str]) -> None:
-        """Walk through a function; `given` are the classes of settings among its arguments."""
+        """Follow a function; `given` are the classes of settings among its arguments."""
         if name in self.path:
             return
         module, node = self.package.defined[name]
@@ -187,7 +187,7 @@ class Walk:
         if is_method:
             kinds |= {"self": owner, "cls": owner}
         self.path.append(name)
-        visit = _Visit(self, owner if is_method else name, module, {**kinds, **given})
+        visit = _FunctionVisitor(self, owner if is_method else name, module, {**kinds, **given})
         if given:
             visit.stay()
         for statement in node.body:
@@ -200,17 +200,19 @@ class Walk:
             self.stays.append((room, len(self.path) + below))
 
 
-class _Visit(ast.NodeVisitor):
+class _FunctionVisitor(ast.NodeVisitor):
     """The way through one function, in the order of evaluation."""
 
-    def __init__(self, walk: Walk, room: str, module: str, kinds: dict[str, str | None]) -> None:
-        self._walk, self._room, self._module, self._kinds = walk, room, module, kinds
-        self._package = walk.package
+    def __init__(
+        self, trace: SettingsTrace, room: str, module: str, kinds: dict[str, str | None]
+    ) -> None:
+        self._trace, self._room, self._module, self._kinds = trace, room, module, kinds
+        self._package = trace.package
         self._lists: dict[str, list[str]] = {}
         """Names of functions in a local tuple, and by the variable that loops over it."""
 
     def stay(self) -> None:
-        self._walk.stay(self._room)
+        self._trace.stay(self._room)
 
     def _kind(self, node: ast.expr) -> str | None:
         """Return the class of an expression's value, if it is known."""
@@ -253,7 +255,7 @@ class _Visit(ast.NodeVisitor):
         return name if name in self._package.defined else None
 
     def _is_settings(self, node: ast.expr) -> bool:
-        return self._kind(node) in self._walk.settings
+        return self._kind(node) in self._trace.settings
 
     def visit_Name(self, node: ast.Name) -> None:
         if isinstance(node.ctx, ast.Load) and self._is_settings(node):
@@ -309,15 +311,15 @@ class _Visit(ast.NodeVisitor):
             self._hand_over(name, node)
 
     def _hand_over(self, name: str, call: ast.Call) -> None:
-        """Walk into what is called if an argument is the settings, or one of its parts."""
+        """SettingsTrace into what is called if an argument is the settings, or one of its parts."""
         package = self._package
-        if any(name == each or name.startswith(f"{each}.") for each in self._walk.settings):
+        if any(name == each or name.startswith(f"{each}.") for each in self._trace.settings):
             return
         called = package.member(name, "__init__") if package.is_class(name) else name
         if called is None:  # a class of fields
             given = [*call.args, *(word.value for word in call.keywords)]
             if any(map(self._is_settings, given)):
-                self._walk.stay(name, 1)
+                self._trace.stay(name, 1)
             return
         _, function = package.defined[called]
         expected = [p.arg for p in parameters(function)]
@@ -326,6 +328,6 @@ class _Visit(ast.NodeVisitor):
         named = {word.arg: word.value for word in call.keywords if word.arg}
         pairs = {**dict(zip(expected, call.args, strict=False)), **named}
         given = {key: self._kind(value) for key, value in pairs.items()}
-        given = {key: kind for key, kind in given.items() if kind in self._walk.settings}
+        given = {key: kind for key, kind in given.items() if kind in self._trace.settings}
         if given:
-            self._walk.enter(called, given)
+            self._trace.enter(called, given)
