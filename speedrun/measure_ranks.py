@@ -7,12 +7,10 @@ the whole `build_cache`, from text to a complete manifest: as many whole shards 
 in a long build but for a remainder, and each rank says what it waited for. Weights are random: time
 does not depend on them.
 
-Sharding sets ranks that hold all latent weights beside ranks that hold their rows: the most memory
-of a rank, and tokens per second of all. A student whose latent weights fill a GPU is trained by one
-that holds them whole and by all that hold their rows, in turns.
+A student whose latent weights fill a GPU is trained by one rank that holds them whole and by all
+ranks that hold their rows, in turns.
 
 torchrun --standalone --nproc-per-node 2 speedrun/measure_ranks.py train --figures F
-torchrun --standalone --nproc-per-node 2 speedrun/measure_ranks.py shard --figures F
 torchrun --standalone --nproc-per-node 2 speedrun/measure_ranks.py latent --figures F
 torchrun --standalone --nproc-per-node 4 speedrun/measure_ranks.py cache --tokenizer DIR --text FILE
     --figures F
@@ -196,38 +194,6 @@ def documents(text: str) -> Iterator[Document]:
 
 
 @app.command
-def shard(  # noqa: PLR0917
-    *,
-    figures: Path,
-    shape: str = "qwen3-4b",
-    device: str = "auto",
-    batch_size: int = 64,
-    seq_len: int = 64,
-    steps: int = 15,
-    whole: bool = True,
-) -> None:
-    """Append peak memory and tokens/s with latent weights `whole` and `sharded` to FIGURES.
-
-    Parameters
-    ----------
-    batch_size
-        Of each rank.
-    whole
-        Off for a shape whose latent weights do not fit one device.
-    """
-    configure()
-    with joined(device) as ranks:
-        values = LATENT | EXACT | {"batch_size": batch_size, "seq_len": seq_len, "steps": steps}
-        for is_sharded in (False, True) if whole else (True,):
-            make = partial(Ours, ranks=ranks, is_sharded=is_sharded)
-            timing = timed(shape, settled(device=device, **values), ranks, make)
-            peaks = [float(said) for said in ranks.texts(str(timing.peak_gib))]
-            if ranks.is_first:
-                name = "sharded" if is_sharded else "whole"
-                report_sharding(name, max(peaks), timing, shape=shape, figures=figures)
-
-
-@app.command
 def latent(  # noqa: PLR0917
     *,
     figures: Path,
@@ -356,27 +322,6 @@ def report(
         spread=round(statistics.stdev(ratios), 4) if len(ratios) > 1 else None,
     )
     print(f"{name}: {value} x (goal: {goal})")
-
-
-def report_sharding(
-    kind: str, peak_gib: float, timing: Timing, *, shape: str, figures: Path
-) -> None:
-    """Print and append what ranks took that hold latent weights in this way."""
-    speeds = [timing.positions / seconds for seconds in timing.steps_s]
-    speed = statistics.median(speeds)
-    print(f"{shape}, latent weights {kind}: {peak_gib:.2f} GiB a rank, {speed:,.0f} tokens/s")
-    name = f"latents_{kind}"
-    records.record(figures, f"{name}_peak_gib", round(peak_gib, 2), "GiB", "")
-    spread = round(statistics.stdev(speeds)) if len(speeds) > 1 else None
-    records.record(
-        figures,
-        f"{name}_tokens_per_s",
-        round(speed),
-        "tokens/s",
-        "",
-        runs=len(speeds),
-        spread=spread,
-    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import torch
 from cyclopts import App
 from figures import record
 from speed_case import Row, show
-from torch.profiler import ProfilerActivity, profile
 
 from qat.backend.base import Backend
 from qat.backend.device import select
@@ -51,7 +50,6 @@ COLUMNS = (
     ("GB a step", "step_gb", "{:.2f}"),
     ("of the limit", "limit_share", "{:.3f}"),
 )
-KERNELS = (("Kernel", "name", "{:.70}"), ("us a step", "us", "{:.1f}"), ("calls", "calls", "{}"))
 START = time.perf_counter()
 
 
@@ -103,11 +101,9 @@ def measure(
     rounds: int = 5,
     device: str = "auto",
     packed: bool = True,
-    kernels: bool = False,
     figures: Path | None = None,
 ) -> None:
-    """Print a table of all cases, and append the figures to FIGURES; with KERNELS say of a step
-    which kernels take its time."""
+    """Print a table of all cases, and append the figures to FIGURES."""
     backend = select(device)
     copy_rate = measure_roofline(backend, "bf16").copy_bytes
     tell(f"{backend.name()}: a large copy moves {copy_rate / 1e9:,.0f} GB/s")
@@ -123,8 +119,6 @@ def measure(
     cases = [replace(case, seconds=case.seconds[1:]) for case in cases]
     rows = {case.name: case.row(batch, copy_rate) for case in cases}
     show(list(rows.values()), columns=COLUMNS)
-    if kernels:
-        show_kernels(cases[0], backend)
     conclude(cases, rows, figures, is_served=(shape, batch) == SERVED)
 
 
@@ -200,21 +194,6 @@ def token_bytes(model: LanguageModel) -> int:
     bits = None if kv is None else kv.bits
     cache = Cache.empty(shape, model.dtype, torch.device("cpu"), bits)
     return config.num_hidden_layers * sum(part.nbytes for part in cache)
-
-
-def show_kernels(case: Case, backend: Backend) -> None:
-    """Print which kernels the steps of a case spend their time in."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        case.sampler.sample(case.requests)
-        backend.synchronize()
-    steps = case.requests[0].limit
-    found = [each for each in seen.key_averages() if each.self_device_time_total > 0]
-    found.sort(key=lambda each: -each.self_device_time_total)
-    rows = [
-        {"name": each.key, "us": each.self_device_time_total / steps, "calls": each.count}
-        for each in found[:24]
-    ]
-    show(rows, columns=KERNELS)
 
 
 def tell(line: str) -> None:

@@ -2,7 +2,6 @@
 
     python speedrun/quality_figures.py runs --figures figures.jsonl
     python speedrun/quality_figures.py tables runs/stories15m
-    python speedrun/quality_figures.py chances runs/stories15m
     python speedrun/quality_figures.py equal-time runs/minimind2 --figures figures.jsonl
     python speedrun/quality_figures.py over-baselines runs/smollm2 --figure NAME --figures FILE
     python speedrun/quality_figures.py own-words runs/onpolicy_smollm2 --figures FILE
@@ -257,23 +256,6 @@ def tables(*directories: Path) -> None:
         names = dict.fromkeys(row["recipe"] for row in results.rows)
         for name in sorted(names, key=results.kl):
             print_row(cells(results, name, texts))
-
-
-@app.command
-def chances(*directories: Path) -> None:
-    """Print the one-sided p of Welch's t-test that `OURS` is no closer than a baseline of seeds."""
-    from scipy.stats import ttest_ind
-
-    for directory in directories:
-        results = Results(directory.name, read(directory / "results.jsonl"))
-        ours = [row["kl_nats"] for row in results.of(OURS)]
-        for name in results.baselines():
-            theirs = [row["kl_nats"] for row in results.of(name)]
-            if len(theirs) > 1:
-                found = ttest_ind(ours, theirs, equal_var=False, alternative="less")
-                print_row(
-                    [results.name, name, f"{len(ours)} and {len(theirs)}", f"{found.pvalue:.1e}"]
-                )
 
 
 def cells(results: Results, recipe: str, texts: list[str]) -> list[str]:

@@ -3,7 +3,7 @@
 All loops are the same: a static cache, a whole step (sampling too) as one graph, replayed. In bf16
 the step is computed twice: by the packed student's own kernels on dense weights, and by
 `torch.compile` of plain PyTorch layers; the faster one is compared with. Weights are random codes
-of a published shape. First the kernels' tiles are tuned, as `qat bench kernels --tune` does it.
+of a published shape. On a GPU without tuned tiles run `qat bench kernels --tune` first.
 
 python speedrun/research/measure_generate.py --figures FILE.jsonl
 """
@@ -12,9 +12,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -29,15 +27,11 @@ from transformers import PreTrainedModel
 from qat.backend.base import Backend
 from qat.backend.device import on, select
 from qat.bench.config import MeasureConfig
-from qat.bench.measure import Clock, measure_roofline
+from qat.bench.measure import measure_roofline
 from qat.bench.student import quantize_at_random_, random_model
-from qat.extensions.lab.kernels.cases import decode_cases, work_of
-from qat.extensions.lab.kernels.gates import Seeds
-from qat.extensions.lab.kernels.tune import Timed, Tuned, tune
 from qat.generate.decode import Generation, Sampling
 from qat.generate.step import DecodeStep, read_bytes
 from qat.kernels.dispatch import one_after_the_other
-from qat.kernels.tuned import forcing
 from qat.models.hf_quantizer import put_empty_table
 from qat.models.language_model import LanguageModel
 from qat.nn.lut_embedding import FrozenLutTable
@@ -56,16 +50,6 @@ STUDENTS = {
 }
 """Preset, bits of the tables, and the group size where the preset's is another. In groups of 16
 vectors have as many bits as levels, but for their codebook."""
-KERNEL_COLUMNS = (
-    ("Matrix", "name", "{}"),
-    ("Bits", "bits", "{}"),
-    ("Rows", "rows", "{}"),
-    ("Inputs", "inputs", "{}"),
-    ("Tile", "tile", "{}"),
-    ("us a call", "call_us", "{:.2f}"),
-    ("GB/s", "gb_per_s", "{:,.0f}"),
-    ("Of copy", "copy_frac", "{:.2f}"),
-)
 LOOP_COLUMNS = (
     ("Loop", "case", "{}"),
     ("ms a token", "token_ms", "{:.4f}"),
@@ -100,8 +84,6 @@ class Asked:
     """Tokens of a run."""
     prompt: int = 64
     """Tokens of the prompt."""
-    skip_tiles: bool = False
-    """Use the tiles as they are."""
     packed_only: bool = False
     """Leave the bf16 model out."""
     tiny: bool = False
@@ -121,9 +103,7 @@ def main(*, asked: Annotated[Asked, Parameter(name="*")] = DEFAULTS) -> None:
     backend = select(asked.device)
     copy_rate = measure_roofline(backend, "bf16").copy_bytes
     tell(f"{backend.name()}: a large copy moves {copy_rate / 1e9:,.0f} GB/s")
-    with ExitStack() as tiles, torch.no_grad():
-        if backend.records and not asked.skip_tiles:
-            show_tiles(asked, backend, copy_rate, tiles)
+    with torch.no_grad():
         loops = [*loops_of(asked, backend)]
         tell("recorded; timing")
         seconds = timed(loops, backend, asked)
@@ -178,44 +158,6 @@ def finish(asked: Asked, ours: Row, spread: float) -> None:
 def tell(line: str) -> None:
     """Print with the time since the start."""
     print(f"[{time.perf_counter() - START:6.1f} s] {line}", flush=True)
-
-
-def show_tiles(asked: Asked, backend: Backend, copy_rate: float, tiles: ExitStack) -> None:
-    """Tune each kernel's tile, and print what the best took; what beats its default is used on."""
-    work = work_of(asked.shape)
-    wanted = [
-        *decode_cases(mlp=2, attention=2, head=4),
-        *islice(decode_cases(mlp=4, attention=4, head=4), 2),
-        *decode_cases(mlp=16, attention=16, head=16),
-    ]
-    repeats = 2 if asked.tiny else 20
-    seeds = Seeds(backend.device, 0, is_interpreted=not backend.records)
-    clock, rows = Clock(backend, repeats, limit_s=2.0), []
-    for case in wanted:
-        found = tune(case, case.size(work), seeds=seeds, clock=clock, keep=4)
-        rows += [tile_row(found, timed, copy_rate) for timed in found.best]
-        if found.adopted is not None:
-            chosen = found.adopted.configuration
-            tiles.enter_context(forcing(found.space.kernel, found.space.key, chosen))
-            tell(f"{case.name}: {chosen}")
-    show(rows, columns=KERNEL_COLUMNS)
-
-
-def tile_row(found: Tuned, timed: Timed, copy_rate: float) -> Row:
-    """Return the table row of a candidate tile."""
-    call_s = statistics.median(timed.seconds)
-    rate = found.num_bytes / call_s
-    rows, inputs, bits = found.space.key
-    return {
-        "name": found.case,
-        "bits": bits,
-        "rows": rows,
-        "inputs": inputs,
-        "tile": " ".join(map(str, timed.configuration)),
-        "call_us": 1e6 * call_s,
-        "gb_per_s": rate / 1e9,
-        "copy_frac": rate / copy_rate,
-    }
 
 
 def loops_of(asked: Asked, backend: Backend) -> Iterator[Loop]:
