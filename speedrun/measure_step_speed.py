@@ -154,7 +154,7 @@ class Turns:
         timing = runner.time(case.way)
         if timing is not None:
             self.timings[case.name].append(timing)
-        status = runner.trouble.get(case.way, "OK")
+        status = runner.unavailable.get(case.way, "OK")
         row = timed_row(runner.setting, case.name, timing, status=status)
         return {**row, "kind": "round"}
 
@@ -177,7 +177,7 @@ class Turns:
         """All turns of a case as one row."""
         timings, runner = self.timings[case.name], self.cases(case)
         found = merged(timings) if timings else None
-        status = runner.trouble.get(case.way, "OK")
+        status = runner.unavailable.get(case.way, "OK")
         rounds = [timing.tokens_per_s for timing in timings]
         row = timed_row(runner.setting, case.name, found, status=status)
         if rounds:

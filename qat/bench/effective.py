@@ -39,7 +39,7 @@ LEAST_SHARE = 0.5
 Facts = dict[str, object]
 
 
-class Watched:
+class StepProfiler:
     """A subject whose second step (or the only one before the clock) is profiled.
 
     With `looks` false nothing is profiled. This is for backends that only record operators: each

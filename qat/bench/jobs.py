@@ -87,7 +87,7 @@ class Ended:
     """True if the process was ended by the timeout."""
 
     @property
-    def last_words(self) -> str:
+    def error_message(self) -> str:
         """The reason of a failure: a user error, the last error of a traceback, or the last line.
 
         Later lines do not matter: launchers report the end of their ranks, CUDA ways to debug.
@@ -104,8 +104,8 @@ def run_processes(
     jobs: Sequence[Any],
     after_each: Callable[[Ended], bool],
     *,
-    told: tuple[str, str],
-    side_by_side: int = 1,
+    progress: tuple[str, str],
+    parallel: int = 1,
     placed: Callable[[Any, list[Any]], Any] = lambda job, _busy: job,
     watched: Callable[[Any, int], AbstractContextManager] = lambda _job, _pid: nullcontext(),
     timeout_s: float = float("inf"),
@@ -117,8 +117,8 @@ def run_processes(
         jobs: settings that are `JobFiles`, in starting order.
         after_each: called when a job has ended; false starts no more jobs and ends the running
             ones.
-        told: label and unit of the progress line.
-        side_by_side: number of jobs that run in parallel.
+        progress: label and unit of the progress line.
+        parallel: number of jobs that run in parallel.
         placed: returns a job as it starts, such as with a device, given the running jobs; None
             while the job must wait for one of them. Jobs that still wait when none runs are
             dropped.
@@ -127,11 +127,11 @@ def run_processes(
         keep_open: file descriptors that the jobs inherit.
     """
     waiting, running = [*jobs], []
-    with logs.progress(told[0], len(jobs), told[1]) as ticker:
+    with logs.progress(progress[0], len(jobs), progress[1]) as ticker:
         try:
             while True:
                 for job in [*waiting]:
-                    if len(running) == side_by_side:
+                    if len(running) == parallel:
                         break
                     here = placed(job, [each.job for each in running])
                     if here is not None:

@@ -15,7 +15,7 @@ from qat.backend.base import DTYPES, GIB, Backend
 from qat.backend.device import select
 from qat.bench.batches import BatchSource, check_batch_sizes, open_source
 from qat.bench.config import BenchConfig, MeasureConfig
-from qat.bench.effective import Watched, check_strictly, what_ran
+from qat.bench.effective import StepProfiler, check_strictly, what_ran
 from qat.bench.find_max import MemoryModel, Search, Trials, find_max_batch, unless_out_of_memory
 from qat.bench.measure import (
     CostFit,
@@ -193,7 +193,7 @@ class Setting:
         warmup = max(warmup, EAGER_STEPS if is_compiled else 1)
         try:
             return time_steps(
-                Watched(subject, warmup, looks=self.looks and not is_compiled),
+                StepProfiler(subject, warmup, looks=self.looks and not is_compiled),
                 self.batches(batch_size),
                 self.backend,
                 warmup=warmup,

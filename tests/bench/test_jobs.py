@@ -34,11 +34,11 @@ def test_a_job_waits_for_another_and_is_given_up_when_none_runs(
 
     monkeypatch.setattr(jobs, "_Running", AtOnce)
     every = ["student", "orphan", "conversion", "teacher"]
-    run_processes(every, lambda _: True, told=("running", "jobs"), placed=placed)
+    run_processes(every, lambda _: True, progress=("running", "jobs"), placed=placed)
     assert begun == ["conversion", "student", "teacher"]
     begun.clear()
     done.clear()
-    run_processes(every, lambda _: True, told=("running", "jobs"), side_by_side=2, placed=placed)
+    run_processes(every, lambda _: True, progress=("running", "jobs"), parallel=2, placed=placed)
     assert begun == ["conversion", "teacher", "student"]
 
 

@@ -227,7 +227,7 @@ def test_a_mistake_is_told_before_what_the_launcher_says(tmp_path: Path) -> None
     }
     for log, expected in said.items():
         run.log.write_text(log)
-        assert jobs.Ended(run, 1, is_late=False).last_words == expected
+        assert jobs.Ended(run, 1, is_late=False).error_message == expected
 
 
 def test_a_training_is_timed_by_its_heartbeats(tmp_path: Path, in_this_process) -> None:

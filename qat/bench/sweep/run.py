@@ -27,7 +27,7 @@ from qat.bench.sweep.plan import (
     make_runs,
     read_sweep,
 )
-from qat.bench.sweep.telemetry import Watch, machine_warnings, read_samples
+from qat.bench.sweep.telemetry import TelemetrySampler, machine_warnings, read_samples
 from qat.bench.sweep.telemetry import summarise as summarise_telemetry
 from qat.errors import ConfigError, TrainingError
 from qat.files import write_atomically
@@ -211,9 +211,9 @@ def run_all(
     run_processes(
         waiting,
         ended,
-        told=("runs", "runs"),
+        progress=("runs", "runs"),
         placed=begun,
-        watched=lambda run, pid: Watch(pid, run.telemetry, sample_s),
+        watched=lambda run, pid: TelemetrySampler(pid, run.telemetry, sample_s),
         timeout_s=timeout_s,
         keep_open=(lock,),
     )
@@ -225,7 +225,7 @@ def note_end(ended: Ended, timeout_s: float) -> bool:
     if run.row.exists():
         logger.info("%s, repeat %d: done", run.group, run.repeat)
         return False
-    message = ended.last_words
+    message = ended.error_message
     if ended.is_late:
         message = f"no end after {timeout_s:g} s; stacks are in {run.log}"
     logger.warning("%s, repeat %d failed: %s", run.group, run.repeat, message)

@@ -28,7 +28,7 @@ a fraction."""
 Sample = dict[str, float | None]
 
 
-class Watch:
+class TelemetrySampler:
     """Samples GPU and host into a CSV file until the block ends."""
 
     def __init__(self, pid: int, path: Path, every_s: float) -> None:

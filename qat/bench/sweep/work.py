@@ -27,7 +27,7 @@ from qat.train.start import check_dtype, train_student
 from qat.train.step import StepResult
 
 
-class Diary:
+class StepRecorder:
     """A subject that records the memory held and the valid tokens of each step."""
 
     def __init__(
@@ -83,7 +83,9 @@ def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | Non
     setting = replace(setting, data=replace(setting.data, seed=seed))
     ours = Ours(model, config, ranks=ranks, is_sharded=config.shard_latents)
     laid_out, first_timed = _laid_out(config, setting), config.warmup
-    subject = Diary(ours.subject(), setting.backend, laid_out, ranks=ranks, first_timed=first_timed)
+    subject = StepRecorder(
+        ours.subject(), setting.backend, laid_out, ranks=ranks, first_timed=first_timed
+    )
     timing = setting.time(subject, config.batch_size)
     numbers = {**setting.numbers(timing, ranks.size), **rank_numbers(timing, ranks)}
     if not ranks.is_first:

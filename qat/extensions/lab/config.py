@@ -98,6 +98,6 @@ class QualityConfig(Settings):
     """Recipes to run: those whose name contains one of these words, joined by |; all if empty. The
     table keeps earlier results of the others."""
 
-    def wants(self, name: str) -> bool:
+    def selects(self, name: str) -> bool:
         """Return whether the recipe called `name` is selected."""
         return any(word.strip() in name for word in self.only.split("|"))

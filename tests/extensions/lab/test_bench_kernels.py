@@ -58,7 +58,7 @@ def planted(kernel: object = work, **changed: object) -> KernelCase:
     """A case of plain PyTorch, whose kernel may be another."""
     case = KernelCase(
         "planted",
-        inputs=lambda room, size: {"x": room.normal(size["N"], dtype=torch.float32)},
+        inputs=lambda maker, size: {"x": maker.normal(size["N"], dtype=torch.float32)},
         kernel=kernel,
         reference=work,
         size=lambda config: SIZE,
@@ -154,7 +154,7 @@ def test_every_case_makes_its_inputs_and_its_reference_agrees_with_the_truth() -
     assert tuple(every) == KERNELS
     for case in every.values():
         size = case.odd[-1]
-        inputs = case.inputs(SEEDS.room(0), size)
+        inputs = case.inputs(SEEDS.maker(0), size)
         found, exact = case.reference(copied(inputs), size), case.truth(inputs, size)
         assert found.keys() == exact.keys(), case.name
         assert case.num_bytes(inputs, found, size) > 0

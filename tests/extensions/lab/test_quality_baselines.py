@@ -19,7 +19,7 @@ from qat.errors import CacheError, ConfigError
 from qat.evaluate.divergence import exact_divergence
 from qat.extensions.lab.baselines import methods
 from qat.extensions.lab.baselines.config import METHODS, PTQ, BaselineSettings
-from qat.extensions.lab.baselines.methods import LESSONS, time_step, train_baseline, wrap_caches
+from qat.extensions.lab.baselines.methods import TRAINERS, time_step, train_baseline, wrap_caches
 from qat.extensions.lab.baselines.reference import (
     Formed,
     RankByRank,
@@ -34,8 +34,8 @@ from qat.extensions.lab.baselines.training import (
     Deployed,
     dense_copy,
     put_plain,
-    rehearse,
     split_stacks,
+    warm_up,
 )
 from qat.extensions.lab.baselines.uniform import (
     BlockLinear,
@@ -79,7 +79,7 @@ def kl(student: LanguageModel, cache: TeacherCache) -> float:
 def untrained(method: str, cache: TeacherCache, **values: object) -> BaselineJob:
     """The method's student before its end-to-end training, as one would deploy it."""
     job = BaselineJob.of(teacher(), cache, settings(block_steps=0, **values).filled(method))
-    put_plain(job.model, LESSONS[method](job).deploy())
+    put_plain(job.model, TRAINERS[method](job).deploy())
     return job
 
 
@@ -229,12 +229,12 @@ def test_edgerazor_rounds_heads_as_its_own_cache_does(
     edgerazor = pytest.importorskip("edgerazor.qat")
     float_teacher = LanguageModel(tiny_model(architecture, head_dim=16))
     job = BaselineJob.of(float_teacher, cache, settings(kv="int8").filled("edgerazor"))
-    lesson = LESSONS["edgerazor"](job)
-    put_plain(job.model, lesson.deploy())
+    training = TRAINERS["edgerazor"](job)
+    put_plain(job.model, training.deploy())
     student, other = (
         LanguageModel(dense_copy(LanguageModel(job.model), torch.float32)).model for _ in range(2)
     )
-    lesson.finish(student)
+    training.finish(student)
     function = {"kv_cache_function": methods.INPUTS, "kv_block_size": 16}
     its_own = edgerazor.QAT({"function": function, "select": {"target_types": ["kv_cache"]}})
 
@@ -263,9 +263,9 @@ def test_edgerazor_rounds_heads_as_its_own_cache_does(
 def test_rounded_heads_leave_packed_documents_apart(cache: TeacherCache) -> None:
     pytest.importorskip("edgerazor")
     job = BaselineJob.of(teacher(), cache, in_eight_bits().filled("edgerazor"))
-    lesson = LESSONS["edgerazor"](job)
+    training = TRAINERS["edgerazor"](job)
     judged = LanguageModel(dense_copy(LanguageModel(job.model), torch.float32))
-    lesson.finish(judged.model)
+    training.finish(judged.model)
     ids = torch.randint(0, 320, (1, 12))
     positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
     how = {"position_ids": positions, "use_cache": False}
@@ -439,7 +439,7 @@ def test_what_cannot_be_compiled_runs_eagerly(cache: TeacherCache) -> None:
 
     for layer in decoder_layers(job.model):
         layer.forward = break_off
-    rehearse(step, job)
+    warm_up(step, job)
     assert torch.equal(weight, before) and weight.grad is None
     assert not step.compile_facts()["compiled"]
     step([job.batch(0)], 0)

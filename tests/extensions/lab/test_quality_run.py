@@ -221,18 +221,18 @@ def test_a_recipe_on_equal_time_runs_alone_and_stays(place: Path, monkeypatch) -
 
 @pytest.mark.slow
 def test_step_times_are_those_of_training(place: Path) -> None:
-    from qat.extensions.lab.quality.prepare import STRETCHES, Workshop, time_plan
+    from qat.extensions.lab.quality.prepare import STRETCHES, Workspace, time_plan
 
     baseline = {"method": "reference", "train": {"group_size": 16}}
     write({"name": "a"}, {"name": "b", **baseline})
-    shop = Workshop(read_quality(Path("recipe.toml")), Path("out"), "cpu")
-    ours, reference = plans = resolve(shop.recipe)
-    shop.claim()
-    shop.build_caches(plans)
-    shop.convert(plans, plans, {})
-    (stretches,) = time_plan(shop, ours)
+    workspace = Workspace(read_quality(Path("recipe.toml")), Path("out"), "cpu")
+    ours, reference = plans = resolve(workspace.recipe)
+    workspace.claim()
+    workspace.build_caches(plans)
+    workspace.convert(plans, plans, {})
+    (stretches,) = time_plan(workspace, ours)
     assert len(stretches) == STRETCHES - 1 and all(0 < step_s < 10 for step_s in stretches)
-    ((step_s,),) = time_plan(shop, reference)
+    ((step_s,),) = time_plan(workspace, reference)
     assert 0 < step_s < 10
 
 

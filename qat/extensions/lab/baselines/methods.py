@@ -21,23 +21,23 @@ from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, how_to_install
 from qat.extensions.lab.baselines.config import METHODS, PTQ, BaselineSettings
-from qat.extensions.lab.baselines.reference import reference_lesson
+from qat.extensions.lab.baselines.reference import reference_training
 from qat.extensions.lab.baselines.training import (
     FP16_BITS,
     BaselineJob,
     Deployed,
-    Lesson,
     PlainStep,
+    PreparedTraining,
     SplitStack,
     check_groups,
     dense_copy,
     distil,
     plain_step,
     put_plain,
-    rehearse,
+    warm_up,
 )
 from qat.extensions.lab.baselines.uniform import (
-    efficientqat_lesson,
+    efficientqat_training,
     gptq,
     round_to_nearest,
     uniform_bits,
@@ -84,7 +84,7 @@ def fake_quantize(model: PreTrainedModel, bits: dict[str, int], group_size: int)
         )
 
 
-def torchao_lesson(job: BaselineJob) -> Lesson:
+def torchao_training(job: BaselineJob) -> PreparedTraining:
     """Prepare training of the weights of all linears through torchao's fake quantizers.
 
     Raises:
@@ -103,7 +103,7 @@ def torchao_lesson(job: BaselineJob) -> Lesson:
         job.kd_loss(),
         steps=settings.max_steps,
     )
-    return Lesson(step, lambda: _deployed(job.model, bits, settings), settings.max_steps)
+    return PreparedTraining(step, lambda: _deployed(job.model, bits, settings), settings.max_steps)
 
 
 @torch.no_grad()
@@ -134,7 +134,7 @@ HEADS = "state_quant_uniform_symmetric_absmax_per_token_int8"
 recipes for Qwen3 and MobileLLM."""
 
 
-def edgerazor_lesson(job: BaselineJob) -> Lesson:
+def edgerazor_training(job: BaselineJob) -> PreparedTraining:
     """Prepare training of the weights of all linears through EdgeRazor's quantizers.
 
     Raises:
@@ -205,7 +205,7 @@ def edgerazor_lesson(job: BaselineJob) -> Lesson:
             found[name] = Deployed(linear._weight_quant(), math.ceil(codes) + scales)
         return found
 
-    return Lesson(
+    return PreparedTraining(
         step, deploy, settings.max_steps, finish=lambda model: apply(model, is_w_quantized=True)
     )
 
@@ -259,11 +259,11 @@ def wrap_caches(model: PreTrainedModel, wrap: Callable[[object], object]) -> Non
         layer.register_forward_pre_hook(partial(hand_on, call), with_kwargs=True)
 
 
-LESSONS: dict[str, Callable[[BaselineJob], Lesson]] = {
-    "reference": reference_lesson,
-    "torchao_int2": torchao_lesson,
-    "efficientqat": efficientqat_lesson,
-    "edgerazor": edgerazor_lesson,
+TRAINERS: dict[str, Callable[[BaselineJob], PreparedTraining]] = {
+    "reference": reference_training,
+    "torchao_int2": torchao_training,
+    "efficientqat": efficientqat_training,
+    "edgerazor": edgerazor_training,
 }
 
 
@@ -307,13 +307,13 @@ def train_baseline(
     if method in PTQ:
         return _quantize(method, BaselineJob.of(teacher, cache, settings, calibration))
     job = BaselineJob.of(teacher, cache, settings.filled(method))
-    lesson = LESSONS[method](job)
-    course = distil(lesson, job)
-    bits = put_plain(job.model, lesson.deploy())
-    lesson.step.close()
+    training = TRAINERS[method](job)
+    cost = distil(training, job)
+    bits = put_plain(job.model, training.deploy())
+    training.step.close()
     student = _judgeable(job)
-    lesson.finish(student.model)
-    return BaselineStudent(student, bits, *course)
+    training.finish(student.model)
+    return BaselineStudent(student, bits, *cost)
 
 
 def time_step(
@@ -336,17 +336,17 @@ def time_step(
     job = BaselineJob.of(
         teacher, cache, settings.filled(method).model_copy(update={"block_steps": 0})
     )
-    lesson = LESSONS[method](job)
-    rehearse(lesson.step, job)
+    training = TRAINERS[method](job)
+    warm_up(training.step, job)
     seconds = []
     for number in range(steps):
         batch = job.batch(number)
         job.backend.synchronize()
         began = time.perf_counter()
-        lesson.step([batch], number)
+        training.step([batch], number)
         job.backend.synchronize()
         seconds.append(time.perf_counter() - began)
-    lesson.step.close()
+    training.step.close()
     return statistics.median(seconds)
 
 

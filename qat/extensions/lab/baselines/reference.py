@@ -24,8 +24,8 @@ from qat.extensions.lab.baselines.training import (
     BaselineJob,
     Deployed,
     HiddenLoss,
-    Lesson,
     PlainStep,
+    PreparedTraining,
     check_groups,
     chunked_loss,
     dense_copy,
@@ -218,7 +218,7 @@ def rank_by_rank(linear: QuantLinear, rank: int, dtype: torch.dtype) -> RankByRa
     return RankByRank(Q, scale, linear.bias)
 
 
-def reference_lesson(job: BaselineJob) -> Lesson:
+def reference_training(job: BaselineJob) -> PreparedTraining:
     """Prepare training of the scales of all linears; levels and tables stay as initialized."""
     settings, learning = job.settings, []
     kind = RankByRank if settings.factored else Formed
@@ -237,7 +237,7 @@ def reference_lesson(job: BaselineJob) -> Lesson:
         is_checkpointed=settings.factored,
     )
     modules = {name: job.model.get_submodule(name) for name in job.names}
-    return Lesson(
+    return PreparedTraining(
         step,
         lambda: {name: m.deployed(settings.bits_of(name)) for name, m in modules.items()},
         settings.max_steps,

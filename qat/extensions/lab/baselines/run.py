@@ -72,7 +72,7 @@ def run_baselines(config: BaselinesConfig, student: str, out: Path | None) -> Ba
             found = _take_turns(cases, config, results)
         rows = [cases.row("baseline", name, found.get(name)) for name in config.cases]
         for row in rows:
-            row["status"] = cases.trouble.get(row["case"], "OK")
+            row["status"] = cases.unavailable.get(row["case"], "OK")
             if "ours" in found and row["case"] in found:
                 speed = found[row["case"]].tokens_per_s
                 row["ours_over_this"] = found["ours"].tokens_per_s / speed
@@ -113,14 +113,14 @@ class Cases:
             ),
             "reference": lambda _: reference_step(student, self._names, config),
         }
-        self.trouble: dict[str, str] = {}
+        self.unavailable: dict[str, str] = {}
         """The reason why a case is not run any more."""
         if not is_installed():
-            self.trouble["torchao-int2"] = "torchao is not installed"
+            self.unavailable["torchao-int2"] = "torchao is not installed"
 
     def time(self, name: str) -> Timing | None:
         """Run one turn of a case; None if it is unavailable or does not fit into memory."""
-        if name in self.trouble:
+        if name in self.unavailable:
             return None
         compile_anew()
         try:
@@ -132,7 +132,7 @@ class Cases:
             if timing is not None:
                 timing = replace(timing, compiler={**timing.compiler, "fallback": reason})
         if timing is None:
-            self.trouble[name] = "OOM"
+            self.unavailable[name] = "OOM"
         else:
             logger.info("%s: %.0f tokens/s", name, timing.tokens_per_s)
         return timing

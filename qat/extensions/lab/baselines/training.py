@@ -381,7 +381,7 @@ def check_groups(in_features: int, group_size: int) -> None:
 
 logger = logging.getLogger(__name__)
 
-REHEARSALS = 2
+WARMUP_PASSES = 2
 """Forward and backward passes before the clock starts; compilation happens in the first."""
 
 
@@ -476,7 +476,7 @@ class BaselineJob:
         return loss
 
 
-class Course(NamedTuple):
+class TrainingCost(NamedTuple):
     """The accumulated cost of training."""
 
     steps: int = 0
@@ -484,7 +484,7 @@ class Course(NamedTuple):
     peak_gib: float = 0.0
 
 
-class Lesson(NamedTuple):
+class PreparedTraining(NamedTuple):
     """A prepared training run: its step, and what follows after the last one."""
 
     step: PlainStep
@@ -492,45 +492,45 @@ class Lesson(NamedTuple):
     """Returns the quantized linears by name after training."""
     steps: int
     """Steps still to take."""
-    before: Course = Course()
+    before: TrainingCost = TrainingCost()
     """The cost of earlier stages."""
     finish: Change = lambda _model: None
     """Adds the rounding of inputs or caches to the final model with the deployed weights."""
 
 
-def distil(lesson: Lesson, job: BaselineJob) -> Course:
-    """Run the steps of a lesson; return the cost including `lesson.before`.
+def distil(training: PreparedTraining, job: BaselineJob) -> TrainingCost:
+    """Run the steps of a training; return the cost including `training.before`.
 
     Raises:
         TrainingError: the final loss is not finite.
     """
-    before, backend = lesson.before, job.backend
-    rehearse(lesson.step, job)
+    before, backend = training.before, job.backend
+    warm_up(training.step, job)
     backend.reset_peak_memory()
     began = time.perf_counter()
-    with progress("training a baseline", lesson.steps, "steps") as ticker:
-        numbers = range(before.steps, before.steps + lesson.steps)
+    with progress("training a baseline", training.steps, "steps") as ticker:
+        numbers = range(before.steps, before.steps + training.steps)
         with closing(computed_ahead(job.batch, numbers, backend.batches_ahead)) as stream:
             for step, batch in enumerate(stream):
-                result = lesson.step([batch], step)
+                result = training.step([batch], step)
                 ticker.advance()
     backend.synchronize()
     seconds = before.seconds + time.perf_counter() - began
     loss = result.sums["loss"].item() / max(int(result.valid_tokens), 1)
     if not math.isfinite(loss):
         raise TrainingError(
-            f"the baseline's loss is {loss} after {lesson.steps} steps, expected a number; lower "
+            f"the baseline's loss is {loss} after {training.steps} steps, expected a number; lower "
             f"lr={job.settings.lr}"
         )
     peak_gib = max(before.peak_gib, backend.memory_use().peak_gib or 0.0)
-    return Course(before.steps + lesson.steps, seconds, peak_gib)
+    return TrainingCost(before.steps + training.steps, seconds, peak_gib)
 
 
-def rehearse(step: PlainStep, job: BaselineJob) -> None:
+def warm_up(step: PlainStep, job: BaselineJob) -> None:
     """Warm up compiler and allocator without changing the student."""
 
     def run() -> None:
-        for number in range(REHEARSALS):
+        for number in range(WARMUP_PASSES):
             step.add_gradients([job.batch(number)])
             step.forget_gradients()
 

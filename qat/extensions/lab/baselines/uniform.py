@@ -17,11 +17,11 @@ from qat.convert.calibrate import TokenBatch
 from qat.errors import TrainingError
 from qat.extensions.lab.baselines.training import (
     FP16_BITS,
-    REHEARSALS,
+    WARMUP_PASSES,
     BaselineJob,
-    Course,
     Deployed,
-    Lesson,
+    PreparedTraining,
+    TrainingCost,
     check_groups,
     run_or_uncompile,
 )
@@ -214,7 +214,7 @@ def round_through(x: Tensor) -> Tensor:
     return x.detach().round() + (x - x.detach())
 
 
-def efficientqat_lesson(job: BaselineJob) -> Lesson:
+def efficientqat_training(job: BaselineJob) -> PreparedTraining:
     """Run stage 1 and prepare stage 2; `settings.block_steps` of 0 skips stage 1.
 
     Raises:
@@ -227,18 +227,18 @@ def efficientqat_lesson(job: BaselineJob) -> Lesson:
         linear = job.model.get_submodule(name)
         bits = job.settings.bits_of(name)
         replace_module(job.model, name, BlockLinear(linear, bits, job.settings.group_size))
-    course = Course()
+    cost = TrainingCost()
     if budget.block_steps:
-        course = _train_blocks(job, LanguageModel(original), budget)
+        cost = _train_blocks(job, LanguageModel(original), budget)
     for name in job.names:
         replace_module(job.model, name, ScaledLinear(job.model.get_submodule(name)))
     modules = {name: job.model.get_submodule(name) for name in job.names}
     step = job.step([m.scales for m in modules.values()], job.kd_loss(), steps=budget.steps)
-    return Lesson(
+    return PreparedTraining(
         step,
         lambda: {name: module.deployed() for name, module in modules.items()},
         budget.steps,
-        course,
+        cost,
     )
 
 
@@ -267,7 +267,7 @@ class Budget(NamedTuple):
         return cls(batches, block_steps, max(1, settings.max_steps - used))
 
 
-def _train_blocks(job: BaselineJob, original: LanguageModel, budget: Budget) -> Course:
+def _train_blocks(job: BaselineJob, original: LanguageModel, budget: Budget) -> TrainingCost:
     """Run stage 1 over all blocks in order."""
     blocks = _Blocks(job, original, budget)
     job.backend.reset_peak_memory()
@@ -275,7 +275,7 @@ def _train_blocks(job: BaselineJob, original: LanguageModel, budget: Budget) -> 
     layers = list(zip(decoder_layers(original.model), decoder_layers(job.model), strict=True))
     with progress("training block by block", len(layers), "blocks") as ticker:
         for index, (float_layer, layer) in enumerate(layers):
-            blocks.rehearse(layer, index)
+            blocks.warm_up(layer, index)
             began = time.perf_counter()
             error = blocks.train(float_layer, layer, index)
             job.backend.synchronize()
@@ -288,7 +288,7 @@ def _train_blocks(job: BaselineJob, original: LanguageModel, budget: Budget) -> 
             logger.info("block %d: mean squared error %.4g", index, error)
             ticker.advance()
     used = job.settings.max_steps - budget.steps
-    return Course(used, seconds, job.backend.memory_use().peak_gib or 0.0)
+    return TrainingCost(used, seconds, job.backend.memory_use().peak_gib or 0.0)
 
 
 class _Blocks:
@@ -307,7 +307,7 @@ class _Blocks:
         self._targets = [call.hidden for call in self._calls]
         self._states = list(self._targets)
 
-    def rehearse(self, layer: nn.Module, index: int) -> None:
+    def warm_up(self, layer: nn.Module, index: int) -> None:
         """Compile the block outside the clock, without changing it."""
         layer.requires_grad_(False)
         for linear in _linears(layer):
@@ -316,7 +316,7 @@ class _Blocks:
             layer.forward = torch.compile(layer.forward)
 
         def run() -> None:
-            for _ in range(REHEARSALS):
+            for _ in range(WARMUP_PASSES):
                 self._error(layer, index, 0).backward()
                 layer.zero_grad(set_to_none=True)
 

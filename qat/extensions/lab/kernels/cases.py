@@ -14,13 +14,13 @@ from torch.nn import functional
 
 from qat.bench.config import shape_called
 from qat.extensions.lab.kernels.gates import (
+    InputMaker,
     Inputs,
     KernelCase,
     Outputs,
-    Room,
     Size,
+    dispatched,
     num_bytes,
-    ways,
 )
 from qat.extensions.lab.kernels.tune import (
     block_pass_space,
@@ -115,10 +115,10 @@ ATTENTION = {
 def attention_cases() -> Iterator[KernelCase]:
     """Yield the cases of attention alone, with separate heads."""
 
-    def inputs(room: Room, size: Size) -> Inputs:
+    def inputs(maker: InputMaker, size: Size) -> Inputs:
         B, S, H, J, D = (size[name] for name in "BSHJD")
-        q, k, v = (room.normal(B, S, n, D, dtype=room.half).transpose(1, 2) for n in (H, J, J))
-        positions, grad = room.positions(B, S), room.normal(B, S, H, D, dtype=room.half)
+        q, k, v = (maker.normal(B, S, n, D, dtype=maker.half).transpose(1, 2) for n in (H, J, J))
+        positions, grad = maker.positions(B, S), maker.normal(B, S, H, D, dtype=maker.half)
         return {"qkvp": (q, k, v, positions), "grad": grad}
 
     def backward(i: Inputs, s: Size) -> Outputs:
@@ -152,16 +152,16 @@ def attention_cases() -> Iterator[KernelCase]:
 def joined_cases() -> Iterator[KernelCase]:
     """Yield the cases of norms, rotary embedding and attention with concatenated heads."""
 
-    def inputs(room: Room, size: Size) -> Inputs:
+    def inputs(maker: InputMaker, size: Size) -> Inputs:
         B, S, H, J, D = (size[name] for name in "BSHJD")
-        angle = room.uniform(B, S, D // 2, high=6.0).repeat(1, 1, 2)
+        angle = maker.uniform(B, S, D // 2, high=6.0).repeat(1, 1, 2)
         return {
-            "qkv": room.normal(B, S, (H + 2 * J) * D, dtype=room.half),
-            "cos": angle.cos().to(room.half),
-            "sin": angle.sin().to(room.half),
-            "norms": [room.uniform(D, low=0.5, high=1.5) for _ in range(2)],
-            "p": room.positions(B, S),
-            "grad": room.normal(B, S, H, D, dtype=room.half),
+            "qkv": maker.normal(B, S, (H + 2 * J) * D, dtype=maker.half),
+            "cos": angle.cos().to(maker.half),
+            "sin": angle.sin().to(maker.half),
+            "norms": [maker.uniform(D, low=0.5, high=1.5) for _ in range(2)],
+            "p": maker.positions(B, S),
+            "grad": maker.normal(B, S, H, D, dtype=maker.half),
         }
 
     def rest(i: Inputs, s: Size) -> tuple:
@@ -210,20 +210,20 @@ def gated_cases() -> Iterator[KernelCase]:
 
     yield KernelCase(
         "gated unit, forward",
-        inputs=lambda room, s: {"joined": room.normal(s["T"], 2 * s["F"])},
+        inputs=lambda maker, s: {"joined": maker.normal(s["T"], 2 * s["F"])},
         kernel=lambda i, s: {"out": fused_silu_mul(i["joined"])},
-        reference=ways(lambda i, s: {"out": silu_mul(i["joined"])})["reference"],
+        reference=dispatched(lambda i, s: {"out": silu_mul(i["joined"])})["reference"],
         space=lambda s: gated_space(s, "gated_unit"),
         **common,
     )
     yield KernelCase(
         "gated unit, backward",
-        inputs=lambda room, s: {
-            "joined": room.normal(s["T"], 2 * s["F"]),
-            "grad": room.normal(s["T"], s["F"]),
+        inputs=lambda maker, s: {
+            "joined": maker.normal(s["T"], 2 * s["F"]),
+            "grad": maker.normal(s["T"], s["F"]),
         },
         kernel=lambda i, s: {"d_joined": torch.ops.qat.silu_mul_backward(i["grad"], i["joined"])},
-        reference=ways(plain_backward)["reference"],
+        reference=dispatched(plain_backward)["reference"],
         space=lambda s: gated_space(s, "gated_unit_backward"),
         **common,
     )
@@ -232,16 +232,16 @@ def gated_cases() -> Iterator[KernelCase]:
 def decode_case() -> KernelCase:
     """Return the case of one new position against a full cache."""
 
-    def inputs(room: Room, size: Size) -> Inputs:
+    def inputs(maker: InputMaker, size: Size) -> Inputs:
         B, H, J, D, N = (size[name] for name in "BHJDN")
-        angle = room.uniform(N, D // 2, high=6.0).repeat(1, 2)
-        caches = (room.normal(B, J, N, D) for _ in range(2))
+        angle = maker.uniform(N, D // 2, high=6.0).repeat(1, 2)
+        caches = (maker.normal(B, J, N, D) for _ in range(2))
         return {
-            "qkv": room.normal(B, (H + 2 * J) * D, dtype=torch.float32),
+            "qkv": maker.normal(B, (H + 2 * J) * D, dtype=torch.float32),
             "cache": Cache(*caches),
-            "position": torch.tensor([N - 1], device=room.device),
+            "position": torch.tensor([N - 1], device=maker.device),
             "angles": Angles(angle.cos(), angle.sin()),
-            "gains": [room.uniform(D, low=0.5, high=1.5) for _ in range(2)],
+            "gains": [maker.uniform(D, low=0.5, high=1.5) for _ in range(2)],
         }
 
     def run(i: Inputs, s: Size) -> Outputs:
@@ -273,7 +273,7 @@ def decode_case() -> KernelCase:
     return KernelCase(
         "decode attention",
         inputs=inputs,
-        **ways(run),
+        **dispatched(run),
         exact=exact,
         size=lambda c: {**_heads(c), "B": 1, "N": c["context"]},
         odd=(
@@ -350,9 +350,9 @@ def vector_cases(bits: int, d: int) -> Iterator[KernelCase]:
 
     yield KernelCase(
         f"choose, {C} x {d}",
-        inputs=lambda room, s: {"weight": _weight(room, s, "latent", bits, d=d)},
-        **ways(run),
-        exact=ways(run)["reference"],
+        inputs=lambda maker, s: {"weight": _weight(maker, s, "latent", bits, d=d)},
+        **dispatched(run),
+        exact=dispatched(run)["reference"],
         size=_mlp_in,
         slack=0.0,  # the same codewords on every device
         flops=lambda s: 2.0 * s["O"] * s["I"] * C,
@@ -368,10 +368,13 @@ def form_case(
     name: str, size: Callable[[Work], Size], source: str, bits: int, *, d: int = 1
 ) -> KernelCase:
     """Return the case of forming a weight from indices or a latent, codebook and scales."""
-    both = ways(lambda i, s: {"W": form(*i["weight"], i["dtype"])})
+    both = dispatched(lambda i, s: {"W": form(*i["weight"], i["dtype"])})
     return KernelCase(
         f"form, {name}",
-        inputs=lambda room, s: {"weight": _weight(room, s, source, bits, d=d), "dtype": room.dtype},
+        inputs=lambda maker, s: {
+            "weight": _weight(maker, s, source, bits, d=d),
+            "dtype": maker.dtype,
+        },
         **both,
         exact=both["reference"],
         size=size,
@@ -387,11 +390,11 @@ def pull_back_case(
     """Return the case of the gradients of scales and codebook."""
     return KernelCase(
         f"pull back, {name}",
-        inputs=lambda room, s: {
-            "weight": _weight(room, s, source, bits, d=d),
-            "dW": room.normal(s["O"], s["I"]),
+        inputs=lambda maker, s: {
+            "weight": _weight(maker, s, source, bits, d=d),
+            "dW": maker.normal(s["O"], s["I"]),
         },
-        **ways(lambda i, s: pull_back(i["dW"], *i["weight"], wanted=("codebook", "scales"))),
+        **dispatched(lambda i, s: pull_back(i["dW"], *i["weight"], wanted=("codebook", "scales"))),
         size=size,
         space=None if d == 1 else lambda s: reduce_space(s, 2**bits, d),
         counts=d == 1,  # bound by the matmul that sums by codeword
@@ -410,11 +413,11 @@ def both_case(bits: int, *, d: int = 1) -> KernelCase:
 
     return KernelCase(
         f"form and pull back, latent {_format(bits, d)}",
-        inputs=lambda room, s: {
-            "weight": _weight(room, s, "latent", bits, d=d),
-            "dW": room.normal(s["O"], s["I"]),
+        inputs=lambda maker, s: {
+            "weight": _weight(maker, s, "latent", bits, d=d),
+            "dW": maker.normal(s["O"], s["I"]),
         },
-        **ways(run),
+        **dispatched(run),
         size=_mlp_in,
         counts=False,  # each part is its own case
         **FORM,
@@ -426,11 +429,11 @@ def matvec_case(
 ) -> KernelCase:
     """Return a product with a norm before it and optionally a gated unit after it."""
 
-    def inputs(room: Room, size: Size) -> Inputs:
+    def inputs(maker: InputMaker, size: Size) -> Inputs:
         shape = {**size, "O": size["O"] * (2 if is_gated else 1)}
         return {
-            **_factors(room, shape, bits, is_short=True, d=d),
-            "squares": room.uniform(1, PARTS),
+            **_factors(maker, shape, bits, is_short=True, d=d),
+            "squares": maker.uniform(1, PARTS),
         }
 
     def run(i: Inputs, s: Size) -> Outputs:
@@ -447,7 +450,7 @@ def matvec_case(
     return KernelCase(
         f"matvec, {name}, {_format(bits, d)}",
         inputs=inputs,
-        **ways(run),
+        **dispatched(run),
         exact=exact,
         size=size,
         odd=({"O": 37, "I": 192}, {"O": 9, "I": 80}),
@@ -469,11 +472,11 @@ def matvec_add_case(
     """Return a product that is added to the residual stream."""
     is_short = not has_exact_levels
 
-    def inputs(room: Room, size: Size) -> Inputs:
+    def inputs(maker: InputMaker, size: Size) -> Inputs:
         return {
-            **_factors(room, size, bits, is_short=is_short, d=d),
-            "residual": room.normal(1, size["O"], dtype=torch.float32),
-            "gamma": room.uniform(size["O"], low=0.5, high=1.5),
+            **_factors(maker, size, bits, is_short=is_short, d=d),
+            "residual": maker.normal(1, size["O"], dtype=torch.float32),
+            "gamma": maker.uniform(size["O"], low=0.5, high=1.5),
         }
 
     def run(i: Inputs, s: Size) -> Outputs:
@@ -488,7 +491,7 @@ def matvec_add_case(
     return KernelCase(
         f"matvec, {name}, {_format(bits, d)}",
         inputs=inputs,
-        **ways(run),
+        **dispatched(run),
         exact=exact,
         size=size,
         compared=lambda o: {**o, "squares": o["squares"].sum(1)},  # a partial sum per tile
@@ -511,27 +514,27 @@ def _format(bits: int, d: int) -> str:
     return f"{2**bits} x {d}" if d > 1 else f"{bits}-bit"
 
 
-def _weight(room: Room, size: Size, source: str, bits: int, *, d: int = 1) -> tuple:
+def _weight(maker: InputMaker, size: Size, source: str, bits: int, *, d: int = 1) -> tuple:
     """Return source, codebook and scales in groups of 16 with 8 bits, as in the presets."""
     O, I = size["O"], size["I"]
     if d == 1:
-        codebook = room.normal(2**bits, dtype=torch.float32).sort().values
+        codebook = maker.normal(2**bits, dtype=torch.float32).sort().values
     else:
-        codebook = room.normal(2**bits, d, dtype=torch.float16).float()
-    scales = Scales(room.uniform(O, I // GROUP, low=0.05, high=1.5), bits=8)
+        codebook = maker.normal(2**bits, d, dtype=torch.float16).float()
+    scales = Scales(maker.uniform(O, I // GROUP, low=0.05, high=1.5), bits=8)
     if source == "latent":
-        return room.normal(O, I), codebook, scales
-    octets = room.integers(256, O, packed_width(I // d, bits), dtype=torch.uint8)
+        return maker.normal(O, I), codebook, scales
+    octets = maker.integers(256, O, packed_width(I // d, bits), dtype=torch.uint8)
     return PackedIndices(octets, bits, I, d), codebook, scales
 
 
-def _factors(room: Room, size: Size, bits: int, *, is_short: bool, d: int) -> Inputs:
+def _factors(maker: InputMaker, size: Size, bits: int, *, is_short: bool, d: int) -> Inputs:
     """Return a matrix, and a vector in the order in which it is read."""
     if bits == 16:
-        rows: Rows = room.normal(size["O"], size["I"])
+        rows: Rows = maker.normal(size["O"], size["I"])
     else:
-        rows = LutRows.of(*_weight(room, size, "packed", bits, d=d), is_short=is_short)
-    x = room.normal(1, size["I"], dtype=torch.float32)
+        rows = LutRows.of(*_weight(maker, size, "packed", bits, d=d), is_short=is_short)
+    x = maker.normal(1, size["I"], dtype=torch.float32)
     return {"x": spread(x, order_of(rows)), "rows": rows}
 
 
@@ -565,15 +568,15 @@ def _mlp_out(work: Work) -> Size:
 def head_cases() -> Iterator[KernelCase]:
     """Yield the losses' passes over the head: chosen words, their gradient, and all others."""
 
-    def inputs(room: Room, size: Size) -> Inputs:
+    def inputs(maker: InputMaker, size: Size) -> Inputs:
         T, K, V, D = (size[name] for name in "TKVD")
         # IDs of a row are distinct, as a teacher's are
-        ids = room.integers(V, T, 1) + torch.arange(K, device=room.device) * (V // K)
+        ids = maker.integers(V, T, 1) + torch.arange(K, device=maker.device) * (V // K)
         return {
-            "hidden": room.normal(T, D) * D**-0.5,
-            "weight": room.normal(V, D),
+            "hidden": maker.normal(T, D) * D**-0.5,
+            "weight": maker.normal(V, D),
             "ids": ids % V,
-            "g_chosen": room.normal(T, K, dtype=torch.float32),
+            "g_chosen": maker.normal(T, K, dtype=torch.float32),
         }
 
     def gather_sum(i: Inputs, s: Size) -> Outputs:
@@ -598,14 +601,16 @@ def head_cases() -> Iterator[KernelCase]:
     }
     yield KernelCase(
         "gather-dot",
-        **ways(lambda i, s: {"logits": chosen_logits(i["hidden"], Head(i["weight"]), i["ids"])}),
+        **dispatched(
+            lambda i, s: {"logits": chosen_logits(i["hidden"], Head(i["weight"]), i["ids"])}
+        ),
         moved=lambda i, o, s: rows_read(i, s) + num_bytes(i["hidden"], i["ids"], o),
         space=lambda s: gather_space(s, "gather_dot"),
         **common,
     )
     yield KernelCase(
         "gather-sum",
-        **ways(gather_sum),
+        **dispatched(gather_sum),
         moved=lambda i, o, s: rows_read(i, s) + num_bytes(i["g_chosen"], i["ids"], o),
         space=lambda s: gather_space(s, "gather_sum"),
         slack=2.0**-9,
@@ -613,7 +618,7 @@ def head_cases() -> Iterator[KernelCase]:
     )
     yield KernelCase(
         "other words",
-        **ways(
+        **dispatched(
             lambda i, s: other_words(
                 i["hidden"], Head(i["weight"]), i["ids"], want_slope=True
             )._asdict()
@@ -630,8 +635,8 @@ def head_cases() -> Iterator[KernelCase]:
 def top_k_cases() -> Iterator[KernelCase]:
     """Yield the cache's pass over logits, and the selection of the top K from its blocks."""
 
-    def with_blocks(room: Room, size: Size) -> Inputs:
-        logits = room.normal(size["T"], size["V"])
+    def with_blocks(maker: InputMaker, size: Size) -> Inputs:
+        logits = maker.normal(size["T"], size["V"])
         return {"logits": logits, "blocks": summarize(logits)}
 
     def exact(i: Inputs, s: Size) -> Outputs:
@@ -650,15 +655,15 @@ def top_k_cases() -> Iterator[KernelCase]:
     }
     yield KernelCase(
         "top-k, block pass",
-        inputs=lambda room, s: {"logits": room.normal(s["T"], s["V"])},
-        **ways(lambda i, s: summarize(i["logits"])._asdict()),
+        inputs=lambda maker, s: {"logits": maker.normal(s["T"], s["V"])},
+        **dispatched(lambda i, s: summarize(i["logits"])._asdict()),
         space=block_pass_space,
         **common,
     )
     yield KernelCase(
         "top-k, selection",
         inputs=with_blocks,
-        **ways(lambda i, s: top_k_of_blocks(i["logits"], s["K"], i["blocks"])._asdict()),
+        **dispatched(lambda i, s: top_k_of_blocks(i["logits"], s["K"], i["blocks"])._asdict()),
         moved=lambda i, o, s: (
             num_bytes(i["blocks"], o) + s["T"] * s["K"] * BLOCK * i["logits"].element_size()
         ),
@@ -672,10 +677,10 @@ def adamw_case() -> KernelCase:
     """Return AdamW on bfloat16, where every result must be a neighbour of the exact one."""
     rates = Rates(lr=1e-2, decay=1e-3, beta1=0.9, beta2=0.95, eps=1e-12)
 
-    def inputs(room: Room, size: Size) -> Inputs:
-        p, g, m = (room.normal(size["O"], size["I"], dtype=torch.float32) for _ in range(3))
+    def inputs(maker: InputMaker, size: Size) -> Inputs:
+        p, g, m = (maker.normal(size["O"], size["I"], dtype=torch.float32) for _ in range(3))
         moving = Moving(*(t.bfloat16() for t in (p, g, 0.1 * m, 0.3 * m.square())))
-        factors = torch.tensor([0.5, 1 - 0.9**3, (1 - 0.95**3) ** 0.5], device=room.device)
+        factors = torch.tensor([0.5, 1 - 0.9**3, (1 - 0.95**3) ** 0.5], device=maker.device)
         return {"moving": moving, "shared": factors}
 
     def run(i: Inputs, s: Size) -> Outputs:
@@ -695,7 +700,7 @@ def adamw_case() -> KernelCase:
     return KernelCase(
         "AdamW, stochastic rounding",
         inputs=inputs,
-        **ways(run),
+        **dispatched(run),
         exact=exact,
         size=_mlp_in,
         odd=({"O": 37, "I": 11}, {"O": 2, "I": 2500}),
@@ -707,37 +712,37 @@ def adamw_case() -> KernelCase:
 def column_cases() -> Iterator[KernelCase]:
     """Yield the two steps within a block of a converter's sweep."""
 
-    def to_settle(room: Room, size: Size) -> Inputs:
+    def to_settle(maker: InputMaker, size: Size) -> Inputs:
         """Return short binary fractions: sums are exact, so no choice depends on rounding."""
         B, O, C = (size[name] for name in "BOC")
 
         def fractions(*shape: int, high: int, unit: float) -> Tensor:
-            return (room.integers(2 * high + 1, *shape) - high).float() * unit
+            return (maker.integers(2 * high + 1, *shape) - high).float() * unit
 
         weight = fractions(B, O, high=32, unit=1 / 16) + 2.0**-10
         coupling = fractions(B, B, high=2, unit=1 / 8).fill_diagonal_(0.0)
-        levels = torch.arange(C, device=room.device).float()[:, None] / 4 - C / 8
+        levels = torch.arange(C, device=maker.device).float()[:, None] / 4 - C / 8
         return {
             "weight": weight,
-            "scales": 2.0 ** room.integers(3, 1, O).float(),
+            "scales": 2.0 ** maker.integers(3, 1, O).float(),
             "levels": levels.expand(C, O).contiguous(),
             "target": weight + fractions(B, O, high=8, unit=1 / 16),
             "coupling": coupling,
         }
 
-    def to_refit(room: Room, size: Size) -> Inputs:
+    def to_refit(maker: InputMaker, size: Size) -> Inputs:
         B, O, C = (size[name] for name in "BOC")
-        levels = room.normal(C, O, dtype=torch.float32).sort(0).values
-        weight = room.normal(B, O, dtype=torch.float32)
+        levels = maker.normal(C, O, dtype=torch.float32).sort(0).values
+        weight = maker.normal(B, O, dtype=torch.float32)
         return {
             "weight": weight,
-            "scales": room.uniform(1, O, low=0.1, high=1.1).half().float(),
+            "scales": maker.uniform(1, O, low=0.1, high=1.1).half().float(),
             "levels": levels,
-            "chosen": levels.gather(0, room.integers(C, B, O)),
-            "target": weight + 0.3 * room.normal(B, O, dtype=torch.float32),
+            "chosen": levels.gather(0, maker.integers(C, B, O)),
+            "target": weight + 0.3 * maker.normal(B, O, dtype=torch.float32),
             # the curvature of a real Hessian is positive
-            "coupling": 0.09 * room.normal(B, B, dtype=torch.float32).fill_diagonal_(0.0),
-            "diagonal": room.uniform(B, low=0.5, high=1.5),
+            "coupling": 0.09 * maker.normal(B, B, dtype=torch.float32).fill_diagonal_(0.0),
+            "diagonal": maker.uniform(B, low=0.5, high=1.5),
         }
 
     def columns_of(i: Inputs) -> Columns:
@@ -763,6 +768,6 @@ def column_cases() -> Iterator[KernelCase]:
         "wide": ({"B": 16, "O": 3071, "C": 4},),
         "counts": False,  # bound by the sequential loop over columns
     }
-    yield KernelCase("columns, settle", inputs=to_settle, **ways(settle), slack=0.0, **common)
+    yield KernelCase("columns, settle", inputs=to_settle, **dispatched(settle), slack=0.0, **common)
     # scales are rounded to float16: a tie may round the other way
-    yield KernelCase("columns, refit", inputs=to_refit, **ways(refit), slack=2e-3, **common)
+    yield KernelCase("columns, refit", inputs=to_refit, **dispatched(refit), slack=2e-3, **common)

@@ -23,12 +23,12 @@ Size = Mapping[str, int]
 Inputs = dict[str, Any]
 """Tensors by name, alone or in tuples, and other arguments of a call."""
 Outputs = dict[str, Tensor]
-Way = Callable[[Inputs, Size], Outputs]
+Implementation = Callable[[Inputs, Size], Outputs]
 """One implementation. It may write into its inputs; what it wrote is among its outputs."""
 
 
 @dataclass(frozen=True)
-class Room:
+class InputMaker:
     """The device, compute dtypes and generator for making inputs."""
 
     device: torch.device
@@ -73,16 +73,16 @@ class KernelCase:
     """A kernel and the plain-PyTorch reference of the same signature."""
 
     name: str
-    inputs: Callable[[Room, Size], Inputs]
-    kernel: Way
-    reference: Way
+    inputs: Callable[[InputMaker, Size], Inputs]
+    kernel: Implementation
+    reference: Implementation
     size: Callable[[Mapping[str, Any]], Size]
     """Maps a model's configuration to the size that is timed."""
     odd: tuple[Size, ...]
     """Sizes that are checked everywhere: no dimension is a multiple of the kernel's tiles."""
     wide: tuple[Size, ...] = ()
     """Sizes that are also checked on a GPU: as wide as real models, not a multiple of a tile."""
-    exact: Way | None = None
+    exact: Implementation | None = None
     """Computes the results in float64 from the inputs; None runs the reference in float64."""
     compared: Callable[[Outputs], Outputs] = lambda outputs: outputs
     """Selects the results of both implementations that are compared with the exact ones."""
@@ -112,10 +112,10 @@ class KernelCase:
         return num_bytes(inputs) + num_bytes(outputs)
 
 
-def ways(function: Way) -> dict[str, Way]:
+def dispatched(function: Implementation) -> dict[str, Implementation]:
     """Return both implementations of a function that dispatches by `use_triton`."""
 
-    def by(kernel: bool) -> Way:
+    def by(kernel: bool) -> Implementation:
         def run(inputs: Inputs, size: Size) -> Outputs:
             with computing_by(kernel):
                 return function(inputs, size)
@@ -197,14 +197,14 @@ class Seeds:
     first: int
     is_interpreted: bool
 
-    def room(self, offset: int) -> Room:
+    def maker(self, offset: int) -> InputMaker:
         """Return a source of bfloat16 inputs with the seed `first + offset`.
 
         Triton's interpreter rounds bfloat16 incorrectly, so there it is float32 and float16.
         """
         dtypes = (torch.float32, torch.float16) if self.is_interpreted else (torch.bfloat16,) * 2
         seed = self.first + offset
-        return Room(self.device, *dtypes, torch.Generator(self.device).manual_seed(seed))
+        return InputMaker(self.device, *dtypes, torch.Generator(self.device).manual_seed(seed))
 
     def sizes(self, case: KernelCase) -> tuple[Size, ...]:
         """Return the sizes to check: wide ones only where kernels are compiled."""
@@ -214,7 +214,7 @@ class Seeds:
 def compiles(case: KernelCase, seeds: Seeds) -> Refusal | None:
     """Check that the kernel compiles and launches at every size."""
     for offset, size in enumerate(seeds.sizes(case)):
-        inputs = case.inputs(seeds.room(offset), size)
+        inputs = case.inputs(seeds.maker(offset), size)
         try:
             with torch.no_grad():
                 case.kernel(inputs, size)
@@ -235,7 +235,7 @@ def is_correct(case: KernelCase, seeds: Seeds) -> Refusal | None:
     the contents that the first one left in persistent buffers.
     """
     for offset, size in enumerate(seeds.sizes(case)):
-        inputs = case.inputs(seeds.room(offset), size)
+        inputs = case.inputs(seeds.maker(offset), size)
         with torch.no_grad():
             eager, exact = case.reference(copied(inputs), size), case.truth(inputs, size)
             for _ in range(2):
@@ -327,9 +327,9 @@ def measure(case: KernelCase, size: Size, seeds: Seeds, clock: Clock) -> Speed:
 
 def spread_inputs(case: KernelCase, size: Size, seeds: Seeds, *, is_spread: bool) -> list[Inputs]:
     """Return different inputs of `SPREAD_BYTES` in all, or only one unless `is_spread`."""
-    inputs = [case.inputs(seeds.room(0), size)]
+    inputs = [case.inputs(seeds.maker(0), size)]
     count = min(SPREAD_BYTES // max(num_bytes(inputs[0]), 1), MOST_CALLS) if is_spread else 1
-    return inputs + [case.inputs(seeds.room(offset), size) for offset in range(1, count)]
+    return inputs + [case.inputs(seeds.maker(offset), size) for offset in range(1, count)]
 
 
 def recorded(

@@ -296,7 +296,7 @@ def _made(
 
 
 @dataclass(frozen=True)
-class Workshop:
+class Workspace:
     """A recipe file, its directory of results, and the device to work on."""
 
     recipe: QualityRecipe
@@ -469,19 +469,21 @@ def with_equal_time(plans: Sequence[QualityPlan], times: StepTimes) -> list[Qual
     return [fitted(plan) for plan in plans]
 
 
-def time_plan(shop: Workshop, plan: QualityPlan) -> list[list[float]]:
+def time_plan(workspace: Workspace, plan: QualityPlan) -> list[list[float]]:
     """Return the seconds of steps of each stage, from a short run of the recipe's own training.
 
     Nothing else may run meanwhile; warm-up and compilation are left out.
     """
-    cache = cache_dir(shop.out, plan.cache)
+    cache = cache_dir(workspace.out, plan.cache)
     if plan.method != OURS:
-        return [_time_baseline(shop, plan, cache)]
+        return [_time_baseline(workspace, plan, cache)]
     convert, found = plan.convert, []
     for stage in plan.stages:
         convert = convert if stage.convert is None else _stand_in(stage.convert)
         found.append(
-            _time_stage(stage, student_dir(shop.out, convert, plan.cache), cache, shop.device)
+            _time_stage(
+                stage, student_dir(workspace.out, convert, plan.cache), cache, workspace.device
+            )
         )
     return found
 
@@ -504,13 +506,13 @@ def _time_stage(stage: QualityStage, student: Path, cache: Path, device: str) ->
     return [line["step_s"] for line in lines[1:]]
 
 
-def _time_baseline(shop: Workshop, plan: QualityPlan, cache: Path) -> list[float]:
-    teacher = load_teacher(shop.recipe.teacher, device=shop.device, dtype="fp32")
-    settings = baseline_settings(plan, device=shop.device)
+def _time_baseline(workspace: Workspace, plan: QualityPlan, cache: Path) -> list[float]:
+    teacher = load_teacher(workspace.recipe.teacher, device=workspace.device, dtype="fp32")
+    settings = baseline_settings(plan, device=workspace.device)
     steps = STRETCH * (STRETCHES - 1)
     step_s = time_step(
         plan.method, teacher, TeacherCache.open(cache), settings=settings, steps=steps
     )
     del teacher
-    select(shop.device).free_memory()
+    select(workspace.device).free_memory()
     return [step_s]

@@ -29,7 +29,7 @@ from qat.extensions.lab.quality.plan import (
 )
 from qat.extensions.lab.quality.prepare import (
     Unmade,
-    Workshop,
+    Workspace,
     check_shapes,
     resolve,
     time_key,
@@ -117,30 +117,30 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
         ConfigError: no recipe's name matches `config.only`.
     """
     spread = devices(config.device)
-    shop = Workshop(read_quality(recipe), out, spread[0])
-    resolved, unmade = check_shapes(shop.recipe, resolve(shop.recipe))
-    names = {plan.name for plan in resolved if config.wants(plan.name)}
+    workspace = Workspace(read_quality(recipe), out, spread[0])
+    resolved, unmade = check_shapes(workspace.recipe, resolve(workspace.recipe))
+    names = {plan.name for plan in resolved if config.selects(plan.name)}
     if not names:
         raise ConfigError(
             f"only={config.only}, but no recipe's name holds that; choose among "
             f"{', '.join(repr(plan.name) for plan in resolved)}, several joined by |"
         )
-    shop.claim()
-    known = shop.known_times()
+    workspace.claim()
+    known = workspace.known_times()
     every = with_equal_time(resolved, known)
     plans = [plan for plan in every if plan.name in names]
     # a recipe that another's equal_time_to names is timed too, but runs only if it is selected
     followed = {plan.equal_time_to for plan in plans}
     prepared = [plan for plan in every if plan.name in names | followed]
-    shop.build_caches(prepared)
-    share = partial(make_jobs, shop.recipe, out=out, config=config, num_devices=len(spread))
+    workspace.build_caches(prepared)
+    share = partial(make_jobs, workspace.recipe, out=out, config=config, num_devices=len(spread))
     at_once = config.workers * len(spread)
     threads = max(1, cores() // at_once)
     is_timed = any(time_key(plan) not in known for plan in to_time(prepared))
     # a recipe with all its rows needs no conversion; without step times, the rows of recipes on
     # equal time are unknown
     wanting = prepared if is_timed else [p for p in plans if _is_open(share([p])[1:])]
-    missing = shop.missing(wanting, threads)
+    missing = workspace.missing(wanting, threads)
     refused: dict[str, str] = {}
     # a single one stays in this process, which has loaded everything that a new one would load
     # again
@@ -148,20 +148,20 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
     if is_timed and conversions:  # nothing else may run while steps are timed
         _, refused = run_jobs(conversions, spread, at_once)
     if is_timed or not conversions:
-        conversions, unmade = [], unmade | shop.convert(prepared, wanting, refused)
+        conversions, unmade = [], unmade | workspace.convert(prepared, wanting, refused)
     if is_timed:
         made = [plan for plan in prepared if plan.name not in unmade]
-        every = with_equal_time(resolved, shop.step_times(made))
+        every = with_equal_time(resolved, workspace.step_times(made))
     jobs = share([plan for plan in every if plan.name in names - unmade.keys()])
     others = share([plan for plan in every if plan.name not in names])
 
     def write(failures: list[Failure]) -> QualityReport:
-        return write_results(shop, [*jobs, *others[1:]], unmade, failures)
+        return write_results(workspace, [*jobs, *others[1:]], unmade, failures)
 
     open_jobs = [job for job in jobs if not job.row.exists()]
     failures, refused = run_jobs([*conversions, *open_jobs], spread, at_once, write)
     if conversions:
-        unmade = unmade | shop.convert(prepared, wanting, refused)
+        unmade = unmade | workspace.convert(prepared, wanting, refused)
     return write(failures)
 
 
@@ -222,12 +222,12 @@ def run_jobs(
         job = found.job
         if isinstance(job, Conversion):
             if not job.student.exists():
-                refused[job.label] = found.last_words
+                refused[job.label] = found.error_message
             return True
         if found.status == 0 and job.row.exists():
             logger.info("%s, seed %d: done", job.name, job.seed)
         else:
-            message = found.last_words
+            message = found.error_message
             logger.warning("%s, seed %d failed: %s", job.name, job.seed, message)
             failures.append(Failure(job.name, job.seed, message, job.log))
         after_each(failures)
@@ -236,28 +236,28 @@ def run_jobs(
     run_processes(
         jobs,
         ended,
-        told=("converting and training", "jobs"),
-        side_by_side=at_once,
+        progress=("converting and training", "jobs"),
+        parallel=at_once,
         placed=placed,
     )
     return failures, refused
 
 
 def write_results(
-    shop: Workshop, jobs: Sequence[QualityJob], unmade: Unmade, failures: list[Failure]
+    workspace: Workspace, jobs: Sequence[QualityJob], unmade: Unmade, failures: list[Failure]
 ) -> QualityReport:
     """Write rows, table and pictures of all finished jobs, and the recipes that cannot be made."""
     files = [job.row for job in jobs]
     rows = [row for file in files if file.exists() for row in json.loads(file.read_text())]
-    texts = tuple(shop.recipe.texts.report)
-    report = QualityReport(shop.out, texts, summarise(rows, texts), failures, unmade)
+    texts = tuple(workspace.recipe.texts.report)
+    report = QualityReport(workspace.out, texts, summarise(rows, texts), failures, unmade)
     write_comparison(
-        shop.out,
+        workspace.out,
         rows,
-        page=(PAGE, _page(shop.recipe, report)),
+        page=(PAGE, _page(workspace.recipe, report)),
         whole={
-            "environment": environment(select(shop.device), shop.recipe),
-            "step_times": shop.known_times(),
+            "environment": environment(select(workspace.device), workspace.recipe),
+            "step_times": workspace.known_times(),
             "unmade": unmade,
             "failures": [failure._asdict() for failure in failures],
         },

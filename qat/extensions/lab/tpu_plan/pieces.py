@@ -205,7 +205,7 @@ LR = 1e-4
 """A nonzero learning rate, so that no compiler drops the update."""
 
 
-class _Reached(Exception):
+class _FirstLayerInputs(Exception):
     """Carries the inputs of the first layer out of the model."""
 
 
@@ -319,13 +319,13 @@ class Traceable:
         """Return the inputs of the first layer."""
 
         def stop(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-            raise _Reached(args, kwargs)
+            raise _FirstLayerInputs(args, kwargs)
 
         hook = self.layer.register_forward_pre_hook(stop, with_kwargs=True)
         try:
             with torch.no_grad(), self.step.backend.autocast(self.dtype):
                 self.student.hidden(batch.input_ids, batch.position_ids)
-        except _Reached as reached:
+        except _FirstLayerInputs as reached:
             return reached.args
         finally:
             hook.remove()

@@ -257,7 +257,7 @@ def build(student: Traceable, batch_size: int) -> Callable:
     run = {name: jax_function(graph) for name, graph in vars(student.pieces(batch_size)).items()}
     recomputes = student.config.gradient_checkpointing
     rows = student.rows(batch_size)
-    layer = _Recomputing(run, rows, batch_size) if recomputes else _Keeping(run)
+    layer = _RecomputingLayer(run, rows, batch_size) if recomputes else _SavingLayer(run)
     num_formed = sum(linear.learns() for linear in student.linears)
 
     def gradients(layers: list, outside: list, batch: Batch) -> tuple[list, list]:
@@ -296,7 +296,7 @@ def build(student: Traceable, batch_size: int) -> Callable:
     return step
 
 
-class _Keeping:
+class _SavingLayer:
     """A layer that saves the activations that its backward reads.
 
     `context` is shared by all layers: mask and rotary tables. `own` holds the layer's formed
@@ -318,7 +318,7 @@ class _Keeping:
         return self._run["backward"]([hidden, *context, *own, g_out, *saved])
 
 
-class _Recomputing:
+class _RecomputingLayer:
     """A layer that saves only its input and recomputes the rest, `rows` sequences at a time."""
 
     def __init__(self, run: Run, rows: int, batch_size: int) -> None:
