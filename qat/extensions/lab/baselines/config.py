@@ -39,19 +39,13 @@ class BaselineSettings(Settings):
     """Peak learning rate of AdamW; by default the method's own, for the reference as published."""
     warmup_steps: int | None = Field(None, ge=0)
     """Steps of linear warm-up; by default 100 for the reference and 50 for the others."""
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """Final learning rate of the cosine schedule, as a fraction of the peak."""
     seed: int = Field(0, ge=0)
     """Seed of the data order, as in `qat train`, and of random initial values."""
     loss: str = "tail"
     """Distillation loss of all methods but the reference, at temperature 1."""
-    temperature: float = Field(2.0, gt=0)
-    """Temperature of the reference's candidates loss."""
-    hard_top1: float = Field(0.0, ge=0)
-    """Weight of the reference's cross-entropy with the teacher's top-1 token (published as 0.2)."""
-    start: Literal["q4", "from_scratch", "full_rank"] = "q4"
-    """Initial state of the reference: 4 bits at rank 4 and then its converter; from scratch with
-    its evenly spaced table; or its converter's table over scales of the full rank."""
+    start: Literal["q4", "full_rank"] = "q4"
+    """Initial state of the reference: 4 bits at rank 4 and then its converter, or its converter's
+    table over scales of the full rank."""
     factored: bool = True
     """True multiplies rank by rank, as the reference does; false forms the weight first, which
     gives the same numbers faster."""
@@ -67,10 +61,6 @@ class BaselineSettings(Settings):
     token and head. By default they are not rounded."""
     block_steps: int | None = Field(None, ge=0)
     """Steps of efficientqat in each block; by default as many as half of max_steps pays for."""
-    block_lr: float = Field(1e-4, ge=0)
-    """Peak learning rate of the weights in efficientqat's blocks."""
-    block_lr_scales: float = Field(1e-4, ge=0)
-    """Peak learning rate of scales and zero points in efficientqat's blocks."""
     device: str = "auto"
     """Device: auto, cpu, cuda, cuda:1, ..."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
@@ -102,6 +92,6 @@ class BaselineSettings(Settings):
                 )
 
     def filled(self, method: str) -> "BaselineSettings":
-        """Return the settings with the method's own defaults where they are left open."""
+        """Return the settings with the method's own defaults in place of None."""
         own = {name: value for name, value in OWN[method].items() if getattr(self, name) is None}
         return self.model_copy(update=own)

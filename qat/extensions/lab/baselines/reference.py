@@ -23,11 +23,9 @@ from qat.extensions.lab.baselines.training import (
     FP16_BITS,
     BaselineJob,
     Deployed,
-    HiddenLoss,
     PlainStep,
     PreparedTraining,
     check_groups,
-    chunked_loss,
     dense_copy,
 )
 from qat.losses.formulas import Targets
@@ -170,18 +168,17 @@ class Formed(RankByRank):
 class GatheredCandidates:
     """KL over the teacher's K tokens, from K gathered rows of the head per token."""
 
-    def __init__(self, head: Tensor, temperature: float = TEMPERATURE) -> None:
+    def __init__(self, head: Tensor) -> None:
         self._head = head
-        self._temperature = temperature
 
     def __call__(self, hidden: Tensor, targets: Targets) -> Tensor:
         """Map `(T, D)` hidden states to the sum over valid tokens; materialises `(T, K, D)`."""
         rows_TKD = self._head[targets.topk_ids]
         logits_TK = torch.einsum("td,tkd->tk", hidden, rows_TKD).float()
-        log_q = torch.log_softmax(logits_TK / self._temperature, 1)
-        log_p = torch.log_softmax(targets.topk_logprobs / self._temperature, 1)
+        log_q = torch.log_softmax(logits_TK / TEMPERATURE, 1)
+        log_p = torch.log_softmax(targets.topk_logprobs / TEMPERATURE, 1)
         loss = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(1)
-        return self._temperature**2 * torch.where(targets.mask, loss, 0.0).sum()
+        return TEMPERATURE**2 * torch.where(targets.mask, loss, 0.0).sum()
 
 
 def reference_step(
@@ -229,9 +226,10 @@ def reference_training(job: BaselineJob) -> PreparedTraining:
         module = kind(Q, scale, None if linear.bias is None else linear.bias.detach())
         replace_module(job.model, name, module)
         learning += module.parameters()
+    head = job.model.get_output_embeddings().weight.detach().to(job.dtype)
     step = job.step(
         learning,
-        _loss(job),
+        GatheredCandidates(head),
         steps=settings.max_steps,
         is_compiled=not settings.factored,
         is_checkpointed=settings.factored,
@@ -254,24 +252,7 @@ def start_of(
         scale = more_ranks(svd_scale(weight, min(Q4_RANK, rank), size), rank, generator)
     else:
         scale = svd_scale(weight, rank, size)
-    if settings.start == "from_scratch" or bits == Q4_BITS:
-        lut = even_lut(2**bits)
-    else:  # the converter's: the table of the 4-bit stage, reduced
-        lut = fewer_entries(even_lut(2**Q4_BITS), 2**bits)
+    lut = even_lut(2**Q4_BITS)
+    if bits < Q4_BITS:  # the converter reduces the table of the 4-bit stage
+        lut = fewer_entries(lut, 2**bits)
     return nearest_entries(weight, scale, lut), scale
-
-
-def _loss(job: BaselineJob) -> HiddenLoss:
-    """Return the candidates loss, plus cross-entropy with the top-1 token if it has a weight."""
-    settings = job.settings
-    head = job.model.get_output_embeddings().weight.detach().to(job.dtype)
-    soft = GatheredCandidates(head, settings.temperature)
-    if settings.hard_top1 == 0:
-        return soft
-    hard = chunked_loss(job.model, {"hard_ce": settings.hard_top1}, 1.0, dtype=job.dtype)
-
-    def both(hidden: Tensor, targets: Targets) -> Tensor:
-        likeliest = targets._replace(labels=targets.topk_ids[:, 0])
-        return soft(hidden, targets) + hard(hidden, likeliest)
-
-    return both

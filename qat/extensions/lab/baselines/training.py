@@ -145,6 +145,7 @@ HiddenLoss = Callable[[Tensor, Targets], Tensor]
 Change = Callable[[PreTrainedModel], None]
 """Replaces or wraps modules of a model."""
 MAX_GRAD_NORM = 1.0
+MIN_LR_RATIO = 0.1  # of the peak, at the end of the cosine schedule
 
 
 class PlainStep:
@@ -450,7 +451,7 @@ class BaselineJob:
             lr_share,
             schedule="cosine",
             warmup_steps=settings.warmup_steps,
-            min_ratio=settings.min_lr_ratio,
+            min_ratio=MIN_LR_RATIO,
         )
         return PlainStep(
             self.model,

@@ -149,7 +149,8 @@ POOL_SHARE = 8
 """Stage 1 uses at most `max_steps` / POOL_SHARE different batches."""
 FORWARD_SHARE = 1 / 3
 """Cost of a forward pass in steps."""
-BLOCK_MIN_LR_RATIO = 0.05
+BLOCK_LR, BLOCK_MIN_LR_RATIO = 1e-4, 0.05
+"""Peak learning rate in a block, and the last one as a fraction of it."""
 
 
 class BlockLinear(nn.Module):
@@ -282,8 +283,7 @@ def _train_blocks(job: BaselineJob, original: LanguageModel, budget: Budget) -> 
             seconds += time.perf_counter() - began
             if not math.isfinite(error):
                 raise TrainingError(
-                    f"block {index} has an error of {error}, expected a number; lower "
-                    f"block_lr={job.settings.block_lr}"
+                    f"block {index} has an error of {error}, expected a number; try dtype = 'fp32'"
                 )
             logger.info("block %d: mean squared error %.4g", index, error)
             ticker.advance()
@@ -326,13 +326,14 @@ class _Blocks:
     def train(self, float_layer: nn.Module, layer: nn.Module, index: int) -> float:
         """Train the block, then advance all states past it; return the last step's error."""
         self._targets = self._moved(float_layer, self._targets, index)
-        adamw = self._optimizer(layer)
+        learning = [p for m in _linears(layer) for p in (m.weight, m.scales, m.zeros)]
+        adamw = torch.optim.AdamW(learning, lr=BLOCK_LR, weight_decay=0.0, fused=True)
         for step in range(self._steps):
             done = step / max(1, self._steps - 1)
             share = (1 + math.cos(math.pi * done)) / 2  # from 1 to 0
             share = BLOCK_MIN_LR_RATIO + (1 - BLOCK_MIN_LR_RATIO) * share
             for group in adamw.param_groups:
-                group["lr"] = group["peak"] * share
+                group["lr"] = BLOCK_LR * share
             error = self._error(layer, index, step % len(self._states))
             error.backward()
             adamw.step()
@@ -341,15 +342,6 @@ class _Blocks:
         vars(layer).pop("forward", None)  # without gradients it would be compiled again
         self._states = self._moved(layer, self._states, index)
         return error.item()
-
-    def _optimizer(self, layer: nn.Module) -> torch.optim.AdamW:
-        settings, linears = self._job.settings, _linears(layer)
-        grids = [parameter for m in linears for parameter in (m.scales, m.zeros)]
-        groups = [
-            {"params": [m.weight for m in linears], "peak": settings.block_lr},
-            {"params": grids, "peak": settings.block_lr_scales},
-        ]
-        return torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0, fused=True)
 
     def _error(self, layer: nn.Module, index: int, number: int) -> Tensor:
         """Return the mean squared error of one batch against the float block's output."""
