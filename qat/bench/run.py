@@ -54,31 +54,13 @@ RESERVED_GIB = 0.8
 """Memory that the driver's context and libraries take."""
 
 
-@dataclass(frozen=True)
-class Rates:
-    """The fractions of a device's peaks that a training step reaches."""
-
-    matmul: float
-    """Fraction of the peak FLOP/s in linears."""
-    attention: float
-    """Fraction of the peak FLOP/s in attention, by the counted FLOPs of a step."""
-    traffic: float
-    """Bytes moved per element that enters or leaves a linear."""
-    weight: float
-    """Bytes moved per weight, once per step."""
-    layer_s: float
-    """Least seconds of a layer per step, however small: its launch overhead."""
-
-    def seconds(self, work: StepWork, device: Device, dtype: str, positions: int) -> float:
-        """Return seconds per position in steps of `positions`, in a supported dtype."""
-        moved = self.traffic * work.elements + self.weight * work.weights / positions
-        flops = work.matmul_flops / self.matmul + work.attention_flops / self.attention
-        busy_s = flops / device.peak_flops(dtype) + moved / device.bandwidth
-        return max(busy_s, self.layer_s * work.layers / positions)
-
-
-RATES = Rates(matmul=0.740, attention=0.456, traffic=11.9, weight=25.7, layer_s=4.85e-4)
-"""Rates fitted to the H200's rows of speedrun/records (record 2026-11-25_predictor)."""
+# rates fitted to the H200's rows of speedrun/records (record 2026-11-25_predictor)
+MATMUL_FRAC, ATTENTION_FRAC = 0.740, 0.456
+"""Fractions of the peak FLOP/s in linears, and in attention by the counted FLOPs of a step."""
+BYTES_PER_ELEMENT, BYTES_PER_WEIGHT = 11.9, 25.7
+"""Bytes moved per element that enters or leaves a linear, and per weight once per step."""
+LAYER_S = 4.85e-4
+"""Least seconds of a layer per step, however small: its launch overhead."""
 SPREADS = {"A100-40": (0.84, 1.08), "A100-80": (0.81, 1.17), "H100": (0.61, 1.20)}
 """Measured over predicted speed, least and most, on cards with ten published speeds or more."""
 SPREAD = (0.45, 1.20)
@@ -121,11 +103,19 @@ class Measured:
 
     def seconds(self, device: Device) -> float:
         """Return seconds per position of this run on `device`, in its best dtype."""
-        predicted = RATES.seconds(self.work, device, device.dtype, self.positions)
+        predicted = seconds_by_rates(self.work, device, device.dtype, self.positions)
         if self.device is None or self.device.peak_flops(self.dtype) is None:
             return predicted
-        own = RATES.seconds(self.work, self.device, self.dtype, self.positions)
+        own = seconds_by_rates(self.work, self.device, self.dtype, self.positions)
         return predicted / own / self.tokens_per_s
+
+
+def seconds_by_rates(work: StepWork, device: Device, dtype: str, positions: int) -> float:
+    """Return seconds per position in steps of `positions`, in a dtype that the device supports."""
+    moved = BYTES_PER_ELEMENT * work.elements + BYTES_PER_WEIGHT * work.weights / positions
+    flops = work.matmul_flops / MATMUL_FRAC + work.attention_flops / ATTENTION_FRAC
+    busy_s = flops / device.peak_flops(dtype) + moved / device.bandwidth
+    return max(busy_s, LAYER_S * work.layers / positions)
 
 
 def predict(measured: Measured, device: Device) -> DevicePrediction:
@@ -354,34 +344,6 @@ def prepare(
     return Setting(student, count, config, backend, data, roofline, flops), model
 
 
-def time_ours(setting: Setting, ours: Ours, batch_size: int) -> Timing | None:
-    """Time our step, freshly compiled for this size; None if it does not fit into memory."""
-
-    def steps() -> Timing:
-        with (
-            ours.restored_on_failure(),
-            setting.backend.tracing.compiling(f"a step of batch {batch_size}"),
-        ):
-            return setting.time(ours.subject(), batch_size)
-
-    compile_anew()
-    return unless_out_of_memory(steps, setting.backend)
-
-
-def try_steps(setting: Setting, ours: Ours, batch_size: int) -> Timing:
-    """Time a few of our steps, as a trial of `batch_size`, reusing compiled code.
-
-    If steps of this size are captured as a graph, the clock starts after the capture.
-    """
-    is_recorded = setting.backend.records and batch_size * setting.data.seq_len <= GRAPH_TOKENS
-    clock = (EAGER_STEPS + 1 if is_recorded else 1), TRIAL_STEPS
-    with (
-        ours.restored_on_failure(),
-        setting.backend.tracing.compiling(f"a step of batch {batch_size}"),
-    ):
-        return replace(setting, looks=False).time(ours.subject(), batch_size, clock)
-
-
 def _predict_all(
     setting: Setting,
     student: LanguageModel,
@@ -412,7 +374,7 @@ class _Bench:
         self.ours = ours
         self.results = results
         self.timings: list[Timing] = []
-        self._trials = Trials(partial(try_steps, setting, ours), setting.backend)
+        self._trials = Trials(self._try, setting.backend)
 
     def measure_all(self, sizes: tuple[int, ...]) -> None:
         """Add one row per batch size, with status OOM if it does not fit.
@@ -421,7 +383,7 @@ class _Bench:
             ConfigError: none of them fits.
         """
         for size in sizes:
-            timing = time_ours(self.setting, self.ours, size)
+            timing = self._time(size)
             self._add("step", size, timing, status="OOM" if timing is None else "OK")
         if not self.timings:
             raise ConfigError(
@@ -438,7 +400,7 @@ class _Bench:
         limit = limit or setting.backend.memory_gib()
 
         def confirm(size: int) -> float | None:
-            timings[size] = timing = time_ours(setting, self.ours, size)
+            timings[size] = timing = self._time(size)
             return None if timing is None else timing.tokens_per_s
 
         search = find_max_batch(self._trials, confirm, limit, setting.data.seq_len, sizes=sizes)
@@ -464,6 +426,31 @@ class _Bench:
             memory=model,
             recomputes=bool(fastest.compiler["effective"]["recomputed_layers"]),
         )  # fmt: skip
+
+    def _time(self, batch_size: int) -> Timing | None:
+        """Time a step, freshly compiled for this size; None if it does not fit into memory."""
+        compile_anew()
+        return unless_out_of_memory(
+            lambda: self._steps(self.setting, batch_size), self.setting.backend
+        )
+
+    def _try(self, batch_size: int) -> Timing:
+        """Time a few steps as a trial of `batch_size`, reusing compiled code."""
+        setting = replace(self.setting, looks=False)
+        # if steps of this size are captured as a graph, the clock starts after the capture
+        is_recorded = setting.backend.records and batch_size * setting.data.seq_len <= GRAPH_TOKENS
+        return self._steps(
+            setting, batch_size, (EAGER_STEPS + 1 if is_recorded else 1, TRIAL_STEPS)
+        )
+
+    def _steps(
+        self, setting: Setting, batch_size: int, clock: tuple[int, int] | None = None
+    ) -> Timing:
+        with (
+            self.ours.restored_on_failure(),
+            setting.backend.tracing.compiling(f"a step of batch {batch_size}"),
+        ):
+            return setting.time(self.ours.subject(), batch_size, clock)
 
     def _add(self, kind: str, size: int, timing: Timing | None, **more: object) -> None:
         numbers, setting = {}, self.setting

@@ -24,7 +24,7 @@ from qat.nn.sites import Owner, open_sites
 from qat.nn.swap import linear_names, replace_module
 from qat.quant.activation import LEVELS
 from qat.quant.codebook import fixed_grid
-from qat.quant.spec import QuantPlan, VectorSpec
+from qat.quant.spec import QuantPlan
 from qat.quant.weight import round_levels
 from qat.ranks import ALONE, Ranks
 from qat.train.config import KINDS, OptimConfig, StepConfig, rate_of
@@ -80,7 +80,13 @@ def quantized_model(
     quantize_at_random_(model, read_plan(formats))
     place = torch.device(device or select(config.device).device)
     if place.type != "meta":
-        _fill_all_at_random_(model, place)
+        model.to_empty(device=place)
+        for module in model.modules():
+            if isinstance(module, FrozenLutLinear):
+                fill_at_random_(module)
+            elif not isinstance(module, Owner):  # the stacks of an `Owner` are such linears
+                model._init_weights(module)
+        model.tie_weights()
     return model.float()
 
 
@@ -120,17 +126,6 @@ def quantize_at_random_(model: PreTrainedModel, plan: QuantPlan) -> None:
         replace_module(model, name, frozen.eval())
 
 
-def _fill_all_at_random_(model: PreTrainedModel, device: torch.device) -> None:
-    """Allocate and randomly fill a model on `meta` whose linears are quantized."""
-    model.to_empty(device=device)
-    for module in model.modules():
-        if isinstance(module, FrozenLutLinear):
-            fill_at_random_(module)
-        elif not isinstance(module, Owner):  # the stacks of an `Owner` are such linears
-            model._init_weights(module)
-    model.tie_weights()
-
-
 @torch.no_grad()
 def fill_at_random_(linear: FrozenLutLinear) -> None:
     """Fill a linear with random codes and with scales that give an RMS of `WEIGHT_RMS`.
@@ -141,7 +136,7 @@ def fill_at_random_(linear: FrozenLutLinear) -> None:
     O, I, spec = linear.out_features, linear.in_features, linear.spec
     grid = fixed_grid(spec)
     levels = torch.linspace(-1, 1, spec.num_levels) if grid is None else grid
-    if isinstance(spec, VectorSpec):
+    if spec.vector_size > 1:  # codewords `(C, vector_size)`
         levels = torch.empty(spec.codebook_shape).uniform_(-1, 1)
     levels = round_levels(levels.to(linear.codebook), spec.level_bits)
     scale = WEIGHT_RMS / levels.pow(2).mean().sqrt()

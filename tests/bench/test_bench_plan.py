@@ -6,7 +6,15 @@ import pytest
 from tiny import tiny_model
 
 from qat.bench.find_max import MemoryModel
-from qat.bench.run import RATES, RESERVED_GIB, SPREAD, SPREADS, Measured, predict
+from qat.bench.run import (
+    LAYER_S,
+    RESERVED_GIB,
+    SPREAD,
+    SPREADS,
+    Measured,
+    predict,
+    seconds_by_rates,
+)
 from qat.models.devices import devices_named
 from qat.models.flops import StepWork, TokenFlops, step_work
 from qat.models.language_model import LanguageModel
@@ -79,15 +87,15 @@ def test_without_a_run_only_a_card_with_room_may_hold_a_batch() -> None:
 
 @pytest.mark.parametrize("run", [measured(device=None), measured(dtype="tf64")])
 def test_from_a_device_without_a_known_peak_the_rates_alone_predict(run: Measured) -> None:
-    expected = RATES.seconds(WORK, A100, "bf16", 32768)
+    expected = seconds_by_rates(WORK, A100, "bf16", 32768)
     assert predict(run, A100).tokens_per_s == pytest.approx(1 / expected)
 
 
 def test_a_small_step_takes_its_launches_on_every_card() -> None:
-    least = RATES.layer_s * WORK.layers / 64
+    least = LAYER_S * WORK.layers / 64
     assert seconds(WORK, positions=64) == pytest.approx(least)
-    assert RATES.seconds(WORK, H100, "bf16", 64) == pytest.approx(least)
-    assert seconds(WORK) > RATES.layer_s * WORK.layers / 32768
+    assert seconds_by_rates(WORK, H100, "bf16", 64) == pytest.approx(least)
+    assert seconds(WORK) > LAYER_S * WORK.layers / 32768
 
 
 def test_recomputing_repeats_a_share_of_the_forward() -> None:
@@ -109,4 +117,4 @@ def test_elements_are_what_enters_and_leaves_linears() -> None:
 
 
 def seconds(work: StepWork, positions: int = 32768) -> float:
-    return RATES.seconds(work, H200, "bf16", positions)
+    return seconds_by_rates(work, H200, "bf16", positions)
