@@ -22,8 +22,7 @@ from pip_audit import _service as service
 
 KNOWN = Path(__file__).with_name("audit_known.toml")
 OWN = "qat-distill"
-TIME_S = 180
-"""Time limit in seconds; packages not asked about by then count as not answered."""
+TIME_S = 180  # time limit in seconds; packages not asked about by then count as not answered
 
 
 class Weakness(NamedTuple):
@@ -44,10 +43,8 @@ class Answers(NamedTuple):
     """The answers of the database about all packages; the first three lists are disjoint."""
 
     looked_up: list[str]
-    not_known: list[str]
-    """Packages that it has no entry of."""
-    not_asked: list[str]
-    """Packages left when the network stopped answering."""
+    not_known: list[str]  # packages that it has no entry of
+    not_asked: list[str]  # packages left when the network stopped answering
     found: list[Weakness]
 
 

@@ -34,18 +34,15 @@ from qat.nn.lut_embedding import TiedLutHead
 
 GOAL = 1e-3
 SEED = 0
-WORDS = 60
-"""Tokens that are sampled."""
+WORDS = 60  # tokens that are sampled
 app = App(help=__doc__)
 
 
 class Compared(NamedTuple):
     """One file against the model that it came from, over the tokens of a text."""
 
-    kl: float
-    """KL(ours || theirs), nats per token."""
-    agrees: float
-    """Share of places where both find the same token likeliest."""
+    kl: float  # KL(ours || theirs), nats per token
+    agrees: float  # share of places where both find the same token likeliest
 
 
 @app.default

@@ -60,10 +60,8 @@ class Case:
     name: str
     sampler: Sampler
     requests: list[Request]
-    weight_bytes: int
-    """Bytes of the weights that a step reads."""
-    token_bytes: int
-    """Keys and values of a token."""
+    weight_bytes: int  # bytes of the weights that a step reads
+    token_bytes: int  # keys and values of a token
     seconds: list[float]
 
     def num_tokens(self) -> int:

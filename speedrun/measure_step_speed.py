@@ -47,12 +47,10 @@ class Case:
 
     name: str
     settings: Row
-    way: str = "ours"
-    """A case of `qat bench baselines`."""
+    way: str = "ours"  # a case of `qat bench baselines`
     goal: str | None = None
     """Goal of its tokens per second, which are then recorded as the figure `NAME_tok_s`."""
-    is_once: bool = False
-    """True for a case that takes only one turn."""
+    is_once: bool = False  # True for a case that takes only one turn
 
 
 EXACT_FROZEN = FROZEN | EXACT

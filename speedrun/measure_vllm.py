@@ -61,11 +61,9 @@ ENVIRONMENT = {
 }
 SUFFIXES = ("a8", "a8z", "a8s", "f8", "kv8", "kv4", "a8kv8", "f8kv4")
 STUDENTS = (*PRESETS, *(f"q2a4_{suffix}" for suffix in SUFFIXES))
-WORDS = 32
-"""Tokens that both write after a prompt."""
+WORDS = 32  # tokens that both write after a prompt
 CALIBRATION = {"calibration_sequences": 8, "calibration_length": 128}
-DRAWS = 32
-"""Times that norms are put off, to see how far a lead moves."""
+DRAWS = 32  # times that norms are put off, to see how far a lead moves
 COLUMNS = (
     ("Student", "student", "{}"),
     ("served", "served", "{:.40}"),

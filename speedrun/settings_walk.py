@@ -162,8 +162,7 @@ class SettingsTrace:
         self.settings = set(package.lineage(settings)) - {GROUND}
         self.stays: list[tuple[str, int]] = []
         """Rooms in the order of the walk, each with its depth."""
-        self.path: list[str] = []
-        """Functions from the verb to the present one."""
+        self.path: list[str] = []  # functions from the verb to the present one
         self.enter(verb, {})
 
     @property

@@ -27,8 +27,7 @@ EXACT = {"loss": "tail"}
 WIDTH = 130
 
 Row = dict[str, object]
-Column = tuple[str, str, str]
-"""Title, key of a row, format."""
+Column = tuple[str, str, str]  # title, key of a row, format
 SPEED_COLUMNS: tuple[Column, ...] = (
     ("Batch", "batch_size", "{}"),
     ("Step(s)", "step_s", "{:.4g}"),

@@ -20,8 +20,7 @@ from qat.errors import ConfigError
 from qat.losses.config import check_targets
 from qat.models.language_model import LanguageModel
 
-TAIL_MASS = 0.03
-"""Mass of a random teacher outside its top K, about that of a real one at K = 64."""
+TAIL_MASS = 0.03  # mass of a random teacher outside its top K, about that of a real one at K = 64
 
 
 @dataclass(frozen=True)
@@ -158,10 +157,8 @@ MEDIAN_SHARE, LOG_SPREAD = 1 / 4, 0.8
 """The median length as a fraction of a row, and the standard deviation of the logarithm: lengths
 are log-normal, as those of text are approximately."""
 SHORTEST = 2
-BUCKETS = (8, 4, 2, 1)
-"""Divisors of a row's length that give the row lengths of the buckets."""
-STEPS = 16
-"""Steps before the batches repeat: enough for each bucket to get its share."""
+BUCKETS = (8, 4, 2, 1)  # divisors of a row's length that give the row lengths of the buckets
+STEPS = 16  # steps before the batches repeat: enough for each bucket to get its share
 
 
 def make_batches(

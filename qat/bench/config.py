@@ -12,11 +12,8 @@ from qat.errors import ConfigError, nearest
 from qat.models.devices import devices_named
 from qat.train.config import StepConfig
 
-PASSES = ("forward", "train", "decode")
-"""The kinds of calls that `qat bench attention` measures."""
-DEFAULT_SHAPE = "qwen3-0.6b"
-CPU_SHAPE = "tiny"
-"""The shapes that are measured by default, on a GPU and on a CPU."""
+PASSES = ("forward", "train", "decode")  # the kinds of calls that `qat bench attention` measures
+DEFAULT_SHAPE, CPU_SHAPE = "qwen3-0.6b", "tiny"  # measured by default, on a GPU and on a CPU
 DEFAULT_LENGTH, DEFAULT_TOP_K, DEFAULT_DRAWS = 64, 64, 50
 TPUS = ("v4", "v5e", "v5p", "v6e")
 """Generations of TPUs that an extension compiles a step for (`qat.plans` in qat/hooks.py)."""

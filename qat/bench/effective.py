@@ -33,8 +33,7 @@ MATMULS = {
 """Positions of the two factors among an operator's arguments."""
 ATTENTION = ("aten::_scaled_dot_product_", "qat::tile_attention", "qat::joined_tile_attention")
 MATH = "aten::_scaled_dot_product_attention_math"
-LEAST_SHARE = 0.5
-"""Least fraction of a step's matmul FLOPs that must be in the requested dtype."""
+LEAST_SHARE = 0.5  # least fraction of a step's matmul FLOPs that must be in the requested dtype
 
 Facts = dict[str, object]
 

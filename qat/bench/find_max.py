@@ -47,8 +47,7 @@ def unless_out_of_memory(run: Callable[[], T], backend: Backend) -> T | None:
     return result
 
 
-FIRST_STRIDES = 128
-"""The first stride is the guess over this."""
+FIRST_STRIDES = 128  # the first stride is the guess over this
 GROWTH = 4
 """Factor between strides: a guess may be far off, and fixed strides would then take most trials."""
 
@@ -98,8 +97,7 @@ REACH, FARTHEST = 2, 3
 prediction is over `FARTHEST` times the largest trial."""
 
 
-SPEED_TRIALS = 3
-"""Trials that look for a faster batch after the search for the largest."""
+SPEED_TRIALS = 3  # trials that look for a faster batch after the search for the largest
 CHOICES = 32
 """Number of smaller sizes to choose from if the largest batch does not survive all steps."""
 
@@ -110,10 +108,8 @@ class BatchTrial:
 
     batch_size: int
     fits: bool
-    peak_gib: float | None = None
-    """Peak of memory in use."""
-    peak_reserved_gib: float | None = None
-    """Peak of memory that PyTorch reserved on the device."""
+    peak_gib: float | None = None  # peak of memory in use
+    peak_reserved_gib: float | None = None  # peak of memory that PyTorch reserved on the device
     step_s: float | None = None
     tokens_per_s: float | None = None
 
@@ -230,15 +226,13 @@ class Search:
     """The result of a search."""
 
     largest: int
-    fastest: int
-    """The size with the most tokens/s, which is not always the largest."""
+    fastest: int  # the size with the most tokens/s, which is not always the largest
     confirmed: dict[int, float | None]
     """Tokens/s of each size that was run for all timed steps; None for out of memory."""
     memory_gib: float | None
     model: MemoryModel | None
     """The fitted model; None if two sequences do not fit, or if memory is not counted."""
-    predicted: int | None
-    """The prediction of the model before the search."""
+    predicted: int | None  # the prediction of the model before the search
     trials: tuple[BatchTrial, ...]
 
 

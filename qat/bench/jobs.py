@@ -31,15 +31,13 @@ PATIENCE_S = 5.0
 ERROR = re.compile(r"(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception): \S.*)")
 """The error line of a traceback, before the hints that CUDA appends. The launcher's own errors,
 which have no message on that line, do not match."""
-GRACE_S = 2.0
-"""Seconds between SIGTERM, on which a process may write its stack, and SIGKILL."""
+GRACE_S = 2.0  # seconds between SIGTERM, on which a process may write its stack, and SIGKILL
 
 
 class JobFiles:
     """Paths of a job's files; a subclass has a directory of results `out` and a `label`."""
 
-    module: ClassVar[str]
-    """The module that runs the job: it calls `run_as_process`."""
+    module: ClassVar[str]  # the module that runs the job: it calls `run_as_process`
 
     @property
     def ranks(self) -> int:
@@ -83,8 +81,7 @@ class Ended:
 
     job: Any
     status: int
-    is_late: bool
-    """True if the process was ended by the timeout."""
+    is_late: bool  # True if the process was ended by the timeout
 
     @property
     def error_message(self) -> str:

@@ -15,28 +15,23 @@ from qat.bench.student import Subject
 from qat.data.packing import Batch
 from qat.models.devices import device_called
 
-Row = dict[str, object]
-"""A row of results."""
+Row = dict[str, object]  # a row of results
 
 
 @dataclass(frozen=True)
 class Timing:
     """The measurements of the timed steps."""
 
-    warmup_s: float
-    """Seconds of all steps before the clock starts, compilation included."""
+    warmup_s: float  # seconds of all steps before the clock starts, compilation included
     steps_s: tuple[float, ...]
     """Device time of each step: from the end of the previous one to its own end."""
-    peak_gib: float | None
-    """Peak of memory in use since the first step."""
-    reserved_gib: float | None
-    """Peak of memory that PyTorch reserved on a GPU, in use or not."""
+    peak_gib: float | None  # peak of memory in use since the first step
+    reserved_gib: float | None  # peak of memory that PyTorch reserved on a GPU, in use or not
     loss_nats: float
     """Mean over valid tokens; student and data are the same at every step. With several ranks, this
     rank's part of the mean over all."""
     valid_tokens: int
-    positions: int
-    """Tokens per step, padding included."""
+    positions: int  # tokens per step, padding included
     compiler: dict[str, object]
 
     @property
@@ -115,8 +110,7 @@ class CostFit:
 
     fixed_s: float
     per_token_s: float
-    worst_error: float
-    """Largest relative error of the line over the measured steps."""
+    worst_error: float  # largest relative error of the line over the measured steps
 
     @property
     def marginal_tokens_per_s(self) -> float:
@@ -143,8 +137,7 @@ def fit_cost(tokens: Sequence[int], seconds: Sequence[float]) -> CostFit | None:
 
 # Calls in turns, each with a cold cache.
 
-SPREAD_BYTES = 2**28
-"""Bytes written before each call on a GPU: several times its last-level cache."""
+SPREAD_BYTES = 2**28  # bytes written before each call on a GPU: several times its last-level cache
 LEAST_ROUNDS = 5
 
 
@@ -154,8 +147,7 @@ class Clock:
 
     backend: Backend
     repeats: int
-    limit_s: float
-    """Time limit of one case; at least `LEAST_ROUNDS` rounds are run."""
+    limit_s: float  # time limit of one case; at least `LEAST_ROUNDS` rounds are run
 
     def turns(self, runs: list[Callable[[], object]]) -> list[list[float]]:
         """Return the device seconds of all runs in turns, in rounds of alternating direction.
@@ -207,10 +199,8 @@ class Roofline:
 
     sheet_flops: float | None
     """Peak FLOP/s in the compute dtype; None for a device outside the table."""
-    matmul_flops: float
-    """FLOP/s of a large square matmul in the compute dtype."""
-    copy_bytes: float
-    """Bytes per second of a large copy, reads and writes together."""
+    matmul_flops: float  # FLOP/s of a large square matmul in the compute dtype
+    copy_bytes: float  # bytes per second of a large copy, reads and writes together
 
     def mfu(self, flops_per_s: float) -> dict[str, float | None]:
         """Return `flops_per_s` as a fraction of each peak."""

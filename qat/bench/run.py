@@ -50,8 +50,7 @@ logger = logging.getLogger(__name__)
 # sheet's peaks. If the measured device is in the table, its measured speed is scaled by the ratio
 # of the two predicted times; otherwise the predicted time is used as it is.
 
-RESERVED_GIB = 0.8
-"""Memory that the driver's context and libraries take."""
+RESERVED_GIB = 0.8  # memory that the driver's context and libraries take
 
 
 # rates fitted to the H200's rows of speedrun/records (record 2026-11-25_predictor)
@@ -59,12 +58,10 @@ MATMUL_FRAC, ATTENTION_FRAC = 0.740, 0.456
 """Fractions of the peak FLOP/s in linears, and in attention by the counted FLOPs of a step."""
 BYTES_PER_ELEMENT, BYTES_PER_WEIGHT = 11.9, 25.7
 """Bytes moved per element that enters or leaves a linear, and per weight once per step."""
-LAYER_S = 4.85e-4
-"""Least seconds of a layer per step, however small: its launch overhead."""
+LAYER_S = 4.85e-4  # least seconds of a layer per step, however small: its launch overhead
 SPREADS = {"A100-40": (0.84, 1.08), "A100-80": (0.81, 1.17), "H100": (0.61, 1.20)}
 """Measured over predicted speed, least and most, on cards with ten published speeds or more."""
-SPREAD = (0.45, 1.20)
-"""The same over all cards, for the rest (record 2026-11-25_predictor)."""
+SPREAD = (0.45, 1.20)  # the same over all cards, for the rest (record 2026-11-25_predictor)
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,7 @@ class DevicePrediction:
     tokens_per_s: float
     tokens_per_s_range: tuple[float, float]
     """Expected range from published throughputs; a single value on the measured card."""
-    recomputes: bool
-    """True if layers are recomputed, as in the measured run."""
+    recomputes: bool  # True if layers are recomputed, as in the measured run
 
 
 @dataclass(frozen=True)
@@ -91,13 +87,11 @@ class Measured:
     device: Device | None
     dtype: str
     work: StepWork
-    positions: int
-    """Positions per step."""
+    positions: int  # positions per step
     tokens_per_s: float | None
     """The measured speed; None if nothing ran, and then `device` is None too."""
     memory: MemoryModel | None
-    recomputes: bool
-    """True if the run recomputed layers, from counters of what ran."""
+    recomputes: bool  # True if the run recomputed layers, from counters of what ran
     held_gib: Callable[[str], float] | None = None
     """The memory of a step in a dtype without its batch, in GiB; only set if nothing ran."""
 
@@ -145,25 +139,21 @@ FACTS = (
 TRIAL_STEPS = 2
 """Timed steps of a trial: enough to rank sizes, and the second step needs as much memory as all
 later ones."""
-SAFE_SHARE = 0.9
-"""Fraction of memory that a search or a plan may use on a machine that overcommits."""
+SAFE_SHARE = 0.9  # fraction of memory that a search or a plan may use on a machine that overcommits
 
 
 @dataclass(frozen=True)
 class Setting:
     """The common part of all measurements of one benchmark."""
 
-    name: str
-    """The student's name as the user gave it."""
-    parameters: int
-    """Number of weights of the student, embeddings included."""
+    name: str  # the student's name as the user gave it
+    parameters: int  # number of weights of the student, embeddings included
     config: MeasureConfig
     backend: Backend
     data: BatchSource
     roofline: Roofline
     flops: TokenFlops
-    looks: bool = True
-    """True to profile one step, which on a CPU doubles the memory of that step."""
+    looks: bool = True  # True to profile one step, which on a CPU doubles the memory of that step
 
     def batches(self, batch_size: int) -> list[Batch]:
         """Return the micro-batches of a step, in pinned host memory as from a loader."""
@@ -249,8 +239,7 @@ class BenchReport:
     fit: CostFit | None
     search: Search | None
     predictions: tuple[DevicePrediction, ...]
-    planned: tuple[Planned, ...]
-    """TPUs that the step was compiled for."""
+    planned: tuple[Planned, ...]  # TPUs that the step was compiled for
 
 
 def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchReport:

@@ -43,10 +43,8 @@ class Difference:
 
     before: Interval
     after: Interval
-    ratio: float
-    """Median after over median before; above 1 is slower."""
-    effect: float
-    """Cliff's delta; above 0 is slower."""
+    ratio: float  # median after over median before; above 1 is slower
+    effect: float  # Cliff's delta; above 0 is slower
     p: float
     verdict: Verdict
 
@@ -171,27 +169,21 @@ LEAST_STEADINESS = 0.75
 EVEN_RISE, LEAST_RISES = 0.25, 7
 """A leak rises from a tenth to the next by at least this fraction of its slope, in this many of the
 nine places; a cache that occasionally grows by a block does not."""
-LOOKS = 2
-"""Consecutive looks that must find a leak."""
+LOOKS = 2  # consecutive looks that must find a leak
 
 
 @dataclass(frozen=True)
 class Trend:
     """The trend of memory after the warm-up, in MiB."""
 
-    slope_mib: float
-    """Growth per step: Theil-Sen over the least memory of each tenth."""
-    low_mib: float
+    slope_mib: float  # growth per step: Theil-Sen over the least memory of each tenth
+    low_mib: float  # bounds of the 99 % interval of the slope
     high_mib: float
-    """Bounds of the 99 % interval of the slope."""
-    drift_mib: float
-    """Slope times steps."""
-    steadiness: float
-    """Slope of the later half over that of the earlier one."""
+    drift_mib: float  # slope times steps
+    steadiness: float  # slope of the later half over that of the earlier one
     rises: int
     """The number of the nine differences between successive tenths are as large as a leak's."""
-    steps: int
-    """Steps considered, without the warm-up."""
+    steps: int  # steps considered, without the warm-up
 
     @property
     def is_leak(self) -> bool:

@@ -31,8 +31,7 @@ from qat.train.config import KINDS, OptimConfig, StepConfig, rate_of
 from qat.train.start import make_trainable
 from qat.train.step import StepResult, TrainingStep
 
-WEIGHT_RMS = 0.02
-"""Root mean square of the random weights, as in these models' initialization."""
+WEIGHT_RMS = 0.02  # root mean square of the random weights, as in these models' initialization
 INPUT_RANGE = 4.0
 """Largest input that a static scale represents: four times the RMS of a norm's output."""
 

@@ -35,8 +35,7 @@ class StepsConfig(BenchConfig):
     """Shard the rows of the latent weights over the ranks."""
 
 
-CONFIGS = {"bench": StepsConfig, "train": TrainConfig}
-"""The settings class of each verb."""
+CONFIGS = {"bench": StepsConfig, "train": TrainConfig}  # the settings class of each verb
 
 
 class Group(Settings):

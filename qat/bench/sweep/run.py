@@ -35,8 +35,7 @@ from qat.observe.charts import SERIES, Chart, fit_scale
 
 HOME = Path("runs/sweep")
 MANIFEST, PAGE, PICTURE = "manifest.json", "sweep.md", "sweep.svg"
-NOISY = 0.12
-"""Coefficient of variation of the steps in a run above which there is a warning."""
+NOISY = 0.12  # coefficient of variation of the steps in a run above which there is a warning
 RATES = {
     "bench": "valid tokens a second",
     "train": "tokens a second",
@@ -53,13 +52,10 @@ class SweepLine:
     """A group's line in the table."""
 
     group: str
-    costs_s: tuple[float, ...]
-    """Seconds per valid token of each repeat, or per run of a command."""
+    costs_s: tuple[float, ...]  # seconds per valid token of each repeat, or per run of a command
     failed: int
-    cost: Interval | None
-    """The median over repeats; None if none finished."""
-    between: float | None
-    """Coefficient of variation between repeats; None for a single one."""
+    cost: Interval | None  # the median over repeats; None if none finished
+    between: float | None  # coefficient of variation between repeats; None for a single one
     within: float | None
     """Coefficient of variation of the steps in a run, median over runs; None if steps were not
     timed."""
@@ -69,8 +65,7 @@ class SweepLine:
     step_p90_s: float | None
     slowest_share: float | None
     """Fraction of a step that the slowest rank works; the rest is exchanges."""
-    peak_gib: float | None
-    """Peak memory of the rank that holds most, like the next field."""
+    peak_gib: float | None  # peak memory of the rank that holds most, like the next field
     peak_reserved_gib: float | None
     slope_mib: float | None
     """Growth of memory per step, the largest of the repeats; None for too few steps."""

@@ -19,8 +19,7 @@ from qat.logs import read_json_lines
 GPU_COLUMNS = ("gpu_util_pct", "gpu_mem_mib", "gpu_temp_c", "gpu_power_w", "gpu_clock_mhz")
 COLUMNS = ("time_s", "gpu", *GPU_COLUMNS, "host_cpu_pct", "host_mem_pct", "rss_mib")
 LEAST_SPAN_S = 0.05
-BUSY_PCT = 50.0
-"""GPU clocks are ignored below this utilization."""
+BUSY_PCT = 50.0  # GPU clocks are ignored below this utilization
 HOT_C, CLOCK_SPREAD = 80.0, 0.05
 """Limits above which there is a warning: the GPU's temperature, and the spread of its busy clock as
 a fraction."""

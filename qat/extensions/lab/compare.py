@@ -180,8 +180,7 @@ class Pair:
     after: MeasuredCase
     difference: Difference | None
     """The difference of the medians; None if the cases are not comparable."""
-    reason: str = ""
-    """The reason why the cases are not comparable."""
+    reason: str = ""  # the reason why the cases are not comparable
 
     @property
     def name(self) -> str:
@@ -199,16 +198,12 @@ class Comparison:
     """The comparison of all cases of two sets."""
 
     pairs: tuple[Pair, ...]
-    gone: tuple[str, ...]
-    """Cases only in the first set."""
-    new: tuple[str, ...]
-    """Cases only in the second set."""
+    gone: tuple[str, ...]  # cases only in the first set
+    new: tuple[str, ...]  # cases only in the second set
     between_cases: float
     between_runs: float | None
-    settings: dict[str, tuple[object, object]]
-    """Settings that differ, as (before, after)."""
-    hosts: int
-    """Number of hosts that measured."""
+    settings: dict[str, tuple[object, object]]  # settings that differ, as (before, after)
+    hosts: int  # number of hosts that measured
 
     @property
     def exit_code(self) -> int:
@@ -312,8 +307,7 @@ class Record:
     source: Path
     cases: dict[str, MeasuredCase]
     environment: dict[str, object]
-    settings: dict[str, object]
-    """The recipe of a sweep, or the settings of a verb."""
+    settings: dict[str, object]  # the recipe of a sweep, or the settings of a verb
 
     @property
     def is_dirty(self) -> bool | None:

@@ -11,8 +11,7 @@ from qat.quant.spec import role_of
 
 METHODS = ("reference", "torchao_int2", "efficientqat", "edgerazor", "rtn", "gptq")
 """Methods that our recipes are compared with, by their names in the results table."""
-PTQ = ("rtn", "gptq")
-"""Methods without training."""
+PTQ = ("rtn", "gptq")  # methods without training
 PLANS = {"q2a4": {"mlp": 2, "attention": 4}, "q2a2": {"mlp": 2, "attention": 2}}
 """Bits of each part of the model, by plan."""
 OWN = {

@@ -47,8 +47,7 @@ from qat.nn.swap import CACHE, decoder_layers
 
 # torchao's own quantization-aware training: int2 or int4 weights in groups, straight-through.
 
-GROUP_SIZE = 32
-"""Group size in the speed benchmark."""
+GROUP_SIZE = 32  # group size in the speed benchmark
 
 
 def is_installed() -> bool:
@@ -274,12 +273,9 @@ class BaselineStudent(NamedTuple):
     """The float32 model; its linears hold exactly the weights that the method would deploy."""
     bits_per_weight: float
     """Bits per weight of the quantized linears: codes, scales, zero points and codebooks."""
-    steps: int
-    """Optimizer steps, with steps of blocks as fractions; 0 without training."""
-    seconds: float
-    """Seconds of the training loop alone, or of the quantization without training."""
-    peak_gib: float
-    """Peak memory of that time."""
+    steps: int  # optimizer steps, with steps of blocks as fractions; 0 without training
+    seconds: float  # seconds of the training loop alone, or of the quantization without training
+    peak_gib: float  # peak memory of that time
 
 
 def train_baseline(

@@ -55,12 +55,9 @@ TINY = 1e-6
 class LowRank(NamedTuple):
     """A scale for every weight, `normalize(A) diag(g) normalize(B)`."""
 
-    A: Tensor
-    """`(O, R)`."""
-    g: Tensor
-    """`(R,)`."""
-    B: Tensor
-    """`(R, I)`."""
+    A: Tensor  # `(O, R)`
+    g: Tensor  # `(R,)`
+    B: Tensor  # `(R, I)`
 
     def unit(self) -> "LowRank":
         """Return the same scale with unit columns in A and unit rows in B."""

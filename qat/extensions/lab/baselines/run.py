@@ -27,8 +27,7 @@ from qat.train.start import check_dtype
 
 logger = logging.getLogger(__name__)
 
-Build = Callable[[bool], Subject]
-"""Builds the subject of one case, compiled or not."""
+Build = Callable[[bool], Subject]  # builds the subject of one case, compiled or not
 OWN_SETTINGS = {
     "reference": {"loss": "candidates", "temperature": TEMPERATURE, "gradient_checkpointing": True}
 }
@@ -40,8 +39,7 @@ class BaselinesReport:
     """The results of a comparison."""
 
     path: Path
-    rows: list[dict[str, object]]
-    """One row per case, including those that took no step."""
+    rows: list[dict[str, object]]  # one row per case, including those that took no step
 
     @property
     def speeds(self) -> dict[str, float]:
@@ -113,8 +111,7 @@ class Cases:
             ),
             "reference": lambda _: reference_step(student, self._names, config),
         }
-        self.unavailable: dict[str, str] = {}
-        """The reason why a case is not run any more."""
+        self.unavailable: dict[str, str] = {}  # the reason why a case is not run any more
         if not is_installed():
             self.unavailable["torchao-int2"] = "torchao is not installed"
 

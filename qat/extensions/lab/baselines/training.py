@@ -142,8 +142,7 @@ def _kl(log_p: Tensor, log_q: Tensor, temperature: float) -> Tensor:
 
 
 HiddenLoss = Callable[[Tensor, Targets], Tensor]
-Change = Callable[[PreTrainedModel], None]
-"""Replaces or wraps modules of a model."""
+Change = Callable[[PreTrainedModel], None]  # replaces or wraps modules of a model
 MAX_GRAD_NORM = 1.0
 MIN_LR_RATIO = 0.1  # of the peak, at the end of the cosine schedule
 
@@ -315,10 +314,8 @@ FP16_BITS = 16
 class Deployed(NamedTuple):
     """One quantized linear as it would be stored."""
 
-    weight: Tensor
-    """The dequantized weight `(O, I)`."""
-    stored_bits: int
-    """Bits of codes, scales, zero points and codebook together."""
+    weight: Tensor  # the dequantized weight `(O, I)`
+    stored_bits: int  # bits of codes, scales, zero points and codebook together
 
 
 def put_plain(model: nn.Module, deployed: dict[str, Deployed]) -> float:
@@ -393,15 +390,12 @@ class BaselineJob:
     `settings` must have the method's defaults filled in.
     """
 
-    model: PreTrainedModel
-    """The float32 model with transformers' own attention."""
-    names: list[str]
-    """Names of its linears, all of which are quantized."""
+    model: PreTrainedModel  # the float32 model with transformers' own attention
+    names: list[str]  # names of its linears, all of which are quantized
     cache: TeacherCache
     settings: BaselineSettings
     backend: Backend
-    dtype: torch.dtype
-    """The compute dtype of matmuls."""
+    dtype: torch.dtype  # the compute dtype of matmuls
     calibration: Sequence[TokenBatch]
 
     @classmethod
@@ -491,10 +485,8 @@ class PreparedTraining(NamedTuple):
     step: PlainStep
     deploy: Callable[[], dict[str, Deployed]]
     """Returns the quantized linears by name after training."""
-    steps: int
-    """Steps still to take."""
-    before: TrainingCost = TrainingCost()
-    """The cost of earlier stages."""
+    steps: int  # steps still to take
+    before: TrainingCost = TrainingCost()  # the cost of earlier stages
     finish: Change = lambda _model: None
     """Adds the rounding of inputs or caches to the final model with the deployed weights."""
 

@@ -37,10 +37,8 @@ SMALLEST_SCALE = 1e-5
 class Grid(NamedTuple):
     """The scales and zero points that give codes their values."""
 
-    scales: Tensor
-    """`(O, G)` float32, positive, rounded to float16."""
-    zeros: Tensor
-    """`(O, G)` float32, whole numbers in the range of the codes."""
+    scales: Tensor  # `(O, G)` float32, positive, rounded to float16
+    zeros: Tensor  # `(O, G)` float32, whole numbers in the range of the codes
 
 
 def minmax_grid(weight: Tensor, bits: int, group_size: int) -> Grid:
@@ -143,12 +141,9 @@ def sweep(weight: Tensor, U: Tensor, grid: Grid, bits: int) -> Tensor:
 
 logger = logging.getLogger(__name__)
 
-MOST_SEQUENCES = 4096
-"""Most sequences in stage 1, as published."""
-POOL_SHARE = 8
-"""Stage 1 uses at most `max_steps` / POOL_SHARE different batches."""
-FORWARD_SHARE = 1 / 3
-"""Cost of a forward pass in steps."""
+MOST_SEQUENCES = 4096  # most sequences in stage 1, as published
+POOL_SHARE = 8  # stage 1 uses at most `max_steps` / POOL_SHARE different batches
+FORWARD_SHARE = 1 / 3  # cost of a forward pass in steps
 BLOCK_LR, BLOCK_MIN_LR_RATIO = 1e-4, 0.05
 """Peak learning rate in a block, and the last one as a fraction of it."""
 
@@ -246,12 +241,9 @@ def efficientqat_training(job: BaselineJob) -> PreparedTraining:
 class Budget(NamedTuple):
     """The division of `max_steps` between the stages."""
 
-    num_batches: int
-    """Different batches in stage 1."""
-    block_steps: int
-    """Steps in each block."""
-    steps: int
-    """Steps of stage 2."""
+    num_batches: int  # different batches in stage 1
+    block_steps: int  # steps in each block
+    steps: int  # steps of stage 2
 
     @classmethod
     def of(cls, job: BaselineJob) -> "Budget":

@@ -50,8 +50,7 @@ from qat.kernels.topk import BLOCK, summarize, top_k_of_blocks
 from qat.quant.error_feedback import Columns
 from qat.quant.weight import PackedIndices, Scales, packed_width
 
-Work = Mapping[str, Any]
-"""A shape's configuration together with the sizes of a batch."""
+Work = Mapping[str, Any]  # a shape's configuration together with the sizes of a batch
 TRAINING = {"sequences": 512, "length": 64, "kept": 64, "logit_rows": 8192, "context": 2048}
 TRIAL = {"sequences": 2, "length": 8, "kept": 8, "logit_rows": 16, "context": 32}
 """The sizes of the smallest shape, for a quick check that everything runs."""
@@ -312,8 +311,7 @@ def _scale(size: Size) -> float:
 # 16 is a dense matrix.
 
 GROUP, PARTS = 16, 640
-SHORT_SLACK = 5e-4
-"""Largest rounding error of 16-bit levels (`short_levels`), relative to a level."""
+SHORT_SLACK = 5e-4  # largest rounding error of 16-bit levels (`short_levels`), relative to a level
 FORM = {
     "odd": ({"O": 37, "I": 80}, {"O": 5, "I": 112}),
     "wide": ({"O": 1031, "I": 1040}, {"O": 129, "I": 3056}),

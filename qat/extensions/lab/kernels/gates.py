@@ -18,10 +18,8 @@ from qat.bench.stats import compare
 from qat.kernels.dispatch import HAS_TRITON, computing_by
 from qat.kernels.tuned import Key
 
-Size = Mapping[str, int]
-"""Dimensions by letter, named as in the kernel's module."""
-Inputs = dict[str, Any]
-"""Tensors by name, alone or in tuples, and other arguments of a call."""
+Size = Mapping[str, int]  # dimensions by letter, named as in the kernel's module
+Inputs = dict[str, Any]  # tensors by name, alone or in tuples, and other arguments of a call
 Outputs = dict[str, Tensor]
 Implementation = Callable[[Inputs, Size], Outputs]
 """One implementation. It may write into its inputs; what it wrote is among its outputs."""
@@ -33,8 +31,7 @@ class InputMaker:
 
     device: torch.device
     dtype: torch.dtype
-    half: torch.dtype
-    """The dtype for kernels that support only half precision."""
+    half: torch.dtype  # the dtype for kernels that support only half precision
     generator: torch.Generator
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -292,12 +289,10 @@ REFERENCE_CALLS = 4
 class Speed:
     """Seconds per call, in turns."""
 
-    kernel_s: list[float]
-    """Empty if the kernel is not compiled."""
+    kernel_s: list[float]  # empty if the kernel is not compiled
     reference_s: list[float]
     calls: int
-    num_bytes: int
-    """Bytes per call."""
+    num_bytes: int  # bytes per call
     flops: float
 
 

@@ -38,13 +38,10 @@ class KernelsReport:
     """The results of the gates, for printing."""
 
     path: Path
-    rows: list[Row]
-    """One row per kernel."""
+    rows: list[Row]  # one row per kernel
     rates: Roofline
-    note: str
-    """A note about what could not be measured on this device; empty on a GPU."""
-    tuned: list[Tuned]
-    """Empty without `tune`."""
+    note: str  # a note about what could not be measured on this device; empty on a GPU
+    tuned: list[Tuned]  # empty without `tune`
 
     def figures(self) -> list[Row]:
         """Return the figures that this run provides, each with its goal."""

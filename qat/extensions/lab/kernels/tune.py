@@ -187,8 +187,7 @@ def compiling_only() -> Iterator[None]:
             JITFunction.run = launch
 
 
-FACTS = "measured"
-"""The key of the part of a table that is not a kernel's."""
+FACTS = "measured"  # the key of the part of a table that is not a kernel's
 
 
 @dataclass(frozen=True)
@@ -218,8 +217,7 @@ class Tuned:
     case: str
     space: Space
     calls: int
-    num_bytes: int
-    """Bytes per call."""
+    num_bytes: int  # bytes per call
     best: tuple[Timed, ...]
     """Configurations that were measured again, fastest first, including the default."""
     refused: dict[tuple, str]

@@ -68,8 +68,7 @@ from qat.train.saver import STATE_TENSORS
 from qat.train.start import train_student
 
 MB = 1e6
-BATCH = 32
-"""Sequences per batch of an evaluation."""
+BATCH = 32  # sequences per batch of an evaluation
 NUM_PROMPTS, PROMPT_TOKENS = 8, 8
 SAMPLE_SEED = 0
 
@@ -81,17 +80,12 @@ logger = logging.getLogger(__name__)
 class Trained:
     """A student with its size and training cost."""
 
-    model: LanguageModel
-    """The float32 model, ready for evaluation."""
-    bits_per_weight: float
-    """Bits per weight of the quantized linears, everything counted."""
-    megabytes: float
-    """Size of the whole model as stored."""
+    model: LanguageModel  # the float32 model, ready for evaluation
+    bits_per_weight: float  # bits per weight of the quantized linears, everything counted
+    megabytes: float  # size of the whole model as stored
     steps: int = 0
-    tokens: int = 0
-    """Positions that it was trained on."""
-    seconds: float = 0.0
-    """Time of the training loop without compilation, evaluation and saving."""
+    tokens: int = 0  # positions that it was trained on
+    seconds: float = 0.0  # time of the training loop without compilation, evaluation and saving
     peak_gib: float | None = None
 
 

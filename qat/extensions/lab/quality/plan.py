@@ -16,13 +16,11 @@ from qat.errors import ConfigError
 from qat.extensions.lab.baselines.config import BaselineSettings
 from qat.train.config import TrainConfig
 
-OURS = "qat"
-"""The method that trains with `qat train`; every other method is a baseline."""
+OURS = "qat"  # the method that trains with `qat train`; every other method is a baseline
 HELD_OUT = "held_out"
 """Stands for the held-out split of the training text's cache, in place of a file."""
 
-Table = dict[str, Any]
-"""A table of settings for another verb, which checks it."""
+Table = dict[str, Any]  # a table of settings for another verb, which checks it
 
 
 class Texts(Settings):

@@ -56,26 +56,21 @@ from qat.train.start import train_student
 
 logger = logging.getLogger(__name__)
 
-TEACHER = "teacher"
-"""Stands for the teacher of the file, as a value of `base` or `teacher`."""
+TEACHER = "teacher"  # stands for the teacher of the file, as a value of `base` or `teacher`
 SHARED_CACHE_KEYS = {"data", "teacher", "sequence_length", "device", "device_map"}
 HELD_OUT_KEYS = {"seed", "held_out", "format", "text_field", "thinking", "targets"}
 """Settings that decide which text is held out, which must be the same for all recipes."""
 SHARED_TRAIN_KEYS = {"cache_dir", "seed", "device", "max_steps"}
-ANYWHERE = Path("cache")
-"""Stands for a cache that does not exist yet."""
-ROUNDS = 2
-"""Turns that each recipe takes when steps are timed."""
+ANYWHERE = Path("cache")  # stands for a cache that does not exist yet
+ROUNDS = 2  # turns that each recipe takes when steps are timed
 STRETCH = 5
 """Steps per line of the heartbeat; the first line includes compilation and graph capture."""
 STRETCHES = 5
 
-Unmade = dict[str, str]
-"""The reason why a recipe cannot be made, by its name."""
+Unmade = dict[str, str]  # the reason why a recipe cannot be made, by its name
 StepTimer = Callable[[QualityPlan], list[list[float]]]
 """Times a recipe alone: seconds of single steps for each of its stages."""
-StepTimes = dict[str, list[float]]
-"""Median seconds of a step for each stage, by `time_key`."""
+StepTimes = dict[str, list[float]]  # median seconds of a step for each stage, by `time_key`
 
 
 def resolve(recipe: QualityRecipe) -> list[QualityPlan]:

@@ -57,8 +57,7 @@ class Failure(NamedTuple):
 
     name: str
     seed: int
-    message: str
-    """The error message at the end of its log."""
+    message: str  # the error message at the end of its log
     log: Path
 
 
@@ -66,8 +65,7 @@ class Stat(NamedTuple):
     """The mean and spread of a number over seeds."""
 
     mean: float
-    std: float | None
-    """The sample standard deviation; None for one seed."""
+    std: float | None  # the sample standard deviation; None for one seed
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,7 @@ class QualityLine:
     recipe: str
     method: str
     num_seeds: int
-    workers: tuple[int, ...]
-    """Numbers of parallel jobs with which it ran."""
+    workers: tuple[int, ...]  # numbers of parallel jobs with which it ran
     stats: dict[str, Stat | None]
     """Numbers by name, those of a text as `kl_nats.TEXT`; None if nothing was measured."""
 

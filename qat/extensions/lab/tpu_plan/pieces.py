@@ -70,10 +70,8 @@ class Compiled:
 
     peak_gib: float | None
     """Peak memory; None if the step does not fit into the memory of the device."""
-    needed_gib: float | None
-    """Memory that the step needs; equal to the peak if it fits."""
-    seconds: float
-    """Seconds of the compiler alone."""
+    needed_gib: float | None  # memory that the step needs; equal to the peak if it fits
+    seconds: float  # seconds of the compiler alone
 
 
 def used_gib(message: str) -> float | None:
@@ -201,8 +199,7 @@ def _copied(
     return fx.GraphModule(joint, graph)
 
 
-LR = 1e-4
-"""A nonzero learning rate, so that no compiler drops the update."""
+LR = 1e-4  # a nonzero learning rate, so that no compiler drops the update
 
 
 class _FirstLayerInputs(Exception):
@@ -216,16 +213,14 @@ class Pieces:
     prelude: fx.GraphModule
     """`(*outside, ids, positions)` to the first layer's hidden state and the context shared by
     layers."""
-    form: fx.GraphModule
-    """`(*layer)` to the formed weights."""
+    form: fx.GraphModule  # `(*layer)` to the formed weights
     layer: fx.GraphModule
     """`(hidden, *context, *formed, *layer, g_out)` to the hidden state after the layer, and the
     gradients of the hidden state before it, of the formed weights that learn, and of the layer's
     other learned parameters."""
     forward: fx.GraphModule
     """The forward part of `layer`: to its first output and the tensors saved for backward."""
-    backward: fx.GraphModule
-    """The backward part of `layer`."""
+    backward: fx.GraphModule  # the backward part of `layer`
     pull_back: fx.GraphModule
     """`(*layer, *g_formed)` to the gradients of the learned parts of the formed weights."""
     head: fx.GraphModule

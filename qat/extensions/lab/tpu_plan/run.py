@@ -21,8 +21,7 @@ logger = logging.getLogger(__name__)
 
 MARGIN = 0.1
 """Fraction of the memory left free for the runtime's own buffers and other versions' schedules."""
-OCTAVES, STEPS = 16, 4
-"""The search tries sizes from 1 to below 2**OCTAVES, STEPS in each octave."""
+OCTAVES, STEPS = 16, 4  # the search tries sizes from 1 to below 2**OCTAVES, STEPS in each octave
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,8 @@ class PlanTrial:
 
     batch_size: int
     fits: bool
-    peak_gib: float | None
-    """Peak memory; None if the step did not fit."""
-    needed_gib: float | None
-    """Memory that the step needs, according to the compiler."""
+    peak_gib: float | None  # peak memory; None if the step did not fit
+    needed_gib: float | None  # memory that the step needs, according to the compiler
     trace_s: float
     compile_s: float
 
@@ -46,10 +43,8 @@ class Planned:
     device: str
     dtype: str
     gradient_checkpointing: bool
-    memory_gib: float
-    """Memory that the step may use, without the margin."""
-    trials: tuple[PlanTrial, ...]
-    """Trials in ascending order of size."""
+    memory_gib: float  # memory that the step may use, without the margin
+    trials: tuple[PlanTrial, ...]  # trials in ascending order of size
 
     @property
     def best(self) -> PlanTrial | None:

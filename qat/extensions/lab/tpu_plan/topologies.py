@@ -14,8 +14,7 @@ class Topology:
     name: str
     described: str
     """The smallest slice that libtpu describes; the step is compiled for its first chip."""
-    host_bounds: tuple[int, int, int] | None
-    """Chips per host, where libtpu needs them; else None."""
+    host_bounds: tuple[int, int, int] | None  # chips per host, where libtpu needs them; else None
     hbm_gib: float
 
 

@@ -207,8 +207,7 @@ def _prepare(graph: fx.GraphModule) -> None:
     graph.recompile()
 
 
-Run = dict[str, Callable[[list], list]]
-"""The pieces as jax functions, by name."""
+Run = dict[str, Callable[[list], list]]  # the pieces as jax functions, by name
 
 
 def compile_step(
