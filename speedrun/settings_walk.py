@@ -214,7 +214,6 @@ class _FunctionVisitor(ast.NodeVisitor):
         self._trace.stay(self._room)
 
     def _kind(self, node: ast.expr) -> str | None:
-        """Return the class of an expression's value, if it is known."""
         if isinstance(node, ast.Name):
             return self._kinds.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -246,7 +245,6 @@ class _FunctionVisitor(ast.NodeVisitor):
         return self._package.annotated(module, function.returns)
 
     def _called(self, node: ast.Call) -> str | None:
-        """Return the full name of the function or class that a call is of, if it is known."""
         name = self._package.meant(self._module, node.func)
         if name is None and isinstance(node.func, ast.Attribute):
             owner = self._kind(node.func.value)
@@ -310,7 +308,7 @@ class _FunctionVisitor(ast.NodeVisitor):
             self._hand_over(name, node)
 
     def _hand_over(self, name: str, call: ast.Call) -> None:
-        """SettingsTrace into what is called if an argument is the settings, or one of its parts."""
+        """Follow what is called if an argument is the settings, or one of its parts."""
         package = self._package
         if any(name == each or name.startswith(f"{each}.") for each in self._trace.settings):
             return

@@ -176,7 +176,6 @@ class _Running:
         self._watch.__enter__()
 
     def is_over(self, timeout_s: float) -> bool:
-        """Return whether the process has ended or exceeded its time limit."""
         if self._process.poll() is not None:
             return True
         self._is_late = time.monotonic() - self._began > timeout_s

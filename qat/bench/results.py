@@ -61,11 +61,9 @@ class Results:
         self._lines.write(**self.rows[-1])
 
     def __enter__(self) -> Self:
-        """Return itself; no file is opened before the first row."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the file of rows."""
         if self._lines is not None:
             self._lines.close()
 

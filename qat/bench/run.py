@@ -356,8 +356,6 @@ def _predict_all(
 
 
 class _Bench:
-    """Measures one student and writes the rows."""
-
     def __init__(self, setting: Setting, ours: Ours, results: Results) -> None:
         self.setting = setting
         self.ours = ours

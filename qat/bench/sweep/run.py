@@ -170,7 +170,6 @@ def run_sweep(config: SweepConfig, recipe: Path, out: Path | None) -> SweepRepor
 
 
 def _check_devices(runs: Sequence[SweepRun]) -> None:
-    """Raise ConfigError for more ranks than GPUs, if the run uses GPUs."""
     for run in runs:
         found = devices(run.settings.get("device", "auto"))
         if len(found) < run.ranks and found[0].startswith("cuda"):
@@ -430,7 +429,6 @@ def _line(group: str, rows: Sequence[Row], failed: int, base: Sequence[float] | 
 
 
 def _warnings(row: Row) -> list[str]:
-    """Return descriptions of what is doubtful about a run."""
     found = [*row.get("machine_warnings", ()), *row.get("fallbacks", ())]
     if len(row["samples"]) > 1 and variation(row["samples"]) > NOISY:
         found.append(f"steps of a run vary by more than {NOISY:.0%}")

@@ -38,12 +38,10 @@ class TelemetrySampler:
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> None:
-        """Start sampling."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        """Stop after the current sample."""
         self._stop.set()
         self._thread.join()
 

@@ -462,7 +462,6 @@ def _gathered(slug: str, source: Path, day: str) -> Record:
 
 
 def _without_none(values: object) -> Any:
-    """Return the values without `None`, which TOML cannot express."""
     if isinstance(values, dict):
         return {k: _without_none(each) for k, each in values.items() if each is not None}
     return [_without_none(each) for each in values] if isinstance(values, list) else values

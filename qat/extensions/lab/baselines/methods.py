@@ -361,7 +361,6 @@ def _check(
 
 @torch.no_grad()
 def _quantize(method: str, job: BaselineJob) -> BaselineStudent:
-    """Round all linears, independently or in the order of their inputs."""
     settings, model, size = job.settings, job.model, job.settings.group_size
     weights = {name: model.get_submodule(name).weight for name in job.names}
 
@@ -396,5 +395,4 @@ def _quantize(method: str, job: BaselineJob) -> BaselineStudent:
 
 
 def _judgeable(job: BaselineJob) -> LanguageModel:
-    """Return the model without compiled or checkpointed layers."""
     return LanguageModel(dense_copy(LanguageModel(job.model), torch.float32))

@@ -261,7 +261,6 @@ class Budget(NamedTuple):
 
 
 def _train_blocks(job: BaselineJob, original: LanguageModel, budget: Budget) -> TrainingCost:
-    """Run stage 1 over all blocks in order."""
     blocks = _Blocks(job, original, budget)
     job.backend.reset_peak_memory()
     seconds = 0.0
@@ -284,8 +283,6 @@ def _train_blocks(job: BaselineJob, original: LanguageModel, budget: Budget) -> 
 
 
 class _Blocks:
-    """Trains one block at a time on the hidden states before it, float and quantized."""
-
     def __init__(self, job: BaselineJob, original: LanguageModel, budget: Budget) -> None:
         self._job = job
         self._steps = budget.block_steps

@@ -317,7 +317,6 @@ def _prompts(
 
 
 def _row(job: QualityJob, trained: Trained, text: str, numbers: Numbers) -> dict[str, object]:
-    """Return a row that can be read alone."""
     plan = job.plan
     facts = environment(select(job.device), job.recipe)
     return {

@@ -342,7 +342,6 @@ def best(lines: Sequence[QualityLine]) -> QualityLine | None:
 
 
 def _page(recipe: QualityRecipe, report: QualityReport) -> str:
-    """Return the page: the table with all that is needed to read it alone."""
     texts = [f"{name} ({recipe.texts.report[name]})" for name in report.texts]
     words = [
         f"# {recipe.name}",

@@ -311,7 +311,6 @@ class Traceable:
         return self._trace(run, self.tensors)
 
     def _reach(self, batch: Batch) -> tuple[tuple, dict]:
-        """Return the inputs of the first layer."""
 
         def stop(_module: nn.Module, args: tuple, kwargs: dict) -> None:
             raise _FirstLayerInputs(args, kwargs)
@@ -445,7 +444,6 @@ def check_alike(layers: Sequence[nn.Module]) -> None:
 
 
 def _kind(layer: nn.Module) -> tuple:
-    """Return the properties that must be equal in all layers."""
     tensors = [(n, t.shape, t.dtype, t.requires_grad) for n, t in _tensors(layer).items()]
     kinds = [getattr(m, "attention_type", None) for m in layer.modules()]
     return tensors, [linear.spec for linear in quant_linears(layer).values()], kinds

@@ -327,7 +327,6 @@ class _RecomputingLayer:
         self._count = -(-batch_size // rows)
 
     def forward(self, hidden: jax.Array, context: list, own: list) -> tuple:
-        """Return the next hidden state and what `backward` needs."""
 
         def one(this: tuple) -> jax.Array:
             part, *cut = this
@@ -337,7 +336,6 @@ class _RecomputingLayer:
         return self._joined(lax.map(one, self._slices((hidden, *context)))), hidden
 
     def backward(self, g_out: jax.Array, context: list, own: list, hidden: jax.Array) -> list:
-        """Return the gradients of the hidden state and then of the learned tensors."""
         slices = self._slices((hidden, g_out, *context))
 
         def one(this: tuple) -> list:
@@ -365,7 +363,6 @@ class _RecomputingLayer:
         return [_blocks(x, self._count, self._rows) for x in filter(self._is_cut, tensors)]
 
     def _whole(self, context: list, cut: list) -> list:
-        """Return the context of one slice."""
         left = iter(cut)
         return [next(left) if self._is_cut(x) else x for x in context]
 
