@@ -116,9 +116,7 @@ def run_processes(
             ones.
         progress: label and unit of the progress line.
         parallel: number of jobs that run in parallel.
-        placed: returns a job as it starts, such as with a device, given the running jobs; None
-            while the job must wait for one of them. Jobs that still wait when none runs are
-            dropped.
+        placed: returns a job as it starts, such as with a device, given the running jobs.
         watched: a context that is entered while a job with the given process ID runs.
         timeout_s: time limit of a job, after which all its processes are ended.
         keep_open: file descriptors that the jobs inherit.
@@ -126,16 +124,10 @@ def run_processes(
     waiting, running = [*jobs], []
     with logs.progress(progress[0], len(jobs), progress[1]) as ticker:
         try:
-            while True:
-                for job in [*waiting]:
-                    if len(running) == parallel:
-                        break
-                    here = placed(job, [each.job for each in running])
-                    if here is not None:
-                        waiting.remove(job)
-                        running.append(_Running(here, keep_open, watched))
-                if not running:
-                    return
+            while waiting or running:
+                while waiting and len(running) < parallel:
+                    job = placed(waiting.pop(0), [each.job for each in running])
+                    running.append(_Running(job, keep_open, watched))
                 for each in [each for each in running if each.is_over(timeout_s)]:
                     running.remove(each)
                     goes_on = after_each(each.end())
@@ -161,17 +153,18 @@ class _Running:
         for path in (job.job, job.log):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(job.job, job.model_dump_json(indent=1) + "\n")
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        launcher = [*launcher, str(job.ranks)] if job.ranks > 1 else []
         with job.log.open("ab") as file:
             self._process = subprocess.Popen(
-                [sys.executable, *_launcher(job.ranks), "-m", job.module, str(job.job)],
+                [sys.executable, *launcher, "-m", job.module, str(job.job)],
                 stdin=subprocess.PIPE,  # its end of file ends the job: see `run_as_process`
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
                 pass_fds=keep_open,
             )
-        self._began = time.monotonic()
-        self._is_late = False
+        self._began, self._is_late = time.monotonic(), False
         self._watch = watched(job, self._process.pid)
         self._watch.__enter__()
 
@@ -200,12 +193,6 @@ class _Running:
             os.killpg(self._process.pid, number)
         except ProcessLookupError:  # all of them have ended
             pass
-
-
-def _launcher(ranks: int) -> list[str]:
-    if ranks == 1:
-        return []
-    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
 def run_as_process(kind: type[Settings], do: Callable[[Any], object]) -> None:

@@ -10,10 +10,8 @@ from qat.bench import jobs
 from qat.bench.jobs import Ended, run_processes
 
 
-def test_a_job_waits_for_another_and_is_given_up_when_none_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    waits_for, begun, done = {"student": "conversion", "orphan": "nobody"}, [], set()
+def test_jobs_start_in_order_and_only_so_many_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, most = [], []
 
     class AtOnce:
         """A stand-in for a process, which has ended when it is first polled."""
@@ -26,20 +24,18 @@ def test_a_job_waits_for_another_and_is_given_up_when_none_runs(
             return True
 
         def end(self) -> Ended:
-            done.add(self.job)
             return Ended(self.job, 0, is_late=False)
 
-    def placed(job: str, _busy: list[str]) -> str | None:
-        return job if job not in waits_for or waits_for[job] in done else None
+    def placed(job: str, busy: list[str]) -> str:
+        most.append(len(busy))
+        return job
 
     monkeypatch.setattr(jobs, "_Running", AtOnce)
-    every = ["student", "orphan", "conversion", "teacher"]
-    run_processes(every, lambda _: True, progress=("running", "jobs"), placed=placed)
-    assert begun == ["conversion", "student", "teacher"]
-    begun.clear()
-    done.clear()
+    every = ["a", "b", "c", "d", "e"]
     run_processes(every, lambda _: True, progress=("running", "jobs"), parallel=2, placed=placed)
-    assert begun == ["conversion", "teacher", "student"]
+    assert begun == every and most == [0, 1, 0, 1, 0]
+    run_processes(every, lambda _: False, progress=("running", "jobs"))
+    assert begun == [*every, "a"]
 
 
 def test_a_job_that_runs_out_of_memory_says_what_to_do(tmp_path: Path) -> None:

@@ -204,14 +204,6 @@ class QualityJob(JobFiles, Settings):
         return "teacher" if self.plan is None else self.plan.name
 
     @property
-    def student(self) -> Path | None:
-        """The conversion that it starts from; None for the teacher and for other methods."""
-        plan = self.plan
-        if plan is None or plan.convert is None:
-            return None
-        return student_dir(self.out, plan.convert, plan.cache)
-
-    @property
     def key(self) -> str:
         """12 hex digits that change when the rows may; device and workers do not count."""
         judging = self.recipe.model_dump(

@@ -132,20 +132,17 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
     workspace.build_caches(prepared)
     share = partial(make_jobs, workspace.recipe, out=out, config=config, num_devices=len(spread))
     at_once = config.workers * len(spread)
-    threads = max(1, cores() // at_once)
     is_timed = any(time_key(plan) not in known for plan in to_time(prepared))
     # a recipe with all its rows needs no conversion; without step times, the rows of recipes on
     # equal time are unknown
     wanting = prepared if is_timed else [p for p in plans if _is_open(share([p])[1:])]
-    missing = workspace.missing(wanting, threads)
+    missing = workspace.missing(wanting, threads=max(1, cores() // at_once))
     refused: dict[str, str] = {}
     # a single one stays in this process, which has loaded everything that a new one would load
     # again
-    conversions = missing if at_once > 1 and len(missing) > 1 else []
-    if is_timed and conversions:  # nothing else may run while steps are timed
-        _, refused = run_jobs(conversions, spread, at_once)
-    if is_timed or not conversions:
-        conversions, unmade = [], unmade | workspace.convert(prepared, wanting, refused)
+    if at_once > 1 and len(missing) > 1:
+        _, refused = run_jobs(missing, spread, at_once)
+    unmade = unmade | workspace.convert(prepared, wanting, refused)
     if is_timed:
         made = [plan for plan in prepared if plan.name not in unmade]
         every = with_equal_time(resolved, workspace.step_times(made))
@@ -155,10 +152,7 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
     def write(failures: list[Failure]) -> QualityReport:
         return write_results(workspace, [*jobs, *others[1:]], unmade, failures)
 
-    open_jobs = [job for job in jobs if not job.row.exists()]
-    failures, refused = run_jobs([*conversions, *open_jobs], spread, at_once, write)
-    if conversions:
-        unmade = unmade | workspace.convert(prepared, wanting, refused)
+    failures, _ = run_jobs([job for job in jobs if not job.row.exists()], spread, at_once, write)
     return write(failures)
 
 
@@ -197,8 +191,7 @@ def run_jobs(
 ) -> tuple[list[Failure], dict[str, str]]:
     """Run all jobs, `at_once` in parallel, each on the least busy device.
 
-    A recipe starts as soon as its conversion exists, and never if that failed. `after_each` is
-    called with the recipes' failures so far whenever a recipe has ended.
+    `after_each` is called with the recipes' failures so far whenever a recipe has ended.
 
     Returns:
         The recipes' failures, and the errors of failed conversions by their labels.
@@ -208,10 +201,7 @@ def run_jobs(
 
     def placed(
         job: QualityJob | Conversion, busy: list[QualityJob | Conversion]
-    ) -> QualityJob | Conversion | None:
-        waits_for = job.student if isinstance(job, QualityJob) else None
-        if waits_for is not None and not waits_for.exists():
-            return None
+    ) -> QualityJob | Conversion:
         device = least_busy(devices, [each.device for each in busy])
         return job.model_copy(update={"device": device})
 
