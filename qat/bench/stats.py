@@ -20,7 +20,7 @@ Verdict = Literal["same", "slower", "faster"]
 
 @dataclass(frozen=True)
 class Interval:
-    """A median with the bounds that hold the true median at the stated confidence."""
+    """A median with the bounds that hold the true median at a confidence of 95 %."""
 
     median: float
     low: float
@@ -49,21 +49,17 @@ class Difference:
     verdict: Verdict
 
 
-def median_interval(
-    samples: Sequence[float], *, confidence: float = CONFIDENCE, seed: int = 0
-) -> Interval:
+def median_interval(samples: Sequence[float]) -> Interval:
     """Return the median and its percentile bootstrap interval (Efron 1979), the same at every call.
 
     For fewer than six samples, too few for such bounds, these are the least and the largest.
 
     Raises:
-        ValueError: no samples, one that is not finite, or a confidence outside (0, 1).
+        ValueError: no samples, or one that is not finite.
     """
     values = np.sort(_checked(samples))
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence={confidence}, expected a share between 0 and 1")
-    draws = np.random.default_rng(seed).choice(values, (RESAMPLES, len(values)))
-    tail = (1 - confidence) / 2
+    draws = np.random.default_rng(0).choice(values, (RESAMPLES, len(values)))
+    tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(np.median(draws, 1), [tail, 1 - tail])
     return Interval(float(np.median(values)), float(low), float(high))
 
@@ -107,15 +103,13 @@ def compare(
     after: Sequence[float],
     *,
     threshold: float = THRESHOLD,
-    confidence: float = CONFIDENCE,
 ) -> Difference:
     """Decide whether `after` is slower or faster than `before`.
 
     The medians must differ by more than `threshold` and their intervals must not overlap. One alone
     is chance or too small to matter, and the verdict is `same`.
     """
-    first = median_interval(before, confidence=confidence)
-    second = median_interval(after, confidence=confidence)
+    first, second = median_interval(before), median_interval(after)
     ratio = second.median / first.median
     verdict: Verdict = "same"
     if first.low > second.high or second.low > first.high:

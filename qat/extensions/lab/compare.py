@@ -235,9 +235,13 @@ def compare_cases(
     """Compare cases that are already read, as `compare_files` does with files."""
     shared = [name for name in before if name in after]
     if not shared:
+        first, second = (
+            ", ".join([*cases][:3]) + (", ..." if len(cases) > 3 else "")
+            for cases in (before, after)
+        )
         raise ComparisonError(
-            f"no case is in both (first: {_some(before)}; second: {_some(after)}), expected equal "
-            "names; measure the same shapes"
+            f"no case is in both (first: {first}; second: {second}), expected equal names; measure "
+            "the same shapes"
         )
     pairs = tuple(compare_pair(before[name], after[name], threshold) for name in shared)
     both = [case for pair in pairs for case in (pair.before, pair.after)]
@@ -274,11 +278,6 @@ def _differences(
 ) -> dict[str, tuple[object, object]]:
     both = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
     return {name: (old, new) for name, (old, new) in both.items() if old != new}
-
-
-def _some(cases: dict[str, MeasuredCase]) -> str:
-    names = list(cases)
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 # `qat bench record`: freezes a result into a directory that others can read, check and repeat.

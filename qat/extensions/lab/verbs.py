@@ -13,11 +13,8 @@ from qat.config import Required
 from qat.extensions.lab.config import BaselinesConfig, KernelsConfig, QualityConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rich.table import Table
 
-    from qat.bench.stats import Interval
     from qat.extensions.lab.compare import Comparison, Pair
     from qat.extensions.lab.kernels.run import KernelsReport
 
@@ -25,7 +22,7 @@ KERNELS_WIDTH, COMPARE_WIDTH, QUALITY_WIDTH = 150, 150, 400
 """Columns of a table where output goes to a file."""
 RECORDS = Path("speedrun/records")
 US = 1e6
-UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (0.0, "ns"))
+UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 KERNELS_COLUMNS = (
     ("Kernel", "case", "{}", 1),
     ("us a call", "p50_s", "{:,.2f}", US),
@@ -216,10 +213,15 @@ def summary(found: "Comparison") -> dict[str, object]:
 def _cells(pair: "Pair") -> list[str]:
     if pair.difference is None:
         return ["-"] * 7 + [f"not comparable ({pair.reason})"]
-    found, show = pair.difference, _shown_like(pair.difference.before.median)
+    found = pair.difference
+    # the unit that gives the first median a number of at least 1
+    scale, unit = next((each for each in UNITS if found.before.median >= each[0]), UNITS[-1])
+    medians = [
+        f"{each.median / scale:.4g} [{each.low / scale:.4g}, {each.high / scale:.4g}] {unit}"
+        for each in (found.before, found.after)
+    ]
     return [
-        show(found.before),
-        show(found.after),
+        *medians,
         f"{found.ratio:.3f}",
         f"{found.effect:+.2f}",
         f"{found.p:.2g}",
@@ -227,18 +229,6 @@ def _cells(pair: "Pair") -> list[str]:
         f"{pair.after.within_runs:.1%}",
         found.verdict,
     ]
-
-
-def _shown_like(seconds: float) -> "Callable[[Interval], str]":
-    """Writes intervals in the unit that gives `seconds` a number of at least 1."""
-    scale, unit = next((scale, unit) for scale, unit in UNITS if seconds >= scale)
-    scale = scale or 1e-9
-
-    def show(interval: "Interval") -> str:
-        low, high = interval.low / scale, interval.high / scale
-        return f"{interval.median / scale:.4g} [{low:.4g}, {high:.4g}] {unit}"
-
-    return show
 
 
 def record(

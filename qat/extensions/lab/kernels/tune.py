@@ -342,21 +342,15 @@ class Tuning:
 
 def write_table(path: Path, found: list[Tuned], facts: dict[str, object]) -> None:
     """Write adopted configurations into a device's table; remove entries where the default won."""
-    entries = [(each.space, each.adopted) for each in found]
-    write_entries(
-        path,
-        {
-            (space.kernel, space.key): None if best is None else best.configuration
-            for space, best in entries
-        },
-        facts,
-    )
+    chosen = {
+        (each.space.kernel, each.space.key): each.adopted and each.adopted.configuration
+        for each in found
+    }
+    write_entries(path, chosen, facts)
 
 
 def write_entries(
-    path: Path,
-    chosen: dict[tuple[str, tuned.Key], tuple | None],
-    facts: dict[str, object],
+    path: Path, chosen: dict[tuple[str, tuned.Key], tuple | None], facts: dict[str, object]
 ) -> None:
     """Write configurations by kernel and key into a device's table; None removes an entry.
 
