@@ -121,14 +121,6 @@ def test_mistakes_in_a_recipe(text: str, message: str, tmp_path: Path) -> None:
         make_groups(read(tmp_path, text, base=base))
 
 
-def test_the_runbooks_of_ranks_come_down_to_runs(tmp_path: Path) -> None:
-    for name, count in {"nsa_runbook": 3 * 4, "runbook": 3 * 3, "matrix": 3}.items():
-        recipe = read_sweep(FOLDER / f"sweep_{name}_ranks.toml")
-        runs = make_runs(recipe, make_groups(recipe), tmp_path)
-        assert len(runs) == recipe.repeats * count * 2
-        assert {run.ranks for run in runs} == {1, 2}
-
-
 @pytest.mark.parametrize("tiny", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_committed_recipes_come_down_to_runs(recipe: Path, tiny: bool) -> None:

@@ -99,18 +99,8 @@ def test_three_repeats_are_ranked_against_the_baseline(
     tmp_path: Path, in_this_process, monkeypatch, capsys
 ) -> None:
     recipe = write(tmp_path, {"slow": "time.sleep(0.2)", "quick": "pass"}, repeats=3)
-    assert (
-        call(
-            monkeypatch,
-            "bench",
-            "sweep",
-            str(recipe),
-            "--allow-command",
-            "--out",
-            str(tmp_path / "out"),
-        )
-        == 0
-    )
+    words = ["bench", "sweep", recipe, "--allow-command", "--out", tmp_path / "out"]
+    assert call(monkeypatch, *words) == 0
     printed = capsys.readouterr().out
     last = json.loads(printed.splitlines()[-1])
     assert last["fastest"] == "quick" and last["done"] == 6 and last["rate"] > 5
@@ -119,12 +109,8 @@ def test_three_repeats_are_ranked_against_the_baseline(
 
 def test_a_dry_run_names_the_runs(tmp_path: Path, monkeypatch, capsys) -> None:
     recipe = write(tmp_path, {"a": "pass", "b": "pass"}, repeats=2)
-    assert (
-        call(
-            monkeypatch, "bench", "sweep", str(recipe), "--dry-run", "--out", str(tmp_path / "out")
-        )
-        == 0
-    )
+    words = ["bench", "sweep", recipe, "--dry-run", "--out", tmp_path / "out"]
+    assert call(monkeypatch, *words) == 0
     assert capsys.readouterr().out.splitlines()[:4] == ["0  a", "0  b", "1  a", "1  b"]
     assert not (tmp_path / "out").exists()
 

@@ -12,12 +12,7 @@ from qat.bench.config import BenchConfig
 from qat.bench.student import Ours, open_student
 from qat.data.packing import Batch
 from qat.errors import ConfigError
-from qat.extensions.lab.baselines.reference import (
-    GatheredCandidates,
-    LowRank,
-    RankByRank,
-    reference_step,
-)
+from qat.extensions.lab.baselines.reference import GatheredCandidates, reference_step
 from qat.extensions.lab.baselines.run import run_baselines
 from qat.extensions.lab.baselines.training import CHUNK_TOKENS, ChunkedLoss, plain_step
 from qat.extensions.lab.config import BaselinesConfig
@@ -72,20 +67,6 @@ def test_chunks_add_up_to_the_whole() -> None:
     torch.testing.assert_close(loss, expected)
 
 
-@pytest.mark.parametrize("rank", [3, 20])
-def test_rank_by_rank_is_the_product_with_the_formed_weight(rank: int) -> None:
-    O, I = 24, 32
-    scale = LowRank(torch.rand(O, rank) + 0.5, torch.rand(rank) + 0.5, torch.rand(rank, I) + 0.5)
-    linear = RankByRank(torch.randn(O, I), scale).double()
-    x = torch.randn(2, 5, I, dtype=torch.float64, requires_grad=True)
-    A, B = F.normalize(linear.A, dim=0), F.normalize(linear.B, dim=1)
-    expected = x @ (linear.Q * ((A * linear.g) @ B)).T
-    torch.testing.assert_close(linear(x), expected)
-    formed = torch.autograd.grad(expected.square().sum(), [*linear.parameters(), x])
-    factored = torch.autograd.grad(linear(x).square().sum(), [*linear.parameters(), x])
-    torch.testing.assert_close(factored, formed)
-
-
 def test_the_references_ranks_are_its_published_ones() -> None:
     config, student, batch = case()
     names = linears_in_scope(student.model, "e2e")
@@ -110,16 +91,8 @@ def test_gathered_candidates_are_our_candidates_loss() -> None:
 
 @pytest.mark.slow
 def test_cases_take_turns_and_land_in_one_table(tmp_path: Path) -> None:
-    config = BaselinesConfig(
-        device="cpu",
-        seq_len=8,
-        top_k=4,
-        batch_size=2,
-        steps=2,
-        warmup=1,
-        rounds=2,
-        only="ours,plain-eager,reference",
-    )
+    sizes = {"seq_len": 8, "top_k": 4, "batch_size": 2, "steps": 2, "warmup": 1, "rounds": 2}
+    config = BaselinesConfig(device="cpu", only="ours,plain-eager,reference", **sizes)
     report = run_baselines(config, "tiny", tmp_path / "out")
     assert [row["case"] for row in report.rows] == ["ours", "plain-eager", "reference"]
     ours, plain, reference = report.rows
