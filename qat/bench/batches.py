@@ -3,9 +3,7 @@
 Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import cycle, islice, pairwise
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -150,35 +148,19 @@ def random_batch(source: BatchSource, batch_size: int, generator: torch.Generato
     )
 
 
-# Layouts of documents of varied lengths: packed, in fixed slices, or in buckets of lengths. Caches
-# are packed; the other layouts measure the gain from packing.
+# Documents of varied lengths, packed end to end as in a cache.
 
+# the median length as a fraction of a row, and the standard deviation of the logarithm: lengths are
+# log-normal, as those of text are approximately
 MEDIAN_SHARE, LOG_SPREAD = 1 / 4, 0.8
-"""The median length as a fraction of a row, and the standard deviation of the logarithm: lengths
-are log-normal, as those of text are approximately."""
 SHORTEST = 2
-BUCKETS = (8, 4, 2, 1)  # divisors of a row's length that give the row lengths of the buckets
-STEPS = 16  # steps before the batches repeat: enough for each bucket to get its share
+STEPS = 16  # steps before the batches repeat
 
 
-def make_batches(
-    source: BatchSource, layout: str, batch_size: int, backend: Backend
-) -> list[Batch]:
-    """Return `STEPS` batches in host memory, each of `batch_size * seq_len` positions.
-
-    `packed`: documents end to end, cut at the end of a row. `slices`: one document per row, cut or
-    padded to `seq_len`. `buckets`: cut likewise, padded to the length of the next bucket; a batch
-    has rows of one bucket, and buckets are as frequent as their share of padded positions.
-    """
+def packed_batches(source: BatchSource, batch_size: int, backend: Backend) -> list[Batch]:
+    """Return `STEPS` batches in host memory; documents are cut at the end of a row."""
     generator = torch.Generator(backend.device).manual_seed(source.seed)
-    S = source.seq_len
-    if layout == "packed":
-        made = [_packed(source, batch_size, generator) for _ in range(STEPS)]
-    else:
-        lengths = document_lengths(64 * batch_size * STEPS, S, generator).clamp(max=S)
-        edges = bucket_edges(S) if layout == "buckets" else [S]
-        rows = _rows(lengths, edges, batch_size * S)
-        made = [_padded(source, own, edge, generator) for own, edge in rows]
+    made = [_packed(source, batch_size, generator) for _ in range(STEPS)]
     return [batch.to(torch.device("cpu")) for batch in made]
 
 
@@ -186,41 +168,6 @@ def document_lengths(number: int, S: int, generator: torch.Generator) -> Tensor:
     """Return `(number,)` int64 lengths, log-normal with median `S / 4`, at least two tokens."""
     spread = torch.randn(number, generator=generator, device=generator.device) * LOG_SPREAD
     return (spread.exp() * S * MEDIAN_SHARE).long().clamp(min=SHORTEST)
-
-
-def bucket_edges(S: int) -> list[int]:
-    """Return the row lengths of the buckets, ascending, without those too short for a document."""
-    return [S // part for part in BUCKETS if S % part == 0 and S // part >= SHORTEST]
-
-
-def _rows(lengths: Tensor, edges: list[int], positions: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield for each of `STEPS` steps the document lengths of its rows and their padded length."""
-    pools = {
-        edge: lengths[(lengths > below) & (lengths <= edge)]
-        for below, edge in pairwise([0, *edges])
-    }
-    # a bucket's share of the steps is its share of all padded positions
-    padded = torch.tensor([float(len(pool) * edge) for edge, pool in pools.items()])
-    counts = (padded / padded.sum() * STEPS).round().int().tolist()
-    order = [edge for edge, times in zip(edges, counts, strict=True) for _ in range(times)]
-    order = order[::3] + order[1::3] + order[2::3]  # interleave the sizes, as shuffled buckets do
-    begun = dict.fromkeys(edges, 0)
-    for edge in islice(cycle(order), STEPS):
-        begun[edge], start = begun[edge] + positions // edge, begun[edge]
-        places = torch.arange(start, begun[edge], device=lengths.device)
-        yield pools[edge][places % len(pools[edge])], edge
-
-
-def _padded(source: BatchSource, lengths_B: Tensor, edge: int, generator: torch.Generator) -> Batch:
-    batch = random_batch(replace(source, seq_len=edge), len(lengths_B), generator)
-    places = torch.arange(edge, device=lengths_B.device)
-    is_text = places < lengths_B[:, None]
-    has_next = places < lengths_B[:, None] - 1
-    return batch._replace(
-        input_ids=batch.input_ids.where(is_text, 0),
-        mask=is_text,
-        labels=batch.labels.where(has_next, NO_LABEL),
-    )
 
 
 def _packed(source: BatchSource, batch_size: int, generator: torch.Generator) -> Batch:

@@ -1,4 +1,4 @@
-"""Documents of varied lengths as rows: what counts is text, whatever the layout."""
+"""Packed documents of varied lengths, and what several ranks report."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,12 @@ import torch
 from ranks_case import run_ranks
 
 from qat.backend.device import select
-from qat.bench.batches import STEPS, BatchSource, bucket_edges, document_lengths, make_batches
+from qat.bench.batches import STEPS, BatchSource, document_lengths, packed_batches
 from qat.bench.measure import Timing
 from qat.bench.run import prepare
 from qat.bench.sweep.plan import StepsConfig, SweepRun
 from qat.bench.sweep.work import _laid_out, _time_ranks, rank_numbers
-from qat.data.packing import NO_LABEL
+from qat.data.packing import NO_LABEL, Batch
 from qat.errors import ConfigError
 from qat.ranks import ALONE, Ranks
 
@@ -22,8 +22,8 @@ BACKEND = select("cpu")
 QUICK = {"device": "cpu", "dtype": "fp32", "seq_len": 8, "batch_size": 2}
 
 
-def made(layout: str):
-    return make_batches(SOURCE, layout, 8, BACKEND)
+def made() -> list[Batch]:
+    return packed_batches(SOURCE, 8, BACKEND)
 
 
 def test_lengths_are_spread_like_those_of_text() -> None:
@@ -32,49 +32,23 @@ def test_lengths_are_spread_like_those_of_text() -> None:
     assert lengths.log().std() == pytest.approx(0.8, abs=0.05)
 
 
-@pytest.mark.parametrize("layout", ["packed", "slices", "buckets"])
-def test_a_step_has_the_same_positions_in_every_layout(layout: str) -> None:
-    batches = made(layout)
+def test_packed_positions_begin_anew_with_each_document() -> None:
+    batches = made()
     assert len(batches) == STEPS
     for batch in batches:
-        assert batch.mask.numel() == 8 * 64 and batch.topk_ids.shape[:2] == batch.mask.shape
-        # a row's text comes first, and each token but the last of a document has a next one
-        assert (batch.mask.int().diff(dim=1) <= 0).all()
-        labelled = batch.labels != NO_LABEL
-        assert (labelled <= batch.mask).all()
-        assert (batch.labels[:, :-1] == batch.input_ids[:, 1:])[labelled[:, :-1]].all()
-    again = made(layout)
-    assert all(torch.equal(a.labels, b.labels) for a, b in zip(batches, again, strict=True))
-
-
-def test_packing_wastes_nothing_and_buckets_less_than_slices() -> None:
-    shares = {
-        layout: torch.cat([batch.mask.flatten() for batch in made(layout)]).float().mean()
-        for layout in ("packed", "slices", "buckets")
-    }
-    assert shares["packed"] == 1 and shares["slices"] < 0.45 < 0.6 < shares["buckets"]
-
-
-def test_packed_positions_begin_anew_with_each_document() -> None:
-    for batch in made("packed"):
+        assert batch.mask.shape == batch.topk_ids.shape[:2] == (8, 64) and batch.mask.all()
         steps = batch.position_ids.diff(dim=1)
         assert ((steps == 1) | (batch.position_ids[:, 1:] == 0)).all()
         assert (batch.position_ids[:, 0] == 0).all()
+        # each token but the last of a document has a next one
         ends = torch.nn.functional.pad(batch.position_ids[:, 1:] == 0, (0, 1), value=True)
         assert torch.equal(batch.labels == NO_LABEL, ends)
-
-
-def test_rows_of_a_batch_are_of_one_bucket() -> None:
-    widths = {batch.mask.shape[1] for batch in made("buckets")}
-    assert widths <= set(bucket_edges(64)) == {8, 16, 32, 64} and len(widths) > 2
-    for batch in made("buckets"):
-        lengths, edge = batch.mask.sum(1), batch.mask.shape[1]
-        assert (lengths <= edge).all() and (edge == 8 or (lengths > edge // 2).all())
-    assert bucket_edges(6) == [3, 6]
+        assert (batch.labels[:, :-1] == batch.input_ids[:, 1:])[~ends[:, :-1]].all()
+    assert all(torch.equal(a.labels, b.labels) for a, b in zip(batches, made(), strict=True))
 
 
 def test_a_layout_is_for_random_data_in_single_micro_batches() -> None:
-    config = StepsConfig(**QUICK, layout="slices", grad_accum_steps=2)
+    config = StepsConfig(**QUICK, layout="packed", grad_accum_steps=2)
     setting, _ = prepare(config, "tiny")
     with pytest.raises(ConfigError, match="expected random data in single micro-batches"):
         _laid_out(config, setting)

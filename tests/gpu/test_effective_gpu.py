@@ -38,7 +38,7 @@ def test_a_sweep_watches_the_gpu(tmp_path: Path) -> None:
     recipe.write_text(
         'name = "s"\nstudent = "tiny"\nrepeats = 1\n'
         '[settings]\ndevice = "cuda"\nsteps = 200\nwarmup = 3\nbatch_size = 8\n'
-        '[product]\nlayout = ["packed", "buckets"]\n'
+        '[product]\nlayout = ["rows", "packed"]\n'
     )
     report = run_sweep(SweepConfig(sample_s=0.2), recipe, tmp_path / "out")
     assert not report.failures, "\n".join(

@@ -26,9 +26,8 @@ NOT_SWEPT = {
 class StepsConfig(BenchConfig):
     """Settings of one run with `verb = "bench"`."""
 
-    layout: Literal["rows", "packed", "slices", "buckets"] = "rows"
-    """Random data as full rows, or documents of varied lengths: packed, cut and padded to fixed
-    slices, or padded to buckets of lengths."""
+    layout: Literal["rows", "packed"] = "rows"
+    """Random data: full rows, or rows of packed documents of varied lengths."""
     ranks: int = Field(1, ge=1)
     """Processes that take each step together, one per device; `batch_size` is per process."""
     shard_latents: bool = False

@@ -5,11 +5,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from torch import Tensor
-
 from qat.backend.base import Backend
 from qat.backend.device import select
-from qat.bench.batches import make_batches
+from qat.bench.batches import packed_batches
 from qat.bench.effective import Facts, check_strictly, what_ran
 from qat.bench.measure import Timing
 from qat.bench.results import IN_EVERY_ROW, environment
@@ -28,7 +26,7 @@ from qat.train.step import StepResult
 
 
 class StepRecorder:
-    """A subject that records the memory held and the valid tokens of each step."""
+    """A subject that records the memory held after each step."""
 
     def __init__(
         self,
@@ -46,7 +44,6 @@ class StepRecorder:
         self._ranks = ranks
         self._first_timed = first_timed
         self.held_mib: list[float] = []
-        self.valid_tokens: list[Tensor] = []
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
         """Take the step."""
@@ -55,7 +52,6 @@ class StepRecorder:
         if self._by_step:
             batches = [self._by_step[step % len(self._by_step)]]
         result = self._subject(batches, step)
-        self.valid_tokens.append(result.valid_tokens)
         held = self._backend.memory_use().held_gib
         if held is not None:
             self.held_mib.append(held * 2**10)
@@ -90,7 +86,6 @@ def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | Non
     numbers = {**setting.numbers(timing, ranks.size), **rank_numbers(timing, ranks)}
     if not ranks.is_first:
         return None
-    valid = [int(count) for count in subject.valid_tokens[-config.steps :]]
     ran = what_ran(config, model, numbers["effective"], setting.backend)
     if run.strict:
         check_strictly(ran["fallbacks"])
@@ -100,11 +95,7 @@ def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | Non
         **numbers,
         "layout": config.layout,
         "shard_latents": config.shard_latents,
-        "valid_tokens_per_s": sum(valid) / sum(timing.steps_s),
-        # for steps of one shape the median, which ignores outliers; for several shapes the sum
-        "cost_s": timing.step_s / valid[0]
-        if len(set(valid)) == 1
-        else sum(timing.steps_s) / max(sum(valid), 1),
+        "cost_s": timing.step_s / timing.valid_tokens,
         **ran,
         **leak_facts(subject.held_mib),
         **_environment(config, setting.backend),
@@ -194,7 +185,7 @@ def _laid_out(config: StepsConfig, setting: Setting) -> list[Batch]:
             f"layout={config.layout} beside cache_dir or grad_accum_steps, expected random data in "
             "single micro-batches; drop them or the layout"
         )
-    made = make_batches(setting.data, config.layout, config.batch_size, setting.backend)
+    made = packed_batches(setting.data, config.batch_size, setting.backend)
     return [Batch(*map(setting.backend.pinned, batch)) for batch in made]
 
 
