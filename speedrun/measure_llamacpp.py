@@ -1,4 +1,4 @@
-"""Runs students in llama.cpp: how far its logits are from ours, and what it writes.
+"""Runs students in llama.cpp: how far its logits are from ours.
 
 Each student is exported to GGUF and opened there, beside a second file that holds the same weights
 in float32. What that one differs by has nothing to do with quantization (another order of sums, an
@@ -33,8 +33,6 @@ from qat.models.stored_state import quantized_modules
 from qat.nn.lut_embedding import TiedLutHead
 
 GOAL = 1e-3
-SEED = 0
-WORDS = 60  # tokens that are sampled
 app = App(help=__doc__)
 
 
@@ -49,7 +47,7 @@ class Compared(NamedTuple):
 def main(
     students: list[str], *, sequences: int = 16, length: int = 256, figures: Path | None = None
 ) -> None:
-    """Print a line for each STUDENT=TEXT and a text, and record the worst KL."""
+    """Print a line for each STUDENT=TEXT and record the worst KL."""
     engine()
     worst = 0.0
     for named in students:
@@ -78,8 +76,7 @@ def engine() -> Any:
 def measure(student: str, text: Path, sequences: int, length: int) -> Compared:
     """Export `student` and compare, in quantized types and in float32."""
     tokenizer, model = load_tokenizer(student), load_checkpoint(Path(student), torch.float32)
-    content = text.read_text(encoding="utf-8")
-    ids = tokens(tokenizer, content, sequences, length)
+    ids = tokens(tokenizer, text.read_text(encoding="utf-8"), sequences, length)
     ours = logits(model, ids)
     with activations_of_8_bits(model):
         rounded = divergence(ours, logits(model, ids))
@@ -97,7 +94,6 @@ def measure(student: str, text: Path, sequences: int, length: int) -> Compared:
             f"same weights in float32, {rounded:.3g} by rounding activations in ours; the "
             f"likeliest token is the same in {found.agrees:.2%}"
         )
-        say(Path(place, "student", gguf.FILE_NAME), content, tokenizer)
     return found
 
 
@@ -164,20 +160,6 @@ def divergence(ours: Tensor, theirs: Tensor) -> float:
     """KL(ours || theirs) of logits `(B, S, V)`, nats per token."""
     log_p, log_q = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()
-
-
-def say(path: Path, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Compare how `text` is split into tokens, and print what follows its first words."""
-    llama = engine()(str(path), n_ctx=256, n_threads=1, verbose=False, seed=SEED)
-    lines = [line for line in text.splitlines() if line.strip()]
-    others = sum(
-        llama.tokenize(line.encode(), special=True) != tokenizer(line).input_ids for line in lines
-    )
-    print(f"  {others} of {len(lines)} lines are split otherwise than by our tokenizer")
-    first = max(lines[:20], key=len)
-    prompt = " ".join(first.split()[:6])
-    made = llama(prompt, max_tokens=WORDS, temperature=0.8, seed=SEED)
-    print(f"  {prompt}|{made['choices'][0]['text']}")
 
 
 if __name__ == "__main__":

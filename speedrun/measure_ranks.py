@@ -21,7 +21,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -36,7 +35,6 @@ from qat.backend.device import select
 from qat.bench.batches import open_source
 from qat.bench.config import MeasureConfig, shape_called
 from qat.bench.measure import Timing, time_steps
-from qat.bench.stats import percentiles
 from qat.bench.student import Ours, open_student
 from qat.data.build import build_cache
 from qat.data.cache import TeacherInfo
@@ -224,29 +222,21 @@ def latent(  # noqa: PLR0917
 
         def turn(among: Ranks) -> float:
             """Tokens per second of all steps."""
-            began = time.perf_counter()
-            make = partial(Ours, ranks=among, is_sharded=among.size > 1)
-            timing = timed(shape, config, among, make)
-            say(f"{among.size} ranks", timing, among)
-            if among.is_first:
-                print(f"this turn took {time.perf_counter() - began:.0f} s", flush=True)
-            return timing.tokens_per_s
+            return timed(shape, config, among).tokens_per_s
 
         alone, together = in_turns(turn, ranks, rounds)
         if ranks.is_first:
             report("latent", alone, together, size=ranks.size, figures=figures)
 
 
-def timed(
-    shape: str,
-    config: MeasureConfig,
-    ranks: Ranks,
-    make: Callable[[LanguageModel, MeasureConfig], Ours],
-) -> Timing:
-    """Steps of a student that is made for them, over batches of each rank's own."""
+def timed(shape: str, config: MeasureConfig, ranks: Ranks) -> Timing:
+    """Steps of a student that is made for them, over batches of each rank's own.
+
+    Several ranks shard the latent weights.
+    """
     backend = select(config.device)
     student = open_student(shape, config)
-    ours = make(student, config)
+    ours = Ours(student, config, ranks=ranks, is_sharded=ranks.size > 1)
     made = open_source(config, student).batch(config.batch_size, ranks.rank, backend)
     batches = [Batch(*map(backend.pinned, made))]
     take_step = ours.subject()
@@ -256,27 +246,6 @@ def timed(
     del student, ours, take_step
     backend.free_memory()
     return timing
-
-
-def say(case: str, timing: Timing, ranks: Ranks) -> None:
-    """Print what each rank's steps took, a line a rank."""
-    for rank, said in enumerate(ranks.texts(_facts(timing))):
-        if ranks.is_first:
-            print(f"{case}, rank {rank}: {said}", flush=True)
-
-
-def _facts(timing: Timing) -> str:
-    around = percentiles(timing.steps_s)
-    memory = "".join(
-        f", {gib:.2f} GiB {what}"
-        for what, gib in (("allocated", timing.peak_gib), ("reserved", timing.reserved_gib))
-        if gib is not None
-    )
-    form = "by layer" if timing.compiler["forms_by_layer"] else "at once"
-    return (
-        f"{timing.tokens_per_s:,.0f} tokens/s, step {around.p50:.4g} s (p10 {around.p10:.4g}, p90 "
-        f"{around.p90:.4g}), formed {form}{memory}, {timing.warmup_s:.0f} s before the clock"
-    )
 
 
 def in_turns(

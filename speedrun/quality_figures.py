@@ -35,7 +35,6 @@ GAPS = (
 )
 """Figures of quantized inputs: a recipe, what it is compared with, and on which teachers."""
 NUMBERS = ("bits_per_weight", "top1_frac", "ppl", "steps", "seconds")
-SANITY = ("repeated_frac", "distinct_frac")
 
 
 @dataclass(frozen=True)
@@ -155,8 +154,6 @@ def figures_of(runs: Path, *, figures: Path) -> None:
     put_worst("ppl_gap_100m_2bit", gaps, "perplexity", "<= 3")
     gains = {each.name: each.kl(UNIFORM) - each.kl(OURS) for each in found}
     put_worst("mixed_bits_gain", gains, "nats/token", "> 0")
-    for each in found:
-        print(each.name, "samples over the teacher's", sanity(each))
     put(stories, "bits_per_mlp_weight", mlp_bits(runs / stories.name), "bits", "<= 2.6")
 
 
@@ -310,20 +307,6 @@ def mlp_bits(directory: Path) -> float:
         if report["plan"] == UNIFORM and {m["group_size"] for m in modules} == {16}:
             return max(module["bits_per_weight"] for module in modules)
     raise SystemExit(f"{directory} holds no student converted to {UNIFORM}")
-
-
-def sanity(results: Results) -> dict[str, dict[str, float]]:
-    """Repeated n-grams and distinct tokens of our students' samples, over the teacher's."""
-    teacher = results.of("teacher")[0]
-    return {
-        name: {
-            key: round(statistics.fmean(r[key] for r in results.of(name)) / teacher[key], 3)
-            for key in SANITY
-            if teacher[key]
-        }
-        for name in (OURS, UNIFORM, TWO_BITS)
-        if results.of(name)
-    }
 
 
 if __name__ == "__main__":
