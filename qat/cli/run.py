@@ -13,7 +13,7 @@ import re
 import shlex
 import time
 from collections.abc import Mapping
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -578,6 +578,7 @@ class Run:
 
     def go(self) -> dict[str, object]:
         """Make what is not made yet; show the teacher beside the students, and what comes next."""
+        from qat.data.reader import TeacherCache
         from qat.export.targets import ships_to
         from qat.generate.text import held_out_prompt
         from qat.models.directory import resolve
@@ -592,7 +593,7 @@ class Run:
         pipeline.record(self.settings)
         cache = pipeline.make("cache", "cache", *self._words("cache"))
         if "train" not in self.done:
-            self._fit_to_cache(cache)
+            self._fit_to(TeacherCache.open(cache).num_sequences("train"))
             pipeline.record(self.settings)
         converted = pipeline.make("converted", "convert", *self._words("convert"))
         trained = pipeline.make("trained", "train", *self._words("train"))
@@ -650,11 +651,17 @@ class Run:
 
     def _choices(self) -> Table:
         """Choose unnamed settings of the cache: no more than is read, and enough held out."""
-        table, train = self.tables["cache"], self.configs["train"]
-        if {"num_sequences", "held_out"} <= table.keys():
+        from qat.data.sources import open_source
+
+        if {"num_sequences", "held_out"} <= self.tables["cache"].keys():
             return {}
-        cache: CacheConfig = self.configs["cache"]
-        return choices(cache, cache.num_sequences or train.max_steps * train.sequences_per_step)
+        cache, train = self.configs["cache"], self.configs["train"]
+        num_sequences = cache.num_sequences or train.max_steps * train.sequences_per_step
+        source = open_source(cache.data, cache.format, cache.text_field)
+        count = sum(1 for _ in islice(source.documents, FEW_DOCUMENTS))
+        is_little = count < FEW_DOCUMENTS or num_sequences * cache.held_out < FEW_HELD_OUT
+        held_out = SHARE_OF_FEW if is_little else cache.held_out
+        return {"num_sequences": num_sequences, "held_out": held_out}
 
     def _wired(self, stage: str) -> list[object]:
         """Return the words of a stage's command line that name the results of other stages."""
@@ -710,11 +717,6 @@ class Run:
                 words += [flag, ",".join(value) if isinstance(value, list) else value]
         return words
 
-    def _fit_to_cache(self, cache: Path) -> None:
-        from qat.data.reader import TeacherCache
-
-        self._fit_to(TeacherCache.open(cache).num_sequences("train"))
-
     def _fit_to(self, sequences: int) -> None:
         """Fit the unset batch size and steps to the text, so that it is not read too often."""
         table, defaults = self.tables["train"], _defaults("train")
@@ -727,19 +729,6 @@ class Run:
         chosen = {"batch_size": batch, "max_steps": steps, "eval_every": often, "save_every": often}
         self.tables["train"] = chosen | table
         self._resolve("train")
-
-
-def choices(config: CacheConfig, num_sequences: int) -> Table:
-    """Settings of a cache: no more than is read, and enough held out to judge by."""
-    from itertools import islice
-
-    from qat.data.sources import open_source
-
-    source, held_out = open_source(config.data, config.format, config.text_field), config.held_out
-    count = sum(1 for _ in islice(source.documents, FEW_DOCUMENTS))
-    if count < FEW_DOCUMENTS or num_sequences * held_out < FEW_HELD_OUT:
-        held_out = SHARE_OF_FEW
-    return {"num_sequences": num_sequences, "held_out": held_out}
 
 
 def _defaults(stage: str) -> Table:

@@ -115,16 +115,9 @@ def windows(num_tokens: int, context: int, stride: int) -> list[Window]:
     """Return windows of `context` tokens every `stride` that score each token but the first once.
 
     All but the last have `context` tokens; each token after the first window has at least
-    `context - stride` tokens of context.
-
-    Raises:
-        ConfigError: `stride` is not less than `context`, so tokens would be skipped.
+    `context - stride` tokens of context. `stride` is below `context`
+    (`EvalConfig.check_named`).
     """
-    if stride >= context:
-        raise ConfigError(
-            f"stride={stride} with context={context}; expected a stride below the context, so that "
-            f"every token has one before it; use --stride {max(context // 2, 1)}"
-        )
     found = [Window(0, min(context, num_tokens), 1)]
     while found[-1].end < num_tokens:
         begin = found[-1].begin + stride
@@ -144,9 +137,6 @@ def text_batches(text: Text, context: int, stride: int, batch_size: int) -> Iter
         context: tokens in a window.
         stride: tokens between the starts of two windows, below `context`.
         batch_size: windows in a batch.
-
-    Raises:
-        ConfigError: `stride` is not less than `context`.
     """
     whole, last = [], []
     for tokens in text.documents:
@@ -241,8 +231,8 @@ def text_perplexity(
     window.
 
     Raises:
-        ConfigError: `context` exceeds the model's positions, `stride` is not below `context`, or
-            the model has no embedding for a token.
+        ConfigError: `context` exceeds the model's positions, or the model has no embedding for a
+            token.
     """
     check_context(model, context)
     largest = max(max(tokens.ids, default=0) for tokens in text.documents)

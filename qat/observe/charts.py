@@ -78,8 +78,6 @@ STYLE: dict[str, Any] = {
     "svg.hashsalt": "qat",
 }
 
-Painter = Callable[[Axes], None]
-
 
 @dataclass(frozen=True)
 class Chart:
@@ -88,7 +86,7 @@ class Chart:
     name: str
     title: str
     caption: str
-    paint: Painter
+    paint: Callable[[Axes], None]
 
     def render(self, form: str) -> bytes:
         """Render the light theme as `svg` or `png`; the same input gives the same bytes."""

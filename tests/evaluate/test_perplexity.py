@@ -69,7 +69,7 @@ def test_refuses_bad_windows() -> None:
     model = LanguageModel(tiny_model())
     text = one_text(torch.arange(40))
     with pytest.raises(ConfigError, match="stride=8 with context=8; .* use --stride 4"):
-        text_perplexity(model, text, context=8, stride=8, batch_size=1)
+        EvalConfig(text="a.txt", context=8, stride=8).check_named()
     with pytest.raises(ConfigError, match="context=256, .*--context 128"):
         text_perplexity(model, text, context=256, stride=8, batch_size=1)
 
