@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Self, cast
 
 import torch
@@ -10,6 +11,12 @@ from torch import Tensor, nn
 
 from qat.quant.activation import quantize_static, quantize_tokens, static_scale
 from qat.quant.spec import ActivationSpec
+
+
+def keeping_dtype(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Apply `fn` but keep the dtype: `model.to(bfloat16)` must not round a weight's parameters."""
+    applied = fn(tensor)
+    return applied if applied.dtype == tensor.dtype else tensor.to(applied.device)
 
 
 class ActivationQuantizer(nn.Module):
@@ -44,11 +51,7 @@ class ActivationQuantizer(nn.Module):
         return static_scale(self.scale, self.spec.scale_bits)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        def keeping_dtype(tensor: Tensor) -> Tensor:
-            applied = fn(tensor)  # `model.to(bfloat16)` must not round the scale
-            return applied if applied.dtype == tensor.dtype else tensor.to(applied.device)
-
-        return super()._apply(keeping_dtype, recurse)
+        return super()._apply(partial(keeping_dtype, fn), recurse)
 
     def extra_repr(self) -> str:
         """Return the kind, for `print(model)`."""
@@ -69,11 +72,7 @@ def read(module: object, x: Tensor) -> Tensor:
 
 def read_alike(modules: Sequence[object]) -> bool:
     """Return whether one quantized input serves all of `modules`, also after they have learned."""
-    first = activation_of(modules[0])
-    return all(_is_same(first, activation_of(module)) for module in modules)
-
-
-def _is_same(one: ActivationQuantizer | None, other: ActivationQuantizer | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one is other or (one.spec == other.spec and not one.spec.is_static)
+    first, *others = map(activation_of, modules)
+    if first is None or first.spec.is_static:  # static scales that are not shared learn apart
+        return all(other is first for other in others)
+    return all(other is not None and other.spec == first.spec for other in others)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.kernels.lut_weight import form
-from qat.nn.activation import ActivationQuantizer, read
-from qat.nn.quant_linear import keeping_dtype
+from qat.nn.activation import ActivationQuantizer, keeping_dtype, read
 from qat.quant.spec import LutSpec
 from qat.quant.weight import SCALE_NAMES, PackedIndices, QuantizedWeight, Scales, pack
 
@@ -136,14 +135,10 @@ class FrozenLutEmbedding(FrozenLutTable):
         return rows * torch.tensor(self.embed_scale, dtype=self.dtype).item()
 
 
-class FrozenLutHead(FrozenLutTable):
-    """`hidden @ table.T + bias` with a table of its own."""
+class LutHead(nn.Module):
+    """`hidden @ table.T + bias` with a packed table."""
 
-    def __init__(
-        self, quantized: QuantizedWeight, spec: LutSpec, dtype: torch.dtype, bias: Tensor | None
-    ) -> None:
-        super().__init__(quantized, spec, dtype)
-        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+    bias: nn.Parameter | None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map `(..., D)` to `(..., V)`."""
@@ -151,11 +146,29 @@ class FrozenLutHead(FrozenLutTable):
 
     def product(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states that are already quantized."""
-        return _logits(hidden, self, self.bias)
+        device = hidden.device.type
+        is_cast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if is_cast else hidden.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.linear(hidden.to(dtype), self.weight_in(dtype), bias)
+
+    def weight_in(self, dtype: torch.dtype) -> Tensor:
+        """Return the whole table in `dtype`, formed once and cached."""
+        raise NotImplementedError
 
 
-class TiedLutHead(nn.Module):
-    """`hidden @ table.T + bias` with the table of the embedding, which owns it."""
+class FrozenLutHead(FrozenLutTable, LutHead):
+    """A head with a table of its own."""
+
+    def __init__(
+        self, quantized: QuantizedWeight, spec: LutSpec, dtype: torch.dtype, bias: Tensor | None
+    ) -> None:
+        super().__init__(quantized, spec, dtype)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+
+
+class TiedLutHead(LutHead):
+    """A head with the table of the embedding, which owns it."""
 
     def __init__(self, embedding: FrozenLutEmbedding, bias: Tensor | None) -> None:
         super().__init__()
@@ -188,26 +201,10 @@ class TiedLutHead(nn.Module):
         return self.table.in_features
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the whole table in `dtype`, formed once and cached."""
+        """See `LutHead`."""
         return self.table.weight_in(dtype)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map `(..., D)` to `(..., V)`."""
-        return self.product(read(self, hidden))
-
-    def product(self, hidden: Tensor) -> Tensor:
-        """Return the logits of hidden states that are already quantized."""
-        return _logits(hidden, self.table, self.bias)
 
 
 def lut_tables(model: nn.Module) -> dict[str, FrozenLutTable]:
     """Return the model's quantized tables by name, in order; a tied head has none."""
     return {name: m for name, m in model.named_modules() if isinstance(m, FrozenLutTable)}
-
-
-def _logits(hidden: Tensor, table: FrozenLutTable, bias: Tensor | None) -> Tensor:
-    device = hidden.device.type
-    is_cast = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if is_cast else hidden.dtype
-    bias = None if bias is None else bias.to(dtype)
-    return F.linear(hidden.to(dtype), table.weight_in(dtype), bias)

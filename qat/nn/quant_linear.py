@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.kernels.lut_weight import choose, form, levels_as_stored, pull_back
-from qat.nn.activation import ActivationQuantizer, read
+from qat.nn.activation import ActivationQuantizer, keeping_dtype, read
 from qat.quant.codebook import latent_indices
 from qat.quant.lora import (
     LORA_NAMES,
@@ -101,12 +101,6 @@ def weight_buffer(
 
         buffer.register_post_accumulate_grad_hook(pass_gradient)
     return buffer
-
-
-def keeping_dtype(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Apply `fn` but keep the dtype: `model.to(bfloat16)` must not round a weight's parameters."""
-    applied = fn(tensor)
-    return applied if applied.dtype == tensor.dtype else tensor.to(applied.device)
 
 
 class QuantLinear(nn.Module):

@@ -118,17 +118,26 @@ def nearest_codewords(weight: Tensor, S: Tensor, codebook: Tensor) -> Tensor:
         codebook: `(C, d)`, float16 values in float32.
     """
     O, I = weight.shape
-    C, d = codebook.shape
+    d = codebook.shape[1]
     w, s, c = weight.double().reshape(-1, d), S.double().reshape(-1, d), codebook.double()
     # |w - s c|^2 is least where (w s) . c - s^2 . c^2 / 2 is largest
     pulls, entries = torch.cat([w * s, s * s * -0.5], 1), torch.cat([c, c * c], 1).T
-    if weight.device.type == "cpu":
+    return best_codewords(pulls, entries).view(O, I // d)
+
+
+def best_codewords(pulls: Tensor, entries: Tensor) -> Tensor:
+    """Return `(pulls @ entries).argmax(1)`, `(N,)`, without all `(N, C)` scores in memory."""
+    C, dtype = entries.shape[1], index_dtype(entries.shape[1])
+    if pulls.device.type == "cpu":
         # numpy's argmax takes a tenth of the time of torch's
         pieces = pulls.split(max(1, SCORES_IN_CACHE // C))
         found = [torch.from_numpy((piece @ entries).numpy().argmax(1)) for piece in pieces]
     else:
-        found = [(piece @ entries).argmax(1) for piece in pulls.split(max(1, SCORES // C))]
-    return torch.cat(found).to(index_dtype(C)).view(O, I // d)
+        # float64, so that no device uses TF32
+        entries = entries.double()
+        pieces = pulls.split(max(1, SCORES // C))
+        found = [(piece.double() @ entries).argmax(1) for piece in pieces]
+    return (found[0] if len(found) == 1 else torch.cat(found)).to(dtype)
 
 
 def _compared(values: Tensor, middles: Tensor) -> Tensor:

@@ -34,12 +34,11 @@ from torch import Tensor
 from qat.backend.base import side_by_side
 from qat.backend.device import on
 from qat.errors import ConfigError
-from qat.quant.codebook import nearest_level
+from qat.quant.codebook import best_codewords, nearest_level
 from qat.quant.fit import fit_weight, normalize, sample_rows
 from qat.quant.spec import LutSpec
 from qat.quant.vectors import (
     Nearest,
-    best_codewords,
     descent_of_blocks,
     feedback_of_blocks,
     nearest_vectors,

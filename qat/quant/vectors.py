@@ -17,8 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qat.quant.codebook import SCORES, SCORES_IN_CACHE
-from qat.quant.weight import index_dtype
+from qat.quant.codebook import best_codewords
 
 PIECE = 2**17
 """Weights whose nearest codewords are found at a time."""
@@ -107,21 +106,6 @@ def nearest_vectors(weight: Tensor, S: Tensor, codebook: Tensor, importance: Ten
         parts = (weighted * w, (weighted * s).mul_(-0.5))
         found.append(best_codewords(torch.cat([p.view(-1, d) for p in parts], dim=1), entries))
     return torch.cat(found).view(O, I // d)
-
-
-def best_codewords(pulls: Tensor, entries: Tensor) -> Tensor:
-    """Return `(pulls @ entries).argmax(1)`, `(N,)`, without all `(N, C)` scores in memory."""
-    C, dtype = entries.shape[1], index_dtype(entries.shape[1])
-    if pulls.device.type == "cpu":
-        # numpy's argmax takes a tenth of the time of torch's
-        pieces = pulls.split(max(1, SCORES_IN_CACHE // C))
-        found = [torch.from_numpy((piece @ entries).numpy().argmax(1)) for piece in pieces]
-    else:
-        # float64, so that no device uses TF32
-        entries = entries.double()
-        pieces = pulls.split(max(1, SCORES // C))
-        found = [(piece.double() @ entries).argmax(1) for piece in pieces]
-    return (found[0] if len(found) == 1 else torch.cat(found)).to(dtype)
 
 
 # Sweeps over columns, as for levels but with blocks of d columns in place of columns: H over the
