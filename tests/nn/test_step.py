@@ -208,12 +208,6 @@ def test_autocast_does_not_reach_the_formed_weight() -> None:
     assert torch.equal(under_autocast, linear.scale_in.grad)
 
 
-def test_formed_weight_in_bf16_takes_a_float32_bias() -> None:
-    linear = frozen_linear(16, 32, SPECS["lut2"], bias=True)
-    form_weights(linear, torch.bfloat16)
-    assert linear(torch.randn(2, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
-
-
 def test_indices_follow_the_latent_weight() -> None:
     linear = latent_linear(8, 32, SPECS["lut2"])
     form_weights(linear, torch.float32)

@@ -13,15 +13,9 @@ from torch import Tensor
 from qat.errors import ConfigError
 from qat.quant import error_feedback as ef
 from qat.quant.codebook import nearest_indices
-from qat.quant.error_feedback import (
-    DAMPING,
-    REFERENCE,
-    descent_sweep,
-    fit_stack_to_inputs,
-    output_error,
-)
+from qat.quant.error_feedback import REFERENCE, descent_sweep
 from qat.quant.fit import fit_weight
-from qat.quant.spec import LutSpec, by_group
+from qat.quant.spec import LutSpec
 from qat.quant.weight import QuantizedWeight, Scales, as_stored, dequantize, expand_scales
 
 O, I, N = 6, 48, 200
@@ -36,6 +30,10 @@ def inputs(features: int = I, rows: int = N, seed: int = 0) -> Tensor:
 
 def moment(x: Tensor) -> Tensor:
     return x.T @ x / len(x)
+
+
+def energy(weight: Tensor, H: Tensor) -> float:
+    return ((weight @ H) * weight).sum().item()
 
 
 def textbook_gptq(weight: Tensor, S: Tensor, levels: Tensor, H: Tensor) -> Tensor:
@@ -238,20 +236,17 @@ def test_weights_that_share_inputs_do_not_know_each_other() -> None:
     for weight, fit in zip(weights, together, strict=True):
         alone = fit_to_inputs(weight, SPECS["lut2"], H)
         torch.testing.assert_close(dequantize(fit.quantized), dequantize(alone))
-        D = ef.damped(H)
-        energy = ((weight @ D) * weight).sum().item()
-        error = (ef.output_error(weight, fit.quantized, D) / energy) ** 0.5
-        assert fit.output_error == pytest.approx(error, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_never_worse_than_rounding_alone(name: str) -> None:
     spec, weight = SPECS[name], torch.randn(O, 32)
     H = moment(inputs(32))
-    fitted = fit_to_inputs(weight, spec, H)
+    ((fitted, output_error, _),) = ef.fit_all_to_inputs([weight], spec, H)
     alone = fit_weight(weight, spec, ef.damped(H).diagonal())
     H = ef.damped(H)
     error, before = (ef.output_error(weight, each, H) for each in (fitted, alone))
+    assert output_error == pytest.approx((error / energy(weight, H)) ** 0.5, rel=1e-4)
     # few vectors are held nearly as they are
     assert error <= before if spec.vector_size > 1 else error < 0.95 * before
     stored = as_stored(fitted)
@@ -323,49 +318,3 @@ def test_what_is_no_second_moment_is_refused(value: float) -> None:
     with pytest.raises(ConfigError, match="32 inputs"):
         moments = torch.stack([H, H])
         ef.fit_stack_to_inputs(torch.randn(2 * O, 32), SPECS["lut2"], moments, counts)
-
-
-def stack_of_experts() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights `(3 * 8, 32)`, and inputs of the first two experts alone: many, and a few."""
-    torch.manual_seed(0)
-    weight = torch.randn(24, 32)
-    mixing = torch.randn(2, 32, 32)
-    many, few = torch.randn(500, 32) @ mixing[0], torch.randn(5, 32) @ mixing[1]
-    none = torch.zeros(32, 32)
-    moments = torch.stack([many.T @ many / 500, few.T @ few / 5, none])
-    return weight, moments, torch.tensor([500.0, 5.0, 0.0])
-
-
-@pytest.mark.parametrize("spec", [by_group(2, 16), LutSpec(bits=2, scale="low_rank", rank=4)])
-def test_experts_share_a_codebook_and_are_fitted_each_to_its_inputs(spec: LutSpec) -> None:
-    weight, moments, counts = stack_of_experts()
-    found = fit_stack_to_inputs(weight, spec, moments, counts).quantized
-    plain = fit_stack_to_inputs(weight, spec, moments, torch.zeros(3)).quantized
-    assert found.codebook.shape == (spec.num_levels,)
-    error, before = (
-        output_error(weight[:8], rows(each, 0, 8), moments[0]) for each in (found, plain)
-    )
-    assert error < 0.9 * before
-
-
-def test_an_expert_without_inputs_is_rounded_as_it_is() -> None:
-    weight, moments, counts = stack_of_experts()
-    spec = by_group(2, 16)
-    found = fit_stack_to_inputs(weight, spec, moments, counts).quantized
-    diagonals = moments.diagonal(dim1=1, dim2=2) * counts[:, None]
-    diagonals = diagonals + DAMPING * diagonals.mean()
-    start = fit_weight(weight, spec, diagonals.repeat_interleave(8, dim=0))
-    assert torch.equal(found.indices[8:], start.indices[8:])
-    alone = fit_stack_to_inputs(weight, spec, 0 * moments, 0 * counts).quantized
-    assert torch.equal(dequantize(alone), dequantize(fit_weight(weight, spec)))
-
-
-def rows(quantized: QuantizedWeight, start: int, end: int) -> QuantizedWeight:
-    own = {
-        name: tensor[start:end]
-        for name, tensor in quantized.scales.present().items()
-        if name in ("scales", "scale_out")
-    }
-    return quantized._replace(
-        indices=quantized.indices[start:end], scales=quantized.scales.replaced(own)
-    )

@@ -150,16 +150,6 @@ def test_a_scale_of_8_bits_never_becomes_zero(size: float, name: str) -> None:
     assert (fitted.scales.scales > 0).all() and same_bits(fitted, as_stored(fitted))
 
 
-def test_rounding_scales_to_8_bits_costs_little() -> None:
-    weight, h = torch.randn(64, 128), torch.ones(64, 128)
-    spec = LutSpec(bits=2, group_size=16)
-    whole, rounded = (
-        weighted_error(weight, fit_weight(weight, spec.model_copy(update={"scale_bits": bits})), h)
-        for bits in (16, 8)
-    )
-    assert whole < rounded < 1.02 * whole
-
-
 def test_dtypes_and_gradients_of_the_weight_do_not_matter() -> None:
     weight = torch.randn(8, 32).bfloat16()
     parameter = torch.nn.Parameter(weight)
