@@ -9,7 +9,6 @@ from three_way import assert_no_worse_than_eager
 from qat.extensions.nsa.kernels import decode, reference
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.decode import NONE, Past, append, attend, choose, listed
-from qat.extensions.nsa.kernels.reads import KeyReads, dense, predicted
 from qat.extensions.nsa.kernels.select import Inputs, select
 
 
@@ -95,36 +94,6 @@ def test_the_kernel_errs_no_more_than_plain_pytorch(
             found, _ = decoded(inputs, config, length - 1, room=300)
         exact = whole(doubled(inputs, config), config)[:, -1:]
         assert_no_worse_than_eager(found, eager, exact, slack=2e-6)
-
-
-def measured(kept: Past, at: int, config: NSAConfig) -> KeyReads:
-    """The reads of two rows at the place `at`, counted in the lists that `attend` reads."""
-    position, leader = torch.tensor([at, at]), at // config.select_tile * config.select_tile
-    places = {
-        "compressed": decode.compressed_places(kept, position, config),
-        "selected": decode.selected_places(kept, position, config),
-        "window": decode.window_places(kept, position, config),
-        "scored": decode.compressed_places(kept, torch.tensor([leader, leader]), config),
-    }
-    counts = {name: (each != NONE).sum(-1).float().mean().item() for name, each in places.items()}
-    counts["scored"] /= config.select_tile
-    return predicted(at, config)._replace(**counts)
-
-
-def test_what_is_read_is_what_was_predicted() -> None:
-    config = small(num_selected=4, window=12)
-    inputs = nsa_inputs(config, 150)
-    _, kept = decoded(inputs, config, 149)
-    for at in (0, 5, 7, 8, 11, 12, 40, 63):  # all keys are selected
-        assert measured(kept, at, config) == predicted(at, config)
-    for at in (64, 100, 148, 149):  # the tile's last keys lie ahead of the query
-        found, most = measured(kept, at, config), predicted(at, config)
-        ahead = config.select_block - 1 - at % config.select_block
-        assert found == most._replace(selected=most.selected - ahead)
-    assert found.num_bytes(8, 128, 2) == 2 * found.pairs * 8 * 128 * 2
-    assert dense(149).pairs == 150
-    merged = predicted(149, small(mode="merged"))
-    assert (merged.compressed, merged.window) == (0, 0)
 
 
 def test_lists_end_with_none() -> None:
