@@ -11,7 +11,7 @@ from typing import Protocol
 from qat.models.attention import sparse_attention
 from qat.models.language_model import LanguageModel
 from qat.nn.sites import experts_of
-from qat.nn.swap import layer_config, linear_names
+from qat.nn.swap import head_dim, layer_config, linear_names
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,8 @@ def _attention_flops(model: LanguageModel, S: int) -> float:
         heads = getattr(settings, "num_attention_heads", None)
         if heads is None or (kinds is not None and kinds[layer] in WITHOUT_SCORES):
             continue
-        head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // heads
         keys = keys_there if layer in swapped else _mean_keys(settings, layer, S)
-        flops += 4.0 * heads * head_dim * keys
+        flops += 4.0 * heads * head_dim(settings) * keys
     return flops
 
 

@@ -22,6 +22,7 @@ from qat.nn.sites import open_sites
 from qat.nn.swap import (
     body_of,
     embedding_dtype,
+    head_dim,
     layer_config,
     module_device,
     settle_tie,
@@ -162,9 +163,7 @@ class LanguageModel:
         return tile_bytes(position_ids.shape[1], self._head_width()) <= room
 
     def _head_width(self) -> int:
-        config = layer_config(self.config, 0)
-        width = getattr(config, "head_dim", None)
-        return width or config.hidden_size // config.num_attention_heads
+        return head_dim(layer_config(self.config, 0))
 
     @property
     def softcap(self) -> float | None:

@@ -34,6 +34,12 @@ def layer_config(config: Any, layer: int) -> Any:
     return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
+def head_dim(config: Any) -> int:
+    """Return the width of an attention head; older configurations do not name it."""
+    width = getattr(config, "head_dim", None)
+    return int(width or config.hidden_size // config.num_attention_heads)
+
+
 def body_of(model: PreTrainedModel) -> nn.Module:
     """Return the part that maps inputs to the hidden states before the head, images included."""
     if model.base_model is not model:

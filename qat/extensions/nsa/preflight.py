@@ -8,11 +8,12 @@ from transformers import PreTrainedConfig
 from qat.backend.base import Backend
 from qat.extensions.nsa.kernels.router import Route, choose
 from qat.extensions.nsa.swap import nsa_config
+from qat.nn.swap import head_dim
 from qat.train.preflight import RunFinding
 
 
 class SparsePlan(NamedTuple):
-    """Facts about the sparse attention of a run, collected before it starts."""
+    """The sparse attention of a run, before it starts."""
 
     sequence_length: int
     reach: int
@@ -31,12 +32,11 @@ def plan_of(student: PreTrainedConfig, length: int, backend: Backend) -> SparseP
     """
     config = nsa_config(student)
     settings = student.get_text_config()
-    heads = settings.num_attention_heads
     route = choose(
         config,
         length=length,
-        group=heads // settings.num_key_value_heads,
-        head_dim=getattr(settings, "head_dim", None) or settings.hidden_size // heads,
+        group=settings.num_attention_heads // settings.num_key_value_heads,
+        head_dim=head_dim(settings),
         device=backend.device,
     )
     return SparsePlan(length, config.reach, config.mode != "merged", route, backend.name())

@@ -15,6 +15,8 @@ from coremltools.converters.mil.mil import Function, Operation, Program, Var, ty
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from qat.nn.swap import head_dim
+
 OPSET = target.iOS18
 MASKED = -30000.0
 """Added to masked scores: below every real score, but within the range of float16."""
@@ -90,8 +92,7 @@ class _Graph:
         self.cos, self.sin = (part.numpy().astype(dtype)[None, None] for part in rotary)
         length = rotary[0].shape[0]
         self.mask = np.triu(np.full((length, length), MASKED, dtype), 1)[None, None]
-        heads = config.num_attention_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.head_dim = head_dim(config)
 
     def weight(self, name: str) -> Var:
         """Return a constant or a look-up table, created once."""
