@@ -13,11 +13,11 @@ from qat.export.parts import (
     float_skeleton,
     loses_nothing,
     reloaded_logits,
+    without_quantized,
 )
 from qat.models.checkpoint import copy_processors, finish_config, quiet_transformers
-from qat.models.stored_state import INPUT_SCALE, narrowed
-from qat.nn.lut_embedding import TiedLutHead, lut_tables
-from qat.nn.quant_linear import quant_linears
+from qat.models.stored_state import narrowed, quantized_modules
+from qat.nn.lut_embedding import TiedLutHead
 from qat.nn.sites import close_sites, open_sites
 from qat.nn.swap import embedding_dtype
 
@@ -71,15 +71,9 @@ def dense_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     Raises:
         ExportError: a finite value overflows `dtype`.
     """
-    state = model.state_dict()
-    for name, linear in quant_linears(model).items():
-        for key in ("packed", INPUT_SCALE, *linear.weight_parameters()):
-            state.pop(f"{name}.{key}", None)
-        state[f"{name}.weight"] = linear.quantized_weight()
-    for name, table in lut_tables(model).items():
-        for key in ("packed", INPUT_SCALE, *table.weight_tensors()):
-            state.pop(f"{name}.{key}", None)
-        state[f"{name}.weight"] = table.quantized_weight()
+    state = without_quantized(model)
+    for name, module in quantized_modules(model).items():
+        state[f"{name}.weight"] = module.quantized_weight()
     for name, module in model.named_modules():
         if isinstance(module, TiedLutHead):
             state[f"{name}.weight"] = module.table.quantized_weight()

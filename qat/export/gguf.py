@@ -26,13 +26,13 @@ from qat.export.parts import (
 from qat.models.gguf import dequantize, open_gguf
 from qat.models.gguf_header import teach_q2_0
 from qat.models.stored_state import quantized_modules
-from qat.nn.swap import embedding_dtype
+from qat.nn.swap import embedding_dtype, head_dim
 from qat.quant.integers import is_integers
 from qat.quant.spec import LutSpec
 
-# The tokenizer inside a GGUF file.
-
 logger = logging.getLogger(__name__)
+
+# The tokenizer inside a GGUF file.
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 """The English contractions that both expressions below split off."""
@@ -92,16 +92,16 @@ def add_tokenizer(writer: object, tokenizer: PreTrainedTokenizerBase, vocab_size
 def pre_tokenizer(values: dict) -> str | None:
     """Return llama.cpp's name for how a byte-level tokenizer splits text; None if unknown.
 
-    Args:
-        values: the content of the tokenizer's tokenizer.json.
+    `values` are the content of its tokenizer.json.
     """
-    given = values.get("pre_tokenizer") or {}
+    given, normalizer = values.get("pre_tokenizer") or {}, values.get("normalizer")
     *steps, last = given.get("pretokenizers") or [given]
+    normalizers = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     is_known = (
         last.get("type") == "ByteLevel"
         # llama.cpp's byte-level tokenizers put no space before a text
         and not last.get("add_prefix_space")
-        and _types_of(values.get("normalizer"), "normalizers") <= {"NFC"}
+        and all(each["type"] == "NFC" for each in normalizers)
         and not any(values["model"].get(key) for key in AFFIXES)
     )
     splits_itself = last.get("use_regex", True)
@@ -115,13 +115,6 @@ def pre_tokenizer(values: dict) -> str | None:
         ):
             return PRE_TOKENIZERS.get(pattern.get("Regex"))
     return None
-
-
-def _types_of(part: dict | None, members: str) -> set[str]:
-    """Return the types of a part of a tokenizer, or of its `members` if it is a sequence."""
-    if part is None:
-        return set()
-    return {each["type"] for each in part.get(members, [part])}
 
 
 def _types(values: dict, tokens: list[str]) -> Iterator[int]:
@@ -202,25 +195,17 @@ def block_type(spec: LutSpec) -> BlockType | None:
 
 
 def to_blocks(name: str, weight: Affine, kind: BlockType) -> Tensor:
-    """Return the rows of a weight in that type, `(O, bytes)` uint8.
-
-    Raises:
-        ExportError: a scale is not exact in float16.
-    """
+    """Return the rows of a weight in that type, `(O, bytes)` uint8; scales must fit float16."""
     O, I = weight.codes.shape
     repeats = I // weight.scale.shape[1] // kind.size
     d, m = (t.repeat_interleave(repeats, 1).reshape(-1, 1) for t in (weight.scale, weight.bias))
     codes = weight.codes.reshape(-1, kind.size)
     if kind.offset is not None:
-        codes, m = codes + (_lowest(weight) - kind.offset), torch.zeros_like(m)
+        some = weight.scale != 0  # the integer that code 0 represents is `bias / scale`
+        lowest = int((weight.bias[some] / weight.scale[some])[0]) if some.any() else 0
+        codes, m = codes + (lowest - kind.offset), torch.zeros_like(m)
     parts = kind.layout(codes.to(torch.uint8), _half(name, d), _half(name, m))
     return torch.cat(parts, 1).view(O, -1)
-
-
-def _lowest(weight: Affine) -> int:
-    """Return the integer that code 0 represents."""
-    some = weight.scale != 0
-    return int((weight.bias[some] / weight.scale[some])[0]) if some.any() else 0
 
 
 def _half(name: str, value: Tensor) -> Tensor:
@@ -487,16 +472,16 @@ def read_weights(model: PreTrainedModel, path: Path) -> dict[str, Tensor]:
 
 
 def _add_metadata(writer: object, config: PreTrainedConfig) -> None:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = head_dim(config)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_rope_dimension_count(width)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     if config.model_type == "gemma3_text":
@@ -523,10 +508,9 @@ def _row_order(name: str, config: PreTrainedConfig) -> Tensor | None:
     """Return the source rows of llama's q and k: ggml rotates neighbours, transformers halves."""
     if config.model_type != "llama" or not name.endswith(("q_proj", "k_proj")):
         return None
-    is_query = name.endswith("q_proj")
+    is_query, width = name.endswith("q_proj"), head_dim(config)
     heads = config.num_attention_heads if is_query else config.num_key_value_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return torch.arange(heads * head_dim).view(heads, 2, head_dim // 2).mT.reshape(-1)
+    return torch.arange(heads * width).view(heads, 2, width // 2).mT.reshape(-1)
 
 
 def _is_gemma_norm(stem: str, config: PreTrainedConfig) -> bool:

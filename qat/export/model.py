@@ -34,7 +34,7 @@ from qat.models.directory import atomic_directory, resolve
 from qat.models.document_attention import kv_spec, set_kv
 from qat.models.load import load_tokenizer
 from qat.models.noise import disturbed
-from qat.models.opening import auto_class, is_of_files
+from qat.models.opening import auto_class, is_of_files, read_table
 from qat.models.sizes import MEGABYTE, Sizes, source_megabytes
 from qat.models.stored_state import activation_counts, quantized_modules
 from qat.nn.lut_embedding import FrozenLutTable
@@ -43,6 +43,8 @@ from qat.quant.spec import LutSpec
 
 logger = logging.getLogger(__name__)
 
+WEIGHTS = {".safetensors", ".gguf", ".bin", ".pt", ".pte"}
+"""Suffixes of files that hold weights."""
 UNREADABLE = (OSError, ValueError, RuntimeError, LookupError, SafetensorError)
 """Errors that libraries raise for files that they cannot read."""
 SUMS = 64 * torch.finfo(torch.float32).eps
@@ -171,7 +173,7 @@ def export_model(source: str, config: ExportConfig, out: Path) -> ExportReport:
     others = OTHERS.get(saved, ()) if config.dtype == "auto" else ()
     for dtype in (*others, None):
         try:
-            report = _write(config.to, model, path, out)
+            report = _write(config.to, model, path, out, saved=saved)
             break
         except DtypeError as error:
             if dtype is None:
@@ -179,7 +181,6 @@ def export_model(source: str, config: ExportConfig, out: Path) -> ExportReport:
             why = str(error).split(", expected")[0].split("; ")[0]
             logger.info("not in %s: %s; trying %s", embedding_dtype(model), why, dtype)
             model = _load(config.to, path, dtype)
-    report = report._replace(saved_dtype=str(saved).removeprefix("torch."))
     difference = report.logits_max_diff
     equal = f"the same within {difference:.2g}" if difference else "equal to the bit"
     logger.info("%s: read back, its logits are %s", out, equal)
@@ -194,20 +195,32 @@ def _load(name: TargetName, path: Path, dtype: torch.dtype | Literal["auto"]) ->
     return model
 
 
-def _write(name: TargetName, model: PreTrainedModel, source: Path, out: Path) -> ExportReport:
+def _write(
+    name: TargetName, model: PreTrainedModel, source: Path, out: Path, *, saved: torch.dtype
+) -> ExportReport:
     """Write the model, read from `source`, to `out` in its dtype."""
     has_tokenizer = (source / "tokenizer_config.json").is_file()
     tokenizer = load_tokenizer(str(source)) if has_tokenizer else None
     with atomic_directory(out) as partial:
         load_target(name).write(model, tokenizer, partial)
-        report = _report(name, model, source, partial)
-        report = report._replace(logits_max_diff=check_equal(name, model, partial))
-        facts = {
-            "sizes": report.sizes(),
-            "dtype": report.dtype,
-            "difference": report.logits_max_diff,
-        }
-        write_card(partial, name=out.name, source=source, model=model, target=name, facts=facts)
+        size = sum(p.stat().st_size for p in partial.rglob("*") if p.suffix in WEIGHTS)
+        dtype = str(embedding_dtype(model)).removeprefix("torch.")
+        if (partial / "config.json").is_file():
+            dtype = read_table(partial / "config.json").get("dtype", dtype)
+        dense_bits = 8.0 * embedding_dtype(model).itemsize
+        tables, base = map(model.get_submodule, table_names(model)), float_base(source)
+        report = ExportReport(
+            dtype=dtype,
+            saved_dtype=str(saved).removeprefix("torch."),
+            bytes=size,
+            bits_per_weight=8 * size / parameter_count(model),
+            linear_bits=dense_bits if name == "dense" else model_bits_per_weight(model),
+            source_megabytes=None if base == str(source) else source_megabytes(base),
+            has_float_tables=not all(isinstance(table, FrozenLutTable) for table in tables),
+            quantized_weights=quantized_parameter_count(model),
+            logits_max_diff=check_equal(name, model, partial),
+        )
+        _write_card(partial, name=out.name, source=source, model=model, target=name, report=report)
     return report
 
 
@@ -272,47 +285,18 @@ def _most(found: Tensor, expected: Tensor) -> float:
     return (found.float() - expected.float()).abs().max().item()
 
 
-def _report(
-    name: TargetName, model: PreTrainedModel, source: Path, directory: Path
-) -> ExportReport:
-    dense_bits = 8.0 * embedding_dtype(model).itemsize
-    config = directory / "config.json"
-    dtype = str(embedding_dtype(model)).removeprefix("torch.")
-    if config.is_file():
-        dtype = parse_json(config.read_text(encoding="utf-8")).get("dtype", dtype)
-    suffixes = {".safetensors", ".gguf", ".bin", ".pt", ".pte"}
-    size = sum(p.stat().st_size for p in directory.rglob("*") if p.suffix in suffixes)
-    tables, base = map(model.get_submodule, table_names(model)), float_base(source)
-    return ExportReport(
-        dtype=dtype,
-        saved_dtype=dtype,
-        bytes=size,
-        bits_per_weight=8 * size / parameter_count(model),
-        linear_bits=dense_bits if name == "dense" else model_bits_per_weight(model),
-        source_megabytes=None if base == str(source) else source_megabytes(base),
-        has_float_tables=not all(isinstance(table, FrozenLutTable) for table in tables),
-        quantized_weights=quantized_parameter_count(model),
-        logits_max_diff=0.0,
-    )
-
-
-def write_card(
+def _write_card(
     directory: Path,
     *,
     name: str,
     target: TargetName,
     source: Path,
     model: PreTrainedModel,
-    facts: dict[str, object],
+    report: ExportReport,
 ) -> None:
-    """Write README.md into `directory`.
+    """Write README.md about the export `name` of the checkpoint `source`.
 
-    Args:
-        name: name of the export.
-        target: the form.
-        source: the checkpoint that was exported; its run and its conversion are read if they exist.
-        model: the model in it.
-        facts: `sizes`, `dtype` and `difference` of the files.
+    The run and the conversion of the checkpoint are read if they exist.
 
     Raises:
         CheckpointError: a file of the run is damaged.
@@ -333,8 +317,10 @@ def write_card(
             f"{count} | {spec.index_bits:g} | {spec.described_codebook()} | {_scale(spec)}"
             for spec, count in specs.items()
         ],
+        sizes=report.sizes(),
+        dtype=report.dtype,
+        difference=report.logits_max_diff,
         **history,
-        **facts,
     )
     (directory / CARD).write_text(text, encoding="utf-8")
 
@@ -350,35 +336,37 @@ def _history(checkpoint: Path) -> dict[str, object]:
     checkpoint = checkpoint.resolve()
     is_final = (checkpoint.parent / SUMMARY).is_file()
     run = checkpoint.parent if is_final else checkpoint.parent.parent
-    if not ((run / FACTS).is_file() and (run / METRICS).is_file()):
-        plain = {"step": None, "data": None, "commit": None, "measures": []}
-        return {"base": _base(checkpoint), "plan": _plan(checkpoint), **plain}
-    try:
-        facts = parse_json((run / FACTS).read_text(encoding="utf-8"))
-        student = parse_toml((run / RECIPE).read_text(encoding="utf-8"))["train"]["student"]
-        if is_final:
-            step = parse_json((run / SUMMARY).read_text(encoding="utf-8")).get("best_step")
-        else:
-            step = int(checkpoint.name.rpartition("-")[2])
-        rows = [row for row in read_json_lines(run / METRICS) if row["kind"] == "eval"]
-        judged = next((row for row in rows if row["step"] == step), {})
-        data = facts.get("cache_settings", {}).get("data")
-        return {
-            "base": _base(Path(student)),
-            "plan": _plan(Path(student)),
-            "step": step,
-            "data": _short(data) if data else None,
-            "commit": facts.get("commit"),
-            "measures": [
-                (text, judged[k]) for k, text in MEASURES.items() if judged.get(k) is not None
-            ],
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(checkpoint, error) from None
+    found = {"step": None, "data": None, "commit": None, "measures": []}
+    student = checkpoint
+    if (run / FACTS).is_file() and (run / METRICS).is_file():
+        try:
+            facts = parse_json((run / FACTS).read_text(encoding="utf-8"))
+            recipe = parse_toml((run / RECIPE).read_text(encoding="utf-8"))
+            student = Path(recipe["train"]["student"])
+            if is_final:
+                step = parse_json((run / SUMMARY).read_text(encoding="utf-8")).get("best_step")
+            else:
+                step = int(checkpoint.name.rpartition("-")[2])
+            rows = [row for row in read_json_lines(run / METRICS) if row["kind"] == "eval"]
+            judged = next((row for row in rows if row["step"] == step), {})
+            data = facts.get("cache_settings", {}).get("data")
+            measured = {text: judged.get(key) for key, text in MEASURES.items()}
+            found = {
+                "step": step,
+                "data": _short(data) if data else None,
+                "commit": facts.get("commit"),
+                "measures": [(text, v) for text, v in measured.items() if v is not None],
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _damaged(checkpoint, error) from None
+    base = Path(float_base(student))
+    # for a local directory only its name: a card shows no paths of its author's disk
+    found["base"] = base.name if base.is_absolute() else str(base)
+    return found | {"plan": _plan(student)}
 
 
 def _plan(checkpoint: Path) -> str | None:
-    """Return the plan that a checkpoint was converted by; None without a report of a conversion."""
+    """Return the plan that a checkpoint was converted by; None if it was not converted."""
     report = checkpoint / REPORT_NAME
     if not report.is_file():
         return None
@@ -389,7 +377,7 @@ def _plan(checkpoint: Path) -> str | None:
 
 
 def _short(source: str) -> str:
-    """Return the last part of a path or a hub id: a card shows no paths of its author's disk."""
+    """Return the last part of a path or a hub id."""
     return Path(source).name or source
 
 
@@ -398,12 +386,6 @@ def _damaged(checkpoint: str | Path, error: Exception) -> CheckpointError:
         f"{checkpoint}: what its run or its conversion wrote is damaged ({error}), expected JSON; "
         "restore it, or copy the checkpoint to a directory of its own"
     )
-
-
-def _base(checkpoint: Path) -> str:
-    """Return the float model that a checkpoint began with; for a local directory only its name."""
-    base = Path(float_base(checkpoint))
-    return base.name if base.is_absolute() else str(base)
 
 
 def float_base(checkpoint: str | Path) -> str:

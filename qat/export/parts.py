@@ -10,18 +10,21 @@ from typing import NamedTuple
 
 import torch
 from accelerate import init_empty_weights
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
 from qat.models.checkpoint import quiet_transformers
 from qat.models.opening import auto_class
 from qat.models.rotary import with_older_names
-from qat.models.stored_state import INPUT_SCALE, narrowed, quantized_modules
+from qat.models.stored_state import (
+    INPUT_SCALE,
+    PACKED,
+    narrowed,
+    quantized_modules,
+    weight_parts,
+)
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.sites import open_sites
@@ -36,6 +39,10 @@ DECODERS = ("llama", "qwen2", "qwen3")
 ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles do not depend on the length of the text."""
 OF_LEVELS, WITH_GROUPS = "of levels, such as q2a4", "with groups"
+
+
+LATENT = "weight"
+"""Name of the float weight that a linear in training quantizes."""
 
 
 class DtypeError(ExportError):
@@ -99,9 +106,8 @@ def exact(name: str, value: Tensor, dtype: torch.dtype, *, has_choice: bool = Tr
     )
 
 
-def loses_nothing(spec: LutSpec, shape: tuple[int, int]) -> str | None:
-    """Return None: the target holds every format (`Target.lost`)."""
-    return None
+def loses_nothing(spec: LutSpec, shape: tuple[int, int]) -> None:
+    """Lose nothing: the target holds every format (`Target.lost`)."""
 
 
 def as_it_is(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
@@ -154,34 +160,23 @@ def lost_by_grid(spec: LutSpec, grids: tuple[str, ...]) -> str | None:
 
 
 def refuse(lost: str | None, plan: str) -> None:
-    """Refuse a spec that a scheme would replace by another kind; `plan` says what to name instead.
-
-    Raises:
-        ExportError: `lost` is a reason.
-    """
+    """Refuse a spec for a reason, if there is one; `plan` says what to name instead."""
     if lost is not None:
         raise ExportError(f"{lost}; name a plan {plan}")
 
 
 def refuse_all_but_groups(spec: LutSpec) -> None:
-    """Refuse a codebook of vectors and a low-rank scale.
-
-    Raises:
-        ExportError: the spec has one of them.
-    """
+    """Refuse a codebook of vectors and a low-rank scale."""
     refuse(spec.lost_as_levels, OF_LEVELS)
     refuse(lost_by_rank(spec), WITH_GROUPS)
-
-
-MOST_SEQ_BITS = 4
-"""With more bits a zero among the levels costs little, and MLX's bias of an 8-bit scale does not
-fit into bfloat16."""
 
 
 def even_levels(spec: LutSpec, group_size: int) -> LutSpec:
     """Return even levels without a zero up to 4 bits, integers above, with 8-bit scales."""
     is_whole = spec.codebook in ("int", "ternary")
-    codebook = spec.codebook if is_whole else "seq" if spec.bits <= MOST_SEQ_BITS else "int"
+    # with more than 4 bits a zero among the levels costs little, and MLX's bias of an 8-bit scale
+    # does not fit into bfloat16
+    codebook = spec.codebook if is_whole else "seq" if spec.bits <= 4 else "int"
     return LutSpec(bits=spec.bits, codebook=codebook, group_size=group_size, scale_bits=8)
 
 
@@ -200,6 +195,15 @@ def group_size_near(wished: int, sizes: tuple[int, ...], in_features: int) -> in
     return min(whole, key=lambda size: (abs(size - wished), size))
 
 
+def without_quantized(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state of the model without its quantized weights and the scales of inputs."""
+    state = model.state_dict()
+    for name, module in quantized_modules(model).items():
+        for key in (PACKED, LATENT, INPUT_SCALE, *weight_parts(module)):
+            state.pop(f"{name}.{key}", None)
+    return state
+
+
 def unquantized_state(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return all tensors that are no quantized weight, in `dtype`: norms, biases, float tables.
 
@@ -208,12 +212,7 @@ def unquantized_state(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, T
     Raises:
         ExportError: a value overflows `dtype`.
     """
-    state = model.state_dict()
-    for name, module in quantized_modules(model).items():
-        is_table = isinstance(module, FrozenLutTable)
-        parts = module.weight_tensors() if is_table else module.weight_parameters()
-        for key in ("packed", INPUT_SCALE, *parts):
-            state.pop(f"{name}.{key}", None)
+    state = without_quantized(model)
     if model.config.get_text_config().tie_word_embeddings:
         for name in model.all_tied_weights_keys:
             state.pop(name, None)
@@ -239,18 +238,36 @@ def float_linears(model: PreTrainedModel) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
+def write_tensors(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    directory: Path,
+    *,
+    tensors: dict[str, Tensor],
+    extra: dict[str, object],
+    metadata: dict[str, str] | None = None,
+) -> None:
+    """Write model.safetensors, config.json with `extra` keys, and the tokenizer."""
+    write_config(model, tokenizer, directory, extra=extra)
+    metadata = {"format": "pt", **(metadata or {})}
+    save_file(tensors, directory / "model.safetensors", metadata=metadata)
+
+
 def write_config(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     directory: Path,
     *,
-    dtype: torch.dtype,
-    extra: dict[str, object],
+    dtype: torch.dtype | None = None,
+    extra: dict[str, object] | None = None,
 ) -> None:
-    """Write config.json with `extra` keys and without our quantization, and the tokenizer."""
-    config = _plain_config(model)
+    """Write config.json with `extra` keys and without our quantization, and the tokenizer.
+
+    It names `dtype`, by default that of the model.
+    """
+    config, dtype = plain_config(model), dtype or embedding_dtype(model)
     named = with_older_names(config, config.to_diff_dict())
-    values = {**named, "dtype": str(dtype).removeprefix("torch."), **extra}
+    values = {**named, "dtype": str(dtype).removeprefix("torch."), **(extra or {})}
     values["architectures"] = [type(model).__name__]
     text = json.dumps(values, indent=2, sort_keys=True) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
@@ -260,8 +277,7 @@ def write_config(
         tokenizer.save_pretrained(directory)
 
 
-# Logits on a few tokens, which compare an export with its model. Shapes: B sequences, S positions,
-# V words.
+# Logits on a few tokens, which compare an export with its model: B sequences, S positions, V words.
 
 NUM_PROBE_TOKENS = 16
 """Tokens whose logits are compared."""
@@ -345,10 +361,11 @@ def quantize_inputs(copy: PreTrainedModel, model: PreTrainedModel) -> None:
 
 def float_skeleton(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return a new model of the same class and configuration, without quantization."""
-    return type(model)._from_config(_plain_config(model), dtype=dtype)
+    return type(model)._from_config(plain_config(model), dtype=dtype)
 
 
-def _plain_config(model: PreTrainedModel) -> PreTrainedConfig:
+def plain_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return a copy of the configuration without our quantization."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -4,7 +4,7 @@ Each target reports for every weight format if it is held without loss. This is 
 training (`qat convert --for TARGET`) and before files are written (`qat export --to TARGET`).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, get_args
@@ -143,24 +143,16 @@ def check_model(name: TargetName, model: PreTrainedModel) -> None:
     target = load_target(name)
     check_architecture(name, model)
     target.check(model)
-    for module_name, module in _linears_first(model).items():
-        loss = _lost(target, module)
-        if loss is not None:
-            reason, remedy = loss
-            raise ExportError(
-                f"{name} cannot hold {module_name} without loss: {reason}; "
-                f"{remedy.format(name=name)}"
-            )
+    for module_name, reason, remedy in _losses(target, model):
+        raise ExportError(
+            f"{name} cannot hold {module_name} without loss: {reason}; {remedy.format(name=name)}"
+        )
 
 
 def ships_to(directory: Path, *, adapters: bool = False) -> dict[TargetName, Lack | None]:
     """Return what each target lacks for the packed checkpoint in `directory`; None if nothing.
 
-    Only the configuration is read.
-
-    Args:
-        directory: of the checkpoint.
-        adapters: its linears will get adapters.
+    Only the configuration is read. `adapters`: its linears will get adapters.
 
     Raises:
         CheckpointError: it is not a packed checkpoint.
@@ -172,11 +164,11 @@ def model_ships_to(
     model: PreTrainedModel, *, adapters: bool = False
 ) -> dict[TargetName, Lack | None]:
     """Return what `ships_to` does, for a quantized model, which may have no values."""
-    return {name: _lacks(load_target(name), name, model, adapters) for name in target_names()}
+    return {name: _lack(name, model, adapters) for name in target_names()}
 
 
-def _lacks(target: Target, name: TargetName, model: PreTrainedModel, adapters: bool) -> Lack | None:
-    """Return what a target lacks for a model; None if nothing."""
+def _lack(name: TargetName, model: PreTrainedModel, adapters: bool) -> Lack | None:
+    target = load_target(name)
     try:
         check_architecture(name, model)
         target.check(model)
@@ -184,18 +176,21 @@ def _lacks(target: Target, name: TargetName, model: PreTrainedModel, adapters: b
         return Lack(str(error).removeprefix(f"{name} ").split(",")[0], is_format=False)
     if adapters and not target.HOLDS_ADAPTERS:
         return Lack("holds no adapters", is_format=False)
-    losses = (_lost(target, module) for module in _linears_first(model).values())
-    lost = next((loss for loss in losses if loss is not None), None)
-    return lost and Lack(lost[0].split(",")[0], is_format="--for" in lost[1])
+    for _, reason, remedy in _losses(target, model):
+        return Lack(reason.split(",")[0], is_format="--for" in remedy)
+    return None
 
 
-def _linears_first(model: PreTrainedModel) -> dict[str, QuantLinear | FrozenLutTable]:
-    """Return the quantized modules by name, linears first: their faults decide on the plan."""
-    return {**quant_linears(model), **lut_tables(model)}
+def _losses(target: Target, model: PreTrainedModel) -> Iterator[tuple[str, str, str]]:
+    """Yield each module that would lose something, the reason and the remedy."""
+    # linears first: their faults decide on the plan
+    for name, module in {**quant_linears(model), **lut_tables(model)}.items():
+        loss = _lost(target, module)
+        if loss is not None:
+            yield name, *loss
 
 
 def _lost(target: Target, module: QuantLinear | FrozenLutTable) -> tuple[str, str] | None:
-    """Return what the target would lose of a module, and the remedy; None if nothing."""
     if isinstance(module, FrozenLutTable) and not target.HOLDS_TABLES:
         reason = "a quantized table, expected one in floating point"
         return reason, "convert the model with --embedding-bits 16, or --for {name}"

@@ -8,7 +8,6 @@ for baked scales set. Facts: Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5.
 Shapes: O out_features, I in_features, G groups per row, L entries of a LUT, R rank.
 """
 
-import copy
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +19,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
 from qat.export.model import float_base
-from qat.export.parts import OF_LEVELS, logits_of, refuse, unquantized_state, write_config
+from qat.export.parts import (
+    OF_LEVELS,
+    logits_of,
+    plain_config,
+    refuse,
+    unquantized_state,
+    write_config,
+)
 from qat.extensions.anemll.checkpoint import build_model
 from qat.extensions.anemll.state import read_state
 from qat.nn.quant_linear import QuantLinear, quant_linears
@@ -74,11 +80,7 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """Return `spec` if it can be held, else its bits and codebook with a low-rank scale.
-
-    Raises:
-        ExportError: an index encodes several weights.
-    """
+    """Return `spec` if it can be held, else its bits and codebook with a low-rank scale."""
     refuse(spec.lost_as_levels, OF_LEVELS)
     if lost(spec, shape) is None:
         return spec
@@ -88,13 +90,9 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
 
 
 def check(model: PreTrainedModel) -> None:
-    """Raise ExportError for a model that the loader of the reference system cannot represent.
+    """Refuse a model that the loader of the reference system cannot represent.
 
-    The loader has one format for all MLPs and one for attention.
-
-    Raises:
-        ExportError: only some linears are quantized, some are in other modules, or their bits
-            differ.
+    The loader has one format for all MLPs and one for attention, and no other linears.
     """
     quantized = quant_linears(model)
     if not quantized:
@@ -122,14 +120,10 @@ def check(model: PreTrainedModel) -> None:
 def write(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
 ) -> None:
-    """Write the state dict, its config.json, and the float model's configuration in `base`.
-
-    Raises:
-        ExportError: an unquantized value overflows float32 (none should).
-    """
-    state = unquantized_state(model, torch.float32)
-    common = {part: _common(linears) for part, linears in _by_part(model).items()}
+    """Write the state dict, its config.json, and the float model's configuration in `base`."""
+    state, common = unquantized_state(model, torch.float32), {}
     for part, linears in _by_part(model).items():
+        common[part] = _common(linears)
         for name, linear in linears.items():
             for key, tensor in _tensors(linear, common[part]).items():
                 state[f"{name}.{key}"] = tensor
@@ -137,15 +131,12 @@ def write(
     text = json.dumps(_config(model, common), indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
     (directory / BASE).mkdir()
-    write_config(model, tokenizer, directory / BASE, dtype=torch.float32, extra={})
+    write_config(model, tokenizer, directory / BASE, dtype=torch.float32)
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
     """Return the logits of the model that `qat convert --from anemll` reads from the files."""
-    config = copy.deepcopy(model.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    read, _ = build_model(read_state(directory / STATE_NAME), config)
+    read, _ = build_model(read_state(directory / STATE_NAME), plain_config(model))
     return logits_of(read, ids)
 
 

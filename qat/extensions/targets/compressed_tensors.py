@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,7 +18,7 @@ from qat.export.parts import (
     narrow_state,
     refuse_all_but_groups,
     reloaded,
-    write_config,
+    write_tensors,
 )
 from qat.models.checkpoint import quiet_transformers
 from qat.models.stored_state import has_input_scale, quantized_modules
@@ -66,11 +65,7 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """Return integers of as many bits, in the plan's groups, with 8-bit scales.
-
-    Raises:
-        ExportError: one bit, vectors, or low-rank scales.
-    """
+    """Return integers of as many bits, at least two, in the plan's groups, with 8-bit scales."""
     refuse_all_but_groups(spec)
     if spec.bits == 1:
         raise ExportError("integers around zero need 2 bits at least; name a plan of 2 to 8 bits")
@@ -81,11 +76,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
 def write(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
 ) -> None:
-    """Write config.json, model.safetensors and the tokenizer.
-
-    Raises:
-        ExportError: a scale does not fit into the dtype.
-    """
+    """Write config.json, model.safetensors and the tokenizer."""
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     dtype = embedding_dtype(model)
@@ -100,21 +91,8 @@ def write(
         if has_input_scale(module):
             tensors[f"{name}.input_scale"] = module.activation.stored_scale().clone().view(1)
     settings = config("pack-quantized", _groups(modules), float_linears(model))
-    save(model, tokenizer, directory, tensors=tensors, settings=settings)
-
-
-def save(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    directory: Path,
-    *,
-    tensors: dict[str, Tensor],
-    settings: dict[str, object],
-) -> None:
-    """Write the tensors, the configuration with quantization `settings`, and the tokenizer."""
-    dtype, extra = embedding_dtype(model), {"quantization_config": settings}
-    write_config(model, tokenizer, directory, dtype=dtype, extra=extra)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    extra = {"quantization_config": settings}
+    write_tensors(model, tokenizer, directory, tensors=tensors, extra=extra)
 
 
 def config(

@@ -69,33 +69,21 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """Return `spec` with 16-bit levels, which float16 programs also hold, and 8-bit scales.
-
-    Raises:
-        ExportError: there are more than 256 codewords, or low-rank scales.
-    """
+    """Return `spec` with 16-bit levels, which float16 programs also hold, and 8-bit scales."""
     refuse(lost_by_rank(spec), WITH_GROUPS)
     refuse(lost(spec, shape), f"of at most {INDEX_BITS[-1]} bits an index")
     return spec.model_copy(update={"scale_bits": 8, "level_bits": 16})
 
 
 def check(model: PreTrainedModel) -> None:
-    """Refuse an architecture that cannot be written as a graph here.
-
-    Raises:
-        ExportError: the reason.
-    """
+    """Refuse an architecture that cannot be written as a graph here."""
     plain_decoder(model, "a Core ML program")
 
 
 def write(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
 ) -> None:
-    """Write model.mlpackage, config.json and the tokenizer.
-
-    Raises:
-        ExportError: bfloat16, or levels or scales that float16 does not hold.
-    """
+    """Write model.mlpackage, config.json and the tokenizer, in float16 or float32."""
     dtype = embedding_dtype(model)
     if dtype not in NUMPY_DTYPES:
         raise DtypeError(
@@ -118,7 +106,7 @@ def write(
             skip_model_load=True,
         )
     converted.save(str(directory / FILE_NAME))
-    write_config(model, tokenizer, directory, dtype=dtype, extra={})
+    write_config(model, tokenizer, directory)
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
@@ -155,7 +143,6 @@ def _length(model: PreTrainedModel) -> int:
 
 
 def _weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, object]:
-    """Return every weight in the form that the graph takes."""
     state = unquantized_state(model, dtype)
     plain = {name: tensor.numpy() for name, tensor in state.items()}
     modules = quantized_modules(model).items()
@@ -173,15 +160,12 @@ def _scales(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, np.floating
 
 
 def _lookup(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype) -> object:
-    """Return the table of a module, padded with zeros to a size that Core ML supports.
-
-    Integers of 8 bits need no table. With inputs of 8 bits Core ML may multiply such a weight as
-    integers.
-    """
+    """Return the table of a module, padded with zeros to a size that Core ML supports."""
     from qat.extensions.targets.coreml_program import Lookup
 
     weight = module.quantized()
     scale = exact(f"{name}.scales", weight.scales.scales.double(), dtype).detach().numpy()
+    # no table: with inputs of 8 bits Core ML may multiply such a weight as integers
     if (module.spec.codebook, module.spec.bits) == ("int", 8):
         integers = weight.indices.int() + int(weight.codebook[0])
         return Lookup(integers.to(torch.int8).numpy(), None, scale)
@@ -194,7 +178,7 @@ def _lookup(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype)
 
 @torch.no_grad()
 def _rotary(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the positions, as the model computes them."""
+    """Return cosines and sines of the positions."""
     places = torch.arange(_length(model))[None]
     cos, sin = model.model.rotary_emb(torch.zeros(1), places)
     return cos[0], sin[0]

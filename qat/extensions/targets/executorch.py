@@ -30,7 +30,7 @@ from qat.export.parts import (
 )
 from qat.models.stored_state import quantized_modules
 from qat.nn.quant_linear import QuantLinear
-from qat.nn.swap import CACHE, embedding_dtype
+from qat.nn.swap import CACHE, embedding_dtype, head_dim
 from qat.quant.spec import LutSpec
 
 COMPARED = "sums"
@@ -87,11 +87,7 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """Return even levels without a zero up to 3 bits, integers above; above 4 bits a scale per row.
-
-    Raises:
-        ExportError: vectors, or low-rank scales; or no group size divides the row.
-    """
+    """Return even levels without a zero up to 3 bits, integers above; a scale per row above 4."""
     refuse_all_but_groups(spec)
     fits = spec.codebook in ("int", "ternary")
     codebook = spec.codebook if fits else "seq" if spec.bits < 4 else "int"
@@ -102,22 +98,14 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
 
 
 def check(model: PreTrainedModel) -> None:
-    """Refuse an architecture that is not known to become a program.
-
-    Raises:
-        ExportError: the reason.
-    """
+    """Refuse an architecture that is not known to become a program."""
     plain_decoder(model, "a program for ExecuTorch")
 
 
 def write(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
 ) -> None:
-    """Write model.pte, config.json and the tokenizer.
-
-    Raises:
-        ExportError: the model is not in float32, or a scale does not fit.
-    """
+    """Write model.pte, config.json and the tokenizer, in float32 alone."""
     dtype = embedding_dtype(model)
     if dtype != torch.float32:
         raise DtypeError(
@@ -128,8 +116,9 @@ def write(
     for name, module in quantized_modules(model).items():
         weight = nn.Parameter(_tensor(name, module), requires_grad=False)
         integers.get_submodule(name).weight = weight
-    (directory / FILE_NAME).write_bytes(_lowered(_Cached(integers, _length(model))))
-    write_config(model, tokenizer, directory, dtype=dtype, extra={})
+    length = min(LENGTH, model.config.max_position_embeddings)
+    (directory / FILE_NAME).write_bytes(_lowered(_Cached(integers, length)))
+    write_config(model, tokenizer, directory)
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
@@ -144,10 +133,6 @@ def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
         return forward.execute([row[None, part], torch.tensor(part)])[0].clone()
 
     return torch.cat([torch.cat([logits(row, part) for part in parts], dim=1) for row in ids])
-
-
-def _length(model: PreTrainedModel) -> int:
-    return min(LENGTH, model.config.max_position_embeddings)
 
 
 def _tensor(name: str, module: QuantLinear) -> Tensor:
@@ -178,10 +163,7 @@ class _Cached(nn.Module):
         super().__init__()
         self.model, self.length = model, length
         config = model.config
-        head_dim = getattr(config, "head_dim", None) or (
-            config.hidden_size // config.num_attention_heads
-        )
-        room = torch.zeros(1, config.num_key_value_heads, length, head_dim)
+        room = torch.zeros(1, config.num_key_value_heads, length, head_dim(config))
         for layer in range(config.num_hidden_layers):
             self.register_buffer(f"keys_{layer}", room.clone())
             self.register_buffer(f"values_{layer}", room.clone())
@@ -190,10 +172,8 @@ class _Cached(nn.Module):
         """Return logits `(1, S, V)` for `tokens` `(1, S)` at consecutive `positions` `(S,)`."""
         cache = StaticCache(config=self.model.config, max_cache_len=self.length)
         for number, layer in enumerate(cache.layers):
-            layer.keys, layer.values = (
-                self.get_buffer(f"keys_{number}"),
-                self.get_buffer(f"values_{number}"),
-            )
+            layer.keys = self.get_buffer(f"keys_{number}")
+            layer.values = self.get_buffer(f"values_{number}")
             layer.cumulative_length = positions[0].clone()
             layer.device, layer.is_initialized = positions.device, True
         return self.model(input_ids=tokens, use_cache=True, **{CACHE: cache}).logits

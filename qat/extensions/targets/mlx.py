@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,7 +22,7 @@ from qat.export.parts import (
     lost_by_grid,
     narrow_state,
     refuse_all_but_groups,
-    write_config,
+    write_tensors,
 )
 from qat.models.stored_state import quantized_modules
 from qat.nn.swap import embedding_dtype
@@ -64,12 +63,7 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """Return even levels without a zero up to 4 bits, integers above, with 8-bit scales.
-
-    Raises:
-        ExportError: MLX lacks such bits or groups, or the spec has vectors or low-rank
-            scales.
-    """
+    """Return even levels without a zero up to 4 bits, integers above, with 8-bit scales."""
     refuse_all_but_groups(spec)
     if spec.bits not in BITS:
         raise ExportError(f"MLX has no weights of {spec.bits} bits; name a plan of {BITS} bits")
@@ -81,9 +75,6 @@ def check(model: PreTrainedModel) -> None:
     """Refuse a model that mlx-lm does not support or computes differently.
 
     Whether it supports the model is only checked if mlx-lm is installed.
-
-    Raises:
-        ExportError: the reason.
     """
     config = model.config
     kind, layers = config.model_type, getattr(config, "layer_types", None) or []
@@ -116,11 +107,7 @@ def check(model: PreTrainedModel) -> None:
 def write(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
 ) -> None:
-    """Write config.json, model.safetensors and the tokenizer.
-
-    Raises:
-        ExportError: a scale does not fit into the dtype.
-    """
+    """Write config.json, model.safetensors and the tokenizer."""
     dtype = embedding_dtype(model)
     tensors, formats = narrow_state(model), {}
     for name, module in quantized_modules(model).items():
@@ -134,8 +121,8 @@ def write(
     extra: dict[str, object] = {"quantization": quantization}
     if model.config.model_type == "gemma3_text":  # mlx-lm reads this instead of layer_types
         extra["sliding_window_pattern"] = model.config.layer_types.index("full_attention") + 1
-    write_config(model, tokenizer, directory, dtype=dtype, extra=extra)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "mlx"})
+    metadata = {"format": "mlx"}
+    write_tensors(model, tokenizer, directory, tensors=tensors, extra=extra, metadata=metadata)
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:

@@ -13,8 +13,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat import __version__
-from qat.export.parts import any_model, float_linears, float_model, logits_of, narrow_state
-from qat.extensions.targets import compressed_tensors, nvfp4
+from qat.export.parts import (
+    any_model,
+    float_linears,
+    float_model,
+    logits_of,
+    narrow_state,
+    write_tensors,
+)
+from qat.extensions.targets import nvfp4
 from qat.nn.swap import embedding_dtype
 
 COMPARED = "bits"
@@ -33,11 +40,7 @@ HOW_TO_LOAD = """\
 def write(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
 ) -> None:
-    """Write config.json, hf_quant_config.json, model.safetensors and the tokenizer.
-
-    Raises:
-        ExportError: the scales span too wide a range.
-    """
+    """Write config.json, hf_quant_config.json, model.safetensors and the tokenizer."""
     weights, factor = nvfp4.held(model)
     tensors = narrow_state(model)
     for name, (values, scales) in weights.items():
@@ -54,7 +57,8 @@ def write(
         "ignore": left,
         "producer": producer,
     }
-    compressed_tensors.save(model, tokenizer, directory, tensors=tensors, settings=settings)
+    extra = {"quantization_config": settings}
+    write_tensors(model, tokenizer, directory, tensors=tensors, extra=extra)
     quantization = {
         "quant_algo": ALGORITHM,
         "kv_cache_quant_algo": None,

@@ -21,6 +21,7 @@ from qat.export.parts import (
     narrow_state,
     refuse_all_but_groups,
     reloaded_logits,
+    write_tensors,
 )
 from qat.extensions.targets import compressed_tensors
 from qat.models.stored_state import quantized_modules
@@ -87,12 +88,7 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """Return the E2M1 grid of as many bits, or the plan's own if it is one, in groups of 16.
-
-    Raises:
-        ExportError: more than 4 bits, vectors, low-rank scales, or 16 does not divide
-            the row.
-    """
+    """Return the E2M1 grid of as many bits, or the plan's own if it is one, in groups of 16."""
     refuse_all_but_groups(spec)
     if spec.bits > MOST_BITS:
         raise ExportError(
@@ -121,8 +117,8 @@ def write(
         tensors[f"{name}.weight_scale"] = scales
         tensors[f"{name}.weight_global_scale"] = factor[None].clone()
     groups = [(list(weights), {"weights": SETTINGS})]
-    settings = compressed_tensors.config(FORM, groups, float_linears(model))
-    compressed_tensors.save(model, tokenizer, directory, tensors=tensors, settings=settings)
+    extra = {"quantization_config": compressed_tensors.config(FORM, groups, float_linears(model))}
+    write_tensors(model, tokenizer, directory, tensors=tensors, extra=extra)
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
@@ -137,8 +133,7 @@ def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
 def held(model: PreTrainedModel) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor]:
     """Return E2M1 values and E4M3 scales by the name of each linear, and their common factor.
 
-    Values are `(O, I / 2)` uint8 with the even feature in the lower half, scales are `(O, I / 16)`,
-    and the factor is a power of two.
+    Values are `(O, I / 2)` uint8 with the even feature in the lower half, scales are `(O, I / 16)`.
 
     Raises:
         ExportError: the scales span too wide a range.
@@ -146,7 +141,8 @@ def held(model: PreTrainedModel) -> tuple[dict[str, tuple[Tensor, Tensor]], Tens
     modules = quantized_modules(model)
     scales = {name: _scales(module) for name, module in modules.items()}
     largest = torch.stack([scale.max() for scale in scales.values()]).max().clamp_min(SMALLEST)
-    factor = 2.0 ** (LARGEST / largest).log2().floor()  # scales the largest into E4M3's range
+    # a power of two, so exact, that scales the largest into E4M3's range
+    factor = 2.0 ** (LARGEST / largest).log2().floor()
     weights = {}
     for name, module in modules.items():
         codes, _ = _nibbles(module.levels())
@@ -181,11 +177,7 @@ def _scales(module: QuantLinear) -> Tensor:
 
 
 def _e4m3(name: str, scales: Tensor, factor: Tensor) -> Tensor:
-    """Return `scales * factor` in E4M3, exactly.
-
-    Raises:
-        ExportError: a scale is too small for that.
-    """
+    """Return `scales * factor` in E4M3, exactly."""
     found = (scales * factor).to(torch.float8_e4m3fn)
     is_held = found.float() == scales * factor
     if not is_held.all():

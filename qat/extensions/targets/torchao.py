@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,7 +18,7 @@ from qat.export.parts import (
     narrow_state,
     refuse_all_but_groups,
     reloaded,
-    write_config,
+    write_tensors,
 )
 from qat.models.stored_state import quantized_modules
 from qat.nn.lut_embedding import FrozenLutTable
@@ -55,11 +54,7 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """Return even levels without a zero up to 4 bits, integers above, in the plan's groups.
-
-    Raises:
-        ExportError: vectors, or low-rank scales.
-    """
+    """Return even levels without a zero up to 4 bits, integers above, in the plan's groups."""
     refuse_all_but_groups(spec)
     return even_levels(spec, spec.group_size)
 
@@ -67,11 +62,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
 def write(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
 ) -> None:
-    """Write config.json, model.safetensors and the tokenizer.
-
-    Raises:
-        ExportError: a scale does not fit into the dtype.
-    """
+    """Write config.json, model.safetensors and the tokenizer."""
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 
     dtype = embedding_dtype(model)
@@ -79,10 +70,8 @@ def write(
     for name, module in quantized_modules(model).items():
         state[f"{name}.weight"] = _tensor(name, module, dtype)
     tensors, metadata = flatten_tensor_state_dict(state)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt", **metadata})
-    write_config(
-        model, tokenizer, directory, dtype=dtype, extra={"quantization_config": _config(model)}
-    )
+    extra = {"quantization_config": _config(model)}
+    write_tensors(model, tokenizer, directory, tensors=tensors, extra=extra, metadata=metadata)
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
@@ -93,14 +82,14 @@ def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
 
 
 def _tensor(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype) -> Tensor:
-    """Return `W = (integer - zero_point) * scale`, with a zero point in floating point."""
+    """Return `W = (integer - zero_point) * scale`."""
     from torchao.quantization import IntxUnpackedToInt8Tensor
 
     weight, spec = affine(module), module.spec
     lowest = 2 ** (spec.bits - 1)
     scale = exact(f"{name}.scales", weight.scale, dtype)
     grid = module.codebook.detach().double()
-    zero = -lowest - float(grid[0] / (grid[1] - grid[0]))
+    zero = -lowest - float(grid[0] / (grid[1] - grid[0]))  # in floating point: "seq" has halves
     return IntxUnpackedToInt8Tensor(
         (weight.codes.int() - lowest).to(torch.int8),
         scale,
