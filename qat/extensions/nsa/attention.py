@@ -8,8 +8,6 @@ A swapped module keeps its projections and norms under their names; only its cla
 Shapes: B rows, S positions, H query heads, K key-value heads, D head width.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import (
@@ -21,7 +19,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from qat.errors import ConfigError
-from qat.extensions.nsa.cache import attend_cached
+from qat.extensions.nsa.cache import Angles, Heads, NSALayer, PoolWeights, layer_of
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.router import Route, attend, choose
 from qat.extensions.nsa.kernels.select import Inputs, pool
@@ -35,9 +33,6 @@ from qat.extensions.nsa.rows import (
 from qat.nn.swap import CACHE
 
 NUM_BRANCHES, SELECTED = 3, 1
-# The parameters added to an attention module: gates, and weights that pool keys into C.
-
-
 SIGMOID_BIAS = (-6.0, 6.0, -6.0)
 """Initial gate biases in the mode `sigmoid`: selection 0.9975, the other two 0.0025."""
 
@@ -97,8 +92,13 @@ class NSAParts(nn.Module):
         if self.gates is None:
             return None
         raw = self.gates(hidden).unflatten(-1, (-1, NUM_BRANCHES))
-        raw = raw if raw.dtype == torch.float64 else raw.float()
+        raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
         return activate_gates(raw, self.config)
+
+    @property
+    def pool_weights(self) -> PoolWeights:
+        """The learned weights of keys and of values; None: the mean."""
+        return None if self.pool_key is None else (self.pool_key, self.pool_value)
 
     def pooled(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """Pool keys and values `(B, K, S, D)` to `(B, K, C, D)`; values are None if merged."""
@@ -106,17 +106,6 @@ class NSAParts(nn.Module):
         if self.config.mode == "merged":
             return pooled_key, None
         return pooled_key, pool(value, self.config, self.pool_value)
-
-
-class Heads(NamedTuple):
-    """The projected heads, `(B, H, S, D)` and `(B, K, S, D)`."""
-
-    query: Tensor
-    """Queries, rotated."""
-    key: Tensor
-    """Keys, rotated."""
-    value: Tensor
-    unrotated_key: Tensor
 
 
 class NSAAttention(nn.Module):
@@ -129,7 +118,7 @@ class NSAAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: Angles,
         attention_mask: Tensor | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, None]:
@@ -140,41 +129,65 @@ class NSAAttention(nn.Module):
         """
         cache = kwargs.pop(CACHE, None)
         past = 0 if cache is None else cache.get_seq_length(self.layer_idx)
-        self._check_length(past + hidden_states.shape[1])
+        length, limit = past + hidden_states.shape[1], self.config.max_position_embeddings
+        if length > limit:
+            raise ConfigError(
+                f"a sequence has {length} positions, but the model's rotary embedding is made for "
+                f"{limit}; shorten the sequences or choose a model of a longer range"
+            )
         heads = self._heads(hidden_states, position_embeddings)
         gates = self.nsa.gates_of(hidden_states)
         if cache is None:
             rows = _rows(attention_mask, **kwargs)
             out = self.attend(heads, gates, position_embeddings, rows)
         else:
-            out = attend_cached(
-                self,
-                heads,
-                gates,
-                position_embeddings,
-                cache=cache,
-                padding=padding_of(attention_mask),
-            )
+            layer = layer_of(cache, self.layer_idx, self.nsa.config)
+            padding = padding_of(attention_mask)
+            out = self._attend_cached(heads, gates, position_embeddings, layer, padding=padding)
         return self.o_proj(out.flatten(2)), None
 
     def attend(
         self,
         heads: Heads,
         gates: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: Angles,
         rows: TokenRows,
     ) -> Tensor:
         """Return attention of whole rows, `(B, S, H, D)`.
 
-        Args:
-            heads: projected queries, keys and values.
-            gates: `(B, S, H, 3)`; None: merged.
-            position_embeddings: cosines and sines `(B, S, D)`.
-            rows: the order of tokens and the starts of documents.
+        `gates` are `(B, S, H, 3)`, or None if branches are merged.
         """
         inputs = self.inputs(heads, gates, position_embeddings, rows)
         route = self.route(inputs.length, inputs.query.device)
         return rows.back(attend(inputs, self.nsa.config, route), 1)
+
+    def _attend_cached(
+        self,
+        heads: Heads,
+        gates: Tensor | None,
+        angles: Angles,
+        layer: NSALayer,
+        *,
+        padding: Tensor | None,
+    ) -> Tensor:
+        """Return attention to the new and the cached positions, `(B, S, H, D)`; the cache grows.
+
+        On an empty cache all positions are computed at once, later ones one by one; both are the
+        same function by definition. `padding` is `(B, N)`, true at tokens; on a filled cache all
+        new positions are tokens.
+        """
+        if layer.get_seq_length():
+            weights = self.nsa.pool_weights
+            return layer.extend(heads, gates, angles, weights=weights, scale=self.scaling)
+        rows = TokenRows(None, None) if padding is None else rows_of_mask(padding)
+        inputs = self.inputs(heads, gates, angles, rows)
+        # `attend` selects by itself: with a selection passed in, it would be compiled for every
+        # length
+        route = self.route(inputs.length, inputs.query.device)
+        out = attend(inputs, self.nsa.config, route)
+        lengths = [inputs.length] * len(out) if padding is None else padding.sum(1).tolist()
+        layer.begin(inputs, rows, lengths, (heads.unrotated_key, angles))
+        return rows.back(out, 1)
 
     def route(self, length: int, device: torch.device) -> Route:
         """Return the backend for rows of `length` positions.
@@ -194,7 +207,7 @@ class NSAAttention(nn.Module):
         self,
         heads: Heads,
         gates: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: Angles,
         rows: TokenRows,
     ) -> Inputs:
         """Return the inputs of a backend with tokens before padding; arguments as for `attend`."""
@@ -212,7 +225,7 @@ class NSAAttention(nn.Module):
             scale=self.scaling,
         )
 
-    def pooled(self, heads: Heads, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+    def pooled(self, heads: Heads, angles: Angles) -> tuple[Tensor, Tensor | None]:
         """Return pooled keys (rotated) and values, `(B, K, C, D)`; `angles` belong to `heads`."""
         config = self.nsa.config
         if config.cmp_rope == "post":
@@ -223,7 +236,7 @@ class NSAAttention(nn.Module):
         rotated = pooled_key * cos + rotate_half(pooled_key) * sin
         return rotated.to(pooled_key.dtype), pooled_value
 
-    def _heads(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Heads:
+    def _heads(self, hidden: Tensor, position_embeddings: Angles) -> Heads:
         if hasattr(self, "qkv"):  # joined projections are one matmul
             parts = self.qkv.split(self.qkv(hidden))
         else:
@@ -235,14 +248,6 @@ class NSAAttention(nn.Module):
         rotated_query, rotated_key = apply_rotary_pos_emb(query, key, *position_embeddings)
         dtype = value.dtype
         return Heads(rotated_query.to(dtype), rotated_key.to(dtype), value, key.to(dtype))
-
-    def _check_length(self, length: int) -> None:
-        limit = self.config.max_position_embeddings
-        if length > limit:
-            raise ConfigError(
-                f"a sequence has {length} positions, but the model's rotary embedding is made for "
-                f"{limit}; shorten the sequences or choose a model of a longer range"
-            )
 
 
 def _rows(

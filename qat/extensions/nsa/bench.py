@@ -57,7 +57,7 @@ DENSE = {
 
 
 def ways_of(which: Pass, presets: tuple[str, ...]) -> Iterator[Way]:
-    """Yield the dense ways, then the sparse ones, by name: `dense cudnn`, ..., `nsa flex`, ..."""
+    """Yield the dense ways, then the sparse ones: `dense cudnn`, ..., `nsa flex`, ..."""
     for name, kernel in DENSE.items():
         yield Way(f"dense {name}", partial(_dense, kernel=kernel, is_causal=which != "decode"))
     yield from sparse_ways(which, presets)

@@ -5,7 +5,7 @@ the cache, D head width, L keys of a compressed block.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -14,14 +14,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.models.llama.modeling_llama import rotate_half
 
 from qat.errors import ConfigError
-from qat.extensions.nsa.kernels import decode, router
+from qat.extensions.nsa.kernels import decode
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.decode import Past
-from qat.extensions.nsa.kernels.select import pool, select
-from qat.extensions.nsa.rows import TokenRows, rows_of_mask
-
-if TYPE_CHECKING:
-    from qat.extensions.nsa.attention import Heads, NSAAttention
+from qat.extensions.nsa.kernels.select import Inputs, pool, select
+from qat.extensions.nsa.rows import TokenRows
 
 ROOM = 256
 """The capacity in positions is a multiple of this."""
@@ -31,55 +28,19 @@ Angles = tuple[Tensor, Tensor]
 """Cosines and sines `(B, S, D)`."""
 
 
-def attend_cached(
-    module: "NSAAttention",
-    heads: "Heads",
-    gates: Tensor | None,
-    angles: Angles,
-    *,
-    cache: Cache,
-    padding: Tensor | None,
-) -> Tensor:
-    """Return attention to the new and the cached positions, `(B, S, H, D)`; the cache grows.
+PoolWeights = tuple[Tensor, Tensor] | None
+"""Weights that pool keys and values, `(K, L)` each; None: the mean."""
 
-    On an empty cache all positions are computed at once, later ones one by one; both are the same
-    function by definition.
 
-    Args:
-        module: the attention module whose cache layer is used.
-        heads: of the new positions.
-        gates: `(B, S, H, 3)`; None: merged.
-        angles: the positions' embeddings.
-        cache: with a layer for the module, empty or filled by it.
-        padding: `(B, N)`, true at tokens; None: no padding. On a filled cache all new positions
-            are tokens.
+class Heads(NamedTuple):
+    """The projected heads, `(B, H, S, D)` and `(B, K, S, D)`."""
 
-    Raises:
-        ConfigError: this kind of cache cannot hold pooled keys.
-    """
-    layer = _layer(cache, module)
-    if layer.get_seq_length():
-        return layer.extend(module, heads, gates, angles)
-    rows = TokenRows(None, None) if padding is None else rows_of_mask(padding)
-    inputs = module.inputs(heads, gates, angles, rows)
-    config = module.nsa.config
-    query = inputs.query
-    route = router.choose(
-        config,
-        length=inputs.length,
-        group=inputs.group,
-        head_dim=query.shape[-1],
-        device=query.device,
-    )
-    # `attend` selects by itself: with a selection passed in, it would be compiled for every length
-    out = router.attend(inputs, config, route)
-    B, S = heads.value.shape[0], heads.value.shape[2]
-    lengths = [S] * B if padding is None else padding.sum(1).tolist()
-    layer.begin(lengths, inputs.key, S)
-    decode.fill(layer.kept, inputs, select(inputs, config), config)
-    if config.cmp_rope == "pre":
-        layer.unrotated = Unrotated.of(heads.unrotated_key, angles, rows, layer)
-    return rows.back(out, 1)
+    query: Tensor
+    """Queries, rotated."""
+    key: Tensor
+    """Keys, rotated."""
+    value: Tensor
+    unrotated_key: Tensor
 
 
 class Unrotated(NamedTuple):
@@ -92,9 +53,11 @@ class Unrotated(NamedTuple):
     sin: Tensor
 
     @classmethod
-    def of(cls, keys: Tensor, angles: Angles, rows: TokenRows, layer: "NSALayer") -> Self:
+    def of(
+        cls, keys: Tensor, angles: Angles, rows: TokenRows, *, position: Tensor, block: int
+    ) -> Self:
         """Collect them from whole rows: `keys` `(B, K, S, D)` and their angles, in batch order."""
-        L, last = layer.config.compress_block, layer.position[:, None] - 1
+        L, last = block, position[:, None] - 1
         place = (last - (last - torch.arange(L, device=keys.device)) % L).clamp(min=0)
 
         def latest(tensor: Tensor) -> Tensor:
@@ -105,7 +68,13 @@ class Unrotated(NamedTuple):
         return cls(latest(keys.detach()), latest(cos), latest(sin))
 
     def pooled(
-        self, key: Tensor, angles: Angles, position: Tensor, module: "NSAAttention"
+        self,
+        key: Tensor,
+        angles: Angles,
+        position: Tensor,
+        *,
+        config: NSAConfig,
+        weights: PoolWeights,
     ) -> Tensor:
         """Append `key` `(B, K, D)` and return the last L keys pooled and rotated, `(B, K, D)`."""
         L = self.keys.shape[2]
@@ -115,7 +84,7 @@ class Unrotated(NamedTuple):
             kept.scatter_(2, slot.expand_as(new), new)
         order = (position[:, None] + 1 + torch.arange(L, device=position.device)) % L
         keys = self.keys.take_along_dim(order[:, None, :, None], 2)
-        found = pool(keys, module.nsa.config, module.nsa.pool_key)
+        found = pool(keys, config, None if weights is None else weights[0])
         cos, sin = (a.take_along_dim(order[:, None, :1, None], 2) for a in (self.cos, self.sin))
         return (found * cos + rotate_half(found) * sin)[:, :, 0].to(key.dtype)
 
@@ -137,47 +106,89 @@ class NSALayer(DynamicLayer):
         self.lengths: list[int] = []
         """The same positions on the host."""
 
-    def begin(self, lengths: list[int], like: Tensor, length: int) -> None:
-        """Allocate rows of `lengths` tokens; `length` is the padded length."""
+    def begin(
+        self, inputs: Inputs, rows: TokenRows, lengths: list[int], unrotated: tuple[Tensor, Angles]
+    ) -> None:
+        """Fill the empty cache with whole rows.
+
+        Args:
+            inputs: tokens before padding.
+            rows: the order of the tokens in `inputs`.
+            lengths: tokens of each row.
+            unrotated: keys before rotation and their angles, in batch order.
+        """
+        like, config = inputs.key.detach(), self.config
         self.dtype, self.device, self.is_initialized = like.dtype, like.device, True
         self.lengths = lengths
         self.position = torch.tensor(lengths, device=like.device)
-        self.kept = Past.empty(like.detach(), _room(length), self.config)
-        self._show(length)
+        self.kept = Past.empty(like, _room(inputs.length), config)
+        self._show(inputs.length)
+        decode.fill(self.kept, inputs, select(inputs, config), config)
+        if config.cmp_rope == "pre":
+            position, block = self.position, config.compress_block
+            self.unrotated = Unrotated.of(*unrotated, rows, position=position, block=block)
 
     @torch.no_grad()
     def extend(
-        self, module: "NSAAttention", heads: "Heads", gates: Tensor | None, angles: Angles
+        self,
+        heads: Heads,
+        gates: Tensor | None,
+        angles: Angles,
+        *,
+        weights: PoolWeights,
+        scale: float,
     ) -> Tensor:
-        """Return attention of the new positions, computed one by one, `(B, S, H, D)`."""
-        said = []
+        """Append new positions one by one and return their attention, `(B, S, H, D)`.
+
+        Args:
+            heads: of the new positions.
+            gates: `(B, S, H, 3)`; None: merged.
+            angles: of the new positions.
+            weights: pool the keys and values of a block.
+            scale: factor of `query @ key`.
+        """
+        steps = []
         for at in range(heads.value.shape[2]):
-            one = type(heads)(*(tensor[:, :, at] for tensor in heads))
-            angle = tuple(tensor[:, at] for tensor in angles)
-            said.append(self._step(module, one, None if gates is None else gates[:, at], angle))
-        return torch.stack(said, 1)
+            one = Heads(*(tensor[:, :, at] for tensor in heads))
+            gate = None if gates is None else gates[:, at]
+            cos, sin = (tensor[:, at] for tensor in angles)
+            steps.append(self._step(one, gate, (cos, sin), weights=weights, scale=scale))
+        return torch.stack(steps, 1)
 
     def _step(
-        self, module: "NSAAttention", heads: "Heads", gates: Tensor | None, angles: Angles
+        self,
+        heads: Heads,
+        gates: Tensor | None,
+        angles: Angles,
+        *,
+        weights: PoolWeights,
+        scale: float,
     ) -> Tensor:
-        length, config, parts = self.get_seq_length() + 1, self.config, module.nsa
+        length, config, place = self.get_seq_length() + 1, self.config, self.position
         if length > self.kept.room:
             old = self.kept
             self.kept = Past.empty(old.keys, _room(length + length // SPARE), config)
             for new, kept in zip(self.kept, old, strict=True):
                 if kept is not None:
                     new[:, :, : kept.shape[2]] = kept
-        append, place = {"config": config}, self.position
-        if parts.pool_key is not None:
-            append["weights"] = (parts.pool_key, parts.pool_value)
+        pooled_key = None
         if self.unrotated is not None:
-            append["pooled_key"] = self.unrotated.pooled(heads.unrotated_key, angles, place, module)
-        decode.append(self.kept, heads.key, heads.value, place, **append)
-        sizes = {"config": config, "scale": module.scaling}
-        if any(row % config.select_tile == 0 for row in self.lengths):
+            key = heads.unrotated_key
+            pooled_key = self.unrotated.pooled(key, angles, place, config=config, weights=weights)
+        decode.append(
+            self.kept,
+            heads.key,
+            heads.value,
+            place,
+            config=config,
+            weights=weights,
+            pooled_key=pooled_key,
+        )
+        sizes = {"config": config, "scale": scale}
+        if any(row % config.select_tile == 0 for row in self.lengths):  # a tile begins
             decode.choose(heads.query, self.kept, place, **sizes)
         if length < config.min_len:
-            out = decode.attend_densely(heads.query, self.kept, place, scale=module.scaling)
+            out = decode.attend_densely(heads.query, self.kept, place, scale=scale)
         else:
             out = decode.attend(heads.query, self.kept, place, gates=gates, **sizes)
         self._moved(1)
@@ -242,13 +253,12 @@ class NSALayer(DynamicLayer):
         self._show(length)
 
 
-def _layer(cache: Cache, module: "NSAAttention") -> NSALayer:
-    """Return the module's layer of `cache`, inserted on first use.
+def layer_of(cache: Cache, place: int, config: NSAConfig) -> NSALayer:
+    """Return layer `place` of `cache`, inserted on first use.
 
     Raises:
         ConfigError: this kind of cache cannot hold pooled keys.
     """
-    place = module.layer_idx
     while len(cache.layers) <= place and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[place] if len(cache.layers) > place else None
@@ -261,7 +271,7 @@ def _layer(cache: Cache, module: "NSAAttention") -> NSALayer:
             f"{kind}, but Native Sparse Attention keeps pooled keys in a DynamicCache of its own; "
             "leave cache_implementation unset and begin with an empty cache"
         )
-    cache.layers[place] = NSALayer(module.nsa.config)
+    cache.layers[place] = NSALayer(config)
     return cache.layers[place]
 
 

@@ -45,8 +45,8 @@ def fit_new_attention(
 ) -> list[LayerFit]:
     """Fit gates and pooling weights to dense attention where rows differ, and log the distance.
 
-    Nothing is fitted without batches, steps or parameters (branches merged), or where the rows are
-    within the attention's reach, which is a warning.
+    Nothing is fitted without batches, steps or parameters (branches merged), or, with a warning,
+    where all rows are within the attention's reach.
     """
     config = nsa_config(student.model)
     if not batches or not steps or config.mode == "merged":
@@ -70,18 +70,12 @@ def fit_new_attention(
 
 
 def fit_attention(
-    model: LanguageModel, batches: Sequence[TokenBatch], *, steps: int, lr: float = LR
+    model: LanguageModel, batches: Sequence[TokenBatch], *, steps: int
 ) -> list[LayerFit]:
     """Train gates and pooling weights for `steps` steps of AdamW, cycling through the batches.
 
     There is nothing to train without parameters (branches merged), or if all rows are within the
     attention's reach, where it is dense.
-
-    Args:
-        model: with sparse attention.
-        batches: at least one.
-        steps: optimizer steps, one batch each.
-        lr: see `LR`.
     """
     modules = nsa_modules(model.model)
     learning = {
@@ -92,7 +86,7 @@ def fit_attention(
     before = attention_errors(model, batches)
     after = before
     if learning and steps and max(before.values()) > SAME:
-        _train(model, batches, learning, steps=steps, lr=lr)
+        _train(model, batches, learning, steps)
         after = attention_errors(model, batches)
     return [LayerFit(name, before[module], after[module]) for name, module in modules.items()]
 
@@ -130,11 +124,9 @@ def _train(
     model: LanguageModel,
     batches: Sequence[TokenBatch],
     sizes: dict[nn.Parameter, float],
-    *,
     steps: int,
-    lr: float,
 ) -> None:
-    groups = [{"params": [p], "lr": lr * size} for p, size in sizes.items()]
+    groups = [{"params": [p], "lr": LR * size} for p, size in sizes.items()]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
     warm_up = max(1, int(WARM_UP * steps))
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -176,9 +168,6 @@ def _read(model: LanguageModel, batch: TokenBatch) -> None:
 
 
 # The health of sparse attention in each layer: gate values, and mass that the selection misses.
-
-# Shapes as in `qat.extensions.nsa.kernels.select`; G query heads of a group, W keys of a selection
-# block.
 
 ALMOST_ALL = 0.95
 """The share of a head's gates from which on a branch leaves nothing to the others."""
@@ -241,10 +230,8 @@ def attention_health(model: LanguageModel, batch: TokenBatch) -> list[LayerHealt
 
     def look(call: Call) -> Tensor:
         inputs, config = call.inputs(), call.module.nsa.config
-        route, selection = (
-            call.module.route(inputs.length, inputs.query.device),
-            select(inputs, config),
-        )
+        route = call.module.route(inputs.length, inputs.query.device)
+        selection = select(inputs, config)
         is_other = route.backend == "dense" and inputs.length > config.reach
         is_slow = route.backend == "reference" and inputs.query.device.type == "cuda"
         found.append(
@@ -259,7 +246,7 @@ def attention_health(model: LanguageModel, batch: TokenBatch) -> list[LayerHealt
         return router.attend(inputs, config, route, selection)
 
     with torch.no_grad(), attending_with(model.model, look):
-        model.hidden(batch.input_ids.to(model.device), batch.position_ids.to(model.device))
+        _read(model, batch)
     return found
 
 
@@ -297,7 +284,7 @@ def selection_health(inputs: Inputs, selection: Tensor, config: NSAConfig) -> Se
     for start in range(0, S, rows):
         places = torch.arange(start, min(start + rows, S), device=device)
         with torch.autocast(device.type, enabled=False):
-            mass, misses = kept_mass(inputs, selection, config, places)
+            mass, misses = _kept_mass(inputs, selection, config, places)
         heads = misses[:, :, None].expand_as(mass)
         counts += torch.stack([misses.sum(), heads.sum(), (mass * heads).sum()]).double()
     queries, heads, mass = counts.tolist()
@@ -305,27 +292,21 @@ def selection_health(inputs: Inputs, selection: Tensor, config: NSAConfig) -> Se
     return SelectionHealth(queries / (B * inputs.key.shape[1] * S), recall)
 
 
-def kept_mass(
+def _kept_mass(
     inputs: Inputs, selection: Tensor, config: NSAConfig, places: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the mass inside some queries' selected blocks, and whether a block is missing.
-
-    Args:
-        inputs: queries and keys of the layer.
-        selection: `(B, K, T, N)` bool.
-        config: the sizes.
-        places: `(Q,)`, places of the queries.
+    """Return what the queries at `places` `(Q,)` keep of dense attention.
 
     Returns:
-        `(B, K, G, Q)` float32, dense attention mass inside the selected blocks; `(B, K, Q)` bool,
-        true if a block of the query's past is not selected.
+        `(B, K, G, Q)` float32, the mass inside the selected blocks; `(B, K, Q)` bool, true if a
+        block of the query's past is not selected.
     """
     first = inputs.beginnings()[:, places, None]
     keys = torch.arange(inputs.length, device=places.device)
     mask = (keys <= places[:, None]) & (keys >= first)
     chosen = selection[:, :, places // config.select_tile]
     query = inputs.query[:, :, places].unflatten(1, (-1, inputs.group)).float()
-    logits = inputs.scale * query @ inputs.key[:, :, None].float().mT
+    logits = inputs.scale * query @ inputs.key[:, :, None].float().mT  # (B, K, G, Q, S)
     shares = masked_softmax(logits, mask[:, None, None])
     missing = selection.shape[-1] * config.select_block - inputs.length
     by_block = pad(shares, (0, missing)).unflatten(-1, (-1, config.select_block))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from qat.errors import CheckpointError, ConfigError
-from qat.extensions.nsa.attention import SWAPPED, Heads, NSAAttention, NSAParts
+from qat.extensions.nsa.attention import SWAPPED, NSAAttention, NSAParts
+from qat.extensions.nsa.cache import Angles, Heads
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.select import Inputs
 from qat.extensions.nsa.rows import TokenRows
@@ -48,7 +49,14 @@ def swap_attention(model: PreTrainedModel, config: NSAConfig) -> None:
     _check_layers(chosen, len(layers))
     modules = [_attention_of(model, layers[index]) for index in chosen]
     for module in modules:
-        module.nsa = _parts(model, module, config)
+        settings, device = module.config, next(module.parameters()).device
+        parts = NSAParts(
+            config,
+            hidden_size=settings.hidden_size,
+            num_heads=settings.num_attention_heads,
+            num_key_heads=settings.num_key_value_heads,
+        )
+        module.nsa = parts.to(device, embedding_dtype(model)).train(module.training)
         module.__class__ = SWAPPED[type(module)]
     setattr(model.config, SPARSE, config.model_dump(mode="json"))
 
@@ -95,7 +103,6 @@ def log_route(model: PreTrainedModel, length: int, device: torch.device) -> None
 
 
 def _check_layers(chosen: Sequence[int], num_layers: int) -> None:
-    """Raise an error if an index is outside `num_layers` or repeated, or if there is none."""
     for index in chosen:
         if not 0 <= index < num_layers:
             raise ConfigError(
@@ -131,21 +138,7 @@ def _attention_of(model: PreTrainedModel, layer: nn.Module) -> nn.Module:
     return found
 
 
-def _parts(model: PreTrainedModel, module: nn.Module, config: NSAConfig) -> NSAParts:
-    settings = module.config
-    parts = NSAParts(
-        config,
-        hidden_size=settings.hidden_size,
-        num_heads=settings.num_attention_heads,
-        num_key_heads=settings.num_key_value_heads,
-    )
-    device = next(module.parameters()).device
-    return parts.to(device=device, dtype=embedding_dtype(model)).train(module.training)
-
-
 # Run a model with another function in place of its sparse attention's innermost function.
-
-# Shapes: B rows, S positions, H query heads, D head width.
 
 
 class Call(NamedTuple):
@@ -156,8 +149,7 @@ class Call(NamedTuple):
     """`(B, S, hidden_size)`, the module's input."""
     heads: Heads
     gates: Tensor | None
-    angles: tuple[Tensor, Tensor]
-    """Cosines and sines, `(B, S, D)` each."""
+    angles: Angles
     rows: TokenRows
 
     def inputs(self) -> Inputs:
@@ -178,7 +170,7 @@ def attending_with(model: nn.Module, attend: Attend) -> Iterator[None]:
     modules = nsa_modules(model).values()
     kept = [vars(module).get("forward") for module in modules]
     for module in modules:
-        _divert(module, attend)
+        _replace_attend(module, attend)
     try:
         yield
     finally:
@@ -188,16 +180,14 @@ def attending_with(model: nn.Module, attend: Attend) -> Iterator[None]:
                 module.forward = forward
 
 
-def _divert(module: NSAAttention, attend: Attend) -> None:
-    forward, seen = module.forward, []
+def _replace_attend(module: NSAAttention, attend: Attend) -> None:
+    forward, seen = module.forward, []  # `seen`: the input of the call that is under way
 
-    def noting(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
+    def recording(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
         seen[:] = [hidden_states]
         return forward(hidden_states, *args, **kwargs)
 
-    def instead(
-        heads: Heads, gates: Tensor | None, angles: tuple[Tensor, Tensor], rows: TokenRows
-    ) -> Tensor:
+    def replaced(heads: Heads, gates: Tensor | None, angles: Angles, rows: TokenRows) -> Tensor:
         return rows.back(attend(Call(module, seen.pop(), heads, gates, angles, rows)), 1)
 
-    module.forward, module.attend = noting, instead
+    module.forward, module.attend = recording, replaced

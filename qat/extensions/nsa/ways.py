@@ -145,10 +145,8 @@ def _decoding(layer: Layer, work: Work, *, config: NSAConfig) -> Attend:
     return attend
 
 
-# Check that what is timed is sparse attention: compare a corner of it with the reference.
-
-# Queries only see the past and heads are independent, so the reference computes only the first
-# positions and heads.
+# Check that what is timed is sparse attention: compare a corner of it with the reference. Queries
+# only see the past and heads are independent, so the first positions and heads are enough.
 
 BEYOND, KEY_HEADS = 512, 2
 """Positions beyond the reach of the selection, and key-value heads, that are compared."""

@@ -17,6 +17,7 @@ from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.reference import combine
@@ -94,13 +95,9 @@ class Past(NamedTuple):
 
 @torch.no_grad()
 def fill(kept: Past, inputs: Inputs, selection: Tensor, config: NSAConfig) -> None:
-    """Store positions 0 ... S - 1 of `inputs` and the blocks that their tiles selected.
+    """Store positions 0 ... S - 1 of whole rows and the blocks that their tiles selected.
 
-    Args:
-        kept: a cache with a capacity of at least S positions.
-        inputs: whole rows.
-        selection: `(B, K, tiles, blocks)` bool, from `qat.extensions.nsa.kernels.select.select`.
-        config: the definition.
+    `selection` is `(B, K, tiles, blocks)` bool, from `qat.extensions.nsa.kernels.select.select`.
     """
     S, C = inputs.key.shape[2], inputs.pooled_key.shape[2]
     kept.keys[:, :, :S] = inputs.key
@@ -131,17 +128,17 @@ def append(
         key: `(B, K, D)`, rotated.
         value: `(B, K, D)`.
         position: `(B,)` int64, the place of the new key in its row.
-        config: the definition.
+        config: the sizes.
         weights: `(K, compress_block)` each, for keys and for values; None: their mean.
         pooled_key: `(B, K, D)` of the last `compress_block` keys, for those rows where it is due;
             by default pooled from the cached keys.
     """
     start = position + 1 - config.compress_block
-    is_due = (start >= 0) & (start % config.compress_stride == 0)
+    is_due = (start >= 0) & (start % config.compress_stride == 0)  # `(B,)`: a block is complete
     place = (start // config.compress_stride).clamp(0, max(0, kept.pooled_keys.shape[2] - 1))
+    of_keys, of_values = weights or (None, None)
     if pooled_key is None and _fits(key, kept):
         B, K, N, D = kept.keys.shape
-        of_keys, of_values = weights or (None, None)
         _append_kernel[(B * K,)](
             kept.keys, kept.values, kept.pooled_keys, kept.pooled_values, key.contiguous(),
             value.contiguous(), position, of_keys, of_values, N, kept.pooled_keys.shape[2],
@@ -153,7 +150,6 @@ def append(
         _put(kept.keys, key, position)
         _put(kept.values, value, position)
         if kept.pooled_keys.shape[2]:
-            of_keys, of_values = weights or (None, None)
             if pooled_key is None:
                 pooled_key = pool(_block(kept.keys, start, config), config, of_keys)[:, :, 0]
             _put(kept.pooled_keys, pooled_key, place, is_due)
@@ -170,12 +166,7 @@ def append(
 def choose(query: Tensor, kept: Past, position: Tensor, *, config: NSAConfig, scale: float) -> None:
     """Select blocks for the rows whose position begins a tile; other rows keep their lists.
 
-    Args:
-        query: `(B, H, D)`, rotated.
-        kept: the cache, which already holds the position's own key.
-        position: `(B,)` int64.
-        config: the definition.
-        scale: factor of `query @ key`.
+    Arguments as for `attend`.
     """
     leaders, beginnings = position[:, None], torch.zeros_like(position)[:, None]
     keys = kept.pooled_keys if kept.judged_keys is None else kept.judged_keys
@@ -204,14 +195,14 @@ def attend(
         kept: the cache, which already holds the position's own key and its tile's blocks.
         position: `(B,)` int64.
         gates: `(B, H, 3)`: of the compressed, the selected and the sliding branch; None: merged.
-        config: the definition.
+        config: the sizes.
         scale: factor of `query @ key`.
     """
     if _fits(query, kept):
         return _attend_by_kernel(query, kept, position, gates=gates, config=config, scale=scale)
     pair = (kept.keys, kept.values)
     selected = _branch(query, pair, selected_places(kept, position, config), scale)
-    if gates is None:
+    if gates is None:  # branches are merged
         return selected
     window = _branch(query, pair, window_places(kept, position, config), scale)
     pooled = (kept.pooled_keys, kept.pooled_values)
@@ -256,7 +247,7 @@ def listed(selection: Tensor, count: int) -> Tensor:
     """List the true places of the last axis, ascending, then `NONE`: `(..., count)` int32."""
     order = selection.byte().argsort(dim=-1, descending=True, stable=True)[..., :count]
     found = torch.where(selection.gather(-1, order), order, NONE).int()
-    return torch.nn.functional.pad(found, (0, count - found.shape[-1]), value=NONE)
+    return pad(found, (0, count - found.shape[-1]), value=NONE)
 
 
 def _branch(query: Tensor, pair: tuple[Tensor, Tensor], places: Tensor, scale: float) -> Tensor:
@@ -293,7 +284,6 @@ def _put(into: Tensor, found: Tensor, place: Tensor, is_due: Tensor | None = Non
 
 
 def _fits(tensor: Tensor, kept: Past) -> bool:
-    """Return whether the kernels support this tensor and cache."""
     is_known = tensor.dtype == kept.keys.dtype != torch.float64 and tensor.shape[-1] <= WIDEST
     return is_known and use_triton(tensor, __name__)
 
@@ -307,7 +297,6 @@ def _attend_by_kernel(
     config: NSAConfig,
     scale: float,
 ) -> Tensor:
-    """Compute `attend` by kernels."""
     (B, H, D), (K, N) = query.shape, kept.keys.shape[1:3]
     T, C = kept.blocks.shape[2], kept.pooled_keys.shape[2]
     selected, window, compressed = _programs(config, C)

@@ -51,14 +51,6 @@ class Listing(NamedTuple):
     indices: Tensor
     """`(..., rows, columns)` int32, ascending; entries past a row's count are not read."""
 
-    def of_heads(self, group: int) -> Self:
-        """Repeat a listing per key-value head for every query head of its group."""
-        return type(self)(*(each.repeat_interleave(group, 1) for each in self))
-
-    def of_all_heads(self, count: int) -> Self:
-        """Insert an axis of `count` query heads after the rows, with equal listings."""
-        return type(self)(*(each.unsqueeze(1) for each in self)).of_heads(count)
-
 
 class TwoWayListing(NamedTuple):
     """One relation between tiles and blocks, listed in both directions."""
@@ -68,13 +60,17 @@ class TwoWayListing(NamedTuple):
     of_blocks: Listing
     """The tiles of each block of keys."""
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Change all four tensors in the same way."""
+        return type(self)(*(Listing(*map(change, listing)) for listing in self))
+
     def of_heads(self, group: int) -> Self:
-        """Apply `Listing.of_heads` to both listings."""
-        return type(self)(*(each.of_heads(group) for each in self))
+        """Repeat a listing per key-value head for every query head of its group."""
+        return self.each(lambda tensor: tensor.repeat_interleave(group, 1))
 
     def of_all_heads(self, count: int) -> Self:
-        """Apply `Listing.of_all_heads` to both listings."""
-        return type(self)(*(each.of_all_heads(count) for each in self))
+        """Insert an axis of `count` query heads after the rows, with equal listings."""
+        return self.each(lambda tensor: tensor[:, None].repeat_interleave(count, 1))
 
 
 class Span(NamedTuple):
@@ -115,8 +111,7 @@ def listed_diagonal(is_read: Tensor, columns: int) -> TwoWayListing:
     own = torch.arange(rows, device=is_read.device, dtype=torch.int32)[:, None]
     of_tiles = Listing(counts, own.expand(*counts.shape, columns).contiguous())
     more = columns - rows
-    counts = torch.nn.functional.pad(counts, (0, more))
-    own = torch.nn.functional.pad(own, (0, 0, 0, more))
+    counts, own = pad(counts, (0, more)), pad(own, (0, 0, 0, more))
     return TwoWayListing(of_tiles, Listing(counts, own.expand(*counts.shape, rows).contiguous()))
 
 
@@ -125,10 +120,6 @@ def block_mask(
 ) -> BlockMask:
     """Build FlexAttention's mask from partial blocks, where `mask_mod` decides, and full blocks.
 
-    Its kernels find a row's lists by the stride of the head axis, which Inductor of torch 2.11
-    sets to 0 if that axis has one entry: all rows would read the first row's lists. `_strided`
-    prevents that.
-
     Args:
         partial: with axes of rows and of query heads in front, as for `full`.
         full: None if there are no such blocks.
@@ -136,7 +127,12 @@ def block_mask(
         lengths: of queries and of keys, multiples of `EDGE`.
     """
     nothing = Listing(None, None)
-    partial, whole = _strided(partial), (nothing, nothing) if full is None else _strided(full)
+    whole = (nothing, nothing) if full is None else full
+    if partial.of_tiles.counts.shape[1] == 1:
+        # Its kernels find a row's lists by the stride of the head axis, which Inductor of torch
+        # 2.11 sets to 0 if that axis has one entry: all rows would read the first row's lists.
+        partial = partial.each(laid_out)
+        whole = whole if full is None else full.each(laid_out)
     return BlockMask(
         lengths,
         *partial.of_tiles,
@@ -148,19 +144,12 @@ def block_mask(
     )
 
 
-def _strided(listing: TwoWayListing) -> TwoWayListing:
-    """Give an axis of one head a stride of its own."""
-    if listing.of_tiles.counts.shape[1] > 1:
-        return listing
-    return TwoWayListing(*(Listing(*map(laid_out, side)) for side in listing))
-
-
 @torch.library.custom_op("qat::laid_out", mutates_args=())
 def laid_out(table: Tensor) -> Tensor:
     """Return a contiguous copy whose layout the compiler must not change.
 
-    A `mask_mod` can then index it even if the graph computes `table`: Inductor of torch 2.11 leaves
-    the layout of computed tensors open, and a mask needs a fixed one.
+    Inductor of torch 2.11 leaves the layout of computed tensors open; a `mask_mod` needs a fixed
+    one.
     """
     return table.clone(memory_format=torch.contiguous_format)
 
@@ -249,8 +238,7 @@ class BranchInputs(NamedTuple):
 def selected(case: BranchInputs, selection: Tensor) -> Tensor:
     """Return the branch of selected blocks, `(B, S, H, D)`."""
     inputs, config = case.inputs, case.config
-    # `(B, K, M, M)` bool: blocks of `EDGE` keys that contain a block selected by a query of the
-    # tile
+    # `(B, K, M, M)` bool: blocks of `EDGE` keys with a block that a query of the tile selected
     blocks = selection
     for dim, size in ((2, config.select_tile), (3, config.select_block)):
         blocks = _in_edges(blocks.transpose(dim, -1), size, inputs.length).transpose(dim, -1)

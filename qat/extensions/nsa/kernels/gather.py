@@ -134,8 +134,8 @@ def _choose(
         count: n.
         block: keys per block.
         stride: keys per pooled block; a power of two; pooled blocks do not overlap.
-        init: forced blocks at the beginning of the document.
-        local: forced blocks up to and including the query's own.
+        init: `NSAConfig.init_blocks`.
+        local: `NSAConfig.local_blocks`.
         has_bound: True if judged keys are bounds.
         scale: factor of `query @ key`.
     """

@@ -15,10 +15,7 @@ from qat.extensions.nsa.kernels.select import Inputs, masked_softmax, sees_compr
 def attend(inputs: Inputs, selection: Tensor, config: NSAConfig) -> Tensor:
     """Return `(B, S, H, D)`: the gated sum of three branches, or one softmax if they are merged.
 
-    Args:
-        inputs: queries, keys, values and gates.
-        selection: `(B, K, T, N)` bool, from `qat.extensions.nsa.kernels.select.select`.
-        config: the definition.
+    `selection` is `(B, K, T, N)` bool, from `qat.extensions.nsa.kernels.select.select`.
     """
     selected = _branch(inputs, inputs.key, inputs.value, selected_mask(inputs, selection, config))
     if config.mode == "merged":
@@ -64,7 +61,7 @@ def compressed_mask(inputs: Inputs, config: NSAConfig) -> Tensor:
 def _branch(inputs: Inputs, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     """Return attention `(B, S, H, D)` under a mask that broadcasts to `(B, K, S, keys)`."""
     query = inputs.query.unflatten(1, (-1, inputs.group))
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(query.dtype, torch.float32)
     logits = (inputs.scale * query @ key[:, :, None].mT).to(wide)
     shares = masked_softmax(logits, mask[:, :, None]).to(value.dtype)
     return (shares @ value[:, :, None]).flatten(1, 2).transpose(1, 2)

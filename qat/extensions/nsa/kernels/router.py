@@ -80,13 +80,9 @@ def choose(
 def attend(
     inputs: Inputs, config: NSAConfig, route: Route, selection: Tensor | None = None
 ) -> Tensor:
-    """Return attention `(B, S, H, D)`, computed by the backend of `route`.
+    """Return attention `(B, S, H, D)`, computed by the backend of `route`, which is from `choose`.
 
-    Args:
-        inputs: queries, keys, values and gates.
-        config: the definition.
-        route: from `choose`.
-        selection: `(B, K, T, N)` bool, blocks to read instead of those that `select` chooses.
+    `selection` `(B, K, T, N)` bool are the blocks to read instead of those that `select` chooses.
     """
     if route.backend == "dense":
         return reference.attend_densely(inputs)
@@ -110,7 +106,6 @@ def attend(
 def _refusal(
     name: str, config: NSAConfig, *, group: int, head_dim: int, device: torch.device
 ) -> str | None:
-    """Return why the backend `name` does not support this configuration, or None if it does."""
     if device.type != "cuda":
         return f"it has no kernels for {device.type}"
     if not HAS_TRITON:

@@ -62,10 +62,7 @@ def pool(keys: Tensor, config: NSAConfig, weights: Tensor | None = None) -> Tens
 
     `pooled[c] = sum_i weights[i] keys[c d + i]`, or their mean.
 
-    Args:
-        keys: `(B, K, S, D)`; values are pooled in the same way.
-        config: the sizes.
-        weights: `(K, compress_block)`; None: the mean.
+    `keys` are `(B, K, S, D)`, or values; `weights` `(K, compress_block)`.
     """
     l, d = config.compress_block, config.compress_stride
     C = config.num_compressed(keys.shape[2])
@@ -91,10 +88,7 @@ def judged_keys(keys: Tensor, pooled: Tensor, config: NSAConfig) -> Tensor:
     With g = `bound`, m a pooled key, u and l the maximum and the minimum of its keys in each
     channel, a query's logit is `max(q, 0) @ (m + g (u - m)) + min(q, 0) @ (m + g (l - m))`.
 
-    Args:
-        keys: `(B, K, S, D)`, rotated.
-        pooled: `(B, K, C, D)`, pooled from `keys`.
-        config: the sizes.
+    `keys` `(B, K, S, D)` are rotated; `pooled` `(B, K, C, D)` are pooled from them.
     """
     if not config.bound:
         return pooled
@@ -130,11 +124,8 @@ def sees_compressed(
 ) -> Tensor:
     """Return `(..., C)` bool: true if a pooled key's block is in the query's past and document.
 
-    Args:
-        places: `(...)`, the queries' places in the row.
-        beginnings: `(...)`, the starts of their documents.
-        num_compressed: C.
-        config: the sizes.
+    `places` `(...)` are those of the queries in the row, `beginnings` `(...)` the starts of their
+    documents.
     """
     starts = torch.arange(num_compressed, device=places.device) * config.compress_stride
     is_past = starts + config.compress_block - 1 <= places[..., None]
@@ -178,7 +169,7 @@ def importance(
         is_seen: `(B, T, C)` bool, the keys that they see.
         config: the sizes.
         num_blocks: N.
-        scale: factor of `query @ key`.
+        scale: the factor of `query @ key`.
     """
     B, T = query.shape[0], query.shape[2]
     K, C = keys.shape[1:3]
