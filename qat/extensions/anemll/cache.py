@@ -101,11 +101,9 @@ def cache_root(source: Path) -> Path:
         raise CacheError(
             f"{source} is no directory, expected a cache of the reference system; check the path"
         )
-    inner = (
-        [source]
-        if (source / META).is_file()
-        else sorted(p.parent for p in source.glob(f"*/{META}"))
-    )
+    inner = [source]
+    if not (source / META).is_file():
+        inner = [path.parent for path in source.glob(f"*/{META}")]
     if len(inner) != 1:
         raise CacheError(
             f"{source} holds no {META}, expected a cache of the reference system; name the "
@@ -151,26 +149,8 @@ def read_meta(root: Path) -> Meta:
     )
 
 
-def shard_files(root: Path) -> list[Path]:
-    """Return the shard files of a cache, in order.
-
-    Raises:
-        CacheError: there is none.
-    """
-    files = sorted(root.glob(SHARDS))
-    if not files:
-        raise CacheError(
-            f"{root} holds no {SHARDS}, expected the shards of a cache; copy them anew"
-        )
-    return files
-
-
 def common_shape(files: list[Path], meta: Meta) -> CacheShape:
-    """Return the shape that all shards share; the files are mapped, not read.
-
-    Raises:
-        CacheError: a file is not a shard, the shapes differ, or K exceeds the vocabulary.
-    """
+    """Return the shape that all shards share; the files are mapped, not read."""
     sequences, others = [], set()
     for file in files:
         shard = _open_shard(file)
@@ -202,11 +182,10 @@ def _open_shard(file: Path) -> ForeignShard:
     known = {name: found[name] for name in SHARD_DIMS if found.get(name) is not None}
     check_tensors(file, known, CacheError)
     known = {n: t[None] if t.dim() == SHARD_DIMS[n] - 1 else t for n, t in known.items()}
-    N, S = (
-        known["input_ids"].shape if known["input_ids"].dim() == SHARD_DIMS["input_ids"] else (0, 0)
-    )
+    ids = known["input_ids"]
+    N, S = ids.shape if ids.dim() == SHARD_DIMS["input_ids"] else (0, 0)
     if N < 1 or S < 2:
-        raise _misshapen(file, "input_ids", known["input_ids"], "(N, S), S at least 2")
+        raise _misshapen(file, "input_ids", ids, "(N, S), S at least 2")
     K = known["topk_idx"].shape[-1] if known["topk_idx"].dim() else 0
     R = known["rand_idx"].shape[-1] if "rand_idx" in known and known["rand_idx"].dim() else 0
     wanted = {
@@ -221,7 +200,7 @@ def _open_shard(file: Path) -> ForeignShard:
             raise _misshapen(file, name, known[name], str(shape))
     has_random = "rand_idx" in known and "rand_logits" in known
     return ForeignShard(
-        known["input_ids"],
+        ids,
         known.get("attention_mask", torch.ones(N, S, dtype=torch.bool)),
         known["topk_idx"],
         known["topk_logits"],
@@ -239,14 +218,11 @@ def read_shard(file: Path, vocab_size: int) -> ForeignShard:
     """
     check_sums(file, CacheError)
     shard = _open_shard(file)
-    for name, ids in (
-        ("input_ids", shard.input_ids),
-        ("topk_idx", shard.ids),
-        ("rand_idx", shard.random_ids),
-    ):
-        if ids is not None and (
-            ids.is_floating_point() or ids.min() < 0 or ids.max() >= vocab_size
-        ):
+    found = {"input_ids": shard.input_ids, "topk_idx": shard.ids, "rand_idx": shard.random_ids}
+    for name, ids in found.items():
+        if ids is None:
+            continue
+        if ids.is_floating_point() or ids.min() < 0 or ids.max() >= vocab_size:
             raise CacheError(
                 f"{file}: {name} has {ids.dtype} from {ids.min().item()} to {ids.max().item()}, "
                 f"expected ids below vocab_size={vocab_size}; mend {META} or copy the shard anew"
@@ -287,46 +263,66 @@ PIECE = 2**21
 """Logits that are encoded at once, which bounds the memory of float64 copies."""
 
 
-class Wish(NamedTuple):
-    """The settings that the imported cache gets."""
-
-    meta: Meta
-    tokenizer: str
-    """`tokenizer_hash` of the tokenizer that produced the tokens."""
-    held_out: float
-    """Fraction of the sequences that is held out from training: the last ones."""
-    keeps_negatives: bool
-
-
-def write_cache(root: Path, wish: Wish, out: Path) -> Manifest:
+def write_cache(
+    root: Path, out: Path, *, meta: Meta, tokenizer: str, config: ImportConfig
+) -> Manifest:
     """Convert the cache at `root` to our format in `out`, which exists and is empty.
 
     The last `held_out` of the sequences become the held-out split: they are in document order, so
-    at most one document is in both splits.
+    at most one document is in both splits. `tokenizer` is the hash of the one that made the tokens.
 
     Raises:
         CacheError: a shard is damaged or invalid, or the disk is full.
     """
-    files = shard_files(root)
-    shape = common_shape(files, wish.meta)
-    if not wish.keeps_negatives:
+    files = sorted(root.glob(SHARDS))
+    if not files:
+        raise CacheError(
+            f"{root} holds no {SHARDS}, expected the shards of a cache; copy them anew"
+        )
+    shape = common_shape(files, meta)
+    if not config.keep_negatives:
         shape = shape._replace(negatives=0)
-    num_train = _num_train(sum(shape.sequences), wish.held_out)
+    num_train = _num_train(sum(shape.sequences), config.held_out)
     shards: dict[Split, list[Shard]] = {"train": [], "held_out": []}
     first = 0
     with progress("importing", len(files), "shards") as ticker:
         for file in files:
-            whole = read_shard(file, wish.meta.vocab_size)
+            whole = read_shard(file, meta.vocab_size)
             if shape.negatives == 0:
                 whole = whole._replace(random_ids=None, random_logits=None)
             for split, rows in _parts(first, len(whole.input_ids), num_train):
                 part = ForeignShard(*(None if t is None else t[rows] for t in whole))
                 path = out / f"{split}-{len(shards[split]):05d}.safetensors"
-                content = _tensors(part, wish.meta.vocab_size)
-                shards[split].append(_write_shard(path, split, part, content))
+                shards[split].append(_write_shard(path, split, part, meta.vocab_size))
             first += len(whole.input_ids)
             ticker.advance()
-    manifest = _manifest(wish, shape, [*shards["train"], *shards["held_out"]])
+    both = [*shards["train"], *shards["held_out"]]
+    settings = CacheSettings(
+        data=meta.data,
+        format=meta.format,
+        thinking=meta.thinking,
+        sequence_length=shape.length,
+        top_k=shape.top_k,
+        held_out=config.held_out,
+        shard_size=max(shape.sequences),
+    )
+    identity = fingerprint([shard.sha256 for shard in both])
+    manifest = Manifest(
+        state="complete",
+        fingerprint=fingerprint([settings.recorded(), identity, tokenizer]),
+        settings=settings,
+        teacher=TeacherInfo(
+            name=meta.teacher,
+            identity=f"{IMPORTED_AS}{identity}",
+            vocab_size=meta.vocab_size,
+            max_positions=None,
+            dtype="unknown",
+        ),
+        tokenizer=tokenizer,
+        has_tail=False,
+        negatives=shape.negatives,
+        shards=both,
+    )
     write_atomic(out / MANIFEST, manifest.to_bytes())
     return manifest
 
@@ -352,10 +348,13 @@ def _parts(first: int, count: int, num_train: int) -> Iterator[tuple[Split, slic
         yield "held_out", slice(cut, count)
 
 
-def _tensors(shard: ForeignShard, vocab_size: int) -> dict[str, Tensor]:
-    """Return the tensors of a shard file in our format."""
-    tokens, starts, mask = _sequences(shard)
-    bits = id_bits(vocab_size)
+def _write_shard(path: Path, split: Split, shard: ForeignShard, vocab_size: int) -> Shard:
+    """Write a shard file in our format; each sequence is one document."""
+    attention, tokens, bits = shard.attention, shard.input_ids.long(), id_bits(vocab_size)
+    starts, mask = torch.zeros_like(attention), torch.zeros_like(attention)  # `(N, S)` bool
+    starts[:, 0] = True
+    starts[:, 1:] |= attention[:, :-1] & ~attention[:, 1:]  # padding is a document of its own
+    mask[:, :-1] = attention[:, :-1] & attention[:, 1:]
     tensors = {
         "tokens": pack_bits(tokens, bits),
         "starts": pack_bits(starts, 1),
@@ -365,37 +364,19 @@ def _tensors(shard: ForeignShard, vocab_size: int) -> dict[str, Tensor]:
     if shard.random_ids is not None:
         tensors["negative_ids"] = pack_bits(shard.random_ids.flatten(1), bits)
         tensors["negative_logits"] = shard.random_logits.half().contiguous()
-    return tensors
-
-
-def _write_shard(
-    path: Path, split: Split, shard: ForeignShard, tensors: dict[str, Tensor]
-) -> Shard:
     raw = shard_content(tensors)
     write_atomic(path, raw)
-    tokens, starts, mask = _sequences(shard)
     content = tokens.int().numpy().tobytes() + starts.numpy().tobytes()
     return Shard(
         file=path.name,
         split=split,
         sequences=len(tokens),
-        tokens=int(shard.attention.sum()),
+        tokens=int(attention.sum()),
         counted=int(mask.sum()),
         bytes=len(raw),
         sha256=hashlib.sha256(raw).hexdigest(),
         content=xxhash.xxh3_64_hexdigest(content),
     )
-
-
-def _sequences(shard: ForeignShard) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, document starts and mask `(N, S)`; each sequence is one document."""
-    attention = shard.attention
-    starts = torch.zeros_like(attention)
-    starts[:, 0] = True
-    starts[:, 1:] |= attention[:, :-1] & ~attention[:, 1:]
-    mask = torch.zeros_like(attention)
-    mask[:, :-1] = attention[:, :-1] & attention[:, 1:]
-    return shard.input_ids.long(), starts, mask
 
 
 def _encoded(shard: ForeignShard, vocab_size: int) -> dict[str, Tensor]:
@@ -427,39 +408,6 @@ def _encode_piece(ids: Tensor, logits: Tensor, vocab_size: int) -> dict[str, Ten
     return encode_top_k(top, N, vocab_size)
 
 
-def _manifest(wish: Wish, shape: CacheShape, shards: list[Shard]) -> Manifest:
-    meta = wish.meta
-    settings = CacheSettings(
-        data=meta.data,
-        format=meta.format,
-        thinking=meta.thinking,
-        sequence_length=shape.length,
-        top_k=shape.top_k,
-        held_out=wish.held_out,
-        shard_size=max(shape.sequences),
-    )
-    identity = fingerprint([shard.sha256 for shard in shards])
-    return Manifest(
-        state="complete",
-        fingerprint=fingerprint([settings.recorded(), identity, wish.tokenizer]),
-        settings=settings,
-        teacher=TeacherInfo(
-            name=meta.teacher,
-            identity=f"{IMPORTED_AS}{identity}",
-            vocab_size=meta.vocab_size,
-            max_positions=None,
-            dtype="unknown",
-        ),
-        tokenizer=wish.tokenizer,
-        has_tail=False,
-        negatives=shape.negatives,
-        shards=shards,
-    )
-
-
-# `qat cache import`: converts a cache of the reference system and adds the hash of its tokenizer.
-
-
 def import_cache(source: Path, config: ImportConfig, out: Path) -> Manifest:
     """Convert the cache of the reference system at `source` to `out`, completely or not at all.
 
@@ -482,17 +430,11 @@ def import_cache(source: Path, config: ImportConfig, out: Path) -> Manifest:
             f"the tokenizer that made the tokens of {root} cannot be opened ({str(error)[:200]}), "
             "and students must have the same; add --teacher MODEL, a model with that tokenizer"
         ) from None
-    _check_vocabulary(name, meta.vocab_size, root)
-    wish = Wish(meta, tokenizer, config.held_out, config.keep_negatives)
-    with atomic_directory(out) as partial:
-        return write_cache(root, wish, partial)
-
-
-def _check_vocabulary(name: str, vocab_size: int, root: Path) -> None:
-    """Raise CacheError if the model's vocabulary differs in size from the cache's teacher."""
-    has = load_config(name).get_text_config().vocab_size
-    if has != vocab_size:
+    words = load_config(name).get_text_config().vocab_size
+    if words != meta.vocab_size:
         raise CacheError(
-            f"teacher={name} has {has} words, but the teacher of {root} had {vocab_size}; expected "
-            "the same vocabulary: add --teacher MODEL, the model that made the cache"
+            f"teacher={name} has {words} words, but the teacher of {root} had {meta.vocab_size}; "
+            "expected the same vocabulary: add --teacher MODEL, the model that made the cache"
         )
+    with atomic_directory(out) as partial:
+        return write_cache(root, partial, meta=meta, tokenizer=tokenizer, config=config)

@@ -6,6 +6,7 @@ float32 rounding, except for weights of version 1 whose scale it raises to 1e-8:
 
 import json
 import logging
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -56,11 +57,17 @@ def import_checkpoint(source: Path, base: str | None, out: Path) -> ImportReport
     with atomic_directory(out) as partial:
         write_checkpoint(model, _tokenizer(base), partial)
         check_written(partial, model)
-        counts = _counts(imported) | {
-            "bits_per_weight": model_bits_per_weight(model),
-            "megabytes": model_bytes(partial) / 1e6,
-        }
-        report = ImportReport(str(path), base, legacy.version, **counts)
+        report = ImportReport(
+            str(path),
+            base,
+            legacy.version,
+            linears=len(imported),
+            formats=dict(Counter(map(_format_of, imported))),
+            adapters=sum(linear.lora is not None for linear in imported),
+            floored=sum(linear.num_floored for linear in imported),
+            bits_per_weight=model_bits_per_weight(model),
+            megabytes=model_bytes(partial) / 1e6,
+        )
         (partial / IMPORT).write_text(json.dumps(asdict(report), indent=1) + "\n")
     return report
 
@@ -115,11 +122,7 @@ def build_model(legacy: LegacyState, config: Config) -> tuple[PreTrainedModel, l
 
 
 def _untied_if_apart(legacy: LegacyState, config: Config) -> Config:
-    """Return the configuration in float32, untied if head and embedding differ.
-
-    Raises:
-        CheckpointError: the base model is quantized itself.
-    """
+    """Return the configuration in float32, untied if head and embedding differ."""
     config = type(config).from_dict(config.to_dict())
     if hasattr(config, "quantization_config"):
         raise CheckpointError(
@@ -139,10 +142,11 @@ def _untied_if_apart(legacy: LegacyState, config: Config) -> Config:
 
 
 def _check_names(legacy: LegacyState, skeleton: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of the float model; the state dict must have them all."""
+    """Return the shape of every tensor of the float model, which the state dict must all have."""
     shapes = {key: tuple(tensor.shape) for key, tensor in skeleton.state_dict().items()}
+    modules = dict(skeleton.named_modules())
     for name in legacy.linears:
-        if not _is_quantizable(skeleton, name):
+        if not isinstance(modules.get(name), torch.nn.Linear):
             raise CheckpointError(
                 f"the state dict quantizes {name}, but {type(skeleton).__name__} has no linear "
                 "layer of that name; expected a checkpoint of that architecture: add --base MODEL"
@@ -164,14 +168,6 @@ def _check_names(legacy: LegacyState, skeleton: PreTrainedModel) -> dict[str, tu
                 "with the model it was made from, or copy the file anew"
             )
     return shapes
-
-
-def _is_quantizable(skeleton: PreTrainedModel, name: str) -> bool:
-    try:
-        module = skeleton.get_submodule(name)
-    except AttributeError:
-        return False
-    return isinstance(module, torch.nn.Linear)
 
 
 def _with_tensors(
@@ -206,17 +202,8 @@ def _tokenizer(base: str) -> object | None:
         return None
 
 
-def _counts(imported: list[Imported]) -> dict[str, object]:
-    """Return the fields of the report that count linears."""
-    formats: dict[str, int] = {}
-    for linear in imported:
-        spec = linear.spec
-        scale = f"r{spec.rank}" if spec.scale == "low_rank" else f"g{spec.group_size}"
-        key = f"{spec.codebook}{spec.bits} {scale} s{spec.scale_bits}"
-        formats[key] = formats.get(key, 0) + 1
-    return dict(
-        linears=len(imported),
-        formats=formats,
-        adapters=sum(linear.lora is not None for linear in imported),
-        floored=sum(linear.num_floored for linear in imported),
-    )
+def _format_of(linear: Imported) -> str:
+    """Return a format as the report shows it, such as `lut2 r3 s32`."""
+    spec = linear.spec
+    scale = f"r{spec.rank}" if spec.scale == "low_rank" else f"g{spec.group_size}"
+    return f"{spec.codebook}{spec.bits} {scale} s{spec.scale_bits}"

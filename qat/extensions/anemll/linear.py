@@ -85,7 +85,10 @@ def learned_levels(raw_deltas: Tensor, max_abs: float) -> Tensor:
 def second_scales(parts: Parts, settings: LegacySettings) -> Scales:
     """Return the scale of version 2: normalised factors with gains, or the factors as baked."""
     A, B, g = parts["scale_A"], parts["scale_B"], parts["rank_magnitude"]
-    if not _is_baked(parts):
+    flag = parts.get("_scales_baked_flag")
+    # older files have no flag: gains of one say it
+    is_baked = torch.allclose(g, torch.ones_like(g), atol=1e-5) if flag is None else flag.item()
+    if not is_baked:
         if settings.is_positive:
             A, B = A.abs(), B.abs()
         A = A / A.norm(dim=0, keepdim=True).clamp(min=NORM_FLOOR)
@@ -128,13 +131,18 @@ def lora_as_stored(lora: Lora) -> Lora:
     """Return the product with factors exact in float16, at up to three times the rank.
 
     With `out = h + l`, both float16, and `in = h' + l'`, the product is `h h' + l h' + h l'` except
-    for `l l'`, a fraction of 2**-22. Before that, powers of two balance the sizes of the factors.
+    for `l l'`, a fraction of 2**-22.
     """
     if not lora.lora_out.any() or not lora.lora_in.any():
         return Lora(*(factor.half().float() for factor in lora))
     if all(torch.equal(factor.half().float(), factor) for factor in lora):
         return lora
-    out, inner = _even(lora)
+    # powers of two keep the product exact while they balance the factors of each rank
+    tiny = torch.finfo(torch.float32).tiny
+    out_size = lora.lora_out.abs().amax(0).clamp_min(tiny)
+    in_size = lora.lora_in.abs().amax(1).clamp_min(tiny)
+    shift = torch.exp2(((in_size.log2() - out_size.log2()) / 2).round().clamp(-60, 60))
+    out, inner = lora.lora_out * shift, lora.lora_in / shift[:, None]
     (out_high, out_low), (in_high, in_low) = _halves(out), _halves(inner)
     outs, ins = [out_high], [in_high]
     if out_low.any():
@@ -150,7 +158,14 @@ def _from_second(name: str, parts: Parts, settings: LegacySettings) -> Quantized
     scales = second_scales(parts, settings)
     lut = parts["lut"]
     if "_indices" in parts:
-        indices = _checked_indices(name, parts["_indices"], lut.numel())
+        indices, most = parts["_indices"], lut.numel() - 1
+        if indices.is_floating_point() or indices.min() < 0 or indices.max() > most:
+            raise CheckpointError(
+                f"{name}._indices holds {indices.dtype} from {indices.min().item()} to "
+                f"{indices.max().item()}, expected integers from 0 to {most}; the file is damaged: "
+                "copy it anew"
+            )
+        indices = indices.to(torch.uint8)
     elif "_Q" in parts:
         indices = nearest_entries(parts["_Q"], lut)
         if not torch.equal(lut[indices.int()], parts["_Q"]) and "_lut_raw_deltas" not in parts:
@@ -197,7 +212,7 @@ def _from_first(
 def _with_zero(name: str, quantized: QuantizedWeight, is_floored: Tensor) -> QuantizedWeight:
     """Return the weight with zero where the scale is 1e-8, which low-rank scales cannot hold.
 
-    This moves a weight by 1e-8 times a LUT entry. Zero becomes an entry of the LUT.
+    This moves a weight by 1e-8 times a LUT entry; zero becomes an entry of the LUT.
     """
     if not is_floored.any():
         return quantized
@@ -281,37 +296,10 @@ def _adapter(
     return stored
 
 
-def _even(lora: Lora) -> Lora:
-    """Balance the factors of each rank by powers of two, which keep the product exact."""
-    tiny = torch.finfo(torch.float32).tiny
-    out_size = lora.lora_out.abs().amax(0).clamp_min(tiny)
-    in_size = lora.lora_in.abs().amax(1).clamp_min(tiny)
-    shift = torch.exp2(((in_size.log2() - out_size.log2()) / 2).round().clamp(-60, 60))
-    return Lora(lora.lora_out * shift, lora.lora_in / shift[:, None])
-
-
 def _halves(factor: Tensor) -> tuple[Tensor, Tensor]:
     """Return a factor rounded to float16, and its remainder rounded to float16."""
     high = factor.half().float()
     return high, (factor - high).half().float()
-
-
-def _is_baked(parts: Parts) -> bool:
-    flag = parts.get("_scales_baked_flag")
-    if flag is not None:
-        return bool(flag.item())
-    g = parts["rank_magnitude"]
-    return torch.allclose(g, torch.ones_like(g), atol=1e-5)
-
-
-def _checked_indices(name: str, indices: Tensor, num_entries: int) -> Tensor:
-    if indices.is_floating_point() or indices.min() < 0 or indices.max() >= num_entries:
-        raise CheckpointError(
-            f"{name}._indices holds {indices.dtype} from {indices.min().item()} to "
-            f"{indices.max().item()}, expected integers from 0 to {num_entries - 1}; the file is "
-            "damaged: copy it anew"
-        )
-    return indices.to(torch.uint8)
 
 
 def _check_baked(name: str, weight: Tensor, expected: Tensor, rounding: Tensor) -> None:

@@ -113,16 +113,9 @@ def check_sums(path: Path, error: type[QatError]) -> None:
 
 
 def check_tensors(path: Path, tensors: dict[str, object], error: type[QatError]) -> None:
-    """Raise `error` for values that are not plain tensors of a usual dtype, fully in memory.
-
-    A tensor with a stride of zero may claim any size over a few bytes, but `torch.save` of a state
-    dict does not produce one.
-
-    Raises:
-        error: at the first value that is something else.
-    """
+    """Raise `error` for the first value that is not a plain tensor of a usual dtype, in memory."""
     for name, value in tensors.items():
-        fault = tensor_fault(value)
+        fault = _tensor_fault(value)
         if fault is not None:
             raise error(
                 f"{path}: {name} is {fault}, expected a plain tensor; copy the file anew or save "
@@ -130,7 +123,7 @@ def check_tensors(path: Path, tensors: dict[str, object], error: type[QatError])
             )
 
 
-def tensor_fault(value: object) -> str | None:
+def _tensor_fault(value: object) -> str | None:
     """Return why a value is not a plain tensor; None if it is one."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
@@ -138,6 +131,7 @@ def tensor_fault(value: object) -> str | None:
         return f"a tensor of layout {value.layout} on {value.device}"
     if value.dtype not in DTYPES:
         return f"a tensor of {value.dtype}"
+    # a stride of zero may claim any size over a few bytes; `torch.save` writes none
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
         return f"a tensor of shape {tuple(value.shape)} over too few bytes"
     return None

@@ -276,13 +276,9 @@ def _wrong(key: str, value: object, expected: str, where: str) -> CheckpointErro
     )
 
 
+# Checks of the tensors of one linear, before anything is computed with them. P: in_features padded.
+
 LEAST_LEVELS, MOST_LEVELS = 2, 256
-# Checks of the tensors of one linear, before anything is computed with them.
-#
-# Shapes: O out_features, I in_features, P in_features padded, L entries of the LUT, R rank, r rank
-# of a LoRA.
-
-
 LEARNED_LEVELS = 16
 """Entries of a learned LUT: eight gaps, mirrored."""
 
@@ -298,11 +294,7 @@ def check_finite(name: str, parts: Parts) -> None:
 
 
 def check_shapes(name: str, parts: Parts, version: Version, shape: tuple[int, int]) -> None:
-    """Raise CheckpointError for tensors that do not form an `(O, I)` linear.
-
-    Raises:
-        CheckpointError: the first one of another shape, dtype or number of values.
-    """
+    """Raise CheckpointError for the first tensor that does not belong to an `(O, I)` linear."""
     O, I = shape
     L, R, r = parts["lut"].numel(), _side(parts, "scale_A", 1), _side(parts, "lora_A", 0)
     # version 1 pads its input features to whole groups
