@@ -231,7 +231,25 @@ class QatQuantization(QuantizationConfig):
         return QatTiedMethod() if is_head and self.is_tied and embedding else None
 
 
-class QatLinearMethod(LinearMethodBase):
+class PackedMethod(QuantizeMethodBase):
+    """What linears and tables have in common, once `_make_room` gave their layer its parameters."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Refuse an incompletely loaded layer."""
+        _check_loaded(layer)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply: `(..., I)` to `(..., O)`."""
+        weights, formats = _operands(layer)
+        ends = None
+        if any(part.rounds_a_piece for part in layer.qat_parts):
+            # a scale belongs to the whole token: gather the extremes of its slices from all
+            # processes
+            ends = tensor_model_parallel_all_gather(torch.stack(x.aminmax(dim=-1), -1))
+        return lut_linear(x, weights, formats, bias, ends)
+
+
+class QatLinearMethod(PackedMethod, LinearMethodBase):
     """A linear whose weight is one or several packed matrices, stacked by rows.
 
     `context` holds the model's layers by name, if keys and values are rounded: every attention
@@ -278,7 +296,7 @@ class QatLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Refuse an incompletely loaded layer, and attention layers whose cache is not rounded."""
-        _check_loaded(layer)
+        super().process_weights_after_loading(layer)
         for name, other in self.context.items():
             is_rounded = isinstance(getattr(other, "quant_method", None), QatCacheMethod)
             if isinstance(other, AttentionLayerBase) and not is_rounded:
@@ -287,10 +305,6 @@ class QatLinearMethod(LinearMethodBase):
                     f"{type(other).__name__} that is told of no quantization, expected one that "
                     "is; run it with 'qat generate', or convert the model without --kv"
                 )
-
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply: `(..., I)` to `(..., O)`."""
-        return _multiplied(layer, x, bias)
 
 
 class QatCacheMethod(BaseKVCacheMethod):
@@ -428,7 +442,7 @@ class QatExpertsMethod(FusedMoEMethodBase):
         return (y * topk_weights[:, :, None]).sum(1).to(x.dtype)
 
 
-class QatTableMethod(QuantizeMethodBase):
+class QatTableMethod(PackedMethod):
     """An embedding or a head with a packed table."""
 
     def __init__(self, member: Stored) -> None:
@@ -453,14 +467,6 @@ class QatTableMethod(QuantizeMethodBase):
         _name_as_stored(layer)
         layer.qat_dtype = params_dtype
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Refuse an incompletely loaded table."""
-        _check_loaded(layer)
-
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply hidden states `(..., I)` to logits `(..., O)`."""
-        return _multiplied(layer, x, bias)
-
     def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
         """Return the embeddings of the ids."""
         weights, formats = _operands(layer)
@@ -468,11 +474,14 @@ class QatTableMethod(QuantizeMethodBase):
         return lut_embedding(input_, weights, formats, part.in_features, layer.qat_dtype)
 
 
-class QatTiedMethod(QuantizeMethodBase):
+class QatTiedMethod(PackedMethod):
     """A head that shares the packed table of the embedding."""
 
     def create_weights(self, layer: nn.Module, *_: Any, **__: Any) -> None:
         """Create nothing: the weights are those of the embedding."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Check nothing: the embedding is checked."""
 
     def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
         """Register the embedding's parameters in the head."""
@@ -480,10 +489,6 @@ class QatTiedMethod(QuantizeMethodBase):
             layer.register_parameter(name, parameter)
         layer.qat_parts = embed_tokens.qat_parts
         return layer
-
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply hidden states `(..., I)` to logits `(..., O)`."""
-        return _multiplied(layer, x, bias)
 
 
 def _make_room(
@@ -536,7 +541,7 @@ def _load(  # noqa: PLR0917 - the last three are vLLM's
     loaded: Tensor,
     shard: str | int | None = None,
 ) -> None:
-    """Load one tensor of the checkpoint (vLLM's `weight_loader`); `shard` names the joined part."""
+    """Load one tensor of the checkpoint; `shard` names the joined part."""
     _put(layer, key, loaded, 0 if shard is None else SHARDS.get(shard, shard))
 
 
@@ -564,15 +569,6 @@ def _check_loaded(layer: nn.Module) -> None:
             f"{layer.qat_parts[0].stored.name}; expected exactly the tensors that its config.json "
             "describes: copy it anew or convert the model anew"
         )
-
-
-def _multiplied(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    weights, formats = _operands(layer)
-    ends = None
-    if any(part.rounds_a_piece for part in layer.qat_parts):
-        # a scale belongs to the whole token: gather the extremes of its slices from all processes
-        ends = tensor_model_parallel_all_gather(torch.stack(x.aminmax(dim=-1), -1))
-    return lut_linear(x, weights, formats, bias, ends)
 
 
 def _operands(layer: nn.Module, only: int | None = None) -> tuple[list[Tensor], list[int]]:
