@@ -47,7 +47,7 @@ def nsa_inputs(
 
 
 def documents(length: int) -> Tensor:
-    """`(2, length)`: beginnings of documents at odd places, others in each row."""
+    """`(2, length)`: document_starts of documents at odd places, others in each row."""
     starts = [[0, length // 3, length // 3 + 1], [0, length // 2 + 1]]
     places = torch.arange(length)
     rows = [torch.stack([torch.where(places >= s, s, 0) for s in row]).amax(0) for row in starts]
@@ -65,7 +65,7 @@ def blocks_of_tile(inputs: Inputs, config: NSAConfig, at: tuple[int, int, int]) 
     """Return the blocks that the tile `(row, key-value head, tile)` reads, by the definition."""
     row, head, tile = at
     leader = tile * config.select_tile
-    start = int(inputs.beginnings().expand(2, -1)[row, leader])
+    start = int(inputs.document_starts().expand(2, -1)[row, leader])
     l, d, size = config.compress_block, config.compress_stride, config.select_block
     visible = [
         c for c in range(inputs.pooled_key.shape[2]) if c * d + l - 1 <= leader and c * d >= start
@@ -99,13 +99,13 @@ def by_loops(inputs: Inputs, config: NSAConfig) -> Tensor:
     """`(B, S, H, D)`: every query alone."""
     B, H, S, D = inputs.query.shape
     out = torch.zeros(B, S, H, D, dtype=torch.float64)
-    beginnings = inputs.beginnings().expand(B, -1)
+    document_starts = inputs.document_starts().expand(B, -1)
     blocks = cache(partial(blocks_of_tile, inputs, config))
     for row in range(B):
         for head in range(H):
             for t in range(S):
                 chosen = blocks((row, head // inputs.group, t // config.select_tile))
-                past = range(int(beginnings[row, t]), t + 1)
+                past = range(int(document_starts[row, t]), t + 1)
                 read = [i for i in past if i // config.select_block in chosen]
                 selected = _attend(inputs, (row, head, t), inputs.key, inputs.value, read)
                 if config.mode == "merged":

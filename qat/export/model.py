@@ -47,17 +47,17 @@ WEIGHTS = {".safetensors", ".gguf", ".bin", ".pt", ".pte"}
 """Suffixes of files that hold weights."""
 UNREADABLE = (OSError, ValueError, RuntimeError, LookupError, SafetensorError)
 """Errors that libraries raise for files that they cannot read."""
-SUMS = 64 * torch.finfo(torch.float32).eps
+SUM_NOISE = 64 * torch.finfo(torch.float32).eps
 """Relative noise of a layer's output if float32 sums run in another order: models of 2 to 30 layers
 differed by up to 8 `eps`."""
-STEPS = 4
+ROUNDING_FACTOR = 4
 """Factor on the allowed difference if inputs are rounded to 8 bits. A value next to a rounding
 boundary moves by a whole step or not at all, others follow, and that is chance: in 128 rows of 16
 tokens a program differed by up to 2.35 times the noise."""
-DRAWS = 8
+NOISE_DRAWS = 8
 """The number of noise draws in that case: in a small model one draw in three moves no input at
 all."""
-OTHERS = {torch.bfloat16: (torch.float16, torch.float32), torch.float16: (torch.float32,)}
+FALLBACK_DTYPES = {torch.bfloat16: (torch.float16, torch.float32), torch.float16: (torch.float32,)}
 """Dtypes to try, in order, if a target cannot hold a model in the dtype of its checkpoint."""
 IMPORT = "import_report.json"
 """Report of an import of the reference's checkpoint, stored with its tensors."""
@@ -170,7 +170,7 @@ def export_model(source: str, config: ExportConfig, out: Path) -> ExportReport:
             config.to,
             kv.bits,
         )
-    others = OTHERS.get(saved, ()) if config.dtype == "auto" else ()
+    others = FALLBACK_DTYPES.get(saved, ()) if config.dtype == "auto" else ()
     for dtype in (*others, None):
         try:
             report = _write(config.to, model, path, out, saved=saved)
@@ -257,9 +257,9 @@ def check_equal(name: TargetName, model: PreTrainedModel, directory: Path) -> fl
     expected, allowed = logits_of(plain, ids), 0.0
     if target.COMPARED in ("sums", "constants"):
         allowed = _noise(
-            plain, ids, max(SUMS, torch.finfo(dtype).eps), bool(activation_counts(model))
+            plain, ids, max(SUM_NOISE, torch.finfo(dtype).eps), bool(activation_counts(model))
         )
-    difference = _most(found, expected)
+    difference = _largest_difference(found, expected)
     if not difference <= allowed:  # NaN fails too
         wished = f"within {allowed:.3g}" if allowed else "to the bit"
         raise ExportError(
@@ -275,13 +275,13 @@ def _noise(model: PreTrainedModel, ids: Tensor, eps: float, is_rounded: bool) ->
     `is_rounded`: the program rounds the inputs of its linears.
     """
     expected, most = logits_of(model, ids), 0.0
-    for seed in range(DRAWS if is_rounded else 1):
+    for seed in range(NOISE_DRAWS if is_rounded else 1):
         with disturbed(model, eps, every_product=is_rounded, seed=seed):
-            most = max(most, _most(logits_of(model, ids), expected))
-    return most * (STEPS if is_rounded else 1)
+            most = max(most, _largest_difference(logits_of(model, ids), expected))
+    return most * (ROUNDING_FACTOR if is_rounded else 1)
 
 
-def _most(found: Tensor, expected: Tensor) -> float:
+def _largest_difference(found: Tensor, expected: Tensor) -> float:
     return (found.float() - expected.float()).abs().max().item()
 
 

@@ -25,7 +25,15 @@ from qat.bench.measure import Clock, Row, kernel_dtype, times
 from qat.bench.results import Results, environment
 from qat.errors import ConfigError
 from qat.extensions.nsa.kernels.config import PRESETS
-from qat.extensions.nsa.ways import Attend, Layer, Pass, Way, Work, layer_of, sparse_ways
+from qat.extensions.nsa.variants import (
+    Attend,
+    Layer,
+    Pass,
+    Variant,
+    Work,
+    layer_of,
+    sparse_variants,
+)
 from qat.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -56,11 +64,11 @@ DENSE = {
 }
 
 
-def ways_of(which: Pass, presets: tuple[str, ...]) -> Iterator[Way]:
-    """Yield the dense ways, then the sparse ones: `dense cudnn`, ..., `nsa flex`, ..."""
+def variants_of(which: Pass, presets: tuple[str, ...]) -> Iterator[Variant]:
+    """Yield the dense variants, then the sparse ones: `dense cudnn`, ..., `nsa flex`, ..."""
     for name, kernel in DENSE.items():
-        yield Way(f"dense {name}", partial(_dense, kernel=kernel, is_causal=which != "decode"))
-    yield from sparse_ways(which, presets)
+        yield Variant(f"dense {name}", partial(_dense, kernel=kernel, is_causal=which != "decode"))
+    yield from sparse_variants(which, presets)
 
 
 def recorded(attend: Attend, layer: Layer, backend: Backend) -> Attend:
@@ -95,7 +103,7 @@ MOST_CALLS = 32
 
 
 class Ready(NamedTuple):
-    """A way to attend whose first call succeeded."""
+    """A variant whose first call succeeded."""
 
     row: Row
     sample: Callable[[], None]
@@ -103,7 +111,7 @@ class Ready(NamedTuple):
 
 
 def run_attention(config: AttentionConfig, out: Path | None) -> tuple[Path, list[Row], list[Row]]:
-    """Time every way on every shape; a way that cannot run has a row with the reason.
+    """Time every variant on every shape; a variant that cannot run has a row with the reason.
 
     Returns:
         The file of the results, the rows, and the `crossovers`.
@@ -122,8 +130,8 @@ def run_attention(config: AttentionConfig, out: Path | None) -> tuple[Path, list
         groups, lengths = parse_sizes(config.groups), parse_sizes(config.lengths)
         for group, length, which in product(groups, lengths, config.passes.split(",")):
             work = Work(length, group, config.key_heads, config.head_dim, config.batch_size)
-            ways = ways_of(which, presets)
-            for row in measured(ways, work, which, clock=clock):
+            variants = variants_of(which, presets)
+            for row in measured(variants, work, which, clock=clock):
                 results.add(**row)
                 rows.append(row)
         found = crossovers(rows)
@@ -131,10 +139,10 @@ def run_attention(config: AttentionConfig, out: Path | None) -> tuple[Path, list
     return results.path, rows, found
 
 
-def measured(ways: Iterator[Way], work: Work, which: Pass, *, clock: Clock) -> list[Row]:
-    """Return a row per way, timed in turns; `over_dense` is the speedup over the best dense way."""
+def measured(variants: Iterator[Variant], work: Work, which: Pass, *, clock: Clock) -> list[Row]:
+    """Return a row per variant, timed in turns; `over_dense`: speedup over the best dense one."""
     logger.info("%s, S=%d, %d/%d heads", which, work.length, work.heads, work.key_heads)
-    tried = [ready(way, work, which, clock.backend) for way in ways]
+    tried = [ready(variant, work, which, clock.backend) for variant in variants]
     able = [each for each in tried if isinstance(each, Ready)]
     turns = clock.turns([each.sample for each in able])
     for each, seconds in zip(able, turns, strict=True):
@@ -145,13 +153,13 @@ def measured(ways: Iterator[Way], work: Work, which: Pass, *, clock: Clock) -> l
     return [each.row if isinstance(each, Ready) else each for each in tried]
 
 
-def ready(way: Way, work: Work, which: Pass, backend: Backend) -> Ready | Row:
-    """Compile a way and measure its memory; return it ready to time, or a row with the failure."""
+def ready(variant: Variant, work: Work, which: Pass, backend: Backend) -> Ready | Row:
+    """Compile a variant and measure its memory; return it ready to time, or the failure's row."""
     row: Row = {
         "kind": "attention",
-        "case": f"{way.name}, {which}, S={work.length}, {work.heads}/{work.key_heads}",
-        "way": way.name,
-        "is_dense": way.is_dense,
+        "case": f"{variant.name}, {which}, S={work.length}, {work.heads}/{work.key_heads}",
+        "way": variant.name,
+        "is_dense": variant.is_dense,
         "pass": which,
         "length": work.length,
         "heads": work.heads,
@@ -165,7 +173,7 @@ def ready(way: Way, work: Work, which: Pass, backend: Backend) -> Ready | Row:
     try:
         began = time.perf_counter()
         layer = layer_of(work, which, device=backend.device, dtype=dtype)
-        attend = way.prepare(layer, work)
+        attend = variant.prepare(layer, work)
         if which == "decode":
             attend = recorded(attend, layer, backend)
         call = call_of(attend, layer, which)
@@ -174,9 +182,9 @@ def ready(way: Way, work: Work, which: Pass, backend: Backend) -> Ready | Row:
         row["compile_s"] = time.perf_counter() - began
         row["peak_gib"] = _added_gib(call, backend)
         seconds = statistics.median(backend.seconds_of(call) for _ in range(3))
-        if way.problem is not None and which != "decode":
+        if variant.problem is not None and which != "decode":
             with torch.set_grad_enabled(which == "train"):
-                wrong = way.problem(attend, layer)
+                wrong = variant.problem(attend, layer)
             if wrong is not None:
                 return {**row, "status": "WRONG", "reason": wrong}
     except (ConfigError, RuntimeError) as error:
@@ -193,7 +201,7 @@ def ready(way: Way, work: Work, which: Pass, backend: Backend) -> Ready | Row:
 
 
 def crossovers(rows: Sequence[Row]) -> list[Row]:
-    """Return each sparse way's least length from which it beats all dense ones; None if never."""
+    """Return the least length from which each sparse variant beats all dense ones, or None."""
     kinds: dict[tuple, list[Row]] = defaultdict(list)
     names = ("way", "pass", "heads", "key_heads")
     for row in rows:

@@ -20,9 +20,9 @@ from qat.extensions.nsa.kernels.decode import Past
 from qat.extensions.nsa.kernels.select import Inputs, pool, select
 from qat.extensions.nsa.rows import TokenRows
 
-ROOM = 256
+CAPACITY_STEP = 256
 """The capacity in positions is a multiple of this."""
-SPARE = 8
+GROWTH = 8
 """The capacity grows by at least an eighth, so that the cache is seldom copied."""
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines `(B, S, D)`."""
@@ -79,9 +79,9 @@ class Unrotated(NamedTuple):
         """Append `key` `(B, K, D)` and return the last L keys pooled and rotated, `(B, K, D)`."""
         L = self.keys.shape[2]
         slot = (position % L)[:, None, None, None]
-        for kept, new in zip(self, (key, *(angle[:, None] for angle in angles)), strict=True):
-            new = new[:, :, None].to(kept.dtype).expand(len(position), -1, -1, -1)
-            kept.scatter_(2, slot.expand_as(new), new)
+        for stored, new in zip(self, (key, *(angle[:, None] for angle in angles)), strict=True):
+            new = new[:, :, None].to(stored.dtype).expand(len(position), -1, -1, -1)
+            stored.scatter_(2, slot.expand_as(new), new)
         order = (position[:, None] + 1 + torch.arange(L, device=position.device)) % L
         keys = self.keys.take_along_dim(order[:, None, :, None], 2)
         found = pool(keys, config, None if weights is None else weights[0])
@@ -99,7 +99,7 @@ class NSALayer(DynamicLayer):
     def __init__(self, config: NSAConfig) -> None:
         super().__init__()
         self.config = config
-        self.kept: Past | None = None
+        self.past: Past | None = None
         self.unrotated: Unrotated | None = None
         self.position: Tensor | None = None
         """`(B,)` int64: the position of each row's next token."""
@@ -121,9 +121,9 @@ class NSALayer(DynamicLayer):
         self.dtype, self.device, self.is_initialized = like.dtype, like.device, True
         self.lengths = lengths
         self.position = torch.tensor(lengths, device=like.device)
-        self.kept = Past.empty(like, _room(inputs.length), config)
-        self._show(inputs.length)
-        decode.fill(self.kept, inputs, select(inputs, config), config)
+        self.past = Past.empty(like, _capacity(inputs.length), config)
+        self._update_views(inputs.length)
+        decode.fill(self.past, inputs, select(inputs, config), config)
         if config.cmp_rope == "pre":
             position, block = self.position, config.compress_block
             self.unrotated = Unrotated.of(*unrotated, rows, position=position, block=block)
@@ -165,18 +165,18 @@ class NSALayer(DynamicLayer):
         scale: float,
     ) -> Tensor:
         length, config, place = self.get_seq_length() + 1, self.config, self.position
-        if length > self.kept.room:
-            old = self.kept
-            self.kept = Past.empty(old.keys, _room(length + length // SPARE), config)
-            for new, kept in zip(self.kept, old, strict=True):
-                if kept is not None:
-                    new[:, :, : kept.shape[2]] = kept
+        if length > self.past.capacity:
+            old = self.past
+            self.past = Past.empty(old.keys, _capacity(length + length // GROWTH), config)
+            for new, stored in zip(self.past, old, strict=True):
+                if stored is not None:
+                    new[:, :, : stored.shape[2]] = stored
         pooled_key = None
         if self.unrotated is not None:
             key = heads.unrotated_key
             pooled_key = self.unrotated.pooled(key, angles, place, config=config, weights=weights)
         decode.append(
-            self.kept,
+            self.past,
             heads.key,
             heads.value,
             place,
@@ -186,21 +186,21 @@ class NSALayer(DynamicLayer):
         )
         sizes = {"config": config, "scale": scale}
         if any(row % config.select_tile == 0 for row in self.lengths):  # a tile begins
-            decode.choose(heads.query, self.kept, place, **sizes)
+            decode.choose(heads.query, self.past, place, **sizes)
         if length < config.min_len:
-            out = decode.attend_densely(heads.query, self.kept, place, scale=scale)
+            out = decode.attend_densely(heads.query, self.past, place, scale=scale)
         else:
-            out = decode.attend(heads.query, self.kept, place, gates=gates, **sizes)
-        self._moved(1)
-        self._show(length)
+            out = decode.attend(heads.query, self.past, place, gates=gates, **sizes)
+        self._advance(1)
+        self._update_views(length)
         return out
 
-    def _moved(self, by: int) -> None:
+    def _advance(self, by: int) -> None:
         self.position += by
         self.lengths = [length + by for length in self.lengths]
 
-    def _show(self, length: int) -> None:
-        self.keys, self.values = self.kept.keys[:, :, :length], self.kept.values[:, :, :length]
+    def _update_views(self, length: int) -> None:
+        self.keys, self.values = self.past.keys[:, :, :length], self.past.values[:, :, :length]
 
     def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Raise an error: only the layer's own module can fill it."""
@@ -208,7 +208,7 @@ class NSALayer(DynamicLayer):
 
     def reset(self) -> None:
         """Clear the cache."""
-        self.kept = self.unrotated = self.position = self.keys = self.values = None
+        self.past = self.unrotated = self.position = self.keys = self.values = None
         self.lengths, self.is_initialized = [], False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -226,8 +226,8 @@ class NSALayer(DynamicLayer):
                 "cmp_rope=post"
             )
         removed = -tokens_to_remove if tokens_to_remove < 0 else max(0, length - tokens_to_remove)
-        self._moved(-removed)
-        self._show(length - removed)
+        self._advance(-removed)
+        self._update_views(length - removed)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row i by row `beam_idx[i]`."""
@@ -245,12 +245,12 @@ class NSALayer(DynamicLayer):
         length = self.get_seq_length()
         if not length:
             return
-        self.kept = Past(*(None if tensor is None else change(tensor) for tensor in self.kept))
+        self.past = Past(*(None if tensor is None else change(tensor) for tensor in self.past))
         if self.unrotated is not None:
             self.unrotated = Unrotated(*(change(tensor) for tensor in self.unrotated))
         self.lengths = change(torch.tensor(self.lengths)).tolist()
         self.position = torch.tensor(self.lengths, device=self.position.device)
-        self._show(length)
+        self._update_views(length)
 
 
 def layer_of(cache: Cache, place: int, config: NSAConfig) -> NSALayer:
@@ -275,6 +275,6 @@ def layer_of(cache: Cache, place: int, config: NSAConfig) -> NSALayer:
     return cache.layers[place]
 
 
-def _room(length: int) -> int:
-    """Return the capacity for `length` positions: the next multiple of `ROOM` above it."""
-    return -(-(length + 1) // ROOM) * ROOM
+def _capacity(length: int) -> int:
+    """Return the capacity for `length` positions: the next multiple of `CAPACITY_STEP` above it."""
+    return -(-(length + 1) // CAPACITY_STEP) * CAPACITY_STEP

@@ -301,7 +301,7 @@ def _kept_mass(
         `(B, K, G, Q)` float32, the mass inside the selected blocks; `(B, K, Q)` bool, true if a
         block of the query's past is not selected.
     """
-    first = inputs.beginnings()[:, places, None]
+    first = inputs.document_starts()[:, places, None]
     keys = torch.arange(inputs.length, device=places.device)
     mask = (keys <= places[:, None]) & (keys >= first)
     chosen = selection[:, :, places // config.select_tile]

@@ -107,9 +107,11 @@ class _Graph:
         bias = f"{name}.bias"
         has_bias = bias in self.weights
         given = {"bias": self.weight(bias)} if has_bias else {}
-        return mb.linear(x=self.read(x, name), weight=self.weight(f"{name}.weight"), **given)
+        return mb.linear(
+            x=self.quantized_input(x, name), weight=self.weight(f"{name}.weight"), **given
+        )
 
-    def read(self, x: Var, name: str) -> Var:
+    def quantized_input(self, x: Var, name: str) -> Var:
         """Return `clip(round(x / scale), -128, 127) * scale`, shared for equal `x` and scale."""
         if name not in self.scales:
             return x
@@ -145,7 +147,7 @@ class _Graph:
         q = self.rotated(self.heads(x, f"{name}q_proj", heads, f"{name}q_norm"))
         k = self.rotated(self.heads(x, f"{name}k_proj", key_heads, f"{name}k_norm"))
         v = self.heads(x, f"{name}v_proj", key_heads, None)
-        k, v = (self.shared(part, heads // key_heads) for part in (k, v))
+        k, v = (self.repeated(part, heads // key_heads) for part in (k, v))
         scores = mb.matmul(x=mb.mul(x=q, y=self.dtype(self.head_dim**-0.5)), y=k, transpose_y=True)
         mixed = mb.matmul(x=mb.softmax(x=mb.add(x=scores, y=self.mask), axis=-1), y=v)
         length = x.shape[1]
@@ -167,7 +169,7 @@ class _Graph:
         turned = mb.concat(values=[mb.mul(x=x2, y=self.dtype(-1)), x1], axis=-1)
         return mb.add(x=mb.mul(x=x, y=self.cos), y=mb.mul(x=turned, y=self.sin))
 
-    def shared(self, x: Var, times: int) -> Var:
+    def repeated(self, x: Var, times: int) -> Var:
         """Repeat each key head for `times` query heads: `(1, K, S, E)` to `(1, H, S, E)`."""
         if times == 1:
             return x

@@ -41,7 +41,7 @@ def write(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
 ) -> None:
     """Write config.json, hf_quant_config.json, model.safetensors and the tokenizer."""
-    weights, factor = nvfp4.held(model)
+    weights, factor = nvfp4.quantized_weights(model)
     tensors = narrow_state(model)
     for name, (values, scales) in weights.items():
         tensors[f"{name}.weight"] = values

@@ -110,7 +110,7 @@ def write(
     Raises:
         ExportError: the scales span too wide a range.
     """
-    weights, factor = held(model)
+    weights, factor = quantized_weights(model)
     tensors = narrow_state(model)
     for name, (values, scales) in weights.items():
         tensors[f"{name}.weight_packed"] = values
@@ -130,7 +130,7 @@ def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
         return reloaded_logits(model, directory, ids, quantization_config=config)
 
 
-def held(model: PreTrainedModel) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor]:
+def quantized_weights(model: PreTrainedModel) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor]:
     """Return E2M1 values and E4M3 scales by the name of each linear, and their common factor.
 
     Values are `(O, I / 2)` uint8 with the even feature in the lower half, scales are `(O, I / 16)`.

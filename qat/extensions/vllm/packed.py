@@ -153,7 +153,7 @@ class Part(NamedTuple):
         return self.columns.stop - self.columns.start
 
     @property
-    def rounds_a_piece(self) -> bool:
+    def needs_token_range(self) -> bool:
         """True if the input's scale depends on values that other processes hold."""
         read = self.stored.activation
         return self.columns_held < self.in_features and read is not None and not read.is_static

@@ -93,10 +93,12 @@ def register() -> None:
     """
     register_quantization_config(QUANT_METHOD)(QatQuantization)
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _say
+        sys.excepthook = _print_refusal
 
 
-def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_refusal(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     refusal = error if isinstance(error, QatError) else None
     if refusal is None:
         # vLLM's parsed command line is a local `args` in some frame of the traceback
@@ -232,7 +234,7 @@ class QatQuantization(QuantizationConfig):
 
 
 class PackedMethod(QuantizeMethodBase):
-    """What linears and tables have in common, once `_make_room` gave their layer its parameters."""
+    """What linears and tables have in common, once `_allocate` gave their layer its parameters."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Refuse an incompletely loaded layer."""
@@ -242,7 +244,7 @@ class PackedMethod(QuantizeMethodBase):
         """Multiply: `(..., I)` to `(..., O)`."""
         weights, formats = _operands(layer)
         ends = None
-        if any(part.rounds_a_piece for part in layer.qat_parts):
+        if any(part.needs_token_range for part in layer.qat_parts):
             # a scale belongs to the whole token: gather the extremes of its slices from all
             # processes
             ends = tensor_model_parallel_all_gather(torch.stack(x.aminmax(dim=-1), -1))
@@ -291,7 +293,7 @@ class QatLinearMethod(PackedMethod, LinearMethodBase):
             for member, rows in zip(self.members, sizes, strict=True)
         ]
         rows_of = [partial(part.rows, rank=rank, size=size) for part in parts]
-        _make_room(layer, parts, rows_of, params_dtype)
+        _allocate(layer, parts, rows_of, params_dtype)
         _name_as_stored(layer)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -408,7 +410,7 @@ class QatExpertsMethod(FusedMoEMethodBase):
             partial(piece.rows, name=names[0], matrices=2, width=moe.intermediate_size),
             partial(whole.rows, name=names[1], matrices=1, width=hidden_size),
         ]
-        _make_room(layer, parts, rows_of, params_dtype)
+        _allocate(layer, parts, rows_of, params_dtype)
         # vLLM's own loader expects three-dimensional stacks or one tensor per expert
         layer.load_weights = partial(_load_stacks, layer)
 
@@ -463,7 +465,7 @@ class QatTableMethod(PackedMethod):
         part = Part.of(self.member, rows, input_size, columns=input_size, rank=0)
         held = layer.shard_indices
         words = slice(held.org_vocab_start_index, held.org_vocab_end_index)
-        _make_room(layer, [part], [lambda total: words], params_dtype)
+        _allocate(layer, [part], [lambda total: words], params_dtype)
         _name_as_stored(layer)
         layer.qat_dtype = params_dtype
 
@@ -491,7 +493,7 @@ class QatTiedMethod(PackedMethod):
         return layer
 
 
-def _make_room(
+def _allocate(
     layer: nn.Module,
     parts: list[Part],
     rows_of: list[Callable[[int], slice | Tensor]],

@@ -50,10 +50,10 @@ def open_backend() -> "XlaBackend":
     os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
     skip_tpu_metadata()
     if launched().world > 1:
-        _take_one_chip(launched().local_rank)
+        _restrict_to_chip(launched().local_rank)
     import torch_xla
 
-    _share_devices()
+    _set_up_mesh()
     device = torch_xla.device()
     # keep float32 exact, also on units that multiply in bfloat16
     torch_xla._XLAC._xla_set_mat_mul_precision("highest")
@@ -73,7 +73,7 @@ def _check_versions() -> None:
         )
 
 
-def _take_one_chip(number: int) -> None:
+def _restrict_to_chip(number: int) -> None:
     """Restrict libtpu to this host's chip `number`.
 
     The same as `torch_xla._internal.tpu.configure_one_chip_topology` does for the first chip.
@@ -233,7 +233,7 @@ class XlaBackend(Backend):
 
     def step_results(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """See `Backend`: one graph, including views, which `step_end` leaves out; waits."""
-        found = self._on_host([_whole(tensor) for tensor in tensors.values()])
+        found = self._on_host([_replicated(tensor) for tensor in tensors.values()])
         pairs = zip(tensors.items(), found, strict=True)
         return {name: host.view(tensor.shape) for (name, tensor), host in pairs}
 
@@ -256,7 +256,7 @@ class XlaBackend(Backend):
     def _on_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         import torch_xla
 
-        groups = _gathered([tensor.detach() for tensor in tensors])
+        groups = _replicated_groups([tensor.detach() for tensor in tensors])
         found = (host for group in groups for host in torch_xla._XLAC._xla_get_cpu_tensors(group))
         return [host.view(tensor.shape) for host, tensor in zip(found, tensors, strict=True)]
 
@@ -299,7 +299,7 @@ def _time_of(computed: Tensor) -> float:
 _WAITER = ThreadPoolExecutor(1, "qat-xla-mark")
 
 
-def _share_devices() -> None:
+def _set_up_mesh() -> None:
     """Set up a mesh of all devices, so that the compiler divides one program among them."""
     from torch_xla import runtime
     from torch_xla.distributed import spmd
@@ -311,14 +311,14 @@ def _share_devices() -> None:
     spmd.set_global_mesh(spmd.Mesh(list(range(count)), (count,), ("data",)))
 
 
-def _is_shared(tensor: Tensor) -> bool:
+def _is_sharded(tensor: Tensor) -> bool:
     """Return whether a computed tensor is sharded over the devices."""
     import torch_xla
 
     return torch_xla._XLAC._get_xla_sharding_spec(tensor).startswith("{devices")
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _replicated(tensor: Tensor) -> Tensor:
     """Return a view with a new first dimension, replicated on every device.
 
     Copying a sharded tensor to the host directly would compile a graph per tensor, every time.
@@ -332,16 +332,16 @@ def _whole(tensor: Tensor) -> Tensor:
     return spmd.mark_sharding_with_gradients(tensor[None], mesh, (None,) * (tensor.dim() + 1))
 
 
-def _gathered(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _replicated_groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield the tensors in order, with sharded ones replicated, `GATHERED_BYTES` at a time."""
     group: list[Tensor] = []
     held = 0
     for tensor in tensors:
-        size = tensor.nbytes if _is_shared(tensor) else 0
+        size = tensor.nbytes if _is_sharded(tensor) else 0
         if group and size and held + size > GATHERED_BYTES:
             yield group
             group, held = [], 0
-        group.append(_whole(tensor) if size else tensor)
+        group.append(_replicated(tensor) if size else tensor)
         held += size
     if group:
         yield group

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.5
+POLL_S = 0.5
 """Seconds between polls of the compiler."""
 FIRST_S, EVERY_S = 10.0, 30.0
 """Seconds after which one graph's compilation is logged, and between further lines."""
@@ -60,8 +60,8 @@ class CompileLog:
         ended = threading.Event()
 
         def watch() -> None:
-            while not ended.wait(LOOK_S):
-                self.look()
+            while not ended.wait(POLL_S):
+                self.poll()
 
         thread = threading.Thread(target=watch, name="qat-compiling", daemon=True)
         thread.start()
@@ -71,7 +71,7 @@ class CompileLog:
             ended.set()
             thread.join()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Poll the compiler once."""
         graphs, now = self._graphs(), self._clock()
         if self._since is not None and (not graphs.is_under_way or graphs.begun != self._begun):

@@ -115,7 +115,7 @@ class XlaTracing(Tracing):
                 f"{tensor.shape[0]} sequences in a batch, expected a multiple of the {count} XLA "
                 "devices; choose another --batch-size"
             )
-        _share_rows(tensor)
+        _shard_rows(tensor)
         return tensor
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
@@ -123,7 +123,7 @@ class XlaTracing(Tracing):
         if self.divisions() > 1:
             synchronize()
             for tensor in tensors:
-                _share_rows(tensor)
+                _shard_rows(tensor)
 
 
 def _recomputed(forward: Callable, hidden: Tensor, **kwargs: Any) -> Tensor:  # noqa: ANN401
@@ -143,7 +143,7 @@ def synchronize() -> None:
     xla_model.wait_device_ops()
 
 
-def _share_rows(tensor: Tensor) -> None:
+def _shard_rows(tensor: Tensor) -> None:
     from torch_xla.distributed import spmd
 
     rows = ("data", *[None] * (tensor.dim() - 1))

@@ -11,11 +11,11 @@ from nsa_case import small
 from qat.backend.device import on
 from qat.bench.config import AttentionConfig
 from qat.errors import ConfigError
-from qat.extensions.nsa.bench import call_of, crossovers, ready, run_attention, ways_of
+from qat.extensions.nsa.bench import call_of, crossovers, ready, run_attention, variants_of
 from qat.extensions.nsa.kernels import reference
 from qat.extensions.nsa.kernels.config import PRESETS, NSAConfig
 from qat.extensions.nsa.kernels.router import Route, attend
-from qat.extensions.nsa.ways import Attend, Layer, Way, Work, inputs_of, layer_of, problem
+from qat.extensions.nsa.variants import Attend, Layer, Variant, Work, inputs_of, layer_of, problem
 
 TINY = dict(lengths="96", groups="2", key_heads=1, head_dim=16, device="cpu", repeats=2)
 
@@ -57,7 +57,7 @@ def test_ways_to_attend_agree_where_every_key_is_selected(which: str) -> None:
     work = Work(length=100, group=2, key_heads=2, width=16, batch=2)
     layer = layer_of(work, which, device=torch.device("cpu"), dtype=torch.float32)
     names = {"dense math", "nsa-merged reference", "nsa-merged decode"}
-    ways = [way for way in ways_of(which, ("nsa-merged",)) if way.name in names]
+    ways = [way for way in variants_of(which, ("nsa-merged",)) if way.name in names]
     found = [call_of(way.prepare(layer, work), layer, which)() for way in ways]
     assert len(found) == 2
     torch.testing.assert_close(*found)
@@ -96,7 +96,7 @@ def test_what_computes_something_else_is_not_timed(name: str) -> None:
     assert "computes something else: " in problem(partial(WRONG[name], right), layer, config)
     work = Work(length=700, group=2, key_heads=3, width=16, batch=2)
     wrong = partial(problem, config=config)
-    way = Way(name, lambda layer, work: partial(WRONG[name], right), wrong)
+    way = Variant(name, lambda layer, work: partial(WRONG[name], right), wrong)
     row = ready(way, work, "forward", on(torch.device("cpu")))
     assert row["status"] == "WRONG" and "computes something else" in row["reason"]
 
@@ -104,7 +104,7 @@ def test_what_computes_something_else_is_not_timed(name: str) -> None:
 def test_gradients_reach_the_whole_layer() -> None:
     work = Work(length=80, group=2, key_heads=1, width=16, batch=1)
     layer = layer_of(work, "train", device=torch.device("cpu"), dtype=torch.float32)
-    way = next(way for way in ways_of("train", ("nsa",)) if way.name == "nsa reference")
+    way = next(way for way in variants_of("train", ("nsa",)) if way.name == "nsa reference")
     assert all(gradient.any() for gradient in call_of(way.prepare(layer, work), layer, "train")())
 
 

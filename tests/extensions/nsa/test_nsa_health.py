@@ -23,7 +23,7 @@ def by_loops(inputs: Inputs, selection: Tensor, size: int, tile: int) -> tuple[f
     kept, missing, queries = [], 0, 0
     for row in range(inputs.query.shape[0]):
         for t in range(inputs.length):
-            past = range(int(inputs.beginnings().expand(2, -1)[row, t]), t + 1)
+            past = range(int(inputs.document_starts().expand(2, -1)[row, t]), t + 1)
             for of in range(inputs.key.shape[1]):
                 queries += 1
                 chosen = selection[row, of, t // tile]

@@ -12,10 +12,10 @@ from qat.extensions.nsa.kernels.select import (
     FORCED,
     UNSEEN,
     highest,
-    judged_keys,
-    judging,
     overlap,
     pool,
+    scoring_keys,
+    scoring_query,
     select,
 )
 
@@ -123,9 +123,9 @@ def test_every_key_is_read_as_far_as_reach_and_not_much_further(tile: int, count
 def test_a_bound_is_above_every_key_and_finds_a_needle_that_a_mean_hides() -> None:
     config = small(bound=1.0, compress_block=16, compress_stride=16, select_tile=1)
     inputs = nsa_inputs(config, 512, heads=(2, 2))
-    judged = judged_keys(inputs.key, inputs.pooled_key, config)
-    bounds = judging(inputs.query, config) @ judged.mT
-    logits = (inputs.query @ inputs.key.mT)[..., : judged.shape[2] * 16].unflatten(-1, (-1, 16))
+    scoring = scoring_keys(inputs.key, inputs.pooled_key, config)
+    bounds = scoring_query(inputs.query, config) @ scoring.mT
+    logits = (inputs.query @ inputs.key.mT)[..., : scoring.shape[2] * 16].unflatten(-1, (-1, 16))
     assert (bounds >= logits.amax(-1) - 1e-12).all()
     needle = inputs.query[:, :, 500] / inputs.query[:, :, 500].norm(dim=-1, keepdim=True)
     inputs.key[:, :, 100] = 12 * needle

@@ -186,12 +186,12 @@ def test_a_piece_of_a_token_is_rounded_as_the_whole(kind: ActivationKind, bits: 
     for rank, piece in enumerate(pieces):
         part = part_of(linear, O, I // size, rank)
         weights, formats = held(linear, part, slice(0, O)), [*part.stored.format]
-        given = ends if part.rounds_a_piece else None
-        assert part.rounds_a_piece == (kind != "int8-static")
+        given = ends if part.needs_token_range else None
+        assert part.needs_token_range == (kind != "int8-static")
         read, weight = linear.activation(x), linear.quantized_weight()
         expected = F.linear(read[:, part.columns].contiguous(), weight[:, part.columns])
         assert torch.equal(lut_linear(piece, weights, formats, None, given), expected)
-    assert not part_of(linear, O).rounds_a_piece
+    assert not part_of(linear, O).needs_token_range
     if kind != "int8-static":
         assert not torch.equal(quantize_tokens(piece, kind), read[:, part.columns])
 

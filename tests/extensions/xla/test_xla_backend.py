@@ -90,7 +90,7 @@ def test_a_long_graph_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
         for now, (begun, done) in course.items():
             graphs = Graphs(begun, done)
             with compile_log.about("the training step" if now < 60 else "an evaluation"):
-                compile_log.look()
+                compile_log.poll()
     assert caplog.messages == [
         "compiling the training step: 11 s so far (graph 2)",
         "compiling the training step: 49 s so far (graph 2)",
@@ -99,11 +99,11 @@ def test_a_long_graph_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_it_looks_from_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "LOOK_S", 1e-3)
-    compile_log, looks = CompileLog(lambda: Graphs(0, 0)), []
-    monkeypatch.setattr(compile_log, "look", lambda: looks.append(1))
+    monkeypatch.setattr(compiling, "POLL_S", 1e-3)
+    compile_log, polls = CompileLog(lambda: Graphs(0, 0)), []
+    monkeypatch.setattr(compile_log, "poll", lambda: polls.append(1))
     with compile_log.running():
-        while len(looks) < 2:
+        while len(polls) < 2:
             pass
-    seen = len(looks)
-    assert looks[seen:] == []
+    seen = len(polls)
+    assert polls[seen:] == []

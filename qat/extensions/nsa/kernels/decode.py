@@ -25,10 +25,10 @@ from qat.extensions.nsa.kernels.select import (
     Inputs,
     highest,
     importance,
-    judged_keys,
     masked_softmax,
     pool,
     ranked,
+    scoring_keys,
     sees_compressed,
 )
 from qat.kernels.decode_attention import LEAST, add_product
@@ -67,20 +67,20 @@ class Past(NamedTuple):
     """`(B, K, C, D)`; None if branches are merged."""
     blocks: Tensor
     """`(B, K, T, n)` int32: the blocks that each tile selected, ascending, then `NONE`."""
-    judged_keys: Tensor | None = None
+    scoring_keys: Tensor | None = None
     """`(B, K, C, 2 D)`: the bounds by which blocks are scored; None if `pooled_keys` are used."""
 
     @classmethod
-    def empty(cls, like: Tensor, room: int, config: NSAConfig) -> Self:
-        """Allocate `room` positions for keys like `like` `(B, K, ..., D)`."""
+    def empty(cls, like: Tensor, capacity: int, config: NSAConfig) -> Self:
+        """Allocate `capacity` positions for keys like `like` `(B, K, ..., D)`."""
         B, K, D = like.shape[0], like.shape[1], like.shape[-1]
-        C = config.num_compressed(room)
+        C = config.num_compressed(capacity)
         blocks = like.new_full(
-            (B, K, config.num_tiles(room), config.num_selected), NONE, dtype=torch.int32
+            (B, K, config.num_tiles(capacity), config.num_selected), NONE, dtype=torch.int32
         )
         return cls(
-            like.new_zeros(B, K, room, D),
-            like.new_zeros(B, K, room, D),
+            like.new_zeros(B, K, capacity, D),
+            like.new_zeros(B, K, capacity, D),
             like.new_zeros(B, K, C, D),
             None if config.mode == "merged" else like.new_zeros(B, K, C, D),
             blocks,
@@ -88,31 +88,31 @@ class Past(NamedTuple):
         )
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """The capacity in positions, N."""
         return self.keys.shape[2]
 
 
 @torch.no_grad()
-def fill(kept: Past, inputs: Inputs, selection: Tensor, config: NSAConfig) -> None:
+def fill(past: Past, inputs: Inputs, selection: Tensor, config: NSAConfig) -> None:
     """Store positions 0 ... S - 1 of whole rows and the blocks that their tiles selected.
 
     `selection` is `(B, K, tiles, blocks)` bool, from `qat.extensions.nsa.kernels.select.select`.
     """
     S, C = inputs.key.shape[2], inputs.pooled_key.shape[2]
-    kept.keys[:, :, :S] = inputs.key
-    kept.values[:, :, :S] = inputs.value
-    kept.pooled_keys[:, :, :C] = inputs.pooled_key
-    if kept.pooled_values is not None:
-        kept.pooled_values[:, :, :C] = inputs.pooled_value
-    if kept.judged_keys is not None:
-        kept.judged_keys[:, :, :C] = judged_keys(inputs.key, inputs.pooled_key, config)
-    kept.blocks[:, :, : selection.shape[2]] = listed(selection, kept.blocks.shape[-1])
+    past.keys[:, :, :S] = inputs.key
+    past.values[:, :, :S] = inputs.value
+    past.pooled_keys[:, :, :C] = inputs.pooled_key
+    if past.pooled_values is not None:
+        past.pooled_values[:, :, :C] = inputs.pooled_value
+    if past.scoring_keys is not None:
+        past.scoring_keys[:, :, :C] = scoring_keys(inputs.key, inputs.pooled_key, config)
+    past.blocks[:, :, : selection.shape[2]] = listed(selection, past.blocks.shape[-1])
 
 
 @torch.no_grad()
 def append(
-    kept: Past,
+    past: Past,
     key: Tensor,
     value: Tensor,
     position: Tensor,
@@ -124,7 +124,7 @@ def append(
     """Store one more position of each row, and the pooled key and value that it completes, if any.
 
     Args:
-        kept: the cache that is written to.
+        past: the cache that is written to.
         key: `(B, K, D)`, rotated.
         value: `(B, K, D)`.
         position: `(B,)` int64, the place of the new key in its row.
@@ -135,53 +135,53 @@ def append(
     """
     start = position + 1 - config.compress_block
     is_due = (start >= 0) & (start % config.compress_stride == 0)  # `(B,)`: a block is complete
-    place = (start // config.compress_stride).clamp(0, max(0, kept.pooled_keys.shape[2] - 1))
+    place = (start // config.compress_stride).clamp(0, max(0, past.pooled_keys.shape[2] - 1))
     of_keys, of_values = weights or (None, None)
-    if pooled_key is None and _fits(key, kept):
-        B, K, N, D = kept.keys.shape
+    if pooled_key is None and _fits(key, past):
+        B, K, N, D = past.keys.shape
         _append_kernel[(B * K,)](
-            kept.keys, kept.values, kept.pooled_keys, kept.pooled_values, key.contiguous(),
-            value.contiguous(), position, of_keys, of_values, N, kept.pooled_keys.shape[2],
+            past.keys, past.values, past.pooled_keys, past.pooled_values, key.contiguous(),
+            value.contiguous(), position, of_keys, of_values, N, past.pooled_keys.shape[2],
             K=K, D=D, BLOCK=config.compress_block, STRIDE=config.compress_stride,
             ROWS=triton.next_power_of_2(config.compress_block), WIDTH=triton.next_power_of_2(D),
             num_warps=4, **overlapping(key.device),
         )  # fmt: skip
     else:
-        _put(kept.keys, key, position)
-        _put(kept.values, value, position)
-        if kept.pooled_keys.shape[2]:
+        _put(past.keys, key, position)
+        _put(past.values, value, position)
+        if past.pooled_keys.shape[2]:
             if pooled_key is None:
-                pooled_key = pool(_block(kept.keys, start, config), config, of_keys)[:, :, 0]
-            _put(kept.pooled_keys, pooled_key, place, is_due)
-            if kept.pooled_values is not None:
-                found = pool(_block(kept.values, start, config), config, of_values)[:, :, 0]
-                _put(kept.pooled_values, found, place, is_due)
-    if kept.judged_keys is not None and kept.pooled_keys.shape[2]:
-        pooled = _rows(kept.pooled_keys, place[:, None, None].expand(-1, key.shape[1], 1))
-        judged = judged_keys(_block(kept.keys, start, config), pooled, config)
-        _put(kept.judged_keys, judged[:, :, 0], place, is_due)
+                pooled_key = pool(_block(past.keys, start, config), config, of_keys)[:, :, 0]
+            _put(past.pooled_keys, pooled_key, place, is_due)
+            if past.pooled_values is not None:
+                found = pool(_block(past.values, start, config), config, of_values)[:, :, 0]
+                _put(past.pooled_values, found, place, is_due)
+    if past.scoring_keys is not None and past.pooled_keys.shape[2]:
+        pooled = _rows(past.pooled_keys, place[:, None, None].expand(-1, key.shape[1], 1))
+        scoring = scoring_keys(_block(past.keys, start, config), pooled, config)
+        _put(past.scoring_keys, scoring[:, :, 0], place, is_due)
 
 
 @torch.no_grad()
-def choose(query: Tensor, kept: Past, position: Tensor, *, config: NSAConfig, scale: float) -> None:
+def choose(query: Tensor, past: Past, position: Tensor, *, config: NSAConfig, scale: float) -> None:
     """Select blocks for the rows whose position begins a tile; other rows keep their lists.
 
     Arguments as for `attend`.
     """
-    leaders, beginnings = position[:, None], torch.zeros_like(position)[:, None]
-    keys = kept.pooled_keys if kept.judged_keys is None else kept.judged_keys
-    is_seen = sees_compressed(leaders, beginnings, keys.shape[2], config)
-    N = config.num_blocks(kept.room)
+    leaders, document_starts = position[:, None], torch.zeros_like(position)[:, None]
+    keys = past.pooled_keys if past.scoring_keys is None else past.scoring_keys
+    is_seen = sees_compressed(leaders, document_starts, keys.shape[2], config)
+    N = config.num_blocks(past.capacity)
     scores = importance(query[:, :, None], keys, is_seen, config, num_blocks=N, scale=scale)
-    selection = highest(ranked(scores, leaders, beginnings, config), config.num_selected)
+    selection = highest(ranked(scores, leaders, document_starts, config), config.num_selected)
     found = listed(selection, config.num_selected)[:, :, 0]
     is_leader = position % config.select_tile == 0
-    _put(kept.blocks, found, position // config.select_tile, is_leader)
+    _put(past.blocks, found, position // config.select_tile, is_leader)
 
 
 def attend(
     query: Tensor,
-    kept: Past,
+    past: Past,
     position: Tensor,
     *,
     gates: Tensor | None,
@@ -192,55 +192,55 @@ def attend(
 
     Args:
         query: `(B, H, D)`, rotated.
-        kept: the cache, which already holds the position's own key and its tile's blocks.
+        past: the cache, which already holds the position's own key and its tile's blocks.
         position: `(B,)` int64.
         gates: `(B, H, 3)`: of the compressed, the selected and the sliding branch; None: merged.
         config: the sizes.
         scale: factor of `query @ key`.
     """
-    if _fits(query, kept):
-        return _attend_by_kernel(query, kept, position, gates=gates, config=config, scale=scale)
-    pair = (kept.keys, kept.values)
-    selected = _branch(query, pair, selected_places(kept, position, config), scale)
+    if _fits(query, past):
+        return _attend_by_kernel(query, past, position, gates=gates, config=config, scale=scale)
+    pair = (past.keys, past.values)
+    selected = _branch(query, pair, selected_places(past, position, config), scale)
     if gates is None:  # branches are merged
         return selected
-    window = _branch(query, pair, window_places(kept, position, config), scale)
-    pooled = (kept.pooled_keys, kept.pooled_values)
-    compressed = _branch(query, pooled, compressed_places(kept, position, config), scale)
+    window = _branch(query, pair, window_places(past, position, config), scale)
+    pooled = (past.pooled_keys, past.pooled_values)
+    compressed = _branch(query, pooled, compressed_places(past, position, config), scale)
     return combine(gates, compressed, selected, window)
 
 
-def attend_densely(query: Tensor, kept: Past, position: Tensor, *, scale: float) -> Tensor:
+def attend_densely(query: Tensor, past: Past, position: Tensor, *, scale: float) -> Tensor:
     """Return attention `(B, H, D)` to all positions so far; arguments as for `attend`."""
-    places = torch.arange(kept.room, device=position.device)
+    places = torch.arange(past.capacity, device=position.device)
     places = torch.where(places <= position[:, None], places, NONE)
-    places = places[:, None].expand(-1, kept.keys.shape[1], -1)
-    return _branch(query, (kept.keys, kept.values), places, scale)
+    places = places[:, None].expand(-1, past.keys.shape[1], -1)
+    return _branch(query, (past.keys, past.values), places, scale)
 
 
-def selected_places(kept: Past, position: Tensor, config: NSAConfig) -> Tensor:
+def selected_places(past: Past, position: Tensor, config: NSAConfig) -> Tensor:
     """Return `(B, K, M)`: places of the keys in the selected blocks, padded with `NONE`."""
     tile = (position // config.select_tile)[:, None, None, None]
-    blocks = kept.blocks.gather(2, tile.expand(-1, *kept.blocks.shape[1:2], 1, config.num_selected))
+    blocks = past.blocks.gather(2, tile.expand(-1, *past.blocks.shape[1:2], 1, config.num_selected))
     inside = torch.arange(config.select_block, device=position.device)
     places = (blocks.long()[:, :, 0, :, None] * config.select_block + inside).flatten(2)
     is_held = (blocks != NONE)[:, :, 0].repeat_interleave(config.select_block, 2)
     return places.masked_fill(~is_held | (places > position[:, None, None]), NONE)
 
 
-def window_places(kept: Past, position: Tensor, config: NSAConfig) -> Tensor:
+def window_places(past: Past, position: Tensor, config: NSAConfig) -> Tensor:
     """Return `(B, K, M)`: the last `window` places, starting with the position's own."""
     back = torch.arange(config.window, device=position.device)
     places = (position[:, None] - back).clamp(min=NONE)
-    return places[:, None].expand(-1, kept.keys.shape[1], -1)
+    return places[:, None].expand(-1, past.keys.shape[1], -1)
 
 
-def compressed_places(kept: Past, position: Tensor, config: NSAConfig) -> Tensor:
+def compressed_places(past: Past, position: Tensor, config: NSAConfig) -> Tensor:
     """Return `(B, K, M)`: places of the pooled keys whose block is complete."""
-    C = kept.pooled_keys.shape[2]
+    C = past.pooled_keys.shape[2]
     places = torch.arange(C, device=position.device)
     is_seen = sees_compressed(position, torch.zeros_like(position), C, config)
-    return torch.where(is_seen, places, NONE)[:, None].expand(-1, kept.keys.shape[1], -1)
+    return torch.where(is_seen, places, NONE)[:, None].expand(-1, past.keys.shape[1], -1)
 
 
 def listed(selection: Tensor, count: int) -> Tensor:
@@ -259,11 +259,11 @@ def _branch(query: Tensor, pair: tuple[Tensor, Tensor], places: Tensor, scale: f
     return (shares @ value).flatten(1, 2)
 
 
-def _block(kept: Tensor, start: Tensor, config: NSAConfig) -> Tensor:
-    """Return L places of `kept` from `start` `(B,)` on, clamped to 0: `(B, K, L, D)`."""
+def _block(tensor: Tensor, start: Tensor, config: NSAConfig) -> Tensor:
+    """Return L places of `tensor` from `start` `(B,)` on, clamped to 0: `(B, K, L, D)`."""
     inside = torch.arange(config.compress_block, device=start.device)
-    places = (start.clamp(min=0)[:, None] + inside)[:, None].expand(-1, kept.shape[1], -1)
-    return _rows(kept, places)
+    places = (start.clamp(min=0)[:, None] + inside)[:, None].expand(-1, tensor.shape[1], -1)
+    return _rows(tensor, places)
 
 
 def _rows(tensor: Tensor, places: Tensor) -> Tensor:
@@ -283,30 +283,30 @@ def _put(into: Tensor, found: Tensor, place: Tensor, is_due: Tensor | None = Non
     into.scatter_(2, index, new)
 
 
-def _fits(tensor: Tensor, kept: Past) -> bool:
-    is_known = tensor.dtype == kept.keys.dtype != torch.float64 and tensor.shape[-1] <= WIDEST
+def _fits(tensor: Tensor, past: Past) -> bool:
+    is_known = tensor.dtype == past.keys.dtype != torch.float64 and tensor.shape[-1] <= WIDEST
     return is_known and use_triton(tensor, __name__)
 
 
 def _attend_by_kernel(
     query: Tensor,
-    kept: Past,
+    past: Past,
     position: Tensor,
     *,
     gates: Tensor | None,
     config: NSAConfig,
     scale: float,
 ) -> Tensor:
-    (B, H, D), (K, N) = query.shape, kept.keys.shape[1:3]
-    T, C = kept.blocks.shape[2], kept.pooled_keys.shape[2]
+    (B, H, D), (K, N) = query.shape, past.keys.shape[1:3]
+    T, C = past.blocks.shape[2], past.pooled_keys.shape[2]
     selected, window, compressed = _programs(config, C)
     splits = selected + window + compressed
     new = {"dtype": torch.float32, "device": query.device}
     parts = torch.empty(B * H, splits, D, **new)
     peaks, sums = torch.empty(2, B * H, splits, **new)
     _split_kernel[(B * K, splits)](
-        parts, peaks, sums, query.contiguous(), kept.keys, kept.values, kept.pooled_keys,
-        kept.pooled_values, kept.blocks, position, N, T, C, scale,
+        parts, peaks, sums, query.contiguous(), past.keys, past.values, past.pooled_keys,
+        past.pooled_values, past.blocks, position, N, T, C, scale,
         H=H, K=K, D=D, ROWS=max(triton.next_power_of_2(H // K), LEAST),
         WIDTH=max(triton.next_power_of_2(D), LEAST), TILE=TILE, SELECTED=selected, WINDOW=window,
         SPLITS=splits, NUM_BLOCKS=config.num_selected, BLOCK=config.select_block,

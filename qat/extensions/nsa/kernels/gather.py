@@ -12,7 +12,7 @@ kernel adds up the partial outputs of each query. All sums have a fixed order, s
 deterministic to the bit.
 
 Shapes: R = B K rows of a key-value head each, G query heads per key-value head, S positions, D head
-width, C judged keys, N blocks, n blocks that a query selects at most, E = S n places for pairs.
+width, C scoring keys, N blocks, n blocks that a query selects at most, E = S n places for pairs.
 """
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from qat.extensions.nsa.kernels import flex
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.reference import combine
-from qat.extensions.nsa.kernels.select import Inputs, judged_keys, select
+from qat.extensions.nsa.kernels.select import Inputs, scoring_keys, select
 from qat.kernels.dispatch import tl, triton
 
 LEAST_BLOCK, MOST_BLOCK = 16, 128
@@ -33,7 +33,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 """The factor for logits in base 2, for which the hardware has an exponential."""
 FORCED_BITS = tl.constexpr(0x7F000000)
 """The score bits of a forced block, larger than those of any real score."""
-JUDGING, PICKING, LISTING = 32, 16, 1024
+SCORE_QUERIES, SELECT_QUERIES, LIST_QUERIES = 32, 16, 1024
 """Queries of a program that scores blocks, of one that picks them, and of one step of listing."""
 LEAST = 16
 """The fewest rows of a `tl.dot` tile."""
@@ -95,11 +95,11 @@ def chosen(inputs: Inputs, config: NSAConfig) -> Tensor:
     is_power = not config.compress_stride & (config.compress_stride - 1)
     if not (is_apart and is_power and config.select_tile == 1):
         return ranks_of(select(inputs, config), inputs, config)
-    judged = judged_keys(inputs.key, inputs.pooled_key, config).flatten(0, 1)
+    scoring = scoring_keys(inputs.key, inputs.pooled_key, config).flatten(0, 1)
     query = inputs.query.unflatten(1, (-1, inputs.group)).flatten(0, 1)
     numbers = (config.num_selected, config.select_block, config.compress_stride)
     forced = (config.init_blocks, config.local_blocks)
-    return _choose(query, judged, inputs.first, *numbers, *forced, config.bound > 0, inputs.scale)
+    return _choose(query, scoring, inputs.first, *numbers, *forced, config.bound > 0, inputs.scale)
 
 
 def ranks_of(selection: Tensor, inputs: Inputs, config: NSAConfig) -> Tensor:
@@ -115,7 +115,7 @@ def ranks_of(selection: Tensor, inputs: Inputs, config: NSAConfig) -> Tensor:
 @torch.library.custom_op("qat::nsa_choose", mutates_args=())
 def _choose(
     query: Tensor,
-    judged: Tensor,
+    scoring: Tensor,
     first: Tensor | None,
     count: int,
     block: int,
@@ -129,38 +129,41 @@ def _choose(
 
     Args:
         query: `(R, G, S, D)`.
-        judged: `(R, C, D)`, or with a bound `(R, C, 2 D)`: `judged_keys`.
+        scoring: `(R, C, D)`, or with a bound `(R, C, 2 D)`: `scoring_keys`.
         first: `(B, S)` int64, the start of each position's document.
         count: n.
         block: keys per block.
         stride: keys per pooled block; a power of two; pooled blocks do not overlap.
         init: `NSAConfig.init_blocks`.
         local: `NSAConfig.local_blocks`.
-        has_bound: True if judged keys are bounds.
+        has_bound: True if scoring keys are bounds.
         scale: factor of `query @ key`.
     """
-    query, judged = query.contiguous(), judged.contiguous()
-    (R, G, S, D), C = query.shape, judged.shape[1]
+    query, scoring = query.contiguous(), scoring.contiguous()
+    (R, G, S, D), C = query.shape, scoring.shape[1]
     N = triton.cdiv(S, block)
     ranks = torch.empty(R, N, S, dtype=torch.uint8, device=query.device)
     heads = R if first is None else R // first.shape[0]
-    most = max(PICKING, MOST_BYTES // (4 * R * N)) // JUDGING * JUDGING or JUDGING
+    most = (
+        max(SELECT_QUERIES, MOST_BYTES // (4 * R * N)) // SCORE_QUERIES * SCORE_QUERIES
+        or SCORE_QUERIES
+    )
     scores = torch.empty(R, min(most, S), N, dtype=torch.float32, device=query.device)
     group = triton.next_power_of_2(G)
-    queries = max(LEAST // group, JUDGING // group, 1)
+    queries = max(LEAST // group, SCORE_QUERIES // group, 1)
     per_block = block // stride
     for begin in range(0, S, most):
         some = min(most, S - begin)
-        _judge_kernel[(triton.cdiv(some, queries), R)](
-            query, judged, first, scores, S, C, N, begin, some, scores.shape[1], scale, heads,
+        _score_kernel[(triton.cdiv(some, queries), R)](
+            query, scoring, first, scores, S, C, N, begin, some, scores.shape[1], scale, heads,
             G=G, GROUP=group, D=D, WIDTH=max(LEAST, triton.next_power_of_2(D)),
             STRIDE=stride, PER_BLOCK=per_block, HAS_BOUND=has_bound,
             QUERIES=queries, KEYS=max(LEAST, per_block, 64), PRECISION=_precision(query),
         )  # fmt: skip
-        _pick_kernel[(triton.cdiv(some, PICKING), R)](
+        _select_kernel[(triton.cdiv(some, SELECT_QUERIES), R)](
             scores, first, ranks, S, N, begin, some, scores.shape[1], heads,
             COUNT=count, BLOCK=block, INIT=init, LOCAL=local,
-            QUERIES=PICKING, WIDE=triton.next_power_of_2(N),
+            QUERIES=SELECT_QUERIES, WIDE=triton.next_power_of_2(N),
         )  # fmt: skip
     return ranks
 
@@ -168,7 +171,7 @@ def _choose(
 @_choose.register_fake
 def _(
     query: Tensor,
-    judged: Tensor,
+    scoring: Tensor,
     first: Tensor | None,
     count: int,
     block: int,
@@ -209,10 +212,10 @@ def _attend(
             some.start, R if first is None else R // first.shape[0],
             **_sizes(query, block, FORWARD_ROWS), num_warps=4,
         )  # fmt: skip
-        _add_up_kernel[(triton.cdiv(S, PICKING), len(parts) * G)](
+        _add_up_kernel[(triton.cdiv(S, SELECT_QUERIES), len(parts) * G)](
             parts, part_sums, places[some], out[some], sums[some], S, E,
             G=G, D=D, WIDTH=triton.next_power_of_2(D), COUNT=n,
-            WIDE=triton.next_power_of_2(n), QUERIES=PICKING, HAS_SUMS=True,
+            WIDE=triton.next_power_of_2(n), QUERIES=SELECT_QUERIES, HAS_SUMS=True,
         )  # fmt: skip
     return out, sums
 
@@ -260,10 +263,10 @@ def _attend_backward(
             S, E, N, P, scale, some.start, R if first is None else R // first.shape[0],
             **_sizes(query, block, BACKWARD_ROWS), num_warps=8 if D > 64 else 4,
         )  # fmt: skip
-        _add_up_kernel[(triton.cdiv(S, PICKING), rows * G)](
+        _add_up_kernel[(triton.cdiv(S, SELECT_QUERIES), rows * G)](
             parts, None, places[some], grad_rows[some], None, S, E,
             G=G, D=D, WIDTH=triton.next_power_of_2(D), COUNT=n,
-            WIDE=triton.next_power_of_2(n), QUERIES=PICKING, HAS_SUMS=False,
+            WIDE=triton.next_power_of_2(n), QUERIES=SELECT_QUERIES, HAS_SUMS=False,
         )  # fmt: skip
         steps = triton.cdiv(block, LEAST)
         _add_blocks_kernel[(N * steps, rows)](
@@ -316,7 +319,7 @@ def pairs_of(ranks: Tensor, count: int, block: int) -> tuple[Tensor, Tensor, Ten
     ends = sizes.cumsum(-1, dtype=torch.int32)
     queries, places = torch.empty(R, S * count, **new), torch.full((R, S, count), -1, **new)
     _list_kernel[(N, R)](
-        ranks, ends, sizes, queries, places, N, S, COUNT=count, BLOCK=block, QUERIES=LISTING
+        ranks, ends, sizes, queries, places, N, S, COUNT=count, BLOCK=block, QUERIES=LIST_QUERIES
     )
     return queries, places, ends
 
@@ -368,14 +371,14 @@ def _precision(tensor: Tensor) -> str:
 
 @triton.jit
 def _logits(
-    query, negative, judged, first_key, keys, wide, num_keys, at, begins, is_row, scale,
+    query, negative, scoring, first_key, keys, wide, num_keys, at, begins, is_row, scale,
     D: tl.constexpr, STRIDE: tl.constexpr, HAS_BOUND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return base-2 logits of a tile of rows and `KEYS` judged keys; -inf where masked."""
+    """Return base-2 logits of a tile of rows and `KEYS` scoring keys; -inf where masked."""
     LENGTH: tl.constexpr = 2 * D if HAS_BOUND else D
     place = first_key + keys
     is_in = (place < num_keys)[None, :] & (wide < D)[:, None]
-    source = judged + place[None, :] * LENGTH + wide[:, None]
+    source = scoring + place[None, :] * LENGTH + wide[:, None]
     found = tl.dot(query, tl.load(source, mask=is_in, other=0.0), input_precision=PRECISION)
     if HAS_BOUND:
         low = tl.load(source + D, mask=is_in, other=0.0)
@@ -387,8 +390,8 @@ def _logits(
 
 
 @triton.jit
-def _judge_kernel(
-    query, judged, first, scores, S, C, N, begin, some, span, scale, heads,
+def _score_kernel(
+    query, scoring, first, scores, S, C, N, begin, some, span, scale, heads,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     STRIDE: tl.constexpr, PER_BLOCK: tl.constexpr, HAS_BOUND: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
@@ -407,7 +410,7 @@ def _judge_kernel(
     begins = tl.zeros_like(at)
     if first is not None:
         begins = tl.load(first + row // heads * S + at, mask=is_row, other=0).to(tl.int32)
-    judged += row * C * (2 * D if HAS_BOUND else D)
+    scoring += row * C * (2 * D if HAS_BOUND else D)
     last = tl.minimum(begin + tl.minimum((tl.program_id(0) + 1) * QUERIES, some), S)
     num_keys = tl.minimum(last // STRIDE, C)
     keys = tl.arange(0, KEYS)
@@ -415,7 +418,7 @@ def _judge_kernel(
     total = tl.zeros([QUERIES * GROUP], tl.float32)
     for first_key in range(0, num_keys, KEYS):
         x = _logits(
-            q, negative, judged, first_key, keys, wide, num_keys, at, begins, is_row, scale,
+            q, negative, scoring, first_key, keys, wide, num_keys, at, begins, is_row, scale,
             D, STRIDE, HAS_BOUND, PRECISION,
         )  # fmt: skip
         higher = tl.maximum(peak, tl.max(x, 1))
@@ -428,7 +431,7 @@ def _judge_kernel(
     of_query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     for first_key in range(0, num_keys, KEYS):
         x = _logits(
-            q, negative, judged, first_key, keys, wide, num_keys, at, begins, is_row, scale,
+            q, negative, scoring, first_key, keys, wide, num_keys, at, begins, is_row, scale,
             D, STRIDE, HAS_BOUND, PRECISION,
         )  # fmt: skip
         p = tl.exp2(x - base[:, None]) * share[:, None]
@@ -441,7 +444,7 @@ def _judge_kernel(
 
 
 @triton.jit
-def _pick_kernel(
+def _select_kernel(
     scores, first, ranks, S, N, begin, some, span, heads,
     COUNT: tl.constexpr, BLOCK: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr,
     QUERIES: tl.constexpr, WIDE: tl.constexpr,

@@ -35,7 +35,7 @@ def combine(gates: Tensor, compressed: Tensor, selected: Tensor, window: Tensor)
 def causal_mask(inputs: Inputs) -> Tensor:
     """Return `(B, S, S)` bool: keys in the query's past and document."""
     places = torch.arange(inputs.length, device=inputs.query.device)
-    return (places <= places[:, None]) & (places >= inputs.beginnings()[..., None])
+    return (places <= places[:, None]) & (places >= inputs.document_starts()[..., None])
 
 
 def selected_mask(inputs: Inputs, selection: Tensor, config: NSAConfig) -> Tensor:
@@ -55,7 +55,7 @@ def window_mask(inputs: Inputs, config: NSAConfig) -> Tensor:
 def compressed_mask(inputs: Inputs, config: NSAConfig) -> Tensor:
     """Return `(B, S, C)` bool: pooled keys whose block is complete."""
     places = torch.arange(inputs.length, device=inputs.query.device)
-    return sees_compressed(places, inputs.beginnings(), inputs.pooled_key.shape[2], config)
+    return sees_compressed(places, inputs.document_starts(), inputs.pooled_key.shape[2], config)
 
 
 def _branch(inputs: Inputs, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:

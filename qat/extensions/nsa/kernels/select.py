@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
         """Query heads that share keys and values, G."""
         return self.query.shape[1] // self.key.shape[1]
 
-    def beginnings(self) -> Tensor:
+    def document_starts(self) -> Tensor:
         """Return `first`, or zeros for one row if it is None."""
         if self.first is not None:
             return self.first
@@ -82,7 +82,7 @@ def pool(keys: Tensor, config: NSAConfig, weights: Tensor | None = None) -> Tens
     return sum(parts).to(keys.dtype)
 
 
-def judged_keys(keys: Tensor, pooled: Tensor, config: NSAConfig) -> Tensor:
+def scoring_keys(keys: Tensor, pooled: Tensor, config: NSAConfig) -> Tensor:
     """Return the keys that score blocks: `(B, K, C, D)` pooled, or with a bound `(B, K, C, 2 D)`.
 
     With g = `bound`, m a pooled key, u and l the maximum and the minimum of its keys in each
@@ -101,8 +101,8 @@ def judged_keys(keys: Tensor, pooled: Tensor, config: NSAConfig) -> Tensor:
     return torch.cat([pooled.lerp(end, config.bound) for end in ends], -1).to(keys.dtype)
 
 
-def judging(query: Tensor, config: NSAConfig) -> Tensor:
-    """Return queries as wide as `judged_keys`: with a bound, positive and negative parts joined."""
+def scoring_query(query: Tensor, config: NSAConfig) -> Tensor:
+    """Return queries as wide as `scoring_keys`: with a bound, positive and negative parts."""
     return torch.cat([query.clamp(min=0), query.clamp(max=0)], -1) if config.bound else query
 
 
@@ -120,16 +120,16 @@ def overlap(
 
 
 def sees_compressed(
-    places: Tensor, beginnings: Tensor, num_compressed: int, config: NSAConfig
+    places: Tensor, document_starts: Tensor, num_compressed: int, config: NSAConfig
 ) -> Tensor:
     """Return `(..., C)` bool: true if a pooled key's block is in the query's past and document.
 
-    `places` `(...)` are those of the queries in the row, `beginnings` `(...)` the starts of their
+    `places` `(...)` are those of the queries in the row, `document_starts` `(...)` of their
     documents.
     """
     starts = torch.arange(num_compressed, device=places.device) * config.compress_stride
     is_past = starts + config.compress_block - 1 <= places[..., None]
-    return is_past & (starts >= beginnings[..., None])
+    return is_past & (starts >= document_starts[..., None])
 
 
 @torch.no_grad()
@@ -137,18 +137,18 @@ def select(inputs: Inputs, config: NSAConfig) -> Tensor:
     """Return `(B, K, T, N)` bool: the blocks, at most `num_selected`, that each tile reads.
 
     Only the tile's first query decides, so the selection does not depend on the future: softmax
-    over the pooled keys that it sees (`judged_keys`), in float32 (the paper's equation 8),
+    over the pooled keys that it sees (`scoring_keys`), in float32 (the paper's equation 8),
     distributed over selection blocks by `overlap` (9) and summed over the query heads of a group
     (10). The highest scores are taken after the forced blocks; ties: the lower block.
     """
     S, tile = inputs.length, config.select_tile
     leaders = torch.arange(0, S, tile, device=inputs.query.device)
-    beginnings = inputs.beginnings()[:, leaders]
-    is_seen = sees_compressed(leaders, beginnings, inputs.pooled_key.shape[2], config)
-    keys = judged_keys(inputs.key, inputs.pooled_key, config)
+    document_starts = inputs.document_starts()[:, leaders]
+    is_seen = sees_compressed(leaders, document_starts, inputs.pooled_key.shape[2], config)
+    keys = scoring_keys(inputs.key, inputs.pooled_key, config)
     query, N = inputs.query[:, :, ::tile], config.num_blocks(inputs.key.shape[2])
     scores = importance(query, keys, is_seen, config, num_blocks=N, scale=inputs.scale)
-    scores = ranked(scores, leaders, beginnings, config)
+    scores = ranked(scores, leaders, document_starts, config)
     return highest(scores, config.num_selected)
 
 
@@ -165,7 +165,7 @@ def importance(
 
     Args:
         query: `(B, H, T, D)`, the queries that decide.
-        keys: `(B, K, C, .)`, from `judged_keys`.
+        keys: `(B, K, C, .)`, from `scoring_keys`.
         is_seen: `(B, T, C)` bool, the keys that they see.
         config: the sizes.
         num_blocks: N.
@@ -175,25 +175,25 @@ def importance(
     K, C = keys.shape[1:3]
     if C == 0:
         return query.new_zeros(B, K, T, num_blocks, dtype=torch.float32)
-    query = judging(query, config).unflatten(1, (K, -1)).float()
+    query = scoring_query(query, config).unflatten(1, (K, -1)).float()
     with torch.autocast(query.device.type, enabled=False):  # autocast would round scores into ties
         logits = scale * query @ keys[:, :, None].float().mT
         shares = masked_softmax(logits, is_seen[:, None, None]).sum(2)
         return shares @ overlap(C, num_blocks, config, query.device)
 
 
-def ranked(scores: Tensor, leaders: Tensor, beginnings: Tensor, config: NSAConfig) -> Tensor:
+def ranked(scores: Tensor, leaders: Tensor, document_starts: Tensor, config: NSAConfig) -> Tensor:
     """Return the scores with forced blocks above all others and invisible blocks below.
 
     Args:
         scores: `(B, K, T, N)`.
         leaders: `(T,)` or `(B, T)`, places of the queries that decide.
-        beginnings: `(B, T)`, the starts of their documents.
+        document_starts: `(B, T)`, the starts of their documents.
         config: the sizes.
     """
     blocks = torch.arange(scores.shape[-1], device=scores.device)
     own = leaders[..., None] // config.select_block
-    first = beginnings[..., None] // config.select_block
+    first = document_starts[..., None] // config.select_block
     is_init = (blocks >= first) & (blocks < first + config.init_blocks)
     is_local = (blocks > own - config.local_blocks) & (blocks < own + config.tile_blocks)
     is_seen = (blocks >= first) & (blocks < own + config.tile_blocks)

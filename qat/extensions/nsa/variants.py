@@ -82,7 +82,7 @@ def inputs_of(layer: Layer, config: NSAConfig) -> Inputs:
     return Inputs(layer.query, layer.key, layer.value, pooled_key, pooled_value, gates, None, scale)
 
 
-class Way(NamedTuple):
+class Variant(NamedTuple):
     """An implementation of attention, and a function that prepares it for one layer."""
 
     name: str
@@ -98,18 +98,18 @@ class Way(NamedTuple):
         return self.problem is None
 
 
-def sparse_ways(which: Pass, presets: tuple[str, ...]) -> Iterator[Way]:
-    """Yield each preset with every backend, named like `nsa flex`; in decode one way per preset."""
+def sparse_variants(which: Pass, presets: tuple[str, ...]) -> Iterator[Variant]:
+    """Yield each preset with every backend, named like `nsa flex`; in decode one per preset."""
     for preset in presets:
         config = PRESETS[preset]
         if which == "decode":
             decoding = partial(_decoding, config=config)
-            yield Way(f"{preset} decode", decoding, partial(problem, config=config))
+            yield Variant(f"{preset} decode", decoding, partial(problem, config=config))
             continue
         for backend in BACKENDS:
             by_backend = config.model_copy(update={"backend": backend})
             sparse = partial(_sparse, config=by_backend)
-            yield Way(f"{preset} {backend}", sparse, partial(problem, config=by_backend))
+            yield Variant(f"{preset} {backend}", sparse, partial(problem, config=by_backend))
 
 
 def _sparse(layer: Layer, work: Work, *, config: NSAConfig) -> Attend:
