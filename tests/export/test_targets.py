@@ -28,9 +28,6 @@ from qat.convert.quantize import quantize_model
 from qat.convert.shipping import Shipping
 from qat.errors import CheckpointError, ConfigError, ExportError
 from qat.export import gguf, parts
-from qat.export import gguf as gguf_blocks
-from qat.export import gguf as gguf_tokenizer
-from qat.export import model as card
 from qat.export import model as exported
 from qat.export.config import ExportConfig, TargetName
 from qat.export.dense import dense_state_dict
@@ -42,8 +39,8 @@ from qat.models.gguf_header import teach_q2_0
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
 from qat.models.stored_state import quantized_modules
-from qat.nn.quant_linear import LutLinear, quant_linears
-from qat.nn.swap import linear_names, replace_module, with_tables
+from qat.nn.quant_linear import quant_linears
+from qat.nn.swap import linear_names, with_tables
 from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
 from qat.quant.weight import pack, to_stored
 from qat.ranks import Ranks
@@ -106,7 +103,7 @@ def test_the_targets_library_reads_our_logits(to, dtype, students, tmp_path, cap
     assert report.bytes > 0 and DTYPES[dtype] == getattr(torch, report.dtype)
     if (out / "config.json").is_file():  # where transformers 4 and programs like it look
         assert json.loads((out / "config.json").read_text())["rope_theta"] == 10000.0
-    shown = (out / card.CARD).read_text()
+    shown = (out / exported.CARD).read_text()
     assert f"in the form `{to}`" in shown and "DIR" not in shown and "## How to load" in shown
 
 
@@ -231,32 +228,6 @@ def test_one_factor_of_nvfp4_holds_every_scale_up_to_1_75(tmp_path: Path) -> Non
     assert torch.equal(nvfp4_weights(tmp_path)[name].float(), first.quantized_weight())
 
 
-def test_what_is_trained_for_nvfp4_is_what_is_read(tmp_path: Path) -> None:
-    library("nvfp4")
-    model = mixed("nvfp4").train()
-    for name, frozen in quant_linears(model).items():
-        latent = LutLinear(frozen.quantized_weight() * 1.1, frozen.quantized(), None, frozen.spec)
-        replace_module(model, name, latent)
-    linears = quant_linears(model).values()
-    learning = [parameter for m in linears for parameter in (m.weight, m.scales)]
-    optimizer = torch.optim.AdamW(learning, lr=0.01)
-    before = {name: m.quantized_weight() for name, m in quant_linears(model).items()}
-    for _ in range(3):
-        model(IDS, labels=IDS).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    trained = model.eval()
-    save_checkpoint(trained, tiny_tokenizer(), tmp_path / "packed")
-    export_model(str(tmp_path / "packed"), ExportConfig(to="nvfp4"), tmp_path / "out")
-    found = nvfp4_weights(tmp_path / "out")
-    read = load_model(str(tmp_path / "out"), device="cpu", dtype="fp32").model
-    for name, linear in quant_linears(trained).items():
-        assert torch.equal(found[name].float(), linear.quantized_weight())
-        assert torch.equal(read.get_submodule(name).weight, linear.quantized_weight())
-        assert not torch.equal(before[name], linear.quantized_weight())
-    assert torch.equal(logits(read), logits(trained))
-
-
 GGUF_FORMATS = {
     "Q2_0": [("int", 2, 64), ("int", 2, 256), ("ternary", 2, 64)],
     "Q2_K": [("seq", 2, 256), ("seq", 2, 512)],
@@ -281,8 +252,8 @@ def test_blocks_of_gguf_hold_our_weights(kind: str, codebook: str, bits: int, si
     with torch.no_grad():
         linear.scales[0] = 0  # the smallest weights have scales that round to zero
     teach_q2_0()
-    found = gguf_blocks.block_type(spec)
-    blocks = gguf_blocks.to_blocks("it", parts.affine(linear), found).numpy()
+    found = gguf.block_type(spec)
+    blocks = gguf.to_blocks("it", parts.affine(linear), found).numpy()
     read = library.quants.dequantize(blocks, library.GGMLQuantizationType[kind])
     assert found.name == kind
     assert torch.equal(torch.from_numpy(read), linear.quantized_weight())
@@ -292,7 +263,7 @@ def test_blocks_of_gguf_hold_our_weights(kind: str, codebook: str, bits: int, si
 def test_a_block_of_q2_0_is_as_ggml_defines_it(codebook: str) -> None:
     spec = LutSpec(bits=2, codebook=codebook, group_size=64, scale_bits=8)
     linear = frozen_linear(3, 128, spec)
-    blocks = gguf_blocks.to_blocks("it", parts.affine(linear), gguf_blocks.Q2_0)
+    blocks = gguf.to_blocks("it", parts.affine(linear), gguf.Q2_0)
     assert blocks.shape == (3, 2 * 18)  # 2.25 bits a weight
     expected = []
     for block in blocks.reshape(-1, 18).numpy():
@@ -371,11 +342,11 @@ def test_the_tokenizer_goes_into_a_gguf(students: dict[TargetName, Path], tmp_pa
     for digits, expected in (([Digits(individual_digits=True)], True), ([Digits()], False)):
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence([*digits, byte_level])
         writer = library.GGUFWriter(None, "llama")
-        assert gguf_tokenizer.add_tokenizer(writer, tokenizer, 320) == expected
+        assert gguf.add_tokenizer(writer, tokenizer, 320) == expected
         if expected:
             assert writer.kv_data[0]["tokenizer.ggml.pre"].value == "smollm"
     regex, whole = ByteLevel(add_prefix_space=False), ByteLevel(False, use_regex=False)
-    qwen = Regex(next(iter(gguf_tokenizer.PRE_TOKENIZERS)))
+    qwen = Regex(next(iter(gguf.PRE_TOKENIZERS)))
     for steps, expected in (
         (ByteLevel(add_prefix_space=True), None),
         (whole, None),
@@ -388,20 +359,20 @@ def test_the_tokenizer_goes_into_a_gguf(students: dict[TargetName, Path], tmp_pa
     ):
         tokenizer.backend_tokenizer.pre_tokenizer = steps
         values = json.loads(tokenizer.backend_tokenizer.to_str())
-        assert gguf_tokenizer.pre_tokenizer(values) == expected
+        assert gguf.pre_tokenizer(values) == expected
     tokenizer.backend_tokenizer.pre_tokenizer = regex
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
-    assert gguf_tokenizer.pre_tokenizer(json.loads(tokenizer.backend_tokenizer.to_str())) is None
+    assert gguf.pre_tokenizer(json.loads(tokenizer.backend_tokenizer.to_str())) is None
     for prefix in ("\u2581", ""):
         model = models.BPE({"<0x61>": 0, "a": 1, "\u2581": 2}, [], byte_fallback=True)
         marked = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model))
         marked.backend_tokenizer.normalizer = normalizers.Prepend(prefix) if prefix else None
         writer = library.GGUFWriter(None, "llama")
-        assert gguf_tokenizer.add_tokenizer(writer, marked, 3)
+        assert gguf.add_tokenizer(writer, marked, 3)
         assert writer.kv_data[0]["tokenizer.ggml.add_space_prefix"].value == bool(prefix)
     tokenizer.backend_tokenizer.pre_tokenizer = None
     writer = library.GGUFWriter(None, "llama")
-    assert not gguf_tokenizer.add_tokenizer(writer, tokenizer, 320)
+    assert not gguf.add_tokenizer(writer, tokenizer, 320)
     assert "none that GGUF files know" in caplog.text
 
 
@@ -412,7 +383,7 @@ def test_all_chat_templates_and_only_tokens_of_the_table_go_into_a_gguf() -> Non
     tokenizer.add_special_tokens({"pad_token": "<|beyond|>"})
     size = tokenizer.pad_token_id
     writer = library.GGUFWriter(None, "llama")
-    assert gguf_tokenizer.add_tokenizer(writer, tokenizer, size)
+    assert gguf.add_tokenizer(writer, tokenizer, size)
     found = {key: field.value for key, field in writer.kv_data[0].items()}
     assert found["tokenizer.chat_template"] == "plain"
     assert found["tokenizer.chat_template.tool_use"] == "with tools"
@@ -761,7 +732,7 @@ def test_the_dtype_is_what_the_target_holds(tmp_path: Path) -> None:
         config = json.loads((tmp_path / found / "config.json").read_text())
         assert (
             config["dtype"] == found
-            and f"| {found} |" in (tmp_path / found / card.CARD).read_text()
+            and f"| {found} |" in (tmp_path / found / exported.CARD).read_text()
         )
     with pytest.raises(ExportError, match="fp16 number, .* --dtype fp32"):
         export_model(
@@ -802,12 +773,19 @@ def test_a_missing_library_is_named_with_its_extra(students, tmp_path, monkeypat
         assert list(tmp_path.iterdir()) == []
 
 
+SHORT = {"level_bits": 16}
+INTEGERS = {"int8": LutSpec(bits=8, codebook="int", group_size=32, scale_bits=8)}
+"""Integers of 8 bits, which need no table."""
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
         *((name, "fp16") for name, spec in SPECS.items() if spec.scale == "group"),
         ("lut2", "fp32"),
         ("fours8_s8", "fp32"),
+        ("int8", "fp16"),
+        ("int8", "fp32"),
     ],
 )
 def test_core_ml_tables_hold_our_weights(name: str, dtype: str) -> None:
@@ -816,10 +794,11 @@ def test_core_ml_tables_hold_our_weights(name: str, dtype: str) -> None:
 
     from qat.extensions.targets import coreml_program
 
-    linear = frozen_linear(6, 64, SPECS[name].model_copy(update={"level_bits": 16}))
+    linear = frozen_linear(6, 64, INTEGERS.get(name) or SPECS[name].model_copy(update=SHORT))
     with torch.no_grad():
         linear.codebook.copy_(linear.levels())
     table = coreml._lookup("it", linear, DTYPES[dtype])
+    assert (table.lut is None) == (name in INTEGERS)
 
     @mb.program(input_specs=[mb.TensorSpec((1,))], opset_version=coreml_program.OPSET)
     def program(x):
@@ -838,7 +817,7 @@ def test_a_core_ml_program_reads_codewords(dtype: str, tmp_path: Path) -> None:
         str(tmp_path / "student"), ExportConfig(to="coreml", dtype=dtype), tmp_path / "out"
     )
     assert report.logits_max_diff < (1e-4 if dtype == "fp32" else 1e-1)
-    shown = (tmp_path / "out" / card.CARD).read_text()
+    shown = (tmp_path / "out" / exported.CARD).read_text()
     assert "| 7 | 2 | lut, 256 codewords of 4 weights | one of 8 bits for 16 weights" in shown
 
 
@@ -877,7 +856,7 @@ def test_the_card_tells_the_runs_own_measures(tmp_path: Path) -> None:
     rows = [{"kind": "eval", "step": s, "kl_tail_nats": s / 100, "ppl": None} for s in (10, 20)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     export_model(str(run), ExportConfig(to="packed"), tmp_path / "out")
-    shown = (tmp_path / "out" / card.CARD).read_text()
+    shown = (tmp_path / "out" / exported.CARD).read_text()
     assert "\n# base, q2a4, packed\n" in shown
     for line in ("| base model | owner/base |", "| trained | 20 steps on chats.jsonl |"):
         assert line in shown

@@ -13,7 +13,7 @@ from qat.bench.config import AttentionConfig
 from qat.errors import ConfigError
 from qat.extensions.nsa.bench import call_of, crossovers, ready, run_attention, variants_of
 from qat.extensions.nsa.kernels import reference
-from qat.extensions.nsa.kernels.config import PRESETS, NSAConfig
+from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.router import Route, attend
 from qat.extensions.nsa.variants import Attend, Layer, Variant, Work, inputs_of, layer_of, problem
 
@@ -106,15 +106,6 @@ def test_gradients_reach_the_whole_layer() -> None:
     layer = layer_of(work, "train", device=torch.device("cpu"), dtype=torch.float32)
     way = next(way for way in variants_of("train", ("nsa",)) if way.name == "nsa reference")
     assert all(gradient.any() for gradient in call_of(way.prepare(layer, work), layer, "train")())
-
-
-@pytest.mark.parametrize("preset", ["nsa", "nsa-paper"])
-def test_gates_are_the_modes_own(preset: str) -> None:
-    work = Work(length=64, group=1, key_heads=1, width=8, batch=1)
-    layer = layer_of(work, "forward", device=torch.device("cpu"), dtype=torch.float32)
-    gates = inputs_of(layer, PRESETS[preset]).gates
-    assert gates.shape == (1, 64, 1, 3)
-    assert (gates > 0).all() == (preset == "nsa-paper")
 
 
 @pytest.mark.parametrize(

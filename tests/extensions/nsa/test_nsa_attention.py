@@ -76,20 +76,6 @@ def test_any_length_is_finite_with_its_gradients(length, config) -> None:
         assert parameter.grad is None or parameter.grad.isfinite().all(), name
 
 
-def test_every_parameter_learns() -> None:
-    model = opened_model(small(pooling="weighted"))
-    hidden(model, IDS).square().sum().backward()
-    for name, parameter in model.model.layers.named_parameters():
-        assert parameter.grad.abs().max() > 0, name
-
-
-def test_gates_of_a_fresh_model_learn_at_once() -> None:
-    model = sparse_model()
-    hidden(model, IDS).square().sum().backward()
-    for layer in model.model.layers:
-        assert (layer.self_attn.nsa.gates.bias.grad != 0).all()
-
-
 def test_no_longer_than_the_rotary_embedding() -> None:
     ids = torch.zeros(1, 129, dtype=torch.long)
     with pytest.raises(ConfigError, match="has 129 positions, .* made for 128; shorten"):

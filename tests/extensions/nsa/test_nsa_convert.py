@@ -133,15 +133,6 @@ def test_a_forecast_is_what_is_made(place: Path, tmp_path: Path) -> None:
         forecast(source, ConvertConfig(**settings), shipping_to(["gguf"]))
 
 
-def test_swapping_twice_is_refused(place: Path, tmp_path: Path, monkeypatch, capsys) -> None:
-    sparse = tmp_path / "sparse"
-    flags = ["--attention", "nsa-merged", "--device", "cpu"]
-    assert call(monkeypatch, "convert", place / "dense", *flags, "--out", sparse) == 0
-    flags = ["--attention", "nsa", "--device", "cpu", "--out", tmp_path / "again"]
-    assert call(monkeypatch, "convert", sparse, *flags) == 1
-    assert "already, expected dense attention; swap it out first" in capsys.readouterr().err
-
-
 def test_gates_are_fitted_to_a_text_that_they_act_on(
     place: Path, tmp_path: Path, monkeypatch, caplog
 ) -> None:

@@ -75,12 +75,6 @@ def test_a_choice_of_everything_misses_nothing() -> None:
     assert found == (0.0, 1.0)
 
 
-def test_gates_that_select_alone_have_collapsed() -> None:
-    gates = torch.tensor([0.0, 1.0, 0.0]).expand(2, 5, 4, 3)
-    found = gate_health(gates)
-    assert found == pytest.approx((0.0, 1.0, 0.0, 1.0, 0.0, 1.0), abs=1e-6)
-
-
 def test_gates_count_by_their_size_whatever_their_sign() -> None:
     gates = torch.tensor([[-1.0, 1.0, 2.0], [0.0, 0.0, 0.0]])[None, None]
     found = gate_health(gates)

@@ -12,7 +12,6 @@ from qat.generate.decode import Decoder
 from qat.generate.step import DecodeStep
 from qat.generate.text import generate_text
 from qat.models import document_attention as attention
-from qat.models.document_attention import make_mask
 from qat.models.flops import forward_flops
 from qat.models.language_model import LanguageModel
 from qat.models.regions import join_projections, part_projections
@@ -57,14 +56,6 @@ def test_no_mask_over_pairs_is_made(monkeypatch) -> None:
     unswap_attention(wrapped.model)
     with pytest.raises(AssertionError):
         wrapped.hidden(IDS, POSITIONS)
-
-
-def test_a_mask_of_tokens_alone_stays_one() -> None:
-    config = sparse_model().config
-    tokens = torch.ones(B, S, dtype=torch.bool)
-    assert make_mask(config=config, attention_mask=tokens) is None
-    tokens[0, 0] = False
-    assert make_mask(config=config, attention_mask=tokens) is tokens
 
 
 @torch.no_grad()

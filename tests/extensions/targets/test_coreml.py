@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from quantized import SAME_INPUT, frozen_linear, random_weight, tiny_quantized, with_rounded_inputs
+from quantized import SAME_INPUT, random_weight, tiny_quantized, with_rounded_inputs
 from tiny import tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -31,7 +31,7 @@ from coremltools.converters.mil.frontend.milproto.load import load  # noqa: E402
 from coremltools.converters.mil.mil import Function, Operation  # noqa: E402
 from coremltools.models import MLModel  # noqa: E402
 
-from qat.extensions.targets.coreml_program import OPSET, lookup, read_weights  # noqa: E402
+from qat.extensions.targets.coreml_program import OPSET  # noqa: E402
 
 # coremltools leaves temporary directories to their finalizers
 pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceWarning")
@@ -187,21 +187,6 @@ def test_what_is_not_rounded_is_read_as_it_is(tmp_path: Path) -> None:
     plain = {name for name, kind in kinds.items() if kind != "dequantize"}
     assert plain == {"model_layers_0_self_attn_q_proj_weight"}
     check_equal("coreml", model, tmp_path)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_integers_of_8_bits_have_no_table(dtype: torch.dtype, tmp_path: Path) -> None:
-    linear = frozen_linear(6, 64, INT8)
-    weight = coreml._lookup("it", linear, dtype)
-    assert weight.lut is None and weight.indices.dtype == np.int8
-
-    @mb.program(input_specs=[mb.TensorSpec((1,))], opset_version=OPSET)
-    def program(x):
-        name = str(dtype).removeprefix("torch.float")
-        return mb.add(x=mb.cast(x=x, dtype=f"fp{name}"), y=lookup(weight, "it"))
-
-    found = torch.from_numpy(read_weights(program)["it"])
-    assert torch.equal(found, linear.quantized_weight(dtype))
 
 
 def test_a_program_of_8_bits_on_both_sides(tmp_path: Path) -> None:

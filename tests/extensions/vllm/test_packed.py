@@ -2,6 +2,7 @@
 
 import errno
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -74,27 +75,33 @@ def held(linear: QuantLinear, part: Part, rows: slice | Tensor) -> list[Tensor]:
     return cut
 
 
+def operands(*linears: QuantLinear, scales: Sequence[int] = ()) -> tuple[list[Tensor], list[int]]:
+    """The tensors and formats of whole linears; `scales`: as `input_scale` of `part_of`."""
+    numbers = scales or [1] * len(linears)
+    parts = [
+        part_of(linear, linear.out_features, input_scale=number)
+        for linear, number in zip(linears, numbers, strict=True)
+    ]
+    pairs = zip(linears, parts, strict=True)
+    weights = [t for linear, part in pairs for t in held(linear, part, slice(0, part.out_features))]
+    return weights, [number for part in parts for number in part.stored.format]
+
+
 @pytest.mark.parametrize(("name", "is_adapted"), covering(SPECS, [False, True]))
 def test_an_operator_multiplies_by_what_the_model_does(name: str, is_adapted: bool) -> None:
     linear = frozen_linear(O, I, SPECS[name])
     if is_adapted:
         with_adapter(linear)
-    part = part_of(linear, O)
     x, bias = torch.randn(3, I, dtype=torch.bfloat16), torch.randn(O, dtype=torch.bfloat16)
-    weights = held(linear, part, slice(0, O))
-    y = lut_linear(x, weights, [*part.stored.format], bias)
+    y = lut_linear(x, *operands(linear), bias)
     assert torch.equal(y, F.linear(x, linear.quantized_weight(torch.bfloat16), bias))
 
 
 def test_parts_of_one_linear_keep_their_formats() -> None:
     linears = [frozen_linear(O, I, SPECS[name]) for name in ("lut2", "fours8_s8", "int4_r3")]
     dense, x = torch.randn(8, I), torch.randn(2, 5, I)
-    parts = [part_of(linear, O) for linear in linears]
-    weights = [
-        t for linear, p in zip(linears, parts, strict=True) for t in held(linear, p, slice(0, O))
-    ]
-    formats = [*(n for part in parts for n in part.stored.format), *Format()]
-    y = lut_linear(x, [*weights, dense], formats, None)
+    weights, formats = operands(*linears)
+    y = lut_linear(x, [*weights, dense], [*formats, *Format()], None)
     whole = torch.cat([*(linear.quantized_weight() for linear in linears), dense])
     torch.testing.assert_close(y, F.linear(x, whole))
 
@@ -130,9 +137,8 @@ def test_an_input_is_rounded_as_the_model_rounds_it(
     kind: ActivationKind, bits: int, dtype: torch.dtype
 ) -> None:
     linear = with_adapter(rounded_linear(kind, SPECS["lut2"], bits))
-    part = part_of(linear, O)
     x, bias = torch.randn(3, I, dtype=dtype), torch.randn(O, dtype=dtype)
-    weights, formats = held(linear, part, slice(0, O)), [*part.stored.format]
+    weights, formats = operands(linear)
     weight, read = linear.quantized_weight(dtype), linear.activation(x)
     assert not torch.equal(read, x)
     assert torch.equal(lut_linear(x, weights, formats, bias), F.linear(read, weight, bias))
@@ -168,10 +174,7 @@ def test_parts_that_round_alike_read_one_rounding(monkeypatch: pytest.MonkeyPatc
         linears = [rounded_linear(kind, SPECS[name], scale=s) for kind, name, s in rounded]
         if scales[2] == scales[3]:
             linears[3].activation = linears[2].activation
-        parts = [part_of(m, O, input_scale=n) for m, n in zip(linears, scales, strict=True)]
-        weights = [t for m, p in zip(linears, parts, strict=True) for t in held(m, p, slice(0, O))]
-        formats = [n for part in parts for n in part.stored.format]
-        y = lut_linear(x, weights, formats, bias)
+        y = lut_linear(x, *operands(*linears, scales=scales), bias)
         products = [F.linear(m.activation(x), m.quantized_weight()) for m in linears]
         torch.testing.assert_close(y, torch.cat(products, -1) + bias)
         assert calls == expected
@@ -236,10 +239,8 @@ E = 3
 @pytest.mark.parametrize(("name", "num_rows"), covering(SPECS, [1, 2, 3, 11]))
 def test_each_row_is_multiplied_with_its_expert(name: str, num_rows: int) -> None:
     linear = with_adapter(frozen_linear(E * O, I, SPECS[name]))
-    part = part_of(linear, E * O)
-    weights = held(linear, part, slice(0, E * O))
     x, experts = torch.randn(num_rows, I), torch.randint(E, (num_rows,))
-    y = lut_experts(x, experts, weights, [*part.stored.format], E)
+    y = lut_experts(x, experts, *operands(linear), E)
     chosen = linear.quantized_weight().view(E, O, I)[experts]
     torch.testing.assert_close(y, torch.einsum("noi,ni->no", chosen, x), rtol=1e-4, atol=1e-4)
 
@@ -269,9 +270,7 @@ def test_a_process_holds_whole_experts() -> None:
 
 def test_a_compiler_sees_one_operator() -> None:
     linear = frozen_linear(O, I, SPECS["pairs6"])
-    part = part_of(linear, O)
-    weights = held(linear, part, slice(0, O))
-    x, formats = torch.randn(3, I), [*part.stored.format]
+    x, (weights, formats) = torch.randn(3, I), operands(linear)
     torch.library.opcheck(lut_linear, (x, weights, formats, None))
     ids = torch.tensor([[1, 2]])
     for rows in ([1], [0, 2, 0]):
@@ -345,8 +344,6 @@ def test_inputs_and_caches_of_a_config_are_read() -> None:
     [
         ({"format": 14}, "format=14, expected format=13"),
         ({"format": FORMAT, "features": ["nsa"]}, r"sparse attention \(feature 'nsa'\)"),
-        ({"format": 2}, r"sparse attention \(feature 'nsa'\)"),
-        ({"format": 4}, r"sparse attention \(feature 'nsa'\)"),
         ({"format": 6}, r"sparse attention \(feature 'nsa'\)"),
         (
             {"format": 7, "modules": {"a": {"bits": 2, "activation": {"kind": "int4"}}}},
