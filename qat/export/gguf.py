@@ -209,8 +209,7 @@ def to_blocks(name: str, weight: Affine, kind: BlockType) -> Tensor:
 
 
 def _half(name: str, value: Tensor) -> Tensor:
-    """Return float16 numbers as two bytes each."""
-    return exact(name, value, torch.float16, has_choice=False).view(torch.uint8)
+    return exact(name, value, torch.float16, has_choice=False).view(torch.uint8)  # `(n, 2)`
 
 
 def _nibbles(codes: Tensor) -> Tensor:
@@ -275,7 +274,6 @@ def _q6_k(codes: Tensor, d: Tensor, m: Tensor) -> list[Tensor]:
 
 
 def _repeated(codes: Tensor, value: int, count: int) -> Tensor:
-    """Return `(n, count)` copies of one byte."""
     return codes.new_full((codes.shape[0], count), value)
 
 

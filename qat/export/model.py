@@ -198,7 +198,6 @@ def _load(name: TargetName, path: Path, dtype: torch.dtype | Literal["auto"]) ->
 def _write(
     name: TargetName, model: PreTrainedModel, source: Path, out: Path, *, saved: torch.dtype
 ) -> ExportReport:
-    """Write the model, read from `source`, to `out` in its dtype."""
     has_tokenizer = (source / "tokenizer_config.json").is_file()
     tokenizer = load_tokenizer(str(source)) if has_tokenizer else None
     with atomic_directory(out) as partial:
@@ -377,7 +376,6 @@ def _plan(checkpoint: Path) -> str | None:
 
 
 def _short(source: str) -> str:
-    """Return the last part of a path or a hub id."""
     return Path(source).name or source
 
 

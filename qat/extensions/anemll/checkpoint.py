@@ -73,7 +73,6 @@ def import_checkpoint(source: Path, base: str | None, out: Path) -> ImportReport
 
 
 def _float_model(path: Path, legacy: LegacyState, base: str | None) -> tuple[str, Config]:
-    """Return the float model that the checkpoint was made from, and its configuration."""
     if base is not None:
         return base, load_config(base)
     named = legacy.settings.model_id

@@ -303,7 +303,6 @@ def _halves(factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_baked(name: str, weight: Tensor, expected: Tensor, rounding: Tensor) -> None:
-    """Raise CheckpointError if weights differ by more than `rounding`, the error of sum order."""
     difference = (weight - expected).abs()
     worst = difference.max()
     if not (difference <= rounding).all():

@@ -124,7 +124,6 @@ def check_tensors(path: Path, tensors: dict[str, object], error: type[QatError])
 
 
 def _tensor_fault(value: object) -> str | None:
-    """Return why a value is not a plain tensor; None if it is one."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":

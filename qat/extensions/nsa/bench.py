@@ -217,7 +217,6 @@ def crossovers(rows: Sequence[Row]) -> list[Row]:
 
 
 def _added_gib(call: Callable[[], object], backend: Backend) -> float | None:
-    """Return the memory that one call adds at its peak, in GiB."""
     backend.reset_peak_memory()
     before = backend.memory_use().held_gib
     call()

@@ -276,5 +276,4 @@ def layer_of(cache: Cache, place: int, config: NSAConfig) -> NSALayer:
 
 
 def _capacity(length: int) -> int:
-    """Return the capacity for `length` positions: the next multiple of `CAPACITY_STEP` above it."""
-    return -(-(length + 1) // CAPACITY_STEP) * CAPACITY_STEP
+    return -(-(length + 1) // CAPACITY_STEP) * CAPACITY_STEP  # above `length`: one more fits

@@ -115,11 +115,7 @@ def _check_layers(chosen: Sequence[int], num_layers: int) -> None:
 
 
 def _attention_of(model: PreTrainedModel, layer: nn.Module) -> nn.Module:
-    """Return the attention module of a decoder layer.
-
-    Raises:
-        CheckpointError: it cannot be swapped.
-    """
+    """Return the attention module of a decoder layer, if it can be swapped."""
     name, found = type(model).__name__, getattr(layer, "self_attn", None)
     missing = [part for part in PROJECTIONS if not hasattr(found, part)]
     if missing:

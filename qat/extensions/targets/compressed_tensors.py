@@ -116,7 +116,6 @@ def config(
 
 
 def _groups(modules: dict[str, QuantLinear]) -> list[tuple[list[str], dict[str, object]]]:
-    """Return one group of linears for each format of weights and inputs."""
 
     def key(name: str) -> tuple[int, int, str]:
         spec, reads = modules[name].spec, modules[name].activation

@@ -150,7 +150,6 @@ def _weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, object]:
 
 
 def _scales(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, np.floating]:
-    """Return the static scale of each module's input."""
     modules = {n: m for n, m in quantized_modules(model).items() if has_input_scale(m)}
     scales = {name: module.activation.stored_scale().double() for name, module in modules.items()}
     return {
@@ -178,7 +177,6 @@ def _lookup(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype)
 
 @torch.no_grad()
 def _rotary(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the positions."""
     places = torch.arange(_length(model))[None]
     cos, sin = model.model.rotary_emb(torch.zeros(1), places)
     return cos[0], sin[0]

@@ -233,7 +233,6 @@ def evaluate(program: Program, input_ids: np.ndarray) -> np.ndarray:
 
 
 def _outputs(op: Operation, values: dict[Var, np.ndarray]) -> list[np.ndarray]:
-    """Return the outputs of one operation, given the values of its inputs."""
     inputs = {
         name: [_value(part, values) for part in var]
         if isinstance(var, list | tuple)

@@ -165,7 +165,6 @@ def _nibbles(levels: Tensor) -> tuple[Tensor, bool]:
 
 
 def _is_e2m1(spec: LutSpec) -> bool:
-    """Return whether the levels are a fixed grid of E2M1 values times a number."""
     levels = fixed_grid(spec)
     return levels is not None and _nibbles(levels)[1]
 

@@ -10,7 +10,7 @@ one of E experts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -184,9 +184,7 @@ class Part(NamedTuple):
     def cut(self, key: str, stored: Tensor, rows_of: Callable[[int], slice | Tensor]) -> Tensor:
         """Return the held slice of the checkpoint's tensor `key`; padding rows are zero.
 
-        Args:
-            rows_of: returns the rows to hold, given their number in the checkpoint: a slice, or a
-                tensor of row numbers.
+        `rows_of` returns the rows to hold, given their number in the checkpoint.
 
         Raises:
             CheckpointError: the tensor has another shape or dtype than the spec, holds an index
@@ -561,7 +559,6 @@ def _gemm_part(tensors: Sequence[Tensor], format: Format, in_features: int) -> G
 def _formed_rows(  # noqa: PLR0917
     tensors: Sequence[Tensor], format: Format, rows: Tensor, in_features: int, dtype: torch.dtype
 ) -> Tensor:
-    """Form only these rows of a part."""
     taken = [
         tensor[rows] if key in BY_ROW else tensor
         for key, tensor in zip(format.names(), tensors, strict=True)
@@ -572,10 +569,8 @@ def _formed_rows(  # noqa: PLR0917
 def _by_part(
     weights: Sequence[Tensor], formats: Sequence[int]
 ) -> list[tuple[Sequence[Tensor], Format]]:
-    size, start, parts = len(Format._fields), 0, []
+    size, rest, parts = len(Format._fields), iter(weights), []
     for first in range(0, len(formats), size):
         format = Format(*formats[first : first + size])
-        end = start + len(format.names())
-        parts.append((weights[start:end], format))
-        start = end
+        parts.append(([*islice(rest, len(format.names()))], format))
     return parts

@@ -300,19 +300,17 @@ _WAITER = ThreadPoolExecutor(1, "qat-xla-mark")
 
 
 def _set_up_mesh() -> None:
-    """Set up a mesh of all devices, so that the compiler divides one program among them."""
     from torch_xla import runtime
     from torch_xla.distributed import spmd
 
     count = runtime.global_runtime_device_count()
     if count == 1:
         return
-    runtime.use_spmd()
+    runtime.use_spmd()  # the compiler then divides one program among all devices
     spmd.set_global_mesh(spmd.Mesh(list(range(count)), (count,), ("data",)))
 
 
 def _is_sharded(tensor: Tensor) -> bool:
-    """Return whether a computed tensor is sharded over the devices."""
     import torch_xla
 
     return torch_xla._XLAC._get_xla_sharding_spec(tensor).startswith("{devices")

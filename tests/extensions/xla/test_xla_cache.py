@@ -1,7 +1,6 @@
 """Caches built on XLA's CPU client: the CPU's targets, every operator on the device."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 pytest.importorskip("torch_xla", reason="torch_xla is not installed; .ci/xla runs these tests")
 
 from cache_case import TOKENIZER, build, max_error, teacher, texts
+from served_case import free_port
 
 from qat.backend.device import select
 from qat.data.codec import stream, uniforms
@@ -93,9 +93,3 @@ def test_two_processes_of_two_devices_build_the_cpus_cache(tmp_path: Path) -> No
         shard.content for shard in theirs.manifest.shards
     ]
     assert_alike(ours.batch(range(20)), theirs.batch(range(20)))
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]

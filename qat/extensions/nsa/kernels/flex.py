@@ -420,8 +420,7 @@ def compressed_spans(tiles: Tiles, config: NSAConfig, columns: int) -> tuple[Spa
 
 
 def _up(value: Tensor, step: int) -> Tensor:
-    """Return `value / step`, rounded up."""
-    return (value + step - 1) // step
+    return (value + step - 1) // step  # rounded up
 
 
 def _filled(tensor: Tensor, dim: int) -> Tensor:

@@ -342,7 +342,6 @@ def _work(ends: Tensor, num_places: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _slices(rows: int, bytes_of_row: int) -> list[slice]:
-    """Return slices of rows that are computed together."""
     step = max(1, MOST_BYTES // bytes_of_row)
     return [slice(start, min(rows, start + step)) for start in range(0, rows, step)]
 
