@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantized import SPECS, latent_linear, tiny_quantized
+from quantized import SPECS, latent_linear, tiny_adapted, tiny_quantized
 from safetensors.torch import load_file
 from tiny import ARCHITECTURES, logits, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -114,6 +114,21 @@ def test_export_reads_back_what_it_wrote(to: str, dtype: str, packed: Path, tmp_
         assert report.linear_bits == 8 * reloaded.dtype.itemsize
     assert report.source_megabytes is None  # nothing says what it was made from
     assert (out / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("to", "dtype"), [("packed", "bf16"), ("packed", "fp32"), ("dense", "fp16"), ("dense", "bf16")]
+)
+def test_adapters_are_merged_by_dense_and_kept_by_packed(to: str, dtype: str, tmp_path) -> None:
+    save_checkpoint(tiny_adapted("qwen3", SPECS["lut2"]), None, tmp_path / "student")
+    out = tmp_path / "out"
+    report = export_model(str(tmp_path / "student"), ExportConfig(to=to, dtype=dtype), out)
+    expected = logits(load_checkpoint(tmp_path / "student", DTYPES[dtype]))
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out, dtype="auto")), expected)
+    has_adapters = any("lora" in name for name in load_file(out / "model.safetensors"))
+    config = json.loads((out / "config.json").read_text())
+    assert has_adapters == ("quantization_config" in config) == (to == "packed")
+    assert to == "dense" or report.linear_bits > 3 + 16 * 3 * 2 / 64
 
 
 def test_keys_and_values_are_kept_by_packed_alone(tmp_path: Path, caplog) -> None:

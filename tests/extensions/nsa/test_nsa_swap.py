@@ -7,6 +7,8 @@ from tiny import tiny_model
 from torch import nn
 
 from qat.errors import CheckpointError, ConfigError
+from qat.extensions.nsa.attention import NSAParts
+from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.swap import nsa_config, nsa_modules, swap_attention, unswap_attention
 from qat.nn.swap import linear_names
 
@@ -60,6 +62,20 @@ def test_names_stay_and_gates_are_new() -> None:
     assert (
         sparse_model(config=small(mode="merged")).state_dict().keys() == dense.state_dict().keys()
     )
+
+
+BEGIN = {"residual": [0.0, 1.0, 0.0], "sigmoid": [0.00247, 0.99753, 0.00247]}
+
+
+@pytest.mark.parametrize(("mode", "gates"), BEGIN.items())
+@torch.no_grad()
+def test_gates_begin_with_selection_and_pools_as_the_mean(mode: str, gates: list[float]) -> None:
+    config = NSAConfig(mode=mode, pooling="weighted")
+    parts = NSAParts(config, hidden_size=16, num_heads=4, num_key_heads=2)
+    found = parts.gates_of(torch.randn(2, 3, 16))
+    torch.testing.assert_close(found, torch.tensor(gates).expand(2, 3, 4, 3), rtol=0, atol=1e-5)
+    for weights in (parts.pool_key, parts.pool_value):
+        assert torch.equal(weights, torch.full((2, 32), 1 / 32))
 
 
 def test_some_layers_alone() -> None:

@@ -7,9 +7,18 @@ import torch
 
 pytest.importorskip("torch_xla", reason="torch_xla is not installed; .ci/xla runs these tests")
 
+import xla_sharded_case
 from tiny import tiny_model
 from train_case import config
-from xla_case import STEPS, course, largest_difference, make_short_place, over_devices
+from xla_case import (
+    STEPS,
+    Course,
+    course,
+    largest_difference,
+    make_short_place,
+    over_devices,
+    told_by,
+)
 
 from qat.backend.device import select
 from qat.logs import read_json_lines
@@ -92,3 +101,17 @@ def test_four_devices_are_one(place: Path, tmp_path: Path) -> None:
     ours = over_devices(4, place, tmp_path)
     assert (ours.compiles, ours.executions, ours.fallbacks) == (2, STEPS, {})
     assert largest_difference(ours, course(place, tmp_path, "cpu")) <= 1e-6
+
+
+def test_devices_share_latent_weights(place: Path, tmp_path: Path) -> None:
+    told = told_by(Path(xla_sharded_case.__file__), place, tmp_path, devices=4)
+    ours = Course(*told["course"])
+    assert (ours.compiles, ours.executions, ours.fallbacks) == (2, STEPS, {})
+    assert largest_difference(ours, course(place, tmp_path, "cpu")) <= 1e-6
+    rows_held, compiles = told["held"]
+    assert len(rows_held) == 3 * 7  # a weight and two moments of each linear
+    for name, (rows, *held) in rows_held.items():
+        assert held == [rows // 4] * 4, name
+    assert compiles == [1, 0]
+    whole, cut = told["runs"]
+    assert cut == whole
