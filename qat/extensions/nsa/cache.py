@@ -109,13 +109,10 @@ class NSALayer(DynamicLayer):
     def begin(
         self, inputs: Inputs, rows: TokenRows, lengths: list[int], unrotated: tuple[Tensor, Angles]
     ) -> None:
-        """Fill the empty cache with whole rows.
+        """Fill the empty cache with whole rows, whose tokens come before padding in `inputs`.
 
-        Args:
-            inputs: tokens before padding.
-            rows: the order of the tokens in `inputs`.
-            lengths: tokens of each row.
-            unrotated: keys before rotation and their angles, in batch order.
+        `lengths` are the tokens of each row, `unrotated` the keys before rotation and their angles,
+        in batch order.
         """
         like, config = inputs.key.detach(), self.config
         self.dtype, self.device, self.is_initialized = like.dtype, like.device, True
@@ -140,60 +137,37 @@ class NSALayer(DynamicLayer):
     ) -> Tensor:
         """Append new positions one by one and return their attention, `(B, S, H, D)`.
 
-        Args:
-            heads: of the new positions.
-            gates: `(B, S, H, 3)`; None: merged.
-            angles: of the new positions.
-            weights: pool the keys and values of a block.
-            scale: factor of `query @ key`.
+        `gates` are `(B, S, H, 3)`, or None if branches are merged; `scale` is the factor of
+        `query @ key`.
         """
-        steps = []
-        for at in range(heads.value.shape[2]):
-            one = Heads(*(tensor[:, :, at] for tensor in heads))
-            gate = None if gates is None else gates[:, at]
-            cos, sin = (tensor[:, at] for tensor in angles)
-            steps.append(self._step(one, gate, (cos, sin), weights=weights, scale=scale))
-        return torch.stack(steps, 1)
-
-    def _step(
-        self,
-        heads: Heads,
-        gates: Tensor | None,
-        angles: Angles,
-        *,
-        weights: PoolWeights,
-        scale: float,
-    ) -> Tensor:
-        length, config, place = self.get_seq_length() + 1, self.config, self.position
-        if length > self.past.capacity:
-            old = self.past
-            self.past = Past.empty(old.keys, _capacity(length + length // GROWTH), config)
-            for new, stored in zip(self.past, old, strict=True):
-                if stored is not None:
-                    new[:, :, : stored.shape[2]] = stored
-        pooled_key = None
-        if self.unrotated is not None:
-            key = heads.unrotated_key
-            pooled_key = self.unrotated.pooled(key, angles, place, config=config, weights=weights)
-        decode.append(
-            self.past,
-            heads.key,
-            heads.value,
-            place,
-            config=config,
-            weights=weights,
-            pooled_key=pooled_key,
-        )
+        config, place, outputs = self.config, self.position, []
         sizes = {"config": config, "scale": scale}
-        if any(row % config.select_tile == 0 for row in self.lengths):  # a tile begins
-            decode.choose(heads.query, self.past, place, **sizes)
-        if length < config.min_len:
-            out = decode.attend_densely(heads.query, self.past, place, scale=scale)
-        else:
-            out = decode.attend(heads.query, self.past, place, gates=gates, **sizes)
-        self._advance(1)
-        self._update_views(length)
-        return out
+        for at in range(heads.value.shape[2]):
+            query, key, value, unrotated_key = (tensor[:, :, at] for tensor in heads)
+            cos, sin = (tensor[:, at] for tensor in angles)
+            length = self.get_seq_length() + 1
+            if length > self.past.capacity:
+                old = self.past
+                self.past = Past.empty(old.keys, _capacity(length + length // GROWTH), config)
+                for new, stored in zip(self.past, old, strict=True):
+                    if stored is not None:
+                        new[:, :, : stored.shape[2]] = stored
+            more = {"config": config, "weights": weights}
+            if self.unrotated is not None:
+                pooled = self.unrotated.pooled(unrotated_key, (cos, sin), place, **more)
+                more["pooled_key"] = pooled
+            decode.append(self.past, key, value, place, **more)
+            if any(row % config.select_tile == 0 for row in self.lengths):  # a tile begins
+                decode.choose(query, self.past, place, **sizes)
+            if length < config.min_len:
+                out = decode.attend_densely(query, self.past, place, scale=scale)
+            else:
+                gate = None if gates is None else gates[:, at]
+                out = decode.attend(query, self.past, place, gates=gate, **sizes)
+            outputs.append(out)
+            self._advance(1)
+            self._update_views(length)
+        return torch.stack(outputs, 1)
 
     def _advance(self, by: int) -> None:
         self.position += by

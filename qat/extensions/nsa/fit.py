@@ -40,15 +40,16 @@ SAME = 1e-4
 """The largest layer error at which nothing is trained, since only rounding is left."""
 
 
-def fit_new_attention(
+def fit_attention(
     student: LanguageModel, batches: Sequence[TokenBatch], *, steps: int
 ) -> list[LayerFit]:
     """Fit gates and pooling weights to dense attention where rows differ, and log the distance.
 
-    Nothing is fitted without batches, steps or parameters (branches merged), or, with a warning,
-    where all rows are within the attention's reach.
+    Each of the `steps` of AdamW takes a batch in turn. Nothing is fitted without batches, steps or
+    parameters (branches merged), or, with a warning, where all rows are within the attention's
+    reach.
     """
-    config = nsa_config(student.model)
+    config, modules = nsa_config(student.model), nsa_modules(student.model)
     if not batches or not steps or config.mode == "merged":
         return []
     length = batches[0].input_ids.shape[1]
@@ -60,34 +61,19 @@ def fit_new_attention(
             config.reach,
         )
         return []
-    fits = fit_attention(student, batches, steps=steps)
-    before, after = (
-        sum(getattr(fit, name) for fit in fits) / len(fits)
-        for name in ("error_before", "error_after")
-    )
-    logger.info("attention differs from dense by %.4f, before the fit by %.4f", after, before)
-    return fits
-
-
-def fit_attention(
-    model: LanguageModel, batches: Sequence[TokenBatch], *, steps: int
-) -> list[LayerFit]:
-    """Train gates and pooling weights for `steps` steps of AdamW, cycling through the batches.
-
-    There is nothing to train without parameters (branches merged), or if all rows are within the
-    attention's reach, where it is dense.
-    """
-    modules = nsa_modules(model.model)
     learning = {
         parameter: natural_size(name, parameter)
         for module in modules.values()
         for name, parameter in module.nsa.named_parameters()
     }
-    before = attention_errors(model, batches)
-    after = before
-    if learning and steps and max(before.values()) > SAME:
-        _train(model, batches, learning, steps)
-        after = attention_errors(model, batches)
+    before = after = attention_errors(student, batches)
+    if max(before.values()) > SAME:
+        _train(student, batches, learning, steps)
+        after = attention_errors(student, batches)
+    logger.info(
+        "attention differs from dense by %.4f, before the fit by %.4f",
+        *(sum(errors.values()) / len(errors) for errors in (after, before)),
+    )
     return [LayerFit(name, before[module], after[module]) for name, module in modules.items()]
 
 

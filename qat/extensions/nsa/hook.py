@@ -101,9 +101,9 @@ def choose_backend(model: PreTrainedModel, length: int, device: torch.device) ->
 
 def fit(student: LanguageModel, batches: Sequence[TokenBatch], *, steps: int) -> list[LayerFit]:
     """Fit gates and pooling weights to dense attention, if these rows show a difference."""
-    from qat.extensions.nsa.fit import fit_new_attention
+    from qat.extensions.nsa.fit import fit_attention
 
-    return fit_new_attention(student, batches, steps=steps)
+    return fit_attention(student, batches, steps=steps)
 
 
 def natural_size(name: str, parameter: Tensor) -> float:

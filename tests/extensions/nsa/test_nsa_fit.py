@@ -68,9 +68,9 @@ def test_every_layer_comes_closer_and_nothing_else_moves(changes: dict) -> None:
 
 def test_without_parameters_or_beyond_need_nothing_is_fitted() -> None:
     for model, length in ((sparse(mode="merged"), 120), (sparse(), 48)):
-        fits = fit_attention(model, batches(length), steps=2)
-        assert [fit.error_after for fit in fits] == [fit.error_before for fit in fits]
-    assert fits[0].error_before < 1e-6
+        assert fit_attention(model, batches(length), steps=2) == []
+    errors = attention_errors(model, batches(48))  # within its reach it is dense
+    assert max(errors.values()) < 1e-6
 
 
 def test_a_step_moves_gates_by_about_its_rate() -> None:

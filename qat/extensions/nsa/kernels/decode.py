@@ -128,7 +128,6 @@ def append(
         key: `(B, K, D)`, rotated.
         value: `(B, K, D)`.
         position: `(B,)` int64, the place of the new key in its row.
-        config: the sizes.
         weights: `(K, compress_block)` each, for keys and for values; None: their mean.
         pooled_key: `(B, K, D)` of the last `compress_block` keys, for those rows where it is due;
             by default pooled from the cached keys.
@@ -195,7 +194,6 @@ def attend(
         past: the cache, which already holds the position's own key and its tile's blocks.
         position: `(B,)` int64.
         gates: `(B, H, 3)`: of the compressed, the selected and the sliding branch; None: merged.
-        config: the sizes.
         scale: factor of `query @ key`.
     """
     if _fits(query, past):

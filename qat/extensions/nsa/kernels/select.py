@@ -167,7 +167,6 @@ def importance(
         query: `(B, H, T, D)`, the queries that decide.
         keys: `(B, K, C, .)`, from `scoring_keys`.
         is_seen: `(B, T, C)` bool, the keys that they see.
-        config: the sizes.
         num_blocks: N.
         scale: the factor of `query @ key`.
     """
@@ -189,7 +188,6 @@ def ranked(scores: Tensor, leaders: Tensor, document_starts: Tensor, config: NSA
         scores: `(B, K, T, N)`.
         leaders: `(T,)` or `(B, T)`, places of the queries that decide.
         document_starts: `(B, T)`, the starts of their documents.
-        config: the sizes.
     """
     blocks = torch.arange(scores.shape[-1], device=scores.device)
     own = leaders[..., None] // config.select_block
