@@ -945,20 +945,6 @@ def test_weights_that_are_not_those_of_linears_stay_packed_or_dense(tmp_path, fa
     export_model(str(tmp_path / "packed"), ExportConfig(to="dense"), tmp_path / "dense")
 
 
-@pytest.mark.slow
-def test_what_a_library_cannot_run_is_one_line(tmp_path: Path) -> None:
-    families.saved("FalconForCausalLM", tmp_path / "float")
-    student = load_model(str(tmp_path / "float"), device="cpu")
-    to = Shipping({"compressed-tensors": load_target("compressed-tensors")})
-    quantize_model(student, to.plan(PRESETS["q2a4"], student.model))
-    save_checkpoint(student.model, tiny_tokenizer(), tmp_path / "packed")
-    with pytest.raises(ExportError, match="FalconForCausalLM .*weight") as seen:
-        export_model(
-            str(tmp_path / "packed"), ExportConfig(to="compressed-tensors"), tmp_path / "out"
-        )
-    assert "\n" not in str(seen.value) and not (tmp_path / "out").exists()
-
-
 EXTRAS = (
     "coremltools", "gguf", "mlx", "mlx_lm", "compressed_tensors", "torchao", "executorch", "peft",
 )  # fmt: skip

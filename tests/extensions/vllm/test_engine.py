@@ -29,6 +29,7 @@ from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from qat.errors import CheckpointError
 from qat.export.config import ExportConfig
 from qat.export.model import export_model
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
@@ -135,24 +136,24 @@ def test_greedy_tokens_are_ours_where_inputs_or_caches_are_rounded(
         assert (found - logprobs(model, said)).abs().mean() > 10 * error
 
 
-def test_a_cache_that_would_round_once_more_is_refused(tmp_path: Path) -> None:
+def check_refused(path: Path, message: str, **settings: object) -> None:
+    """Check that the engine does not start."""
     from vllm import LLM
 
-    from qat.errors import CheckpointError
+    with pytest.raises(CheckpointError, match=message):
+        LLM(model=str(path), **ENGINE | settings)
 
+
+def test_a_cache_that_would_round_once_more_is_refused(tmp_path: Path) -> None:
     path = make(tmp_path / "student", kv=4, specs=[SPECS["lut2"]])
     refusal = "--kv-cache-dtype bfloat16 would round keys and values .* in 4 bits, expected auto;"
-    with pytest.raises(CheckpointError, match=refusal):
-        LLM(model=str(path), dtype="float32", kv_cache_dtype="bfloat16", **ENGINE)
+    check_refused(path, refusal, dtype="float32", kv_cache_dtype="bfloat16")
 
 
 def test_a_layer_that_would_keep_what_is_not_rounded_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm import LLM
     from vllm.model_executor.models import qwen3
-
-    from qat.errors import CheckpointError
 
     path = make(tmp_path / "student", kv=4, specs=[SPECS["lut2"]])
     told = qwen3.Attention
@@ -162,8 +163,7 @@ def test_a_layer_that_would_keep_what_is_not_rounded_is_refused(
 
     monkeypatch.setattr(qwen3, "Attention", untold)
     refusal = r"rounds keys and values, but model.layers.0.self_attn.attn of vLLM is a Attention"
-    with pytest.raises(CheckpointError, match=refusal):
-        LLM(model=str(path), **ENGINE)
+    check_refused(path, refusal)
 
 
 def check_equal_but_for_ties(model: PreTrainedModel, said: list[list[int]]) -> None:
@@ -380,22 +380,12 @@ def test_what_cannot_be_served_is_one_line(tmp_path: Path) -> None:
 
 
 def test_experts_of_a_family_that_vllm_looks_for_elsewhere_are_refused(tmp_path: Path) -> None:
-    from vllm import LLM
-
-    from qat.errors import CheckpointError
-
     path = make(tmp_path / "student", "mixtral", num_local_experts=4, specs=[SPECS["lut2"]])
     refusal = r"mlp.experts.\w+ holds experts of a mixtral, expected one of olmoe, qwen2_moe, "
-    with pytest.raises(CheckpointError, match=refusal):
-        LLM(model=str(path), **ENGINE)
+    check_refused(path, refusal)
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    from vllm import LLM
-
-    from qat.errors import CheckpointError
-
     path = make(tmp_path / "student")
     shutil.copy(path / "tokenizer.json", path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model.safetensors differs from its SHA-256"):
-        LLM(model=str(path), **ENGINE)
+    check_refused(path, r"model.safetensors differs from its SHA-256")
