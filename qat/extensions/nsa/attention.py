@@ -66,23 +66,13 @@ class NSAParts(nn.Module):
         if config.mode == "merged":
             return
         self.gates = nn.Linear(hidden_size, NUM_BRANCHES * num_heads)
-        if config.pooling == "weighted":
-            shape = (num_key_heads, config.compress_block)
-            self.pool_key = nn.Parameter(torch.empty(shape))
-            self.pool_value = nn.Parameter(torch.empty(shape))
-        self.reset()
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Set every parameter to its initial value."""
-        if self.gates is not None:
-            start = SIGMOID_BIAS if self.config.mode == "sigmoid" else (0.0,) * NUM_BRANCHES
-            bias = self.gates.bias
-            bias.copy_(torch.tensor(start, device=bias.device).repeat(len(bias) // NUM_BRANCHES))
+        start = SIGMOID_BIAS if config.mode == "sigmoid" else (0.0,) * NUM_BRANCHES
+        with torch.no_grad():
             self.gates.weight.zero_()
-        for weights in (self.pool_key, self.pool_value):
-            if weights is not None:
-                weights.fill_(1 / self.config.compress_block)
+            self.gates.bias.copy_(torch.tensor(start).repeat(num_heads))
+        if config.pooling == "weighted":
+            mean = torch.full((num_key_heads, config.compress_block), 1 / config.compress_block)
+            self.pool_key, self.pool_value = nn.Parameter(mean.clone()), nn.Parameter(mean)
 
     def gates_of(self, hidden: Tensor) -> Tensor | None:
         """Return float32 gates `(B, S, H, 3)` for the input `(B, S, hidden_size)`; None if merged.
@@ -179,7 +169,7 @@ class NSAAttention(nn.Module):
         if layer.get_seq_length():
             weights = self.nsa.pool_weights
             return layer.extend(heads, gates, angles, weights=weights, scale=self.scaling)
-        rows = TokenRows(None, None) if padding is None else rows_of_mask(padding)
+        rows = TokenRows() if padding is None else rows_of_mask(padding)
         inputs = self.inputs(heads, gates, angles, rows)
         # `attend` selects by itself: with a selection passed in, it would be compiled for every
         # length
@@ -260,10 +250,10 @@ def _rows(
 ) -> TokenRows:
     """Return the rows of a call without cache; without a mask, positions separate documents."""
     if document_positions is not None:
-        return rows_of_documents(document_positions) if is_packed else TokenRows(None, None)
+        return rows_of_documents(document_positions) if is_packed else TokenRows()
     if attention_mask is not None:
         return rows_of_mask(attention_mask)
-    return TokenRows(None, None) if position_ids is None else rows_of_positions(position_ids)
+    return TokenRows() if position_ids is None else rows_of_positions(position_ids)
 
 
 class LlamaNSAAttention(NSAAttention, LlamaAttention):

@@ -16,10 +16,10 @@ from torch import Tensor
 class TokenRows(NamedTuple):
     """The order of tokens to compute in, and the start of each token's document."""
 
-    order: Tensor | None
+    order: Tensor | None = None
     """`(B, S)`: the place that comes first, second, ...: real tokens before padding; None:
     unchanged."""
-    first: Tensor | None
+    first: Tensor | None = None
     """`(B, S)`, in that order: the start of each token's document; None: 0."""
 
     def to_front(self, tensor: Tensor, dim: int) -> Tensor:
