@@ -56,13 +56,22 @@ def stochastic_adamw_(moving: Moving, shared: Tensor, rates: Rates, noise: Noise
     """Apply one AdamW step to a bfloat16 weight in place; on CUDA one kernel reads all once.
 
     The result is that of `torch.optim.AdamW` in float32 from the stored values, rounded
-    stochastically. `shared` is float32 `(3,)`, on the device: the factor of the gradient,
-    `1 - beta1**t` and `sqrt(1 - beta2**t)`. If the factor is not finite, nothing changes.
+    stochastically; a kernel's random bits differ from plain PyTorch's. `shared` is float32 `(3,)`,
+    on the device: the factor of the gradient, `1 - beta1**t` and `sqrt(1 - beta2**t)`. If the
+    factor is not finite, nothing changes.
     """
-    if use_triton(moving.parameter, __name__):
-        stochastic_adamw_by_kernel_(moving, shared, rates, noise)
+    if not use_triton(moving.parameter, __name__):
+        _reference_(moving, shared, rates, noise)
         return
-    _reference_(moving, shared, rates, noise)
+    parameter = moving.parameter
+    count = parameter.numel()
+    with torch.cuda.device_of(parameter):
+        _step[(triton.cdiv(count, 2 * BLOCK),)](
+            parameter, moving.gradient.contiguous(), moving.exp_avg, moving.exp_avg_sq, shared,
+            count, rates.lr, rates.decay, 1 - rates.beta1, 1 - rates.beta2, rates.eps,
+            noise.seed & (2**31 - 1), noise.step, noise.index,
+            BLOCK=BLOCK,
+        )  # fmt: skip
 
 
 def round_stochastically(exact: Tensor, generator: torch.Generator) -> Tensor:
@@ -88,24 +97,12 @@ def _reference_(moving: Moving, shared: Tensor, rates: Rates, noise: Noise) -> N
         old.copy_(torch.where(factor.isfinite(), rounded, old))
 
 
-def stochastic_adamw_by_kernel_(moving: Moving, shared: Tensor, rates: Rates, noise: Noise) -> None:
-    """Compute `stochastic_adamw_` by a kernel; its random bits differ from the reference's."""
-    parameter = moving.parameter
-    count = parameter.numel()
-    with torch.cuda.device_of(parameter):
-        _step[(triton.cdiv(count, 2 * BLOCK),)](
-            parameter, moving.gradient.contiguous(), moving.exp_avg, moving.exp_avg_sq, shared,
-            count, rates.lr, rates.decay, 1 - rates.beta1, 1 - rates.beta2, rates.eps,
-            noise.seed & (2**31 - 1), noise.step, noise.index,
-            BLOCK=BLOCK,
-        )  # fmt: skip
-
-
 @triton.jit
 def _rounded(exact, noise):
-    """Add 16 random bits below bfloat16 precision to float32 and truncate; NaN stays."""
+    # 16 random bits are added below the precision of bfloat16, then the lower half is cut off
     bits = exact.to(tl.uint32, bitcast=True) + (noise & 0xFFFF)
     cut = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    # NaN stays: its bits plus noise might be those of infinity
     return tl.where(exact == exact, cut, exact.to(tl.bfloat16))
 
 

@@ -18,16 +18,10 @@ def add_norm_(
     `residual` `(T, D)` and `gain` `(D,)` are float32; `delta` may be None. On a GPU every tensor is
     read or written once.
     """
-    if use_triton(residual, __name__):
-        return _by_kernel(residual, delta, gain, eps, dtype)
-    if delta is not None:
-        residual += delta
-    return F.rms_norm(residual, residual.shape[-1:], gain, eps).to(dtype)
-
-
-def _by_kernel(
-    residual: Tensor, delta: Tensor | None, gain: Tensor, eps: float, dtype: torch.dtype
-) -> Tensor:
+    if not use_triton(residual, __name__):
+        if delta is not None:
+            residual += delta
+        return F.rms_norm(residual, residual.shape[-1:], gain, eps).to(dtype)
     T, D = residual.shape
     out = torch.empty(T, D, dtype=dtype, device=residual.device)
     block = triton.next_power_of_2(D)
@@ -39,6 +33,7 @@ def _by_kernel(
 
 @triton.jit
 def _add_norm_kernel(out, residual, delta, gain, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+    # a program has a row; D is padded to BLOCK, a power of two
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < D
     place = row * D + column

@@ -1,13 +1,9 @@
 """Column sweep: settle columns, refit scales and find codewords, in Triton or by the reference.
 
-A Triton program owns a tile of rows (contiguous, since the weights are transposed), holds all
-columns of the block in registers and iterates over them there; the references in
-`quant.error_feedback` take about ten operations per column. Row i of a tile in registers is read as
-a masked sum, which is exact because every other term is zero.
-
-For vectors a program is one warp with few rows. Its lanes search the codebook, each a share of the
-codewords for all rows; codewords are read through the cache. Compiled for Hopper, a vector of 4
-with 256 codewords takes 1,500 instructions, half of them in the loop over codewords.
+A Triton program owns a tile of rows, `(B, T)` since the weights are transposed, holds all columns
+of the block in registers and iterates over them there; the references in `quant.error_feedback`
+take about ten operations per column. Compiled for Hopper, a vector of 4 with 256 codewords takes
+1,500 instructions, half of them in the loop over codewords.
 
 Shapes: B columns of the block, O rows, C codebook entries, T rows of a tile, d weights of a vector.
 """
@@ -36,8 +32,8 @@ MOST_LEVELS = 16
 TILE_WEIGHTS = 2048
 """Weights per program: 16 per thread for each tensor that it keeps."""
 VECTOR_ROWS = 8
-"""Rows per program (one warp) that settles vectors. Its lanes share rows: with more warps, one
-could read a residual that another has already overwritten."""
+"""Rows per program (one warp) that settles vectors; each lane searches a share of the codewords for
+all rows. With more warps, one could read a residual that another has already overwritten."""
 VECTORS = 32
 """Vectors per program that only searches."""
 CODEWORDS = 32
@@ -50,26 +46,64 @@ LARGEST = tl.constexpr(65504.0)
 
 
 def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
-    """Quantize columns one after another, as `quant.error_feedback.settle_columns` defines it."""
-    if use_triton(target, __name__) and _are_few(columns) and len(target) <= MOST_COLUMNS:
-        settle_by_kernel(columns, target, coupling)
-    else:
+    """Quantize columns one after another, as `quant.error_feedback.settle_columns` defines it.
+
+    A kernel leaves `target` unchanged.
+    """
+    if not (use_triton(target, __name__) and _are_few(columns) and len(target) <= MOST_COLUMNS):
         reference.settle_columns(columns, target, coupling)
+        return
+    indices, (B, O) = columns.indices, target.shape
+    if indices is None:
+        b, tile = _tile(B)
+        scales = columns.scales.expand(B, O)
+        _settle_kernel[(triton.cdiv(O, tile),)](
+            target, columns.weight, columns.residual, columns.chosen, scales, columns.levels,
+            coupling, O, target.stride(0), columns.weight.stride(0), columns.residual.stride(0),
+            columns.chosen.stride(0), scales.stride(0), columns.levels.stride(0),
+            coupling.stride(0),
+            C=len(columns.levels), B=B, BLOCK=b, TILE=tile, num_warps=WARPS,
+        )  # fmt: skip
+        return
+    (C, d), metric = columns.levels.shape, cast(Tensor, columns.metric)
+    _settle_vectors_kernel[(triton.cdiv(O, VECTOR_ROWS),)](
+        target, columns.weight, columns.residual, columns.chosen, columns.scales, columns.levels,
+        indices, metric, coupling, O, target.stride(0), columns.weight.stride(0),
+        columns.residual.stride(0), columns.chosen.stride(0), columns.scales.stride(0),
+        indices.stride(0), coupling.stride(0),
+        GROUP=columns.group_size, C=C, E=d, CHUNK=min(C, CODEWORDS), B=B,
+        BLOCK=triton.next_power_of_2(B), TILE=VECTOR_ROWS, num_warps=1,
+    )  # fmt: skip
 
 
 def refit_scale(columns: Columns, target: Tensor, coupling: Tensor, metric: Tensor) -> None:
     """Refit the scales, as `quant.error_feedback.refit_scale` defines it."""
-    if use_triton(target, __name__) and len(target) <= MOST_COLUMNS:
-        refit_scale_by_kernel(columns, target, coupling, metric)
-    else:
+    if not (use_triton(target, __name__) and len(target) <= MOST_COLUMNS):
         reference.refit_scale(columns, target, coupling, metric)
+        return
+    B, O = target.shape
+    b, tile = _tile(B)
+    _refit_kernel[(triton.cdiv(O, tile),)](
+        target, columns.residual, columns.chosen, columns.scales, coupling, metric, O,
+        target.stride(0), columns.residual.stride(0), columns.chosen.stride(0), coupling.stride(0),
+        metric.stride(0),
+        SCALE_BITS=columns.scale_bits, E=1 if metric.dim() == 1 else metric.shape[1], B=B,
+        BLOCK=b, TILE=tile, num_warps=WARPS,
+    )  # fmt: skip
 
 
 def nearest_vectors(weight: Tensor, S: Tensor, codebook: Tensor, importance: Tensor) -> Tensor:
     """Return codewords of vectors, `(O, I / d)`; see `quant.vectors.nearest_vectors`."""
-    if use_triton(weight, __name__):
-        return nearest_by_kernel(weight, S, codebook, importance)
-    return vectors.nearest_vectors(weight, S, codebook, importance)
+    if not use_triton(weight, __name__):
+        return vectors.nearest_vectors(weight, S, codebook, importance)
+    (O, I), (C, d) = weight.shape, codebook.shape
+    indices = torch.empty(O, I // d, dtype=index_dtype(C), device=weight.device)
+    _nearest_kernel[(triton.cdiv(indices.numel(), VECTORS),)](
+        indices, weight.contiguous(), S.contiguous(), importance, codebook.contiguous(),
+        indices.numel(), I, importance.stride(0), importance.stride(1),
+        C=C, E=d, CHUNK=min(C, CODEWORDS), TILE=VECTORS, num_warps=WARPS,
+    )  # fmt: skip
+    return indices
 
 
 class RecordedSweeps:
@@ -137,65 +171,6 @@ def _tensors(columns: Columns) -> dict[str, Tensor]:
 COLUMN_OPS = ColumnOps(settle_columns, refit_scale, nearest_vectors)
 
 
-def settle_by_kernel(columns: Columns, target: Tensor, coupling: Tensor) -> None:
-    """Do what `quant.error_feedback.settle_columns` does, but leave `target` unchanged."""
-    if columns.indices is None:
-        _settle_levels(columns, target, coupling)
-    else:
-        _settle_vectors(columns, columns.indices, target, coupling)
-
-
-def _settle_levels(columns: Columns, target: Tensor, coupling: Tensor) -> None:
-    B, O = target.shape
-    b, tile = _tile(B)
-    scales = columns.scales.expand(B, O)
-    _settle_kernel[(triton.cdiv(O, tile),)](
-        target, columns.weight, columns.residual, columns.chosen, scales, columns.levels, coupling,
-        O, target.stride(0), columns.weight.stride(0), columns.residual.stride(0),
-        columns.chosen.stride(0), scales.stride(0), columns.levels.stride(0), coupling.stride(0),
-        C=len(columns.levels), B=B, BLOCK=b, TILE=tile, num_warps=WARPS,
-    )  # fmt: skip
-
-
-def _settle_vectors(columns: Columns, indices: Tensor, target: Tensor, coupling: Tensor) -> None:
-    (B, O), (C, d), metric = target.shape, columns.levels.shape, cast(Tensor, columns.metric)
-    _settle_vectors_kernel[(triton.cdiv(O, VECTOR_ROWS),)](
-        target, columns.weight, columns.residual, columns.chosen, columns.scales, columns.levels,
-        indices, metric, coupling, O, target.stride(0), columns.weight.stride(0),
-        columns.residual.stride(0), columns.chosen.stride(0), columns.scales.stride(0),
-        indices.stride(0), coupling.stride(0),
-        GROUP=columns.group_size, C=C, E=d, CHUNK=min(C, CODEWORDS), B=B,
-        BLOCK=triton.next_power_of_2(B), TILE=VECTOR_ROWS, num_warps=1,
-    )  # fmt: skip
-
-
-def refit_scale_by_kernel(
-    columns: Columns, target: Tensor, coupling: Tensor, metric: Tensor
-) -> None:
-    """Refit the scales by a kernel, as `quant.error_feedback.refit_scale` defines it."""
-    B, O = target.shape
-    b, tile = _tile(B)
-    _refit_kernel[(triton.cdiv(O, tile),)](
-        target, columns.residual, columns.chosen, columns.scales, coupling, metric, O,
-        target.stride(0), columns.residual.stride(0), columns.chosen.stride(0), coupling.stride(0),
-        metric.stride(0),
-        SCALE_BITS=columns.scale_bits, E=1 if metric.dim() == 1 else metric.shape[1], B=B,
-        BLOCK=b, TILE=tile, num_warps=WARPS,
-    )  # fmt: skip
-
-
-def nearest_by_kernel(weight: Tensor, S: Tensor, codebook: Tensor, importance: Tensor) -> Tensor:
-    """Do what `quant.vectors.nearest_vectors` does in one launch."""
-    (O, I), (C, d) = weight.shape, codebook.shape
-    indices = torch.empty(O, I // d, dtype=index_dtype(C), device=weight.device)
-    _nearest_kernel[(triton.cdiv(indices.numel(), VECTORS),)](
-        indices, weight.contiguous(), S.contiguous(), importance, codebook.contiguous(),
-        indices.numel(), I, importance.stride(0), importance.stride(1),
-        C=C, E=d, CHUNK=min(C, CODEWORDS), TILE=VECTORS, num_warps=WARPS,
-    )  # fmt: skip
-    return indices
-
-
 def _tile(num_columns: int) -> tuple[int, int]:
     """Return the columns and rows of a program's tile."""
     block = triton.next_power_of_2(num_columns)
@@ -218,6 +193,7 @@ def _settle_kernel(
         target_ptr + block[:, None] * target_stride + rows[None, :], mask=is_inside, other=0.0
     )
     for i in range(B):  # in order: a column's residual moves later columns
+        # row i of a tile in registers, `(T,)`: exact, since every other term is zero
         aim = tl.sum(tl.where(block[:, None] == i, target, 0.0), axis=0)
         weight = tl.load(weight_ptr + i * weight_stride + rows, mask=is_row, other=0.0)
         residual = tl.load(residual_ptr + i * residual_stride + rows, mask=is_row, other=0.0)

@@ -1,12 +1,8 @@
 """Chosen logits and log-sum-exp of an output embedding, without the logits of all tokens and words.
 
 A loss reads the logits of a few chosen words and the log-sum-exp over the other words. Both, and
-their gradients, come from the hidden states and the head's weight alone.
-
-On a GPU cuBLAS computes the matmuls and Triton everything else. The log-sum-exp over the vocabulary
-is online, as in flash attention: for each tile of words one matmul forms the logits, a kernel turns
-them into `P = exp(logits - peak)`, and a second matmul adds `P @ weight` to the gradient. Both
-matmuls have the head's own shape, and memory does not grow with V.
+their gradients, come from the hidden states and the head's weight alone. On a GPU cuBLAS computes
+the matmuls and Triton everything else, and memory does not grow with V.
 
 Shapes: T tokens, D model width, V vocabulary, N chosen words, K of them excluded from the others.
 """
@@ -39,12 +35,6 @@ the L2 cache, took 52.0 and 47.1 ms (one H200, Qwen3-0.6B's head).
 TILE_WORDS = 8192
 """Words per tile of logits: a power of two, since a program holds a token's tile in registers."""
 
-FLOAT32_LOGITS = True
-"""True keeps the float32 sums of half-precision matmuls as logits; False rounds them like eager.
-
-Rounded logits would take 40.6 ms instead of 44.2, but the exact loss would not be exact.
-"""
-
 PEAK_SLACK = tl.constexpr(8.0)
 """Nats by which a logit may exceed `peak` before the peak moves: `exp(8)` loses no precision in any
 dtype, and the sums so far seldom have to be rescaled."""
@@ -76,7 +66,10 @@ class Head(NamedTuple):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits, `(..., D)` to `(..., V)`, in the dtype of `hidden`."""
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
-        logits = F.linear(hidden, self.weight.to(hidden.dtype), bias)
+        return self.capped(F.linear(hidden, self.weight.to(hidden.dtype), bias))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Apply the soft cap, if there is one, to logits of any shape."""
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
     @torch.no_grad()
@@ -94,9 +87,7 @@ class Head(NamedTuple):
             logits = torch.cat([states @ piece.float().T for piece in pieces], 1)
         if self.bias is not None:
             logits += self.bias
-        if self.softcap is not None:
-            logits = self.softcap * (logits / self.softcap).tanh()
-        return logits.unflatten(0, hidden.shape[:-1])
+        return self.capped(logits).unflatten(0, hidden.shape[:-1])
 
     def words(self, start: int, stop: int) -> "Head":
         """Return the head restricted to the words `start` to `stop`."""
@@ -131,16 +122,26 @@ def chosen_logits(hidden: Tensor, head: Head, ids: Tensor) -> Tensor:
         head: the output embedding.
         ids: `(T, N)` int64.
     """
-    if _by_kernel(hidden):
-        return chosen_logits_by_kernel(hidden, head, ids)
-    states, columns = wide(hidden), []
-    for column in ids.clamp_min(0).unbind(1):  # word by word, so that (T, N, D) is never made
-        dot = (states * head.weight[column]).sum(1)
-        columns.append(dot if head.bias is None else dot + head.bias[column])
-    logits = torch.stack(columns, 1) if columns else states.new_empty(ids.shape)
-    if head.softcap is not None:
-        logits = head.softcap * (logits / head.softcap).tanh()
-    return logits.masked_fill(ids < 0, 0.0)
+    if not _by_kernel(hidden):
+        states, columns = wide(hidden), []
+        for column in ids.clamp_min(0).unbind(1):  # word by word, so that (T, N, D) is never made
+            dot = (states * head.weight[column]).sum(1)
+            columns.append(dot if head.bias is None else dot + head.bias[column])
+        logits = torch.stack(columns, 1) if columns else states.new_empty(ids.shape)
+        return head.capped(logits).masked_fill(ids < 0, 0.0)
+    hidden, ids = hidden.contiguous(), ids.contiguous()
+    (T, D), N = hidden.shape, ids.shape[1]
+    out = torch.empty(T, N, dtype=torch.float32, device=hidden.device)
+    if out.numel() == 0:
+        return out
+    cut = chosen("gather_dot", (N, D), Gather(), hidden.device)
+    with torch.cuda.device_of(hidden):
+        _gather_dot_kernel[(T,)](
+            hidden, head.weight, head.bias, ids, out, head.weight.stride(0), head.softcap or 1.0,
+            N=N, D=D, HAS_BIAS=head.bias is not None, HAS_CAP=head.softcap is not None,
+            BLOCK_N=cut.words, BLOCK_D=cut.features, num_warps=cut.warps,
+        )  # fmt: skip
+    return out
 
 
 def other_words(hidden: Tensor, head: Head, excluded: Tensor, *, want_slope: bool) -> Others:
@@ -157,7 +158,7 @@ def other_words(hidden: Tensor, head: Head, excluded: Tensor, *, want_slope: boo
         want_slope: whether to compute `slope`.
     """
     if _by_kernel(hidden):
-        return other_words_by_kernel(hidden, head, excluded, want_slope=want_slope)
+        return _others_by_kernel(hidden, head, excluded, want_slope)
     blocks = zip(hidden.split(BLOCK_TOKENS), excluded.split(BLOCK_TOKENS), strict=True)
     parts = [_others_of_block(*block, head, want_slope) for block in blocks]
     slope = torch.cat([part.slope for part in parts]) if want_slope else None
@@ -187,16 +188,28 @@ def hidden_gradient(
     `sum_n chosen[:, n] * weight[ids[:, n]] + others * slope`, summed in float32 (float64 stays) and
     rounded once. `slope` is `Others.slope`, None if the loss does not read the others.
     """
-    if _by_kernel(g_logits.chosen):
-        hidden_gradient_by_kernel(g_logits, slope, weight, out=out)
+    if not _by_kernel(g_logits.chosen):
+        ids, g_chosen = g_logits.ids, g_logits.chosen.masked_fill(g_logits.ids < 0, 0.0)
+        total = torch.zeros_like(out, dtype=g_chosen.dtype)
+        if slope is not None:
+            total += g_logits.others[:, None] * slope
+        for g, column in zip(g_chosen.unbind(1), ids.clamp_min(0).unbind(1), strict=True):
+            total += g[:, None] * weight[column]
+        out.copy_(total)
         return
-    ids, g_chosen = g_logits.ids, g_logits.chosen.masked_fill(g_logits.ids < 0, 0.0)
-    total = torch.zeros_like(out, dtype=g_chosen.dtype)
-    if slope is not None:
-        total += g_logits.others[:, None] * slope
-    for g, column in zip(g_chosen.unbind(1), ids.clamp_min(0).unbind(1), strict=True):
-        total += g[:, None] * weight[column]
-    out.copy_(total)
+    ids, g_chosen = g_logits.ids.contiguous(), g_logits.chosen.contiguous()
+    # often a column of a wider gradient
+    g_others = None if g_logits.others is None else g_logits.others.contiguous()
+    (T, N), D = ids.shape, out.shape[1]
+    if out.numel() == 0:
+        return
+    cut = chosen("gather_sum", (N, D), Gather(), out.device)
+    with torch.cuda.device_of(out):
+        _gather_sum_kernel[(T, triton.cdiv(D, cut.features))](
+            g_chosen, ids, weight, g_others, slope, out, weight.stride(0), out.stride(0),
+            N=N, D=D, HAS_OTHERS=slope is not None, BLOCK_N=cut.words, BLOCK_D=cut.features,
+            num_warps=cut.warps,
+        )  # fmt: skip
 
 
 def add_head_gradient(hidden: Tensor, head: Head, g_logits: LogitGradients, *, out: Head) -> None:
@@ -230,7 +243,6 @@ def without(values: Tensor, ids: Tensor, fill: float) -> Tensor:
 
 
 def _by_kernel(tensor: Tensor) -> bool:
-    """Return whether the Triton implementation is used."""
     return use_triton(tensor, __name__) and tensor.dtype != torch.float64
 
 
@@ -265,46 +277,13 @@ def _or_beyond(ids: Tensor, size: int) -> Tensor:
     return torch.where((ids < 0) | (ids >= size), size, ids)
 
 
-def chosen_logits_by_kernel(hidden: Tensor, head: Head, ids: Tensor) -> Tensor:
-    """Compute `chosen_logits` by a kernel; `(T, N, D)` exists in registers only."""
-    hidden, ids = hidden.contiguous(), ids.contiguous()
-    (T, D), N = hidden.shape, ids.shape[1]
-    out = torch.empty(T, N, dtype=torch.float32, device=hidden.device)
-    if out.numel() == 0:
-        return out
-    cut = chosen("gather_dot", (N, D), Gather(), hidden.device)
-    with torch.cuda.device_of(hidden):
-        _gather_dot_kernel[(T,)](
-            hidden, head.weight, head.bias, ids, out, head.weight.stride(0), head.softcap or 1.0,
-            N=N, D=D, HAS_BIAS=head.bias is not None, HAS_CAP=head.softcap is not None,
-            BLOCK_N=cut.words, BLOCK_D=cut.features, num_warps=cut.warps,
-        )  # fmt: skip
-    return out
+def _others_by_kernel(hidden: Tensor, head: Head, excluded: Tensor, want_slope: bool) -> Others:
+    """Compute `other_words` tile by tile, online as in flash attention; both results are float32.
 
-
-def hidden_gradient_by_kernel(
-    g_logits: LogitGradients, slope: Tensor | None, weight: Tensor, *, out: Tensor
-) -> None:
-    """Compute `hidden_gradient` by a kernel; rounds to the dtype of `out` once."""
-    ids, g_chosen = g_logits.ids.contiguous(), g_logits.chosen.contiguous()
-    # often a column of a wider gradient
-    g_others = None if g_logits.others is None else g_logits.others.contiguous()
-    (T, N), D = ids.shape, out.shape[1]
-    if out.numel() == 0:
-        return
-    cut = chosen("gather_sum", (N, D), Gather(), out.device)
-    with torch.cuda.device_of(out):
-        _gather_sum_kernel[(T, triton.cdiv(D, cut.features))](
-            g_chosen, ids, weight, g_others, slope, out, weight.stride(0), out.stride(0),
-            N=N, D=D, HAS_OTHERS=slope is not None, BLOCK_N=cut.words, BLOCK_D=cut.features,
-            num_warps=cut.warps,
-        )  # fmt: skip
-
-
-def other_words_by_kernel(
-    hidden: Tensor, head: Head, excluded: Tensor, *, want_slope: bool
-) -> Others:
-    """Compute `other_words` by kernels and cuBLAS; both results are float32."""
+    logits = hidden @ weight.T           matmul, (rows, words) of a tile
+    P      = exp(logits - peak)          kernel; it updates peak and total, and rescales slope
+    slope += P @ weight                  matmul
+    """
     T, V = hidden.shape[0], head.weight.shape[0]
     peak = torch.full((T,), -torch.inf, dtype=torch.float32, device=hidden.device)
     online = _Online(
@@ -315,13 +294,17 @@ def other_words_by_kernel(
     )
     # nearly equal tiles, in multiples of 128 to keep them aligned
     width = 128 * triton.cdiv(triton.cdiv(V, triton.cdiv(V, TILE_WORDS)), 128)
-    scratch = _Scratch.of(hidden, min(T, TILE_TOKENS) * min(V, width))
+    size = min(T, TILE_TOKENS) * min(V, width)
+    # float32 sums even of half-precision matmuls: rounded logits would take 40.6 ms instead of
+    # 44.2, but the exact loss would not be exact
+    logits = hidden.new_empty(size, dtype=torch.float32)
+    shares = logits if hidden.dtype == torch.float32 else hidden.new_empty(size)
     with torch.cuda.device_of(hidden):
         for begin in range(0, T, TILE_TOKENS):
             rows = slice(begin, begin + TILE_TOKENS)
             for start in range(0, V, width):
-                tile = head.words(start, start + width)
-                _add_tile(hidden[rows], tile, start, online.of_rows(rows), scratch)
+                tile, of_rows = head.words(start, start + width), online.of_rows(rows)
+                _add_tile(hidden[rows], tile, start, of_rows, logits, shares)
     if want_slope:
         online.slope.mul_(torch.where(online.total > 0, online.total.reciprocal(), 0.0)[:, None])
     return Others(peak + online.total.log(), online.slope)
@@ -340,32 +323,16 @@ class _Online(NamedTuple):
     """`(T, K)` int64: the words that do not count."""
 
     def of_rows(self, rows: slice) -> "_Online":
-        """Return views of some rows."""
         return _Online(*(None if part is None else part[rows] for part in self))
 
 
-class _Scratch(NamedTuple):
-    """Memory for one tile of logits and of `P`, shared if both have the same dtype."""
-
-    logits: Tensor
-    shares: Tensor
-
-    @classmethod
-    def of(cls, hidden: Tensor, size: int) -> "_Scratch":
-        dtype = torch.float32 if FLOAT32_LOGITS else hidden.dtype
-        logits = hidden.new_empty(size, dtype=dtype)
-        return cls(logits, logits if dtype == hidden.dtype else hidden.new_empty(size))
-
-    def tile(self, rows: int, words: int) -> "_Scratch":
-        """Return both as contiguous `(rows, words)`."""
-        return _Scratch(*(room[: rows * words].view(rows, words) for room in self))
-
-
-def _add_tile(hidden: Tensor, tile: Head, start: int, online: _Online, scratch: _Scratch) -> None:
+def _add_tile(
+    hidden: Tensor, tile: Head, start: int, online: _Online, logits: Tensor, shares: Tensor
+) -> None:
     """Add a tile of words, the first of which is `start`, to the online sums of some rows."""
     rows, words = hidden.shape[0], tile.weight.shape[0]
     weight = tile.weight.to(hidden.dtype)
-    logits, shares = scratch.tile(rows, words)
+    logits, shares = (room[: rows * words].view(rows, words) for room in (logits, shares))
     if logits.dtype == hidden.dtype:
         torch.mm(hidden, weight.T, out=logits)
     else:
@@ -378,18 +345,15 @@ def _add_tile(hidden: Tensor, tile: Head, start: int, online: _Online, scratch: 
         BLOCK_K=max(16, triton.next_power_of_2(online.excluded.shape[1])),
         BLOCK_V=triton.next_power_of_2(words), BLOCK_D=1024, num_warps=8,
     )  # fmt: skip
-    if online.slope is not None:
-        _add_product(shares, weight, out=online.slope)
-
-
-def _add_product(a: Tensor, b: Tensor, *, out: Tensor) -> None:
-    """Compute `out += a @ b`, summed in float32."""
-    if out.dtype == a.dtype:
-        out.addmm_(a, b)
+    slope = online.slope
+    if slope is None:
+        return
+    if shares.dtype == slope.dtype:
+        slope.addmm_(shares, weight)
     elif ADDS_IN_FLOAT32:
-        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        torch.addmm(slope, shares, weight, out_dtype=slope.dtype, out=slope)
     else:
-        out.add_(torch.mm(a, b, out_dtype=out.dtype))
+        slope.add_(torch.mm(shares, weight, out_dtype=slope.dtype))
 
 
 @triton.jit

@@ -8,10 +8,6 @@ mass outside the top K is summed over its tokens, never computed as `1 - sum`.
 Tokens are ordered by logit, highest first, and among equal logits by id, lowest first, so that the
 many ties of bfloat16 are resolved alike on every device.
 
-The kernels: one pass over the logits, then K candidate blocks per row. A threshold is found bit by
-bit: the largest 32-bit key that at least K of a row's keys reach. For 16-bit logits only the upper
-bits are tried, since the others are equal in all keys.
-
 Shapes: T tokens, V vocabulary, K tokens kept, N blocks, C blocks chosen.
 """
 
@@ -79,21 +75,31 @@ def summarize(logits: Tensor) -> Blocks:
 
     The last block may be narrower.
     """
-    if use_triton(logits, __name__):
-        return summarize_by_kernel(logits)
-    width = logits.shape[1]
-    blocks_TNB = pad(logits, (0, -width % BLOCK), value=-torch.inf).unflatten(1, (-1, BLOCK))
-    peaks_TN = blocks_TNB.amax(-1).float()
-    zero_TN = peaks_TN.masked_fill(peaks_TN == -torch.inf, 0.0)
-    weights_TNB = (blocks_TNB.float() - zero_TN[..., None]).exp_()
-    return Blocks(peaks_TN, weights_TNB.sum(-1))
+    if not use_triton(logits, __name__):
+        width = logits.shape[1]
+        blocks_TNB = pad(logits, (0, -width % BLOCK), value=-torch.inf).unflatten(1, (-1, BLOCK))
+        peaks_TN = blocks_TNB.amax(-1).float()
+        zero_TN = peaks_TN.masked_fill(peaks_TN == -torch.inf, 0.0)
+        weights_TNB = (blocks_TNB.float() - zero_TN[..., None]).exp_()
+        return Blocks(peaks_TN, weights_TNB.sum(-1))
+    logits = _rows(logits)
+    T, V = logits.shape
+    N = triton.cdiv(V, BLOCK)
+    peaks = torch.empty(T, N, dtype=torch.float32, device=logits.device)
+    sums = torch.empty_like(peaks)
+    cut = chosen("top_k_blocks", (V,), BlockPass(), logits.device)
+    with torch.cuda.device_of(logits):
+        _summarize[(T, triton.cdiv(N, cut.blocks))](
+            logits, peaks, sums, logits.stride(0), V, N, BLOCK, cut.blocks, num_warps=cut.warps
+        )
+    return Blocks(peaks, sums)
 
 
 def top_k_of_blocks(logits: Tensor, k: int, blocks: Blocks) -> Selection:
     """Do what `top_k_of_logits` does, given the summary of these logits."""
-    if use_triton(logits, __name__):
-        if can_select(k, blocks):
-            return select_by_kernel(logits, k, blocks)
+    # the kernel needs K blocks, and candidates that fit into registers
+    if use_triton(logits, __name__) and k <= min(MAX_K, blocks.peaks.shape[1]):
+        return _select_by_kernel(logits, k, blocks)
     if on(logits.device).is_traced:
         return _sorted(logits, k)
     return _select(logits, k, blocks)
@@ -177,29 +183,7 @@ def unpack_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
     return values, LOW_BITS - (keys & LOW_BITS)
 
 
-def summarize_by_kernel(logits: Tensor) -> Blocks:
-    """Compute `summarize` in one pass of a kernel."""
-    logits = _rows(logits)
-    T, V = logits.shape
-    N = triton.cdiv(V, BLOCK)
-    peaks = torch.empty(T, N, dtype=torch.float32, device=logits.device)
-    sums = torch.empty_like(peaks)
-    cut = chosen("top_k_blocks", (V,), BlockPass(), logits.device)
-    grid = (T, triton.cdiv(N, cut.blocks))
-    with torch.cuda.device_of(logits):
-        _summarize[grid](
-            logits, peaks, sums, logits.stride(0), V, N, BLOCK, cut.blocks, num_warps=cut.warps
-        )
-    return Blocks(peaks, sums)
-
-
-def can_select(k: int, blocks: Blocks) -> bool:
-    """Return whether the kernel supports this K: enough blocks, and candidates that fit."""
-    return k <= min(MAX_K, blocks.peaks.shape[1])
-
-
-def select_by_kernel(logits: Tensor, k: int, blocks: Blocks) -> Selection:
-    """Compute `top_k_of_blocks` by kernels, for a K that `can_select` allows."""
+def _select_by_kernel(logits: Tensor, k: int, blocks: Blocks) -> Selection:
     logits = _rows(logits)
     T, V = logits.shape
     N = blocks.peaks.shape[1]
@@ -297,6 +281,8 @@ def _largest(x, is_real, K, UNUSED: tl.constexpr):
     # map floats to unsigned integers in order: set the sign, or flip all bits of a negative one
     flipped = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
     key = tl.where(is_real, flipped >> UNUSED, 0)  # the key of -inf is larger
+    # the threshold, bit by bit: the largest key that at least K of the row's keys reach; the lowest
+    # UNUSED bits are equal in all keys
     threshold = tl.zeros((), dtype=tl.uint32)
     for i in range(32 - UNUSED):
         higher = threshold | (tl.full((), 1, tl.uint32) << (31 - UNUSED - i))

@@ -3,7 +3,7 @@
 Shapes: I in_features, O rows, C codebook entries, B columns of a block, d weights of a vector.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,13 +12,9 @@ from column_case import block, block_of_vectors, copied, values
 from quantized import nearest_e5m3
 from three_way import assert_no_worse_than_eager
 
+from qat.kernels.dispatch import computing_by
 from qat.quant import error_feedback as reference
-from qat.quant.error_feedback import (
-    ColumnOps,
-    descent_sweep,
-    feedback_sweep,
-    fit_all_to_inputs,
-)
+from qat.quant.error_feedback import descent_sweep, feedback_sweep, fit_all_to_inputs
 from qat.quant.spec import LutSpec
 from qat.quant.vectors import nearest_vectors
 from qat.quant.weight import round_to_e5m3
@@ -29,12 +25,17 @@ if torch.cuda.is_available():
 
 from qat.kernels import column_sweep as kernel
 
-OPS = ColumnOps(kernel.settle_by_kernel, kernel.refit_scale_by_kernel, kernel.nearest_by_kernel)
 CASES = [(32, 40, 4, 1), (8, 70, 16, 1), (20, 129, 2, 1), (1, 3, 3, 1), (48, 33, 4, 48)]
 """B, O, C and rows of scales."""
 VECTORS = [(16, 20, 16, 4, 1), (12, 19, 8, 2, 1), (8, 3, 8, 8, 1), (12, 9, 256, 4, 3),
            (16, 10, 64, 8, 16), (12, 17, 16, 4, 12), (4, 9, 1024, 2, 1)]  # fmt: skip
 """B, O, C, d and rows of scales."""
+
+
+@pytest.fixture(autouse=True)
+def _by_kernel() -> Iterator[None]:
+    with computing_by(kernel=True):
+        yield
 
 
 @pytest.mark.parametrize(("B", "O", "C", "G"), CASES)
@@ -44,7 +45,7 @@ def test_settling_equals_the_reference(B: int, O: int, C: int, G: int) -> None:
         columns.scales[0, :5] = 0.0  # a low-rank scale may be zero, or negative
         columns.scales[1] *= -1.0
     ours, theirs = copied(columns), copied(columns)
-    kernel.settle_by_kernel(ours, target.clone(), coupling)
+    kernel.settle_columns(ours, target.clone(), coupling)
     reference.settle_columns(theirs, target.clone(), coupling)
     is_same = torch.isclose(ours.chosen, theirs.chosen)
     assert is_same.float().mean() > 0.99  # a tie may round the other way
@@ -59,7 +60,7 @@ def test_settling_equals_the_reference(B: int, O: int, C: int, G: int) -> None:
 def test_settling_vectors_equals_the_reference(B: int, O: int, C: int, d: int, G: int) -> None:
     columns, target, coupling = block_of_vectors(B, O, C, d, G)
     ours, theirs = copied(columns), copied(columns)
-    kernel.settle_by_kernel(ours, target.clone(), coupling)
+    kernel.settle_columns(ours, target.clone(), coupling)
     reference.settle_columns(theirs, target.clone(), coupling)
     is_same = ours.indices == theirs.indices
     assert is_same.float().mean() > 0.99  # a tie may round the other way
@@ -79,7 +80,7 @@ def test_settling_vectors_equals_the_reference(B: int, O: int, C: int, d: int, G
 def test_of_equal_codewords_the_lowest_is_taken() -> None:
     columns, target, coupling = block_of_vectors(8, 20, 64, 4, 1)
     columns.levels[32:] = columns.levels[:32].flip(0)
-    kernel.settle_by_kernel(columns, target, coupling)
+    kernel.settle_columns(columns, target, coupling)
     assert columns.indices.max() < 32
 
 
@@ -88,7 +89,7 @@ def test_of_equal_codewords_the_lowest_is_taken() -> None:
 def test_nearest_codewords_equal_the_references(O: int, I: int, C: int, d: int, each: str) -> None:
     weight, S, codebook = torch.randn(O, I), torch.rand(O, I) - 0.2, torch.randn(C, d)
     h = torch.rand(I, I).diagonal().expand(O, I) if each == "feature" else torch.rand(O, I)
-    ours = kernel.nearest_by_kernel(weight, S, codebook, h)
+    ours = kernel.nearest_vectors(weight, S, codebook, h)
     theirs = nearest_vectors(weight, S, codebook, h)
     assert ours.dtype == theirs.dtype and (ours == theirs).float().mean() > 0.99
     w, s, importance = (t.double().reshape(-1, 1, d) for t in (weight, S, h))
@@ -102,7 +103,7 @@ def test_a_scale_of_8_bits_is_one_afterwards(B: int, O: int, C: int, G: int) -> 
     columns, target, coupling = block(B, O, C, G)
     columns = replace(columns, scales=round_to_e5m3(columns.scales), scale_bits=8)
     ours, theirs = copied(columns), copied(columns)
-    for own, refit in ((ours, kernel.refit_scale_by_kernel), (theirs, reference.refit_scale)):
+    for own, refit in ((ours, kernel.refit_scale), (theirs, reference.refit_scale)):
         refit(own, target.clone(), 0.3 * coupling, torch.ones(B))
         assert torch.equal(own.scales, nearest_e5m3(own.scales))
         assert not torch.equal(own.scales, columns.scales)
@@ -126,7 +127,7 @@ def test_a_refitted_scale_is_no_worse_than_eager(B: int, O: int, C: int, G: int,
         coupling *= 0.3 / d
     results = []
     for refit, dtype in (
-        (kernel.refit_scale_by_kernel, torch.float32),
+        (kernel.refit_scale, torch.float32),
         (reference.refit_scale, torch.float32),
         (reference.refit_scale, torch.float64),
     ):
@@ -144,7 +145,7 @@ def test_scales_that_would_turn_negative_or_infinite_stay() -> None:
     target[:, :10] = -target[:, :10].abs() * columns.chosen[:, :10].sign() * 50
     target[:, 10:20] = 1e9 * columns.chosen[:, 10:20]
     before = columns.scales.clone()
-    kernel.refit_scale_by_kernel(columns, target, torch.zeros_like(coupling), torch.ones(8))
+    kernel.refit_scale(columns, target, torch.zeros_like(coupling), torch.ones(8))
     assert torch.equal(columns.scales[:, :20], before[:, :20])
     assert not torch.equal(columns.scales, before)
 
@@ -156,7 +157,7 @@ def test_whole_sweeps_end_where_the_references_do(group_size: int, I: int) -> No
     diagonal = H.diagonal()
     start, _, _ = block(I, O, 4, I // group_size)
     errors = []
-    for ops in (reference.REFERENCE, OPS):
+    for ops in (reference.REFERENCE, kernel.COLUMN_OPS):
         columns = copied(start)
         by_column = copied(start)
         by_column.scales = by_column.scales.repeat_interleave(group_size, 0)
@@ -221,7 +222,7 @@ def test_fits_of_vectors_end_where_the_references_do(spec: LutSpec, monkeypatch)
     weight, x = torch.randn(3, 36), torch.randn(300, 36) @ (torch.randn(36, 36) / 6)
     H = x.T @ x / len(x)
     errors = []
-    for ops in (reference.REFERENCE, OPS):
+    for ops in (reference.REFERENCE, kernel.COLUMN_OPS):
         (fit,) = fit_all_to_inputs([weight], spec, H, ops)
         errors.append(reference.output_error(weight, fit.quantized, reference.damped(H)))
     assert errors[0] == pytest.approx(errors[1], rel=0.02)

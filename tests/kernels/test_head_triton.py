@@ -15,6 +15,7 @@ if torch.cuda.is_available():
     pytest.skip("the kernels are tested on the GPU itself", allow_module_level=True)
 
 from qat.kernels import head as kernels
+from qat.kernels.dispatch import computing_by
 from qat.kernels.head import Head, LogitGradients
 from qat.losses.formulas import loss_from_logits
 from qat.losses.from_hidden import loss_from_hidden
@@ -29,9 +30,11 @@ SHAPES = {
 
 
 @pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernels, "TILE_TOKENS", 2)
     monkeypatch.setattr(kernels, "TILE_WORDS", 128)
+    with computing_by(kernel=True):  # float64 is left to plain PyTorch
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,13 +66,13 @@ def test_float32_equals_the_textbook(shape: str, kind: str) -> None:
     exact = head_case(kind, **SHAPES[shape])
     case = exact.to(torch.float32)
     hidden, head = case.hidden.detach(), Head(*(detached(t) for t in case.head))
-    chosen = kernels.chosen_logits_by_kernel(hidden, head, case.ids)
+    chosen = kernels.chosen_logits(hidden, head, case.ids)
     torch.testing.assert_close(chosen.double(), exact.textbook_chosen(), rtol=1e-5, atol=1e-4)
-    others = kernels.other_words_by_kernel(hidden, head, case.excluded, want_slope=True)
+    others = kernels.other_words(hidden, head, case.excluded, want_slope=True)
     torch.testing.assert_close(others.lse.double(), exact.textbook_lse(), rtol=1e-5, atol=1e-4)
     slope = torch.zeros_like(exact.hidden) if shape == "all" else exact_slope(exact)
     torch.testing.assert_close(others.slope.double(), slope, rtol=1e-4, atol=1e-4)
-    only = kernels.other_words_by_kernel(hidden, head, case.excluded, want_slope=False)
+    only = kernels.other_words(hidden, head, case.excluded, want_slope=False)
     assert only.slope is None and torch.equal(only.lse, others.lse)
 
 
@@ -77,22 +80,17 @@ def detached(value: Tensor | float | None) -> Tensor | float | None:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-@pytest.mark.parametrize(
-    ("dtype", "keeps_float32"), [(torch.bfloat16, True), (torch.float16, False)]
-)
-def test_half_precision_errs_no_more_than_eager(
-    dtype: torch.dtype, keeps_float32: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "FLOAT32_LOGITS", keeps_float32)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_errs_no_more_than_eager(dtype: torch.dtype) -> None:
     case = head_case("plain", T=9, D=70, V=301, N=21, K=18).to(dtype)
     exact = case.to(torch.float64)
     hidden, head = case.hidden.detach(), Head(case.head.weight.detach())
-    others = kernels.other_words_by_kernel(hidden, head, case.excluded, want_slope=True)
+    others = kernels.other_words(hidden, head, case.excluded, want_slope=True)
     eager = case.textbook_lse()
     (eager_slope,) = torch.autograd.grad(eager.sum(), case.hidden)
     assert_no_worse_than_eager(others.lse, eager, exact.textbook_lse())
     assert_no_worse_than_eager(others.slope, eager_slope, exact_slope(exact))
-    chosen = kernels.chosen_logits_by_kernel(hidden, head, case.ids)
+    chosen = kernels.chosen_logits(hidden, head, case.ids)
     assert_no_worse_than_eager(chosen, case.textbook_chosen(), exact.textbook_chosen())
 
 
@@ -107,7 +105,7 @@ def test_the_peak_may_move_at_every_tile_or_never(direction: float, size: float)
     hidden[:, 0] = size * torch.tensor([1.0, -1.0, 0.5, 0.0])
     excluded = torch.tensor([[599, 0], [0, 1], [-1, 300], [5, 7]])
     head = Head(weight)
-    others = kernels.other_words_by_kernel(hidden, head, excluded, want_slope=True)
+    others = kernels.other_words(hidden, head, excluded, want_slope=True)
     expected = kernels.other_words(
         hidden.double(), Head(weight.double()), excluded, want_slope=True
     )
@@ -125,9 +123,7 @@ def test_mass_of_the_others_may_be_tiny() -> None:
     hidden[:, 0] = 1.0
     excluded = case.ids[:1].expand(3, 2)
     expected = kernels.other_words(hidden, Head(weight), excluded, want_slope=True)
-    others = kernels.other_words_by_kernel(
-        hidden.float(), Head(weight.float()), excluded, want_slope=True
-    )
+    others = kernels.other_words(hidden.float(), Head(weight.float()), excluded, want_slope=True)
     assert expected.lse.max() < -380
     torch.testing.assert_close(others.lse.double(), expected.lse, rtol=1e-6, atol=0)
     torch.testing.assert_close(others.slope.double(), expected.slope, rtol=1e-4, atol=1e-4)
@@ -145,8 +141,9 @@ def test_hidden_gradient(shape: str, out_dtype: torch.dtype, reads_others: bool)
     slope = torch.randn(T, D) if reads_others else None
     found, expected = torch.full((2, T, D), torch.nan, dtype=out_dtype)
     weight = case.head.weight.detach().bfloat16()
-    kernels.hidden_gradient_by_kernel(g_logits, slope, weight, out=found)
-    kernels.hidden_gradient(g_logits, slope, weight, out=expected)
+    kernels.hidden_gradient(g_logits, slope, weight, out=found)
+    with computing_by(kernel=False):
+        kernels.hidden_gradient(g_logits, slope, weight, out=expected)
     torch.testing.assert_close(found, expected)
 
 
@@ -155,8 +152,8 @@ def test_a_head_of_another_dtype_is_cast_tile_by_tile() -> None:
     hidden, head = case.hidden.detach().bfloat16(), Head(*(detached(t) for t in case.head))
     cast = Head(head.weight.bfloat16(), head.bias)
     for one, other in zip(
-        kernels.other_words_by_kernel(hidden, head, case.excluded, want_slope=True),
-        kernels.other_words_by_kernel(hidden, cast, case.excluded, want_slope=True),
+        kernels.other_words(hidden, head, case.excluded, want_slope=True),
+        kernels.other_words(hidden, cast, case.excluded, want_slope=True),
         strict=True,
     ):
         assert torch.equal(one, other)
@@ -165,17 +162,16 @@ def test_a_head_of_another_dtype_is_cast_tile_by_tile() -> None:
 def test_no_token() -> None:
     case = head_case("plain").to(torch.float32)
     none, head = case.hidden.detach()[:0], Head(case.head.weight.detach())
-    others = kernels.other_words_by_kernel(none, head, case.excluded[:0], want_slope=True)
+    others = kernels.other_words(none, head, case.excluded[:0], want_slope=True)
     assert others.lse.shape == (0,) and others.slope.shape == none.shape
-    assert kernels.chosen_logits_by_kernel(none, head, case.ids[:0]).shape == (0, 5)
+    assert kernels.chosen_logits(none, head, case.ids[:0]).shape == (0, 5)
 
 
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize(
     "terms", [{"tail": 1.0, "sampled": 0.5}, {"candidates": 1.0}], ids="+".join
 )
-def test_losses_and_all_gradients(kind: str, terms: dict[str, float], monkeypatch) -> None:
-    monkeypatch.setattr(kernels, "_by_kernel", lambda _: True)
+def test_losses_and_all_gradients(kind: str, terms: dict[str, float]) -> None:
     case = head_case(kind, D=40, V=300).to(torch.float32)
     targets = targets_of(2 * torch.randn(len(case.hidden), 300), 5)
     found = loss_from_hidden(case.hidden, case.head, targets, terms, temperature=2.0)
