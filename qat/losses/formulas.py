@@ -25,11 +25,6 @@ from qat.losses.config import OWN, kinds_read, reads_others
 if TYPE_CHECKING:  # rooms beside each other import none of the other
     from qat.data.packing import Batch
 
-# Inputs of a loss: the teacher's targets for each token, and the student's logits of a few words.
-#
-# Shapes: T tokens, K teacher tokens kept, D distinct draws (padded), N words that losses read; a
-# part that is not read has width 0.
-
 NO_LABEL = -100
 """Label of a token whose next token is unknown; the default `ignore_index` of PyTorch."""
 
@@ -137,24 +132,18 @@ LOG_ZERO = -100.0
 """Floor of the teacher's log-probabilities: `exp(-100)` is zero in float32."""
 
 
-class Distributions(NamedTuple):
-    """Log-probabilities of teacher and student, both `(T, N)` and normalised over N."""
-
-    log_p: Tensor
-    log_q: Tensor
-
-
 def sum_valid(loss: Tensor, mask: Tensor) -> Tensor:
     """Return the sum of `(T,)` losses over the tokens in `mask`."""
     return loss.masked_fill(~mask, 0.0).sum()
 
 
-def with_tail(student: Student, targets: Targets, temperature: float) -> Distributions:
+def with_tail(student: Student, targets: Targets, temperature: float) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of the teacher's K tokens plus one outcome for all others.
 
-    There is no extra outcome when K = V. The tail of the teacher is the stored one, that of the
-    student a log-sum-exp over its other V - K logits: neither is computed as `1 - sum`, so both are
-    accurate where they are tiny. Temperature softens the K + 1 outcomes.
+    Those of the teacher come first; both are `(T, N)` and normalised over N. There is no extra
+    outcome when K = V. The tail of the teacher is the stored one, that of the student a log-sum-exp
+    over its other V - K logits: neither is computed as `1 - sum`, so both are accurate where they
+    are tiny. Temperature softens the K + 1 outcomes.
     """
     log_p, log_q = targets.topk_logprobs, student.topk
     if student.others_lse is not None:
@@ -163,13 +152,15 @@ def with_tail(student: Student, targets: Targets, temperature: float) -> Distrib
     return _softened(log_p, log_q, targets, temperature)
 
 
-def _softened(log_p: Tensor, log_q: Tensor, targets: Targets, temperature: float) -> Distributions:
+def _softened(
+    log_p: Tensor, log_q: Tensor, targets: Targets, temperature: float
+) -> tuple[Tensor, Tensor]:
     if targets.topk_ids.shape[1] == 0:
         raise ValueError("this loss reads the teacher's top-k, but the targets hold none (K = 0)")
     if temperature <= 0:
         raise ValueError(f"temperature={temperature} must be positive")
     log_p = log_p.to(log_q.dtype).clamp_min(LOG_ZERO)
-    return Distributions((log_p / temperature).log_softmax(1), (log_q / temperature).log_softmax(1))
+    return (log_p / temperature).log_softmax(1), (log_q / temperature).log_softmax(1)
 
 
 def tail(student: Student, targets: Targets, *, temperature: float = 1.0) -> Tensor:

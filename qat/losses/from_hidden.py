@@ -1,15 +1,15 @@
 """Losses and their gradient from hidden states in one pass, without all logits at once.
 
-`loss_from_hidden` cuts the T tokens into chunks. For each chunk, `_Task.add_chunk` calls the
-kernels of `qat.kernels.head` for the few logits that the losses read and the log-sum-exp of all
-others, turns these into sums with `qat.losses.formulas`, differentiates the sums with autograd with
-respect to those few numbers alone, and calls the kernels again to carry that gradient to hidden
-states and head.
+The T tokens are cut into chunks. For each, the kernels of `qat.kernels.head` compute the few logits
+that the losses read and the log-sum-exp of all others; `qat.losses.formulas` turns these into sums,
+which autograd differentiates with respect to those few numbers alone; and the kernels carry that
+gradient to hidden states and head.
 
 Shapes: T tokens, D model width, V vocabulary, N words that losses read.
 """
 
-from typing import Any, NamedTuple, Protocol, Self, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -45,30 +45,21 @@ class Gradients(NamedTuple):
     bias: Tensor | None
     """`(V,)`, float32 or wider."""
 
-    def of_rows(self, rows: slice) -> "Gradients":
-        """Return the gradient of the hidden states for some of the tokens, and the whole head's."""
-        return self if self.hidden is None else self._replace(hidden=self.hidden[rows])
 
-
-class Task(Protocol):
+class Task(NamedTuple):
     """A sum of losses to compute, without the tensors that may get gradients."""
 
-    @property
-    def softcap(self) -> float | None:
-        """The softcap of the head's logits; None if it has none."""
+    terms: dict[str, float]
+    """Weight of each loss by name."""
+    softcap: float | None
+    """The softcap of the head's logits; None if it has none."""
+    chunk_tokens: int
+    """Tokens per chunk."""
+    add_chunk: Callable[[slice, Tensor, Head, Gradients], dict[str, Tensor]]
+    """Returns the sums over some rows, by name and as `"loss"`, for their hidden states `(t, D)`.
 
-    @property
-    def terms(self) -> dict[str, float]:
-        """Weight of each loss by name."""
-
-    def chunk_tokens(self) -> int:
-        """Return the number of tokens per chunk."""
-
-    def of_rows(self, rows: slice) -> Self:
-        """Return the task for some of the tokens; masked ones have no effect."""
-
-    def add_chunk(self, hidden: Tensor, head: Head, gradients: Gradients) -> dict[str, Tensor]:
-        """Return the sums over the chunk's tokens; write and add their gradient to `gradients`."""
+    It writes the gradient of the hidden states, and adds those of the head.
+    """
 
 
 def sums_with_gradient(hidden: Tensor, head: Head, task: Task) -> dict[str, Tensor]:
@@ -94,21 +85,22 @@ class _LossInForward(torch.autograd.Function):
     ) -> tuple:
         weight, bias = learnable
         head = Head(cast(Tensor, weight), bias, task.softcap)
-        needs = ctx.needs_input_grad if is_wanted else [False]
-        of_hidden = hidden.new_empty(hidden.shape) if needs[0] else None
-        of_weight = wide(torch.zeros_like(head.weight)) if any(needs[1:]) else None
-        has_bias = any(needs[1:]) and head.bias is not None
-        of_bias = wide(torch.zeros_like(cast(Tensor, head.bias))) if has_bias else None
-        gradients = Gradients(of_hidden, of_weight, of_bias)
-        dtype, size, kind = hidden.dtype, task.chunk_tokens(), hidden.device.type
+        needs_hidden, *others = ctx.needs_input_grad if is_wanted else [False]
+        gradients = Gradients(
+            hidden.new_empty(hidden.shape) if needs_hidden else None,
+            wide(torch.zeros_like(head.weight)) if any(others) else None,
+            wide(torch.zeros_like(bias)) if any(others) and bias is not None else None,
+        )
+        dtype, kind = hidden.dtype, hidden.device.type
         if dtype != torch.float64 and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         sums = {name: wide(hidden.new_zeros(())) for name in (*task.terms, "loss")}
         with torch.autocast(kind, enabled=False):
-            for start in range(0, hidden.shape[0], size):
-                rows = slice(start, start + size)
-                into = gradients.of_rows(rows)
-                part = task.of_rows(rows).add_chunk(hidden[rows].to(dtype), head, into)
+            for start in range(0, hidden.shape[0], task.chunk_tokens):
+                rows, into = slice(start, start + task.chunk_tokens), gradients
+                if into.hidden is not None:
+                    into = into._replace(hidden=into.hidden[rows])
+                part = task.add_chunk(rows, hidden[rows].to(dtype), head, into)
                 sums = {name: total + part[name] for name, total in sums.items()}
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [None if p is None else p.dtype for p in (hidden, *learnable)]
@@ -127,6 +119,22 @@ class _LossInForward(torch.autograd.Function):
             scaled.append(None if stored is None else stored.to(dtype))
         of_hidden, *of_head = scaled
         return of_hidden, None, None, *of_head
+
+
+def differentiated(
+    sums_of: Callable[..., dict[str, Tensor]], read: Sequence[Tensor], gradients: Gradients
+) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
+    """Return `sums_of(*read)`, and the gradients of its `"loss"` with respect to `read`.
+
+    There are none if no part of `gradients` is required.
+    """
+    if all(gradient is None for gradient in gradients):
+        return sums_of(*read), ()
+    with torch.enable_grad():
+        leaves = [value.detach().requires_grad_() for value in read]
+        sums = sums_of(*leaves)
+        slopes = torch.autograd.grad(sums["loss"], leaves)
+    return {name: value.detach() for name, value in sums.items()}, slopes
 
 
 def loss_from_hidden(
@@ -149,46 +157,33 @@ def loss_from_hidden(
     Raises:
         ValueError: `temperature` is not positive, or the targets lack what a loss reads.
     """
-    return sums_with_gradient(hidden, head, _Task(head.softcap, targets, terms, temperature))
 
-
-class _Task(NamedTuple):
-    softcap: float | None
-    targets: Targets
-    terms: dict[str, float]
-    temperature: float
-
-    def chunk_tokens(self) -> int:
-        return CHUNK_TOKENS
-
-    def of_rows(self, rows: slice) -> "_Task":
-        targets = Targets(*(value[rows] for value in self.targets))
-        return self._replace(targets=valid_rows(targets))
-
-    def add_chunk(self, hidden: Tensor, head: Head, gradients: Gradients) -> dict[str, Tensor]:
-        targets, terms = self.targets, self.terms
-        hidden = hidden.masked_fill(~targets.mask[:, None], 0.0)
-        words = WordsRead.of(targets, kinds_read(terms))
-        ids, K = words.ids(), words.topk.shape[1]
+    def add_chunk(
+        rows: slice, hidden: Tensor, head: Head, gradients: Gradients
+    ) -> dict[str, Tensor]:
+        valid = valid_rows(Targets(*(value[rows] for value in targets)))
+        hidden = hidden.masked_fill(~valid.mask[:, None], 0.0)
+        words = WordsRead.of(valid, kinds_read(terms))
+        ids, K = words.ids(), words.topk.shape[1]  # (t, N)
         chosen, others = chosen_logits(hidden, head, ids), Others(None, None)
         if reads_others(terms) and K < head.weight.shape[0]:
             want_slope = gradients.hidden is not None
             others = other_words(hidden, head, words.topk, want_slope=want_slope)
 
         def sums_of(chosen: Tensor, lse: Tensor | None = None) -> dict[str, Tensor]:
-            return sums_by_name(words.student(chosen, lse), targets, terms, self.temperature)
+            return sums_by_name(words.student(chosen, lse), valid, terms, temperature)
 
         read = (chosen,) if others.lse is None else (chosen, others.lse)
-        if all(gradient is None for gradient in gradients):
-            return sums_of(*read)
-        with torch.enable_grad():
-            leaves = [value.detach().requires_grad_() for value in read]
-            sums = sums_of(*leaves)
-            g_chosen, *g_others = torch.autograd.grad(sums["loss"], leaves)
-        g_chosen = before_softcap(g_chosen, chosen, head.softcap)
-        g_logits = LogitGradients(ids, g_chosen, K, others.lse, *g_others)
-        if gradients.hidden is not None:
-            hidden_gradient(g_logits, others.slope, head.weight, out=gradients.hidden)
-        if gradients.weight is not None:
-            add_head_gradient(hidden, head, g_logits, out=Head(gradients.weight, gradients.bias))
-        return {name: value.detach() for name, value in sums.items()}
+        sums, slopes = differentiated(sums_of, read, gradients)
+        if slopes:
+            g_chosen, *g_others = slopes
+            g_chosen = before_softcap(g_chosen, chosen, head.softcap)
+            g_logits = LogitGradients(ids, g_chosen, K, others.lse, *g_others)
+            if gradients.hidden is not None:
+                hidden_gradient(g_logits, others.slope, head.weight, out=gradients.hidden)
+            if gradients.weight is not None:
+                into = Head(gradients.weight, gradients.bias)
+                add_head_gradient(hidden, head, g_logits, out=into)
+        return sums
+
+    return sums_with_gradient(hidden, head, Task(terms, head.softcap, CHUNK_TOKENS, add_chunk))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qat.kernels.head import Head, before_softcap, wide
 from qat.losses.formulas import NO_LABEL, Student, Targets, sums_by_name
-from qat.losses.from_hidden import Gradients, sums_with_gradient
+from qat.losses.from_hidden import Gradients, Task, differentiated, sums_with_gradient
 
 CHUNK_LOGITS = 2**26
 """Logits of either model that exist together: 0.25 GiB in float32, several times over."""
@@ -55,68 +55,47 @@ def loss_from_teacher(
     V, teacher_V = head.weight.shape[0], targets.head.weight.shape[0]
     if V != teacher_V:
         raise ValueError(f"the student's head has {V} words and the teacher's {teacher_V}")
-    return sums_with_gradient(hidden, head, _Task(head.softcap, targets, terms, temperature))
 
+    def add_chunk(
+        rows: slice, hidden: Tensor, head: Head, gradients: Gradients
+    ) -> dict[str, Tensor]:
+        hidden = hidden.masked_fill(~targets.mask[rows, None], 0.0)
+        logits, cached = wide(head.logits(hidden)), _all_words(targets, rows)  # (t, V)
 
-class _Task(NamedTuple):
-    softcap: float | None
-    targets: OnlineTargets
-    terms: dict[str, float]
-    temperature: float
+        def sums_of(logits: Tensor) -> dict[str, Tensor]:
+            label = logits.gather(1, cached.labels.clamp_min(0)[:, None])
+            student = Student(logits, logits[:, :0], label, others_lse=None)
+            return sums_by_name(student, cached, terms, temperature)
 
-    def chunk_tokens(self) -> int:
-        return max(1, CHUNK_LOGITS // self.targets.head.weight.shape[0])
+        sums, slopes = differentiated(sums_of, [logits], gradients)
+        if slopes:
+            g_logits = before_softcap(slopes[0], logits, head.softcap)
+            narrow = g_logits.to(hidden.dtype)  # matmuls compute in the dtype of hidden states
+            if gradients.hidden is not None:
+                gradients.hidden.copy_(narrow @ head.weight.to(hidden.dtype))
+            if gradients.weight is not None:
+                gradients.weight.add_(narrow.T @ hidden)
+            if gradients.bias is not None:
+                gradients.bias.add_(g_logits.sum(0))
+        return sums
 
-    def of_rows(self, rows: slice) -> "_Task":
-        mask, labels, hidden, head = self.targets
-        some = OnlineTargets(
-            mask=mask[rows],
-            labels=labels[rows].masked_fill(~mask[rows], NO_LABEL),
-            hidden=hidden[rows].masked_fill(~mask[rows, None], 0.0),
-            head=head,
-        )
-        return self._replace(targets=some)
-
-    def add_chunk(self, hidden: Tensor, head: Head, gradients: Gradients) -> dict[str, Tensor]:
-        hidden = hidden.masked_fill(~self.targets.mask[:, None], 0.0)
-        logits, targets = wide(head.logits(hidden)), _all_words(self.targets)
-        if all(gradient is None for gradient in gradients):
-            return self._sums(logits, targets)
-        with torch.enable_grad():
-            leaf = logits.detach().requires_grad_()
-            sums = self._sums(leaf, targets)
-            (g_logits,) = torch.autograd.grad(sums["loss"], leaf)
-        g_logits = before_softcap(g_logits, logits, head.softcap)
-        _add_gradients(hidden, head, g_logits, gradients)
-        return {name: value.detach() for name, value in sums.items()}
-
-    def _sums(self, logits: Tensor, targets: Targets) -> dict[str, Tensor]:
-        label = logits.gather(1, targets.labels.clamp_min(0)[:, None])
-        student = Student(logits, logits[:, :0], label, others_lse=None)
-        return sums_by_name(student, targets, self.terms, self.temperature)
+    task = Task(terms, head.softcap, max(1, CHUNK_LOGITS // V), add_chunk)
+    return sums_with_gradient(hidden, head, task)
 
 
 @torch.no_grad()
-def _all_words(targets: OnlineTargets) -> Targets:
-    """Return the targets of a cache with K = V for these tokens."""
-    log_p = wide(targets.head.logits(targets.hidden)).log_softmax(1)
+def _all_words(targets: OnlineTargets, rows: slice) -> Targets:
+    """Return the targets of a cache with K = V for some rows; masked ones name no word."""
+    masked = ~targets.mask[rows]
+    labels = targets.labels[rows].masked_fill(masked, NO_LABEL)
+    hidden = targets.hidden[rows].masked_fill(masked[:, None], 0.0)
+    log_p = wide(targets.head.logits(hidden)).log_softmax(1)
     return Targets(
-        mask=targets.mask,
-        labels=targets.labels,
+        mask=targets.mask[rows],
+        labels=labels,
         topk_ids=torch.arange(log_p.shape[1], device=log_p.device).expand_as(log_p),
         topk_logprobs=log_p,
         tail_logprob=torch.full_like(log_p[:, 0], -torch.inf),
-        sample_ids=targets.labels[:, None][:, :0],
+        sample_ids=labels[:, None][:, :0],
         sample_counts=log_p[:, :0],
     )
-
-
-def _add_gradients(hidden: Tensor, head: Head, g_logits: Tensor, gradients: Gradients) -> None:
-    """Write the gradient of the hidden states, and add those of the head's weight and bias."""
-    narrow = g_logits.to(hidden.dtype)  # matmuls compute in the dtype of hidden states
-    if gradients.hidden is not None:
-        gradients.hidden.copy_(narrow @ head.weight.to(hidden.dtype))
-    if gradients.weight is not None:
-        gradients.weight.add_(narrow.T @ hidden)
-    if gradients.bias is not None:
-        gradients.bias.add_(g_logits.sum(0))
