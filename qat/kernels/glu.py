@@ -76,7 +76,7 @@ def _forward_kernel(joined, out, F: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)  # offsets may exceed 2**31
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < F
-    places = joined + row * (2 * F) + column
+    places = joined + row * (2 * F) + column  # the ups follow F columns later
     gate = tl.load(places, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(places + F, mask=inside, other=0.0).to(tl.float32)
     found = gate * tl.sigmoid(gate) * up

@@ -1,13 +1,13 @@
 """Attention inside packed documents, from contiguous (joined) queries, keys and values.
 
-This is everything between the two matmuls of an attention block: the RMS norm of each query and key
-head (in families that have it), rotary embedding, and `qat.kernels.attention`. The gradient of all
-three is joined too, as the matmul before them expects it.
+    y = x / rms(x) * weight                                 of each query and key head
+    out = [y_low cos - y_high sin, y_high cos + y_low sin]  columns [:D/2] and [D/2:]
+    attention(queries, keys, values)                        `qat.kernels.attention`
 
-On a GPU norms and rotary embedding are a kernel of their own, bound by memory (0.99 of the copy
-bandwidth of an H200). Fused into the attention kernels they spill registers: 1.03 ms per layer
-instead of 0.45 + 0.32. A head is loaded as two halves, which rotary embedding rotates against each
-other; `low` and `high` are columns `[:D/2]` and `[D/2:]`.
+This is everything between the two matmuls of an attention block; some families have no norm. The
+gradient of all three inputs is joined too, as the matmul before them expects it. On a GPU norms and
+rotary embedding are a kernel of their own, bound by memory (0.99 of the copy bandwidth of an H200):
+fused into the attention kernels they spill registers, 1.03 ms per layer instead of 0.45 + 0.32.
 
 Shapes: B sequences, S positions, T = B*S, H query heads, K key-value heads, D head width.
 """
@@ -205,14 +205,14 @@ joined_tile_operator.register_autograd(_gradients, setup_context=_keep)
 
 @triton.jit
 def _place(T, PARTS: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr):
-    """Return a program's first token (int64), the number of tokens left, and its first head."""
+    # a program's first token (int64: offsets may exceed 2**31), the tokens left, its first head
     first = (tl.program_id(0) // PARTS).to(tl.int64) * TOKENS
     return first, (T - first).to(tl.int32), tl.program_id(0) % PARTS * HEADS
 
 
 @triton.jit
 def _halves(base, t, stride_t, T, D: tl.constexpr):
-    """Load columns `[:D/2]` and `[D/2:]` of one head of tokens `t` in float32."""
+    # columns [:D/2] and [D/2:] of one head, each `(TOKENS, D/2)` float32
     half = tl.arange(0, D // 2)
     low = tile(base, t, half, stride_t, T)
     high = tile(base + D // 2, t, half, stride_t, T)
@@ -229,7 +229,7 @@ def _store_halves(base, low, high, t, stride_t, T, D: tl.constexpr):
 
 @triton.jit
 def _angles(cos, sin, t, T, D: tl.constexpr):
-    """Load cosine and sine of each pair's angle, `(T, D/2)`; the second half repeats the first."""
+    # cosine and sine of each pair's angle, `(TOKENS, D/2)`; the second half repeats the first
     half = tl.arange(0, D // 2)
     return tile(cos, t, half, D, T).to(tl.float32), tile(sin, t, half, D, T).to(tl.float32)
 
@@ -308,6 +308,7 @@ def _turn_back_kernel(
 
 
 def _grid(qkv: Tensor, shape: dict[str, int]) -> tuple[int]:
+    # a program takes HEADS heads, all queries or all keys, of TOKENS tokens
     parts = (shape["H"] + shape["K"]) // shape["HEADS"]
     return (triton.cdiv(qkv.shape[:2].numel(), shape["TOKENS"]) * parts,)
 
@@ -315,14 +316,8 @@ def _grid(qkv: Tensor, shape: dict[str, int]) -> tuple[int]:
 def _shape(qkv: Tensor, cos: Tensor, heads: int) -> dict[str, int]:
     D = cos.shape[-1]
     keys = (qkv.shape[2] // D - heads) // 2
-    return {
-        "H": heads,
-        "K": keys,
-        "D": D,
-        "HEADS": math.gcd(keys, MAX_HEADS),
-        "TOKENS": TILE_SIZE // D,
-        "num_warps": 4,
-    }
+    per_program = {"HEADS": math.gcd(keys, MAX_HEADS), "TOKENS": TILE_SIZE // D, "num_warps": 4}
+    return {"H": heads, "K": keys, "D": D, **per_program}
 
 
 def _parts(turned: Tensor, qkv: Tensor, heads: int, D: int) -> tuple[Tensor, Tensor, Tensor]:

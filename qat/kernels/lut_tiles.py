@@ -42,17 +42,11 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        shape: torch.Size,
-        scales: Scales,
-        weights: int,
-        unit: int,
-        *,
-        cuts: bool = False,
+        cls, shape: torch.Size, scales: Scales, weights: int, unit: int, *, cuts: bool = False
     ) -> Self:
-        """Return a tiling with about `weights` weights per tile, and units of one weight if needed.
+        """Return a tiling with about `weights` weights per tile.
 
-        That is the case if `unit` does not divide a run. A group is split over tiles only with
+        Units have one weight if `unit` does not divide a run. A group is split over tiles only with
         `cuts`, for kernels that do not sum over groups.
         """
         O, I = shape
@@ -79,15 +73,9 @@ class Tiling(NamedTuple):
 
     def constants(self) -> dict[str, int]:
         """Return the kernels' arguments that are not tensors."""
-        return {
-            "num_runs": self.num_runs,
-            "LENGTH": self.length,
-            "R": self.rank,
-            "SCALE_BITS": self.scale_bits,
-            "N": self.N,
-            "U": self.U,
-            "E": self.E,
-        }
+        runs = {"num_runs": self.num_runs, "LENGTH": self.length}
+        scales = {"R": self.rank, "SCALE_BITS": self.scale_bits}
+        return runs | scales | {"N": self.N, "U": self.U, "E": self.E}
 
 
 def scale_operands(scales: Scales) -> tuple[Tensor | None, ...]:

@@ -1,34 +1,14 @@
 """The kernels of `lut_weight` for codebooks of vectors: choose, form and pull back.
 
-`choose` finds the codeword of each vector of a latent weight; form and pull back read the indices
-that it wrote, or packed ones. A unit of a tile (`lut_tiles`) is a vector.
+    choose     index = argmin_c |w - s c| = argmax_c (w s) . c - s^2 . c^2 / 2
+    form       W = codebook[index] * S
+    pull back  d_codebook[c] = sum of dW * S over vectors of index c, dS = dW * codebook[index]
 
-**Choose** is bound by comparisons: C per vector. The score `(w s) . c - s^2 . c^2 / 2` of a
-codeword is largest where `|w - s c|` is smallest. Divided by the square of the largest |s| of the
-vector, it is a product of float16 parts on tensor cores:
-
-    sum_j p_j c_j - u_j^2 c_j^2 / 2,   u = s / max |s|,   p = w u / max |s|
-
-where p and the squares are split into a high part and the remainder (`_pulls`, `_entries`). With
-group scales `u_j^2` is 1 and the sum of squares is one number per codeword, so that d = 4 fills one
-step of K = 16. That score errs by at most E (`_margin`): the nearest codeword is among those within
-2 E of the best. One maximum per score finds the best group of FEW codewords, and the best of these
-is found in float32. If either is not the only one within 2 E (0.2 % of all vectors), one program
-scores all codewords of that vector in float64, as the reference does. The result therefore equals
-the reference's.
-
-440 million weights as vectors of 4 and 256 codewords are 28 billion scores. Compiled for Hopper, a
-tile of 64 vectors takes 600 instructions per warp, of which 330 (140 maxima) run in a pipe of 16
-lanes: 4.7 ms at 1.8 GHz on 132 multiprocessors. The products are 0.9 TFLOP, 1.1 ms in parallel.
-Scores in float32 without tensor cores would take four more steps each; in float64, over 9 ms.
-
-**Pull back** sums `dW * S` by codeword as a product with one-hot rows, split in two: index = high *
-LOW + low. The one-hot rows of `high` are multiplied by a matrix that holds each vector in the
-columns of its `low`, `(C / LOW, V) x (V, LOW * d)`, for about a third of C comparisons per vector.
-The values are split into two numbers of 11 bits, so that a product with one is exact; sums of a
-tile are added in float32, those of programs in float64. Compiled for Hopper, a tile of 128 vectors
-takes 490 instructions per warp, 250 of them in the pipe of 16 lanes: 1.8 ms for the same 440
-million weights.
+A unit of a tile (`lut_tiles`) is a vector. 440 million weights as vectors of 4 with 256 codewords
+are 28 billion scores. Compiled for Hopper, `choose` takes 600 instructions per warp for 64 vectors,
+of which 330 (140 maxima) run in a pipe of 16 lanes: 4.7 ms at 1.8 GHz on 132 multiprocessors, with
+1.1 ms of products in parallel. Scores in float32 without tensor cores would take four more steps
+each; in float64, over 9 ms. The pull-back takes 490 instructions per warp for 128 vectors: 1.8 ms.
 
 Shapes: V vectors of a tile, d weights of a vector, C codewords, K terms of a score.
 """
@@ -118,13 +98,12 @@ def reduce(
     source: PackedIndices,
     codebook: Tensor,
     scales: Scales,
-    *,
     wants_codebook: bool,
     wants_scales: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return `d_codebook`, and the gradient of group scales `(O, G)` or else `dS` `(O, I)`.
 
-    `dW` is read once. The result is deterministic.
+    `dW` is read once. The result is deterministic: programs' float32 sums are added in float64.
     """
     C, d = codebook.shape
     cut = chosen("vectors_reduce", (*source.shape, C, d), ReduceTile.of(C, d), dW.device)
@@ -192,10 +171,12 @@ def _choose_kernel(
             S = low_rank_scale(
                 scale_out, rank_gain, scale_in, run, column, is_unit, LENGTH, R, SCALE_BITS, E
             )
+        # the score divided by max |s|^2: sum_j p_j c_j - u_j^2 c_j^2 / 2
         p, u, largest = _scaled(w, S)
         margin = _margin(tl.sum(tl.abs(p), axis=1), most, most_half, PARTS * E)
         pulls = _pulls(p, u, R, PARTS)
-        # scores on tensor cores: the groups whose best score is within the margin of the best
+        # scores on tensor cores: the groups whose best score is within the margin of the best. The
+        # nearest codeword is in one of them.
         best, found = _search(pulls, held, margin, 0, C, CHUNK, FEW, SPAN)
         for start in range(SPAN, C, SPAN):
             later, _, _ = _span(codebook, start, R, E, C, CHUNK, PARTS, FEW, SPAN)
@@ -206,7 +187,7 @@ def _choose_kernel(
             found += tl.where(top >= now - margin, in_span, 0.0)
             best = now
         few, is_one_group = _one_of(found, C // FEW)
-        # score the FEW codewords of the best group one by one
+        # score the FEW codewords of the best group one by one in float32
         word = few[:, None] * FEW + tl.arange(0, FEW)[None, :]
         words = tl.load(codebook + word[:, :, None] * E + tl.arange(0, E)[None, None, :])
         pulled = words * (p[:, None, :] - words * (u * u * 0.5)[:, None, :])
@@ -218,7 +199,8 @@ def _choose_kernel(
         index = tl.where(largest > 0, few * FEW + place, 0)
         is_sure = is_one_group & is_one & (margin < float("inf"))
         unsure = tl.where(is_sure | (largest == 0), 0, 1)
-        # decide the vectors with another candidate within the margin in float64, one by one
+        # decide the vectors with another candidate within the margin (0.2 % of all) in float64, one
+        # by one, as the reference does: the result therefore equals the reference's
         unit = tl.arange(0, N * U)
         while tl.max(unsure, axis=0) > 0:
             one = tl.argmax(unsure, axis=0)
@@ -261,7 +243,11 @@ def _scaled(w, S):
 
 @triton.jit
 def _pulls(p, u, R: tl.constexpr, PARTS: tl.constexpr):
-    """Return the left operand of a tile's scores, `(V, K)`; `_entries` is the right one."""
+    """Return the left operand of a tile's scores, `(V, K)`; `_entries` is the right one.
+
+    p and the squares u^2 are each a float16 and its float16 remainder. With group scales u^2 is 1,
+    and the codeword's sum of squares is one number, so that d = 4 fills one step of K = 16.
+    """
     V: tl.constexpr = p.shape[0]
     E: tl.constexpr = p.shape[1]
     high = p.to(tl.float16)
@@ -552,7 +538,11 @@ def _words(codebook, index, E: tl.constexpr):
 
 @triton.jit
 def _sum_by_word(values, index, HIGH: tl.constexpr, LOW: tl.constexpr):
-    """Sum a tile's `values` by codeword, `(HIGH, LOW * d)`."""
+    """Sum a tile's `values` by codeword, `(HIGH, LOW * d)`, as a product with one-hot rows.
+
+    With index = high * LOW + low: `(HIGH, V) x (V, LOW * d)`, whose second operand holds each
+    vector in the columns of its `low`: a third of C comparisons per vector.
+    """
     V: tl.constexpr = values.shape[0]
     E: tl.constexpr = values.shape[1]
     low = tl.arange(0, LOW)[None, :, None]

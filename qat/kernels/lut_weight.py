@@ -8,12 +8,9 @@ whose index is that of the nearest level under the scales (`qat.quant.codebook.l
 Scales are passed as they are trained, in float32; both functions round them to what a checkpoint
 stores, which changes nothing if they are rounded already.
 
-The kernels see the weight as runs of consecutive weights: a run is one group if scales are by
-group, else one row. A run is cut into units of 8 weights, or of 1 if 8 do not divide it. A thread
-reads the indices of a unit as one word, and neighbouring threads store contiguously (forming all
-linears of a 0.6B model takes 0.52 ms instead of 0.95 on an H200). A tile is N runs x U units. The
-products that determine the formed weight are rounded one by one, as in the reference: no fused
-multiply-add.
+The kernels see the weight as tiles of units (`lut_tiles`) of 8 weights, or of 1 if 8 do not divide
+a run. A thread reads the indices of a unit as one word, and neighbouring threads store contiguously
+(forming all linears of a 0.6B model takes 0.52 ms instead of 0.95 on an H200).
 
 Shapes: O out_features, I in_features, G groups per row, C codebook entries, R rank, d weights that
 an index names.
@@ -129,6 +126,7 @@ def form(
         _form_kernel[(tiling.num_tiles,)](
             out, *_operands(source, codebook, scales, tiling.E),
             **_constants(tiling, source, codebook),
+            # each product is rounded, as in the reference: no fused multiply-add
             enable_fp_fusion=False, num_warps=tiling.num_warps,
         )  # fmt: skip
         return out
@@ -151,17 +149,15 @@ def pull_back(
     `dA = (dS B^T) diag(g)`, `dg = sum_o A * (dS B^T)`, `dB = (A diag(g))^T dS`.
     `d_codebook[c]` sums `dW * S` over the places whose index is `c`.
     """
-    wants = {
-        "wants_codebook": "codebook" in wanted,
-        "wants_scales": any(name in wanted for name in scales.present()),
-    }
-    if not any(wants.values()):
+    wants = "codebook" in wanted, any(name in wanted for name in scales.present())
+    if not any(wants):
         return {}
     source = choose(source, codebook, scales)
+    is_packed = isinstance(source, PackedIndices)
+    reduce = _reduce
     if _by_kernel(codebook):
-        d_codebook, dS = _reduce_by_kernel(dW, source, codebook, scales, **wants)
-    else:
-        d_codebook, dS = _reduce(dW, source, codebook, scales, **wants)
+        reduce = lut_vectors.reduce if is_packed and codebook.dim() > 1 else _reduce_by_kernel
+    d_codebook, dS = reduce(dW, source, codebook, scales, *wants)
     gradients = {} if d_codebook is None else {"codebook": d_codebook}
     if dS is None:
         return gradients
@@ -181,7 +177,6 @@ def _reduce(
     source: PackedIndices | Tensor,
     codebook: Tensor,
     scales: Scales,
-    *,
     wants_codebook: bool,
     wants_scales: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -231,18 +226,10 @@ def _reduce_by_kernel(
     source: PackedIndices | Tensor,
     codebook: Tensor,
     scales: Scales,
-    *,
     wants_codebook: bool,
     wants_scales: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return what `_reduce` returns, computed by a kernel that reads `dW` once.
-
-    The result is deterministic. Calls on one device must run one after another, as they do on one
-    stream.
-    """
-    if isinstance(source, PackedIndices) and codebook.dim() > 1:
-        wants = {"wants_codebook": wants_codebook, "wants_scales": wants_scales}
-        return lut_vectors.reduce(dW, source, codebook, scales, **wants)
+    """Return what `_reduce` returns, by a kernel that reads `dW` once; deterministic."""
     tiling = Tiling.of(source.shape, scales, REDUCE_WEIGHTS, UNIT)
     most = REDUCE_PROGRAMS if wants_codebook else 2 * REDUCE_PROGRAMS
     rounds = triton.cdiv(tiling.num_tiles, most)
@@ -286,14 +273,10 @@ def _arrivals(device: torch.device) -> Tensor:
 
 def _constants(tiling: Tiling, source: PackedIndices | Tensor, codebook: Tensor) -> dict[str, int]:
     """Return the kernels' arguments that are not tensors."""
-    is_packed = isinstance(source, PackedIndices)
-    return tiling.constants() | {
-        "in_features": source.shape[1],
-        "width": source.octets.shape[1] if is_packed else 0,
-        "BITS": source.bits if is_packed else 0,
-        "C": codebook.numel(),
-        "SLOTS": max(triton.next_power_of_2(codebook.numel()), 2),
-    }
+    is_packed, C = isinstance(source, PackedIndices), codebook.numel()
+    width, bits = (source.octets.shape[1], source.bits) if is_packed else (0, 0)
+    indices = {"in_features": source.shape[1], "width": width, "BITS": bits}
+    return tiling.constants() | indices | {"C": C, "SLOTS": max(triton.next_power_of_2(C), 2)}
 
 
 def _operands(
