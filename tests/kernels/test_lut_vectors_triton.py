@@ -105,17 +105,6 @@ def test_a_group_larger_than_a_tile(source: str, monkeypatch) -> None:
     torch.testing.assert_close(found, pulled, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("wanted", ["codebook", "scales"])
-def test_each_gradient_alone(wanted: str, monkeypatch) -> None:
-    parts = random_parts(5, 64, LutSpec(bits=6, vector_size=4, group_size=16), "packed")
-    dW = torch.randn(64, 5).half().T
-    expected = lut_weight.pull_back(dW, *parts, wanted={wanted})
-    monkeypatch.setattr(lut_weight, "use_triton", lambda *_: True)
-    found = lut_weight.pull_back(dW, *parts, wanted={wanted})
-    assert found.keys() == {wanted}
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("C", [16, 300])
 def test_codewords_are_rounded_as_plain_pytorch_rounds_them(C: int, monkeypatch) -> None:
     codebook = torch.randn(C, 4)

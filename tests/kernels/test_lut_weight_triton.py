@@ -1,12 +1,9 @@
-"""The Triton kernels of `lut_weight`, interpreted, against plain PyTorch and against float64."""
+"""The Triton kernels of `lut_weight`, interpreted, against plain PyTorch where tiles are hard."""
 
 import pytest
 import torch
 from covering import covering
-from lut_weight_case import ALL_SPECS, SOURCES, chosen, gradients, random_parts
-from quantized import SPECS
-from three_way import assert_no_worse_than_eager
-from torch import Tensor
+from lut_weight_case import SOURCES, random_parts
 
 from qat.kernels import lut_weight
 from qat.quant.spec import LutSpec
@@ -18,8 +15,6 @@ if torch.cuda.is_available():
 
 from triton_interpreter import round_fma_once, round_to_nearest_bf16
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 @pytest.fixture(autouse=True)
 def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,92 +25,6 @@ def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute by the Triton path from here on."""
     monkeypatch.setattr(lut_weight, "use_triton", lambda *_: True)
-
-
-def size(spec: LutSpec, source: str) -> tuple[int, int]:
-    """A shape of several tiles in one direction at least, none of them full.
-
-    Choosing codewords is slow work for an interpreter, and its tiles are small.
-    """
-    O = 37 if source == "packed" or spec.vector_size == 1 else 9 if spec.bits < 10 else 2
-    return O, spec.group_size * max(1, 72 // spec.group_size)
-
-
-BY_SOURCE = [*((name, "packed") for name in ALL_SPECS), *covering(ALL_SPECS, SOURCES[1:])]
-"""Every format packed, and of latent weights of either dtype."""
-
-
-@pytest.mark.parametrize(
-    ("name", "source", "dtype"), [(*each, dtype) for each, dtype in covering(BY_SOURCE, DTYPES)]
-)
-def test_every_bit_of_the_formed_weight(
-    name: str, source: str, dtype: torch.dtype, monkeypatch
-) -> None:
-    spec = ALL_SPECS[name]
-    parts = random_parts(*size(spec, source), spec, source)
-    weight = lut_weight.form(*parts, dtype)
-    by_kernel(monkeypatch)
-    out = torch.full(weight.shape, torch.nan, dtype=dtype)
-    assert lut_weight.form(*parts, dtype, out=out) is out
-    assert torch.equal(out, weight)
-
-
-@pytest.mark.parametrize(
-    ("name", "source"),
-    [  # 4096 codewords take an interpreter two seconds
-        pytest.param(*each, marks=pytest.mark.slow if each[0] == "fours12" else ())
-        for each in BY_SOURCE
-    ],
-)
-def test_gradients_are_no_worse_than_eager(name: str, source: str, monkeypatch) -> None:
-    spec = ALL_SPECS[name]
-    parts = random_parts(*size(spec, source), spec, source)
-    dW = torch.randn(size(spec, source))
-    indices = chosen(*parts)
-    _, eager = gradients(indices, *parts[1:], dW)
-    _, exact = gradients(indices, *parts[1:], dW.double())
-    poison_new_tensors(monkeypatch)
-    by_kernel(monkeypatch)
-    pulled = lut_weight.pull_back(dW, *parts, wanted=exact.keys())
-    assert pulled.keys() == exact.keys()
-    for name, gradient in pulled.items():
-        assert gradient.dtype == torch.float32
-        slack = 2e-6 * max(1.0, exact[name].abs().max().item())
-        assert_no_worse_than_eager(gradient, eager[name], exact[name], slack)
-
-
-def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make what a kernel leaves unwritten be seen."""
-
-    def empty(*shape: object, **options: object) -> Tensor:
-        poison = torch.nan if options["dtype"].is_floating_point else 1
-        return torch.full(shape[0] if len(shape) == 1 else shape, poison, **options)
-
-    monkeypatch.setattr(lut_weight.torch, "empty", empty)
-
-
-@pytest.mark.parametrize(
-    ("source", "wanted"), covering(SOURCES, ["codebook", "scales", "scale_in"])
-)
-def test_each_gradient_alone(source: str, wanted: str, monkeypatch) -> None:
-    spec = SPECS["lut2_r4" if wanted == "scale_in" else "lut3"]
-    parts = random_parts(5, 64, spec, source)
-    dW = torch.randn(5, 64).bfloat16()
-    expected = lut_weight.pull_back(dW, *parts, wanted={wanted})
-    by_kernel(monkeypatch)
-    found = lut_weight.pull_back(dW, *parts, wanted={wanted})
-    assert found.keys() == {wanted}
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_gradient_of_any_dtype_and_layout(dtype: torch.dtype, monkeypatch) -> None:
-    parts = random_parts(24, 64, SPECS["lut4"], "packed")
-    dW = torch.randn(64, 24).to(dtype).T
-    expected = lut_weight.pull_back(dW, *parts, wanted={"codebook", "scales"})
-    by_kernel(monkeypatch)
-    found = lut_weight.pull_back(dW, *parts, wanted={"codebook", "scales"})
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("source", "group_size"), covering(SOURCES, [6144, 4100]))
