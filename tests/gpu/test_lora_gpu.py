@@ -1,27 +1,17 @@
-"""Adapters on CUDA: the CPU's bits, right gradients, and steps that are recorded like any other."""
+"""Adapters on CUDA: the CPU's bits, right gradients, and that they learn."""
 
 import copy
 from pathlib import Path
 
 import pytest
 import torch
-from gpu_case import no_synchronisation
 from quantized import SPECS, frozen_linear, with_adapter
-from test_step_gpu import batch, course
-from tiny import tiny_model
+from test_step_gpu import LORA, batch, step_of
 from torch.nn import functional as F
-from train_case import config
 
 from qat.backend.device import select
-from qat.convert.quantize import quantize_model
-from qat.models.language_model import LanguageModel
-from qat.nn.latent import add_adapters
 from qat.nn.quant_linear import QuantLinear
 from qat.quant.lora import LORA_NAMES
-from qat.quant.spec import PRESETS
-from qat.train.learnable import learnable, linears_in_scope
-from qat.train.optim import Optimizer
-from qat.train.step import EAGER_STEPS, TrainingStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_compiled_yet")]
 
@@ -55,41 +45,8 @@ def test_gradients_on_the_gpu(dtype: torch.dtype) -> None:
         assert F.cosine_similarity(found.flatten(), exact[name].flatten(), 0) > 1 - 1e-9
 
 
-def step_of(place: Path, **values: object) -> TrainingStep:
-    common = {"device": "cuda", "dtype": "bf16", "compile": "on", "learn": "lora", "lora_rank": 4}
-    settings = config(place, **{**common, "lr_lora": 3e-2, **values})
-    model = LanguageModel(tiny_model(hidden_size=64, intermediate_size=128, initializer_range=0.1))
-    quantize_model(model, PRESETS["q2a4"], workers=1)
-    model.model.cuda()
-    names = linears_in_scope(model.model, "e2e")
-    add_adapters(model.model, names, settings.lora_rank, seed=0)
-    by_kind = learnable(model.model, names, settings.kinds)
-    return TrainingStep(model, Optimizer(model.model, by_kind, settings), settings)
-
-
-@pytest.mark.parametrize("learn", ["lora", "lora,scales,codebook"])
-def test_a_recorded_step_is_the_step(tmp_path: Path, monkeypatch, learn: str) -> None:
-    recorded = step_of(tmp_path, learn=learn)
-    found = course(recorded, 6)
-    assert recorded.compile_facts()["cuda_graph"]
-    monkeypatch.setattr("qat.train.step.GRAPH_TOKENS", 0)
-    eager = step_of(tmp_path, learn=learn)
-    expected = course(eager, 6)
-    assert not eager.compile_facts()["cuda_graph"]
-    assert found == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize("values", [{}, {"gradient_checkpointing": True}, {"dtype": "fp16"}])
-def test_a_step_never_waits_for_the_device(tmp_path: Path, values: dict) -> None:
-    step, batches = step_of(tmp_path, **values), [batch(1)]
-    for number in range(EAGER_STEPS + 1):
-        step(batches, number)
-    with no_synchronisation():
-        step(batches, EAGER_STEPS + 1)
-
-
 def test_adapters_learn_on_the_gpu(tmp_path: Path) -> None:
-    step = step_of(tmp_path, warmup_steps=0, schedule="constant")
+    step = step_of(tmp_path, warmup_steps=0, schedule="constant", **LORA)
     batches = [batch(1)]
     losses = []
     for number in range(30):

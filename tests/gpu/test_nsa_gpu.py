@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -90,15 +91,6 @@ def distance(found: Tensor, exact: Tensor) -> float:
     return ((found.float() - exact).norm() / exact.norm()).item()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_flex_is_the_reference(name: str) -> None:
-    sizes, heads, S, is_packed = CASES[name]
-    config = NSAConfig(**sizes)
-    inputs = made(config, heads, S, is_packed=is_packed)
-    selection = select(inputs, config)
-    assert_near(lambda i: flex.attend(i, config, selection), inputs, config, selection)
-
-
 EACH = {"select_tile": 1, "compress_stride": 32, "bound": 0.3}
 GATHERED = {
     "nsa": (dict(num_selected=4, window=300, **EACH), (4, 2), 1000, False),
@@ -119,13 +111,17 @@ GATHERED = {
 }
 
 
-@pytest.mark.parametrize("name", GATHERED)
-def test_blocks_that_gather_are_the_reference(name: str) -> None:
-    sizes, heads, S, is_packed = GATHERED[name]
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [*((flex, case) for case in CASES.values()), *((gather, case) for case in GATHERED.values())],
+    ids=[*(f"flex {name}" for name in CASES), *(f"gather {name}" for name in GATHERED)],
+)
+def test_a_kernel_is_the_reference(kernel: ModuleType, case: tuple) -> None:
+    sizes, heads, S, is_packed = case
     config = NSAConfig(**sizes)
     inputs = made(config, heads, S, is_packed=is_packed)
     selection = select(inputs, config)
-    assert_near(lambda i: gather.attend(i, config, selection), inputs, config, selection)
+    assert_near(lambda i: kernel.attend(i, config, selection), inputs, config, selection)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])

@@ -16,7 +16,7 @@ from qat.backend.device import select
 from qat.convert.quantize import quantize_model
 from qat.data.packing import Batch
 from qat.models.language_model import LanguageModel
-from qat.nn.latent import to_latent
+from qat.nn.latent import add_adapters, to_latent
 from qat.nn.swap import decoder_layers
 from qat.quant.spec import PRESETS
 from qat.train.learnable import learnable, linears_in_scope
@@ -25,9 +25,14 @@ from qat.train.step import EAGER_STEPS, TrainingStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_compiled_yet")]
 B, S, K, V = 4, 64, 8, 320
+LORA = {"learn": "lora", "lora_rank": 4, "lr_lora": 3e-2}
+TAUGHT = {"has_teacher": True, "loss": "kl:1,hard_ce:0.1"}
 
 
-def step_of(place: Path, preset: str = "q2a4", **values: object) -> TrainingStep:
+def step_of(
+    place: Path, preset: str = "q2a4", *, has_teacher: bool = False, **values: object
+) -> TrainingStep:
+    """Return the step of a tiny model, with a float teacher beside it that is wider."""
     settings = config(place, device="cuda", **{"dtype": "bf16", "compile": "on", **values})
     model = LanguageModel(tiny_model(hidden_size=64, intermediate_size=128, initializer_range=0.1))
     quantize_model(model, PRESETS[preset], workers=1)
@@ -36,8 +41,15 @@ def step_of(place: Path, preset: str = "q2a4", **values: object) -> TrainingStep
     if "weights" in settings.kinds:
         dtype, is_hosted = DTYPES[settings.latent_dtype], settings.offload == "latents"
         to_latent(model.model, names, dtype=dtype, is_hosted=is_hosted)
+    if "lora" in settings.kinds:
+        add_adapters(model.model, names, settings.lora_rank, seed=0)
+    teacher = None
+    if has_teacher:
+        wide = tiny_model(hidden_size=96, initializer_range=0.2)
+        wide = wide.to("cuda", select("cuda").dtype(settings.dtype)).requires_grad_(False)
+        teacher = LanguageModel(wide)
     by_kind = learnable(model.model, names, settings.kinds)
-    return TrainingStep(model, Optimizer(model.model, by_kind, settings), settings)
+    return TrainingStep(model, Optimizer(model.model, by_kind, settings), settings, teacher)
 
 
 def batch(seed: int, sequences: int = B, length: int = S) -> Batch:
@@ -74,6 +86,9 @@ def course(step: TrainingStep, steps: int, accumulate: int = 1) -> list[float]:
         {"compile": "off"},
         {"form": "layer"},
         {"form": "layer", "gradient_checkpointing": True, "learn": "scales,codebook"},
+        *(LORA | more for more in ({}, {"gradient_checkpointing": True}, {"dtype": "fp16"})),
+        *(TAUGHT | more for more in ({}, {"gradient_checkpointing": True}, {"dtype": "fp16"})),
+        {"has_teacher": True, "loss": "cakld"},
     ],
     ids=str,
 )
@@ -83,32 +98,37 @@ def test_a_step_never_waits_for_the_device(tmp_path: Path, values: dict) -> None
         step(batches, number)
     with no_synchronisation():
         step(batches, EAGER_STEPS + 1)
-    assert step.compile_facts()["cuda_graph"]
+    facts = step.compile_facts()
+    assert facts["cuda_graph"] and (facts["fallback"] is None or "has_teacher" not in values)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
-    ("preset", "learn"),
+    ("preset", "values"),
     [
-        ("q2a4", "weights,scales,codebook"),
-        ("q2a4", "scales,codebook"),
-        ("q2a4", "scales,norms"),
-        ("v2a2", "weights,scales,codebook"),
-        ("v2a2", "scales,codebook"),
+        ("q2a4", {"learn": "weights,scales,codebook"}),
+        ("q2a4", {"learn": "scales,codebook"}),
+        ("q2a4", {"learn": "scales,norms"}),
+        ("v2a2", {"learn": "weights,scales,codebook"}),
+        ("v2a2", {"learn": "scales,codebook"}),
+        ("q2a4", LORA),
+        ("q2a4", LORA | {"learn": "lora,scales,codebook"}),
+        ("q2a4", TAUGHT),
     ],
 )
 def test_a_recorded_step_is_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, learn: str, accumulate: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str, values: dict, accumulate: int
 ) -> None:
-    recorded = step_of(tmp_path, preset, learn=learn)
+    recorded = step_of(tmp_path, preset, **values)
     found = course(recorded, 6, accumulate)
     assert recorded.compile_facts()["cuda_graph"]
     monkeypatch.setattr("qat.train.step.GRAPH_TOKENS", 0)
-    eager = step_of(tmp_path, preset, learn=learn)
+    eager = step_of(tmp_path, preset, **values)
     expected = course(eager, 6, accumulate)
     assert not eager.compile_facts()["cuda_graph"]
     assert found == pytest.approx(expected, rel=1e-4)
-    assert found[-1] < found[0] or learn == "scales,norms"
+    learn = values.get("learn", "")
+    assert found[-1] < found[0] or learn == "scales,norms" or "lora" in learn
 
 
 def test_lengths_that_were_never_run_are_compiled_before_one_is_recorded(tmp_path: Path) -> None:
@@ -178,12 +198,16 @@ def test_a_model_that_waits_is_not_recorded(tmp_path: Path, waiting: Callable) -
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "tf32", "fp32"])
-def test_compiled_layers_compute_what_is_written(tmp_path: Path, dtype: str) -> None:
-    compiled = course(step_of(tmp_path, dtype=dtype), 4)
-    written = course(step_of(tmp_path, dtype=dtype, compile="off"), 4)
-    cpu_like = course(step_of(tmp_path, dtype="fp32", compile="off"), 4)
-    assert compiled == pytest.approx(written, rel=3e-3)
-    assert compiled == pytest.approx(cpu_like, rel=1e-2)
+@pytest.mark.parametrize(("values", "rel"), [({}, 3e-3), (TAUGHT, 1e-2)])
+def test_compiled_layers_compute_what_is_written(
+    tmp_path: Path, values: dict, rel: float, dtype: str
+) -> None:
+    compiled = course(step_of(tmp_path, dtype=dtype, **values), 4)
+    written = course(step_of(tmp_path, dtype=dtype, compile="off", **values), 4)
+    assert compiled == pytest.approx(written, rel=rel)
+    if not values:  # the teacher's own numbers depend on the dtype
+        cpu_like = course(step_of(tmp_path, dtype="fp32", compile="off"), 4)
+        assert compiled == pytest.approx(cpu_like, rel=1e-2)
 
 
 def test_recomputed_slices_compute_the_same(tmp_path: Path, monkeypatch) -> None:
