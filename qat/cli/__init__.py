@@ -28,10 +28,8 @@ SCRUB = Scrub()
 class Verb(NamedTuple):
     """A verb whose module is imported when it is called or asked for its help."""
 
-    path: str
-    """The function, or an app that names its own example."""
-    help: str
-    """Its line in the list of verbs; the function's docstring begins with it."""
+    path: str  # the function, or an app that names its own example
+    help: str  # its line in the list of verbs; the function's docstring begins with it
     example: str | None = None
 
 

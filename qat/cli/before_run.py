@@ -147,10 +147,8 @@ def check_models(model: str, stages: Stages, done: Collection[str]) -> None:
 class TextFound(NamedTuple):
     """The number and the length of the training sequences that a text gives."""
 
-    sequences: int
-    """Training sequences, at most as many as were asked for."""
-    sequence_length: int
-    """Tokens in each."""
+    sequences: int  # training sequences, at most as many as were asked for
+    sequence_length: int  # tokens in each
 
 
 def check_text(config: CacheConfig) -> TextFound:

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from qat.data.sources import DataSource
 
 CACHES = Path("caches")
-META = "meta.json"
-"""The file that marks a cache of the reference system."""
+META = "meta.json"  # the file that marks a cache of the reference system
 SAMPLE_TOKENS = 48
 
 cache_app = App(

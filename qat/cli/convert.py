@@ -25,14 +25,11 @@ if TYPE_CHECKING:
     from qat.logs import Terminal
     from qat.models.sizes import Sizes
 
-Foreign = Literal["anemll"]
-"""Projects whose checkpoints `--from` imports."""
-MEANT = {"base"}
-"""The settings of `qat convert` that an import reads."""
+Foreign = Literal["anemll"]  # projects whose checkpoints `--from` imports
+MEANT = {"base"}  # the settings of `qat convert` that an import reads
 
 
-MUCH_OF_A_FILE = 0.3
-"""Share of the bytes from which on a table in floating point is worth a line."""
+MUCH_OF_A_FILE = 0.3  # share of the bytes from which on a table in floating point is worth a line
 IN_FLOATS = (
     "the embedding and the head in floating point: --embedding-bits 8 (or 4) quantizes them too"
 )

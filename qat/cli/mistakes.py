@@ -25,8 +25,7 @@ class Mistake(NamedTuple):
     """A command line that the parser refused."""
 
     app: App
-    tokens: Sequence[str]
-    """The words behind `qat`."""
+    tokens: Sequence[str]  # the words behind `qat`
     error: CycloptsError
     arguments: Sequence[Argument] = ()
     """The arguments of the verb with what they were given; none if parsing stopped before."""

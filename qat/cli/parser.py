@@ -38,13 +38,11 @@ class PlainHelp(DefaultFormatter):
         super().__call__(console, options, panel.copy(entries=entries))
 
 
-PROSE = {"--prompt", "--sample-prompt", "--note"}
-"""Flags whose text may begin with any character."""
+PROSE = {"--prompt", "--sample-prompt", "--note"}  # flags whose text may begin with any character
 
 # Headings of every help, behind those of qat.config, which cyclopts numbers from 0. They are here
 # because the list of verbs needs no settings: pydantic takes a fifth of the time of `qat --help`.
-OTHERS = Group("Others", sort_key=(None, 1000))
-"""Heading of settings without another one."""
+OTHERS = Group("Others", sort_key=(None, 1000))  # heading of settings without another one
 EVERY_VERB = Group("Every verb", sort_key=(None, 1001))
 
 app = App(

@@ -79,10 +79,8 @@ class Pipeline:
         self.verb = verb
         self.out = out
         self.console = Terminal()
-        self.recorded: dict[str, dict[str, object]] = {}
-        """The tables that an earlier call wrote."""
-        self.has_news = False
-        """True once this call has made or measured anything."""
+        self.recorded: dict[str, dict[str, object]] = {}  # the tables that an earlier call wrote
+        self.has_news = False  # true once this call has made or measured anything
         recipe = out / RECIPE
         if recipe.is_file():
             settings = "the settings that this directory was begun with"
@@ -282,8 +280,7 @@ FOUND = {
 """Settings of each stage that `qat run` sets itself, as it does `out`; recipes may not."""
 FEW_DOCUMENTS, FEW_HELD_OUT, SHARE_OF_FEW = 400, 64, 0.2
 """With fewer documents, or fewer held-out sequences, `SHARE_OF_FEW` of the text is held out."""
-PASSES, SHORTEST = 10, 20
-"""The most passes over a small text, and the fewest steps of a training."""
+PASSES, SHORTEST = 10, 20  # the most passes over a small text, and the fewest steps of a training
 STEPS_A_PASS = 8
 """The fewest steps in which a small text is read once: its batches are smaller for it."""
 EVERYWHERE = {"device", "dtype", "xla_cache_dir", "trust_remote_code"}
@@ -438,8 +435,7 @@ class Run:
         """True if no target was named: one that cannot be reached then gives way to `packed`."""
         self.targets = targets or known
         """The targets that the formats of the student are chosen for."""
-        self.exports = self.targets
-        """The targets that the student is exported to."""
+        self.exports = self.targets  # the targets that the student is exported to
         self.student = PLACES["train"]
         """The directory of the student that is exported, once both were judged."""
         self.done = [stage for stage in STAGES if self._is_done(stage)]
@@ -455,8 +451,7 @@ class Run:
         """The settings of each stage that flags, the recipe or an earlier call chose."""
         if not {"to", "bits_budget", "attention"} & self.tables["convert"].keys():
             self.tables["convert"]["to"] = DEFAULT_PLAN
-        self.configs: dict[str, Any] = {}
-        """The settings of each stage as its verb will read them."""
+        self.configs: dict[str, Any] = {}  # the settings of each stage as its verb will read them
         for stage in STAGES[1:]:
             self._resolve(stage)
         self._resolve("cache")  # also refuses a setting of the wrong kind before a text is counted

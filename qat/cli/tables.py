@@ -8,8 +8,7 @@ if TYPE_CHECKING:
 
     from qat.logs import Terminal
 
-Column = tuple[str, str, str, float]
-"""Title, key of a row, format, factor."""
+Column = tuple[str, str, str, float]  # title, key of a row, format, factor
 
 
 def wide_console(file_width: int) -> "Terminal":

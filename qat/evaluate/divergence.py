@@ -17,8 +17,7 @@ from qat.errors import ConfigError, DataError
 from qat.losses.formulas import NO_LABEL, Targets, loss_from_logits, to_targets
 from qat.models.language_model import LanguageModel, judging
 
-KD_TEMPERATURE = 2.0
-"""The temperature of the reference system's published KD numbers."""
+KD_TEMPERATURE = 2.0  # the temperature of the reference system's published KD numbers
 
 CHUNK_TOKENS = 1024
 """Rows of logits that exist at once: 0.6 GB in float32 at a vocabulary of 150,000."""
@@ -27,8 +26,7 @@ CHUNK_TOKENS = 1024
 class Divergence(NamedTuple):
     """Means over valid tokens; None if the batches lack the targets for a metric."""
 
-    num_tokens: int
-    """Number of valid tokens."""
+    num_tokens: int  # number of valid tokens
     kd_nats: float | None
     """The loss `candidates` at temperature 2: the reference system's KD number."""
     kl_tail_nats: float | None
@@ -37,8 +35,7 @@ class Divergence(NamedTuple):
     """Cross-entropy with the teacher's draws: in expectation the KL plus the teacher's entropy."""
     top1_frac: float | None
     """Fraction of tokens where student and teacher have the same most likely token."""
-    ppl: float | None
-    """Perplexity on the labels."""
+    ppl: float | None  # perplexity on the labels
 
 
 class CachedTeacher(NamedTuple):
@@ -49,23 +46,17 @@ class CachedTeacher(NamedTuple):
     whole tail."""
     teacher_entropy_floor_nats: float
     """Lower bound on its entropy in nats: the tail counts as one outcome."""
-    labels_outside_frac: float
-    """Fraction of labels outside its top K; at 0 its perplexity is exact."""
+    labels_outside_frac: float  # fraction of labels outside its top K; at 0 its perplexity is exact
 
 
 class ExactDivergence(NamedTuple):
     """Means over valid tokens, computed over the whole vocabulary."""
 
-    num_tokens: int
-    """Number of valid tokens."""
-    kl_nats: float
-    """KL(teacher || student)."""
-    top1_frac: float
-    """Fraction of tokens where student and teacher have the same most likely token."""
-    ppl: float | None
-    """The student's perplexity on the labels; None without labels."""
-    teacher_ppl: float | None
-    """The teacher's perplexity on the labels; None without labels."""
+    num_tokens: int  # number of valid tokens
+    kl_nats: float  # KL(teacher || student)
+    top1_frac: float  # fraction of tokens where student and teacher have the same most likely token
+    ppl: float | None  # the student's perplexity on the labels; None without labels
+    teacher_ppl: float | None  # the teacher's perplexity on the labels; None without labels
 
 
 def cached_divergence(student: LanguageModel, batches: Iterable[Batch]) -> Divergence:

@@ -105,21 +105,15 @@ def split_batches(
 class Verdict(NamedTuple):
     """All measurements; None if the settings did not request one."""
 
-    cached: Divergence | None
-    """The student against the cache."""
-    cached_teacher: CachedTeacher | None
-    """The teacher, as far as the cache describes it."""
+    cached: Divergence | None  # the student against the cache
+    cached_teacher: CachedTeacher | None  # the teacher, as far as the cache describes it
     exact: ExactDivergence | None
     """The student against the loaded teacher, on the cache's sequences or, without a cache, on the
     text."""
-    text: Perplexity | None
-    """The student's perplexity on the text."""
-    teacher_text: Perplexity | None
-    """The teacher's perplexity on the text."""
-    tasks: Scores | None
-    """The student's scores by task and measure."""
-    teacher_tasks: Scores | None
-    """The teacher's scores by task and measure."""
+    text: Perplexity | None  # the student's perplexity on the text
+    teacher_text: Perplexity | None  # the teacher's perplexity on the text
+    tasks: Scores | None  # the student's scores by task and measure
+    teacher_tasks: Scores | None  # the teacher's scores by task and measure
 
     def numbers(self) -> dict[str, float | Scores | None]:
         """Return all numbers by name, always with the same names; None where nothing was measured.

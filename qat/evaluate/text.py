@@ -40,10 +40,8 @@ class Text(NamedTuple):
     documents: list[Tokens]
     """Documents with the special tokens that the tokenizer or the chat template adds; rows also end
     with the end token, as in a cache."""
-    num_bytes: int
-    """Length in UTF-8 bytes; if only assistants count, the length of what they say."""
-    special: frozenset[int] = frozenset()
-    """The tokenizer's `qat.data.text.special_tokens`."""
+    num_bytes: int  # length in UTF-8 bytes; if only assistants count, the length of what they say
+    special: frozenset[int] = frozenset()  # the tokenizer's `qat.data.text.special_tokens`
 
 
 class Window(NamedTuple):
@@ -158,10 +156,8 @@ def text_batches(text: Text, context: int, stride: int, batch_size: int) -> Iter
 class _Piece(NamedTuple):
     """A window of a document."""
 
-    ids: Tensor
-    """Token ids of the whole document, `(N,)` int64."""
-    counts: Tensor
-    """Flags of the tokens that count, `(N,)` bool."""
+    ids: Tensor  # token ids of the whole document, `(N,)` int64
+    counts: Tensor  # flags of the tokens that count, `(N,)` bool
     window: Window
 
     def input_ids(self, special: frozenset[int]) -> Tensor:
@@ -213,10 +209,8 @@ class Perplexity(NamedTuple):
 
     num_tokens: int
     """Number of tokens scored: all but a text's first; in chats the assistants' tokens."""
-    nats_per_token: float
-    """Mean of `-log q` over the tokens scored."""
-    ppl: float
-    """Perplexity `exp(nats_per_token)`; depends on the tokenizer."""
+    nats_per_token: float  # mean of `-log q` over the tokens scored
+    ppl: float  # perplexity `exp(nats_per_token)`; depends on the tokenizer
     bits_per_byte: float
     """Bits of all tokens scored over the bytes of counted text; independent of the tokenizer."""
 

@@ -108,8 +108,7 @@ class _LayerWriter:
         self._layers = layers
         self._ranks = ranks
         self._prefetched: tuple[int, bool] | None = None
-        self.end: Wait = lambda: None
-        """Waits for the gathers in flight."""
+        self.end: Wait = lambda: None  # waits for the gathers in flight
 
     def write(self, index: int, *_: object, again: bool = False) -> None:
         """Make the weights of layer `index` available; `again` for its backward."""

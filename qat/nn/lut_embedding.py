@@ -16,8 +16,7 @@ from qat.nn.activation import ActivationQuantizer, keeping_dtype, read
 from qat.quant.spec import LutSpec
 from qat.quant.weight import SCALE_NAMES, PackedIndices, QuantizedWeight, Scales, pack
 
-PIECE = 2**24
-"""Number of weights of a table to form at a time."""
+PIECE = 2**24  # number of weights of a table to form at a time
 
 
 class FrozenLutTable(nn.Module):

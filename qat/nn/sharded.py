@@ -10,8 +10,7 @@ from qat.quant.spec import LutSpec
 from qat.quant.weight import QuantizedWeight, Scales, rms
 from qat.ranks import Ranks
 
-BY_ROW = ("scales", "scale_out")
-"""Parts of the scale with one row per row of the weight."""
+BY_ROW = ("scales", "scale_out")  # parts of the scale with one row per row of the weight
 
 
 class ShardedLutLinear(LutLinear):

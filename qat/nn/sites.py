@@ -71,8 +71,7 @@ MORE_THAN_LINEAR = (
     "RecurrentGemmaRglru",
 )
 """Classes whose matrices do not map a whole token linearly; they stay in floating point."""
-NARROWEST = 16
-"""Fewest inputs of a quantized linear: below, scales cost more than indices save."""
+NARROWEST = 16  # fewest inputs of a quantized linear: below, scales cost more than indices save
 
 
 class TransposedLinear(nn.Linear):
@@ -89,14 +88,12 @@ class Owner:
     `open_sites` changes a module's class to a subclass of this one.
     """
 
-    _read: tuple[str, ...]
-    """Names of the linears whose `weight` the module reads."""
+    _read: tuple[str, ...]  # names of the linears whose `weight` the module reads
 
     _opened: dict[str, tuple[int, bool]]
     """E of each parameter, and true if it was stored as `(E, I, O)`."""
 
-    _own_forward: Callable[..., Any]
-    """The forward of the module's original class."""
+    _own_forward: Callable[..., Any]  # the forward of the module's original class
 
     _watch: Callable[[str, int, Tensor], None] | None = None
     """Called with a parameter's name, an expert and `(N, I)` for each input multiplied by it."""

@@ -32,8 +32,7 @@ class JoinedLinears(nn.Module):
     """
 
     formed: Tensor | None
-    shared_buffer: SharedBuffer | None = None
-    """Shared memory for `formed`, as in `QuantLinear`."""
+    shared_buffer: SharedBuffer | None = None  # shared memory for `formed`, as in `QuantLinear`
 
     def __init__(self, linears: Sequence[QuantLinear]) -> None:
         super().__init__()
@@ -105,8 +104,7 @@ class JoinedLinears(nn.Module):
         return y.split(self.sizes, dim=-1)
 
 
-Unit = JoinedLinears | QuantLinear
-"""A module that forms a weight: joined linears, or a single one."""
+Unit = JoinedLinears | QuantLinear  # a module that forms a weight: joined linears, or a single one
 
 
 def join_linears(module: nn.Module, name: str, members: tuple[str, ...]) -> None:

@@ -126,8 +126,7 @@ def ascending(quantized: QuantizedWeight) -> QuantizedWeight:
 # Embeddings and heads, `(V, D)`. A tied head has no table of its own: it uses the embedding's, in
 # whatever form that is.
 
-FEW_BITS = 4
-"""Most bits of a table whose scales have 8 bits."""
+FEW_BITS = 4  # most bits of a table whose scales have 8 bits
 
 
 def table_names(model: PreTrainedModel) -> list[str]:

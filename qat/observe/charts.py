@@ -31,8 +31,7 @@ DISTANCES = {
     "kd_nats": ("--", "KD"),
 }
 """Distances from the teacher on held-out text: the line style and the label of each."""
-NEAR = 0.06
-"""Labels of dots closer than this fraction of both axes are stacked."""
+NEAR = 0.06  # labels of dots closer than this fraction of both axes are stacked
 WIDE, VERY_WIDE = 5.0, 100.0
 """Axes are logarithmic from `WIDE` times between the least and the largest value, and have fewer
 ticks beyond `VERY_WIDE`."""

@@ -8,35 +8,29 @@ from qat.files import parse_toml
 from qat.observe.runs import TrainingRun
 
 State = Literal["ok", "look", "bad"]
-LEAST_BEATS = 10
-"""Fewest heartbeats from which speed, memory and waiting can be judged."""
+LEAST_BEATS = 10  # fewest heartbeats from which speed, memory and waiting can be judged
 SPREAD_FRAC, GROWTH_FRAC, WAIT_FRAC = 0.1, 0.05, 0.05
 """Limits: speed around its median, memory growth from the first tenth to the last, data wait."""
-SLOW_TIMES = 1.2
-"""Limit of the slowest rank's own time, relative to the median of the others."""
-LEAST_GROWTH_MIB = 64.0
-"""Smaller growth is ignored."""
+SLOW_TIMES = 1.2  # limit of the slowest rank's own time, relative to the median of the others
+LEAST_GROWTH_MIB = 64.0  # smaller growth is ignored
 LEAST_RECALL_FRAC, LEAST_SELECTED_FRAC = 0.9, 0.05
 """Least recall of sparse attention (dense mass in the chosen blocks), and least gate share of the
 selected branch."""
 MOST_COLLAPSED_FRAC = 0.5
 """Largest share of a layer's gates that may give one branch almost all the weight."""
-LEAST_LOSSES = 40
-"""Fewest logged losses from which a trend can be judged."""
+LEAST_LOSSES = 40  # fewest logged losses from which a trend can be judged
 TO_ERROR = 1.4826 * 1.2533
 """Factor from a median absolute deviation to the standard error of a median times sqrt(n): 1.4826
 gives the standard deviation of a normal distribution, 1.2533 = sqrt(pi / 2) the error of a median
 relative to that of a mean."""
-WARM_C, HOT_C = 80, 90
-"""Limits in degrees Celsius; GPUs throttle somewhere above 80."""
+WARM_C, HOT_C = 80, 90  # limits in degrees Celsius; GPUs throttle somewhere above 80
 
 
 class Check(NamedTuple):
     """The answer to one question about a run."""
 
     name: str
-    state: State
-    """`ok`, `look` (worth a look), or `bad`."""
+    state: State  # `ok`, `look` (worth a look), or `bad`
     found: str
     limit: str
 

@@ -52,8 +52,7 @@ SIGNS = (b'<meta name="generator" content="qat">', b"Software\0qat")
 """Marks in the first `SIGNED_BYTES` of every page and picture that a report wrote."""
 SIGNED_BYTES = 4096
 ARROW = "\u2192"
-HASH = re.compile(r"[0-9a-f]{13,}")
-"""A hash that is too long to compare by eye."""
+HASH = re.compile(r"[0-9a-f]{13,}")  # a hash that is too long to compare by eye
 LAYER_COLUMNS = (
     ("layer", "layer"),
     ("route", "computed by"),

@@ -25,8 +25,7 @@ from qat.logs import (
 )
 from qat.models.directory import RUN_POINTERS, pointed
 
-Line = dict[str, Any]
-"""One parsed JSON line of metrics, a heartbeat or events."""
+Line = dict[str, Any]  # one parsed JSON line of metrics, a heartbeat or events
 NOTHING: Line = {"step": 0, "elapsed_s": 0.0}
 """The starting point before the first heartbeat: step 0 at 0 s."""
 SCORES = {
@@ -54,16 +53,11 @@ class Module(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    name: str
-    """Full name in the model, e.g. `model.layers.3.mlp.up_proj`."""
-    bits: int | float
-    """Bits per index."""
-    vector_size: int = 1
-    """Weights per index."""
-    bits_per_weight: float
-    """Bits per weight, scales and codebook included."""
-    relative_error: float
-    """`|W - W_q| / |W|`, a fraction."""
+    name: str  # full name in the model, e.g. `model.layers.3.mlp.up_proj`
+    bits: int | float  # bits per index
+    vector_size: int = 1  # weights per index
+    bits_per_weight: float  # bits per weight, scales and codebook included
+    relative_error: float  # `|W - W_q| / |W|`, a fraction
     weighted_error: float | None = None
     """The relative error with each input weighted by its importance; None without calibration."""
     seconds: float = 0.0
@@ -90,8 +84,7 @@ class Kv(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     bits: int
-    bytes_per_token: int
-    """Bytes per token over all layers."""
+    bytes_per_token: int  # bytes per token over all layers
 
 
 class Conversion(BaseModel):
@@ -110,8 +103,7 @@ class Conversion(BaseModel):
     modules: list[Module]
     activations: dict[str, int] = {}
     """The number of linears and tables that quantize their input, by input format."""
-    kv: Kv | None = None
-    """The KV cache format; None if keys and values are not quantized."""
+    kv: Kv | None = None  # the KV cache format; None if keys and values are not quantized
 
     @property
     def kind_of_error(self) -> str:
@@ -129,18 +121,12 @@ class TrainingRun:
     recipe: str
     steps: list[Line]
     evals: list[Line]
-    heartbeats: list[Line]
-    """Heartbeats of rank 0."""
-    others: list[list[Line]]
-    """Heartbeats of the other ranks, in rank order."""
-    events: list[Line]
-    """Events of all ranks (stalls, restarts, slow ranks)."""
-    resumed: list[int]
-    """Steps at which the run was resumed."""
-    forced: list[str]
-    """Codes of preflight findings that the user overrode."""
-    checkpoint: Path | None
-    """The best checkpoint, else the latest one; None if neither exists."""
+    heartbeats: list[Line]  # heartbeats of rank 0
+    others: list[list[Line]]  # heartbeats of the other ranks, in rank order
+    events: list[Line]  # events of all ranks (stalls, restarts, slow ranks)
+    resumed: list[int]  # steps at which the run was resumed
+    forced: list[str]  # codes of preflight findings that the user overrode
+    checkpoint: Path | None  # the best checkpoint, else the latest one; None if neither exists
 
     def best(self) -> Line:
         """Return the evaluation of the best student; the untrained one (step 0) competes."""

@@ -33,10 +33,8 @@ class Result:
 
     name: str
     megabytes: float | None = None
-    kl_nats: float | None = None
-    """Distance from the teacher; 0 for the teacher itself."""
-    top1_frac: float | None = None
-    """Fraction of tokens where its first choice equals the teacher's."""
+    kl_nats: float | None = None  # distance from the teacher; 0 for the teacher itself
+    top1_frac: float | None = None  # fraction of tokens where its first choice equals the teacher's
     ppl: float | None = None
 
 
@@ -45,8 +43,7 @@ class Sample:
     """The texts that several models generated from the same prompt."""
 
     prompt: str
-    texts: Mapping[str, str]
-    """The generated text by model name."""
+    texts: Mapping[str, str]  # the generated text by model name
 
 
 @dataclass(frozen=True)

@@ -14,27 +14,21 @@ from torch import Tensor
 
 from qat.quant.spec import ActivationKind
 
-LEVELS = 127
-"""The largest level of symmetric int8; -128 is not used."""
+LEVELS = 127  # the largest level of symmetric int8; -128 is not used
 LOWEST, HIGHEST = -128, 127
 """The range of int8 levels when asymmetric or static, where engines saturate."""
-LARGEST_E4M3 = 448.0
-"""The largest finite number of `torch.float8_e4m3fn`."""
+LARGEST_E4M3 = 448.0  # the largest finite number of `torch.float8_e4m3fn`
 SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
 """The scale of a token whose values are all zero, as in torchao."""
-HALF_DROPS = 13
-"""Bits of a float32 mantissa that a float16 cannot hold."""
+HALF_DROPS = 13  # bits of a float32 mantissa that a float16 cannot hold
 
 
 class Levels(NamedTuple):
     """Quantized levels of an input, which represent `(levels - zero) * scale`; all float32."""
 
-    levels: Tensor
-    """`(..., I)`: whole numbers, or numbers that E4M3 can represent."""
-    scale: Tensor
-    """`(..., 1)`, or a scalar."""
-    zero: Tensor | None = None
-    """The zero point, whole numbers `(..., 1)`; None for symmetric kinds."""
+    levels: Tensor  # `(..., I)`: whole numbers, or numbers that E4M3 can represent
+    scale: Tensor  # `(..., 1)`, or a scalar
+    zero: Tensor | None = None  # the zero point, whole numbers `(..., 1)`; None for symmetric kinds
 
     def values(self) -> Tensor:
         """Return the dequantized input, `(..., I)` float32."""

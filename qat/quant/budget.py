@@ -11,17 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-SLACK = 1e-9
-"""Relative tolerance for rounding errors when two sums of costs are compared."""
+SLACK = 1e-9  # relative tolerance for rounding errors when two sums of costs are compared
 
 
 class Option(NamedTuple):
     """One way to store a weight."""
 
-    cost: float
-    """Cost in nats; measurement noise may make it negative."""
-    bits: int
-    """Bits that the option uses of the budget."""
+    cost: float  # cost in nats; measurement noise may make it negative
+    bits: int  # bits that the option uses of the budget
 
 
 def choose_options(items: Sequence[Sequence[Option]], budget: int) -> list[int]:

@@ -26,16 +26,11 @@ from qat.quant.weight import index_dtype
 
 SCORES_IN_CACHE, SCORES = 2**18, 2**26
 """The number of vector-codeword scores computed at a time, on a CPU and on other devices."""
-FEW = 16
-"""Up to this many levels, comparing with each is faster than searching."""
-BINS = 2**13
-"""Bins that the search for the midpoints between levels uses."""
-START_BINS = 1536
-"""Bins of the histogram that the exact start splits."""
-POLISH_BINS = 65536
-"""Bins of the finer histogram for Lloyd's steps."""
-POLISH_STEPS = 300
-"""The most Lloyd's steps; they stop earlier when no level moves."""
+FEW = 16  # up to this many levels, comparing with each is faster than searching
+BINS = 2**13  # bins that the search for the midpoints between levels uses
+START_BINS = 1536  # bins of the histogram that the exact start splits
+POLISH_BINS = 65536  # bins of the finer histogram for Lloyd's steps
+POLISH_STEPS = 300  # the most Lloyd's steps; they stop earlier when no level moves
 CAPPED = 8
 """Rounds that cap gaps wider than one bin; each round leaves more bins for the other gaps."""
 MOST_INSIDE = 1e-4

@@ -83,19 +83,14 @@ class Columns:
     A sweep changes `residual`, `chosen`, `indices`, and `scales` if they may move.
     """
 
-    weight: Tensor
-    """The float weights, `(I, O)` float32."""
-    residual: Tensor
-    """`(I, O)`: the weight minus its quantized value."""
-    chosen: Tensor
-    """`(I, O)`: the codebook value that each weight takes."""
-    scales: Tensor
-    """`(G, O)`: G divides I, and the first I / G columns use the first row."""
+    weight: Tensor  # the float weights, `(I, O)` float32
+    residual: Tensor  # `(I, O)`: the weight minus its quantized value
+    chosen: Tensor  # `(I, O)`: the codebook value that each weight takes
+    scales: Tensor  # `(G, O)`: G divides I, and the first I / G columns use the first row
     levels: Tensor
     """`(C, O)`: the ascending codebook of each row; for vectors `(C, d)`: the codebook of all
     rows."""
-    scale_bits: int = 16
-    """Bits of a group scale in a checkpoint."""
+    scale_bits: int = 16  # bits of a group scale in a checkpoint
     indices: Tensor | None = None
     """`(I / d, O)`: the codeword that each vector takes; None for scalar levels."""
     metric: Tensor | None = None
@@ -297,21 +292,17 @@ def _spans(length: int, size: int) -> list[tuple[int, int]]:
 
 DAMPING = 0.01
 """Fraction of the mean diagonal that is added to a Hessian (as in GPTQ, arXiv:2210.17323)."""
-MOST_DAMPING = 10.0
-"""Largest damping to try; a second moment summed in float32 needs at most 1."""
+MOST_DAMPING = 10.0  # largest damping to try; a second moment summed in float32 needs at most 1
 TINY = torch.finfo(torch.float32).tiny
 SHRINK = 0.5
 """Fraction of the correction that is applied. All of it would fit the calibration tokens, not the
 text: on a model of 15 M weights and 512 x 64 tokens one half was better than a quarter and than the
 whole."""
-SWEEPS = 4
-"""Sweeps of coordinate descent after the feedback."""
-LEVEL_SAMPLE = 2**18
-"""Weights that the levels are solved from."""
+SWEEPS = 4  # sweeps of coordinate descent after the feedback
+LEVEL_SAMPLE = 2**18  # weights that the levels are solved from
 
 
-FEWEST_INPUTS = 64
-"""The fewest inputs of an expert for which it is fitted to them."""
+FEWEST_INPUTS = 64  # the fewest inputs of an expert for which it is fitted to them
 
 
 class InputFit(NamedTuple):

@@ -16,12 +16,9 @@ from qat.quant.codebook import fixed_grid
 from qat.quant.spec import LutSpec
 from qat.quant.weight import QuantizedWeight, Scales, index_dtype
 
-BITS = (4, 5, 8)
-"""Bits of the integers in the ggml types that have one float16 scale per block."""
-BLOCK = 32
-"""Weights of a row that share one scale."""
-PIECE = 2**16
-"""Blocks that are processed at a time."""
+BITS = (4, 5, 8)  # bits of the integers in the ggml types that have one float16 scale per block
+BLOCK = 32  # weights of a row that share one scale
+PIECE = 2**16  # blocks that are processed at a time
 
 
 def integer_spec(bits: int) -> LutSpec:

@@ -28,14 +28,11 @@ from torch import Tensor
 EXPONENT = 18
 """The smallest scale is `2**-EXPONENT`. The largest is 15,360: 15 of them cover 131,008, the range
 of float16."""
-LARGEST = 65504.0
-"""The largest number that is kept, the maximum of float16."""
+LARGEST = 65504.0  # the largest number that is kept, the maximum of float16
 OFFSET = (127 - EXPONENT) << 3
 """The difference between the upper 12 bits of a float32 and the byte of a scale."""
-REST = 20
-"""Bits of a float32 below those upper 12."""
-Index = Tensor | slice | int
-"""An index of one dimension."""
+REST = 20  # bits of a float32 below those upper 12
+Index = Tensor | slice | int  # an index of one dimension
 
 
 class PackedHeads(NamedTuple):
@@ -47,8 +44,7 @@ class PackedHeads(NamedTuple):
     """`(...)` int32: from the lowest byte on, the scale and zero of the first half and of the
     second."""
     bits: int
-    dtype: torch.dtype
-    """The dtype of dequantized heads."""
+    dtype: torch.dtype  # the dtype of dequantized heads
 
     @property
     def nbytes(self) -> int:

@@ -16,10 +16,8 @@ from qat.quant.weight import round_as_stored
 class Lora(NamedTuple):
     """The two factors of an adapter."""
 
-    lora_out: Tensor
-    """The output factor, `(O, R)`."""
-    lora_in: Tensor
-    """The input factor, `(R, I)`."""
+    lora_out: Tensor  # the output factor, `(O, R)`
+    lora_in: Tensor  # the input factor, `(R, I)`
 
 
 LORA_NAMES = Lora._fields

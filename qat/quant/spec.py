@@ -51,8 +51,7 @@ VECTOR_BITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 """Allowed bits of an index that names a vector: two, four or eight of them fill whole bytes."""
 
 
-MOST_FEATURES = 2**24
-"""Limit on feature counts that a file may hold; no linear has as many."""
+MOST_FEATURES = 2**24  # limit on feature counts that a file may hold; no linear has as many
 
 
 class LutSpec(Settings):
@@ -70,8 +69,7 @@ class LutSpec(Settings):
     """Weights per index; files of levels leave it out, so that older versions read them."""
     codebook: CodebookKind = "lut"
     """lut: k-means levels that may learn; seq, int, ternary, e2m1: fixed grids."""
-    scale: Literal["group", "low_rank"] = "group"
-    """Form of the scale."""
+    scale: Literal["group", "low_rank"] = "group"  # form of the scale
     group_size: int = Field(default=32, gt=0, le=MOST_FEATURES)
     """Input features that share a scale; with a low-rank scale, the groups that its fit starts
     from."""
@@ -82,8 +80,7 @@ class LutSpec(Settings):
     float16 (5 exponent, 3 mantissa bits). 32 is for imported weights that float16 would change."""
     level_bits: Literal[32, 16, 8] = 32
     """Bits of a learned level: those of float32, or of float16 for programs that compute in it."""
-    letter: ClassVar[str] = "q"
-    """The first letter of a run's name, before the bits."""
+    letter: ClassVar[str] = "q"  # the first letter of a run's name, before the bits
     budget_forms: ClassVar[tuple[tuple[int, int], ...]] = ((2, 1), (3, 1), (4, 1))
     """Bits per index and weights per index that a budget tries: 2, 3 and 4 bits per weight."""
     rows_share_codebook: ClassVar[bool] = False
@@ -287,8 +284,7 @@ STEP_BYTES = 4
 class KvSpec(Settings):
     """The quantization of keys and values in the cache."""
 
-    bits: Literal[8, 4]
-    """Bits per number."""
+    bits: Literal[8, 4]  # bits per number
 
     def head_bytes(self, width: int) -> int:
         """Return the bytes of one token's key or value in a head of `width` numbers."""

@@ -19,15 +19,13 @@ from torch import Tensor
 
 from qat.quant.codebook import best_codewords
 
-PIECE = 2**17
-"""Weights whose nearest codewords are found at a time."""
+PIECE = 2**17  # weights whose nearest codewords are found at a time
 SEED_POOL = 4096
 """The least number of vectors that seeds are drawn from; twice the codewords if that is more."""
 SEED_SHARE = 32
 """A round draws one new seed for every so many existing ones. On real weights the fit then errs as
 much as with seeds drawn one by one with 7 trials each, as scikit-learn does."""
-SEED_TRIALS = 3
-"""Candidates drawn for each seed that is kept."""
+SEED_TRIALS = 3  # candidates drawn for each seed that is kept
 
 
 def start_codewords(vectors: Tensor, mass: Tensor, num_codewords: int) -> Tensor:

@@ -20,14 +20,10 @@ from qat.quant.spec import LutSpec
 # Without its sign a float16 has 15 bits; a byte holds the upper 8 of them, from 2**-17 (subnormal
 # below 2**-14) to 61440.
 
-SMALLEST = 2.0**-17
-"""The smallest positive value."""
-LARGEST_VALUE = 61440.0
-"""The largest finite value."""
-LARGEST = 0x7B80
-"""The float16 bits of `LARGEST_VALUE`."""
-CUT = 7
-"""Bits of a float16 that a byte does not hold."""
+SMALLEST = 2.0**-17  # the smallest positive value
+LARGEST_VALUE = 61440.0  # the largest finite value
+LARGEST = 0x7B80  # the float16 bits of `LARGEST_VALUE`
+CUT = 7  # bits of a float16 that a byte does not hold
 
 
 def round_to_e5m3(value: Tensor) -> Tensor:
@@ -83,28 +79,20 @@ STORED_DTYPES = {
 Group scales of 8 bits are bytes instead, and scales of 32 bits are float32.
 """
 
-WIDE = 32
-"""The `scale_bits` of float32 scales."""
-CODEWORD_STEPS = 64
-"""Steps of an 8-bit codeword entry between 0 and 1."""
+WIDE = 32  # the `scale_bits` of float32 scales
+CODEWORD_STEPS = 64  # steps of an 8-bit codeword entry between 0 and 1
 
-ROWS_IN_CACHE = 256
-"""Rows of a low-rank product that a CPU sums at a time."""
+ROWS_IN_CACHE = 256  # rows of a low-rank product that a CPU sums at a time
 
 
 class Scales(NamedTuple):
     """The scales of a weight in one of two forms; the fields of the other form are None."""
 
-    scales: Tensor | None = None
-    """`(O, G)`, the group form."""
-    scale_out: Tensor | None = None
-    """`A` of the low-rank form, `(O, R)`."""
-    rank_gain: Tensor | None = None
-    """`g` of the low-rank form, `(R,)`."""
-    scale_in: Tensor | None = None
-    """`B` of the low-rank form, `(R, I)`."""
-    bits: int = 16
-    """Bits of a stored scale: 32, 16, or, for group scales only, 8."""
+    scales: Tensor | None = None  # `(O, G)`, the group form
+    scale_out: Tensor | None = None  # `A` of the low-rank form, `(O, R)`
+    rank_gain: Tensor | None = None  # `g` of the low-rank form, `(R,)`
+    scale_in: Tensor | None = None  # `B` of the low-rank form, `(R, I)`
+    bits: int = 16  # bits of a stored scale: 32, 16, or, for group scales only, 8
 
     def present(self) -> dict[str, Tensor]:
         """Return the tensors of the form in use, by name."""
@@ -131,10 +119,8 @@ SCALE_NAMES = ("scales", "scale_out", "rank_gain", "scale_in")
 class QuantizedWeight(NamedTuple):
     """A weight as indices, levels or codewords, and scales."""
 
-    indices: Tensor
-    """`(O, I / d)`, in the dtype that `index_dtype` returns."""
-    codebook: Tensor
-    """`(C,)` float32, ascending; or `(C, d)`, codewords in any order."""
+    indices: Tensor  # `(O, I / d)`, in the dtype that `index_dtype` returns
+    codebook: Tensor  # `(C,)` float32, ascending; or `(C, d)`, codewords in any order
     scales: Scales
 
     @property
@@ -267,8 +253,7 @@ def as_stored(weight: QuantizedWeight) -> QuantizedWeight:
 class PackedIndices(NamedTuple):
     """The packed indices of one weight, with the settings needed to unpack them."""
 
-    octets: Tensor
-    """The packed bytes, `(O, packed_width)` uint8."""
+    octets: Tensor  # the packed bytes, `(O, packed_width)` uint8
     bits: int
     in_features: int
     vector_size: int = 1

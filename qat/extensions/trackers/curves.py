@@ -21,15 +21,11 @@ logger = logging.getLogger(__name__)
 class TrackerStart:
     """The arguments that open a tracker."""
 
-    name: str
-    """Name of the run."""
+    name: str  # name of the run
     project: str
-    directory: Path
-    """A directory for the tracker's own files."""
-    config: dict[str, Any]
-    """Settings and facts of the run: `train.lr`, `run.device`, ..."""
-    id: str | None
-    """The tracker's ID of the run if it was followed before; None for a new run."""
+    directory: Path  # a directory for the tracker's own files
+    config: dict[str, Any]  # settings and facts of the run: `train.lr`, `run.device`, ...
+    id: str | None  # the tracker's ID of the run if it was followed before; None for a new run
 
 
 class Sample(NamedTuple):
@@ -43,8 +39,7 @@ class Sample(NamedTuple):
 class Tracker(Protocol):
     """One run in one tracking library."""
 
-    id: str
-    """The library's ID of the run."""
+    id: str  # the library's ID of the run
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers of one step; their names contain the units."""
@@ -62,16 +57,13 @@ class Tracker(Protocol):
 class Event(NamedTuple):
     """One line of a run's files as an event for trackers."""
 
-    kind: str
-    """`train`, `eval` or `device`."""
+    kind: str  # `train`, `eval` or `device`
     step: int
-    numbers: dict[str, float]
-    """Values by name: `train/loss_nats`, `device/tokens_per_s`."""
+    numbers: dict[str, float]  # values by name: `train/loss_nats`, `device/tokens_per_s`
     sample: str | None
 
 
-NAMES = ("step", "rank", "pid")
-"""Numeric keys of a line that are identifiers, not measurements."""
+NAMES = ("step", "rank", "pid")  # numeric keys of a line that are identifiers, not measurements
 
 
 def events(lines: Iterable[Mapping[str, Any]]) -> list[Event]:
@@ -242,10 +234,8 @@ def _open(start: TrackerStart, run_id: str) -> Any:
     return run
 
 
-FOLDER = "tracking"
-"""The folder of trackers' files in a run directory."""
-LONGEST_TABLE = 200
-"""Most samples in a table, which is sent in full with every new sample."""
+FOLDER = "tracking"  # the folder of trackers' files in a run directory
+LONGEST_TABLE = 200  # most samples in a table, which is sent in full with every new sample
 
 
 class Curves:

@@ -31,10 +31,8 @@ TRACKERS = {"wandb": "Wandb", "tensorboard": "TensorBoard", "trackio": "Trackio"
 class Follower(Protocol):
     """A reader that polls a run directory."""
 
-    name: str
-    """The flag without dashes."""
-    limit_s: float
-    """Seconds that the end of the run waits for this follower."""
+    name: str  # the flag without dashes
+    limit_s: float  # seconds that the end of the run waits for this follower
 
     def begin(self, label: str) -> None:
         """Start following: the run directory exists; `label` is the name of the run."""

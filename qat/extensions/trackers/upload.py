@@ -108,8 +108,7 @@ def named(run: Path, name: str) -> str | None:
 logger = logging.getLogger(__name__)
 
 LOGS = (RECIPE, FACTS, METRICS, TRAINING_CSV, VAL_CSV, SUMMARY, "report.html")
-LOGS_OF_RANKS = (HEARTBEATS, EVENTS)
-"""Patterns of the log names that each rank has of its own."""
+LOGS_OF_RANKS = (HEARTBEATS, EVENTS)  # patterns of the log names that each rank has of its own
 BEST = "best.tar.lz4"
 WORKSHOP = "upload-"
 LOGS_EVERY_S, STATE_EVERY_S = 30.0, 600.0
