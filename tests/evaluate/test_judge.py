@@ -94,17 +94,6 @@ def test_against_cache_teacher_and_text(place: Path, capsys: pytest.CaptureFixtu
     assert numbers["student"] == str(place / "student")
 
 
-def test_the_teacher_judged_by_itself(place: Path) -> None:
-    teacher = str(place / "teacher")
-    config = settings(cache_dir=place / "cache", teacher=teacher, text=place / "text.txt")
-    numbers = judge(teacher, config).numbers()
-    assert numbers["kl_nats"] == pytest.approx(0, abs=1e-6)
-    assert numbers["kl_tail_nats"] == pytest.approx(0, abs=1e-3)
-    assert numbers["top1_frac"] == 1.0
-    assert numbers["ppl"] == numbers["teacher_ppl"]
-    assert numbers["text_ppl"] == numbers["teacher_text_ppl"]
-
-
 def test_on_a_text_alone_the_teacher_is_met_there(place: Path) -> None:
     teacher = str(place / "teacher")
     numbers = judge(

@@ -128,13 +128,6 @@ def test_setting_an_adapter_drops_what_was_formed_without_it() -> None:
     assert linear.lora_rank == 0 and not linear.lora_parameters()
 
 
-def test_a_cast_of_the_model_does_not_round_an_adapter() -> None:
-    linear = with_adapter(frozen_linear(8, 32, SPECS["lut2"]))
-    before = linear.quantized_weight()
-    linear.to(torch.bfloat16)
-    assert torch.equal(linear.quantized_weight(), before)
-
-
 def test_autocast_does_not_reach_the_adapter() -> None:
     linear = with_adapter(frozen_linear(8, 32, SPECS["lut2"]))
     weight, x = linear.quantized_weight(), torch.randn(3, 32)

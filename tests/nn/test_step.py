@@ -318,7 +318,8 @@ def test_quant_linears_are_named_and_released() -> None:
 
 @pytest.mark.parametrize("kind", LINEARS)
 def test_a_cast_of_the_model_does_not_round_the_quantizer(kind: str) -> None:
-    model = nn.Sequential(LINEARS[kind](32, 32, SPECS["lut2"], bias=True), nn.LayerNorm(32))
+    linear = with_adapter(LINEARS[kind](32, 32, SPECS["lut2"], bias=True))
+    model = nn.Sequential(linear, nn.LayerNorm(32))
     before = model[0].quantized_weight()
     model.to(torch.bfloat16)
     assert model[1].weight.dtype == torch.bfloat16
