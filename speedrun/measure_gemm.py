@@ -27,8 +27,7 @@ from cyclopts import App
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.extensions.lab.kernels.tune import compiling_only, write_entries
-from qat.kernels.lut_gemm import (
+from qat.extensions.decode.kernels.lut_gemm import (
     FORMED,
     INPUTS,
     RESIDENT,
@@ -46,7 +45,8 @@ from qat.kernels.lut_gemm import (
     units_ahead,
     width_for,
 )
-from qat.kernels.lut_wgmma import STAGES
+from qat.extensions.decode.kernels.lut_wgmma import STAGES
+from qat.extensions.lab.kernels.tune import compiling_only, write_entries
 from qat.kernels.tuned import forcing, named, table_path, used
 from qat.quant.weight import encode, packed_width, round_to_e5m3
 

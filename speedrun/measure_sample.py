@@ -28,9 +28,9 @@ from qat.bench.config import MeasureConfig
 from qat.bench.measure import measure_roofline
 from qat.bench.student import quantize_at_random_, random_model
 from qat.convert.config import ConvertConfig, read_kv, read_plan
-from qat.generate.decode import Sampling
-from qat.generate.slots import Batch, Request, Sampler, Slots, SlotStep, open_sampler
-from qat.kernels.cache import Cache
+from qat.extensions.decode.kernels.cache import Cache
+from qat.extensions.decode.slots import Batch, Request, Sampler, Slots, SlotStep, open_sampler
+from qat.generate.sampling import Sampling
 from qat.models.document_attention import kv_spec, set_kv
 from qat.models.language_model import LanguageModel
 

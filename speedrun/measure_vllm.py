@@ -40,8 +40,7 @@ from qat.data.sources import open_source
 from qat.data.text import text_ids
 from qat.errors import CheckpointError, ConfigError
 from qat.export.parts import logits_of
-from qat.generate.decode import open_generator
-from qat.generate.text import continue_rows
+from qat.generate.text import continue_rows, open_generator
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.noise import hooked, signs

@@ -1,4 +1,4 @@
-"""Packed matrices for the tests of `qat.kernels.lut_matvec`, and how its kernels run in them."""
+"""Packed matrices for the tests of `lut_matvec`, and how its kernels run in them."""
 
 from types import ModuleType
 
@@ -7,7 +7,7 @@ import torch
 from quantized import frozen_linear
 from torch import Tensor
 
-from qat.kernels.lut_rows import LutRows
+from qat.extensions.decode.kernels.lut_rows import LutRows
 from qat.quant.spec import LutSpec
 
 SPECS = {

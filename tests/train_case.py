@@ -1,10 +1,11 @@
 """A small student, a cache for it, and runs: what the tests of the trainer share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 import torch
 from cache_case import TOKENIZER, build, info, teacher
 from quantized import SPECS, tiny_quantized
@@ -157,3 +158,29 @@ def assert_same_end(whole: tuple[Path, TrainReport], out: Path, report: TrainRep
         for r in (RunDirectory(out), RunDirectory(path))
     )
     assert ours.read_bytes() == theirs.read_bytes()
+
+
+def pretend_recording(monkeypatch: pytest.MonkeyPatch, trainer: Trainer) -> list[int]:
+    """Let the CPU record: a replay runs again and fills what the first run gave."""
+    parameters, replays = [*trainer.optimizer.parameters.values()], []
+
+    def record(_backend: Backend, run: Callable[[], torch.Tensor]) -> tuple:
+        result = run()
+        kept = {p: p.grad for p in parameters if p.grad is not None}
+
+        def replay() -> None:
+            replays.append(1)
+            held = [p.grad for p in parameters]
+            for p in parameters:
+                p.grad = None
+            result.copy_(run())
+            for p, gradient in kept.items():
+                gradient.copy_(p.grad)
+            for p, gradient in zip(parameters, held, strict=True):
+                p.grad = gradient
+
+        return replay, result
+
+    monkeypatch.setattr(Backend, "records", True)
+    monkeypatch.setattr(Backend, "record", record)
+    return replays

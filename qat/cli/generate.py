@@ -26,8 +26,7 @@ def generate(
 
     check_inputs(models=[model])
     from qat.backend.device import seeded, select
-    from qat.generate.decode import open_generator
-    from qat.generate.text import generate_text
+    from qat.generate.text import generate_text, open_generator
 
     with select(config.device).session(config.xla_cache_dir):
         generator, tokenizer = open_generator(model, device=config.device, dtype=config.dtype)

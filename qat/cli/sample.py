@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from qat.config import Required
 from qat.errors import ConfigError
-from qat.generate.config import SampleConfig, sampled_facts
+from qat.extensions.decode.config import SampleConfig, sampled_facts
 
 DEFAULTS = SampleConfig()
 
@@ -41,7 +41,7 @@ def sample(
     if config.prompts is not None:
         check_source(config.prompts, config.format, config.text_field, setting="prompts")
     from qat.backend.device import select
-    from qat.generate.corpus import open_corpus, write_corpus
+    from qat.extensions.decode.corpus import open_corpus, write_corpus
     from qat.ranks import joined
 
     session = select(config.device).session(config.xla_cache_dir)

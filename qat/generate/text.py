@@ -22,9 +22,12 @@ from qat.data.reader import TeacherCache
 from qat.data.template import templated
 from qat.data.text import check_vocabulary, text_ids
 from qat.errors import ConfigError
-from qat.generate.decode import Decoder, Sampling, until_end
+from qat.extensions.decode.decoder import Decoder
+from qat.generate.sampling import Sampling, until_end
 from qat.models.language_model import LanguageModel, judging
+from qat.models.load import load_model, load_tokenizer
 from qat.models.regions import as_written
+from qat.nn.step import form_weights
 
 MEDIA = ("image", "video", "audio")
 """Input types whose placeholder tokens multimodal models use."""
@@ -46,6 +49,25 @@ class Generated(NamedTuple):
     """Fraction of 4-grams that occurred before: above 0.5 the model loops."""
     distinct_frac: float
     """Number of distinct tokens over number of tokens."""
+
+
+def open_generator(
+    source: str, *, device: str, dtype: str
+) -> tuple[LanguageModel | Decoder, PreTrainedTokenizerBase]:
+    """Open a model for generation and its tokenizer; as a packed `Decoder` where supported.
+
+    Otherwise the model itself is returned, with its quantized weights formed once.
+
+    Raises:
+        CheckpointError: no such model or tokenizer.
+        ConfigError: the device is missing or cannot compute in `dtype`.
+    """
+    model = load_model(source, device=device, dtype=dtype)
+    tokenizer = load_tokenizer(source)
+    if Decoder.fits(model):
+        return Decoder(model), tokenizer
+    form_weights(model.model, model.dtype)
+    return model, tokenizer
 
 
 def generate_text(

@@ -21,6 +21,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qat.errors import CheckpointError, ConfigError
+from qat.extensions.decode.packed_reader import PackedReader
 from qat.models import trellis
 from qat.models.attention import SPARSE, attends_sparsely, load_sparse_attention
 from qat.models.directory import check_checksums
@@ -32,7 +33,6 @@ from qat.models.stored_state import (
 )
 from qat.nn.activation import ActivationQuantizer
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
-from qat.nn.packed_reader import PackedReader
 from qat.nn.quant_linear import FrozenLutLinear, QuantLinear, quant_linears
 from qat.nn.sites import open_sites
 from qat.nn.swap import put_table, replace_module, table_names, weight_shape

@@ -15,6 +15,7 @@ from qat.data.packing import Batch
 from qat.data.pipeline import computed_ahead
 from qat.data.reader import TeacherCache
 from qat.errors import CheckpointError, Stopped, TrainingError
+from qat.extensions.decode.rollout import Rollouts
 from qat.logs import Ticker, progress
 from qat.losses.config import OWN_WORDS, targets_read
 from qat.models.language_model import LanguageModel
@@ -29,7 +30,6 @@ from qat.train.optim import Optimizer
 from qat.train.overview import flops_share, intention
 from qat.train.pulse import Pulse
 from qat.train.resume import EXIT_CODES, HALT, Stops
-from qat.train.rollout import Rollouts
 from qat.train.run import RunDirectory
 from qat.train.saver import HasState, Saver, check_alike
 from qat.train.step import OwnRows, StepResult, TrainingStep, rank_indices

@@ -18,6 +18,7 @@ from qat.data.reader import TeacherCache
 from qat.data.remote import open_cache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, QatError
+from qat.extensions.decode.rollout import Rollouts, check_rollouts
 from qat.models.attention import sparse_attention
 from qat.models.devices import device_called
 from qat.models.directory import resolve
@@ -34,7 +35,6 @@ from qat.ranks import ALONE, Ranks, SimulatedRanks
 from qat.train.config import OptimConfig, RolloutConfig, StepConfig, TrainConfig, rate_of
 from qat.train.judge import CodeWatch, Judge
 from qat.train.learnable import linears_in_scope
-from qat.train.rollout import Rollouts, check_rollouts
 from qat.train.start import check_batch, check_dtype, check_losses, make_trainable, open_teacher
 from qat.train.step import EAGER_STEPS, OwnRows, StepResult, TrainingStep, rank_indices
 

@@ -20,6 +20,7 @@ from qat.data.reader import TeacherCache
 from qat.data.remote import open_cache
 from qat.data.text import tokenizer_hash
 from qat.errors import CheckpointError, ConfigError
+from qat.extensions.decode.rollout import PREFIX, check_rollouts
 from qat.files import held
 from qat.losses.config import check_targets, check_with_teacher
 from qat.models import trellis
@@ -52,7 +53,6 @@ from qat.train.resume import (
     record_beginning,
     same_judged,
 )
-from qat.train.rollout import PREFIX, check_rollouts
 from qat.train.run import RunDirectory, git_commit, resolved, step_of, versions
 from qat.train.saver import digest
 

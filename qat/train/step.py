@@ -57,7 +57,7 @@ activations need the rest."""
 
 
 class OwnRows(NamedTuple):
-    """The last rows of every micro-batch, with the student's own text (`qat.train.rollout`)."""
+    """The last rows of every micro-batch, with the student's own text (`--on-policy`)."""
 
     number: int
     losses: dict[str, float]

@@ -29,9 +29,10 @@ from qat.backend.device import on, select
 from qat.bench.config import MeasureConfig
 from qat.bench.measure import measure_roofline
 from qat.bench.student import quantize_at_random_, random_model
-from qat.generate.decode import Generation, Sampling
-from qat.generate.step import DecodeStep, read_bytes
-from qat.kernels.dispatch import one_after_the_other
+from qat.extensions.decode.decoder import Generation
+from qat.extensions.decode.kernels.launch import one_after_the_other
+from qat.extensions.decode.step import DecodeStep, read_bytes
+from qat.generate.sampling import Sampling
 from qat.models.hf_quantizer import put_empty_table
 from qat.models.language_model import LanguageModel
 from qat.nn.lut_embedding import FrozenLutTable

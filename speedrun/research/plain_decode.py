@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.generate.step import DecodeLayer, DecodeStep
-from qat.kernels.cache import Angles, Cache
+from qat.extensions.decode.kernels.cache import Angles, Cache
+from qat.extensions.decode.step import DecodeLayer, DecodeStep
 
 
 class PlainStep:

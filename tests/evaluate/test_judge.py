@@ -20,8 +20,9 @@ from qat.errors import CacheError, ConfigError, DataError
 from qat.evaluate.config import EvalConfig, GenerateConfig
 from qat.evaluate.divergence import cached_divergence
 from qat.evaluate.judge import held_out_divergence, judge, open_student, split_batches
-from qat.generate.decode import Decoder, open_generator
-from qat.generate.step import DecodeStep
+from qat.extensions.decode.decoder import Decoder
+from qat.extensions.decode.step import DecodeStep
+from qat.generate.text import open_generator
 from qat.logs import printable
 from qat.models.checkpoint import save_checkpoint
 from qat.models.language_model import LanguageModel

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qat.kernels.dispatch import has_warpgroups
+from qat.extensions.decode.kernels.launch import has_warpgroups
 from qat.models.document_attention import set_kv
 from qat.quant.spec import KvSpec
 

@@ -11,7 +11,8 @@ from test_step_gpu import batch as batch_of
 from test_step_gpu import course
 from train_case import config
 
-from qat.generate.decode import Decoder, Sampling
+from qat.extensions.decode.decoder import Decoder
+from qat.generate.sampling import Sampling
 from qat.models.language_model import LanguageModel
 from qat.nn.latent import to_latent
 from qat.quant.spec import ACTIVATION_KINDS

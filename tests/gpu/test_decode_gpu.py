@@ -12,14 +12,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qat.backend.device import on, seeded
-from qat.generate.decode import Decoder, Sampling
-from qat.generate.step import DecodeStep
-from qat.kernels.cache import EVERY, Angles, Cache, Scoring
-from qat.kernels.decode_attention import decode_attention
-from qat.kernels.dispatch import one_after_the_other
-from qat.kernels.lut_matvec import Norm, matvec, matvec_add, stream
-from qat.kernels.lut_rows import SPLIT, gathered, order_of, spread, stack
-from qat.kernels.lut_sums import SumsTile
+from qat.extensions.decode.decoder import Decoder
+from qat.extensions.decode.kernels.cache import EVERY, Angles, Cache, Scoring
+from qat.extensions.decode.kernels.decode_attention import decode_attention
+from qat.extensions.decode.kernels.launch import one_after_the_other
+from qat.extensions.decode.kernels.lut_matvec import Norm, matvec, matvec_add, stream
+from qat.extensions.decode.kernels.lut_rows import SPLIT, gathered, order_of, spread, stack
+from qat.extensions.decode.kernels.lut_sums import SumsTile
+from qat.extensions.decode.step import DecodeStep
+from qat.generate.sampling import Sampling
 from qat.kernels.tuned import forcing
 from qat.models.language_model import LanguageModel
 from qat.quant.kv import quantize_heads

@@ -10,7 +10,7 @@ from three_way import assert_no_worse_than_eager
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.kernels.lut_gemm import FORMED, GemmTile, Part, lut_gemm, width_for
+from qat.extensions.decode.kernels.lut_gemm import FORMED, GemmTile, Part, lut_gemm, width_for
 from qat.kernels.tuned import forcing
 from qat.quant.spec import LutSpec
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from train_case import config, make_place, with_teacher
 
-from qat.generate.decode import Sampling
-from qat.generate.slots import Batch as Slotted
-from qat.generate.slots import Request, Slots, open_sampler
+from qat.extensions.decode.rollout import RolloutSampler
+from qat.extensions.decode.slots import Batch as Slotted
+from qat.extensions.decode.slots import Request, Slots, open_sampler
+from qat.generate.sampling import Sampling
 from qat.logs import HEARTBEAT, read_json_lines
 from qat.models.load import load_model
-from qat.train.rollout import RolloutSampler
 from qat.train.start import train_student
 
 pytestmark = pytest.mark.gpu

@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 from qat.bench.config import MeasureConfig
 from qat.bench.student import quantize_at_random_, random_model
-from qat.generate import slots as slots_module
-from qat.generate.decode import Sampling
-from qat.generate.slots import Batch, Request, SlotStep, Waves, open_sampler
-from qat.kernels.add_norm import add_norm_
-from qat.kernels.cache import EVERY, Angles, Cache, Scoring
+from qat.extensions.decode import slots as slots_module
+from qat.extensions.decode.kernels.add_norm import add_norm_
+from qat.extensions.decode.kernels.cache import EVERY, Angles, Cache, Scoring
+from qat.extensions.decode.kernels.draw_next import draw_next
+from qat.extensions.decode.kernels.slot_attention import place_heads, slot_attention
+from qat.extensions.decode.slots import Batch, Request, SlotStep, Waves, open_sampler
+from qat.generate.sampling import Sampling
 from qat.kernels.dispatch import computing_by
-from qat.kernels.draw_next import draw_next
-from qat.kernels.slot_attention import place_heads, slot_attention
 from qat.models.language_model import LanguageModel
 from qat.nn.step import form_weights
 from qat.quant.spec import PRESETS, LutSpec

@@ -1,14 +1,14 @@
 """A step by itself: facts about compiling, and the fallback where that fails."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from train_case import config, make_place, make_trainer, visiting
+from train_case import config, make_place, make_trainer, pretend_recording, visiting
 
 from qat.backend.base import GIB, Backend
 from qat.bench.batches import open_source
@@ -58,32 +58,6 @@ def test_a_failing_compiler_warns_once_and_the_layers_run_as_written(
     assert not facts["compiled"] and "no such instruction" in facts["fallback"]
     assert results[0].sums["loss"].item() == pytest.approx(wanted.sums["loss"].item(), rel=1e-5)
     assert results[2].sums["loss"] < results[0].sums["loss"]
-
-
-def pretend_recording(monkeypatch: pytest.MonkeyPatch, trainer: Trainer) -> list[int]:
-    """Let the CPU record: a replay runs again and fills what the first run gave."""
-    parameters, replays = [*trainer.optimizer.parameters.values()], []
-
-    def record(_backend: Backend, run: Callable[[], torch.Tensor]) -> tuple:
-        result = run()
-        kept = {p: p.grad for p in parameters if p.grad is not None}
-
-        def replay() -> None:
-            replays.append(1)
-            held = [p.grad for p in parameters]
-            for p in parameters:
-                p.grad = None
-            result.copy_(run())
-            for p, gradient in kept.items():
-                gradient.copy_(p.grad)
-            for p, gradient in zip(parameters, held, strict=True):
-                p.grad = gradient
-
-        return replay, result
-
-    monkeypatch.setattr(Backend, "records", True)
-    monkeypatch.setattr(Backend, "record", record)
-    return replays
 
 
 def course(trainer: Trainer, accumulate: int) -> list[float]:

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qat.errors import CheckpointError, QatError
-from qat.kernels.lut_gemm import Part as GemmPart
-from qat.kernels.lut_gemm import is_format, is_one_product, lut_gemm
+from qat.extensions.decode.kernels.lut_gemm import Part as GemmPart
+from qat.extensions.decode.kernels.lut_gemm import is_format, is_one_product, lut_gemm
 from qat.kernels.lut_weight import form
 from qat.models import trellis
 from qat.models.checkpoint import is_packed

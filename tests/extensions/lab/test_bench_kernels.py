@@ -172,8 +172,8 @@ def test_every_case_makes_its_inputs_and_its_reference_agrees_with_the_truth() -
 
 def test_hopper_tunes_sums_of_one_vector(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
+    from qat.extensions.decode.kernels.lut_sums import NO_SUMS
     from qat.extensions.lab.kernels import tune as tuning
-    from qat.kernels.lut_sums import NO_SUMS
 
     monkeypatch.setattr(tuning, "_is_hopper", lambda: True)
     size = {"O": 9728, "I": 2560}

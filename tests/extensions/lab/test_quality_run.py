@@ -14,6 +14,7 @@ from qat.bench import jobs
 from qat.bench.jobs import least_busy
 from qat.errors import QatError
 from qat.evaluate.divergence import exact_divergence
+from qat.extensions.decode.rollout import OwnRow
 from qat.extensions.lab.config import QualityConfig
 from qat.extensions.lab.quality import run
 from qat.extensions.lab.quality.job import heartbeat_facts, own_batches, run_job
@@ -21,7 +22,6 @@ from qat.extensions.lab.quality.plan import QualityJob, read_quality
 from qat.extensions.lab.quality.prepare import resolve
 from qat.extensions.lab.quality.run import Failure, run_jobs
 from qat.logs import JsonLines, read_json_lines
-from qat.train.rollout import OwnRow
 
 
 @pytest.fixture

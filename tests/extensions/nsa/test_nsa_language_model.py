@@ -6,10 +6,10 @@ from nsa_model_case import SMALL, opened_model, small, sparse_model
 from quantized import SPECS, with_random_codes
 from tiny import tiny_tokenizer
 
+from qat.extensions.decode.decoder import Decoder
+from qat.extensions.decode.step import DecodeStep
 from qat.extensions.nsa.kernels import router
 from qat.extensions.nsa.swap import unswap_attention
-from qat.generate.decode import Decoder
-from qat.generate.step import DecodeStep
 from qat.generate.text import generate_text
 from qat.models import document_attention as attention
 from qat.models.flops import forward_flops

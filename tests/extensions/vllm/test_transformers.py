@@ -33,8 +33,7 @@ from transformers.utils.import_utils import is_serve_available
 
 from qat.export.config import ExportConfig
 from qat.export.model import export_model
-from qat.generate.decode import open_generator
-from qat.generate.text import generate_text
+from qat.generate.text import generate_text, open_generator
 from qat.models.directory import CHECKSUMS
 from qat.nn.quant_linear import quant_linears
 

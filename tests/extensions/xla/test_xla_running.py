@@ -20,8 +20,7 @@ from qat.bench.config import BenchConfig
 from qat.bench.run import run_bench
 from qat.errors import ConfigError
 from qat.extensions.xla.backend import XlaBackend
-from qat.generate.decode import open_generator
-from qat.generate.text import generate_text
+from qat.generate.text import generate_text, open_generator
 from qat.train.step import TrainingStep
 
 pytestmark = [

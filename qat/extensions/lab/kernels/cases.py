@@ -13,6 +13,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from qat.bench.config import shape_called
+from qat.extensions.decode.kernels.cache import Angles, Cache, Scoring
+from qat.extensions.decode.kernels.decode_attention import decode_attention
+from qat.extensions.decode.kernels.lut_matvec import Norm, matvec, matvec_add
+from qat.extensions.decode.kernels.lut_rows import (
+    MMA_FORMATS,
+    UNIT,
+    LutRows,
+    Rows,
+    gathered,
+    order_of,
+    spread,
+)
 from qat.extensions.lab.kernels.gates import (
     InputMaker,
     Inputs,
@@ -33,9 +45,7 @@ from qat.extensions.lab.kernels.tune import (
 )
 from qat.kernels.adamw import Moving, Noise, Rates, stochastic_adamw_
 from qat.kernels.attention import packed_attention, tile_attention
-from qat.kernels.cache import Angles, Cache, Scoring
 from qat.kernels.column_sweep import refit_scale, settle_columns
-from qat.kernels.decode_attention import decode_attention
 from qat.kernels.glu import fused_silu_mul, silu_mul
 from qat.kernels.head import Head, LogitGradients, chosen_logits, hidden_gradient, other_words
 from qat.kernels.joined_attention import (
@@ -43,8 +53,6 @@ from qat.kernels.joined_attention import (
     joined_tile_attention,
     joined_tile_operator,
 )
-from qat.kernels.lut_matvec import Norm, matvec, matvec_add
-from qat.kernels.lut_rows import MMA_FORMATS, UNIT, LutRows, Rows, gathered, order_of, spread
 from qat.kernels.lut_weight import choose, form, pull_back
 from qat.kernels.topk import BLOCK, summarize, top_k_of_blocks
 from qat.quant.error_feedback import Columns

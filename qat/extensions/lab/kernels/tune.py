@@ -17,6 +17,18 @@ import torch
 
 from qat.bench.measure import Clock, Row
 from qat.bench.stats import Interval, median_interval
+from qat.extensions.decode.kernels.launch import has_warpgroups
+from qat.extensions.decode.kernels.lut_matvec import (
+    MmaTile,
+    Tile,
+    mma_tile_for,
+    sums_tile_for,
+    tile_for,
+    vectors_mma_tile_for,
+    vectors_tile_for,
+)
+from qat.extensions.decode.kernels.lut_rows import UNIT, is_mma_format
+from qat.extensions.decode.kernels.lut_sums import NO_SUMS, SumsTile
 from qat.extensions.lab.kernels.gates import (
     FAULTS,
     MESSAGE,
@@ -33,20 +45,8 @@ from qat.extensions.lab.kernels.gates import (
 )
 from qat.files import write_atomically
 from qat.kernels import tuned
-from qat.kernels.dispatch import has_warpgroups
 from qat.kernels.glu import LARGEST_BLOCK, Cut
 from qat.kernels.head import Gather
-from qat.kernels.lut_matvec import (
-    MmaTile,
-    Tile,
-    mma_tile_for,
-    sums_tile_for,
-    tile_for,
-    vectors_mma_tile_for,
-    vectors_tile_for,
-)
-from qat.kernels.lut_rows import UNIT, is_mma_format
-from qat.kernels.lut_sums import NO_SUMS, SumsTile
 from qat.kernels.lut_tiles import FormTile
 from qat.kernels.lut_vectors import ChooseTile, ReduceTile
 from qat.kernels.topk import BlockPass

@@ -34,6 +34,7 @@ from qat.errors import DataError
 from qat.evaluate.divergence import cached_divergence, exact_divergence
 from qat.evaluate.judge import split_batches
 from qat.evaluate.text import without_teacher
+from qat.extensions.decode.rollout import OwnRow, laid_in, prompt_of
 from qat.extensions.lab.baselines.methods import train_baseline
 from qat.extensions.lab.quality.plan import (
     HELD_OUT,
@@ -62,7 +63,6 @@ from qat.models.load import load_model, load_teacher, load_tokenizer
 from qat.models.stored_state import packed_state_dict
 from qat.nn.step import form_weights
 from qat.nn.swap import linear_names
-from qat.train.rollout import OwnRow, laid_in, prompt_of
 from qat.train.run import MANIFEST, STATE
 from qat.train.saver import STATE_TENSORS
 from qat.train.start import train_student

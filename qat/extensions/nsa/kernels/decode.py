@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qat.extensions.decode.kernels.decode_attention import LEAST, add_product
+from qat.extensions.decode.kernels.launch import gdc_launch_dependents, gdc_wait, overlapping
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.reference import combine
 from qat.extensions.nsa.kernels.select import (
@@ -31,15 +33,7 @@ from qat.extensions.nsa.kernels.select import (
     scoring_keys,
     sees_compressed,
 )
-from qat.kernels.decode_attention import LEAST, add_product
-from qat.kernels.dispatch import (
-    gdc_launch_dependents,
-    gdc_wait,
-    overlapping,
-    tl,
-    triton,
-    use_triton,
-)
+from qat.kernels.dispatch import tl, triton, use_triton
 
 NONE = -1
 """The padding of block lists."""

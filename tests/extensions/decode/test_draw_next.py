@@ -1,0 +1,66 @@
+"""Tokens by one random number each: as the distribution says, by the kernel and without it."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qat.extensions.decode.kernels import draw_next as module
+from qat.extensions.decode.kernels.draw_next import draw_next
+from qat.kernels.dispatch import computing_by
+
+
+@pytest.fixture(autouse=True)
+def _several_blocks_to_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK", 64)
+
+
+def textbook(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> Tensor:
+    """Draw row by row in float64: keep the likeliest tokens that hold `top_p`, then invert."""
+    drawn = []
+    for row, u in zip(logits.double(), uniforms.double(), strict=True):
+        probs = F.softmax(row / temperature, -1)
+        kept, held = set(), 0.0
+        for token in probs.argsort(descending=True).tolist():
+            if held >= top_p:
+                break
+            kept.add(token)
+            held += probs[token].item()
+        probs[[token not in kept for token in range(len(probs))]] = 0
+        sums = probs.cumsum(0)
+        drawn.append(int((sums <= u * sums[-1]).sum()))
+    return torch.tensor(drawn)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "V"),
+    [(1.0, 1.0, 50), (3.0, 1.0, 333), (1.0, 0.9, 333), (0.6, 0.3, 50), (1.0, 1e-4, 333)],
+)
+def test_draws_are_the_textbooks(V: int, temperature: float, top_p: float, is_kernel: bool) -> None:
+    generator = torch.Generator().manual_seed(V)
+    logits = 3 * torch.randn(12, V, generator=generator)
+    uniforms = torch.rand(12, generator=generator)
+    expected = textbook(logits, uniforms, temperature, top_p)
+    with computing_by(kernel=is_kernel):
+        found = draw_next(logits, uniforms, temperature=temperature, top_p=top_p)
+    assert found.dtype == torch.int64
+    assert torch.equal(found, expected)
+
+
+def test_the_edges_of_the_random_number(is_kernel: bool) -> None:
+    """The first token that can be drawn, and the last; none of no mass."""
+    logits = torch.full((2, 200), -torch.inf)
+    logits[:, [3, 70, 150]] = torch.tensor([0.0, 1.0, -1.0])
+    uniforms = torch.tensor([0.0, 1 - 2.0**-24])
+    with computing_by(kernel=is_kernel):
+        assert draw_next(logits, uniforms).tolist() == [3, 150]
+        assert draw_next(logits, uniforms, top_p=0.6).tolist() == [70, 70]
+        assert draw_next(logits, uniforms, temperature=0).tolist() == [70, 70]
+
+
+def test_shares_follow_the_distribution(is_kernel: bool) -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(100, 1)
+    uniforms = (torch.arange(100) + 0.5) / 100
+    with computing_by(kernel=is_kernel):
+        shares = draw_next(logits, uniforms).bincount(minlength=4) / 100
+    assert torch.allclose(shares, F.softmax(logits[0], -1), atol=1.2e-2)
