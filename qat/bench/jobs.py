@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -180,19 +180,15 @@ class _Running:
             self._watch.__exit__(None, None, None)
         finally:
             self._signal(signal.SIGTERM)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                pass
             self._signal(signal.SIGKILL)
             self._process.communicate()
         return Ended(self.job, self._process.returncode, self._is_late)
 
     def _signal(self, number: signal.Signals) -> None:
-        try:
+        with suppress(ProcessLookupError):  # all of them have ended
             os.killpg(self._process.pid, number)
-        except ProcessLookupError:  # all of them have ended
-            pass
 
 
 def run_as_process(kind: type[Settings], do: Callable[[Any], object]) -> None:

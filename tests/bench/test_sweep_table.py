@@ -10,10 +10,10 @@ from qat.bench.sweep import telemetry
 from qat.bench.sweep.run import cells, spreads, summarise
 from qat.bench.sweep.telemetry import (
     COLUMNS,
-    TelemetrySampler,
     machine_warnings,
     rank_facts,
     read_samples,
+    sampled_telemetry,
 )
 from qat.logs import JsonLines
 
@@ -88,7 +88,7 @@ def test_what_a_gpu_does_not_tell_is_empty() -> None:
 
 def test_without_a_gpu_columns_stay_empty(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(telemetry, "gpu_samples", list)
-    with TelemetrySampler(os.getpid(), tmp_path / "t" / "a.csv", 5.0):
+    with sampled_telemetry(os.getpid(), tmp_path / "t" / "a.csv", 5.0):
         pass
     (sample,) = read_samples(tmp_path / "t" / "a.csv")
     assert tuple(sample) == COLUMNS and sample["rss_mib"] > 0

@@ -27,7 +27,7 @@ from qat.bench.sweep.plan import (
     make_runs,
     read_sweep,
 )
-from qat.bench.sweep.telemetry import TelemetrySampler, machine_warnings, read_samples
+from qat.bench.sweep.telemetry import machine_warnings, read_samples, sampled_telemetry
 from qat.bench.sweep.telemetry import summarise as summarise_telemetry
 from qat.errors import ConfigError, TrainingError
 from qat.files import write_atomically
@@ -207,7 +207,7 @@ def run_all(
         ended,
         progress=("runs", "runs"),
         placed=begun,
-        watched=lambda run, pid: TelemetrySampler(pid, run.telemetry, sample_s),
+        watched=lambda run, pid: sampled_telemetry(pid, run.telemetry, sample_s),
         timeout_s=timeout_s,
         keep_open=(lock,),
     )

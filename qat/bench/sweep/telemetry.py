@@ -7,7 +7,8 @@ import csv
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 
@@ -27,28 +28,16 @@ a fraction."""
 Sample = dict[str, float | None]
 
 
-class TelemetrySampler:
-    """Samples GPU and host into a CSV file until the block ends."""
+@contextmanager
+def sampled_telemetry(pid: int, path: Path, every_s: float) -> Iterator[None]:
+    """Sample GPU and host into a CSV file in the block; the last sample ends with the block."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stop = threading.Event()
 
-    def __init__(self, pid: int, path: Path, every_s: float) -> None:
-        self._pid = pid
-        self._path = path
-        self._every_s = every_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def __enter__(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
+    def sample() -> None:
         began = time.monotonic()
         psutil.cpu_percent()  # the next call returns the share since this one
-        with self._path.open("w", newline="", encoding="utf-8") as file:
+        with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             while True:
@@ -59,12 +48,20 @@ class TelemetrySampler:
                     # the first sample follows at once: there is no interval to measure a share in
                     "host_cpu_pct": share if time_s >= LEAST_SPAN_S else None,
                     "host_mem_pct": psutil.virtual_memory().percent,
-                    "rss_mib": _tree_rss_mib(self._pid),
+                    "rss_mib": _tree_rss_mib(pid),
                 }
                 writer.writerows({**host, **gpu} for gpu in gpu_samples() or [{}])
                 file.flush()
-                if self._stop.wait(self._every_s):
+                if stop.wait(every_s):
                     return
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -138,10 +135,8 @@ def _tree_rss_mib(pid: int) -> float | None:
         return None
     total = 0
     for each in tree:
-        try:
+        with suppress(psutil.Error):  # it has just ended
             total += each.memory_info().rss
-        except psutil.Error:  # it has just ended
-            continue
     return total / 2**20 or None
 
 

@@ -221,10 +221,6 @@ class NothingKept(Cache):
         """Return the keys and values of one layer unchanged."""
         return key, value
 
-    def update_indexer(self, key: Tensor, *_rest: object, **_more: object) -> Tensor:
-        """Return unchanged the keys that select the tokens a layer attends to."""
-        return key
-
 
 def wrap_caches(model: PreTrainedModel, wrap: Callable[[object], object]) -> None:
     """Make each layer use `wrap` of the cache that it is given, or of `NothingKept` without one.

@@ -35,15 +35,10 @@ from qat.nn.swap import replace_module
 from qat.quant.spec import role_of
 from qat.quant.weight import chosen_levels, expand_scales
 
-# Initialization of the reference's student: low-rank scales, its 4-bit stage, and its converter.
-#
-# Anemll/qwen3_apple_style_2bit_qat_lora at b1eaee5: the largest absolute weight of each group,
-# repeated over the group, is approximated at low rank by SVD; each weight then takes the nearest
-# value of an evenly spaced table times `S = A diag(g) B`, with unit columns in A and unit rows in
-# B. The converter reduces the table from 16 to 4 entries by k-means over the entries, adds ranks of
-# noise to the scale, and chooses all levels again.
-#
-# Shapes: O out_features, I in_features, R rank, L table entries.
+# Initialization: the largest absolute weight of each group, repeated over the group, is
+# approximated at low rank by SVD; each weight then takes the nearest value of an evenly spaced
+# table of L entries times `S = A diag(g) B`. The converter reduces the table from 16 to 4 entries
+# by k-means over the entries, adds ranks of noise to the scale, and chooses all levels again.
 
 Q4_BITS, Q4_RANK = 4, 4
 NEW_GAIN, NEW_STD = 0.01, 0.01

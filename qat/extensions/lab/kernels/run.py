@@ -45,14 +45,16 @@ class KernelsReport:
 
     def figures(self) -> list[Row]:
         """Return the figures that this run provides, each with its goal."""
-        found: list[Row] = []
-        if self.least is not None:
-            share = round(self.least["roofline_frac"], 3)
-            found.append(_figure("kernel_roofline_min", share, "of the roofline", ">= 0.8"))
-        if self.worst_ratio is not None:
-            ratio = round(self.worst_ratio, 3)
-            found.append(_figure("autotune_worst_ratio", ratio, "x the default", ">= 1.0"))
-        return found
+        share = self.least and self.least["roofline_frac"]
+        found = (
+            ("kernel_roofline_min", share, "of the roofline", ">= 0.8"),
+            ("autotune_worst_ratio", self.worst_ratio, "x the default", ">= 1.0"),
+        )
+        return [
+            {"figure": name, "value": round(value, 3), "unit": unit, "goal": goal}
+            for name, value, unit, goal in found
+            if value is not None
+        ]
 
     @property
     def worst_ratio(self) -> float | None:
@@ -79,10 +81,6 @@ class KernelsReport:
                 f"not pass the gate {first['gate']!r}: {first['difference']}; mend it and run "
                 f"'qat bench kernels --only' with its name, --seed {first['seed']}"
             )
-
-
-def _figure(name: str, value: float, unit: str, goal: str) -> Row:
-    return {"figure": name, "value": value, "unit": unit, "goal": goal}
 
 
 def record_figures(path: Path, found: list[Row], environment: dict[str, object]) -> None:

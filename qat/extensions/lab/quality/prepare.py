@@ -9,7 +9,8 @@ import logging
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,11 +157,18 @@ def _convert_table(recipe: QualityRecipe, table: Table, where: str) -> Table:
         table = {"calibration": recipe.texts.calibration, **table}
     if table.get("base") == TEACHER:
         table = {**table, "base": recipe.teacher}
-    try:
+    with _naming(where):
         read_plan(convert_config(table, ANYWHERE))
+    return table
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Put the recipe's name before the message of a ConfigError."""
+    try:
+        yield
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    return table
 
 
 def _stages(recipe: QualityRecipe, entry: QualityEntry, where: str) -> tuple[QualityStage, ...]:
@@ -209,10 +217,8 @@ def _stage(recipe: QualityRecipe, table: Table, steps: int, where: str) -> Quali
     if table.get("teacher") == TEACHER:
         table["teacher"] = recipe.teacher
     stage = QualityStage(convert=convert, train=table, steps=steps)
-    try:
+    with _naming(where):
         train_config(stage, ANYWHERE)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
     return stage
 
 
@@ -226,10 +232,8 @@ def _baseline_table(recipe: QualityRecipe, entry: QualityEntry, where: str) -> T
     _refuse(table, SHARED_TRAIN_KEYS, where)
     table = {"batch_size": recipe.batch_size, **table}
     settings = BaselineSettings.parse(table, where)
-    try:
+    with _naming(where):
         settings.check(entry.method)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
     return table
 
 

@@ -135,7 +135,11 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
     is_timed = any(time_key(plan) not in known for plan in to_time(prepared))
     # a recipe with all its rows needs no conversion; without step times, the rows of recipes on
     # equal time are unknown
-    wanting = prepared if is_timed else [p for p in plans if _is_open(share([p])[1:])]
+    wanting = (
+        prepared
+        if is_timed
+        else [plan for plan in plans if not all(job.row.exists() for job in share([plan])[1:])]
+    )
     missing = workspace.missing(wanting, threads=max(1, cores() // at_once))
     refused: dict[str, str] = {}
     # a single one stays in this process, which has loaded everything that a new one would load
@@ -154,10 +158,6 @@ def run_quality(config: QualityConfig, recipe: Path, out: Path) -> QualityReport
 
     failures, _ = run_jobs([job for job in jobs if not job.row.exists()], spread, at_once, write)
     return write(failures)
-
-
-def _is_open(jobs: Sequence[QualityJob]) -> bool:
-    return any(not job.row.exists() for job in jobs)
 
 
 def make_jobs(
