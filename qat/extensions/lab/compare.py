@@ -226,13 +226,7 @@ def compare_files(before: Path, after: Path, threshold: float = THRESHOLD) -> Co
     Raises:
         ComparisonError: a side has no raw samples, or there is no case in common.
     """
-    return compare_cases(read_cases(before), read_cases(after), threshold)
-
-
-def compare_cases(
-    before: dict[str, MeasuredCase], after: dict[str, MeasuredCase], threshold: float = THRESHOLD
-) -> Comparison:
-    """Compare cases that are already read, as `compare_files` does with files."""
+    before, after = read_cases(before), read_cases(after)
     shared = [name for name in before if name in after]
     if not shared:
         first, second = (

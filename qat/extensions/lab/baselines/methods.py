@@ -2,7 +2,6 @@
 
 import math
 import re
-import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.bench.config import MeasureConfig
-from qat.bench.measure import compile_anew
+from qat.bench.measure import compile_anew, time_steps
 from qat.convert.calibrate import StackInputs, TokenBatch, stages_in_order
 from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
@@ -330,16 +329,9 @@ def time_step(
     )
     training = TRAINERS[method](job)
     warm_up(training.step, job)
-    seconds = []
-    for number in range(steps):
-        batch = job.batch(number)
-        job.backend.synchronize()
-        began = time.perf_counter()
-        training.step([batch], number)
-        job.backend.synchronize()
-        seconds.append(time.perf_counter() - began)
+    timing = time_steps(training.step, [job.batch(0)], job.backend, warmup=1, steps=steps)
     training.step.close()
-    return statistics.median(seconds)
+    return timing.step_s
 
 
 def _check(

@@ -30,6 +30,7 @@ from qat.logs import progress
 from qat.losses.config import parse_losses, targets_read
 from qat.losses.formulas import NO_LABEL, Targets, to_targets
 from qat.models.language_model import LanguageModel, softcap_of
+from qat.models.opening import auto_class
 from qat.models.regions import compile_facts
 from qat.nn.quant_linear import quant_linears
 from qat.nn.sites import StackedLinear, experts_of, open_sites
@@ -286,7 +287,7 @@ def dense_copy(student: LanguageModel, dtype: torch.dtype) -> PreTrainedModel:
         del settings.quantization_config
     attention = "sdpa" if student.model._supports_sdpa else "eager"
     with student.device:
-        model = type(student.model)._from_config(
+        model = auto_class(settings).from_config(
             settings, dtype=dtype, attn_implementation=attention
         )
         open_sites(model)

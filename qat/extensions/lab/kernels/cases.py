@@ -81,8 +81,12 @@ def all_cases() -> dict[str, KernelCase]:
         *joined_cases(),
         *gated_cases(),
         decode_case(),
-        *(case for bits in (2, 4) for case in form_cases("packed", bits)),
-        *(case for bits in (2, 4) for case in form_cases("latent", bits)),
+        *(
+            make(f"{source} {bits}-bit", size, source, bits)
+            for source in ("packed", "latent")
+            for bits, size in ((2, _mlp_in), (4, _joined_heads))
+            for make in (form_case, pull_back_case)
+        ),
         *(case for bits, d in ((8, 4), (6, 2)) for case in vector_cases(bits, d)),
         both_case(2),
         both_case(8, d=4),
@@ -338,13 +342,6 @@ def decode_cases(*, mlp: int, attention: int, head: int) -> Iterator[KernelCase]
     yield matvec_case("gates and ups", mlp, _mlp_in, is_gated=True)
     yield matvec_add_case("down", mlp, _mlp_out)
     yield matvec_case("head", head, lambda c: {"O": c["vocab_size"], "I": c["hidden_size"]})
-
-
-def form_cases(source: str, bits: int) -> Iterator[KernelCase]:
-    """Yield the cases of forming a weight, and of the gradients of scales and codebook."""
-    size = _mlp_in if bits == 2 else _joined_heads
-    yield form_case(f"{source} {bits}-bit", size, source, bits)
-    yield pull_back_case(f"{source} {bits}-bit", size, source, bits)
 
 
 def vector_cases(bits: int, d: int) -> Iterator[KernelCase]:
