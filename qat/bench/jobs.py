@@ -140,11 +140,6 @@ def run_processes(
                 each.end()
 
 
-def least_busy(devices: Sequence[str], busy: Sequence[str]) -> str:
-    """Return the first device with the fewest entries in `busy`."""
-    return min(devices, key=busy.count)
-
-
 class _Running:
     """A job's process, which leads its own process group and is watched until it ends."""
 

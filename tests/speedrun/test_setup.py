@@ -412,7 +412,6 @@ WHEELS = "--force-reinstall --index-url https://download.pytorch.org/whl"
 @pytest.mark.parametrize(
     ("driver", "capability", "fetched", "brought", "pinned"),
     [
-        ("580.65.06", "9.0", "cu130 torch -c CLONE/constraints", "2.13.0+cu130", "-c"),
         ("535.104.05", "8.0", "cu126 torch -c CLONE/constraints", "2.13.0+cu126", "-c"),
         ("570.86.10", "12.0", "cu128 torch<2.12", "2.11.0+cu128", "torch==2.11.0+cu128"),
     ],

@@ -11,7 +11,6 @@ from quality_case import call, make_teacher_and_texts, write
 from torch.nn import functional as F
 
 from qat.bench import jobs
-from qat.bench.jobs import least_busy
 from qat.errors import QatError
 from qat.evaluate.divergence import exact_divergence
 from qat.extensions.decode.rollout import OwnRow
@@ -279,15 +278,6 @@ def test_a_recipe_that_cannot_be_made_is_a_row(place: Path, monkeypatch, capsys)
         "teacher",
         "good",
     }
-
-
-def test_jobs_go_where_fewest_run() -> None:
-    busy, devices = [], ("cuda:0", "cuda:1", "cuda:2")
-    for _ in range(7):
-        busy.append(least_busy(devices, busy))
-    assert [busy.count(device) for device in devices] == [3, 2, 2]
-    busy.remove("cuda:1")
-    assert least_busy(devices, busy) == "cuda:1"
 
 
 def test_jobs_of_all_devices_share_the_cores(place: Path, monkeypatch) -> None:

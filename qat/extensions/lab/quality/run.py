@@ -16,7 +16,7 @@ import torch
 from matplotlib.axes import Axes
 
 from qat.backend.device import devices, select
-from qat.bench.jobs import Ended, least_busy, run_processes
+from qat.bench.jobs import Ended, run_processes
 from qat.bench.results import environment, markdown_table, write_comparison
 from qat.errors import ConfigError, TrainingError
 from qat.extensions.lab.config import QualityConfig
@@ -202,7 +202,8 @@ def run_jobs(
     def placed(
         job: QualityJob | Conversion, busy: list[QualityJob | Conversion]
     ) -> QualityJob | Conversion:
-        device = least_busy(devices, [each.device for each in busy])
+        # the first of those with the fewest running jobs
+        device = min(devices, key=[each.device for each in busy].count)
         return job.model_copy(update={"device": device})
 
     def ended(found: Ended) -> bool:
