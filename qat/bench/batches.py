@@ -88,11 +88,11 @@ def open_source(config: MeasureConfig, student: LanguageModel) -> BatchSource:
     cache = TeacherCache.open(config.cache_dir)
     settings, has_tail = cache.manifest.settings, cache.manifest.has_tail
     length, top_k, draws = settings.sequence_length, settings.top_k, settings.draws
-    asked = {"seq-len": (config.seq_len, length), "top-k": (config.top_k, top_k)}
-    for flag, (wished, held) in asked.items():
-        if wished is not None and wished != held:
+    requested = {"seq-len": (config.seq_len, length), "top-k": (config.top_k, top_k)}
+    for flag, (value, held) in requested.items():
+        if value is not None and value != held:
             raise ConfigError(
-                f"--{flag} {wished}, but {config.cache_dir} holds {held}; leave out --{flag} or "
+                f"--{flag} {value}, but {config.cache_dir} holds {held}; leave out --{flag} or "
                 "choose another cache"
             )
     check_targets(config.losses, top_k, draws, has_tail=has_tail)

@@ -107,29 +107,29 @@ def what_ran(
     config: StepConfig, student: LanguageModel, effective: Facts, backend: Backend
 ) -> Facts:
     """Return the columns of a row that state what was requested and what ran instead."""
-    wished = requested(config, student.config._attn_implementation)
-    return {"requested": wished, "fallbacks": fallbacks(wished, effective, backend)}
+    requested = requested_settings(config, student.config._attn_implementation)
+    return {"requested": requested, "fallbacks": fallbacks(requested, effective, backend)}
 
 
-def requested(config: StepConfig, attention: str) -> Facts:
+def requested_settings(config: StepConfig, attention: str) -> Facts:
     """Return the settings that may be silently replaced by something else."""
     names = ("dtype", "compile", "gradient_checkpointing", "checkpoint_every")
     return {**{name: getattr(config, name) for name in names}, "attention": attention}
 
 
-def fallbacks(wished: Facts, effective: Facts, backend: Backend) -> list[str]:
+def fallbacks(requested: Facts, effective: Facts, backend: Backend) -> list[str]:
     """Return a sentence for each request that was not met."""
     found = []
-    compiles = wished["compile"] == "on" or (wished["compile"] == "auto" and backend.compiles)
+    compiles = requested["compile"] == "on" or (requested["compile"] == "auto" and backend.compiles)
     if compiles and not (effective["compiled"] and effective["graphs"]):
         reason = effective["fallback"] or "no graph"
-        found.append(f"compile={wished['compile']} ran uncompiled ({reason})")
+        found.append(f"compile={requested['compile']} ran uncompiled ({reason})")
     shares = effective.get("matmul_dtypes")
-    multiplied = SHOWN_AS.get(wished["dtype"], wished["dtype"])
+    multiplied = SHOWN_AS.get(requested["dtype"], requested["dtype"])
     if shares and shares.get(multiplied, 0.0) < LEAST_SHARE:
         words = ", ".join(f"{dtype} {share:.0%}" for dtype, share in shares.items())
-        found.append(f"dtype={wished['dtype']} multiplied in {words}")
-    if wished["gradient_checkpointing"] and not effective["recomputed_layers"]:
+        found.append(f"dtype={requested['dtype']} multiplied in {words}")
+    if requested["gradient_checkpointing"] and not effective["recomputed_layers"]:
         found.append("gradient_checkpointing recomputed no layer")
     for name, count in effective.get("host_fallbacks", {}).items():
         found.append(f"operator {name} ran on the host, {count} times")

@@ -92,9 +92,9 @@ class Ended:
         log = self.job.log
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         lines = text.strip().splitlines()
-        said = [line for line in lines if line.startswith("qat: ")]
-        said = said or [found[1] for line in lines if (found := ERROR.match(line))] or lines
-        return said[-1].removeprefix("qat: ") if said else f"exit status {self.status}"
+        messages = [line for line in lines if line.startswith("qat: ")]
+        messages = messages or [found[1] for line in lines if (found := ERROR.match(line))] or lines
+        return messages[-1].removeprefix("qat: ") if messages else f"exit status {self.status}"
 
 
 def run_processes(

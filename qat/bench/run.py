@@ -248,7 +248,7 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
     planner = extension("qat.plans", "tpu") if config.tpus else None
     if planner:
         planner.check_plan(config)
-    asked = config  # `check_dtype` resolves the dtype for this device, not for a TPU
+    as_given = config  # `check_dtype` resolves the dtype for this device, not for a TPU
     config, backend = check_dtype(config), select(config.device)
     sizes = config.sizes or (config.batch_size,)
     with Results(out, environment(backend, config)) as results:
@@ -289,7 +289,7 @@ def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchRepor
                     bench.measure_all(sizes)
                 predictions = bench.plan(devices, search) if devices else ()
             timings = bench.timings
-        planned = planner.plan_tpus(asked, student, results) if planner else ()
+        planned = planner.plan_tpus(as_given, student, results) if planner else ()
         fit = fit_cost([t.positions for t in timings], [t.step_s for t in timings])
         found = {"load_s": load_s, "fit": fit and asdict(fit), "search": search and asdict(search)}
         results.finish(**found, roofline=asdict(setting.roofline))
@@ -346,12 +346,17 @@ def _predict_all(
     measured = Measured(dtype=setting.config.dtype, work=work, **ran)
     found = tuple(predict(measured, device) for device in devices)
     for each in found:
-        row = {**setting.row("predicted", "ours", each.max_batch), "dtype": each.dtype}
         low, high = each.tokens_per_s_range
-        told = {"on": each.device, "tokens_per_s": each.tokens_per_s}
-        told |= {"tokens_per_s_low": low, "tokens_per_s_high": high}
-        told |= {"gradient_checkpointing": each.recomputes}
-        results.add(**{**row, **told}, status="PREDICTED")
+        predicted = {
+            "dtype": each.dtype,
+            "on": each.device,
+            "tokens_per_s": each.tokens_per_s,
+            "tokens_per_s_low": low,
+            "tokens_per_s_high": high,
+            "gradient_checkpointing": each.recomputes,
+            "status": "PREDICTED",
+        }
+        results.add(**setting.row("predicted", "ours", each.max_batch) | predicted)
     return found
 
 

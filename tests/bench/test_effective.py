@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from qat.backend.device import profile_operators, select
 from qat.bench import effective
 from qat.bench.config import BenchConfig
-from qat.bench.effective import check_strictly, fallbacks, operator_facts, requested
+from qat.bench.effective import check_strictly, fallbacks, operator_facts, requested_settings
 from qat.bench.run import run_bench
 from qat.errors import TrainingError
 from qat.kernels.dispatch import use_triton, ways_taken
@@ -32,7 +32,7 @@ def facts(**values: object) -> dict[str, object]:
 
 
 def wished(**values: object) -> dict[str, object]:
-    return requested(BenchConfig(**{"dtype": "fp32", "device": "cpu", **values}), "sdpa")
+    return requested_settings(BenchConfig(**{"dtype": "fp32", "device": "cpu", **values}), "sdpa")
 
 
 def test_flops_by_dtype_and_the_attention_that_ran() -> None:

@@ -305,8 +305,8 @@ class Record:
     @property
     def is_dirty(self) -> bool | None:
         """True if any row was measured with uncommitted changes; None if unknown for some row."""
-        told = [row.get("dirty") for case in self.cases.values() for row in case.rows]
-        return True if True in told else None if None in told else False
+        flags = [row.get("dirty") for case in self.cases.values() for row in case.rows]
+        return True if True in flags else None if None in flags else False
 
     @property
     def commit(self) -> str:
@@ -314,9 +314,9 @@ class Record:
 
         If rows have different commits, all of them.
         """
-        told = [row.get("commit") for case in self.cases.values() for row in case.rows]
-        told = told if any(told) else [self.environment.get("commit")]
-        names = " ".join(dict.fromkeys(str(each)[:12] for each in told))
+        commits = [row.get("commit") for case in self.cases.values() for row in case.rows]
+        commits = commits if any(commits) else [self.environment.get("commit")]
+        names = " ".join(dict.fromkeys(str(each)[:12] for each in commits))
         return f"{names}{'-dirty' if self.is_dirty else ''}"
 
 
@@ -448,8 +448,8 @@ def _gathered(slug: str, source: Path, day: str) -> Record:
     path = source / WHOLE
     whole = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     row = next(iter(cases.values())).rows[0]
-    told = {name: row[name] for name in IN_EVERY_ROW if name in row}
-    environment = whole.get("environment") or told
+    of_row = {name: row[name] for name in IN_EVERY_ROW if name in row}
+    environment = whole.get("environment") or of_row
     settings = whole.get("recipe") or {"bench": environment.get("config", {})}
     return Record(slug, day, source, cases, environment, settings)
 

@@ -83,10 +83,10 @@ class BaselineSettings(Settings):
                 weights.
         """
         for name in ("activations", "kv"):
-            asked = getattr(self, name)
-            if asked is not None and method != "edgerazor":
+            value = getattr(self, name)
+            if value is not None and method != "edgerazor":
                 raise ConfigError(
-                    f"{name}={asked} is given for method={method}, expected method=edgerazor, "
+                    f"{name}={value} is given for method={method}, expected method=edgerazor, "
                     "which alone rounds more than weights; leave it out"
                 )
 

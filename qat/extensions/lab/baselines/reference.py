@@ -110,8 +110,8 @@ def nearest_entries(weight: Tensor, scale: LowRank, lut: Tensor) -> Tensor:
     """Return the entry of `lut` nearest to each weight over its scale, `(O, I)` float32."""
     S = scale.formed()
     lut = lut.to(weight.device)
-    wished = torch.where(S == 0, 0.0, weight.float() / S)
-    return lut[torch.bucketize(wished, (lut[1:] + lut[:-1]) / 2)]
+    levels = torch.where(S == 0, 0.0, weight.float() / S)
+    return lut[torch.bucketize(levels, (lut[1:] + lut[:-1]) / 2)]
 
 
 MLP_RANK, ATTENTION_RANK, BATCHED_FROM = 32, 8, 16

@@ -231,9 +231,9 @@ def judge(
     config = generation_config(ends, recipe.generate_tokens, temperature=1.0, top_p=0.95)
     with seeded(SAMPLE_SEED):
         for group in prompts:
-            asked = group.repeat_interleave(recipe.generate_samples, 0)
-            said = continue_rows(student, asked, config)
-            pairs = zip(asked.tolist(), said, strict=True)
+            prompts_BN = group.repeat_interleave(recipe.generate_samples, 0)
+            samples = continue_rows(student, prompts_BN, config)
+            pairs = zip(prompts_BN.tolist(), samples, strict=True)
             rows += [OwnRow([*prompt, *ids], len(prompt)) for prompt, ids in pairs]
     written = [row.ids[row.begin :] for row in rows]
     common |= {

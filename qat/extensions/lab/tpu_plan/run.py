@@ -114,8 +114,8 @@ def plan_tpu(config: BenchConfig, source: str, topology: Topology) -> Planned:
         peak = found.peak_gib
         is_within = peak is not None and peak <= memory_gib
         trials[size] = PlanTrial(size, is_within, peak, found.needed_gib, trace_s, found.seconds)
-        said = "out of memory" if peak is None else f"{peak:.2f} GiB"
-        logger.info("%s, batch %d: %s (%.0f s)", topology.name, size, said, found.seconds)
+        outcome = "out of memory" if peak is None else f"{peak:.2f} GiB"
+        logger.info("%s, batch %d: %s (%.0f s)", topology.name, size, outcome, found.seconds)
         return is_within
 
     if config.find_max_batch:
