@@ -38,10 +38,8 @@ def cache(
 ) -> dict[str, object]:
     """Build a teacher cache; an interrupted build goes on where it stopped.
 
-    Parameters
-    ----------
-    out
-        Directory to build in; by default caches/NAME, NAME saying what the cache holds.
+    Args:
+        out: Directory to build in; by default caches/NAME, NAME saying what the cache holds.
     """
     from qat.cli.inputs import check_inputs, check_positions
     from qat.data.cache import check_place
@@ -94,12 +92,9 @@ def import_(
 
     It has no tail: train on it with --loss candidates.
 
-    Parameters
-    ----------
-    source
-        Its directory, with meta.json and shard_*.pt.
-    out
-        Directory to make; by default caches/NAME, NAME as SOURCE is called.
+    Args:
+        source: Its directory, with meta.json and shard_*.pt.
+        out: Directory to make; by default caches/NAME, NAME as SOURCE is called.
     """
     from qat.cli.inputs import check_inputs
 

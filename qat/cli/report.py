@@ -21,21 +21,14 @@ def report(
 ) -> dict[str, object]:
     """Write one self-contained HTML page, and its pictures as PNG, about RUNS.
 
-    Parameters
-    ----------
-    runs
-        Directories made by `qat train` (runs) or `qat convert` (checkpoints), in any mix; or one
-        made by `qat run` or `qat demo`, for all that it holds.
-    out
-        The page; by default `report.html` in the first directory.
-    log
-        Put an entry about each of RUNS, newest first, into the log too.
-    log_file
-        The log: Markdown with a line `## Entries`.
-    leaderboard
-        Instead of RUNS, one page of all records over time, per device.
-    records
-        Where records are kept, for the leaderboard.
+    Args:
+        runs: Directories made by `qat train` (runs) or `qat convert` (checkpoints), in any mix; or
+            one made by `qat run` or `qat demo`, for all that it holds.
+        out: The page; by default `report.html` in the first directory.
+        log: Put an entry about each of RUNS, newest first, into the log too.
+        log_file: The log: Markdown with a line `## Entries`.
+        leaderboard: Instead of RUNS, one page of all records over time, per device.
+        records: Where records are kept, for the leaderboard.
     """
     if leaderboard:
         return _leaderboard(runs, out, records)

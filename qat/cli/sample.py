@@ -20,14 +20,10 @@ def sample(
 ) -> dict[str, object]:
     """Write what MODEL says as rows that 'qat cache --data' reads; goes on where it stopped.
 
-    Parameters
-    ----------
-    model
-        Model directory, run directory, GGUF file or hub id.
-    out
-        File to write, .jsonl.
-    config
-        Settings.
+    Args:
+        model: Model directory, run directory, GGUF file or hub id.
+        out: File to write, .jsonl.
+        config: Settings.
     """
     from qat.cli.inputs import check_inputs
     from qat.data.sources import check_source

@@ -4,22 +4,11 @@ With `H = mean(x x^T)` over the layer's inputs the layer's output error is `tr((
 W_q)^T)`. Indices are chosen column by column in falling order of `diag(H)`, and each error is
 compensated in the columns that follow (GPTQ, arXiv:2210.17323). After that the levels are solved
 against `H`, and scales and indices are improved by coordinate descent, in turns (as in LNQ,
-arXiv:2505.07004).
+arXiv:2505.07004). Weights that share their inputs (q, k, v) are swept together, because rows are
+independent.
 
-Weights that share their inputs (q, k, v) are swept together, because rows are independent.
-
-Quantized layers pass wrong inputs on. A linear fitted to its own weight passes that error through;
-one that is aimed first (`aim_all`) corrects the part that its inputs predict. Minimising the mean
-of `|W x_f + s_f - W' x - s|^2` over the tokens gives
-
-    W' = W + (W mean((x_f - x) x^T) + mean((s_f - s) x^T)) H^-1,    H = mean(x x^T),
-
-where x and x_f are the inputs of the student's and the teacher's linear, and s and s_f are the
-residual streams that the output is added to (left out where there is none). The first term is that
-of QEP (arXiv:2504.09629), which GPTAQ shares (asymmetric calibration, arXiv:2504.02692); the second
-extends it to the sum that the next block reads.
-
-Shapes: O rows of all weights together, I in_features, G groups per row, C codebook entries.
+Shapes: O rows of all weights together, I in_features, G groups per row, C codebook entries, B
+columns of a block.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,23 +46,16 @@ from qat.quant.weight import (
     round_scales,
 )
 
-# One sweep over the columns of a weight: each takes its nearest level given all the others.
+# Feedback (GPTQ) and coordinate descent are the same sweep over columns. The target of column i is
+# `w_i + sum_j A_ij r_j`, where `r = w - q` is the current residual of the columns. The sweep rounds
+# that target, which leaves a residual of its own. The two differ only in the coupling `A`, which is
+# zero on its diagonal: the unit triangular factor of `H`, or `H` over its diagonal.
 #
-# Feedback (GPTQ, arXiv:2210.17323) and coordinate descent are the same sweep. The target of column
-# i is `w_i + sum_j A_ij r_j`, where `r = w - q` is the current residual of the columns. The sweep
-# rounds that target, which leaves a residual of its own. The two differ only in the coupling `A`,
-# which is zero on its diagonal: the unit triangular factor of `H`, or `H` over its diagonal.
-#
-# Weights are transposed, so that a column of all rows is contiguous. Columns are processed in
-# blocks: one matmul adds the residuals of all columns to a block's targets, and inside the block
-# changes are propagated column by column.
-#
-# Shapes: I in_features, O rows of all weights that share the inputs, G scale rows, C codebook
-# entries, B columns of a block.
+# Weights are transposed, so that a column of all rows is contiguous. One matmul adds the residuals
+# of all columns to the targets of a block; inside it changes are propagated column by column.
 
-# Columns of a block, and of a piece whose changes reach the rest of the block in one matmul.
-OUTER = 256
-INNER = 32
+OUTER = 256  # columns of a block
+INNER = 32  # columns of a piece, whose changes reach the rest of the block in one matmul
 
 
 @dataclass
@@ -629,8 +611,15 @@ def aim_all(
 ) -> list[Tensor]:
     """Return `W + shrink (W' - W)` for each of `weights` `(O_n, I)`, which share their inputs.
 
-    `H` is damped as in the fit and solved in float64. A weight whose correction is not finite is
-    returned unchanged.
+    Quantized layers pass wrong inputs on; W' corrects the part of their error that the inputs
+    predict. Minimising the mean of `|W x_f + s_f - W' x - s|^2` over the tokens gives
+
+        W' = W + (W mean((x_f - x) x^T) + mean((s_f - s) x^T)) H^-1,    H = mean(x x^T),
+
+    where x and x_f are the inputs of the student's and the teacher's linear, and s and s_f the
+    residual streams that the output is added to. The first term is that of QEP (arXiv:2504.09629)
+    and GPTAQ (arXiv:2504.02692). `H` is damped as in the fit. A weight whose correction is not
+    finite is returned unchanged.
 
     Args:
         hessian: `mean(x x^T)`, `(I, I)`.
