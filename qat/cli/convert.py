@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from qat.convert.bits_budget import BudgetReport, FormatTrial
+    from qat.convert.forecast import Forecast
     from qat.convert.importing import ImportReport
     from qat.convert.quantize import ModuleReport, QuantizeReport
     from qat.logs import Terminal
@@ -155,23 +156,37 @@ def forecast_conversion(
     Raises:
         ConfigError, CheckpointError, ExportError: what the conversion itself would refuse.
     """
+    from qat.convert.forecast import forecast
+    from qat.export.targets import shipping_to
+    from qat.logs import Terminal
+
+    found = forecast(source, config, shipping_to(targets))
+    _warn(found.sizes, found.float_tables_frac, Terminal())
+    return show_forecast(found, found.minutes, found.memory_gib)
+
+
+def show_forecast(
+    found: "Forecast", minutes: float, memory_gib: float, **counts: int
+) -> dict[str, object]:
+    """Show what a conversion, or all of `qat run`, will make and take, and return it.
+
+    `counts` are further columns of the table.
+    """
     from rich.table import Table
 
-    from qat.convert.forecast import forecast
-    from qat.export.targets import model_ships_to, shipping_to
+    from qat.export.targets import model_ships_to
     from qat.logs import Terminal, duration
     from qat.models.sizes import SIZE_COLUMNS
 
-    found, console = forecast(source, config, shipping_to(targets)), Terminal()
-    table = Table(*SIZE_COLUMNS, "time, about", "memory, about")
-    taken = (duration(60 * found.minutes), f"{found.memory_gib:.1f} GiB")
-    table.add_row(*found.sizes.cells(), *taken)
-    _warn(found.sizes, found.float_tables_frac, console)
-    console.print(table)
+    table = Table(*SIZE_COLUMNS, *counts, "time, about", "memory, about")
+    taken = (duration(60 * minutes), f"{memory_gib:.1f} GiB")
+    table.add_row(*found.sizes.cells(), *(f"{n:,}" for n in counts.values()), *taken)
+    Terminal().print(table)
     return {
         **found.sizes.rounded(),
-        "minutes": round(found.minutes, 1),
-        "memory_gib": round(found.memory_gib, 2),
+        **counts,
+        "minutes": round(minutes, 1),
+        "memory_gib": round(memory_gib, 2),
         "ships_to": show_lacks(model_ships_to(found.model)),
     }
 

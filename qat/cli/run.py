@@ -33,7 +33,7 @@ from qat.cli.before_run import (
     forecast_run,
     foreseen,
 )
-from qat.cli.convert import Targets
+from qat.cli.convert import Targets, show_forecast
 from qat.cli.parser import app, mistake, run_verb, verb_flags
 from qat.config import (
     Careful,
@@ -53,7 +53,7 @@ from qat.errors import ConfigError, ExportError, QatError, Stopped
 from qat.evaluate.config import EvalConfig
 from qat.export.config import ExportConfig, TargetName
 from qat.files import check_free, held, parse_json, write_atomically
-from qat.logs import EXAM, RECIPE, SAMPLES, STUDENT, SUMMARY, Terminal, duration
+from qat.logs import EXAM, RECIPE, SAMPLES, STUDENT, SUMMARY, Terminal
 from qat.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -544,12 +544,6 @@ class Run:
 
     def predict(self) -> dict[str, object]:
         """Show what the stages will make and take, and return it; nothing is written."""
-        from rich.table import Table as Cells
-
-        from qat.cli.export import show_lacks
-        from qat.export.targets import model_ships_to
-        from qat.models.sizes import SIZE_COLUMNS
-
         text, cache = self.text, self.configs["cache"]
         if text is None:
             text = TextFound(cache.num_sequences, cache.sequence_length)
@@ -557,19 +551,9 @@ class Run:
             self._fit_to(text.sequences)
         forecast = self.forecast or self._foreseen()
         found = forecast_run(forecast, self._stages(), text)
-        sizes, train = forecast.sizes, self.configs["train"]
-        table = Cells(*SIZE_COLUMNS, "steps", "time, about", "memory, about")
-        taken = (duration(60 * found.minutes), f"{found.memory_gib:.1f} GiB")
-        table.add_row(*sizes.cells(), f"{train.max_steps:,}", *taken)
-        self.pipeline.console.print(table)
-        return {
-            **sizes.rounded(),
-            "steps": train.max_steps,
-            "minutes": round(found.minutes, 1),
-            "memory_gib": round(found.memory_gib, 2),
-            "for": list(self.targets),
-            "ships_to": show_lacks(model_ships_to(forecast.model)),
-        }
+        steps = self.configs["train"].max_steps
+        shown = show_forecast(forecast, found.minutes, found.memory_gib, steps=steps)
+        return {**shown, "for": list(self.targets)}
 
     def go(self) -> dict[str, object]:
         """Make what is not made yet; show the teacher beside the students, and what comes next."""

@@ -6,15 +6,20 @@ logs a warning and ends.
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from qat.errors import ConfigError, how_to_install, is_installed
-from qat.extensions.trackers import curves
-from qat.extensions.trackers.curves import Curves, Tracker, TrackerStart
+from qat.extensions.trackers.curves import (
+    Curves,
+    TensorBoard,
+    Tracker,
+    TrackerStart,
+    Trackio,
+    Wandb,
+)
 from qat.extensions.trackers.upload import Upload, check_folder, restore
 from qat.logs import FACTS
 from qat.observe.config import TrackConfig
@@ -24,8 +29,12 @@ __all__ = ["follow", "restore"]
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
-TRACKERS = {"wandb": "Wandb", "tensorboard": "TensorBoard", "trackio": "Trackio"}
-"""The tracker class by flag; the flag is also the name of the library and of qat's extra."""
+# by flag, which is also the name of the library and of qat's extra
+TRACKERS: dict[str, Callable[[TrackerStart], Tracker]] = {
+    "wandb": Wandb,
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+}
 
 
 class Follower(Protocol):
@@ -78,17 +87,12 @@ def _followers(run: Path, config: TrackConfig) -> list[Follower]:
             )
     project = {"wandb": config.wandb_project}
     found: list[Follower] = [
-        Curves(run, flag, partial(_open_tracker, flag), project=project.get(flag, "qat"))
-        for flag in wanted
+        Curves(run, flag, TRACKERS[flag], project=project.get(flag, "qat")) for flag in wanted
     ]
     if config.gdrive_dir is not None:
         check_folder(run, config.gdrive_dir)
         found.append(Upload(run, config.gdrive_dir, config.gdrive_state_gib))
     return found
-
-
-def _open_tracker(flag: str, start: TrackerStart) -> Tracker:
-    return getattr(curves, TRACKERS[flag])(start)
 
 
 class _Thread(threading.Thread):

@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Memory]:
         found.append(Memory(start, fail_at=3 if flag == "wandb" else -1))
         return found[-1]
 
-    monkeypatch.setattr(follow, "_open_tracker", open_tracker)
+    opening = {flag: partial(open_tracker, flag) for flag in follow.TRACKERS}
+    monkeypatch.setattr(follow, "TRACKERS", opening)
     monkeypatch.setattr(follow, "POLL_S", 0.01)
     return found
 
