@@ -33,7 +33,7 @@ class Verb(NamedTuple):
     example: str | None = None
 
 
-VERBS = {
+VERBS = {  # in the order of a student's life
     "sample": Verb(
         "sample:sample",
         "Write what MODEL says as rows that 'qat cache --data' reads; goes on where it stopped.",
@@ -83,7 +83,6 @@ VERBS = {
         "qat demo --out demo",
     ),
 }
-"""The verbs in the order of a student's life."""
 
 app.meta.suppress_keyboard_interrupt = False  # main says it in a line
 app.register_install_completion_command(help="Let the shell complete verbs and flags.")

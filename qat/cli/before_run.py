@@ -18,10 +18,8 @@ from qat.train.config import TrainConfig
 if TYPE_CHECKING:
     from qat.convert.forecast import Forecast
 
-SHARE_OF_PRODUCT = 0.3
-"""The fraction of a large product's speed that a whole forward or backward reaches."""
-STUDENT_BYTES = 20
-"""Bytes of training for a weight that learns: latent, gradient, two moments, formed weight."""
+SHARE_OF_PRODUCT = 0.3  # of a large product's speed, which a whole forward or backward reaches
+STUDENT_BYTES = 20  # of a weight that learns: latent, gradient, two moments, formed weight
 
 
 class Stages(NamedTuple):

@@ -36,9 +36,8 @@ SUMMARY = (
     "peak_reserved_gib",
 )
 SUMMARY_DIGITS = 6
-FILE_WIDTH, ATTENTION_WIDTH, SWEEP_WIDTH = 120, 130, 240
-"""Columns of a table where output goes to a file."""
-SPEED_COLUMNS = (
+FILE_WIDTH, ATTENTION_WIDTH, SWEEP_WIDTH = 120, 130, 240  # columns where output goes to a file
+SPEED_COLUMNS = (  # the reference's columns, MFU beside them
     ("Batch", "batch_size", "{}", 1),
     ("Step(s)", "step_s", "{:.4g}", 1),
     ("Memory", "peak_gib", "{:.2f} GiB", 1),
@@ -49,7 +48,6 @@ SPEED_COLUMNS = (
     ("MFU", "mfu_frac", "{:.3f}", 1),
     ("of matmul", "mfu_of_matmul_frac", "{:.3f}", 1),
 )
-"""The reference's columns, MFU beside them."""
 ATTENTION_COLUMNS = (
     ("Way", "way", "{}", 1),
     ("Pass", "pass", "{}", 1),

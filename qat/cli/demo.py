@@ -15,12 +15,9 @@ from qat.files import held
 
 TINY_TEACHER = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny-qwen3"
 PROMPT = "Return the number of"
-SEQUENCES, TOKENS, BATCH = 3000, 64, 16
-"""Training sequences, their tokens, and sequences in a step: 300 steps read them 1.6 times."""
-GROUP = 64
-"""Weights that share a scale: 2.13 bits a weight, coarse enough that rounding does damage."""
-ROWS = ("hidden_size", "intermediate_size", "head_dim")
-"""Keys of a model's config whose sizes divide the rows of its linears."""
+SEQUENCES, TOKENS, BATCH = 3000, 64, 16  # 300 steps read the sequences 1.6 times
+GROUP = 64  # 2.13 bits a weight, coarse enough that rounding does damage
+ROWS = ("hidden_size", "intermediate_size", "head_dim")  # config keys of what divides rows
 
 
 def demo(

@@ -15,8 +15,7 @@ from qat.models.directory import resolve, stored_config
 from qat.train.config import StepConfig
 
 MODEL, CACHE = KINDS["config.json"], KINDS["manifest.json"]
-NO_TEXTS = set(KINDS.values()) - {CACHE}
-"""The kinds of directories that hold text files, but none to learn from."""
+NO_TEXTS = set(KINDS.values()) - {CACHE}  # directories of files, but none to learn from
 
 logger = logging.getLogger(__name__)
 

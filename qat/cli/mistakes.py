@@ -15,10 +15,9 @@ from qat.config import Knows, explain
 from qat.errors import nearest
 from qat.hooks import HOW_TO_INSTALL, hooks
 
-EXTENSION_OF = {
+EXTENSION_OF = {  # the extension that adds a verb, where it is not installed
     ("bench", verb): "lab" for verb in ("baselines", "quality", "kernels", "compare", "record")
 }
-"""The extension that adds a verb, for the message where it is not installed."""
 
 
 class Mistake(NamedTuple):
@@ -218,12 +217,11 @@ def _bad_value(error: cyclopts.CoercionError | cyclopts.ValidationError) -> str:
     return f"{given}: expected {kind}" if kind else str(error)
 
 
-ALWAYS = ("--help", "--version", "--install-completion")
-"""Flags that every verb has, which are no arguments of any."""
+ALWAYS = ("--help", "--version", "--install-completion")  # of every verb
 
 MODEL = "the model is the first word behind the verb; in qat cache it is --teacher"
 
-COMMON: dict[str, str] = {
+COMMON: dict[str, str] = {  # flags of other programs: what does the same in qat
     "--model": MODEL,
     "--model-name-or-path": MODEL,
     "--checkpoint": MODEL,
@@ -234,4 +232,3 @@ COMMON: dict[str, str] = {
     "--quantize": "--to of qat convert",
     "--bits": "--to of qat convert, a preset such as q2a4 or q4a4",
 }
-"""Flags that other programs have: what does the same in qat."""

@@ -258,8 +258,7 @@ def best_step(model: Path) -> int | None:
 
 DEFAULT_PLAN = "q2a4"
 PACKED: tuple[TargetName, ...] = ("packed",)
-DEFAULT_TARGETS: tuple[TargetName, ...] = ("gguf",)
-"""The targets of a student if none is named: the format that most programs open."""
+DEFAULT_TARGETS: tuple[TargetName, ...] = ("gguf",)  # the format that most programs open
 STAGES = ("cache", "convert", "train", "eval", "export")
 SETTINGS: dict[str, type[Settings]] = {
     "cache": CacheConfig,
@@ -268,31 +267,27 @@ SETTINGS: dict[str, type[Settings]] = {
     "eval": EvalConfig,
     "export": ExportConfig,
 }
-PLACES = {"convert": "converted", "train": "trained"}
-"""Directories that are not called as their stage."""
-FOUND = {
+PLACES = {"convert": "converted", "train": "trained"}  # not called as their stage
+FOUND = {  # settings of each stage that `qat run` sets itself, as it does `out`; recipes may not
     "cache": {"teacher", "data"},
     "convert": {"source", "for"},
     "train": {"student", "cache_dir", "resume", "dry_run"},
     "eval": {"student", "teacher", "cache_dir"},
     "export": {"model", "to"},
 }
-"""Settings of each stage that `qat run` sets itself, as it does `out`; recipes may not."""
 FEW_DOCUMENTS, FEW_HELD_OUT, SHARE_OF_FEW = 400, 64, 0.2
 """With fewer documents, or fewer held-out sequences, `SHARE_OF_FEW` of the text is held out."""
 PASSES, SHORTEST = 10, 20  # the most passes over a small text, and the fewest steps of a training
-STEPS_A_PASS = 8
-"""The fewest steps in which a small text is read once: its batches are smaller for it."""
+STEPS_A_PASS = 8  # the fewest steps in which a small text is read once: its batches are smaller
 EVERYWHERE = {"device", "dtype", "xla_cache_dir", "trust_remote_code"}
 """Settings that mean the same in several stages: a flag sets them in all but export."""
 OWNERS = {"batch_size": "train", "seed": "train"}
 """The stage that a flag sets where several stages have the setting; by default the first."""
-SHOWN = {
+SHOWN = {  # flags of the stages that the help lists
     *("format", "text_field", "held_out", "embedding_bits", "bits_budget", "group_size"),
     *("learn", "loss", "batch_size", "grad_accum_steps", "gradient_checkpointing"),
     *("lr", "lr_scales", "lr_codebook"),
 }
-"""Flags of the stages that the help lists."""
 
 
 def _routes() -> dict[str, tuple[str, ...]]:

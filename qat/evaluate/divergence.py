@@ -19,22 +19,19 @@ from qat.models.language_model import LanguageModel, judging
 
 KD_TEMPERATURE = 2.0  # the temperature of the reference system's published KD numbers
 
-CHUNK_TOKENS = 1024
-"""Rows of logits that exist at once: 0.6 GB in float32 at a vocabulary of 150,000."""
+CHUNK_TOKENS = 1024  # rows of logits at once: 0.6 GB in float32 at a vocabulary of 150,000
 
 
 class Divergence(NamedTuple):
     """Means over valid tokens; None if the batches lack the targets for a metric."""
 
     num_tokens: int  # number of valid tokens
-    kd_nats: float | None
-    """The loss `candidates` at temperature 2: the reference system's KD number."""
+    kd_nats: float | None  # `candidates` at temperature 2: the reference system's KD number
     kl_tail_nats: float | None
     """KL over the teacher's top K and one outcome for the rest: a lower bound on the KL."""
     sampled_ce_nats: float | None
     """Cross-entropy with the teacher's draws: in expectation the KL plus the teacher's entropy."""
-    top1_frac: float | None
-    """Fraction of tokens where student and teacher have the same most likely token."""
+    top1_frac: float | None  # of tokens, where student and teacher have the same likeliest one
     ppl: float | None  # perplexity on the labels
 
 
@@ -44,8 +41,7 @@ class CachedTeacher(NamedTuple):
     teacher_ppl_floor: float
     """Lower bound on its perplexity on the labels: a label outside the top K gets the mass of the
     whole tail."""
-    teacher_entropy_floor_nats: float
-    """Lower bound on its entropy in nats: the tail counts as one outcome."""
+    teacher_entropy_floor_nats: float  # lower bound on its entropy: the tail counts as one outcome
     labels_outside_frac: float  # fraction of labels outside its top K; at 0 its perplexity is exact
 
 

@@ -207,12 +207,10 @@ def without_teacher(input_ids: Tensor, position_ids: Tensor, mask: Tensor, label
 class Perplexity(NamedTuple):
     """The perplexity of a model on a text."""
 
-    num_tokens: int
-    """Number of tokens scored: all but a text's first; in chats the assistants' tokens."""
+    num_tokens: int  # scored: all but a text's first; in chats the assistants' tokens
     nats_per_token: float  # mean of `-log q` over the tokens scored
     ppl: float  # perplexity `exp(nats_per_token)`; depends on the tokenizer
-    bits_per_byte: float
-    """Bits of all tokens scored over the bytes of counted text; independent of the tokenizer."""
+    bits_per_byte: float  # bits of the tokens scored over bytes of the text; whatever the tokenizer
 
 
 def text_perplexity(

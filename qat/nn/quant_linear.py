@@ -41,13 +41,12 @@ from qat.quant.weight import (
     round_scales,
 )
 
-KIND_OF = {
+KIND_OF = {  # of each parameter of a quantized weight, as named in the setting `learn`
     "weight": "weights",
     "codebook": "codebook",
     **dict.fromkeys(SCALE_NAMES, "scales"),
     **dict.fromkeys(LORA_NAMES, "lora"),
 }
-"""Kind of each parameter of a quantized weight, as named in the setting `learn`."""
 
 
 class SharedBuffer(NamedTuple):

@@ -36,10 +36,8 @@ from transformers.pytorch_utils import Conv1D
 
 from qat.nn.quant_linear import QuantLinear
 
-INNER = "down_proj"
-"""The projection of an expert whose input is the result of its other projections."""
-PROJECTIONS = ("gate_up_proj", "up_proj", INNER)
-"""Parameters that hold experts in transformers' interface."""
+INNER = "down_proj"  # the projection of an expert whose input is the result of its others
+PROJECTIONS = ("gate_up_proj", "up_proj", INNER)  # experts in transformers' interface
 
 
 class Stack(NamedTuple):
@@ -49,13 +47,12 @@ class Stack(NamedTuple):
     is_transposed: bool = False
 
 
-STACKS = {
+STACKS = {  # by class name, for experts that do not use transformers' interface
     "Llama4TextExperts": Stack(PROJECTIONS, is_transposed=True),
     "LongcatFlashExperts": Stack(PROJECTIONS),
     "JetMoeParallelExperts": Stack(("weight",)),
     "InklingSharedExperts": Stack(("gate_proj", "up_proj", "down_proj")),
 }
-"""Layouts by class name, for experts that do not use transformers' experts interface."""
 PRODUCTS = (F.linear, torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm)
 """Operators that multiply inputs by the weight of an expert."""
 ROUTERS = ("gate", "router", "shared_expert_gate", "shared_gate")
@@ -64,13 +61,12 @@ so they stay in floating point.
 """
 
 
-MORE_THAN_LINEAR = (
+MORE_THAN_LINEAR = (  # their matrices do not map a whole token linearly: they stay in floats
     "Llama4Router",
     "PhimoeTopKRouter",
     "DeepseekV4GroupedLinear",
     "RecurrentGemmaRglru",
 )
-"""Classes whose matrices do not map a whole token linearly; they stay in floating point."""
 NARROWEST = 16  # fewest inputs of a quantized linear: below, scales cost more than indices save
 
 

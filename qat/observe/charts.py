@@ -18,19 +18,17 @@ from qat.observe.summary import Result
 
 SERIES = ("#3b6fd4", "#d9822b", "#2f9e76", "#b5499c", "#8a6fdf", "#c9a227", "#4aa3c7", "#d1495b")
 COLORS = SERIES * 4  # a chart of more runs than that is unreadable
-WIDTH, LEGEND_MARK, LEGEND_LETTER = 5.6, 0.65, 0.085
-"""Inches: the width of a chart, of the mark before a legend entry, and of a letter in it."""
+WIDTH, LEGEND_MARK, LEGEND_LETTER = 5.6, 0.65, 0.085  # inches: a chart, a legend's mark, a letter
 LONGEST_NAME = 56
 MARKERS = {1: "v", 2: "D", 3: "^", 4: "o"}
 MAX_POINTS = 800
 SAME_BITS = 1.05
 """Bits per weight within this ratio count as the same place on the axis: scales and codebooks of
 one format cost slightly different bits in weights of different sizes."""
-DISTANCES = {
+DISTANCES = {  # from the teacher on held-out text: the line style and the label of each
     "kl_tail_nats": ("-", "KL with tail"),
     "kd_nats": ("--", "KD"),
 }
-"""Distances from the teacher on held-out text: the line style and the label of each."""
 NEAR = 0.06  # labels of dots closer than this fraction of both axes are stacked
 WIDE, VERY_WIDE = 5.0, 100.0
 """Axes are logarithmic from `WIDE` times between the least and the largest value, and have fewer

@@ -9,15 +9,13 @@ from qat.observe.runs import TrainingRun
 
 State = Literal["ok", "look", "bad"]
 LEAST_BEATS = 10  # fewest heartbeats from which speed, memory and waiting can be judged
-SPREAD_FRAC, GROWTH_FRAC, WAIT_FRAC = 0.1, 0.05, 0.05
-"""Limits: speed around its median, memory growth from the first tenth to the last, data wait."""
+SPREAD_FRAC, GROWTH_FRAC, WAIT_FRAC = 0.1, 0.05, 0.05  # limits of speed, memory, data wait
 SLOW_TIMES = 1.2  # limit of the slowest rank's own time, relative to the median of the others
 LEAST_GROWTH_MIB = 64.0  # smaller growth is ignored
 LEAST_RECALL_FRAC, LEAST_SELECTED_FRAC = 0.9, 0.05
 """Least recall of sparse attention (dense mass in the chosen blocks), and least gate share of the
 selected branch."""
-MOST_COLLAPSED_FRAC = 0.5
-"""Largest share of a layer's gates that may give one branch almost all the weight."""
+MOST_COLLAPSED_FRAC = 0.5  # of a layer's gates, which give one branch almost all the weight
 LEAST_LOSSES = 40  # fewest logged losses from which a trend can be judged
 TO_ERROR = 1.4826 * 1.2533
 """Factor from a median absolute deviation to the standard error of a median times sqrt(n): 1.4826

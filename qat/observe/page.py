@@ -48,12 +48,11 @@ COLUMNS = (
     ("device", ""),
 )
 BEST_COLUMNS = (3, 4, 6)
-SIGNS = (b'<meta name="generator" content="qat">', b"Software\0qat")
-"""Marks in the first `SIGNED_BYTES` of every page and picture that a report wrote."""
+SIGNS = (b'<meta name="generator" content="qat">', b"Software\0qat")  # marks of what a report wrote
 SIGNED_BYTES = 4096
 ARROW = "\u2192"
 HASH = re.compile(r"[0-9a-f]{13,}")  # a hash that is too long to compare by eye
-LAYER_COLUMNS = (
+LAYER_COLUMNS = (  # health of a sparse attention layer: keys and titles
     ("layer", "layer"),
     ("route", "computed by"),
     ("recall_frac", "block recall, %"),
@@ -65,7 +64,6 @@ LAYER_COLUMNS = (
     ("gate_largest_frac", "largest gate, %"),
     ("collapse_frac", "collapsed, %"),
 )
-"""Keys of the health of a sparse attention layer, and their column titles."""
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from qat.logs import (
 from qat.models.directory import RUN_POINTERS, pointed
 
 Line = dict[str, Any]  # one parsed JSON line of metrics, a heartbeat or events
-NOTHING: Line = {"step": 0, "elapsed_s": 0.0}
-"""The starting point before the first heartbeat: step 0 at 0 s."""
+NOTHING: Line = {"step": 0, "elapsed_s": 0.0}  # before the first heartbeat
 SCORES = {
     "kl_tail_nats": "tail KL",
     "sampled_ce_nats": "cross-entropy with draws",
@@ -96,13 +95,10 @@ class Conversion(BaseModel):
     source: str
     plan: str
     seconds: float
-    bits_per_weight: float | None
-    """Bits per weight of the quantized modules; None if none is quantized."""
-    whole_bits_per_weight: float | None = None
-    """Bits per weight of the whole file; None if the report lacks it."""
+    bits_per_weight: float | None  # of the quantized modules; None if none is quantized
+    whole_bits_per_weight: float | None = None  # of the whole file; None if the report lacks it
     modules: list[Module]
-    activations: dict[str, int] = {}
-    """The number of linears and tables that quantize their input, by input format."""
+    activations: dict[str, int] = {}  # linears and tables that quantize their input, by kind
     kv: Kv | None = None  # the KV cache format; None if keys and values are not quantized
 
     @property
@@ -286,7 +282,7 @@ EXAM_COLUMNS = (
     "same next word",
     "KL",
 )
-EXAM_CELLS = {
+EXAM_CELLS = {  # the keys of a row and the format of each number
     "megabytes": "{:.2f}",
     "whole_bits_per_weight": "{:.2f}",
     "bits_per_weight": "{:.2f}",
@@ -294,7 +290,6 @@ EXAM_CELLS = {
     "top1_frac": "{:.1%}",
     "kl_nats": "{:.4f}",
 }
-"""The keys of a row and the format of each number."""
 EXAM_CAPTION = (
     "All on the same text, which was kept from training. MB: the weights on disk; bits per weight: "
     "the whole file, and its linear layers alone. Perplexity: among how many words the model "

@@ -16,7 +16,7 @@ from qat.models.sizes import source_megabytes
 from qat.observe.runs import Conversion, Exams, TrainingRun
 
 DEMO_TEXT = "stdlib"
-USES = {
+USES = {  # the command that uses an exported directory, for targets that have a short one
     "packed": 'qat generate {path} --prompt "..."',
     "dense": 'qat generate {path} --prompt "..."',
     "gguf": 'llama-cli -m {file} -p "..."',
@@ -24,7 +24,6 @@ USES = {
     "compressed-tensors": "vllm serve {path}",
     "nvfp4": "vllm serve {path}",
 }
-"""The command that uses an exported directory, for each target that has a short one."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,9 @@ class Summary:
     model: str
     text: str
     date: str
-    results: list[Result] = field(default_factory=list)
-    """The teacher first, the finished student last."""
+    results: list[Result] = field(default_factory=list)  # the teacher first, the student last
     sample: Sample | None = None
-    commands: list[str] = field(default_factory=list)
-    """Commands that use the student, each ready to copy."""
+    commands: list[str] = field(default_factory=list)  # to use the student, ready to copy
 
     @property
     def title(self) -> str:

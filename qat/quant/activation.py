@@ -15,11 +15,9 @@ from torch import Tensor
 from qat.quant.spec import ActivationKind
 
 LEVELS = 127  # the largest level of symmetric int8; -128 is not used
-LOWEST, HIGHEST = -128, 127
-"""The range of int8 levels when asymmetric or static, where engines saturate."""
+LOWEST, HIGHEST = -128, 127  # int8 when asymmetric or static, where engines saturate
 LARGEST_E4M3 = 448.0  # the largest finite number of `torch.float8_e4m3fn`
-SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
-"""The scale of a token whose values are all zero, as in torchao."""
+SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal  # of zeros alone, as in torchao
 HALF_DROPS = 13  # bits of a float32 mantissa that a float16 cannot hold
 
 

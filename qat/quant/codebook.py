@@ -24,20 +24,17 @@ from qat.backend.device import on
 from qat.quant.spec import LutSpec
 from qat.quant.weight import index_dtype
 
-SCORES_IN_CACHE, SCORES = 2**18, 2**26
-"""The number of vector-codeword scores computed at a time, on a CPU and on other devices."""
+SCORES_IN_CACHE, SCORES = 2**18, 2**26  # computed at a time, on a CPU and on other devices
 FEW = 16  # up to this many levels, comparing with each is faster than searching
 BINS = 2**13  # bins that the search for the midpoints between levels uses
 START_BINS = 1536  # bins of the histogram that the exact start splits
 POLISH_BINS = 65536  # bins of the finer histogram for Lloyd's steps
 POLISH_STEPS = 300  # the most Lloyd's steps; they stop earlier when no level moves
-CAPPED = 8
-"""Rounds that cap gaps wider than one bin; each round leaves more bins for the other gaps."""
+CAPPED = 8  # rounds that cap gaps wider than one bin, which leaves more bins for the others
 MOST_INSIDE = 1e-4
 """Largest share of the error that may lie within bins, where levels cannot separate values."""
 
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-"""The non-negative floats of 2 exponent bits and 1 mantissa bit, ascending."""
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # the floats of this name from 0
 
 Array = NDArray[Any]
 

@@ -69,12 +69,9 @@ class Columns:
     residual: Tensor  # `(I, O)`: the weight minus its quantized value
     chosen: Tensor  # `(I, O)`: the codebook value that each weight takes
     scales: Tensor  # `(G, O)`: G divides I, and the first I / G columns use the first row
-    levels: Tensor
-    """`(C, O)`: the ascending codebook of each row; for vectors `(C, d)`: the codebook of all
-    rows."""
+    levels: Tensor  # `(C, O)`: ascending, of each row; for vectors `(C, d)`, of all rows
     scale_bits: int = 16  # bits of a group scale in a checkpoint
-    indices: Tensor | None = None
-    """`(I / d, O)`: the codeword that each vector takes; None for scalar levels."""
+    indices: Tensor | None = None  # `(I / d, O)`: of vectors; None for levels
     metric: Tensor | None = None
     """`(I, d)`, one square block below the other: the metric of each vector's error in a sweep;
     None for scalar levels."""
@@ -272,8 +269,7 @@ def _spans(length: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-DAMPING = 0.01
-"""Fraction of the mean diagonal that is added to a Hessian (as in GPTQ, arXiv:2210.17323)."""
+DAMPING = 0.01  # of the mean diagonal, added to a Hessian (as in GPTQ, arXiv:2210.17323)
 MOST_DAMPING = 10.0  # largest damping to try; a second moment summed in float32 needs at most 1
 TINY = torch.finfo(torch.float32).tiny
 SHRINK = 0.5
@@ -291,11 +287,8 @@ class InputFit(NamedTuple):
     """A quantized weight and its effect on the layer's output."""
 
     quantized: QuantizedWeight
-    output_error: float
-    """`norm(x (W - W_q)^T) / norm(x W^T)` over the inputs behind the damped Hessian."""
-    damping: float = DAMPING
-    """Fraction of the mean diagonal that was added to the Hessian (the largest over all
-    experts)."""
+    output_error: float  # `norm(x (W - W_q)^T) / norm(x W^T)`, x behind the damped Hessian
+    damping: float = DAMPING  # of the mean diagonal, added to the Hessian; the most over experts
 
 
 def fit_all_to_inputs(

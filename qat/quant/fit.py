@@ -30,18 +30,14 @@ from qat.quant.weight import (
 )
 
 TINY = torch.finfo(torch.float32).tiny
-RIDGE = 1e-6
-"""Ridge added to the normal equations of low-rank scales, as a fraction of their mean diagonal."""
+RIDGE = 1e-6  # of the normal equations of low-rank scales, a fraction of their mean diagonal
 ROUNDS = 10  # rounds of indices, levels and scales; the best one is kept
 ROUNDS_OF_VECTORS = 4  # rounds for codewords, whose searches take longer
-LLOYD_STEPS = 15
-"""Steps of k-means for vectors before the scales move; there is no exact start as in 1D."""
+LLOYD_STEPS = 15  # of k-means for vectors before the scales move: there is no exact start as in 1D
 VECTORS_EACH = 32  # the least number of vectors per codeword in the sample that k-means starts from
-ROUNDS_OF_ALL_ROWS = 3
-"""Rounds of scales and indices for all rows, under levels learned from a sample."""
+ROUNDS_OF_ALL_ROWS = 3  # of scales and indices, under levels learned from a sample
 SAMPLE = 2**17  # weights that the levels are learned from
-PIECE_IN_CACHE, PIECE = 2**19, 2**24
-"""Weights whose scales and indices are found at a time, on a CPU and on other devices."""
+PIECE_IN_CACHE, PIECE = 2**19, 2**24  # weights at a time, on a CPU and on other devices
 
 
 def absmax_scales(weight: Tensor, group_size: int) -> Tensor:

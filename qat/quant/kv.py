@@ -29,8 +29,7 @@ EXPONENT = 18
 """The smallest scale is `2**-EXPONENT`. The largest is 15,360: 15 of them cover 131,008, the range
 of float16."""
 LARGEST = 65504.0  # the largest number that is kept, the maximum of float16
-OFFSET = (127 - EXPONENT) << 3
-"""The difference between the upper 12 bits of a float32 and the byte of a scale."""
+OFFSET = (127 - EXPONENT) << 3  # from the upper 12 bits of a float32 to the byte of a scale
 REST = 20  # bits of a float32 below those upper 12
 Index = Tensor | slice | int  # an index of one dimension
 

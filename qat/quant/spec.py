@@ -14,19 +14,17 @@ ActivationKind = Literal["int8", "int8-asymmetric", "int8-static", "fp8"]
 ACTIVATION_KINDS: tuple[ActivationKind, ...] = get_args(ActivationKind)
 CodebookKind = Literal["lut", "seq", "int", "ternary", "e2m1"]
 Role = Literal["mlp", "attention", "other"]
-SUFFIX_OF: dict[ActivationKind, str] = {
+SUFFIX_OF: dict[ActivationKind, str] = {  # of a plan's name for each way to quantize inputs
     "int8": "a8",
     "int8-asymmetric": "a8z",
     "int8-static": "a8s",
     "fp8": "f8",
 }
-"""The suffix of a plan's name for each way to quantize inputs."""
-ROLE_PARTS: dict[Role, str] = {
+ROLE_PARTS: dict[Role, str] = {  # the names that parts of a decoder block have across families
     "attention": r"attn|attention|conv|mamba|mixer|ssm|temporal|^[qkvo]_proj$|qkv|^query",
     "mlp": r"mlp|ffn|feed_?forward|expert|moe|^ff$|^fc(\d|_|$)|^w[123]$"
     r"|^(gate|up|down|gate_up)_proj$|^dense_.*h$",
 }
-"""Patterns of the names that parts of a decoder block have across model families."""
 
 
 def role_of(name: str) -> Role:
@@ -73,8 +71,7 @@ class LutSpec(Settings):
     group_size: int = Field(default=32, gt=0, le=MOST_FEATURES)
     """Input features that share a scale; with a low-rank scale, the groups that its fit starts
     from."""
-    rank: int = Field(default=0, ge=0, le=MOST_FEATURES)
-    """Rank of a low-rank scale; 0 with group scales."""
+    rank: int = Field(default=0, ge=0, le=MOST_FEATURES)  # of a low-rank scale; 0 with group scales
     scale_bits: Literal[32, 16, 8] = 16
     """Bits of a stored scale: a float32, a float16, or, for group scales only, the upper byte of a
     float16 (5 exponent, 3 mantissa bits). 32 is for imported weights that float16 would change."""
@@ -276,9 +273,7 @@ class ActivationSpec(Settings):
         return self.kind == "int8-static"
 
 
-STEP_BYTES = 4
-"""Bytes for scale and zero of both halves of a head, in a cache of keys or values
-(`qat.quant.kv`)."""
+STEP_BYTES = 4  # scale and zero of both halves of a head, in a cache (`qat.quant.kv`)
 
 
 class KvSpec(Settings):

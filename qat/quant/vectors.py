@@ -20,8 +20,7 @@ from torch import Tensor
 from qat.quant.codebook import best_codewords
 
 PIECE = 2**17  # weights whose nearest codewords are found at a time
-SEED_POOL = 4096
-"""The least number of vectors that seeds are drawn from; twice the codewords if that is more."""
+SEED_POOL = 4096  # the least vectors that seeds are drawn from; twice the codewords if that is more
 SEED_SHARE = 32
 """A round draws one new seed for every so many existing ones. On real weights the fit then errs as
 much as with seeds drawn one by one with 7 trials each, as scikit-learn does."""
@@ -86,8 +85,7 @@ def seeds_in_rounds(pool: Tensor, weights: Tensor, num_seeds: int) -> Tensor:
     return pool[torch.cat(seeds)]
 
 
-Nearest = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""`nearest_vectors`, or a device's kernel for it."""
+Nearest = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # `nearest_vectors`, or a kernel
 
 
 def nearest_vectors(weight: Tensor, S: Tensor, codebook: Tensor, importance: Tensor) -> Tensor:

@@ -112,8 +112,7 @@ class Scales(NamedTuple):
         return self._replace(**cast(dict[str, Any], parts))
 
 
-SCALE_NAMES = ("scales", "scale_out", "rank_gain", "scale_in")
-"""The fields of `Scales` that are tensors."""
+SCALE_NAMES = ("scales", "scale_out", "rank_gain", "scale_in")  # the tensors of `Scales`
 
 
 class QuantizedWeight(NamedTuple):

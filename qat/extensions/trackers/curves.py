@@ -141,8 +141,7 @@ class Logging:
 
 # Trackio's local database (`trackio show --project qat`).
 
-TALKATIVE = ("trackio", "trackio.run", "trackio.utils")
-"""Modules of trackio that print; the library has no option against it."""
+TALKATIVE = ("trackio", "trackio.run", "trackio.utils")  # they print; there is no option
 
 
 class Trackio(Logging):
