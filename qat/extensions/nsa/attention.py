@@ -8,8 +8,11 @@ A swapped module keeps its projections and norms under their names; only its cla
 Shapes: B rows, S positions, H query heads, K key-value heads, D head width.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     apply_rotary_pos_emb,
@@ -19,7 +22,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from qat.errors import ConfigError
-from qat.extensions.nsa.cache import Angles, Heads, NSALayer, PoolWeights, layer_of
+from qat.extensions.nsa.cache import Angles, Heads, PoolWeights, layer_of
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.router import Route, attend, choose
 from qat.extensions.nsa.kernels.select import Inputs, pool
@@ -98,6 +101,18 @@ class NSAParts(nn.Module):
         return pooled_key, pool(value, self.config, self.pool_value)
 
 
+class Call(NamedTuple):
+    """One call of a layer's attention over whole rows."""
+
+    hidden: Tensor
+    """`(B, S, hidden_size)`, the layer's input."""
+    heads: Heads
+    gates: Tensor | None
+    """`(B, S, H, 3)`; None: merged."""
+    angles: Angles
+    rows: TokenRows
+
+
 class NSAAttention(nn.Module):
     """Attention by `NSAConfig` from a family's own projections."""
 
@@ -127,50 +142,33 @@ class NSAAttention(nn.Module):
             )
         heads = self._heads(hidden_states, position_embeddings)
         gates = self.nsa.gates_of(hidden_states)
+        rows = TokenRows() if cache is not None else _rows(attention_mask, **kwargs)
+        call = Call(hidden_states, heads, gates, position_embeddings, rows)
         if cache is None:
-            rows = _rows(attention_mask, **kwargs)
-            out = self.attend(heads, gates, position_embeddings, rows)
+            out = rows.back(self.attend(call), 1)
         else:
-            layer = layer_of(cache, self.layer_idx, self.nsa.config)
-            padding = padding_of(attention_mask)
-            out = self._attend_cached(heads, gates, position_embeddings, layer, padding=padding)
+            out = self._attend_cached(call, cache, padding_of(attention_mask))
         return self.o_proj(out.flatten(2)), None
 
-    def attend(
-        self,
-        heads: Heads,
-        gates: Tensor | None,
-        position_embeddings: Angles,
-        rows: TokenRows,
-    ) -> Tensor:
-        """Return attention of whole rows, `(B, S, H, D)`.
+    def attend(self, call: Call) -> Tensor:
+        """Return attention of whole rows, `(B, S, H, D)`, with tokens in the order of `inputs`."""
+        inputs = self.inputs(call)
+        return attend(inputs, self.nsa.config, self.route(inputs.length, inputs.query.device))
 
-        `gates` are `(B, S, H, 3)`, or None if branches are merged.
-        """
-        inputs = self.inputs(heads, gates, position_embeddings, rows)
-        route = self.route(inputs.length, inputs.query.device)
-        return rows.back(attend(inputs, self.nsa.config, route), 1)
-
-    def _attend_cached(
-        self,
-        heads: Heads,
-        gates: Tensor | None,
-        angles: Angles,
-        layer: NSALayer,
-        *,
-        padding: Tensor | None,
-    ) -> Tensor:
+    def _attend_cached(self, call: Call, cache: Cache, padding: Tensor | None) -> Tensor:
         """Return attention to the new and the cached positions, `(B, S, H, D)`; the cache grows.
 
         On an empty cache all positions are computed at once, later ones one by one; both are the
         same function by definition. `padding` is `(B, N)`, true at tokens; on a filled cache all
         new positions are tokens.
         """
+        layer, weights = layer_of(cache, self.layer_idx, self.nsa.config), self.nsa.pool_weights
+        _, heads, gates, angles, rows = call
         if layer.get_seq_length():
-            weights = self.nsa.pool_weights
             return layer.extend(heads, gates, angles, weights=weights, scale=self.scaling)
-        rows = TokenRows() if padding is None else rows_of_mask(padding)
-        inputs = self.inputs(heads, gates, angles, rows)
+        if padding is not None:
+            rows = rows_of_mask(padding)
+        inputs = self.inputs(call._replace(rows=rows))
         # `attend` selects by itself: with a selection passed in, it would be compiled for every
         # length
         route = self.route(inputs.length, inputs.query.device)
@@ -193,16 +191,11 @@ class NSAAttention(nn.Module):
             device=device,
         )
 
-    def inputs(
-        self,
-        heads: Heads,
-        gates: Tensor | None,
-        position_embeddings: Angles,
-        rows: TokenRows,
-    ) -> Inputs:
-        """Return the inputs of a backend with tokens before padding; arguments as for `attend`."""
+    def inputs(self, call: Call) -> Inputs:
+        """Return the inputs of a backend, with tokens before padding."""
+        _, heads, gates, angles, rows = call
         heads = Heads(*(rows.to_front(tensor, 2) for tensor in heads))
-        angles = tuple(rows.to_front(tensor, 1) for tensor in position_embeddings)
+        angles = tuple(rows.to_front(tensor, 1) for tensor in angles)
         pooled_key, pooled_value = self.pooled(heads, angles)
         return Inputs(
             query=heads.query,

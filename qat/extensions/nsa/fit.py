@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from qat.extensions.nsa.attention import NSAAttention
+from qat.extensions.nsa.attention import Call, NSAAttention
 from qat.extensions.nsa.kernels import reference, router
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.select import Inputs, masked_softmax, select
-from qat.extensions.nsa.swap import Call, attending_with, nsa_config, nsa_modules
+from qat.extensions.nsa.swap import attending_with, nsa_config, nsa_modules
 from qat.logs import progress
 from qat.models.attention import LayerFit
 from qat.quant.weight import rms
@@ -94,10 +94,10 @@ def attention_errors(
     """Return `|sparse - dense| / |dense|` of every layer's output for its dense-model input."""
     sums: dict[NSAAttention, Tensor] = {}
 
-    def measure(call: Call) -> Tensor:
-        target = reference.attend_densely(call.inputs())
-        found = torch.stack(_squares(call.module, _sparse(call), target))
-        sums[call.module] = sums.get(call.module, 0) + found.double()
+    def measure(module: NSAAttention, call: Call) -> Tensor:
+        target = reference.attend_densely(module.inputs(call))
+        sparse = NSAAttention.attend(module, call)
+        sums[module] = sums.get(module, 0) + torch.stack(_squares(module, sparse, target)).double()
         return target
 
     with torch.no_grad(), attending_with(model.model, measure):
@@ -119,13 +119,15 @@ def _train(
         optimizer, lambda step: min((step + 1) / warm_up, (steps - step) / (steps - warm_up + 1))
     )
 
-    def learn(call: Call) -> Tensor:
-        target = reference.attend_densely(call.inputs())
+    def learn(module: NSAAttention, call: Call) -> Tensor:
+        target = reference.attend_densely(module.inputs(call))
         with torch.enable_grad():
             # computed again, with a gradient
-            regated = call._replace(gates=call.module.nsa.gates_of(call.hidden))
-            off, of = _squares(call.module, _sparse(regated), target)
-            (off / of.clamp(min=TINY)).backward(inputs=[*call.module.nsa.parameters()])
+            sparse = NSAAttention.attend(
+                module, call._replace(gates=module.nsa.gates_of(call.hidden))
+            )
+            off, of = _squares(module, sparse, target)
+            (off / of.clamp(min=TINY)).backward(inputs=[*module.nsa.parameters()])
         return target
 
     with progress("fitting sparse attention", steps, "steps") as ticker, torch.no_grad():
@@ -136,11 +138,6 @@ def _train(
                 schedule.step()
                 optimizer.zero_grad()
                 ticker.advance()
-
-
-def _sparse(call: Call) -> Tensor:
-    inputs, config = call.inputs(), call.module.nsa.config
-    return router.attend(inputs, config, call.module.route(inputs.length, inputs.query.device))
 
 
 def _squares(module: NSAAttention, sparse: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,15 +211,15 @@ def attention_health(model: LanguageModel, batch: TokenBatch) -> list[LayerHealt
     """
     found: list[LayerHealth] = []
 
-    def look(call: Call) -> Tensor:
-        inputs, config = call.inputs(), call.module.nsa.config
-        route = call.module.route(inputs.length, inputs.query.device)
+    def look(module: NSAAttention, call: Call) -> Tensor:
+        inputs, config = module.inputs(call), module.nsa.config
+        route = module.route(inputs.length, inputs.query.device)
         selection = select(inputs, config)
         is_other = route.backend == "dense" and inputs.length > config.reach
         is_slow = route.backend == "reference" and inputs.query.device.type == "cuda"
         found.append(
             LayerHealth(
-                layer=call.module.layer_idx,
+                layer=module.layer_idx,
                 route=route,
                 is_fallback=is_other or (is_slow and route.requested == "auto"),
                 gates=None if call.gates is None else gate_health(call.gates),

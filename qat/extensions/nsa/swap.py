@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from qat.errors import CheckpointError, ConfigError
-from qat.extensions.nsa.attention import SWAPPED, NSAAttention, NSAParts
-from qat.extensions.nsa.cache import Angles, Heads
+from qat.extensions.nsa.attention import SWAPPED, Call, NSAAttention, NSAParts
 from qat.extensions.nsa.kernels.config import NSAConfig
-from qat.extensions.nsa.kernels.select import Inputs
-from qat.extensions.nsa.rows import TokenRows
 from qat.models.attention import SPARSE
 from qat.nn.swap import decoder_layers, embedding_dtype
 
@@ -134,27 +132,8 @@ def _attention_of(model: PreTrainedModel, layer: nn.Module) -> nn.Module:
     return found
 
 
-# Run a model with another function in place of its sparse attention's innermost function.
-
-
-class Call(NamedTuple):
-    """One call of a layer's attention over whole rows."""
-
-    module: NSAAttention
-    hidden: Tensor
-    """`(B, S, hidden_size)`, the module's input."""
-    heads: Heads
-    gates: Tensor | None
-    angles: Angles
-    rows: TokenRows
-
-    def inputs(self) -> Inputs:
-        """Return the inputs of a backend."""
-        return self.module.inputs(self.heads, self.gates, self.angles, self.rows)
-
-
-Attend = Callable[[Call], Tensor]
-"""A function from a call to `(B, S, H, D)`, with tokens in the order of `Call.inputs`."""
+Attend = Callable[[NSAAttention, Call], Tensor]
+"""A function as `NSAAttention.attend`."""
 
 
 @contextmanager
@@ -164,26 +143,10 @@ def attending_with(model: nn.Module, attend: Attend) -> Iterator[None]:
     Compiled layers are not affected: see `qat.models.regions.as_written`.
     """
     modules = nsa_modules(model).values()
-    kept = [vars(module).get("forward") for module in modules]
     for module in modules:
-        _replace_attend(module, attend)
+        module.attend = partial(attend, module)
     try:
         yield
     finally:
-        for module, forward in zip(modules, kept, strict=True):
-            del module.forward, module.attend
-            if forward is not None:
-                module.forward = forward
-
-
-def _replace_attend(module: NSAAttention, attend: Attend) -> None:
-    forward, seen = module.forward, []  # `seen`: the input of the call that is under way
-
-    def recording(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
-        seen[:] = [hidden_states]
-        return forward(hidden_states, *args, **kwargs)
-
-    def replaced(heads: Heads, gates: Tensor | None, angles: Angles, rows: TokenRows) -> Tensor:
-        return rows.back(attend(Call(module, seen.pop(), heads, gates, angles, rows)), 1)
-
-    module.forward, module.attend = recording, replaced
+        for module in modules:
+            del module.attend
