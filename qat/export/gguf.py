@@ -158,7 +158,7 @@ def _add_special(writer: object, tokenizer: PreTrainedTokenizerBase, vocab_size:
 #
 # Shapes: O rows, B blocks per row, N weights per block (32; 64 of Q2_0; 256 of the K types).
 
-SMALL, MIDDLE, LARGE = 32, 64, 256
+SMALL, MIDDLE, LARGE = 32, 64, 256  # weights per block
 
 
 class BlockType(NamedTuple):

@@ -34,7 +34,7 @@ NORM_FLOOR = 1e-6
 """Lower bound of the norm of a column or row that version 2 divides by."""
 SCALE_FLOOR = 1e-8
 """Lower bound of a scale in version 1."""
-LEAST_GAP = 1e-4
+LEAST_GAP = 1e-4  # between two entries of a learned LUT (`learned_levels`)
 
 
 class Imported(NamedTuple):

@@ -278,7 +278,7 @@ def _wrong(key: str, value: object, expected: str, where: str) -> CheckpointErro
 
 # Checks of the tensors of one linear, before anything is computed with them. P: in_features padded.
 
-LEAST_LEVELS, MOST_LEVELS = 2, 256
+LEAST_LEVELS, MOST_LEVELS = 2, 256  # an index is one byte
 LEARNED_LEVELS = 16
 """Entries of a learned LUT: eight gaps, mirrored."""
 

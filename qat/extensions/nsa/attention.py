@@ -35,7 +35,7 @@ from qat.extensions.nsa.rows import (
 )
 from qat.nn.swap import CACHE
 
-NUM_BRANCHES, SELECTED = 3, 1
+NUM_BRANCHES, SELECTED = 3, 1  # of compressed, selected, window
 SIGMOID_BIAS = (-6.0, 6.0, -6.0)
 """Initial gate biases in the mode `sigmoid`: selection 0.9975, the other two 0.0025."""
 

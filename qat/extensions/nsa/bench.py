@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product, takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,14 +101,6 @@ MOST_CALLS = 32
 """Seconds and most calls of one sample: enough calls in a row to hide the launch overhead."""
 
 
-class Ready(NamedTuple):
-    """A variant whose first call succeeded."""
-
-    row: Row
-    sample: Callable[[], None]
-    """Makes as many calls as `row["calls"]` states."""
-
-
 def run_attention(config: AttentionConfig, out: Path | None) -> tuple[Path, list[Row], list[Row]]:
     """Time every variant on every shape; a variant that cannot run has a row with the reason.
 
@@ -143,18 +134,24 @@ def measured(variants: Iterator[Variant], work: Work, which: Pass, *, clock: Clo
     """Return a row per variant, timed in turns; `over_dense`: speedup over the best dense one."""
     logger.info("%s, S=%d, %d/%d heads", which, work.length, work.heads, work.key_heads)
     tried = [ready(variant, work, which, clock.backend) for variant in variants]
-    able = [each for each in tried if isinstance(each, Ready)]
-    turns = clock.turns([each.sample for each in able])
-    for each, seconds in zip(able, turns, strict=True):
-        each.row.update(times([second / each.row["calls"] for second in seconds]))
-    dense = [each.row["p50_s"] for each in able if each.row["is_dense"]]
-    for each in able:
-        each.row["over_dense"] = min(dense) / each.row["p50_s"] if dense else None
-    return [each.row if isinstance(each, Ready) else each for each in tried]
+    able = [(row, sample) for row, sample in tried if sample is not None]
+    turns = clock.turns([sample for _, sample in able])
+    for (row, _), seconds in zip(able, turns, strict=True):
+        row.update(times([second / row["calls"] for second in seconds]))
+    dense = [row["p50_s"] for row, _ in able if row["is_dense"]]
+    for row, _ in able:
+        row["over_dense"] = min(dense) / row["p50_s"] if dense else None
+    return [row for row, _ in tried]
 
 
-def ready(variant: Variant, work: Work, which: Pass, backend: Backend) -> Ready | Row:
-    """Compile a variant and measure its memory; return it ready to time, or the failure's row."""
+def ready(
+    variant: Variant, work: Work, which: Pass, backend: Backend
+) -> tuple[Row, Callable[[], None] | None]:
+    """Compile a variant and measure its memory.
+
+    Returns:
+        Its row, and a function that makes `row["calls"]` calls; None if the row says why not.
+    """
     row: Row = {
         "kind": "attention",
         "case": f"{variant.name}, {which}, S={work.length}, {work.heads}/{work.key_heads}",
@@ -186,18 +183,18 @@ def ready(variant: Variant, work: Work, which: Pass, backend: Backend) -> Ready 
             with torch.set_grad_enabled(which == "train"):
                 wrong = variant.problem(attend, layer)
             if wrong is not None:
-                return {**row, "status": "WRONG", "reason": wrong}
+                return {**row, "status": "WRONG", "reason": wrong}, None
     except (ConfigError, RuntimeError) as error:
         status = "OOM" if is_out_of_memory(error) else "UNSUPPORTED"
         reason = " ".join(str(error).split())
-        return {**row, "status": status, "reason": reason[:200]}
+        return {**row, "status": status, "reason": reason[:200]}, None
     calls = max(1, min(MOST_CALLS, round(SAMPLE_S / seconds)))
 
     def sample() -> None:
         for _ in range(calls):
             call()
 
-    return Ready({**row, "status": "OK", "calls": calls}, sample)
+    return {**row, "status": "OK", "calls": calls}, sample
 
 
 def crossovers(rows: Sequence[Row]) -> list[Row]:

@@ -35,7 +35,7 @@ LR = 1e-2
 """The peak learning rate, relative to the natural size of each parameter."""
 WARM_UP = 0.1
 """Fraction of the steps until the peak; afterwards the rate falls to zero."""
-TINY = 1e-12
+TINY = 1e-12  # keeps logs and quotients of zeros finite
 SAME = 1e-4
 """The largest layer error at which nothing is trained, since only rounding is left."""
 

@@ -296,7 +296,7 @@ def _time_of(computed: Tensor) -> float:
     return time.perf_counter()
 
 
-_WAITER = ThreadPoolExecutor(1, "qat-xla-mark")
+_WAITER = ThreadPoolExecutor(1, "qat-xla-mark")  # one: marks end in the order of the steps
 
 
 def _set_up_mesh() -> None:

@@ -97,8 +97,10 @@ def test_what_computes_something_else_is_not_timed(name: str) -> None:
     work = Work(length=700, group=2, key_heads=3, width=16, batch=2)
     wrong = partial(problem, config=config)
     way = Variant(name, lambda layer, work: partial(WRONG[name], right), wrong)
-    row = ready(way, work, "forward", on(torch.device("cpu")))
-    assert row["status"] == "WRONG" and "computes something else" in row["reason"]
+    row, sample = ready(way, work, "forward", on(torch.device("cpu")))
+    assert (
+        sample is None and row["status"] == "WRONG" and "computes something else" in row["reason"]
+    )
 
 
 def test_gradients_reach_the_whole_layer() -> None:

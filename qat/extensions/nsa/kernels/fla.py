@@ -17,7 +17,7 @@ from qat.extensions.nsa.kernels.select import Inputs, select
 
 LEAST_GROUP = 16
 """Rows of a tensor-core tile, which the heads of one query fill."""
-MOST_WIDTH = 256
+MOST_WIDTH = 256  # of a head that fla-core's kernels keep on chip
 IS_INSTALLED = find_spec("fla") is not None
 
 

@@ -34,7 +34,7 @@ MOST_PARTS = 8
 dominate."""
 SHARED_TILES = 16
 """Tiles that share one copy of the first blocks, which all tiles read."""
-LEAST_WIDTH = 16
+LEAST_WIDTH = 16  # of a head: the least side of a tensor-core product
 CANARY = 0.02
 """The largest error of `check`: more than TF32 rounding of results around 0.2, less than the error
 of dense attention."""

@@ -24,7 +24,7 @@ from qat.extensions.nsa.kernels.reference import combine
 from qat.extensions.nsa.kernels.select import Inputs, scoring_keys, select
 from qat.kernels.dispatch import tl, triton
 
-LEAST_BLOCK, MOST_BLOCK = 16, 128
+LEAST_BLOCK, MOST_BLOCK = 16, 128  # keys: sides of a tensor-core tile
 MOST_WIDTH, MOST_SELECTED, MOST_GROUP = 256, 255, 32
 """A rank among the selected fits a byte; a query's heads fit a tile's rows (32 in float32)."""
 TILES = 7.2
