@@ -186,27 +186,9 @@ ORDER: tuple[Severity, ...] = ("error", "warning", "note")
 
 LONG_STEPS, LONG_H = 5000, 1.0
 """Steps and hours from which a run counts as long."""
-LOST_ERROR_H, LOST_WARNING_H = 1.0, 1 / 3
-"""Hours of work lost between two checkpoints that are an error, and a warning."""
-LEAST_HELD_OUT = 64
-"""Held-out sequences below which noise decides which checkpoint is best."""
-LEAST_LENGTH, LEAST_TOKENS, LEAST_WIDTH = 32, 2048, 256
-"""Lengths, tokens per step and widths below these suggest the settings of a test."""
-MOST_EVALUATION, MOST_WARM_UP, MOST_PASSES = 0.1, 0.2, 20
-"""Warning thresholds: share of time in evaluations, share of steps in warm-up, and passes."""
-FAR_TOO_MANY_PASSES = 1000
-"""Passes over the data long after which nothing more is learned from it."""
-DISK_WARNING, MEMORY_WARNING = 0.8, 0.92
-"""Shares of the free disk space and of device memory above which there is a warning."""
-FAR_RATE, MOST_RATE = 10.0, 1.0
-"""Largest factor between a rate and its default, and the largest rate: a step at 1 moves a tensor
-by its own size, because rates are relative.
-"""
 LESS_MEMORY = "lower --batch-size and raise --grad-accum-steps, or add --gradient-checkpointing"
-USUAL_SHARE = 1 / 3
-"""Usual share of a device's peak, for a first estimate of a run's time."""
 REFUSED = {"cache", "eval_split"}
-"""Codes of errors that --force does not override."""
+"""Codes of errors that --force does not override: `train_student` raises them itself."""
 
 
 class RunFinding(NamedTuple):
@@ -256,266 +238,279 @@ def is_long(max_steps: int, hours: float | None) -> bool:
 
 @dataclass(frozen=True)
 class Preflight:
-    """The checks of one run."""
+    """What the checks look at: a run's settings and plan, and numbers that follow from them."""
 
     config: TrainConfig
     """The run's settings, with the dtype resolved."""
     plan: RunPlan
 
-    def hours(self) -> float | None:
-        """Return the predicted hours of the whole run; saves run in the background."""
-        prediction = self.plan.prediction
-        if prediction is None:
-            return None
-        steps_h = self.config.max_steps * prediction.step_s / 3600
-        return steps_h + self._evaluation_h(prediction)
+    @property
+    def measured(self) -> RunPrediction:
+        """The prediction; the properties below need it, and `is_long` does not."""
+        assert self.plan.prediction is not None
+        return self.plan.prediction
 
-    def disk_bytes(self) -> int | None:
-        """Return the most bytes that a run's checkpoints are predicted to take at any time.
+    @property
+    def evaluation_h(self) -> float:
+        """Hours of all evaluations: of the untrained student, periodic, and last."""
+        evaluations = 1 + -(-self.config.max_steps // self.config.eval_every)
+        return evaluations * self.measured.eval_s / 3600
+
+    @property
+    def hours(self) -> float:
+        """Hours of the whole run; saves run in the background."""
+        return self.config.max_steps * self.measured.step_s / 3600 + self.evaluation_h
+
+    @property
+    def disk_bytes(self) -> int:
+        """The most bytes that the run's checkpoints take at any time.
 
         They are those kept, milestones, the best one, the one being written, and the final model.
         """
-        config, prediction = self.config, self.plan.prediction
-        if prediction is None:
-            return None
+        config = self.config
         saves = -(-config.max_steps // config.save_every) if config.save_every else 1
         milestones = config.max_steps // config.milestone_every if config.milestone_every else 0
         held = min(saves, config.keep) + milestones + 2
-        return held * prediction.checkpoint_bytes + prediction.final_bytes
+        return held * self.measured.checkpoint_bytes + self.measured.final_bytes
 
-    def suggested_save_every(self) -> int:
-        """Return the steps of about ten minutes if steps were timed, else a hundredth of all."""
-        steps, prediction = self.config.max_steps, self.plan.prediction
-        if prediction is None:
-            return max(1, steps // 100)
-        return max(1, min(steps, round(600 / prediction.step_s)))
+    @property
+    def is_long(self) -> bool:
+        """True if the run is too expensive for the settings of a test."""
+        return is_long(self.config.max_steps, self.hours if self.plan.prediction else None)
 
     def findings(self) -> list[RunFinding]:
-        """Return all findings, errors first."""
-        checks = (
-            self._precision,
-            self._saving,
-            self._data,
-            self._rates,
-            self._shape,
-            self._measured,
-        )
+        """Run all `CHECKS`; return their findings, errors first."""
         why = "the run would stop before its first step"
         problems = (problem.rpartition("; ") for problem in self.plan.problems)
         found = [RunFinding("cache", "error", what, why, mend) for what, _, mend in problems]
-        found += [*self.plan.attention, *(finding for check in checks for finding in check())]
+        found += self.plan.attention
+        for code, look, needs_prediction in CHECKS:
+            if self.plan.prediction is not None or not needs_prediction:
+                found += [RunFinding(code, *each) for each in look(self)]
         return sorted(found, key=lambda finding: ORDER.index(finding.severity))
 
-    def _is_long(self) -> bool:
-        return is_long(self.config.max_steps, self.hours())
 
-    def _evaluation_h(self, prediction: RunPrediction) -> float:
-        """Return the hours of all evaluations: of the untrained student, periodic, and last."""
-        steps, every = self.config.max_steps, self.config.eval_every
-        return (1 + -(-steps // every)) * prediction.eval_s / 3600
+# Each check yields severity, what was found, the reason why it matters, and the remedy.
+Findings = Iterator[tuple[Severity, str, str, str]]
 
-    def _precision(self) -> Iterator[RunFinding]:
-        config, plan = self.config, self.plan
-        found = f"dtype={config.dtype}"
-        if config.dtype in {"fp32", "fp16"} and plan.has_bf16:
-            reason = {
-                "fp32": f"and {plan.device} computes many times faster in bf16",
-                "fp16": f"and {plan.device} has bf16, whose gradients do not overflow",
-            }[config.dtype]
-            is_dear = config.dtype == "fp32" and self._is_long()
-            yield RunFinding(
-                "dtype", "error" if is_dear else "warning", found, reason, "use --dtype bf16"
-            )
-        if config.dtype == "tf32":
-            reason = "exact to 10 bits; bf16 is faster and what students are trained in"
-            yield RunFinding("dtype", "note", found, reason, "nothing, or --dtype bf16")
 
-    def _saving(self) -> Iterator[RunFinding]:
-        config, plan = self.config, self.plan
-        prediction = plan.prediction
-        if config.save_every == 0:
-            if self._is_long():
-                yield RunFinding(
-                    "save_every_off",
-                    "error",
-                    f"save_every=0 in a run of {config.max_steps:,} steps",
-                    "a stop would cost all work since the last best evaluation",
-                    f"use --save-every {self.suggested_save_every()}",
-                )
-            return
-        if prediction is None:
-            return
-        lost_h = min(config.save_every, config.max_steps) * prediction.step_s / 3600
-        if lost_h > LOST_WARNING_H:
-            yield RunFinding(
-                "save_sparse",
-                "error" if lost_h > LOST_ERROR_H else "warning",
-                f"save_every={config.save_every}, one checkpoint in {lost_h * 60:.0f} minutes",
-                "a stop costs as much work",
-                f"use --save-every {self.suggested_save_every()}",
-            )
+def _dtype(run: Preflight) -> Findings:
+    dtype, device = run.config.dtype, run.plan.device
+    if dtype == "tf32":
+        reason = "exact to 10 bits; bf16 is faster and what students are trained in"
+        yield "note", "dtype=tf32", reason, "nothing, or --dtype bf16"
+    reasons = {
+        "fp32": f"and {device} computes many times faster in bf16",
+        "fp16": f"and {device} has bf16, whose gradients do not overflow",
+    }
+    if run.plan.has_bf16 and dtype in reasons:
+        severity: Severity = "error" if dtype == "fp32" and run.is_long else "warning"
+        yield severity, f"dtype={dtype}", reasons[dtype], "use --dtype bf16"
 
-    def _data(self) -> Iterator[RunFinding]:
-        config, plan = self.config, self.plan
-        judged = min(plan.held_out_sequences, config.eval_sequences)
-        if judged < LEAST_HELD_OUT:
-            is_here = plan.held_out_sequences >= LEAST_HELD_OUT
-            yield RunFinding(
-                "eval_split",
-                "warning" if judged else "error",
-                f"{judged} held-out sequences judge the student",
-                f"fewer than {LEAST_HELD_OUT} choose the best checkpoint by noise",
-                "raise --eval-sequences"
-                if is_here
-                else "rebuild the cache with a higher --held-out",
-            )
-        if not plan.train_sequences:
-            return
-        passes = config.max_steps * config.sequences_per_step * plan.world / plan.train_sequences
-        is_many = passes > MOST_PASSES
-        is_error = passes > FAR_TOO_MANY_PASSES and self._is_long()
-        yield RunFinding(
-            "epochs",
-            "error" if is_error else "warning" if is_many else "note",
-            f"{passes:,.1f} passes over {plan.train_sequences:,} sequences",
-            "a student begins to learn them by heart" if is_many else "how often each one is seen",
-            "build a larger cache, or lower --max-steps" if is_many else "nothing",
+
+def _saving(run: Preflight) -> str:
+    """Return a remedy: steps of about ten minutes if they were timed, else a hundredth of all."""
+    steps = run.config.max_steps
+    every = min(steps, round(600 / run.measured.step_s)) if run.plan.prediction else steps // 100
+    return f"use --save-every {max(1, every)}"
+
+
+def _save_every_off(run: Preflight) -> Findings:
+    if run.config.save_every == 0 and run.is_long:
+        found = f"save_every=0 in a run of {run.config.max_steps:,} steps"
+        reason = "a stop would cost all work since the last best evaluation"
+        yield "error", found, reason, _saving(run)
+
+
+def _save_sparse(run: Preflight) -> Findings:
+    every = run.config.save_every
+    lost_h = min(every, run.config.max_steps) * run.measured.step_s / 3600
+    if lost_h > 1 / 3:
+        found = f"save_every={every}, one checkpoint in {lost_h * 60:.0f} minutes"
+        severity: Severity = "error" if lost_h > 1 else "warning"
+        yield severity, found, "a stop costs as much work", _saving(run)
+
+
+def _eval_split(run: Preflight) -> Findings:
+    there, least = run.plan.held_out_sequences, 64
+    judged = min(there, run.config.eval_sequences)
+    if judged < least:
+        severity: Severity = "warning" if judged else "error"
+        found = f"{judged} held-out sequences judge the student"
+        reason = f"fewer than {least} choose the best checkpoint by noise"
+        rebuild = "rebuild the cache with a higher --held-out"
+        yield severity, found, reason, "raise --eval-sequences" if there >= least else rebuild
+
+
+def _epochs(run: Preflight) -> Findings:
+    config, there = run.config, run.plan.train_sequences
+    if not there:
+        return
+    passes = config.max_steps * config.sequences_per_step * run.plan.world / there
+    found = f"{passes:,.1f} passes over {there:,} sequences"
+    if passes <= 20:
+        yield "note", found, "how often each one is seen", "nothing"
+        return
+    # after a thousand passes nothing more has been learned for long
+    severity: Severity = "error" if passes > 1000 and run.is_long else "warning"
+    reason = "a student begins to learn them by heart"
+    yield severity, found, reason, "build a larger cache, or lower --max-steps"
+
+
+def _lr(run: Preflight) -> Findings:
+    for kind in run.config.kinds:
+        name, rate = rate_of(kind), run.config.rates[kind]
+        usual = OptimConfig.model_fields[name].default
+        if usual / 10 <= rate <= usual * 10:
+            continue
+        found = f"{name}={rate:g}"
+        mend = f"use --{name.replace('_', '-')} {usual:g}, or compare both in a short run"
+        if rate > 1:  # rates are relative to a tensor's size
+            reason = "a step would move a tensor by more than its own size"
+            yield "error", found, reason, mend
+        else:
+            reason = f"far from the {usual:g} that serves models of any size"
+            yield "warning", found, reason, mend
+
+
+def _warmup(run: Preflight) -> Findings:
+    steps, share = run.config.warmup_steps, 0.2
+    most = share * run.config.max_steps
+    if steps > most:
+        found = f"warmup_steps={steps} of {run.config.max_steps}"
+        reason = f"more than {share:.0%} of the run below its learning rates"
+        yield "warning", found, reason, f"use --warmup-steps {int(most) // 2}"
+
+
+def _toy(run: Preflight) -> Findings:
+    plan, length, tokens, width = run.plan, 32, 2048, 256  # less suggests the settings of a test
+    step = plan.sequence_length * run.config.sequences_per_step * plan.world
+    small = {
+        f"sequences of {plan.sequence_length} tokens": plan.sequence_length < length,
+        f"{step:,} tokens a step": step < tokens,
+        f"a student of width {plan.width}": plan.width < width,
+    }
+    found = [fact for fact, is_small in small.items() if is_small]
+    if found and run.is_long:
+        # one of them may be intended; several, on a paid device, are probably left from a test
+        severity: Severity = "error" if len(found) > 1 and plan.device != "cpu" else "warning"
+        mend = (
+            f"expected sequences of {length} and steps of {tokens:,} tokens at least and a width "
+            f"of {width}: raise --batch-size or --grad-accum-steps, or lower --max-steps"
         )
+        yield severity, ", ".join(found), "a long run with the settings of a test", mend
 
-    def _rates(self) -> Iterator[RunFinding]:
-        config = self.config
-        for kind in config.kinds:
-            name, rate = rate_of(kind), config.rates[kind]
-            usual = OptimConfig.model_fields[name].default
-            if usual / FAR_RATE <= rate <= usual * FAR_RATE:
-                continue
-            is_wild = rate > MOST_RATE
-            yield RunFinding(
-                "lr",
-                "error" if is_wild else "warning",
-                f"{name}={rate:g}",
-                "a step would move a tensor by more than its own size"
-                if is_wild
-                else f"far from the {usual:g} that serves models of any size",
-                f"use --{name.replace('_', '-')} {usual:g}, or compare both in a short run",
-            )
-        if config.warmup_steps > MOST_WARM_UP * config.max_steps:
-            yield RunFinding(
-                "warmup",
-                "warning",
-                f"warmup_steps={config.warmup_steps} of {config.max_steps}",
-                f"more than {MOST_WARM_UP:.0%} of the run below its learning rates",
-                f"use --warmup-steps {int(MOST_WARM_UP * config.max_steps) // 2}",
-            )
 
-    def _shape(self) -> Iterator[RunFinding]:
-        config, plan = self.config, self.plan
-        tokens = plan.sequence_length * config.sequences_per_step * plan.world
-        if not self._is_long():
-            return
-        small = {
-            f"sequences of {plan.sequence_length} tokens": plan.sequence_length < LEAST_LENGTH,
-            f"{tokens:,} tokens a step": tokens < LEAST_TOKENS,
-            f"a student of width {plan.width}": plan.width < LEAST_WIDTH,
-        }
-        found = [fact for fact, is_small in small.items() if is_small]
-        if found:
-            # one of them may be intended; several, on a paid device, are probably left from a test
-            is_left_in = len(found) > 1 and plan.device != "cpu"
-            yield RunFinding(
-                "toy",
-                "error" if is_left_in else "warning",
-                ", ".join(found),
-                "a long run with the settings of a test",
-                f"expected sequences of {LEAST_LENGTH} and steps of {LEAST_TOKENS:,} tokens at "
-                f"least and a width of {LEAST_WIDTH}: raise --batch-size or --grad-accum-steps, or "
-                "lower --max-steps",
-            )
+def _less_memory(run: Preflight) -> str:
+    config = run.config
+    is_plain_bf16 = (config.optimizer, config.latent_dtype) == ("adamw", "bf16")
+    is_shared = run.plan.world > 1 and "weights" in config.kinds
+    ways = {
+        LESS_MEMORY: True,
+        "--form layer": config.form != "layer",
+        "--offload latents": is_plain_bf16 and config.offload != "latents",
+        "--shard-latents": is_shared and not config.shard_latents,
+    }
+    return ", or ".join(way for way, is_left in ways.items() if is_left)
 
-    def _measured(self) -> Iterator[RunFinding]:
-        """Yield findings from the measured steps."""
-        config, plan = self.config, self.plan
-        prediction, hours = plan.prediction, self.hours()
-        if plan.has_run_out:
-            found = f"device memory ran out in the first steps on {plan.device}"
-            reason = "the run would end there"
-            yield RunFinding("memory", "error", found, reason, self._less_memory())
-        if prediction is None or hours is None:
-            return
-        yield from self._memory(prediction)
-        yield from self._disk()
-        share = self._evaluation_h(prediction) / max(hours, 1e-9)
-        if share > MOST_EVALUATION:
-            mend = "raise --eval-every or lower --eval-sequences"
-            found = f"evaluations take {share:.0%} of the time"
-            yield RunFinding("eval_cost", "warning", found, f"over {MOST_EVALUATION:.0%}", mend)
-        if prediction.attention == "sdpa" and plan.device != "cpu":
-            found, mend = "attention=sdpa", "nothing, or a cache of sequences up to 128 tokens"
-            reason = "the kernel for packed documents does not take this model, length or dtype"
-            yield RunFinding("attention", "warning", found, reason, mend)
-        if prediction.fallback is not None:
-            found = f"layers run uncompiled ({prediction.fallback})"
-            mend = "mend what the compiler names, or say --compile off"
-            yield RunFinding(
-                "compile", "warning", found, "steps are slower than they could be", mend
-            )
-        speed = prediction.tokens_per_s * plan.world
-        found = f"{hours:.3g} hours at {prediction.step_s:.3g} s a step, {speed:,.0f} tokens/s"
-        cost = hours * config.price_per_hour * plan.world
-        reason = (
-            f"{cost:,.2f} at {config.price_per_hour:g} an hour and device" if cost else "no price"
+
+def _memory_ran_out(run: Preflight) -> Findings:
+    if run.plan.has_run_out:
+        found = f"device memory ran out in the first steps on {run.plan.device}"
+        yield "error", found, "the run would end there", _less_memory(run)
+
+
+def _host_memory(run: Preflight) -> Findings:
+    if run.config.offload != "none":
+        found = (
+            f"offload={run.config.offload} pins {run.measured.pinned_gib:.3g} GiB of host memory"
         )
-        yield RunFinding(
-            "time", "note", found, reason, "nothing" if cost else "say --price-per-hour"
-        )
+        yield "note", found, "a save takes a copy of it beside for as long as it writes", "nothing"
 
-    def _less_memory(self) -> str:
-        config, plan = self.config, self.plan
-        ways = [LESS_MEMORY]
-        if config.form != "layer":
-            ways.append("--form layer")
-        if (
-            config.latent_dtype == "bf16"
-            and config.optimizer == "adamw"
-            and config.offload != "latents"
-        ):
-            ways.append("--offload latents")
-        if plan.world > 1 and not config.shard_latents and "weights" in config.kinds:
-            ways.append("--shard-latents")
-        return ", or ".join(ways)
 
-    def _memory(self, prediction: RunPrediction) -> Iterator[RunFinding]:
-        config, plan = self.config, self.plan
-        if config.offload != "none":
-            found = f"offload={config.offload} pins {prediction.pinned_gib:.3g} GiB of host memory"
-            reason = "a save takes a copy of it beside for as long as it writes"
-            yield RunFinding("host_memory", "note", found, reason, "nothing")
-        if prediction.peak_gib is None or plan.memory_gib is None:
-            return
-        share, mend = prediction.peak_gib / plan.memory_gib, self._less_memory()
-        found = f"{prediction.peak_gib:.3g} GiB of {plan.memory_gib:.3g} GiB"
-        if share <= MEMORY_WARNING:
-            yield RunFinding("memory", "note", found, f"{share:.0%} of what there is", "nothing")
-            return
-        reason = "fragments and evaluations may need the rest"
-        yield RunFinding("memory", "error" if share > 1 else "warning", found, reason, mend)
+def _memory(run: Preflight) -> Findings:
+    peak, there = run.measured.peak_gib, run.plan.memory_gib
+    if peak is None or there is None:
+        return
+    share, found = peak / there, f"{peak:.3g} GiB of {there:.3g} GiB"
+    if share <= 0.92:
+        yield "note", found, f"{share:.0%} of what there is", "nothing"
+        return
+    severity: Severity = "error" if share > 1 else "warning"
+    reason = "fragments and evaluations may need the rest"
+    yield severity, found, reason, _less_memory(run)
 
-    def _disk(self) -> Iterator[RunFinding]:
-        need, free = self.disk_bytes() or 0, self.plan.free_bytes
-        found = f"{need / GIB:.3g} GiB of checkpoints, {free / GIB:.3g} GiB free"
-        if need <= DISK_WARNING * free:
-            yield RunFinding("disk", "note", found, "enough room", "nothing")
-            return
-        is_short = need > free
-        yield RunFinding(
-            "disk",
-            "error" if is_short else "warning",
-            found,
-            "the disk would be full before the run ends"
-            if is_short
-            else "little is left for others",
-            "lower --keep, raise --milestone-every, or choose an --out with more room",
-        )
+
+def _disk(run: Preflight) -> Findings:
+    need, free = run.disk_bytes, run.plan.free_bytes
+    found = f"{need / GIB:.3g} GiB of checkpoints, {free / GIB:.3g} GiB free"
+    mend = "lower --keep, raise --milestone-every, or choose an --out with more room"
+    if need > free:
+        yield "error", found, "the disk would be full before the run ends", mend
+    elif need > 0.8 * free:
+        yield "warning", found, "little is left for others", mend
+    else:
+        yield "note", found, "enough room", "nothing"
+
+
+def _eval_cost(run: Preflight) -> Findings:
+    share, most = run.evaluation_h / max(run.hours, 1e-9), 0.1
+    if share > most:
+        found = f"evaluations take {share:.0%} of the time"
+        yield "warning", found, f"over {most:.0%}", "raise --eval-every or lower --eval-sequences"
+
+
+def _attention(run: Preflight) -> Findings:
+    if run.measured.attention == "sdpa" and run.plan.device != "cpu":
+        reason = "the kernel for packed documents does not take this model, length or dtype"
+        mend = "nothing, or a cache of sequences up to 128 tokens"
+        yield "warning", "attention=sdpa", reason, mend
+
+
+def _compile(run: Preflight) -> Findings:
+    if run.measured.fallback is not None:
+        found = f"layers run uncompiled ({run.measured.fallback})"
+        mend = "mend what the compiler names, or say --compile off"
+        yield "warning", found, "steps are slower than they could be", mend
+
+
+def _time(run: Preflight) -> Findings:
+    measured, world, price = run.measured, run.plan.world, run.config.price_per_hour
+    speed = f"{measured.step_s:.3g} s a step, {measured.tokens_per_s * world:,.0f} tokens/s"
+    found = f"{run.hours:.3g} hours at {speed}"
+    if cost := run.hours * price * world:
+        yield "note", found, f"{cost:,.2f} at {price:g} an hour and device", "nothing"
+    else:
+        yield "note", found, "no price", "say --price-per-hour"
+
+
+class Check(NamedTuple):
+    """One row of `CHECKS`."""
+
+    code: str
+    look: Callable[[Preflight], Findings]
+    needs_prediction: bool = False
+
+
+CHECKS = (
+    Check("dtype", _dtype),
+    Check("save_every_off", _save_every_off),
+    Check("save_sparse", _save_sparse, needs_prediction=True),
+    Check("eval_split", _eval_split),
+    Check("epochs", _epochs),
+    Check("lr", _lr),
+    Check("warmup", _warmup),
+    Check("toy", _toy),
+    Check("memory", _memory_ran_out),
+    Check("host_memory", _host_memory, needs_prediction=True),
+    Check("memory", _memory, needs_prediction=True),
+    Check("disk", _disk, needs_prediction=True),
+    Check("eval_cost", _eval_cost, needs_prediction=True),
+    Check("attention", _attention, needs_prediction=True),
+    Check("compile", _compile, needs_prediction=True),
+    Check("time", _time, needs_prediction=True),
+)
+"""All checks, in the order in which findings of one severity are listed."""
 
 
 class Checked(NamedTuple):
@@ -547,7 +542,8 @@ def examine(
     """
     resolved = check_dtype(config.divided(world))
     cache = open_cache(config.cache_dir)
-    tokenizer, model = load_tokenizer(student), load_config(student).get_text_config()
+    tokenizer, settings = load_tokenizer(student), load_config(student)
+    model = settings.get_text_config()
     problems = _messages(
         lambda: check_losses(resolved.losses, cache, with_teacher=not resolved.reads_cache),
         lambda: check_rollouts(resolved.on_policy, resolved.rollout_tokens, cache, resolved.device),
@@ -556,7 +552,10 @@ def examine(
             tokenizer_hash(tokenizer), model.vocab_size, most_positions(model)
         ),
     )
-    backend = backends.select(config.device)
+    backend, sparse = backends.select(config.device), sparse_attention(settings)
+    attention = (
+        sparse.findings(resolved.learn, settings, cache.sequence_length, backend) if sparse else ()
+    )
     where = out.resolve()
     there = next(each for each in (where, *where.parents) if each.is_dir())
     plan = RunPlan(
@@ -570,7 +569,7 @@ def examine(
         width=model.hidden_size,
         world=world,
         problems=tuple(problems),
-        attention=_attention_findings(resolved.learn, student, cache.sequence_length, backend),
+        attention=tuple(attention),
     )
     guess = None if plan.problems else guessed_hours(resolved.part(OptimConfig), student, cache)
     measures = measures or is_long(resolved.max_steps, guess)
@@ -583,21 +582,14 @@ def examine(
             plan = plan._replace(has_run_out=True)
         if plan.has_run_out:
             backend.free_memory()  # not above: the error references what had been loaded
-    checks = Preflight(resolved, plan)
-    hours = checks.hours()
-    return Checked(
-        checks.findings(),
-        plan.prediction,
-        is_long(resolved.max_steps, hours if plan.prediction else guess),
-        hours,
-        checks.disk_bytes(),
-    )
+    run = Preflight(resolved, plan)
+    if plan.prediction is None:
+        return Checked(run.findings(), None, is_long(resolved.max_steps, guess))
+    return Checked(run.findings(), plan.prediction, run.is_long, run.hours, run.disk_bytes)
 
 
 def codes_forced(findings: Sequence[RunFinding], *, force: bool) -> list[str]:
     """Return the codes of errors that --force overrides.
-
-    Errors that `train_student` raises itself are left to it.
 
     Raises:
         ConfigError: there are errors, and `force` is false.
@@ -631,7 +623,8 @@ def guessed_hours(config: OptimConfig, student: str, cache: TeacherCache) -> flo
         model = LanguageModel(auto_class(settings).from_config(settings))
     S, K = cache.sequence_length, cache.manifest.settings.top_k
     flops = token_flops(model, linear_names(model.model), config, S=S, K=K).total
-    return config.max_steps * config.sequences_per_step * S * flops / (peak * USUAL_SHARE) / 3600
+    # steps usually reach a third of a device's peak
+    return config.max_steps * config.sequences_per_step * S * flops / (peak / 3) / 3600
 
 
 def _messages(*checks: Callable[[], None]) -> Iterator[str]:
@@ -641,16 +634,3 @@ def _messages(*checks: Callable[[], None]) -> Iterator[str]:
             check()
         except QatError as error:
             yield str(error)
-
-
-def _attention_findings(
-    learn: str, student: str, length: int, backend: backends.Backend
-) -> tuple[RunFinding, ...]:
-    """Return what the extension with the student's attention finds; empty for dense attention.
-
-    Raises:
-        ConfigError: it cannot compute that attention.
-    """
-    settings = load_config(student)
-    sparse = sparse_attention(settings)
-    return () if sparse is None else tuple(sparse.findings(learn, settings, length, backend))

@@ -71,6 +71,7 @@ def test_nothing_speaks_against_a_sound_run() -> None:
 CASES = [
     ("save_every_off", "error", PLAN, {"save_every": 0}, "save_every=0 in a run of 10,000 steps"),
     ("save_every_off", "error", slower(4.0), {"save_every": 0, "max_steps": 1000}, "since the"),
+    ("save_every_off", "error", PLAN._replace(prediction=None), {"save_every": 0}, "every 100$"),
     ("save_sparse", "warning", slower(15.0, eval_s=0), {}, "one checkpoint in 25 minutes"),
     ("save_sparse", "error", slower(60.0), {}, "checkpoint in 100 minutes.*--save-every 10$"),
     ("disk", "error", PLAN._replace(free_bytes=4 * GIB), {}, "4.25 GiB of checkpoints, 4 GiB"),
@@ -135,7 +136,7 @@ def test_time_and_price() -> None:
         f for f in Preflight(settings(price_per_hour=3.0), plan).findings() if f.code == "time"
     )
     # 10,000 steps of 0.1 s, 101 evaluations of 0.5 s
-    assert Preflight(settings(), PLAN).hours() == pytest.approx((1000 + 50.5) / 3600)
+    assert Preflight(settings(), PLAN).hours == pytest.approx((1000 + 50.5) / 3600)
     assert note.found.startswith("0.292 hours at 0.1 s a step, 160,000 tokens/s")
     assert note.reason.startswith("1.75 at 3 an hour")
 
@@ -150,13 +151,12 @@ def test_a_short_run_may_do_without_checkpoints() -> None:
     assert "save_every_off" not in found(PLAN, save_every=0, max_steps=1000)
     assert not is_long(4999, 0.9)
     assert is_long(4999, 1.1) and is_long(5000, None)
-    assert Preflight(settings(), PLAN._replace(prediction=None)).suggested_save_every() == 100
 
 
 def test_disk_counts_all_that_lies_there_at_once() -> None:
     config = settings(keep=3, milestone_every=1000)
-    assert Preflight(config, PLAN).disk_bytes() == (3 + 10 + 2) * GIB + GIB // 4
-    assert Preflight(settings(save_every=0), PLAN).disk_bytes() == 3 * GIB + GIB // 4
+    assert Preflight(config, PLAN).disk_bytes == (3 + 10 + 2) * GIB + GIB // 4
+    assert Preflight(settings(save_every=0), PLAN).disk_bytes == 3 * GIB + GIB // 4
 
 
 def test_errors_stop_and_are_remembered_when_forced() -> None:
