@@ -18,6 +18,8 @@ from qat.errors import CheckpointError, Stopped, TrainingError
 from qat.extensions.decode.rollout import Rollouts
 from qat.logs import Ticker, progress
 from qat.losses.config import OWN_WORDS, targets_read
+from qat.models.devices import device_called
+from qat.models.flops import forward_flops, token_flops
 from qat.models.language_model import LanguageModel
 from qat.nn.step import form_weights
 from qat.observe.runs import score
@@ -25,9 +27,9 @@ from qat.ranks import ALONE, Ranks
 from qat.train.config import RolloutConfig, StepConfig, TrainConfig
 from qat.train.finite import not_finite
 from qat.train.judge import CodeWatch, Judge
+from qat.train.learnable import linears_in_scope
 from qat.train.metrics import Metrics
 from qat.train.optim import Optimizer
-from qat.train.overview import flops_share, intention
 from qat.train.pulse import Pulse
 from qat.train.resume import EXIT_CODES, HALT, Stops
 from qat.train.run import RunDirectory
@@ -110,11 +112,13 @@ class Trainer:
             Stopped: a stop was requested; the checkpoint of this very step is saved.
         """
         self._metrics = Metrics(self.run.path) if self.ranks.is_first else None
-        for line in intention(self):
-            logger.info("%s", line)
-        share = flops_share(self)
+        self._log_plan()
         self._pulse = Pulse(
-            self.run.path, self.backend, self.ranks, stall_s=self.config.stall_s, flops_share=share
+            self.run.path,
+            self.backend,
+            self.ranks,
+            stall_s=self.config.stall_s,
+            flops_share=self._flops_share(),
         )
         steps = range(self.step, self.config.max_steps)
         stream = computed_ahead(self._micro_batches, steps, self.backend.batches_ahead)
@@ -140,6 +144,48 @@ class Trainer:
             if self._metrics is not None:
                 self._metrics.close()
             self.take_step.close()
+
+    def _log_plan(self) -> None:
+        config, cache = self.config, self.cache
+        count, length = cache.num_sequences("train"), cache.sequence_length
+        sequences = config.sequences_per_step * self.ranks.size
+        linears = len(linears_in_scope(self.student.model, config.scope, config.kinds))
+        where = {"mlp": "in the MLPs", "attention": "in the attention", "e2e": "in all blocks"}
+        devices = f"{self.ranks.size} x " if self.ranks.size > 1 else ""
+        left = config.max_steps - self.step
+        steps = f"{left:,} steps left of {config.max_steps:,}" if self.step else f"{left:,} steps"
+        lines = [
+            f"training on {devices}{self.backend.name()} in {config.dtype}: "
+            f"{self.optimizer.num_learnable():,} values learn "
+            f"({', '.join(self.optimizer.kinds)} of {linears} linears {where[config.scope]})",
+            f"{steps}, each of {sequences * length:,} tokens ({sequences} sequences of {length}): "
+            f"{left * sequences / count:.3g} passes over the {count:,} sequences of "
+            f"{cache.directory}",
+        ]
+        if self.rollouts is not None:
+            own = config.own_rows * sequences // config.batch_size
+            every = f"{config.rollout_every} steps" if config.rollout_every > 1 else "step"
+            lines.append(
+                f"{own} of the {sequences} sequences of a step are prompts that the student goes "
+                f"on with, by {self.rollouts.longest} tokens at most, anew every {every}"
+            )
+        for line in lines:
+            logger.info("%s", line)
+
+    def _flops_share(self) -> float | None:
+        """Return the peak's share that one position a second takes; None for an unknown device."""
+        device = device_called(self.backend.name())
+        peak = None if device is None else device.peak_flops(self.config.dtype)
+        if peak is None:
+            return None
+        config, S = self.config, self.cache.sequence_length
+        names = linears_in_scope(self.student.model, config.scope, config.kinds)
+        K = self.cache.manifest.settings.top_k
+        flops = token_flops(self.student, names, config, S=S, K=K).total
+        if self.teacher is not None:
+            share = config.on_policy if config.on_policy and config.reads_cache else 1.0
+            flops += share * forward_flops(self.teacher, S)
+        return flops / peak
 
     def _begin(self) -> None:
         """Compile; evaluate the untrained student, or record that the run was resumed."""

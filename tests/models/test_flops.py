@@ -11,7 +11,7 @@ from qat.models.devices import DEVICES
 from qat.models.flops import forward_flops, token_flops
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import linear_names
-from qat.train import overview
+from qat.train import loop
 
 
 def test_a_forward_pass_is_a_third_of_a_step_that_trains_everything(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_the_heartbeat_tells_the_share_of_the_peak(tmp_path: Path, monkeypatch) 
     place = make_place(tmp_path)
     h200 = next(device for device in DEVICES if device.name == "H200")
     for known, out in ((None, "unknown"), (h200, "known")):
-        monkeypatch.setattr(overview, "device_called", lambda _, known=known: known)
+        monkeypatch.setattr(loop, "device_called", lambda _, known=known: known)
         settings = config(place, max_steps=1)
         trainer = make_trainer(settings, place / "student", tmp_path / out)
         trainer.train()
