@@ -13,7 +13,8 @@ how many tokens an expert got).
 
 import logging
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -36,7 +37,6 @@ from qat.models.regions import Regions, compile_facts, refusals, say_uncompiled
 from qat.models.step_memory import step_bytes
 from qat.nn.step import form_moved_weights, release_weights
 from qat.ranks import Ranks
-from qat.train.agreement import Agreement
 from qat.train.config import StepConfig
 from qat.train.finite import nan_if_not_finite
 from qat.train.learnable import linears_in_scope
@@ -120,27 +120,30 @@ class TrainingStep:
         self.dtype = self.backend.dtype(config.dtype)
         self.fallback: str | None = None
         """Reason why layers that should be compiled run uncompiled; None if there is none."""
-        wish = self.backend.compiles if config.compile == "auto" else config.compile == "on"
+        is_auto = config.compile == "auto"
+        self._is_compiled = self.backend.compiles if is_auto else config.compile == "on"
         every = config.checkpoint_every if config.gradient_checkpointing else None
-        self._is_compiled = wish
         self.forms_by_layer = self._is_formed_by_layer(is_on_policy=own is not None)
         """True if weights are formed a layer at a time, not all at once."""
         self._regions = [
             Regions(
                 student.model,
-                is_compiled=wish,
+                is_compiled=self._is_compiled,
                 recompute_every=every,
                 forms_by_layer=self.forms_by_layer,
             )
         ]
         if teacher is not None:
-            self._regions.append(Regions(teacher.model, is_compiled=wish, recompute_every=None))
+            self._regions.append(
+                Regions(teacher.model, is_compiled=self._is_compiled, recompute_every=None)
+            )
         self._before = compile_facts()
         self._taken = 0
         self.nan_flag: Tensor | float = 0.0
         """NaN once a loss here or a gradient was not finite, else 0; stays on the device."""
         self._compiles = CompileWatch(self.backend.tracing)
-        self._agreement = Agreement(self.backend, optimizer.ranks)
+        self._stops: deque[tuple[Tensor, Callable[[], None]]] = deque()
+        """Numbers of ranks that wanted to stop in the latest steps, and waits for their copies."""
         self.is_stop_agreed = False
         """True if all ranks stop after this step; all ranks agree on it."""
         self._graph: StepGraph | None = None
@@ -156,19 +159,20 @@ class TrainingStep:
     def _is_formed_by_layer(self, *, is_on_policy: bool) -> bool:
         """Return whether to form by layer; `auto` compares the memory needed with the device's."""
         config, model, optimizer = self.config, self.student.model, self.optimizer
-        speaks_alone = is_on_policy and bool(optimizer.sharded)
-        if config.form == "whole" or self.backend.is_traced or speaks_alone:
+        if config.form == "whole" or self.backend.is_traced:
+            return False
+        if is_on_policy and optimizer.sharded:  # a rank generates at its own pace, without others
             return False
         learning = linears_in_scope(model, config.scope, config.kinds)
         parts = optimizer.ranks.size if optimizer.sharded else 1
         held = step_bytes(model, learning, config, self.dtype, parts=parts)
         room = (self.backend.memory_gib() or math.inf) * GIB
-        is_wished = config.form == "layer" or held.total(by_layer=False) > HELD_SHARE * room
+        by_layer = config.form == "layer" or held.total(by_layer=False) > HELD_SHARE * room
         if optimizer.sharded:  # ranks gather each layer together, so all must agree
-            wishes = torch.tensor(float(is_wished), device=self.student.device)
-            optimizer.ranks.sum_([wishes])
-            is_wished = bool(wishes)
-        if not is_wished:
+            votes = torch.tensor(float(by_layer), device=self.student.device)
+            optimizer.ranks.sum_([votes])
+            by_layer = bool(votes)
+        if not by_layer:
             return False
         logger.info(
             "weights are formed a layer at a time (--form): %.3g GiB are held beside activations, "
@@ -199,7 +203,7 @@ class TrainingStep:
                 shared = torch.stack([valid, torch.full_like(valid, stop is not None)])
                 ranks.sum_([shared])
                 valid = shared[0]
-                self.is_stop_agreed = self._agreement.settle(shared[1])
+                self.is_stop_agreed = self._agree_on_stop(shared[1])
             else:
                 self.is_stop_agreed = stop is not None
             with self.backend.matmul_precision(self.config.dtype):
@@ -213,6 +217,18 @@ class TrainingStep:
             self.backend.step_end()
             positions = ranks.size * sum(batch.mask.numel() for batch in batches)
             return StepResult(by_name, norm, valid, positions)
+
+    def _agree_on_stop(self, count: Tensor) -> bool:
+        """Return whether any rank wanted to stop `decision_lag` steps ago.
+
+        All ranks read the same step's `count`, so late that no host waits for its device.
+        """
+        self._stops.append((self.backend.to_host(count), self.backend.finished()))
+        if len(self._stops) <= self.backend.decision_lag:
+            return False
+        decided, wait = self._stops.popleft()
+        wait()
+        return bool(decided)
 
     def warm_up(self, batches: Sequence[Batch], step: int) -> None:
         """Compile what steps over such batches run, without changing parameters or moments."""
@@ -246,7 +262,14 @@ class TrainingStep:
                     logger.info("steps are not recorded: the host waits in %s", self._waits[0])
                 return sums
             if not self._waits:
-                self._graph = StepGraph(self, batches[0], valid, is_packed)
+                self._graph = StepGraph(
+                    self.run_micro_step,
+                    batches[0],
+                    valid,
+                    is_packed=is_packed,
+                    optimizer=self.optimizer,
+                    backend=self.backend,
+                )
         if self._graph is not None and self._graph.fits(batches, is_packed):
             return self._graph.run(batches, valid)
         return self._run(batches, valid, is_packed)

@@ -1,5 +1,6 @@
 """The division of work among ranks and their agreement, without any other rank."""
 
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,9 +9,8 @@ import torch
 from train_case import config
 
 from qat.errors import TrainingError
-from qat.train.agreement import Agreement
 from qat.train.saver import check_alike
-from qat.train.step import rank_indices
+from qat.train.step import TrainingStep, rank_indices
 
 
 def test_ranks_share_what_one_would_see(tmp_path) -> None:
@@ -21,14 +21,16 @@ def test_ranks_share_what_one_would_see(tmp_path) -> None:
     assert np.array_equal(np.concatenate(parts, axis=1), whole)
 
 
-@pytest.mark.parametrize(("size", "lag"), [(1, 0), (2, 2)])
-def test_one_rank_decides_at_once_and_several_by_the_step_before(size: int, lag: int) -> None:
-    backend = SimpleNamespace(decision_lag=2, to_host=lambda it: it, finished=lambda: lambda: None)
-    agreement = Agreement(backend, SimpleNamespace(size=size))
-    wishes = [torch.tensor(wish) for wish in (1, 0, 1, 0, 0)]
-    assert [agreement.settle(wish) for wish in wishes] == ([False] * lag + [True, False, True])[
-        :3
-    ] + [bool(wish) for wish in wishes[3 - lag : 5 - lag]]
+@pytest.mark.parametrize(
+    ("lag", "decisions"), [(0, [True, False, True]), (2, [False, False, True])]
+)
+def test_ranks_stop_by_what_a_step_before_said(lag: int, decisions: list[bool]) -> None:
+    backend = SimpleNamespace(
+        decision_lag=lag, to_host=lambda it: it, finished=lambda: lambda: None
+    )
+    step = SimpleNamespace(backend=backend, _stops=deque())
+    counts = [torch.tensor(count) for count in (1, 0, 2)]
+    assert [TrainingStep._agree_on_stop(step, count) for count in counts] == decisions
 
 
 def test_only_others_are_asked_for_their_bits() -> None:
