@@ -1,7 +1,6 @@
-"""Heartbeats and events of a run's ranks, and a watchdog for stalls and slow ranks.
+"""Heartbeats and events of a run's ranks: speed, memory, waits, stalls and slow ranks.
 
-`Pulse` writes heartbeats and events. Its `Watchdog` polls from a thread of its own: it writes
-events, warns once of each, and dumps stacks; it never changes the run.
+`Pulse` writes them; a problem is one event and one warning, and never changes the run.
 """
 
 import faulthandler
@@ -12,9 +11,8 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -37,7 +35,7 @@ Clock = Callable[[], float]
 RECENT = 512
 """Most steps over which quantiles are computed."""
 LOOK_S, SAMPLE_S = 1.0, 10.0
-"""Seconds between checks of steps, and of the device and other ranks (which take ms)."""
+"""Seconds between checks of steps, and of the device and other ranks, which take milliseconds."""
 FIRST_STEP, PAUSE = 3, 10
 """Factors on the stall limit for the first step, which compiles, and for an evaluation."""
 SLOW_FRAC, DROP_FRAC = 1.2, 0.7
@@ -49,35 +47,51 @@ IN_A_ROW, LEAST_DROP_S = 3, 30.0
 """Consecutive low stretches (or heartbeats of a slow rank) and seconds before an event."""
 
 
-@dataclass
-class Pace:
-    """Progress of a rank's loop: written by the loop, read by the watchdog."""
+class Watchdog:
+    """A thread that calls `report` once for each stall, with the seconds since the last progress.
 
-    since: float
-    """Monotonic time when the last step ended, or a pause began or ended."""
-    step: int = 0
-    """The last finished step."""
-    taken: int = 0
-    """Steps taken by this process."""
-    is_paused: bool = False
-    """True while something other than steps runs, such as an evaluation."""
+    Args:
+        stall_s: seconds without a finished step that count as a stall.
+        clock: monotonic seconds.
+        report: called on the watchdog's thread.
+    """
 
+    def __init__(self, stall_s: float, clock: Clock, report: Callable[[float], None]) -> None:
+        self._stall_s = stall_s
+        self._clock = clock
+        self._report = report
+        self._since = clock()
+        self._times = FIRST_STEP
+        """Factor on `stall_s` until the next progress."""
+        self._reported: float | None = None
+        """The `_since` of the latest stall that was reported."""
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
-class Stall:
-    """Detects when the loop stalls, and reports each stall once."""
+    def progress(self, times: int) -> None:
+        """Note progress; the next is expected within `times` the seconds of a stall."""
+        self._since, self._times = self._clock(), times
 
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._told: float | None = None
+    def look(self) -> None:
+        """Check once."""
+        since = self._since
+        still_s = self._clock() - since
+        if still_s > self._stall_s * self._times and self._reported != since:
+            self._reported = since
+            self._report(still_s)
 
-    def look(self, pace: Pace, now: float) -> float | None:
-        """Return the seconds without a finished step as they first exceed the limit, else None."""
-        times = PAUSE if pace.is_paused else 1 if pace.taken else FIRST_STEP
-        still_s = now - pace.since
-        if still_s <= self._limit_s * times or self._told == pace.since:
-            return None
-        self._told = pace.since
-        return still_s
+    def __enter__(self) -> Self:
+        self._since = self._clock()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join(SAMPLE_S)
+
+    def _run(self) -> None:
+        while not self._end.wait(LOOK_S):
+            self.look()
 
 
 class Drop:
@@ -86,19 +100,19 @@ class Drop:
     def __init__(self) -> None:
         self._history: deque[float] = deque(maxlen=HISTORY)
         self._low: list[float] = []
-        self._is_told = False
+        self._is_reported = False
 
     def look(self, tokens_per_s: float, seconds: float) -> float | None:
         """Return the share of the usual speed if this stretch completes a drop, else None."""
         usual = statistics.median(self._history) if len(self._history) >= LEAST_HISTORY else 0.0
         is_low = tokens_per_s < DROP_FRAC * usual
         self._low = [*self._low, seconds] if is_low else []
-        if self._is_told or not is_low:  # a reported drop that stays becomes the usual speed
+        if self._is_reported or not is_low:  # a reported drop that stays becomes the usual speed
             self._history.append(tokens_per_s)
-            self._is_told = is_low
+            self._is_reported = is_low
             return None
-        self._is_told = len(self._low) >= IN_A_ROW and sum(self._low) >= LEAST_DROP_S
-        return tokens_per_s / usual if self._is_told else None
+        self._is_reported = len(self._low) >= IN_A_ROW and sum(self._low) >= LEAST_DROP_S
+        return tokens_per_s / usual if self._is_reported else None
 
 
 class Slow(NamedTuple):
@@ -112,11 +126,7 @@ class Slow(NamedTuple):
 
 
 class SlowRanks:
-    """Detects ranks that the others wait for, from the heartbeats of all ranks.
-
-    All ranks finish a step together, so a rank's own time is its time outside communication, in
-    which fast ranks wait for slow ones.
-    """
+    """Detects ranks that the others wait for, from the heartbeats of all ranks."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -127,21 +137,25 @@ class SlowRanks:
         """Add new heartbeats of any ranks; return the ranks that have become slow."""
         for beat in beats:
             self._beats.setdefault(beat["step"], {})[beat["rank"]] = beat
-        whole = sorted(step for step, found in self._beats.items() if len(found) == self._size)
-        told = []
+        whole = sorted(step for step, ranks in self._beats.items() if len(ranks) == self._size)
+        found = []
         for step in whole:
             slow = {each.slow_rank: each for each in slow_ranks(self._beats[step])}
             for rank in self._beats[step]:
                 self._in_a_row[rank] = self._in_a_row[rank] + 1 if rank in slow else 0
-            told += [each for rank, each in slow.items() if self._in_a_row[rank] == IN_A_ROW]
+            found += [each for rank, each in slow.items() if self._in_a_row[rank] == IN_A_ROW]
         last = whole[-1] if whole else 0
         rest = sorted(step for step in self._beats if step > last)[-HISTORY:]
         self._beats = {step: self._beats[step] for step in rest}
-        return told
+        return found
 
 
 def slow_ranks(by_rank: dict[int, dict]) -> list[Slow]:
-    """Return the ranks whose own step time exceeds `SLOW_FRAC` of the others' median."""
+    """Return the ranks whose own step time exceeds `SLOW_FRAC` of the others' median.
+
+    All ranks finish a step together, so a rank's own time is its time outside communication, in
+    which fast ranks wait for slow ones.
+    """
     own = {rank: beat["step_s"] - (beat["exchange_s"] or 0.0) for rank, beat in by_rank.items()}
     waits = {rank: beat["data_wait_s"] for rank, beat in by_rank.items()}
     found = []
@@ -156,100 +170,11 @@ def slow_ranks(by_rank: dict[int, dict]) -> list[Slow]:
     return found
 
 
-class Watchdog:
-    """A thread that checks progress and ranks; `look` is one round of checks.
-
-    Args:
-        pace: the loop's progress.
-        event: called with a kind and facts of each problem.
-        sample: slow query of the device's health; the latest result is `health`.
-        stacks: file for the stacks of all threads at a stall.
-        stall_s: seconds without a finished step that count as a stall; 3 times that for the first.
-        clock: the clock of `pace`.
-        heartbeats: heartbeat files of all ranks, on the rank that compares them; empty elsewhere.
-    """
-
-    def __init__(
-        self,
-        pace: Pace,
-        *,
-        event: Callable[..., None],
-        sample: Callable[[], dict[str, float | None]],
-        stacks: Path,
-        stall_s: float,
-        clock: Clock,
-        heartbeats: Sequence[Path] = (),
-    ) -> None:
-        self.health: dict[str, float | None] = {}
-        self._pace = pace
-        self._event = event
-        self._sample = sample
-        self._stacks = stacks
-        self._clock = clock
-        self._stall = Stall(stall_s)
-        self._tails = [Tail(path) for path in heartbeats]
-        self._slow = SlowRanks(len(heartbeats))
-        self._end = threading.Event()
-        self._sampled_s = -SAMPLE_S
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-
-    def __enter__(self) -> Self:
-        for tail in self._tails:
-            tail.read()  # skip lines of an earlier process
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join(SAMPLE_S)
-
-    def _run(self) -> None:
-        while not self._end.is_set():
-            self.look()
-            self._end.wait(LOOK_S)
-
-    def look(self) -> None:
-        """Check steps, and at longer intervals the device and other ranks."""
-        if (still_s := self._stall.look(self._pace, self._clock())) is not None:
-            self._tell_stall(still_s)
-        now = time.monotonic()
-        if now - self._sampled_s >= SAMPLE_S:
-            self._sampled_s = now
-            self.health = self._sample()
-            self.compare()
-
-    def compare(self) -> None:
-        """Read new heartbeats of all ranks, and report slow ranks."""
-        try:
-            beats = [beat for tail in self._tails for beat in tail.read()]
-        except (OSError, ValueError) as error:
-            logger.warning("the ranks' heartbeats are compared no more: %s", error)
-            self._tails = []
-            return
-        for slow in self._slow.look(beats):
-            self._event("slow_rank", **slow._asdict())
-            logger.warning("rank %d takes %.2f times as long a step as the others (%s)", *slow)
-
-    def _tell_stall(self, still_s: float) -> None:
-        step = self._pace.step
-        self._event("stall", still_s=still_s, stacks=self._stacks.name)
-        logger.warning(
-            "no step ended for %.0f s since step %d; see %s", still_s, step, self._stacks
-        )
-        try:
-            with self._stacks.open("a", encoding="utf-8") as file:
-                file.write(f"\n{still_s:.0f} s without a step since step {step}:\n")
-                file.flush()
-                faulthandler.dump_traceback(file)
-        except OSError as error:
-            logger.warning("no stacks in %s: %s", self._stacks, error.strerror)
-
-
 class Pulse:
     """The heartbeat and the events of one rank; its watchdog runs inside the block.
 
     Steps are timed without evaluations and saving. A file that cannot be written causes one warning
-    and does not stop the run.
+    and does not stop the run. The first rank compares the heartbeats of all.
 
     Args:
         path: the run's directory.
@@ -267,8 +192,9 @@ class Pulse:
         flops_share: float | None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._heartbeat = _Patient(path / heartbeat_file(ranks.rank))
-        self._events = _Patient(path / events_file(ranks.rank))
+        self._heartbeat = _OptionalLines(path / heartbeat_file(ranks.rank))
+        self._events = _OptionalLines(path / events_file(ranks.rank))
+        self._stacks = path / f"stacks-rank{ranks.rank}.txt"
         self._flops_share = flops_share
         self._backend = backend
         self._ranks = ranks
@@ -280,21 +206,21 @@ class Pulse:
         self._drop = Drop()
         self._rolled_out_s: float | None = None
         """Seconds of rollouts in this stretch; None in a run without rollouts so far."""
-        self._pace = Pace(since=self._began)
+        self._step = 0
+        """The last finished step."""
+        self._step_times = FIRST_STEP
+        """How many times longer than usual the next step may take."""
+        self._health: dict[str, float | None] = UNKNOWN
+        self._sampled_s = -math.inf
         compared = range(ranks.size) if ranks.is_first and ranks.size > 1 else ()
-        self._watchdog = Watchdog(
-            self._pace,
-            event=self.event,
-            sample=backend.health,
-            stacks=path / f"stacks-rank{ranks.rank}.txt",
-            stall_s=stall_s,
-            clock=clock,
-            heartbeats=[path / heartbeat_file(rank) for rank in compared],
-        )
+        self._tails = [Tail(path / heartbeat_file(rank)) for rank in compared]
+        self._slow = SlowRanks(len(self._tails))
+        self._watchdog = Watchdog(stall_s, clock, self._report_stall)
         self._restart()
 
     def __enter__(self) -> Self:
-        self._pace.since = self._clock()
+        for tail in self._tails:
+            tail.read()  # skip lines of an earlier process
         self._watchdog.__enter__()
         return self
 
@@ -333,8 +259,8 @@ class Pulse:
         self._steps += 1
         self._positions += positions
         self._ends.append(self._backend.mark(last))
-        pace = self._pace
-        pace.since, pace.step, pace.taken = self._clock(), step, pace.taken + 1
+        self._step, self._step_times = step, 1
+        self._watchdog.progress(1)
 
     def beat(
         self, step: int, *, loss_nats: float, grad_norm: float, facts: dict[str, object]
@@ -349,6 +275,10 @@ class Pulse:
         # on the device, so that a host that runs ahead does not hide a step's duration.
         between = self._backend.seconds_between
         self._steps_s.extend(between(*ends) for ends in pairwise(self._ends))
+        is_due = time.monotonic() - self._sampled_s >= SAMPLE_S
+        if is_due:
+            self._sampled_s = time.monotonic()
+            self._health = self._backend.health()
         self._heartbeat.write(
             time=_now(),
             elapsed_s=self._clock() - self._began,
@@ -367,7 +297,7 @@ class Pulse:
             **_p50_p95("step_s", self._steps_s),
             **_p50_p95("data_wait_s", self._waits),
             **self._memory(),
-            **{**UNKNOWN, **self._watchdog.health},
+            **self._health,
             **facts,
         )
         share = self._drop.look(tokens_per_s, seconds)
@@ -379,18 +309,32 @@ class Pulse:
                 tokens_per_s,
                 100 * share,
             )
+        if is_due:
+            self.compare_ranks()
         self._restart()
         return tokens_per_s
+
+    def compare_ranks(self) -> None:
+        """Read new heartbeats of all ranks, and report ranks that have become slow."""
+        try:
+            beats = [beat for tail in self._tails for beat in tail.read()]
+        except (OSError, ValueError) as error:
+            logger.warning("the ranks' heartbeats are compared no more: %s", error)
+            self._tails = []
+            return
+        for slow in self._slow.look(beats):
+            self.event("slow_rank", **slow._asdict())
+            logger.warning("rank %d takes %.2f times as long a step as the others (%s)", *slow)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Exclude the block from the steps' time; the next stretch starts after it."""
-        self._pace.since, self._pace.is_paused = self._clock(), True
+        self._watchdog.progress(PAUSE)
         try:
             yield
         finally:
             self._restart()
-            self._pace.since, self._pace.is_paused = self._clock(), False
+            self._watchdog.progress(self._step_times)
 
     def event(self, kind: str, **facts: object) -> None:
         """Write one event of this rank: time, step, `kind`, `facts`; callable from any thread."""
@@ -398,8 +342,23 @@ class Pulse:
             time=_now(),
             elapsed_s=self._clock() - self._began,
             rank=self._ranks.rank,
-            **{"step": self._pace.step, "kind": kind, **facts},
+            **{"step": self._step, "kind": kind, **facts},
         )
+
+    def _report_stall(self, still_s: float) -> None:
+        """Write an event, and the stacks of all threads; runs on the watchdog's thread."""
+        step = self._step
+        self.event("stall", still_s=still_s, stacks=self._stacks.name)
+        logger.warning(
+            "no step ended for %.0f s since step %d; see %s", still_s, step, self._stacks
+        )
+        try:
+            with self._stacks.open("a", encoding="utf-8") as file:
+                file.write(f"\n{still_s:.0f} s without a step since step {step}:\n")
+                file.flush()
+                faulthandler.dump_traceback(file)
+        except OSError as error:
+            logger.warning("no stacks in %s: %s", self._stacks, error.strerror)
 
     def _restart(self) -> None:
         """Start a new stretch of steps."""
@@ -432,11 +391,8 @@ class Pulse:
         }
 
 
-class _Patient:
-    """A JSON lines file that tolerates errors: it warns once, and retries with the next line.
-
-    The file is created with its first line.
-    """
+class _OptionalLines:
+    """A JSON lines file, created with its first line; a failed write only warns, once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

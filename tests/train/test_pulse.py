@@ -1,6 +1,7 @@
 """The pulse: what a heartbeat says, and that nothing about it stops a run."""
 
 import errno
+import json
 import logging
 import os
 import threading
@@ -116,14 +117,15 @@ def test_a_drop_of_speed_is_an_event_and_one_warning(tmp_path: Path, caplog) -> 
 
 def test_a_loop_that_stands_still_is_found_out(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("qat.train.pulse.LOOK_S", 0.01)
-    found = threading.Event()
     clock = Clock()
     with make_pulse(tmp_path, clock, stall_s=5.0) as pulse:
         pulse.stepped(1, 100)
         clock.now += 6
         for _ in range(500):
-            if (tmp_path / "stacks-rank0.txt").exists() or found.wait(0.01):
+            if (tmp_path / "stacks-rank0.txt").exists():
                 break
+            time.sleep(0.01)
+    assert not any(thread.name == "watchdog" for thread in threading.enumerate())
     (event,) = read_json_lines(tmp_path / "events.jsonl")
     assert (event["kind"], event["step"], event["still_s"]) == ("stall", 1, 6.0)
     assert "test_a_loop_that_stands_still" in (tmp_path / "stacks-rank0.txt").read_text()
@@ -144,3 +146,38 @@ def test_a_full_disk_is_said_once_and_stops_nothing(tmp_path: Path, monkeypatch,
     assert [line["step"] for line in read_json_lines(tmp_path / "heartbeat-rank0.jsonl")] == [3]
     warnings = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1 and "No space left" in warnings[0].getMessage()
+
+
+def test_stacks_that_cannot_be_written_stop_nothing(tmp_path: Path, caplog) -> None:
+    (tmp_path / "stacks-rank0.txt").mkdir()
+    with make_pulse(tmp_path, Clock()) as pulse:
+        pulse._report_stall(9.0)
+    assert len(read_json_lines(tmp_path / "events.jsonl")) == 1
+    assert "no stacks in" in caplog.text
+
+
+def heartbeats(path: Path, *steps: int, text: str = "") -> None:
+    """Append a line of each of two ranks per step, of which rank 1 is slow."""
+    for rank in range(2):
+        with (path / f"heartbeat-rank{rank}.jsonl").open("a") as file:
+            for step in steps:
+                line = {"rank": rank, "step": step, "step_s": 1.0, "data_wait_s": 0.0}
+                file.write(json.dumps({**line, "exchange_s": 0.7 - 0.4 * rank}) + "\n")
+            file.write(text)
+
+
+def test_the_first_rank_compares_the_heartbeats_of_all(tmp_path: Path, caplog) -> None:
+    heartbeats(tmp_path, 7, 8, 9)  # of an earlier process
+    with make_pulse(tmp_path, Clock(), ranks=Ranks(0, 2, torch.device("cpu"))) as pulse:
+        heartbeats(tmp_path, 1, 2)
+        pulse.compare_ranks()
+        heartbeats(tmp_path, 3)
+        pulse.compare_ranks()
+        heartbeats(tmp_path, text="\0\0\n")
+        for _ in range(2):
+            pulse.compare_ranks()
+    (event,) = read_json_lines(tmp_path / "events.jsonl")
+    assert (event["kind"], event["slow_rank"], event["cause"]) == ("slow_rank", 1, "device")
+    assert event["times_median"] == pytest.approx(7 / 3)
+    assert "rank 1 takes 2.33 times as long" in caplog.text
+    assert caplog.text.count("compared no more") == 1

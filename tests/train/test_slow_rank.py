@@ -33,7 +33,7 @@ def beat_on(ranks: Ranks, path: Path, *, fetch_s: float, work_s: float) -> list[
                 pulse.beat(step, loss_nats=1.0, grad_norm=1.0, facts={})
         ranks.wait()
         if ranks.is_first:
-            pulse._watchdog.compare()
+            pulse.compare_ranks()
     path = path / f"heartbeat-rank{ranks.rank}.jsonl"
     return [line["exchange_s"] for line in read_json_lines(path)]
 
