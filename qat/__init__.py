@@ -12,12 +12,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from qat.errors import VERSION
+
 if TYPE_CHECKING:
     from qat import losses
     from qat.python import distill, load, quantize, save
 
 __all__ = ["distill", "load", "losses", "quantize", "save"]
-__version__ = "0.2.0"
+__version__ = VERSION
 REGISTRY, OURS = "transformers.quantizers.auto", "qat.models.hf_quantizer"
 """The module of transformers that registers quantization methods, and ours that registers `qat`."""
 

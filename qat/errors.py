@@ -10,6 +10,7 @@ from pathlib import Path
 
 DISTRIBUTION = "qat-distill"
 """The name of this package for pip; `qat` on the package index is another project."""
+VERSION = "0.2.0"
 HOME = Path(__file__).parents[1]
 """The clone, or the directory of installed packages."""
 AS_NEAR_AS = 2

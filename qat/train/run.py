@@ -18,10 +18,9 @@ import torch
 import transformers
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-import qat
 from qat.backend.base import environment
 from qat.config import explain
-from qat.errors import CheckpointError, ConfigError
+from qat.errors import HOME, VERSION, CheckpointError, ConfigError
 from qat.files import (
     LEAVING,
     check_free,
@@ -329,7 +328,7 @@ def versions() -> dict[str, str]:
     """Return the versions of the code and of the libraries that it uses."""
     return {
         "commit": git_commit(),
-        "qat": qat.__version__,
+        "qat": VERSION,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -338,7 +337,7 @@ def versions() -> dict[str, str]:
 
 def git_commit() -> str:
     """Return the commit of the running code, or "unknown" outside a checkout."""
-    command = ["git", "-C", str(Path(qat.__file__).parent), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(HOME), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
