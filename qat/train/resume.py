@@ -23,7 +23,7 @@ from qat.models.directory import CHECKPOINTS
 from qat.ranks import Ranks
 from qat.train.judge import Judged
 from qat.train.optim import lr_share
-from qat.train.run import BEGIN_THERE, RunDirectory, read_state, versions
+from qat.train.run import BEGIN_THERE, WHAT_CHANGED, RunDirectory, read_state, versions
 from qat.train.saver import problem
 
 logger = logging.getLogger(__name__)
@@ -110,6 +110,8 @@ class Choice(NamedTuple):
     """Steps taken; set once the checkpoint is read."""
     best: float = math.inf
     """The best score so far."""
+    begun: dict[str, Any] = {}
+    """Facts that the run began with."""
     grown: dict[str, Any] = {}
     """New facts for `run.json` of a cache that has more sequences than before, by name."""
 
@@ -237,42 +239,46 @@ def cache_facts(cache: TeacherCache) -> dict[str, Any]:
 
 
 def check_identity(
-    run: RunDirectory, checkpoint: Path | None, cache: TeacherCache, identity: dict[str, Any]
+    run: RunDirectory, begun: dict[str, Any], cache: TeacherCache, identity: dict[str, Any]
 ) -> dict[str, Any]:
-    """Check that a run is resumed with what it started with; a cache may have more sequences.
+    """Check that a run is resumed with what it began with; a cache may have more sequences.
 
     Returns:
-        New facts for `run.json` of such a cache, by name. For runs older than these facts it is
-        unknown whether the cache has grown.
+        New facts for `run.json` of such a cache, by name.
 
     Raises:
         ConfigError: something has another value, or the cache differs in more than that.
     """
-    old, new, content = run.facts(), cache_facts(cache), identity["cache_content"]
-    is_other = old.get("cache_content", content) != content and "cache_settings" in old
-    if not is_other:
-        run.check_identity(checkpoint, **identity)
-        return {}
-    known, made = old["cache_settings"], new["cache_settings"]
-    for name in sorted(known.keys() | made.keys()):
-        if known.get(name) != made.get(name):
+    grown: dict[str, Any] = {}
+    content = identity["cache_content"]
+    # runs older than `cache_settings` do not know whether a cache has grown
+    if begun.get("cache_content", content) != content and "cache_settings" in begun:
+        new = cache_facts(cache)
+        known, made = begun["cache_settings"], new["cache_settings"]
+        for name in sorted(known.keys() | made.keys()):
+            if known.get(name) != made.get(name):
+                raise ConfigError(
+                    f"{cache.directory} has {name}={made.get(name)}, but the run in {run.path} was "
+                    f"begun with {known.get(name)}: a cache may have more sequences, and differ in "
+                    f"nothing else; restore it or choose another --out{BEGIN_THERE}"
+                )
+        before, now = (facts["cache_sequences"]["train"] for facts in (begun, new))
+        if now < before:
             raise ConfigError(
-                f"{cache.directory} has {name}={made.get(name)}, but the run in {run.path} was "
-                f"begun with {known.get(name)}: a cache may have more sequences, and differ in "
-                f"nothing else; restore it or choose another --out{BEGIN_THERE}"
+                f"{cache.directory} has {now} training sequences, but the run in {run.path} "
+                f"learned from {before}, expected as many or more; restore it or choose another "
+                f"--out{BEGIN_THERE}"
             )
-    before, now = (facts["cache_sequences"]["train"] for facts in (old, new))
-    if now < before:
-        raise ConfigError(
-            f"{cache.directory} has {now} training sequences, but the run in {run.path} "
-            f"learned from {before}, expected as many or more; restore it or choose another "
-            f"--out{BEGIN_THERE}"
-        )
-    if now == before:  # the same number, but different ones
-        run.check_identity(checkpoint, **identity)
-        return {}
-    run.check_identity(checkpoint, **{**identity, "cache_content": None})
-    return {"cache_content": content, "cache_sequences": new["cache_sequences"]}
+        if now > before:  # otherwise they are as many, but different ones
+            grown = {"cache_content": content, "cache_sequences": new["cache_sequences"]}
+    for name, value in identity.items():
+        is_known = value is not None and name not in grown
+        if is_known and begun.get(name, value) != value:
+            raise ConfigError(
+                f"{name}={value}, but the run in {run.path} was begun with {begun[name]}: "
+                f"{WHAT_CHANGED[name]}; restore it or choose another --out{BEGIN_THERE}"
+            )
+    return grown
 
 
 def same_judged(cache: TeacherCache, count: int, run: RunDirectory) -> Judged:
@@ -304,7 +310,7 @@ def record_beginning(
     forced: Sequence[str],
 ) -> None:
     """Write the run's facts, and remove what it wrote after the step from which it is resumed."""
-    old = run.begun_as(choice.checkpoint)
+    old = choice.begun
     resumed = old.get("resumed", [])
     if choice.checkpoint is None:
         run.begin(wanted)

@@ -136,20 +136,6 @@ class RunDirectory:
                 )
         return {**state, **facts}
 
-    def check_identity(self, checkpoint: Path | None, **now: object) -> None:
-        """Check that a run is resumed with what it started with.
-
-        Raises:
-            ConfigError: something has another value.
-        """
-        old = self.begun_as(checkpoint)
-        for name, value in now.items():
-            if name in old and value is not None and old[name] != value:
-                raise ConfigError(
-                    f"{name}={value}, but the run in {self.path} was begun with {old[name]}: "
-                    f"{WHAT_CHANGED[name]}; restore it or choose another --out{BEGIN_THERE}"
-                )
-
     def begin(self, wanted: dict[str, Any]) -> None:
         """Write the recipe, which marks the directory as this run's."""
         self.path.mkdir(parents=True, exist_ok=True)

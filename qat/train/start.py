@@ -240,8 +240,8 @@ def _open(
         "tokenizer": tokenizer_hash(tokenizer),
         "sequences_per_step": divided.sequences_per_step * ranks.size,
     }
-    grown = check_identity(run, choice.checkpoint, cache, identity)
     begun = run.begun_as(choice.checkpoint)
+    choice = choice._replace(begun=begun, grown=check_identity(run, begun, cache, identity))
     identity["student_fingerprint"] = begun.get("student_fingerprint", now)
     run.identity = {
         **versions(),
@@ -270,7 +270,7 @@ def _open(
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
     )
-    state, choice = _state_of(choice._replace(grown=grown))
+    state, choice = _state_of(choice)
     optimizer = make_trainable(
         model.model,
         config.part(OptimConfig),
