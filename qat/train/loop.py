@@ -133,8 +133,8 @@ class Trainer:
                 self._begin()
                 try:
                     for batches in self._pulse.timed(stream):
-                        batches = self._with_own_words(batches)
-                        result = self.take_step(batches, self.step, stop=self.stops.wanted())
+                        batches = self._with_rollouts(batches)
+                        result = self.take_step(batches, self.step, stop=self.stops.requested())
                         self._follow(result, ticker)
                     self.saver.finish()
                 except CheckpointError as error:  # a background save failed
@@ -258,7 +258,7 @@ class Trainer:
         batches = (self.cache.batch(part, targets=self._targets) for part in parts)
         return [Batch(*map(pinned, batch)) for batch in batches]
 
-    def _with_own_words(self, batches: list[Batch]) -> list[Batch]:
+    def _with_rollouts(self, batches: list[Batch]) -> list[Batch]:
         """Insert the student's own text into the batches of the coming step."""
         if self.rollouts is None:
             return batches
@@ -345,14 +345,14 @@ class Trainer:
         if self.saver.saved != self.step:
             self.saver.save(self.step, self.best, is_best=False)
         self.saver.finish()
-        wish = self.stops.wanted() or "another rank"
-        self._pulse.event("halted" if wish == HALT else "signal", step=self.step, wish=wish)
+        reason = self.stops.requested() or "another rank"
+        self._pulse.event("halted" if reason == HALT else "signal", step=self.step, wish=reason)
         if self.ranks.is_first:
             self.stops.clear_halt()
         raise Stopped(
-            f"stopped by {wish} after step {self.step}; {self.run.checkpoint_path(self.step)} is "
+            f"stopped by {reason} after step {self.step}; {self.run.checkpoint_path(self.step)} is "
             "saved: go on with --resume",
-            EXIT_CODES.get(wish, 1),
+            EXIT_CODES.get(reason, 1),
         )
 
     def _check_finite(self, numbers: "_StepNumbers") -> None:

@@ -46,21 +46,21 @@ class Stops:
 
     def __init__(self, halt: Path) -> None:
         self._halt = halt
-        self._wish: str | None = None
+        self._reason: str | None = None
         self._looked_s = -LOOK_S
         self._handlers: dict[int, Any] = {}
 
-    def wanted(self) -> str | None:
+    def requested(self) -> str | None:
         """Return `SIGTERM`, `SIGINT`, `SIGHUP` or `HALT` after such a request, else None."""
-        if self._wish is not None:
-            return self._wish
+        if self._reason is not None:
+            return self._reason
         now = time.monotonic()
         if now - self._looked_s < LOOK_S:
             return None
         self._looked_s = now
         if self._halt.exists():
-            self._wish = HALT
-        return self._wish
+            self._reason = HALT
+        return self._reason
 
     def clear_halt(self) -> None:
         """Remove the file after stopping, so that the run can be resumed."""
@@ -82,7 +82,7 @@ class Stops:
         self._restore(*self._handlers)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self._wish = self._wish or signal.Signals(number).name
+        self._reason = self._reason or signal.Signals(number).name
         if number == signal.SIGHUP:  # writes to a closed terminal fail: redirect them to /dev/null
             for descriptor in (1, 2):
                 try:

@@ -76,9 +76,9 @@ def test_a_wish_in_the_last_step_lets_the_run_end(
 
 def test_the_first_signal_is_noted_and_the_second_acts(tmp_path: Path) -> None:
     with Stops(tmp_path / HALT) as stops:
-        assert stops.wanted() is None
+        assert stops.requested() is None
         os.kill(os.getpid(), signal.SIGINT)
-        assert stops.wanted() == "SIGINT"
+        assert stops.requested() == "SIGINT"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -97,7 +97,7 @@ def test_a_terminal_that_closes_is_one_wish_and_written_to_no_more(tmp_path: Pat
             os.write(1, b"x")
         finally:
             os.dup2(kept, 1)
-        assert stops.wanted() == "SIGHUP"
+        assert stops.requested() == "SIGHUP"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
@@ -110,7 +110,7 @@ def test_below_nohup_a_terminal_may_close(tmp_path: Path) -> None:
     try:
         with Stops(tmp_path / HALT) as stops:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert stops.wanted() is None
+            assert stops.requested() is None
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -118,7 +118,7 @@ def test_below_nohup_a_terminal_may_close(tmp_path: Path) -> None:
 def test_a_directory_that_asks_stays(tmp_path: Path, caplog) -> None:
     (tmp_path / HALT / "thesis").mkdir(parents=True)
     stops = Stops(tmp_path / HALT)
-    assert stops.wanted() == HALT
+    assert stops.requested() == HALT
     stops.clear_halt()
     assert "HALT cannot be removed (Is a directory): remove it before you go on" in caplog.text
     assert (tmp_path / HALT / "thesis").exists()
@@ -127,12 +127,12 @@ def test_a_directory_that_asks_stays(tmp_path: Path, caplog) -> None:
 def test_the_file_is_looked_for_once_a_second_and_remembered(tmp_path: Path, monkeypatch) -> None:
     stops, now = Stops(tmp_path / HALT), [100.0]
     monkeypatch.setattr(stop.time, "monotonic", lambda: now[0])
-    assert stops.wanted() is None
+    assert stops.requested() is None
     (tmp_path / HALT).touch()
     now[0] = 100.9
-    assert stops.wanted() is None
+    assert stops.requested() is None
     now[0] = 101.1
-    assert stops.wanted() == HALT == stops.wanted()
+    assert stops.requested() == HALT == stops.requested()
     stops.clear_halt()
     stops.clear_halt()
     assert not (tmp_path / HALT).exists()
@@ -143,7 +143,7 @@ def test_another_thread_takes_no_signals(tmp_path: Path) -> None:
 
     def enter() -> None:
         with Stops(tmp_path / HALT) as stops:
-            seen.append((stops.wanted(), signal.getsignal(signal.SIGTERM)))
+            seen.append((stops.requested(), signal.getsignal(signal.SIGTERM)))
 
     thread = threading.Thread(target=enter)
     thread.start()
