@@ -209,7 +209,7 @@ class Ranks:
         pairs = zip(said, lengths, strict=True)
         return [all_[: int(length)].numpy().tobytes().decode() for all_, length in pairs]
 
-    def together(self, act: Callable[[], T]) -> T:
+    def sync_errors(self, act: Callable[[], T]) -> T:
         """Return the result of `act` after it has succeeded on every rank.
 
         Raises:

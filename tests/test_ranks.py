@@ -103,7 +103,7 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path):
             if ranks.rank == 1:
                 raise CacheError("no cache here")
 
-        ranks.together(lose)
+        ranks.sync_errors(lose)
 
     assert (
         run_ranks(2, act, tmp_path)
@@ -113,7 +113,7 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path):
 
 def test_a_full_disk_of_one_rank_is_an_error_of_all(tmp_path):
     def act(ranks: Ranks) -> None:
-        ranks.together(lambda: open("/nowhere/at/all") if ranks.rank else None)
+        ranks.sync_errors(lambda: open("/nowhere/at/all") if ranks.rank else None)
 
     for found in run_ranks(2, act, tmp_path):
         assert found["kind"] == "ConfigError" and found["error"].startswith("rank 1: [Errno 2]")
@@ -133,7 +133,9 @@ def test_one_process_exchanges_nothing():
     ALONE.wait()
     ALONE.check_same(x="y")
     assert tensor.tolist() == [1.0, 1.0]
-    assert ALONE.apart() is ALONE and ALONE.texts("a") == ["a"] and ALONE.together(lambda: 3) == 3
+    assert (
+        ALONE.apart() is ALONE and ALONE.texts("a") == ["a"] and ALONE.sync_errors(lambda: 3) == 3
+    )
     assert ALONE.copy_from_first(tensor) is tensor
     with joined("cpu") as ranks:
         assert ranks is ALONE

@@ -91,15 +91,15 @@ def train(
             return examine(config, student, out, world=ranks.size, measures=dry_run)
 
         if dry_run:
-            return ranks.together(lambda: _dry_run(examined(), out))
+            return ranks.sync_errors(lambda: _dry_run(examined(), out))
         if resume is not None and tracking.gdrive_dir is not None:
             folder = tracking.gdrive_dir
-            ranks.together(lambda: followers.restore(out, folder) if ranks.is_first else None)
+            ranks.sync_errors(lambda: followers.restore(out, folder) if ranks.is_first else None)
         forced = []
         if not (out / RECIPE).exists():  # what goes on has been looked at, or is refused
             said = student if says_targets else None
             adapters = "lora" in config.kinds
-            forced = ranks.together(
+            forced = ranks.sync_errors(
                 lambda: _preflight(examined(), said, adapters=adapters, force=force)
             )
         is_followed = ranks.is_first and followers is not None

@@ -72,7 +72,7 @@ def open_shared(config: CacheConfig, ranks: Ranks) -> DataSource:
             return None
         return open_source(config.data, config.format, config.text_field)
 
-    source = ranks.together(opened)
+    source = ranks.sync_errors(opened)
     said = "" if source is None else f"{source.format}\n{source.name}"
     data_format, name = ranks.texts(said)[0].split("\n")
     return source or DataSource((), data_format, name)
@@ -131,7 +131,7 @@ class SharedBlocks:
             return list(islice(self._found, self._ranks.size)) if self._ranks.is_first else []
 
         try:
-            blocks = self._ranks.together(take)
+            blocks = self._ranks.sync_errors(take)
         except QatError:
             self._is_over = True
             raise
@@ -209,7 +209,7 @@ def build_cache(
     ranks.check_same(cache=fresh.fingerprint)
     with ExitStack() as stack:
         lock = held(out) if ranks.is_first else nullcontext()
-        ranks.together(lambda: stack.enter_context(lock))
+        ranks.sync_errors(lambda: stack.enter_context(lock))
         manifest = _agreed(fresh, out, ranks)
         if manifest.state == "complete":
             logger.info("%s is complete already: nothing to do", out)
@@ -245,9 +245,9 @@ def build_cache(
                 except (QatError, OSError) as error:
                     shared.fail(error, ahead)
                     failure = error
-                manifest = ranks.together(ended)
+                manifest = ranks.sync_errors(ended)
         # all ranks end together, and raise the first rank's error if it has one
-        return ranks.together(lambda: _finished(manifest, shared.total, out=out, ranks=ranks))
+        return ranks.sync_errors(lambda: _finished(manifest, shared.total, out=out, ranks=ranks))
 
 
 def what_counts(manifest: Manifest) -> str:
@@ -294,7 +294,7 @@ def _asking(
 ) -> AbstractContextManager[Callable[[ShardBlock, Callable[[int], None]], list[Answer]]]:
     """Return a context manager that yields the function which runs the teacher on one block."""
     if isinstance(teacher, RemoteTeacher):
-        ranks.together(partial(teacher.check_same, manifest, out))
+        ranks.sync_errors(partial(teacher.check_same, manifest, out))
         return teacher.asked(manifest, out)
     info, settings = manifest.teacher, manifest.settings
     plan = make_plan(teacher, settings, info.vocab_size, batch_size)
@@ -322,7 +322,7 @@ def _agreed(fresh: Manifest, out: Path, ranks: Ranks) -> Manifest:
             manifest = manifest.model_copy(update={"state": "building"})
         return manifest.model_dump_json()
 
-    return Manifest.model_validate_json(ranks.texts(ranks.together(find))[0])
+    return Manifest.model_validate_json(ranks.texts(ranks.sync_errors(find))[0])
 
 
 def _finished(manifest: Manifest, total: int, *, out: Path, ranks: Ranks) -> Manifest:

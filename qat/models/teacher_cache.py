@@ -69,7 +69,7 @@ def with_length(
             failures.append(error)
         return suited_length(config, source.format, taken)
 
-    length = int(ranks.texts(str(ranks.together(needed)))[0])
+    length = int(ranks.texts(str(ranks.sync_errors(needed)))[0])
     settled = config.model_copy(update={"sequence_length": length})
     return settled, source._replace(documents=read_again())
 
@@ -113,7 +113,7 @@ def cache_teacher(config: CacheConfig, ranks: Ranks = ALONE) -> CacheTeacher:
         CheckpointError: there is no such teacher, or it has no tokenizer.
     """
     if config.is_served:
-        return ranks.together(partial(_served, config))
+        return ranks.sync_errors(partial(_served, config))
     if ranks.size > 1 and config.device_map not in (None, "disk"):
         raise ConfigError(
             f"device_map={config.device_map} spreads one teacher over the devices, but "
@@ -132,7 +132,7 @@ def cache_teacher(config: CacheConfig, ranks: Ranks = ALONE) -> CacheTeacher:
         )
         return tokenizer, teacher
 
-    tokenizer, teacher = ranks.together(opened)
+    tokenizer, teacher = ranks.sync_errors(opened)
     if select(config.device).compiles and config.device_map is None:
         Regions(teacher.model, is_compiled=True, recompute_every=None).install()
     info = TeacherInfo(

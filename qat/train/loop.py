@@ -369,7 +369,7 @@ class Trainer:
 
     def _give_up(self, found: str) -> None:
         """End a run whose numbers are not finite, after finishing a background save."""
-        self.ranks.together(self.saver.finish)  # the first one writes, all raise its error
+        self.ranks.sync_errors(self.saver.finish)  # the first one writes, all raise its error
         latest = self.run.pointed("latest")
         kept = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
         raise TrainingError(

@@ -130,7 +130,7 @@ def choose_together(
         is_begun = ranks.is_first and run.is_begun(wanted, resume=resume)
         return choose(run, begins_anew=begins_anew) if is_begun else Choice(None, [], False)
 
-    checkpoint, *rest = ranks.together(choose_alone)[:3]
+    checkpoint, *rest = ranks.sync_errors(choose_alone)[:3]
     found = json.dumps([checkpoint.name if checkpoint else "", *rest])
     name, skipped, is_lost = json.loads(ranks.texts(found)[0])
     return Choice(run.path / CHECKPOINTS / name if name else None, skipped, is_lost)

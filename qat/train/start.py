@@ -125,15 +125,15 @@ def opened(
     """
     run = RunDirectory(out)
     if resume and "warmup_steps" not in config.model_fields_set:
-        warmup_steps = ranks.together(run.original_warmup)
+        warmup_steps = ranks.sync_errors(run.original_warmup)
         if warmup_steps is not None:
             config = config.model_copy(update={"warmup_steps": warmup_steps})
     recipe, fingerprint = resolved(config, student), config.fingerprint()
     with ExitStack() as stack:
         lock = held(out) if ranks.is_first else nullcontext()
-        ranks.together(lambda: stack.enter_context(lock))
+        ranks.sync_errors(lambda: stack.enter_context(lock))
         choice = choose_together(run, recipe, resume=resume, begins_anew=begins_anew, ranks=ranks)
-        whole = ranks.together(
+        whole = ranks.sync_errors(
             lambda: _open(config, student, run, choice=choice, ranks=ranks, loaded=loaded)
         )
         ranks.check_same(
@@ -150,7 +150,7 @@ def opened(
                 facts = _facts(student, fingerprint, whole, ranks)
                 record_beginning(run, recipe, choice=whole.choice, facts=facts, forced=forced)
 
-        ranks.together(record)
+        ranks.sync_errors(record)
         trainer = Trainer(
             whole.model,
             whole.judge.cache,

@@ -144,7 +144,7 @@ def open_corpus(
         }
         return model, Corpus(prompts, settings, tokenizer, frozenset(ends), model.longest, teacher)
 
-    return ranks.together(opened)
+    return ranks.sync_errors(opened)
 
 
 def write_corpus(model: LanguageModel, corpus: Corpus, out: Path, ranks: Ranks = ALONE) -> Sampled:
@@ -163,15 +163,17 @@ def write_corpus(model: LanguageModel, corpus: Corpus, out: Path, ranks: Ranks =
     ranks.check_same(rows=run)
     with ExitStack() as stack:
         lock = held(out) if ranks.is_first else nullcontext()
-        ranks.together(lambda: stack.enter_context(lock))
-        is_done = ranks.together(lambda: ranks.is_first and _is_done(out, facts, run))
+        ranks.sync_errors(lambda: stack.enter_context(lock))
+        is_done = ranks.sync_errors(lambda: ranks.is_first and _is_done(out, facts, run))
         if ranks.texts(str(is_done))[0] == "True":
             logger.info("%s is complete already: nothing to do", out)
             return _summary(out, corpus.num_rows, None)
-        ranks.together(lambda: _begin(parts, facts) if ranks.is_first else None)
-        speed = ranks.together(lambda: _sample_shards(model, corpus, parts, run=run, ranks=ranks))
+        ranks.sync_errors(lambda: _begin(parts, facts) if ranks.is_first else None)
+        speed = ranks.sync_errors(
+            lambda: _sample_shards(model, corpus, parts, run=run, ranks=ranks)
+        )
         # all ranks end together, and raise the first rank's error if it has one
-        ranks.together(lambda: _join(corpus, parts, out, run) if ranks.is_first else None)
+        ranks.sync_errors(lambda: _join(corpus, parts, out, run) if ranks.is_first else None)
         return _summary(out, corpus.num_rows, speed)
 
 
