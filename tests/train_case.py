@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 from cache_case import TOKENIZER, build, info, teacher
+from crash import stopped_at
 from quantized import SPECS, tiny_quantized
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +23,7 @@ from qat.train import judge
 from qat.train.config import TrainConfig
 from qat.train.judge import Judge, Judged
 from qat.train.loop import Trainer
+from qat.train.optim import Optimizer
 from qat.train.run import RunDirectory, resolved
 from qat.train.start import TrainReport, make_trainable
 
@@ -184,3 +186,18 @@ def pretend_recording(monkeypatch: pytest.MonkeyPatch, trainer: Trainer) -> list
     monkeypatch.setattr(Backend, "records", True)
     monkeypatch.setattr(Backend, "record", record)
     return replays
+
+
+def assert_resumes(
+    run: Callable[..., TrainReport], place: Path, step: int
+) -> tuple[Path, TrainReport]:
+    """Make sure that a run stopped in `step` ends like an unbroken one; return the latter.
+
+    `run` is given a directory and `resume`.
+    """
+    whole = place / "whole", run(place / "whole", resume=False)
+    with stopped_at(Optimizer, "step", step):
+        run(place / "stopped", resume=False)
+    torch.rand(step + 1)  # a new process has another random state
+    assert_same_end(whole, place / "stopped", run(place / "stopped", resume=True))
+    return whole

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from cache_case import TOKENIZER
-from crash import stopped_at
 from quantized import ROUNDINGS, SPECS, tiny_quantized, with_rounded_inputs
-from train_case import assert_same_end, config, make_place, make_trainer
+from train_case import assert_resumes, config, make_place, make_trainer
 
 from qat.export.config import ExportConfig
 from qat.export.model import export_model
@@ -18,7 +17,6 @@ from qat.nn.activation import read_alike
 from qat.nn.quant_linear import quant_linears
 from qat.nn.step import form_weights
 from qat.quant.spec import LutSpec
-from qat.train.optim import Optimizer
 from qat.train.start import TrainReport, train_student
 
 IDS = torch.arange(24).view(2, 12) * 7 % 320
@@ -99,14 +97,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
         make_place(tmp_path, SPECS["fours8_s8"])
         values = {"learn": FROZEN if "frozen" in name else LATENT}
 
-    def run(out: str, *, resume: bool = False) -> tuple[Path, TrainReport]:
+    def run(out: Path, *, resume: bool) -> TrainReport:
         settings, student = config(tmp_path, **values), str(tmp_path / "student")
-        out = tmp_path / out
-        return out, train_student(settings, student, out, resume=resume, begins_anew=resume)
+        return train_student(settings, student, out, resume=resume)
 
-    whole = run("whole")
-    with stopped_at(Optimizer, "step", 4):
-        run("stopped")
-    torch.rand(7)  # a new process has another random state
-    assert_same_end(whole, *run("stopped", resume=True))
-    assert name != "inputs" or whole[1].final.name.startswith("q2a2_a8s_e2e_")
+    _, report = assert_resumes(run, tmp_path, 4)
+    assert name != "inputs" or report.final.name.startswith("q2a2_a8s_e2e_")

@@ -5,10 +5,10 @@ A stop here is an exception in the middle of a step; `measure_kills.py` kills pr
 
 import json
 import logging
-import random
 import shutil
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from cache_case import build, info, texts, without_split
 from crash import stopped_at
 from quantized import SPECS, nearest_e5m3, random_weight, tiny_quantized, with_rounded_inputs
 from tiny import tiny_model, tiny_tokenizer
-from train_case import assert_same_end, config, make_place
+from train_case import assert_resumes, assert_same_end, config, make_place
 from transformers import PreTrainedModel
 
 from qat.data.reader import TeacherCache
@@ -49,42 +49,24 @@ def whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     return out, run(place, out)
 
 
-@pytest.mark.parametrize("step", [0, 1, 3, random.Random(5).randrange(2, 7), 6])
-def test_a_run_stopped_in_a_step_goes_on_bit_for_bit(
-    place: Path, tmp_path: Path, whole, step: int
-) -> None:
-    with stopped_at(Optimizer, "step", step):
-        run(place, tmp_path)
-    torch.rand(step + 1)  # a new process has another random state
-    assert_same_end(whole, tmp_path, run(place, tmp_path, resume=True))
-
-
 def test_frozen_indices_go_on_bit_for_bit_when_levels_cross(place: Path, tmp_path: Path) -> None:
     frozen = {"learn": "scales,codebook", "lr_codebook": 0.5, "save_every": 1}
-    whole = tmp_path / "whole", run(place, tmp_path / "whole", **frozen)
+    assert_resumes(partial(run, place, **frozen), tmp_path, 6)
     state, _ = load_training_state(tmp_path / "whole/checkpoints/step-000006")
     codebooks = [
         t for name, t in state.items() if name.startswith("parameter.") and "codebook" in name
     ]
     assert any((levels.diff() < 0).any() for levels in codebooks), "no two levels have crossed"
-    with stopped_at(Optimizer, "step", 6):
-        run(place, tmp_path / "stopped", **frozen)
-    report = run(place, tmp_path / "stopped", resume=True, **frozen)
-    assert_same_end(whole, tmp_path / "stopped", report)
 
 
 def test_scales_of_8_bits_learn_between_their_bytes_and_go_on_bit_for_bit(tmp_path: Path) -> None:
     place = make_place(tmp_path, SPECS["lut2_s8"], layers=1)
-    whole = tmp_path / "whole", run(place, tmp_path / "whole", lr_scales=1e-3)
+    _, report = assert_resumes(partial(run, place, lr_scales=1e-3), tmp_path, 3)
     state, _ = load_training_state(RunDirectory(tmp_path / "whole").pointed("latest"))
     names = [n for n in state if n.startswith("parameter.") and n.endswith(".scales")]
     assert any(not torch.equal(state[n], nearest_e5m3(state[n])) for n in names)
-    final = quant_linears(load_checkpoint(whole[1].final))
+    final = quant_linears(load_checkpoint(report.final))
     assert all(torch.equal(m.scales, nearest_e5m3(m.scales)) for m in final.values())
-    with stopped_at(Optimizer, "step", 3):
-        run(place, tmp_path / "stopped", lr_scales=1e-3)
-    report = run(place, tmp_path / "stopped", resume=True, lr_scales=1e-3)
-    assert_same_end(whole, tmp_path / "stopped", report)
 
 
 def test_a_rebuilt_cache_does_not_continue_a_run(tmp_path: Path) -> None:
@@ -101,6 +83,7 @@ def test_a_rebuilt_cache_does_not_continue_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     [
+        *((Optimizer, "step", step) for step in (0, 1, 3, 6)),
         (RunDirectory, "point", 0),  # before the first pointer
         (RunDirectory, "point", 2),  # between best and latest
         (RunDirectory, "remove_old", 1),
@@ -108,12 +91,13 @@ def test_a_rebuilt_cache_does_not_continue_a_run(tmp_path: Path) -> None:
         (RunDirectory, "begin", 0),
     ],
 )
-def test_a_run_stopped_while_saving_goes_on_bit_for_bit(
+def test_a_stopped_run_goes_on_bit_for_bit(
     place: Path, tmp_path: Path, whole, owner: type, name: str, call: int
 ) -> None:
     out = tmp_path / "run"
     with stopped_at(owner, name, call):
         run(place, out)
+    torch.rand(call + 1)  # a new process has another random state
     assert_same_end(whole, out, run(place, out, resume=True))
 
 
@@ -241,19 +225,6 @@ def test_the_final_checkpoint_is_the_best_one(whole) -> None:
     assert facts["world_size"] == 1 and facts["sequences_per_step"] == 4
 
 
-@pytest.mark.parametrize("keep", [1, 3])
-def test_old_checkpoints_go_but_the_best_and_latest_stay(
-    place: Path, tmp_path: Path, keep: int
-) -> None:
-    # judged once, at step 2; later checkpoints are periodic only
-    report = run(place, tmp_path, keep=keep, save_every=1, eval_every=5, max_steps=9)
-    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    best = RunDirectory(tmp_path).pointed("best").name
-    newest = [f"step-{step:06d}" for step in range(10 - keep, 10)]
-    assert left == sorted({best, *newest}) and report.steps == 9
-    assert RunDirectory(tmp_path).pointed("latest").name == "step-000009"
-
-
 def test_fixed_grids_and_frozen_indices_train(tmp_path: Path) -> None:
     build(tmp_path / "cache")
     for spec in ("seq2", "lut2_r4", "ternary_r2"):
@@ -294,9 +265,6 @@ def test_resuming_with_other_settings(place: Path, whole) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             run(place, whole[0], resume=True, **values)
-    with pytest.raises(ConfigError, match="student='other', but the run in"):
-        settings = config(place, max_steps=7, learn="weights,scales,codebook,norms")
-        train_student(settings, "other", whole[0], resume=True)
     assert (whole[0] / "metrics.jsonl").read_bytes() == before
 
 
@@ -375,14 +343,6 @@ def test_what_does_not_fit_leaves_nothing(
     with pytest.raises(error, match=message):
         run(place, out, cache_dir=cache, **values)
     assert not out.exists()
-
-
-def test_fixed_grids_learn_with_the_defaults(place: Path, tmp_path: Path) -> None:
-    save_checkpoint(tiny_quantized("qwen3", SPECS["seq2"]), tiny_tokenizer(), tmp_path / "seq")
-    settings = config(place, max_steps=1, learn=TrainConfig.model_fields["learn"].default)
-    assert "codebook" in settings.kinds
-    report = train_student(settings, str(tmp_path / "seq"), tmp_path / "run", resume=False)
-    assert report.steps == 1
 
 
 def test_students_that_cannot_learn(place: Path, tmp_path: Path) -> None:

@@ -173,15 +173,24 @@ def test_what_does_not_learn_is_copied_once(
     assert made.saver.seconds.keys() == parts
 
 
-def test_what_is_kept(place: Path, tmp_path: Path) -> None:
-    settings = config(place, save_every=1, milestone_every=2, keep=1, eval_every=9, max_steps=5)
-    train_student(settings, str(place / "student"), tmp_path / "run", resume=False)
-    left = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
-    assert left == ["step-000002", "step-000004", "step-000005"]
-    seldom = config(place, save_every=0, eval_every=9, max_steps=3)
-    train_student(seldom, str(place / "student"), tmp_path / "seldom", resume=False)
-    (only,) = (tmp_path / "seldom/checkpoints").iterdir()
-    assert only.name == "step-000003" and read_state(only)["step"] == 3
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ({"save_every": 1, "milestone_every": 2, "keep": 1}, [2, 4, 5]),
+        ({"save_every": 0}, [5]),
+        ({"save_every": 1, "keep": 2, "eval_every": 2}, [2, 4, 5]),  # the best one is that of 2
+    ],
+)
+def test_what_is_kept(
+    place: Path, tmp_path: Path, monkeypatch, values: dict[str, int], kept: list[int]
+) -> None:
+    scores = iter([0.5, 0.2, 0.3, 0.4])
+    monkeypatch.setattr("qat.train.loop.score", lambda _: next(scores))
+    settings, out = config(place, **{"eval_every": 9, "max_steps": 5, **values}), tmp_path / "run"
+    train_student(settings, str(place / "student"), out, resume=False)
+    left = sorted((out / "checkpoints").iterdir())
+    assert [read_state(path)["step"] for path in left] == kept
+    assert [path.name for path in left] == [f"step-{step:06d}" for step in kept]
 
 
 def test_leavings_of_a_killed_run_go(place: Path, tmp_path: Path) -> None:

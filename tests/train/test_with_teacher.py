@@ -1,21 +1,20 @@
 """A teacher that runs beside its student: what it teaches, how runs go on, what is refused."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from crash import stopped_at
 from torch.nn import functional as F
-from train_case import assert_same_end, config, make_place, make_trainer, with_teacher
+from train_case import assert_resumes, config, make_place, make_trainer, with_teacher
 
 from qat.errors import CheckpointError, ConfigError
 from qat.logs import read_json_lines
 from qat.models.load import load_teacher
 from qat.train.config import TrainConfig
 from qat.train.loop import Trainer
-from qat.train.optim import Optimizer
 from qat.train.start import train_student
 from qat.train.step import TrainingStep
 
@@ -77,15 +76,11 @@ def test_micro_batches_add_up_and_teach(place: Path, tmp_path: Path, loss: str) 
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(place: Path, tmp_path: Path) -> None:
-    wanted, student = settings(place, max_steps=7), str(place / "student")
-    whole = train_student(wanted, student, tmp_path / "whole", resume=False)
-    with stopped_at(Optimizer, "step", 5):
-        train_student(wanted, student, tmp_path / "run", resume=False)
-    report = train_student(wanted, student, tmp_path / "run", resume=True)
-    assert_same_end((tmp_path / "whole", whole), tmp_path / "run", report)
-    lines = read_json_lines(tmp_path / "run/metrics.jsonl")
+    run = partial(train_student, settings(place, max_steps=7), str(place / "student"))
+    out, _ = assert_resumes(run, tmp_path, 5)
+    lines = read_json_lines(out / "metrics.jsonl")
     assert all(each["kl_nats"] == each["loss_nats"] > 0 for each in lines if "loss_nats" in each)
-    facts = json.loads((tmp_path / "run/run.json").read_text())
+    facts = json.loads((out / "run.json").read_text())
     assert facts["teacher"] == str(place / "teacher")
 
 
