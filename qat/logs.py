@@ -284,7 +284,7 @@ class Lines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("ab+", buffering=0)
-        self._file.truncate(_whole_bytes(self._file))
+        self._file.truncate(_whole_bytes(self._file))  # without half a line that a crash left
 
     def append(self, text: str) -> None:
         """Append `text` and a line feed.
@@ -307,7 +307,7 @@ class Lines:
 
 
 def _whole_bytes(file: BinaryIO) -> int:
-    """Return the bytes up to the last line feed: a crash may leave an incomplete line."""
+    """Return the bytes up to the last line feed."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - TAIL_BYTES)
@@ -319,11 +319,8 @@ def _whole_bytes(file: BinaryIO) -> int:
     return 0
 
 
-class JsonLines:
+class JsonLines(Lines):
     """An append-only file of JSON objects, one per line, each written whole or not at all."""
-
-    def __init__(self, path: Path) -> None:
-        self._lines = Lines(path)
 
     def write(self, **values: object) -> None:
         """Append one object; keys carry their unit (`loss_nats`, `tokens_per_s`).
@@ -331,11 +328,7 @@ class JsonLines:
         Raises:
             OSError: see `Lines.append`.
         """
-        self._lines.append(json.dumps(values))
-
-    def close(self) -> None:
-        """Close the file; later writes fail."""
-        self._lines.close()
+        self.append(json.dumps(values))
 
 
 def read_json_lines(path: Path) -> list[dict]:

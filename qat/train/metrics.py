@@ -9,7 +9,7 @@ import io
 import json
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -42,69 +42,45 @@ class Metrics:
     """`metrics.jsonl`, `training.csv` and `val.csv` of one run, written by its first rank."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._lines = JsonLines(path / METRICS)
-        self._tables = Tables(path)
+        self._columns: dict[str, list[str]] = {}
+        self._tables: dict[str, Lines] = {}
+        found = _lines(path / METRICS)
+        for kind, name in FILES.items():
+            rows = [row for row in found if row.get("kind") == kind]
+            if not rows:
+                (path / name).unlink(missing_ok=True)
+                continue
+            header = self._columns[kind] = _header(kind, rows[0])
+            cells = [header, *([row.get(column) for column in header] for row in rows)]
+            write_atomically(path / name, "".join(f"{_text(each)}\n" for each in cells))
+            self._tables[kind] = Lines(path / name)
 
     def write(self, *, kind: str, **values: object) -> None:
-        """Append one line, and the same values as one row.
+        """Append one line, and the same values as one row; the first row writes a header.
 
         Raises:
             OSError: one of the files could not be written.
         """
         self._lines.write(kind=kind, **values)
-        self._tables.row(kind, values)
+        if kind not in self._tables:
+            self._columns[kind] = _header(kind, values)
+            self._tables[kind] = Lines(self._path / FILES[kind])
+            self._tables[kind].append(_text(self._columns[kind]))
+        self._tables[kind].append(_text([values.get(name) for name in self._columns[kind]]))
 
     def close(self) -> None:
         """Close the files."""
-        self._lines.close()
-        self._tables.close()
-
-
-class Tables:
-    """`training.csv` and `val.csv`, with the columns of the first line except text."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._columns: dict[str, list[str]] = {}
-        self._files: dict[str, Lines] = {}
-        self._rebuild()
-
-    def row(self, kind: str, values: dict[str, object]) -> None:
-        """Append `values` to the table of their `kind`; the first row writes the header."""
-        if kind not in self._files:
-            self._columns[kind] = columns(kind, values)
-            self._files[kind] = Lines(self._path / FILES[kind])
-            self._files[kind].append(_text(self._columns[kind]))
-        self._files[kind].append(_text([values.get(name) for name in self._columns[kind]]))
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files.values():
+        for file in (self._lines, *self._tables.values()):
             file.close()
 
-    def _rebuild(self) -> None:
-        """Rewrite the tables from all existing lines; a table without lines has no file."""
-        found = _lines(self._path / METRICS)
-        for kind, name in FILES.items():
-            path, rows = self._path / name, [row for row in found if row.get("kind") == kind]
-            if not rows:
-                path.unlink(missing_ok=True)
-                continue
-            header = self._columns[kind] = columns(kind, rows[0])
-            cells: list[Sequence[object]] = [
-                header,
-                *([row.get(name) for name in header] for row in rows),
-            ]
-            write_atomically(path, "".join(f"{_text(each)}\n" for each in cells))
-            self._files[kind] = Lines(path)
 
-
-def columns(kind: str, first: dict[str, object]) -> list[str]:
-    """Return the names of the columns of a table whose first line is `first`."""
+def _header(kind: str, first: dict[str, object]) -> list[str]:
     return [*(name for name in first if name not in NO_COLUMN), *LATER[kind]]
 
 
-def _text(cells: Sequence[object]) -> str:
+def _text(cells: Iterable[object]) -> str:
     """Return one line of CSV; None is an empty cell."""
     text = io.StringIO()
     csv.writer(text, lineterminator="").writerow(cells)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qat.logs import JsonLines
-from qat.train.metrics import Metrics, Tables, write_summary
+from qat.train.metrics import Metrics, write_summary
 
 
 def step_line(step: int) -> dict[str, object]:
@@ -60,7 +60,7 @@ def test_a_run_that_goes_on_ends_in_the_same_tables(tmp_path: Path) -> None:
 def test_tables_of_a_run_that_begins_anew_are_gone(tmp_path: Path) -> None:
     write(tmp_path, eval_line(0), step_line(1))
     (tmp_path / "metrics.jsonl").write_text("")
-    Tables(tmp_path).close()
+    Metrics(tmp_path).close()
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
 
 
