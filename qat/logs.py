@@ -134,19 +134,19 @@ def progress(
     elif console.is_terminal and not console.is_dumb_terminal:
         with _bars() as bars:
             task = bars.add_task("", total=total, completed=done, ticker=ticker)
-            ticker.tell = lambda: bars.update(task, completed=ticker.done, total=ticker.total)
+            ticker.on_advance = lambda: bars.update(task, completed=ticker.done, total=ticker.total)
             try:
                 yield ticker
             finally:
                 bars.remove_task(task)
     else:
         # a nested piece of work logs only if it is long: the outer one shows progress too
-        ticker.tell = _Lines(ticker, LINE_EVERY_S if _TOLD else FIRST_LINE_S).tell
-        _TOLD.append(ticker)
+        ticker.on_advance = _logging(ticker, LINE_EVERY_S if _LOGGED else FIRST_LINE_S)
+        _LOGGED.append(ticker)
         try:
             yield ticker
         finally:
-            _TOLD.remove(ticker)
+            _LOGGED.remove(ticker)
 
 
 class Ticker:
@@ -157,9 +157,9 @@ class Ticker:
         self.total = total
         self.unit = unit
         self.done = done
-        self.said = ""
+        self.text = ""
         """The latest text of `note`."""
-        self.tell: Callable[[], None] = lambda: None
+        self.on_advance: Callable[[], None] = lambda: None
         """Callback after each part."""
         self._latest = 0.0
         self._timed: tuple[float, int] | None = None
@@ -172,7 +172,7 @@ class Ticker:
         self._latest = time.monotonic()
         if self._timed is None:
             self._timed = (self._latest, self.done)
-        self.tell()
+        self.on_advance()
 
     def reach(self, done: int) -> None:
         """Set the number of finished parts, unless more are finished already."""
@@ -186,7 +186,7 @@ class Ticker:
 
     def note(self, text: str) -> None:
         """Show `text` with the progress from the next part on."""
-        self.said = text
+        self.text = text
 
     def left(self) -> str:
         """Return the estimated remaining time at the current speed; empty if it is unknown."""
@@ -199,27 +199,25 @@ class Ticker:
         return f"about {duration(max(0.0, whole_s - (time.monotonic() - self._latest)))} left"
 
 
-class _Lines:
-    """Logs the progress of a piece of work at intervals."""
+def _logging(ticker: Ticker, first_s: float) -> Callable[[], None]:
+    """Return a function that logs the progress of a piece of work if a line is due."""
+    due = time.monotonic() + first_s
 
-    def __init__(self, ticker: Ticker, first_s: float) -> None:
-        self._ticker = ticker
-        self._due = time.monotonic() + first_s
-
-    def tell(self) -> None:
-        """Log a line if one is due."""
-        if time.monotonic() < self._due:
+    def log() -> None:
+        nonlocal due
+        if time.monotonic() < due:
             return
-        self._due = time.monotonic() + LINE_EVERY_S
-        ticker = self._ticker
+        due = time.monotonic() + LINE_EVERY_S
         total = "" if ticker.total is None else f" of {ticker.total:,}"
         begin = f"{ticker.description}: {ticker.done:,}{total} {ticker.unit}".rstrip()
-        logger.info("%s", ", ".join(filter(None, [begin, ticker.said, ticker.left()])))
+        logger.info("%s", ", ".join(filter(None, [begin, ticker.text, ticker.left()])))
+
+    return log
 
 
 _SHOWN: list["Progress"] = []
 """The progress bars of this process's terminal, if any."""
-_TOLD: list[Ticker] = []
+_LOGGED: list[Ticker] = []
 """Current pieces of work with log lines, outermost first."""
 
 
@@ -232,7 +230,7 @@ def _bars() -> Iterator["Progress"]:
     # imported here: `qat --help` shows no bar
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task
 
-    class _Words(ProgressColumn):
+    class _TextColumn(ProgressColumn):
         """A column with a text that is rendered anew at each refresh, without markup."""
 
         def __init__(self, of: Callable[[Ticker], str]) -> None:
@@ -243,11 +241,11 @@ def _bars() -> Iterator["Progress"]:
             return Text(printable(self._of(task.fields["ticker"])), no_wrap=True)
 
     bars = Progress(
-        _Words(lambda ticker: ticker.description),
+        _TextColumn(lambda ticker: ticker.description),
         BarColumn(),
         MofNCompleteColumn(),
-        _Words(lambda ticker: ticker.unit),
-        _Words(lambda ticker: "  ".join(filter(None, [ticker.said, ticker.left()]))),
+        _TextColumn(lambda ticker: ticker.unit),
+        _TextColumn(lambda ticker: "  ".join(filter(None, [ticker.text, ticker.left()]))),
         console=console,
         transient=True,
     )

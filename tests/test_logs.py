@@ -169,7 +169,7 @@ def test_a_piece_inside_another_is_silent_for_longer(clock: Clock, told) -> None
                 inner.advance()
             outer.advance()
     assert told.messages == ["outer: 1 of 2", "inner: 1 of 2", "outer: 2 of 2"]
-    assert not logs._TOLD
+    assert not logs._LOGGED
 
 
 def test_a_slow_first_part_is_told_without_a_guess(clock: Clock, told) -> None:

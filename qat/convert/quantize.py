@@ -194,7 +194,7 @@ def quantize_model(
 
         def heartbeat(text: str) -> None:
             ticker.note(text)
-            ticker.tell()
+            ticker.on_advance()
 
         walk = (
             stages_in_order(student, calibration, linears, teacher=teacher, heartbeat=heartbeat)
