@@ -10,18 +10,16 @@ import torch
 from cache_case import TOKENIZER, build, info, teacher
 from crash import stopped_at
 from quantized import SPECS, tiny_quantized
-from transformers import PreTrainedTokenizerBase
 
 from qat.backend.base import Backend
 from qat.data.reader import TeacherCache
 from qat.logs import read_json_lines
 from qat.models.checkpoint import save_checkpoint
-from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer, model_identity
 from qat.quant.spec import LutSpec
 from qat.train import judge
 from qat.train.config import TrainConfig
-from qat.train.judge import Judge, Judged
+from qat.train.judge import Judge
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer
 from qat.train.run import RunDirectory, resolved
@@ -97,33 +95,14 @@ def flags(place: Path, **values: object) -> list[str]:
     return words
 
 
-def make_judge(
-    student: LanguageModel | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    cache: TeacherCache,
-    config: TrainConfig,
-    judged: Judged | None = None,
-) -> Judge:
-    """The judge of a run with these settings."""
-    return Judge(
-        student,
-        tokenizer,
-        cache,
-        num_sequences=config.eval_sequences,
-        batch_size=config.batch_size,
-        prompt=config.sample_prompt,
-        judged=judged,
-    )
-
-
 def make_trainer(config: TrainConfig, student: Path, out: Path) -> Trainer:
     """A trainer at step 0, as `train_student` makes it."""
     model = load_model(str(student), device=config.device, dtype="fp32")
     optimizer = make_trainable(model.model, config, shards_latents=config.shard_latents)
     cache, run = TeacherCache.open(config.cache_dir), RunDirectory(out)
     run.begin(resolved(config, str(student)))
-    judge = make_judge(model, load_tokenizer(str(student)), cache, config)
-    return Trainer(model, cache, optimizer, judge, run=run, config=config)
+    judge = Judge(model, load_tokenizer(str(student)), cache, config)
+    return Trainer(optimizer, judge, run=run, config=config)
 
 
 def visiting(_backend: Backend, groups: list) -> Iterator:

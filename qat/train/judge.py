@@ -29,6 +29,7 @@ from qat.models.language_model import LanguageModel
 from qat.models.regions import as_written
 from qat.nn.quant_linear import LutLinear, quant_linears
 from qat.quant.weight import pack, unpack
+from qat.train.config import TrainConfig
 
 SAMPLE_TOKENS = 32
 """Length of each evaluation's sample: short enough for a log line."""
@@ -107,8 +108,7 @@ def _end_of(mark: str) -> int:
 class Judge:
     """Evaluates one student on the same held-out sequences every time.
 
-    These are the `judged` ones; without them, the first `num_sequences`. The sample continues
-    `prompt`.
+    These are the `judged` ones; without them, the first of the cache, as many as `config` says.
     """
 
     def __init__(
@@ -116,19 +116,17 @@ class Judge:
         student: LanguageModel,
         tokenizer: PreTrainedTokenizerBase,
         cache: TeacherCache,
+        config: TrainConfig,
         *,
-        num_sequences: int,
-        batch_size: int,
-        prompt: str,
         judged: Judged | None = None,
     ) -> None:
         self.student = student
         self.tokenizer = tokenizer
         self.cache = cache
-        self.num_sequences = num_sequences
+        self.num_sequences = config.eval_sequences
         self.judged = judged
-        self.batch_size = batch_size
-        self._prompt = prompt
+        self.batch_size = config.batch_size
+        self._prompt = config.sample_prompt
 
     def verdict(self, dtype: torch.dtype) -> dict[str, object]:
         """Return KD, tail KL, top-1 agreement, perplexity and a greedy sample, in `dtype`.

@@ -13,7 +13,6 @@ import torch
 from qat.backend import device as backends
 from qat.data.packing import Batch
 from qat.data.pipeline import computed_ahead
-from qat.data.reader import TeacherCache
 from qat.errors import CheckpointError, Stopped, TrainingError
 from qat.extensions.decode.rollout import Rollouts
 from qat.logs import Ticker, progress
@@ -44,8 +43,6 @@ class Trainer:
 
     def __init__(
         self,
-        student: LanguageModel,
-        cache: TeacherCache,
         optimizer: Optimizer,
         judge: Judge,
         *,
@@ -54,8 +51,8 @@ class Trainer:
         teacher: LanguageModel | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        self.student = student
-        self.cache = cache
+        self.student = student = judge.student
+        self.cache = judge.cache
         self.optimizer = optimizer
         self.judge = judge
         self.config = config
@@ -73,7 +70,7 @@ class Trainer:
             own = OwnRows(config.own_rows, config.own_losses, config.reads_cache)
             self.rollouts = Rollouts(
                 student,
-                cache,
+                self.cache,
                 config.part(RolloutConfig),
                 self._step_config,
                 end=judge.tokenizer.eos_token_id,

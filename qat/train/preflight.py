@@ -106,14 +106,7 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
         own = OwnRows(config.own_rows, config.own_losses, config.reads_cache)
         every = config.part(RolloutConfig).model_copy(update={"rollout_every": 1})  # costs most
         rollouts = Rollouts(model, cache, every, settings, end=tokenizer.eos_token_id)
-    teacher = open_teacher(
-        config.teacher,
-        cache,
-        where=config.cache_dir,
-        device=config.device,
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
+    teacher = open_teacher(config, cache)
     take_step = TrainingStep(model, optimizer, settings, teacher, own=own)
 
     def taken(step: int) -> StepResult:
@@ -130,15 +123,7 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
             result = taken(step)
         ended = backend.mark(result.grad_norm)
         step_s = backend.seconds_between(begun, ended) / MEASURED_STEPS
-        judge = Judge(
-            model,
-            tokenizer,
-            cache,
-            num_sequences=config.eval_sequences,
-            batch_size=config.batch_size,
-            prompt=config.sample_prompt,
-        )
-        eval_s = _evaluation_s(judge, dtype)
+        eval_s = _evaluation_s(Judge(model, tokenizer, cache, config), dtype)
         packed = packed_state_dict(model.model)
         peak_gib = backend.memory_use().peak_gib
     finally:

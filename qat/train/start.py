@@ -152,8 +152,6 @@ def opened(
 
         ranks.sync_errors(record)
         trainer = Trainer(
-            whole.model,
-            whole.judge.cache,
             whole.optimizer,
             whole.judge,
             run=run,
@@ -262,14 +260,7 @@ def _open(
         )
     cache.check_student(identity["tokenizer"], model.config.vocab_size, model.longest)
     config = check_dtype(divided)
-    teacher = open_teacher(
-        config.teacher,
-        cache,
-        where=config.cache_dir,
-        device=config.device,
-        dtype=config.dtype,
-        trust_remote_code=config.trust_remote_code,
-    )
+    teacher = open_teacher(config, cache)
     state, choice = _state_of(choice)
     optimizer = make_trainable(
         model.model,
@@ -297,15 +288,7 @@ def _open(
         raise CheckpointError(
             f"{source}: {which}, expected numbers; make it anew, or train another student"
         )
-    judge = Judge(
-        model,
-        tokenizer,
-        cache,
-        num_sequences=config.eval_sequences,
-        batch_size=config.batch_size,
-        prompt=config.sample_prompt,
-        judged=judged,
-    )
+    judge = Judge(model, tokenizer, cache, config, judged=judged)
     return _Opened(model, optimizer, judge, teacher, config, choice, identity, remembered)
 
 
@@ -441,33 +424,25 @@ def check_losses(losses: dict[str, float], cache: TeacherCache, *, with_teacher:
     check_targets(losses, settings.top_k, settings.draws, has_tail=has_tail)
 
 
-def open_teacher(
-    teacher: str | None,
-    cache: TeacherCache,
-    *,
-    where: str,
-    device: str,
-    dtype: str,
-    trust_remote_code: bool,
-) -> LanguageModel | None:
+def open_teacher(config: TrainConfig, cache: TeacherCache) -> LanguageModel | None:
     """Load the teacher in the compute dtype, without gradients; None if only the cache is used.
-
-    `where` is the cache's address in messages.
 
     Raises:
         CheckpointError: there is no such model.
         ConfigError: it is not the model whose words the cache holds and the student is judged by.
     """
-    if teacher is None:
+    if config.teacher is None:
         return None
-    known = cache.manifest.teacher
-    identity = model_identity(teacher, trust_remote_code=trust_remote_code)
+    known, trust = cache.manifest.teacher, config.trust_remote_code
+    identity = model_identity(config.teacher, trust_remote_code=trust)
     if identity != known.identity:
         raise ConfigError(
-            f"teacher={teacher} is model {identity}, but {where} holds the words of {known.name}, "
-            f"{known.identity}; name that teacher, or build a cache of this one"
+            f"teacher={config.teacher} is model {identity}, but {config.cache_dir} holds the words "
+            f"of {known.name}, {known.identity}; name that teacher, or build a cache of this one"
         )
-    return load_teacher(teacher, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    return load_teacher(
+        config.teacher, device=config.device, dtype=config.dtype, trust_remote_code=trust
+    )
 
 
 def _facts(student: str, fingerprint: str, whole: _Opened, ranks: Ranks) -> dict[str, object]:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from cache_case import build, info, texts
 from crash import stopped_at
-from train_case import assert_same_end, config, make_judge, make_place, make_trainer
+from train_case import assert_same_end, config, make_place, make_trainer
 
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
 from qat.logs import read_json_lines
-from qat.train.judge import Judged
+from qat.train.judge import Judge, Judged
 from qat.train.optim import Optimizer
 from qat.train.run import RunDirectory
 from qat.train.start import TrainReport, train_student
@@ -111,7 +111,7 @@ def test_what_judges_is_found_wherever_it_lies(place: Path) -> None:
     settings = config(place, eval_sequences=99)
     trainer = make_trainer(settings, place / "student", place / "scratch")
     verdicts = [
-        make_judge(trainer.student, trainer.judge.tokenizer, cache, settings, judged).verdict(
+        Judge(trainer.student, trainer.judge.tokenizer, cache, settings, judged=judged).verdict(
             torch.float32
         )
         for cache, judged in ((old, None), (old, first), (new, found))
@@ -155,7 +155,7 @@ def test_another_cache_does_not_continue_a_run(
 
 def test_the_last_batch_is_filled_up_and_counts_no_more_than_the_cache(place: Path) -> None:
     cache = TeacherCache.open(place / "cache")
-    judge = make_judge(None, None, cache, config(place, eval_sequences=3, batch_size=2))
+    judge = Judge(None, None, cache, config(place, eval_sequences=3, batch_size=2))
     first, second = judge._batches()
     assert torch.equal(first.mask, cache.batch([0, 1], "held_out").mask)
     assert torch.equal(second.mask[0], cache.batch([2], "held_out").mask[0])
