@@ -1,4 +1,4 @@
-"""The shared parts of the kill scripts: the trainer's small place, and children to kill."""
+"""What the fault scripts share: the trainer's small place, children to kill, and figures."""
 
 import os
 import signal
@@ -12,12 +12,18 @@ from pathlib import Path
 import torch
 
 # a script's own folder is on the path when it is started, and no other
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+TESTS = Path(__file__).resolve().parents[1]
+sys.path += [str(TESTS), str(TESTS.parent / "speedrun")]
 
 from cache_case import build, texts  # noqa: E402
+from figures import record  # noqa: E402
 from train_case import config, make_place, with_teacher  # noqa: E402
 
-__all__ = ["build", "config", "make_place", "texts", "with_teacher"]
+from qat.train.saver import problem  # noqa: E402
+
+__all__ = ["build", "config", "make_place", "record", "texts", "with_teacher"]
+OF_TIME = ("run.json", "heartbeat-*", "events*", "metrics.json", "stacks-*", "attempt-*")
+"""Files of a run that tell when and where it ran."""
 
 
 def fork(act: Callable[[], object], log: Path) -> int:
@@ -95,3 +101,11 @@ def contents(directory: Path, ignored: tuple[str, ...] = ()) -> dict[str, bytes]
         if path.is_file() and not is_ignored:
             found["/".join(parts)] = path.read_bytes()
     return found
+
+
+def damage(run: Path) -> str | None:
+    """Return what is wrong with a checkpoint that has its name, if anything."""
+    for path in sorted(run.glob("checkpoints/step-*")):
+        if (found := problem(path)) is not None:
+            return f"{path.name}: {found}"
+    return None

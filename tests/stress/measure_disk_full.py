@@ -22,16 +22,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from fault_records import record
-from kill_case import contents, fork, make_place
+from kill_case import OF_TIME, contents, damage, fork, make_place, record
 
 from qat.cli import main as qat
-from qat.train.saver import problem
 
 PAGE_KIB = 4
 ROOM = "size=64m,nr_inodes=9999"
-OF_TIME = ("run.json", "heartbeat-*", "events*", "metrics.json", "stacks-*", "attempt-*")
-"""Files of a run that tell when and where it ran."""
 KINDS = {
     "lock": r"run cannot be written",
     "directory": r"disk/run\)",
@@ -99,7 +95,8 @@ def try_all(place: Path, every: int) -> Counter[str]:
                 continue
             kind = kind_of(said)
             subprocess.run(["mount", "-o", f"remount,{ROOM}", place / "disk"], check=True)
-            check_whole(place / "disk/run")
+            if found := damage(place / "disk/run"):
+                raise SystemExit(f"a checkpoint is damaged: {found}")
             status, after = run(place, case.flags)
             if status != 0 or contents(place / "disk/run", OF_TIME) != whole[case.flags]:
                 raise SystemExit(f"{case}: {said}\nthen not the same run:\n{after}")
@@ -158,13 +155,6 @@ def kind_of(said: str) -> str:
     if not found or not re.search("[Nn]o space left|disk is full", last):
         raise SystemExit(f"a line that does not say where the disk was full: {last}")
     return found[0]
-
-
-def check_whole(out: Path) -> None:
-    """Every checkpoint that has its name must be whole."""
-    for path in out.glob("checkpoints/step-*"):
-        if (trouble := problem(path)) is not None:
-            raise SystemExit(f"{path.name} is damaged: {trouble}")
 
 
 if __name__ == "__main__":

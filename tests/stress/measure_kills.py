@@ -26,15 +26,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from fault_records import record
 from kill_case import (
+    OF_TIME,
     after,
     build,
     config,
     contents,
+    damage,
     fork,
     killed,
     make_place,
+    record,
     texts,
     with_teacher,
 )
@@ -43,13 +45,10 @@ from qat.files import sha256_file
 from qat.hub.pull import pull
 from qat.hub.push import pack
 from qat.hub.registry import HubEntry
-from qat.train.saver import problem
 from qat.train.start import train_student
 
 KINDS = ("training", "rollouts", "checkpoints", "cache", "hub")
 STEPS = 24
-OF_TIME = ("run.json", "heartbeat-*", "events*", "metrics.json", "stacks-*", "attempt-*")
-"""Files of a run that tell when and where it ran."""
 KILLS_IN_A_ROW = 6
 """Most kills of one run before it may end."""
 LATENT, FROZEN = "weights,scales,codebook,norms", "scales,codebook"
@@ -154,14 +153,6 @@ def kill_and_compare(cases: Iterator[Case], scratch: Path, kills: int) -> int:
         is_equal = report(contents(out, case.ignored), expected, name)
         done, equal = done + here, equal + here * is_equal
     return equal
-
-
-def damage(run: Path) -> str | None:
-    """Return what is wrong with a checkpoint that has its name, if anything."""
-    for path in sorted(run.glob("checkpoints/step-*")):
-        if (trouble := problem(path)) is not None:
-            return f"{path.name}: {trouble}"
-    return None
 
 
 def report(found: dict[str, bytes], expected: dict[str, bytes], name: str) -> bool:

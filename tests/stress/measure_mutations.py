@@ -34,8 +34,7 @@ import cyclopts
 import lz4.frame
 import tomli_w
 import torch
-from fault_records import record
-from kill_case import config, make_place
+from kill_case import config, make_place, record
 from mutants import Files, mutate
 from pydantic import ValidationError
 from torch import Tensor
