@@ -118,7 +118,7 @@ class Trainer:
             flops_share=self._flops_share(),
         )
         steps = range(self.step, self.config.max_steps)
-        stream = computed_ahead(self._micro_batches, steps, self.backend.batches_ahead)
+        stream = computed_ahead(self.micro_batches, steps, self.backend.batches_ahead)
         try:
             with (
                 progress("training", self.config.max_steps, "steps", done=self.step) as ticker,
@@ -205,7 +205,7 @@ class Trainer:
         if not self.backend.is_traced or self.step == self.config.max_steps:
             return
         with self.backend.tracing.compiling("the training step"):
-            self.take_step.warm_up(self._micro_batches(self.step), self.step)
+            self.take_step.warm_up(self.micro_batches(self.step), self.step)
         facts = self.take_step.compile_facts()
         if "step_compile_s" in facts:
             logger.info(
@@ -247,7 +247,7 @@ class Trainer:
         is_last = self.step == self.config.max_steps
         return is_last or any(period and self.step % period == 0 for period in periods)
 
-    def _micro_batches(self, step: int) -> list[Batch]:
+    def micro_batches(self, step: int) -> list[Batch]:
         """Return this rank's sequences of a step, on the host; seed and step determine them."""
         pinned, count = self.backend.pinned, self.cache.num_sequences("train")
         parts = rank_indices(self._step_config, step, count, self.ranks)

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from qat.backend import device as backends
 from qat.data.reader import TeacherCache
 from qat.data.remote import open_cache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, QatError
-from qat.extensions.decode.rollout import Rollouts, check_rollouts
+from qat.extensions.decode.rollout import check_rollouts
 from qat.models.attention import sparse_attention
 from qat.models.devices import device_called
 from qat.models.directory import resolve
@@ -32,11 +31,13 @@ from qat.nn.step import form_weights
 from qat.nn.swap import linear_names
 from qat.process import GIB, is_out_of_memory
 from qat.ranks import ALONE, Ranks, SimulatedRanks
-from qat.train.config import OptimConfig, RolloutConfig, StepConfig, TrainConfig, rate_of
-from qat.train.judge import CodeWatch, Judge
+from qat.train.config import OptimConfig, TrainConfig, rate_of
+from qat.train.judge import Judge
 from qat.train.learnable import linears_in_scope
+from qat.train.loop import Trainer
+from qat.train.run import RunDirectory
 from qat.train.start import check_batch, check_dtype, check_losses, make_trainable, open_teacher
-from qat.train.step import EAGER_STEPS, OwnRows, StepResult, TrainingStep, rank_indices
+from qat.train.step import EAGER_STEPS, StepResult
 
 # A prediction of a run's time, memory and disk space from two measured steps. All objects used are
 # discarded: a run that follows has the same results, bit for bit.
@@ -100,19 +101,20 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
     optimizer = make_trainable(
         model.model, config.part(OptimConfig), shards_latents=config.shard_latents, ranks=ranks
     )
-    tokenizer, settings = load_tokenizer(student), config.part(StepConfig)
-    rollouts = own = None
-    if config.on_policy:
-        own = OwnRows(config.own_rows, config.own_losses, config.reads_cache)
-        every = config.part(RolloutConfig).model_copy(update={"rollout_every": 1})  # costs most
-        rollouts = Rollouts(model, cache, every, settings, end=tokenizer.eos_token_id)
-    teacher = open_teacher(config, cache)
-    take_step = TrainingStep(model, optimizer, settings, teacher, own=own)
+    judge = Judge(model, load_tokenizer(student), cache, config)
+    trainer = Trainer(
+        optimizer,
+        judge,
+        run=RunDirectory(Path()),  # nothing is written there
+        config=config.model_copy(update={"rollout_every": 1}),  # a step with a rollout costs most
+        teacher=open_teacher(config, cache),
+    )
 
     def taken(step: int) -> StepResult:
-        order = rank_indices(settings, step, cache.num_sequences("train"), ALONE)
-        batches = [cache.batch(part) for part in order]
-        return take_step(batches if rollouts is None else rollouts.into(batches, step), step)
+        batches = trainer.micro_batches(step)
+        if trainer.rollouts is not None:
+            batches = trainer.rollouts.into(batches, step)
+        return trainer.take_step(batches, step)
 
     try:
         backend.reset_peak_memory()
@@ -123,26 +125,25 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
             result = taken(step)
         ended = backend.mark(result.grad_norm)
         step_s = backend.seconds_between(begun, ended) / MEASURED_STEPS
-        eval_s = _evaluation_s(Judge(model, tokenizer, cache, config), dtype)
-        packed = packed_state_dict(model.model)
+        eval_s = _evaluation_s(judge, dtype)
+        final_bytes = sum(tensor.nbytes for tensor in packed_state_dict(model.model).values())
         peak_gib = backend.memory_use().peak_gib
     finally:
-        take_step.close()
-    state_bytes = optimizer.state_bytes() + _bytes(CodeWatch(model.model).state())
+        trainer.take_step.close()
     beside = Path(resolve(student))  # a local student's tokenizer and configuration are there
     files = [path for path in beside.iterdir() if path.is_file()] if beside.is_dir() else []
-    around = sum(path.stat().st_size for path in files if path.suffix != ".safetensors")
+    final_bytes += sum(path.stat().st_size for path in files if path.suffix != ".safetensors")
     learning = linears_in_scope(model.model, config.scope, config.kinds)
     return RunPrediction(
         step_s=step_s,
         tokens_per_s=result.positions / ranks.size / step_s,
         eval_s=eval_s,
         peak_gib=peak_gib,
-        pinned_gib=step_bytes(model.model, learning, settings, dtype).pinned / GIB,
-        checkpoint_bytes=_bytes(packed) + state_bytes + around,
-        final_bytes=_bytes(packed) + around,
+        pinned_gib=step_bytes(model.model, learning, config, dtype).pinned / GIB,
+        checkpoint_bytes=final_bytes + optimizer.state_bytes(),
+        final_bytes=final_bytes,
         attention="" if backend.is_traced else model.attention(cache.sequence_length, dtype),
-        fallback=take_step.fallback,
+        fallback=trainer.take_step.fallback,
     )
 
 
@@ -160,10 +161,6 @@ def _evaluation_s(judge: Judge, dtype: torch.dtype) -> float:
         seconds.append(backend.seconds_between(begun, backend.mark()))
     _, one, two = seconds
     return one + max(0.0, two - one) * (-(-total // size) - 1)
-
-
-def _bytes(tensors: dict[str, Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 Severity = Literal["error", "warning", "note"]

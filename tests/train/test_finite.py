@@ -59,7 +59,7 @@ def test_a_bad_value_in_any_tensor_of_a_run_is_told(place: Path, tmp_path: Path,
         pytest.importorskip("torchao")
     trainer = trainer_of(place, tmp_path, **WAYS[way])
     step = trainer.take_step
-    result = step(trainer._micro_batches(0), 0)
+    result = step(trainer.micro_batches(0), 0)
     assert step.sum_over_ranks(result)[1] == 0
     numbers = {name: t.detach() for name, t in step.numbers().items()}
     floats = {n: t for n, t in numbers.items() if t.is_floating_point() and n[:5] != "step."}
@@ -79,7 +79,7 @@ def test_a_bad_latent_weight_on_the_host_is_told_by_the_step_that_moves_it(
     (name, linear), *_ = trainer.optimizer.hosted.items()
     linear.latent[0, 1] = torch.inf
     step = trainer.take_step
-    assert step.sum_over_ranks(step(trainer._micro_batches(0), 0))[1].isnan()
+    assert step.sum_over_ranks(step(trainer.micro_batches(0), 0))[1].isnan()
     assert name in str(not_finite(step.numbers()))
 
 

@@ -101,7 +101,7 @@ def test_padding_is_divided_out(shallow: Path, tmp_path: Path) -> None:
         batch = batch._replace(labels=torch.where(batch.mask, batch.labels, ids))
         logprobs = torch.where(batch.mask[..., None], batch.topk_logprobs, -1.0 - noise)
         batch = batch._replace(topk_logprobs=logprobs)
-        trainer._micro_batches = lambda _step, batch=batch: [batch]
+        trainer.micro_batches = lambda _step, batch=batch: [batch]
         found.append(first_gradients(trainer))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 

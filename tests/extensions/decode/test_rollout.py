@@ -80,7 +80,7 @@ def trainer_of(place: Path, out: Path, **values: object) -> Trainer:
 
 
 def taken(trainer: Trainer, step: int) -> StepResult:
-    batches = trainer._micro_batches(step)
+    batches = trainer.micro_batches(step)
     return trainer.take_step(trainer.rollouts.into(batches, step), step)
 
 
@@ -137,11 +137,11 @@ def test_the_share_of_tokens_is_as_wished(
     trainer = trainer_of(place, tmp_path, **values)
     plain = make_trainer(config(place, grad_accum_steps=2), place / "student", tmp_path / "plain")
     for step in range(3):
-        batches = trainer._micro_batches(step)
+        batches = trainer.micro_batches(step)
         # sequences of the same documents, whether their words or their prompts are read
         sets = [
             sorted(row.tolist() for batch in each for row in batch.input_ids)
-            for each in (batches, plain._micro_batches(step))
+            for each in (batches, plain.micro_batches(step))
         ]
         assert sets[0] == sets[1]
         asked = trainer.rollouts.requests(step)
@@ -254,7 +254,7 @@ def textbook(trainer: Trainer, place: Path, step: int) -> tuple[float, dict[str,
     n, student = trainer.config.own_rows, trainer.student
     beside = load_teacher(str(place / "teacher"), device="cpu", dtype="fp32")
     total, valid = 0.0, 0
-    for batch in trainer._micro_batches(step):
+    for batch in trainer.micro_batches(step):
         logits = student.logits(student.hidden(batch.input_ids, batch.position_ids))
         cached = to_targets(Batch(*(tensor[:-n] for tensor in batch)))
         found = loss_from_logits(logits[:-n].flatten(0, 1), cached, {"tail": 1.0})
@@ -346,7 +346,7 @@ def test_a_replayed_step_is_the_step(
     for name in ("plain", "recorded"):
         trainer = trainer_of(place, tmp_path / name, **values)
         rows = rows or [
-            trainer.rollouts.into(trainer._micro_batches(step), step) for step in range(5)
+            trainer.rollouts.into(trainer.micro_batches(step), step) for step in range(5)
         ]
         replays = pretend_recording(monkeypatch, trainer) if name == "recorded" else []
         results = [trainer.take_step(batches, step) for step, batches in enumerate(rows)]
