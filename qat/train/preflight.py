@@ -127,6 +127,8 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
         step_s = backend.seconds_between(begun, ended) / MEASURED_STEPS
         eval_s = _evaluation_s(judge, dtype)
         final_bytes = sum(tensor.nbytes for tensor in packed_state_dict(model.model).values())
+        trainer.codes.flipped_frac()  # keeps the codes, which a checkpoint holds as well
+        codes_bytes = sum(tensor.nbytes for tensor in trainer.codes.state().values())
         peak_gib = backend.memory_use().peak_gib
     finally:
         trainer.take_step.close()
@@ -140,7 +142,7 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
         eval_s=eval_s,
         peak_gib=peak_gib,
         pinned_gib=step_bytes(model.model, learning, config, dtype).pinned / GIB,
-        checkpoint_bytes=final_bytes + optimizer.state_bytes(),
+        checkpoint_bytes=final_bytes + optimizer.state_bytes() + codes_bytes,
         final_bytes=final_bytes,
         attention="" if backend.is_traced else model.attention(cache.sequence_length, dtype),
         fallback=trainer.take_step.fallback,

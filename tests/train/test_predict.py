@@ -9,6 +9,7 @@ import torch
 from cache_case import TOKENIZER, build, texts
 from cli_case import call
 from quantized import SPECS, tiny_quantized
+from safetensors.torch import load_file
 from train_case import config, make_place
 
 from qat.backend.base import Backend
@@ -42,6 +43,9 @@ def test_sizes_are_those_on_disk_and_nothing_else_moves(place: Path, tmp_path: P
     ):
         written = sum(f.stat().st_size for f in directory.rglob("*") if f.is_file())
         assert predicted == pytest.approx(written, rel=0.15)
+    state = load_file(tmp_path / "run/checkpoints/step-000002/trainer/state.safetensors")
+    own_bytes = sum(t.nbytes for name, t in state.items() if not name.startswith("rng."))
+    assert found.checkpoint_bytes - found.final_bytes == own_bytes
     assert 0 < found.step_s < 5 and 0 < found.eval_s < 5 and found.peak_gib > 0
     assert found.pinned_gib == 0
     assert found.tokens_per_s == pytest.approx(4 * 16 / found.step_s)
