@@ -203,10 +203,10 @@ class Ranks:
         longest = max(int(length) for length in lengths)
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(octets)] = octets
-        said = [torch.zeros_like(mine) for _ in range(self.size)]
+        gathered = [torch.zeros_like(mine) for _ in range(self.size)]
         if longest:
-            dist.all_gather(said, mine, group=self._hosts)
-        pairs = zip(said, lengths, strict=True)
+            dist.all_gather(gathered, mine, group=self._hosts)
+        pairs = zip(gathered, lengths, strict=True)
         return [all_[: int(length)].numpy().tobytes().decode() for all_, length in pairs]
 
     def sync_errors(self, act: Callable[[], T]) -> T:
@@ -224,9 +224,9 @@ class Ranks:
         except (QatError, OSError) as error:
             kind = type(error) if type(error) in vars(errors).values() else ConfigError
             failure = f"{kind.__name__}\n{error}"
-        for rank, said in enumerate(self.texts(failure)):
-            if said:
-                kind_name, _, message = said.partition("\n")
+        for rank, failed in enumerate(self.texts(failure)):
+            if failed:
+                kind_name, _, message = failed.partition("\n")
                 raise getattr(errors, kind_name)(f"rank {rank}: {message}")
         return result
 
@@ -237,11 +237,11 @@ class Ranks:
             ConfigError: a rank has another value than the first one.
         """
         for name, value in facts.items():
-            said = self.texts(value)
-            for rank, other in enumerate(said):
-                if other != said[0]:
+            gathered = self.texts(value)
+            for rank, other in enumerate(gathered):
+                if other != gathered[0]:
                     raise ConfigError(
-                        f"rank {rank} has {name}={other}, rank 0 has {said[0]}; give all ranks "
+                        f"rank {rank} has {name}={other}, rank 0 has {gathered[0]}; give all ranks "
                         f"the same {name}"
                     )
 

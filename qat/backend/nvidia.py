@@ -90,14 +90,14 @@ def _query_smi() -> list[list[str]]:
         return []
     query = [command, "--query-gpu=driver_version,compute_cap", "--format=csv,noheader"]
     try:
-        asked = subprocess.run(
+        answer = subprocess.run(
             query, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in asked.stdout.splitlines()]
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
     is_whole = all(len(row) == 2 and all(cell[:1].isdigit() for cell in row) for row in rows)
-    return rows if asked.returncode == 0 and is_whole else []
+    return rows if answer.returncode == 0 and is_whole else []
 
 
 def build_for(gpu: Gpu) -> Build | None:
@@ -110,14 +110,14 @@ def build_for(gpu: Gpu) -> Build | None:
     return None
 
 
-def unused(gpu: Gpu, torch_version: str, cuda: str | None, said: str = "") -> str:
+def unused(gpu: Gpu, torch_version: str, cuda: str | None, error: str = "") -> str:
     """Return one line that says why torch does not use this GPU, and how to fix it.
 
     Args:
         gpu: the machine's driver and GPUs.
         torch_version: torch's own version string.
         cuda: version of CUDA that torch was built for; None for a build without CUDA.
-        said: torch's error message, for a build that should run here.
+        error: torch's error message, for a build that should run here.
     """
     found = f"an NVIDIA GPU is here (driver {gpu.driver}), but torch {torch_version}"
     if cuda is None:
@@ -125,7 +125,7 @@ def unused(gpu: Gpu, torch_version: str, cuda: str | None, said: str = "") -> st
     elif not _has_driver_for(gpu, cuda):
         reason = f"needs driver {_oldest_driver(f'cu{_number(cuda)[0]}')} or newer"
     else:
-        return f"{found} cannot use it ({said or 'without a reason'}); see what nvidia-smi says"
+        return f"{found} cannot use it ({error or 'without a reason'}); see what nvidia-smi says"
     build = build_for(gpu)
     if build is None:
         return f"{found} {reason}; update the driver, to {_oldest_driver('cu')} at least"
@@ -228,10 +228,10 @@ def _management_library() -> ModuleType | None:
     return pynvml
 
 
-def _read_sensor(nvml: ModuleType, ask: Callable[[], float]) -> float | None:
+def _read_sensor(nvml: ModuleType, read: Callable[[], float]) -> float | None:
     """Return a sensor's value; None if the GPU has no such sensor."""
     try:
-        return ask()
+        return read()
     except nvml.NVMLError:
         return None
 
@@ -244,11 +244,11 @@ def idle_of_torch() -> str | None:
     gpu, torch = None if hidden() else present(), find_spec("torch")
     if gpu is None or torch is None or torch.origin is None:
         return None
-    told = runpy.run_path(str(Path(torch.origin).with_name("version.py")))
-    cuda = told["cuda"]
-    if told["hip"] is not None or (cuda is not None and _has_driver_for(gpu, cuda)):
+    version = runpy.run_path(str(Path(torch.origin).with_name("version.py")))
+    cuda = version["cuda"]
+    if version["hip"] is not None or (cuda is not None and _has_driver_for(gpu, cuda)):
         return None
-    return unused(gpu, told["__version__"], cuda)
+    return unused(gpu, version["__version__"], cuda)
 
 
 def main() -> None:

@@ -318,7 +318,7 @@ def record_beginning(
     else:
         changed = run.changes(wanted)
         changed |= {k: (old[k], v) for k, v in versions().items() if old.get(k, v) != v}
-        _say_changes(run, wanted, changed, choice=choice, facts=facts)
+        _log_changes(run, wanted, changed, choice=choice, facts=facts)
         changed |= {name: (old[name], value) for name, value in choice.grown.items()}
         entry = {
             "step": choice.step,
@@ -343,7 +343,7 @@ def record_beginning(
     run.write_facts(**facts, forced=forced, resumed=resumed)
 
 
-def _say_changes(
+def _log_changes(
     run: RunDirectory,
     wanted: dict[str, Any],
     changed: dict[str, tuple[object, object]],

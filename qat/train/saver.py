@@ -97,8 +97,8 @@ def problem(checkpoint: Path, *, is_student: bool = False) -> str | None:
         state = [] if is_student else [checkpoint / STATE_TENSORS]
         for path in [*sorted(checkpoint.glob("*.safetensors")), *state]:
             with safe_open(path, framework="pt") as file:
-                told = (not_finite({name: file.get_tensor(name)}) for name in file.keys())
-                if which := next(filter(None, told), None):
+                spoilt = (not_finite({name: file.get_tensor(name)}) for name in file.keys())
+                if which := next(filter(None, spoilt), None):
                     return f"{path.relative_to(checkpoint).as_posix()}: {which}"
         is_named_so = checkpoint.name == f"step-{step:06d}"
         return None if is_named_so else f"{STATE}: it is of step {step}"
@@ -342,9 +342,9 @@ def check_alike(tensors: Iterable[Tensor], step: int, ranks: Ranks) -> None:
     """
     if ranks.size == 1:
         return
-    said = ranks.texts(digest(tensors))
-    for rank, other in enumerate(said):
-        if other != said[0]:
+    digests = ranks.texts(digest(tensors))
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
             raise TrainingError(
                 f"after step {step} rank {rank} has other weights than rank 0, expected the same "
                 "bits; use devices of one kind and go on from the last checkpoint with --resume"

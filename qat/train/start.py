@@ -269,7 +269,7 @@ def _open(
         ranks=ranks,
         state=state,
     )
-    remembered = _go_on(choice, state, device=config.device)
+    remembered = _restore_generators(choice, state, device=config.device)
     is_usual = "warmup_steps" not in config.model_fields_set
     if choice.checkpoint is None and is_usual and config.warmup_steps < MOST_WARM_UP:
         logger.info(
@@ -301,7 +301,9 @@ def _state_of(choice: Choice) -> tuple[dict[str, Tensor], Choice]:
     return state, choice._replace(step=facts["step"], best=best)
 
 
-def _go_on(choice: Choice, state: dict[str, Tensor], *, device: str) -> dict[str, Tensor]:
+def _restore_generators(
+    choice: Choice, state: dict[str, Tensor], *, device: str
+) -> dict[str, Tensor]:
     """Restore the random number generators of a resumed run; return the rest of its state."""
     if choice.checkpoint is None:
         return {}
