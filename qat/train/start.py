@@ -161,9 +161,8 @@ def opened(
         )
         trainer.step, trainer.best = whole.choice.step, whole.choice.best
         trainer.skipped = choice.skipped
-        if (
-            trainer.step
-        ):  # at step 0 the untrained student is evaluated again, as if for the first time
+        # at step 0 the untrained student is evaluated again, as if for the first time
+        if trainer.step > 0:
             trainer.codes.load(whole.remembered)
         if trainer.rollouts is not None:
             trainer.rollouts.load(whole.remembered)
@@ -191,7 +190,6 @@ def finished(trainer: Trainer) -> TrainReport:
 class _Opened(NamedTuple):
     """Everything that a rank reads before anything is written."""
 
-    model: LanguageModel
     optimizer: Optimizer
     judge: Judge
     teacher: LanguageModel | None
@@ -213,7 +211,6 @@ def _open(
     ranks: Ranks,
     loaded: Loaded | None,
 ) -> _Opened:
-    """Read and check everything."""
     divided = config.divided(ranks.size)
     cache = open_cache(config.cache_dir)
     check_losses(config.losses, cache, with_teacher=not config.reads_cache)
@@ -289,7 +286,7 @@ def _open(
             f"{source}: {which}, expected numbers; make it anew, or train another student"
         )
     judge = Judge(model, tokenizer, cache, config, judged=judged)
-    return _Opened(model, optimizer, judge, teacher, config, choice, identity, remembered)
+    return _Opened(optimizer, judge, teacher, config, choice, identity, remembered)
 
 
 def _state_of(choice: Choice) -> tuple[dict[str, Tensor], Choice]:

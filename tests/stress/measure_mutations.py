@@ -245,7 +245,10 @@ def read_run(config: TrainConfig, student: str, root: Path) -> str:
     opened = start._open(config, student, run, choice=choice, ranks=ALONE, loaded=None)
     step = opened.choice.step
     run.forget_after(step)
-    tensors = [*opened.optimizer.state().values(), *opened.model.model.state_dict().values()]
+    tensors = [
+        *opened.optimizer.state().values(),
+        *opened.judge.student.model.state_dict().values(),
+    ]
     return digest([*tensors, *opened.remembered.values()], f"{step}")
 
 
