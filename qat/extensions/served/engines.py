@@ -1,7 +1,7 @@
 """Request the log-probabilities of a text's tokens from inference servers.
 
-`Line` is the HTTP client: it sends many requests in parallel to one server and retries while the
-server is busy. Each engine class translates token ids into requests and responses into `Word`s.
+`Client` sends many requests in parallel to one server and retries while the server is busy. Each
+engine class translates token ids into requests, and responses into `Position`s.
 
 Shapes: T positions of a document that are answered.
 """
@@ -30,15 +30,15 @@ T = TypeVar("T")
 KEY = "QAT_TEACHER_API_KEY"
 """Environment variable with the server's API key. Not OPENAI_API_KEY, which would then be sent to
 any server that is named."""
-HERE = ("localhost", "127.0.0.1", "::1")  # hosts to which the key may go unencrypted
+LOOPBACK = ("localhost", "127.0.0.1", "::1")  # hosts to which the key may go unencrypted
 CONNECT_S, ANSWER_S = 20.0, 600.0
 """Connect timeout, and the longest time without a byte of a response, in seconds."""
-WHOLE_S = 3 * ANSWER_S
+RESPONSE_S = 3 * ANSWER_S
 """Timeout of a whole response, in seconds: stops a server that only sends a byte now and then."""
 ATTEMPTS, FIRST_ATTEMPTS = 10, 3
 """Attempts per request: `ATTEMPTS` during a build (about four minutes, enough for a restart of the
 server), `FIRST_ATTEMPTS` before it, where a failure is more likely a wrong address."""
-WORDS = 300
+MESSAGE_CHARACTERS = 300
 """Maximum number of characters of a server's message that an error repeats."""
 ENTRY_BYTES, ANSWER_BYTES = 400, 2**20
 """Upper bounds in bytes: what an engine sends per token, and the rest of a response."""
@@ -51,12 +51,12 @@ class Refused(Exception):  # noqa: N818 - caught by callers, which raise the use
 class NoRoute(Refused):
     """The server has no route at `url` (HTTP 404)."""
 
-    def __init__(self, told: str, url: str) -> None:
-        super().__init__(told)
+    def __init__(self, message: str, url: str) -> None:
+        super().__init__(message)
         self.url = url
 
 
-class Line:
+class Client:
     """An HTTP client for one server with parallel requests; all of them pause while it is busy.
 
     Redirects are refused, so that no other host receives the key or the text.
@@ -76,7 +76,7 @@ class Line:
         if key:
             headers["Authorization"] = f"Bearer {key}"
         where = urlsplit(address)
-        self.shows_key = bool(key) and where.scheme == "http" and where.hostname not in HERE
+        self.shows_key = bool(key) and where.scheme == "http" and where.hostname not in LOOPBACK
         """True if the key travels unencrypted to another host."""
         self._key = key
         self._attempts = attempts
@@ -89,16 +89,16 @@ class Line:
         self._connections = Connections()
         self._lock = threading.Lock()
         self._not_before = 0.0
-        self._over = threading.Event()
+        self._is_aborted = threading.Event()
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Abort all requests in flight, also in other threads, and start no more."""
-        self._over.set()
+        self._is_aborted.set()
         self._connections.end()
 
     @contextmanager
-    def _within(self, url: str) -> Iterator[None]:
-        """Limit the time until a whole response arrives: shut the connections down after `WHOLE_S`.
+    def _deadline(self, url: str) -> Iterator[None]:
+        """Shut the connections down if the whole response takes longer than `RESPONSE_S`.
 
         Requests of other threads that are aborted by this are retried.
 
@@ -107,11 +107,11 @@ class Line:
         """
         late = threading.Event()
 
-        def leave() -> None:
+        def abort() -> None:
             late.set()
             self._connections.shut()
 
-        timer = threading.Timer(WHOLE_S, leave)
+        timer = threading.Timer(RESPONSE_S, abort)
         timer.daemon = True
         timer.start()
         try:
@@ -123,8 +123,8 @@ class Line:
             timer.cancel()
         if late.is_set():  # no error without Content-Length, as it ends with the connection
             raise CacheError(
-                f"{url} sent no whole answer in {WHOLE_S:g} s, expected one; check --teacher, or "
-                "run the same command again: finished shards are kept"
+                f"{url} sent no whole answer in {RESPONSE_S:g} s, expected one; check --teacher, "
+                "or run the same command again: finished shards are kept"
             )
 
     def close(self) -> None:
@@ -151,15 +151,15 @@ class Line:
             url = f"{self.address.removesuffix('/v1')}{path}"
         content = None if body is None else json.dumps(body).encode()
         for failures in range(1, self._attempts + 1):
-            self._wait_turn()
+            self._wait_while_paused()
             try:
                 raw = self._attempt(url, content, most)
             except BROKEN as error:
-                if self._over.is_set():
+                if self._is_aborted.is_set():
                     raise CacheError(f"{url}: broken off") from None
                 reason = self._one_line(str(error) or type(error).__name__)
                 if failures < self._attempts:
-                    self._hold(url, reason, getattr(error, "wait_s", None) or pause_s(failures))
+                    self._pause(url, reason, getattr(error, "wait_s", None) or pause_s(failures))
                 continue
             try:
                 return kind.validate_json(raw)
@@ -179,7 +179,7 @@ class Line:
         how = {"content": content, "headers": {"Content-Type": "application/json"}}
         method, how = ("GET", {}) if content is None else ("POST", how)
         with (
-            self._within(url),
+            self._deadline(url),
             self._client.stream(
                 method, url, **how, extensions={"trace": self._connections.note}
             ) as answer,
@@ -195,9 +195,9 @@ class Line:
         code = answer.status_code
         if code == HTTPStatus.OK:
             return bytes(raw)
-        said = self._one_line(_words(bytes(raw)))
-        told = f"{status_of(answer)} ({said})" if said else status_of(answer)
-        check_busy(answer, f"the server answers {told}")
+        detail = self._one_line(_error_message(bytes(raw)))
+        message = f"{status_of(answer)} ({detail})" if detail else status_of(answer)
+        check_busy(answer, f"the server answers {message}")
         if code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             found = f"refuses the key in {KEY}" if self._key else f"wants a key, and {KEY} has none"
             raise ConfigError(f"{url} {found} ({code}); put the server's key into that variable")
@@ -205,22 +205,22 @@ class Line:
             to = self._one_line(answer.headers.get("Location", "elsewhere"))
             raise ConfigError(f"{url} leads to {to}, which is not followed; name that as --teacher")
         if code == HTTPStatus.NOT_FOUND:
-            raise NoRoute(told, url)
-        raise Refused(told)
+            raise NoRoute(message, url)
+        raise Refused(message)
 
-    def _one_line(self, words: str) -> str:
+    def _one_line(self, text: str) -> str:
         """Return a server's message as one short line, without the key, which it may repeat."""
         if self._key:
-            words = words.replace(self._key, HIDDEN)
-        return scrubbed(" ".join(words.split()))[:WORDS]
+            text = text.replace(self._key, HIDDEN)
+        return scrubbed(" ".join(text.split()))[:MESSAGE_CHARACTERS]
 
-    def _wait_turn(self) -> None:
-        while (left := self._not_before - time.monotonic()) > 0 and not self._over.is_set():
-            self._over.wait(left)
-        if self._over.is_set():
+    def _wait_while_paused(self) -> None:
+        while (left := self._not_before - time.monotonic()) > 0 and not self._is_aborted.is_set():
+            self._is_aborted.wait(left)
+        if self._is_aborted.is_set():
             raise CacheError(f"{self.address}: broken off")
 
-    def _hold(self, url: str, reason: str, seconds: float) -> None:
+    def _pause(self, url: str, reason: str, seconds: float) -> None:
         """Pause all requests; log the pause once."""
         with self._lock:
             now = time.monotonic()
@@ -229,12 +229,12 @@ class Line:
             self._not_before = max(self._not_before, now + seconds)
 
 
-def _words(raw: bytes) -> str:
+def _error_message(raw: bytes) -> str:
     """Extract the message of an error response; engines wrap it in different JSON."""
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError):
-        return raw[: 4 * WORDS].decode(errors="replace")
+        return raw[: 4 * MESSAGE_CHARACTERS].decode(errors="replace")
     while isinstance(found, dict):
         found = next((found[name] for name in ("error", "message", "detail") if name in found), "")
     return str(found)
@@ -243,7 +243,7 @@ def _words(raw: bytes) -> str:
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class Card(TypedDict):
+class ModelCard(TypedDict):
     """One entry of a server's list of models."""
 
     id: str
@@ -251,10 +251,10 @@ class Card(TypedDict):
     max_model_len: NotRequired[int | None]
 
 
-class Cards(TypedDict):
+class ModelList(TypedDict):
     """A server's list of models."""
 
-    data: list[Card]
+    data: list[ModelCard]
 
 
 class Tokens(TypedDict):
@@ -263,17 +263,17 @@ class Tokens(TypedDict):
     tokens: list[Token]
 
 
-class Word(NamedTuple):
+class Position(NamedTuple):
     """The teacher's log-probabilities at one position of a document."""
 
-    likeliest: dict[int, float]
+    top: dict[int, float]
     """Log-probs of the most likely tokens by id, in nats, normalised over the vocabulary; the next
     token is included if the server returns it."""
     next_logprob: float
     """Log-prob of the next token in the document, in nats; NaN if the server does not return it."""
 
 
-CARDS, TOKENS = TypeAdapter(Cards), TypeAdapter(Tokens)
+MODELS, TOKENS = TypeAdapter(ModelList), TypeAdapter(Tokens)
 
 
 class Engine(Protocol):
@@ -284,7 +284,7 @@ class Engine(Protocol):
     """Advice for the user whose server returns fewer than `k` tokens per position; may contain
     `{k}`."""
 
-    def prepare(self, line: Line, at_once: int) -> tuple[int, int | None]:
+    def prepare(self, client: Client, at_once: int) -> tuple[int, int | None]:
         """Return how many requests may be in flight, and the context length or None.
 
         None means that the server's list of models states it. By default the server queues
@@ -292,13 +292,13 @@ class Engine(Protocol):
         """
         return at_once, None
 
-    def tokenized(self, line: Line, model: str, text: str) -> list[int]:
+    def tokenized(self, client: Client, model: str, text: str) -> list[int]:
         """Return the ids of a text; special tokens in it are recognised and none are added."""
 
     def ask(
-        self, line: Line, model: str, documents: Sequence[Sequence[int]], k: int
-    ) -> list[list[Word]]:
-        """Return the words at all positions of each document except its last one."""
+        self, client: Client, model: str, documents: Sequence[Sequence[int]], k: int
+    ) -> list[list[Position]]:
+        """Return the log-probs at all positions of each document except its last one."""
 
 
 def _most_bytes(documents: Sequence[Sequence[int]], k: int) -> int:
@@ -329,31 +329,31 @@ class Vllm(Engine):
     """One token is generated, the minimum; the other fields override the model's sampling defaults,
     which would change log-probs."""
 
-    def tokenized(self, line: Line, model: str, text: str) -> list[int]:
+    def tokenized(self, client: Client, model: str, text: str) -> list[int]:
         """Return the prompt's ids, which the server echoes with `return_token_ids`."""
         body = {"model": model, "prompt": text, "return_token_ids": True, **self._plainly}
-        choices = line.ask("completions", body, self._answer, ANSWER_BYTES)["choices"]
+        choices = client.ask("completions", body, self._answer, ANSWER_BYTES)["choices"]
         ids = choices[0].get("prompt_token_ids") if choices else None
         if ids is None:
             raise Refused("no prompt_token_ids in the answer")
         return ids
 
     def ask(
-        self, line: Line, model: str, documents: Sequence[Sequence[int]], k: int
-    ) -> list[list[Word]]:
+        self, client: Client, model: str, documents: Sequence[Sequence[int]], k: int
+    ) -> list[list[Position]]:
         """Send one request for all documents; a position's entry also holds its own token."""
         body = {"model": model, "prompt": documents, "prompt_logprobs": k, **self._plainly}
-        answer = line.ask("completions", body, self._answer, _most_bytes(documents, k))
+        answer = client.ask("completions", body, self._answer, _most_bytes(documents, k))
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         found = []
         for choice, document in zip(choices, documents, strict=False):
-            said = (choice.get("prompt_logprobs") or [])[1:]
-            words = [{i: entry["logprob"] for i, entry in (each or {}).items()} for each in said]
+            entries = (choice.get("prompt_logprobs") or [])[1:]
+            tops = [{i: entry["logprob"] for i, entry in (each or {}).items()} for each in entries]
             following = document[1:]
             found.append(
                 [
-                    Word(word, word.get(token, float("nan")))
-                    for word, token in zip(words, following, strict=False)
+                    Position(top, top.get(token, float("nan")))
+                    for top, token in zip(tops, following, strict=False)
                 ]
             )
         return found
@@ -377,18 +377,18 @@ class Sglang(Engine):
     name = "SGLang"
     _answer = TypeAdapter(list[_SglangAnswer])
 
-    def tokenized(self, line: Line, model: str, text: str) -> list[int]:
+    def tokenized(self, client: Client, model: str, text: str) -> list[int]:
         """Return the ids from SGLang's /tokenize."""
         body = {"model": model, "prompt": text, "add_special_tokens": False}
-        return line.ask("/tokenize", body, TOKENS, ANSWER_BYTES)["tokens"]
+        return client.ask("/tokenize", body, TOKENS, ANSWER_BYTES)["tokens"]
 
     def ask(
         self,
-        line: Line,
+        client: Client,
         model: str,
         documents: Sequence[Sequence[int]],
         k: int,
-    ) -> list[list[Word]]:
+    ) -> list[list[Position]]:
         """Send one request for all documents; next tokens' log-probs come in a separate list."""
         body = {
             "input_ids": documents,
@@ -399,17 +399,17 @@ class Sglang(Engine):
             "return_text_in_logprobs": False,
         }
         found = []
-        for answer in line.ask("/generate", body, self._answer, _most_bytes(documents, k)):
+        for answer in client.ask("/generate", body, self._answer, _most_bytes(documents, k)):
             meta = answer["meta_info"]
-            said = (meta.get("input_top_logprobs") or [])[1:]
+            tops = (meta.get("input_top_logprobs") or [])[1:]
             own = (meta.get("input_token_logprobs") or [])[1:]
             found.append(
                 [
-                    Word(
+                    Position(
                         {token: logprob for logprob, token, _ in top or () if logprob is not None},
                         float("nan") if following is None else following,
                     )
-                    for top, (following, _, _) in zip(said, own, strict=False)
+                    for top, (following, _, _) in zip(tops, own, strict=False)
                 ]
             )
         return found
@@ -420,12 +420,12 @@ class _LlamaTop(TypedDict):
     logprob: float
 
 
-class _LlamaWord(TypedDict):
+class _LlamaPosition(TypedDict):
     top_logprobs: list[_LlamaTop]
 
 
 class _LlamaAnswer(TypedDict):
-    completion_probabilities: NotRequired[list[_LlamaWord] | None]
+    completion_probabilities: NotRequired[list[_LlamaPosition] | None]
 
 
 class _LlamaProps(TypedDict):
@@ -447,36 +447,38 @@ class LlamaCpp(Engine):
         self._slots: list[int] = []
         self._lock = threading.Lock()
 
-    def prepare(self, line: Line, at_once: int) -> tuple[int, int | None]:
+    def prepare(self, client: Client, at_once: int) -> tuple[int, int | None]:
         """Return one parallel request per slot, and the context length of a slot."""
-        props = line.ask("/props", None, self._props, ANSWER_BYTES)
+        props = client.ask("/props", None, self._props, ANSWER_BYTES)
         self._slots = [*range(min(at_once, max(1, props["total_slots"])))]
         room = props["default_generation_settings"].get("n_ctx")
         return len(self._slots), room if isinstance(room, int) else None
 
-    def tokenized(self, line: Line, model: str, text: str) -> list[int]:
+    def tokenized(self, client: Client, model: str, text: str) -> list[int]:
         """Return the ids from llama-server's /tokenize."""
         body = {"content": text, "add_special": False, "parse_special": True}
-        return line.ask("/tokenize", body, TOKENS, ANSWER_BYTES)["tokens"]
+        return client.ask("/tokenize", body, TOKENS, ANSWER_BYTES)["tokens"]
 
     def ask(
         self,
-        line: Line,
+        client: Client,
         model: str,
         documents: Sequence[Sequence[int]],
         k: int,
-    ) -> list[list[Word]]:
+    ) -> list[list[Position]]:
         """Send one request per position; a next token outside the top `k` has log-prob NaN."""
         with self._lock:
             slot = self._slots.pop()
         try:
-            return [self._walk(line, document, k, slot) for document in documents]
+            return [self._ask_each_position(client, document, k, slot) for document in documents]
         finally:
             with self._lock:
                 self._slots.append(slot)
 
-    def _walk(self, line: Line, document: Sequence[int], k: int, slot: int) -> list[Word]:
-        words = []
+    def _ask_each_position(
+        self, client: Client, document: Sequence[int], k: int, slot: int
+    ) -> list[Position]:
+        found = []
         for end in range(1, len(document)):
             body = {
                 "prompt": document[:end],
@@ -486,11 +488,11 @@ class LlamaCpp(Engine):
                 "id_slot": slot,
                 "response_fields": ["completion_probabilities"],
             }
-            said = line.ask("/completion", body, self._answer, _most_bytes([[0]], k))
-            top = (said.get("completion_probabilities") or [{"top_logprobs": []}])[0]
-            likeliest = {each["id"]: each["logprob"] for each in top["top_logprobs"]}
-            words.append(Word(likeliest, likeliest.get(document[end], float("nan"))))
-        return words
+            answer = client.ask("/completion", body, self._answer, _most_bytes([[0]], k))
+            first = (answer.get("completion_probabilities") or [{"top_logprobs": []}])[0]
+            top = {each["id"]: each["logprob"] for each in first["top_logprobs"]}
+            found.append(Position(top, top.get(document[end], float("nan"))))
+        return found
 
 
 ENGINES: dict[str, Callable[[], Engine]] = {

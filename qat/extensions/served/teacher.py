@@ -30,15 +30,15 @@ from qat.errors import CacheError, ConfigError
 from qat.extensions.served import engines
 from qat.extensions.served.engines import (
     ANSWER_BYTES,
-    CARDS,
     ENGINES,
     KEY,
+    MODELS,
+    Client,
     Engine,
-    Line,
     NoRoute,
+    Position,
     Refused,
     Vllm,
-    Word,
 )
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ SAME_NATS = 0.02
 bfloat16 (docs/cache.md), and less than that of 4-bit weights."""
 
 
-class Likeliest(NamedTuple):
+class TopLogprobs(NamedTuple):
     """The server's answer at the counted positions of one sequence."""
 
     places: np.ndarray
@@ -100,13 +100,13 @@ class ServedTeacher:
                 vocabulary, or returns no log-probs of a prompt, or too few tokens.
             CacheError: the server is unreachable or of an unknown kind.
         """
-        with closing(Line(self._address)) as line:
-            if line.shows_key:
+        with closing(Client(self._address)) as client:
+            if client.shows_key:
                 logger.warning(
                     "%s: the key in %s goes there without encryption", self._address, KEY
                 )
             try:
-                room = self._find(line)
+                room = self._select_engine(client)
             except Refused as error:
                 raise ConfigError(
                     f"{self._address}, asked what it serves, answers {error}; expected an address "
@@ -118,8 +118,8 @@ class ServedTeacher:
                     "tokens and the one that it writes; lower --sequence-length or start the "
                     "server with a longer context"
                 )
-            ids = self._check_tokenizer(line, tokenizer)
-            self._check_words(line, ids[:length], k)
+            ids = self._check_tokenizer(client, tokenizer)
+            self._check_logprobs(client, ids[:length], k)
 
     @contextmanager
     def asked(
@@ -143,17 +143,17 @@ class ServedTeacher:
             out,
         )
         pool, lock = ThreadPoolExecutor(self._at_once), threading.Lock()
-        line = Line(self._address, self._at_once, attempts=engines.ATTEMPTS)
+        client = Client(self._address, self._at_once, attempts=engines.ATTEMPTS)
 
-        def examine(block: ShardBlock, told: Callable[[int], None]) -> list[Answer]:
+        def examine(block: ShardBlock, advance: Callable[[int], None]) -> list[Answer]:
             def count(done: Future) -> None:
                 if not done.cancelled() and done.exception() is None:
                     with lock:
-                        told(1)
+                        advance(1)
 
             answers = []
             for row in zip(*block.packed[:3], strict=True):
-                future = pool.submit(self._encoded, line, *row, k=settings.top_k)
+                future = pool.submit(self._encoded_rows, client, *row, k=settings.top_k)
                 future.add_done_callback(count)
                 answers.append(_answer(future))
             return answers
@@ -161,9 +161,9 @@ class ServedTeacher:
         try:
             yield examine
         finally:
-            line.break_off()
+            client.abort()
             pool.shutdown(cancel_futures=True)
-            line.close()
+            client.close()
 
     def check_same(self, manifest: Manifest, out: Path) -> None:
         """Check that the server still runs the model that built the shards in `out`, if any.
@@ -181,11 +181,13 @@ class ServedTeacher:
         tokens, starts, mask = (
             rows[0].numpy() for rows in (batch.input_ids, batch.position_ids == 0, batch.mask)
         )
-        with closing(Line(self._address)) as line:
-            now = self._answered(line, tokens, starts, mask, k=manifest.settings.top_k)
+        with closing(Client(self._address)) as client:
+            now = self._top_logprobs_or_error(
+                client, tokens, starts, mask, k=manifest.settings.top_k
+            )
         ids_TK = batch.topk_ids[0].numpy()[now.places]
         p_TK = batch.topk_logprobs[0].double().exp().numpy()[now.places]
-        q_TK = _at(now, ids_TK)
+        q_TK = _probabilities(now, ids_TK)
         terms_TK = np.where(p_TK > 0, p_TK * np.log(np.maximum(p_TK, TINY) / q_TK), 0)
         rest_p, rest_q = (np.clip(1 - each.sum(1), ROUNDING, None) for each in (p_TK, q_TK))
         kl = float((terms_TK.sum(1) + rest_p * np.log(rest_p / rest_q)).mean())
@@ -196,9 +198,15 @@ class ServedTeacher:
                 f"{self._model} now; serve the one of before, or choose another --out"
             )
 
-    def likeliest(
-        self, line: Line, tokens: np.ndarray, starts: np.ndarray, mask: np.ndarray, *, k: int
-    ) -> Likeliest:
+    def top_logprobs(
+        self,
+        client: Client,
+        tokens: np.ndarray,
+        starts: np.ndarray,
+        mask: np.ndarray,
+        *,
+        k: int,
+    ) -> TopLogprobs:
         """Return the server's answer where `mask` `(S,)` is true in a packed sequence.
 
         Each document in it is sent separately, up to the last token that is needed.
@@ -209,33 +217,33 @@ class ServedTeacher:
         """
         parts = counted_parts(starts, mask)
         documents = [tokens[part].tolist() for part in parts]
-        said = self._engine.ask(line, self._model, documents, k) if documents else []
+        answers = self._engine.ask(client, self._model, documents, k) if documents else []
         # no log-prob of a next token exists at a document's last token
         answered = [np.arange(part.start, part.stop - 1) for part in parts]
-        if [*map(len, said)] != [*map(len, answered)]:
+        if [*map(len, answers)] != [*map(len, answered)]:
             raise CacheError(
-                f"{self._address} gives log-probs of {sum(map(len, said))} tokens of a prompt, "
+                f"{self._address} gives log-probs of {sum(map(len, answers))} tokens of a prompt, "
                 f"expected {sum(map(len, answered))}; take vLLM, SGLang or llama.cpp's own server"
             )
         places = np.concatenate([*answered, np.zeros(0, np.int64)])
         is_kept = mask[places]
-        words = [word for words in said for word in words]
-        words = [word for word, kept in zip(words, is_kept, strict=True) if kept]
-        return self._checked(places[is_kept], words, k)
+        positions = [position for answer in answers for position in answer]
+        positions = [position for position, kept in zip(positions, is_kept, strict=True) if kept]
+        return self._checked(places[is_kept], positions, k)
 
-    def _checked(self, places: np.ndarray, words: Sequence[Word], k: int) -> Likeliest:
-        """Convert the words to arrays, most likely first, and check that they are probabilities."""
-        sizes = [len(word.likeliest) for word in words]
+    def _checked(self, places: np.ndarray, positions: Sequence[Position], k: int) -> TopLogprobs:
+        """Convert answers to arrays, most likely first, and check that they are probabilities."""
+        sizes = [len(position.top) for position in positions]
         if min(sizes, default=k) < k:
             raise CacheError(
                 f"{self._address} gives log-probs of {min(sizes)} tokens at a position, expected "
                 f"{k}; {self._engine.remedy.format(k=k)}, or lower --top-k"
             )
-        ids = np.zeros((len(words), max(sizes, default=k)), np.int64)
+        ids = np.zeros((len(positions), max(sizes, default=k)), np.int64)
         logprobs = np.full(ids.shape, -np.inf)
-        for row, word in enumerate(words):
-            ids[row, : sizes[row]] = [*word.likeliest]
-            logprobs[row, : sizes[row]] = [*word.likeliest.values()]
+        for row, position in enumerate(positions):
+            ids[row, : sizes[row]] = [*position.top]
+            logprobs[row, : sizes[row]] = [*position.top.values()]
         order = np.lexsort((ids, -logprobs))[:, :k]
         ids, logprobs = (np.take_along_axis(each, order, 1) for each in (ids, logprobs))
         if ids.size and not 0 <= ids.min() <= ids.max() < self._vocab_size:
@@ -261,47 +269,61 @@ class ServedTeacher:
                 "--logprobs-mode raw_logprobs)"
             )
         tail = np.clip(1 - sums, np.minimum(ROUNDING, most), most)
-        following = np.array([word.next_logprob for word in words], np.float64)
+        following = np.array([position.next_logprob for position in positions], np.float64)
         if (following > OVER_ONE).any():
             raise CacheError(
                 f"{self._address} gives a following token the log-prob {following.max():.3g}, "
                 "expected at most 0; check that it is vLLM, SGLang or llama.cpp"
             )
-        return Likeliest(places, ids, logprobs, tail, following)
+        return TopLogprobs(places, ids, logprobs, tail, following)
 
-    def _answered(
-        self, line: Line, tokens: np.ndarray, starts: np.ndarray, mask: np.ndarray, *, k: int
-    ) -> Likeliest:
-        """Call `likeliest` where the server did this before: a refusal is then an error."""
+    def _top_logprobs_or_error(
+        self,
+        client: Client,
+        tokens: np.ndarray,
+        starts: np.ndarray,
+        mask: np.ndarray,
+        *,
+        k: int,
+    ) -> TopLogprobs:
+        """Call `top_logprobs` where the server did this before: a refusal is then an error."""
         try:
-            return self.likeliest(line, tokens, starts, mask, k=k)
+            return self.top_logprobs(client, tokens, starts, mask, k=k)
         except Refused as error:
             raise CacheError(
                 f"{self._address}: the server answers {error}; finished shards are kept: run the "
                 "same command again when it does not"
             ) from None
 
-    def _encoded(
-        self, line: Line, tokens: np.ndarray, starts: np.ndarray, mask: np.ndarray, *, k: int
+    def _encoded_rows(
+        self,
+        client: Client,
+        tokens: np.ndarray,
+        starts: np.ndarray,
+        mask: np.ndarray,
+        *,
+        k: int,
     ) -> dict[str, Tensor]:
         """Return the shard rows of one sequence; uncounted positions get uniform placeholders."""
-        said = self._answered(line, tokens, starts, mask, k=k)
+        found = self._top_logprobs_or_error(client, tokens, starts, mask, k=k)
         S, V = len(tokens), self._vocab_size
         ids = torch.arange(k).repeat(S, 1)
         distances = torch.zeros(S, k, dtype=torch.float64)
         tail, following = torch.full((S,), (V - k) / V), torch.zeros(S)
-        places = torch.from_numpy(said.places)
-        ids[places] = torch.from_numpy(said.ids)
-        distances[places] = torch.from_numpy(said.logprobs[:, :1] - said.logprobs)
-        tail[places] = torch.from_numpy(said.tail).float()
-        following[places] = torch.from_numpy(said.next_logprob).float()
+        places = torch.from_numpy(found.places)
+        ids[places] = torch.from_numpy(found.ids)
+        distances[places] = torch.from_numpy(found.logprobs[:, :1] - found.logprobs)
+        tail[places] = torch.from_numpy(found.tail).float()
+        following[places] = torch.from_numpy(found.next_logprob).float()
         # log-sum-exp is stored as 0: the log-probs stand in for logits
         top = TopK(ids, distances, torch.zeros(S), tail.log())
         return encode_signals(Signals(following, top, None, torch.tensor(True)), 1, S, V)
 
-    def _find(self, line: Line) -> int | None:
+    def _select_engine(self, client: Client) -> int | None:
         """Select the engine that serves the model; return its context length, None if unknown."""
-        found = {card["id"]: card for card in line.ask("models", None, CARDS, ANSWER_BYTES)["data"]}
+        found = {
+            card["id"]: card for card in client.ask("models", None, MODELS, ANSWER_BYTES)["data"]
+        }
         if self._model not in found:
             raise ConfigError(
                 f"{self._address} serves {', '.join(sorted(found))[:300] or 'nothing'}, expected "
@@ -309,17 +331,17 @@ class ServedTeacher:
             )
         card = found[self._model]
         self._engine = ENGINES.get(card.get("owned_by") or "", Vllm)()
-        self._at_once, room = self._engine.prepare(line, self._at_once)
+        self._at_once, room = self._engine.prepare(client, self._at_once)
         return card.get("max_model_len") or room
 
-    def _check_tokenizer(self, line: Line, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    def _check_tokenizer(self, client: Client, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Return the ids of the probes after checking that both tokenizers agree on them."""
         ids = []
         for text in (*PROBES, "".join(tokenizer.all_special_tokens[:8])):
             ours = tokenizer(text, add_special_tokens=False)["input_ids"]
             ids += ours
             try:
-                theirs = self._engine.tokenized(line, self._model, text) if ours else []
+                theirs = self._engine.tokenized(client, self._model, text) if ours else []
             except Refused as error:
                 logger.warning(
                     "%s does not tell how it tokenises (%s): nobody can know whether it has this "
@@ -336,12 +358,12 @@ class ServedTeacher:
                 )
         return ids
 
-    def _check_words(self, line: Line, ids: list[int], k: int) -> None:
+    def _check_logprobs(self, client: Client, ids: list[int], k: int) -> None:
         """Check that the server returns `k` log-probs at each position of a prompt."""
         is_first = np.arange(len(ids)) == 0
         is_last = np.arange(len(ids)) == len(ids) - 1
         try:
-            self.likeliest(line, np.array(ids), is_first, ~is_last, k=k)
+            self.top_logprobs(client, np.array(ids), is_first, ~is_last, k=k)
         except NoRoute as error:
             raise ConfigError(
                 f"{error.url} answers {error}, expected {self._engine.name}'s route that gives "
@@ -384,10 +406,10 @@ def _shown(ids: list[int]) -> str:
     return f"{ids[:SHOWN]} ({len(ids)} in all)"
 
 
-def _at(said: Likeliest, ids_TK: np.ndarray) -> np.ndarray:
+def _probabilities(found: TopLogprobs, ids_TK: np.ndarray) -> np.ndarray:
     """Return the probabilities of ids `(T, K)`; an id that was not returned gets its bound."""
-    found_TK = np.zeros(ids_TK.shape)
-    for row, (ids, logprobs) in enumerate(zip(said.ids, said.logprobs, strict=True)):
+    prob_TK = np.zeros(ids_TK.shape)
+    for row, (ids, logprobs) in enumerate(zip(found.ids, found.logprobs, strict=True)):
         known = dict(zip(ids.tolist(), logprobs.tolist(), strict=True))
-        found_TK[row] = [known.get(token, logprobs[-1]) for token in ids_TK[row].tolist()]
-    return np.maximum(np.exp(found_TK), TINY)
+        prob_TK[row] = [known.get(token, logprobs[-1]) for token in ids_TK[row].tolist()]
+    return np.maximum(np.exp(prob_TK), TINY)

@@ -90,8 +90,8 @@ def test_the_log_probs_are_those_of_the_server_and_the_tail_is_what_is_left(stag
     for k in (1, 5, 20):
         with played(stage) as address:
             asked = ask(address, k=k)
-            with closing(engines.Line(address)) as line:
-                said = asked.likeliest(line, tokens, starts, mask, k=k)
+            with closing(engines.Client(address)) as client:
+                said = asked.top_logprobs(client, tokens, starts, mask, k=k)
         assert said.places.tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9]
         # of the last document nothing counts, of the one before what comes behind is not sent
         assert stage.asked[-1][1]["prompt"] == [tokens[:7].tolist(), tokens[7:11].tolist()]
@@ -212,7 +212,7 @@ def test_what_is_no_distribution_is_refused(engine: str, shift: float) -> None:
 
 @pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\n\r\n"])
 def test_a_server_that_drips_its_answer_is_left(head: bytes, monkeypatch) -> None:
-    monkeypatch.setattr(engines, "WHOLE_S", 0.5)
+    monkeypatch.setattr(engines, "RESPONSE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def drip() -> None:
@@ -224,9 +224,9 @@ def test_a_server_that_drips_its_answer_is_left(head: bytes, monkeypatch) -> Non
                     time.sleep(0.05)
 
         threading.Thread(target=drip, daemon=True).start()
-        line = engines.Line(f"http://127.0.0.1:{server.getsockname()[1]}/v1", attempts=1)
+        client = engines.Client(f"http://127.0.0.1:{server.getsockname()[1]}/v1", attempts=1)
         with refused("sent no whole answer in 0.5 s", CacheError):
-            line.ask("models", None, engines.CARDS, 2**20)
+            client.ask("models", None, engines.MODELS, 2**20)
 
 
 @pytest.mark.parametrize("place", ["", "/nowhere/v1"])
@@ -450,7 +450,7 @@ def test_a_key_goes_to_the_server_and_nowhere_else(
 )
 def test_a_key_over_an_open_line_is_told(address: str, shows: bool, monkeypatch, caplog) -> None:
     monkeypatch.setenv(KEY, "a-key-of-a-server")
-    monkeypatch.setattr(engines.Line, "_attempt", lambda *_: b"{}")
+    monkeypatch.setattr(engines.Client, "_attempt", lambda *_: b"{}")
     with pytest.raises(CacheError):
         ask(address)
     assert ("the key in QAT_TEACHER_API_KEY goes there without encryption" in caplog.text) is shows
@@ -460,5 +460,5 @@ def test_a_key_over_an_open_line_is_told(address: str, shows: bool, monkeypatch,
 def test_a_key_that_no_request_can_carry_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, "half\nother-half")
     with pytest.raises(ConfigError, match="holds characters that no request can carry") as caught:
-        engines.Line("http://h/v1")
+        engines.Client("http://h/v1")
     assert "half" not in str(caught.value)

@@ -23,7 +23,7 @@ from served_case import free_port, serving
 from tiny import VOCAB
 
 from qat.errors import ConfigError
-from qat.extensions.served.engines import Line
+from qat.extensions.served.engines import Client
 from qat.extensions.served.teacher import ServedTeacher
 
 if find_spec("vllm") is None:
@@ -82,8 +82,8 @@ def test_its_log_probs_are_ours_to_a_thousandth(root: str) -> None:
     is_first, is_last = torch.arange(96) == 0, torch.arange(96) == 95
     asked = ServedTeacher(f"{root}/v1", NAME, VOCAB)
     asked.check(TOKENIZER, 96, 20)
-    with closing(Line(f"{root}/v1")) as line:
-        said = asked.likeliest(line, ids.numpy(), is_first.numpy(), ~is_last.numpy(), k=20)
+    with closing(Client(f"{root}/v1")) as client:
+        said = asked.top_logprobs(client, ids.numpy(), is_first.numpy(), ~is_last.numpy(), k=20)
     model = recorded_teacher()
     exact = model.logits(model.hidden(ids[None], torch.arange(96)[None]))[0, :-1].log_softmax(-1)
     found = torch.from_numpy(said.logprobs)
