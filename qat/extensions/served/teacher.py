@@ -65,6 +65,10 @@ SAME_NATS = 0.02
 bfloat16 (docs/cache.md), and less than that of 4-bit weights."""
 
 
+Row = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Tokens, document starts and loss mask of a packed sequence, `(S,)` each."""
+
+
 class TopLogprobs(NamedTuple):
     """The server's answer at the counted positions of one sequence."""
 
@@ -153,7 +157,7 @@ class ServedTeacher:
 
             answers = []
             for row in zip(*block.packed[:3], strict=True):
-                future = pool.submit(self._encoded_rows, client, *row, k=settings.top_k)
+                future = pool.submit(self._encoded_rows, client, row, settings.top_k)
                 future.add_done_callback(count)
                 answers.append(_answer(future))
             return answers
@@ -178,13 +182,11 @@ class ServedTeacher:
             return
         cache = TeacherCache(out, manifest)
         batch = cache.batch([0], manifest.shards[0].split)
-        tokens, starts, mask = (
+        row = tuple(
             rows[0].numpy() for rows in (batch.input_ids, batch.position_ids == 0, batch.mask)
         )
         with closing(Client(self._address)) as client:
-            now = self._top_logprobs_or_error(
-                client, tokens, starts, mask, k=manifest.settings.top_k
-            )
+            now = self._top_logprobs_or_error(client, row, manifest.settings.top_k)
         ids_TK = batch.topk_ids[0].numpy()[now.places]
         p_TK = batch.topk_logprobs[0].double().exp().numpy()[now.places]
         q_TK = _probabilities(now, ids_TK)
@@ -198,16 +200,8 @@ class ServedTeacher:
                 f"{self._model} now; serve the one of before, or choose another --out"
             )
 
-    def top_logprobs(
-        self,
-        client: Client,
-        tokens: np.ndarray,
-        starts: np.ndarray,
-        mask: np.ndarray,
-        *,
-        k: int,
-    ) -> TopLogprobs:
-        """Return the server's answer where `mask` `(S,)` is true in a packed sequence.
+    def top_logprobs(self, client: Client, row: Row, k: int) -> TopLogprobs:
+        """Return the server's answer where the mask of a packed sequence is true.
 
         Each document in it is sent separately, up to the last token that is needed.
 
@@ -215,6 +209,7 @@ class ServedTeacher:
             Refused: the server rejects the request.
             CacheError: the response is too short, or impossible for a vocabulary of this size.
         """
+        tokens, starts, mask = row
         parts = counted_parts(starts, mask)
         documents = [tokens[part].tolist() for part in parts]
         answers = self._engine.ask(client, self._model, documents, k) if documents else []
@@ -253,20 +248,14 @@ class ServedTeacher:
                 "as --tokenizer"
             )
         sums = np.exp(logprobs).sum(1)
-        if not (sums <= 1 + OVER_ONE).all():
-            raise CacheError(
-                f"{self._address} gives probabilities of {k} tokens that sum to {sums.max():.3g}, "
-                "expected log-probs normalised over the vocabulary; start the server without "
-                "another way (vLLM: --logprobs-mode raw_logprobs)"
-            )
         # upper bound on the tail: no other token is likelier than the last of these
         most = (self._vocab_size - k) * np.exp(logprobs[:, -1])
-        if not (sums + most >= 1 - OVER_ONE).all():
+        if not ((sums <= 1 + OVER_ONE) & (sums + most >= 1 - OVER_ONE)).all():
             raise CacheError(
-                f"{self._address} gives probabilities of {k} tokens that sum to "
-                f"{(sums + most).min():.3g} at most with all others of the vocabulary, expected "
-                "log-probs normalised over it; start the server without another way (vLLM: "
-                "--logprobs-mode raw_logprobs)"
+                f"{self._address} gives probabilities of {k} tokens that sum to {sums.max():.3g}, "
+                f"and with all others of the vocabulary to at most {(sums + most).min():.3g}, "
+                "expected log-probs normalised over it; start the server without another way "
+                "(vLLM: --logprobs-mode raw_logprobs)"
             )
         tail = np.clip(1 - sums, np.minimum(ROUNDING, most), most)
         following = np.array([position.next_logprob for position in positions], np.float64)
@@ -277,36 +266,20 @@ class ServedTeacher:
             )
         return TopLogprobs(places, ids, logprobs, tail, following)
 
-    def _top_logprobs_or_error(
-        self,
-        client: Client,
-        tokens: np.ndarray,
-        starts: np.ndarray,
-        mask: np.ndarray,
-        *,
-        k: int,
-    ) -> TopLogprobs:
+    def _top_logprobs_or_error(self, client: Client, row: Row, k: int) -> TopLogprobs:
         """Call `top_logprobs` where the server did this before: a refusal is then an error."""
         try:
-            return self.top_logprobs(client, tokens, starts, mask, k=k)
+            return self.top_logprobs(client, row, k)
         except Refused as error:
             raise CacheError(
                 f"{self._address}: the server answers {error}; finished shards are kept: run the "
                 "same command again when it does not"
             ) from None
 
-    def _encoded_rows(
-        self,
-        client: Client,
-        tokens: np.ndarray,
-        starts: np.ndarray,
-        mask: np.ndarray,
-        *,
-        k: int,
-    ) -> dict[str, Tensor]:
+    def _encoded_rows(self, client: Client, row: Row, k: int) -> dict[str, Tensor]:
         """Return the shard rows of one sequence; uncounted positions get uniform placeholders."""
-        found = self._top_logprobs_or_error(client, tokens, starts, mask, k=k)
-        S, V = len(tokens), self._vocab_size
+        found = self._top_logprobs_or_error(client, row, k)
+        S, V = len(row[0]), self._vocab_size
         ids = torch.arange(k).repeat(S, 1)
         distances = torch.zeros(S, k, dtype=torch.float64)
         tail, following = torch.full((S,), (V - k) / V), torch.zeros(S)
@@ -363,7 +336,7 @@ class ServedTeacher:
         is_first = np.arange(len(ids)) == 0
         is_last = np.arange(len(ids)) == len(ids) - 1
         try:
-            self.top_logprobs(client, np.array(ids), is_first, ~is_last, k=k)
+            self.top_logprobs(client, (np.array(ids), is_first, ~is_last), k)
         except NoRoute as error:
             raise ConfigError(
                 f"{error.url} answers {error}, expected {self._engine.name}'s route that gives "

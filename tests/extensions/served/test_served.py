@@ -91,7 +91,7 @@ def test_the_log_probs_are_those_of_the_server_and_the_tail_is_what_is_left(stag
         with played(stage) as address:
             asked = ask(address, k=k)
             with closing(engines.Client(address)) as client:
-                said = asked.top_logprobs(client, tokens, starts, mask, k=k)
+                said = asked.top_logprobs(client, (tokens, starts, mask), k)
         assert said.places.tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9]
         # of the last document nothing counts, of the one before what comes behind is not sent
         assert stage.asked[-1][1]["prompt"] == [tokens[:7].tolist(), tokens[7:11].tolist()]

@@ -83,7 +83,7 @@ def test_its_log_probs_are_ours_to_a_thousandth(root: str) -> None:
     asked = ServedTeacher(f"{root}/v1", NAME, VOCAB)
     asked.check(TOKENIZER, 96, 20)
     with closing(Client(f"{root}/v1")) as client:
-        said = asked.top_logprobs(client, ids.numpy(), is_first.numpy(), ~is_last.numpy(), k=20)
+        said = asked.top_logprobs(client, (ids.numpy(), is_first.numpy(), ~is_last.numpy()), 20)
     model = recorded_teacher()
     exact = model.logits(model.hidden(ids[None], torch.arange(96)[None]))[0, :-1].log_softmax(-1)
     found = torch.from_numpy(said.logprobs)
