@@ -137,7 +137,7 @@ def test_shards_make_room_and_nothing_else(tmp_path: Path) -> None:
     source = tmp_path / "cache"
     kept = LocalShards(mine.parent, lambda shard, to: shutil.copy(source / shard.file, to), 1)
     for shard in shards:
-        kept.bring(shard)
+        kept.ensure_local(shard)
     left = {path.name for path in mine.parent.iterdir()} - {mine.name}
     assert mine.exists() and shards[-1].file in left and len(left) < len(shards)
 

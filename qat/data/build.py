@@ -73,8 +73,8 @@ def open_shared(config: CacheConfig, ranks: Ranks) -> DataSource:
         return open_source(config.data, config.format, config.text_field)
 
     source = ranks.sync_errors(opened)
-    said = "" if source is None else f"{source.format}\n{source.name}"
-    data_format, name = ranks.texts(said)[0].split("\n")
+    described = "" if source is None else f"{source.format}\n{source.name}"
+    data_format, name = ranks.texts(described)[0].split("\n")
     return source or DataSource((), data_format, name)
 
 
@@ -210,12 +210,12 @@ def build_cache(
     with ExitStack() as stack:
         lock = held(out) if ranks.is_first else nullcontext()
         ranks.sync_errors(lambda: stack.enter_context(lock))
-        manifest = _agreed(fresh, out, ranks)
+        manifest = _shared_manifest(fresh, out, ranks)
         if manifest.state == "complete":
             logger.info("%s is complete already: nothing to do", out)
-            _tell(manifest)
+            _log_summary(manifest)
             return manifest
-        asking = _asking(teacher, manifest, out, batch_size=batch_size, ranks=ranks)
+        examiner = _examiner(teacher, manifest, out, batch_size=batch_size, ranks=ranks)
         found = blocks(documents, tokenizer, settings) if ranks.is_first else iter(())
         expected = round(settings.num_sequences / (1 - settings.held_out)) or None
         known = {shard.file: shard for shard in manifest.shards}
@@ -230,17 +230,17 @@ def build_cache(
         # writes the previous shard: shards and manifests reach the disk in the order of the blocks
         with (
             progress("asking the teacher", expected, "sequences") as ticker,
-            BackgroundFold(partial(_keep, out=out, ranks=ranks), manifest) as writer,
-            asking as ask_about,
+            BackgroundFold(partial(_write_shard, out=out, ranks=ranks), manifest) as writer,
+            examiner as examine_block,
         ):
-            shared = SharedBlocks(_begun(found, manifest, out, ticker), ranks)
+            shared = SharedBlocks(_with_manifest(found, manifest, out, ticker), ranks)
             with closing(prefetched(shared, BLOCKS_AHEAD)) as ahead:
                 try:
                     for block in ahead:
-                        if _is_there(block, known, out):
+                        if _exists(block, known, out):
                             ticker.skip(ranks.size * len(block.packed.tokens))
                             continue
-                        answers = ask_about(block, lambda n: ticker.advance(ranks.size * n))
+                        answers = examine_block(block, lambda n: ticker.advance(ranks.size * n))
                         writer.push((block, answers))
                 except (QatError, OSError) as error:
                     shared.fail(error, ahead)
@@ -266,7 +266,7 @@ def what_counts(manifest: Manifest) -> str:
     )
 
 
-def _tell(manifest: Manifest) -> None:
+def _log_summary(manifest: Manifest) -> None:
     """Log which tokens of a finished cache count; warn if the perplexity is near uniform."""
     ppl, vocab_size = manifest.teacher_ppl, manifest.teacher.vocab_size
     known = "" if ppl is None else f"; the teacher's perplexity on what counts is {ppl:.4g}"
@@ -284,7 +284,7 @@ def _tell(manifest: Manifest) -> None:
         )
 
 
-def _asking(
+def _examiner(
     teacher: Teacher | RemoteTeacher,
     manifest: Manifest,
     out: Path,
@@ -308,7 +308,7 @@ def _asking(
     return nullcontext(partial(examine, plan=plan))
 
 
-def _agreed(fresh: Manifest, out: Path, ranks: Ranks) -> Manifest:
+def _shared_manifest(fresh: Manifest, out: Path, ranks: Ranks) -> Manifest:
     """Return the manifest to resume from, as the first rank finds it, on all ranks.
 
     Its state is `complete` if the cache is finished and all shards have their size.
@@ -339,11 +339,11 @@ def _finished(manifest: Manifest, total: int, *, out: Path, ranks: Ranks) -> Man
     manifest = manifest.model_copy(update={"state": "complete"})
     write_atomic(out / MANIFEST, manifest.to_bytes())
     remove_logs(out)
-    _tell(manifest)
+    _log_summary(manifest)
     return manifest
 
 
-def _begun(
+def _with_manifest(
     found: Iterator[ShardBlock], manifest: Manifest, out: Path, ticker: Ticker
 ) -> Iterator[ShardBlock]:
     """Yield the blocks; write a new cache's manifest first, set the ticker's total at the end."""
@@ -406,7 +406,7 @@ def _differences(old: Manifest, new: Manifest) -> list[str]:
     return [f"{name}={a}, now asked for {name}={b}" for name, a, b in pairs if a != b]
 
 
-def _is_there(block: ShardBlock, known: dict[str, Shard], out: Path) -> bool:
+def _exists(block: ShardBlock, known: dict[str, Shard], out: Path) -> bool:
     """Return whether the block's shard exists already and has the size of its manifest entry.
 
     Raises:
@@ -423,7 +423,7 @@ def _is_there(block: ShardBlock, known: dict[str, Shard], out: Path) -> bool:
     return shard_problem(out, shard, deep=False) is None
 
 
-def _keep(
+def _write_shard(
     manifest: Manifest, item: tuple[ShardBlock, list[Answer]], *, out: Path, ranks: Ranks
 ) -> Manifest:
     """Write a block's shard and record it in the manifest or in this rank's log."""

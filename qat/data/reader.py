@@ -96,7 +96,7 @@ class RowPlaces:
             for read in reads(self._pieces(range(first, end), sorted(outs, key=itemgetter(0)), ids))
         ]
         for shard, read in wanted:
-            shard.expect(read)
+            shard.prefetch(read)
         for shard, read in wanted:
             shard.fill(read)
         return {name: torch.from_numpy(array) for name, array in found.items()}, ids
@@ -213,7 +213,7 @@ class TeacherCache:
         has_draws = "draws" in targets and self._layout.has_draws
         rows, drawn = self._read(indices, split, self._names(targets), drawn=has_draws)
         S, V = self.sequence_length, self.manifest.teacher.vocab_size
-        input_ids = self._words(unpack_bits(rows["tokens"], id_bits(V), S).long())
+        input_ids = self._valid_ids(unpack_bits(rows["tokens"], id_bits(V), S).long())
         starts, mask = unpack_flags(rows["starts"], S), unpack_flags(rows["mask"], S)
         topk_ids, topk_logprobs, tail_logprob = self._top_k(rows)
         sample_ids, sample_counts = self._draws(rows, drawn)
@@ -247,7 +247,7 @@ class TeacherCache:
             return nothing.long(), nothing.half()
         rows, _ = self._read(indices, split, ["negative_ids", "negative_logits"])
         bits = id_bits(self.manifest.teacher.vocab_size)
-        ids = self._words(unpack_bits(rows["negative_ids"], bits, (S - 1) * R).long())
+        ids = self._valid_ids(unpack_bits(rows["negative_ids"], bits, (S - 1) * R).long())
         return ids.view(-1, S - 1, R), self._finite(rows["negative_logits"], "logit")
 
     def _names(self, targets: Collection[str]) -> list[str]:
@@ -264,8 +264,8 @@ class TeacherCache:
         ids, logprobs = decode_top_k(rows, length=S, k=self.manifest.settings.top_k, vocab_size=V)
         tail = rows["tail_logprob"]
         if not (tail < 0).all():  # 0 would leave no mass for the top K; NaN fails too
-            raise self._impossible("a tail that is no probability")
-        self._words(ids)
+            raise self._invalid("a tail that is no probability")
+        self._valid_ids(ids)
         return ids, logprobs, tail if self.manifest.has_tail else torch.full_like(tail, torch.nan)
 
     def _draws(self, rows: dict[str, Tensor], drawn: list[np.ndarray]) -> tuple[Tensor, Tensor]:
@@ -280,7 +280,7 @@ class TeacherCache:
             num_draws=self.manifest.settings.draws,
             vocab_size=self.manifest.teacher.vocab_size,
         )
-        return self._words(ids), counts
+        return self._valid_ids(ids), counts
 
     def _read(
         self,
@@ -303,19 +303,19 @@ class TeacherCache:
         opened = {owner: self._open(shards[owner]) for owner in np.unique(owners_B).tolist()}
         return RowPlaces(opened, owners_B, rows_B, self._layout).read(names, drawn=drawn)
 
-    def _words(self, ids: Tensor) -> Tensor:
+    def _valid_ids(self, ids: Tensor) -> Tensor:
         """Return the ids after checking that all are inside the vocabulary."""
         if ids.numel() and int(ids.max()) >= self.manifest.teacher.vocab_size:
-            raise self._impossible(f"token {int(ids.max())}")
+            raise self._invalid(f"token {int(ids.max())}")
         return ids
 
     def _finite(self, values: Tensor, what: str) -> Tensor:
         """Return the values after checking that all are finite."""
         if not values.isfinite().all():
-            raise self._impossible(f"a {what} that is NaN or infinite")
+            raise self._invalid(f"a {what} that is NaN or infinite")
         return values
 
-    def _impossible(self, what: str) -> CacheError:
+    def _invalid(self, what: str) -> CacheError:
         return CacheError(
             f"{self.directory} holds {what}, expected what a teacher over "
             f"{self.manifest.teacher.vocab_size} words can say; rebuild the cache, or ask whoever "

@@ -90,7 +90,7 @@ def open_cache(location: str | Path, *, local: Path | None = None, budget: int =
             "room there",
             *(address, size / 2**30, kept.budget / 2**30, directory),
         )
-    return TeacherCache(directory, manifest, fetch=kept.bring, open_shards=FRESH)
+    return TeacherCache(directory, manifest, fetch=kept.ensure_local, open_shards=FRESH)
 
 
 class _Web:
@@ -139,7 +139,7 @@ class LocalShards:
         self.budget = budget or min(BUDGET_BYTES, room // 2)
         """Maximum size of all shards in bytes."""
 
-    def bring(self, shard: Shard) -> None:
+    def ensure_local(self, shard: Shard) -> None:
         """Download a shard unless the directory holds a file of its size; evict others if needed.
 
         Raises:

@@ -15,7 +15,6 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from qat.backend.device import on
-from qat.data import codec as noise
 from qat.data.cache import MOST_NATS, SPLITS, Manifest, Shard, shard_problem
 from qat.data.codec import (
     Request,
@@ -27,6 +26,7 @@ from qat.data.codec import (
     encode_top_k,
     id_bits,
     pack_bits,
+    stream,
 )
 from qat.data.config import CacheSettings
 from qat.data.packing import position_ids
@@ -82,12 +82,12 @@ def make_plan(
     )
 
 
-def examine(block: ShardBlock, told: Callable[[int], None], *, plan: AskPlan) -> list[Answer]:
+def examine(block: ShardBlock, advance: Callable[[int], None], *, plan: AskPlan) -> list[Answer]:
     """Run the teacher on a block, batch by batch, without waiting for the device.
 
     Args:
         block: sequences of one shard.
-        told: called with the number of sequences of each batch that was launched.
+        advance: called with the number of sequences of each batch that was launched.
         plan: how the teacher is run.
 
     Raises:
@@ -114,7 +114,7 @@ def examine(block: ShardBlock, told: Callable[[int], None], *, plan: AskPlan) ->
             for first, some, hidden in zip(firsts, rows, states, strict=True):
                 asked = tokens_NS[some]
                 answers.append(_examine_batch(block, asked, hidden, plan=plan, first=first))
-                told(min(plan.batch_size, len(tokens_NS) - first))
+                advance(min(plan.batch_size, len(tokens_NS) - first))
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -141,7 +141,7 @@ def _examine_batch(
         hidden,
         tokens_BS,
         request=Request(
-            settings.top_k, settings.draws, plan.chunk, noise.stream(settings.seed, block.split)
+            settings.top_k, settings.draws, plan.chunk, stream(settings.seed, block.split)
         ),
         first_place=(block.first_sequence + first) * S,
     )

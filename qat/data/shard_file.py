@@ -218,7 +218,7 @@ class OpenShard:
         self.begins = self._row_begins(layout)
         """Offset of each row in the file, and the end of the last one, `(N + 1,)` int64."""
 
-    def expect(self, read: Read) -> None:
+    def prefetch(self, read: Read) -> None:
         """Announce a read to the kernel, which then prefetches it, where posix_fadvise exists."""
         if read.size and hasattr(os, "posix_fadvise"):  # size 0 would mean the rest of the file
             os.posix_fadvise(self._file, read.begin, read.size, os.POSIX_FADV_WILLNEED)
@@ -229,7 +229,7 @@ class OpenShard:
         while outs:
             count = os.preadv(self._file, outs, begin)
             if count == 0:
-                raise self._wrong("it ends early")
+                raise self._damaged("it ends early")
             begin += count
             while outs and count >= len(outs[0]):
                 count -= len(outs.pop(0))
@@ -244,10 +244,10 @@ class OpenShard:
                 found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
                 kinds = {name: (t.get_dtype(), len(t.get_shape())) for name, t in found.items()}
                 if kinds != {"rows": ("U8", 1), "row_begins": ("I64", 1)}:
-                    raise self._wrong("its tensors are not rows of U8 and row_begins of I64")
+                    raise self._damaged("its tensors are not rows of U8 and row_begins of I64")
                 (size,), begins = found["rows"].get_shape(), found["row_begins"][:]
         except SafetensorError as error:
-            raise self._wrong(str(error)) from None
+            raise self._damaged(str(error)) from None
         is_sound = len(begins) == self._shard.sequences + 1
         is_sound &= begins[0] == 0 == begins.min() and begins[-1] == size == begins.max()
         if is_sound:  # both ends are in range, so no difference overflows
@@ -255,11 +255,11 @@ class OpenShard:
             is_sound = lengths.min() >= layout.width
             is_sound &= layout.has_draws or lengths.max() == layout.width
         if not is_sound:
-            raise self._wrong(f"row_begins does not cut {size} bytes into rows of {layout.width}")
+            raise self._damaged(f"row_begins does not cut {size} bytes into rows of {layout.width}")
         # safetensors stores wider dtypes first, so that the rows are the end of the file
         return begins + (self._shard.bytes - size)
 
-    def _wrong(self, what: str) -> CacheError:
+    def _damaged(self, what: str) -> CacheError:
         return CacheError(
             f"{self._path}: {what}, expected what the manifest promises; restore it, or delete it "
             "and run the same 'qat cache' command again"

@@ -110,7 +110,7 @@ def directory_rows(directory: Path) -> Rows:
         raise DataError(f"{directory} holds no {EXPECTED} file; name a file or directory")
     stray = [path for path in found if path.name.partition(".")[0].lower() in STRAY]
     if len(stray) not in (0, len(found)):
-        _tell_left_out(directory, ", ".join(str(path.relative_to(directory)) for path in stray))
+        _log_skipped(directory, ", ".join(str(path.relative_to(directory)) for path in stray))
         found = [path for path in found if path not in stray]
     if len(found) == 1:
         return file_rows(found[0])
@@ -118,7 +118,7 @@ def directory_rows(directory: Path) -> Rows:
 
 
 @cache
-def _tell_left_out(directory: Path, names: str) -> None:
+def _log_skipped(directory: Path, names: str) -> None:
     """Log the skipped files once, however often a verb opens the directory."""
     logger.info("not read in %s: %s; to learn it, name the file itself", directory, names)
 
@@ -450,9 +450,9 @@ def _document(place: Place, row: Row, data_format: DataFormat, text_field: str) 
         _refuse_surrogates(place, text)
         return text
     messages = _chat(place, row, data_format)
-    said = [text for message in messages for text in message.values()]
-    _refuse_surrogates(place, *said)
-    _refuse_left_out(place, row, BESIDE_TURNS, said)
+    texts = [text for message in messages for text in message.values()]
+    _refuse_surrogates(place, *texts)
+    _refuse_left_out(place, row, BESIDE_TURNS, texts)
     return messages
 
 
@@ -474,14 +474,14 @@ def _chat(place: Place, row: Row, data_format: DataFormat) -> list[Message]:
 
 
 def _refuse_left_out(
-    place: Place, row: Row, fields: tuple[str, ...], said: Collection[str] = ()
+    place: Place, row: Row, fields: tuple[str, ...], texts: Collection[str] = ()
 ) -> None:
-    """Refuse a row with one of `fields` whose content is not among the texts in `said`."""
+    """Refuse a row with one of `fields` whose content is not among `texts`."""
     for field in fields:
         value = row.get(field)
         if isinstance(value, str) and value.strip() in NOTHING:
             continue
-        if value and value not in said:
+        if value and value not in texts:
             raise DataError(
                 f"{place} has {field}={value!r:.60}, which would be left out of the chat, expected "
                 "turns that hold all that is said; write it into the turns, remove it, or render "

@@ -33,7 +33,7 @@ probability `1 - (1 - J**4)**6`: 0.998 at J = 0.9, 0.32 at J = 0.5, 0.01 at J = 
 
 def split_of(document: Document, seed: int, held_out: float) -> Split:
     """Return the split of a document: a function of content and seed, so copies stay together."""
-    return "held_out" if _place(document, seed) < held_out else "train"
+    return "held_out" if _uniform_hash(document, seed) < held_out else "train"
 
 
 def divided(
@@ -56,7 +56,7 @@ def divided(
     try:
         for document, side in pairs:
             ahead.append((document, side))
-            if _text(document).strip():
+            if _whole_text(document).strip():
                 sides.add(side)
             if len(sides) == 2:
                 break
@@ -75,7 +75,7 @@ def _assigned(
 ) -> Iterator[tuple[Document, Split]]:
     known: dict[int, Split] = {}
     for document in documents:
-        keys = _keys(_text(document))
+        keys = _minhash_keys(_whole_text(document))
         found = (known[key] for key in keys if key in known)
         side = next(found, None) or split_of(document, settings.seed, settings.held_out)
         for key in keys:
@@ -83,19 +83,19 @@ def _assigned(
         yield document, side
 
 
-def _place(document: Document, seed: int) -> float:
+def _uniform_hash(document: Document, seed: int) -> float:
     """Hash the document to a number in [0, 1); it is held out if that is below `held_out`."""
     content = json.dumps([seed, document], sort_keys=True).encode()
     return xxhash.xxh3_64_intdigest(content) / 2**64
 
 
-def _text(document: Document) -> str:
+def _whole_text(document: Document) -> str:
     if isinstance(document, str):
         return document
     return "\n".join(message["content"] for message in document)
 
 
-def _keys(text: str) -> list[int]:
+def _minhash_keys(text: str) -> list[int]:
     """Return hash keys: near-identical texts share at least one, others hardly ever do."""
     words = WORD.findall(text.lower())[:MOST_WORDS]
     if not words:
@@ -115,7 +115,7 @@ def _one_sided(documents: list[Document], side: Split, settings: CacheSettings) 
     data = f"data={settings.data}"
     firsts, known = [], set()
     for document in documents:
-        keys = set(_keys(_text(document)))
+        keys = set(_minhash_keys(_whole_text(document)))
         if known.isdisjoint(keys):
             firsts.append(document)
         known |= keys
@@ -135,7 +135,9 @@ def _one_sided(documents: list[Document], side: Split, settings: CacheSettings) 
             f"{held_out} keeps all {count} documents of {data} away from training, expected some "
             "to learn from; lower --held-out or give more documents"
         )
-    enough = math.ceil(100 * min(_place(document, settings.seed) for document in firsts)) / 100
+    enough = (
+        math.ceil(100 * min(_uniform_hash(document, settings.seed) for document in firsts)) / 100
+    )
     return DataError(
         f"{held_out} keeps none of the {count} documents of {data} away from training, expected "
         f"one or more to judge by (near-identical ones stay together, so they count as "

@@ -43,7 +43,7 @@ class Rendering(NamedTuple):
 
     text: str
     is_templated: bool
-    spoken: tuple[Span, ...] | None = None
+    target_spans: tuple[Span, ...] | None = None
     """Spans of the assistants' content, the only part that counts; None if the whole text
     counts."""
 
@@ -77,24 +77,24 @@ def render(
         return [Rendering(document, is_templated=False)]
     if targets == "assistant" and all(message["role"] != "assistant" for message in document):
         raise DataError(
-            f"{_called(document)} has no assistant's turn, expected one to learn from; "
+            f"{_quoted(document)} has no assistant's turn, expected one to learn from; "
             "mend the row, or let all tokens count with --targets all"
         )
     renderings = []
     for mode in MODES[thinking]:
         text, has_block = _chat_text(document, tokenizer, mode)
-        spoken = None
+        target_spans = None
         if targets == "assistant":
-            marks = _saying(document, lambda _: MARK)
+            marks = _with_contents(document, lambda _: MARK)
             marked, _ = _chat_text(marks, tokenizer, mode)
-            spoken = _spans(text, marked, has_block=has_block)
-        if spoken == ():
+            target_spans = _spans(text, marked, has_block=has_block)
+        if target_spans == ():
             raise DataError(
-                f"where the assistant speaks in {_called(document)} cannot be told: the chat "
+                f"where the assistant speaks in {_quoted(document)} cannot be told: the chat "
                 "template writes other things around other answers; let all tokens count with "
                 "--targets all, or join the messages without it by --thinking none"
             )
-        renderings.append(Rendering(text, is_templated=mode != "none", spoken=spoken))
+        renderings.append(Rendering(text, is_templated=mode != "none", target_spans=target_spans))
     return renderings
 
 
@@ -149,7 +149,7 @@ def _check_template(tokenizer: "PreTrainedTokenizerBase", mode: str) -> None:
 
 
 def _without_thoughts(messages: list[Message]) -> list[Message]:
-    return _saying(messages, lambda words: THOUGHT.sub("", words))
+    return _with_contents(messages, lambda words: THOUGHT.sub("", words))
 
 
 def _template(
@@ -165,10 +165,10 @@ def _template(
             messages, tokenizer, enable_thinking=enable_thinking, add_generation_prompt=is_prompt
         )
     except DataError as error:
-        raise DataError(f"{_called(messages)}: {error}") from None
+        raise DataError(f"{_quoted(messages)}: {error}") from None
 
 
-def _saying(messages: list[Message], change: Callable[[str], str]) -> list[Message]:
+def _with_contents(messages: list[Message], change: Callable[[str], str]) -> list[Message]:
     """Return the chat with the assistants' content changed and their reasoning fields dropped."""
     return [
         {"role": "assistant", "content": change(message["content"])}
@@ -203,7 +203,7 @@ def _spans(text: str, marked: str, *, has_block: bool) -> tuple[Span, ...]:
     return (*spans, (begin, end))
 
 
-def _called(messages: list[Message]) -> str:
+def _quoted(messages: list[Message]) -> str:
     """Name a chat in an error message by its beginning."""
     return f"the chat that begins {messages[0]['content']!r:.60}"
 
@@ -285,7 +285,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens of a plain text with the tokenizer's special tokens and `begin_token`."""
-    return _begun(
+    return _with_begin(
         Tokens(tokenizer(text, verbose=False)["input_ids"], None), begin_token(tokenizer)
     ).ids
 
@@ -314,15 +314,15 @@ def encode(renderings: list[Rendering], tokenizer: PreTrainedTokenizerBase) -> l
     encoded: dict[int, Tokens] = {}
     for is_templated in (False, True):
         places = [i for i, r in enumerate(renderings) if r.is_templated == is_templated]
-        whole = [i for i in places if renderings[i].spoken is None]
-        chats = [i for i in places if renderings[i].spoken is not None]
-        found = _ids([renderings[i].text for i in whole], tokenizer, not is_templated)
+        whole = [i for i in places if renderings[i].target_spans is None]
+        chats = [i for i in places if renderings[i].target_spans is not None]
+        found = _encoded_texts([renderings[i].text for i in whole], tokenizer, not is_templated)
         encoded |= {i: Tokens(ids, None) for i, ids in zip(whole, found, strict=True)}
-        found = _spoken([renderings[i] for i in chats], tokenizer, not is_templated)
+        found = _encoded_chats([renderings[i] for i in chats], tokenizer, not is_templated)
         encoded |= dict(zip(chats, found, strict=True))
     end, begin = end_token(tokenizer), begin_token(tokenizer)
     return [
-        _ended(encoded[i] if rendering.is_templated else _begun(encoded[i], begin), end)
+        _with_end(encoded[i] if rendering.is_templated else _with_begin(encoded[i], begin), end)
         for i, rendering in enumerate(renderings)
     ]
 
@@ -333,14 +333,14 @@ def _trimmed(rendering: Rendering, tokenizer: PreTrainedTokenizerBase) -> Render
     return rendering._replace(text=text) if is_ended else rendering
 
 
-def _begun(tokens: Tokens, begin: int | None) -> Tokens:
+def _with_begin(tokens: Tokens, begin: int | None) -> Tokens:
     ids, is_target = tokens
     if begin is None or ids[:1] == [begin]:
         return tokens
     return Tokens([begin, *ids], None if is_target is None else np.insert(is_target, 0, False))
 
 
-def _ended(tokens: Tokens, end: int) -> Tokens:
+def _with_end(tokens: Tokens, end: int) -> Tokens:
     ids, is_target = tokens
     if is_target is not None:
         # the last flag tells whether the token after the text counts
@@ -348,7 +348,7 @@ def _ended(tokens: Tokens, end: int) -> Tokens:
     return tokens if ids[-1:] == [end] else Tokens([*ids, end], None)
 
 
-def _spoken(
+def _encoded_chats(
     chats: list[Rendering], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool
 ) -> list[Tokens]:
     """Return the tokens of chats; `is_target` has one more flag for the token after the text."""
@@ -360,21 +360,21 @@ def _spoken(
             "lies, expected one with a tokenizer.json, to know what assistants say; "
             "let all tokens count with --targets all"
         )
-    backend = _whole(tokenizer)
+    backend = _untruncated(tokenizer)
     added = set(backend.get_added_tokens_decoder())
     texts = [chat.text for chat in chats]
     found = backend.encode_batch(texts, add_special_tokens=add_special_tokens)
     return [
-        Tokens(encoding.ids, _spoken_tokens(encoding, chat, added))
+        Tokens(encoding.ids, _target_mask(encoding, chat, added))
         for encoding, chat in zip(found, chats, strict=True)
     ]
 
 
-def _spoken_tokens(encoding: Encoding, chat: Rendering, added: set[int]) -> np.ndarray:
+def _target_mask(encoding: Encoding, chat: Rendering, added: set[int]) -> np.ndarray:
     """Return which tokens assistants say, `(N + 1,)` bool; the last is the one after the text."""
     places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     is_said = np.zeros(len(places) + 1, dtype=bool)
-    for begin, end in chat.spoken:
+    for begin, end in chat.target_spans:
         first = np.searchsorted(places[:, 1], begin, side="right")
         last = np.searchsorted(places[:, 0], end, side="left")
         is_said[first:last] = True
@@ -391,7 +391,7 @@ def _spoken_tokens(encoding: Encoding, chat: Rendering, added: set[int]) -> np.n
     return is_said
 
 
-def _whole(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
+def _untruncated(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     """Return the tokenizer's backend with truncation and padding disabled."""
     backend = tokenizer.backend_tokenizer
     if backend.truncation is not None:
@@ -401,14 +401,14 @@ def _whole(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     return backend
 
 
-def _ids(
+def _encoded_texts(
     texts: list[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool
 ) -> list[list[int]]:
     if not texts:
         return []
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         # same result as the call below, but thread-safe and without a dictionary per text
-        backend = _whole(tokenizer)
+        backend = _untruncated(tokenizer)
         found = backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in found]
     return tokenizer(

@@ -85,7 +85,9 @@ def _rows_text(config: EvalConfig, tokenizer: PreTrainedTokenizerBase) -> Text:
     num_bytes = sum(
         len(rendering.text[begin:end].encode())
         for rendering in renderings
-        for begin, end in (((0, None),) if rendering.spoken is None else rendering.spoken)
+        for begin, end in (
+            ((0, None),) if rendering.target_spans is None else rendering.target_spans
+        )
     )
     text = Text(encode(renderings, tokenizer), num_bytes, special_tokens(tokenizer))
     if targets == "assistant":

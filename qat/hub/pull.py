@@ -35,7 +35,7 @@ from qat.hub.registry import MEND as REPLACE
 from qat.hub.unpack import OPENERS, extract, is_web_page
 
 logger = logging.getLogger(__name__)
-LITTLE = ("config.json",)
+SIDE_FILES = ("config.json",)
 """Files that are copied along with a single-file checkpoint."""
 
 
@@ -139,7 +139,7 @@ def _fill(arrival: Arrival, partial: Path) -> bool:
     elif arrival.is_ours:
         arrival.path.rename(partial / arrival.name)
     else:
-        beside = (arrival.path.with_name(each) for each in LITTLE)
+        beside = (arrival.path.with_name(each) for each in SIDE_FILES)
         files = [arrival.path, *(path for path in beside if path.is_file())]
         copy_files(files, arrival.path.parent, partial)
         return len(files) == 1
@@ -161,7 +161,7 @@ def _existing(name: str, entry: HubEntry, out: Path) -> Pulled | None:
         return None
     receipt = read_receipt(out)
     if receipt is None:
-        return _by_hand(entry, out)
+        return _placed_by_hand(entry, out)
     # None: unpacked by 'qat hub unpack', as an error below advises
     if receipt.name not in (None, name):
         raise HubError(f"{out} is not {name!r}: it is {receipt.name!r}; {REPLACE}")
@@ -173,12 +173,12 @@ def _existing(name: str, entry: HubEntry, out: Path) -> Pulled | None:
     )
 
 
-def _by_hand(entry: HubEntry, out: Path) -> Pulled:
+def _placed_by_hand(entry: HubEntry, out: Path) -> Pulled:
     """Describe files that the user placed in `out`; hash them if a hash is registered."""
     tree = sha256_tree(out) if entry.tree_sha256 else None
     is_verified = tree is not None and tree == entry.tree_sha256
-    told = "its files are the registered ones" if is_verified else "it is taken as it is"
-    logger.info("%s was not pulled by qat; %s", out, told)
+    note = "its files are the registered ones" if is_verified else "it is taken as it is"
+    logger.info("%s was not pulled by qat; %s", out, note)
     pulled = Pulled(out, format_of(out, entry.kind), None, None, tree, is_verified, is_new=False)
     names = [path.relative_to(out).as_posix() for path in regular_files(out)]
     return _warn_if_unproven(pulled, extra_files(out, names)) if is_verified else pulled
@@ -193,8 +193,8 @@ def _warn_if_unproven(pulled: Pulled, extra: list[str]) -> Pulled:
         )
     elif not pulled.is_verified:
         sha256 = pulled.sha256 or pulled.tree_sha256
-        told = UNKNOWN if pulled.is_new else f"{UNPROVEN}; {UNKNOWN}"
-        logger.warning("%s: SHA-256 %s; %s", pulled.mirror, sha256, told)
+        note = UNKNOWN if pulled.is_new else f"{UNPROVEN}; {UNKNOWN}"
+        logger.warning("%s: SHA-256 %s; %s", pulled.mirror, sha256, note)
     return pulled._replace(is_verified=pulled.is_verified and not extra)
 
 

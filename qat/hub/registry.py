@@ -301,8 +301,8 @@ def verify(directory: Path, registry: Mapping[str, HubEntry]) -> Verified:
         entry, receipt.sha256, tree, where=where, mend=f"pull it again, or {ASK}"
     )
     if not is_verified:
-        told = UNKNOWN if entry is None else f"'qat hub pull {receipt.name} --force' compares anew"
-        logger.warning("%s (%s): %s; %s", where, receipt.mirror, UNPROVEN, told)
+        hint = UNKNOWN if entry is None else f"'qat hub pull {receipt.name} --force' compares anew"
+        logger.warning("%s (%s): %s; %s", where, receipt.mirror, UNPROVEN, hint)
     return Verified(
         receipt.name, receipt.mirror, len(receipt.files), receipt.sha256, tree, is_verified
     )

@@ -36,7 +36,7 @@ VALIDATORS = {"ETag": re.compile(r'"[!#-~]{0,256}"'), "Last-Modified": re.compil
 PART = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})")
 
 
-class Broken(Exception):  # noqa: N818 - not an error: a retry follows
+class Retryable(Exception):  # noqa: N818 - not an error: a retry follows
     """A response that may differ on the next attempt; `wait_s` is when, if the server said so."""
 
     def __init__(self, reason: str, wait_s: float | None = None) -> None:
@@ -44,7 +44,7 @@ class Broken(Exception):  # noqa: N818 - not an error: a retry follows
         self.wait_s = wait_s
 
 
-BROKEN = (Broken, httpx2.TransportError)
+RETRYABLE = (Retryable, httpx2.TransportError)
 
 
 def status_of(answer: httpx2.Response) -> str:
@@ -53,11 +53,11 @@ def status_of(answer: httpx2.Response) -> str:
     return f"{code} {httpx2.codes.get_reason_phrase(code)}".rstrip()
 
 
-def check_busy(answer: httpx2.Response, said: str) -> None:
-    """Raise `Broken` with the message `said` for a server that may answer later."""
+def check_busy(answer: httpx2.Response, message: str) -> None:
+    """Raise `Retryable` with `message` for a server that may answer later."""
     if answer.status_code in BUSY:
         wait = answer.headers.get("Retry-After", "")
-        raise Broken(said, min(LONGEST_S, float(wait)) if wait.isdecimal() else None)
+        raise Retryable(message, min(LONGEST_S, float(wait)) if wait.isdecimal() else None)
 
 
 def pause_s(failures: int) -> float:
@@ -100,7 +100,7 @@ def download(url: str, part: Path, size: int | None = None, most: int | None = N
                 raise HubError(
                     f"{url}: what this address leads to is none ({error}); check the mirror"
                 ) from None
-            except BROKEN as error:
+            except RETRYABLE as error:
                 kept = f"({_length(part):,} bytes kept)"
                 if watchdog.is_over:
                     raise HubError(
@@ -138,7 +138,7 @@ def _attempt(
         is_same = version.validator == known.validator and known.total in (None, version.total)
         if answer.status_code == 206 and not is_same:
             part.unlink()
-            raise Broken("the file there is another one now")
+            raise Retryable("the file there is another one now")
         start = start if answer.status_code == 206 else 0
         _check(url, answer, part, (size, version.total, start))
         if most is not None and (version.total or 0) > most:
@@ -177,7 +177,7 @@ def _accept_if_whole(part: Path, known: _Version, answer: httpx2.Response) -> No
     is_whole = answer.headers.get("Content-Range") == f"bytes */{length}" and known.total == length
     if not is_whole or _validator(answer) not in ("", known.validator):
         part.unlink()
-        raise Broken("the file there is another one now")
+        raise Retryable("the file there is another one now")
 
 
 def _version(url: str, answer: httpx2.Response, start: int) -> _Version:
@@ -233,7 +233,7 @@ def _receive(
             cause = error
     if watchdog.is_over or total not in (None, received):
         of = "" if total is None else f" of {total:,}"
-        raise Broken(f"broke off after {received:,}{of} bytes")
+        raise Retryable(f"broke off after {received:,}{of} bytes")
     if cause is not None:
         raise cause
 

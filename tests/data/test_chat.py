@@ -66,7 +66,7 @@ def targets_of(tokenizer: PreTrainedTokenizerFast, mode: str, turns: list = TURN
     """The stretches of tokens that count, as text."""
     (rendering,) = render(turns, tokenizer, mode, "assistant")
     (tokens,) = encode([rendering], tokenizer)
-    assert tokens.ids == encode([rendering._replace(spoken=None)], tokenizer)[0].ids
+    assert tokens.ids == encode([rendering._replace(target_spans=None)], tokenizer)[0].ids
     flags = [False, *tokens.is_target.tolist(), False]
     edges = [i for i in range(len(flags) - 1) if flags[i] != flags[i + 1]]
     pairs = zip(edges[::2], edges[1::2], strict=True)
@@ -129,7 +129,7 @@ def test_a_chat_whose_answers_cannot_be_found_is_refused() -> None:
         render(CHAT, tokenizer, "false", "assistant")
     with pytest.raises(DataError, match="the chat that begins 'the cat' has no assistant's turn"):
         render(CHAT[:1], tokenizer, "false", "assistant")
-    assert [r.spoken for r in render(CHAT[:1], tokenizer, "both")] == [None, None]
+    assert [r.target_spans for r in render(CHAT[:1], tokenizer, "both")] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_without_thinking_a_chat_begins_as_its_prompt_does(name: str, count: int
         )
         assert prompt.endswith("<think>\n\n</think>\n\n")
         assert rendering.text == prompt + without[-1]["content"] + "<|end|>\n"
-        assert rendering.spoken[-1][0] == len(prompt)
+        assert rendering.target_spans[-1][0] == len(prompt)
 
 
 def test_documents_end_with_exactly_one_end_token() -> None:
@@ -247,14 +247,14 @@ def test_a_chat_without_template_is_refused() -> None:
 def test_a_text_begins_with_the_token_for_it_whether_the_tokenizer_puts_it_or_not() -> None:
     tokenizer = tiny_tokenizer()
     assert begin_token(tokenizer) is None
-    plain, chat = Rendering("the cat", False, spoken=((0, 3),)), Rendering("the cat", True)
+    plain, chat = Rendering("the cat", False, target_spans=((0, 3),)), Rendering("the cat", True)
     ((without, _),) = encode([plain], tokenizer)
     tokenizer.bos_token = "<|end|>"  # the end token as well: texts are not known to begin with it
     assert begin_token(tokenizer) is None
     tokenizer.bos_token = "<|system|>"
     begin = tokenizer.bos_token_id
     assert begin_token(tokenizer) == begin
-    named = encode([plain, chat, plain._replace(spoken=None)], tokenizer)
+    named = encode([plain, chat, plain._replace(target_spans=None)], tokenizer)
     assert [ids for ids, _ in named] == [[begin, *without], without, [begin, *without]]
     assert not named[0].is_target[0] and named[0].is_target[1]
     pair = [("<|system|>", begin)]

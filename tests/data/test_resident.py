@@ -124,10 +124,10 @@ def test_a_read_of_nothing_asks_for_nothing(built: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "posix_fadvise", lambda *call: asked.append(call[1:3]), raising=False)
     monkeypatch.setattr(os, "POSIX_FADV_WILLNEED", 3, raising=False)
     for size in (0, 5):  # of no bytes the system would take: up to the end of the file
-        opened.expect(Read(8, size, []))
+        opened.prefetch(Read(8, size, []))
     assert asked == [(8, 5)]
     monkeypatch.delattr(os, "posix_fadvise")
-    opened.expect(Read(8, 5, []))
+    opened.prefetch(Read(8, 5, []))
 
 
 def test_only_the_shards_used_last_stay_open(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:

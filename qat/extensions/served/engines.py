@@ -21,7 +21,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from qat.errors import CacheError, ConfigError
-from qat.hub.web import BROKEN, Connections, check_busy, pause_s, status_of
+from qat.hub.web import RETRYABLE, Connections, check_busy, pause_s, status_of
 from qat.secrets import HIDDEN, scrubbed, secret
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class Client:
             self._wait_while_paused()
             try:
                 raw = self._attempt(url, content, most)
-            except BROKEN as error:
+            except RETRYABLE as error:
                 if self._is_aborted.is_set():
                     raise CacheError(f"{url}: broken off") from None
                 reason = self._one_line(str(error) or type(error).__name__)
