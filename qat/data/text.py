@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -109,11 +110,7 @@ def render_prompt(
     if mode == "none":
         text = "".join(message["content"] + "\n\n" for message in messages)
         return Rendering(text, is_templated=False)
-    _check_template(tokenizer, mode)
-    if mode == "false":
-        messages = _without_thoughts(messages)
-    text = _template(messages, tokenizer, enable_thinking=mode == "true", is_prompt=True)
-    return Rendering(text, is_templated=True)
+    return Rendering(_template(messages, tokenizer, mode, is_prompt=True), is_templated=True)
 
 
 def _chat_text(
@@ -122,14 +119,11 @@ def _chat_text(
     """Return the chat's text, and whether its empty thinking blocks belong to the prompt."""
     if mode == "none":
         return "\n\n".join(message["content"] for message in messages), False
-    _check_template(tokenizer, mode)
-    if mode == "true":
-        return _template(messages, tokenizer, enable_thinking=True), False
-    thoughtless = _without_thoughts(messages)
-    text = _template(thoughtless, tokenizer, enable_thinking=False)
-    if messages[-1]["role"] != "assistant" or "think" not in str(tokenizer.chat_template):
+    text = _template(messages, tokenizer, mode)
+    is_answered = messages[-1]["role"] == "assistant"
+    if mode == "true" or not is_answered or "think" not in str(tokenizer.chat_template):
         return text, False
-    prompt = _template(thoughtless[:-1], tokenizer, enable_thinking=False, is_prompt=True)
+    prompt = _template(messages[:-1], tokenizer, mode, is_prompt=True)
     block = LAST_EMPTY_THOUGHT.search(prompt)
     if block is None:
         return text, False
@@ -140,29 +134,24 @@ def _chat_text(
     return text, True
 
 
-def _check_template(tokenizer: "PreTrainedTokenizerBase", mode: str) -> None:
+def _template(
+    messages: list[Message],
+    tokenizer: "PreTrainedTokenizerBase",
+    mode: str,
+    *,
+    is_prompt: bool = False,
+) -> str:
+    """Apply the template; with `is_prompt` the text ends where the model is to answer."""
     if not tokenizer.chat_template:
         raise ConfigError(
             f"thinking={mode} needs a chat template, but the tokenizer has none; "
             "use --thinking none or the tokenizer of a chat model"
         )
-
-
-def _without_thoughts(messages: list[Message]) -> list[Message]:
-    return _with_contents(messages, lambda words: THOUGHT.sub("", words))
-
-
-def _template(
-    messages: list[Message],
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    enable_thinking: bool,
-    is_prompt: bool = False,
-) -> str:
-    """Apply the template; with `is_prompt` the text ends where the model is to answer."""
+    if mode == "false":
+        messages = _with_contents(messages, lambda text: THOUGHT.sub("", text))
     try:
         return templated(
-            messages, tokenizer, enable_thinking=enable_thinking, add_generation_prompt=is_prompt
+            messages, tokenizer, enable_thinking=mode == "true", add_generation_prompt=is_prompt
         )
     except DataError as error:
         raise DataError(f"{_quoted(messages)}: {error}") from None
@@ -312,14 +301,16 @@ def encode(renderings: list[Rendering], tokenizer: PreTrainedTokenizerBase) -> l
     """
     renderings = [_trimmed(each, tokenizer) if each.is_templated else each for each in renderings]
     encoded: dict[int, Tokens] = {}
-    for is_templated in (False, True):
-        places = [i for i, r in enumerate(renderings) if r.is_templated == is_templated]
-        whole = [i for i in places if renderings[i].target_spans is None]
-        chats = [i for i in places if renderings[i].target_spans is not None]
-        found = _encoded_texts([renderings[i].text for i in whole], tokenizer, not is_templated)
-        encoded |= {i: Tokens(ids, None) for i, ids in zip(whole, found, strict=True)}
-        found = _encoded_chats([renderings[i] for i in chats], tokenizer, not is_templated)
-        encoded |= dict(zip(chats, found, strict=True))
+    for is_templated, has_spans in product((False, True), repeat=2):
+        kind = is_templated, has_spans
+        places = [
+            i
+            for i, each in enumerate(renderings)
+            if (each.is_templated, each.target_spans is not None) == kind
+        ]
+        encode_all = _encoded_chats if has_spans else _encoded_texts
+        found = encode_all([renderings[i] for i in places], tokenizer, not is_templated)
+        encoded |= zip(places, found, strict=True)
     end, begin = end_token(tokenizer), begin_token(tokenizer)
     return [
         _with_end(encoded[i] if rendering.is_templated else _with_begin(encoded[i], begin), end)
@@ -402,19 +393,21 @@ def _untruncated(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
 
 
 def _encoded_texts(
-    texts: list[str], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool
-) -> list[list[int]]:
-    if not texts:
+    renderings: list[Rendering], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool
+) -> list[Tokens]:
+    if not renderings:
         return []
+    texts = [each.text for each in renderings]
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         # same result as the call below, but thread-safe and without a dictionary per text
         backend = _untruncated(tokenizer)
         found = backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in found]
-    return tokenizer(
+        return [Tokens(encoding.ids, None) for encoding in found]
+    found = tokenizer(
         texts,
         add_special_tokens=add_special_tokens,
         return_attention_mask=False,
         return_token_type_ids=False,
         verbose=False,
-    )["input_ids"]
+    )
+    return [Tokens(ids, None) for ids in found["input_ids"]]
