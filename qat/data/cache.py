@@ -188,10 +188,9 @@ class Manifest(_Part):
 def _perplexity(shards: Sequence[Shard]) -> float | None:
     surprises = [shard.surprise for shard in shards]
     counted = sum(shard.counted for shard in shards)
-    known = [surprise for surprise in surprises if surprise is not None]
-    if len(known) < len(surprises) or not counted:
+    if None in surprises or not counted:
         return None
-    return math.exp(min(sum(known) / counted, MOST_NATS))
+    return math.exp(min(sum(surprises) / counted, MOST_NATS))
 
 
 def new_manifest(settings: CacheSettings, teacher: TeacherInfo, tokenizer: str) -> Manifest:
@@ -220,15 +219,11 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory} holds no {MANIFEST} but pickled tensors (.pt), expected a teacher cache; "
             f"if Anemll/qwen3_apple_style_2bit_qat_lora wrote it: {theirs}"
         )
-    if not directory.is_dir():
-        raise CacheError(
-            f"{directory} {described(directory)}, expected a teacher cache; build it with "
-            "'qat cache'"
-        )
     if not path.is_file():
+        lacks = f" and holds no {MANIFEST}" if directory.is_dir() else ""
         raise CacheError(
-            f"{directory} {described(directory)} and holds no {MANIFEST}, expected a teacher "
-            "cache; name another directory or build one with 'qat cache'"
+            f"{directory} {described(directory)}{lacks}, expected a teacher cache; name another "
+            "directory or build one with 'qat cache'"
         )
     return parse_manifest(path.read_bytes(), path)
 

@@ -7,7 +7,6 @@ Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws (padde
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate, pairwise
-from operator import itemgetter
 from pathlib import Path
 from typing import Self
 
@@ -35,81 +34,63 @@ from qat.data.shard_file import (
 )
 from qat.errors import CacheError
 
-# The rows of a batch, from any number of shards: all reads are announced to the kernel first
-# (read-ahead), then done.
-#
-# Shapes: B sequences of a batch.
 
-Out = tuple[int, int, memoryview]
-"""Offset of a field in a row, its bytes per row, and the buffer for all sequences."""
+def read_rows(
+    shards: dict[int, OpenShard],
+    owners_B: np.ndarray,
+    rows_B: np.ndarray,
+    layout: Layout,
+    *,
+    names: Sequence[str],
+    has_ids: bool,
+) -> tuple[dict[str, Tensor], list[np.ndarray]]:
+    """Read sequences from any number of shards; all reads are announced to the kernel beforehand.
 
+    Args:
+        shards: open shards by number.
+        owners_B: the number of each sequence's shard.
+        rows_B: the row of each sequence in its shard.
 
-class RowPlaces:
-    """The locations of sequences: for each its shard file and its byte range in that file."""
+    Returns:
+        The encoded fields `names`, and, if `has_ids`, the bytes of each sequence's drawn ids.
+    """
+    is_next = (np.diff(owners_B) == 0) & (np.diff(rows_B) == 1)
+    cuts = [0, *(np.flatnonzero(~is_next) + 1).tolist(), len(rows_B)]
+    runs: list[tuple[OpenShard, range]] = []  # sequences that are consecutive rows of one shard
+    begins_B: list[int] = []
+    lengths_B: list[int] = []
+    for first, end in pairwise(cuts) if len(rows_B) else ():
+        shard, row = shards[int(owners_B[first])], int(rows_B[first])
+        begins = shard.begins[row : row + end - first + 1]
+        runs.append((shard, range(first, end)))
+        begins_B += begins[:-1].tolist()
+        lengths_B += np.diff(begins).tolist()
+    fields = {name: layout.fields[name] for name in names}
+    found = {n: np.empty((len(rows_B), *each.shape), each.dtype) for n, each in fields.items()}
+    outs = sorted(
+        (layout.offsets[name], field.stride, memoryview(found[name].reshape(-1)).cast("B"))
+        for name, field in fields.items()
+        if field.stride and len(rows_B)
+    )
+    ids: list[np.ndarray] = []
+    if has_ids:
+        ends = list(accumulate((length - layout.width for length in lengths_B), initial=0))
+        room = np.empty(ends[-1], np.uint8)
+        ids = [room[first:end] for first, end in pairwise(ends)]
 
-    def __init__(
-        self,
-        shards: dict[int, OpenShard],
-        owners_B: np.ndarray,
-        rows_B: np.ndarray,
-        layout: Layout,
-    ) -> None:
-        self._layout = layout
-        is_next = (np.diff(owners_B) == 0) & (np.diff(rows_B) == 1)
-        cuts = [0, *(np.flatnonzero(~is_next) + 1).tolist(), len(rows_B)]
-        self._runs = []
-        """Open shard, first and end index of each run of consecutive rows in one shard."""
-        self._begins: list[int] = []
-        self._lengths: list[int] = []
-        for first, end in pairwise(cuts) if len(rows_B) else ():
-            shard, row = shards[int(owners_B[first])], int(rows_B[first])
-            begins = shard.begins[row : row + end - first + 1]
-            self._runs.append((shard, first, end))
-            self._begins += begins[:-1].tolist()
-            self._lengths += np.diff(begins).tolist()
-
-    def read(
-        self, names: Sequence[str], *, drawn: bool
-    ) -> tuple[dict[str, Tensor], list[np.ndarray]]:
-        """Return the encoded fields in the order of `names`, and the bytes of drawn ids."""
-        fields = {name: self._layout.fields[name] for name in names}
-        shapes = {name: (len(self._begins), *field.shape) for name, field in fields.items()}
-        found = {name: np.empty(shapes[name], field.dtype) for name, field in fields.items()}
-        outs = [
-            (
-                self._layout.offsets[name],
-                field.stride,
-                memoryview(found[name].reshape(-1)).cast("B"),
-            )
-            for name, field in fields.items()
-            if field.stride and self._begins
-        ]
-        ids: list[np.ndarray] = []
-        if drawn:
-            lengths = (length - self._layout.width for length in self._lengths)
-            cuts = list(accumulate(lengths, initial=0))
-            room = np.empty(cuts[-1], np.uint8)
-            ids = [room[first:end] for first, end in pairwise(cuts)]
-        wanted = [
-            (shard, read)
-            for shard, first, end in self._runs
-            for read in reads(self._pieces(range(first, end), sorted(outs, key=itemgetter(0)), ids))
-        ]
-        for shard, read in wanted:
-            shard.prefetch(read)
-        for shard, read in wanted:
-            shard.fill(read)
-        return {name: torch.from_numpy(array) for name, array in found.items()}, ids
-
-    def _pieces(
-        self, places: range, outs: Sequence[Out], ids: list[np.ndarray]
-    ) -> Iterator[tuple[int, memoryview]]:
+    def pieces(places: range) -> Iterator[tuple[int, memoryview]]:
         for place in places:
-            begin = self._begins[place]
             for offset, stride, out in outs:
-                yield begin + offset, out[place * stride : (place + 1) * stride]
-            if ids:
-                yield begin + self._layout.width, memoryview(ids[place])
+                yield begins_B[place] + offset, out[place * stride : (place + 1) * stride]
+            if has_ids:
+                yield begins_B[place] + layout.width, memoryview(ids[place])
+
+    wanted = [(shard, read) for shard, places in runs for read in reads(pieces(places))]
+    for shard, read in wanted:
+        shard.prefetch(read)
+    for shard, read in wanted:
+        shard.fill(read)
+    return {name: torch.from_numpy(array) for name, array in found.items()}, ids
 
 
 class TeacherCache:
@@ -211,7 +192,7 @@ class TeacherCache:
             CacheError: a shard is missing or damaged, or holds impossible values.
         """
         has_draws = "draws" in targets and self._layout.has_draws
-        rows, drawn = self._read(indices, split, self._names(targets), drawn=has_draws)
+        rows, drawn = self._read(indices, split, self._names(targets), has_ids=has_draws)
         S, V = self.sequence_length, self.manifest.teacher.vocab_size
         input_ids = self._valid_ids(unpack_bits(rows["tokens"], id_bits(V), S).long())
         starts, mask = unpack_flags(rows["starts"], S), unpack_flags(rows["mask"], S)
@@ -288,9 +269,9 @@ class TeacherCache:
         split: Split,
         names: Sequence[str],
         *,
-        drawn: bool = False,
+        has_ids: bool = False,
     ) -> tuple[dict[str, Tensor], list[np.ndarray]]:
-        """Return encoded fields and, if `drawn`, the bytes of each sequence's drawn ids."""
+        """Return what `read_rows` reads of the sequences `indices`."""
         indices_B, total = np.asarray(indices, dtype=np.int64), self.num_sequences(split)
         if len(indices_B) and not (0 <= indices_B.min() and indices_B.max() < total):
             raise IndexError(
@@ -301,7 +282,7 @@ class TeacherCache:
         rows_B = indices_B - np.concatenate([[0], ends])[owners_B]
         shards = self._shards[split]
         opened = {owner: self._open(shards[owner]) for owner in np.unique(owners_B).tolist()}
-        return RowPlaces(opened, owners_B, rows_B, self._layout).read(names, drawn=drawn)
+        return read_rows(opened, owners_B, rows_B, self._layout, names=names, has_ids=has_ids)
 
     def _valid_ids(self, ids: Tensor) -> Tensor:
         """Return the ids after checking that all are inside the vocabulary."""

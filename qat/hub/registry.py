@@ -13,9 +13,9 @@ import tomli_w
 from cyclopts import Parameter
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from qat.config import Required, Settings, explain
+from qat.config import Required, Settings, explain, read_toml
 from qat.errors import HubError, nearest
-from qat.files import described, parse_toml
+from qat.files import described
 from qat.hub.files import RECEIPT, atomic_file, sha256_files, sha256_tree, tree_of
 from qat.secrets import scrubbed
 
@@ -82,8 +82,8 @@ def load_registry(own: Path) -> Registry:
     Local mirrors are relative to the repository in the packaged file, to its directory in `own`.
 
     Raises:
-        HubError: `own` is not TOML.
-        ConfigError: an entry has an unknown key or an invalid value.
+        HubError: an entry is no table, or its name is no valid directory name.
+        ConfigError: `own` is not TOML, or an entry has an unknown key or an invalid value.
     """
     return _read(PACKAGED, REPOSITORY) | _read_own(own)
 
@@ -165,10 +165,7 @@ def _read_own(own: Path) -> Registry:
 
 
 def _read(path: Path, base: Path) -> Registry:
-    try:
-        values = parse_toml(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise HubError(f"{path} is not TOML: {error}; mend that line") from None
+    values = read_toml(path, str(path), "tables such as [my_cache]")
     return {name: _absolute(_parse(path, name, values[name]), base) for name in values}
 
 
