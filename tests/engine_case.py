@@ -7,12 +7,14 @@ said, request by request.
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Event, Lock
+from typing import ClassVar
 
 import torch
 from cache_case import TOKENIZER, build, info, teacher, texts
+from http_case import serving
 from tiny import VOCAB, tiny_model
 
 from qat.data.reader import TeacherCache
@@ -252,6 +254,7 @@ def _key(path: str, body: dict | None) -> str:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    play: ClassVar[Stage | Replay | Recorder]
     wbufsize = 2**16
     """Heads go out with what they head: a small packet alone waits for the client."""
 
@@ -262,7 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
     def _send(self, body: dict | None) -> None:
-        found = self.server.play.answer(self.path, body, self.headers.get("Authorization"))
+        found = self.play.answer(self.path, body, self.headers.get("Authorization"))
         (status, content), headers = found
         raw = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
@@ -279,14 +282,5 @@ class _Handler(BaseHTTPRequestHandler):
 @contextmanager
 def played(play: Stage | Replay | Recorder) -> Iterator[str]:
     """The address of a server for the time of the block, http://.../v1."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as http:
-        http.play = play
-        http.daemon_threads = True
-        http.handle_error = lambda *_: None  # a client that hangs up is part of the tests
-        thread = Thread(target=http.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{http.server_address[1]}/v1"
-        finally:
-            http.shutdown()
-            thread.join()
+    with serving(type("Played", (_Handler,), {"play": play})) as address:
+        yield f"{address}/v1"

@@ -7,11 +7,11 @@ import json
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from typing import ClassVar
 
+import http_case
 import lz4.frame
 from fsspec.implementations.local import LocalFileSystem
 
@@ -133,17 +133,9 @@ class Handler(BaseHTTPRequestHandler):
 def serving(data: bytes) -> Iterator[Server]:
     """A server on this machine for the time of the block."""
     server = Server(data)
-    handler = type("OneFile", (Handler,), {"settings": server})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
-        http.handle_error = lambda *_: None  # a client that hangs up is part of the tests
-        thread = Thread(target=http.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        server.url = f"http://127.0.0.1:{http.server_port}/files/small.tar.lz4"
-        try:
-            yield server
-        finally:
-            http.shutdown()
-            thread.join()
+    with http_case.serving(type("OneFile", (Handler,), {"settings": server})) as address:
+        server.url = f"{address}/files/small.tar.lz4"
+        yield server
 
 
 class Bucket(LocalFileSystem):

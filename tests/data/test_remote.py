@@ -6,9 +6,8 @@ import shutil
 import time
 from collections.abc import Iterator
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from typing import BinaryIO
 
 import fsspec
@@ -16,6 +15,7 @@ import httpx2
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from http_case import serving
 
 from qat.data import remote
 from qat.data.cache import MANIFEST, read_manifest
@@ -104,13 +104,28 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[str]:
     return asked
 
 
-def test_a_server_that_fails_is_asked_three_times(store, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "kind", "message", "times"),
+    [
+        (
+            OSError("503\nslow down, token=abcdefgh1234"),
+            CacheError,
+            r"\(503 slow down.*tried 3 times",
+            3,
+        ),
+        (OSError(errno.ENOSPC, "No space left"), OSError, "No space left", 1),
+    ],
+)
+def test_a_server_that_fails_is_asked_three_times_and_a_full_disk_once(
+    store, tmp_path, monkeypatch, error: OSError, kind: type, message: str, times: int
+) -> None:
     cache = open_cache(ADDRESS, local=tmp_path / "kept")
-    asked = failing(monkeypatch, OSError("503\nslow down, token=abcdefgh1234"))
-    with pytest.raises(CacheError, match=r"does not come \(503 slow down.*tried 3 times") as caught:
+    asked = failing(monkeypatch, error)
+    with pytest.raises(kind, match=message) as caught:
         cache.batch([0])
     assert "\n" not in str(caught.value) and "abcdefgh1234" not in str(caught.value)
-    assert len(asked) == 3 and [path.name for path in (tmp_path / "kept").iterdir()] == [MANIFEST]
+    assert len(asked) == times
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == [MANIFEST]
 
 
 def test_an_error_of_a_stores_own_library_is_one_line(store, tmp_path, monkeypatch) -> None:
@@ -175,14 +190,6 @@ def test_a_shard_is_on_the_disk_before_it_has_its_name(store, tmp_path, monkeypa
     assert [path.name.startswith(".train-00000") for path in sorted(synced)] == [True, False]
 
 
-def test_a_full_disk_is_not_asked_again(store: MemoryFileSystem, tmp_path, monkeypatch) -> None:
-    cache = open_cache(ADDRESS, local=tmp_path / "kept")
-    asked = failing(monkeypatch, OSError(errno.ENOSPC, "No space left on device"))
-    with pytest.raises(OSError, match="No space left"):
-        cache.batch([0])
-    assert len(asked) == 1
-
-
 @pytest.fixture
 def web_address(built: Path) -> Iterator[str]:
     """A plain server of the directory that the cache is in."""
@@ -191,13 +198,8 @@ def web_address(built: Path) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             """Nothing is logged."""
 
-    handler = partial(Quiet, directory=built.parent)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
-        thread = Thread(target=http.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{http.server_port}/c"
-        http.shutdown()
-        thread.join()
+    with serving(partial(Quiet, directory=built.parent)) as address:
+        yield f"{address}/c"
 
 
 def test_a_cache_of_the_web_reads_like_a_local_one(built: Path, web_address: str, tmp_path) -> None:
@@ -234,7 +236,6 @@ def test_a_cache_that_drips_is_left(built, web_address, tmp_path, monkeypatch, n
 
     monkeypatch.setattr(web, "PATIENCE_S", 0.3)
     monkeypatch.setattr(SimpleHTTPRequestHandler, "copyfile", drip)
-    monkeypatch.setattr(ThreadingHTTPServer, "handle_error", lambda *_: None)
     with pytest.raises(CacheError, match="less than 1,048,576 bytes came in 0 s") as caught:
         open_cache(web_address, local=tmp_path / "kept").batch([0])
     assert "\n" not in str(caught.value) and not list((tmp_path / "kept").glob(".*"))

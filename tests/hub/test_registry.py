@@ -37,14 +37,14 @@ def test_the_embedded_checkpoint_is_what_is_registered(own: Path) -> None:
 
 
 def test_an_unknown_name_has_neighbours(own: Path) -> None:
-    for name, near in (("l64", "'L64'"), ("q2-best", "'q2_best'"), ("q4_fp", "'q4_fp32'")):
+    for name, near in (
+        ("l64", "'L64'"),
+        ("q2-best", "'q2_best'"),
+        ("q4_fp", "'q4_fp32'"),
+        ("zzzzzz", "there are L128, L64, q2_0.53"),
+    ):
         with pytest.raises(HubError, match=f"'{name}'; .*{near}"):
             find(load_registry(own), name)
-
-
-def test_a_name_far_from_all_lists_them(own: Path) -> None:
-    with pytest.raises(HubError, match="there are L128, L64, q2_0.53"):
-        find(load_registry(own), "zzzzzz")
 
 
 def test_a_users_own_names(own: Path, tmp_path: Path, monkeypatch) -> None:
