@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import tomli_w
@@ -18,11 +18,9 @@ from qat.convert.stored_tables import join_tables, stored_tables
 from qat.files import check_free, real
 from qat.models.attention import SPARSE
 from qat.models.checkpoint import check_written, write_model
-from qat.models.cost import parameter_count
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
-from qat.models.sizes import MEGABYTE, model_bytes
 
 PLAN_NAME = "plan.toml"
 """File of a checkpoint with the plan that a budget chose."""
@@ -69,11 +67,6 @@ def convert_checkpoint(
     with atomic_directory(out) as partial:
         write_model(student.model, tokenizer, partial)
         check_written(partial, student.model)
-        # of the file, with its header: the numbers that `qat run` and `qat export` count
-        size = model_bytes(partial)
-        bits = 8 * size / parameter_count(student.model)
-        counted = replace(done.report, whole_bits_per_weight=bits, megabytes=size / MEGABYTE)
-        done = done._replace(report=counted)
         values = {"source": source, **_report(student, config, calibration, done)}
         (partial / REPORT_NAME).write_text(json.dumps(values, indent=1) + "\n")
         if done.report.budget is not None:

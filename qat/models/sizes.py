@@ -13,8 +13,13 @@ from qat.models.directory import adapted, resolve
 
 
 def model_bytes(path: Path) -> int:
-    """Return the bytes of the safetensors files of a model directory."""
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    """Return the bytes of the tensors in the safetensors files of a model directory."""
+    size = 0
+    for file in path.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            header = int.from_bytes(opened.read(8), "little")
+        size += file.stat().st_size - 8 - header
+    return size
 
 
 MEGABYTE = 1e6

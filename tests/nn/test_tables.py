@@ -31,7 +31,7 @@ from qat.models.cost import (
 )
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
-from qat.models.sizes import checkpoint_sizes, model_bytes
+from qat.models.sizes import checkpoint_sizes
 from qat.models.split_check import check_split
 from qat.nn.lut_embedding import TiedLutHead, lut_tables
 from qat.nn.quant_linear import quant_linears
@@ -153,7 +153,7 @@ def test_convert_quantizes_the_tables(tied: bool, tmp_path: Path) -> None:
     assert {*lut_tables(model)} == {*tables} and len(quant_linears(model)) == 7
     sizes = checkpoint_sizes(tmp_path / "packed", None)  # what `qat run` and its page count
     assert report.whole_bits_per_weight == sizes.bits_per_weight
-    assert report.megabytes == sizes.megabytes == model_bytes(tmp_path / "packed") / 1e6
+    assert report.megabytes == sizes.megabytes == tensor_bytes(model) / 1e6
     # what has its format is kept; another one is fitted to the base
     again = ConvertConfig(to="q4a4", embedding_bits=4, base=str(tmp_path / "float"), device="cpu")
     report = convert_checkpoint(str(tmp_path / "packed"), again, tmp_path / "four")
