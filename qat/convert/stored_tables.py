@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from qat.convert.tables import FLOAT_BITS, StoredTable
 from qat.models.directory import GGUF, resolve
-from qat.models.gguf_header import read_header, read_rows
+from qat.models.gguf import read_rows
+from qat.models.gguf_header import read_header
 from qat.nn.swap import (
     table_names,
     tie_head,

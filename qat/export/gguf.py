@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -23,10 +24,9 @@ from qat.export.parts import (
     narrow_state,
     refuse_all_but_groups,
 )
-from qat.models.gguf import dequantize, open_gguf
-from qat.models.gguf_header import teach_q2_0
+from qat.models.gguf import GgufFile, dequantize, type_number
 from qat.models.stored_state import quantized_modules
-from qat.nn.swap import embedding_dtype, head_dim
+from qat.nn.swap import embedding_dtype, head_dim, weight_shape
 from qat.quant.integers import is_integers
 from qat.quant.spec import LutSpec
 
@@ -416,7 +416,6 @@ def write(
     """
     import gguf
 
-    teach_q2_0()
     writer = gguf.GGUFWriter(directory / FILE_NAME, ARCHITECTURES[model.config.model_type])
     _add_metadata(writer, model.config)
     if tokenizer is None or not add_tokenizer(writer, tokenizer, model.config.vocab_size):
@@ -429,8 +428,10 @@ def write(
             weight = weight._make(part[rows] for part in weight)
         kind = block_type(module.spec)
         blocks = to_blocks(f"{name}.scales", weight, kind)
-        raw_type = gguf.GGMLQuantizationType[kind.name]
-        writer.add_tensor(names[name] + ".weight", blocks.numpy(), raw_dtype=raw_type)
+        # as int8 and with its shape: of uint8 the writer looks up the type, and misses Q2_0
+        octets, shape = blocks.numpy().view(np.int8), weight_shape(module)
+        number = type_number(kind.name)
+        writer.add_tensor(f"{names[name]}.weight", octets, raw_shape=shape, raw_dtype=number)
     for key, tensor in narrow_state(model).items():
         stem = key.rsplit(".", 1)[0]
         rows = _row_order(stem, model.config)
@@ -453,14 +454,12 @@ def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
 
 def read_weights(model: PreTrainedModel, path: Path) -> dict[str, Tensor]:
     """Return the float32 weights of a GGUF file by transformers' names, dequantized by `gguf`."""
-    teach_q2_0()
     names = {written: name for name, written in _tensor_names(model).items()}
     weights = {}
-    for tensor in open_gguf(path).tensors:
+    for tensor in GgufFile(path).tensors:
         stem, kind = tensor.name.rsplit(".", 1)
-        shape = tensor.shape[::-1].tolist()  # ggml lists the fastest axis first
-        values = dequantize(tensor.data, tensor.tensor_type).reshape(shape)
-        weight, rows = torch.from_numpy(values.copy()), _row_order(names[stem], model.config)
+        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
+        rows = _row_order(names[stem], model.config)
         if rows is not None:
             weight = weight[rows.argsort()]
         elif _is_gemma_norm(names[stem], model.config):

@@ -1,81 +1,100 @@
 """Fast reading of GGUF files on all cores, for transformers too.
 
-transformers opens a GGUF file with the package `gguf`. Most of the minutes that this takes for a
-vocabulary of 150,000 tokens are overhead: every token is cut out of the file by several views of a
-memory map, once each for configuration, tokenizer and weights; the table of tensor names is rebuilt
-for each module of the model; and blocks are dequantized 16 rows at a time on one core. `quick_gguf`
-patches both libraries with functions that give the same results, bit-exact, without that overhead.
+transformers opens a GGUF file with the package `gguf`, which takes minutes for a vocabulary of
+150,000 tokens and dequantizes 16 rows at a time on one core; transformers also rebuilds the table
+of tensor names for each module of the model. `quick_gguf` lends both functions that give the same
+results, bit-exact, without that overhead.
 """
 
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from qat.models.gguf_header import ARRAY, read_array
+from qat.errors import CheckpointError
+from qat.models.gguf_header import (
+    Q2_0,
+    Q2_0_BYTES,
+    Q2_0_WEIGHTS,
+    StoredTensor,
+    read_header,
+    read_metadata,
+)
 from qat.process import cores
 
 CHUNK_WEIGHTS = 2**18
 """Weights dequantized per call: 1 MiB in float32, which fits in a cache with its temporaries."""
-MAPPED_READER = "transformers.integrations.gguf.reader"
-"""The metadata reader of transformers from release 5.17 on."""
 
 _LENDING = threading.RLock()
 """Held while the libraries are patched: patches are visible to all threads."""
 
 
-def open_gguf(path: str | Path) -> Any:
-    """Return a `gguf.GGUFReader` of the file that parses long arrays in one pass.
+class ReaderTensor(NamedTuple):
+    """A tensor in the form of a `gguf.gguf_reader.ReaderTensor`."""
 
-    Metadata arrays that do not fit into the file are left to the original reader, which raises.
+    name: str
+    tensor_type: str
+    """Name of the ggml type."""
+    data: NDArray[np.uint8]
+    """The bytes of each row, a view of the file."""
+
+
+class GgufFile:
+    """What transformers reads of a `gguf.GGUFReader`."""
+
+    def __init__(self, path: Path) -> None:
+        """Parse the file.
+
+        Raises:
+            CheckpointError: it is damaged, or holds a type that is not supported.
+        """
+        self.fields = read_metadata(path)
+        octets = np.asarray(np.memmap(path, np.uint8, "r"))
+        self.tensors = [
+            ReaderTensor(name, each.type, np.ndarray(each.byte_shape, np.uint8, octets, each.place))
+            for name, each in read_header(path).items()
+        ]
+
+
+def type_number(name: str) -> int:
+    """Return the number of the ggml type `name` in GGUF."""
+    import gguf
+
+    return Q2_0[1] if name == Q2_0[0] else gguf.GGMLQuantizationType[name]
+
+
+def dequantize(data: NDArray[np.uint8], type: str) -> NDArray[np.float32]:
+    """Return the weights in rows of a ggml type, with its blocks divided among all cores.
+
+    `(..., bytes of a row)` to `(..., weights of a row)`, as `gguf.quants.dequantize` gives them.
+
+    Raises:
+        NotImplementedError: `gguf` does not dequantize that type.
     """
-    return _reader_class()(path)
+    import gguf
 
-
-@cache
-def _reader_class() -> type:
-    from gguf import GGUFValueType
-    from gguf.gguf_reader import GGUFReader  # gguf.GGUFReader itself may be patched by `quick_gguf`
-
-    class QuickReader(GGUFReader):
-        """A `gguf` reader that does not create a view of the file for each array element."""
-
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list, list, list]:
-            is_quick = raw_type == ARRAY and self.byte_order == "I"
-            found = read_array(memoryview(self.data), int(orig_offs)) if is_quick else None
-            if found is None:
-                return super()._get_field_parts(orig_offs, raw_type)
-            kind, size, values = found
-            types = [GGUFValueType(ARRAY), GGUFValueType(kind)]
-            return size, values, [*range(len(values))], types if values else types[:1]
-
-    return QuickReader
-
-
-def dequantize(data: NDArray[Any], kind: Any) -> NDArray[np.float32]:
-    """Return `gguf.dequantize` of a whole tensor, with its blocks divided among all cores."""
-    from gguf import quants
-
-    blocks_of = quants._type_traits.get(kind)  # noqa: SLF001
-    if blocks_of is None:
-        return quants.dequantize(data, kind)
-    shape = quants.quant_shape_from_byte_shape(data.shape, kind)
-    blocks = np.asarray(data).view(np.uint8).reshape(-1, blocks_of.type_size)
-    values = np.empty((len(blocks), blocks_of.block_size), np.float32)
-    blocks_of.init_grid()
-    step = max(1, CHUNK_WEIGHTS // blocks_of.block_size)
+    if type == Q2_0[0]:
+        weights, octets, read = Q2_0_WEIGHTS, Q2_0_BYTES, _q2_0
+    else:
+        kind = gguf.GGMLQuantizationType[type]
+        weights, octets = gguf.GGML_QUANT_SIZES[kind]
+        read = partial(gguf.quants.dequantize, qtype=kind)
+    blocks = data.reshape(-1, octets)
+    values = np.empty((len(blocks), weights), np.float32)
+    step = max(1, CHUNK_WEIGHTS // weights)
 
     def fill(start: int) -> None:
-        values[start : start + step] = blocks_of.dequantize_blocks(blocks[start : start + step])
+        # as one long row, because gguf takes 16 rows at a time, however short they are
+        row = np.ascontiguousarray(blocks[start : start + step]).reshape(1, -1)
+        values[start : start + step] = read(row).reshape(-1, weights)
 
     starts = range(0, len(blocks), step)
     if len(starts) <= 1:  # threads do not pay off for a small tensor
@@ -83,7 +102,31 @@ def dequantize(data: NDArray[Any], kind: Any) -> NDArray[np.float32]:
     else:
         with ThreadPoolExecutor(min(cores(), len(starts))) as pool:
             [*pool.map(fill, starts)]
-    return values.reshape(shape)
+    return values.reshape(*data.shape[:-1], -1)
+
+
+def _q2_0(row: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Dequantize blocks of `gguf_header.Q2_0`."""
+    blocks = row.reshape(-1, Q2_0_BYTES)
+    scale = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
+    codes = (blocks[:, 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & 3
+    return scale * (codes.reshape(len(blocks), -1).astype(np.float32) - 1)
+
+
+def read_rows(path: Path, tensor: StoredTensor, rows: range) -> Tensor:
+    """Return the `rows` of a matrix in the GGUF file at `path`, `(n, I)` float32.
+
+    Raises:
+        CheckpointError: `gguf` cannot dequantize their type.
+    """
+    octets = np.memmap(path, np.uint8, "r", tensor.place, tensor.byte_shape)
+    try:
+        return torch.from_numpy(dequantize(np.asarray(octets[rows]), tensor.type))
+    except NotImplementedError:
+        raise CheckpointError(
+            f"{path} holds a tensor of type {tensor.type}, expected one that gguf "
+            "dequantizes; start from the float model"
+        ) from None
 
 
 @contextmanager
@@ -94,37 +137,24 @@ def quick_gguf(path: Path, advance: Callable[[], None] = lambda: None) -> Iterat
     """
     import gguf
 
-    @cache
-    def reader() -> Any:
-        return open_gguf(path)
+    @cache  # transformers asks for configuration, tokenizer and weights one by one
+    def reader() -> GgufFile:
+        return GgufFile(path)
 
-    def dequantized(data: NDArray[Any], kind: Any) -> NDArray[np.float32]:
-        values = dequantize(data, kind)
+    def dequantized(data: NDArray[np.uint8], type: str) -> NDArray[np.float32]:
+        values = dequantize(data, type)
         advance()
         return values
 
-    names = cache(gguf.get_tensor_name_map)
-    with _LENDING, ExitStack() as stack:
-        stack.enter_context(_patched(gguf, "GGUFReader", lambda _path: reader()))
-        stack.enter_context(_patched(gguf, "dequantize", dequantized))
-        stack.enter_context(_patched(gguf, "get_tensor_name_map", names))
-        if find_spec(MAPPED_READER.rpartition(".")[0]) is not None:
-            mapped = import_module(MAPPED_READER)
-            # a plain array, because slicing a memory map has Python overhead
-            read = lambda path: np.asarray(np.memmap(path, np.uint8, "r"))  # noqa: E731
-            stack.enter_context(_patched(mapped, "_mapped", read))
-        yield
-
-
-@contextmanager
-def _patched(module: ModuleType, name: str, value: object) -> Iterator[None]:
-    """Patch `name` of a module with `value` in the block; do nothing if it has no such name."""
-    if not hasattr(module, name):
-        yield
-        return
-    own = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, own)
+    lent = {
+        "GGUFReader": lambda _path: reader(),
+        "dequantize": dequantized,
+        "get_tensor_name_map": cache(gguf.get_tensor_name_map),
+    }
+    own = {name: getattr(gguf, name) for name in lent}
+    with _LENDING:
+        vars(gguf).update(lent)
+        try:
+            yield
+        finally:
+            vars(gguf).update(own)

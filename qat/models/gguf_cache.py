@@ -8,6 +8,7 @@ Deleting any or all of them only costs time.
 
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -42,7 +43,8 @@ from qat.models.directory import (
     settled_sha256,
     write_checksums,
 )
-from qat.models.gguf import open_gguf, quick_gguf
+from qat.models.gguf import quick_gguf
+from qat.models.gguf_header import read_header
 from qat.models.stored_state import packed_state_dict
 
 logger = logging.getLogger(__name__)
@@ -153,7 +155,7 @@ class Weights:
 
     def num_bytes(self, path: Path) -> int:
         """Estimate the size of the entry."""
-        weights = sum(int(tensor.n_elements) for tensor in open_gguf(path).tensors)
+        weights = sum(math.prod(tensor.shape) for tensor in read_header(path).values())
         return weights * self._made_in(path).itemsize
 
     def _made_in(self, path: Path) -> torch.dtype:
@@ -161,7 +163,7 @@ class Weights:
 
     def make(self, path: Path) -> PreTrainedModel:
         """Dequantize the weights of the file `path`."""
-        what, total = f"{path}: converting its weights, once", len(open_gguf(path).tensors)
+        what, total = f"{path}: converting its weights, once", len(read_header(path))
         logger.info("%s", what)
         with progress(what, total, "tensors") as ticker, quick_gguf(path, ticker.advance):
             file = {"gguf_file": path.name}

@@ -1,32 +1,39 @@
-"""Parsing of the header of a GGUF file, before the package `gguf` trusts its counts.
+"""Parsing of a GGUF file: metadata, and the names, types and places of its tensors.
 
-That package loops over counts that the file states, even past its end, and decodes every word of a
-vocabulary. This module finds names, types and offsets of tensors in a second, and reads single rows
-and long arrays of metadata. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The package `gguf` loops over counts that the file states, even past its end, cuts every word of a
+vocabulary out of the file by several views of a memory map, and does not know ggml's newest type.
+So files are parsed here. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+import math
 import mmap
 import struct
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from qat.errors import CheckpointError
 
+T = TypeVar("T")
 SCALARS = dict(enumerate(map(np.dtype, ("u1", "i1", "u2", "i2", "u4", "i4", "f4", "?"))))
 SCALARS |= {10: np.dtype("u8"), 11: np.dtype("i8"), 12: np.dtype("f8")}
 """Dtypes of scalars by their numbers in GGUF, as in `gguf.GGUFValueType`."""
 UINT32, STRING, ARRAY = 4, 8, 9
-MOST_DIMENSIONS, DEEPEST = 8, 4
-"""Limits on the dimensions of a tensor and on the nesting of arrays."""
+VERSIONS = (2, 3)
+"""Versions of the layout that are read; version 1 had counts of 32 bits."""
+MOST_DIMENSIONS = 8
 PAIR_BYTES, TENSOR_BYTES = 13, 24
 """The minimum bytes of a key-value pair, and of the entry of a tensor."""
-ALIGNMENT = (b"general.alignment", 32)
+ALIGNMENT = ("general.alignment", 32)
 """The key of the alignment of tensor data in bytes, and its default."""
+Q2_0 = ("Q2_0", 42)
+"""Name and number of a type that release 0.19 of `gguf` lacks.
+
+Blocks of 64 weights: a float16 scale, then two bits each, 0 to 3 for -1 to 2 times the scale.
+"""
+Q2_0_WEIGHTS, Q2_0_BYTES = 64, 2 + 16
 
 
 class StoredTensor(NamedTuple):
@@ -41,99 +48,88 @@ class StoredTensor(NamedTuple):
     place: int
     """Offset of the first byte in the file."""
 
+    @property
+    def byte_shape(self) -> tuple[int, ...]:
+        """The shape of the stored bytes: rows are packed one by one."""
+        return (*self.shape[:-1], int(self.shape[-1] * self.bits) // 8)
+
+
+class Field(NamedTuple):
+    """A value of the metadata, in the form of a `gguf.gguf_reader.ReaderField`."""
+
+    parts: list
+    """The elements: a string as bytes, a number as a tuple of itself."""
+    data: range
+    """The indices of all `parts`."""
+    types: list[int]
+    """The number of the value's type; of an array that is not empty also that of its elements."""
+
 
 def check_gguf(path: Path) -> None:
     """Check that everything counted in the header of a GGUF file lies within the file.
 
     Raises:
-        CheckpointError: it does not, or arrays are nested too deeply.
+        CheckpointError: it does not, or something is named twice.
     """
-    _entries(path)
+    _parsed(path, _header)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of the GGUF file at `path` by name.
 
     Raises:
-        CheckpointError: see `check_gguf`; or a type is unknown.
+        CheckpointError: see `check_gguf`; or the type of a tensor is unknown, or its data are cut.
     """
     import gguf
 
-    teach_q2_0()
-    found = {}
-    for name, shape, number, place in _entries(path):
+    size, found = path.stat().st_size, {}
+    for name, (shape, number, place) in _parsed(path, _header).tensors.items():
         try:
             kind = gguf.GGMLQuantizationType(number)
+            type_, (weights, octets) = kind.name, gguf.GGML_QUANT_SIZES[kind]
         except ValueError:
+            type_, (weights, octets) = Q2_0[0], (Q2_0_WEIGHTS, Q2_0_BYTES)
+            if number != Q2_0[1]:
+                raise CheckpointError(
+                    f"{path} holds {name} in ggml's type {number}, expected one that the package "
+                    "gguf knows; start from the float model"
+                ) from None
+        tensor = StoredTensor(shape, type_, 8 * octets / weights, place)
+        end = place + math.prod(tensor.byte_shape)
+        if shape[-1] % weights or end > size:
             raise CheckpointError(
-                f"{path} holds {name} in ggml's type {number}, expected one that the package gguf "
-                "knows; start from the float model"
-            ) from None
-        weights, octets = gguf.GGML_QUANT_SIZES[kind]
-        found[name] = StoredTensor(shape, kind.name, 8 * octets / weights, place)
+                f"{path} holds {size} bytes, expected {name} of shape {shape} in whole blocks of "
+                f"{type_} that end at {end}; copy it anew"
+            )
+        found[name] = tensor
     return found
 
 
-def read_rows(path: Path, tensor: StoredTensor, rows: range) -> Tensor:
-    """Return the `rows` of a matrix in the GGUF file at `path`, `(n, I)` float32.
+def read_metadata(path: Path) -> dict[str, Field]:
+    """Return the metadata of the GGUF file at `path` by key.
 
     Raises:
-        CheckpointError: the file ends before them, or `gguf` cannot dequantize their type.
+        CheckpointError: see `check_gguf`.
     """
-    import gguf
 
-    width = int(tensor.shape[1] * tensor.bits) // 8
-    with path.open("rb") as file:
-        octets = np.empty((len(rows), width), np.uint8)
-        for octet_row, row in zip(octets, rows, strict=True):
-            file.seek(tensor.place + row * width)
-            if file.readinto(octet_row) != width:
-                raise CheckpointError(
-                    f"{path} ends at {path.stat().st_size} bytes, expected row {row} of a tensor "
-                    f"at {tensor.place + row * width}; copy it anew"
-                )
-    kind = gguf.GGMLQuantizationType[tensor.type]
-    try:
-        return torch.from_numpy(gguf.quants.dequantize(octets, kind).astype(np.float32))
-    except NotImplementedError:
-        raise CheckpointError(
-            f"{path} holds a tensor of type {tensor.type}, expected one that gguf "
-            "dequantizes; start from the float model"
-        ) from None
+    def fields(data: mmap.mmap) -> dict[str, Field]:
+        return {key: _field(data, *value) for key, value in _header(data).values.items()}
+
+    return _parsed(path, fields)
 
 
-def read_array(data: memoryview, start: int) -> tuple[int, int, list] | None:
-    """Return the type, size in bytes and elements of the metadata array that begins at `start`.
-
-    A string is returned as bytes, a number as a tuple of itself. None if the array holds arrays, or
-    if it extends past the end of the file.
-    """
-    at = start + 12
-    try:
-        kind, count = struct.unpack_from("<IQ", data, start)
-        if kind in SCALARS:
-            numbers = np.frombuffer(data, SCALARS[kind], count, at).tolist()
-            return kind, 12 + count * SCALARS[kind].itemsize, [(number,) for number in numbers]
-        if kind != STRING:
-            return None
-        strings = []
-        for _ in range(count):
-            begin, at = at + 8, _after_string(data, at)
-            strings.append(bytes(data[begin:at]))
-    except (OverflowError, ValueError, struct.error):
-        return None
-    return kind, at - start, strings
+class _Header(NamedTuple):
+    values: dict[str, tuple[int, int]]
+    """Type and offset of each value of the metadata."""
+    tensors: dict[str, tuple[tuple[int, ...], int, int]]
+    """Shape, type number, and offset of the first byte of each tensor."""
 
 
-Entry = tuple[str, tuple[int, ...], int, int]
-"""Name, shape, type number, and offset of the first byte of a tensor."""
-
-
-def _entries(path: Path) -> list[Entry]:
-    """Return all tensors of the GGUF file at `path`; raises as `check_gguf` does."""
+def _parsed(path: Path, parse: Callable[[mmap.mmap], T]) -> T:
+    """Return what `parse` makes of the file; its errors become one line."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _walk(data)
+            return parse(data)
     except (ValueError, struct.error) as error:
         fault = "its header is cut" if isinstance(error, struct.error) else error
         raise CheckpointError(
@@ -141,57 +137,74 @@ def _entries(path: Path) -> list[Entry]:
         ) from None
 
 
-def _walk(data: mmap.mmap) -> list[Entry]:
+def _header(data: mmap.mmap) -> _Header:
     if data[:4] != b"GGUF":
         raise ValueError("it does not begin with GGUF")
-    tensors, pairs = struct.unpack_from("<QQ", data, 8)
-    _check_room(len(data) - 24, pairs, PAIR_BYTES, "pairs of key and value")
-    at, (key, alignment) = 24, ALIGNMENT
-    for _ in range(pairs):
-        begin, at = at + 8, _after_string(data, at)
+    version, num_tensors, num_values = struct.unpack_from("<IQQ", data, 4)
+    if version not in VERSIONS:
+        raise ValueError(f"version {version}")
+    _check_room(len(data) - 24, num_values, PAIR_BYTES, "pairs of key and value")
+    values, at = {}, 24
+    for _ in range(num_values):
+        key, at = _string(data, at)
         (kind,) = struct.unpack_from("<I", data, at)
-        if kind == UINT32 and data[begin:at] == key:
-            (alignment,) = struct.unpack_from("<I", data, at + 4)
-        at = _after_value(data, at + 4, kind, DEEPEST)
-    _check_room(len(data) - at, tensors, TENSOR_BYTES, "tensors")
-    found = []
-    for _ in range(tensors):
-        begin, at = at + 8, _after_string(data, at)
-        name = data[begin:at].decode()
+        values[_new(key, values)] = kind, at + 4
+        at = _after_value(data, at + 4, kind)
+    key, alignment = ALIGNMENT
+    if key in values:
+        kind, place = values[key]
+        (alignment,) = struct.unpack_from("<I", data, place)
+        if kind != UINT32 or alignment.bit_count() != 1:  # no power of two
+            raise ValueError(f"an alignment of {alignment}, of type {kind}")
+    _check_room(len(data) - at, num_tensors, TENSOR_BYTES, "tensors")
+    tensors = {}
+    for _ in range(num_tensors):
+        name, at = _string(data, at)
         (dimensions,) = struct.unpack_from("<I", data, at)
-        if dimensions > MOST_DIMENSIONS:
+        if not 1 <= dimensions <= MOST_DIMENSIONS:
             raise ValueError(f"a tensor of {dimensions} dimensions")
         shape = struct.unpack_from(f"<{dimensions}Q", data, at + 4)[::-1]
         kind, place = struct.unpack_from("<IQ", data, at + 4 + 8 * dimensions)
-        found.append((name, shape, kind, place))
+        tensors[_new(name, tensors)] = shape, kind, place
         at += 4 + 8 * dimensions + 12
-    if at > len(data):
-        raise ValueError("its header is cut")
-    begin = -(-at // max(1, alignment)) * max(1, alignment)
-    return [(name, shape, kind, begin + place) for name, shape, kind, place in found]
+    begin = -(-at // alignment) * alignment  # offsets count from the end of the header, aligned
+    return _Header(values, {n: (s, kind, begin + place) for n, (s, kind, place) in tensors.items()})
 
 
-def _after_string(data: mmap.mmap | memoryview, at: int) -> int:
+def _new(name: bytes, known: dict[str, Any]) -> str:
+    text = name.decode()
+    if text in known:
+        raise ValueError(f"{text[:80]!r} twice")
+    return text
+
+
+def _string(data: mmap.mmap, at: int) -> tuple[bytes, int]:
+    """Return the string at an offset, and the offset after it."""
     (length,) = struct.unpack_from("<Q", data, at)
-    _check_room(len(data) - at - 8, length, 1, "letters")
-    return at + 8 + length
+    begin = at + 8
+    _check_room(len(data) - begin, length, 1, "letters")
+    return data[begin : begin + length], begin + length
 
 
-def _after_value(data: mmap.mmap, at: int, kind: int, depth: int) -> int:
+def _after_value(data: mmap.mmap, at: int, kind: int) -> int:
+    """Return the offset after a value; checks that all of it lies within the file."""
     if kind in SCALARS:
         return at + SCALARS[kind].itemsize
     if kind == STRING:
-        return _after_string(data, at)
-    if kind != ARRAY or depth == 0:
-        raise ValueError(f"a value of type {kind}" if depth else "arrays in arrays")
+        return _string(data, at)[1]
+    if kind != ARRAY:
+        raise ValueError(f"a value of type {kind}")
     inner, count = struct.unpack_from("<IQ", data, at)
     at += 12
-    size = SCALARS[inner].itemsize if inner in SCALARS else 8
-    _check_room(len(data) - at, count, size, "elements of an array")
     if inner in SCALARS:
+        size = SCALARS[inner].itemsize
+        _check_room(len(data) - at, count, size, "elements of an array")
         return at + count * size
+    if inner != STRING:  # transformers reads no arrays of arrays
+        raise ValueError(f"an array of type {inner}")
+    _check_room(len(data) - at, count, 8, "elements of an array")
     for _ in range(count):
-        at = _after_value(data, at, inner, depth - 1)
+        at = _string(data, at)[1]
     return at
 
 
@@ -200,26 +213,18 @@ def _check_room(left: int, count: int, size: int, what: str) -> None:
         raise ValueError(f"{count} {what} where {max(0, left)} bytes are left")
 
 
-def teach_q2_0() -> None:
-    """Register ggml's type Q2_0 in the package `gguf`, whose release 0.19 lacks it.
-
-    Blocks of 64 weights: a float16 scale, then two bits each, 0 to 3 for -1 to 2 times the scale.
-    """
-    import gguf
-
-    types, read = gguf.GGMLQuantizationType, gguf.quants._type_traits  # noqa: SLF001
-    if "Q2_0" not in types.__members__:
-        made = int.__new__(types, 42)
-        made._name_, made._value_ = "Q2_0", 42
-        types._member_map_["Q2_0"] = types._value2member_map_[42] = made  # noqa: SLF001
-        gguf.GGML_QUANT_SIZES[made] = (64, 2 + 16)
-    if types["Q2_0"] not in read:
-
-        class Q2_0(gguf.quants.Q4_0.__base__, qtype=types["Q2_0"]):
-            """Registers itself by its definition, as the classes of `gguf` do."""
-
-            @classmethod
-            def dequantize_blocks(cls, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-                scale = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
-                codes = (blocks[:, 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & 3
-                return scale * (codes.reshape(len(blocks), -1).astype(np.float32) - 1)
+def _field(data: mmap.mmap, kind: int, at: int) -> Field:
+    """Return a value whose place `_after_value` has checked."""
+    inner, count, types = kind, 1, [kind]
+    if kind == ARRAY:
+        inner, count = struct.unpack_from("<IQ", data, at)
+        at, types = at + 12, [ARRAY, inner] if count else [ARRAY]
+    if inner == STRING:
+        parts = []
+        for _ in range(count):
+            text, at = _string(data, at)
+            parts.append(text)
+    else:
+        numbers = np.frombuffer(data, SCALARS[inner], count, at).tolist()
+        parts = [(number,) for number in numbers]
+    return Field(parts, range(len(parts)), types)

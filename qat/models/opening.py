@@ -35,7 +35,7 @@ from qat.models.directory import (
     is_kept_here,
 )
 from qat.models.gguf_cache import Config, opened
-from qat.models.gguf_header import check_gguf, teach_q2_0
+from qat.models.gguf_header import check_gguf
 from qat.process import is_out_of_memory
 
 TABLES = (
@@ -133,7 +133,6 @@ class Opening:
         if directory.suffix == GGUF and directory.is_file():
             check_gguf(directory)
         if directory.suffix == GGUF:
-            teach_q2_0()
             # transformers 5.23 assumes 128 for every Qwen3, whatever the file states
             GGUF_CONFIG_MAPPING["qwen3"].setdefault("attention.key_length", "head_dim")
         if directory.is_dir():

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from covering import covering
 
 from qat.errors import CheckpointError
-from qat.models.gguf_header import read_array, read_header, read_rows
+from qat.models.gguf import read_rows
+from qat.models.gguf_header import read_header
 
 library = pytest.importorskip("gguf")
 Q8_0 = library.GGMLQuantizationType.Q8_0
@@ -52,13 +52,6 @@ def test_rows_are_those_of_the_library(file: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("count", "kind"), covering([2, 2**40, 2**64 - 1], [0, 8, 9]))
-def test_an_array_beyond_the_end_is_none(kind: int, count: int) -> None:
-    data = b"key" + struct.pack("<IQ", kind, count) + b"\0"
-    assert read_array(memoryview(data), 3) is None
-    assert read_array(memoryview(data), 2 * len(data)) is None
-
-
 @pytest.mark.parametrize("length", [0, 3, 20, 90])
 def test_a_file_that_ends_too_early_is_one_line(file: Path, length: int) -> None:
     cut = file.with_name("cut.gguf")
@@ -67,8 +60,24 @@ def test_a_file_that_ends_too_early_is_one_line(file: Path, length: int) -> None
         read_header(cut)
 
 
-def test_rows_beyond_the_end_are_one_line(file: Path) -> None:
-    cut = file.with_name("cut.gguf")
-    cut.write_bytes(file.read_bytes()[:-80])
-    with pytest.raises(CheckpointError, match=r"cut\.gguf ends at .* bytes, expected row 5"):
-        read_rows(cut, read_header(cut)["token_embd.weight"], range(6))
+def test_damages_are_one_line(file: Path) -> None:
+    def name(text: bytes) -> bytes:
+        return struct.pack("<Q", len(text)) + text
+
+    content = file.read_bytes()
+    key, kind = b"general.alignment", struct.pack("<I", 4)
+    for harmed, said in (
+        (content[:-80], r"expected token_embd.weight of shape \(6, 64\) in whole blocks of Q8_0"),
+        (content.replace(struct.pack("<QQI", 64, 6, 8), struct.pack("<QQI", 64, 6, 99)), "type 99"),
+        (
+            content.replace(struct.pack("<QQI", 64, 6, 8), struct.pack("<QQI", 63, 6, 8)),
+            "whole blo",
+        ),
+        (content.replace(name(b"token_embd.weight"), name(b"output_norm.weight")), "weight' twice"),
+        (content.replace(key + kind + b"\x40", key + kind + b"\x41"), "an alignment of 65"),
+        (content.replace(b"GGUF\3", b"GGUF\1"), "version 1"),
+    ):
+        assert harmed != content
+        file.write_bytes(harmed)
+        with pytest.raises(CheckpointError, match=said):
+            read_header(file)
