@@ -366,7 +366,7 @@ class _Conversion:
 
     def quantize_alone(self, names: list[str], workers: int) -> None:
         """Replace the linears and tables called `names`, each fitted to its own weight."""
-        in_files, backend = self.student.in_files, on(self.student.device)
+        backend = on(self.student.device)
         sizes = [math.prod(weight_shape(self.model.get_submodule(name))) for name in names]
         at_once = fits_at_once(sizes, backend.memory_gib())
 
@@ -386,8 +386,7 @@ class _Conversion:
                 for name, (weight, quantized, seconds) in zip(some, map_(fit, some), strict=True):
                     with self.student.present(self.model.get_submodule(name)):
                         self.put(name, weight, quantized, output_error=None, seconds=seconds)
-                    if in_files is not None:
-                        in_files.settle(self.model.get_submodule(name))
+                    self.student.settle(self.model.get_submodule(name))
 
     def quantize_stage(self, names: list[str], inputs: StageInputs | StackInputs) -> None:
         """Replace the linears called `names`, aimed at the teacher's output and fitted to `inputs`.
@@ -459,18 +458,15 @@ class _Conversion:
 
     def reports(self) -> dict[str, ModuleReport]:
         """Return the report of each replaced module by name; call it after all replacements."""
-        if self.student.in_files is not None:
-            self.student.in_files.widen(self.model)
+        self.student.widen()
         errors = torch.stack(self._errors).tolist() if self._errors else []
         found = zip(self._reports.items(), errors, strict=True)
         return {name: replace(report, relative_error=error) for (name, report), error in found}
 
     def weight(self, name: str) -> Tensor:
         """Return the float weight to imitate, on the device of the weight it replaces."""
-        own, module = self.model.get_submodule(name), self.base.get_submodule(name)
+        module = self.base.get_submodule(name)
         if isinstance(module, QuantLinear | FrozenLutTable):
             return module.quantized_weight()
-        is_quantized = isinstance(own, QuantLinear | FrozenLutTable)
-        device = own.codebook.device if is_quantized else own.weight.device
-        device = device if self.student.in_files is None else self.student.device
+        device = self.student.device_of(self.model.get_submodule(name))
         return module.weight.detach().to(device).float()

@@ -4,7 +4,8 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,8 @@ from qat.models.attention import is_all_sparse, sparse_attention
 from qat.models.document_attention import use_packed_attention
 from qat.models.rotary import rotate_by_document
 from qat.nn.activation import read
-from qat.nn.lut_embedding import FrozenLutHead, TiedLutHead
+from qat.nn.lut_embedding import FrozenLutHead, FrozenLutTable, TiedLutHead
+from qat.nn.quant_linear import QuantLinear
 from qat.nn.sites import open_sites
 from qat.nn.swap import (
     body_of,
@@ -27,9 +29,6 @@ from qat.nn.swap import (
     module_device,
     settle_tie,
 )
-
-if TYPE_CHECKING:
-    from qat.models.streamed import InFiles
 
 LOGIT_FACTORS = {
     "logit_scale": 1,
@@ -49,20 +48,19 @@ class LanguageModel:
 
     `logits(hidden(ids, positions))` is `model(ids, position_ids=positions).logits`. Positions that
     restart within a row separate packed documents: attention then stays inside each.
-
-    With `in_files` weights are in memory only while they are needed.
     """
 
-    def __init__(self, model: PreTrainedModel, in_files: "InFiles | None" = None) -> None:
-        self.model, self.in_files = model, in_files
+    folder: Path | None = None
+    """Where tensors go that do not fit in memory; None for the directory of temporary files."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
         open_sites(model)
         settle_tie(model)
         if not getattr(model.base_model, "layers_are_rescaled", True):
             model.config.rescale_every = 0  # otherwise RWKV halves weights in place for inference
         self._is_plain = use_packed_attention(model)
         rotate_by_document(model)
-        if in_files is not None:
-            in_files.install(model)
         self._cast_head: Tensor | None = None
         factors = {key: getattr(self.config, key, None) or 1.0 for key in LOGIT_FACTORS}
         self.gain = math.prod(value ** LOGIT_FACTORS[key] for key, value in factors.items())
@@ -85,27 +83,32 @@ class LanguageModel:
     @property
     def device(self) -> torch.device:
         """The device of the input ids."""
-        if self.in_files is not None:
-            return self.in_files.device
         return module_device(self.model.get_input_embeddings())
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the model computes in without autocast."""
-        return embedding_dtype(self.model) if self.in_files is None else self.in_files.dtype
+        return embedding_dtype(self.model)
 
-    def present(self, module: nn.Module) -> AbstractContextManager[None]:
+    # What `qat.models.streamed.StreamedModel` does in another way.
+
+    def device_of(self, module: nn.Module) -> torch.device:
+        """Return the device that `module` computes on."""
+        is_quantized = isinstance(module, QuantLinear | FrozenLutTable)
+        return module.codebook.device if is_quantized else module.weight.device
+
+    def present(self, module: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
         """Keep the weights of a layer, the embedding or the head on the device inside the block."""
-        return nullcontext() if self.in_files is None else self.in_files.present(module)
+        return nullcontext()
+
+    def settle(self, module: nn.Module) -> None:
+        """Store the tensors of a linear that was just quantized where the model has its weights."""
+
+    def widen(self) -> None:
+        """Convert unquantized parameters exactly to a dtype that our checkpoints have."""
 
     def hidden_of(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-        """Yield `hidden` of each batch of ids and positions in turn.
-
-        If the model stays in its files, all batches go through a layer before the next one is
-        loaded.
-        """
-        if self.in_files is not None:
-            return self.in_files.hidden_of(self, [*batches])
+        """Yield `hidden` of each batch of ids and positions in turn."""
         return (self.hidden(*batch) for batch in batches)
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, *, is_packed: bool = True) -> Tensor:

@@ -46,7 +46,12 @@ from qat.models.language_model import LanguageModel
 from qat.models.opening import Opening, auto_class, read_config
 from qat.models.split_check import check_layers, check_split
 from qat.models.stored_state import packed_state_dict
-from qat.models.streamed import ON_DISK, InFiles, without_warning_of_disks
+from qat.models.streamed import (
+    ON_DISK,
+    StreamedModel,
+    map_weights,
+    without_warning_of_disks,
+)
 from qat.patterns import pattern_fault
 from qat.process import uncounted
 
@@ -104,7 +109,7 @@ def load_teacher(
         folder, device_map = Path(tempfile.gettempdir()), None
     how = _How(backend, backend.dtype(dtype), device_map, trust_remote_code, folder)
     teacher = _open(source, how)
-    if folder is not None and teacher.in_files is None:
+    if folder is not None and not isinstance(teacher, StreamedModel):
         logger.info(
             "%s is in memory whole: it is packed, adapted, or somebody quantized it", source
         )
@@ -219,7 +224,7 @@ class _How(NamedTuple):
 
 
 def _open(source: str, how: _How) -> LanguageModel:
-    path, in_files = resolve(source), None
+    path = resolve(source)
     if path != source:
         logger.info("%s: loading %s", source, path)
     if base := adapted(path):
@@ -228,30 +233,30 @@ def _open(source: str, how: _How) -> LanguageModel:
                 f"{path} is an adapter for {base}, which is a packed checkpoint, expected a float "
                 "model; merge the adapter into that one and convert the result"
             )
-        model, _ = _load_float(base, how._replace(folder=None))
+        model = _load_float(base, how._replace(folder=None))
         with Opening(path, "an adapter of peft", weights=True):
             model = with_adapter(model, Path(path))
         logger.info("%s: merged into the weights of %s", path, base)
     elif is_packed(Path(path)):
         model = load_checkpoint(Path(path), how.dtype, how.placement())
     else:
-        model, in_files = _load_float(path, how)
-    language_model = _split(path, model.eval(), in_files)
-    if how.device_map is None and in_files is None:
-        how.backend.tracing.place(model, how.backend.device)
+        model = _load_float(path, how)
+    # checked before it moves to a device: some would compile for the check
+    language_model = _split(path, model)
+    if how.device_map is None and not isinstance(language_model, StreamedModel):
+        how.backend.tracing.place(language_model.model, how.backend.device)
     return language_model
 
 
-def _split(source: str, model: PreTrainedModel, in_files: InFiles | None) -> LanguageModel:
-    """Split the model into body and head and check the split before it moves to a device.
-
-    Some devices would compile for the check.
+def _split(source: str, model: PreTrainedModel | StreamedModel) -> LanguageModel:
+    """Split the model into body and head, if it is not yet, and check the split.
 
     Raises:
         CheckpointError: it does not split, or does not run even in transformers.
     """
     with Opening(source, "a causal language model"):
-        found = LanguageModel(model, in_files)
+        found = model if isinstance(model, StreamedModel) else LanguageModel(model.eval())
+        model = found.model
         try:
             check_split(found)
         except CheckpointError:
@@ -300,7 +305,7 @@ def _by_hand(source: str, config: PreTrainedConfig, how: _How) -> tuple[type, No
     return type(made), None, {"config": config, "state_dict": state}
 
 
-def _load_float(source: str, how: _How) -> tuple[PreTrainedModel, InFiles | None]:
+def _load_float(source: str, how: _How) -> PreTrainedModel | StreamedModel:
     config = read_config(source, trust_remote_code=how.trust_remote_code)
     method = None if source.endswith(GGUF) else method_of(config)
     if how.folder is not None and method is None and not source.endswith(GGUF):
@@ -323,7 +328,7 @@ def _load_float(source: str, how: _How) -> tuple[PreTrainedModel, InFiles | None
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
     _check_whole(source, model, info, is_quantized=method is not None)
-    return model, None
+    return model
 
 
 def _named(source: str, how: _How) -> dict[str, Any]:
@@ -410,25 +415,19 @@ def _check_bounds(source: str, config: PreTrainedConfig, *, trust_remote_code: b
         )
 
 
-def _left_in_files(
-    source: str, config: PreTrainedConfig, how: _How
-) -> tuple[PreTrainedModel, InFiles]:
+def _left_in_files(source: str, config: PreTrainedConfig, how: _How) -> StreamedModel:
     _check_bounds(source, config, trust_remote_code=how.trust_remote_code)
     opening = Opening(source, "a causal language model", weights=True)
     folder = tempfile.TemporaryDirectory(dir=how.folder)
-    with opening, quiet_transformers(), without_warning_of_disks(), uncounted(), folder:
-        model, info = auto_class(config).from_pretrained(
-            source,
-            dtype=how.dtype,
-            device_map=ON_DISK,
-            offload_folder=folder.name,
-            local_files_only=is_kept_here(source),
-            trust_remote_code=how.trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-        _check_whole(source, model, info, is_quantized=False)
-        return model, InFiles(model, how.backend.device, how.folder)
+    named = _named(source, how) | {"device_map": ON_DISK, "offload_folder": folder.name}
+    with opening, quiet_transformers():
+        with without_warning_of_disks(), uncounted(), folder:  # maps outlive the folder
+            model, info = auto_class(config).from_pretrained(
+                source, **named, trust_remote_code=how.trust_remote_code
+            )
+            _check_whole(source, model, info, is_quantized=False)
+            map_weights(model)
+        return StreamedModel(model.eval(), how.backend.device, how.dtype, how.folder)
 
 
 def _check_whole(

@@ -9,8 +9,6 @@ The second half runs a model layer by layer, with all batches through one layer 
 Shapes: B sequences, S positions, D model width.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import tempfile
@@ -18,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.hooks import remove_hook_from_module
@@ -31,11 +29,9 @@ from qat.backend.base import GIB
 from qat.backend.copies import SMALL_BYTES
 from qat.backend.device import on
 from qat.errors import CheckpointError
+from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.swap import CACHE, decoder_layers, tables_read
-
-if TYPE_CHECKING:
-    from qat.models.language_model import LanguageModel
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +40,8 @@ ON_DISK = {"": "disk"}
 several tensors, such as the experts of a layer, are written to new files."""
 STORED = (torch.float32, torch.bfloat16)
 """Dtypes of unquantized tensors in our checkpoints."""
+Tokens = tuple[Tensor, Tensor]
+"""Ids and positions, `(B, S)` each."""
 Slot = tuple[dict[str, Any], str]
 """A module's dictionary of parameters or of buffers, and the name of a tensor in it."""
 
@@ -72,77 +70,69 @@ def to_file(tensor: Tensor, folder: Path | None) -> Tensor:
     return there.view(tensor.dtype).view(tensor.shape)
 
 
-class InFiles:
-    """Loads and unloads the units of a model that transformers loaded `ON_DISK`.
+class StreamedModel(LanguageModel):
+    """A model whose units load and unload their weights; all other weights stay in memory."""
 
-    All other weights stay in memory.
-    """
+    def __init__(
+        self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype, folder: Path
+    ) -> None:
+        """Take `model`, prepared by `map_weights`, to compute on `device` in `dtype`.
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, folder: Path) -> None:
-        """Map the weights of `model`, which has none so far.
-
-        Args:
-            device: the compute device.
-            folder: a directory on a disk with room for tensors that do not fit in memory.
-
-        Raises:
-            CheckpointError: a weight has another shape than the configuration implies.
+        `folder` is a directory on a disk with room for tensors that do not fit in memory.
         """
-        self.device, self.folder, self.dtype = device, folder, model.dtype
+        self._device, self._dtype, self.folder = device, dtype, folder
         self._in_float32 = tuple(model._keep_in_fp32_modules_strict or ())
+        super().__init__(model)
         self._brought: dict[nn.Module, list[tuple[Slot, Tensor, Tensor]]] = {}
-        self._units: set[nn.Module] = set()
-        opened: dict[tuple[str, str], nn.Parameter] = {}
-        for name, (file, key) in _taken_off(model).items():
-            if (file, key) not in opened:  # tied weights stay tied
-                with safe_open(file, framework="pt") as tensors:
-                    opened[file, key] = nn.Parameter(tensors.get_tensor(key), requires_grad=False)
-            owner, _, own = name.rpartition(".")
-            slots, found = model.get_submodule(owner)._parameters, opened[file, key]
-            if found.shape != slots[own].shape:
-                raise CheckpointError(
-                    f"{model.name_or_path} holds a {name} of shape {tuple(found.shape)}, expected "
-                    f"{tuple(slots[own].shape)}; copy or download it anew"
-                )
-            slots[own] = found
-
-    def install(self, model: PreTrainedModel) -> None:
-        """Let each unit load its weights when it runs; load all other weights now, to stay."""
         tables = {model.get_input_embeddings(), model.get_output_embeddings()} - {None}
         self._units = {*decoder_layers(model), *(tables - tables_read(model))}
         inside = {module for unit in self._units for module in unit.modules()}
-        names = {module: name for name, module in model.named_modules()}
-        self._names = names
-        stays = self._bring(module for module in names if module not in inside)
+        self._names = {module: name for name, module in model.named_modules()}
+        # weights outside of units are loaded now, to stay; tied ones are shared with the units
+        stays = self._bring(module for module in self._names if module not in inside)
         shared = {id(old): new for _, old, new in stays}
         for slots, name in (slot for module in inside for slot in _slots(module)):
             slots[name] = shared.get(id(slots[name]), slots[name])
         for unit in self._units:
             unit.forward = self._bringing(unit, unit.forward)
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the input ids."""
+        return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the model computes in without autocast."""
+        return self._dtype
+
+    def device_of(self, module: nn.Module) -> torch.device:  # noqa: ARG002
+        """Return the compute device, also if the weights of `module` are in files now."""
+        return self._device
+
     @contextmanager
-    def present(self, unit: nn.Module) -> Iterator[None]:
-        """Keep the weights of `unit` on the device in the block; do nothing for other modules.
+    def present(self, module: nn.Module) -> Iterator[None]:
+        """Keep the weights of a unit on the device in the block; do nothing for other modules.
 
         Linears that were quantized in the block are moved to files at its end.
         """
-        if unit not in self._units or unit in self._brought:
+        if module not in self._units or module in self._brought:
             yield
             return
-        before = {*unit.modules()}
-        self._brought[unit] = self._bring(before)
+        before = {*module.modules()}
+        self._brought[module] = self._bring(before)
         try:
             yield
         finally:
-            for (slots, name), old, new in self._brought.pop(unit):
+            for (slots, name), old, new in self._brought.pop(module):
                 if slots.get(name) is new:
                     slots[name] = old
-            for module in {*unit.modules()} - before:
-                self.settle(module)
+            for made in {*module.modules()} - before:
+                self.settle(made)
 
-    def hidden_of(self, model: LanguageModel, batches: Sequence[Tokens]) -> Iterator[Tensor]:
-        """Yield `model.hidden` of each batch; see `hidden_layer_by_layer`."""
-        return hidden_layer_by_layer(model, batches)
+    def hidden_of(self, batches: Iterable[Tokens]) -> Iterator[Tensor]:
+        """Yield `hidden` of each batch, with all batches through a layer before the next one."""
+        return hidden_layer_by_layer(self, [*batches])
 
     def settle(self, module: nn.Module) -> None:
         """Move the tensors of a quantized linear to files."""
@@ -151,9 +141,9 @@ class InFiles:
                 kept, old = to_file(slots[name], self.folder), slots[name]
                 slots[name] = nn.Parameter(kept) if isinstance(old, nn.Parameter) else kept
 
-    def widen(self, model: nn.Module) -> None:
+    def widen(self) -> None:
         """Convert unquantized parameters exactly to a dtype that our checkpoints have."""
-        for parameter in model.parameters():
+        for parameter in self.model.parameters():
             if parameter.is_floating_point() and parameter.dtype not in STORED:
                 parameter.data = to_file(parameter.float(), self.folder)
 
@@ -184,13 +174,34 @@ class InFiles:
         dtype = tensor.dtype
         if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
             is_wide = any(part in name for part in self._in_float32)
-            dtype = torch.float32 if is_wide else self.dtype
+            dtype = torch.float32 if is_wide else self._dtype
         # cast after the copy: fewer bytes to transfer
-        there = tensor.data.to(self.device).to(dtype)
+        there = tensor.data.to(self._device).to(dtype)
         if there.data_ptr() == tensor.data_ptr():
             return tensor
         is_parameter = isinstance(tensor, nn.Parameter)
         return nn.Parameter(there, requires_grad=False) if is_parameter else there
+
+
+def map_weights(model: PreTrainedModel) -> None:
+    """Replace the parameters of a model that was loaded `ON_DISK` by maps of its files.
+
+    Raises:
+        CheckpointError: a weight has another shape than the configuration implies.
+    """
+    opened: dict[tuple[str, str], nn.Parameter] = {}
+    for name, (file, key) in _taken_off(model).items():
+        if (file, key) not in opened:  # tied weights stay tied
+            with safe_open(file, framework="pt") as tensors:
+                opened[file, key] = nn.Parameter(tensors.get_tensor(key), requires_grad=False)
+        owner, _, own = name.rpartition(".")
+        slots, found = model.get_submodule(owner)._parameters, opened[file, key]
+        if found.shape != slots[own].shape:
+            raise CheckpointError(
+                f"{model.name_or_path} holds a {name} of shape {tuple(found.shape)}, expected "
+                f"{tuple(slots[own].shape)}; copy or download it anew"
+            )
+        slots[own] = found
 
 
 def _slots(module: nn.Module) -> list[Slot]:
@@ -241,10 +252,6 @@ SHARE = 0.5
 or weights that are fitted in parallel."""
 
 
-Tokens = tuple[Tensor, Tensor]
-"""Ids and positions, `(B, S)` each."""
-
-
 class BlockInputs(NamedTuple):
     """The arguments of decoder layers for one batch."""
 
@@ -265,8 +272,7 @@ class StateStore:
 
     def __init__(self, model: LanguageModel, num_bytes: int) -> None:
         """Choose the place by `num_bytes`, the total to be stored at once."""
-        self._device = model.device
-        self._folder = None if model.in_files is None else model.in_files.folder
+        self._device, self._folder = model.device, model.folder
         self._fits = fits_in_memory(model, num_bytes)
         if not self._fits:
             logger.info(

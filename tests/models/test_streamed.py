@@ -23,7 +23,7 @@ from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher
 from qat.models.split_check import check_layers
 from qat.models.streamed import (
-    InFiles,
+    StreamedModel,
     as_checkpoint_error,
     hidden_layer_by_layer,
     to_file,
@@ -163,10 +163,10 @@ def test_a_quantized_linear_goes_into_files_behind_its_layer(tmp_path: Path) -> 
         patch.setattr(streamed, "to_file", note)
         layer.mlp.up_proj = frozen_linear(64, 32, SPECS["lut2"])
         expected = layer.mlp.up_proj.quantized_weight()
-        model.in_files.settle(layer.mlp.up_proj)
+        model.settle(layer.mlp.up_proj)
         assert len(kept) == 3  # packed indices, codebook and scales
     assert torch.equal(layer.mlp.up_proj.quantized_weight(), expected)
-    model.in_files.settle(layer.mlp.down_proj)  # is no such linear
+    model.settle(layer.mlp.down_proj)  # is no such linear
     assert layer.mlp.down_proj.weight.dtype == torch.bfloat16
 
 
@@ -175,7 +175,7 @@ def test_what_a_checkpoint_does_not_store_is_widened(tmp_path: Path) -> None:
     model = load_model(str(place), device="cpu", dtype="fp32", folder=tmp_path)
     before = model.model.lm_head.weight
     assert before.dtype == torch.float16
-    model.in_files.widen(model.model)
+    model.widen()
     assert model.model.lm_head.weight.dtype == torch.float32
     assert torch.equal(model.model.lm_head.weight, load_file_of(place, "lm_head.weight").float())
 
@@ -223,7 +223,7 @@ def test_layer_by_layer_gives_the_same_hidden_states(family, share, tmp_path, mo
     place = str(source(tmp_path / "float", family))
     plain = load_teacher(place, device="cpu", dtype="fp32")
     model = load_teacher(place, device="cpu", dtype="fp32", device_map="disk")
-    assert isinstance(model.in_files, InFiles)
+    assert isinstance(model, StreamedModel)
     with torch.no_grad():
         pairs = zip(hidden_layer_by_layer(model, BATCHES), plain.hidden_of(BATCHES), strict=True)
         for found, expected in pairs:
@@ -234,16 +234,16 @@ def test_layer_by_layer_gives_the_same_hidden_states(family, share, tmp_path, mo
 def test_a_cache_of_a_teacher_on_the_disk_is_the_same(tmp_path: Path, monkeypatch) -> None:
     place = str(source(tmp_path / "float"))
     brought: list[nn.Module] = []
-    real = InFiles._bring
+    real = StreamedModel._bring
 
-    def note(self: InFiles, modules: set[nn.Module]) -> object:
+    def note(self: StreamedModel, modules: set[nn.Module]) -> object:
         brought.extend(modules)
         return real(self, modules)
 
     plain = load_teacher(place, device="cpu", dtype="fp32")
     build(tmp_path / "plain", teacher=plain)
     model = load_teacher(place, device="cpu", dtype="fp32", device_map="disk")
-    monkeypatch.setattr(InFiles, "_bring", note)
+    monkeypatch.setattr(StreamedModel, "_bring", note)
     manifest = build(tmp_path / "streamed", teacher=model)
     assert contents(tmp_path / "plain") == contents(tmp_path / "streamed")
     assert max(shard.sequences for shard in manifest.shards) > 4  # several batches
@@ -256,7 +256,7 @@ def test_what_does_not_stay_in_files_is_told(tmp_path: Path, caplog) -> None:
         str(source(tmp_path / "float")), ConvertConfig(to="q4a4", device="cpu"), tmp_path / "four"
     )
     found = load_teacher(str(tmp_path / "four"), device="cpu", device_map="disk")
-    assert found.in_files is None and "is in memory whole" in caplog.text
+    assert not isinstance(found, StreamedModel) and "is in memory whole" in caplog.text
 
 
 def test_layers_that_give_something_else_alone_are_refused(tmp_path: Path, monkeypatch) -> None:
