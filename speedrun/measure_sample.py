@@ -31,7 +31,8 @@ from qat.convert.config import ConvertConfig, read_kv, read_plan
 from qat.extensions.decode.kernels.cache import Cache
 from qat.extensions.decode.slots import Batch, Request, Sampler, Slots, SlotStep, open_sampler
 from qat.generate.sampling import Sampling
-from qat.models.document_attention import kv_spec, set_kv
+from qat.models.attention import kv_spec
+from qat.models.document_attention import set_kv
 from qat.models.language_model import LanguageModel
 
 app = App(help=__doc__)

@@ -24,10 +24,11 @@ from qat.errors import ConfigError
 from qat.models.attention import (
     LayerFit,
     change_attention,
+    kv_spec,
     load_sparse_attention,
     read_attention,
 )
-from qat.models.document_attention import kv_spec, quantize_kv
+from qat.models.document_attention import quantize_kv
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import linear_names, table_names, weight_shape, with_tables
 from qat.quant.spec import QuantPlan, by_group

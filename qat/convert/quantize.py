@@ -30,6 +30,7 @@ from qat.convert.rotate import ROTATION
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS, RecordedSweeps, nearest_vectors
 from qat.logs import Ticker, progress
+from qat.models.attention import kv_spec
 from qat.models.cost import (
     bits_per_weight,
     float_table_bytes,
@@ -37,7 +38,7 @@ from qat.models.cost import (
     tensor_bytes,
     whole_model_bits,
 )
-from qat.models.document_attention import kept_heads, kv_spec
+from qat.models.document_attention import kept_heads
 from qat.models.language_model import LanguageModel
 from qat.models.precision import matmul_precision
 from qat.models.stored_state import activation_counts

@@ -28,10 +28,11 @@ from qat.export.parts import (
 from qat.export.targets import check_library, check_model, load_target
 from qat.files import check_free, parse_json, parse_toml
 from qat.logs import FACTS, METRICS, RECIPE, SUMMARY, read_json_lines
+from qat.models.attention import kv_spec
 from qat.models.checkpoint import is_packed, load_checkpoint, load_skeleton
 from qat.models.cost import model_bits_per_weight, parameter_count, quantized_parameter_count
 from qat.models.directory import atomic_directory, resolve
-from qat.models.document_attention import kv_spec, set_kv
+from qat.models.document_attention import set_kv
 from qat.models.load import load_tokenizer
 from qat.models.noise import disturbed
 from qat.models.opening import auto_class, is_of_files, read_table

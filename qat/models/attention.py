@@ -1,4 +1,4 @@
-"""Attention of a model: dense, or of an extension, which the core asks through one interface.
+"""Attention of a model by its configuration: dense, or of an extension behind one interface.
 
 A definition of the extension's attention is in config.json under the extension's name. Only such a
 model, or a user who names another attention than `dense`, loads the extension.
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from qat.config import Settings
+from qat.errors import CheckpointError
 from qat.hooks import extension
+from qat.quant.spec import KvSpec
 
 if TYPE_CHECKING:  # hf_quantizer needs this file while transformers is still being imported
     import torch
@@ -20,13 +22,19 @@ if TYPE_CHECKING:  # hf_quantizer needs this file while transformers is still be
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from qat.backend.base import Backend
-    from qat.models.language_model import LanguageModel
 
 DENSE = "dense"
 """The name of attention without a definition."""
 SPARSE = "nsa"
 """The extension with sparse attention, the key of its definition in config.json, and the module of
 each attention module that holds its parameters."""
+
+NAME = "qat"
+"""The attention implementation of `qat.models.document_attention`."""
+KV = {f"{NAME}-kv{bits}": KvSpec(bits=bits) for bits in (8, 4)}
+"""Attention implementations that quantize keys and values, by name."""
+BUILT_IN = {None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm", "qat"}
+"""Implementations of attention and of experts that need no external kernel."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +50,9 @@ class LayerFit:
 class SparseAttention(Protocol):
     """The interface of the module that an entry point of the group `qat.attention` names.
 
-    A batch is a `qat.convert.calibrate.TokenBatch`, a finding a `qat.train.preflight.RunFinding`:
-    rooms above this one, which it does not import.
+    A student is a `qat.models.language_model.LanguageModel`, a batch a
+    `qat.convert.calibrate.TokenBatch`, a finding a `qat.train.preflight.RunFinding`: all of them
+    import this file.
     """
 
     def read(self, name: str) -> Settings:
@@ -84,13 +93,13 @@ class SparseAttention(Protocol):
             ConfigError: the requested implementation does not support them.
         """
 
-    def fit(self, student: LanguageModel, batches: Sequence[Any], *, steps: int) -> list[LayerFit]:
+    def fit(self, student: Any, batches: Sequence[Any], *, steps: int) -> list[LayerFit]:
         """Train new parameters of sparse attention towards dense attention of the same input."""
 
     def natural_size(self, name: str, parameter: Tensor) -> float:
         """Return the size of one of its parameters, to which learning rates are relative."""
 
-    def measure(self, student: LanguageModel, batch: Any) -> dict[str, object]:
+    def measure(self, student: Any, batch: Any) -> dict[str, object]:
         """Return measures of every layer on a batch, under names that start with `nsa_`."""
 
     def findings(
@@ -159,3 +168,26 @@ def change_attention(model: PreTrainedModel, definition: Settings | None) -> Non
             load_sparse_attention().swap_out(model)
     elif getattr(model.config, SPARSE, None) != definition.model_dump(mode="json"):
         load_sparse_attention().swap_in(model, definition)
+
+
+def kv_spec(config: PreTrainedConfig) -> KvSpec | None:
+    """Return the format of keys and values by a model's configuration; None if unquantized."""
+    return KV.get(config.get_text_config()._attn_implementation)
+
+
+def check_attention(config: PreTrainedConfig) -> None:
+    """Refuse a configuration with which transformers would download and run a kernel.
+
+    Raises:
+        CheckpointError: an implementation is named that is not built in.
+    """
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    for part in (config, *parts):
+        for key in ("_attn_implementation", "_experts_implementation"):
+            value = getattr(part, key, None)
+            if not isinstance(value, str | None) or value not in BUILT_IN:
+                raise CheckpointError(
+                    f"config.json of {config.name_or_path or 'the model'} names "
+                    f"{key[1:]}={value!r}, which transformers may fetch as a program, expected "
+                    "eager, sdpa or none; remove that key"
+                )

@@ -17,9 +17,8 @@ from transformers.utils import logging as hf_logging
 
 from qat.errors import CheckpointError, ConfigError
 from qat.files import lies_inside
-from qat.models.attention import attends_sparsely
+from qat.models.attention import attends_sparsely, kv_spec
 from qat.models.directory import GGUF, atomic_directory, save_tokenizer, write_checksums
-from qat.models.document_attention import kv_spec
 from qat.models.hf_quantizer import NEEDS_QAT, QUANT_METHOD, QatConfig, QatHfQuantizer
 from qat.models.opening import Opening, auto_class, read_config, read_table
 from qat.models.rotary import with_older_names

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -26,14 +25,11 @@ from transformers.masking_utils import sdpa_mask
 
 from qat.errors import CheckpointError, ConfigError
 from qat.kernels.attention import fits_tile, tile_attention
-from qat.models.attention import attends_sparsely, is_all_sparse
+from qat.models.attention import KV, NAME, attends_sparsely, is_all_sparse
 from qat.nn.swap import decoder_layers
 from qat.quant.kv import fake_quantize_heads
 from qat.quant.spec import KvSpec
 
-NAME = "qat"
-KV = {f"{NAME}-kv{bits}": KvSpec(bits=bits) for bits in (8, 4)}
-"""Attention implementations that quantize keys and values, by name."""
 LOOKING = f"{NAME}-looking"
 """Attention implementation that records what layers pass to it."""
 
@@ -46,11 +42,6 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
     if is_plain and config._attn_implementation == "sdpa":
         model.set_attn_implementation(NAME)
     return is_plain and config._attn_implementation in (NAME, *KV)
-
-
-def kv_spec(config: PreTrainedConfig) -> KvSpec | None:
-    """Return the format of keys and values by a model's configuration; None if unquantized."""
-    return KV.get(config.get_text_config()._attn_implementation)
 
 
 def set_kv(model: PreTrainedModel, spec: KvSpec | None) -> None:

@@ -23,7 +23,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from qat.errors import CheckpointError, ConfigError
 from qat.extensions.decode.packed_reader import PackedReader
 from qat.models import trellis
-from qat.models.attention import SPARSE, attends_sparsely, load_sparse_attention
+from qat.models.attention import (
+    SPARSE,
+    attends_sparsely,
+    check_attention,
+    kv_spec,
+    load_sparse_attention,
+)
 from qat.models.directory import check_checksums
 from qat.models.stored_state import (
     INPUT_SCALE,
@@ -144,8 +150,6 @@ class QatConfig(QuantizationConfigMixin):
         Raises:
             CheckpointError: it has no quantized linear or table, and dense attention.
         """
-        from qat.models.document_attention import kv_spec
-
         modules, kv = quantized_modules(model), kv_spec(model.config)
         if not modules and not attends_sparsely(model) and kv is None:
             raise CheckpointError(
@@ -295,8 +299,6 @@ class QatHfQuantizer(HfQuantizer):
         Raises:
             CheckpointError: the configuration names an attention kernel to fetch.
         """
-        from qat.models.opening import check_attention  # it needs transformers
-
         check_attention(config)
         if getattr(config, "transformers_weights", None) == NEEDS_QAT:
             del config.transformers_weights
@@ -326,7 +328,8 @@ class QatHfQuantizer(HfQuantizer):
         self._swap_attention(model)
         kv = self.quantization_config.kv_spec()
         if kv is not None:
-            from qat.models.document_attention import set_kv  # it needs transformers
+            # here, because it imports transformers, which is incomplete when this file is imported
+            from qat.models.document_attention import set_kv
 
             set_kv(model, kv)
         open_sites(model)

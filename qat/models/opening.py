@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
 
 from qat.errors import CheckpointError, QatError, how_to_install, is_installed
 from qat.files import inside, parse_json
+from qat.models.attention import check_attention
 from qat.models.directory import (
     ADAPTER,
     GGUF,
@@ -55,8 +56,6 @@ MOST = {
     "(size|width|dim|positions|length)$|^n_(embd|ctx|inner)$": 2**28,
 }
 """Upper bounds on numbers in config.json, by patterns of their names."""
-BUILT_IN = {None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm", "qat"}
-"""Implementations of attention and of experts that need no external kernel."""
 READERS = (
     "transformers",
     "transformers_modules",
@@ -193,24 +192,6 @@ def auto_class(
     if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
-
-
-def check_attention(config: PreTrainedConfig) -> None:
-    """Refuse a configuration with which transformers would download and run a kernel.
-
-    Raises:
-        CheckpointError: an implementation is named that is not built in.
-    """
-    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
-    for part in (config, *parts):
-        for key in ("_attn_implementation", "_experts_implementation"):
-            value = getattr(part, key, None)
-            if not isinstance(value, str | None) or value not in BUILT_IN:
-                raise CheckpointError(
-                    f"config.json of {config.name_or_path or 'the model'} names "
-                    f"{key[1:]}={value!r}, which transformers may fetch as a program, expected "
-                    "eager, sdpa or none; remove that key"
-                )
 
 
 def _check_numbers(config: PreTrainedConfig) -> None:

@@ -28,7 +28,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 from qat.backend.device import on
 from qat.kernels.glu import silu_mul
 from qat.kernels.joined_attention import joined_fits_tile, joined_tile_attention
-from qat.models.document_attention import attend, kv_spec
+from qat.models.attention import kv_spec
+from qat.models.document_attention import attend
 from qat.nn.by_layer import GatherPrefetch, form_by_layer
 from qat.nn.step import (
     form_moved_weights,

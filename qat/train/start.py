@@ -24,8 +24,8 @@ from qat.extensions.decode.rollout import PREFIX, check_rollouts
 from qat.files import held
 from qat.losses.config import check_targets, check_with_teacher
 from qat.models import trellis
+from qat.models.attention import kv_spec
 from qat.models.directory import atomic_directory
-from qat.models.document_attention import kv_spec
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity, state_identity
 from qat.models.step_memory import step_bytes

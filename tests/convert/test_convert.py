@@ -22,8 +22,8 @@ from qat.convert.quantize import quantize_model
 from qat.data.reader import TeacherCache
 from qat.data.sources import DataSource
 from qat.errors import CacheError, CheckpointError, ConfigError, DataError
+from qat.models.attention import kv_spec
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
-from qat.models.document_attention import kv_spec
 from qat.models.load import load_model, load_tokenizer
 from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import table_names

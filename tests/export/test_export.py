@@ -17,9 +17,10 @@ from qat.export.config import ExportConfig
 from qat.export.dense import dense_state_dict
 from qat.export.dense import write as write_dense
 from qat.export.model import check_equal, export_model
+from qat.models.attention import kv_spec
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.cost import parameter_count
-from qat.models.document_attention import kv_spec, quantize_kv
+from qat.models.document_attention import quantize_kv
 from qat.models.load import load_model
 from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import linear_names, replace_module

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from qat.errors import CheckpointError, ConfigError
+from qat.models.attention import kv_spec
 from qat.models.checkpoint import load_checkpoint, load_skeleton, save_checkpoint, write_model
-from qat.models.document_attention import kept_heads, kv_spec, quantize_kv, set_kv
+from qat.models.document_attention import kept_heads, quantize_kv, set_kv
 from qat.models.hf_quantizer import FORMAT
 from qat.models.language_model import LanguageModel
 from qat.models.regions import Regions

@@ -38,7 +38,7 @@ from qat.extensions.decode.kernels.lut_rows import (
     stacks,
 )
 from qat.kernels.lut_weight import form
-from qat.models.document_attention import kv_spec
+from qat.models.attention import kv_spec
 from qat.models.language_model import LanguageModel
 from qat.models.regions import ATTENTIONS, MLPS, QKV, SILUS, as_written
 from qat.nn.activation import ActivationQuantizer, activation_of, read, read_alike
