@@ -25,24 +25,22 @@ from qat.models.cost import model_bits_per_weight, parameter_count, quantized_pa
 from qat.models.cost import stored_bits as bits_of
 from qat.models.directory import GGUF, adapted, resolve
 from qat.models.document_attention import set_kv
-from qat.models.hf_quantizer import empty_linear, put_empty_table
+from qat.models.hf_quantizer import put_empty_formats
 from qat.models.opening import auto_class, read_config
 from qat.models.sizes import MEGABYTE, Sizes, source_megabytes
 from qat.models.stored_state import quantized_modules
-from qat.nn.activation import ActivationQuantizer
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.sites import open_sites
 from qat.nn.swap import (
     decoder_layers,
     is_tied,
     linear_names,
-    replace_module,
     table_names,
     untie_head,
     weight_shape,
 )
 from qat.quant.fit import fit_weight
-from qat.quant.spec import LutSpec, PlanRule, QuantPlan, by_group
+from qat.quant.spec import LutSpec, PlanRule, by_group
 
 SIDE = 1024
 """Rows and columns of the matrices whose product is timed."""
@@ -95,12 +93,14 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
     plan = plan_tables(plan, model, config, stored=stored, shipping=shipping)
     if shipping is not None:
         plan = shipping.plan(plan, model, group_size=config.group_size)
-    specs = plan.assign(linear_names(model), table_names(model))
+    names = table_names(model)
+    specs = plan.assign(linear_names(model), names)
     for name, spec in specs.items():
         spec.check_shape(name, *weight_shape(model.get_submodule(name)))
     seconds = _seconds(model, specs, config)
     memory = _memory(source, model, specs, config)
-    _put_formats(model, plan, specs)
+    inputs = {n: plan.activation_for(n, is_table=n in names) for n in specs}
+    put_empty_formats(model, specs, {n: each for n, each in inputs.items() if each is not None})
     if (kv := read_kv(config)) is not None:
         set_kv(model, kv)
     size, linear_bits = _bytes(model, itemsize), model_bits_per_weight(model)
@@ -113,7 +113,7 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
         bits_per_weight=8 * size / parameter_count(model),
         linear_bits=linear_bits,
     )
-    tables = map(model.get_submodule, table_names(model))
+    tables = map(model.get_submodule, names)
     floats = {id(m.weight): m.weight.numel() for m in tables if not isinstance(m, FrozenLutTable)}
     return Forecast(
         model=model,
@@ -146,20 +146,6 @@ def _skeleton(
     dtype = getattr(settings, "dtype", None)
     is_wide = dtype == torch.float32 and not path.endswith(GGUF)
     return model.eval(), 4 if is_wide else 2, stored
-
-
-def _put_formats(model: PreTrainedModel, plan: QuantPlan, specs: Mapping[str, LutSpec]) -> None:
-    """Replace the modules in `specs` by quantized modules without values."""
-    tables = table_names(model)
-    for name, spec in specs.items():
-        if name in tables:
-            put_empty_table(model, name, spec)
-        else:
-            replace_module(model, name, empty_linear(model, name, spec))
-        activation = plan.activation_for(name, is_table=name in tables)
-        if activation is not None:
-            scale = torch.empty((), device="meta") if activation.is_static else None
-            model.get_submodule(name).activation = ActivationQuantizer(activation, scale)
 
 
 def _bytes(model: PreTrainedModel, itemsize: int) -> int:

@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from qat.errors import CheckpointError, how_to_install
-from qat.files import parse_json
 from qat.models.directory import ADAPTER
 from qat.models.hf_quantizer import read_headers
 from qat.models.opening import read_table
@@ -167,12 +166,6 @@ def _part_fault(parts: dict[str, Any], method: str, bits: int, group_size: objec
     return None
 
 
-def read_settings(directory: Path) -> dict[str, Any]:
-    """Return the `quantization_config` of config.json as it was written."""
-    config = parse_json((directory / "config.json").read_text(encoding="utf-8"))
-    return config["quantization_config"]
-
-
 def _gptq(parts: dict[str, Any], bits: int, offset: int) -> Tensor:
     """Return the `(O, I)` weight of GPTQ, which packs inputs along rows.
 
@@ -277,16 +270,11 @@ def _check_adapter(path: Path, model: PreTrainedModel) -> None:
             f"{path} sets {name}={value!r:.80}, by which peft imports a module that it names, "
             "expected none; remove that key, or merge the adapter where its module is"
         )
-    patterns = [settings.get(key) for key in ("target_modules", "exclude_modules")]
-    patterns += [*_texts(settings.get("layers_pattern"))]
-    for key in ("rank_pattern", "alpha_pattern"):
-        patterns += [*_texts(settings.get(key))]
-    texts = [pattern for pattern in patterns if isinstance(pattern, str)]
-    if fault := pattern_fault(texts, [name for name, _ in model.named_modules()]):
+    # a list of modules holds names, a string is a pattern; ranks and alphas have patterns as keys
+    modules = (settings.get(key) for key in ("target_modules", "exclude_modules"))
+    found = [each for each in modules if isinstance(each, str)]
+    found += [settings.get("layers_pattern")]
+    tables = (settings.get(key) for key in ("rank_pattern", "alpha_pattern"))
+    found += [list(each) if isinstance(each, dict) else each for each in tables]
+    if fault := pattern_fault(patterns_of(found), [name for name, _ in model.named_modules()]):
         raise CheckpointError(f"{path} holds {fault}, expected names of modules; write them there")
-
-
-def _texts(value: object) -> list[str]:
-    """Return the strings in a setting: one string, a list of strings, or the keys of a table."""
-    values = [value] if isinstance(value, str) else value if isinstance(value, list | dict) else []
-    return [each for each in values if isinstance(each, str)]

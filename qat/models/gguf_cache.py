@@ -22,7 +22,6 @@ from typing import TypeVar
 import torch
 import transformers
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -170,11 +169,11 @@ class Weights:
             return self._read(str(path.parent), file, dtype=self._made_in(path))
 
     def save(self, made: PreTrainedModel, directory: Path) -> None:
-        """Write the model to `directory`, each tensor in the narrowest dtype that loses nothing."""
+        """Write the model to `directory`, tensors in 16 bits where that loses nothing."""
         made.hf_quantizer = None
         if hasattr(made.config, "quantization_config"):
             del made.config.quantization_config
-        state = {name: narrowest(tensor) for name, tensor in packed_state_dict(made).items()}
+        state = packed_state_dict(made)
         made.save_pretrained(directory, state_dict=state, max_shard_size=SHARD)
         # without this file the end tokens come from the configuration, as for a model read from
         # GGUF
@@ -217,15 +216,6 @@ def as_floats() -> dict[str, object]:
     # releases before 5.18 always dequantize
     kind = getattr(transformers, "GgufConfig", None)
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
-
-
-def narrowest(tensor: Tensor) -> Tensor:
-    """Return `tensor` in float16 if that represents every value exactly."""
-    if tensor.dtype != torch.float32:
-        return tensor
-    samples = (tensor.flatten()[:4096], tensor)  # a few values rule most tensors out
-    is_exact = all(torch.equal(values.half().float(), values) for values in samples)
-    return tensor.half() if is_exact else tensor
 
 
 def _opens_as(tokenizer: PreTrainedTokenizerBase, directory: Path) -> bool:

@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -191,15 +191,15 @@ class QatConfig(QuantizationConfigMixin):
         Raises:
             CheckpointError: a spec has unknown keys or values out of range.
         """
+        others, found = (LORA_RANK, ACTIVATION, SHARED_SCALE), {}
         try:
-            return {
-                name: LutSpec.parse(
-                    trellis.as_levels(name, _of_weight(values)), f"quantization_config of {name}"
-                )
-                for name, values in self.modules.items()
-            }
+            for name, entry in self.modules.items():
+                values = {key: value for key, value in entry.items() if key not in others}
+                values = trellis.as_levels(name, values)
+                found[name] = LutSpec.parse(values, f"quantization_config of {name}")
         except ConfigError as error:
             raise CheckpointError(f"{error}; convert the model anew") from None
+        return found
 
     def lora_ranks(self) -> dict[str, int]:
         """Return the rank of each module's adapter; modules without one are left out.
@@ -333,13 +333,11 @@ class QatHfQuantizer(HfQuantizer):
 
             set_kv(model, kv)
         open_sites(model)
-        tables = table_names(model)
-        for name, spec in self.quantization_config.specs().items():
-            if name in tables:
-                put_empty_table(model, name, spec)
-            else:
-                replace_module(model, name, empty_linear(model, name, spec))
-        for name in self.quantization_config.modules:
+        config, tables = self.quantization_config, table_names(model)
+        put_empty_formats(model, config.specs(), config.activations())
+        for name, owner in config.scale_owners().items():
+            model.get_submodule(name).activation = model.get_submodule(owner).activation
+        for name in config.modules:
             # every tensor is read, so nothing is left to initialize; some modules would need a
             # linear's weight for it. Buffers that are not stored must still be computed, by the
             # module that holds them or, as in Falcon H1, by the model, which holds the embedding
@@ -347,22 +345,11 @@ class QatHfQuantizer(HfQuantizer):
             parts = owner.modules() if name in tables else (owner,)
             is_stored = not any(part._non_persistent_buffers_set for part in parts)
             owner._is_hf_initialized = is_stored
-        for name, rank in self.quantization_config.lora_ranks().items():
+        for name, rank in config.lora_ranks().items():
             set_empty_adapter(name, model.get_submodule(name), rank)
-        self._put_activations(model)
         if checkpoint_files is not None:
-            dtypes = trellis.put_empty_paths(model, self.quantization_config.modules)
+            dtypes = trellis.put_empty_paths(model, config.modules)
             check_tensors(model, checkpoint_files, dtypes)
-
-    def _put_activations(self, model: PreTrainedModel) -> None:
-        """Let the modules quantize their inputs; static scales have no values yet."""
-        config = self.quantization_config
-        for name, spec in config.activations().items():
-            with torch.device("meta"):
-                scale = torch.empty(()) if spec.is_static else None
-                model.get_submodule(name).activation = ActivationQuantizer(spec, scale)
-        for name, owner in config.scale_owners().items():
-            model.get_submodule(name).activation = model.get_submodule(owner).activation
 
     def _swap_attention(self, model: PreTrainedModel) -> None:
         """Swap in sparse attention, whose parameters are loaded later.
@@ -449,6 +436,27 @@ def _stored_dtypes(model: nn.Module) -> dict[str, str]:
     return dtypes
 
 
+def put_empty_formats(
+    model: PreTrainedModel, specs: Mapping[str, LutSpec], activations: Mapping[str, ActivationSpec]
+) -> None:
+    """Replace the modules in `specs` by quantized modules without values on the meta device.
+
+    Those in `activations` quantize their inputs, with a scale of their own if it is static.
+
+    Raises:
+        CheckpointError: there is no such module, or the spec does not fit its shape.
+    """
+    tables = table_names(model)
+    for name, spec in specs.items():
+        if name in tables:
+            put_empty_table(model, name, spec)
+        else:
+            replace_module(model, name, empty_linear(model, name, spec))
+    for name, activation in activations.items():
+        scale = torch.empty((), device="meta") if activation.is_static else None
+        model.get_submodule(name).activation = ActivationQuantizer(activation, scale)
+
+
 def empty_linear(model: PreTrainedModel, name: str, spec: LutSpec) -> FrozenLutLinear:
     """Return a linear without values on the meta device, with the shape of the linear `name`.
 
@@ -531,14 +539,6 @@ def _legacy_features(format: int, modules: dict[str, dict], kv: dict | None) -> 
     features += ["nsa"] * is_sparse + ["activations"] * has_activations
     features += ["lora"] * any(LORA_RANK in entry for entry in modules.values())
     return features + ["kv"] * (kv is not None)
-
-
-def _of_weight(values: object) -> object:
-    """Return the part of a module's entry that is the spec of its weight."""
-    if not isinstance(values, dict):
-        return values
-    others = (LORA_RANK, ACTIVATION, SHARED_SCALE)
-    return {key: value for key, value in values.items() if key not in others}
 
 
 def _check_groups(name: str, spec: LutSpec, out_features: int, in_features: int) -> None:

@@ -30,7 +30,6 @@ from qat.models.dequantize import (
     has_several_schemes,
     method_of,
     patterns_of,
-    read_settings,
     with_adapter,
 )
 from qat.models.directory import (
@@ -281,7 +280,7 @@ def _by_hand(source: str, config: PreTrainedConfig, how: _How) -> tuple[type, No
         directory = Path(source)
         if not directory.is_dir():
             directory = Path(snapshot_download(source, local_files_only=is_kept_here(source)))
-        state = float_state(directory, read_settings(directory))
+        state = float_state(directory, config.quantization_config)
     else:
         packed, info = auto_class(config).from_pretrained(
             source,
