@@ -95,7 +95,6 @@ def measure_sensitivities(
 
 
 def _fitted(weight: Tensor, spec: LutSpec, inputs: StackInputs | None) -> QuantizedWeight:
-    """Fit a weight to its values, or the weight of experts to the inputs of each."""
     if inputs is None:
         return fit_weight(weight, spec, nearest=nearest_vectors)
     return fit_stack_to_inputs(weight, spec, *inputs, ops=COLUMN_OPS).quantized
@@ -373,11 +372,7 @@ def _trials(
 def _formats_like(
     spec: LutSpec, name: str, shape: tuple[int, int], wider_groups: bool
 ) -> list[LutSpec]:
-    """Return the formats of 2, 3 and 4 bits per weight that fit the weight called `name`.
-
-    Raises:
-        ConfigError: none fits; the message is that of the first.
-    """
+    """Return the formats of 2, 3 and 4 bits per weight that fit the weight called `name`."""
     size, I = spec.group_size, shape[1]
     # with `wider_groups`: the first two sizes from `size` on that divide the rows, in the coarsest
     # steps that find any
@@ -413,11 +408,7 @@ def _table_formats(model: LanguageModel, names: Sequence[str]) -> dict[str, list
 
 
 def _check_reach(bits_budget: float, bits: Sequence[Sequence[int]], num_weights: int) -> None:
-    """Refuse a budget outside the range that the formats can reach.
-
-    Raises:
-        ConfigError: it is below the smallest formats or above the largest.
-    """
+    """Refuse a budget outside the range that the formats can reach."""
     least, most = (sum(map(pick, bits)) / num_weights for pick in (min, max))
     room = TOLERANCE * bits_budget
     if not least - room <= bits_budget <= most + room:

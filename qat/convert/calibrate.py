@@ -455,7 +455,6 @@ class _Block:
 def _stage_inputs(
     student: Iterable[_Reading], teacher: Iterable[_Reading] | None, store: StateStore
 ) -> StageInputs:
-    """Compute the means over all tokens from the readings of a stage."""
     second, gap, drift = _MeanOuter(), _MeanOuter(torch.float32), _MeanOuter(torch.float32)
     is_taught = teacher is not None
     aims = repeat(None) if teacher is None else teacher
@@ -479,7 +478,6 @@ def _stage_inputs(
 
 
 def _stack_inputs(readings: Iterable[_Reading]) -> StackInputs:
-    """Compute the means over the tokens of each expert."""
     means: dict[int, _MeanOuter] = {}
     experts = 0
     for seen in readings:

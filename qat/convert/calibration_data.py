@@ -94,7 +94,6 @@ def _cached_tokens(
 def _own_tokens(
     rows: Sequence[Tensor], config: ConvertConfig, student: LanguageModel
 ) -> list[TokenBatch]:
-    """Return one batch per length among the rows drawn."""
     by_length: dict[int, list[Tensor]] = {}
     singles = [row for each in rows for row in torch.atleast_2d(each)]
     for number in _draw(len(singles), config):

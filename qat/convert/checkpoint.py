@@ -81,7 +81,6 @@ def _report(
     calibration: Sequence[TokenBatch],
     done: Converted,
 ) -> dict[str, object]:
-    """Return the entries of the report file except `source`."""
     ids = [batch.input_ids for batch in calibration]
     drawn = {
         "data": config.calibration,

@@ -81,7 +81,6 @@ class ConvertConfig(Settings):
     @field_validator("embedding_bits", mode="before")
     @classmethod
     def _number(cls, value: object) -> object:
-        """Convert a flag's digits to a number, as a recipe has it."""
         return int(value) if isinstance(value, str) and value.isdigit() else value
 
 

@@ -285,7 +285,6 @@ def check_experts(plan: QuantPlan, model: PreTrainedModel) -> None:
 
 
 def _say_others(plan: QuantPlan, linears: list[str]) -> None:
-    """Warn about linears of unknown role that the plan gives a format."""
     if not any(rule.role == "other" for rule in plan.rules):
         return
     others = [name for name in linears if role_of(name) == "other"]
@@ -301,7 +300,6 @@ def _say_others(plan: QuantPlan, linears: list[str]) -> None:
 
 
 def _say_requantized(model: nn.Module, todo: dict[str, LutSpec]) -> None:
-    """Warn about modules that are fitted to already quantized values because no base is given."""
     modules = {name: model.get_submodule(name) for name in todo}
     rounded = {
         n: m.spec.index_bits
@@ -339,8 +337,6 @@ def _check_base(model: nn.Module, base: nn.Module, names: list[str]) -> None:
 
 
 class _Conversion:
-    """Fits linears and tables and replaces them by the results."""
-
     def __init__(
         self,
         student: LanguageModel,

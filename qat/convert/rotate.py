@@ -190,7 +190,6 @@ class _Stream:
         return "norm" in type(module).__name__.lower() and shapes in ([], [(self.width,)])
 
     def _reading(self, module: nn.Module) -> list[nn.Parameter]:
-        """Return the weights that `module` itself multiplies its input with."""
         if isinstance(module, Owner):
             return [linear.weight for name, linear in _stacks(module) if not _writes(name)]
         own = module.parameters(recurse=False)
@@ -246,7 +245,6 @@ class _Stream:
 
 
 def _turn_values(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Rotate the values of each head, and the weights that read them."""
     for module in decoder_layers(model).modules():
         linears = {name: m for name, m in module.named_children() if isinstance(m, nn.Linear)}
         source = next((linears[name] for name in VALUES if name in linears), None)
@@ -268,7 +266,6 @@ def _turn_values(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 
 def _logits(student: LanguageModel, ids: Tensor) -> tuple[Tensor, float]:
-    """Return the logits of `ids`, and how much a rounding in each decoder layer changes them."""
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     plain = student.logits(student.hidden(ids, positions))
     with disturbed(student.model, torch.finfo(plain.dtype).eps):
@@ -276,11 +273,7 @@ def _logits(student: LanguageModel, ids: Tensor) -> tuple[Tensor, float]:
 
 
 def _check(model: PreTrainedModel) -> None:
-    """Refuse a model that is rotated, has quantized weights, or reads more than text.
-
-    Raises:
-        ConfigError: the model is one of these.
-    """
+    """Refuse a model that is rotated, has quantized weights, or reads more than text."""
     if found := quantized_modules(model):
         raise ConfigError(
             f"rotate: {next(iter(found))} is quantized already, expected a float model; rotate the "
@@ -299,13 +292,11 @@ def _check(model: PreTrainedModel) -> None:
 
 
 def _stacks(owner: Owner) -> list[tuple[str, nn.Linear]]:
-    """Return the stacked weights of experts of `owner`, with their names."""
     return [(n, m) for n, m in owner.named_children() if isinstance(m, StackedLinear)]
 
 
 def _writes(name: str) -> bool:
-    """Return whether the experts' weight called `name` writes to the stream."""
-    return name.startswith("down")
+    return name.startswith("down")  # down_proj adds to the stream, gate and up read it
 
 
 def _address(x: Tensor) -> int:

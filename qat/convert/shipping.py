@@ -176,9 +176,6 @@ class Shipping(NamedTuple):
         If the plan leaves inputs in floating point and a target does not support that, they get a
         kind that all targets have in common. Static scales get the dtype that the targets compute
         in.
-
-        Raises:
-            ExportError: a target does not support the inputs of the plan.
         """
         takes = [target.HOLDS_ACTIVATIONS for target in self.targets.values()]
         common = [kind for kind in takes[0] if all(kind in kinds for kinds in takes)]

@@ -172,7 +172,6 @@ def finish_config(
 
 
 def _finish(directory: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Write the tokenizer and the checksums."""
     if tokenizer is not None:
         save_tokenizer(tokenizer, directory)
     write_checksums(directory)

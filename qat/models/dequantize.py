@@ -248,9 +248,6 @@ def _check_adapter(path: Path, model: PreTrainedModel) -> None:
     """Refuse adapter settings that make peft import a module, open another adapter, or hang.
 
     Patterns of module names may take practically forever to match.
-
-    Raises:
-        CheckpointError: the settings do one of these.
     """
     settings = read_table(path)
     kind = str(settings.get("peft_type"))

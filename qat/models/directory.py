@@ -89,7 +89,6 @@ def resolve(source: str) -> str:
 
 
 def _checkpoint_of(run: Path, pointer: str) -> Path:
-    """Return the checkpoint of a run that its file `best` or `latest` names."""
     checkpoint = pointed(run, pointer)
     if checkpoint is None or not (checkpoint / "config.json").is_file():
         raise CheckpointError(
@@ -102,7 +101,6 @@ def _checkpoint_of(run: Path, pointer: str) -> Path:
 
 
 def _student_in(path: Path) -> Path:
-    """Return the directory that the file `student` of a `qat run` directory names."""
     name = _read_pointer(path / STUDENT)
     found = path / name
     if not FOLDER.fullmatch(name) or found.is_symlink() or not found.is_dir():
@@ -150,7 +148,6 @@ def is_path(source: str) -> bool:
 
 
 def _hub_id(source: str) -> str:
-    """Return `source`, which is no local path, if a hub has it."""
     if is_path(source):
         hint = "check the path"
         if "://" in source:
@@ -219,7 +216,6 @@ def _read_pointer(pointer: Path) -> str:
 
 
 def _check_indices(directory: Path) -> None:
-    """Refuse an index of weights that names files outside of the model's directory."""
     for kind in ("safetensors", "bin"):
         for path in directory.glob(f"*.{kind}.index.json"):
             try:
@@ -301,7 +297,6 @@ def check_checksums(directory: Path, *, weights: bool, has: str = "config.json")
 
 
 def _of_all(digest: Callable[[Path], str], files: Sequence[Path]) -> list[str]:
-    """Return the digest of each file, computed in parallel."""
     with ThreadPoolExecutor(max(1, min(cores(), len(files)))) as pool:
         return [*pool.map(digest, files)]
 

@@ -231,11 +231,7 @@ def _opens_as(tokenizer: PreTrainedTokenizerBase, directory: Path) -> bool:
 
 
 def _entry(path: Path, part: Part) -> Path:
-    """Return the entry for a part of the file; create it if there is none.
-
-    Raises:
-        NotKept: there is no room, nothing can be written, or the file is being changed.
-    """
+    """Return the entry for a part of the file; create it if there is none."""
     try:
         root = GGUF_CACHE.expanduser()
     except RuntimeError as error:  # a process of no known user, as in some containers
@@ -307,11 +303,7 @@ def _alone(entry: Path, path: Path) -> Iterator[None]:
 
 
 def _make_room(root: Path, num_bytes: int) -> None:
-    """Remove stale partial files, then the least recently used entries, until `num_bytes` fit.
-
-    Raises:
-        NotKept: they do not fit without evicting an entry that a process may be opening.
-    """
+    """Remove stale partial files, then the least recently used entries, until `num_bytes` fit."""
     now, entries = time.time(), []
     for directory in filter(Path.is_dir, root.iterdir()):
         with suppress(FileNotFoundError):  # another process may be evicting too

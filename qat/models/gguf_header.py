@@ -179,7 +179,6 @@ def _new(name: bytes, known: dict[str, Any]) -> str:
 
 
 def _string(data: mmap.mmap, at: int) -> tuple[bytes, int]:
-    """Return the string at an offset, and the offset after it."""
     (length,) = struct.unpack_from("<Q", data, at)
     begin = at + 8
     _check_room(len(data) - begin, length, 1, "letters")

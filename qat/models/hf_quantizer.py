@@ -352,12 +352,7 @@ class QatHfQuantizer(HfQuantizer):
             check_tensors(model, checkpoint_files, dtypes)
 
     def _swap_attention(self, model: PreTrainedModel) -> None:
-        """Swap in sparse attention, whose parameters are loaded later.
-
-        Raises:
-            CheckpointError: config.json contradicts itself about the attention.
-            ConfigError: the extension with sparse attention is not installed.
-        """
+        """Swap in sparse attention, whose parameters are loaded later."""
         ours, is_sparse = self.quantization_config, attends_sparsely(model)
         specs, found = list(ours.specs().values()), ours.features
         if ("nsa" in found) != is_sparse:

@@ -209,8 +209,6 @@ def state_identity(model: PreTrainedModel) -> str:
 
 
 class _How(NamedTuple):
-    """Options for loading a model."""
-
     backend: Backend
     dtype: torch.dtype
     device_map: str | None
@@ -248,11 +246,7 @@ def _open(source: str, how: _How) -> LanguageModel:
 
 
 def _split(source: str, model: PreTrainedModel | StreamedModel) -> LanguageModel:
-    """Split the model into body and head, if it is not yet, and check the split.
-
-    Raises:
-        CheckpointError: it does not split, or does not run even in transformers.
-    """
+    """Split the model into body and head, if it is not yet, and check the split."""
     with Opening(source, "a causal language model"):
         found = model if isinstance(model, StreamedModel) else LanguageModel(model.eval())
         model = found.model
@@ -331,7 +325,6 @@ def _load_float(source: str, how: _How) -> PreTrainedModel | StreamedModel:
 
 
 def _named(source: str, how: _How) -> dict[str, Any]:
-    """Return settings of `from_pretrained` for any float model."""
     return {
         "dtype": how.dtype,
         "device_map": how.placement(),
@@ -344,7 +337,6 @@ def _named(source: str, how: _How) -> dict[str, Any]:
 def _from_directory(
     source: str, config: PreTrainedConfig, how: _How
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load the model of a directory or hub id, with transformers' loading info."""
     method, named = method_of(config), _named(source, how)
     if method in BY_HAND or has_several_schemes(config):
         opener, place, more = _by_hand(source, config, how)
@@ -364,8 +356,6 @@ def _from_directory(
 def _from_gguf(
     source: str, config: PreTrainedConfig, how: _How
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load the model of a GGUF file, with transformers' loading info."""
-
     def read(
         place: str, file: dict[str, str], **other: object
     ) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -387,11 +377,7 @@ def _from_gguf(
 
 
 def _check_bounds(source: str, config: PreTrainedConfig, *, trust_remote_code: bool) -> None:
-    """Refuse a configuration with far more weights than the files hold, or with slow patterns.
-
-    Raises:
-        CheckpointError: the configuration has one of these.
-    """
+    """Refuse a configuration with far more weights than the files hold, or with slow patterns."""
     with Opening(source, "a causal language model"), torch.device("meta"), quiet_transformers():
         made = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     place = Path(source)

@@ -198,9 +198,6 @@ def _check_numbers(config: PreTrainedConfig) -> None:
     """Refuse a configuration with more layers or larger sizes than any real model has.
 
     transformers would build as many layers, and tables of that size.
-
-    Raises:
-        CheckpointError: a number is out of bounds.
     """
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     for part in (config, *filter(None, parts)):
@@ -238,7 +235,6 @@ def _place(trace: TracebackType | None) -> str:
 
 
 def _short(error: BaseException) -> str:
-    """Return the error in one line of at most 300 characters."""
     words = " ".join(str(error).split())
     kind = type(error).__name__
     text = words if isinstance(error, OSError | ValueError | RuntimeError) else f"{kind}: {words}"
@@ -247,11 +243,6 @@ def _short(error: BaseException) -> str:
 
 
 def _check_tables(directory: Path) -> None:
-    """Check that small JSON files are objects, and that weight indices name files of the directory.
-
-    Raises:
-        CheckpointError: one is not.
-    """
     for path in (path for pattern in TABLES for path in sorted(directory.glob(pattern))):
         values = read_table(path)
         if path.name == ADAPTER and (directory / "config.json").is_file():
@@ -284,7 +275,6 @@ def read_table(path: Path) -> dict[str, object]:
 
 
 def _check_index(path: Path, values: dict[str, object]) -> None:
-    """Check that the weight files named in an index are in its directory."""
     places = values.get("weight_map")
     if not isinstance(places, dict):
         raise CheckpointError(

@@ -260,7 +260,6 @@ class Regions:
 
 
 def _last_norm(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the norm after the last layer, if it is in the usual place."""
     norm = getattr(model.base_model, "norm", None)
     return [] if norm is None else [norm]
 
