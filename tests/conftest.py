@@ -129,6 +129,6 @@ def _own_gguf_cache(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keep what tests open out of the user's cache."""
-    if "qat.models.gguf_cache" in sys.modules:
+    if "qat.models.opening" in sys.modules:  # which loads that cache when it opens a GGUF file
         root = tmp_path_factory.getbasetemp() / "gguf-cache"
         monkeypatch.setattr("qat.models.gguf_cache.GGUF_CACHE", root)

@@ -181,6 +181,8 @@ class Weights:
 
 
 Part = Config | Vocabulary | Weights
+PARTS = {"config": Config(), "tokenizer": Vocabulary()}
+"""The parts that need no settings."""
 
 
 class NotKept(Exception):  # noqa: N818 - no error: the file is read without the cache
@@ -188,13 +190,11 @@ class NotKept(Exception):  # noqa: N818 - no error: the file is read without the
 
 
 def opened(source: str, part: Part, read: Callable[[str, dict[str, str]], T]) -> T:
-    """Apply `read` to a resolved source; for a GGUF file, to its cache entry if there can be one.
+    """Apply `read` to the cache entry for a part of a GGUF file, or to the file without one.
 
     `read` gets the path and the GGUF file as arguments of `from_pretrained`.
     """
     place, file = as_transformers_asks(source)
-    if not file:
-        return read(place, file)
     path = Path(place, file["gguf_file"])
     try:
         entry = _entry(path, part)

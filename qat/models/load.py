@@ -39,10 +39,9 @@ from qat.models.directory import (
     is_kept_here,
     resolve,
 )
-from qat.models.gguf_cache import Vocabulary, Weights, as_floats, opened
 from qat.models.hf_quantizer import QUANT_METHOD
 from qat.models.language_model import LanguageModel
-from qat.models.opening import Opening, auto_class, read_config
+from qat.models.opening import Opening, auto_class, read_config, read_part
 from qat.models.split_check import check_layers, check_split
 from qat.models.stored_state import packed_state_dict
 from qat.models.streamed import (
@@ -136,7 +135,7 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> PreTraine
 
         # an adapter may bring its own tokenizer
         has_own = Path(source, "tokenizer_config.json").is_file()
-        tokenizer = read(source, {}) if has_own else opened(source, Vocabulary(), read)
+        tokenizer = read(source, {}) if has_own else read_part(source, "tokenizer", read)
     if source.endswith(GGUF):
         tokenizer.name_or_path = source
         # a GGUF says nothing of it; the default of some versions warns, and older ones drop spaces
@@ -356,6 +355,8 @@ def _from_directory(
 def _from_gguf(
     source: str, config: PreTrainedConfig, how: _How
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
+    from qat.models.gguf_cache import Weights, as_floats, opened  # for GGUF files alone
+
     def read(
         place: str, file: dict[str, str], **other: object
     ) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -8,8 +8,10 @@ An error that began in our own code is our bug and keeps its traceback.
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Literal, TypeVar
 
 from transformers import (
     AutoConfig,
@@ -32,13 +34,13 @@ from qat.models.directory import (
     ADAPTER,
     GGUF,
     SOURCES,
+    as_transformers_asks,
     check_checksums,
     is_kept_here,
 )
-from qat.models.gguf_cache import Config, opened
-from qat.models.gguf_header import check_gguf
 from qat.process import is_out_of_memory
 
+T = TypeVar("T")
 TABLES = (
     "config.json",
     "generation_config.json",
@@ -124,14 +126,16 @@ class Opening:
 
     def __enter__(self) -> None:
         directory = Path(self._source)
-        if directory.suffix == GGUF and not is_installed("gguf"):
-            raise CheckpointError(
-                f"{self._source} is a GGUF file, expected the package that reads such; run: "
-                f"{how_to_install('ship')}"
-            )
-        if directory.suffix == GGUF and directory.is_file():
-            check_gguf(directory)
         if directory.suffix == GGUF:
+            if not is_installed("gguf"):
+                raise CheckpointError(
+                    f"{self._source} is a GGUF file, expected the package that reads such; run: "
+                    f"{how_to_install('ship')}"
+                )
+            from qat.models.gguf_header import check_gguf  # other models need no reader of GGUF
+
+            if directory.is_file():
+                check_gguf(directory)
             # transformers 5.23 assumes 128 for every Qwen3, whatever the file states
             GGUF_CONFIG_MAPPING["qwen3"].setdefault("attention.key_length", "head_dim")
         if directory.is_dir():
@@ -162,6 +166,21 @@ class Opening:
         ) from error
 
 
+def read_part(
+    source: str, part: Literal["config", "tokenizer"], read: Callable[[str, dict[str, str]], T]
+) -> T:
+    """Apply `read` to a resolved source; for a GGUF file, to the cached conversion of that part.
+
+    `read` gets the path and the GGUF file as arguments of `from_pretrained`.
+    """
+    place, file = as_transformers_asks(source)
+    if not file:
+        return read(place, file)
+    from qat.models.gguf_cache import PARTS, opened  # other models need no reader of GGUF
+
+    return opened(source, PARTS[part], read)
+
+
 def read_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Return the configuration of a resolved `source`; no weights are read.
 
@@ -169,9 +188,9 @@ def read_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedCo
         CheckpointError: there is none, it is damaged, or names an attention kernel to fetch.
     """
     with Opening(source, "a model's configuration"):
-        config = opened(
+        config = read_part(
             source,
-            Config(),
+            "config",
             lambda place, file: AutoConfig.from_pretrained(
                 place,
                 local_files_only=is_kept_here(place),
