@@ -129,23 +129,6 @@ def test_conversions_repeat_to_the_byte(
     assert files[0] == files[1]
 
 
-def test_a_base_is_better_than_the_four_bit_weights(place: Path, tmp_path: Path) -> None:
-    four = tmp_path / "four"
-    source, to = str(place / "float"), config(place, to="q4a4")
-    convert_checkpoint(source, to, four)
-    errors = []
-    for base in (None, source):
-        out = tmp_path / f"two-{base is None}"
-        report = convert_checkpoint(str(four), config(place, to="q2a4", base=base), out)
-        assert report.kept == 8 and len(report.modules) == 6
-        model, true = load_checkpoint(out), load_model(source, device="cpu", dtype="fp32").model
-        modules = [
-            (model.get_submodule(m.name), true.get_submodule(m.name)) for m in report.modules
-        ]
-        errors.append(sum((q.quantized_weight() - m.weight).norm().item() ** 2 for q, m in modules))
-    assert errors[1] < errors[0]
-
-
 def calibration(place: Path, given: object, **values: object) -> TokenBatch:
     """All rows that a conversion would calibrate on."""
     student = load_model(str(place / "float"), device="cpu")

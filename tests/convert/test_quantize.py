@@ -119,14 +119,6 @@ def test_linears_of_the_wished_format_are_kept_as_they_are() -> None:
     assert again.bits_per_weight == report.bits_per_weight
 
 
-def test_rules_without_a_spec_leave_linears_in_floating_point() -> None:
-    model = tiny_model()
-    rules = (PlanRule(pattern="*.down_proj"), PlanRule(pattern="*.mlp.*", spec=SMALL))
-    report = quantize_model(LanguageModel(model), QuantPlan(name="p", rules=rules))
-    assert len(report.modules) == len(quant_linears(model)) == 4
-    assert isinstance(model.model.layers[0].mlp.down_proj, torch.nn.Linear)
-
-
 def reorder(model: PreTrainedModel) -> None:
     """The same function by other weights: the hidden units of each MLP in another order."""
     order = torch.randperm(model.config.intermediate_size)
@@ -159,18 +151,6 @@ def test_base_weights_are_imitated(calibration: tuple, is_packed: bool) -> None:
     assert torch.equal(four.get_submodule(name).quantized_weight(), alone) == (not calibration)
     assert max(errors) < 0.7  # of an unrelated weight it would be above 1
     assert same(state(base), before)
-
-
-@pytest.mark.parametrize("calibration", [(), tokens()], ids=["alone", "calibrated"])
-def test_the_number_of_workers_changes_nothing(calibration: tuple) -> None:
-    reports, states = [], []
-    for workers in (1, 2):
-        model = tiny_model("gemma3")
-        reports.append(
-            quantize_model(LanguageModel(model), plan(), calibration=calibration, workers=workers)
-        )
-        states.append(state(model))
-    assert numbers(reports[0]) == numbers(reports[1]) and same(*states)
 
 
 def with_massive_activations(model: PreTrainedModel) -> PreTrainedModel:

@@ -9,19 +9,6 @@ import torch
 from cli_case import call
 from covering import covering
 from tiny import VOCAB, tiny_tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    FalconConfig,
-    Gemma3Config,
-    GPTJConfig,
-    GPTNeoXConfig,
-    Lfm2Config,
-    MixtralConfig,
-    OPTConfig,
-    PreTrainedConfig,
-    Qwen3MoeConfig,
-)
 
 from qat.convert.calibrate import TokenBatch
 from qat.convert.checkpoint import convert_checkpoint
@@ -34,68 +21,31 @@ from qat.nn.swap import decoder_layers, linear_names
 from qat.quant.spec import role_of
 from qat.train.learnable import linears_in_scope
 
-WORDS = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
-SHAPE = {
-    **WORDS,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
-KEYS = {"num_key_value_heads": 1, "intermediate_size": 64}
-TEXT = {**SHAPE, **KEYS, "head_dim": 16, "sliding_window": 32}
-VISION = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "image_size": 28,
-    "patch_size": 14,
-}
-FAMILIES = {
-    "neox": GPTNeoXConfig(**SHAPE, intermediate_size=64),
-    "opt": OPTConfig(**{**SHAPE, "pad_token_id": 1}, ffn_dim=64, word_embed_proj_dim=32),
-    "falcon": FalconConfig(**SHAPE),
-    "bloom": BloomConfig(**WORDS, hidden_size=32, n_layer=2, n_head=2),
-    "gptj": GPTJConfig(**WORDS, n_embd=32, n_layer=2, n_head=2, n_positions=64, rotary_dim=8),
-    "lfm2": Lfm2Config(
-        **SHAPE, **KEYS, layer_types=["conv", "full_attention"], block_multiple_of=16
-    ),
-    "gemma3 of text and images": Gemma3Config(
-        text_config=TEXT,
-        vision_config=VISION,
-        mm_tokens_per_image=4,
-        image_token_index=300,
-        boi_token_index=301,
-        eoi_token_index=302,
-    ),
-}
-MIXTURES = {
-    "mixtral": MixtralConfig(**SHAPE, **KEYS, num_local_experts=4),
-    "qwen3 moe": Qwen3MoeConfig(
-        **SHAPE, **KEYS, head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2
-    ),
-}
+FAMILIES = (
+    "GPTNeoXForCausalLM",
+    "OPTForCausalLM",
+    "FalconForCausalLM",
+    "BloomForCausalLM",
+    "GPTJForCausalLM",
+    "Lfm2ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+)
+MIXTURES = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
 ATTENTION = """
 name = "attention"
 rules = [{ role = "attention", spec = { bits = 4, group_size = 16 } }]
 """
-ALL = """
-name = "all"
-rules = [{ pattern = "*", spec = { bits = 4, group_size = 16 } }]
-"""
 
 
-def saved(config: PreTrainedConfig, out: Path) -> str:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(out)
-    tiny_tokenizer().save_pretrained(out)
+def saved(family: str, out: Path) -> str:
+    """Write a model of that class, of two layers where these show every kind of layer."""
+    families.saved(family, out, families.short_config(families.FAMILIES[family]))
     return str(out)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_preset_fits_and_the_student_learns(family: str, tmp_path: Path) -> None:
-    source = saved(FAMILIES[family], tmp_path / "float")
+    source = saved(family, tmp_path / "float")
     convert_checkpoint(source, ConvertConfig(to="q2a4", device="cpu"), tmp_path / "packed")
     student = load_model(str(tmp_path / "packed"), device="cpu", dtype="fp32")
     model = student.model
@@ -118,9 +68,8 @@ def test_a_preset_fits_and_the_student_learns(family: str, tmp_path: Path) -> No
     assert losses[0] > losses[1] > losses[2]
 
 
-def test_the_text_model_of_a_multimodal_one_is_meant(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES["gemma3 of text and images"])
+def test_the_text_model_of_a_multimodal_one_is_meant() -> None:
+    model = families.build("Gemma3ForConditionalGeneration")
     assert all("language_model" in name for name in linear_names(model))
     assert decoder_layers(model) is model.model.language_model.layers
 
@@ -147,7 +96,7 @@ def test_the_text_of_a_model_of_images_is_quantized_beside_its_tower(
 def test_the_experts_of_a_mixture_are_quantized_and_learn(
     family: str, is_calibrated: bool, tmp_path: Path
 ) -> None:
-    source = saved(MIXTURES[family], tmp_path / "float")
+    source = saved(family, tmp_path / "float")
     rows = torch.randint(VOCAB, (40, 24))
     batches = [TokenBatch(rows, torch.arange(24).expand(40, 24))] if is_calibrated else []
     student = load_model(source, device="cpu")
@@ -177,7 +126,7 @@ def test_the_experts_of_a_mixture_are_quantized_and_learn(
 def test_experts_that_calibration_hardly_reached_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = saved(MIXTURES["qwen3 moe"], tmp_path / "float")
+    source = saved("Qwen3MoeForCausalLM", tmp_path / "float")
     student = load_model(source, device="cpu")
     batches = [TokenBatch(torch.arange(24)[None], torch.arange(24)[None])]
     convert_model(student, ConvertConfig(to="q2a4", device="cpu"), calibration=batches)
@@ -186,7 +135,7 @@ def test_experts_that_calibration_hardly_reached_are_told(
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_the_attention_of_a_mixture_can_be_quantized(family: str, tmp_path: Path) -> None:
-    source = saved(MIXTURES[family], tmp_path / "float")
+    source = saved(family, tmp_path / "float")
     (tmp_path / "plan.toml").write_text(ATTENTION)
     config = ConvertConfig(to=str(tmp_path / "plan.toml"), device="cpu")
     convert_checkpoint(source, config, tmp_path / "out")
