@@ -242,7 +242,7 @@ def _noting(student: LanguageModel, modules: dict[str, nn.Module], note: Any) ->
                 handle = module.register_forward_pre_hook(
                     lambda _m, args, name=name: note([name], args[0])
                 )
-            hooks.callback(handle.remove)
+            hooks.enter_context(handle)
         for owner, names in stacks.items():
             handle = owner.register_forward_pre_hook(
                 lambda _m, args, named, names=names: note(
@@ -250,5 +250,5 @@ def _noting(student: LanguageModel, modules: dict[str, nn.Module], note: Any) ->
                 ),
                 with_kwargs=True,
             )
-            hooks.callback(handle.remove)
+            hooks.enter_context(handle)
         yield

@@ -563,10 +563,9 @@ def _stream_before(output: Tensor, streams: list[tuple[str, Tensor]]) -> str | N
 def _hooked(
     before: Iterable[tuple[nn.Module, Callable]], after: Iterable[tuple[nn.Module, Callable]] = ()
 ) -> Iterator[None]:
-    handles = [module.register_forward_pre_hook(hook) for module, hook in before]
-    handles += [module.register_forward_hook(hook) for module, hook in after]
-    try:
+    with ExitStack() as handles:
+        for module, hook in before:
+            handles.enter_context(module.register_forward_pre_hook(hook))
+        for module, hook in after:
+            handles.enter_context(module.register_forward_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -14,6 +14,7 @@ Shapes: D model width, O out_features, I in_features, E experts, n a size.
 import logging
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -172,13 +173,10 @@ class _Stream:
                 given[_address(output)] = module, output
                 self._reads.setdefault(module, [])
 
-        modules = [*student.model.modules()]
-        handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
-        try:
+        with ExitStack() as handles:
+            for module in student.model.modules():
+                handles.enter_context(module.register_forward_hook(note, with_kwargs=True))
             student.model(input_ids=ids, use_cache=False)
-        finally:
-            for handle in handles:
-                handle.remove()
         if not any(self._reads.values()):
             raise ConfigError(
                 f"rotate: no weight of {type(student.model).__name__} reads its residual stream "

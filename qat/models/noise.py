@@ -5,7 +5,7 @@ model. So the difference of two ways is compared with that of a model disturbed 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +59,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 @contextmanager
 def hooked(modules: Iterable[nn.Module], hook: Callable) -> Iterator[None]:
     """Register the forward `hook`, which may replace outputs, on the modules in the block."""
-    handles = [module.register_forward_hook(hook) for module in modules]
-    try:
+    with ExitStack() as handles:
+        for module in modules:
+            handles.enter_context(module.register_forward_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

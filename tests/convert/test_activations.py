@@ -122,9 +122,8 @@ def test_large_channels_are_levelled_without_a_changed_bit() -> None:
         wished = {f"model.layers.{n}.mlp.down_proj": ActivationSpec(kind=k) for n, k in KINDS}
         assert level_products(student, wished, BATCHES) > 0
         read: list[torch.Tensor] = []
-        handle = mlp.down_proj.register_forward_pre_hook(lambda _m, args: read.append(args[0]))
-        assert torch.equal(student.hidden(*BATCHES[0]), before)
-        handle.remove()
+        with mlp.down_proj.register_forward_pre_hook(lambda _m, args: read.append(args[0])):
+            assert torch.equal(student.hidden(*BATCHES[0]), before)
         assert level_products(student, dict.fromkeys(wished), BATCHES) == 0
     ratio = mlp.down_proj.weight[:, 3] / old[:, 3]
     assert ratio.unique().numel() == 1 and ratio[0].log2() % 1 == 0 and ratio[0] >= 16
@@ -172,9 +171,8 @@ def test_inputs_are_those_of_the_model() -> None:
     read: list[torch.Tensor] = []
     up = student.model.model.layers[1].mlp.up_proj
     with torch.no_grad():
-        handle = up.register_forward_pre_hook(lambda _m, args: read.append(args[0]))
-        student.hidden(*BATCHES[0])
-        handle.remove()
+        with up.register_forward_pre_hook(lambda _m, args: read.append(args[0])):
+            student.hidden(*BATCHES[0])
         found = inputs_of(student, quant_linears(student.model), BATCHES)
     assert len(found) == 8
     (mine,) = (each for names, each in found.items() if "model.layers.1.mlp.up_proj" in names)

@@ -37,12 +37,9 @@ def moments(model, names: list[str], batches: list[TokenBatch]) -> dict[str, Ten
     def watch(name: str) -> Callable:
         return lambda _module, args: seen[name].append(args[0].flatten(0, -2).double())
 
-    handles = [model.get_submodule(n).register_forward_pre_hook(watch(n)) for n in names]
-    with torch.no_grad():
+    with torch.no_grad(), calibrate._hooked((model.get_submodule(n), watch(n)) for n in names):
         for batch in batches:
             LanguageModel(model).hidden(*batch)
-    for handle in handles:
-        handle.remove()
     rows = {name: torch.cat(parts) for name, parts in seen.items()}
     return {name: x.T @ x / len(x) for name, x in rows.items()}
 
@@ -89,20 +86,15 @@ def readings(model, name: str, batches: list[TokenBatch]) -> tuple[Tensor, Tenso
     layer = model.get_submodule(name.partition(".self_attn")[0].partition(".mlp")[0])
     xs, sums, outputs = [], [], []
     linear = model.get_submodule(name)
-    handles = [
-        linear.register_forward_pre_hook(lambda _, args: xs.append(args[0])),
-        linear.register_forward_hook(lambda _m, _a, output: outputs.append(output)),
-    ]
+    before = [(linear, lambda _, args: xs.append(args[0]))]
+    after = [(linear, lambda _m, _a, output: outputs.append(output))]
     if "o_proj" in name:
-        norm = layer.post_attention_layernorm
-        handles.append(norm.register_forward_pre_hook(lambda _, args: sums.append(args[0])))
+        before.append((layer.post_attention_layernorm, lambda _, args: sums.append(args[0])))
     else:
-        handles.append(layer.register_forward_hook(lambda _m, _a, output: sums.append(output)))
-    with torch.no_grad():
+        after.append((layer, lambda _m, _a, output: sums.append(output)))
+    with torch.no_grad(), calibrate._hooked(before, after):
         for batch in batches:
             LanguageModel(model).hidden(*batch)
-    for handle in handles:
-        handle.remove()
     x, total, y = (torch.cat([t.flatten(0, -2) for t in part]) for part in (xs, sums, outputs))
     return x.double(), (total - y).double() if total.shape == y.shape else total
 

@@ -297,11 +297,10 @@ def test_the_weighted_error_is_that_of_the_layers_output() -> None:
     first = model.model.layers[0].mlp.up_proj
     weight, seen = first.weight.clone(), []
     only = plan("model.layers.0.mlp.up_proj")
-    handle = first.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
-    with torch.no_grad():
+    note = lambda _, args: seen.append(args[0].flatten(0, -2))  # noqa: E731
+    with torch.no_grad(), first.register_forward_pre_hook(note):
         for batch in batches:
             LanguageModel(model).hidden(*batch)
-    handle.remove()
     x = torch.cat(seen)
     (module,) = quantize_model(LanguageModel(model), only, calibration=batches).modules
     linear = model.model.layers[0].mlp.up_proj

@@ -145,9 +145,8 @@ def test_outliers_spread_over_all_channels() -> None:
     def peak() -> float:
         seen = []
         read = model.model.layers[0].self_attn.q_proj
-        handle = read.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
-        model(IDS)
-        handle.remove()
+        with read.register_forward_pre_hook(lambda _m, args: seen.append(args[0])):
+            model(IDS)
         return (seen[0].abs().amax(-1) / seen[0].square().mean(-1).sqrt()).mean().item()
 
     assert peak() > 5
