@@ -1,5 +1,7 @@
 """Random quantized weights and models for the tests: no fitting, any values will do."""
 
+from typing import Any
+
 import torch
 from tiny import tiny_model
 from torch import Tensor, nn
@@ -174,3 +176,13 @@ def fit_to_inputs(weight: Tensor, spec: LutSpec, hessian: Tensor) -> QuantizedWe
     """One weight, fitted to the inputs behind `hessian` `(I, I)`."""
     (fit,) = fit_all_to_inputs([weight], spec, hessian)
     return fit.quantized
+
+
+def gradients(model: Any, ids: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return hidden states of a LanguageModel, and the gradients by name of a weighed sum."""
+    model.model.zero_grad()
+    hidden = model.hidden(ids, positions)
+    # not its square: behind the last norm that is the same for all
+    (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+    named = model.model.named_parameters()
+    return hidden.detach(), {name: p.grad.clone() for name, p in named if p.grad is not None}

@@ -6,7 +6,7 @@ from pathlib import Path
 import families
 import pytest
 import torch
-from quantized import SPECS, tiny_quantized
+from quantized import SPECS, gradients, tiny_quantized
 from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -69,24 +69,16 @@ def test_attention_reads_rounded_keys_and_values(bits: int) -> None:
     assert not torch.allclose(model.model(IDS).last_hidden_state, expected, atol=1e-4)
 
 
-def gradients(model: LanguageModel) -> tuple[Tensor, dict[str, Tensor]]:
-    model.model.zero_grad()
-    hidden = model.hidden(IDS, POSITIONS)
-    (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
-    named = model.model.named_parameters()
-    return hidden.detach(), {name: p.grad.clone() for name, p in named if p.grad is not None}
-
-
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
 def test_compiled_regions_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *a, **k: compiled(*a, **k, backend="eager"))
     torch.compiler.reset()
     model = LanguageModel(student())
-    expected, expected_gradients = gradients(model)
+    expected, expected_gradients = gradients(model, IDS, POSITIONS)
     way = Regions(model.model, is_compiled=True, recompute_every=1)
     way.install()
-    found, found_gradients = gradients(model)
+    found, found_gradients = gradients(model, IDS, POSITIONS)
     way.remove()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     names = [name for name in expected_gradients if ".k_proj." in name or ".v_proj." in name]

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from quantized import SPECS, tiny_quantized
-from torch import Tensor
+from quantized import SPECS, gradients, tiny_quantized
 
 from qat.kernels import glu
 from qat.models import regions as projections
@@ -17,49 +16,44 @@ IDS = torch.arange(2 * 7).view(2, 7)
 POSITIONS = (torch.arange(7) % 4).expand(2, 7)
 
 
-def gradients(model: LanguageModel) -> tuple[Tensor, dict[str, Tensor]]:
-    model.model.zero_grad()
-    hidden = model.hidden(IDS, POSITIONS)
-    # not its square: behind the last norm that is the same for all
-    (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
-    named = model.model.named_parameters()
-    return hidden.detach(), {name: p.grad.clone() for name, p in named if p.grad is not None}
+Computed = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""Hidden states, and gradients by name."""
+
+
+def assert_alike(found: Computed, expected: Computed) -> None:
+    torch.testing.assert_close(found[0], expected[0])
+    assert found[1].keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        slack = 1e-5 * value.abs().max().item()
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=slack)
 
 
 @pytest.mark.parametrize(
     ("architecture", "is_formed", "spec"),
     [
         ("qwen3", True, "lut2"),
-        ("qwen3", False, "lowrank4"),
-        ("llama", True, "lowrank4"),
+        ("qwen3", False, "lut2_r4"),
+        ("llama", True, "lut2_r4"),
         ("llama", False, "lut2"),
     ],
 )
 def test_joined_projections_compute_the_same(architecture, is_formed, spec) -> None:
-    if spec not in SPECS:
-        spec = next(name for name in SPECS if SPECS[name].scale == "low_rank")
     model = LanguageModel(tiny_quantized(architecture, SPECS[spec]))
     if is_formed:
         form_weights(model.model, torch.float32)
-    expected, expected_gradients = gradients(model)
+    expected = gradients(model, IDS, POSITIONS)
     names = set(model.model.state_dict())
     join_projections(model.model)
     joined = [m for m in model.model.modules() if isinstance(m, JoinedLinears)]
     assert [len(unit.linears) for unit in joined] == [3, 2] * 2
     if is_formed:
         form_weights(model.model, torch.float32)
-    actual, actual_gradients = gradients(model)
-    torch.testing.assert_close(actual, expected)
-    assert actual_gradients.keys() == expected_gradients.keys()
-    for name, value in expected_gradients.items():
-        slack = 1e-5 * value.abs().max().item()
-        torch.testing.assert_close(actual_gradients[name], value, rtol=1e-4, atol=slack)
+    assert_alike(gradients(model, IDS, POSITIONS), expected)
     assert set(model.model.state_dict()) == names
     part_projections(model.model)
     release_weights(model.model)
     assert not any(isinstance(module, JoinedLinears) for module in model.model.modules())
-    again, _ = gradients(model)
-    torch.testing.assert_close(again, expected)
+    assert_alike(gradients(model, IDS, POSITIONS), expected)
 
 
 @pytest.mark.slow
@@ -74,17 +68,12 @@ def test_compiled_layers_compute_the_same(architecture, is_fused, monkeypatch) -
         monkeypatch.setattr(glu, "use_triton", lambda *_: True)
     model = LanguageModel(tiny_quantized(architecture, SPECS["lut2"], num_attention_heads=4))
     form_weights(model.model, torch.float32)
-    expected, expected_gradients = gradients(model)
+    expected = gradients(model, IDS, POSITIONS)
     join_projections(model.model)
     form_weights(model.model, torch.float32)
     for layer in decoder_layers(model.model):
         layer.forward = torch.compile(layer.forward, fullgraph=True, backend="aot_eager")
-    actual, actual_gradients = gradients(model)
-    torch.testing.assert_close(actual, expected)
-    assert actual_gradients.keys() == expected_gradients.keys()
-    for name, value in expected_gradients.items():
-        slack = 1e-5 * value.abs().max().item()
-        torch.testing.assert_close(actual_gradients[name], value, rtol=1e-4, atol=slack)
+    assert_alike(gradients(model, IDS, POSITIONS), expected)
 
 
 def test_a_joined_linear_called_alone_uses_the_joined_weight() -> None:
