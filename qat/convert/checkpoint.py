@@ -33,9 +33,6 @@ def convert_checkpoint(
 
     Rotation and a change of attention come before quantization. With `shipping` the plan is adapted
     to formats that its targets hold without loss.
-
-    Raises:
-        ConfigError, CheckpointError, CacheError, ExportError: see their messages.
     """
     check_free(out)
     plan, _ = read_settings(config)  # refuse bad settings before a model is read

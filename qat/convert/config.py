@@ -89,13 +89,6 @@ ALL_LINEARS = QuantPlan(name="all linears", rules=(PlanRule(pattern="*", spec=ve
 NOTHING = QuantPlan(name="none", rules=())
 
 
-class PlanFile(Settings):
-    """A plan in a TOML file: `name` and a list of `rules`, each a `pattern` and a `spec`."""
-
-    name: str
-    rules: tuple[PlanRule, ...]
-
-
 def split_kv(name: str) -> tuple[str, KvSpec | None]:
     """Split a preset's name into plan and KV format: `q2a4_kv4` is `q2a4` with a 4-bit cache."""
     found = re.fullmatch(r"(.+?)_?kv([48])", name)
@@ -196,8 +189,7 @@ def _named_plan(config: ConvertConfig) -> QuantPlan:
                 f"to={config.to} is neither a file nor a preset; use one of {known}, which may end "
                 f"in _{', _'.join(SUFFIX_OF.values())}, and then in _kv8 or _kv4{hint}"
             )
-        values = read_toml(path, f"to={path}", "a plan")
-        plan = QuantPlan(**PlanFile.parse(values, str(path)).model_dump())
+        plan = QuantPlan.parse(read_toml(path, f"to={path}", "a plan"), str(path))
     return plan
 
 

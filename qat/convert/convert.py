@@ -58,9 +58,6 @@ def convert_model(
     """Convert `student` by `config`, in memory and in float32; nothing is read or written.
 
     `stored` are its tables as a quantized file holds them.
-
-    Raises:
-        ConfigError, ExportError: see their messages.
     """
     plan, attention = read_settings(config)
     check_experts(plan, student.model)
@@ -104,11 +101,7 @@ def convert_model(
 
 
 def check_conversion(model: LanguageModel, config: ConvertConfig) -> None:
-    """Refuse formats and budgets that do not fit the shapes of `model`; no weight is read.
-
-    Raises:
-        ConfigError: see its message.
-    """
+    """Refuse formats and budgets that do not fit the shapes of `model`; no weight is read."""
     plan, _ = read_settings(config)
     if config.bits_budget is not None:
         formats_to_try(model, plan, config.bits_budget, **_room(config))
