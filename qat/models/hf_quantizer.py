@@ -342,9 +342,8 @@ class QatHfQuantizer(HfQuantizer):
             # linear's weight for it. Buffers that are not stored must still be computed, by the
             # module that holds them or, as in Falcon H1, by the model, which holds the embedding
             owner = model.get_submodule(name.rpartition(".")[0])
-            parts = owner.modules() if name in tables else (owner,)
-            is_stored = not any(part._non_persistent_buffers_set for part in parts)
-            owner._is_hf_initialized = is_stored
+            buffers, stored = owner.named_buffers(recurse=name in tables), owner.state_dict()
+            owner._is_hf_initialized = all(key in stored for key, _ in buffers)
         for name, rank in config.lora_ranks().items():
             set_empty_adapter(name, model.get_submodule(name), rank)
         if checkpoint_files is not None:

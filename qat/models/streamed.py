@@ -42,8 +42,8 @@ STORED = (torch.float32, torch.bfloat16)
 """Dtypes of unquantized tensors in our checkpoints."""
 Tokens = tuple[Tensor, Tensor]
 """Ids and positions, `(B, S)` each."""
-Slot = tuple[dict[str, Any], str]
-"""A module's dictionary of parameters or of buffers, and the name of a tensor in it."""
+Slot = tuple[nn.Module, str]
+"""A module, and the name of one of its own parameters or buffers."""
 
 
 def to_file(tensor: Tensor, folder: Path | None) -> Tensor:
@@ -91,8 +91,9 @@ class StreamedModel(LanguageModel):
         # weights outside of units are loaded now, to stay; tied ones are shared with the units
         stays = self._bring(module for module in self._names if module not in inside)
         shared = {id(old): new for _, old, new in stays}
-        for slots, name in (slot for module in inside for slot in _slots(module)):
-            slots[name] = shared.get(id(slots[name]), slots[name])
+        for owner, name in (slot for module in inside for slot in _slots(module)):
+            own = getattr(owner, name)
+            setattr(owner, name, shared.get(id(own), own))
         for unit in self._units:
             unit.forward = self._bringing(unit, unit.forward)
 
@@ -124,9 +125,9 @@ class StreamedModel(LanguageModel):
         try:
             yield
         finally:
-            for (slots, name), old, new in self._brought.pop(module):
-                if slots.get(name) is new:
-                    slots[name] = old
+            for (owner, name), old, new in self._brought.pop(module):
+                if getattr(owner, name, None) is new:
+                    setattr(owner, name, old)
             for made in {*module.modules()} - before:
                 self.settle(made)
 
@@ -137,9 +138,10 @@ class StreamedModel(LanguageModel):
     def settle(self, module: nn.Module) -> None:
         """Move the tensors of a quantized linear to files."""
         if isinstance(module, QuantLinear):
-            for slots, name in _slots(module):
-                kept, old = to_file(slots[name], self.folder), slots[name]
-                slots[name] = nn.Parameter(kept) if isinstance(old, nn.Parameter) else kept
+            for _, name in _slots(module):
+                old = getattr(module, name)
+                kept = to_file(old, self.folder)
+                setattr(module, name, nn.Parameter(kept) if isinstance(old, nn.Parameter) else kept)
 
     def widen(self) -> None:
         """Convert unquantized parameters exactly to a dtype that our checkpoints have."""
@@ -160,14 +162,14 @@ class StreamedModel(LanguageModel):
         made: dict[int, Tensor] = {}
         brought = []
         for module in modules:
-            for slots, name in _slots(module):
-                old = slots[name]
+            for _, name in _slots(module):
+                old = getattr(module, name)
                 if id(old) not in made:
                     made[id(old)] = self._on_device(f"{self._names.get(module, '')}.{name}", old)
                 new = made[id(old)]
                 if new is not old:
-                    slots[name] = new
-                    brought.append(((slots, name), old, new))
+                    setattr(module, name, new)
+                    brought.append(((module, name), old, new))
         return brought
 
     def _on_device(self, name: str, tensor: Tensor) -> Tensor:
@@ -195,19 +197,19 @@ def map_weights(model: PreTrainedModel) -> None:
             with safe_open(file, framework="pt") as tensors:
                 opened[file, key] = nn.Parameter(tensors.get_tensor(key), requires_grad=False)
         owner, _, own = name.rpartition(".")
-        slots, found = model.get_submodule(owner)._parameters, opened[file, key]
-        if found.shape != slots[own].shape:
+        module, found = model.get_submodule(owner), opened[file, key]
+        wished = getattr(module, own).shape
+        if found.shape != wished:
             raise CheckpointError(
                 f"{model.name_or_path} holds a {name} of shape {tuple(found.shape)}, expected "
-                f"{tuple(slots[own].shape)}; copy or download it anew"
+                f"{tuple(wished)}; copy or download it anew"
             )
-        slots[own] = found
+        setattr(module, own, found)
 
 
 def _slots(module: nn.Module) -> list[Slot]:
-    """Return the slots of a module's own tensors."""
-    kinds = module._parameters, module._buffers
-    return [(slots, name) for slots in kinds for name, held in slots.items() if held is not None]
+    kinds = module.named_parameters(recurse=False), module.named_buffers(recurse=False)
+    return [(module, name) for named in kinds for name, _ in named]
 
 
 def _taken_off(model: PreTrainedModel) -> dict[str, tuple[str, str]]:
