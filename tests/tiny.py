@@ -1,6 +1,13 @@
 """Builders of tiny models and tokenizers shared by the tests."""
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     Gemma3ForCausalLM,
@@ -85,3 +92,26 @@ def tiny_tokenizer(vocab_size: int = VOCAB) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=CHAT_TEMPLATE
     )
+
+
+def save_tiny(out: Path, architecture: str = "qwen3", **overrides: object) -> None:
+    """Write a `tiny_model` and its tokenizer to `out`."""
+    tiny_model(architecture, **overrides).save_pretrained(out)
+    tiny_tokenizer().save_pretrained(out)
+
+
+@contextmanager
+def edited(directory: Path, name: str = "config.json") -> Iterator[dict[str, Any]]:
+    """Yield the values of a JSON file, or the tensors of a safetensors file, to change in place.
+
+    The hashes in the directory are dropped, so that what is wrong is found without them.
+    """
+    path = directory / name
+    values = json.loads(path.read_text()) if path.suffix == ".json" else load_file(path)
+    yield values
+    if path.suffix == ".json":
+        path.write_text(json.dumps(values))
+    else:
+        tensors = {name: tensor.contiguous() for name, tensor in values.items()}
+        save_file(tensors, path, {"format": "pt"})
+    (directory / "checksums.json").unlink(missing_ok=True)

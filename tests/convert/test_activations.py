@@ -6,7 +6,7 @@ import pytest
 import torch
 from cache_case import texts
 from families import build
-from tiny import tiny_model, tiny_tokenizer
+from tiny import save_tiny, tiny_model
 
 from qat.convert.activations import (
     MOST_OF_MEDIAN,
@@ -39,8 +39,7 @@ KINDS = [(0, "int8-static"), (1, "int8")]
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("activations")
-    tiny_model(initializer_range=0.2).save_pretrained(place / "float")
-    tiny_tokenizer().save_pretrained(place / "float")
+    save_tiny(place / "float", initializer_range=0.2)
     (place / "text.txt").write_text("\n\n".join(texts(30)), encoding="utf-8")
     return place
 

@@ -10,7 +10,7 @@ import torch
 from cache_case import build, texts, without_split
 from quantized import SPECS, nearest_e5m3, tiny_quantized
 from safetensors.torch import load_file
-from tiny import tiny_model, tiny_tokenizer
+from tiny import save_tiny, tiny_tokenizer
 
 from qat.backend.base import Backend
 from qat.convert import calibration_data
@@ -51,8 +51,7 @@ spec = { bits = 3, group_size = 8, scale_bits = 8 }
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A float model, the same at four bits, a text, and a cache of the same tokenizer."""
     place = tmp_path_factory.mktemp("convert")
-    tiny_model(initializer_range=0.2).save_pretrained(place / "float")
-    tiny_tokenizer().save_pretrained(place / "float")
+    save_tiny(place / "float", initializer_range=0.2)
     save_checkpoint(tiny_quantized("qwen3", SPECS["lut4"]), tiny_tokenizer(), place / "four")
     (place / "text.txt").write_text("\n\n".join(texts(60)), encoding="utf-8")
     (place / "short.txt").write_text("the cat sat", encoding="utf-8")
@@ -361,8 +360,7 @@ def test_a_device_that_compiles_for_each_value_is_refused(
 
 
 def test_a_head_of_its_own_is_kept_whatever_the_configuration_ties(tmp_path: Path) -> None:
-    tiny_model("llama", tie_word_embeddings=False).save_pretrained(tmp_path / "in")
-    tiny_tokenizer().save_pretrained(tmp_path / "in")
+    save_tiny(tmp_path / "in", "llama", tie_word_embeddings=False)
     path = tmp_path / "in" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
     convert_checkpoint(str(tmp_path / "in"), ConvertConfig(to="q4a4"), tmp_path / "out")

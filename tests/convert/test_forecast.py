@@ -6,7 +6,7 @@ import pytest
 import torch
 from cache_case import TOKENIZER
 from gguf_tables_case import gguf_of
-from tiny import tiny_model
+from tiny import save_tiny, tiny_model
 
 from qat.convert.checkpoint import convert_checkpoint
 from qat.convert.config import ConvertConfig
@@ -38,8 +38,7 @@ def both(
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_forecast_is_what_is_made(values: dict, tied: bool, tmp_path: Path) -> None:
-    tiny_model("llama", tie_word_embeddings=tied).save_pretrained(tmp_path / "float")
-    TOKENIZER.save_pretrained(tmp_path / "float")
+    save_tiny(tmp_path / "float", "llama", tie_word_embeddings=tied)
     if "a8s" in values.get("to", ""):
         (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 200)
         values = {**values, "calibration": str(tmp_path / "text.txt"), "calibration_length": 8}
@@ -68,8 +67,7 @@ def test_a_rotated_model_has_two_tables(tmp_path: Path) -> None:
 
 
 def test_a_student_in_new_formats_is_foretold_from_its_packed_files(tmp_path: Path) -> None:
-    tiny_model("llama").save_pretrained(tmp_path / "float")
-    TOKENIZER.save_pretrained(tmp_path / "float")
+    save_tiny(tmp_path / "float", "llama")
     both(tmp_path / "float", tmp_path / "q4", to="q4a4")
     base = str(tmp_path / "float")
     expected, report = both(tmp_path / "q4", tmp_path / "q2", base=base)
@@ -106,8 +104,7 @@ def test_a_budget_is_a_size(tmp_path: Path) -> None:
 
 
 def test_a_group_size_that_a_target_replaces_is_named(tmp_path: Path, caplog) -> None:
-    tiny_model("llama").save_pretrained(tmp_path / "float")
-    TOKENIZER.save_pretrained(tmp_path / "float")
+    save_tiny(tmp_path / "float", "llama")
     for to, group_size, lines in (("gguf", 8, 1), ("gguf", 32, 0), ("packed", 8, 0)):
         caplog.clear()
         config = ConvertConfig(to="q4a4", group_size=group_size, device="cpu")

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cache_case import TOKENIZER
 from gguf_tables_case import TYPES, gguf_of
-from tiny import tiny_model
+from tiny import save_tiny, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -135,8 +134,7 @@ def test_a_table_gets_no_more_bits_than_its_source_had() -> None:
 
 
 def test_floats_are_refused_where_tables_are_quantized_already(tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path / "float")
-    TOKENIZER.save_pretrained(tmp_path / "float")
+    save_tiny(tmp_path / "float")
     converted(tmp_path / "float", tmp_path / "eight")
     config = ConvertConfig(to="q4a4", embedding_bits=16, device="cpu")
     with pytest.raises(ConfigError, match="embedding_bits=16, but model.embed_tokens"):

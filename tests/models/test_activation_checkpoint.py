@@ -7,12 +7,11 @@ import pytest
 import torch
 from quantized import SPECS, tiny_quantized, with_rounded_inputs
 from safetensors.torch import load_file
-from tiny import IDS, logits
+from tiny import IDS, edited, logits
 from transformers import PreTrainedModel
 
 from qat.errors import CheckpointError
 from qat.models.checkpoint import check_written, load_checkpoint, load_skeleton, save_checkpoint
-from qat.models.directory import CHECKSUMS
 from qat.models.hf_quantizer import QatConfig
 from qat.models.language_model import LanguageModel
 from qat.models.split_check import check_split
@@ -115,11 +114,8 @@ UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
 )
 def test_damage_is_told(change: object, message: str, tmp_path: Path) -> None:
     save_checkpoint(student("int8-static"), None, tmp_path / "a")
-    (tmp_path / "a" / CHECKSUMS).unlink()
-    file = tmp_path / "a" / "config.json"
-    config = json.loads(file.read_text())
-    change(config["quantization_config"])
-    file.write_text(json.dumps(config))
+    with edited(tmp_path / "a") as config:
+        change(config["quantization_config"])
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(tmp_path / "a")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from covering import covering
 from quantized import SPECS, e5m3_values, latent_linear, tiny_quantized
-from safetensors.torch import load_file, save_file
-from tiny import ARCHITECTURES, IDS, logits, tiny_model, tiny_tokenizer
+from safetensors.torch import load_file
+from tiny import ARCHITECTURES, IDS, edited, logits, tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -38,23 +38,12 @@ VARIANTS = [
 
 def edit_tensors(path: Path, **changes: Tensor | None) -> None:
     """Replace tensors of a checkpoint by name, `__` for a dot; None removes one."""
-    file = path / "model.safetensors"
-    tensors = load_file(file)
-    for key, value in changes.items():
-        name = key.replace("__", ".")
-        tensors.pop(name, None)
-        if value is not None:
-            tensors[name] = value
-    save_file(tensors, file, metadata={"format": "pt"})
-    (path / CHECKSUMS).unlink(missing_ok=True)
-
-
-def edit_config(path: Path, **changes: object) -> None:
-    """Set keys of the `quantization_config`."""
-    file = path / "config.json"
-    config = json.loads(file.read_text())
-    config["quantization_config"] |= changes
-    file.write_text(json.dumps(config))
+    with edited(path, "model.safetensors") as tensors:
+        for key, value in changes.items():
+            name = key.replace("__", ".")
+            tensors.pop(name, None)
+            if value is not None:
+                tensors[name] = value
 
 
 @pytest.fixture
@@ -143,9 +132,9 @@ def test_scales_of_8_bits_are_stored_as_bytes(tmp_path: Path) -> None:
 
 def test_a_module_without_scale_bits_has_16(saved: Path) -> None:
     before = logits(load_checkpoint(saved))
-    modules = json.loads((saved / "config.json").read_text())["quantization_config"]["modules"]
-    assert {values.pop("scale_bits") for values in modules.values()} == {16}
-    edit_config(saved, modules=modules)
+    with edited(saved) as config:
+        modules = config["quantization_config"]["modules"]
+        assert {values.pop("scale_bits") for values in modules.values()} == {16}
     loaded = load_checkpoint(saved)
     assert torch.equal(logits(loaded), before)
     assert {linear.spec for linear in quant_linears(loaded).values()} == {SPECS["lut2"]}
@@ -193,9 +182,8 @@ def test_without_qat_it_does_not_open(saved: Path) -> None:
 
 
 def test_a_checkpoint_of_before_the_mark_opens(saved: Path) -> None:
-    config = json.loads((saved / "config.json").read_text())
-    assert "import qat" in config.pop("transformers_weights")
-    (saved / "config.json").write_text(json.dumps(config))
+    with edited(saved) as config:
+        assert "import qat" in config.pop("transformers_weights")
     assert not hasattr(load_checkpoint(saved).config, "transformers_weights")
 
 
@@ -331,7 +319,8 @@ def test_a_truncated_file_is_refused(kept: int, saved: Path) -> None:
     ],
 )
 def test_a_foreign_quantization_config_is_refused(changes: dict, message: str, saved: Path) -> None:
-    edit_config(saved, **changes)
+    with edited(saved) as config:
+        config["quantization_config"] |= changes
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(saved)
 
@@ -340,11 +329,9 @@ def test_a_foreign_quantization_config_is_refused(changes: dict, message: str, s
 def test_formats_of_earlier_versions_are_read(spec: str, number: int, tmp_path: Path) -> None:
     model = tiny_quantized("qwen3", SPECS[spec])
     save_checkpoint(model, None, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["quantization_config"]["features"]
-    config["quantization_config"]["format"] = number
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / CHECKSUMS).unlink()
+    with edited(tmp_path) as config:
+        del config["quantization_config"]["features"]
+        config["quantization_config"]["format"] = number
     again = load_checkpoint(tmp_path)
     assert torch.equal(again(IDS).logits, model(IDS).logits)
     assert again.config.quantization_config.format == FORMAT

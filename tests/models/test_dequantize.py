@@ -1,6 +1,5 @@
 """Checkpoints that others quantized are read as the floats that they stand for."""
 
-import json
 import shutil
 import struct
 import sys
@@ -14,7 +13,7 @@ import pytest
 import torch
 from covering import covering
 from safetensors.torch import load_file, save_file
-from tiny import tiny_model, tiny_tokenizer
+from tiny import edited, save_tiny, tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from qat.backend.base import DTYPES
@@ -80,12 +79,12 @@ def checkpoint(out: Path, settings: dict[str, object], linear: dict[str, Tensor]
     model = tiny_model("llama", hidden_size=64, intermediate_size=32)
     model.half().save_pretrained(out)
     tiny_tokenizer().save_pretrained(out)
-    state = load_file(out / "model.safetensors")
-    for layer in range(2):
-        name = f"model.layers.{layer}.mlp.up_proj"
-        del state[f"{name}.weight"]
-        state |= {f"{name}.{key}": tensor.clone() for key, tensor in linear.items()}
-    return rewritten(out, settings, state)
+    with edited(out, "model.safetensors") as state:
+        for layer in range(2):
+            name = f"model.layers.{layer}.mlp.up_proj"
+            del state[f"{name}.weight"]
+            state |= {f"{name}.{key}": tensor.clone() for key, tensor in linear.items()}
+    return quantized_as(settings, out)
 
 
 @pytest.mark.parametrize(
@@ -116,31 +115,26 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 """Values of the four bits of MXFP4 (OCP Microscaling Formats v1.0, E2M1)."""
 
 
-def rewritten(out: Path, settings: dict[str, object], state: dict[str, Tensor]) -> str:
-    """The checkpoint in `out` with another state, which is quantized as `settings` say."""
-    save_file(state, out / "model.safetensors", {"format": "pt"})
-    configured(out, quantization_config=settings)
+def quantized_as(settings: dict[str, object], out: Path) -> str:
+    """Say in its configuration how the checkpoint in `out` is quantized."""
+    with edited(out) as config:
+        config["quantization_config"] = settings
     return str(out)
-
-
-def configured(out: Path, **values: object) -> None:
-    """Set keys of a config.json."""
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | values))
 
 
 def test_experts_in_mxfp4_are_read_as_floats(tmp_path: Path) -> None:
     families.saved("GptOssForCausalLM", tmp_path)
-    state, wished = load_file(tmp_path / "model.safetensors"), {}
-    for name in [n for n in state if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        E, I, O = state.pop(name).shape
-        codes = torch.randint(16, (E, O, I // 32, 32))
-        exponents = torch.randint(118, 124, (E, O, I // 32))
-        scales = torch.exp2(exponents.float() - 127)
-        wished[name] = (torch.tensor(FP4)[codes] * scales[..., None]).flatten(2)
-        state[f"{name}_blocks"] = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
-        state[f"{name}_scales"] = exponents.to(torch.uint8)
-    source = rewritten(tmp_path, {"quant_method": "mxfp4"}, state)
+    wished, ends = {}, ("experts.gate_up_proj", "experts.down_proj")
+    with edited(tmp_path, "model.safetensors") as state:
+        for name in [name for name in state if name.endswith(ends)]:
+            E, I, O = state.pop(name).shape
+            codes = torch.randint(16, (E, O, I // 32, 32))
+            exponents = torch.randint(118, 124, (E, O, I // 32))
+            scales = torch.exp2(exponents.float() - 127)
+            wished[name] = (torch.tensor(FP4)[codes] * scales[..., None]).flatten(2)
+            state[f"{name}_blocks"] = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+            state[f"{name}_scales"] = exponents.to(torch.uint8)
+    source = quantized_as({"quant_method": "mxfp4"}, tmp_path)
     found = load_model(source, device="cpu", dtype="fp32")
     assert len(wished) == 8
     for name, weight in wished.items():
@@ -152,20 +146,18 @@ def test_experts_in_mxfp4_are_read_as_floats(tmp_path: Path) -> None:
 def test_blocks_of_fp8_are_read_as_floats(tmp_path: Path, dtype: str) -> None:
     model = tiny_model("llama", hidden_size=64, intermediate_size=96)
     model.bfloat16().save_pretrained(tmp_path)
-    state, wished = load_file(tmp_path / "model.safetensors"), {}
-    for name in [n for n in state if "proj.weight" in n]:
-        O, I = state[name].shape
-        blocks = state[name].float().view(O // 32, 32, I // 32, 32)
-        scales = blocks.abs().amax((1, 3)) / 448
-        codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
-        wished[name] = (codes.float() * scales[:, None, :, None]).view(O, I)
-        state[name], state[f"{name}_scale_inv"] = codes.view(O, I), scales
-    settings = {
-        "quant_method": "fp8",
-        "weight_block_size": [32, 32],
-        "activation_scheme": "dynamic",
-    }
-    found = load_model(rewritten(tmp_path, settings, state), device="cpu", dtype=dtype).model
+    wished = {}
+    with edited(tmp_path, "model.safetensors") as state:
+        for name in [name for name in state if "proj.weight" in name]:
+            O, I = state[name].shape
+            blocks = state[name].float().view(O // 32, 32, I // 32, 32)
+            scales = blocks.abs().amax((1, 3)) / 448
+            codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+            wished[name] = (codes.float() * scales[:, None, :, None]).view(O, I)
+            state[name], state[f"{name}_scale_inv"] = codes.view(O, I), scales
+    settings = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    source = quantized_as(settings | {"activation_scheme": "dynamic"}, tmp_path)
+    found = load_model(source, device="cpu", dtype=dtype).model
     assert {p.dtype for p in found.parameters()} == {DTYPES[dtype]}
     assert len(wished) == 14
     for name, weight in wished.items():
@@ -259,13 +251,14 @@ def test_an_adapter_is_merged_into_its_model(adapter: Path, tmp_path: Path, capl
 
 
 def changed(adapter: Path, **values: object) -> None:
-    path = adapter / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    with edited(adapter, "adapter_config.json") as settings:
+        settings |= values
 
 
 def lose_a_layer(adapter: Path) -> None:
-    path = adapter / "adapter_model.safetensors"
-    save_file({name: t for name, t in load_file(path).items() if ".layers.1." not in name}, path)
+    with edited(adapter, "adapter_model.safetensors") as tensors:
+        for name in [name for name in tensors if ".layers.1." in name]:
+            del tensors[name]
 
 
 def of_a_prompt(adapter: Path) -> None:
@@ -308,16 +301,6 @@ def test_an_adapter_needs_peft(adapter: Path, monkeypatch: pytest.MonkeyPatch) -
 # Every way of opening a model proves that each tensor came from the file.
 
 
-def damage(source: Path, change: Callable[[dict[str, Tensor]], None], *hashes: str) -> None:
-    """Change the tensors of a checkpoint on purpose: no hashes are left."""
-    for name in ("checksums.json", *hashes):
-        (source / name).unlink(missing_ok=True)
-    path = source / "model.safetensors"
-    state = load_file(path)
-    change(state)
-    save_file({name: t.contiguous() for name, t in state.items()}, path, {"format": "pt"})
-
-
 NORM = "model.layers.1.input_layernorm.weight"
 DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "missing": (lambda state: state.pop(NORM), NORM),
@@ -334,8 +317,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One tiny model in every form in which a model is opened."""
     place = tmp_path_factory.mktemp("opened")
-    tiny_model("llama", hidden_size=64, intermediate_size=96).save_pretrained(place / "plain")
-    tiny_tokenizer().save_pretrained(place / "plain")
+    save_tiny(place / "plain", "llama", hidden_size=64, intermediate_size=96)
     methods = {"two schemes": "q2a4", "one scheme": "q4a4"}
     for name, preset in methods.items() if find_spec("compressed_tensors") else ():
         student = load_model(str(place / "plain"), device="cpu", dtype="fp32")
@@ -356,7 +338,8 @@ def test_every_tensor_came_from_the_file(opened, tmp_path, form: str, harm: str,
     source, (change, said) = shutil.copytree(found, tmp_path / "in"), DAMAGES[harm]
     folder = tmp_path if form == "streamed" else None
     load_model(str(source), device="cpu", dtype="fp32", folder=folder)
-    damage(source, change)
+    with edited(source, "model.safetensors") as state:
+        change(state)
     with pytest.raises(CheckpointError, match=said) as caught:
         load_model(str(source), device="cpu", dtype="fp32", folder=folder)
     assert "\n" not in str(caught.value) and "LOAD REPORT" not in capfd.readouterr().err
@@ -383,7 +366,8 @@ def test_every_tensor_of_a_gguf_file_is_there(opened: Path, tmp_path: Path, capf
 def test_every_part_of_compressed_tensors_is_there(opened, tmp_path, form, part, capfd) -> None:
     pytest.importorskip("compressed_tensors")
     source = shutil.copytree(opened / form, tmp_path / "in")
-    damage(source, lambda state: state.pop(f"model.layers.1.mlp.up_proj.{part}"))
+    with edited(source, "model.safetensors") as state:
+        del state[f"model.layers.1.mlp.up_proj.{part}"]
     with pytest.raises(CheckpointError, match=r"up_proj|whose parts are missing"):
         load_model(str(source), device="cpu")
     assert "LOAD REPORT" not in capfd.readouterr().err
@@ -392,7 +376,8 @@ def test_every_part_of_compressed_tensors_is_there(opened, tmp_path, form, part,
 def test_tied_weights_and_tensors_of_others_are_no_fault(tmp_path: Path, caplog) -> None:
     tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    damage(tmp_path, lambda state: state.update({"score.weight": torch.ones(2)}))
+    with edited(tmp_path, "model.safetensors") as state:
+        state["score.weight"] = torch.ones(2)
     load_model(str(tmp_path), device="cpu")
     assert "holds 1 tensors that LlamaForCausalLM does not use (such as score.w" in caplog.text
 
@@ -402,13 +387,15 @@ def test_masks_that_older_releases_saved_are_no_fault(tmp_path: Path) -> None:
     attention = "transformer.h.0.attn.attention"
     masks = {"bias": torch.ones(1, 1, 8, 8, dtype=torch.bool), "masked_bias": torch.tensor(-1e9)}
     named = {f"{attention}.{name}": mask for name, mask in masks.items()}
-    damage(tmp_path, lambda state: state.update(named))
+    with edited(tmp_path, "model.safetensors") as state:
+        state |= named
     load_model(str(tmp_path), device="cpu")
 
 
 def test_a_bias_that_the_configuration_denies_is_refused(tmp_path: Path) -> None:
     tiny_model("llama", attention_bias=True).save_pretrained(tmp_path)
-    configured(tmp_path, **{"attention_bias": False})
+    with edited(tmp_path) as values:
+        values["attention_bias"] = False
     with pytest.raises(CheckpointError, match=r"8 tensors of its layers .*k_proj\.bias"):
         load_model(str(tmp_path), device="cpu")
 
@@ -417,7 +404,8 @@ def test_images_and_text_are_whole_too(tmp_path: Path) -> None:
     families.saved("Gemma3ForConditionalGeneration", tmp_path)
     name = next(n for n in load_file(tmp_path / "model.safetensors") if "vision" in n)
     load_model(str(tmp_path), device="cpu")
-    damage(tmp_path, lambda state: state.pop(name))
+    with edited(tmp_path, "model.safetensors") as state:
+        del state[name]
     with pytest.raises(CheckpointError, match="misses 1 tensors"):
         load_model(str(tmp_path), device="cpu")
 
@@ -523,12 +511,10 @@ def test_a_pattern_of_a_quantization_ends(opened, tmp_path, form, key, monkeypat
     pytest.importorskip("compressed_tensors")
     monkeypatch.setattr("qat.patterns.TRY_S", 0.5)
     source = shutil.copytree(opened / form, tmp_path / "in")
-    (source / "checksums.json").unlink(missing_ok=True)
-    config = json.loads((source / "config.json").read_text())
-    settings = config["quantization_config"]
-    place = settings if key == "ignore" else next(iter(settings["config_groups"].values()))
-    place[key] = [r"re:(\w+\.?)+!"]
-    (source / "config.json").write_text(json.dumps(config))
+    with edited(source) as config:
+        settings = config["quantization_config"]
+        place = settings if key == "ignore" else next(iter(settings["config_groups"].values()))
+        place[key] = [r"re:(\w+\.?)+!"]
     with pytest.raises(CheckpointError, match=r"take longer than 0.5 s to match"):
         load_model(str(source), device="cpu")
 
@@ -543,14 +529,16 @@ def test_a_pattern_of_a_quantization_ends(opened, tmp_path, form, key, monkeypat
 )
 def test_a_configuration_of_hostile_numbers_is_refused(key, said, folder, tmp_path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
-    configured(tmp_path, **{key: 10**18})
+    with edited(tmp_path) as values:
+        values[key] = 10**18
     with pytest.raises(CheckpointError, match=said):
         load_model(str(tmp_path), device="cpu", folder=tmp_path if folder else None)
 
 
 def test_a_configuration_of_more_weights_than_the_files_hold_is_refused(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
-    configured(tmp_path, **{"vocab_size": 2**28})
+    with edited(tmp_path) as values:
+        values["vocab_size"] = 2**28
     with pytest.raises(CheckpointError, match="describes 17,1.* weights and holds .* bytes"):
         load_model(str(tmp_path), device="cpu")
 
@@ -559,10 +547,8 @@ def test_a_configuration_of_more_weights_than_the_files_hold_is_refused(tmp_path
 def test_a_hostile_group_size_of_a_packed_checkpoint_is_refused(opened, size, tmp_path) -> None:
     pytest.importorskip("compressed_tensors")
     source = shutil.copytree(opened / "packed q4a4", tmp_path / "in")
-    (source / "checksums.json").unlink()
-    config = json.loads((source / "config.json").read_text())
-    next(iter(config["quantization_config"]["modules"].values()))["group_size"] = size
-    (source / "config.json").write_text(json.dumps(config))
+    with edited(source) as config:
+        next(iter(config["quantization_config"]["modules"].values()))["group_size"] = size
     with pytest.raises(CheckpointError, match="group_size"):
         load_model(str(source), device="cpu")
 

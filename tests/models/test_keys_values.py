@@ -7,7 +7,7 @@ import families
 import pytest
 import torch
 from quantized import SPECS, gradients, tiny_quantized
-from tiny import tiny_model, tiny_tokenizer
+from tiny import edited, tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -115,17 +115,10 @@ def test_a_float_model_is_kept_too(tmp_path: Path) -> None:
     write_model(model, None, tmp_path)
     again = load_checkpoint(tmp_path)
     assert torch.equal(again(IDS).logits, model(IDS).logits)
-    values = json.loads((tmp_path / "config.json").read_text())
-    assert values["quantization_config"] == {
-        "features": ["kv"],
-        "format": FORMAT,
-        "kv": {"bits": 8},
-        "modules": {},
-        "quant_method": "qat",
-    }
-    values["quantization_config"]["kv"] = {"bits": 3}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    (tmp_path / "checksums.json").unlink(missing_ok=True)
+    with edited(tmp_path) as values:
+        settings = {"features": ["kv"], "format": FORMAT, "kv": {"bits": 8}, "modules": {}}
+        assert values["quantization_config"] == settings | {"quant_method": "qat"}
+        values["quantization_config"]["kv"] = {"bits": 3}
     with pytest.raises(CheckpointError, match="kv of quantization_config: bits"):
         load_skeleton(tmp_path)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from covering import covering
 from quantized import SPECS, latent_linear, tiny_adapted, tiny_quantized, with_adapter
-from safetensors.torch import load_file, save_file
-from tiny import ARCHITECTURES, logits
+from safetensors.torch import load_file
+from tiny import ARCHITECTURES, edited, logits
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -35,21 +35,15 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-def edit(path: Path, modules: dict[str, dict], **tensors: Tensor | None) -> None:
-    """Change what the checkpoint says of modules and stores for `NAME`; None removes."""
-    config, weights = path / "config.json", path / "model.safetensors"
-    values = json.loads(config.read_text())
-    for name, module in modules.items():
-        found = values["quantization_config"]["modules"].get(name, {}) | module
-        kept = {key: value for key, value in found.items() if value is not None}
-        values["quantization_config"]["modules"][name] = kept
-    config.write_text(json.dumps(values))
-    state = load_file(weights)
-    for key, tensor in tensors.items():
-        state.pop(f"{NAME}.{key}", None)
-        if tensor is not None:
-            state[f"{NAME}.{key}"] = tensor
-    save_file(state, weights, metadata={"format": "pt"})
+def edit(path: Path, modules: dict[str, dict], **tensors: Tensor) -> None:
+    """Change what the checkpoint says of modules (None removes) and stores for `NAME`."""
+    with edited(path) as values:
+        for name, module in modules.items():
+            found = values["quantization_config"]["modules"].get(name, {}) | module
+            kept = {key: value for key, value in found.items() if value is not None}
+            values["quantization_config"]["modules"][name] = kept
+    with edited(path, "model.safetensors") as state:
+        state |= {f"{NAME}.{key}": tensor for key, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from covering import covering
 from gguf import GGUFWriter
 from quantized import SPECS, tiny_quantized
-from tiny import tiny_model, tiny_tokenizer
+from tiny import save_tiny, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -25,8 +25,7 @@ from qat.models.opening import Opening, auto_class
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A float teacher, and a student whose hashes nobody kept."""
     place = tmp_path_factory.mktemp("models")
-    tiny_model().save_pretrained(place / "teacher")
-    tiny_tokenizer().save_pretrained(place / "teacher")
+    save_tiny(place / "teacher")
     save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), tiny_tokenizer(), place / "student")
     (place / "student" / CHECKSUMS).unlink()
     return place

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from quantized import random_weight, tiny_quantized
-from safetensors.torch import load_file, save_file
+from tiny import edited
 from torch import Tensor
 from train_case import config
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -16,7 +16,6 @@ from qat.export.config import ExportConfig
 from qat.export.model import export_model
 from qat.extensions.vllm.packed import read_config
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
-from qat.models.directory import CHECKSUMS
 from qat.models.hf_quantizer import FORMAT
 from qat.models.stored_state import quantized_modules
 from qat.nn.lut_embedding import FrozenLutTable
@@ -42,16 +41,13 @@ def written(
     modules = quantized_modules(model)
     stored = {n: tensors_of(module, bits, k, level_bits) for n, module in modules.items()}
     save_checkpoint(model, None, directory)
-    tensors = load_file(directory / "model.safetensors")
-    tensors |= {f"{n}.{key}": t for n, parts in stored.items() for key, t in parts.items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with edited(directory, "model.safetensors") as tensors:
+        tensors |= {f"{n}.{key}": t for n, parts in stored.items() for key, t in parts.items()}
     entries = {"trellis_bits": k, "level_bits": level_bits}
     settings = {"modules": {n: module.spec.model_dump() | entries for n, module in modules.items()}}
     settings |= {"format": 5} if is_legacy else {"format": FORMAT, "features": ["trellis"]}
-    values = json.loads((directory / "config.json").read_text())
-    values["quantization_config"] = {"quant_method": "qat", **settings}
-    (directory / "config.json").write_text(json.dumps(values))
-    (directory / CHECKSUMS).unlink()
+    with edited(directory) as values:
+        values["quantization_config"] = {"quant_method": "qat", **settings}
     return model
 
 
@@ -105,10 +101,9 @@ def test_it_is_neither_trained_nor_served(tmp_path: Path) -> None:
 @pytest.mark.parametrize("numbers", [{"trellis_bits": 5}, {"bits": 3}, {"trellis_bits": "2"}])
 def test_numbers_of_no_trellis_are_refused(numbers: dict, tmp_path: Path) -> None:
     written(tmp_path, 8, 2, 8)
-    values = json.loads((tmp_path / "config.json").read_text())
-    for entry in values["quantization_config"]["modules"].values():
-        entry |= numbers
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    with edited(tmp_path) as values:
+        for entry in values["quantization_config"]["modules"].values():
+            entry |= numbers
     with pytest.raises(CheckpointError, match="embed_tokens has trellis_bits=.* with bits="):
         load_checkpoint(tmp_path)
 
