@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cache_case import build, texts, without_split
-from quantized import SPECS, nearest_e5m3, tiny_quantized
+from quantized import SPECS, tiny_quantized
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_tokenizer
 
@@ -37,13 +37,6 @@ pattern = "*.down_proj"
 [[rules]]
 pattern = "*.mlp.*"
 spec = { bits = 2, codebook = "int", group_size = 16 }
-"""
-
-
-EIGHT_BIT_SCALES = """
-[[rules]]
-pattern = "*.self_attn.*"
-spec = { bits = 3, group_size = 8, scale_bits = 8 }
 """
 
 
@@ -97,21 +90,6 @@ def test_the_report_lies_beside_the_tensors(place: Path, tmp_path: Path) -> None
     keys |= {"activation"}
     assert all(module.keys() == keys for module in report["modules"])
     assert all(0 < m["weighted_error"] < m["relative_error"] < 1 for m in report["modules"])
-
-
-def test_a_plan_may_store_scales_in_8_bits(place: Path, tmp_path: Path) -> None:
-    plan, out = tmp_path / "plan.toml", tmp_path / "out"
-    plan.write_text(MLP_PLAN + EIGHT_BIT_SCALES)
-    wished = config(place, to=str(plan), calibration=str(place / "text.txt"))
-    report = convert_checkpoint(str(place / "float"), wished, out)
-    assert {m.name: m.scale_bits for m in report.modules if m.scale_bits == 8}.keys() == {
-        m.name for m in report.modules if ".self_attn." in m.name
-    }
-    settings = json.loads((out / "config.json").read_text())["quantization_config"]
-    for name, linear in quant_linears(load_checkpoint(out)).items():
-        assert settings["modules"][name]["scale_bits"] == linear.spec.scale_bits
-        is_byte = torch.equal(linear.scales, nearest_e5m3(linear.scales))
-        assert is_byte == (".self_attn." in name)
 
 
 @pytest.mark.parametrize("calibration", ["cache", None])

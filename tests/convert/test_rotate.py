@@ -21,7 +21,6 @@ from qat.errors import ConfigError
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
-from qat.nn.swap import untie_head
 
 IDS = torch.arange(24).view(2, 12)
 
@@ -127,15 +126,6 @@ def test_tables_that_fit_16_bits_do_so_afterwards() -> None:
         rotate(LanguageModel(model))
         for table in (model.lm_head.weight, model.model.embed_tokens.weight):
             assert torch.equal(table.bfloat16().float(), table) == (dtype is torch.bfloat16)
-
-
-def test_an_untied_head_computes_as_before() -> None:
-    model = tiny_model("llama", tie_word_embeddings=True)
-    before = model(IDS).logits
-    untie_head(model)
-    assert torch.equal(model(IDS).logits, before)
-    model.model.embed_tokens.weight.data.zero_()
-    assert model.lm_head.weight.abs().max() > 0 and not model.config.tie_word_embeddings
 
 
 def test_outliers_spread_over_all_channels() -> None:
