@@ -88,7 +88,7 @@ def level_products(
         peak = x.float().abs().flatten(0, -2).amax(0)
         peaks[names[0]] = torch.maximum(peak, peaks.get(names[0], peak))
 
-    with _noting(student, downs, note):
+    with _recording(student, downs, note):
         for batch in calibration if downs else ():
             student.hidden(*(ids.to(student.device) for ids in batch))
     return sum(_level(model.get_submodule(n.rpartition(".")[0]), peaks[n]) for n in peaks)
@@ -217,14 +217,14 @@ def inputs_of(
         if first == names[0] or found[first] is not found[names[0]]:
             found[names[0]].add(x)
 
-    with _noting(student, modules, note):
+    with _recording(student, modules, note):
         for batch in calibration:
             student.hidden(*(ids.to(student.device) for ids in batch))
     return {tuple(each.names): each for each in found.values()}
 
 
 @contextmanager
-def _noting(student: LanguageModel, modules: dict[str, nn.Module], note: Any) -> Iterator[None]:
+def _recording(student: LanguageModel, modules: dict[str, nn.Module], note: Any) -> Iterator[None]:
     """Call `note(names, tensor)` on every input of `modules` inside the block."""
     model = student.model
     stacks: dict[nn.Module, list[str]] = {}

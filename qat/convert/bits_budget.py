@@ -125,7 +125,7 @@ class _Judge:
         self._batch = batch
         self._layers = list(decoder_layers(model.model))
         self._gave: list[object] = []
-        with patched_forwards({layer: self._noting(layer.forward) for layer in self._layers}):
+        with patched_forwards({layer: self._recording(layer.forward) for layer in self._layers}):
             log_p_TV = self._logits().log_softmax(-1)
         self._p_TV = log_p_TV.exp()
         self._negative_entropy = _row_dots(self._p_TV, log_p_TV)
@@ -152,7 +152,7 @@ class _Judge:
         crossed = logits_TV.logsumexp(-1) - _row_dots(self._p_TV, logits_TV)
         return (self._negative_entropy + crossed).double().mean().item()
 
-    def _noting(self, forward: Callable) -> Callable:
+    def _recording(self, forward: Callable) -> Callable:
         def call(*args: object, **named: object) -> object:
             self._gave.append(forward(*args, **named))
             return self._gave[-1]

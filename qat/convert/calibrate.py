@@ -189,7 +189,7 @@ def stages_in_order(
             if teacher:
                 targets = teacher.pass_layer(plans[kind])
             for stage, target in zip(plans[kind], targets, strict=True):
-                read = _beating(block.run_to(stage), prefix + stage.names[0], heartbeat)
+                read = _with_heartbeat(block.run_to(stage), prefix + stage.names[0], heartbeat)
                 is_stack = stage.stack is not None
                 inputs = _stack_inputs(read) if is_stack else _stage_inputs(read, target, run.store)
                 yield [prefix + name for name in stage.names], inputs
@@ -199,7 +199,7 @@ def stages_in_order(
             run.advance(block.outputs())
 
 
-def _beating(
+def _with_heartbeat(
     readings: Iterable["_Reading"], name: str, heartbeat: Callable[[str], None]
 ) -> Iterator["_Reading"]:
     for number, reading in enumerate(readings, 1):
@@ -349,7 +349,7 @@ class _Block:
             if stage.stack is not None:
                 self._read_stack(stage, reading, batch)
             else:
-                with _hooked(self._noting(stage, reading, stops=True)), suppress(_Reached):
+                with _hooked(self._recording(stage, reading, stops=True)), suppress(_Reached):
                     self._run(batch)
             yield reading
 
@@ -374,7 +374,7 @@ class _Block:
             hidden, call = self._call(batch)
             readings = [_Reading() for _ in stages]
             pairs = zip(stages, readings, strict=True)
-            hooks = [hook for pair in pairs for hook in self._noting(*pair, stops=False)]
+            hooks = [hook for pair in pairs for hook in self._recording(*pair, stops=False)]
             with _hooked(hooks):
                 output = output_of(self._layer(hidden, **call))
             for reading in readings:
@@ -382,7 +382,7 @@ class _Block:
                 reading.stream = self._store.put(reading.stream)
             yield readings, self._store.put(output)
 
-    def _noting(self, stage: _Stage, reading: _Reading, *, stops: bool) -> list[tuple]:
+    def _recording(self, stage: _Stage, reading: _Reading, *, stops: bool) -> list[tuple]:
         """Return hooks that fill `reading`, and that stop the run at its input if `stops`."""
         if stage.stack is not None:
             return []

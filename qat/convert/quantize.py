@@ -38,7 +38,7 @@ from qat.models.cost import (
     tensor_bytes,
     whole_model_bits,
 )
-from qat.models.document_attention import kept_heads
+from qat.models.document_attention import cached_heads
 from qat.models.language_model import LanguageModel
 from qat.models.precision import matmul_precision
 from qat.models.stored_state import activation_counts
@@ -115,7 +115,7 @@ class KvReport:
         spec = kv_spec(student.model.config)
         if spec is None:
             return None
-        heads = kept_heads(student.model, student.device)
+        heads = cached_heads(student.model, student.device)
         total = sum(each.num_bytes(spec) for each in heads)
         return cls(spec.bits, total, total / sum(each.half_bytes() for each in heads))
 
@@ -169,7 +169,7 @@ def quantize_model(
     tables = table_names(model)
     check_experts(plan, model)
     specs = plan.assign(linear_names(model), tables)
-    _say_others(plan, [name for name in specs if name not in tables])
+    _warn_of_other_roles(plan, [name for name in specs if name not in tables])
     for name, spec in specs.items():
         spec.check_shape(name, *weight_shape(model.get_submodule(name)))
     activations = inputs_to_quantize(model, plan, specs)
@@ -181,7 +181,7 @@ def quantize_model(
     todo = {n: s for n, s in specs.items() if getattr(model.get_submodule(n), "spec", None) != s}
     linears = [name for name in todo if name not in tables]
     if base is None:
-        _say_requantized(model, todo)
+        _warn_of_requantizing(model, todo)
     description = f"quantizing to {plan.name}"
     with (
         progress(description, len(todo), "linears") as ticker,
@@ -284,7 +284,7 @@ def check_experts(plan: QuantPlan, model: PreTrainedModel) -> None:
                 )
 
 
-def _say_others(plan: QuantPlan, linears: list[str]) -> None:
+def _warn_of_other_roles(plan: QuantPlan, linears: list[str]) -> None:
     if not any(rule.role == "other" for rule in plan.rules):
         return
     others = [name for name in linears if role_of(name) == "other"]
@@ -299,7 +299,7 @@ def _say_others(plan: QuantPlan, linears: list[str]) -> None:
         )
 
 
-def _say_requantized(model: nn.Module, todo: dict[str, LutSpec]) -> None:
+def _warn_of_requantizing(model: nn.Module, todo: dict[str, LutSpec]) -> None:
     modules = {name: model.get_submodule(name) for name in todo}
     rounded = {
         n: m.spec.index_bits

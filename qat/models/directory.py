@@ -228,7 +228,7 @@ def _check_indices(directory: Path) -> None:
                 inside(directory, name, found_in=path, error=CheckpointError)
 
 
-def is_kept_here(source: str) -> bool:
+def needs_no_hub(source: str) -> bool:
     """Return whether the files of a resolved `source` are read without a request to a hub."""
     return Path(source).exists() or not is_online(source)
 

@@ -30,7 +30,7 @@ from qat.nn.swap import decoder_layers
 from qat.quant.kv import fake_quantize_heads
 from qat.quant.spec import KvSpec
 
-LOOKING = f"{NAME}-looking"
+RECORDING = f"{NAME}-recording"
 """Attention implementation that records what layers pass to it."""
 
 
@@ -81,7 +81,7 @@ def quantize_kv(model: PreTrainedModel, spec: KvSpec, device: torch.device | Non
             f"expected keys and values of heads{rest}"
         )
     set_kv(model, spec)
-    heads, layers = kept_heads(model, device), len(decoder_layers(model))
+    heads, layers = cached_heads(model, device), len(decoder_layers(model))
     if len(heads) != layers:
         raise ConfigError(
             f"{asked}, but {len(heads)} of the {layers} layers of {name} keep keys and values of "
@@ -92,7 +92,7 @@ def quantize_kv(model: PreTrainedModel, spec: KvSpec, device: torch.device | Non
         spec.check_width(each.value_width)
 
 
-class KeptHeads(NamedTuple):
+class CachedHeads(NamedTuple):
     """Heads of keys and values that one layer caches per token."""
 
     count: int
@@ -109,22 +109,22 @@ class KeptHeads(NamedTuple):
 
 
 @torch.no_grad()
-def kept_heads(model: PreTrainedModel, device: torch.device | None = None) -> list[KeptHeads]:
+def cached_heads(model: PreTrainedModel, device: torch.device | None = None) -> list[CachedHeads]:
     """Run `model`, prepared by `set_kv`, once and return the heads that each layer would cache.
 
     `device`: the compute device, if the weights are elsewhere until then.
     """
-    found: list[KeptHeads] = []
+    found: list[CachedHeads] = []
 
-    def look(
+    def record(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: object, **more: object
     ) -> tuple[Tensor, None]:
-        found.append(KeptHeads(key.shape[1], key.shape[-1], value.shape[-1]))
+        found.append(CachedHeads(key.shape[1], key.shape[-1], value.shape[-1]))
         return sdpa_attention_forward(module, query, key, value, *rest, **more)
 
-    AttentionInterface.register(LOOKING, look)
+    AttentionInterface.register(RECORDING, record)
     config = model.config.get_text_config()
-    kept, config._attn_implementation = config._attn_implementation, LOOKING
+    kept, config._attn_implementation = config._attn_implementation, RECORDING
     try:
         ids = torch.zeros(1, 4, dtype=torch.long, device=device or model.device)
         model(input_ids=ids, use_cache=False)
@@ -174,5 +174,5 @@ def attend(
 
 for _name in (NAME, *KV):
     AttentionInterface.register(_name, partial(attend, kv=KV.get(_name)))
-for _name in (NAME, *KV, LOOKING):
+for _name in (NAME, *KV, RECORDING):
     AttentionMaskInterface.register(_name, make_mask)

@@ -121,7 +121,7 @@ class Vocabulary:
         """Write the tokenizer to `directory` so that it loads as the same.
 
         Raises:
-            NotKept: it does not load as the same.
+            NotCached: it does not load as the same.
         """
         save_tokenizer(made, directory)
         if _opens_as(made, directory):
@@ -131,7 +131,7 @@ class Vocabulary:
         values["tokenizer_class"] = ANY_CLASS
         settings.write_text(json.dumps(values, indent=1), encoding="utf-8")
         if not _opens_as(made, directory):
-            raise NotKept("its tokenizer does not open again as the same")
+            raise NotCached("its tokenizer does not open again as the same")
 
 
 class Weights:
@@ -185,7 +185,7 @@ PARTS = {"config": Config(), "tokenizer": Vocabulary()}
 """The parts that need no settings."""
 
 
-class NotKept(Exception):  # noqa: N818 - no error: the file is read without the cache
+class NotCached(Exception):  # noqa: N818 - no error: the file is read without the cache
     """Raised if no cache entry can be used; the message has the reason."""
 
 
@@ -198,7 +198,7 @@ def opened(source: str, part: Part, read: Callable[[str, dict[str, str]], T]) ->
     path = Path(place, file["gguf_file"])
     try:
         entry = _entry(path, part)
-    except NotKept as reason:
+    except NotCached as reason:
         logger.info("%s: %s, so it is converted each time", path, reason)
     else:
         try:
@@ -235,7 +235,7 @@ def _entry(path: Path, part: Part) -> Path:
     try:
         root = GGUF_CACHE.expanduser()
     except RuntimeError as error:  # a process of no known user, as in some containers
-        raise NotKept(f"there is no {GGUF_CACHE} ({error})") from error
+        raise NotCached(f"there is no {GGUF_CACHE} ({error})") from error
     digest = settled_sha256(path)
     read_by = fingerprint([FORMAT, *(version(name) for name in ("transformers", "gguf"))])
     found = [root / f"{digest}-{read_by}-{name}" for name in part.names(path)]
@@ -246,7 +246,7 @@ def _entry(path: Path, part: Part) -> Path:
     with ExitStack() as stack:
         with _writing(root):
             root.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_alone(entry, path))
+            stack.enter_context(_entry_lock(entry, path))
         if _is_sound(entry, part):  # another process has just made it
             return entry
         if entry.is_dir():
@@ -256,7 +256,7 @@ def _entry(path: Path, part: Part) -> Path:
             _make_room(root, part.num_bytes(path))
         made = part.make(path)
         if settled_sha256(path) != digest:
-            raise NotKept("it changed while it was converted")
+            raise NotCached("it changed while it was converted")
         with _writing(root), whole_directory(entry, durable=False) as partial:
             part.save(made, partial)
             write_checksums(partial)
@@ -283,11 +283,11 @@ def _writing(root: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise NotKept(f"{root} cannot be written ({error})") from error
+        raise NotCached(f"{root} cannot be written ({error})") from error
 
 
 @contextmanager
-def _alone(entry: Path, path: Path) -> Iterator[None]:
+def _entry_lock(entry: Path, path: Path) -> Iterator[None]:
     """Hold the lock of an entry; if another process has it, log that and wait."""
     lock = entry.with_name(f".{entry.name}.lock")
     with ExitStack() as stack:
@@ -325,6 +325,6 @@ def _make_room(root: Path, num_bytes: int) -> None:
             logger.info("%s made room for another file", directory)
         taken -= size
     if taken + num_bytes > budget:
-        raise NotKept(
+        raise NotCached(
             f"{num_bytes / 2**30:.1f} GiB do not fit into the {budget / 2**30:.1f} GiB of {root}"
         )

@@ -36,7 +36,7 @@ from qat.models.directory import (
     ADAPTER,
     GGUF,
     adapted,
-    is_kept_here,
+    needs_no_hub,
     resolve,
 )
 from qat.models.hf_quantizer import QUANT_METHOD
@@ -128,7 +128,7 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> PreTraine
         def read(place: str, file: dict[str, str]) -> PreTrainedTokenizerBase:
             return AutoTokenizer.from_pretrained(
                 place,
-                local_files_only=is_kept_here(place),
+                local_files_only=needs_no_hub(place),
                 trust_remote_code=trust_remote_code,
                 **file,
             )
@@ -272,13 +272,13 @@ def _by_hand(source: str, config: PreTrainedConfig, how: _How) -> tuple[type, No
     if method in BY_HAND:
         directory = Path(source)
         if not directory.is_dir():
-            directory = Path(snapshot_download(source, local_files_only=is_kept_here(source)))
+            directory = Path(snapshot_download(source, local_files_only=needs_no_hub(source)))
         state = float_state(directory, config.quantization_config)
     else:
         packed, info = auto_class(config).from_pretrained(
             source,
             dtype=how.dtype,
-            local_files_only=is_kept_here(source),
+            local_files_only=needs_no_hub(source),
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
@@ -301,7 +301,7 @@ def _load_float(source: str, how: _How) -> PreTrainedModel | StreamedModel:
     config = read_config(source, trust_remote_code=how.trust_remote_code)
     method = None if source.endswith(GGUF) else method_of(config)
     if how.folder is not None and method is None and not source.endswith(GGUF):
-        return _left_in_files(source, config, how)
+        return _load_streamed(source, config, how)
     _check_bounds(source, config, trust_remote_code=how.trust_remote_code)
     opening = Opening(source, "a causal language model", weights=True)
     with opening, quiet_transformers(), warnings.catch_warnings():
@@ -327,7 +327,7 @@ def _named(source: str, how: _How) -> dict[str, Any]:
     return {
         "dtype": how.dtype,
         "device_map": how.placement(),
-        "local_files_only": is_kept_here(source),
+        "local_files_only": needs_no_hub(source),
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # reported by `_check_whole`
     }
@@ -401,7 +401,7 @@ def _check_bounds(source: str, config: PreTrainedConfig, *, trust_remote_code: b
         )
 
 
-def _left_in_files(source: str, config: PreTrainedConfig, how: _How) -> StreamedModel:
+def _load_streamed(source: str, config: PreTrainedConfig, how: _How) -> StreamedModel:
     _check_bounds(source, config, trust_remote_code=how.trust_remote_code)
     opening = Opening(source, "a causal language model", weights=True)
     folder = tempfile.TemporaryDirectory(dir=how.folder)

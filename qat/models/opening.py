@@ -36,7 +36,7 @@ from qat.models.directory import (
     SOURCES,
     as_transformers_asks,
     check_checksums,
-    is_kept_here,
+    needs_no_hub,
 )
 from qat.process import is_out_of_memory
 
@@ -193,7 +193,7 @@ def read_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedCo
             "config",
             lambda place, file: AutoConfig.from_pretrained(
                 place,
-                local_files_only=is_kept_here(place),
+                local_files_only=needs_no_hub(place),
                 trust_remote_code=trust_remote_code,
                 **file,
             ),

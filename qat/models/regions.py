@@ -164,7 +164,7 @@ def refusals() -> tuple[type[Exception], ...]:
     return torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit
 
 
-def say_uncompiled(error: Exception) -> str:
+def warn_uncompiled(error: Exception) -> str:
     """Warn that layers run uncompiled, and return the first line of the compiler's error."""
     reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
     logger.warning("the layers cannot be compiled (%s): they run uncompiled, more slowly", reason)
@@ -242,7 +242,7 @@ class Regions:
                     return compiled(*args, **kwargs)
                 except refusals() as error:
                     self._is_refused = True
-                    say_uncompiled(error)
+                    warn_uncompiled(error)
             return forward(*args, **kwargs)
 
         return run

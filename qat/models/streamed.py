@@ -83,19 +83,19 @@ class StreamedModel(LanguageModel):
         self._device, self._dtype, self.folder = device, dtype, folder
         self._in_float32 = tuple(model._keep_in_fp32_modules_strict or ())
         super().__init__(model)
-        self._brought: dict[nn.Module, list[tuple[Slot, Tensor, Tensor]]] = {}
+        self._loaded: dict[nn.Module, list[tuple[Slot, Tensor, Tensor]]] = {}
         tables = {model.get_input_embeddings(), model.get_output_embeddings()} - {None}
         self._units = {*decoder_layers(model), *(tables - tables_read(model))}
         inside = {module for unit in self._units for module in unit.modules()}
         self._names = {module: name for name, module in model.named_modules()}
         # weights outside of units are loaded now, to stay; tied ones are shared with the units
-        stays = self._bring(module for module in self._names if module not in inside)
+        stays = self._load(module for module in self._names if module not in inside)
         shared = {id(old): new for _, old, new in stays}
         for owner, name in (slot for module in inside for slot in _slots(module)):
             own = getattr(owner, name)
             setattr(owner, name, shared.get(id(own), own))
         for unit in self._units:
-            unit.forward = self._bringing(unit, unit.forward)
+            unit.forward = self._loading(unit, unit.forward)
 
     @property
     def device(self) -> torch.device:
@@ -117,15 +117,15 @@ class StreamedModel(LanguageModel):
 
         Linears that were quantized in the block are moved to files at its end.
         """
-        if module not in self._units or module in self._brought:
+        if module not in self._units or module in self._loaded:
             yield
             return
         before = {*module.modules()}
-        self._brought[module] = self._bring(before)
+        self._loaded[module] = self._load(before)
         try:
             yield
         finally:
-            for (owner, name), old, new in self._brought.pop(module):
+            for (owner, name), old, new in self._loaded.pop(module):
                 if getattr(owner, name, None) is new:
                     setattr(owner, name, old)
             for made in {*module.modules()} - before:
@@ -149,7 +149,7 @@ class StreamedModel(LanguageModel):
             if parameter.is_floating_point() and parameter.dtype not in STORED:
                 parameter.data = to_file(parameter.float(), self.folder)
 
-    def _bringing(self, unit: nn.Module, forward: Callable) -> Callable:
+    def _loading(self, unit: nn.Module, forward: Callable) -> Callable:
         @wraps(forward)
         def call(*args: object, **named: object) -> object:
             with self.present(unit):
@@ -157,7 +157,7 @@ class StreamedModel(LanguageModel):
 
         return call
 
-    def _bring(self, modules: Iterable[nn.Module]) -> list[tuple[Slot, Tensor, Tensor]]:
+    def _load(self, modules: Iterable[nn.Module]) -> list[tuple[Slot, Tensor, Tensor]]:
         """Put the tensors of modules on the device; return slots with the old and new tensors."""
         made: dict[int, Tensor] = {}
         brought = []

@@ -33,7 +33,7 @@ from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
 from qat.models.language_model import LanguageModel
 from qat.models.precision import compute_in
-from qat.models.regions import Regions, compile_facts, refusals, say_uncompiled
+from qat.models.regions import Regions, compile_facts, refusals, warn_uncompiled
 from qat.models.step_memory import step_bytes
 from qat.nn.step import form_moved_weights, release_weights
 from qat.ranks import Ranks
@@ -282,7 +282,7 @@ class TrainingStep:
         try:
             return self._run(batches, valid, is_packed)
         except refusals() as error:
-            self.fallback = say_uncompiled(error)
+            self.fallback = warn_uncompiled(error)
         self.optimizer.forget_gradients()
         self._is_compiled = False
         for regions in self._regions:

@@ -234,7 +234,7 @@ def test_layer_by_layer_gives_the_same_hidden_states(family, share, tmp_path, mo
 def test_a_cache_of_a_teacher_on_the_disk_is_the_same(tmp_path: Path, monkeypatch) -> None:
     place = str(source(tmp_path / "float"))
     brought: list[nn.Module] = []
-    real = StreamedModel._bring
+    real = StreamedModel._load
 
     def note(self: StreamedModel, modules: set[nn.Module]) -> object:
         brought.extend(modules)
@@ -243,7 +243,7 @@ def test_a_cache_of_a_teacher_on_the_disk_is_the_same(tmp_path: Path, monkeypatc
     plain = load_teacher(place, device="cpu", dtype="fp32")
     build(tmp_path / "plain", teacher=plain)
     model = load_teacher(place, device="cpu", dtype="fp32", device_map="disk")
-    monkeypatch.setattr(StreamedModel, "_bring", note)
+    monkeypatch.setattr(StreamedModel, "_load", note)
     manifest = build(tmp_path / "streamed", teacher=model)
     assert contents(tmp_path / "plain") == contents(tmp_path / "streamed")
     assert max(shard.sequences for shard in manifest.shards) > 4  # several batches
