@@ -68,7 +68,7 @@ from qat.quant.weight import QuantizedWeight, dequantize, round_levels
 
 logger = logging.getLogger(__name__)
 
-TINY = 1e-30
+TINY = 1e-30  # the relative error of a weight of zeros is 0, not NaN
 FIT_BYTES = 14
 """Bytes per element of a weight while it is fitted, with its own float32 (measured: 13)."""
 

@@ -238,7 +238,7 @@ def needs_no_hub(source: str) -> bool:
 
 CHECKSUMS = "checksums.json"
 """File of a directory with the SHA-256 of its files."""
-FORMAT = 1
+FORMAT = 1  # of the list of checksums
 BESIDE = (CHECKSUMS, "convert_report.json", "plan.toml")
 """Files that 'qat convert' writes in addition to the listed ones."""
 WEIGHTS = ".safetensors"

@@ -59,7 +59,7 @@ STALE_S = 86400.0
 """Partial files of a killed process are removed after this many seconds."""
 WAIT_S = 3600.0
 """Timeout in seconds for another process that converts the same file."""
-FORMAT = 1
+FORMAT = 1  # part of the key of every entry
 SHARD = "256MB"
 """Shard size: several shards are hashed in parallel."""
 ANY_CLASS = "PreTrainedTokenizerFast"
