@@ -146,15 +146,7 @@ OWN: dict[str, dict[str, object]] = {
         "zero_expert_num": 2,
         "moe_topk": 2,
     },
-    "cohere_compass_text": {
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "mrope_section": [4, 2, 2],
-            }
-        }
-    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": MROPE}},
     "kimi_linear": {
         "linear_num_heads": 4,
         "linear_head_dim": 16,
@@ -197,9 +189,7 @@ OWN: dict[str, dict[str, object]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "glm4v_text": {"rope_parameters": MROPE},
-    "qwen2_vl_text": {"rope_parameters": MROPE},
-    "qwen2_5_vl_text": {"rope_parameters": MROPE},
+    **dict.fromkeys(("glm4v_text", "qwen2_vl_text", "qwen2_5_vl_text"), {"rope_parameters": MROPE}),
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"languages": ["en"], "default_language": "en"},
     "reformer": {
@@ -210,9 +200,8 @@ OWN: dict[str, dict[str, object]] = {
         "feed_forward_size": 96,
         "axial_pos_embds": False,
     },
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    **dict.fromkeys(("lfm2", "lfm3"), {"layer_types": ["conv", "full_attention"] * 2}),
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
-    "lfm3": {"layer_types": ["conv", "full_attention"] * 2},
     "gemma3n_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "activation_sparsity_pattern": [0.0] * 4,
