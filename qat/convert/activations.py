@@ -190,10 +190,10 @@ class Magnitudes:
         """
         values = self.values()
         scales = values / LEVELS  # try each value as the end of the range
-        size, value = scales[:, None], values[None]
+        size, value = scales[:, None], values[None]  # (K, 1) and (1, K)
         inside = torch.where(value < size / 2, value.square(), size.square() / 12)
         error = torch.where(value > LEVELS * size, (value - LEVELS * size).square(), inside)
-        return scales[(error @ self.counts).argmin()].float()
+        return scales[(error @ self.counts).argmin()].float()  # (K, K) @ (K,)
 
 
 def inputs_of(

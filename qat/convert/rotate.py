@@ -223,10 +223,10 @@ class _Stream:
         # by id, because a tied table occurs twice
         rows = {id(weight): weight for weight in (*tables, *reads)}
         for weight in rows.values():
-            weight.copy_(weight @ matrix.to(weight))
+            weight.copy_(weight @ matrix.to(weight))  # (O, D): reads Q^T x
         for weight, bias, experts in self._writers(rows.keys()):
             by_expert = weight.view(max(experts, 1), self.width, -1)
-            by_expert.copy_(matrix.to(weight).T @ by_expert)
+            by_expert.copy_(matrix.to(weight).T @ by_expert)  # (E, D, I): writes Q^T y
             if bias is not None:
                 bias.copy_(bias @ matrix.to(bias))
 
@@ -257,9 +257,9 @@ def _turn_values(model: PreTrainedModel, generator: torch.Generator) -> None:
         matrix = orthogonal(n, generator).to(reader)
         for values in (source.weight, source.bias):
             if values is not None:
-                by_head = values[-num_rows:].view(-1, n, *values.shape[1:])
+                by_head = values[-num_rows:].view(-1, n, *values.shape[1:])  # (heads, n, D)
                 by_head.copy_(torch.einsum("hi...,ij->hj...", by_head, matrix))
-        by_head = reader.view(len(reader), -1, n)
+        by_head = reader.view(len(reader), -1, n)  # (O, heads, n)
         by_head.copy_(by_head @ matrix)
 
 
