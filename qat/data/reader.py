@@ -34,6 +34,9 @@ from qat.data.shard_file import (
 )
 from qat.errors import CacheError
 
+ROWS = {"topk": TOP_K_ROWS, "draws": ("sample_marks",)}
+"""Fields of a row by the teacher's targets that they hold."""
+
 
 def read_rows(
     shards: dict[int, OpenShard],
@@ -191,8 +194,12 @@ class TeacherCache:
             IndexError: an index is outside the split.
             CacheError: a shard is missing or damaged, or holds impossible values.
         """
+        names = ["tokens", "starts", "mask"]
+        names += [
+            name for target in targets for name in ROWS[target] if name in self._layout.fields
+        ]
         has_draws = "draws" in targets and self._layout.has_draws
-        rows, drawn = self._read(indices, split, self._names(targets), has_ids=has_draws)
+        rows, drawn = self._read(indices, split, names, has_ids=has_draws)
         S, V = self.sequence_length, self.manifest.teacher.vocab_size
         input_ids = self._valid_ids(unpack_bits(rows["tokens"], id_bits(V), S).long())
         starts, mask = unpack_flags(rows["starts"], S), unpack_flags(rows["mask"], S)
@@ -230,12 +237,6 @@ class TeacherCache:
         bits = id_bits(self.manifest.teacher.vocab_size)
         ids = self._valid_ids(unpack_bits(rows["negative_ids"], bits, (S - 1) * R).long())
         return ids.view(-1, S - 1, R), self._finite(rows["negative_logits"], "logit")
-
-    def _names(self, targets: Collection[str]) -> list[str]:
-        """Return the names of the fields needed for a batch with these targets."""
-        of_target = {"topk": TOP_K_ROWS, "draws": ("sample_marks",)}
-        wanted = [name for target in targets for name in of_target[target]]
-        return ["tokens", "starts", "mask", *(n for n in wanted if n in self._layout.fields)]
 
     def _top_k(self, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         N, S, V = len(rows["tokens"]), self.sequence_length, self.manifest.teacher.vocab_size

@@ -347,7 +347,9 @@ def open_source(
         data_format = _detect(*first, text_field)
     _document(*first, data_format, text_field)
     documents = (_document(*each, data_format, text_field) for each in chain([first], rows))
-    return DataSource(documents, data_format, _name(data))
+    # without the suffix of a file, or the configuration and split of an id
+    name = Path(data.partition(":")[0].removesuffix(".gz")).stem
+    return DataSource(documents, data_format, name)
 
 
 def check_source(
@@ -370,11 +372,6 @@ def check_source(
         open_source(data, data_format, text_field, setting=setting)
     else:
         _hub_name(data, setting)
-
-
-def _name(data: str) -> str:
-    """Return the name of a file, directory or id without suffix, configuration and split."""
-    return Path(data.partition(":")[0].removesuffix(".gz")).stem
 
 
 def _placed_rows(data: str, setting: str) -> Rows:

@@ -18,7 +18,7 @@ from tiny import VOCAB
 
 from qat import logs
 from qat.backend.base import Backend
-from qat.data.cache import Manifest, read_manifest
+from qat.data.cache import read_manifest
 from qat.data.config import CacheConfig, CacheSettings
 from qat.data.packing import NO_LABEL, labels, position_ids
 from qat.data.reader import TeacherCache
@@ -335,23 +335,15 @@ def test_settings_keep_something_and_leave_the_device_out() -> None:
 
 
 def test_the_teachers_perplexity_is_that_of_whole_forwards(whole: Path) -> None:
-    manifest = read_manifest(whole)
-    assert manifest.teacher_ppl == pytest.approx(ppl_of(manifest), rel=1e-3)
-
-
-def ppl_of(manifest: Manifest) -> float:
-    """The teacher's perplexity at all labels, asked again."""
-    model, nats, count = teacher(), 0.0, 0
+    manifest, model, nats, count = read_manifest(whole), teacher(), 0.0, 0
     for block in blocks(texts(), cache_case.TOKENIZER, manifest.settings):
-        ids, starts, mask = (
-            torch.from_numpy(getattr(block.packed, name)) for name in ("tokens", "starts", "mask")
-        )
+        ids, starts, mask = map(torch.from_numpy, block.packed[:3])
         following = labels(ids.long(), starts, mask)
         logits = model.logits(model.hidden(ids.long(), position_ids(starts))).detach().flatten(0, 1)
         nats += F.cross_entropy(logits.double(), following.flatten(), reduction="sum").item()
         count += int((following != NO_LABEL).sum())
     assert count == manifest.total("counted")
-    return math.exp(nats / count)
+    assert manifest.teacher_ppl == pytest.approx(math.exp(nats / count), rel=1e-3)
 
 
 def test_a_teacher_that_knows_the_text_is_no_cause_to_warn(tmp_path: Path, caplog) -> None:

@@ -73,42 +73,40 @@ def targets_of(tokenizer: PreTrainedTokenizerFast, mode: str, turns: list = TURN
     return [tokenizer.decode(tokens.ids[begin:end]) for begin, end in pairs]
 
 
+LAST = "a caf\u00e9 \U0001f600<|end|>"
+
+
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "mode", "expected"),
     [
-        ("a system turn of its own", ["the dog <|end|>", "a caf\u00e9 \U0001f600<|end|>"]),
-        ("trims", ["the dog<|end|>", "a caf\u00e9 \U0001f600<|end|>"]),
+        ("a system turn of its own", "false", ["the dog <|end|>", LAST]),
+        ("trims", "false", ["the dog<|end|>", LAST]),
         (
             "other names of roles, the end behind a blank",
-            [" the dog  <|end|>", "a caf\u00e9 \U0001f600 <|end|>"],
+            *("false", [" the dog  <|end|>", "a caf\u00e9 \U0001f600 <|end|>"]),
         ),
+        ("nothing but the next turn ends one", "false", ["the dog <|user|>", LAST]),
         (
-            "nothing but the next turn ends one",
-            ["the dog <|user|>", "a caf\u00e9 \U0001f600<|end|>"],
+            "forgets all thoughts but the last one's",
+            *("false", ["the dog <|end|>", f"<think>\n\n</think>\n\n{LAST}"]),
+        ),
+        ("prompts for no thoughts", "false", ["the dog <|end|>", LAST]),
+        ("prompts alone for no thoughts", "false", ["the dog <|end|>", LAST]),
+        (
+            "a system turn of its own",
+            "true",
+            ["<think>\nhm\n</think>\n\nthe dog <|end|>", f"<think>\nso\n</think>\n\n{LAST}"],
         ),
         (
             "forgets all thoughts but the last one's",
-            ["the dog <|end|>", "<think>\n\n</think>\n\na caf\u00e9 \U0001f600<|end|>"],
+            *("true", ["the dog <|end|>", f"<think>\nso\n</think>\n\n{LAST}"]),
         ),
-        ("prompts for no thoughts", ["the dog <|end|>", "a caf\u00e9 \U0001f600<|end|>"]),
-        ("prompts alone for no thoughts", ["the dog <|end|>", "a caf\u00e9 \U0001f600<|end|>"]),
     ],
 )
-def test_what_assistants_say_and_its_end_count(name: str, expected: list[str]) -> None:
+def test_what_assistants_say_and_its_end_count(name: str, mode: str, expected: list[str]) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATES[name]
-    assert targets_of(tokenizer, "false") == expected
-
-
-def test_thoughts_that_the_template_keeps_count() -> None:
-    tokenizer = tiny_tokenizer()
-    last = "<think>\nso\n</think>\n\na caf\u00e9 \U0001f600<|end|>"
-    for name, first in [
-        ("a system turn of its own", "<think>\nhm\n</think>\n\nthe dog <|end|>"),
-        ("forgets all thoughts but the last one's", "the dog <|end|>"),
-    ]:
-        tokenizer.chat_template = TEMPLATES[name]
-        assert targets_of(tokenizer, "true") == [first, last]
+    assert targets_of(tokenizer, mode) == expected
 
 
 def test_what_assistants_say_counts_without_a_template() -> None:

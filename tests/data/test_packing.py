@@ -21,11 +21,17 @@ PAD, BEGIN = 0, 7
 LENGTHS = [2, 3, 8, 17]
 
 
-def pack(documents: list[list[int]], length: int, special: Collection[int] = ()) -> PackedRows:
+def pack(
+    documents: list[list[int]],
+    length: int,
+    special: Collection[int] = (),
+    flags: list[np.ndarray | None] | None = None,
+    **how: object,
+) -> PackedRows:
     """All documents, packed at once."""
-    packer = Packer(length, PAD, special)
-    for ids in documents:
-        packer.push(ids)
+    packer = Packer(length, PAD, special, **how)
+    for ids, is_target in zip(documents, flags or [None] * len(documents), strict=True):
+        packer.push(ids, is_target)
     packer.finish()
     return packer.take(packer.num_full)
 
@@ -103,16 +109,12 @@ def test_sequences_are_full_and_in_the_order_of_their_documents(seed: int) -> No
 def test_a_piece_of_a_chat_begins_with_its_question() -> None:
     ids, is_target = np.arange(100, 160), np.zeros(60, dtype=bool)
     is_target[3:] = True
-    packer = Packer(32, PAD)
-    packer.push(ids, is_target)
-    packer.finish()
-    first, second, _ = packer.take(packer.num_full).tokens
+    first, second, _ = pack([ids], 32, flags=[is_target]).tokens
     assert first.tolist() == list(range(100, 132))
     assert second.tolist() == [100, 101, 102, *range(127, 156)]
     is_target[:20] = False  # a question that would leave no room for what was said last
-    packer.push(ids, is_target)
-    packer.finish()
-    assert packer.take(2).tokens[1].tolist() == [*range(100, 104), *range(128, 156)]
+    second = pack([ids], 32, flags=[is_target]).tokens[1]
+    assert second.tolist() == [*range(100, 104), *range(128, 156)]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -139,15 +141,8 @@ def test_taking_bit_by_bit_equals_taking_all() -> None:
     for seed in range(10):
         rng = random.Random(seed)
         documents, length = documents_of(rng), rng.choice(LENGTHS)
-        whole, packer, parts = (
-            Packer(length, PAD, lookahead=4),
-            Packer(length, PAD, lookahead=4),
-            [],
-        )
-        for document in documents:
-            whole.push(document)
-        whole.finish()
-        whole = whole.take(whole.num_full)
+        whole = pack(documents, length, lookahead=4)
+        packer, parts = Packer(length, PAD, lookahead=4), []
         for document in documents:
             packer.push(document)
             count = rng.randrange(packer.num_full + 1)
@@ -165,18 +160,12 @@ def test_taking_bit_by_bit_equals_taking_all() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_unsorted_sequences_of_fewer_documents_are_beginnings_of_those_of_more(seed: int) -> None:
     documents = documents_of(random.Random(seed)) * 20
-    few, many = (Packer(32, PAD, lookahead=16, sorts=False) for _ in range(2))
-    for number, document in enumerate(documents):
-        many.push(document)
-        if number < len(documents) // 2:
-            few.push(document)
-    few.finish()
-    many.finish()
-    count = few.num_full
-    less, more = few.take(count), many.take(count)
-    is_there = less.tokens != PAD
-    assert count > 16 and (less.tokens == more.tokens)[is_there].all()
-    assert (less.mask <= more.mask).all() and (less.starts == more.starts)[is_there].all()
+    half = documents[: len(documents) // 2]
+    less, more = (pack(some, 32, lookahead=16, sorts=False) for some in (half, documents))
+    count, is_there = len(less.tokens), less.tokens != PAD
+    assert count > 16 and (less.tokens == more.tokens[:count])[is_there].all()
+    assert (less.mask <= more.mask[:count]).all()
+    assert (less.starts == more.starts[:count])[is_there].all()
 
 
 def test_positions_restart_and_labels_stay_inside_a_document() -> None:

@@ -18,7 +18,14 @@ from qat.errors import DataError, HubError
 FROZEN = "a243492d21b5f574"
 """Hash of the documents of `stdlib`; figures judged on other documents do not compare."""
 ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3"}
-CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+
+
+def chat(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+CHAT = chat("hi", "yes")
+THINKING = {"role": "assistant", "content": "3", "reasoning_content": "1 + 2"}
 CALL = {
     "role": "assistant",
     "content": "",
@@ -44,30 +51,28 @@ def documents(data: str, **settings: str) -> list:
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
-def test_formats_are_detected(tmp_path: Path, suffix: str) -> None:
-    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
-    for row, data_format, expected in [
+@pytest.mark.parametrize(
+    ("row", "data_format", "expected"),
+    [
         ({"text": "plain words"}, "plain", "plain words"),
         ({"messages": CHAT}, "messages", CHAT),
-        ({"conversations": turns}, "sharegpt", CHAT),
+        ({"messages": [THINKING]}, "messages", [THINKING]),
         (
-            ALPACA,
-            "alpaca",
-            [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}],
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
+            *("sharegpt", CHAT),
         ),
-    ]:
-        source = open_source(write(tmp_path / f"my{suffix}", [row, row]))
-        assert (source.format, source.name) == (data_format, "my")
-        assert list(source.documents) == [expected, expected]
-
-
-def test_alpaca_without_input_and_reasoning_are_kept_as_they_are(tmp_path: Path) -> None:
-    assert documents(write(tmp_path / "a.json", [{**ALPACA, "input": ""}]))[0][0] == {
-        "role": "user",
-        "content": "Add.",
-    }
-    thinking = {"role": "assistant", "content": "3", "reasoning_content": "1 + 2"}
-    assert documents(write(tmp_path / "b.json", [{"messages": [thinking]}])) == [[thinking]]
+        (ALPACA, "alpaca", chat("Add.\n\n1 2", "3")),
+        ({**ALPACA, "input": ""}, "alpaca", chat("Add.", "3")),
+        ({"prompt": "hi", "completion": "yes"}, "pairs", CHAT),
+        ({"prompt": "hi", "completion": "yes<|endoftext|>"}, "pairs", CHAT),
+        ({"question": "hi", "answer": "yes"}, "pairs", CHAT),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, "pairs", CHAT),
+    ],
+)
+def test_formats_are_detected(tmp_path: Path, suffix: str, row, data_format, expected) -> None:
+    source = open_source(write(tmp_path / f"my{suffix}", [row, row]))
+    assert (source.format, source.name) == (data_format, "my")
+    assert list(source.documents) == [expected, expected]
 
 
 def test_text_files_split_at_blank_lines_or_at_their_separator(tmp_path: Path) -> None:
@@ -104,20 +109,6 @@ def test_directories_are_read_in_sorted_order(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", "first")
     write(tmp_path / "LICENSE", "not read")
     assert documents(str(tmp_path)) == ["first", "second", "last"]
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "hi", "completion": "yes"},
-        {"prompt": "hi", "completion": "yes<|endoftext|>"},
-        {"question": "hi", "answer": "yes"},
-        {"prompt": CHAT[:1], "completion": CHAT[1:]},
-    ],
-)
-def test_pairs_of_question_and_answer_are_chats(tmp_path: Path, row: dict) -> None:
-    source = open_source(write(tmp_path / "a.jsonl", [row]))
-    assert (source.format, list(source.documents)) == ("pairs", [CHAT])
 
 
 @pytest.mark.parametrize(
