@@ -22,7 +22,8 @@ from qat.hub.files import (
 from qat.hub.mirrors import PICKLE, Arrival, FetchPlaces, fetch
 from qat.hub.registry import (
     ASK,
-    UNKNOWN,
+    NO_HASH,
+    REPLACE,
     UNPROVEN,
     HubEntry,
     examine,
@@ -31,7 +32,6 @@ from qat.hub.registry import (
     read_receipt,
     write_receipt,
 )
-from qat.hub.registry import MEND as REPLACE
 from qat.hub.unpack import OPENERS, extract, is_web_page
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ def _warn_if_unproven(pulled: Pulled, extra: list[str]) -> Pulled:
         )
     elif not pulled.is_verified:
         sha256 = pulled.sha256 or pulled.tree_sha256
-        note = UNKNOWN if pulled.is_new else f"{UNPROVEN}; {UNKNOWN}"
+        note = NO_HASH if pulled.is_new else f"{UNPROVEN}; {NO_HASH}"
         logger.warning("%s: SHA-256 %s; %s", pulled.mirror, sha256, note)
     return pulled._replace(is_verified=pulled.is_verified and not extra)
 

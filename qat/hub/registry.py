@@ -186,9 +186,9 @@ def _absolute(entry: HubEntry, base: Path) -> HubEntry:
 # therefore only detects changes; verification compares with the hash in the registry.
 
 Sha256 = Annotated[str, Field(pattern=SHA256)]
-MEND = "replace it with --force"
+REPLACE = "replace it with --force"
 ASK = "ask who registered it"
-UNKNOWN = (
+NO_HASH = (
     "no hash of it is registered, so nothing proves that this is what was meant: ask whoever made "
     "it for the SHA-256"
 )
@@ -253,7 +253,7 @@ def examine(directory: Path, receipt: Receipt) -> list[str]:
         more = f" ({len(wrong)} files in all)" if len(wrong) > 1 else ""
         raise HubError(
             f"{directory}: {wrong[0]} {what}{more}, expected what came from {receipt.mirror}; "
-            f"{MEND}"
+            f"{REPLACE}"
         )
     return extra_files(directory, receipt.files)
 
@@ -298,7 +298,7 @@ def verify(directory: Path, registry: Mapping[str, HubEntry]) -> Verified:
         entry, receipt.sha256, tree, where=where, mend=f"pull it again, or {ASK}"
     )
     if not is_verified:
-        hint = UNKNOWN if entry is None else f"'qat hub pull {receipt.name} --force' compares anew"
+        hint = NO_HASH if entry is None else f"'qat hub pull {receipt.name} --force' compares anew"
         logger.warning("%s (%s): %s; %s", where, receipt.mirror, UNPROVEN, hint)
     return Verified(
         receipt.name, receipt.mirror, len(receipt.files), receipt.sha256, tree, is_verified
