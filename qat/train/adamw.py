@@ -112,11 +112,12 @@ class StochasticAdamW:
 
     All three are rounded stochastically: with `beta2 = 0.999` a second moment rounded to nearest
     never decays (after gradients shrink tenfold it stays 22 times too large; rounded stochastically
-    it is right on average with a spread of 10 %). The noise depends only on seed, step and tensor,
-    so a resumed run repeats an uninterrupted one. Where each rank has its own rows, its number,
-    given as `part`, selects separate noise. If offloaded, the moments are in pinned host memory and
-    are copied to the device one tensor after the other: the same bits, two bytes a
-    weight. So are `hosted` weights, whose codes are updated before the weights are copied back.
+    it is right on average with a spread of 10 %).
+
+    Args:
+        part: the rank's number where each has rows of its own, which selects separate noise.
+        is_offloaded: keep the moments in pinned host memory, two bytes a weight on the device.
+        hosted: owners of the weights that are on the host too.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class StochasticAdamW:
         self._learners = learners
         self._hosted = [(hosted or {}).get(name) for name in learners]
         self._seed = seed
-        self._first = part * len(learners)
+        self._first = part * len(learners)  # the noise's number of the first tensor
         self._betas = BETA1, beta2
         parameters = [learner.parameter for learner in learners.values()]
         device = parameters[0].device
@@ -157,14 +158,15 @@ class StochasticAdamW:
             moments if linear is None else (*moments, linear.latent)
             for _, (_, linear, moments) in moved
         ]
-        visiting = self._backend.visiting(visitors)
+        visiting = self._backend.visiting(visitors)  # on the device, one tensor after the other
         for (index, ((p, lr, decay), linear, _)), here in zip(moved, visiting, strict=True):
             rates = Rates(lr * share, lr * share * decay, *self._betas, EPS)
             weight = p.detach() if linear is None else here[2]
             moving = Moving(weight, cast(Tensor, p.grad), *here[:2])
+            # noise from seed, step and tensor alone: a resumed run repeats an uninterrupted one
             stochastic_adamw_(moving, shared, rates, Noise(self._seed, step, self._first + index))
             if linear is not None:
-                linear.follow_(weight)
+                linear.follow_(weight)  # update its codes before the weight is copied back
 
     def state(self) -> dict[str, Tensor]:
         """See `Mover`."""
