@@ -7,10 +7,8 @@ damaged later, the newest whole checkpoint is used instead.
 
 import json
 import os
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
@@ -221,10 +219,6 @@ class Saver:
         """Host copies of tensors that do not learn."""
         self.saved: int | None = None
         """The step that was saved last."""
-        self.seconds: dict[str, float] = {}
-        """Seconds of each part of the last save. The loop was blocked during `wait` (for the
-        previous save), `gather` and `begin` (the copies); `arrive`, `convert`, `write` and `prove`
-        ran in the background."""
 
     def save(self, step: int, best: float, *, is_best: bool) -> None:
         """Copy the state after `step` and queue it for writing; all ranks call, the first writes.
@@ -235,22 +229,20 @@ class Saver:
             CheckpointError: the previous save could not be written, or held a scale that is not
                 finite as stored.
         """
-        with self._timed("wait"):
-            self._behind.state()
-        with self._timed("gather"):
-            raw, gathered = raw_state(self._student.model), self._optimizer.gathered()
-            generators = self._backend.generators().items()
-            rng = {f"rng.{name}": each.get_state() for name, each in generators}
-            state = {**self._optimizer.state(), **rng}
-            for each in self._beside:
-                state |= each.state()
+        self._behind.state()  # wait for the previous save
+        # sharded tensors are gathered by all ranks together
+        raw, gathered = raw_state(self._student.model), self._optimizer.gathered()
+        generators = self._backend.generators().items()
+        rng = {f"rng.{name}": each.get_state() for name, each in generators}
+        state = {**self._optimizer.state(), **rng}
+        for each in self._beside:
+            state |= each.state()
         self.saved = step
         if not self._ranks.is_first:
             return
         facts = {"format": FORMAT, "step": step, "best": best, **self._run.identity}
-        with self._timed("begin"):
-            copies, copying = self._copied(raw, state)
-        self._optimizer.copying = copying
+        copies, copying = self._copied(raw, state)
+        self._optimizer.copying = copying  # the next step moves parameters only after the copies
         path = self._run.checkpoint_path(step)
         # the copies follow those of the gathered tensors, so waiting for them waits for both
         self._behind.push(_Copy(path, copies | gathered, copying, facts, is_best))
@@ -289,30 +281,20 @@ class Saver:
         copies, copying = self._backend.copied_to_host(moving | made | state)
         return copies | self._kept.of(list(still)), copying
 
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.seconds[part] = time.perf_counter() - began
-
     def _write(self, _: None, copy: _Copy) -> None:
         """Write and verify a checkpoint, then move the pointers; runs on the background thread."""
-        with self._timed("arrive"):
-            copy.copying.wait()
-        with self._timed("convert"):
-            raw: dict[str, Tensor] = {}
-            state: dict[str, Tensor] = {}
-            for name, tensor in copy.tensors.items():
-                (raw if name.startswith(MODEL) else state)[name.removeprefix(MODEL)] = tensor
-            packed = stored_state(self._student.model, raw)
+        copy.copying.wait()
+        raw: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {}
+        for name, tensor in copy.tensors.items():
+            (raw if name.startswith(MODEL) else state)[name.removeprefix(MODEL)] = tensor
+        packed = stored_state(self._student.model, raw)  # indices and scales of latent weights
         with atomic_directory(copy.path, replace=True) as partial:
-            with self._timed("write"):
-                write_checkpoint(self._student.model, self._tokenizer, partial, packed)
-                (partial / STATE).parent.mkdir()
-                safetensors.torch.save_file(state, partial / STATE_TENSORS)
-                (partial / STATE).write_text(json.dumps(copy.facts) + "\n", encoding="utf-8")
-            with self._timed("prove"):
-                prove(partial, packed, state)
+            write_checkpoint(self._student.model, self._tokenizer, partial, packed)
+            (partial / STATE).parent.mkdir()
+            safetensors.torch.save_file(state, partial / STATE_TENSORS)
+            (partial / STATE).write_text(json.dumps(copy.facts) + "\n", encoding="utf-8")
+            prove(partial, packed, state)
         metrics = self._run.path / METRICS
         if metrics.exists():  # metrics up to this step must survive a crash after it
             sync(metrics)

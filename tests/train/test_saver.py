@@ -151,8 +151,6 @@ def test_what_does_not_learn_is_copied_once(
     for step, expected in seen.items():
         stored = safetensors.torch.load_file(made.run.checkpoint_path(step) / "model.safetensors")
         assert all(torch.equal(stored[name], expected[name]) for name in stored)
-    parts = {"wait", "gather", "begin", "arrive", "convert", "write", "prove"}
-    assert made.saver.seconds.keys() == parts
 
 
 @pytest.mark.parametrize(
