@@ -97,26 +97,23 @@ def test_ranks_tell_each_other_texts_and_copies(tmp_path):
     assert found == [[["", e, e + e], 5, rank == 0, ["", "", ""]] for rank in range(3)]
 
 
-def test_what_fails_on_one_rank_fails_on_all(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (CacheError("no cache here"), ("CacheError", "rank 1: no cache here")),
+        (OSError(28, "disk full"), ("ConfigError", "rank 1: [Errno 28] disk full")),
+    ],
+)
+def test_what_fails_on_one_rank_fails_on_all(tmp_path, error, expected):
     def act(ranks: Ranks) -> None:
-        def lose() -> None:
+        def fail() -> None:
             if ranks.rank == 1:
-                raise CacheError("no cache here")
+                raise error
 
-        ranks.sync_errors(lose)
-
-    assert (
-        run_ranks(2, act, tmp_path)
-        == [{"error": "rank 1: no cache here", "kind": "CacheError"}] * 2
-    )
-
-
-def test_a_full_disk_of_one_rank_is_an_error_of_all(tmp_path):
-    def act(ranks: Ranks) -> None:
-        ranks.sync_errors(lambda: open("/nowhere/at/all") if ranks.rank else None)
+        ranks.sync_errors(fail)
 
     for found in run_ranks(2, act, tmp_path):
-        assert found["kind"] == "ConfigError" and found["error"].startswith("rank 1: [Errno 2]")
+        assert (found["kind"], found["error"]) == expected
 
 
 def test_ranks_that_were_given_something_else_are_named(tmp_path):
