@@ -53,7 +53,10 @@ class Metrics:
                 (path / name).unlink(missing_ok=True)
                 continue
             header = self._columns[kind] = _header(kind, rows[0])
-            cells = [header, *([row.get(column) for column in header] for row in rows)]
+            cells: list[Iterable[object]] = [
+                header,
+                *([row.get(column) for column in header] for row in rows),
+            ]
             write_atomically(path / name, "".join(f"{_text(each)}\n" for each in cells))
             self._tables[kind] = Lines(path / name)
 

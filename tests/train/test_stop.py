@@ -67,7 +67,7 @@ def test_a_stopped_run_saves_and_goes_on_bit_for_bit(
     assert_same_end(whole, out, run(place, out, resume=True))
 
 
-def test_a_wish_in_the_last_step_lets_the_run_end(
+def test_a_stop_in_the_last_step_lets_the_run_end(
     place: Path, tmp_path: Path, whole, monkeypatch
 ) -> None:
     at_step(monkeypatch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -83,7 +83,7 @@ def test_the_first_signal_is_noted_and_the_second_acts(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_terminal_that_closes_is_one_wish_and_written_to_no_more(tmp_path: Path) -> None:
+def test_a_terminal_that_closes_is_one_request_and_written_to_no_more(tmp_path: Path) -> None:
     master, terminal = os.openpty()
     kept = os.dup(1)
     with Stops(tmp_path / HALT) as stops:
