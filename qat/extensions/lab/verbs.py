@@ -56,11 +56,15 @@ def baselines(
     config = checked(student, config, out)
     from qat.extensions.lab.baselines.run import run_baselines
 
-    report = run_baselines(config, student, out)
+    path, rows = run_baselines(config, student, out)
     first, last = ("Case", "case", "{}", 1), ("x ours", "ours_over_this", "{:.2f}", 1)
     columns = (first, *SPEED_COLUMNS, last)
-    wide_console(FILE_WIDTH).print(row_table(columns, report.rows, justify="left"))
-    return dict(out=report.path, tokens_per_s=report.speeds, ours_over=report.ours_over)
+    wide_console(FILE_WIDTH).print(row_table(columns, rows, justify="left"))
+    speeds, ours_over = (
+        {row["case"]: row[name] for row in rows if name in row}
+        for name in ("tokens_per_s", "ours_over_this")
+    )
+    return dict(out=path, tokens_per_s=speeds, ours_over=ours_over)
 
 
 def quality(

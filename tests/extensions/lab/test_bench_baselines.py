@@ -93,20 +93,20 @@ def test_gathered_candidates_are_our_candidates_loss() -> None:
 def test_cases_take_turns_and_land_in_one_table(tmp_path: Path) -> None:
     sizes = {"seq_len": 8, "top_k": 4, "batch_size": 2, "steps": 2, "warmup": 1, "rounds": 2}
     config = BaselinesConfig(device="cpu", only="ours,plain-eager,reference", **sizes)
-    report = run_baselines(config, "tiny", tmp_path / "out")
-    assert [row["case"] for row in report.rows] == ["ours", "plain-eager", "reference"]
-    ours, plain, reference = report.rows
+    _, rows = run_baselines(config, "tiny", tmp_path / "out")
+    assert [row["case"] for row in rows] == ["ours", "plain-eager", "reference"]
+    ours, plain, reference = rows
     assert ours["ours_over_this"] == 1.0 and ours["timed_steps"] == 4
     assert plain["loss_nats"] == pytest.approx(ours["loss_nats"], rel=1e-4)
     assert reference["loss"] == "candidates" and reference["gradient_checkpointing"]
-    assert report.ours_over["reference"] == reference["ours_over_this"]
+    assert reference["ours_over_this"] > 0
 
 
 def test_a_case_that_is_not_installed_says_so(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("qat.extensions.lab.baselines.run.is_installed", lambda: False)
     config = BaselinesConfig(device="cpu", steps=1, warmup=1, seq_len=8, only="torchao-int2")
-    report = run_baselines(config, "tiny", tmp_path / "out")
-    assert report.rows[0]["status"] == "torchao is not installed" and report.ours_over == {}
+    _, (row,) = run_baselines(config, "tiny", tmp_path / "out")
+    assert row["status"] == "torchao is not installed" and "ours_over_this" not in row
 
 
 def test_a_loss_that_no_textbook_has_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import logging
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -34,27 +34,12 @@ OWN_SETTINGS = {
 """Settings that override the flags in every case."""
 
 
-@dataclass(frozen=True)
-class BaselinesReport:
-    """The results of a comparison."""
-
-    path: Path
-    rows: list[dict[str, object]]  # one row per case, including those that took no step
-
-    @property
-    def speeds(self) -> dict[str, float]:
-        """Tokens per second by case."""
-        return {row["case"]: row["tokens_per_s"] for row in self.rows if "tokens_per_s" in row}
-
-    @property
-    def ours_over(self) -> dict[str, float]:
-        """The speedup of our step over each case that ran."""
-        found = "ours_over_this"
-        return {row["case"]: row[found] for row in self.rows if found in row}
-
-
-def run_baselines(config: BaselinesConfig, student: str, out: Path | None) -> BaselinesReport:
+def run_baselines(
+    config: BaselinesConfig, student: str, out: Path | None
+) -> tuple[Path, list[dict[str, object]]]:
     """Run every case of `config` in turn, `rounds` times, and compare them.
+
+    Returns the directory of results and a row per case, including those that took no step.
 
     Only the current case is on the device. Every second round runs in reverse order, so that a
     device that warms up or slows down favours no case.
@@ -76,7 +61,7 @@ def run_baselines(config: BaselinesConfig, student: str, out: Path | None) -> Ba
                 row["ours_over_this"] = found["ours"].tokens_per_s / speed
             results.add(**row)
         results.finish()
-    return BaselinesReport(results.path, rows)
+    return results.path, rows
 
 
 def _take_turns(cases: "Cases", config: BaselinesConfig, results: Results) -> dict[str, Timing]:
