@@ -428,14 +428,11 @@ class Run:
         known = cast("tuple[TargetName, ...]", tuple(recorded.get("for", DEFAULT_TARGETS)))
         self.is_default = not targets and known == DEFAULT_TARGETS
         """True if no target was named: one that cannot be reached then gives way to `packed`."""
-        self.targets = targets or known
-        """The targets that the formats of the student are chosen for."""
+        self.targets = targets or known  # the student's formats are chosen for them
         self.exports = self.targets  # the targets that the student is exported to
-        self.student = PLACES["train"]
-        """The directory of the student that is exported, once both were judged."""
+        self.student = PLACES["train"]  # what is exported, once both were judged
         self.done = [stage for stage in STAGES if self._is_done(stage)]
-        self.settings: dict[str, Table] = {}
-        """All settings of each stage, chosen or default, for `recipe.toml`."""
+        self.settings: dict[str, Table] = {}  # of each stage, for `recipe.toml`
         self._note()
         # what is done was made of the same model and text
         for stage in self.done:
@@ -486,8 +483,7 @@ class Run:
         self._check_libraries()
         check_machine(stages, done)
         check_models(self.model, stages, done)
-        self.text: TextFound | None = None
-        """The size of the text, if the cache is still to be built; else None."""
+        self.text: TextFound | None = None  # None if the cache is there
         if "cache" not in done:
             self.tables["cache"] = self._choices() | self.tables["cache"]
             self._resolve("cache")

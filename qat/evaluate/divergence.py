@@ -27,10 +27,8 @@ class Divergence(NamedTuple):
 
     num_tokens: int  # number of valid tokens
     kd_nats: float | None  # `candidates` at temperature 2: the reference system's KD number
-    kl_tail_nats: float | None
-    """KL over the teacher's top K and one outcome for the rest: a lower bound on the KL."""
-    sampled_ce_nats: float | None
-    """Cross-entropy with the teacher's draws: in expectation the KL plus the teacher's entropy."""
+    kl_tail_nats: float | None  # KL over the top K and one outcome for the rest: at most the KL
+    sampled_ce_nats: float | None  # with the teacher's draws: in mean the KL plus its entropy
     top1_frac: float | None  # of tokens, where student and teacher have the same likeliest one
     ppl: float | None  # perplexity on the labels
 

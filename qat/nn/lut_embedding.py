@@ -116,10 +116,7 @@ class FrozenLutEmbedding(FrozenLutTable):
         embed_scale: float | None = None,
     ) -> None:
         super().__init__(quantized, spec, dtype)
-        self.embed_scale = embed_scale
-        """Factor by which some models multiply the rows, rounded to `dtype` first; None without
-        one.
-        """
+        self.embed_scale = embed_scale  # factor of the rows in some models, else None
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map `(B, S)` ids to `(B, S, D)`."""

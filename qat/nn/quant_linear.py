@@ -53,10 +53,7 @@ class SharedBuffer(NamedTuple):
     """The memory of one formed weight, which weights of other layers use in turn."""
 
     buffers: dict[tuple[object, ...], Tensor]
-    number: int
-    """Index of this weight among those of the same shape in its layer, which exist at the same
-    time.
-    """
+    number: int  # index among the weights of this shape in its layer
 
     def tensor(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return this weight's buffer as a separate tensor.

@@ -86,8 +86,7 @@ class Owner:
 
     _read: tuple[str, ...]  # names of the linears whose `weight` the module reads
 
-    _opened: dict[str, tuple[int, bool]]
-    """E of each parameter, and true if it was stored as `(E, I, O)`."""
+    _opened: dict[str, tuple[int, bool]]  # E, and true if it was stored as `(E, I, O)`
 
     _own_forward: Callable[..., Any]  # the forward of the module's original class
 

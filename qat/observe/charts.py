@@ -30,9 +30,7 @@ DISTANCES = {  # from the teacher on held-out text: the line style and the label
     "kd_nats": ("--", "KD"),
 }
 NEAR = 0.06  # labels of dots closer than this fraction of both axes are stacked
-WIDE, VERY_WIDE = 5.0, 100.0
-"""Axes are logarithmic from `WIDE` times between the least and the largest value, and have fewer
-ticks beyond `VERY_WIDE`."""
+WIDE, VERY_WIDE = 5.0, 100.0  # ratios of values for a logarithmic axis, and for fewer ticks
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,13 @@ class Check(NamedTuple):
     limit: str
 
 
-EVENTS: tuple[tuple[str, str, State], ...] = (
+EVENTS: tuple[tuple[str, str, State], ...] = (  # kind, name, state that one causes
     ("not_finite", "not finite", "bad"),
     ("stall", "stalls", "bad"),
     ("throughput_drop", "drops of speed", "look"),
     ("slow_rank", "slow ranks", "look"),
     ("fallback_checkpoint", "damaged checkpoints", "look"),
 )
-"""Kinds of events that should not occur, their display names, and the state that one causes."""
 
 
 def health(run: TrainingRun) -> list[Check]:

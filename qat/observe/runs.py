@@ -57,8 +57,7 @@ class Module(BaseModel):
     vector_size: int = 1  # weights per index
     bits_per_weight: float  # bits per weight, scales and codebook included
     relative_error: float  # `|W - W_q| / |W|`, a fraction
-    weighted_error: float | None = None
-    """The relative error with each input weighted by its importance; None without calibration."""
+    weighted_error: float | None = None  # weighted by inputs; None without calibration
     seconds: float = 0.0
 
     @property

@@ -31,8 +31,7 @@ START_BINS = 1536  # bins of the histogram that the exact start splits
 POLISH_BINS = 65536  # bins of the finer histogram for Lloyd's steps
 POLISH_STEPS = 300  # the most Lloyd's steps; they stop earlier when no level moves
 CAPPED = 8  # rounds that cap gaps wider than one bin, which leaves more bins for the others
-MOST_INSIDE = 1e-4
-"""Largest share of the error that may lie within bins, where levels cannot separate values."""
+MOST_INSIDE = 1e-4  # share of the error within bins, where levels cannot separate values
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # the floats of this name from 0
 

@@ -74,7 +74,7 @@ class Columns:
     indices: Tensor | None = None  # `(I / d, O)`: of vectors; None for levels
     metric: Tensor | None = None
     """`(I, d)`, one square block below the other: the metric of each vector's error in a sweep;
-    None for scalar levels."""
+    None for levels."""
 
     @property
     def group_size(self) -> int:

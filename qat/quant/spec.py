@@ -45,8 +45,7 @@ NO_TRELLIS = (
     "vectors; use --to v2a2, or bits = 8 with vector_size = 4"
 )
 VectorSize = Literal[2, 4, 8]
-VECTOR_BITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
-"""Allowed bits of an index that names a vector: two, four or eight of them fill whole bytes."""
+VECTOR_BITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)  # 2, 4 or 8 fill whole bytes
 
 
 MOST_FEATURES = 2**24  # limit on feature counts that a file may hold; no linear has as many
