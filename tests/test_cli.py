@@ -180,10 +180,12 @@ def test_a_verb_stopped_by_the_keyboard_says_so(monkeypatch, capsys) -> None:
     assert capsys.readouterr().err == "qat: stopped by the keyboard\n"
 
 
-def test_recipe_takes_both_spellings(tmp_path: Path) -> None:
-    recipe = tmp_path / "r.toml"
-    recipe.write_text('[cache]\ntop_k = 4\ndata = "x"\n[train]\nmax-steps = 1\n')
-    check_recipe(recipe, FLAGS)
+def test_recipe_takes_both_spellings_and_code_that_does_not_run(tmp_path: Path) -> None:
+    recipe, flags = tmp_path / "r.toml", FLAGS | {"eval": {"trust-remote-code"}}
+    recipe.write_text(
+        '[cache]\ntop_k = 4\ndata = "x"\n[train]\nmax-steps = 1\n[eval]\ntrust_remote_code = false\n'
+    )
+    check_recipe(recipe, flags)
 
 
 def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
@@ -231,12 +233,6 @@ def test_no_file_has_code_of_others_run(tmp_path: Path) -> None:
         for read in readers:
             with pytest.raises(ConfigError, match="runs code of others"):
                 read()
-
-
-def test_a_recipe_may_say_that_no_code_runs(tmp_path: Path) -> None:
-    recipe = tmp_path / "r.toml"
-    recipe.write_text("[cache]\ntrust_remote_code = false\n")  # as runs record it
-    check_recipe(recipe, {"cache": {"trust-remote-code"}})
 
 
 def test_recipe_fills_flags_and_flags_win(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -50,27 +50,6 @@ def test_a_table_and_a_last_line(place: Path, tmp_path: Path, monkeypatch, capsy
     assert TeacherCache.open(cache).num_sequences("held_out") > 0
 
 
-def plan_of(spec: str, path: Path) -> Path:
-    path.write_text(f'name = "mine"\n[[rules]]\npattern = "*.0.mlp.up_proj"\nspec = {{ {spec} }}\n')
-    return path
-
-
-def test_vectors_that_cannot_be_are_one_line(place: Path, tmp_path, monkeypatch, capsys) -> None:
-    for spec, message in (
-        ("bits = 8, vector_size = 3", "vector_size=3: Input should be 1, 2, 4 or 8"),
-        ("bits = 10", "bits=10, expected at most 8 of an index"),
-        ("bits = 8, vector_size = 8, group_size = 12", "group_size=12 is no multiple"),
-        ('bits = 4, vector_size = 2, codebook = "int"', "codebook=int has vector_size=1"),
-        ("bits = 10, vector_size = 4", "1024 codewords, more than the 512 vectors"),
-    ):
-        plan, out = plan_of(spec, tmp_path / "plan.toml"), tmp_path / "out"
-        flags = ["--to", plan, "--device", "cpu", "--out", out]
-        assert call(monkeypatch, "convert", place / "float", *flags) == 1
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("qat: ") and message in line
-        assert not out.exists()
-
-
 def test_sizes_of_source_and_student_and_what_dominates(
     place: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
