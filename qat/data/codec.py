@@ -305,15 +305,15 @@ def encode_draws(draws: Tensor, mask: Tensor, vocab_size: int) -> dict[str, Tens
     `sample_ids` holds the distinct ids of all sequences concatenated, `sample_lengths` bytes each.
     """
     bits = id_bits(vocab_size)
-    marks = torch.ones_like(draws, dtype=torch.bool)
+    marks = torch.ones_like(draws, dtype=torch.bool)  # (N, S, n)
     marks[..., 1:] = draws[..., 1:] != draws[..., :-1]
     marks &= mask[..., None]
-    marks_NX = marks.flatten(1)
-    counts_N1 = marks_NX.sum(1, keepdim=True)
+    marks_NX = marks.flatten(1)  # X = S * n
+    counts_N1 = marks_NX.sum(1, keepdim=True)  # distinct ids of each sequence
     most = int(counts_N1.max())
     ids_NI = draws.new_zeros(len(draws), most)
     ids_NI[torch.arange(most) < counts_N1] = draws[marks]
-    packed = pack_bits(ids_NI, bits)
+    packed = pack_bits(ids_NI, bits)  # padded to the sequence with most ids; cut below
     lengths_N1 = (counts_N1 * bits + 7) // 8
     return {
         "sample_marks": pack_bits(marks_NX, 1),
@@ -337,11 +337,12 @@ def decode_draws(
     is_new_Tn = unpack_flags(marks, length * n).numpy().reshape(T, n)
     is_kept_T = is_new_Tn[:, 0].copy()
     is_new_Tn[:, 0] = True  # a set bit ends the run of the last draws of the previous token
-    num_T = is_new_Tn.sum(-1, dtype=np.int32)
+    num_T = is_new_Tn.sum(-1, dtype=np.int32)  # distinct draws of each token
     # D is a multiple of 16, so that most batches share one shape and replay one captured graph
     D = min(n, -(-int(num_T.max()) // 16) * 16)
     ids, counts = np.zeros((T, D), np.int64), np.zeros((T, D), np.float32)
     is_used_TD = np.arange(D, dtype=np.int32) < num_T[:, None]
+    # distances between set bits: how often each id was drawn
     counts[is_used_TD] = np.diff(np.flatnonzero(is_new_Tn), append=T * n)
     is_used_TD[~is_kept_T], counts[~is_kept_T] = False, 0.0
     num_N = (num_T * is_kept_T).reshape(N, length).sum(1)

@@ -139,6 +139,7 @@ class Packer:
         """Add one document; `is_target` marks the tokens to learn, None all of them."""
         tokens = np.array(ids, dtype=np.int32)
         counts = np.zeros(len(tokens), dtype=bool)
+        # a token counts where the token after it, which it predicts, is a target
         counts[:-1] = True if is_target is None else is_target[1:]
         opening = 0 if is_target is None else int(is_target.argmax())
         for piece in self._pieces(tokens, counts, opening):
@@ -184,6 +185,7 @@ class Packer:
             size = int(sizes[number])
             fitting = rooms >> size
             if fitting:
+                # the lowest set bit: the fullest sequence that still has room
                 room = size + (fitting & -fitting).bit_length() - 1
                 row = by_room[room].pop()
                 if not by_room[room]:
@@ -201,9 +203,10 @@ class Packer:
         rows = [self._rows.popleft() for _ in range(count)]
         pieces = [piece for row in rows for piece in row]
         sizes = np.array([len(piece.tokens) for piece in pieces])
-        owners = np.repeat(np.arange(count), [len(row) for row in rows])
-        used = np.bincount(owners, sizes).astype(int)
-        padding_before = np.cumsum(self._length - used) - (self._length - used)
+        owners = np.repeat(np.arange(count), [len(row) for row in rows])  # sequence of each piece
+        used = np.bincount(owners, sizes).astype(int)  # tokens of each sequence, (N,)
+        padding_before = np.cumsum(self._length - used) - (self._length - used)  # (N,)
+        # offsets of pieces and of tokens in the flat (N * L,) arrays
         begins = np.cumsum(sizes) - sizes + padding_before[owners]
         places = np.arange(sizes.sum()) + np.repeat(padding_before[owners], sizes)
         tokens = np.full(count * self._length, self._pad, dtype=np.int32)
@@ -211,6 +214,7 @@ class Packer:
         tokens[places] = np.concatenate([piece.tokens for piece in pieces])
         mask[places] = np.concatenate([piece.counts for piece in pieces])
         starts[begins] = True
+        # the padding of a sequence is a document of its own, which attention keeps apart
         starts[(np.arange(count) * self._length + used)[used < self._length]] = True
         shape = count, self._length
         return PackedRows(

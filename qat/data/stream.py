@@ -53,7 +53,7 @@ def divided(
         return
     pairs = _assigned(documents, settings)
     ahead, sides, failure = [], set(), None
-    try:
+    try:  # read until both splits have a document with text
         for document, side in pairs:
             ahead.append((document, side))
             if _whole_text(document).strip():
@@ -65,7 +65,7 @@ def divided(
     if failure is None and len(sides) == 1:
         raise _one_sided([document for document, _ in ahead], sides.pop(), settings)
     yield from ahead
-    if failure is not None:
+    if failure is not None:  # in its place, so that the shards of the rows before are kept
         raise failure
     yield from pairs
 
