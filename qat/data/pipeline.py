@@ -13,14 +13,11 @@ END = object()
 
 
 def prefetched(items: Iterable[T], depth: int) -> Iterator[T]:
-    """Yield the items in order, up to `depth` of them prefetched on one thread; 0 for none.
+    """Yield the items in order, up to `depth` of them prefetched on one thread.
 
     An exception from making an item is raised here in the item's place. Closing the iterator waits
     for the item in flight and makes no other.
     """
-    if depth == 0:
-        yield from items
-        return
     iterator = iter(items)
     with ThreadPoolExecutor(1) as thread:
         ahead = deque(thread.submit(next, iterator, END) for _ in range(depth))
