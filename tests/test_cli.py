@@ -182,9 +182,8 @@ def test_a_verb_stopped_by_the_keyboard_says_so(monkeypatch, capsys) -> None:
 
 def test_recipe_takes_both_spellings_and_code_that_does_not_run(tmp_path: Path) -> None:
     recipe, flags = tmp_path / "r.toml", FLAGS | {"eval": {"trust-remote-code"}}
-    recipe.write_text(
-        '[cache]\ntop_k = 4\ndata = "x"\n[train]\nmax-steps = 1\n[eval]\ntrust_remote_code = false\n'
-    )
+    tables = ('[cache]\ntop_k = 4\ndata = "x"', "[train]\nmax-steps = 1", "[eval]")
+    recipe.write_text("\n".join((*tables, "trust_remote_code = false\n")))  # as runs record it
     check_recipe(recipe, flags)
 
 
