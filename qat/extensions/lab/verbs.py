@@ -165,7 +165,15 @@ def compare(
     console.print(comparison_table(found))
     for line in remarks(found):
         console.print(line, markup=False, highlight=False)
-    print_result(summary(found))
+    differences = {pair.name: pair.difference for pair in found.pairs if pair.difference}
+    last_line = {
+        "verdict": ("same", "regression", "not comparable")[found.exit_code],
+        "cases": {pair.name: pair.verdict for pair in found.pairs},
+        "ratios": {name: round(each.ratio, 4) for name, each in differences.items()},
+        "between_cases": found.between_cases,
+        "between_runs": found.between_runs,
+    }
+    print_result(last_line)
     raise SystemExit(found.exit_code)
 
 
@@ -199,19 +207,6 @@ def remarks(found: "Comparison") -> list[str]:
         lines.append(f"differs in {name}: {before} and {after}")
     lines += [f"only before: {name}" for name in found.gone]
     return lines + [f"only after: {name}" for name in found.new]
-
-
-def summary(found: "Comparison") -> dict[str, object]:
-    """The last line: verdicts and ratios by case."""
-    return {
-        "verdict": ("same", "regression", "not comparable")[found.exit_code],
-        "cases": {pair.name: pair.verdict for pair in found.pairs},
-        "ratios": {
-            pair.name: round(pair.difference.ratio, 4) for pair in found.pairs if pair.difference
-        },
-        "between_cases": found.between_cases,
-        "between_runs": found.between_runs,
-    }
 
 
 def _cells(pair: "Pair") -> list[str]:

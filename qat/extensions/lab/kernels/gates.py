@@ -165,7 +165,6 @@ FAULTS: tuple[type[Exception], ...] = (
     ImportError,
     LookupError,
     NameError,
-    NotImplementedError,
     RuntimeError,
     TypeError,
     ValueError,
