@@ -23,7 +23,6 @@ from qat.evaluate.divergence import (
 from qat.evaluate.tasks import Scores, Tasks
 from qat.evaluate.text import (
     Perplexity,
-    Text,
     check_context,
     read_text,
     text_batches,
@@ -33,8 +32,6 @@ from qat.logs import progress
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer
 from qat.nn.step import form_weights
-
-# Evaluation of a model, given by name, on the held-out split of a cache.
 
 
 def held_out_divergence(
@@ -48,7 +45,7 @@ def held_out_divergence(
     """
     cache = TeacherCache.open(cache_dir)
     student, tokenizer = open_student(source, device=device, dtype=dtype)
-    check_fit(cache, student, tokenizer)
+    cache.check_student(tokenizer_hash(tokenizer), student.config.vocab_size, student.longest)
     return cached_divergence(student, split_batches(cache, "held_out", batch_size))
 
 
@@ -64,17 +61,6 @@ def open_student(
     student = load_model(source, device=device, dtype=dtype)
     form_weights(student.model, student.dtype)
     return student, load_tokenizer(source)
-
-
-def check_fit(
-    cache: TeacherCache, student: LanguageModel, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Check that the cache has this student's tokenizer, vocabulary and sequence length.
-
-    Raises:
-        CacheError: its tokenizer or vocabulary differs, or its sequences are too long.
-    """
-    cache.check_student(tokenizer_hash(tokenizer), student.config.vocab_size, student.longest)
 
 
 def split_batches(
@@ -148,7 +134,7 @@ def judge(source: str, config: EvalConfig) -> Verdict:
     student, tokenizer = open_student(source, device=config.device, dtype=config.dtype)
     text = None if config.text is None else read_text(config, tokenizer)
     if cache is not None:
-        check_fit(cache, student, tokenizer)
+        cache.check_student(tokenizer_hash(tokenizer), student.config.vocab_size, student.longest)
     if text is not None:
         check_context(student, config.context)
     teacher = None
@@ -162,23 +148,19 @@ def judge(source: str, config: EvalConfig) -> Verdict:
             return split_batches(cache, config.split, size, config.max_sequences)
         return text_batches(text, config.context, config.stride, size)
 
+    def on_text(model: LanguageModel | None) -> Perplexity | None:
+        if model is None or text is None:
+            return None
+        windows = {"context": config.context, "stride": config.stride, "batch_size": size}
+        return text_perplexity(model, text, **windows)
+
     has_texts = cache is not None or text is not None
     return Verdict(
         cached=None if cache is None else cached_divergence(student, batches()),
         cached_teacher=None if cache is None else cached_teacher(batches()),
         exact=(exact_divergence(student, teacher, batches()) if teacher and has_texts else None),
-        text=_on_text(student, text, config),
-        teacher_text=_on_text(teacher, text, config),
+        text=on_text(student),
+        teacher_text=on_text(teacher),
         tasks=None if tasks is None else tasks.scores(student, tokenizer),
         teacher_tasks=tasks.scores(teacher, tokenizer) if tasks and teacher else None,
-    )
-
-
-def _on_text(
-    model: LanguageModel | None, text: Text | None, config: EvalConfig
-) -> Perplexity | None:
-    if model is None or text is None:
-        return None
-    return text_perplexity(
-        model, text, context=config.context, stride=config.stride, batch_size=config.batch_size
     )
