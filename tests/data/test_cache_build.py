@@ -52,20 +52,13 @@ class FailingTeacher:
         return self._inner.logits(hidden)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("cache") / "whole"
-    build(out)
-    return out
-
-
 def sequences_of(split: str, **overrides: object) -> list[list[int]]:
     found = blocks(texts(), cache_case.TOKENIZER, settings(**overrides))
     return [row for b in found if b.split == split for row in b.packed.tokens.tolist()]
 
 
-def test_cache_holds_the_teachers_own_distribution(whole: Path) -> None:
-    cache, model = TeacherCache.open(whole), teacher()
+def test_cache_holds_the_teachers_own_distribution(built: Path) -> None:
+    cache, model = TeacherCache.open(built), teacher()
     for split in ("train", "held_out"):
         batch = cache.batch(range(cache.num_sequences(split)), split)
         assert batch.input_ids.tolist() == sequences_of(split)
@@ -82,7 +75,7 @@ def test_cache_holds_the_teachers_own_distribution(whole: Path) -> None:
         assert torch.equal(batch.sample_counts.sum(-1), 6.0 * batch.mask)
 
 
-def test_logits_are_formed_in_chunks_without_changing_a_byte(whole, tmp_path, monkeypatch) -> None:
+def test_logits_are_formed_in_chunks_without_changing_a_byte(built, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Backend, "logits_at_once", lambda self: 15 * VOCAB)
     widths = []
     model = teacher()
@@ -90,13 +83,13 @@ def test_logits_are_formed_in_chunks_without_changing_a_byte(whole, tmp_path, mo
     model.logits = lambda hidden: widths.append(len(hidden)) or inner(hidden)
     build(tmp_path / "chunked", teacher=model)
     assert max(widths) == 8
-    chunked, unchunked = TeacherCache.open(tmp_path / "chunked"), TeacherCache.open(whole)
+    chunked, unchunked = TeacherCache.open(tmp_path / "chunked"), TeacherCache.open(built)
     for a, b in zip(chunked.batch(range(9)), unchunked.batch(range(9)), strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_no_token_is_lost(whole: Path) -> None:
-    manifest = read_manifest(whole)
+def test_no_token_is_lost(built: Path) -> None:
+    manifest = read_manifest(built)
     tokenizer = cache_case.TOKENIZER
     sizes = [len(tokenizer(text)["input_ids"]) + 1 for text in texts()]
     assert manifest.total("counted") == sum(sizes) - len(sizes)
@@ -136,7 +129,7 @@ def test_one_token_and_the_whole_vocabulary_can_be_kept(tmp_path: Path, k: int) 
 
 
 @pytest.mark.parametrize("fail_at", [1, 3, 4, 7, 9, 12])
-def test_an_interrupted_build_ends_in_the_same_bytes(whole: Path, tmp_path, fail_at: int) -> None:
+def test_an_interrupted_build_ends_in_the_same_bytes(built: Path, tmp_path, fail_at: int) -> None:
     out, threads = tmp_path / "c", threading.active_count()
     with pytest.raises(Interrupted):
         build(out, teacher=FailingTeacher(fail_at))
@@ -147,12 +140,12 @@ def test_an_interrupted_build_ends_in_the_same_bytes(whole: Path, tmp_path, fail
         with pytest.raises(CacheError, match="is an unfinished cache of [1-9]"):
             TeacherCache.open(out)
     build(out)
-    assert contents(out) == contents(whole)
+    assert contents(out) == contents(built)
 
 
 @pytest.mark.parametrize("left", [2, 5, 8, 11, 13, 15, 19, 20])
 def test_a_crash_between_any_two_file_operations_is_harmless(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
 ) -> None:
     out = tmp_path / "c"
     calls = {"open": Path.open, "replace": Path.replace}
@@ -174,10 +167,10 @@ def test_a_crash_between_any_two_file_operations_is_harmless(
         build(out)
     monkeypatch.undo()
     build(out)
-    assert contents(out) == contents(whole)
+    assert contents(out) == contents(built)
 
 
-def test_a_finished_cache_is_left_alone_and_a_lost_shard_rebuilt(whole, tmp_path, caplog) -> None:
+def test_a_finished_cache_is_left_alone_and_a_lost_shard_rebuilt(built, tmp_path, caplog) -> None:
     out = tmp_path / "c"
     build(out)
     with caplog.at_level(logging.INFO, "qat"):
@@ -185,10 +178,10 @@ def test_a_finished_cache_is_left_alone_and_a_lost_shard_rebuilt(whole, tmp_path
     assert "complete already" in caplog.text
     next(out.glob("train-00001*")).unlink()
     build(out)
-    assert contents(out) == contents(whole)
+    assert contents(out) == contents(built)
 
 
-def test_a_full_disk_keeps_finished_shards(whole: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_full_disk_keeps_finished_shards(built: Path, tmp_path: Path, monkeypatch) -> None:
     out, calls, fsync = tmp_path / "c", [], os.fsync
 
     def full(descriptor: int) -> None:
@@ -204,7 +197,7 @@ def test_a_full_disk_keeps_finished_shards(whole: Path, tmp_path: Path, monkeypa
     assert not list(out.glob("*.tmp"))
     assert len(read_manifest(out).shards) == 1
     build(out)
-    assert contents(out) == contents(whole)
+    assert contents(out) == contents(built)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +210,11 @@ def test_a_full_disk_keeps_finished_shards(whole: Path, tmp_path: Path, monkeypa
         ({"tokenizer": cache_case.tiny_tokenizer(270)}, "tokenizer=.*, now asked for tokenizer="),
     ],
 )
-def test_other_settings_in_the_same_directory_are_refused(whole, change, message) -> None:
-    before = contents(whole)
+def test_other_settings_in_the_same_directory_are_refused(built, change, message) -> None:
+    before = contents(built)
     with pytest.raises(CacheError, match=message):
-        build(whole, **change)
-    assert contents(whole) == before
+        build(built, **change)
+    assert contents(built) == before
 
 
 def test_data_that_changed_under_a_build_is_refused(tmp_path: Path) -> None:
@@ -334,8 +327,8 @@ def test_settings_keep_something_and_leave_the_device_out() -> None:
     assert config.settings("plain") == expected
 
 
-def test_the_teachers_perplexity_is_that_of_whole_forwards(whole: Path) -> None:
-    manifest, model, nats, count = read_manifest(whole), teacher(), 0.0, 0
+def test_the_teachers_perplexity_is_that_of_whole_forwards(built: Path) -> None:
+    manifest, model, nats, count = read_manifest(built), teacher(), 0.0, 0
     for block in blocks(texts(), cache_case.TOKENIZER, manifest.settings):
         ids, starts, mask = map(torch.from_numpy, block.packed[:3])
         following = labels(ids.long(), starts, mask)
@@ -376,14 +369,14 @@ def test_a_cache_that_was_cut_anywhere_is_read_and_not_gone_on_with(tmp_path: Pa
 
 
 def test_a_build_that_goes_on_counts_what_is_there(tmp_path: Path, monkeypatch, caplog) -> None:
-    whole = build(tmp_path / "cache")
-    (tmp_path / "cache" / whole.shards[-1].file).unlink()
+    manifest = build(tmp_path / "cache")
+    (tmp_path / "cache" / manifest.shards[-1].file).unlink()
     monkeypatch.setattr(logs, "FIRST_LINE_S", 0.0)
     monkeypatch.setattr(logs, "LINE_EVERY_S", 0.0)
     caplog.set_level("INFO", logger="qat")
     caplog.clear()
     build(tmp_path / "cache")
-    total, last = whole.total("sequences"), whole.shards[-1].sequences
+    total, last = manifest.total("sequences"), manifest.shards[-1].sequences
     assert f"asking the teacher: {total - last + min(4, last)} of" in caplog.messages[1]
 
 

@@ -109,13 +109,12 @@ def rows_with_an_error(good: int) -> Iterator[str]:
     raise DataError("row 31 is not JSON, expected one value; mend it")
 
 
-def test_a_bad_row_keeps_the_shards_before_it(tmp_path: Path) -> None:
+def test_a_bad_row_keeps_the_shards_before_it(built: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="row 31"):
         build(tmp_path / "c", documents=rows_with_an_error(30))
     assert len(read_manifest(tmp_path / "c").shards) > 1
     build(tmp_path / "c")
-    build(tmp_path / "whole")
-    assert contents(tmp_path / "c") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "c") == contents(built)
 
 
 def test_a_bad_row_behind_the_limit_is_never_read(tmp_path: Path) -> None:
@@ -146,18 +145,20 @@ def check_same(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [3, 0])
-def test_the_batch_size_changes_no_token_and_no_draw(tmp_path: Path, batch_size: int) -> None:
+def test_the_batch_size_changes_no_token_and_no_draw(
+    built: Path, tmp_path: Path, batch_size: int
+) -> None:
     build(tmp_path / "c", batch_size=batch_size)
-    build(tmp_path / "whole")
-    check_same(tmp_path / "c", tmp_path / "whole")
+    check_same(tmp_path / "c", built)
 
 
-def test_filled_up_batches_have_one_shape_and_change_nothing(tmp_path: Path, monkeypatch) -> None:
-    build(tmp_path / "whole")
+def test_filled_up_batches_have_one_shape_and_change_nothing(
+    built: Path, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(Backend, "compiles", True)
     model, shapes = teacher(), set()
     hidden = model.hidden
     model.hidden = lambda ids, positions: shapes.add(ids.shape) or hidden(ids, positions)
     build(tmp_path / "c", teacher=model)
     assert shapes == {(4, 16)}
-    check_same(tmp_path / "c", tmp_path / "whole")
+    check_same(tmp_path / "c", built)
