@@ -157,23 +157,19 @@ def choose(run: RunDirectory, *, begins_anew: bool = False) -> Choice:
                 f"what was recorded in {run.next_attempt()}"
             )
         return Choice(None, [], False)
-    found: dict[Path, str | None] = {}
-    for path in candidates:
-        found[path] = problem(path)
-        if found[path] is None:
+    skipped: dict[Path, str] = {}
+    for chosen in candidates:
+        if (damage := problem(chosen)) is None:
             break
-    skipped = [path for path, damage in found.items() if damage is not None]
-    if not candidates or len(skipped) == len(candidates):
+        skipped[chosen] = damage
+    else:
+        found = "; ".join(f"{path.name}: {damage}" for path, damage in skipped.items())
         raise CheckpointError(
-            f"{run.path} has no checkpoint that is whole ("
-            + ("; ".join(f"{path.name}: {found[path]}" for path in skipped) or "none at all")
-            + "); expected one to go on from: restore one or choose another --out"
+            f"{run.path} has no checkpoint that is whole ({found or 'none at all'}); expected one "
+            "to go on from: restore one or choose another --out"
         )
-    chosen = candidates[len(skipped)]
-    for path in skipped:
-        logger.warning(
-            "%s is damaged (%s); going on from %s", _short(path), found[path], _short(chosen)
-        )
+    for path, damage in skipped.items():
+        logger.warning("%s is damaged (%s); going on from %s", _short(path), damage, _short(chosen))
     return Choice(chosen, [path.name for path in skipped], _is_lost(run, chosen))
 
 
