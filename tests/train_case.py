@@ -23,7 +23,7 @@ from qat.train.judge import Judge
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer
 from qat.train.run import RunDirectory, resolved
-from qat.train.start import TrainReport, make_trainable
+from qat.train.start import TrainReport, make_trainable, open_teacher
 
 judge.SAMPLE_TOKENS = 4  # a user reads 32; half of a run of a few steps would go into them
 
@@ -96,13 +96,19 @@ def flags(place: Path, **values: object) -> list[str]:
 
 
 def make_trainer(config: TrainConfig, student: Path, out: Path) -> Trainer:
-    """A trainer at step 0, as `train_student` makes it."""
+    """A trainer at step 0, as `train_student` makes it, with the teacher that `config` names."""
     model = load_model(str(student), device=config.device, dtype="fp32")
     optimizer = make_trainable(model.model, config, shards_latents=config.shard_latents)
     cache, run = TeacherCache.open(config.cache_dir), RunDirectory(out)
     run.begin(resolved(config, str(student)))
     judge = Judge(model, load_tokenizer(str(student)), cache, config)
-    return Trainer(optimizer, judge, run=run, config=config)
+    teacher = open_teacher(config, cache)
+    return Trainer(optimizer, judge, run=run, config=config, teacher=teacher)
+
+
+def trainer_of(place: Path, out: Path, **values: object) -> Trainer:
+    """The trainer of the student of a `place`."""
+    return make_trainer(config(place, **values), place / "student", out)
 
 
 def visiting(_backend: Backend, groups: list) -> Iterator:

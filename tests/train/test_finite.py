@@ -8,13 +8,12 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor
-from train_case import config, make_trainer
+from train_case import config, trainer_of
 
 from qat.errors import CheckpointError, TrainingError
 from qat.files import sha256_file
 from qat.logs import read_json_lines
 from qat.train.finite import nan_if_not_finite, not_finite
-from qat.train.loop import Trainer
 from qat.train.resume import choose
 from qat.train.run import MANIFEST
 from qat.train.saver import STATE_TENSORS, problem, prove
@@ -30,10 +29,6 @@ WAYS = {
     "lora": {"learn": "lora,norms", "lora_rank": 2},
     "one_linear": {"learn": "scales", "mlp_only": True},
 }
-
-
-def trainer_of(place: Path, out: Path, **values: object) -> Trainer:
-    return make_trainer(config(place, **values), place / "student", out)
 
 
 def test_one_bad_value_among_many_tensors() -> None:

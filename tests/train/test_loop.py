@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from train_case import config, golden_course, make_place, make_trainer
+from train_case import golden_course, make_place, trainer_of
 
 from qat.data.sampler import sequence_indices
 from qat.errors import TrainingError
@@ -31,10 +31,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A place of one layer, for tests to which a second one adds nothing."""
     return make_place(tmp_path_factory.mktemp("shallow"), layers=1)
-
-
-def trainer_of(place: Path, out: Path, **values: object) -> Trainer:
-    return make_trainer(config(place, **values), place / "student", out)
 
 
 def metrics(trainer: Trainer, kind: str) -> list[dict]:

@@ -7,18 +7,13 @@ import pytest
 import torch
 from cache_case import build, teacher
 from strict_backend import Book, inside, make_strict
-from train_case import config, make_trainer
+from train_case import trainer_of
 
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
 from qat.evaluate.config import EvalConfig
 from qat.evaluate.tasks import Tasks
 from qat.logs import read_json_lines
-from qat.train.loop import Trainer
-
-
-def trainer_of(place: Path, out: Path, **values: object) -> Trainer:
-    return make_trainer(config(place, **values), place / "student", out / "run")
 
 
 @pytest.fixture
@@ -76,11 +71,11 @@ def test_a_run_reads_after_ends_of_steps_alone(
     trainer = trainer_of(place, tmp_path, **values)
     with inside(strict, trainer.student.model):
         trainer.train()
-    lines = read_json_lines(tmp_path / "run/metrics.jsonl")
+    lines = read_json_lines(tmp_path / "metrics.jsonl")
     monkeypatch.undo()
     plain = trainer_of(place, tmp_path / "plain", **values)
     plain.train()
-    expected = read_json_lines(tmp_path / "plain/run/metrics.jsonl")
+    expected = read_json_lines(tmp_path / "plain/metrics.jsonl")
     assert [line["kind"] for line in lines] == ["eval", "train", "train", "eval"]
     assert [_but_sample(line) for line in lines] == [
         pytest.approx(_but_sample(line), rel=1e-5) for line in expected

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from train_case import config, make_place, make_trainer, pretend_recording, visiting
+from train_case import config, make_place, pretend_recording, trainer_of, visiting
 
 from qat.backend.base import GIB, Backend
 from qat.bench.batches import open_source
@@ -27,10 +27,6 @@ from qat.train.step import HELD_SHARE, TrainingStep
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("step"))
-
-
-def trainer_of(place: Path, out: Path, **values: object) -> Trainer:
-    return make_trainer(config(place, **values), place / "student", out / "run")
 
 
 def batches(trainer: Trainer) -> list:

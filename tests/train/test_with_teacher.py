@@ -16,7 +16,6 @@ from qat.models.load import load_teacher
 from qat.train.config import TrainConfig
 from qat.train.loop import Trainer
 from qat.train.start import train_student
-from qat.train.step import TrainingStep
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +31,7 @@ def settings(place: Path, **values: object) -> TrainConfig:
 
 def trainer_of(place: Path, out: Path, **values: object) -> Trainer:
     """A trainer with the teacher beside its student."""
-    chosen = settings(place, **values)
-    trainer = make_trainer(chosen, place / "student", out)
-    beside = load_teacher(chosen.teacher, device="cpu", dtype=chosen.dtype)
-    trainer.take_step = TrainingStep(trainer.student, trainer.optimizer, chosen, beside)
-    return trainer
+    return make_trainer(settings(place, **values), place / "student", out)
 
 
 def test_kl_is_the_textbook_over_valid_tokens(place: Path, tmp_path: Path) -> None:

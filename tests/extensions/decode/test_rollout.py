@@ -42,7 +42,7 @@ from qat.train.loop import Trainer
 from qat.train.optim import Optimizer
 from qat.train.preflight import MEASURED_STEPS, WARM_STEPS, predict
 from qat.train.start import TrainReport, train_student
-from qat.train.step import OwnRows, StepResult, TrainingStep
+from qat.train.step import StepResult
 
 ALL = "weights,scales,codebook,norms"
 SLOW = pytest.mark.slow
@@ -66,17 +66,7 @@ def run(
 
 
 def trainer_of(place: Path, out: Path, **values: object) -> Trainer:
-    chosen = settings(place, **values)
-    trainer = make_trainer(chosen, place / "student", out)
-    beside = load_teacher(chosen.teacher, device="cpu", dtype=chosen.dtype)
-    trainer.take_step = TrainingStep(
-        trainer.student,
-        trainer.optimizer,
-        chosen,
-        beside,
-        own=OwnRows(chosen.own_rows, chosen.own_losses, chosen.reads_cache),
-    )
-    return trainer
+    return make_trainer(settings(place, **values), place / "student", out)
 
 
 def taken(trainer: Trainer, step: int) -> StepResult:
