@@ -175,9 +175,7 @@ class BlockType(NamedTuple):
 
 
 def block_type(spec: LutSpec) -> BlockType | None:
-    """Return the smallest type that holds that format exactly; None if there is none."""
-    if spec.scale != "group" or spec.codebook not in EVEN_GRIDS:
-        return None
+    """Return the smallest type that holds even levels exactly; None if there is none."""
     if spec.group_size % LARGE == 0:
         if spec.codebook == "ternary":
             return TQ2_0

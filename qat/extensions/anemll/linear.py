@@ -65,9 +65,13 @@ def import_linear(name: str, parts: Parts, legacy: LegacyState, shape: tuple[int
     missing = 2 ** _bits_for(lut.numel()) - lut.numel()
     lut = torch.cat([lut, lut.max().expand(missing)])
     quantized = ascending(quantized._replace(codebook=lut))
-    return Imported(
-        quantized, _spec_of(quantized), _adapter(name, wide, settings, shape), num_floored
-    )
+    scales, form = quantized.scales, {"bits": _bits_for(lut.numel())}
+    if scales.scales is None:
+        form |= {"scale": "low_rank", "rank": scales.rank_gain.numel()}
+    else:
+        form |= {"group_size": shape[1] // scales.scales.shape[1]}
+    spec = LutSpec(scale_bits=scales.bits, **form)
+    return Imported(quantized, spec, _adapter(name, wide, settings, shape), num_floored)
 
 
 def learned_levels(raw_deltas: Tensor, max_abs: float) -> Tensor:
@@ -258,17 +262,6 @@ def _entries_of(name: str, values: Tensor, num_entries: int) -> tuple[Tensor, Te
             "expected entries of the LUT alone; name a checkpoint whose codes are frozen"
         )
     return lut, indices.to(torch.uint8)
-
-
-def _spec_of(quantized: QuantizedWeight) -> LutSpec:
-    O, I = quantized.indices.shape
-    form: dict[str, object] = {"scale": "low_rank"}
-    if quantized.scales.scales is None:
-        form["rank"] = quantized.scales.rank_gain.numel()
-    else:
-        form = {"group_size": I // quantized.scales.scales.shape[1]}
-    bits = _bits_for(quantized.codebook.numel())
-    return LutSpec(bits=bits, scale_bits=quantized.scales.bits, **form)
 
 
 def _bits_for(num_levels: int) -> int:

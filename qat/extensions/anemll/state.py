@@ -178,7 +178,17 @@ def _read_settings(path: Path, inside: object) -> LegacySettings:
 def _sort(path: Path, state: dict[str, Tensor], settings: LegacySettings) -> LegacyState:
     names = {key.rpartition(".")[0] for key in state if key.rpartition(".")[2] in SCALE_PARTS}
     if not names:
-        raise _neither(path, state)
+        kind = f"{len(state)} tensors, none of them a scale_A"
+        if any(key.endswith(OLDEST) for key in state):
+            kind = (
+                "a state dict of the reference system's oldest scheme (per-tensor scales, no LUT)"
+            )
+        elif state and all(".lora_" in key for key in state):
+            kind = "LoRA factors alone"
+        raise CheckpointError(
+            f"{path} holds {kind}, expected a state dict of version 1 or 2 of the reference "
+            "system; name a file with whole quantized linears"
+        )
     linears: dict[str, Parts] = {name: {} for name in sorted(names)}
     others = {}
     for key, tensor in state.items():
@@ -235,19 +245,6 @@ def _check_parts(path: Path, name: str, parts: Parts, version: Version) -> None:
             f"{path}: {name} has tables for its scales (A_lut, B_lut), expected none: no preset of "
             "the reference system uses them, and they cannot be imported; save it without rank_lut"
         )
-
-
-def _neither(path: Path, state: dict[str, Tensor]) -> CheckpointError:
-    if any(key.endswith(OLDEST) for key in state):
-        kind = "a state dict of the reference system's oldest scheme (per-tensor scales, no LUT)"
-    elif state and all(".lora_" in key for key in state):
-        kind = "LoRA factors alone"
-    else:
-        kind = f"{len(state)} tensors, none of them a scale_A"
-    return CheckpointError(
-        f"{path} holds {kind}, expected a state dict of version 1 or 2 of the reference system; "
-        "name a file with whole quantized linears"
-    )
 
 
 def _typed(values: dict[str, object], key: str, kind: type, where: str) -> object:
@@ -321,17 +318,6 @@ def check_shapes(name: str, parts: Parts, version: Version, shape: tuple[int, in
                 f"{name}.{part} has shape {found}, expected {expected} in a {O} x {I} linear; the "
                 "file is damaged, or of another model than --base"
             )
-    _check_levels(name, parts)
-
-
-def _side(parts: Parts, part: str, dim: int) -> int:
-    """Return the size of a matrix along `dim`; 0 if there is no such matrix."""
-    tensor = parts.get(part)
-    return 0 if tensor is None or tensor.dim() != 2 else tensor.shape[dim]
-
-
-def _check_levels(name: str, parts: Parts) -> None:
-    L = parts["lut"].numel()
     if not LEAST_LEVELS <= L <= MOST_LEVELS:
         raise CheckpointError(
             f"{name}.lut has {L} entries, expected {LEAST_LEVELS} to {MOST_LEVELS}; the file is "
@@ -354,3 +340,9 @@ def _check_levels(name: str, parts: Parts) -> None:
                 f"{name}.{part} is {parts[part].dtype}, expected floating point; the file is "
                 "damaged: copy it anew"
             )
+
+
+def _side(parts: Parts, part: str, dim: int) -> int:
+    """Return the size of a matrix along `dim`; 0 if there is no such matrix."""
+    tensor = parts.get(part)
+    return 0 if tensor is None or tensor.dim() != 2 else tensor.shape[dim]

@@ -5,7 +5,7 @@ Shapes: B rows, S positions, H query heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -44,7 +44,15 @@ def swap_attention(model: PreTrainedModel, config: NSAConfig) -> None:
         )
     layers = decoder_layers(model)
     chosen = range(len(layers)) if config.layers is None else config.layers
-    _check_layers(chosen, len(layers))
+    for index in chosen:
+        if not 0 <= index < len(layers):
+            raise ConfigError(
+                f"layers names {index}, but the model's layers are 0 ... {len(layers) - 1}; mend it"
+            )
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise ConfigError(
+            f"layers={list(chosen)} names no layer or one twice, expected some, once each; mend it"
+        )
     modules = [_attention_of(model, layers[index]) for index in chosen]
     for module in modules:
         settings, device = module.config, next(module.parameters()).device
@@ -98,18 +106,6 @@ def log_route(model: PreTrainedModel, length: int, device: torch.device) -> None
     sparse = next((module for module in layers if isinstance(module, NSAAttention)), None)
     if sparse is not None:
         sparse.route(length, device)
-
-
-def _check_layers(chosen: Sequence[int], num_layers: int) -> None:
-    for index in chosen:
-        if not 0 <= index < num_layers:
-            raise ConfigError(
-                f"layers names {index}, but the model's layers are 0 ... {num_layers - 1}; mend it"
-            )
-    if not chosen or len(set(chosen)) < len(chosen):
-        raise ConfigError(
-            f"layers={list(chosen)} names no layer or one twice, expected some, once each; mend it"
-        )
 
 
 def _attention_of(model: PreTrainedModel, layer: nn.Module) -> nn.Module:

@@ -94,8 +94,18 @@ def write(
 
     from qat.extensions.targets.coreml_program import OPSET, decoder
 
-    weights, scales = _weights(model, dtype), _scales(model, dtype)
-    program = decoder(model.config, weights, _rotary(model), NUMPY_DTYPES[dtype], scales=scales)
+    modules, scales = quantized_modules(model), {}
+    weights = {n: tensor.numpy() for n, tensor in unquantized_state(model, dtype).items()}
+    for name, module in modules.items():
+        weights[f"{name}.weight"] = _lookup(name, module, dtype)
+        if has_input_scale(module):
+            scale = module.activation.stored_scale().double()
+            scales[name] = exact(f"{name}.{INPUT_SCALE}", scale, dtype).numpy()[()]
+    places = torch.arange(_length(model))[None]
+    with torch.no_grad():  # cosines and sines of the positions, as the model computes them
+        cos, sin = model.model.rotary_emb(torch.zeros(1), places)
+    angles = cos[0], sin[0]
+    program = decoder(model.config, weights, angles, NUMPY_DTYPES[dtype], scales=scales)
     with quiet_transformers():
         converted = ct.convert(
             program,
@@ -142,22 +152,6 @@ def _length(model: PreTrainedModel) -> int:
     return min(LENGTH, model.config.max_position_embeddings)
 
 
-def _weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, object]:
-    state = unquantized_state(model, dtype)
-    plain = {name: tensor.numpy() for name, tensor in state.items()}
-    modules = quantized_modules(model).items()
-    return plain | {f"{name}.weight": _lookup(name, module, dtype) for name, module in modules}
-
-
-def _scales(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, np.floating]:
-    modules = {n: m for n, m in quantized_modules(model).items() if has_input_scale(m)}
-    scales = {name: module.activation.stored_scale().double() for name, module in modules.items()}
-    return {
-        name: exact(f"{name}.{INPUT_SCALE}", scale, dtype).numpy()[()]
-        for name, scale in scales.items()
-    }
-
-
 def _lookup(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype) -> object:
     """Return the table of a module, padded with zeros to a size that Core ML supports."""
     from qat.extensions.targets.coreml_program import Lookup
@@ -173,10 +167,3 @@ def _lookup(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype)
     entries = levels.view(len(levels), -1)
     lut = torch.nn.functional.pad(entries, (0, 0, 0, size - len(levels)))
     return Lookup(weight.indices.numpy(), lut.detach().numpy(), scale)
-
-
-@torch.no_grad()
-def _rotary(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    places = torch.arange(_length(model))[None]
-    cos, sin = model.model.rotary_emb(torch.zeros(1), places)
-    return cos[0], sin[0]

@@ -45,22 +45,6 @@ def open_backend() -> "XlaBackend":
     Raises:
         ConfigError: PyTorch/XLA is not installed, or was built for another PyTorch.
     """
-    _check_versions()
-    # otherwise a scalar that happens to be 0 or 1, such as a learning rate, makes another graph
-    os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
-    skip_tpu_metadata()
-    if launched().world > 1:
-        _restrict_to_chip(launched().local_rank)
-    import torch_xla
-
-    _set_up_mesh()
-    device = torch_xla.device()
-    # keep float32 exact, also on units that multiply in bfloat16
-    torch_xla._XLAC._xla_set_mat_mul_precision("highest")
-    return XlaBackend(device)
-
-
-def _check_versions() -> None:
     if not is_installed("torch_xla"):
         raise ConfigError(
             f"device=xla, but torch_xla is not installed; install it with: {how_to_install('xla')}"
@@ -71,16 +55,27 @@ def _check_versions() -> None:
             f"device=xla, but torch_xla {theirs} is not made for torch {ours}, expected the same "
             f"release of both; install torch=={theirs}"
         )
+    # otherwise a scalar that happens to be 0 or 1, such as a learning rate, makes another graph
+    os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
+    skip_tpu_metadata()
+    if launched().world > 1:
+        # one chip of this host for each process, as
+        # `torch_xla._internal.tpu.configure_one_chip_topology` does for the first
+        os.environ.setdefault("TPU_VISIBLE_CHIPS", str(launched().local_rank))
+        os.environ.setdefault("TPU_CHIPS_PER_PROCESS_BOUNDS", "1,1,1")
+        os.environ.setdefault("TPU_PROCESS_BOUNDS", "1,1,1")
+    import torch_xla
+    from torch_xla import runtime
+    from torch_xla.distributed import spmd
 
-
-def _restrict_to_chip(number: int) -> None:
-    """Restrict libtpu to this host's chip `number`.
-
-    The same as `torch_xla._internal.tpu.configure_one_chip_topology` does for the first chip.
-    """
-    os.environ.setdefault("TPU_VISIBLE_CHIPS", str(number))
-    os.environ.setdefault("TPU_CHIPS_PER_PROCESS_BOUNDS", "1,1,1")
-    os.environ.setdefault("TPU_PROCESS_BOUNDS", "1,1,1")
+    count = runtime.global_runtime_device_count()
+    if count > 1:  # the compiler divides one program among all devices
+        runtime.use_spmd()
+        spmd.set_global_mesh(spmd.Mesh(list(range(count)), (count,), ("data",)))
+    device = torch_xla.device()
+    # keep float32 exact, also on units that multiply in bfloat16
+    torch_xla._XLAC._xla_set_mat_mul_precision("highest")
+    return XlaBackend(device)
 
 
 @dataclass(frozen=True)
@@ -297,17 +292,6 @@ def _time_of(computed: Tensor) -> float:
 
 
 _WAITER = ThreadPoolExecutor(1, "qat-xla-mark")  # one: marks end in the order of the steps
-
-
-def _set_up_mesh() -> None:
-    from torch_xla import runtime
-    from torch_xla.distributed import spmd
-
-    count = runtime.global_runtime_device_count()
-    if count == 1:
-        return
-    runtime.use_spmd()  # the compiler then divides one program among all devices
-    spmd.set_global_mesh(spmd.Mesh(list(range(count)), (count,), ("data",)))
 
 
 def _is_sharded(tensor: Tensor) -> bool:
