@@ -431,13 +431,18 @@ def write(
         number = type_number(kind.name)
         writer.add_tensor(f"{names[name]}.weight", octets, raw_shape=shape, raw_dtype=number)
     for key, tensor in narrow_state(model).items():
-        stem = key.rsplit(".", 1)[0]
+        stem, kind = key.rsplit(".", 1)
         rows = _row_order(stem, model.config)
         if rows is not None:
             tensor = tensor[rows]
         elif _is_gemma_norm(stem, model.config):  # ggml stores 1 + weight
             tensor = tensor.float() + 1
-        _add_plain(writer, names, key, tensor)
+        name, raw_type = f"{names[stem]}.{kind}", None
+        if tensor.dim() == 1:  # ggml reads vectors in float32, matrices in their own dtype
+            tensor = tensor.float()
+        if tensor.dtype == torch.bfloat16:  # which numpy lacks
+            tensor, raw_type = tensor.view(torch.uint8), gguf.GGMLQuantizationType.BF16
+        writer.add_tensor(name, tensor.numpy(), raw_dtype=raw_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -510,18 +515,3 @@ def _row_order(name: str, config: PreTrainedConfig) -> Tensor | None:
 
 def _is_gemma_norm(stem: str, config: PreTrainedConfig) -> bool:
     return config.model_type == "gemma3_text" and stem.endswith("norm")
-
-
-def _add_plain(writer: object, names: dict[str, str], key: str, tensor: Tensor) -> None:
-    """Write a float tensor: vectors in float32, as ggml reads them, matrices in their own dtype."""
-    import gguf
-
-    stem, kind = key.rsplit(".", 1)
-    name = f"{names[stem]}.{kind}"
-    if tensor.dim() == 1 or tensor.dtype == torch.float32:
-        writer.add_tensor(name, tensor.float().numpy())
-    elif tensor.dtype == torch.float16:
-        writer.add_tensor(name, tensor.numpy())
-    else:
-        raw = tensor.view(torch.uint8).numpy()
-        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)

@@ -163,9 +163,17 @@ def problem(attend: Attend, layer: Layer, config: NSAConfig) -> str | None:
     Call it in the same mode as the timing, with gradients or without: compilation depends on it.
     """
     found = attend(layer).detach()
+    length = config.reach + BEYOND
     with torch.no_grad():
-        expected = _corner(layer, config)
-        _, length, heads, _ = expected.shape
+        key, value = (tensor[:, :KEY_HEADS, :length] for tensor in (layer.key, layer.value))
+        heads = key.shape[1] * (layer.query.shape[1] // layer.key.shape[1])
+        query, gates = layer.query[:, :heads, :length], layer.raw_gates[:, :length, :heads]
+        inputs = inputs_of(Layer(query, key, value, gates), config)
+        selection = select_blocks(inputs, config)  # as the layer's own dtype selects
+        names = ("query", "key", "value", "pooled_key", "pooled_value", "gates")
+        wide = {n: t.float() for n in names if (t := getattr(inputs, n)) is not None}
+        expected = reference.attend(inputs._replace(**wide), selection, config)
+        length = expected.shape[1]  # `(B, length, heads, D)`
         distance = (found[:, :length, :heads].float() - expected).norm(dim=-1)
         far = (distance / expected.norm(dim=-1)).nan_to_num(nan=torch.inf) > CLOSE
     for part, most, where in (
@@ -179,19 +187,3 @@ def problem(attend: Attend, layer: Layer, config: NSAConfig) -> str | None:
                 "says; nothing of it is timed"
             )
     return None
-
-
-def _corner(layer: Layer, config: NSAConfig) -> Tensor:
-    """Return the reference's first positions and heads, `(B, length, heads, D)` float32.
-
-    The blocks are those that the layer's own dtype selects.
-    """
-    length = config.reach + BEYOND
-    key, value = (tensor[:, :KEY_HEADS, :length] for tensor in (layer.key, layer.value))
-    heads = key.shape[1] * (layer.query.shape[1] // layer.key.shape[1])
-    query, gates = layer.query[:, :heads, :length], layer.raw_gates[:, :length, :heads]
-    inputs = inputs_of(Layer(query, key, value, gates), config)
-    selection = select_blocks(inputs, config)
-    names = ("query", "key", "value", "pooled_key", "pooled_value", "gates")
-    wide = {n: t.float() for n in names if (t := getattr(inputs, n)) is not None}
-    return reference.attend(inputs._replace(**wide), selection, config)
