@@ -113,7 +113,7 @@ class Ranks:
         is_given = out is not None
         out = mine.new_empty(count, *mine.shape[1:]) if out is None else out.detach()
         most = -(-count // self.size)
-        given = _padded(mine, most)
+        given = _padded(mine, most)  # parts differ by a row where `size` does not divide `count`
         parts = [out[self.rows(count, rank)] for rank in range(self.size)]
         pieces = [part if len(part) == most else torch.empty_like(given) for part in parts]
         wait = self._all_gather(out if count == most * self.size else pieces, given)
@@ -197,10 +197,11 @@ class Ranks:
         """Return the `text` of each rank, in order, on all ranks."""
         if self.size == 1:
             return [text]
+        # frombuffer takes no empty buffer
         octets = torch.frombuffer(bytearray(text.encode()) + b"\0", dtype=torch.uint8)[:-1]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(octets)]), group=self._hosts)
-        longest = max(int(length) for length in lengths)
+        longest = max(int(length) for length in lengths)  # an all-gather has one shape
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(octets)] = octets
         gathered = [torch.zeros_like(mine) for _ in range(self.size)]

@@ -70,6 +70,7 @@ class Judged(NamedTuple):
         ends = sorted({_end_of(mark) for mark in marks}, reverse=True)
         places: dict[int, int] = {}
         for place, row in enumerate(_held_out(cache)):
+            # longest first: a row may begin like a shorter one
             same = (wanted[m] for m in (_mark(row, end) for end in ends) if wanted.get(m))
             if (numbers := next(same, None)) is not None:
                 places[numbers.popleft()] = place
@@ -88,7 +89,7 @@ def _held_out(cache: TeacherCache) -> Iterator[np.ndarray]:
     for start in range(0, total, CHUNK):
         batch = cache.batch(range(start, min(start + CHUNK, total)), "held_out", targets=())
         parts = (batch.input_ids, batch.position_ids, batch.mask.long())
-        yield from np.stack([part.numpy() for part in parts], axis=1)
+        yield from np.stack([part.numpy() for part in parts], axis=1)  # (B, 3, S), row by row
 
 
 def _end(row: np.ndarray) -> int:
@@ -170,7 +171,7 @@ class Judge:
                 # the last batch is padded, because a compiled model has one shape
                 places = np.arange(start, start + size)
                 batch = self.cache.batch(found[places % count], split="held_out")
-                counts = inside_NS[places % count] & (places < count)[:, None]
+                counts = inside_NS[places % count] & (places < count)[:, None]  # (B, S)
                 yield batch._replace(mask=batch.mask & torch.from_numpy(counts))
                 ticker.advance(min(size, count - start))
 

@@ -144,10 +144,10 @@ class Optimizer:
             if float16 gradients overflowed: nothing moved then, and the next step's scale is lower.
             Not finite if they overflow at the lowest scale, or without scaling at all.
         """
-        if self.copying is not None:
+        if self.copying is not None:  # a save still copies the parameters
             self.copying.hold()
             self.copying = None
-        self.ranks.finish_deferred()
+        self.ranks.finish_deferred()  # sums of rows that backward left in flight
         self.ranks.sum_([p.grad for p in self.replicated() if p.grad is not None])
         norm = self._norm()
         if self.loss_scale is not None:
@@ -169,11 +169,12 @@ class Optimizer:
         for parameters in (self.replicated(), [self.parameters[name] for name in self.sharded]):
             gradients = [p.grad for p in parameters if p.grad is not None]
             if gradients:
+                # in float32: a sum of squares in bf16 would lose small addends
                 each = torch._foreach_norm(gradients, 2, dtype=torch.float32)
                 norms.append(torch.linalg.vector_norm(torch.stack(each)))
         if not self.sharded:
             return norms[0]
-        square = norms[-1].square()
+        square = norms[-1].square()  # of this rank's rows; what all hold counts once
         self.ranks.sum_([square])
         return torch.linalg.vector_norm(torch.stack([*norms[:-1], square.sqrt()]))
 
@@ -200,6 +201,7 @@ class Optimizer:
         """
         for mover in self._adamw:
             mover.begin()
+        # all moments exist now, so that new ones are set back to zero too
         moments = (mover.state().values() for mover in self._movers)
         undo = backend.on(self._device).undoing(
             [*self.parameters.values(), *chain.from_iterable(moments)]

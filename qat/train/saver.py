@@ -45,8 +45,7 @@ NEEDED = ("config.json", STATE, STATE_TENSORS)
 def prove(directory: Path, *written: dict[str, Tensor]) -> None:
     """Compare each tensor file in `directory` with the tensors in memory, then list all hashes.
 
-    The files are read back from the disk, not from the page cache. A file is hashed while it is
-    compared.
+    The files are read back from the disk, not from the page cache.
 
     Raises:
         CheckpointError: a file holds something else, or a tensor holds NaN or infinity.
@@ -61,6 +60,7 @@ def prove(directory: Path, *written: dict[str, Tensor]) -> None:
     for path in of_tensors:
         _forget_pages(path)
     files = sorted(path for path in directory.rglob("*") if path.is_file())
+    # a file is compared and hashed at the same time, so that the disk reads it once
     with ThreadPoolExecutor(2 * max(1, len(of_tensors))) as threads:
         comparisons = [threads.submit(_compare, path, meant) for path in of_tensors]
         hashes = list(threads.map(sha256_file, files))
@@ -140,6 +140,7 @@ def _forget_pages(path: Path) -> None:
 def _compare(path: Path, meant: dict[str, Tensor]) -> None:
     # not by safe_open: safetensors 0.8.0 leaks 64 bytes per tensor read
     with path.open("rb") as file:
+        # 8 bytes: the header's length; the header: JSON with each tensor's place behind it
         header_bytes = int.from_bytes(file.read(8), "little")
         try:
             header = parse_json(file.read(header_bytes))
