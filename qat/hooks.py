@@ -2,7 +2,8 @@
 
 | group            | what an entry point names                                      |
 |------------------|----------------------------------------------------------------|
-| `qat.verbs`      | a function that adds verbs to `qat bench`                      |
+| `qat.verbs`      | a verb of `qat`, or a function that adds verbs to `qat bench`  |
+| `qat.decoding`   | a module that continues texts from packed weights              |
 | `qat.attention`  | a module that computes attention from a part of the past       |
 | `qat.plans`      | a module that compiles a training step for absent devices      |
 | `qat.reports`    | a function that `qat report` writes something else by          |

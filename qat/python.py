@@ -16,8 +16,8 @@ from qat.convert.config import ConvertConfig
 from qat.convert.convert import convert_model
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
-from qat.extensions.decode.packed_reader import read_packed
 from qat.models.checkpoint import save_checkpoint
+from qat.models.decoding import read_packed
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.split_check import check_split

@@ -20,6 +20,7 @@ from qat.export.targets import load_target, target_names
 from qat.models.attention import read_attention, sparse_attention
 from qat.observe.config import TrackConfig
 from qat.train.config import TrainConfig
+from qat.train.start import check_rollouts
 
 RUN, TRACKED = TrainConfig(cache_dir="cache"), TrackConfig(tensorboard=True)
 
@@ -35,8 +36,9 @@ RUN, TRACKED = TrainConfig(cache_dir="cache"), TrackConfig(tensorboard=True)
         (read_attention, "nsa"),
         (lambda _: train("q2", config=RUN, out=Path("run"), tracking=TRACKED), "trackers"),
         (lambda name: sparse_attention(SimpleNamespace(**{name: {"mode": "merged"}})), "nsa"),
+        (lambda name: check_rollouts(0.5, 8, None, "cpu"), "decode"),
     ],
-    ids=["verb", "importer", "target", "device", "attention", "followers", "checkpoint"],
+    ids=["verb", "importer", "target", "device", "attention", "followers", "checkpoint", "rows"],
 )
 def test_a_missing_extension_is_named_and_how_to_install_it(
     load: Callable[[str], object], name: str

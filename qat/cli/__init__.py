@@ -18,6 +18,7 @@ from qat import logs
 from qat.backend.before_torch import before_torch, keep_to_own_cores
 from qat.cli.parser import EVERY_VERB, app, mistake, parsed, print_result, run_verb
 from qat.errors import QatError
+from qat.hooks import hooks
 from qat.process import is_out_of_memory
 from qat.secrets import Scrub, scrubbed
 
@@ -28,14 +29,14 @@ SCRUB = Scrub()
 class Verb(NamedTuple):
     """A verb whose module is imported when it is called or asked for its help."""
 
-    path: str  # the function, or an app that names its own example
+    path: str | None  # the function, or an app that names its own example; None: an extension's
     help: str  # its line in the list of verbs; the function's docstring begins with it
     example: str | None = None
 
 
 VERBS = {  # in the order of a student's life
     "sample": Verb(
-        "sample:sample",
+        None,
         "Write what MODEL says as rows that 'qat cache --data' reads; goes on where it stopped.",
         "qat sample MODEL --prompts FILE --out corpus.jsonl",
     ),
@@ -83,6 +84,8 @@ VERBS = {  # in the order of a student's life
         "qat demo --out demo",
     ),
 }
+_of_extensions = hooks("qat.verbs")
+VERBS = {name: verb for name, verb in VERBS.items() if verb.path or name in _of_extensions}
 
 app.meta.suppress_keyboard_interrupt = False  # main says it in a line
 app.register_install_completion_command(help="Let the shell complete verbs and flags.")
@@ -90,7 +93,7 @@ for _number, (_name, _verb) in enumerate(VERBS.items()):
     _own = {}
     if _verb.example:
         _own = {"help_format": "markdown", "help_epilogue": f"Example: {_verb.example}"}
-    _path = f"qat.cli.{_verb.path}"
+    _path = f"qat.cli.{_verb.path}" if _verb.path else _of_extensions[_name].value
     app.command(_path, name=_name, help=_verb.help, sort_key=_number, **_own)
 
 

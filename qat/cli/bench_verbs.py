@@ -1,8 +1,10 @@
 """`qat bench` with the verbs of extensions, which themselves import `qat.cli.bench`."""
 
+from qat.cli import VERBS
 from qat.cli.bench import bench_app
 from qat.hooks import hooks
 
 __all__ = ["bench_app"]
-for _extension in hooks("qat.verbs").values():
-    _extension.load()(bench_app)
+for _name, _extension in hooks("qat.verbs").items():
+    if _name not in VERBS:
+        _extension.load()(bench_app)

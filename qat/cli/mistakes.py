@@ -15,7 +15,8 @@ from qat.config import Knows, explain
 from qat.errors import nearest
 from qat.hooks import HOW_TO_INSTALL, hooks
 
-EXTENSION_OF = {  # the extension that adds a verb, where it is not installed
+# the extension that adds a verb, where it is not installed
+EXTENSION_OF = {("sample",): "decode"} | {
     ("bench", verb): "lab" for verb in ("baselines", "quality", "kernels", "compare", "record")
 }
 

@@ -22,8 +22,8 @@ from qat.data.reader import TeacherCache
 from qat.data.template import templated
 from qat.data.text import check_vocabulary, text_ids
 from qat.errors import ConfigError
-from qat.extensions.decode.decoder import Decoder
 from qat.generate.sampling import Sampling, until_end
+from qat.models.decoding import Decoder, open_decoder
 from qat.models.language_model import LanguageModel, judging
 from qat.models.load import load_model, load_tokenizer
 from qat.models.regions import as_written
@@ -54,7 +54,7 @@ class Generated(NamedTuple):
 def open_generator(
     source: str, *, device: str, dtype: str
 ) -> tuple[LanguageModel | Decoder, PreTrainedTokenizerBase]:
-    """Open a model for generation and its tokenizer; as a packed `Decoder` where supported.
+    """Open a model for generation and its tokenizer; as a `Decoder` where one supports it.
 
     Otherwise the model itself is returned, with its quantized weights formed once.
 
@@ -64,8 +64,9 @@ def open_generator(
     """
     model = load_model(source, device=device, dtype=dtype)
     tokenizer = load_tokenizer(source)
-    if Decoder.fits(model):
-        return Decoder(model), tokenizer
+    decoder = open_decoder(model)
+    if decoder is not None:
+        return decoder, tokenizer
     form_weights(model.model, model.dtype)
     return model, tokenizer
 
@@ -96,15 +97,15 @@ def generate_text(
     is_raw = raw or not tokenizer.chat_template
     before = ids[0, -CONTEXT:].tolist() if is_raw else []
     streamer = None if stream is None else _Pieces(tokenizer, stream, before)
-    own = model.model if isinstance(model, Decoder) else model
+    own = model if isinstance(model, LanguageModel) else model.model
     check_vocabulary(int(ids.max()), own.config.vocab_size)
     _refuse_media(own, tokenizer, ids)
     ends = closing_tokens(own, tokenizer.eos_token_id)
     config = generation_config(ends, max_new_tokens, temperature, top_p)
-    if isinstance(model, Decoder):
-        new_ids = _decode(model, ids, config, streamer)
-    else:
+    if isinstance(model, LanguageModel):
         (new_ids,) = continue_rows(model, ids, config, streamer=streamer)
+    else:
+        new_ids = _decode(model, ids, config, streamer)
     shown = _decoded(tokenizer, before)
     text = _decoded(tokenizer, [*before, *new_ids])[len(shown) :]
     return Generated(text, len(new_ids), repeated_frac(new_ids), distinct_frac(new_ids))

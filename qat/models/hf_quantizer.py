@@ -21,7 +21,6 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qat.errors import CheckpointError, ConfigError
-from qat.extensions.decode.packed_reader import PackedReader
 from qat.models import trellis
 from qat.models.attention import (
     SPARSE,
@@ -30,6 +29,7 @@ from qat.models.attention import (
     kv_spec,
     load_sparse_attention,
 )
+from qat.models.decoding import read_packed
 from qat.models.directory import check_checksums
 from qat.models.stored_state import (
     INPUT_SCALE,
@@ -470,7 +470,7 @@ def empty_linear(model: PreTrainedModel, name: str, spec: LutSpec) -> FrozenLutL
     _check_groups(name, spec, O, I)
     with torch.device("meta"):
         frozen = FrozenLutLinear(empty_weight(spec, O, I), linear.bias, spec)
-    frozen.reader = PackedReader()
+    read_packed(frozen)
     return frozen
 
 

@@ -348,7 +348,7 @@ class _FormedWeight(torch.autograd.Function):
 
 
 class Reader(Protocol):
-    """Multiplies by the packed indices of a linear (`qat.extensions.decode.packed_reader`)."""
+    """Multiplies by the packed indices of a linear (`qat.models.decoding`)."""
 
     def reads(self, linear: "FrozenLutLinear", x: Tensor) -> bool:
         """Return whether it can multiply this input."""

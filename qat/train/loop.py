@@ -14,9 +14,9 @@ from qat.backend import device as backends
 from qat.data.packing import Batch
 from qat.data.pipeline import computed_ahead
 from qat.errors import CheckpointError, Stopped, TrainingError
-from qat.extensions.decode.rollout import Rollouts
 from qat.logs import Ticker, progress
 from qat.losses.config import OWN_WORDS, targets_read
+from qat.models.decoding import Rollouts, load_decoding
 from qat.models.devices import device_called
 from qat.models.flops import forward_flops, token_flops
 from qat.models.language_model import LanguageModel
@@ -68,7 +68,7 @@ class Trainer:
         own = None
         if config.on_policy:
             own = OwnRows(config.own_rows, config.own_losses, config.reads_cache)
-            self.rollouts = Rollouts(
+            self.rollouts = load_decoding().rollouts(
                 student,
                 self.cache,
                 config.part(RolloutConfig),

@@ -17,7 +17,6 @@ from qat.data.reader import TeacherCache
 from qat.data.remote import open_cache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, QatError
-from qat.extensions.decode.rollout import check_rollouts
 from qat.models.attention import sparse_attention
 from qat.models.devices import device_called
 from qat.models.directory import resolve
@@ -36,7 +35,14 @@ from qat.train.judge import Judge
 from qat.train.learnable import linears_in_scope
 from qat.train.loop import Trainer
 from qat.train.run import RunDirectory
-from qat.train.start import check_batch, check_dtype, check_losses, make_trainable, open_teacher
+from qat.train.start import (
+    check_batch,
+    check_dtype,
+    check_losses,
+    check_rollouts,
+    make_trainable,
+    open_teacher,
+)
 from qat.train.step import EAGER_STEPS, StepResult
 
 # A prediction of a run's time, memory and disk space from two measured steps. All objects used are

@@ -20,11 +20,11 @@ from qat.data.reader import TeacherCache
 from qat.data.remote import open_cache
 from qat.data.text import tokenizer_hash
 from qat.errors import CheckpointError, ConfigError
-from qat.extensions.decode.rollout import PREFIX, check_rollouts
 from qat.files import held
 from qat.losses.config import check_targets, check_with_teacher
 from qat.models import trellis
 from qat.models.attention import kv_spec
+from qat.models.decoding import ROLLOUTS, load_decoding
 from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity, state_identity
@@ -308,7 +308,7 @@ def _restore_generators(
         if f"rng.{name}" in state:  # a run that began on a CPU has no state of a GPU
             generator.set_state(state[f"rng.{name}"])
     logger.info("going on from %s", choice.checkpoint)
-    kept = (CODES_PREFIX, PREFIX)
+    kept = (CODES_PREFIX, ROLLOUTS)
     return {name: tensor for name, tensor in state.items() if name.startswith(kept)}
 
 
@@ -411,6 +411,30 @@ def check_batch(size: int, cache: TeacherCache) -> None:
             f"batch_size={size}, but {cache.directory} has {count} training "
             f"sequences, expected no more in one forward; use --batch-size {count} or less, with "
             "--grad-accum-steps for larger steps"
+        )
+
+
+def check_rollouts(share: float, tokens: int, cache: TeacherCache, device: str) -> None:
+    """Check that a prompt fits beside the generated tokens, and that the device can generate.
+
+    Raises:
+        ConfigError: the extension that generates is not installed, there is no room for a prompt,
+            or the device compiles for each shape.
+    """
+    if not share:
+        return
+    load_decoding()
+    if tokens >= cache.sequence_length:
+        raise ConfigError(
+            f"rollout_tokens={tokens}, but the sequences of {cache.directory} have "
+            f"{cache.sequence_length} positions, expected room for a prompt too; use "
+            f"--rollout-tokens {cache.sequence_length - 1} or fewer"
+        )
+    if backends.select(device).is_traced:
+        raise ConfigError(
+            f"on_policy={share}, but a device that compiles for each shape ({device}) reads the "
+            "whole row anew for every word of it; train on a GPU, or on what the teacher said with "
+            "'qat sample' and 'qat cache'"
         )
 
 

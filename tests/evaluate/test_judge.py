@@ -20,12 +20,8 @@ from qat.errors import CacheError, ConfigError, DataError
 from qat.evaluate.config import EvalConfig, GenerateConfig
 from qat.evaluate.divergence import cached_divergence
 from qat.evaluate.judge import held_out_divergence, judge, open_student, split_batches
-from qat.extensions.decode.decoder import Decoder
-from qat.extensions.decode.step import DecodeStep
-from qat.generate.text import open_generator
 from qat.logs import printable
 from qat.models.checkpoint import save_checkpoint
-from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import quant_linears
 from qat.nn.step import release_weights
 from qat.train.start import train_student
@@ -181,13 +177,6 @@ def test_generate_streams_and_tells_what_it_said(place: Path, capsys) -> None:
     result = generate(str(place / "student"), config=config.model_copy(update={"raw": False}))
     streamed = capsys.readouterr().out
     assert streamed == printable(result["text"]) + "\n", "an answer stands alone"
-
-
-def test_a_decoder_speaks_where_it_fits(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = str(place / "student")
-    assert isinstance(open_generator(source, device="cpu", dtype="fp32")[0], LanguageModel)
-    monkeypatch.setattr(Decoder, "fits", staticmethod(DecodeStep.fits))
-    assert isinstance(open_generator(source, device="cpu", dtype="fp32")[0], Decoder)
 
 
 def test_a_run_s_best_score_is_what_eval_finds_on_the_same_sequences(tmp_path: Path) -> None:

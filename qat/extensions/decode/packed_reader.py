@@ -1,11 +1,7 @@
-"""Products of inputs with packed indices, without a weight in memory.
-
-Who hands out a model to be run gives its linears a `PackedReader`: the opening of a checkpoint, and
-`qat.quantize`. Training and conversion need none: they form every weight that they compute with.
-"""
+"""Products of inputs with packed indices, without a weight in memory."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qat.extensions.decode.kernels.lut_gemm import Part, is_format, lut_gemm
 from qat.kernels.dispatch import use_triton
@@ -48,10 +44,3 @@ class PackedReader:
             encoded = to_stored("scales", linear.scales_as_stored().by_group(), bits)
             self._stored = now, Part(linear.packed, encoded, linear.levels(), linear.spec.bits)
         return self._stored[1]
-
-
-def read_packed(model: nn.Module) -> None:
-    """Let every packed linear of `model` multiply without gradients straight from its indices."""
-    for module in model.modules():
-        if isinstance(module, FrozenLutLinear):
-            module.reader = PackedReader()

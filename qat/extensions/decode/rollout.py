@@ -23,12 +23,12 @@ from transformers import PreTrainedModel
 from qat.backend import device as backends
 from qat.data.packing import NO_LABEL, Batch
 from qat.data.reader import TeacherCache
-from qat.errors import ConfigError
 from qat.extensions.decode.slots import Batch as Slotted
 from qat.extensions.decode.slots import Request, Sampler, Slots, SlotStep, Waves
 from qat.extensions.decode.step import DecodeStep, dense_linear
 from qat.generate.sampling import Sampling
 from qat.generate.text import closing_tokens, repeated_frac
+from qat.models.decoding import ROLLOUTS
 from qat.models.language_model import LanguageModel
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import QuantLinear, quant_linears
@@ -39,32 +39,8 @@ from qat.train.step import rank_indices
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "rollout."
-"""Prefix of a rollout's tensors in a checkpoint."""
 MOST_POSITIONS = 2**16
 """Most positions over all rows generated at a time; the KV cache grows with it."""
-
-
-def check_rollouts(share: float, tokens: int, cache: TeacherCache, device: str) -> None:
-    """Check that a prompt fits beside the generated tokens, and that the device can generate.
-
-    Raises:
-        ConfigError: there is no room for a prompt, or the device compiles for each shape.
-    """
-    if not share:
-        return
-    if tokens >= cache.sequence_length:
-        raise ConfigError(
-            f"rollout_tokens={tokens}, but the sequences of {cache.directory} have "
-            f"{cache.sequence_length} positions, expected room for a prompt too; use "
-            f"--rollout-tokens {cache.sequence_length - 1} or fewer"
-        )
-    if backends.select(device).is_traced:
-        raise ConfigError(
-            f"on_policy={share}, but a device that compiles for each shape ({device}) reads the "
-            "whole row anew for every word of it; train on a GPU, or on what the teacher said with "
-            "'qat sample' and 'qat cache'"
-        )
 
 
 class OwnRow(NamedTuple):
@@ -177,14 +153,14 @@ class Rollouts:
         whole[:, :, self._ranks.rank] = mine
         self._ranks.sum_([whole])
         steps = torch.tensor([first, self._begun])
-        return {f"{PREFIX}rows": whole.flatten(1, 3), f"{PREFIX}steps": steps}
+        return {f"{ROLLOUTS}rows": whole.flatten(1, 3), f"{ROLLOUTS}steps": steps}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Restore a checkpoint's `state`, on any number of ranks."""
-        if f"{PREFIX}rows" not in state:
+        if f"{ROLLOUTS}rows" not in state:
             return
-        first, self._begun = state[f"{PREFIX}steps"].tolist()
-        parts = state[f"{PREFIX}rows"].unflatten(1, (-1, self._ranks.size, self._own_rows))
+        first, self._begun = state[f"{ROLLOUTS}steps"].tolist()
+        parts = state[f"{ROLLOUTS}rows"].unflatten(1, (-1, self._ranks.size, self._own_rows))
         for step, rows in enumerate(parts[:, :, self._ranks.rank].flatten(1, 2).tolist(), first):
             self._waiting[step] = [
                 OwnRow([token - 1 for token in ids if token], begin) for begin, *ids in rows

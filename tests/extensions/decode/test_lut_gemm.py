@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from qat.extensions.decode.kernels import lut_gemm, lut_wgmma
 from qat.extensions.decode.kernels.lut_gemm import GemmTile, Part, width_for
 from qat.extensions.decode.kernels.lut_rows import LutRows
-from qat.extensions.decode.packed_reader import read_packed
 from qat.kernels.dispatch import computing_by, ways_taken
 from qat.kernels.tuned import forcing
+from qat.models.decoding import read_packed
 
 I = 192
 

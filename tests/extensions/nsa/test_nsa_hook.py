@@ -15,7 +15,8 @@ from qat.models import attention
 DENSE = """
 import sys
 import qat.convert.convert
-import qat.train.step
+import qat.generate.text
+import qat.python
 from qat.models.attention import read_attention
 read_attention("dense")
 print(*(name for name in sys.modules if name.startswith("qat.extensions")))

@@ -1,0 +1,47 @@
+"""Fast decoding as the core sees it: `qat.models.decoding.Decoding`.
+
+Functions import what they need: a model that only answers needs nothing of training.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qat.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from qat.data.reader import TeacherCache
+    from qat.extensions.decode.decoder import Decoder
+    from qat.extensions.decode.packed_reader import PackedReader
+    from qat.extensions.decode.rollout import Rollouts
+    from qat.models.language_model import LanguageModel
+    from qat.train.config import RolloutConfig, StepConfig
+
+
+def reader() -> PackedReader:
+    """Return what multiplies by the packed indices of one linear."""
+    from qat.extensions.decode.packed_reader import PackedReader
+
+    return PackedReader()
+
+
+def decoder(model: LanguageModel) -> Decoder | None:
+    """Return the model as a decoder where the device captures graphs and its family is known."""
+    from qat.extensions.decode.decoder import Decoder
+
+    return Decoder(model) if Decoder.fits(model) else None
+
+
+def rollouts(
+    student: LanguageModel,
+    cache: TeacherCache,
+    config: RolloutConfig,
+    step: StepConfig,
+    *,
+    end: int | None,
+    ranks: Ranks = ALONE,
+) -> Rollouts:
+    """Return the student's own rows of the steps."""
+    from qat.extensions.decode.rollout import Rollouts
+
+    return Rollouts(student, cache, config, step, end=end, ranks=ranks)
