@@ -343,30 +343,28 @@ def plan_within_budget(
     chosen = {name: formats[name][place] for name, place in places.items()}
     rules = plan.rules_for({**kept, **chosen}, table_names(model.model))
     taken = [options[name][place] for name, place in places.items()]
+    trials = {
+        name: [
+            FormatTrial(
+                bits=spec.index_bits,
+                vector_size=spec.vector_size,
+                group_size=spec.group_size,
+                bits_per_weight=option.bits / size,
+                kl_nats=option.cost,
+                is_chosen=place == places[name],
+            )
+            for place, (spec, option) in enumerate(zip(formats[name], options[name], strict=True))
+        ]
+        for name, size in sizes.items()
+    }
     report = BudgetReport(
         bits_budget=bits_budget,
         bits_per_weight=sum(option.bits for option in taken) / sum(sizes.values()),
         predicted_kl_nats=sum(option.cost for option in taken),
         seconds=time.perf_counter() - began,
-        modules={n: _trials(formats[n], options[n], places[n], size) for n, size in sizes.items()},
+        modules=trials,
     )
     return QuantPlan(name=f"mixed-{bits_budget:g}", rules=rules), report
-
-
-def _trials(
-    formats: Sequence[LutSpec], options: Sequence[Option], taken: int, num_weights: int
-) -> list[FormatTrial]:
-    return [
-        FormatTrial(
-            bits=spec.index_bits,
-            vector_size=spec.vector_size,
-            group_size=spec.group_size,
-            bits_per_weight=option.bits / num_weights,
-            kl_nats=option.cost,
-            is_chosen=place == taken,
-        )
-        for place, (spec, option) in enumerate(zip(formats, options, strict=True))
-    ]
 
 
 def _formats_like(

@@ -252,17 +252,26 @@ def quiet_transformers() -> Iterator[None]:
     """
     shown, begin = hf_logging.is_progress_bar_enabled(), tqdm.__init__
     hf_logging.disable_progress_bar()
-    reporter = logging.getLogger("transformers.modeling_utils")
-    reporter.addFilter(_is_no_report)
+    # bars that transformers makes of tqdm itself
     tqdm.__init__ = lambda bar, *args, **given: begin(bar, *args, **{**given, "disable": True})
     try:
-        yield
+        with without_records("transformers.modeling_utils", "LOAD REPORT"):
+            yield
     finally:
         tqdm.__init__ = begin
-        reporter.removeFilter(_is_no_report)
         if shown:
             hf_logging.enable_progress_bar()
 
 
-def _is_no_report(record: logging.LogRecord) -> bool:
-    return "LOAD REPORT" not in record.getMessage()
+@contextmanager
+def without_records(logger: str, text: str) -> Iterator[None]:
+    """Drop the records of the `logger` that contain `text` in the block."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return text not in record.getMessage()
+
+    logging.getLogger(logger).addFilter(is_other)
+    try:
+        yield
+    finally:
+        logging.getLogger(logger).removeFilter(is_other)

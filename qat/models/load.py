@@ -22,7 +22,12 @@ from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.errors import CheckpointError
 from qat.models.attention import SPARSE, attends_sparsely
-from qat.models.checkpoint import is_packed, load_checkpoint, quiet_transformers
+from qat.models.checkpoint import (
+    is_packed,
+    load_checkpoint,
+    quiet_transformers,
+    without_records,
+)
 from qat.models.dequantize import (
     BY_HAND,
     OWN,
@@ -44,12 +49,7 @@ from qat.models.language_model import LanguageModel
 from qat.models.opening import Opening, auto_class, read_config, read_part
 from qat.models.split_check import check_layers, check_split
 from qat.models.stored_state import packed_state_dict
-from qat.models.streamed import (
-    ON_DISK,
-    StreamedModel,
-    map_weights,
-    without_warning_of_disks,
-)
+from qat.models.streamed import ON_DISK, StreamedModel, map_weights
 from qat.patterns import pattern_fault
 from qat.process import uncounted
 
@@ -407,7 +407,8 @@ def _load_streamed(source: str, config: PreTrainedConfig, how: _How) -> Streamed
     folder = tempfile.TemporaryDirectory(dir=how.folder)
     named = _named(source, how) | {"device_map": ON_DISK, "offload_folder": folder.name}
     with opening, quiet_transformers():
-        with without_warning_of_disks(), uncounted(), folder:  # maps outlive the folder
+        quiet = without_records("accelerate.big_modeling", "offloaded to the disk")
+        with quiet, uncounted(), folder:  # maps outlive the folder
             model, info = auto_class(config).from_pretrained(
                 source, **named, trust_remote_code=how.trust_remote_code
             )

@@ -232,21 +232,6 @@ def _taken_off(model: PreTrainedModel) -> dict[str, tuple[str, str]]:
     return {name: place for name, place in places.items() if name in own}
 
 
-@contextmanager
-def without_warning_of_disks() -> Iterator[None]:
-    """Suppress accelerate's warning about weights left on disk in the block."""
-    theirs = logging.getLogger("accelerate.big_modeling")
-    theirs.addFilter(_is_of_something_else)
-    try:
-        yield
-    finally:
-        theirs.removeFilter(_is_of_something_else)
-
-
-def _is_of_something_else(record: logging.LogRecord) -> bool:
-    return "offloaded to the disk" not in record.getMessage()
-
-
 # Layer by layer.
 
 SHARE = 0.5

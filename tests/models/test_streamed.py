@@ -19,6 +19,7 @@ from qat.convert.checkpoint import convert_checkpoint
 from qat.convert.config import ConvertConfig
 from qat.errors import CheckpointError
 from qat.models import streamed
+from qat.models.checkpoint import without_records
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher
 from qat.models.split_check import check_layers
@@ -27,7 +28,6 @@ from qat.models.streamed import (
     as_checkpoint_error,
     hidden_layer_by_layer,
     to_file,
-    without_warning_of_disks,
 )
 from qat.nn.swap import decoder_layers
 from qat.process import data_limit, process_gib, uncounted
@@ -287,7 +287,7 @@ def test_layers_that_are_called_again_are_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_only_one_warning_is_left_out(caplog) -> None:
     theirs = logging.getLogger("accelerate.big_modeling")
-    with without_warning_of_disks():
+    with without_records("accelerate.big_modeling", "offloaded to the disk"):
         theirs.warning("Some parameters were offloaded to the disk.")
         theirs.warning("another")
     theirs.warning("were offloaded to the disk.")
