@@ -68,7 +68,7 @@ def resolve(source: str) -> str:
             f"Anemll/qwen3_apple_style_2bit_qat_lora wrote it: {theirs}"
         )
     if (path / "config.json").is_file() or adapted(source):
-        _check_indices(path)
+        check_indices(path)
         return source
     is_gguf = path.suffix == GGUF and path.is_file()
     if found := [path] if is_gguf else sorted(path.glob(f"*{GGUF}")):
@@ -96,7 +96,7 @@ def _checkpoint_of(run: Path, pointer: str) -> Path:
             "config.json or is no checkpoint of this run; expected one: name another of its "
             "checkpoints yourself"
         )
-    _check_indices(checkpoint)
+    check_indices(checkpoint)
     return checkpoint
 
 
@@ -215,7 +215,12 @@ def _read_pointer(pointer: Path) -> str:
         return file.read(POINTER_BYTES).decode(errors="replace").strip()
 
 
-def _check_indices(directory: Path) -> None:
+def check_indices(directory: Path) -> None:
+    """Check that the weight files named in indices are in the model's directory.
+
+    Raises:
+        CheckpointError: a name leads elsewhere, or an index is damaged.
+    """
     for kind in ("safetensors", "bin"):
         for path in directory.glob(f"*.{kind}.index.json"):
             try:

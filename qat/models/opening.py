@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from qat.errors import CheckpointError, QatError, how_to_install, is_installed
-from qat.files import inside, parse_json
+from qat.files import parse_json
 from qat.models.attention import check_attention
 from qat.models.directory import (
     ADAPTER,
@@ -36,6 +36,7 @@ from qat.models.directory import (
     SOURCES,
     as_transformers_asks,
     check_checksums,
+    check_indices,
     needs_no_hub,
 )
 from qat.process import is_out_of_memory
@@ -48,7 +49,6 @@ TABLES = (
     "special_tokens_map.json",
     "added_tokens.json",
     ADAPTER,
-    "*.index.json",
 )
 """Small files of a model directory that must hold a JSON object, if they exist."""
 MOST = {
@@ -141,6 +141,7 @@ class Opening:
         if directory.is_dir():
             check_checksums(directory, weights=self._weights)
             _check_tables(directory)
+            check_indices(directory)
 
     def __exit__(
         self,
@@ -262,15 +263,14 @@ def _short(error: BaseException) -> str:
 
 
 def _check_tables(directory: Path) -> None:
-    for path in (path for pattern in TABLES for path in sorted(directory.glob(pattern))):
-        values = read_table(path)
-        if path.name == ADAPTER and (directory / "config.json").is_file():
-            raise CheckpointError(
-                f"{directory} holds an adapter ({ADAPTER}), for which transformers would load "
-                "another model, expected a model or an adapter; remove that file or config.json"
-            )
-        if path.name.endswith(".index.json"):
-            _check_index(path, values)
+    found = [name for name in TABLES if (directory / name).is_file()]
+    for name in found:
+        read_table(directory / name)
+    if {ADAPTER, "config.json"} <= {*found}:
+        raise CheckpointError(
+            f"{directory} holds an adapter ({ADAPTER}), for which transformers would load another "
+            "model, expected a model or an adapter; remove that file or config.json"
+        )
 
 
 def read_table(path: Path) -> dict[str, object]:
@@ -291,13 +291,3 @@ def read_table(path: Path) -> dict[str, object]:
             "anew"
         )
     return values
-
-
-def _check_index(path: Path, values: dict[str, object]) -> None:
-    places = values.get("weight_map")
-    if not isinstance(places, dict):
-        raise CheckpointError(
-            f"{path} has no table called weight_map, expected the file of each tensor; copy it anew"
-        )
-    for name in places.values():
-        inside(path.parent, name, found_in=path, error=CheckpointError)
