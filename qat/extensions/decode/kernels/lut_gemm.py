@@ -44,11 +44,13 @@ from qat.extensions.decode.kernels.launch import (
     overlapping,
 )
 from qat.extensions.decode.kernels.lut_mma import (
+    asm_values,
     columns,
     decoded,
     look_up_4,
     number_of,
     rounded,
+    run_asm,
     shares_of,
     words_of,
 )
@@ -586,7 +588,7 @@ def _gemm_kernel(
     shared = 0
     if ASSEMBLED:
         # a scalar: the compiler might compute one value per lane twice
-        shared = tl.inline_asm_elementwise(ROOM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        shared = run_asm(ROOM, "=r", ())
     if ASSEMBLED and TOGETHER > 1:
         sums = _sums_of_four_warps(
             x, laid, drawn, source, scales, row, size, first, last, spans, table, levels, shared,
@@ -657,9 +659,7 @@ def _sums(
                 weights = weights + (looked_up,)
             here = room + slot
             if ASSEMBLED:
-                here = tl.inline_asm_elementwise(
-                    _arrived(STAGES), "=r,r", [here], dtype=tl.int32, is_pure=False, pack=1
-                )
+                here = run_asm(_arrived(STAGES), "=r,r", (here,))
                 free = tl.where(slot == 0, (STAGES - 1) * SLICE, slot - SLICE)
                 _fetch(
                     x, room + free, span, v + STAGES - 1, column, num_vectors, lane,
@@ -810,10 +810,7 @@ def _zeros(COUNT: tl.constexpr, W: tl.constexpr):
 def _hand_in(arrivals, shared, ASSEMBLED: tl.constexpr):
     """Increment a tile's counter; return how many programs stored their partial sums before."""
     if ASSEMBLED:
-        return tl.inline_asm_elementwise(
-            HAND_IN, "=r,l,r", [arrivals.to(tl.int64), shared],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        return run_asm(HAND_IN, "=r,l,r", (arrivals.to(tl.int64), shared))
     else:
         return tl.atomic_add(arrivals, 1)
 
@@ -822,10 +819,7 @@ def _hand_in(arrivals, shared, ASSEMBLED: tl.constexpr):
 def _leave(place, sums, ASSEMBLED: tl.constexpr):
     """Store a lane's four numbers contiguously."""
     if ASSEMBLED:
-        tl.inline_asm_elementwise(
-            PUT_FOUR, "=r,l,f,f,f,f", (place.to(tl.int64),) + sums,
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        run_asm(PUT_FOUR, "=r,l,f,f,f,f", (place.to(tl.int64),) + sums)
     else:
         for k in tl.static_range(4):
             tl.store(place + k, sums[k])
@@ -835,10 +829,7 @@ def _leave(place, sums, ASSEMBLED: tl.constexpr):
 def _added(total, place, ASSEMBLED: tl.constexpr):
     """Add a program's partial sums to `total`."""
     if ASSEMBLED:
-        found = tl.inline_asm_elementwise(
-            GET_FOUR, "=f,=f,=f,=f,l", [place.to(tl.int64)],
-            dtype=FLOATS_4, is_pure=False, pack=1,
-        )  # fmt: skip
+        found = asm_values(GET_FOUR, "=f,=f,=f,=f,l", (place.to(tl.int64),), FLOATS_4, False)
     else:
         found = (tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3))
     return (total[0] + found[0], total[1] + found[1], total[2] + found[2], total[3] + found[3])
@@ -890,15 +881,14 @@ def _weights(
             halves = (one >> 16 & 0xFFFF | two << 16, two >> 8 & 0xFFFFFF)
     if ASSEMBLED:
         COUNT: tl.constexpr = 2 if BITS == 2 else 2 ** (BITS - 1)
-        scaled = tl.inline_asm_elementwise(
+        scaled = asm_values(
             _table(BITS, KIND), _constraints(f"{COUNT}r", f"{2**BITS + 1}f"), (scale,) + table,
-            dtype=_integers(COUNT), is_pure=True, pack=1,
+            _integers(COUNT)
         )  # fmt: skip
         OF_TWO_BITS: tl.constexpr = SPREAD_2 if IS_SPREAD else LOOK_UP_2
-        return tl.inline_asm_elementwise(
+        return asm_values(
             OF_TWO_BITS if BITS == 2 else LOOK_UP_3 if BITS == 3 else LOOK_UP_4,
-            _constraints("8r", f"{len(halves) + COUNT}r"), halves + scaled,
-            dtype=INTEGERS_8, is_pure=True, pack=1,
+            _constraints("8r", f"{len(halves) + COUNT}r"), halves + scaled, INTEGERS_8
         )  # fmt: skip
     else:
         found = ()
@@ -937,11 +927,8 @@ def _fetch(
         place = (column + n).to(tl.int64) * (8 * units) + (unit * 8 + q % 2 * 4)
         source = (x + tl.where(is_there, place, 0)).to(tl.int64)
         num_bytes = tl.where(is_there, 16, 0)  # the copy fills the rest of 16 bytes with zeros
-        tl.inline_asm_elementwise(
-            FETCH, "=r,r,l,r", [room + n * 128 + (q ^ n % 2) * 16, source, num_bytes],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    tl.inline_asm_elementwise(FETCHED, "=r,r", [room], dtype=tl.int32, is_pure=False, pack=1)
+        run_asm(FETCH, "=r,r,l,r", (room + n * 128 + (q ^ n % 2) * 16, source, num_bytes))
+    run_asm(FETCHED, "=r,r", (room,))
 
 
 @triton.jit
@@ -953,12 +940,8 @@ def _inputs(
     g, c = lane % 32 // 4, lane % 4
     if ASSEMBLED:
         at = here + (g * 128 + (2 * c ^ g % 2) * 16) + n * 1024
-        low = tl.inline_asm_elementwise(
-            READ, "=r,=r,=r,=r,r", [at], dtype=INTEGERS_4, is_pure=False, pack=1
-        )
-        high = tl.inline_asm_elementwise(
-            READ, "=r,=r,=r,=r,r", [at ^ 16], dtype=INTEGERS_4, is_pure=False, pack=1
-        )
+        low = asm_values(READ, "=r,=r,=r,=r,r", (at,), INTEGERS_4, False)
+        high = asm_values(READ, "=r,=r,=r,=r,r", (at ^ 16,), INTEGERS_4, False)
         return low + high
     else:
         unit = span * (4 * V) + c * V + v
@@ -977,9 +960,8 @@ def _products(
 ):  # fmt: skip
     """Run four steps of `mma.m16n8k16`: add the products of two rows' units to `sums`."""
     if ASSEMBLED:
-        return tl.inline_asm_elementwise(
-            _steps(KIND), _constraints("4f", "24r 4f"), first + second + pairs + sums,
-            dtype=FLOATS_4, is_pure=True, pack=1,
+        return asm_values(
+            _steps(KIND), _constraints("4f", "24r 4f"), first + second + pairs + sums, FLOATS_4
         )  # fmt: skip
     else:
         upper, lower = _product(first, pairs, W, KIND), _product(second, pairs, W, KIND)
@@ -1026,9 +1008,6 @@ def _put(
                 short = rounded(y, KIND, ASSEMBLED)
                 if ASSEMBLED:
                     bits = short.to(tl.int16, bitcast=True)
-                    tl.inline_asm_elementwise(
-                        PUT_SHORT, "=r,l,h,r", [at.to(tl.int64), bits, is_there.to(tl.int32)],
-                        dtype=tl.int32, is_pure=False, pack=1,
-                    )  # fmt: skip
+                    run_asm(PUT_SHORT, "=r,l,h,r", (at.to(tl.int64), bits, is_there.to(tl.int32)))
                 else:
                     tl.store(at, short, mask=is_there)

@@ -30,7 +30,13 @@ from qat.extensions.decode.kernels.launch import (
     has_warpgroups,
     overlapping,
 )
-from qat.extensions.decode.kernels.lut_mma import decoded, mma_ahead, mma_dots, mma_tables
+from qat.extensions.decode.kernels.lut_mma import (
+    asm_values,
+    decoded,
+    mma_ahead,
+    mma_dots,
+    mma_tables,
+)
 from qat.extensions.decode.kernels.lut_rows import (
     SPLIT,
     UNIT,
@@ -617,14 +623,11 @@ def _codeword(codebook, code, D: tl.constexpr, LOOKUP: tl.constexpr):
         for j in tl.static_range(D):
             found = found + (tl.load(codebook + code * D + j),)
     elif D == 2:
-        found = tl.inline_asm_elementwise(
-            PAIR, "=f,=f,l,r", [codebook, code], dtype=FLOATS_2, is_pure=True, pack=1
-        )
+        found = asm_values(PAIR, "=f,=f,l,r", (codebook, code), FLOATS_2)
     else:
         for j in tl.static_range(0, D, 4):
-            found = found + tl.inline_asm_elementwise(
-                FOUR, "=f,=f,=f,=f,l,r", [codebook + j, code * (D // 4)],
-                dtype=FLOATS_4, is_pure=True, pack=1,
+            found = found + asm_values(
+                FOUR, "=f,=f,=f,=f,l,r", (codebook + j, code * (D // 4)), FLOATS_4
             )  # fmt: skip
     return found
 
@@ -651,6 +654,4 @@ def _gathered(codebook, code):
 @triton.jit
 def _gathered_by_four(word, codebook):
     """Look up eight indices of 4 bits; each table of 16 levels is aligned to 64 bytes."""
-    return tl.inline_asm_elementwise(
-        FOUR_BITS, OUTPUTS_8 + "r,l", [word, codebook], dtype=FLOATS_8, is_pure=True, pack=1
-    )
+    return asm_values(FOUR_BITS, OUTPUTS_8 + "r,l", (word, codebook), FLOATS_8)

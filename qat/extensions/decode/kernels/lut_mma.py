@@ -25,6 +25,25 @@ CODEWORDS = tl.constexpr(256)
 """Entries in a codebook of vectors; a row of shared memory, 128 bytes, holds the copies of one."""
 
 
+@triton.jit
+def run_asm(code: tl.constexpr, constraints: tl.constexpr, operands):
+    """Run assembly that has an effect in every lane; return its $0, an int32."""
+    return tl.inline_asm_elementwise(
+        code, constraints, operands, dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def asm_values(
+    code: tl.constexpr, constraints: tl.constexpr, operands, dtypes: tl.constexpr,
+    IS_PURE: tl.constexpr = True,
+):  # fmt: skip
+    """Return the results of assembly, one for each of `dtypes`."""
+    return tl.inline_asm_elementwise(
+        code, constraints, operands, dtype=dtypes, is_pure=IS_PURE, pack=1
+    )
+
+
 def _two_bits() -> str:
     """Return assembly: $8 the word, $9 and $10 the lower and the upper bytes of four levels."""
     lines = [".reg .b32 word, sel, low, high;"]
@@ -187,19 +206,14 @@ def _copied(
         ones = ones + (tl.load(place + _part(first_row, second, third) * CODEWORDS),)
         others = others + (tl.load(place + _part(last, second, third) * CODEWORDS),)
     # a scalar: the compiler might compute one value per lane twice; the loads above are in flight
-    room = tl.inline_asm_elementwise(ROOM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    room = run_asm(ROOM, "=r", ())
     for j in tl.static_range(8 // TOGETHER):
         eighth = (lane + lane // CODEWORDS * (8 // TOGETHER) + j) % 8
         for k in tl.static_range(TIMES):
             word = ones[k] if TILES == 1 else tl.where(eighth < 4, ones[k], others[k])
-            tl.inline_asm_elementwise(
-                PUT_TWICE, "=r,r,l", [room + (own + k * 32 * W) * 128 + eighth * 16, word],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+            run_asm(PUT_TWICE, "=r,r,l", (room + (own + k * 32 * W) * 128 + eighth * 16, word))
     # later reads depend on this result, so that none is moved above the barrier
-    return tl.inline_asm_elementwise(
-        ALL_THERE, "=r,r", [room], dtype=tl.int32, is_pure=False, pack=1
-    )
+    return run_asm(ALL_THERE, "=r,r", (room,))
 
 
 @triton.jit
@@ -369,10 +383,7 @@ def columns(rows, N: tl.constexpr):
 def _levels_of_two(word, table, ASSEMBLED: tl.constexpr):
     """Return eight pairs of levels of a word's 16 indices: 0 2, 4 6, ..., 14; then 1 3, ..., 15."""
     if ASSEMBLED:
-        return tl.inline_asm_elementwise(
-            TWO_BITS, WORDS_8 + "r,r,r", [word, table[0], table[1]],
-            dtype=INTEGERS_8, is_pure=True, pack=1,
-        )  # fmt: skip
+        return asm_values(TWO_BITS, WORDS_8 + "r,r,r", (word, table[0], table[1]), INTEGERS_8)
     else:
         found = ()
         for pair in tl.static_range(8):
@@ -388,12 +399,8 @@ def _levels_of_two(word, table, ASSEMBLED: tl.constexpr):
 def _levels_of_four(low, high, table, ASSEMBLED: tl.constexpr):
     """Return eight pairs of levels of 16 indices of 4 bits in two words; see `_levels_of_two`."""
     if ASSEMBLED:
-        return tl.inline_asm_elementwise(
-            FOUR_BITS, WORDS_8 + "r,r,r,r,r,r,r,r,r,r",
-            [low, high, table[0], table[1], table[2], table[3],
-             table[4], table[5], table[6], table[7]],
-            dtype=INTEGERS_8, is_pure=True, pack=1,
-        )  # fmt: skip
+        constraints: tl.constexpr = WORDS_8 + "r,r,r,r,r,r,r,r,r,r"
+        return asm_values(FOUR_BITS, constraints, (low, high) + table, INTEGERS_8)
     else:
         found = ()
         for pair in tl.static_range(8):
@@ -410,10 +417,7 @@ def _levels_of_four(low, high, table, ASSEMBLED: tl.constexpr):
 def _codewords(word, table, ASSEMBLED: tl.constexpr):
     """Return the eight pairs for a word's four codewords, in the order of `short_codewords`."""
     if ASSEMBLED:
-        return tl.inline_asm_elementwise(
-            FOUR_CODEWORDS, WORDS_8 + "r,r", [word, table],
-            dtype=INTEGERS_8, is_pure=True, pack=1,
-        )  # fmt: skip
+        return asm_values(FOUR_CODEWORDS, WORDS_8 + "r,r", (word, table), INTEGERS_8)
     else:
         even, odd = (), ()
         for k in tl.static_range(4):
@@ -439,15 +443,7 @@ def _byte_of_16(table, FIRST: tl.constexpr, place):
 def _products(first, second, inputs, W: tl.constexpr, ASSEMBLED: tl.constexpr):
     """Return the contributions of a lane's unit to the lane's two rows."""
     if ASSEMBLED:
-        sums = tl.inline_asm_elementwise(
-            FOUR_STEPS, SUMS,
-            [first[0], first[1], first[2], first[3], first[4], first[5], first[6], first[7],
-             second[0], second[1], second[2], second[3],
-             second[4], second[5], second[6], second[7],
-             inputs[0], inputs[1], inputs[2], inputs[3],
-             inputs[4], inputs[5], inputs[6], inputs[7]],
-            dtype=FLOATS_8, is_pure=True, pack=1,
-        )  # fmt: skip
+        sums = asm_values(FOUR_STEPS, SUMS, first + second + inputs, FLOATS_8)
         # a row's upper and lower parts, from both chains
         return (sums[0] + sums[1]) + (sums[4] + sums[5]), (sums[2] + sums[3]) + (sums[6] + sums[7])
     else:

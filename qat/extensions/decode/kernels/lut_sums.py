@@ -48,6 +48,7 @@ from qat.extensions.decode.kernels.lut_mma import (
     half_of,
     number_of,
     rounded,
+    run_asm,
     shares_of,
 )
 from qat.extensions.decode.kernels.lut_rows import MOST_PARTS, SPLIT_FACTOR, UNIT, put_inputs
@@ -323,9 +324,7 @@ def sums_kernel(
         _write_products(pairs, room, numbers, lane, W, HALVES, ASSEMBLED)
     if ASSEMBLED:
         # later reads depend on this result, so that none is moved above the barrier
-        room = tl.inline_asm_elementwise(
-            WRITTEN, "=r,r", [room], dtype=tl.int32, is_pure=False, pack=1
-        )
+        room = run_asm(WRITTEN, "=r,r", (room,))
     if squares_in is not None:
         total = squares[0]
         for k in tl.static_range(1, SQUARES):
@@ -356,11 +355,8 @@ def sums_kernel(
     counter = arrivals + first
     if ASSEMBLED:
         # a scalar, although it is one per warp: whole warps execute what follows
-        counter += tl.inline_asm_elementwise(WARP, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-        count = tl.inline_asm_elementwise(
-            HAND_IN, "=r,l,r", [counter.to(tl.int64), hands - 1],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        counter += run_asm(WARP, "=r", ())
+        count = run_asm(HAND_IN, "=r,l,r", (counter.to(tl.int64), hands - 1))
     else:
         count = tl.atomic_add(counter, 1)
         tl.store(counter, 0, mask=count == hands - 1)
@@ -411,7 +407,7 @@ def _room(tables, partials, num_out, HALVES: tl.constexpr, ASSEMBLED: tl.constex
     if ASSEMBLED:
         if num_out < 0:
             asked_for(partials, WORDS)
-        return tl.inline_asm_elementwise(ROOM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        return run_asm(ROOM, "=r", ())
     else:
         program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         return tables + program * WORDS
@@ -451,10 +447,7 @@ def _write_sums(
                 low = low + (levels[first] * inputs[4 * k] + second,)
         if ASSEMBLED:
             at = room + half * 65536 + quarter * 16384 + column * 4
-            tl.inline_asm_elementwise(
-                WRITE, "=r,r" + ",f" * 20, (at,) + low + high,
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+            run_asm(WRITE, "=r,r" + ",f" * 20, (at,) + low + high)
         else:
             own = room + half * 16384 + quarter * 4096 + column
             for entry in tl.static_range(64):
@@ -495,10 +488,9 @@ def _write_products(
                 for k in tl.static_range(8):
                     first = first + (pairs[8 * half + k],)
                 if ASSEMBLED:
-                    tl.inline_asm_elementwise(
+                    run_asm(
                         _put_products(65536 * half), "=r" + ",r" * 13,
-                        (room + place * 4,) + first + second,
-                        dtype=tl.int32, is_pure=False, pack=1,
+                        (room + place * 4,) + first + second
                     )  # fmt: skip
                 else:
                     for lower in tl.static_range(2):

@@ -19,6 +19,7 @@ it.
 """
 
 from qat.extensions.decode.kernels.launch import gdc_launch_dependents, gdc_wait
+from qat.extensions.decode.kernels.lut_mma import asm_values, run_asm
 from qat.kernels.dispatch import tl, triton
 
 STAGES = 4
@@ -71,9 +72,8 @@ def _turned(
     """Load half of the chunks of a vector's slice that starts at `unit`, four words each."""
     there = tl.where(vector < num_vectors, (units - unit + V - 1) // V, 0)
     place = tl.where(there > 0, (vector.to(tl.int64) * units + unit) * 8 + half * 4, 0)
-    return tl.inline_asm_elementwise(
-        _turn(V, IS_SPREAD), TURNED, [(x + place).to(tl.int64), there],
-        dtype=INTEGERS_16, is_pure=False, pack=1,
+    return asm_values(
+        _turn(V, IS_SPREAD), TURNED, ((x + place).to(tl.int64), there), INTEGERS_16, False
     )  # fmt: skip
 
 
@@ -102,10 +102,9 @@ def lay_kernel(
     begin = laid + ((tile * spans + span) * V + v).to(tl.int64) * (N * 128)
     for k in tl.static_range(4):
         at = _chunk(begin, n, half, k).to(tl.int64)
-        tl.inline_asm_elementwise(
+        run_asm(
             LAY_FAR, "=r,l,r,r,r,r",
-            [at, words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3]],
-            dtype=tl.int32, is_pure=False, pack=1,
+            (at, words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3])
         )  # fmt: skip
 
 
@@ -122,13 +121,11 @@ def lay_own(
         unit = (first + index // V) * (4 * V) + index % V
         words = _turned(x, column + n, unit, half, num_vectors, units, V, IS_SPREAD)
         for c in tl.static_range(4):
-            tl.inline_asm_elementwise(
-                LAY_NEAR, "=r,r,r,r,r,r",
-                [_chunk(shared + index * (1024 * NT), n, half, c), words[4 * c],
-                 words[4 * c + 1], words[4 * c + 2], words[4 * c + 3]],
-                dtype=tl.int32, is_pure=False, pack=1,
+            run_asm(
+                LAY_NEAR, "=r,r,r,r,r,r", (_chunk(shared + index * (1024 * NT), n, half, c),
+                words[4 * c], words[4 * c + 1], words[4 * c + 2], words[4 * c + 3])
             )  # fmt: skip
-    tl.inline_asm_elementwise(LAID, "=r,r", [shared], dtype=tl.int32, is_pure=False, pack=1)
+    run_asm(LAID, "=r,r", (shared,))
 
 
 # Shared memory. A program may declare only so much; beyond that, Triton must request it.
@@ -181,12 +178,10 @@ def _set_up(stages: int, warps: int) -> str:
 @triton.jit
 def barriers(STAGES: tl.constexpr, W: tl.constexpr):
     """Initialize the barriers; return their address and the thread's index."""
-    found = tl.inline_asm_elementwise(BARRIERS, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    tl.inline_asm_elementwise(
-        _set_up(STAGES, W), "=r,r", [found], dtype=tl.int32, is_pure=False, pack=1
-    )
+    found = run_asm(BARRIERS, "=r", ())
+    run_asm(_set_up(STAGES, W), "=r,r", (found,))
     # a scalar, so that what depends on it is computed once per warp
-    thread = tl.inline_asm_elementwise(THREAD, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    thread = run_asm(THREAD, "=r", ())
     return found, thread
 
 
@@ -231,29 +226,22 @@ def fetch(
     source, shared, bars, slot, index, parity, thread, is_due, SLICE: tl.constexpr
 ):  # fmt: skip
     """Request a slice once every warp has finished with the previous one in its slot."""
-    tl.inline_asm_elementwise(
-        _fetch(SLICE), "=r,r,l,r,r,r",
-        [shared + slot * SLICE, source + index * SLICE, bars + 16 * slot, parity,
-         tl.where(is_due, thread, NO_THREAD)],
-        dtype=tl.int32, is_pure=False, pack=1,
+    run_asm(
+        _fetch(SLICE), "=r,r,l,r,r,r", (shared + slot * SLICE, source + index * SLICE,
+        bars + 16 * slot, parity, tl.where(is_due, thread, NO_THREAD))
     )  # fmt: skip
 
 
 @triton.jit
 def arrived(bars, slot, parity):
     """Wait until a slot's slice has arrived."""
-    tl.inline_asm_elementwise(
-        ARRIVED, "=r,r,r", [bars + 16 * slot, parity], dtype=tl.int32, is_pure=False, pack=1
-    )
+    run_asm(ARRIVED, "=r,r,r", (bars + 16 * slot, parity))
 
 
 @triton.jit
 def release(bars, slot, thread, is_done):
     """Signal that a warp has finished with a slot's slice."""
-    tl.inline_asm_elementwise(
-        RELEASE, "=r,r,r", [bars + 16 * slot, tl.where(is_done, thread % 32, 1)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    run_asm(RELEASE, "=r,r,r", (bars + 16 * slot, tl.where(is_done, thread % 32, 1)))
 
 
 # The products.
@@ -302,16 +290,13 @@ def _floats(count: int) -> tuple[object, ...]:
 @triton.jit
 def begin(sums, weights, room, KIND: tl.constexpr, NT: tl.constexpr):
     """Start to multiply 64 rows by a slice; sums and weights stay in use until `end`."""
-    return tl.inline_asm_elementwise(
+    return asm_values(
         _begin(KIND, NT), _tied(NT, 17), weights + ((room & 0x3FFFF) >> 4 | 1 << 16,) + sums,
-        dtype=_floats(4 * NT), is_pure=False, pack=1,
+        _floats(4 * NT), False
     )  # fmt: skip
 
 
 @triton.jit
 def end(sums, weights, PENDING: tl.constexpr, NT: tl.constexpr):
     """Return the sums once at most PENDING later products are in flight."""
-    return tl.inline_asm_elementwise(
-        _end(PENDING), _tied(NT, 16), weights + sums,
-        dtype=_floats(4 * NT), is_pure=False, pack=1,
-    )  # fmt: skip
+    return asm_values(_end(PENDING), _tied(NT, 16), weights + sums, _floats(4 * NT), False)

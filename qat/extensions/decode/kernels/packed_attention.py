@@ -41,7 +41,7 @@ from qat.extensions.decode.kernels.launch import (
     gdc_wait,
     overlapping,
 )
-from qat.extensions.decode.kernels.lut_mma import columns
+from qat.extensions.decode.kernels.lut_mma import asm_values, columns
 from qat.extensions.decode.kernels.lut_rows import put_inputs
 from qat.kernels.dispatch import tl, triton
 from qat.quant.kv import PackedHeads
@@ -490,11 +490,8 @@ FLOATS_4 = tl.constexpr((tl.float32,) * 4)
 def _product(before, a, b0, b1, W: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr):
     """Add one step of `mma.m16n8k16` to `before`; the first operand is four words."""
     if ASSEMBLED:
-        return tl.inline_asm_elementwise(
-            STEP_BF16 if KIND == tl.bfloat16 else STEP_F16, SUMS,
-            [a[0], a[1], a[2], a[3], b0, b1, before[0], before[1], before[2], before[3]],
-            dtype=FLOATS_4, is_pure=True, pack=1,
-        )  # fmt: skip
+        step: tl.constexpr = STEP_BF16 if KIND == tl.bfloat16 else STEP_F16
+        return asm_values(step, SUMS, a + (b0, b1) + before, FLOATS_4)
     else:
         upper = _rows(a[0], b0, W, KIND) + _rows(a[2], b1, W, KIND)
         lower = _rows(a[1], b0, W, KIND) + _rows(a[3], b1, W, KIND)
