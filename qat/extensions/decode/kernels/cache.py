@@ -51,12 +51,11 @@ class Cache(NamedTuple):
         Tensors: keys, their steps, values, their steps. Constants: bits (0 if not packed) and
         dtype.
         """
+        kind = getattr(tl, str(self.keys.dtype).removeprefix("torch."))
         if isinstance(self.keys, PackedHeads):
-            kind = str(self.keys.dtype).removeprefix("torch.")
             tensors = [tensor for part in self for tensor in (part.codes, part.steps)]
-            return tensors, {"BITS": self.keys.bits, "KIND": getattr(tl, kind)}
-        kind = str(self.keys.dtype).removeprefix("torch.")
-        return [self.keys, None, self.values, None], {"BITS": 0, "KIND": getattr(tl, kind)}
+            return tensors, {"BITS": self.keys.bits, "KIND": kind}
+        return [self.keys, None, self.values, None], {"BITS": 0, "KIND": kind}
 
     def put(self, key: Tensor, value: Tensor, *places: Index) -> None:
         """Write new heads at an index of all dimensions but the last."""

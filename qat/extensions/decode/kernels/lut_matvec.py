@@ -247,7 +247,9 @@ def _tile(
     device = rows.device if isinstance(rows, Tensor) else rows.octets.device
     is_vector = not isinstance(rows, Tensor) and rows.vector_size > 1
     if order_of(rows) == SPLIT:
-        if B == 1 and bits == 2 and _are_sources(rows, is_gated=is_gated):
+        # all gates share one codebook, and all ups
+        are_sources = not is_gated or rows.starts in ((0,), (0, rows.shape[0] // 2))
+        if B == 1 and bits == 2 and are_sources:
             kernel = "vectors_sums" if is_vector else "lut_sums"
             default = sums_tile_for(*rows.shape, has_groups=has_warpgroups(device))
             tile = chosen(kernel, (*rows.shape, bits), default, device)
@@ -259,11 +261,6 @@ def _tile(
     if is_vector:
         return chosen("vectors_matvec", key, vectors_tile_for(*key), device)
     return chosen("lut_matvec", key, tile_for(*key), device)
-
-
-def _are_sources(rows: LutRows, *, is_gated: bool) -> bool:
-    """Return whether all gates share one codebook, and all ups."""
-    return not is_gated or rows.starts in ((0,), (0, rows.shape[0] // 2))
 
 
 def _sources(rows: LutRows, *, is_gated: bool = False) -> list[Source]:
@@ -296,59 +293,33 @@ def _launch(
         around = Around(squares, eps, is_gated, order, *added)
         add_up(out, x, _sources(rows, is_gated=is_gated), bias, tile, around)
         return
-    parts = _parts(rows)
+    # a dense matrix, unless it is packed
+    tensors, bits, C, D, length = (rows, None, None, None, None), 16, 0, 1, 1
+    starts, is_mma = (), False
+    if not isinstance(rows, Tensor):
+        is_mma, bits = order_of(rows) == SPLIT, rows.weight_bits
+        words = rows.octets.view(torch.int32 if is_mma else WORDS[bits])
+        tensors = (words, rows.scales, rows.codebooks, rows.tables, rows.factors)
+        C, D, starts = rows.codebooks[0].numel(), rows.vector_size, rows.starts[1:]
+        length = I // rows.scales.shape[1] // UNIT
+    # first rows of the second and the third part; without one, a number larger than any row's
+    second, third = (*starts, 2**31 - 1, 2**31 - 1)[:2]
+    # comparisons between four levels; the interpreter has no assembly
+    lookup = SELECT if C == 4 else ASSEMBLED_GATHER if IS_COMPILED else GATHER
     # several vectors need all registers; the interpreter has no register limit
     is_capped = IS_COMPILED and tile.registers and x.shape[0] == 1
     capped = {"maxnreg": tile.registers} if is_capped else {}
     num_squares = 0 if norm is None else norm.squares.shape[1]
     _matvec_kernel[(triton.cdiv(O, tile.rows),)](
-        out, scaled, squares_out, x.view(torch.int32) if parts.is_mma else x.contiguous(),
-        None if norm is None else norm.squares, *parts.tensors, bias, residual, gamma,
-        num_out=O, num_squares=num_squares, second=parts.second, third=parts.third,
-        eps=0.0 if norm is None else norm.eps, UNITS=I if parts.bits == 16 else I // UNIT,
-        B=x.shape[0], BITS=parts.bits, C=parts.table_size, D=parts.vector_size, LENGTH=parts.length,
-        LOOKUP=_lookup(parts), MMA=parts.is_mma, ASSEMBLED=IS_COMPILED, GLU=is_gated,
-        SQUARES=max(triton.next_power_of_2(num_squares), 2), ORDER=order, R=tile.rows, U=tile.units,
-        DEPTH=tile.depth, W=tile.warps, num_warps=tile.warps, **capped, **overlapping(x.device),
+        out, scaled, squares_out, x.view(torch.int32) if is_mma else x.contiguous(),
+        None if norm is None else norm.squares, *tensors, bias, residual, gamma,
+        num_out=O, num_squares=num_squares, second=second, third=third,
+        eps=0.0 if norm is None else norm.eps, UNITS=I if bits == 16 else I // UNIT,
+        B=x.shape[0], BITS=bits, C=C, D=D, LENGTH=length, LOOKUP=lookup, MMA=is_mma,
+        ASSEMBLED=IS_COMPILED, GLU=is_gated, SQUARES=max(triton.next_power_of_2(num_squares), 2),
+        ORDER=order, R=tile.rows, U=tile.units, DEPTH=tile.depth, W=tile.warps,
+        num_warps=tile.warps, **capped, **overlapping(x.device),
     )  # fmt: skip
-
-
-def _lookup(parts: "_Parts") -> int:
-    """Return the look-up method: comparisons for four levels; no assembly in the interpreter."""
-    if parts.table_size == 4:
-        return SELECT
-    return ASSEMBLED_GATHER if IS_COMPILED else GATHER
-
-
-class _Parts(NamedTuple):
-    """A matrix in the form that the kernel takes."""
-
-    tensors: tuple[Tensor | None, ...]
-    """Words, scales, codebooks, tables and factors."""
-    bits: int
-    """Index bits per weight; 16 for a dense matrix."""
-    table_size: int
-    """Numbers per codebook."""
-    vector_size: int
-    length: int
-    """Units per group."""
-    second: int
-    third: int
-    """First rows of the second and the third part; a number beyond all rows if there is none."""
-    is_mma: bool
-
-
-def _parts(rows: Rows) -> _Parts:
-    none = 2**31 - 1  # larger than any row number
-    if isinstance(rows, Tensor):
-        return _Parts((rows, None, None, None, None), 16, 0, 1, 1, none, none, False)
-    is_mma = order_of(rows) == SPLIT
-    bits, table_size = rows.weight_bits, rows.codebooks[0].numel()
-    words = rows.octets.view(torch.int32 if is_mma else WORDS[bits])
-    _, second, third = (*rows.starts, none, none)[:3]
-    length = rows.shape[1] // rows.scales.shape[1] // UNIT
-    tensors = (words, rows.scales, rows.codebooks, rows.tables, rows.factors)
-    return _Parts(tensors, bits, table_size, rows.vector_size, length, second, third, is_mma)
 
 
 @triton.jit
@@ -577,6 +548,9 @@ def _four_bits() -> str:
 FOUR_BITS, OUTPUTS_8 = tl.constexpr(_four_bits()), tl.constexpr("=&f," * 8)
 FLOATS_8 = tl.constexpr((tl.float32,) * 8)
 FLOATS_2, FLOATS_4 = tl.constexpr((tl.float32,) * 2), tl.constexpr((tl.float32,) * 4)
+ONE = tl.constexpr(
+    "{.reg .b64 place; mad.wide.u32 place, $2, 4, $1; ld.global.nc.f32 $0, [place];}"
+)
 PAIR = tl.constexpr(
     "{.reg .b64 place; mad.wide.u32 place, $3, 8, $2; ld.global.nc.v2.f32 {$0, $1}, [place];}"
 )
@@ -636,18 +610,7 @@ def _codeword(codebook, code, D: tl.constexpr, LOOKUP: tl.constexpr):
 def _gathered(codebook, code):
     """Load `codebook[code]` through the read-only L1 path; all threads read the same few lines."""
     return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b64 place;
-        mad.wide.u32 place, $2, 4, $1;
-        ld.global.nc.f32 $0, [place];
-        }
-        """,
-        "=f,l,r",
-        args=[codebook, code],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
+        ONE, "=f,l,r", [codebook, code], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
