@@ -12,13 +12,11 @@ first split holds them in registers. Packed keys and values are placed and read 
 Shapes: B sequences, H query heads, J key heads, N positions of the cache, D width of a head.
 """
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from qat.extensions.decode.kernels.cache import EVERY, Angles, Cache, Scoring
+from qat.extensions.decode.kernels.cache import Angles, Cache, Scoring
 from qat.extensions.decode.kernels.launch import gdc_launch_dependents, gdc_wait, overlapping
-from qat.extensions.decode.kernels.lut_rows import empty_inputs, spread
+from qat.extensions.decode.kernels.lut_rows import empty_inputs
 from qat.extensions.decode.kernels.packed_attention import empty_parts, merge
 from qat.extensions.decode.kernels.slot_attention import place_heads, slot_attention
 from qat.kernels.dispatch import tl, triton, use_triton
@@ -40,37 +38,9 @@ def decode_attention(
     `qkv` `(B, (H + 2 J) D)` float32 holds queries, keys and values of the new `position` `(1,)`,
     which is the same for all sequences; its key and value are written into the cache.
     """
-    if use_triton(qkv, __name__):
-        if isinstance(cache.keys, PackedHeads):
-            query = place_heads(qkv, cache, None, position, angles, scoring)
-            return slot_attention(query, cache, position, scoring.scaling, order=order)
-        return _decode_by_kernel(qkv, cache, position, angles, scoring, order=order)
-    (B, J, _, D), at = cache.shape, int(position)
-    query, key, value = qkv.view(B, -1, D).split([qkv.shape[1] // D - 2 * J, J, J], 1)
-    turn = (angles.cos[at], angles.sin[at])
-    query = _rotated(_normed(query, scoring.q_norm, scoring.eps), *turn)
-    key = _rotated(_normed(key, scoring.k_norm, scoring.eps), *turn)
-    cache.put(key, value, EVERY, EVERY, at)
-    seen = (part.float() for part in cache.at(EVERY, EVERY, slice(at + 1)))
-    out = F.scaled_dot_product_attention(
-        query[:, :, None].float(), *seen, scale=scoring.scaling, enable_gqa=True
-    )
-    return spread(out.flatten(1), order)
-
-
-def _normed(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    return x if gain is None else F.rms_norm(x, x.shape[-1:], gain.to(x.dtype), eps)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
-
-
-def _decode_by_kernel(
-    qkv: Tensor, cache: Cache, position: Tensor, angles: Angles, scoring: Scoring, *, order: int
-) -> Tensor:
-    """Compute `decode_attention` by kernels."""
+    if not use_triton(qkv, __name__) or isinstance(cache.keys, PackedHeads):
+        query = place_heads(qkv, cache, None, position, angles, scoring)
+        return slot_attention(query, cache, position, scoring.scaling, order=order)
     B, J, N, D = cache.shape
     H = qkv.shape[1] // D - 2 * J
     splits = max(1, min(triton.next_power_of_2(PROGRAMS // (B * J)), triton.cdiv(N, TILE)))

@@ -76,19 +76,19 @@ def slot_attention(
     if use_triton(query, __name__):
         return _attend_by_kernel(query, cache, positions, scaling, order)
     longest = int(positions.max()) + 1
-    seen = torch.arange(longest, device=query.device) <= positions[:, None]
+    seen = None  # one position for all: they see all that is read
+    if len(positions) > 1:
+        seen = torch.arange(longest, device=query.device) <= positions[:, None]
+        seen = seen[:, None, None]  # (B, 1, 1, longest)
+    kept = (part.to(query.dtype) for part in cache.at(EVERY, EVERY, slice(longest)))
     out = F.scaled_dot_product_attention(
-        query[:, :, None],
-        *cache.at(EVERY, EVERY, slice(longest)),
-        attn_mask=seen[:, None, None],
-        scale=scaling,
-        enable_gqa=True,
+        query[:, :, None], *kept, attn_mask=seen, scale=scaling, enable_gqa=True
     ).flatten(1)
     return out if order == 1 else spread(out, order)
 
 
 def _normed(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    return x if gain is None else F.rms_norm(x, x.shape[-1:], gain, eps)
+    return x if gain is None else F.rms_norm(x, x.shape[-1:], gain.to(x.dtype), eps)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
