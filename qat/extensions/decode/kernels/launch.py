@@ -27,7 +27,7 @@ def has_warpgroups(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER[0]
 
 
-_is_wanted = [True]
+_overlap_enabled = [True]
 
 
 def overlapping(device: torch.device) -> dict[str, bool]:
@@ -39,7 +39,7 @@ def overlapping(device: torch.device) -> dict[str, bool]:
     at 2 bits took 1.66 ms with it and 1.84 without (one H200).
     """
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
-    if _is_wanted[0] and is_hopper:
+    if _overlap_enabled[0] and is_hopper:
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}
 
@@ -47,8 +47,8 @@ def overlapping(device: torch.device) -> dict[str, bool]:
 @contextmanager
 def one_after_the_other() -> Iterator[None]:
     """Disable overlap inside the block, so that every launch waits for the one before."""
-    _is_wanted[0] = False
+    _overlap_enabled[0] = False
     try:
         yield
     finally:
-        _is_wanted[0] = True
+        _overlap_enabled[0] = True

@@ -72,6 +72,7 @@ from qat.extensions.decode.kernels.lut_wgmma import (
     asked_for,
     barriers,
     begin,
+    declared,
     end,
     fetch,
     lay_kernel,
@@ -103,7 +104,13 @@ where three programs fit. From 96 on a thread uses 255 and spills a few, and a p
 warps, so that only one fits.
 """
 SMALL = {96: 5 * 2**20, 128: 12 * 2**20}
-"""Weights below which a matrix is formed, keyed by width; `2**20` for other widths."""
+"""Weights below which a matrix is formed, keyed by width; `2**20` for other widths.
+
+Forming and the library's product took 96 vectors 16.6 us at 4096 x 1024, where the kernel takes
+17.2, and 20.2 against 18.9 at 6144 x 1024; 128 vectors took 28.6 against 31.3 at 2560 x 4096, and
+38.3 against 35.8 at 6144 x 2560. For up to 64 vectors the kernel won in all nine shapes, from
+1024 x 2048 on; smaller shapes were not timed (one NVIDIA H100).
+"""
 LEAST_TOGETHER, MOST_TOGETHER = 64, 512
 """Widths between which Hopper multiplies the rows of four warps together."""
 SMALL_TOGETHER, SMALL_COLUMNS = 2**23, 64
@@ -203,15 +210,7 @@ def tile_for(
     programs took 55.0 us; 256 programs took 30.4 us for 48 vectors, and a library with bfloat16
     50.4 us (one NVIDIA H100, 2 bits per weight, groups of 16).
 
-    The weight is formed for more vectors than the widest tile, and where that is faster. Forming
-    took 9.3 us at 1024 x 2048, 11.0 at 4096 x 1024, 17.6 at 2560 x 4096, 23.9 at 6144 x 2560 and 87
-    at 8192 x 8192. Together with the library's product, 96 vectors took 16.6 us at 4096 x 1024,
-    where the kernel takes 17.2, and 20.2 against 18.9 at 6144 x 1024; 128 vectors took 28.6 against
-    31.3 at 2560 x 4096, and 38.3 against 35.8 at 6144 x 2560. For up to 64 vectors the kernel won
-    in all nine shapes, from 1024 x 2048 on; smaller shapes were not timed.
-
-    For one vector and 2-bit weights Hopper looks up sums, because its shared memory holds the
-    tables. From `LEAST_TOGETHER` to `MOST_TOGETHER` vectors Hopper uses `wgmma`.
+    The weight is formed for more vectors than the widest tile, and where that is faster (`SMALL`).
     """
     if has_groups and LEAST_TOGETHER <= width <= MOST_TOGETHER:
         is_small = out_features * in_features < SMALL_TOGETHER
@@ -223,7 +222,7 @@ def tile_for(
         return GemmTile(columns, warps, splits, STAGES, together=4)
     if width > WIDEST_APART or out_features * in_features < SMALL.get(width, 2**20):
         return FORMED
-    if has_groups and width == 1 and bits == 2:
+    if has_groups and width == 1 and bits == 2:  # Hopper's shared memory holds the tables
         return GemmTile(1, WARPS, steps_for(out_features, in_features), 0)
     width = max(width, WIDTHS[1])
     warps = 8 if width > 64 else 4
@@ -279,8 +278,13 @@ def lut_gemm(
     if tile.columns:
         flat = flat.contiguous()
         flat = flat if flat.data_ptr() % 16 == 0 else flat.clone()  # it is read 16 bytes at a time
-        multiplied = _summed if tile.columns == 1 else _multiplied
-        return multiplied(flat, parts, bias, tile).view(*x.shape[:-1], O)
+        if tile.columns > 1:
+            return _multiplied(flat, parts, bias, tile).view(*x.shape[:-1], O)
+        # one vector: look up sums of products of weights and inputs
+        out = flat.new_empty(1, O)
+        sources = [Source(part.octets, part.scales, part.codebook) for part in parts]
+        add_up(out, flat, sources, bias, SumsTile(SUMMED, tile.splits, tile.warps))
+        return out.view(*x.shape[:-1], O)
     room = _own_room if room is None else room
     if tile.splits > 1:
         return _by_slabs(flat, parts, bias, -(-O // tile.splits), room).view(*x.shape[:-1], O)
@@ -368,7 +372,7 @@ def _multiplied(x: Tensor, parts: Sequence[Part], bias: Tensor | None, tile: Gem
             raise ValueError(f"{tile} has too few stages for {I} inputs")
         room, words = room_for(2 * INPUTS * tile.columns * tile.stages)
     else:
-        room, words = _room(2 * INPUTS * tile.columns * tile.stages), 0
+        room, words = declared(2 * INPUTS * tile.columns * tile.stages), 0
     options = {"NT": tile.columns // 8, "W": tile.warps, "ASSEMBLED": IS_COMPILED}
     options |= {"num_warps": tile.warps, **overlapping(x.device)}
     _gemm_kernel[grid](
@@ -402,23 +406,7 @@ def _laid(x: Tensor, columns: int, V: int, *, is_spread: bool) -> Tensor:
     return laid
 
 
-def _summed(x: Tensor, parts: Sequence[Part], bias: Tensor | None, tile: GemmTile) -> Tensor:
-    """Multiply one vector by looking up sums of products of weights and inputs (`lut_sums`)."""
-    out = x.new_empty(1, sum(part.shape[0] for part in parts))
-    sources = [Source(part.octets, part.scales, part.codebook) for part in parts]
-    add_up(out, x, sources, bias, SumsTile(SUMMED, tile.splits, tile.warps))
-    return out
-
-
 # Inline assembly: operates on a lane's registers.
-
-
-def _room(num_bytes: int) -> str:
-    """Return assembly that puts the address of a program's shared memory into $0."""
-    return (
-        f"{{.shared .align 1024 .b8 slices[{num_bytes}]; "
-        "bar.warp.sync 0xffffffff; mov.u32 $0, slices;}"
-    )
 
 
 @triton.constexpr_function
@@ -978,13 +966,7 @@ def _product(weights, pairs, W: tl.constexpr, KIND: tl.constexpr):
             total += tl.sum(
                 weight * tl.reshape(number_of(pairs[k], half, KIND), [W, 1, 8, 4]), axis=3
             )
-    return tl.split(_in_lanes(total, W))
-
-
-@triton.jit
-def _in_lanes(total, W: tl.constexpr):
-    """Reshape `(W, 8, 8)` to two numbers per lane."""
-    return tl.reshape(total, [32 * W, 2])
+    return tl.split(tl.reshape(total, [32 * W, 2]))  # from `(W, 8, 8)`: two numbers per lane
 
 
 @triton.jit

@@ -7,14 +7,9 @@ hold the inputs of unit c, upper and lower parts (`lut_rows.split`), and zeros e
 2 c + h of the product is then the contribution of unit c, in the lane that has the unit's scale.
 
 A level costs 1.3 integer instructions for 2 bits and 2.6 for 4: byte permutations pick the lower
-and the upper bytes of four levels and combine them. Nothing else is done per weight.
-
-A codeword of four float16 fills two registers of the first operand and is loaded from shared memory
-at once, for half an integer instruction per weight. 16 lanes are served together unless one of them
-needs another word of the same two of the 32 banks; with a single copy of 256 codewords, three lanes
-would collide. So each of the 16 lanes reads a copy in banks of its own, 32 KiB in all. Gates and
-ups have two codebooks with 8 copies each: eight of the 16 lanes read a gate's codewords while the
-others read an up's.
+and the upper bytes of four levels and combine them. A codeword of four float16 fills two registers
+of the first operand and is loaded from shared memory at once, for half an instruction per weight.
+Nothing else is done per weight.
 """
 
 from qat.kernels.dispatch import tl, triton
@@ -191,11 +186,12 @@ def _part(row, second, third):
 def _copied(
     tables, first_row, num_out, second, third, lane, TILES: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """Copy codewords to shared memory; return the address of the first one's row.
+    """Copy codewords to shared memory; return the address of the first one's row, 128 bytes each.
 
-    The first half of a row is for the first tile, the second half for the last tile. A lane writes
-    a whole row, 16 bytes at a time, each of eight lanes starting elsewhere; with more lanes, a part
-    of a row.
+    16 lanes are served together unless one of them needs another word of the same two of the 32
+    banks; with a single copy of 256 codewords, three lanes would collide. So each of the 16 reads a
+    copy in banks of its own, 32 KiB in all. Gates and ups have two codebooks with 8 copies each,
+    the first and the second half of a row: eight lanes read a gate's while the others read an up's.
     """
     TOGETHER: tl.constexpr = (W + 7) // 8
     TIMES: tl.constexpr = (8 + W - 1) // W
@@ -207,6 +203,8 @@ def _copied(
         others = others + (tl.load(place + _part(last, second, third) * CODEWORDS),)
     # a scalar: the compiler might compute one value per lane twice; the loads above are in flight
     room = run_asm(ROOM, "=r", ())
+    # a lane writes a whole row (with more lanes, a part of one) 16 bytes at a time, each of eight
+    # lanes starting elsewhere
     for j in tl.static_range(8 // TOGETHER):
         eighth = (lane + lane // CODEWORDS * (8 // TOGETHER) + j) % 8
         for k in tl.static_range(TIMES):

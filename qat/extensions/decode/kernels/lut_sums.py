@@ -21,13 +21,6 @@ warp that ends would have to wait for them.
 The 32 lanes of a warp must read 32 different banks. So a lane takes the bytes of a word, and the
 words of a pair, in an order that depends on r (`_order`).
 
-An entry of a table of levels is the sum of two numbers: one addition. An entry of a table of
-codewords is four products, which tensor cores compute (`mma.m16n8k16`): the rows of the first
-operand are columns of a table, with both parts of the split inputs, and the second operand holds
-codewords as float16, which is exact. Lane 4 r + c gets the results of rows r and r + 8 with the
-codewords 2 c and 2 c + 1. For 32 lanes to use 32 banks, c must select among columns as well. So the
-terms of a row are the inputs of four columns, 8 t + r with t from 0 to 3, and a codeword is zero
-for all but one t, which depends on c and rotates.
 """
 
 from collections.abc import Sequence
@@ -445,6 +438,7 @@ def _write_sums(
             second = levels[c] * inputs[4 * k + 1]
             for first in tl.static_range(4):
                 low = low + (levels[first] * inputs[4 * k] + second,)
+        # an entry is the sum of two of these numbers
         if ASSEMBLED:
             at = room + half * 65536 + quarter * 16384 + column * 4
             run_asm(WRITE, "=r,r" + ",f" * 20, (at,) + low + high)
@@ -471,7 +465,14 @@ def _pairs(x, lane, split, units, HALVES: tl.constexpr):
 def _write_products(
     pairs, room, words, lane, W: tl.constexpr, HALVES: tl.constexpr, ASSEMBLED: tl.constexpr
 ):  # fmt: skip
-    """Write a program's tables of sums for codewords, eight codewords per warp at a time."""
+    """Write a program's tables of sums for codewords, eight codewords per warp at a time.
+
+    An entry is four products, by `mma.m16n8k16`: rows of the first operand are columns of a table,
+    with both parts of the split inputs; the second operand holds codewords as float16, exactly.
+    """
+    # lane 4 r + c gets the results of rows r and r + 8 with the codewords 2 c and 2 c + 1. For 32
+    # lanes to use 32 banks, c must select among columns too: the terms of a row are the inputs of
+    # four columns, 8 t + r, and a codeword is zero for all but one t, which rotates with c
     c, row = lane % 4, lane % 32 // 4
     for eight in tl.static_range(32 // W):
         entry = (lane // 32 * (32 // W) + eight) * 8 + 2 * c

@@ -4,18 +4,16 @@ Four warps supply 64 rows of weights, 16 each, in the layout of `mma.m16n8k16`, 
 with all vectors of a tile. The vectors never pass through registers, and no weight is looked up
 twice. The tensor cores read the vectors from shared memory while the next weights are looked up.
 
-A slice is 64 inputs of a tile's vectors, in the layout that the tensor cores read. A vector's 128
-bytes are eight chunks of 16; each of the four steps takes two. The inputs for numbers 2 q and
-2 q + 1 of lane c's unit are in word c of chunk q. Where pairs are four numbers apart (2 bits), the
-word holds number `8 (q / 4) + q % 4` and the one four after it. Chunk q of vector n is stored at
-`128 n + 16 (q ^ n % 8)`, the 128-byte swizzle of the descriptor: no two lanes that are served
-together use the same bank.
+    slice     64 inputs of a tile's vectors, as the tensor cores read them: 128 bytes per vector
+    chunk     16 bytes of a vector, two per step of the product; chunk q of vector n is at
+              `128 n + 16 (q ^ n % 8)`, the 128-byte swizzle of the descriptor: no two lanes that
+              are served together use the same bank
+    word      word c of chunk q holds the inputs for numbers 2 q and 2 q + 1 of lane c's unit, or,
+              where pairs are four apart (2 bits), for `8 (q / 4) + q % 4` and the one four later
 
 A kernel that runs before the product lays slices out in global memory, so that the copy engine
 (TMA) copies each of them whole; or a program lays out all of its own slices, if they fit in shared
-memory. A slot of shared memory has two barriers. The first completes when a slice has arrived, the
-second when all warps have finished with it; then the first warp requests the slice that replaces
-it.
+memory.
 """
 
 from qat.extensions.decode.kernels.launch import gdc_launch_dependents, gdc_wait
@@ -131,14 +129,19 @@ def lay_own(
 # Shared memory. A program may declare only so much; beyond that, Triton must request it.
 
 
+def declared(num_bytes: int) -> str:
+    """Return assembly that puts the address of a program's shared memory into $0."""
+    room = f".shared .align 1024 .b8 slices[{num_bytes}]"
+    return f"{{{room}; bar.warp.sync 0xffffffff; mov.u32 $0, slices;}}"
+
+
 def room_for(num_bytes: int) -> tuple[str, int]:
     """Return assembly for the address of slices, and WORDS of `asked_for`; 0: slices are declared.
 
     Memory that Triton requests comes after the barriers, which are always declared.
     """
     if num_bytes <= MOST_DECLARED:
-        declared = f".shared .align 1024 .b8 slices[{num_bytes}]"
-        return f"{{{declared}; bar.warp.sync 0xffffffff; mov.u32 $0, slices;}}", 0
+        return declared(num_bytes), 0
     is_askew = "and.b32 rest, $0, 1023; setp.ne.u32 is, rest, 0; @is trap;"
     asked = f"{{.reg .pred is; .reg .b32 rest; mov.u32 $0, global_smem; {is_askew}}}"
     return asked, triton.next_power_of_2(num_bytes) // 4
@@ -156,7 +159,9 @@ def asked_for(out, WORDS: tl.constexpr):
     tl.store(out + tl.arange(0, 128), found.to(out.dtype.element_ty))
 
 
-# The barriers of slot s are at `16 s` and `16 s + 8`.
+# The barriers of slot s are at `16 s` and `16 s + 8`. The first completes when a slice has arrived,
+# the second when all warps have finished with it; then the first warp requests the slice that
+# replaces it.
 
 BARRIERS = tl.constexpr(
     f"{{.shared .align 1024 .b8 barriers[{BARRIER_BYTES}]; mov.u32 $0, barriers;}}"

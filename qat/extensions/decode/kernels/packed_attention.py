@@ -19,11 +19,7 @@ because the order within a sum is free. Lane 4 g + c:
               parts take two products. The lane has the g-th eighth of each half at its positions
 
 Column 2 c + e of tile t (8 positions) is position 2 TILES c + 2 t + e of the iteration, so that a
-lane's values are contiguous. A number of 4 bits in bfloat16 costs 2 instructions, for two numbers
-at a time: form the bits of 128 + code, subtract 128 + the integer part of the zero, multiply by the
-scale and subtract the fraction of the zero times the scale; all of this is exact except for the
-last rounding. All other formats cost 4: form the bits of 2**15 + code as float32, multiply by the
-scale, subtract (2**15 + zero) times the scale.
+lane's values are contiguous.
 
 Shapes: B sequences, H query heads, J key heads, N positions of the cache, D width of a head.
 """
@@ -387,16 +383,10 @@ def _add_values(
     for m in tl.static_range(D // 16):
         row = ()
         for k in tl.static_range(4):
-            row = row + (
-                _numbers(
-                    words[k][m // 2],
-                    m % 2 * 8 + k % 2 * (8 - BITS),
-                    constants[k],
-                    BITS,
-                    KIND,
-                    ASSEMBLED,
-                ),
-            )
+            row = row + (_numbers(
+                words[k][m // 2], m % 2 * 8 + k % 2 * (8 - BITS), constants[k],
+                BITS, KIND, ASSEMBLED,
+            ),)  # fmt: skip
         before = out[4 * m], out[4 * m + 1], out[4 * m + 2], out[4 * m + 3]
         found = found + _product(before, row, one, two, W, KIND, ASSEMBLED)
     return found
@@ -426,19 +416,20 @@ def _step_constants(
 
 @triton.jit
 def _numbers(
-    both,
-    SHIFT: tl.constexpr,
-    constants,
-    BITS: tl.constexpr,
-    KIND: tl.constexpr,
+    both, SHIFT: tl.constexpr, constants, BITS: tl.constexpr, KIND: tl.constexpr,
     ASSEMBLED: tl.constexpr,
-):
+):  # fmt: skip
     """Dequantize the codes at a bit of both halves of a word to a word of two numbers."""
     if BITS == 4 and KIND == tl.bfloat16:
+        # 2 instructions per number: from the bits of 128 + code subtract 128 + the integer part of
+        # the zero, multiply by the scale and subtract the zero's fraction times the scale; all of
+        # this is exact except for the last rounding
         code = _nibbles(both >> SHIFT, PLUS_128, ASSEMBLED)
         code = _fma(code, ONES, constants[1], KIND, ASSEMBLED)
         return _fma(code, constants[0], constants[2], KIND, ASSEMBLED)
     else:
+        # 4 instructions: from the bits of 2**15 + code as float32, times the scale, subtract
+        # (2**15 + zero) times the scale
         if BITS == 8:
             one = _octets(both, LARGE, 0x7404 + 2 * SHIFT, ASSEMBLED)
             two = _octets(both, LARGE, 0x7424 + 2 * SHIFT, ASSEMBLED)
