@@ -297,7 +297,7 @@ def _form_kernel(
     SCALE_BITS: tl.constexpr, N: tl.constexpr, U: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     run, column, is_unit = units_of_tile(tl.program_id(0), num_runs, LENGTH, N, U, E)
-    drawn = draw(source, run, column, is_unit, in_features, width, LENGTH, BITS, E)
+    loaded = load_source(source, run, column, is_unit, in_features, width, LENGTH, BITS, E)
     if R == 0:
         S = as_stored(tl.load(scales + run, mask=is_unit, other=1), SCALE_BITS)[:, None]
     else:
@@ -305,7 +305,7 @@ def _form_kernel(
             scale_out, rank_gain, scale_in, run, column, is_unit, LENGTH, R, SCALE_BITS, E
         )
     levels, middles, _order = level_tables(codebook, BITS, C, SLOTS)
-    W = look_up(levels, chosen_index(drawn, middles, S, BITS, C, R, E)) * S
+    W = look_up(levels, chosen_index(loaded, middles, S, BITS, C, R, E)) * S
     place = (run * LENGTH + column)[:, None] + tl.arange(0, E)[None, :]
     tl.store(out + place, W.to(out.dtype.element_ty), mask=is_unit[:, None])
 
@@ -319,17 +319,17 @@ def _reduce_kernel(
     THREADS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     step = tl.num_programs(0)
-    next_dW, next_drawn, next_S = _read_tile(
+    next_dW, next_loaded, next_S = _read_tile(
         tl.program_id(0), dW, source, scales, num_runs, in_features, width, LENGTH, BITS, R, N, U, E
     )
     levels, middles, order = level_tables(codebook, BITS, C, SLOTS)
     sums = tl.zeros([THREADS, SLOTS], tl.float32)
     tile = tl.program_id(0)
     while tile < num_tiles:
-        values, drawn = next_dW.to(tl.float32), next_drawn
+        values, loaded = next_dW.to(tl.float32), next_loaded
         S = as_stored(next_S, SCALE_BITS)[:, None]
         # prefetch the next tile while this one is computed
-        next_dW, next_drawn, next_S = _read_tile(
+        next_dW, next_loaded, next_S = _read_tile(
             tile + step, dW, source, scales, num_runs, in_features, width, LENGTH, BITS, R, N, U, E
         )
         run, column, is_unit = units_of_tile(tile, num_runs, LENGTH, N, U, E)
@@ -337,7 +337,7 @@ def _reduce_kernel(
             S = low_rank_scale(
                 scale_out, rank_gain, scale_in, run, column, is_unit, LENGTH, R, SCALE_BITS, E
             )
-        index = chosen_index(drawn, middles, S, BITS, C, R, E)
+        index = chosen_index(loaded, middles, S, BITS, C, R, E)
         if d_levels is not None:
             # sum by level within a unit first, then multiply by the scale that the unit shares
             by_level = _sum_by_level(values if R == 0 else values * S, index, SLOTS)
@@ -368,8 +368,8 @@ def _read_tile(
 ):  # fmt: skip
     """Load a tile's gradient, latent weights or packed indices, and group scales, as stored."""
     run, column, is_unit, dW, S = read_gradient(tile, dW, scales, num_runs, LENGTH, R, N, U, E)
-    drawn = draw(source, run, column, is_unit, in_features, width, LENGTH, BITS, E)
-    return dW, drawn, S
+    loaded = load_source(source, run, column, is_unit, in_features, width, LENGTH, BITS, E)
+    return dW, loaded, S
 
 
 @triton.jit
@@ -422,7 +422,7 @@ def _sum_by_level(values, index, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def draw(
+def load_source(
     source, run, column, is_unit, in_features, width,
     LENGTH: tl.constexpr, BITS: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
@@ -473,14 +473,14 @@ def level_tables(codebook, BITS: tl.constexpr, C: tl.constexpr, SLOTS: tl.conste
 
 @triton.jit
 def chosen_index(
-    drawn, middles, S, BITS: tl.constexpr, C: tl.constexpr, R: tl.constexpr, E: tl.constexpr
+    loaded, middles, S, BITS: tl.constexpr, C: tl.constexpr, R: tl.constexpr, E: tl.constexpr
 ):
     """Return the index of each weight, `(units, E)`."""
     if BITS > 0:
-        word = drawn[:, None] >> (tl.arange(0, E) * BITS)[None, :].to(drawn.dtype)
+        word = loaded[:, None] >> (tl.arange(0, E) * BITS)[None, :].to(loaded.dtype)
         return word.to(tl.int32) & (2**BITS - 1)
     else:
-        return _nearest(_divide(drawn.to(tl.float32), S, R), middles, C)
+        return _nearest(_divide(loaded.to(tl.float32), S, R), middles, C)
 
 
 @triton.jit

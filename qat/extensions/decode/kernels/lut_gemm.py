@@ -565,7 +565,7 @@ def _gemm_kernel(
     first = tl.program_id(1) * spans // splits
     last = (tl.program_id(1) + 1) * spans // splits
     # no kernel writes these, so they are loaded before the wait for the previous kernel
-    drawn = _ahead(source, scales, row, size, first, lane, units, BITS, LENGTH, V, R)
+    loaded = _load_ahead(source, scales, row, size, first, lane, units, BITS, LENGTH, V, R)
     table = ()
     for k in tl.static_range(2**BITS):
         table = table + (tl.load(levels + (k if k < C else C - 1) + lane * 0),)
@@ -579,12 +579,12 @@ def _gemm_kernel(
         shared = run_asm(ROOM, "=r", ())
     if ASSEMBLED and TOGETHER > 1:
         sums = _sums_of_four_warps(
-            x, laid, drawn, source, scales, row, size, first, last, spans, table, levels, shared,
+            x, laid, loaded, source, scales, row, size, first, last, spans, table, levels, shared,
             column, num_vectors, lane, units, BITS, LENGTH, V, NT, W, STAGES, KIND,
         )  # fmt: skip
     else:
         sums = _sums(
-            x, drawn, source, scales, row, size, first, last, table, levels, shared, column,
+            x, loaded, source, scales, row, size, first, last, table, levels, shared, column,
             num_vectors, lane, units, BITS, LENGTH, V, NT, W, STAGES, KIND, ASSEMBLED,
         )  # fmt: skip
     if partials is None:
@@ -624,7 +624,7 @@ def _gemm_kernel(
 
 @triton.jit
 def _sums(
-    x, drawn, source, scales, row, size, first, last, table, levels, shared, column, num_vectors,
+    x, loaded, source, scales, row, size, first, last, table, levels, shared, column, num_vectors,
     lane, units, BITS: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr, NT: tl.constexpr,
     W: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr, ASSEMBLED: tl.constexpr,
 ):  # fmt: skip
@@ -638,8 +638,8 @@ def _sums(
             _fetch(x, room + k * SLICE, first, k, column, num_vectors, lane, units, V, NT, W)
     sums = _zeros(2 * NT, W)
     for span in range(first, last):
-        rows = drawn
-        drawn = _ahead(source, scales, row, size, span + 1, lane, units, BITS, LENGTH, V, 4)
+        rows = loaded
+        loaded = _load_ahead(source, scales, row, size, span + 1, lane, units, BITS, LENGTH, V, 4)
         for v in tl.static_range(V):
             weights = ()
             for r in tl.static_range(4):
@@ -669,7 +669,7 @@ def _sums(
 
 @triton.jit
 def _sums_of_four_warps(
-    x, laid, drawn, source, scales, row, size, first, last, spans, table, levels, shared, column,
+    x, laid, loaded, source, scales, row, size, first, last, spans, table, levels, shared, column,
     num_vectors, lane, units, BITS: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr,
     NT: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -701,8 +701,8 @@ def _sums_of_four_warps(
     # slots are reused in rounds of STAGES slices; the parity of their barriers flips each round
     turn, parity, passed = 0, 0, 0
     for span in range(first, last):
-        rows = drawn
-        drawn = _ahead(source, scales, row, size, span + 1, lane, units, BITS, LENGTH, V, 2)
+        rows = loaded
+        loaded = _load_ahead(source, scales, row, size, span + 1, lane, units, BITS, LENGTH, V, 2)
         for v in tl.static_range(V):
             weights = ()
             for r in tl.static_range(2):
@@ -824,7 +824,7 @@ def _added(total, place, ASSEMBLED: tl.constexpr):
 
 
 @triton.jit
-def _ahead(
+def _load_ahead(
     source, scales, row, size, span, lane, units,
     BITS: tl.constexpr, LENGTH: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
@@ -849,11 +849,11 @@ def _ahead(
 
 @triton.jit
 def _weights(
-    drawn, v: tl.constexpr, table, levels, BITS: tl.constexpr, V: tl.constexpr,
+    loaded, v: tl.constexpr, table, levels, BITS: tl.constexpr, V: tl.constexpr,
     KIND: tl.constexpr, IS_SPREAD: tl.constexpr, ASSEMBLED: tl.constexpr,
 ):  # fmt: skip
     """Return unit v of a row as eight pairs of `round(level * scale)`: adjacent, or four apart."""
-    words, shares = drawn
+    words, shares = loaded
     GROUPS: tl.constexpr = len(shares)
     scale = decoded(shares[v * GROUPS // V])
     if BITS == 2:

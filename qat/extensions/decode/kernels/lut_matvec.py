@@ -33,8 +33,8 @@ from qat.extensions.decode.kernels.launch import (
 from qat.extensions.decode.kernels.lut_mma import (
     asm_values,
     decoded,
-    mma_ahead,
     mma_dots,
+    mma_load_ahead,
     mma_tables,
 )
 from qat.extensions.decode.kernels.lut_rows import (
@@ -339,17 +339,17 @@ def _matvec_kernel(
     row = tl.minimum(row, num_out - 1)  # rows past the last repeat it, so that no load needs a mask
     # no kernel writes these, so they are loaded before the wait for the previous kernel
     if MMA:
-        drawn = mma_ahead(
+        loaded = mma_load_ahead(
             source, scales, first, num_out, 0, UNITS, BITS, D, LENGTH, 2 if GLU else 1, U, W
         )
         table = mma_tables(
             tables, first, num_out, second, third, BITS, D, 2 if GLU else 1, W, ASSEMBLED
         )
     else:
-        drawn = _ahead(source, scales, row, 0, UNITS, BITS, LENGTH, U, DEPTH)
+        loaded = _load_ahead(source, scales, row, 0, UNITS, BITS, LENGTH, U, DEPTH)
     if GLU:
         if not MMA:
-            drawn_up = _ahead(source, scales, row + num_out, 0, UNITS, BITS, LENGTH, U, DEPTH)
+            loaded_up = _load_ahead(source, scales, row + num_out, 0, UNITS, BITS, LENGTH, U, DEPTH)
         if bias is not None:
             up_bias = tl.load(bias + num_out + row).to(tl.float32)
     if bias is not None:
@@ -372,17 +372,17 @@ def _matvec_kernel(
     if MMA:
         # gates, then ups
         sums = mma_dots(
-            x, source, scales, table, factors, drawn, first, num_out, second, third,
+            x, source, scales, table, factors, loaded, first, num_out, second, third,
             UNITS, B, BITS, D, LENGTH, 2 if GLU else 1, U, W, ASSEMBLED,
         )  # fmt: skip
     else:
         sums = _dots(
-            x, source, scales, codebooks, drawn,
+            x, source, scales, codebooks, loaded,
             row, second, third, UNITS, B, BITS, C, D, LENGTH, LOOKUP, R, U, DEPTH,
         )  # fmt: skip
         if GLU:
             sums = sums + _dots(
-                x, source, scales, codebooks, drawn_up,
+                x, source, scales, codebooks, loaded_up,
                 row + num_out, second, third, UNITS, B, BITS, C, D, LENGTH, LOOKUP, R, U, DEPTH,
             )  # fmt: skip
     # the fused operations: norm, bias, gated unit, residual sum
@@ -411,12 +411,12 @@ def _matvec_kernel(
 
 @triton.jit
 def _dots(
-    x, source, scales, codebooks, drawn, row, second, third,
+    x, source, scales, codebooks, loaded, row, second, third,
     UNITS: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     LENGTH: tl.constexpr, LOOKUP: tl.constexpr, R: tl.constexpr, U: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Return `W[row] @ x[b]`, `(R,)` float32 for each b; the first tiles are already in `drawn`."""
+    """Return `W[row] @ x[b]`, `(R,)` float32 for each b; the first tiles are `loaded` already."""
     SPAN: tl.constexpr = U * DEPTH
     IN_TILES: tl.constexpr = UNITS % SPAN == 0
     # the last tiles of a packed row start early instead of ending past the row
@@ -430,13 +430,13 @@ def _dots(
     for _b in tl.static_range(B):
         sums = sums + (tl.zeros([R, U], tl.float32),)
     for start in range(0, UNITS, SPAN):
-        words, shares = drawn
+        words, shares = loaded
         place = tl.minimum(start, UNITS - SPAN) if WHOLE else start
         if UNITS > SPAN:
             # prefetch the next tiles while these are computed; the last iteration loads the same
             # ones again
             following = tl.minimum(start + SPAN, UNITS - SPAN) if WHOLE else start + SPAN
-            drawn = _ahead(source, scales, row, following, UNITS, BITS, LENGTH, U, DEPTH)
+            loaded = _load_ahead(source, scales, row, following, UNITS, BITS, LENGTH, U, DEPTH)
         for d in tl.static_range(DEPTH):
             unit = place + d * U + tl.arange(0, U)
             if BITS == 16:
@@ -466,7 +466,7 @@ def _dots(
 
 
 @triton.jit
-def _ahead(
+def _load_ahead(
     source, scales, row, start,
     UNITS: tl.constexpr, BITS: tl.constexpr, LENGTH: tl.constexpr, U: tl.constexpr,
     DEPTH: tl.constexpr,

@@ -124,7 +124,7 @@ SUMS = tl.constexpr("=&f," * 8 + ",".join(["r"] * 24))
 
 
 @triton.jit
-def mma_ahead(
+def mma_load_ahead(
     source, scales, first_row, num_out, start, UNITS: tl.constexpr, BITS: tl.constexpr,
     D: tl.constexpr, LENGTH: tl.constexpr, TILES: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
@@ -216,7 +216,7 @@ def _copied(
 
 @triton.jit
 def mma_dots(
-    x, source, scales, table, factors, drawn, first_row, num_out, second, third,
+    x, source, scales, table, factors, loaded, first_row, num_out, second, third,
     UNITS: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr,
     LENGTH: tl.constexpr, TILES: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     ASSEMBLED: tl.constexpr,
@@ -231,15 +231,15 @@ def mma_dots(
     sums = ()
     for _ in tl.static_range(2 * TILES * B):
         sums = sums + (tl.zeros([32 * W], tl.float32),)
-    inputs = _inputs_ahead(x, 0, lane, UNITS, B, V)
+    inputs = _load_inputs_ahead(x, 0, lane, UNITS, B, V)
     for start in range(0, UNITS, SPAN):
-        rows, pairs = drawn, inputs
+        rows, pairs = loaded, inputs
         if UNITS > SPAN:
-            drawn = mma_ahead(
+            loaded = mma_load_ahead(
                 source, scales, first_row, num_out, start + SPAN,
                 UNITS, BITS, D, LENGTH, TILES, V, W,
             )  # fmt: skip
-            inputs = _inputs_ahead(x, start + SPAN, lane, UNITS, B, V)
+            inputs = _load_inputs_ahead(x, start + SPAN, lane, UNITS, B, V)
         words, shares = (), ()
         GROUPS: tl.constexpr = rows[0][1].shape[1]
         for r in tl.static_range(2 * TILES):
@@ -297,7 +297,7 @@ def _levels(
 
 
 @triton.jit
-def _inputs_ahead(x, start, lane, UNITS: tl.constexpr, B: tl.constexpr, V: tl.constexpr):
+def _load_inputs_ahead(x, start, lane, UNITS: tl.constexpr, B: tl.constexpr, V: tl.constexpr):
     """Load inputs of the units that a lane computes next, by vector, then by unit."""
     unit = start + lane // 32 * (4 * V) + lane % 4 * V
     found = ()

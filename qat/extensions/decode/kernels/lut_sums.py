@@ -271,10 +271,11 @@ def sums_kernel(
     row = (block * W + lane // 32) * ROWS
     units, split, splits = quads * 4, tl.program_id(0), tl.num_programs(0)
     # no kernel writes these, so they are loaded before the wait for the previous kernel
-    drawn = ()
+    loaded = ()
     for step in tl.static_range(AHEAD):
         after = row + step * 32
-        drawn = drawn + (_ahead(source, scales, after, size, split, lane, units, LENGTH, HALVES),)
+        more = _load_ahead(source, scales, after, size, split, lane, units, LENGTH, HALVES)
+        loaded = loaded + (more,)
     HAS_LEVELS: tl.constexpr = codebook_0.dtype.element_ty == tl.float32
     numbers = ()
     if HAS_LEVELS:
@@ -331,9 +332,9 @@ def sums_kernel(
     for step in tl.static_range(STEPS):
         if step + AHEAD < STEPS:
             after = row + (step + AHEAD) * 32
-            more = _ahead(source, scales, after, size, split, lane, units, LENGTH, HALVES)
-            drawn = drawn + (more,)
-        rows = drawn[step]
+            more = _load_ahead(source, scales, after, size, split, lane, units, LENGTH, HALVES)
+            loaded = loaded + (more,)
+        rows = loaded[step]
         total = tl.zeros([32 * W], tl.float32)
         for k in tl.static_range(4):
             y = tl.zeros([32 * W], tl.float32)
@@ -552,7 +553,7 @@ def _order(q, r):
 
 
 @triton.jit
-def _ahead(
+def _load_ahead(
     source, scales, row, size, split, lane, units, LENGTH: tl.constexpr, HALVES: tl.constexpr
 ):  # fmt: skip
     """Load a lane's words of four rows and their scales; zeros past the inputs."""
@@ -580,10 +581,10 @@ def _shares(scales, row, unit, units, place, LENGTH: tl.constexpr):
 
 @triton.jit
 def _row_sum(
-    drawn, places, selectors, room, half: tl.constexpr, r, ASSEMBLED: tl.constexpr
+    loaded, places, selectors, room, half: tl.constexpr, r, ASSEMBLED: tl.constexpr
 ):  # fmt: skip
     """Return the sum over a lane's four words of a row; half the lanes swap the words of a pair."""
-    words, shares = drawn
+    words, shares = loaded
     is_swapped = r // 4 == 1
     factors = _factors(shares, is_swapped, ASSEMBLED)
     y = tl.zeros(r.shape, tl.float32)

@@ -211,13 +211,13 @@ def _packed_kernel(
     # the key heads of a program are contiguous, N positions each
     own = of_program * N + sharer * (8 * TILES)
     last_own = of_program * N + last
-    drawn = _ahead(
+    loaded = _load_ahead(
         keys, key_steps, values, value_steps, own + first, last_own, g, c, TILES, D, BITS
     )
     for start in range(first, last, SPAN):
-        key, key_step, value, value_step = drawn
+        key, key_step, value, value_step = loaded
         begin = own + start
-        drawn = _ahead(
+        loaded = _load_ahead(
             keys, key_steps, values, value_steps, begin + SPAN, last_own, g, c, TILES, D, BITS
         )
         # scores of query g at the lane's positions, in base 2
@@ -306,7 +306,7 @@ def _queries(
 
 
 @triton.jit
-def _ahead(
+def _load_ahead(
     keys, key_steps, values, value_steps, begin, end, g, c,
     TILES: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
