@@ -395,9 +395,12 @@ def _exact_index(
         if R == 0:
             S = as_stored(tl.load(scales + run + tl.arange(0, 1)), SCALE_BITS)
         else:
-            S = _scale_of_one(
-                scale_out, rank_gain, scale_in, run, column + j, LENGTH, R, SCALE_BITS
-            )
+            at, is_unit = column + j, tl.full([1], 1, tl.int1)
+            S = low_rank_scale(
+                scale_out, rank_gain, scale_in, run + tl.arange(0, 1), at + tl.arange(0, 1),
+                is_unit, LENGTH, R, SCALE_BITS, 1,
+            )  # fmt: skip
+            S = tl.reshape(S, (1,))
         s = S.to(tl.float64)
         w = tl.load(latent + run * LENGTH + column + j + tl.arange(0, 1)).to(tl.float64)
         c = tl.load(codebook + word * E + j).to(tl.float64)
@@ -406,20 +409,6 @@ def _exact_index(
     scores += squares
     best = tl.max(scores, axis=0)
     return tl.minimum(tl.min(tl.where(scores == best, word, C), axis=0), C - 1)
-
-
-@triton.jit
-def _scale_of_one(
-    scale_out, rank_gain, scale_in, run, column,
-    LENGTH: tl.constexpr, R: tl.constexpr, SCALE_BITS: tl.constexpr,
-):  # fmt: skip
-    """Return the low-rank scale of one weight, `(1,)`."""
-    is_unit = tl.full([1], 1, tl.int1)
-    runs, columns = run + tl.arange(0, 1), column + tl.arange(0, 1)
-    S = low_rank_scale(
-        scale_out, rank_gain, scale_in, runs, columns, is_unit, LENGTH, R, SCALE_BITS, 1
-    )
-    return tl.reshape(S, (1,))
 
 
 @triton.jit
