@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 T, V = 12, 17
-hard_ce, sampled, tail = (FROM_LOGITS[name] for name in ("hard_ce", "sampled", "tail"))
+hard_ce, sampled = FROM_LOGITS["hard_ce"], FROM_LOGITS["sampled"]
 
 
 def logits_pair() -> tuple[Tensor, Tensor]:
@@ -36,26 +36,6 @@ def test_sampled_equals_soft_label_cross_entropy() -> None:
     expected = F.cross_entropy(student[targets.mask], soft[targets.mask], reduction="sum")
     torch.testing.assert_close(sampled(student, targets), expected)
     assert torch.autograd.gradcheck(lambda z: sampled(z, targets), student)
-
-
-def test_sampled_is_unbiased_for_value_and_gradient() -> None:
-    """The mean over many draws meets the full cross-entropy within 5 standard errors."""
-    student, teacher = (x.detach()[:2] for x in logits_pair())
-    student.requires_grad_()
-    values, gradients = [], []
-    for seed in range(200):
-        loss = sampled(student, targets_of(teacher, 1, draws=20, seed=seed))
-        values.append(loss.detach())
-        gradients.append(torch.autograd.grad(loss, student)[0])
-    full = F.cross_entropy(student, teacher.softmax(1), reduction="sum").detach()
-    (kl_gradient,) = torch.autograd.grad(tail(student, targets_of(teacher, V)), student)
-    for draws, exact in [(values, full), (gradients, kl_gradient)]:
-        stacked = torch.stack(draws)
-        error = (stacked.mean(0) - exact).abs()
-        assert (error <= 5 * stacked.std(0) / len(draws) ** 0.5 + 1e-6).all()
-    entropy = -(teacher.softmax(1) * teacher.log_softmax(1)).sum()
-    kl = tail(student, targets_of(teacher, V)).item()
-    assert (full - entropy).item() == pytest.approx(kl, rel=1e-5)
 
 
 def test_words_know_no_temperature_and_no_draws_add_zero() -> None:
