@@ -65,7 +65,6 @@ WRONG = [
     ("bench none", "student=none is neither a model directory nor a shape"),
     ("bench tiny --cache-dir none", "none is not there, expected a teacher cache"),
     ("bench --plan NOSUCH", "plan=NOSUCH is no device of the table"),
-    (f"sample {MODEL} --rows 1 --out {{rows}}", "was not written by 'qat sample'"),
     ("bench sweep none.toml", "recipe=none.toml: No such file"),
     (f"convert {MODEL} --out {{tmp}}/c", "neither a plan nor a budget is given"),
     (f"convert {MODEL} --to q2b4 --out {{tmp}}/c", "did you mean q2a4?"),
@@ -100,9 +99,7 @@ def test_a_wrong_name_is_one_line_before_torch_is_imported(tmp_path: Path) -> No
     (tmp_path / "text.txt").write_text("some text")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "binary.txt").write_bytes(b"\x7fELF\xff")
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     names = {"file": "text.txt", "empty": "empty.txt", "binary": "binary.txt"}
-    names["rows"] = "rows.jsonl"
     places = {"tmp": tmp_path} | {name: tmp_path / file for name, file in names.items()}
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT],
