@@ -47,6 +47,7 @@ from qat.extensions.decode.kernels.lut_mma import (
     asm_values,
     columns,
     decoded,
+    lane_products,
     look_up_4,
     number_of,
     rounded,
@@ -962,10 +963,8 @@ def _product(weights, pairs, W: tl.constexpr, KIND: tl.constexpr):
     total = tl.zeros([W, 8, 8], tl.float32)
     for k in tl.static_range(8):
         for half in tl.static_range(2):
-            weight = tl.reshape(number_of(weights[k], half, KIND), [W, 8, 1, 4])
-            total += tl.sum(
-                weight * tl.reshape(number_of(pairs[k], half, KIND), [W, 1, 8, 4]), axis=3
-            )
+            weight, x = number_of(weights[k], half, KIND), number_of(pairs[k], half, KIND)
+            total += lane_products(weight, x, W)
     return tl.split(tl.reshape(total, [32 * W, 2]))  # from `(W, 8, 8)`: two numbers per lane
 
 

@@ -454,11 +454,16 @@ def _product(levels, inputs, W: tl.constexpr):
     total = tl.zeros([W, 8, 8], tl.float32)
     for pair in tl.static_range(8):
         for half in tl.static_range(2):
-            level = tl.reshape(half_of(levels[pair], half), [W, 8, 1, 4])
-            column = tl.reshape(half_of(inputs[pair], half), [W, 1, 8, 4])
-            total += tl.sum(level * column, axis=3)
+            level, column = half_of(levels[pair], half), half_of(inputs[pair], half)
+            total += lane_products(level, column, W)
     upper, lower = tl.split(tl.reshape(total, [W, 8, 4, 2]))
     return tl.reshape(upper + lower, [32 * W])
+
+
+@triton.jit
+def lane_products(rows, columns, W: tl.constexpr):
+    """Return `(W, 8, 8)`: what `mma` adds up for one number of each lane, for the interpreter."""
+    return tl.sum(tl.reshape(rows, [W, 8, 1, 4]) * tl.reshape(columns, [W, 1, 8, 4]), axis=3)
 
 
 @triton.jit

@@ -39,6 +39,7 @@ from qat.extensions.decode.kernels.lut_mma import (
     columns,
     decoded,
     half_of,
+    lane_products,
     number_of,
     rounded,
     run_asm,
@@ -508,9 +509,8 @@ def _products(first, second, lower: tl.constexpr, W: tl.constexpr):
     total = tl.zeros([W, 8, 8], tl.float32)
     for t in tl.static_range(4):
         for half in tl.static_range(2):
-            row = tl.reshape(half_of(first[2 * t + lower], half), [W, 8, 1, 4])
-            column = tl.reshape(half_of(second[t], half), [W, 1, 8, 4])
-            total += tl.sum(row * column, axis=3)
+            row, column = half_of(first[2 * t + lower], half), half_of(second[t], half)
+            total += lane_products(row, column, W)
     even, odd = tl.split(tl.reshape(total, [W, 8, 4, 2]))
     return tl.reshape(even, [32 * W]), tl.reshape(odd, [32 * W])
 

@@ -37,7 +37,7 @@ from qat.extensions.decode.kernels.launch import (
     gdc_wait,
     overlapping,
 )
-from qat.extensions.decode.kernels.lut_mma import asm_values, columns
+from qat.extensions.decode.kernels.lut_mma import asm_values, columns, lane_products
 from qat.extensions.decode.kernels.lut_rows import put_inputs
 from qat.kernels.dispatch import tl, triton
 from qat.quant.kv import PackedHeads
@@ -496,9 +496,7 @@ def _rows(a, b, W: tl.constexpr, KIND: tl.constexpr):
     """Compute eight rows of a step, `(W, 8, 8)`, over half of the terms."""
     total = tl.zeros([W, 8, 8], tl.float32)
     for half in tl.static_range(2):
-        one = tl.reshape(_half_of(a, half, KIND), [W, 8, 1, 4])
-        two = tl.reshape(_half_of(b, half, KIND), [W, 1, 8, 4])
-        total += tl.sum(one * two, axis=3)
+        total += lane_products(_half_of(a, half, KIND), _half_of(b, half, KIND), W)
     return total
 
 
