@@ -6,6 +6,7 @@
 | `qat.decoding`   | a module that continues texts from packed weights              |
 | `qat.attention`  | a module that computes attention from a part of the past       |
 | `qat.plans`      | a module that compiles a training step for absent devices      |
+| `qat.sweeps`     | a function that runs a recipe of measurements in turns         |
 | `qat.reports`    | a function that `qat report` writes something else by          |
 | `qat.devices`    | a module with `open_backend()` and `KIND`, a class of devices  |
 | `qat.importers`  | a reader of another system's caches and checkpoints            |

@@ -14,13 +14,13 @@ import torch
 from cli_case import call
 
 import qat.cli
-from qat.bench.sweep.plan import read_sweep
 from qat.cli import VERBS, app, main
 from qat.cli.parser import check_recipe, parsed, verb_flags
 from qat.cli.run import Pipeline
 from qat.config import Required
 from qat.errors import ConfigError
 from qat.extensions.lab.quality.plan import read_quality
+from qat.extensions.lab.sweep.plan import read_sweep
 
 REQUIRED_KEY = Required[str].__metadata__[0].group[0].sort_key
 RECIPES = Path(__file__).parents[1] / "speedrun" / "recipes"

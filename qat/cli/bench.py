@@ -15,7 +15,7 @@ from qat.bench.config import (
     SweepConfig,
 )
 from qat.cli.parser import OTHERS
-from qat.cli.tables import numbers_table, row_table, wide_console
+from qat.cli.tables import row_table, wide_console
 from qat.errors import ConfigError
 from qat.hooks import extension
 from qat.losses.config import parse_losses
@@ -128,27 +128,7 @@ def sweep(
         config: settings.
         out: directory for rows, logs and results; by default runs/sweep/NAME of the recipe.
     """
-    from qat.bench.sweep.plan import read_sweep
-
-    read_sweep(recipe, tiny=config.tiny)
-    from qat.bench.sweep.run import RATES, cells, plan_sweep, run_sweep
-
-    console = wide_console(SWEEP_WIDTH)
-    if config.dry_run:
-        _, runs = plan_sweep(config, recipe, out)
-        for run in runs:
-            console.print(f"{run.repeat}  {run.group}", markup=False, highlight=False)
-        return dict(out=runs[0].out, runs=len(runs))
-    report = run_sweep(config, recipe, out)
-    title = f"Rate: {RATES[report.recipe.verb]}; against {report.baseline!r}"
-    console.print(numbers_table(*cells(report.lines), title))
-    for line in report.lines:
-        for word in line.warnings:
-            console.print(f"{line.group}: {word}", markup=False, highlight=False)
-    report.check()
-    fastest = report.fastest
-    found = dict(out=report.path, runs=len(report.runs), done=len(report.rows))
-    return found if fastest is None else {**found, "fastest": fastest.group, "rate": fastest.rate}
+    return extension("qat.sweeps", "lab")(config, recipe, out)
 
 
 @bench_app.command(help_epilogue="Example: qat bench attention --lengths 4096,16384")

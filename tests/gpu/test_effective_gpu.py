@@ -7,8 +7,8 @@ import pytest
 
 from qat.bench.config import BenchConfig, SweepConfig
 from qat.bench.run import run_bench
-from qat.bench.sweep.run import run_sweep
 from qat.errors import TrainingError
+from qat.extensions.lab.sweep.run import run_sweep
 from qat.kernels import dispatch
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qat.bench.config import SweepConfig
-from qat.bench.sweep.run import run_sweep
+from qat.extensions.lab.sweep.run import run_sweep
 
 pytestmark = pytest.mark.gpu
 

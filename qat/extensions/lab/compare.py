@@ -19,8 +19,9 @@ import tomli_w
 from matplotlib.figure import Figure
 
 from qat.bench.results import IN_EVERY_ROW, ROWS, WHOLE, markdown_table
-from qat.bench.stats import MIN_SAMPLES, THRESHOLD, Difference, compare, median_interval, variation
+from qat.bench.stats import median_interval, variation
 from qat.errors import CheckpointError, ComparisonError, ConfigError
+from qat.extensions.lab.stats import MIN_SAMPLES, THRESHOLD, Difference, compare
 from qat.files import whole_directory, write_atomically
 from qat.logs import read_json_lines
 from qat.observe.charts import fit_scale

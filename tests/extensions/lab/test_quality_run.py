@@ -10,10 +10,10 @@ from cache_case import teacher
 from quality_case import call, make_teacher_and_texts, write
 from torch.nn import functional as F
 
-from qat.bench import jobs
 from qat.errors import QatError
 from qat.evaluate.divergence import exact_divergence
 from qat.extensions.decode.rollout import OwnRow
+from qat.extensions.lab import jobs
 from qat.extensions.lab.config import QualityConfig
 from qat.extensions.lab.quality import run
 from qat.extensions.lab.quality.job import heartbeat_facts, own_batches, run_job

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import torch
 
-from qat.bench.jobs import JobFiles, run_as_process
 from qat.config import Settings
 from qat.convert.checkpoint import convert_checkpoint
+from qat.extensions.lab.jobs import JobFiles, run_as_process
 from qat.extensions.lab.quality.plan import Table, cache_dir, convert_config, student_dir
 
 

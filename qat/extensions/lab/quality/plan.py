@@ -7,13 +7,13 @@ from typing import Any, ClassVar, Literal, Self
 import xxhash
 from pydantic import Field, model_validator
 
-from qat.bench.jobs import JobFiles, name_in_path
 from qat.config import Settings, fingerprint, read_toml
 from qat.convert.config import ConvertConfig
 from qat.data.cache import ROWS
 from qat.data.config import CacheConfig
 from qat.errors import ConfigError
 from qat.extensions.lab.baselines.config import BaselineSettings
+from qat.extensions.lab.jobs import JobFiles, name_in_path
 from qat.train.config import TrainConfig
 
 OURS = "qat"  # the method that trains with `qat train`; every other method is a baseline

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from qat.bench import jobs
-from qat.bench.jobs import Ended, run_processes
+from qat.extensions.lab import jobs
+from qat.extensions.lab.jobs import Ended, run_processes
 
 
 def test_jobs_start_in_order_and_only_so_many_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +40,8 @@ def test_jobs_start_in_order_and_only_so_many_run(monkeypatch: pytest.MonkeyPatc
 
 def test_a_job_that_runs_out_of_memory_says_what_to_do(tmp_path: Path) -> None:
     code = (
-        "import torch\nfrom qat.bench.jobs import run_as_process\nfrom qat.config import Settings\n"
+        "import torch\nfrom qat.config import Settings\n"
+        "from qat.extensions.lab.jobs import run_as_process\n"
         "def do(_job):\n    raise torch.OutOfMemoryError('CUDA out of memory')\n"
         "run_as_process(Settings, do)\n"
     )

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from qat.bench.config import BenchConfig, check_keys
-from qat.bench.jobs import JobFiles, name_in_path
 from qat.config import Settings, fingerprint, read_toml
 from qat.errors import ConfigError
+from qat.extensions.lab.jobs import JobFiles, name_in_path
 from qat.train.config import TrainConfig
 
 Verb = Literal["bench", "train", "command"]
@@ -145,7 +145,7 @@ def _check_settings(recipe: SweepRecipe, path: Path) -> None:
 class SweepRun(JobFiles, Settings):
     """One process of a sweep: a group and a repeat."""
 
-    module: ClassVar[str] = "qat.bench.sweep.job"
+    module: ClassVar[str] = "qat.extensions.lab.sweep.job"
     sweep: str
     verb: Verb
     student: str

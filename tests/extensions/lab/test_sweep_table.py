@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from qat.bench.results import markdown_table
-from qat.bench.sweep import telemetry
-from qat.bench.sweep.run import cells, spreads, summarise
-from qat.bench.sweep.telemetry import (
+from qat.extensions.lab.sweep import telemetry
+from qat.extensions.lab.sweep.run import cells, spreads, summarise
+from qat.extensions.lab.sweep.telemetry import (
     COLUMNS,
     machine_warnings,
     rank_facts,

@@ -11,10 +11,10 @@ from qat.backend.device import select
 from qat.bench.batches import STEPS, BatchSource, document_lengths, packed_batches
 from qat.bench.measure import Timing
 from qat.bench.run import prepare
-from qat.bench.sweep.plan import StepsConfig, SweepRun
-from qat.bench.sweep.work import _laid_out, _time_ranks, rank_numbers
 from qat.data.packing import NO_LABEL, Batch
 from qat.errors import ConfigError
+from qat.extensions.lab.sweep.plan import StepsConfig, SweepRun
+from qat.extensions.lab.sweep.work import _laid_out, _time_ranks, rank_numbers
 from qat.ranks import ALONE, Ranks
 
 SOURCE = BatchSource(None, seq_len=64, top_k=4, draws=0, vocab_size=100, seed=0)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from qat.bench.sweep.plan import make_groups, make_runs, read_sweep
 from qat.errors import ConfigError
+from qat.extensions.lab.sweep.plan import make_groups, make_runs, read_sweep
 
 FOLDER = Path(__file__).parents[2] / "speedrun" / "recipes"
 RECIPES = sorted(FOLDER.glob("sweep_*.toml"))

@@ -17,19 +17,20 @@ from matplotlib.axes import Axes
 from qat.backend.device import devices
 from qat.backend.nvidia import gpu_samples
 from qat.bench.config import SweepConfig
-from qat.bench.jobs import Ended, claimed, run_processes
 from qat.bench.results import markdown_table, write_comparison
-from qat.bench.stats import MIN_SAMPLES, Difference, Interval, compare, median_interval, variation
-from qat.bench.sweep.plan import (
+from qat.bench.stats import Interval, median_interval, variation
+from qat.errors import ConfigError, TrainingError
+from qat.extensions.lab.jobs import Ended, claimed, run_processes
+from qat.extensions.lab.stats import MIN_SAMPLES, Difference, compare
+from qat.extensions.lab.sweep.plan import (
     SweepRecipe,
     SweepRun,
     make_groups,
     make_runs,
     read_sweep,
 )
-from qat.bench.sweep.telemetry import machine_warnings, read_samples, sampled_telemetry
-from qat.bench.sweep.telemetry import summarise as summarise_telemetry
-from qat.errors import ConfigError, TrainingError
+from qat.extensions.lab.sweep.telemetry import machine_warnings, read_samples, sampled_telemetry
+from qat.extensions.lab.sweep.telemetry import summarise as summarise_telemetry
 from qat.files import write_atomically
 from qat.observe.charts import SERIES, Chart, fit_scale
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qat.bench.stats import FIRST_LOOK, leak_found_after, memory_trend
+from qat.extensions.lab.sweep.leak import FIRST_LOOK, leak_found_after, memory_trend
 
 
 def saw(steps: int, height: float, teeth: int) -> np.ndarray:

@@ -13,12 +13,12 @@ import pytest
 from cli_case import call
 from train_case import make_place
 
-from qat.bench import jobs
 from qat.bench.config import SweepConfig
-from qat.bench.sweep import run as sweep_run
-from qat.bench.sweep.job import run_job
-from qat.bench.sweep.run import MANIFEST, PAGE, PICTURE, plan_sweep, run_sweep
 from qat.errors import ConfigError, TrainingError
+from qat.extensions.lab import jobs
+from qat.extensions.lab.sweep import run as sweep_run
+from qat.extensions.lab.sweep.job import run_job
+from qat.extensions.lab.sweep.run import MANIFEST, PAGE, PICTURE, plan_sweep, run_sweep
 from qat.logs import read_json_lines
 
 FOLDER = Path(__file__).parents[2] / "speedrun" / "recipes"

@@ -1,7 +1,7 @@
 """One run of a sweep in its own process, which ends when its standard input closes.
 
-`python -m qat.bench.sweep.job JOB.json` writes a complete row, or none and the error to its log. On
-SIGTERM it writes the stacks of its threads first.
+`python -m qat.extensions.lab.sweep.job JOB.json` writes a complete row, or none and the error to
+its log. On SIGTERM it writes the stacks of its threads first.
 """
 
 import faulthandler
@@ -11,10 +11,10 @@ import subprocess
 import sys
 import time
 
-from qat.bench.jobs import run_as_process
-from qat.bench.sweep.plan import SweepRun, fill_command
-from qat.bench.sweep.telemetry import rank_facts
 from qat.errors import TrainingError
+from qat.extensions.lab.jobs import run_as_process
+from qat.extensions.lab.sweep.plan import SweepRun, fill_command
+from qat.extensions.lab.sweep.telemetry import rank_facts
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def run_job(run: SweepRun) -> None:
     if run.verb == "command":
         found = run_command(run)
     else:  # a command starts at once: it does not need torch
-        from qat.bench.sweep.work import time_bench, time_training
+        from qat.extensions.lab.sweep.work import time_bench, time_training
 
         found = time_bench(run) if run.verb == "bench" else time_training(run)
     if found is None:  # only rank 0 reports

@@ -12,12 +12,12 @@ from qat.bench.effective import Facts, check_strictly, what_ran
 from qat.bench.measure import Timing
 from qat.bench.results import IN_EVERY_ROW, environment
 from qat.bench.run import Setting, prepare
-from qat.bench.stats import FIRST_LOOK, leak_found_after, memory_trend
 from qat.bench.student import Ours, Subject
-from qat.bench.sweep.plan import StepsConfig, SweepRun
-from qat.bench.sweep.telemetry import rank_facts
 from qat.data.packing import Batch
 from qat.errors import ConfigError
+from qat.extensions.lab.sweep.leak import FIRST_LOOK, leak_found_after, memory_trend
+from qat.extensions.lab.sweep.plan import StepsConfig, SweepRun
+from qat.extensions.lab.sweep.telemetry import rank_facts
 from qat.logs import HEARTBEAT, read_json_lines
 from qat.ranks import ALONE, Ranks, joined
 from qat.train.config import StepConfig, TrainConfig
