@@ -78,9 +78,7 @@ class Trainer:
             )
         self.take_step = TrainingStep(student, optimizer, self._step_config, teacher, own=own)
         self.codes = CodeWatch(student.model)
-        beside: list[HasState] = [self.codes]
-        if self.rollouts is not None:
-            beside.append(self.rollouts)
+        beside: list[HasState] = [self.codes, *filter(None, [self.rollouts])]
         self.saver = Saver(
             run,
             student,
@@ -267,18 +265,14 @@ class Trainer:
     def _read(self, result: StepResult) -> "_StepNumbers":
         """Read a step's results on the host, over all ranks; all ranks call this together."""
         result, flag = self.take_step.sum_over_ranks(result)
-        others = (result.valid_tokens, result.grad_norm, flag)
-        *sums, valid, norm, nan_flag = self.backend.read([*result.sums.values(), *others])
+        wanted = [*result.sums.values(), result.valid_tokens, result.grad_norm, flag]
+        *sums, valid, norm, nan_flag = self.backend.read(wanted)
         own = self.rollouts.metrics() if self.rollouts else {}
         mine = own.get("own_tokens", 0.0)
 
         def mean(name: str, part: float) -> float:
-            count = valid - mine
-            if name == "loss":
-                count = valid
-            elif name.startswith(OWN_WORDS):
-                count = mine
-            return part / max(count, 1)
+            others = mine if name.startswith(OWN_WORDS) else valid - mine
+            return part / max(valid if name == "loss" else others, 1)
 
         by_name = zip(result.sums, sums, strict=True)
         means = {f"{name}_nats": mean(name, part) for name, part in by_name}
@@ -331,9 +325,7 @@ class Trainer:
                 "not_finite", step=self.step, loss_nats=now, which="the held-out loss"
             )
             self._give_up(f"the held-out loss after step {self.step} is NaN")
-        is_best = now < self.best
-        if is_best:
-            self.best = now
+        is_best, self.best = now < self.best, min(now, self.best)
         return is_best
 
     def _stop(self, result: StepResult) -> None:

@@ -67,17 +67,10 @@ class Optimizer:
             if name in wanted:
                 self.parameters[name] = parameter
         owners = {f"{name}.weight": linear for name, linear in quant_linears(model).items()}
-        self.sharded: dict[str, ShardedLutLinear] = {
-            name: owner
-            for name, owner in owners.items()
-            if name in self.parameters and isinstance(owner, ShardedLutLinear)
-        }
+        learning = [(name, owner) for name, owner in owners.items() if name in self.parameters]
+        self.sharded = {name: each for name, each in learning if isinstance(each, ShardedLutLinear)}
         """Owners of parameters of which this rank holds some rows."""
-        self.hosted: dict[str, HostedLutLinear] = {
-            name: owner
-            for name, owner in owners.items()
-            if name in self.parameters and isinstance(owner, HostedLutLinear)
-        }
+        self.hosted = {name: each for name, each in learning if isinstance(each, HostedLutLinear)}
         """Owners of parameters whose values are on the host."""
         self.sizes = natural_sizes(model, by_kind)
         if state:  # a resumed run keeps its original sizes
