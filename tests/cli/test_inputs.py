@@ -65,7 +65,6 @@ WRONG = [
     ("bench none", "student=none is neither a model directory nor a shape"),
     ("bench tiny --cache-dir none", "none is not there, expected a teacher cache"),
     ("bench --plan NOSUCH", "plan=NOSUCH is no device of the table"),
-    ("bench sweep none.toml", "recipe=none.toml: No such file"),
     (f"convert {MODEL} --out {{tmp}}/c", "neither a plan nor a budget is given"),
     (f"convert {MODEL} --to q2b4 --out {{tmp}}/c", "did you mean q2a4?"),
     (f"convert {MODEL} --bits-budget 2 --out {{tmp}}/c", "bits_budget=2 is given without a text"),

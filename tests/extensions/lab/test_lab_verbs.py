@@ -52,6 +52,7 @@ def test_a_wrong_name_is_one_line_before_torch_is_imported(tmp_path: Path) -> No
         ["bench", "baselines", "none"],
         ["bench", "quality", "none.toml", "--out", "q"],
         ["bench", "kernels", "--only", "NOSUCH"],
+        ["bench", "sweep", "none.toml"],
     ]
     script = f"{WITH_EXTENSIONS}print('torch' in sys.modules)"
     ran = subprocess.run(
@@ -63,7 +64,8 @@ def test_a_wrong_name_is_one_line_before_torch_is_imported(tmp_path: Path) -> No
     )
     lines, has_torch = ran.stdout.splitlines()
     assert has_torch == "False"
-    messages = ("qat: student=none", "qat: recipe=none.toml", "qat: only='NOSUCH'")
+    recipe = "qat: recipe=none.toml"
+    messages = ("qat: student=none", recipe, "qat: only='NOSUCH'", recipe)
     for (code, line), message in zip(json.loads(lines)[0].values(), messages, strict=True):
         assert code == 1 and line.startswith(message) and line.count("\n") == 1
 
