@@ -9,20 +9,18 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from cache_case import TOKENIZER, build, teacher, texts
+from cache_case import TOKENIZER, build, texts
 from nsa_train_case import SPARSE
 from quantized import SPECS, frozen_linear, random_weight, tiny_adapted, tiny_quantized
-from train_case import config, make_trainer
+from train_case import config, make_trainer, with_teacher
 from transformers import PreTrainedModel
 
 from qat.backend.device import select
 from qat.data.packing import Batch
 from qat.extensions.nsa.swap import swap_attention
 from qat.models.checkpoint import save_checkpoint
-from qat.models.load import load_teacher
 from qat.nn.swap import put_table, replace_module, table_names, table_spec, weight_shape
 from qat.train.loop import Trainer
-from qat.train.step import TrainingStep
 
 STEPS = 20
 
@@ -75,10 +73,8 @@ def make_sparse_place(place: Path) -> Path:
 
 
 def make_taught_place(place: Path) -> Path:
-    """The teacher itself in `teacher`, to run beside the student."""
-    teacher().model.save_pretrained(place / "teacher")
-    TOKENIZER.save_pretrained(place / "teacher")
-    return make_short_place(place)
+    """The teacher itself in `teacher`, to run beside the student, and a cache that knows it."""
+    return with_teacher(make_short_place(place))
 
 
 class Course(NamedTuple):
@@ -95,12 +91,9 @@ class Course(NamedTuple):
 def course(place: Path, out: Path, device: str, steps: int = STEPS, **values: object) -> Course:
     """Steps over as many micro-batches as the settings say."""
     if (place / "teacher").exists():
-        values = {"teacher": str(place / "teacher"), **values}
+        values = {"teacher": str(place / "teacher"), "cache_dir": place / "known", **values}
     settings = config(place, device=device, max_steps=steps, **values)
     trainer = make_trainer(settings, place / "student", out / device)
-    if settings.teacher is not None:
-        beside = load_teacher(settings.teacher, device=device, dtype=settings.dtype)
-        trainer.take_step = TrainingStep(trainer.student, trainer.optimizer, settings, beside)
     xla = select("xla")
     xla.synchronize()
     before = xla.tracing.counts()
