@@ -231,7 +231,7 @@ def _bars() -> Iterator["Progress"]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task
 
     class _TextColumn(ProgressColumn):
-        """A column with a text that is rendered anew at each refresh, without markup."""
+        """Return a column whose text is computed again at each refresh, without markup."""
 
         def __init__(self, of: Callable[[Ticker], str]) -> None:
             super().__init__()

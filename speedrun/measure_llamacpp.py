@@ -1,4 +1,4 @@
-"""Runs students in llama.cpp: how far its logits are from ours.
+"""Run students in llama.cpp and measure how far its logits are from ours.
 
 Each student is exported to GGUF and opened there, beside a second file that holds the same weights
 in float32. What that one differs by has nothing to do with quantization (another order of sums, an

@@ -163,7 +163,7 @@ class Stage:
 
 
 class Replay:
-    """This engine replays recorded answers, whatever the order of requests."""
+    """An engine that replays recorded answers in any order of requests."""
 
     def __init__(self, recorded: Path) -> None:
         self._said = {

@@ -117,7 +117,7 @@ def open_decoder(model: LanguageModel) -> Decoder | None:
 def read_packed(linears: nn.Module) -> None:
     """Let packed linears multiply without gradients straight from their indices, if they can.
 
-    Who hands out a model to be run calls it: the opening of a checkpoint, and `qat.quantize`.
+    Called where a model is returned to be run: when a checkpoint is opened, and by `qat.quantize`.
     Training and conversion form every weight that they compute with.
     """
     if NAME in hooks(GROUP):

@@ -48,7 +48,7 @@ class ReaderTensor(NamedTuple):
 
 
 class GgufFile:
-    """What transformers reads of a `gguf.GGUFReader`."""
+    """The part of the interface of `gguf.GGUFReader` that transformers reads."""
 
     def __init__(self, path: Path) -> None:
         """Parse the file.

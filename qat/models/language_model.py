@@ -51,7 +51,7 @@ class LanguageModel:
     """
 
     folder: Path | None = None
-    """Where tensors go that do not fit in memory; None for the directory of temporary files."""
+    """Directory for tensors that do not fit in memory; None for that of temporary files."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

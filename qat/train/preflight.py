@@ -228,7 +228,7 @@ def is_long(max_steps: int, hours: float | None) -> bool:
 
 @dataclass(frozen=True)
 class Preflight:
-    """What the checks look at: a run's settings and plan, and numbers that follow from them."""
+    """The input of the checks: a run's settings and plan, and numbers computed from them."""
 
     config: TrainConfig
     """The run's settings, with the dtype resolved."""

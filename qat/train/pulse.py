@@ -209,7 +209,7 @@ class Pulse:
         self._step = 0
         """The last finished step."""
         self._step_times = FIRST_STEP
-        """How many times longer than usual the next step may take."""
+        """Factor on the stall limit for the next step."""
         self._health: dict[str, float | None] = UNKNOWN
         self._sampled_s = -math.inf
         compared = range(ranks.size) if ranks.is_first and ranks.size > 1 else ()

@@ -415,7 +415,7 @@ def check_batch(size: int, cache: TeacherCache) -> None:
 
 
 def check_rollouts(share: float, tokens: int, cache: TeacherCache, device: str) -> None:
-    """Check that a prompt fits beside the generated tokens, and that the device can generate.
+    """Check that prompt and generated tokens fit in a row, and that the device can generate.
 
     Raises:
         ConfigError: the extension that generates is not installed, there is no room for a prompt,

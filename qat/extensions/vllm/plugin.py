@@ -234,7 +234,7 @@ class QatQuantization(QuantizationConfig):
 
 
 class PackedMethod(QuantizeMethodBase):
-    """What linears and tables have in common, once `_allocate` gave their layer its parameters."""
+    """Common base of linears and tables, for a layer whose parameters `_allocate` has made."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Refuse an incompletely loaded layer."""

@@ -73,7 +73,7 @@ def make_sparse_place(place: Path) -> Path:
 
 
 def make_taught_place(place: Path) -> Path:
-    """The teacher itself in `teacher`, to run beside the student, and a cache that knows it."""
+    """Return a place with a loadable teacher and a cache that was built with that teacher."""
     return with_teacher(make_short_place(place))
 
 

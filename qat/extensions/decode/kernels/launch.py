@@ -1,4 +1,4 @@
-"""How decoding kernels are launched: what the device has, and launches that overlap."""
+"""Launch options of the decoding kernels: device features and overlapping launches."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What `qat bench sweep` does, behind the hook `qat.sweeps`."""
+"""The implementation of `qat bench sweep`, found through the hook `qat.sweeps`."""
 
 from pathlib import Path
 
