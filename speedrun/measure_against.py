@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 from cyclopts import App
 from figures import ROOT, record
@@ -36,7 +37,13 @@ LIMIT = "16GiB"  # of a card that most have; a search for less memory is shorter
 
 @app.default
 def main(
-    before: Path, student: str, *, figures: Path, shape: str = "qwen3-0.6b", rounds: int = 3
+    before: Path,
+    student: str,
+    *,
+    figures: Path,
+    only: Literal["step", "largest_batch", "generate"] | None = None,
+    shape: str = "qwen3-0.6b",
+    rounds: int = 3,
 ) -> None:
     """Measure this tree against the tree BEFORE, in turns.
 
@@ -44,6 +51,7 @@ def main(
         before: Directory that holds the older `qat`.
         student: Packed checkpoint that both trees open, to generate from.
         figures: File to append the figures to.
+        only: The one case to measure; all three by default.
         shape: Published shape whose training step is measured.
         rounds: Number of turns of each tree.
     """
@@ -55,7 +63,8 @@ def main(
         ),
         "generate": (["-c", GENERATE, student], "tokens_per_s"),
     }
-    for case, (arguments, key) in cases.items():
+    for case in [only] if only else cases:
+        arguments, key = cases[case]
         ratios = []
         for turn in range(rounds):
             trees = [before.resolve(), ROOT]
