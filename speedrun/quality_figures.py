@@ -34,7 +34,7 @@ GAPS = (
     ("edgerazor_kl_ratio", MIXED_A8, EDGERAZOR_A8, REAL, "<= 0.5"),
 )
 """Figures of quantized inputs: a recipe, what it is compared with, and on which teachers."""
-NUMBERS = ("bits_per_weight", "top1_frac", "ppl", "steps", "seconds")
+NUMBERS = ("linear_bits", "top1_frac", "ppl", "steps", "seconds")
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Results:
         return statistics.fmean(row["kl_nats"] for row in self.of(recipe))
 
     def size(self, recipe: str) -> float:
-        """Its bits a weight."""
-        return self.of(recipe)[0]["bits_per_weight"]
+        """Its bits per weight of the linears, which alone differ between the methods."""
+        return self.of(recipe)[0]["linear_bits"]
 
     def spread(self, recipe: str) -> float:
         """The standard deviation of that KL over seeds; 0 of one seed."""
@@ -113,7 +113,7 @@ class Results:
 
     def beats(self, recipe: str) -> bool:
         """Return whether `OURS`, no larger, beats the KL of `recipe` by more than the spread."""
-        bits = [self.of(name)[0]["bits_per_weight"] for name in (OURS, recipe)]
+        bits = [self.size(name) for name in (OURS, recipe)]
         gap = self.kl(recipe) - self.kl(OURS)
         return bits[0] <= bits[1] and gap > max(self.spread(recipe), self.spread(OURS))
 
@@ -246,10 +246,10 @@ def tables(*directories: Path) -> None:
     for directory in directories:
         results = Results(directory.name, read(directory / "results.jsonl"))
         texts = list(dict.fromkeys(row["text"] for row in results.rows))
-        heads = ["recipe", "bits", "seeds", *(f"KL {text}" for text in texts), "top-1", "ppl"]
+        judged = [*(f"KL {text}" for text in texts), "top-1", "ppl"]
         print(f"\n{results.name}, {results.steps:,} steps\n")
-        print_row([*heads, "steps", "seconds"])
-        print_row(["---", *["---:"] * (len(heads) + 1)])
+        print_row(["recipe", "bits of linears", "seeds", *judged, "steps", "seconds"])
+        print_row(["---", *["---:"] * (len(judged) + 4)])
         names = dict.fromkeys(row["recipe"] for row in results.rows)
         for name in sorted(names, key=results.kl):
             print_row(cells(results, name, texts))
@@ -266,7 +266,7 @@ def cells(results: Results, recipe: str, texts: list[str]) -> list[str]:
     mean = {key: statistics.fmean(row[key] for row in rows) for key in NUMBERS}
     return [
         recipe,
-        f"{mean['bits_per_weight']:.2f}",
+        f"{mean['linear_bits']:.2f}",
         str(len(rows)),
         f"{results.kl(recipe):.4f}{spread}",
         *others,
@@ -283,8 +283,9 @@ def print_row(words: list[str]) -> None:
 
 
 def read(path: Path) -> list[dict]:
-    """The rows of a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The rows of a file of JSON lines; in older ones `bits_per_weight` is of the linears."""
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [{"linear_bits": row["bits_per_weight"], **row} for row in rows]
 
 
 def gap_in_spreads(results: Results) -> float:

@@ -121,7 +121,7 @@ def convert(
         after = held_out_divergence(str(out), cache_dir, device=config.device)
         verdicts["after"] = after._asdict()
     sizes = _show(report, verdicts, source)
-    is_packed = not math.isnan(report.bits_per_weight)
+    is_packed = not math.isnan(report.linear_bits)
     budget = report.budget
     spending = budget and dict(
         bits_budget=budget.bits_budget,
@@ -213,8 +213,8 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict], source: str) -> "
     sizes = Sizes(
         source_megabytes=source_megabytes(source),
         megabytes=report.megabytes,
-        bits_per_weight=report.whole_bits_per_weight,
-        linear_bits=report.bits_per_weight,
+        bits_per_weight=report.bits_per_weight,
+        linear_bits=report.linear_bits,
     )
     _warn(sizes, report.float_tables_frac, console)
     table = Table(*SIZE_COLUMNS, title=f"{report.plan}, {report.seconds:.1f} s")
@@ -336,6 +336,7 @@ def convert_foreign(
         adapters=report.adapters,
         floored=report.floored,
         bits_per_weight=round(report.bits_per_weight, 4),
+        linear_bits=round(report.linear_bits, 4),
         megabytes=round(report.megabytes, 3),
     )
 
@@ -345,7 +346,10 @@ def _show_import(report: "ImportReport") -> None:
 
     from qat.logs import Terminal
 
-    title = f"version {report.version}: {report.bits_per_weight:.3f} bits per weight"
+    title = (
+        f"version {report.version}: {report.megabytes:.1f} MB, {report.bits_per_weight:.3f} bits "
+        f"per weight, {report.linear_bits:.3f} of linears"
+    )
     table = Table("format", "linears", title=title)
     for name, count in report.formats.items():
         table.add_row(name, str(count))

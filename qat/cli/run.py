@@ -155,8 +155,8 @@ class Pipeline:
             exams["teacher"] = {**same, "megabytes": sizes["source_megabytes"]}
         found |= {
             "megabytes": sizes["megabytes"],
-            "whole_bits_per_weight": sizes["bits_per_weight"],
-            "bits_per_weight": sizes["linear_bits"],
+            "bits_per_weight": sizes["bits_per_weight"],
+            "linear_bits": sizes["linear_bits"],
             "step": best_step(model),
         }
         exams[name] = {key: value for key, value in found.items() if value is not None}
@@ -182,8 +182,9 @@ class Pipeline:
 
     def exams(self) -> dict[str, dict[str, object]]:
         """Return the results of every model judged so far, by name, the teacher first."""
-        path = self.out / EXAM
-        return parse_json(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        from qat.observe.runs import read_exam
+
+        return read_exam(self.out)
 
     def call(self, *words: object, stage: str, **unparsed: object) -> dict[str, object]:
         """Run one verb in this process, printed as a user would type it; what it found.

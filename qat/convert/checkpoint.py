@@ -93,6 +93,6 @@ def _report(
         SPARSE: getattr(student.model.config, SPARSE, None),
         **asdict(done.report),
     }
-    if math.isnan(done.report.bits_per_weight):
-        values["bits_per_weight"] = None
+    if math.isnan(done.report.linear_bits):
+        values["linear_bits"] = None
     return values

@@ -21,7 +21,7 @@ from qat.convert.stored_tables import join_tables, stored_tables
 from qat.convert.tables import StoredTable, plan_tables
 from qat.models.attention import change_attention, read_attention
 from qat.models.checkpoint import is_packed, load_skeleton
-from qat.models.cost import model_bits_per_weight, parameter_count, quantized_parameter_count
+from qat.models.cost import linear_bits, parameter_count, quantized_parameter_count
 from qat.models.cost import stored_bits as bits_of
 from qat.models.directory import GGUF, adapted, resolve
 from qat.models.document_attention import set_kv
@@ -103,15 +103,15 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
     put_empty_formats(model, specs, {n: each for n, each in inputs.items() if each is not None})
     if (kv := read_kv(config)) is not None:
         set_kv(model, kv)
-    size, linear_bits = _bytes(model, itemsize), model_bits_per_weight(model)
+    size, of_linears = _bytes(model, itemsize), linear_bits(model)
     if config.bits_budget is not None:
-        size += round((config.bits_budget - linear_bits) * quantized_parameter_count(model) / 8)
-        linear_bits = config.bits_budget
+        size += round((config.bits_budget - of_linears) * quantized_parameter_count(model) / 8)
+        of_linears = config.bits_budget
     sizes = Sizes(
         source_megabytes=source_megabytes(source),
         megabytes=size / MEGABYTE,
         bits_per_weight=8 * size / parameter_count(model),
-        linear_bits=linear_bits,
+        linear_bits=of_linears,
     )
     tables = map(model.get_submodule, names)
     floats = {id(m.weight): m.weight.numel() for m in tables if not isinstance(m, FrozenLutTable)}

@@ -28,7 +28,10 @@ class ImportReport:
     floored: int
     """Weights that became zero because version 1 raises their scale to 1e-8."""
     bits_per_weight: float
-    """Bits per weight of the quantized linears, with scales, codebooks and adapters."""
+    """Bits per weight over all weights: linears with scales, codebooks and adapters, tables, all
+    else."""
+    linear_bits: float
+    """Bits per weight of the quantized linears alone."""
     megabytes: float
     """Size of the files with tensors, in units of 1e6 bytes."""
 

@@ -34,7 +34,7 @@ from qat.models.attention import kv_spec
 from qat.models.cost import (
     bits_per_weight,
     float_table_bytes,
-    model_bits_per_weight,
+    linear_bits,
     tensor_bytes,
     whole_model_bits,
 )
@@ -127,9 +127,9 @@ class QuantizeReport:
     plan: str
     seconds: float
     bits_per_weight: float
-    """Bits per weight of all quantized linears; NaN without any."""
-    whole_bits_per_weight: float
-    """Bits per weight of the whole model, with tables, norms and everything else."""
+    """Bits per weight over all weights of the checkpoint: linears, tables, norms and all else."""
+    linear_bits: float
+    """Bits per weight of the quantized linears alone; NaN without any."""
     megabytes: float
     """Size of all tensors of the checkpoint, in 10**6 bytes."""
     kept: int
@@ -234,8 +234,8 @@ def quantize_model(
     return QuantizeReport(
         plan=plan.name,
         seconds=time.perf_counter() - began,
-        bits_per_weight=model_bits_per_weight(model),
-        whole_bits_per_weight=whole_model_bits(model),
+        bits_per_weight=whole_model_bits(model),
+        linear_bits=linear_bits(model),
         megabytes=tensor_bytes(model) / 1e6,
         float_tables_frac=float_table_bytes(model) / tensor_bytes(model),
         kept=len(specs) - len(todo),

@@ -30,7 +30,7 @@ from qat.files import check_free, parse_json, parse_toml
 from qat.logs import FACTS, METRICS, RECIPE, SUMMARY, read_json_lines
 from qat.models.attention import kv_spec
 from qat.models.checkpoint import is_packed, load_checkpoint, load_skeleton
-from qat.models.cost import model_bits_per_weight, parameter_count, quantized_parameter_count
+from qat.models.cost import linear_bits, parameter_count, quantized_parameter_count
 from qat.models.directory import atomic_directory, resolve
 from qat.models.document_attention import set_kv
 from qat.models.load import load_tokenizer
@@ -214,7 +214,7 @@ def _write(
             saved_dtype=str(saved).removeprefix("torch."),
             bytes=size,
             bits_per_weight=8 * size / parameter_count(model),
-            linear_bits=dense_bits if name == "dense" else model_bits_per_weight(model),
+            linear_bits=dense_bits if name == "dense" else linear_bits(model),
             source_megabytes=None if base == str(source) else source_megabytes(base),
             has_float_tables=not all(isinstance(table, FrozenLutTable) for table in tables),
             quantized_weights=quantized_parameter_count(model),

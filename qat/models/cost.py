@@ -46,7 +46,7 @@ def bits_per_weight(module: QuantLinear | FrozenLutTable) -> float:
     return stored_bits(module) / num_weights(module)
 
 
-def model_bits_per_weight(model: nn.Module) -> float:
+def linear_bits(model: nn.Module) -> float:
     """Return the bits per weight over all quantized linears, without tables; NaN if none."""
     linears = quant_linears(model).values()
     weights = sum(num_weights(linear) for linear in linears)

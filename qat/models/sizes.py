@@ -8,7 +8,7 @@ from huggingface_hub import snapshot_download
 
 from qat.errors import QatError
 from qat.models.checkpoint import load_skeleton
-from qat.models.cost import model_bits_per_weight, parameter_count
+from qat.models.cost import linear_bits, parameter_count
 from qat.models.directory import adapted, resolve
 
 
@@ -23,7 +23,7 @@ def model_bytes(path: Path) -> int:
 
 
 MEGABYTE = 1e6
-SIZE_COLUMNS = ("MB of the source", "MB", "bits per weight", "in linears")
+SIZE_COLUMNS = ("MB of the source", "MB", "bits per weight", "of linears")
 """Headings of `Sizes.cells`."""
 
 
@@ -90,5 +90,5 @@ def checkpoint_sizes(directory: Path, source: str | None) -> Sizes:
         source_megabytes=None if source is None else source_megabytes(source),
         megabytes=size / MEGABYTE,
         bits_per_weight=8 * size / parameter_count(model),
-        linear_bits=model_bits_per_weight(model),
+        linear_bits=linear_bits(model),
     )

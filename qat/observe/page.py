@@ -293,8 +293,8 @@ def _conversion_view(conversion: Conversion, charts: list[Chart]) -> dict[str, A
     modules = conversion.modules
     tiles = [
         ("plan", conversion.plan),
-        ("bits a quantized weight", number(conversion.bits_per_weight)),
-        ("bits a weight of the whole file", number(conversion.whole_bits_per_weight)),
+        ("bits per weight", number(conversion.bits_per_weight)),
+        ("bits per weight of linears", number(conversion.linear_bits)),
     ]
     tiles += [(f"inputs in {kind}", str(n)) for kind, n in conversion.activations.items()]
     if conversion.kv is not None:

@@ -94,8 +94,8 @@ class Conversion(BaseModel):
     source: str
     plan: str
     seconds: float
-    bits_per_weight: float | None  # of the quantized modules; None if none is quantized
-    whole_bits_per_weight: float | None = None  # of the whole file; None if the report lacks it
+    bits_per_weight: float | None  # over all weights of the file; None if the report lacks it
+    linear_bits: float | None  # of the quantized linears alone; None if none is quantized
     modules: list[Module]
     activations: dict[str, int] = {}  # linears and tables that quantize their input, by kind
     kv: Kv | None = None  # the KV cache format; None if keys and values are not quantized
@@ -180,7 +180,7 @@ def read_exam(path: Path) -> dict[str, dict[str, Any]]:
     if not file.is_file():
         return {}
     try:
-        exams = {name: dict(found) for name, found in parse_json(file.read_bytes()).items()}
+        exams = {n: _sizes(dict(found)) for n, found in parse_json(file.read_bytes()).items()}
         exam_rows(exams)  # formats every value, so that a value that is no number fails here
         return exams
     except (ValueError, TypeError, AttributeError) as error:
@@ -188,6 +188,21 @@ def read_exam(path: Path) -> dict[str, dict[str, Any]]:
             f"{file} is damaged ({error}), expected what 'qat run' measured; delete it and run the "
             "same command again"
         ) from None
+
+
+def _sizes(found: dict[str, Any]) -> dict[str, Any]:
+    """Return a report with its sizes by their present names.
+
+    Version 0.2 called the bits of all weights `whole_bits_per_weight` and those of the linears
+    `bits_per_weight`.
+    """
+    if "linear_bits" in found:
+        return found
+    older = {
+        "bits_per_weight": found.get("whole_bits_per_weight"),
+        "linear_bits": found.get("bits_per_weight"),
+    }
+    return {**found, **older}
 
 
 def stages_in(path: Path) -> list[Path]:
@@ -216,7 +231,7 @@ def read_directory(path: Path) -> TrainingRun | Conversion:
             return _read_run(path)
         if (path / REPORT_NAME).is_file():
             values = parse_json((path / REPORT_NAME).read_text(encoding="utf-8"))
-            return Conversion.model_validate({**values, "label": path.resolve().name})
+            return Conversion.model_validate({**_sizes(values), "label": path.resolve().name})
     except ValidationError as error:
         raise CheckpointError(f"{path / REPORT_NAME} is damaged: {explain(error)}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -276,22 +291,22 @@ EXAM_COLUMNS = (
     "model",
     "MB",
     "bits per weight",
-    "in linears",
+    "of linears",
     "perplexity",
     "same next word",
     "KL",
 )
 EXAM_CELLS = {  # the keys of a row and the format of each number
     "megabytes": "{:.2f}",
-    "whole_bits_per_weight": "{:.2f}",
     "bits_per_weight": "{:.2f}",
+    "linear_bits": "{:.2f}",
     "ppl": "{:.2f}",
     "top1_frac": "{:.1%}",
     "kl_nats": "{:.4f}",
 }
 EXAM_CAPTION = (
     "All on the same text, which was kept from training. MB: the weights on disk; bits per weight: "
-    "the whole file, and its linear layers alone. Perplexity: among how many words the model "
+    "all weights of the file, and its linears alone. Perplexity: among how many words the model "
     "hesitates, lower is better. Same next word: how often its first choice is the teacher's. KL: "
     "distance from the teacher in nats a token, 0 is equal."
 )

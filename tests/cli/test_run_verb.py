@@ -79,7 +79,7 @@ def test_it_makes_all_that_it_says(finished: Path) -> None:
     assert exams["trained"]["megabytes"] < exams["teacher"]["megabytes"]
     for name in ("converted", "trained"):  # each student's own
         sizes = checkpoint_sizes(Path(resolve(str(finished / name))), None).rounded()
-        keys = ("megabytes", "whole_bits_per_weight", "bits_per_weight")
+        keys = ("megabytes", "bits_per_weight", "linear_bits")
         assert [exams[name][key] for key in keys] == [*sizes.values()][1:]
     assert exams["trained"]["step"] in range(5) and "step" not in exams["converted"]
     assert (finished / "student").read_text() in ("trained\n", "converted\n")

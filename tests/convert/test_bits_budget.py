@@ -8,7 +8,7 @@ from tiny import tiny_model
 from qat.convert.bits_budget import BudgetReport, formats_to_try, plan_within_budget
 from qat.convert.quantize import quantize_model
 from qat.errors import ConfigError, ExportError
-from qat.models.cost import bits_per_weight, model_bits_per_weight, stored_bits
+from qat.models.cost import bits_per_weight, linear_bits, stored_bits
 from qat.models.language_model import LanguageModel
 from qat.nn.lut_embedding import lut_tables
 from qat.nn.quant_linear import quant_linears
@@ -53,7 +53,7 @@ def test_the_budget_is_met_and_the_plan_is_what_the_report_says(
     quantize_model(model, plan)
     linears = quant_linears(model.model)
     assert report.modules.keys() == linears.keys()
-    assert model_bits_per_weight(model.model) == pytest.approx(report.bits_per_weight)
+    assert linear_bits(model.model) == pytest.approx(report.bits_per_weight)
     assert least < report.bits_per_weight <= budget
     predicted = 0.0
     for name, trials in report.modules.items():

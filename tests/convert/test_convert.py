@@ -219,7 +219,7 @@ def test_a_budget_becomes_a_plan_that_can_be_used_again(place: Path, tmp_path: P
     source, text = str(place / "float"), str(place / "text.txt")
     settings = config(place, bits_budget=3.3, calibration=text, calibration_sequences=8)
     report = convert_checkpoint(source, settings, tmp_path / "mixed")
-    assert report.plan == "mixed-3.3" and report.bits_per_weight <= 3.3
+    assert report.plan == "mixed-3.3" and report.linear_bits <= 3.3
     written = json.loads((tmp_path / "mixed" / REPORT_NAME).read_text())
     assert written["budget"]["predicted_kl_nats"] == report.budget.predicted_kl_nats > 0
     assert written["budget"]["modules"].keys() == {m.name for m in report.modules}

@@ -49,11 +49,11 @@ def test_a_forecast_is_what_is_made(values: dict, tied: bool, tmp_path: Path) ->
         (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 200)
         values = {**values, "calibration": str(tmp_path / "text.txt"), "calibration_length": 8}
     expected, report = both(tmp_path / "float", tmp_path / "out", **values)
-    assert expected.sizes.linear_bits == pytest.approx(report.bits_per_weight)
+    assert expected.sizes.linear_bits == pytest.approx(report.linear_bits)
     # norms of a random model, all ones, are stored in 16 bits
     near = {"rel": 0.03}
     size = tensor_megabytes(tmp_path / "out")
-    bits = report.whole_bits_per_weight * size / report.megabytes
+    bits = report.bits_per_weight * size / report.megabytes
     assert expected.sizes.megabytes == pytest.approx(size, **near)
     assert expected.sizes.bits_per_weight == pytest.approx(bits, **near)
     assert expected.float_tables_frac == pytest.approx(report.float_tables_frac, abs=0.03)
@@ -80,7 +80,7 @@ def test_a_student_in_new_formats_is_foretold_from_its_packed_files(tmp_path: Pa
     base = str(tmp_path / "float")
     expected, report = both(tmp_path / "q4", tmp_path / "q2", base=base)
     assert report.kept > 0
-    assert expected.sizes.linear_bits == pytest.approx(report.bits_per_weight)
+    assert expected.sizes.linear_bits == pytest.approx(report.linear_bits)
     assert expected.sizes.megabytes == pytest.approx(tensor_megabytes(tmp_path / "q2"), rel=0.03)
 
 

@@ -92,7 +92,7 @@ def test_the_report_is_about_the_weights_in_place() -> None:
         assert (module.codebook, module.scale, module.group_size) == ("lut", "group", 16)
     shares = [(m.bits_per_weight, weights[m.name].numel()) for m in report.modules]
     mean = sum(b * n for b, n in shares) / sum(n for _, n in shares)
-    assert report.bits_per_weight == pytest.approx(mean)
+    assert report.linear_bits == pytest.approx(mean)
 
 
 def test_biases_are_kept() -> None:

@@ -8,7 +8,7 @@ from qat.convert.bits_budget import measure_sensitivities, plan_within_budget
 from qat.convert.calibrate import TokenBatch
 from qat.convert.quantize import quantize_model
 from qat.logs import progress
-from qat.models.cost import model_bits_per_weight
+from qat.models.cost import linear_bits
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import linear_names, table_names
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
@@ -44,5 +44,5 @@ def test_a_budget_is_met() -> None:
     plan = QuantPlan(name="p", rules=(PlanRule(pattern="*", spec=FORMATS[0]),))
     plan, report = plan_within_budget(model, plan, 4.2, tokens())
     quantize_model(model, plan, calibration=tokens())
-    assert model_bits_per_weight(model.model) == pytest.approx(report.bits_per_weight)
+    assert linear_bits(model.model) == pytest.approx(report.bits_per_weight)
     assert 4.0 < report.bits_per_weight <= 4.2

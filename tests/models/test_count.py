@@ -13,7 +13,7 @@ from qat.backend.base import VISITORS
 from qat.models.checkpoint import save_checkpoint
 from qat.models.cost import (
     bits_per_weight,
-    model_bits_per_weight,
+    linear_bits,
     parameter_count,
     quantized_parameter_count,
     stored_bits,
@@ -49,7 +49,7 @@ def test_bits_are_those_in_the_file(spec: LutSpec, tmp_path: Path) -> None:
         own = [t for key, t in tensors.items() if key.startswith(f"{name}.")]
         assert stored_bits(linear) == 8 * sum(t.numel() * t.element_size() for t in own)
         total += stored_bits(linear)
-    assert model_bits_per_weight(model) == total / quantized_parameter_count(model)
+    assert linear_bits(model) == total / quantized_parameter_count(model)
     assert tensor_bytes(model) == sum(t.numel() * t.element_size() for t in tensors.values())
     assert tensor_bytes(model) == model_bytes(tmp_path / "out")
 
@@ -63,7 +63,7 @@ def test_bits_per_weight_of_known_cases(name: str, scale_bits: int) -> None:
 
 
 def test_a_float_model_has_no_bits_per_weight() -> None:
-    assert math.isnan(model_bits_per_weight(tiny_model()))
+    assert math.isnan(linear_bits(tiny_model()))
     assert quantized_parameter_count(tiny_model()) == 0
 
 

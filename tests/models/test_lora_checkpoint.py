@@ -16,7 +16,7 @@ from qat.errors import CheckpointError
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.cost import (
     bits_per_weight,
-    model_bits_per_weight,
+    linear_bits,
     parameter_count,
     stored_bits,
     tensor_bytes,
@@ -101,7 +101,7 @@ def test_adapters_count_as_bits_and_bytes_but_not_as_parameters(saved: Path) -> 
         extra = 16 * 3 * (O + I) / (O * I)
         bare = bits_per_weight(plain.get_submodule(name))
         assert bits_per_weight(linear) == pytest.approx(bare + extra)
-    assert model_bits_per_weight(model) > model_bits_per_weight(plain)
+    assert linear_bits(model) > linear_bits(plain)
     assert tensor_bytes(model) == sum(t.numel() * t.element_size() for t in tensors.values())
 
 

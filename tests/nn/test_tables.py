@@ -23,7 +23,7 @@ from qat.export.model import export_model
 from qat.generate.text import generate_text
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.cost import (
-    model_bits_per_weight,
+    linear_bits,
     parameter_count,
     stored_bits,
     tensor_bytes,
@@ -128,7 +128,7 @@ def test_counts_are_those_of_the_file(tied: bool, tmp_path: Path) -> None:
     model = with_random_tables(8, tie_word_embeddings=tied)
     plain = tiny_quantized("qwen3", SPECS["lut2"], tie_word_embeddings=tied)
     assert parameter_count(model) == parameter_count(plain)
-    assert model_bits_per_weight(model) == model_bits_per_weight(plain)
+    assert linear_bits(model) == linear_bits(plain)
     save_checkpoint(model, None, tmp_path / "out")
     tensors = load_file(tmp_path / "out/model.safetensors")
     stored = sum(t.numel() * t.element_size() for t in tensors.values())
@@ -152,7 +152,7 @@ def test_convert_quantizes_the_tables(tied: bool, tmp_path: Path) -> None:
     model = load_checkpoint(tmp_path / "packed", torch.float32)
     assert {*lut_tables(model)} == {*tables} and len(quant_linears(model)) == 7
     sizes = checkpoint_sizes(tmp_path / "packed", None)  # what `qat run` and its page count
-    assert report.whole_bits_per_weight == sizes.bits_per_weight
+    assert report.bits_per_weight == sizes.bits_per_weight
     assert report.megabytes == sizes.megabytes == tensor_bytes(model) / 1e6
     # what has its format is kept; another one is fitted to the base
     again = ConvertConfig(to="q4a4", embedding_bits=4, base=str(tmp_path / "float"), device="cpu")

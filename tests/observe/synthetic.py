@@ -46,7 +46,7 @@ def write_conversion(path: Path, layers: int = 6) -> Path:
         for kind, bits, error in kinds
     ]
     report = {"source": "checkpoints/tiny-qwen3", "plan": "q2a4", "seconds": 12.5}
-    report |= {"bits_per_weight": 2.98, "modules": modules}
+    report |= {"bits_per_weight": 3.6, "linear_bits": 2.98, "modules": modules}
     (path / "convert_report.json").write_text(json.dumps(report))
     return path
 
@@ -64,7 +64,7 @@ def write_pipeline(path: Path, **student: float) -> Path:
     checkpoint.mkdir(parents=True)
     (run / "best").write_text("checkpoints/step-000200\n")
     rounded = {"kl_nats": 0.2374, "top1_frac": 0.708, "ppl": 54.56, "megabytes": 2.6}
-    rounded |= {"bits_per_weight": 2.5, "whole_bits_per_weight": 3.6}
+    rounded |= {"bits_per_weight": 3.6, "linear_bits": 2.5}
     exams = {
         "teacher": {"kl_nats": 0.0, "top1_frac": 1.0, "ppl": 49.3, "megabytes": 11.55},
         "converted": rounded,

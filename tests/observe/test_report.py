@@ -165,7 +165,7 @@ def test_names_are_drawn_letter_by_letter(tmp_path: Path) -> None:
 
 def test_a_conversion_that_quantized_nothing_has_a_page(conversion: Path, tmp_path: Path) -> None:
     path = conversion / "convert_report.json"
-    nothing = {"bits_per_weight": None, "whole_bits_per_weight": 16.0, "modules": []}
+    nothing = {"bits_per_weight": 16.0, "linear_bits": None, "modules": []}
     path.write_text(json.dumps({**json.loads(path.read_text()), **nothing}))
     written = write_report([conversion], tmp_path / "report.html")
     assert written.pictures == [] and "All 0 linears" in written.page.read_text("utf-8")

@@ -23,7 +23,7 @@ from qat.extensions.anemll.state import LegacyState, check_finite, read_state, s
 from qat.files import check_free
 from qat.logs import progress
 from qat.models.checkpoint import check_written, quiet_transformers, write_checkpoint
-from qat.models.cost import model_bits_per_weight
+from qat.models.cost import linear_bits, whole_model_bits
 from qat.models.directory import atomic_directory, resolve
 from qat.models.load import load_config, load_tokenizer
 from qat.models.sizes import model_bytes
@@ -65,7 +65,8 @@ def import_checkpoint(source: Path, base: str | None, out: Path) -> ImportReport
             formats=dict(Counter(map(_format_of, imported))),
             adapters=sum(linear.lora is not None for linear in imported),
             floored=sum(linear.num_floored for linear in imported),
-            bits_per_weight=model_bits_per_weight(model),
+            bits_per_weight=whole_model_bits(model),
+            linear_bits=linear_bits(model),
             megabytes=model_bytes(partial) / 1e6,
         )
         (partial / IMPORT).write_text(json.dumps(asdict(report), indent=1) + "\n")

@@ -199,7 +199,7 @@ def test_edgerazor_learns_with_its_own_quantizers(
     found = train_baseline("edgerazor", teacher(), TOKENIZER, cache, settings=own)
     assert kl(found.model, cache) < kl(before.model, cache)
     wide = (4 + (every - 1) * math.log2(3)) / every
-    assert found.bits_per_weight == pytest.approx(wide + 16 / 32, abs=1e-3)
+    assert found.linear_bits == pytest.approx(wide + 16 / 32, abs=1e-3)
     for linear in _linears(found.model):
         levels = [len(row.unflatten(0, (-1, 32))[0].unique()) for row in linear.weight]
         assert max(levels[1::every]) <= 3 < max(levels[::every]) <= 15
@@ -334,7 +334,7 @@ def test_quantizing_alone_takes_no_step(cache: TeacherCache, method: str) -> Non
     float_teacher = teacher()
     how = {"settings": settings(plan="q2a2"), "calibration": calibration(cache)}
     found = train_baseline(method, float_teacher, TOKENIZER, cache, **how)
-    assert found.steps == 0 and found.bits_per_weight == 2 + 18 / 32
+    assert found.steps == 0 and found.linear_bits == 2 + 18 / 32
     assert 0 < kl(found.model, cache)
     for linear, name in zip(_linears(found.model), linear_names(found.model.model), strict=True):
         rows = linear.weight.unflatten(1, (-1, 32))

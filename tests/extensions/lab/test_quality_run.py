@@ -116,7 +116,8 @@ def test_rows_a_table_and_pictures(place: Path, monkeypatch, capsys) -> None:
     by_name = {row["recipe"]: row for row in rows}
     assert by_name["teacher"]["ppl"] == by_name["teacher"]["teacher_ppl"]
     assert by_name["staged"]["steps"] == 3 and by_name["staged"]["tokens"] == 3 * 2 * 16
-    assert 2 < by_name["staged"]["bits_per_weight"] < 5 < by_name["teacher"]["bits_per_weight"]
+    assert 2 < by_name["staged"]["linear_bits"] < 5 < by_name["teacher"]["linear_bits"]
+    assert by_name["staged"]["linear_bits"] < by_name["staged"]["bits_per_weight"] < 12
     assert by_name["converted"]["megabytes"] < by_name["teacher"]["megabytes"]
     page = Path("out/quality.md").read_text()
     order = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("|")]

@@ -266,7 +266,7 @@ class BaselineStudent(NamedTuple):
 
     model: LanguageModel
     """The float32 model; its linears hold exactly the weights that the method would deploy."""
-    bits_per_weight: float
+    linear_bits: float
     """Bits per weight of the quantized linears: codes, scales, zero points and codebooks."""
     steps: int  # optimizer steps, with steps of blocks as fractions; 0 without training
     seconds: float  # seconds of the training loop alone, or of the quantization without training

@@ -57,7 +57,7 @@ from qat.generate.text import (
     repeated_frac,
 )
 from qat.logs import HEARTBEAT, read_json_lines
-from qat.models.cost import model_bits_per_weight, parameter_count, tensor_bytes
+from qat.models.cost import linear_bits, parameter_count, tensor_bytes, whole_model_bits
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer
 from qat.models.stored_state import packed_state_dict
@@ -81,8 +81,9 @@ class Trained:
     """A student with its size and training cost."""
 
     model: LanguageModel  # the float32 model, ready for evaluation
-    bits_per_weight: float  # bits per weight of the quantized linears, everything counted
+    linear_bits: float  # bits per weight of the quantized linears, everything counted
     megabytes: float  # size of the whole model as stored
+    bits_per_weight: float  # bits per weight over all weights: that size
     steps: int = 0
     tokens: int = 0  # positions that it was trained on
     seconds: float = 0.0  # time of the training loop without compilation, evaluation and saving
@@ -116,8 +117,8 @@ def as_teacher(teacher: LanguageModel) -> Trained:
     state = packed_state_dict(model)
     weights = [state[f"{name}.weight"] for name in linear_names(model)]
     num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
-    bits_per_weight = 8 * num_bytes / sum(weight.numel() for weight in weights)
-    return Trained(teacher, bits_per_weight, tensor_bytes(model) / MB)
+    linear_bits = 8 * num_bytes / sum(weight.numel() for weight in weights)
+    return Trained(teacher, linear_bits, tensor_bytes(model) / MB, whole_model_bits(model))
 
 
 def train_ours(job: QualityJob) -> Trained:
@@ -145,8 +146,9 @@ def train_ours(job: QualityJob) -> Trained:
     form_weights(model.model, torch.float32)
     return Trained(
         model=model,
-        bits_per_weight=model_bits_per_weight(model.model),
+        linear_bits=linear_bits(model.model),
         megabytes=tensor_bytes(model.model) / MB,
+        bits_per_weight=whole_model_bits(model.model),
         steps=plan.steps,
         tokens=job.recipe.sequence_length * sequences,
         seconds=sum(times),
@@ -182,11 +184,13 @@ def train_baseline_student(job: QualityJob, teacher: LanguageModel) -> Trained:
     )
     model = teacher.model
     num_weights = sum(model.get_submodule(name).weight.numel() for name in linear_names(model))
-    rest = tensor_bytes(model) * (1 - num_weights / parameter_count(model))
+    share = num_weights / parameter_count(model)
+    rest = tensor_bytes(model) * (1 - share)
     return Trained(
         model=found.model,
-        bits_per_weight=found.bits_per_weight,
-        megabytes=(rest + num_weights * found.bits_per_weight / 8) / MB,
+        linear_bits=found.linear_bits,
+        megabytes=(rest + num_weights * found.linear_bits / 8) / MB,
+        bits_per_weight=whole_model_bits(model) * (1 - share) + share * found.linear_bits,
         steps=found.steps,
         tokens=found.steps * settings.batch_size * job.recipe.sequence_length,
         seconds=found.seconds if found.steps else 0.0,  # rounding is not training
@@ -331,6 +335,7 @@ def _row(job: QualityJob, trained: Trained, text: str, numbers: Numbers) -> dict
         "sequence_length": job.recipe.sequence_length,
         **numbers,
         "bits_per_weight": trained.bits_per_weight,
+        "linear_bits": trained.linear_bits,
         "megabytes": trained.megabytes,
         "steps": trained.steps,
         "tokens": trained.tokens,

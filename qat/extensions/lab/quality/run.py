@@ -42,8 +42,8 @@ from qat.process import cores
 PAGE = "quality.md"
 PER_TEXT = ("kl_nats", "top1_frac", "ppl")
 COMMON = (
-    *("kd_nats", "kl_own_nats", "repeated_frac", "distinct_frac", "bits_per_weight", "megabytes"),
-    *("steps", "tokens", "seconds", "peak_gib"),
+    *("kd_nats", "kl_own_nats", "repeated_frac", "distinct_frac"),
+    *("bits_per_weight", "linear_bits", "megabytes", "steps", "tokens", "seconds", "peak_gib"),
 )
 TEACHER = "teacher"
 SHAPES = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -292,6 +292,7 @@ def cells(
     """Return headings and cells of all lines, then of recipes that cannot be made."""
     columns = [  # heading, name in `QualityLine.stats`, format of the mean
         ("bits/w", "bits_per_weight", "{:.3f}"),
+        ("of linears", "linear_bits", "{:.3f}"),
         ("MB", "megabytes", "{:.2f}"),
         *((f"KL {text}", f"kl_nats.{text}", "{:.4f}") for text in texts),
         *((f"top-1 {text}", f"top1_frac.{text}", "{:.4f}") for text in texts),
@@ -342,8 +343,8 @@ def _page(recipe: QualityRecipe, report: QualityReport) -> str:
         "over the whole vocabulary in nats a token, share of equal top-1 words, perplexity. KD as "
         "the reference defines it, on held-out text. KL own words: KL on samples of the student "
         "itself at temperature 1, top-p 0.95; rep-4, distinct: their repeated 4-grams and distinct "
-        "tokens. bits/w: quantized linears, "
-        "everything counted; MB: the whole model. seconds: the training loop without compiling "
+        "tokens. bits/w: all weights, scales and codebooks counted; of linears: of those "
+        "alone; MB: the whole model. seconds: the training loop without compiling "
         "and evaluating. Means and standard deviations over seeds.",
         markdown_table(*cells(report.lines, report.texts, report.unmade)).rstrip(),
     ]
@@ -377,7 +378,7 @@ def charts(lines: Sequence[QualityLine], text: str) -> dict[str, bytes]:
         }
         for number, line in enumerate(students)
     }
-    pictures = {"kl_bits.svg": ("bits_per_weight", "bits a weight", students)}
+    pictures = {"kl_bits.svg": ("bits_per_weight", "bits per weight", students)}
     if trained:
         pictures["kl_seconds.svg"] = ("seconds", "training seconds", trained)
     return {
