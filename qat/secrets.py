@@ -91,6 +91,10 @@ class Scrub(logging.Filter):
         return True
 
 
+SCRUB = Scrub()
+"""One for all handlers: adding it again changes nothing."""
+
+
 def _is_credentials(word: str) -> bool:
     """Return whether a word is base64 of `user:password`, or has other characters than letters.
 

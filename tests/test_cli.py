@@ -73,6 +73,14 @@ def test_help_is_a_word_too(monkeypatch, capsys) -> None:
         assert capsys.readouterr().out.startswith(f"Usage: {' '.join(['qat', *tokens[1:]])}")
 
 
+def test_the_list_of_verbs_is_what_cyclopts_prints(monkeypatch, capsys) -> None:
+    app.meta(["--help"], result_action="return_value")
+    page = capsys.readouterr().out
+    for tokens in qat.cli.LISTING:
+        assert call(monkeypatch, *tokens) == 0
+        assert capsys.readouterr().out == page
+
+
 SUBVERBS = [[verb, below] for verb in VERBS for below in app[verb] if not below.startswith("-")]
 
 

@@ -14,16 +14,18 @@ from typing import Annotated, NamedTuple
 
 from cyclopts import CycloptsError, Parameter
 
-from qat import logs
 from qat.backend.before_torch import before_torch, keep_to_own_cores
 from qat.cli.parser import EVERY_VERB, app, mistake, parsed, print_result, run_verb
+from qat.cli.verb_list import print_verbs
 from qat.errors import QatError
 from qat.hooks import hooks
 from qat.process import is_out_of_memory
-from qat.secrets import Scrub, scrubbed
 
 __all__ = ["VERBS", "app", "main", "run_verb"]
-SCRUB = Scrub()
+LISTING = ([], ["help"], ["--help"], ["-h"])
+"""The command lines that ask for the list of verbs."""
+COMPLETION = "--install-completion"
+COMPLETION_HELP = "Let the shell complete verbs and flags."
 
 
 class Verb(NamedTuple):
@@ -88,7 +90,7 @@ _of_extensions = hooks("qat.verbs")
 VERBS = {name: verb for name, verb in VERBS.items() if verb.path or name in _of_extensions}
 
 app.meta.suppress_keyboard_interrupt = False  # main says it in a line
-app.register_install_completion_command(help="Let the shell complete verbs and flags.")
+app.command("qat.cli.completion:install", name=COMPLETION, help=COMPLETION_HELP)
 for _number, (_name, _verb) in enumerate(VERBS.items()):
     _own = {}
     if _verb.example:
@@ -106,6 +108,9 @@ def _call(
     verbose: Annotated[bool, Parameter(group=EVERY_VERB, help="Log more.", negative=())] = False,
 ) -> Callable[[], object]:
     """The call that a command line stands for; what all verbs log is set up."""
+    from qat import logs  # here and in _fail, as the list of verbs logs nothing
+    from qat.secrets import SCRUB
+
     logs.configure(verbose)
     for handler in logging.getLogger().handlers:
         handler.addFilter(SCRUB)
@@ -125,10 +130,8 @@ def main() -> None:
     before_torch()
     keep_to_own_cores()
     try:
-        verb = app.meta(
-            sys.argv[1:], exit_on_error=False, print_error=False, result_action="return_value"
-        )
-        if verb is not None:  # else it was --help or --version, which are told
+        verb = _asked()
+        if verb is not None:
             print_result(verb())
         sys.exit(0)
     except QatError as error:
@@ -156,6 +159,16 @@ def main() -> None:
         _fail("stopped by the keyboard", code=130)
 
 
+def _asked() -> Callable[[], object] | None:
+    """Return the call that the command line stands for; None behind --help or --version."""
+    words = sys.argv[1:]
+    if words in LISTING:
+        lines = {name: verb.help for name, verb in VERBS.items()}
+        print_verbs(lines | {COMPLETION: COMPLETION_HELP})
+        return None
+    return app.meta(words, exit_on_error=False, print_error=False, result_action="return_value")
+
+
 def _open_closed_outputs() -> None:
     """Discard what is written to an output that the caller closed (`>&-`)."""
     for name in ("stdout", "stderr"):
@@ -175,5 +188,8 @@ def _fail_if_out_of_memory(error: Exception) -> None:
 
 
 def _fail(message: str, code: int = 1) -> None:
+    from qat import logs
+    from qat.secrets import scrubbed
+
     sys.stderr.write(f"qat: {logs.printable(scrubbed(' '.join(message.split())))}\n")
     sys.exit(code)

@@ -18,7 +18,6 @@ from cyclopts.help import DefaultFormatter, HelpPanel
 
 import qat
 from qat.errors import ConfigError, QatError
-from qat.files import described
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -159,6 +158,7 @@ def check_recipe(path: Path, flags: Mapping[str, Iterable[str]]) -> dict[str, ob
             would run code of others.
     """
     from qat.config import meant, read_toml
+    from qat.files import described
 
     if not path.is_file():
         raise ConfigError(f"recipe={path} {described(path)}, expected a TOML file; check the path")
