@@ -17,7 +17,8 @@ from qat.hooks import HOW_TO_INSTALL, hooks
 
 # the extension that adds a verb, where it is not installed
 EXTENSION_OF = {("sample",): "decode"} | {
-    ("bench", verb): "lab" for verb in ("baselines", "quality", "kernels", "compare", "record")
+    ("bench", verb): "lab"
+    for verb in ("baselines", "quality", "kernels", "compare", "record", "gguf")
 }
 
 

@@ -87,6 +87,20 @@ class KernelsConfig(Settings):
         return text
 
 
+class GgufConfig(Settings):
+    """The distance of GGUF files from their teacher, measured in llama.cpp."""
+
+    text: Path | None = None
+    """Text that is cut into contexts; the second half of each is judged, as llama-perplexity
+    does."""
+    cache_dir: Path | None = None
+    """Instead of a text, the held-out rows of a teacher cache, judged where the loss counts."""
+    context: int = Field(512, ge=4)
+    """Tokens in a context of the text."""
+    contexts: int = Field(16, ge=0)
+    """The first contexts of the text, or rows of the cache, that are judged; 0 for all."""
+
+
 class QualityConfig(Settings):
     """Settings for running the jobs of a recipe; nothing here changes their results."""
 

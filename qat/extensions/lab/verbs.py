@@ -10,7 +10,9 @@ from qat.cli.bench import FILE_WIDTH, SPEED_COLUMNS, checked, rounded
 from qat.cli.parser import print_result
 from qat.cli.tables import numbers_table, row_table, wide_console
 from qat.config import Required
-from qat.extensions.lab.config import BaselinesConfig, KernelsConfig, QualityConfig
+from qat.errors import ConfigError
+from qat.extensions.lab.config import BaselinesConfig, GgufConfig, KernelsConfig, QualityConfig
+from qat.files import described
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from qat.extensions.lab.compare import Comparison, Pair
     from qat.extensions.lab.kernels.run import KernelsReport
 
-KERNELS_WIDTH, COMPARE_WIDTH, QUALITY_WIDTH = 150, 150, 400
+KERNELS_WIDTH, COMPARE_WIDTH, QUALITY_WIDTH, GGUF_WIDTH = 150, 150, 400, 170
 """Columns of a table where output goes to a file."""
 RECORDS = Path("speedrun/records")
 US = 1e6
@@ -37,6 +39,20 @@ KERNELS_COLUMNS = (
     ("Of roofline", "roofline_frac", "{:.3f}", 1),
     ("x reference", "over_reference", "{:.1f}", 1),
     ("Status", "status", "{}", 1),
+)
+GGUF_COLUMNS = (
+    ("File", "case", "{}", 1),
+    ("MB", "megabytes", "{:,.1f}", 1),
+    ("bits, all weights", "bits_per_weight", "{:.2f}", 1),
+    ("KL, nats", "kl_nats", "{:.4f}", 1),
+    ("+-", "kl_stderr_nats", "{:.4f}", 1),
+    ("p99", "kl_p99_nats", "{:.3f}", 1),
+    ("top-1 %", "top1_frac", "{:.2f}", 100),
+    ("flips %", "flips_frac", "{:.2f}", 100),
+    ("perplexity", "ppl", "{:.3f}", 1),
+    ("teacher's", "teacher_ppl", "{:.3f}", 1),
+    ("x best", "over_best", "{:.3f}", 1),
+    ("best at no more MB", "best", "{}", 1),
 )
 
 
@@ -251,12 +267,60 @@ def record(
     return {"record": write_record(slug, from_, records, date or None)}
 
 
+def gguf(
+    teacher: Required[str],
+    /,
+    *files: Path,
+    against: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
+    config: Annotated[GgufConfig, Parameter(name="*")] = GgufConfig(),  # noqa: B008 - frozen
+    out: Path | None = None,
+) -> dict[str, object]:
+    """Run TEACHER and FILES in llama.cpp: KL, top-1, flips and perplexity beside MB.
+
+    Args:
+        teacher: float model that the files come from: directory, hub id or GGUF file.
+        files: GGUF files to judge.
+        against: GGUF files to compare them with: each of FILES with the best of these at no more
+            MB.
+        config: settings.
+        out: directory for the results; by default runs/bench/TIME.
+    """
+    from qat.cli.inputs import check_inputs
+
+    if not files:
+        raise ConfigError(
+            "FILES is missing, expected at least one GGUF file; for example: qat bench gguf "
+            "TEACHER exports/q2/model.gguf --text TEXT"
+        )
+    if (config.text is None) == (config.cache_dir is None):
+        raise ConfigError(
+            f"text={config.text} beside cache_dir={config.cache_dir}, expected one of them; give "
+            "--text FILE or --cache-dir CACHE"
+        )
+    others = against or []
+    for path in (*files, *others):
+        if not path.is_file():
+            raise ConfigError(
+                f"{path} {described(path)}, expected a GGUF file; name one, such as "
+                "exports/q2/model.gguf"
+            )
+    check_inputs(models=[teacher], caches=[config.cache_dir], texts=[config.text], out=out)
+    from qat.extensions.lab.gguf_files import run_gguf
+
+    report = run_gguf(config, teacher, files, others, out=out)
+    wide_console(GGUF_WIDTH).print(row_table(GGUF_COLUMNS, report.rows))
+    kl_nats = {row["case"]: rounded(row["kl_nats"]) for row in report.rows}
+    ratios = {name: rounded(ratio) for name, ratio in report.ratios.items()}
+    return dict(out=report.path, kl_nats=kl_nats, over_best=ratios)
+
+
 VERBS = {
     baselines: "qat bench baselines tiny --only ours,plain-eager",
     quality: "qat bench quality speedrun/recipes/quality_tiny.toml --out runs/tiny",
     kernels: "qat bench kernels --only matvec",
     compare: "qat bench compare runs/bench/BEFORE runs/bench/AFTER",
     record: "qat bench record two-words --from runs/bench/TIME",
+    gguf: "qat bench gguf Qwen/Qwen3-0.6B exports/q2/model.gguf --text held_out.txt",
 }
 """The verbs, each with the example that ends its help."""
 
