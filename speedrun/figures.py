@@ -23,7 +23,7 @@ def record(  # noqa: PLR0917
     *,
     runs: int = 1,
     spread: float | None = None,
-    measured: dict[str, str] | None = None,
+    measured: dict[str, object] | None = None,
 ) -> None:
     """Append a figure with what is needed to measure it again: command, commit, device.
 
@@ -32,8 +32,8 @@ def record(  # noqa: PLR0917
         goal: what the issue asks for, e.g. `<= 40`.
         runs: how many measurements `value` is the mean or median of.
         spread: their standard deviation, in `unit`.
-        measured: `commit` and `device` of earlier results that `value` is computed from; by default
-            those of now.
+        measured: `command`, `commit` and `device` of earlier results that `value` is computed from,
+            by default those of now; and what else belongs to the figure.
     """
     line = {
         "figure": figure,
