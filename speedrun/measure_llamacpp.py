@@ -7,7 +7,7 @@ wherever it multiplies by quantized weights; so ours are compared with themselve
 rounding too. (The two cannot be equal to the bit: a float16 in the cache moves many values past the
 middle between two levels, and a few layers later all of the rounding is another.)
 
-pip install llama-cpp-python
+pip install 'qat-distill[llamacpp]'
 python speedrun/measure_llamacpp.py STUDENT=TEXT.txt ... --figures FILE.jsonl
 """
 
@@ -27,6 +27,7 @@ from qat.cli import run_verb
 from qat.export import gguf
 from qat.export.dense import dense_state_dict
 from qat.export.parts import float_model, logits_of
+from qat.extensions.lab.llamacpp import LlamaCpp
 from qat.models.checkpoint import load_checkpoint
 from qat.models.load import load_tokenizer
 from qat.models.stored_state import quantized_modules
@@ -48,7 +49,6 @@ def main(
     students: list[str], *, sequences: int = 16, length: int = 256, figures: Path | None = None
 ) -> None:
     """Print a line for each STUDENT=TEXT and record the worst KL."""
-    engine()
     worst = 0.0
     for named in students:
         student, _, text = named.rpartition("=")
@@ -59,18 +59,6 @@ def main(
         runs = len(students)
         record(figures, "gguf_llamacpp_kl", worst, "nats", f"<= {GOAL:g}", runs=runs)
     raise SystemExit(not worst <= GOAL)
-
-
-def engine() -> Any:
-    """The class `llama_cpp.Llama`."""
-    try:
-        from llama_cpp import Llama
-    except ImportError:
-        raise SystemExit(
-            "llama_cpp is not installed, expected llama.cpp's bindings; run: pip install "
-            "llama-cpp-python"
-        ) from None
-    return Llama
 
 
 def measure(student: str, text: Path, sequences: int, length: int) -> Compared:
@@ -141,13 +129,10 @@ def to_8_bits(x: Tensor, size: int) -> Tensor:
 
 def compare(path: Path, ids: Tensor, ours: Tensor) -> Compared:
     """Logits of a GGUF file in llama.cpp against `ours` `(B, S, V)`."""
-    llama = engine()(str(path), n_ctx=ids.shape[1], logits_all=True, n_threads=1, verbose=False)
-    theirs = []
-    for row in ids:
-        llama.reset()
-        llama.eval(row.tolist())
-        theirs.append(torch.from_numpy(llama.scores[: len(row)].copy()))
-    return compared(ours, torch.stack(theirs))
+    engine = LlamaCpp(path, ids.shape[1])
+    theirs = torch.stack([engine.logits(row.tolist()).clone() for row in ids])
+    engine.close()
+    return compared(ours, theirs)
 
 
 def compared(ours: Tensor, theirs: Tensor) -> Compared:
