@@ -297,7 +297,8 @@ def _show_budget(budget: "BudgetReport", console: "Terminal") -> None:
     from rich.table import Table
 
     title = (
-        f"{budget.bits_per_weight:.3f} of {budget.bits_budget:g} bits per weight, sum of the KLs "
+        f"{budget.bits_per_weight:.3f} of {budget.bits_budget:g} bits per weight"
+        f"{'' if budget.is_of_file else ' of linears'}, sum of the KLs "
         f"{budget.predicted_kl_nats:.4f} nats"
     )
     table = Table("module", "format", "KL alone (nats)", "other formats", title=title)

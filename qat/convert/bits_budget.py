@@ -12,24 +12,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from qat.convert.calibrate import StackInputs, StageInputs, TokenBatch, stages_in_order
+from qat.convert.tables import FLOAT_BITS, fit_table
 from qat.errors import ConfigError, ExportError
 from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
 from qat.logs import Ticker, progress
-from qat.models.cost import stored_bits
+from qat.models.cost import num_weights, parameter_count, stored_bits
 from qat.models.language_model import LanguageModel
 from qat.models.precision import matmul_precision
+from qat.models.stored_state import quantized_modules
 from qat.models.streamed import patched_forwards
-from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
 from qat.nn.sites import StackedLinear
-from qat.nn.swap import decoder_layers, linear_names, table_names, table_spec, weight_shape
+from qat.nn.swap import decoder_layers, linear_names, table_names, weight_shape
 from qat.quant.budget import Option, choose_options
 from qat.quant.error_feedback import fit_all_to_inputs, fit_stack_to_inputs
 from qat.quant.fit import fit_weight
@@ -65,6 +69,7 @@ def measure_sensitivities(
     judged, rest = split_calibration(calibration)
     found: Sensitivities = {name: {} for name in formats}
     modules = {name: model.model.get_submodule(name) for name in formats}
+    tables = table_names(model.model)
     with matmul_precision("medium"):
         judge = _Judge(model, judged)
 
@@ -77,8 +82,9 @@ def measure_sensitivities(
             # tables, experts and unused linears are fitted one by one
             if not isinstance(inputs, StageInputs):
                 for name in names:
+                    fit = fit_table if name in tables else partial(_fitted, inputs=inputs)
                     for spec in formats[name]:
-                        note(name, spec, _fitted(_weight(modules[name]), spec, inputs))
+                        note(name, spec, fit(_weight(modules[name]), spec))
                 return
             for spec in dict.fromkeys(spec for name in names for spec in formats[name]):
                 own = [name for name in names if spec in formats[name]]
@@ -196,8 +202,6 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 Bend = Callable[[str, LutSpec, tuple[int, int]], LutSpec]
-TABLE_BITS = (4, 8)
-"""Bits that are tried for the embedding and the head."""
 TOLERANCE = 1e-9
 """Relative tolerance for rounding errors of a budget."""
 
@@ -223,9 +227,11 @@ class BudgetReport:
     """The result of spending a budget."""
 
     bits_budget: float
-    """Bits per weight that the modules below may use together."""
+    """Bits per weight that the student may use."""
     bits_per_weight: float
-    """Bits per weight that they use."""
+    """Bits per weight that it uses."""
+    is_of_file: bool
+    """True if both are over all weights of the file, false if over the modules below alone."""
     predicted_kl_nats: float
     """The sum of the chosen formats' KLs, each measured alone."""
     seconds: float
@@ -233,30 +239,43 @@ class BudgetReport:
     modules: dict[str, list[FormatTrial]]
 
 
+class Trials(NamedTuple):
+    """What a budget may choose among."""
+
+    kept: dict[str, LutSpec]
+    """Tables that keep the plan's format."""
+    formats: dict[str, list[LutSpec]]
+    """The formats to try, by name of the module."""
+    bits: dict[str, list[int]]
+    """The stored bits of the module in each of them."""
+    num_weights: int
+    """Weights that the budget is over."""
+    other_bits: int
+    """Bits of those weights that are in none of these modules."""
+
+
 def formats_to_try(
-    model: LanguageModel,
+    model: PreTrainedModel,
     plan: QuantPlan,
     bits_budget: float,
     *,
+    tables: Mapping[str, Sequence[LutSpec]] | None = None,
     levels: LutSpec | None = None,
-    with_tables: bool = False,
     wider_groups: bool = False,
     bend: Bend | None = None,
-) -> tuple[dict[str, LutSpec], dict[str, list[LutSpec]], dict[str, list[int]]]:
-    """Return the modules that keep the plan's format, the formats to try, and the bits of each.
+) -> Trials:
+    """Return what a budget may choose among; for the arguments see `plan_within_budget`.
 
-    Reads names and shapes only, so `model` may be on the meta device. For the arguments see
-    `plan_within_budget`.
+    Reads names and shapes only, so `model` may be on the meta device.
 
     Raises:
         ConfigError: the formats cannot meet the budget, need less, or do not fit a layer.
     """
-    tables = table_names(model.model)
-    planned = plan.assign(linear_names(model.model), tables)
-    formats = _table_formats(model, tables) if with_tables else {}
-    kept = {n: spec for n, spec in planned.items() if n in tables and n not in formats}
-    linears = {n: spec for n, spec in planned.items() if n not in tables}
-    shapes = {n: weight_shape(model.model.get_submodule(n)) for n in [*formats, *linears]}
+    names = table_names(model)
+    planned = plan.assign(linear_names(model), names)
+    linears = {n: spec for n, spec in planned.items() if n not in names}
+    kept = {n: spec for n, spec in planned.items() if n in names and n not in (tables or ())}
+    shapes = {n: weight_shape(model.get_submodule(n)) for n in [*(tables or ()), *linears]}
 
     def bent(name: str, specs: Sequence[LutSpec]) -> list[LutSpec]:
         if bend is None:
@@ -266,7 +285,7 @@ def formats_to_try(
     def like(spec: LutSpec, name: str) -> list[LutSpec]:
         return bent(name, _formats_like(spec, name, shapes[name], wider_groups))
 
-    formats = {name: bent(name, specs) for name, specs in formats.items()}
+    formats = {name: bent(name, specs) for name, specs in (tables or {}).items()}
     for name, spec in linears.items():
         try:
             formats[name] = like(spec, name)
@@ -285,8 +304,20 @@ def formats_to_try(
             ]
             for name, specs in formats.items()
         }
-    _check_reach(bits_budget, list(bits.values()), sum(map(math.prod, shapes.values())))
-    return kept, formats, bits
+    size = sum(map(math.prod, shapes.values()))
+    rest = (0, 0) if tables is None else _rest(model, formats)
+    trials = Trials(kept, formats, bits, size + rest[0], rest[1])
+    _check_reach(bits_budget, trials, is_of_file=tables is not None)
+    return trials
+
+
+def _rest(model: PreTrainedModel, chosen: Mapping[str, object]) -> tuple[int, int]:
+    """Return the number and the stored bits of all weights outside of the modules `chosen`."""
+    quantized = [m for name, m in quantized_modules(model).items() if name not in chosen]
+    modules = [model.get_submodule(name) for name in chosen]
+    others = parameter_count(model) - sum(math.prod(weight_shape(m)) for m in modules)
+    floats = others - sum(map(num_weights, quantized))
+    return others, FLOAT_BITS * floats + sum(map(stored_bits, quantized))
 
 
 def plan_within_budget(
@@ -295,8 +326,8 @@ def plan_within_budget(
     bits_budget: float,
     calibration: Sequence[TokenBatch],
     *,
+    tables: Mapping[str, Sequence[LutSpec]] | None = None,
     levels: LutSpec | None = None,
-    with_tables: bool = False,
     wider_groups: bool = False,
     bend: Bend | None = None,
 ) -> tuple[QuantPlan, BudgetReport]:
@@ -304,15 +335,15 @@ def plan_within_budget(
 
     Every linear that `plan` quantizes gets a learned codebook of 2, 3 or 4 bits per weight: levels
     or vectors, and the form of scale, as in the plan. Formats that do not fit its shape are not
-    tried. With `with_tables` the embedding and an untied head get 4 or 8 bits. Together
-    they use at most `bits_budget` bits per weight. Tables that the plan itself names keep the
-    plan's format.
+    tried. With `tables` the budget is over all weights of the file, without over those linears:
+    tables that the plan itself names then keep the plan's format.
 
     Args:
         model: the model whose weights are quantized and whose output is the target; restored at the
             end.
         plan: the linears to quantize and their groups.
         calibration: text to judge on and to fit to, see `measure_sensitivities`.
+        tables: the formats to try for the embedding and an untied head.
         levels: a format that is tried besides those of `plan`. A linear whose shape or target
             cannot have those gets 2, 3 or 4 bits of levels with this one's form of scale.
         wider_groups: linears may also have groups of the next size that divides their rows.
@@ -321,16 +352,9 @@ def plan_within_budget(
     Raises:
         ConfigError: the formats cannot meet the budget, need less, or do not fit a layer.
     """
-    began = time.perf_counter()
-    kept, formats, bits = formats_to_try(
-        model,
-        plan,
-        bits_budget,
-        with_tables=with_tables,
-        levels=levels,
-        wider_groups=wider_groups,
-        bend=bend,
-    )
+    began, room = time.perf_counter(), {"levels": levels, "wider_groups": wider_groups}
+    trials = formats_to_try(model.model, plan, bits_budget, tables=tables, bend=bend, **room)
+    formats, bits = trials.formats, trials.bits
     sizes = {name: math.prod(weight_shape(model.model.get_submodule(name))) for name in formats}
     with progress("measuring sensitivities", sum(map(len, bits.values())), "trials") as ticker:
         nats = measure_sensitivities(model, calibration, formats, ticker)
@@ -338,12 +362,12 @@ def plan_within_budget(
         name: [Option(nats[name][spec], size) for spec, size in zip(specs, bits[name], strict=True)]
         for name, specs in formats.items()
     }
-    limit = int(bits_budget * sum(sizes.values()) * (1 + TOLERANCE))
+    limit = int(bits_budget * trials.num_weights * (1 + TOLERANCE)) - trials.other_bits
     places = dict(zip(formats, choose_options(list(options.values()), limit), strict=True))
     chosen = {name: formats[name][place] for name, place in places.items()}
-    rules = plan.rules_for({**kept, **chosen}, table_names(model.model))
+    rules = plan.rules_for({**trials.kept, **chosen}, table_names(model.model))
     taken = [options[name][place] for name, place in places.items()]
-    trials = {
+    tried = {
         name: [
             FormatTrial(
                 bits=spec.index_bits,
@@ -357,14 +381,17 @@ def plan_within_budget(
         ]
         for name, size in sizes.items()
     }
+    used = sum(option.bits for option in taken) + trials.other_bits
     report = BudgetReport(
         bits_budget=bits_budget,
-        bits_per_weight=sum(option.bits for option in taken) / sum(sizes.values()),
+        bits_per_weight=used / trials.num_weights,
+        is_of_file=tables is not None,
         predicted_kl_nats=sum(option.cost for option in taken),
         seconds=time.perf_counter() - began,
-        modules=trials,
+        modules=tried,
     )
-    return QuantPlan(name=f"mixed-{bits_budget:g}", rules=rules), report
+    of_what = "" if report.is_of_file else "-of-linears"
+    return QuantPlan(name=f"mixed-{bits_budget:g}{of_what}", rules=rules), report
 
 
 def _formats_like(
@@ -391,27 +418,16 @@ def _formats_like(
     return fitting
 
 
-def _table_formats(model: LanguageModel, names: Sequence[str]) -> dict[str, list[LutSpec]]:
-    formats = {}
-    for name in names:
-        module = model.model.get_submodule(name)
-        if isinstance(module, FrozenLutTable):
-            raise ConfigError(
-                f"embedding_bits=auto, but {name} is quantized already, expected a float table to "
-                "choose bits for; give the float model as --base"
-            )
-        width = weight_shape(module)[1]
-        formats[name] = [table_spec(bits, width) for bits in TABLE_BITS]
-    return formats
-
-
-def _check_reach(bits_budget: float, bits: Sequence[Sequence[int]], num_weights: int) -> None:
+def _check_reach(bits_budget: float, trials: Trials, *, is_of_file: bool) -> None:
     """Refuse a budget outside the range that the formats can reach."""
-    least, most = (sum(map(pick, bits)) / num_weights for pick in (min, max))
+    least, most = (
+        (sum(map(pick, trials.bits.values())) + trials.other_bits) / trials.num_weights
+        for pick in (min, max)
+    )
     room = TOLERANCE * bits_budget
     if not least - room <= bits_budget <= most + room:
+        what = "all weights of this model" if is_of_file else f"these {len(trials.bits)} linears"
         raise ConfigError(
-            f"bits_budget={bits_budget:g}, but these {len(bits)} modules can take {least:.4f} to "
-            f"{most:.4f} bits per weight, scales and codebooks included; give a budget between, or "
-            "another --group-size"
+            f"bits_budget={bits_budget:g}, but {what} can take {least:.4f} to {most:.4f} bits per "
+            "weight, scales and codebooks included; give a budget between, or another --group-size"
         )

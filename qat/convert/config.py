@@ -47,17 +47,19 @@ class ConvertConfig(Settings):
     """Bits of attention keys and values, in training and in every cache; those of the source by
     default. Without --to nothing else is quantized."""
     bits_budget: Formats[float | None] = Field(None, gt=0)
-    """Average bits per weight, met with 2, 3 or 4 bits per linear, chosen by measured KL. A plan
-    then only says which linears, whether levels or vectors, and in which groups. Without a plan:
-    all linears, as vectors, or as levels where a linear or a target cannot hold vectors."""
+    """Bits per weight of the whole file, met with 2, 3 or 4 bits per linear and 2, 3, 4 or 8 per
+    table, chosen by measured KL; of the linears alone where tables have their bits from
+    --embedding-bits, the plan or the source, or are not quantized. A plan then only says which
+    linears, whether levels or vectors, and in which groups. Without a plan: all linears, as
+    vectors, or as levels where a linear or a target cannot hold vectors."""
     group_size: Formats[int | None] = Field(None, gt=0)
     """Input features that share a scale; the plan's own by default. If targets of --for hold
     other groups only, those are used, and a line says so."""
-    embedding_bits: Formats[Literal[4, 8, 16, "auto"] | None] = None
-    """Bits of the embedding and the head: 4 or 8; 16 for floating point; auto to choose within the
-    budget, which then includes them. By default the plan's rule for them; without one 8 (or fewer,
-    where the source has fewer), or floating point if scales are of low rank or a target of --for
-    holds no quantized table."""
+    embedding_bits: Formats[Literal[2, 3, 4, 8, 16] | None] = None
+    """Bits of the embedding and the head: 2, 3, 4 or 8; 16 for floating point. By default the
+    plan's rule for them, or what --bits-budget chooses; without either 8 (or fewer, where the
+    source has fewer), or floating point if scales are of low rank or a target of --for holds no
+    quantized table."""
     rotate: Formats[bool] = False
     """Rotate a float model before it is quantized, so that inputs of linears have fewer outliers;
     its function does not change. Without --to nothing is quantized."""
@@ -156,11 +158,6 @@ def check_asked(config: ConvertConfig) -> QuantPlan:
         raise ConfigError(
             f"bits_budget={config.bits_budget:g} is given without a text to measure sensitivities "
             "on; add --calibration TEXT"
-        )
-    if config.embedding_bits == "auto" and config.bits_budget is None:
-        raise ConfigError(
-            "embedding_bits=auto is given without a budget to choose within; add --bits-budget "
-            "BITS, or give --embedding-bits 4 or 8"
         )
     if config.activations is not None and config.to is None and config.bits_budget is None:
         raise ConfigError(

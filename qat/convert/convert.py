@@ -5,6 +5,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from transformers import PreTrainedModel
+
 from qat.backend.device import select
 from qat.config import Settings
 from qat.convert.activations import inputs_to_quantize
@@ -14,12 +16,7 @@ from qat.convert.config import ConvertConfig, check_asked, read_kv
 from qat.convert.quantize import QuantizeReport, check_experts, quantize_model
 from qat.convert.rotate import Rotation, rotate
 from qat.convert.shipping import Shipping
-from qat.convert.tables import (
-    USUAL_BITS,
-    StoredTable,
-    plan_tables,
-    round_float_tables,
-)
+from qat.convert.tables import StoredTable, plan_tables, round_float_tables, tables_in_budget
 from qat.errors import ConfigError
 from qat.models.attention import (
     LayerFit,
@@ -30,7 +27,7 @@ from qat.models.attention import (
 )
 from qat.models.document_attention import quantize_kv
 from qat.models.language_model import LanguageModel
-from qat.nn.swap import linear_names, table_names, weight_shape, with_tables
+from qat.nn.swap import linear_names, table_names, weight_shape
 from qat.quant.spec import QuantPlan, by_group
 
 
@@ -67,18 +64,17 @@ def convert_model(
     kv = read_kv(config) or kv_spec(student.model.config)
     if kv is not None:
         quantize_kv(student.model, kv, student.device)
-    room = _room(config)
     if rotation is not None:  # rotated tables no longer match those of the file
         stored = {}
     tables = {"config": config, "stored": stored, "shipping": shipping}
+    measured = base or student
+    room = budget_room(plan, measured.model, **tables)
     if shipping is not None:  # adapt the plan now, so that a refusal comes before any work
         asked = plan
         if room["levels"] is not None:  # levels stand in for vectors where a target has none
             change = {"spec": room["levels"]}
             rules = tuple(rule.model_copy(update=change) for rule in plan.rules)
             asked = plan.model_copy(update={"rules": rules})
-        if config.embedding_bits == "auto":
-            asked = with_tables(asked, student.model, USUAL_BITS)
         shipping.plan(plan_tables(asked, student.model, **tables), student.model)
     fits = []
     if attention is not None:
@@ -86,10 +82,7 @@ def convert_model(
         fits = load_sparse_attention().fit(student, calibration, steps=steps)
     budget = None
     if config.bits_budget is not None:
-        bend = None if shipping is None else shipping.bend
-        plan, budget = plan_within_budget(
-            base or student, plan, config.bits_budget, calibration, **room, bend=bend
-        )
+        plan, budget = plan_within_budget(measured, plan, config.bits_budget, calibration, **room)
     plan = plan_tables(plan, student.model, **tables)
     if shipping is not None:
         plan = shipping.plan(plan, student.model, group_size=config.group_size)
@@ -104,7 +97,8 @@ def check_conversion(model: LanguageModel, config: ConvertConfig) -> None:
     """Refuse formats and budgets that do not fit the shapes of `model`; no weight is read."""
     plan, _ = read_settings(config)
     if config.bits_budget is not None:
-        formats_to_try(model, plan, config.bits_budget, **_room(config))
+        room = budget_room(plan, model.model, config, stored={}, shipping=None)
+        formats_to_try(model.model, plan, config.bits_budget, **room)
         return
     linears = linear_names(model.model)
     specs = plan.assign(linears, table_names(model.model))
@@ -114,12 +108,20 @@ def check_conversion(model: LanguageModel, config: ConvertConfig) -> None:
             spec.check_shape(name, *weight_shape(model.model.get_submodule(name)))
 
 
-def _room(config: ConvertConfig) -> dict[str, Any]:
-    """Return what else a budget may be spent on, as arguments of `formats_to_try`."""
+def budget_room(
+    plan: QuantPlan,
+    model: PreTrainedModel,
+    config: ConvertConfig,
+    *,
+    stored: Mapping[str, StoredTable],
+    shipping: Shipping | None,
+) -> dict[str, Any]:
+    """Return what a budget may be spent on, as arguments of `formats_to_try`."""
     return {
+        "tables": tables_in_budget(plan, model, config, stored=stored, shipping=shipping),
         "levels": by_group(4, config.group_size or 16) if config.to is None else None,
-        "with_tables": config.embedding_bits == "auto",
         "wider_groups": config.group_size is None,
+        "bend": None if shipping is None else shipping.bend,
     }
 
 

@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 
 from qat.backend.base import GIB, Backend
 from qat.backend.device import select
+from qat.convert.bits_budget import formats_to_try
 from qat.convert.config import ConvertConfig, read_kv, read_plan
+from qat.convert.convert import budget_room
 from qat.convert.quantize import FIT_BYTES, check_experts
 from qat.convert.shipping import Shipping
 from qat.convert.stored_tables import join_tables, stored_tables
@@ -82,14 +84,19 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
         ConfigError, CheckpointError, ExportError: the conversion itself would fail in this way.
     """
     plan = read_plan(config)
-    # levels stand in: most targets hold them
-    if config.bits_budget is not None and config.to is None:
-        spec = by_group(BUDGET_BITS, config.group_size or 16)
-        plan = plan.model_copy(update={"rules": (PlanRule(pattern="*", spec=spec),)})
     model, itemsize, stored = _skeleton(source, config)
     if config.attention is not None:
         change_attention(model, read_attention(config.attention))
     check_experts(plan, model)
+    is_of_file = False
+    if config.bits_budget is not None:
+        measured = model if config.base is None else _skeleton(config.base, config)[0]
+        room = budget_room(plan, measured, config, stored=stored, shipping=shipping)
+        formats_to_try(measured, plan, config.bits_budget, **room)
+        is_of_file = room["tables"] is not None
+        if config.to is None:  # levels stand in: most targets hold them
+            spec = by_group(BUDGET_BITS, config.group_size or 16)
+            plan = plan.model_copy(update={"rules": (PlanRule(pattern="*", spec=spec),)})
     plan = plan_tables(plan, model, config, stored=stored, shipping=shipping)
     if shipping is not None:
         plan = shipping.plan(plan, model, group_size=config.group_size)
@@ -104,7 +111,9 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
     if (kv := read_kv(config)) is not None:
         set_kv(model, kv)
     size, of_linears = _bytes(model, itemsize), linear_bits(model)
-    if config.bits_budget is not None:
+    if is_of_file:  # what the linears get of it is measured
+        size, of_linears = round(config.bits_budget * parameter_count(model) / 8), math.nan
+    elif config.bits_budget is not None:
         size += round((config.bits_budget - of_linears) * quantized_parameter_count(model) / 8)
         of_linears = config.bits_budget
     sizes = Sizes(

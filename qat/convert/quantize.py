@@ -27,6 +27,7 @@ from qat.convert.calibrate import (
     stages_in_order,
 )
 from qat.convert.rotate import ROTATION
+from qat.convert.tables import fit_table
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS, RecordedSweeps, nearest_vectors
 from qat.logs import Ticker, progress
@@ -61,8 +62,7 @@ from qat.quant.error_feedback import (
     fit_all_to_inputs,
     fit_stack_to_inputs,
 )
-from qat.quant.fit import fit_weight, with_zero_groups
-from qat.quant.integers import exact_integers, is_integers
+from qat.quant.fit import fit_weight
 from qat.quant.spec import ActivationKind, ActivationSpec, LutSpec, QuantPlan, role_of
 from qat.quant.weight import QuantizedWeight, dequantize, round_levels
 
@@ -369,12 +369,10 @@ class _Conversion:
 
         def fit(name: str) -> tuple[Tensor, QuantizedWeight, float]:
             began, weight, spec = time.perf_counter(), self.weight(name), self.specs[name]
-            is_found = name in self.tables and is_integers(spec)
-            fitted = exact_integers(weight, spec.bits) if is_found else None
-            if fitted is None:
+            if name in self.tables:
+                fitted = fit_table(weight, spec)
+            else:
                 fitted = fit_weight(weight, spec, nearest=nearest_vectors)
-                if name in self.tables:
-                    fitted = with_zero_groups(weight, fitted)
             return weight, fitted, time.perf_counter() - began
 
         with side_by_side(min(workers or backend.workers(), at_once)) as map_:

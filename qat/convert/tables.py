@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from qat.convert.config import ConvertConfig
 from qat.convert.shipping import Shipping
 from qat.errors import ConfigError
+from qat.kernels.column_sweep import nearest_vectors
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.swap import (
     FEW_BITS,
@@ -23,11 +24,15 @@ from qat.nn.swap import (
     weight_shape,
     with_tables,
 )
-from qat.quant.integers import integer_spec, rounded_bits
+from qat.quant.fit import fit_weight, with_zero_groups
+from qat.quant.integers import exact_integers, integer_spec, is_integers, rounded_bits
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
+from qat.quant.weight import QuantizedWeight
 
 USUAL_BITS = 8
 """Bits of tables by default."""
+BUDGET_BITS = (2, 3, 4, 8)
+"""Bits that a budget tries for a table."""
 FLOAT_BITS = 16
 """Bits from which on a type is floating point; the value of `--embedding-bits` for that."""
 
@@ -62,10 +67,39 @@ def plan_tables(
     bits = config.embedding_bits
     if bits == FLOAT_BITS:
         return _in_floats(plan, model)
-    if bits == "auto" or (bits is None and not _has_default(plan, model, shipping)):
+    if bits is None and not _has_default(plan, model, shipping):
         return plan
     specs = {name: _format(model, name, bits, stored.get(name)) for name in table_names(model)}
     return with_tables(plan, model, specs)
+
+
+def tables_in_budget(
+    plan: QuantPlan,
+    model: PreTrainedModel,
+    config: ConvertConfig,
+    *,
+    stored: Mapping[str, StoredTable],
+    shipping: Shipping | None,
+) -> dict[str, list[LutSpec]] | None:
+    """Return the formats that a budget may give each table.
+
+    None if the tables have theirs already, or stay in floating point: the budget is then over the
+    linears alone.
+    """
+    modules = {name: model.get_submodule(name) for name in table_names(model)}
+    is_quantized = any(isinstance(module, FrozenLutTable) for module in modules.values())
+    if config.embedding_bits or is_quantized or not _has_default(plan, model, shipping):
+        return None
+    tried = {n: [_format(model, n, b, stored.get(n)) for b in BUDGET_BITS] for n in modules}
+    return {name: list(dict.fromkeys(specs)) for name, specs in tried.items()}
+
+
+def fit_table(weight: Tensor, spec: LutSpec) -> QuantizedWeight:
+    """Fit a table to its own values; integers of the source are recovered, not rounded again."""
+    found = exact_integers(weight, spec.bits) if is_integers(spec) else None
+    if found is not None:
+        return found
+    return with_zero_groups(weight, fit_weight(weight, spec, nearest=nearest_vectors))
 
 
 def _format(

@@ -137,7 +137,7 @@ def test_more_bits_without_the_float_weights_are_remarked(
 def test_a_budget_of_bits(place: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     out, cache = tmp_path / "out", place / "cache"
     flags = ["--bits-budget", 4.4, "--to", "q2a4", "--calibration", cache, "--device", "cpu"]
-    few = ["--calibration-sequences", 4, "--embedding-bits", "auto"]
+    few = ["--calibration-sequences", 4]
     assert call(monkeypatch, "convert", place / "one layer", *flags, *few, "--out", out) == 0
     printed = capsys.readouterr().out
     result = json.loads(printed.splitlines()[-1])
@@ -147,7 +147,7 @@ def test_a_budget_of_bits(place: Path, tmp_path: Path, monkeypatch, capsys) -> N
     assert (out / "plan.toml").exists()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_tables_get_the_bits_of_the_flag(bits: int, place, tmp_path, monkeypatch, capsys) -> None:
     flags = ["--to", "q4a4", "--embedding-bits", bits, "--device", "cpu"]
     assert call(monkeypatch, "convert", place / "float", *flags, "--out", tmp_path / "out") == 0
@@ -175,7 +175,10 @@ def test_mistakes_are_one_line(place: Path, tmp_path: Path, monkeypatch, capsys)
         (["--to", "q4a4", "--workers", "-1"], "workers"),
         (["--to", "q4a4", "--kv", "int2"], "kv"),
         (["--to", "q4a4_kv8", "--kv", "int4"], "to=q4a4_kv8 keeps keys and values in 8 bits, but"),
-        (["--to", "q4a4", "--embedding-bits", "5"], "embedding_bits=5: Input should be 4, 8, 16"),
+        (
+            ["--to", "q4a4", "--embedding-bits", "5"],
+            "embedding_bits=5: Input should be 2, 3, 4, 8 or 16",
+        ),
         (["--to", "q4a4", "--eval", "--cache-dir", "nowhere"], "nowhere"),
     ):
         out = tmp_path / "out"

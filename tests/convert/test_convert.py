@@ -219,7 +219,7 @@ def test_a_budget_becomes_a_plan_that_can_be_used_again(place: Path, tmp_path: P
     source, text = str(place / "float"), str(place / "text.txt")
     settings = config(place, bits_budget=3.3, calibration=text, calibration_sequences=8)
     report = convert_checkpoint(source, settings, tmp_path / "mixed")
-    assert report.plan == "mixed-3.3" and report.linear_bits <= 3.3
+    assert report.plan == "mixed-3.3-of-linears" and report.linear_bits <= 3.3
     written = json.loads((tmp_path / "mixed" / REPORT_NAME).read_text())
     assert written["budget"]["predicted_kl_nats"] == report.budget.predicted_kl_nats > 0
     assert written["budget"]["modules"].keys() == {m.name for m in report.modules}
@@ -233,13 +233,11 @@ def test_a_budget_becomes_a_plan_that_can_be_used_again(place: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_budget_without_a_plan_is_for_all_linears_and_tables_if_wished(
-    place: Path, tmp_path: Path
-) -> None:
+def test_a_budget_without_a_plan_is_for_all_linears_and_tables(place: Path, tmp_path: Path) -> None:
     text = str(place / "text.txt")
     settings = config(
-        place, to=None, bits_budget=3.6, calibration=text, calibration_sequences=4,
-        embedding_bits="auto", base=str(place / "float"),
+        place, to=None, bits_budget=3.9, calibration=text, calibration_sequences=4,
+        embedding_bits=None, base=str(place / "float"),
     )  # fmt: skip
     report = convert_checkpoint(str(place / "four"), settings, tmp_path / "out")
     assert len(report.budget.modules) == 16
@@ -295,11 +293,6 @@ def test_settings_that_are_wrong(place: Path, tmp_path: Path) -> None:
             "bits_budget=2.5 is given without a text to measure .* on; add --calibration TEXT",
         ),
         (
-            {"embedding_bits": "auto"},
-            ConfigError,
-            "embedding_bits=auto is given without a budget to choose within; add --bits-budget",
-        ),
-        (
             {"calibration": "{}/short.txt"},
             ConfigError,
             "short.txt holds less than one sequence of 32 tokens; give more text or lower --cal",
@@ -307,7 +300,7 @@ def test_settings_that_are_wrong(place: Path, tmp_path: Path) -> None:
         (
             {"calibration": "{}/text.txt", "bits_budget": 2.2},
             ConfigError,
-            "bits_budget=2.2, but these 4 modules can take 2.5",
+            "bits_budget=2.2, but these 4 linears can take 2.5",
         ),
         (
             {"calibration": "{}/text.txt", "calibration_length": 129},

@@ -1,5 +1,6 @@
 """The forecast of a conversion before it begins, and what the conversion then makes."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from qat.convert.checkpoint import convert_checkpoint
 from qat.convert.config import ConvertConfig
 from qat.convert.forecast import Forecast, forecast
 from qat.convert.quantize import QuantizeReport
+from qat.errors import ConfigError
 from qat.export.targets import model_ships_to, shipping_to, ships_to
+from qat.models.cost import parameter_count
 from qat.models.sizes import checkpoint_sizes
 
 
@@ -107,8 +110,15 @@ def test_a_text_to_calibrate_on_need_not_be_there(tmp_path: Path) -> None:
 
 def test_a_budget_is_a_size(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
-    config = ConvertConfig(bits_budget=3, calibration="no/cache", device="cpu")
-    assert forecast(str(tmp_path), config).sizes.linear_bits == 3
+    config = ConvertConfig(bits_budget=4, calibration="no/cache", device="cpu")
+    sizes = forecast(str(tmp_path), config).sizes
+    assert sizes.bits_per_weight == pytest.approx(4, rel=1e-4) and math.isnan(sizes.linear_bits)
+    assert sizes.megabytes == pytest.approx(4 * parameter_count(tiny_model()) / 8e6, rel=1e-4)
+    fixed = config.model_copy(update={"embedding_bits": 8})
+    sizes = forecast(str(tmp_path), fixed).sizes
+    assert sizes.linear_bits == 4 < sizes.bits_per_weight < 8.5
+    with pytest.raises(ConfigError, match="bits_budget=2, but all weights"):
+        forecast(str(tmp_path), config.model_copy(update={"bits_budget": 2}))
 
 
 def test_a_group_size_that_a_target_replaces_is_named(tmp_path: Path, caplog) -> None:

@@ -14,7 +14,7 @@ from qat.convert.checkpoint import convert_checkpoint
 from qat.convert.config import REPORT_NAME, ConvertConfig
 from qat.convert.quantize import QuantizeReport
 from qat.convert.stored_tables import join_tables
-from qat.convert.tables import StoredTable, plan_tables
+from qat.convert.tables import BUDGET_BITS, StoredTable, plan_tables, tables_in_budget
 from qat.errors import ConfigError
 from qat.export.config import ExportConfig
 from qat.export.gguf import FILE_NAME
@@ -26,8 +26,10 @@ from qat.models.load import load_model
 from qat.models.stored_state import packed_state_dict
 from qat.nn.lut_embedding import FrozenLutTable, TiedLutHead, lut_tables
 from qat.nn.swap import is_tied, table_names
+from qat.quant.fit import fit_weight
 from qat.quant.integers import integer_spec
 from qat.quant.spec import PRESETS, LutSpec, PlanRule, preset_called
+from qat.quant.weight import dequantize
 
 pytest.importorskip("gguf")
 
@@ -131,6 +133,31 @@ def test_a_table_gets_no_more_bits_than_its_source_had() -> None:
         sample = torch.randn(8, 32)
         tables = {"model.embed_tokens": StoredTable(stored, sample)}
         assert planned(stored=tables) == {"model.embed_tokens": bits, "lm_head": 8}
+
+
+def test_what_a_budget_may_give_tables(tmp_path: Path) -> None:
+    model, plan = tiny_model(tie_word_embeddings=False), PRESETS["q2a4"]
+    rounded = exact_integers_of(torch.randn(8, 32), 4)
+    stored = {"lm_head": StoredTable(4.5, rounded)}
+
+    def tried(to: tuple[str, ...] = (), **values: object) -> dict[str, list[int]] | None:
+        config = ConvertConfig(**values)
+        found = tables_in_budget(plan, model, config, stored=stored, shipping=shipping_to(to))
+        return found and {name: [spec.bits for spec in specs] for name, specs in found.items()}
+
+    expected = {"model.embed_tokens": [*BUDGET_BITS], "lm_head": [2, 3, 4]}  # as in the file
+    assert tried() == tried(("gguf",)) == expected
+    # tables that have their bits already, or none: the budget is of the linears
+    assert tried(embedding_bits=8) is tried(embedding_bits=16) is tried(("compressed-tensors",))
+    assert tried(embedding_bits=8) is None
+    save_tiny(tmp_path / "float")
+    _, model = converted(tmp_path / "float", tmp_path / "eight")
+    assert tried() is None
+
+
+def exact_integers_of(weight: Tensor, bits: int) -> Tensor:
+    """A weight that integers of `bits` bits hold exactly."""
+    return dequantize(fit_weight(weight, integer_spec(bits)))
 
 
 def test_floats_are_refused_where_tables_are_quantized_already(tmp_path: Path) -> None:
