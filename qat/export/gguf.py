@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from qat.export.parts import (
 from qat.models.gguf import GgufFile, dequantize, type_number
 from qat.models.stored_state import quantized_modules
 from qat.nn.swap import embedding_dtype, head_dim, weight_shape
-from qat.quant.integers import is_integers
+from qat.quant.codebook import fixed_grid
 from qat.quant.spec import LutSpec
 
 logger = logging.getLogger(__name__)
@@ -156,54 +156,68 @@ def _add_special(writer: object, tokenizer: PreTrainedTokenizerBase, vocab_size:
 
 # Blocks of GGUF: evenly spaced levels and float16 scales in the types of ggml that hold them.
 #
-# Shapes: O rows, B blocks per row, N weights per block (32; 64 of Q2_0; 256 of the K types).
+# Shapes: O rows, B blocks per row, N weights per block.
 
-SMALL, MIDDLE, LARGE = 32, 64, 256  # weights per block
+SMALL, LARGE = 32, 256
+"""The fewest and the most weights per block; the activations of a LARGE one share a scale too."""
 
 
 class BlockType(NamedTuple):
-    """A ggml type: `W = d * (code + offset)`, or `d * code + m`."""
+    """A ggml type: `W = d * integer`, or `W = d * code + m` with codes from 0."""
 
     name: str
     size: int
     """Weights per block."""
-    offset: int | None
-    """The offset of the codes; None if the type has `m` instead."""
+    integers: range | int
+    """The integers of the type; if it has `m` instead, the number of its codes."""
     layout: Callable[[Tensor, Tensor, Tensor], list[Tensor]]
-    """Maps `(n, N)` uint8 codes and the bytes of `d` and `m`, `(n, 2)` each, to columns of
-    bytes."""
+    """Maps `(n, N)` uint8 codes and the bytes of `d` and `m`, `(n, 2)` each, to columns of bytes.
+    The codes count the integers from the lowest one."""
+
+    @property
+    def num_levels(self) -> int:
+        """The number of levels of a block."""
+        return self.integers if isinstance(self.integers, int) else len(self.integers)
+
+    def holds(self, spec: LutSpec) -> bool:
+        """Return whether weights of even levels in that format lose nothing."""
+        if spec.group_size % self.size:
+            return False
+        if isinstance(self.integers, int):  # `m` has more bits than a float16 scale leaves room for
+            return spec.num_levels <= self.num_levels and spec.scale_bits == 8
+        return all(level in self.integers for level in _levels(spec))
+
+
+def _levels(spec: LutSpec) -> list[int]:
+    """Return the levels of an even grid as integers; those of seq are odd, over a power of two."""
+    levels = cast(Tensor, fixed_grid(spec))
+    return (levels * spec.num_levels if spec.codebook == "seq" else levels).int().tolist()
 
 
 def block_type(spec: LutSpec) -> BlockType | None:
     """Return the smallest type that holds even levels exactly; None if there is none."""
-    if spec.group_size % LARGE == 0:
-        if spec.codebook == "ternary":
-            return TQ2_0
-        if spec.bits == 2 and spec.codebook == "seq":
-            return Q2_K
-        if spec.codebook == "int" and spec.bits in K_TYPES:
-            return K_TYPES[spec.bits]
-    if spec.group_size % MIDDLE == 0 and spec.bits == 2 and spec.codebook != "seq":
-        return Q2_0
-    if spec.group_size % SMALL:
+    if spec.codebook not in EVEN_GRIDS or spec.scale_bits > 16:
         return None
-    if spec.codebook == "seq":
-        return Q4_1 if spec.bits <= 4 else None
-    return next(kind for most, kind in ((4, Q4_0), (5, Q5_0), (8, Q8_0)) if spec.bits <= most)
+    return next((kind for kind in BLOCK_TYPES if kind.holds(spec)), None)
 
 
-def to_blocks(name: str, weight: Affine, kind: BlockType) -> Tensor:
-    """Return the rows of a weight in that type, `(O, bytes)` uint8; scales must fit float16."""
-    O, I = weight.codes.shape
-    repeats = I // weight.scale.shape[1] // kind.size
-    d, m = (t.repeat_interleave(repeats, 1).reshape(-1, 1) for t in (weight.scale, weight.bias))
-    codes = weight.codes.reshape(-1, kind.size)
-    if kind.offset is not None:
-        some = weight.scale != 0  # the integer that code 0 represents is `bias / scale`
-        lowest = int((weight.bias[some] / weight.scale[some])[0]) if some.any() else 0
-        codes, m = codes + (lowest - kind.offset), torch.zeros_like(m)
-    parts = kind.layout(codes.to(torch.uint8), _half(name, d), _half(name, m))
-    return torch.cat(parts, 1).view(O, -1)
+def to_blocks(name: str, weight: Affine, spec: LutSpec) -> Tensor:
+    """Return the rows of a weight in its `block_type`, `(O, bytes)` uint8.
+
+    Raises:
+        ExportError: a scale does not fit into float16.
+    """
+    kind = cast(BlockType, block_type(spec))
+    d, m, codes = weight.scale, weight.bias, weight.codes.short()
+    if isinstance(kind.integers, range):
+        first, second = _levels(spec)[:2]
+        codes = (first + (second - first) * codes - kind.integers[0]) // kind.integers.step
+        d, m = d / (second - first), torch.zeros_like(m)
+    O, I = codes.shape
+    repeats = I // d.shape[1] // kind.size
+    d, m = (t.repeat_interleave(repeats, 1).reshape(-1, 1) for t in (d, m))
+    octets = codes.to(torch.uint8).reshape(-1, kind.size)
+    return torch.cat(kind.layout(octets, _half(name, d), _half(name, m)), 1).view(O, -1)
 
 
 def _half(name: str, value: Tensor) -> Tensor:
@@ -227,10 +241,31 @@ def _negative(half: Tensor) -> Tensor:
     return half ^ torch.tensor([0, 0x80], dtype=torch.uint8)
 
 
+def _eights(codes: Tensor) -> Tensor:
+    """Pack one bit each: eight neighbours share a byte."""
+    bits = codes.view(len(codes), -1, 8) << torch.arange(8, dtype=torch.uint8)
+    return bits.sum(-1, dtype=torch.uint8)
+
+
 def _fours(codes: Tensor) -> Tensor:
     """Pack two bits each: four neighbours share a byte."""
     bits = codes.view(len(codes), -1, 4) << torch.arange(0, 8, 2, dtype=torch.uint8)
     return bits.sum(-1, dtype=torch.uint8)
+
+
+def _fives(codes: Tensor) -> Tensor:
+    """Pack five ternary digits in a byte: runs of 32 in 32 bytes, of 16 in 16, four of 4 in 4.
+
+    A byte is the fraction `q / 243` of 256, rounded up, so that multiplying it by 3 carries out one
+    digit after the other, the first run first.
+    """
+    parts = []
+    for run, width in zip(codes.split((160, 80, 16), 1), (32, 16, 4), strict=True):
+        digits = run.view(len(codes), -1, width).short()
+        places = 3 ** torch.arange(4, 4 - digits.shape[1], -1, dtype=torch.int16)
+        q = (digits * places[:, None]).sum(1, dtype=torch.int32)
+        parts.append(((q * 256 + 242) // 243).to(torch.uint8))
+    return torch.cat(parts, 1)
 
 
 def _quarters(codes: Tensor) -> Tensor:
@@ -243,11 +278,6 @@ def _third_bits(codes: Tensor) -> Tensor:
     """Pack the third bits: eight runs of 32 weights share 32 bytes."""
     runs = (codes >> 2).view(-1, 8, 32) << torch.arange(8, dtype=torch.uint8)[:, None]
     return runs.sum(1, dtype=torch.uint8)
-
-
-def _q2_0(codes: Tensor, d: Tensor, m: Tensor) -> list[Tensor]:
-    """Lay out Q2_0, with levels -1 to 2 where ours are -2 to 1: signs of codes and scale flip."""
-    return [_negative(d), _fours(3 - codes)]
 
 
 def _q2_k(codes: Tensor, d: Tensor, m: Tensor) -> list[Tensor]:
@@ -275,17 +305,26 @@ def _repeated(codes: Tensor, value: int, count: int) -> Tensor:
     return codes.new_full((codes.shape[0], count), value)
 
 
-Q4_0 = BlockType("Q4_0", SMALL, -8, lambda codes, d, m: [d, _nibbles(codes)])
-Q4_1 = BlockType("Q4_1", SMALL, None, lambda codes, d, m: [d, m, _nibbles(codes)])
-Q5_0 = BlockType("Q5_0", SMALL, -16, lambda codes, d, m: [d, _fifth_bits(codes), _nibbles(codes)])
-Q8_0 = BlockType("Q8_0", SMALL, 0, lambda codes, d, m: [d, codes])
-Q2_0 = BlockType("Q2_0", MIDDLE, -2, _q2_0)
-Q2_K = BlockType("Q2_K", LARGE, None, _q2_k)
-Q3_K = BlockType("Q3_K", LARGE, -4, _q3_k)
-Q6_K = BlockType("Q6_K", LARGE, -32, _q6_k)
-K_TYPES = {3: Q3_K, 6: Q6_K}
-"""The K types of integers, by their bits."""
-TQ2_0 = BlockType("TQ2_0", LARGE, -1, lambda codes, d, m: [_quarters(codes), d])
+BLOCK_TYPES = (
+    BlockType("Q1_0", 128, range(-1, 2, 2), lambda codes, d, m: [d, _eights(codes)]),
+    BlockType("TQ1_0", LARGE, range(-1, 2), lambda codes, d, m: [_fives(codes), d]),
+    BlockType("Q2_0", 64, range(-1, 3), lambda codes, d, m: [d, _fours(codes)]),
+    # the same type with the signs of codes and scale flipped
+    BlockType("Q2_0", 64, range(-2, 2), lambda codes, d, m: [_negative(d), _fours(3 - codes)]),
+    BlockType("Q2_K", LARGE, 4, _q2_k),
+    BlockType("Q3_K", LARGE, range(-4, 4), _q3_k),
+    BlockType("Q4_0", SMALL, range(-8, 8), lambda codes, d, m: [d, _nibbles(codes)]),
+    BlockType("Q4_1", SMALL, 16, lambda codes, d, m: [d, m, _nibbles(codes)]),
+    BlockType(
+        "Q5_0", SMALL, range(-16, 16), lambda codes, d, m: [d, _fifth_bits(codes), _nibbles(codes)]
+    ),
+    BlockType("Q6_K", LARGE, range(-32, 32), _q6_k),
+    BlockType("Q8_0", SMALL, range(-128, 128), lambda codes, d, m: [d, codes ^ 128]),
+)
+"""Types of ggml by their bits per weight, the smallest first.
+
+TQ2_0 holds no more than TQ1_0, which is smaller.
+"""
 
 
 COMPARED = "bits"
@@ -314,8 +353,7 @@ llama-cli -m DIR/model.gguf -p "Once upon a time"
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
     """Return why a weight would lose something; None if not.
 
-    Even levels of 2, 3 and 6 bits in groups of 64 or 256, and of 4 to 8 bits in groups of 32, lose
-    nothing.
+    Even levels of up to 7 bits, and integers of 8, lose nothing in groups of a multiple of 32.
     """
     reason = lost_by_grid(spec, EVEN_GRIDS)
     if reason is not None:
@@ -323,30 +361,31 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
     if block_type(spec) is None:
         return (
             f"no type of ggml holds {spec.bits} bits of codebook={spec.codebook} in groups of "
-            f"{spec.group_size} without loss, expected groups of a multiple of {SMALL}"
+            f"{spec.group_size} with scales of {spec.scale_bits} bits without loss, expected "
+            f"groups of a multiple of {SMALL} and scales of 16 or 8 bits"
         )
     return None
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """Return a format that ggml holds: Q2_K, Q3_K, Q6_K, TQ2_0, Q2_0, or integers in Q4_0 to Q8_0.
+    """Return a format that ggml holds: the one given, if a type has just its levels and groups.
 
-    The first four have groups of 256, Q2_0 has groups of 64, and Q4_0 to Q8_0 have groups of 32 and
-    are used if rows do not split into the others. Scales have 8 bits. Even levels of 2 bits lose
-    less than integers, whose zero leaves one level on the other side: so Q2_0 with integers is only
-    used if the plan has integers, or if 256 does not divide the row.
+    Otherwise Q1_0, TQ1_0, Q2_K, Q3_K, Q6_K or Q2_0, or Q4_0 to Q8_0 if rows do not split into their
+    blocks. Scales have 8 bits. Even levels of 2 bits lose less than integers, whose zero leaves one
+    level on the other side: so Q2_0 with integers is only used if the plan has integers, or if 256
+    does not divide the row.
 
     Raises:
-        ExportError: rows split into none of these groups, an index names a vector, or scales
-            are of low rank.
+        ExportError: rows split into no blocks, an index names a vector, or scales are of low rank.
     """
     refuse_all_but_groups(spec)
-    if is_integers(spec):  # recovered from a Q4_0, Q5_0 or Q8_0 source: written back bit-exact
+    own = block_type(spec)
+    if own is not None and own.size == spec.group_size and own.num_levels <= 2**spec.bits:
         return spec
     codebook = spec.codebook if spec.codebook == "ternary" else "int" if spec.bits > 1 else "seq"
     found = LutSpec(bits=spec.bits, codebook=codebook, group_size=SMALL, scale_bits=8)
     is_even = spec.bits == 2 and spec.codebook in {"lut", "seq"}
-    for size, levels in ((LARGE, "seq" if is_even else codebook), (MIDDLE, codebook)):
+    for size, levels in ((LARGE, "seq" if is_even else codebook), (128, codebook), (64, codebook)):
         wider = found.model_copy(update={"group_size": size, "codebook": levels})
         kind = block_type(wider)
         if shape[1] % size == 0 and kind is not None and kind.size == size:
@@ -424,11 +463,10 @@ def write(
         rows = _row_order(name, model.config)
         if rows is not None:
             weight = weight._make(part[rows] for part in weight)
-        kind = block_type(module.spec)
-        blocks = to_blocks(f"{name}.scales", weight, kind)
+        blocks = to_blocks(f"{name}.scales", weight, module.spec)
         # as int8 and with its shape: of uint8 the writer looks up the type, and misses Q2_0
         octets, shape = blocks.numpy().view(np.int8), weight_shape(module)
-        number = type_number(kind.name)
+        number = type_number(block_type(module.spec).name)
         writer.add_tensor(f"{names[name]}.weight", octets, raw_shape=shape, raw_dtype=number)
     for key, tensor in narrow_state(model).items():
         stem, kind = key.rsplit(".", 1)

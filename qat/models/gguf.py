@@ -21,10 +21,9 @@ from torch import Tensor
 
 from qat.errors import CheckpointError
 from qat.models.gguf_header import (
-    Q2_0,
-    Q2_0_BYTES,
-    Q2_0_WEIGHTS,
+    NEWER,
     StoredTensor,
+    block_size,
     read_header,
     read_metadata,
 )
@@ -68,7 +67,7 @@ def type_number(name: str) -> int:
     """Return the number of the ggml type `name` in GGUF."""
     import gguf
 
-    return Q2_0[1] if name == Q2_0[0] else gguf.GGMLQuantizationType[name]
+    return NEWER[name][0] if name in NEWER else gguf.GGMLQuantizationType[name]
 
 
 def dequantize(data: NDArray[np.uint8], type: str) -> NDArray[np.float32]:
@@ -81,12 +80,8 @@ def dequantize(data: NDArray[np.uint8], type: str) -> NDArray[np.float32]:
     """
     import gguf
 
-    if type == Q2_0[0]:
-        weights, octets, read = Q2_0_WEIGHTS, Q2_0_BYTES, _q2_0
-    else:
-        kind = gguf.GGMLQuantizationType[type]
-        weights, octets = gguf.GGML_QUANT_SIZES[kind]
-        read = partial(gguf.quants.dequantize, qtype=kind)
+    weights, octets = block_size(type)
+    read = READERS.get(type) or partial(gguf.quants.dequantize, qtype=type_number(type))
     blocks = data.reshape(-1, octets)
     values = np.empty((len(blocks), weights), np.float32)
     step = max(1, CHUNK_WEIGHTS // weights)
@@ -105,12 +100,15 @@ def dequantize(data: NDArray[np.uint8], type: str) -> NDArray[np.float32]:
     return values.reshape(*data.shape[:-1], -1)
 
 
-def _q2_0(row: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Dequantize blocks of `gguf_header.Q2_0`."""
-    blocks = row.reshape(-1, Q2_0_BYTES)
+def _few_bits(row: NDArray[np.uint8], bits: int, step: int) -> NDArray[np.float32]:
+    """Dequantize blocks of `NEWER` types: codes of `bits`, `step` integers apart from -1 on."""
+    blocks = row.reshape(-1, 2 + 16)
     scale = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
-    codes = (blocks[:, 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & 3
-    return scale * (codes.reshape(len(blocks), -1).astype(np.float32) - 1)
+    codes = (blocks[:, 2:, None] >> np.arange(0, 8, bits, dtype=np.uint8)) & (2**bits - 1)
+    return scale * (step * codes.reshape(len(blocks), -1).astype(np.float32) - 1)
+
+
+READERS = {"Q1_0": partial(_few_bits, bits=1, step=2), "Q2_0": partial(_few_bits, bits=2, step=1)}
 
 
 def read_rows(path: Path, tensor: StoredTensor, rows: range) -> Tensor:

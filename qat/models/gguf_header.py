@@ -1,7 +1,7 @@
 """Parsing of a GGUF file: metadata, and the names, types and places of its tensors.
 
 The package `gguf` loops over counts that the file states, even past its end, cuts every word of a
-vocabulary out of the file by several views of a memory map, and does not know ggml's newest type.
+vocabulary out of the file by several views of a memory map, and does not know ggml's newest types.
 So files are parsed here. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -28,12 +28,12 @@ PAIR_BYTES, TENSOR_BYTES = 13, 24
 """The minimum bytes of a key-value pair, and of the entry of a tensor."""
 ALIGNMENT = ("general.alignment", 32)
 """The key of the alignment of tensor data in bytes, and its default."""
-Q2_0 = ("Q2_0", 42)
-"""Name and number of a type that release 0.19 of `gguf` lacks.
+NEWER = {"Q1_0": (41, 128, 2 + 16), "Q2_0": (42, 64, 2 + 16)}
+"""Number, weights and bytes per block of types that release 0.19 of `gguf` does not dequantize.
 
-Blocks of 64 weights: a float16 scale, then two bits each, 0 to 3 for -1 to 2 times the scale.
+A block is a float16 scale, then codes of one or two bits each, in the lowest bits first.
+Codes of Q1_0 stand for -1 and 1 times the scale, those of Q2_0 for -1 to 2 times the scale.
 """
-Q2_0_WEIGHTS, Q2_0_BYTES = 64, 2 + 16
 
 
 class StoredTensor(NamedTuple):
@@ -84,16 +84,16 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
     size, found = path.stat().st_size, {}
     for name, (shape, number, place) in _parsed(path, _header).tensors.items():
-        try:
-            kind = gguf.GGMLQuantizationType(number)
-            type_, (weights, octets) = kind.name, gguf.GGML_QUANT_SIZES[kind]
-        except ValueError:
-            type_, (weights, octets) = Q2_0[0], (Q2_0_WEIGHTS, Q2_0_BYTES)
-            if number != Q2_0[1]:
+        type_ = next((kind for kind, newer in NEWER.items() if newer[0] == number), None)
+        if type_ is None:
+            try:
+                type_ = gguf.GGMLQuantizationType(number).name
+            except ValueError:
                 raise CheckpointError(
                     f"{path} holds {name} in ggml's type {number}, expected one that the package "
                     "gguf knows; start from the float model"
                 ) from None
+        weights, octets = block_size(type_)
         tensor = StoredTensor(shape, type_, 8 * octets / weights, place)
         end = place + math.prod(tensor.byte_shape)
         if shape[-1] % weights or end > size:
@@ -103,6 +103,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             )
         found[name] = tensor
     return found
+
+
+def block_size(type: str) -> tuple[int, int]:
+    """Return the weights and the bytes of a block of that ggml type."""
+    import gguf
+
+    if type in NEWER:
+        return NEWER[type][1:]
+    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]]
 
 
 def read_metadata(path: Path) -> dict[str, Field]:

@@ -220,15 +220,16 @@ def test_one_factor_of_nvfp4_holds_every_scale_up_to_1_75(tmp_path: Path) -> Non
 
 
 GGUF_FORMATS = {
-    "Q2_0": [("int", 2, 64), ("int", 2, 256), ("ternary", 2, 64)],
+    "Q1_0": [("seq", 1, 128), ("seq", 1, 512)],
+    "TQ1_0": [("ternary", 2, 256)],
+    "Q2_0": [("int", 2, 64), ("int", 2, 256), ("ternary", 2, 64), ("seq", 1, 64)],
     "Q2_K": [("seq", 2, 256), ("seq", 2, 512)],
     "Q3_K": [("int", 3, 256)],
-    "TQ2_0": [("ternary", 2, 256)],
-    "Q4_0": [("int", 4, 32), ("int", 3, 64), ("ternary", 2, 32)],
-    "Q4_1": [("seq", 4, 32), ("seq", 3, 256), ("seq", 1, 32)],
+    "Q4_0": [("int", 4, 32), ("int", 3, 64), ("ternary", 2, 32), ("seq", 1, 32), ("seq", 3, 256)],
+    "Q4_1": [("seq", 4, 32), ("seq", 4, 256)],
     "Q5_0": [("int", 5, 32)],
-    "Q6_K": [("int", 6, 256), ("int", 6, 512)],
-    "Q8_0": [("int", 8, 32), ("int", 6, 64)],
+    "Q6_K": [("int", 6, 256), ("int", 6, 512), ("seq", 5, 256)],
+    "Q8_0": [("int", 8, 32), ("int", 6, 64), ("seq", 7, 32)],
 }
 
 
@@ -243,16 +244,28 @@ def test_blocks_of_gguf_hold_our_weights(kind: str, codebook: str, bits: int, si
     with torch.no_grad():
         linear.scales[0] = 0  # the smallest weights have scales that round to zero
     found = gguf.block_type(spec)
-    blocks = gguf.to_blocks("it", parts.affine(linear), found).numpy()
+    blocks = gguf.to_blocks("it", parts.affine(linear), spec).numpy()
     assert found.name == kind
     assert torch.equal(torch.from_numpy(dequantize(blocks, kind)), linear.quantized_weight())
+
+
+def test_a_block_of_q1_0_is_as_ggml_defines_it() -> None:
+    spec = LutSpec(bits=1, codebook="seq", group_size=128, scale_bits=16)
+    linear = frozen_linear(3, 256, spec)
+    blocks = gguf.to_blocks("it", parts.affine(linear), spec)
+    assert blocks.shape == (3, 2 * 18)  # 1.125 bits a weight
+    expected = []
+    for block in blocks.reshape(-1, 18).numpy():
+        scale = float(block[:2].view(np.float16)[0])
+        expected += [scale if block[2 + i // 8] >> i % 8 & 1 else -scale for i in range(128)]
+    assert torch.equal(torch.tensor(expected).view(3, 256), linear.quantized_weight())
 
 
 @pytest.mark.parametrize("codebook", ["int", "ternary"])
 def test_a_block_of_q2_0_is_as_ggml_defines_it(codebook: str) -> None:
     spec = LutSpec(bits=2, codebook=codebook, group_size=64, scale_bits=8)
     linear = frozen_linear(3, 128, spec)
-    blocks = gguf.to_blocks("it", parts.affine(linear), gguf.Q2_0)
+    blocks = gguf.to_blocks("it", parts.affine(linear), spec)
     assert blocks.shape == (3, 2 * 18)  # 2.25 bits a weight
     expected = []
     for block in blocks.reshape(-1, 18).numpy():
@@ -488,11 +501,13 @@ def test_a_plan_takes_the_type_of_ggml_that_fits_its_rows() -> None:
         (2, "lut", 576, "Q2_0"),
         (2, "lut", 288, "Q4_0"),
         (2, "int", 512, "Q2_0"),
-        (2, "ternary", 512, "TQ2_0"),
+        (2, "ternary", 512, "TQ1_0"),
         (2, "ternary", 576, "Q2_0"),
         (3, "lut", 512, "Q3_K"),
         (3, "lut", 576, "Q4_0"),
-        (1, "lut", 512, "Q4_1"),
+        (1, "lut", 512, "Q1_0"),
+        (1, "lut", 576, "Q2_0"),
+        (1, "lut", 288, "Q4_0"),
     ):
         found = gguf.scheme(LutSpec(bits=bits, codebook=codebook), (8, width))
         kind = gguf.block_type(found)
