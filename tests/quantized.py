@@ -21,6 +21,7 @@ SPECS = {
     "lut2": LutSpec(bits=2, group_size=16),
     "lut3": LutSpec(bits=3, group_size=32),
     "lut4": LutSpec(bits=4, group_size=8),
+    "seq1": LutSpec(bits=1, codebook="seq", group_size=16),
     "seq2": LutSpec(bits=2, codebook="seq", group_size=16),
     "int3": LutSpec(bits=3, codebook="int", group_size=8),
     "ternary": LutSpec(bits=2, codebook="ternary", group_size=16),

@@ -168,10 +168,10 @@ def with_massive_activations(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("name", ["q2a4", "v2a2"])
+@pytest.mark.parametrize("name", ["q2a4", "v2a2", "b1", "ternary"])
 @pytest.mark.parametrize("is_rotated", [False, True])
 def test_massive_activations_are_calibrated_on(name: str, is_rotated: bool) -> None:
-    shape = {"hidden_size": 64, "intermediate_size": 128}
+    shape = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4}
     model = LanguageModel(with_massive_activations(tiny_model(initializer_range=0.2, **shape)))
     if is_rotated:
         rotate(model)

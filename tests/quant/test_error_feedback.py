@@ -117,7 +117,7 @@ def test_output_error_is_the_mean_square_of_the_output() -> None:
     assert ef.output_error(weight, quantized, moment(x)) == pytest.approx(expected.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["lut2", "int3", "lut2_r4", "ternary", "lut4"])
+@pytest.mark.parametrize("name", ["lut2", "int3", "lut2_r4", "ternary", "seq1", "lut4"])
 def test_a_sweep_never_raises_the_error(name: str) -> None:
     spec, features = SPECS[name], 320
     weight, H = torch.randn(O, features), ef.damped(moment(inputs(features)))

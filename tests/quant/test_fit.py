@@ -85,7 +85,7 @@ def test_low_rank_scales_err_less_with_more_rank() -> None:
     assert errors[0] < weighted_error(weight, fit_weight(weight, single), one)
 
 
-@pytest.mark.parametrize("name", ["lut1", "lut2", "seq2", "int3", "ternary", "e2m1"])
+@pytest.mark.parametrize("name", ["lut1", "lut2", "seq1", "seq2", "int3", "ternary", "e2m1"])
 def test_a_representable_weight_is_recovered(name: str) -> None:
     spec = SPECS[name]
     hidden = random_weight(16, 64, spec)

@@ -10,7 +10,15 @@ from pydantic import ValidationError
 
 from qat.errors import ConfigError
 from qat.quant.codebook import fixed_grid
-from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan, VectorSpec, role_of
+from qat.quant.spec import (
+    PRESETS,
+    LutSpec,
+    PlanRule,
+    QuantPlan,
+    VectorSpec,
+    preset_called,
+    role_of,
+)
 
 NAMES = [f"layers.{i}.{part}" for i in (0, 1) for part in ("self_attn.q", "mlp.up", "mlp.down")]
 TWO, FOUR = LutSpec(bits=2), LutSpec(bits=4)
@@ -152,7 +160,11 @@ def test_presets() -> None:
             assert spec.scale == ("low_rank" if rank else "group") and spec.codebook == "lut", name
             assert rank or spec.group_size == group_size, name
         assert preset.spec_for("lm_head", is_table=True) is None and preset.name == name, name
-    assert len(PRESETS) == 9
+    for name, bits, codebook, group_size in [("b1", 1, "seq", 128), ("ternary", 2, "ternary", 64)]:
+        found = LutSpec(bits=bits, codebook=codebook, group_size=group_size, scale_bits=8)
+        assert {rule.spec for rule in PRESETS[name].rules} == {found}
+        assert preset_called(f"{name}_a8") == PRESETS[name].with_activation("int8")
+    assert len(PRESETS) == 11
     assert all(PRESETS[name].spec_for("a.mlp.up_proj").scale_bits == 8 for name in ("v2a4", "v3a3"))
 
 
@@ -195,5 +207,5 @@ def test_a_rule_needs_a_pattern_or_a_role() -> None:
 def test_a_group_of_any_size_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="group_size=10+:"):
         LutSpec.parse({"bits": 2, "group_size": 10**18}, "recipe.toml")
-    with pytest.raises(ConfigError, match="group_size=16777216 .* such as 32"):
+    with pytest.raises(ConfigError, match="group_size=16777216 .* such as 64"):
         LutSpec(bits=2, group_size=2**24).check_shape("it", 64, 64)

@@ -227,19 +227,20 @@ def test_the_final_checkpoint_is_the_best_one(whole) -> None:
 
 def test_fixed_grids_and_frozen_indices_train(tmp_path: Path) -> None:
     build(tmp_path / "cache")
-    for spec in ("seq2", "lut2_r4", "ternary_r2"):
+    for spec in ("seq1", "seq2", "lut2_r4", "ternary_r2"):
         place = tmp_path / spec
         place.mkdir()
         (place / "cache").symlink_to(tmp_path / "cache")
         save_checkpoint(tiny_quantized("llama", SPECS[spec]), tiny_tokenizer(), place / "student")
         report = run(place, place / "run", learn="scales", max_steps=2, mlp_only=True)
+        bits = SPECS[spec].bits
         packed = [load_checkpoint(path) for path in (place / "student", report.final)]
         names = [f"model.layers.0.{part}_proj" for part in ("self_attn.q", "mlp.up")]
         same = [
             torch.equal(*(model.get_submodule(name).quantized_weight() for model in packed))
             for name in names
         ]
-        assert same == [True, False] and report.final.name.startswith("q2a2_mlp_")
+        assert same == [True, False] and report.final.name.startswith(f"q{bits}a{bits}_mlp_")
 
 
 def test_a_cache_of_draws_alone_is_judged_by_them(place: Path, tmp_path: Path) -> None:
