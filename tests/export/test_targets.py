@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from importlib import import_module
+from itertools import cycle
 from pathlib import Path
 
 import families
@@ -297,20 +298,19 @@ def test_transformers_reads_our_gguf(architecture: str, tmp_path: Path) -> None:
 def test_llama_cpp_computes_our_logits(tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
     shape = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1}
-    model = tiny_model("qwen3", initializer_range=0.1, **shape)
-    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    # released builds of llama.cpp do not know Q2_0; the head has Q8_0
-    formats = [found[0] for kind, found in GGUF_FORMATS.items() if kind not in ("Q2_0", "Q8_0")]
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
+    model = tiny_model("qwen3", initializer_range=0.1, tie_word_embeddings=False, **shape)
+    formats = [found[0] for found in GGUF_FORMATS.values()]
     rules = [
         PlanRule(
-            pattern=f"*.{name}",
+            pattern=name,
             spec=LutSpec(bits=bits, codebook=codebook, group_size=size, scale_bits=8),
         )
-        for name, (codebook, bits, size) in zip(names, formats, strict=True)
+        for name, (codebook, bits, size) in zip(
+            ["lm_head", "model.embed_tokens", *linear_names(model)], cycle(formats), strict=False
+        )
     ]
-    table = LutSpec(bits=8, codebook="int", group_size=32, scale_bits=8)
-    plan = QuantPlan(name="all", rules=(*rules, PlanRule(pattern="lm_head", spec=table)))
+    plan = QuantPlan(name="all", rules=tuple(rules))
     quantize_model(LanguageModel(model), plan)
     save_checkpoint(model, tiny_tokenizer(), tmp_path / "packed")
     export_model(str(tmp_path / "packed"), ExportConfig(to="gguf"), tmp_path / "out")
