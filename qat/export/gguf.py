@@ -25,6 +25,13 @@ from qat.export.parts import (
     refuse_all_but_groups,
 )
 from qat.models.gguf import GgufFile, dequantize, type_number
+from qat.models.gguf_layout import (
+    ARCHITECTURES,
+    ROPE_FACTORS,
+    rope_factors,
+    row_order,
+    tensor_names,
+)
 from qat.models.stored_state import quantized_modules
 from qat.nn.swap import embedding_dtype, head_dim, weight_shape
 from qat.quant.codebook import fixed_grid
@@ -332,13 +339,6 @@ HOLDS_ADAPTERS = False
 HOLDS_TABLES = True
 HOLDS_ACTIVATIONS = (None,)
 FILE_NAME = "model.gguf"
-ARCHITECTURES = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma3_text": "gemma3",
-}
-"""GGUF's name of the architecture for a `model_type`."""
 GEMMA_PERIOD = 6
 """llama.cpp runs Gemma-3 with full attention in every sixth layer."""
 LARGEST_GEMMA = 62
@@ -410,10 +410,11 @@ def check(model: PreTrainedModel) -> None:
     is_nested = all(isinstance(value, dict) for value in ropes.values())  # one per kind of layer
     each_rope = ropes.values() if is_nested else [ropes]
     kinds = {rope.get("rope_type", "default") for rope in each_rope}
-    if kinds != {"default"}:
+    known = {"default", "llama3"} if config.model_type == "llama" else {"default"}
+    if not kinds <= known:
         raise ExportError(
-            f"rope_type={', '.join(sorted(kinds))} is not written here, expected default; export "
-            "--to dense and use llama.cpp's own converter"
+            f"rope_type={', '.join(sorted(kinds))} is not written here, expected "
+            f"{' or '.join(sorted(known))}; export --to dense and use llama.cpp's own converter"
         )
     fixed = _unwritten(config)
     if fixed is not None:
@@ -457,10 +458,10 @@ def write(
     _add_metadata(writer, model.config)
     if tokenizer is None or not add_tokenizer(writer, tokenizer, model.config.vocab_size):
         writer.add_tokenizer_model("none")  # llama.cpp opens no file without this key
-    names = _tensor_names(model)
+    names = tensor_names(model)
     for name, module in quantized_modules(model).items():
         weight = affine(module)
-        rows = _row_order(name, model.config)
+        rows = row_order(name, model.config)
         if rows is not None:
             weight = weight._make(part[rows] for part in weight)
         blocks = to_blocks(f"{name}.scales", weight, module.spec)
@@ -470,7 +471,7 @@ def write(
         writer.add_tensor(f"{names[name]}.weight", octets, raw_shape=shape, raw_dtype=number)
     for key, tensor in narrow_state(model).items():
         stem, kind = key.rsplit(".", 1)
-        rows = _row_order(stem, model.config)
+        rows = row_order(stem, model.config)
         if rows is not None:
             tensor = tensor[rows]
         elif _is_gemma_norm(stem, model.config):  # ggml stores 1 + weight
@@ -481,6 +482,8 @@ def write(
         if tensor.dtype == torch.bfloat16:  # which numpy lacks
             tensor, raw_type = tensor.view(torch.uint8), gguf.GGMLQuantizationType.BF16
         writer.add_tensor(name, tensor.numpy(), raw_dtype=raw_type)
+    if _has_rope_factors(model.config):
+        writer.add_tensor(ROPE_FACTORS, rope_factors(model.config).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -488,19 +491,41 @@ def write(
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Return logits of `model` with the weights that gguf reads and dequantizes."""
+    """Return logits of `model` with the weights that gguf reads and dequantizes.
+
+    Raises:
+        ExportError: a tensor of the file is not that of `model`: few tokens do not read all rows.
+    """
     weights = read_weights(model, directory / FILE_NAME)
+    modules, others = quantized_modules(model), narrow_state(model)
+    if _has_rope_factors(model.config):
+        others[ROPE_FACTORS] = rope_factors(model.config)
+    for name, found in weights.items():
+        stem = name.removesuffix(".weight")
+        own = modules[stem].quantized_weight() if stem in modules else others[name].float()
+        if _is_gemma_norm(stem, model.config):  # which loses bits of its own
+            own = (own + 1) - 1
+        if not torch.equal(found, own.cpu()):
+            raise ExportError(
+                f"what was written gives another {name}, expected the same to the bit; report "
+                "this, and meanwhile export --to dense"
+            )
+    weights.pop(ROPE_FACTORS, None)
     return logits_of(float_model(model, weights, embedding_dtype(model)), ids)
 
 
 def read_weights(model: PreTrainedModel, path: Path) -> dict[str, Tensor]:
-    """Return the float32 weights of a GGUF file by transformers' names, dequantized by `gguf`."""
-    names = {written: name for name, written in _tensor_names(model).items()}
+    """Return the float32 weights of a GGUF file by transformers' names, dequantized by `gguf`.
+
+    Factors of rotary frequencies keep llama.cpp's name.
+    """
+    names = {written: name for name, written in tensor_names(model).items()}
+    names[ROPE_FACTORS.removesuffix(".weight")] = ROPE_FACTORS.removesuffix(".weight")
     weights = {}
     for tensor in GgufFile(path).tensors:
         stem, kind = tensor.name.rsplit(".", 1)
         weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
-        rows = _row_order(names[stem], model.config)
+        rows = row_order(names[stem], model.config)
         if rows is not None:
             weight = weight[rows.argsort()]
         elif _is_gemma_norm(names[stem], model.config):
@@ -531,24 +556,8 @@ def _add_metadata(writer: object, config: PreTrainedConfig) -> None:
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
 
 
-def _tensor_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return GGUF's name of each module that has a weight or a bias, without `.weight`."""
-    import gguf
-
-    architecture = ARCHITECTURES[model.config.model_type]
-    kinds = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    known = gguf.get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
-    found = {name: known.get_name(name) for name, _ in model.named_modules()}
-    return {name: written for name, written in found.items() if written is not None}
-
-
-def _row_order(name: str, config: PreTrainedConfig) -> Tensor | None:
-    """Return the source rows of llama's q and k: ggml rotates neighbours, transformers halves."""
-    if config.model_type != "llama" or not name.endswith(("q_proj", "k_proj")):
-        return None
-    is_query, width = name.endswith("q_proj"), head_dim(config)
-    heads = config.num_attention_heads if is_query else config.num_key_value_heads
-    return torch.arange(heads * width).view(heads, 2, width // 2).mT.reshape(-1)
+def _has_rope_factors(config: PreTrainedConfig) -> bool:
+    return config.rope_parameters.get("rope_type") == "llama3"
 
 
 def _is_gemma_norm(stem: str, config: PreTrainedConfig) -> bool:

@@ -199,6 +199,10 @@ def read_config(source: str, *, trust_remote_code: bool = False) -> PreTrainedCo
                 **file,
             ),
         )
+    if Path(source).suffix == GGUF and Path(source).is_file():
+        from qat.models.gguf_layout import read_rope_scaling  # other models need no reader of GGUF
+
+        read_rope_scaling(Path(source), config)
     check_attention(config)
     _check_numbers(config)
     return config
