@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from qat.convert.forecast import Forecast
     from qat.convert.importing import ImportReport
     from qat.convert.quantize import ModuleReport, QuantizeReport
+    from qat.convert.savings import Saving
     from qat.logs import Terminal
     from qat.models.sizes import Sizes
 
@@ -30,10 +31,8 @@ Foreign = Literal["anemll"]  # projects whose checkpoints `--from` imports
 MEANT = {"base"}  # the settings of `qat convert` that an import reads
 
 
-MUCH_OF_A_FILE = 0.3  # share of the bytes from which on a table in floating point is worth a line
-IN_FLOATS = (
-    "the embedding and the head in floating point: --embedding-bits 8 (or 4) quantizes them too"
-)
+TABLES = ("embedding and head", "embedding", "head")
+"""Parts of a file that `--embedding-bits` is about."""
 MUCH_OF_A_WEIGHT = 0.2
 """Relative error of a linear from which on it is worth a line that nothing was fitted to inputs: 2
 bits have about 0.3, 4 have 0.07."""
@@ -120,8 +119,11 @@ def convert(
     if evaluate:
         after = held_out_divergence(str(out), cache_dir, device=config.device)
         verdicts["after"] = after._asdict()
-    sizes = _show(report, verdicts, source)
-    is_packed = not math.isnan(report.linear_bits)
+    sizes = _sizes(report, source)
+    _warn(sizes, report, config, targets)
+    _show(report, verdicts)
+    ships = [] if math.isnan(report.linear_bits) else show_targets(out)
+    _show_parts(sizes, report, f"{report.plan}, {report.seconds:.1f} s: ")
     budget = report.budget
     spending = budget and dict(
         bits_budget=budget.bits_budget,
@@ -138,10 +140,11 @@ def convert(
         tables=report.num_tables,
         kept=report.kept,
         **sizes.rounded(),
+        savings=_rounded(report.savings),
         kv_bytes_per_token=report.kv and report.kv.bytes_per_token,
         **(spending or {}),
         seconds=round(report.seconds, 2),
-        ships_to=show_targets(out) if is_packed else [],
+        ships_to=ships,
         **verdicts,
     )
 
@@ -158,11 +161,13 @@ def forecast_conversion(
     """
     from qat.convert.forecast import forecast
     from qat.export.targets import shipping_to
-    from qat.logs import Terminal
 
     found = forecast(source, config, shipping_to(targets))
-    _warn(found.sizes, found.float_tables_frac, Terminal())
-    return show_forecast(found, found.minutes, found.memory_gib)
+    _warn(found.sizes, found, config, targets)
+    shown = show_forecast(found, found.minutes, found.memory_gib)
+    if found.parts:
+        _show_parts(found.sizes, found)
+    return shown
 
 
 def show_forecast(
@@ -187,45 +192,91 @@ def show_forecast(
         **counts,
         "minutes": round(minutes, 1),
         "memory_gib": round(memory_gib, 2),
+        "savings": _rounded(found.savings),
         "ships_to": show_lacks(model_ships_to(found.model)),
     }
 
 
-def _warn(sizes: "Sizes", float_tables_frac: float, console: "Terminal") -> None:
-    """Say at the top that a student is not smaller than its source, and what would help."""
-    if math.isnan(sizes.linear_bits):
-        return  # nothing was to be quantized
-    reason = "the source has as few bits; --to with fewer, such as q2a2, makes it smaller"
-    if float_tables_frac > MUCH_OF_A_FILE:
-        reason = f"{float_tables_frac:.0%} of them are {IN_FLOATS}"
-    warning = sizes.warning(reason)
-    if warning is not None:
-        console.print(warning, style="bold red", highlight=False, soft_wrap=True)
-
-
-def _show(report: "QuantizeReport", verdicts: dict[str, dict], source: str) -> "Sizes":
-    from rich.table import Table
-
+def _warn(
+    sizes: "Sizes",
+    found: "QuantizeReport | Forecast",
+    config: ConvertConfig,
+    targets: Sequence[TargetName],
+) -> None:
+    """Say at the top that a student is not smaller than its source, by which flag, what helps."""
+    from qat.convert.tables import FLOAT_BITS
+    from qat.export.targets import load_target
     from qat.logs import Terminal
-    from qat.models.sizes import SIZE_COLUMNS, Sizes, source_megabytes
 
-    console = Terminal()
-    sizes = Sizes(
+    if config.to is None and config.bits_budget is None:
+        return  # nothing was to be quantized
+    asked = f"--bits-budget {config.bits_budget}" if config.to is None else f"--to {config.to}"
+    reason = f"{asked} leaves as many bits as the source has"
+    floats = [part for part in found.parts if part.name in TABLES and part.bits >= FLOAT_BITS]
+    if floats:
+        unable = [name for name in targets if not load_target(name).HOLDS_TABLES]
+        why = f"--for {unable[0]}, which holds no others," if unable else asked
+        why = "--embedding-bits 16" if config.embedding_bits == FLOAT_BITS else why
+        size = sum(part.megabytes for part in floats)
+        reason = f"{why} keeps embedding and head in floating point, {size:.1f} MB"
+    helps = [f"{each.flag} saves {each.megabytes:.1f} MB" for each in found.savings]
+    warning = sizes.warning("; ".join([reason, *helps]))
+    if warning is not None:
+        Terminal().print(warning, style="bold red", highlight=False, soft_wrap=True)
+
+
+def _rounded(savings: "Sequence[Saving]") -> dict[str, float]:
+    return {saving.flag: round(saving.megabytes, 3) for saving in savings}
+
+
+def _sizes(report: "QuantizeReport", source: str) -> "Sizes":
+    from qat.models.sizes import Sizes, source_megabytes
+
+    return Sizes(
         source_megabytes=source_megabytes(source),
         megabytes=report.megabytes,
         bits_per_weight=report.bits_per_weight,
         linear_bits=report.linear_bits,
     )
-    _warn(sizes, report.float_tables_frac, console)
-    table = Table(*SIZE_COLUMNS, title=f"{report.plan}, {report.seconds:.1f} s")
-    table.add_row(*sizes.cells())
-    console.print(table)
+
+
+def _show_parts(sizes: "Sizes", found: "QuantizeReport | Forecast", title: str = "") -> None:
+    """Show what takes how many MB, and below the sum what one more flag would save."""
+    from rich.table import Table
+
+    from qat.logs import Terminal
+
+    source, megabytes, bits, linear = sizes.cells()
+    became = "" if source == "-" else f"{source} MB become "
+    table = Table(title=f"{title}{became}{megabytes} MB")
+    for name in ("", "million weights", "MB", "bits per weight"):
+        table.add_column(name, justify="right" if name else "left")
+    for part in found.parts:
+        count = f"{part.num_weights / 1e6:.2f}"
+        table.add_row(part.name, count, f"{part.megabytes:.2f}", f"{part.bits:.3f}")
+    table.add_section()
+    weights = 8 * sizes.megabytes / sizes.bits_per_weight
+    table.add_row("all weights", f"{weights:.2f}", f"{sizes.megabytes:.2f}", bits)
+    if linear != "-":
+        table.add_row("quantized linears alone", "", "", linear)
+    table.add_section()
+    for saving in found.savings:
+        left = sizes.megabytes - saving.megabytes
+        saved = f"{saving.flag} saves {saving.megabytes:.2f}"
+        table.add_row(saved, "", f"{left:.2f}", f"{8 * left / weights:.3f}")
+    Terminal().print(table)
+
+
+def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
+    from rich.table import Table
+
+    from qat.logs import Terminal
+
+    console = Terminal()
     if report.modules:
         console.print(_formats(report.modules))
     for kind, count in report.activations.items():
         console.print(f"inputs of {count} linears and heads are quantized: {kind}")
-    if report.modules and report.float_tables_frac > MUCH_OF_A_FILE:
-        console.print(f"{report.float_tables_frac:.0%} of the file are {IN_FLOATS}")
     unfitted = [m.relative_error for m in report.modules if m.weighted_error is None]
     if max(unfitted, default=0.0) > MUCH_OF_A_WEIGHT:
         console.print(
@@ -247,7 +298,6 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict], source: str) -> "
             keys = ("kd_nats", "kl_tail_nats", "top1_frac", "ppl")
             table.add_row(when, *("" if found[k] is None else f"{found[k]:.4f}" for k in keys))
         console.print(table)
-    return sizes
 
 
 def _formats(modules: "Sequence[ModuleReport]") -> "Table":

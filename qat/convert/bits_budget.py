@@ -26,19 +26,19 @@ from qat.convert.tables import FLOAT_BITS, fit_table
 from qat.errors import ConfigError, ExportError
 from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
 from qat.logs import Ticker, progress
-from qat.models.cost import num_weights, parameter_count, stored_bits
+from qat.models.cost import format_bits, num_weights, parameter_count, stored_bits
 from qat.models.language_model import LanguageModel
 from qat.models.precision import matmul_precision
 from qat.models.stored_state import quantized_modules
 from qat.models.streamed import patched_forwards
-from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
+from qat.nn.quant_linear import QuantLinear
 from qat.nn.sites import StackedLinear
 from qat.nn.swap import decoder_layers, linear_names, table_names, weight_shape
 from qat.quant.budget import Option, choose_options
 from qat.quant.error_feedback import fit_all_to_inputs, fit_stack_to_inputs
 from qat.quant.fit import fit_weight
 from qat.quant.spec import LutSpec, QuantPlan
-from qat.quant.weight import QuantizedWeight, dequantize, empty_weight
+from qat.quant.weight import QuantizedWeight, dequantize
 
 JUDGED_TOKENS = 1024
 """Tokens that changed models are judged on, or half of a shorter calibration."""
@@ -296,14 +296,7 @@ def formats_to_try(
             if levels is None:
                 raise
             formats[name] = like(levels, name)
-    with torch.device("meta"):
-        bits = {
-            name: [
-                stored_bits(FrozenLutLinear(empty_weight(spec, *shapes[name]), None, spec))
-                for spec in specs
-            ]
-            for name, specs in formats.items()
-        }
+    bits = {n: [format_bits(spec, shapes[n]) for spec in specs] for n, specs in formats.items()}
     size = sum(map(math.prod, shapes.values()))
     rest = (0, 0) if tables is None else _rest(model, formats)
     trials = Trials(kept, formats, bits, size + rest[0], rest[1])

@@ -15,6 +15,7 @@ from qat.convert.calibrate import TokenBatch
 from qat.convert.config import ConvertConfig, check_asked, read_kv
 from qat.convert.quantize import QuantizeReport, check_experts, quantize_model
 from qat.convert.rotate import Rotation, rotate
+from qat.convert.savings import savings
 from qat.convert.shipping import Shipping
 from qat.convert.tables import StoredTable, plan_tables, round_float_tables, tables_in_budget
 from qat.errors import ConfigError
@@ -25,6 +26,7 @@ from qat.models.attention import (
     load_sparse_attention,
     read_attention,
 )
+from qat.models.cost import bytes_by_name
 from qat.models.document_attention import quantize_kv
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import linear_names, table_names, weight_shape
@@ -90,7 +92,8 @@ def convert_model(
     report = quantize_model(
         student, plan, base=base, calibration=calibration, workers=config.workers
     )
-    return Converted(replace(report, budget=budget), plan, fits, rotation)
+    saved = savings(student.model, sizes=bytes_by_name(student.model), **tables)
+    return Converted(replace(report, budget=budget, savings=saved), plan, fits, rotation)
 
 
 def check_conversion(model: LanguageModel, config: ConvertConfig) -> None:

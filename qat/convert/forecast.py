@@ -18,20 +18,26 @@ from qat.convert.bits_budget import formats_to_try
 from qat.convert.config import ConvertConfig, read_kv, read_plan
 from qat.convert.convert import budget_room
 from qat.convert.quantize import FIT_BYTES, check_experts
+from qat.convert.savings import Saving, savings
 from qat.convert.shipping import Shipping
 from qat.convert.stored_tables import join_tables, stored_tables
 from qat.convert.tables import StoredTable, plan_tables
 from qat.models.attention import change_attention, read_attention
 from qat.models.checkpoint import is_packed, load_skeleton
-from qat.models.cost import linear_bits, parameter_count, quantized_parameter_count
+from qat.models.cost import (
+    Part,
+    linear_bits,
+    parameter_count,
+    parts_of,
+    quantized_parameter_count,
+)
 from qat.models.cost import stored_bits as bits_of
 from qat.models.directory import GGUF, adapted, resolve
 from qat.models.document_attention import set_kv
 from qat.models.hf_quantizer import put_empty_formats
 from qat.models.opening import auto_class, read_config
 from qat.models.sizes import MEGABYTE, Sizes, source_megabytes
-from qat.models.stored_state import quantized_modules
-from qat.nn.lut_embedding import FrozenLutTable
+from qat.models.stored_state import PACKED, quantized_modules
 from qat.nn.sites import open_sites
 from qat.nn.swap import (
     decoder_layers,
@@ -67,8 +73,10 @@ class Forecast(NamedTuple):
     """The student without values."""
     sizes: Sizes
     """The sizes of the packed checkpoint."""
-    float_tables_frac: float
-    """Fraction of the checkpoint used by an embedding and a head in floating point."""
+    parts: list[Part]
+    """What takes how much of the checkpoint; nothing for a budget, which will choose that."""
+    savings: list[Saving]
+    """What one more flag would save."""
     minutes: float
     """An estimate for the device in its current state."""
     memory_gib: float
@@ -110,7 +118,8 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
     put_empty_formats(model, specs, {n: each for n, each in inputs.items() if each is not None})
     if (kv := read_kv(config)) is not None:
         set_kv(model, kv)
-    size, of_linears = _bytes(model, itemsize), linear_bits(model)
+    stored_sizes, of_linears = _bytes_by_name(model, itemsize), linear_bits(model)
+    size = sum(stored_sizes.values())
     if is_of_file:  # what the linears get of it is measured
         size, of_linears = round(config.bits_budget * parameter_count(model) / 8), math.nan
     elif config.bits_budget is not None:
@@ -122,12 +131,12 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
         bits_per_weight=8 * size / parameter_count(model),
         linear_bits=of_linears,
     )
-    tables = map(model.get_submodule, names)
-    floats = {id(m.weight): m.weight.numel() for m in tables if not isinstance(m, FrozenLutTable)}
+    saved = savings(model, config, sizes=stored_sizes, stored=stored, shipping=shipping)
     return Forecast(
         model=model,
         sizes=sizes,
-        float_tables_frac=itemsize * sum(floats.values()) / size,
+        parts=[] if config.bits_budget is not None else parts_of(model, stored_sizes),
+        savings=saved,
         minutes=seconds / 60,
         memory_gib=memory / GIB,
     )
@@ -157,13 +166,13 @@ def _skeleton(
     return model.eval(), 4 if is_wide else 2, stored
 
 
-def _bytes(model: PreTrainedModel, itemsize: int) -> int:
-    """Return the bytes of a model's checkpoint, with `itemsize` bytes per float."""
-    modules = quantized_modules(model).values()
-    inside = {id(t) for module in modules for t in (*module.parameters(), *module.buffers())}
-    inside -= {id(module.bias) for module in modules if getattr(module, "bias", None) is not None}
-    floats = sum(p.numel() for p in model.parameters() if id(p) not in inside)
-    return itemsize * floats + sum(map(bits_of, modules)) // 8
+def _bytes_by_name(model: PreTrainedModel, itemsize: int) -> dict[str, int]:
+    """Return the bytes of each weight in a model's checkpoint, with `itemsize` bytes per float."""
+    modules = quantized_modules(model)
+    inside = {id(t) for m in modules.values() for t in (*m.parameters(), *m.buffers())}
+    inside -= {id(m.bias) for m in modules.values() if getattr(m, "bias", None) is not None}
+    floats = {n: itemsize * p.numel() for n, p in model.named_parameters() if id(p) not in inside}
+    return floats | {f"{name}.{PACKED}": bits_of(m) // 8 for name, m in modules.items()}
 
 
 def _seconds(model: PreTrainedModel, specs: Mapping[str, LutSpec], config: ConvertConfig) -> float:

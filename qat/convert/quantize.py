@@ -27,17 +27,19 @@ from qat.convert.calibrate import (
     stages_in_order,
 )
 from qat.convert.rotate import ROTATION
+from qat.convert.savings import Saving
 from qat.convert.tables import fit_table
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS, RecordedSweeps, nearest_vectors
 from qat.logs import Ticker, progress
 from qat.models.attention import kv_spec
 from qat.models.cost import (
+    Part,
     bits_per_weight,
-    float_table_bytes,
+    bytes_by_name,
     linear_bits,
-    tensor_bytes,
-    whole_model_bits,
+    parameter_count,
+    parts_of,
 )
 from qat.models.document_attention import cached_heads
 from qat.models.language_model import LanguageModel
@@ -137,8 +139,10 @@ class QuantizeReport:
     num_tables: int
     """The number of tables among `modules`."""
     modules: list[ModuleReport]
-    float_tables_frac: float = 0.0
-    """Fraction of `megabytes` used by an embedding and a head in floating point."""
+    parts: list[Part] = field(default_factory=list)
+    """What takes how much of `megabytes`."""
+    savings: list[Saving] = field(default_factory=list)
+    """What one more flag would save of it."""
     budget: BudgetReport | None = None
     """The choices within a budget; None without one."""
     activations: dict[ActivationKind, int] = field(default_factory=dict)
@@ -231,13 +235,14 @@ def quantize_model(
             job.dampings[most],
             most,
         )
+    stored = bytes_by_name(model)
     return QuantizeReport(
         plan=plan.name,
         seconds=time.perf_counter() - began,
-        bits_per_weight=whole_model_bits(model),
+        bits_per_weight=8 * sum(stored.values()) / parameter_count(model),
         linear_bits=linear_bits(model),
-        megabytes=tensor_bytes(model) / 1e6,
-        float_tables_frac=float_table_bytes(model) / tensor_bytes(model),
+        megabytes=sum(stored.values()) / 1e6,
+        parts=parts_of(model, stored),
         kept=len(specs) - len(todo),
         num_tables=len(todo) - len(linears),
         modules=[reports[name] for name in todo],

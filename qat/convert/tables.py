@@ -69,7 +69,7 @@ def plan_tables(
         return _in_floats(plan, model)
     if bits is None and not _has_default(plan, model, shipping):
         return plan
-    specs = {name: _format(model, name, bits, stored.get(name)) for name in table_names(model)}
+    specs = {name: table_format(model, name, bits, stored.get(name)) for name in table_names(model)}
     return with_tables(plan, model, specs)
 
 
@@ -90,7 +90,7 @@ def tables_in_budget(
     is_quantized = any(isinstance(module, FrozenLutTable) for module in modules.values())
     if config.embedding_bits or is_quantized or not _has_default(plan, model, shipping):
         return None
-    tried = {n: [_format(model, n, b, stored.get(n)) for b in BUDGET_BITS] for n in modules}
+    tried = {n: [table_format(model, n, b, stored.get(n)) for b in BUDGET_BITS] for n in modules}
     return {name: list(dict.fromkeys(specs)) for name, specs in tried.items()}
 
 
@@ -102,7 +102,7 @@ def fit_table(weight: Tensor, spec: LutSpec) -> QuantizedWeight:
     return with_zero_groups(weight, fit_weight(weight, spec, nearest=nearest_vectors))
 
 
-def _format(
+def table_format(
     model: PreTrainedModel, name: str, bits: int | None, stored: StoredTable | None
 ) -> LutSpec:
     """Return the format of a table.

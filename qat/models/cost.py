@@ -1,15 +1,20 @@
 """Costs of a model: its parameters, bits per weight, and bytes of tensors."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from qat.models.stored_state import packed_state_dict
 from qat.nn.lut_embedding import FrozenLutTable, lut_tables
-from qat.nn.quant_linear import QuantLinear, quant_linears
-from qat.nn.swap import table_names
-from qat.quant.weight import STORED_DTYPES, dtype_as_stored, packed_width
+from qat.nn.quant_linear import FrozenLutLinear, QuantLinear, quant_linears
+from qat.nn.swap import is_tied, linear_names, table_names, weight_shape
+from qat.quant.spec import LutSpec, role_of
+from qat.quant.weight import STORED_DTYPES, dtype_as_stored, empty_weight, packed_width
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -41,6 +46,12 @@ def stored_bits(module: QuantLinear | FrozenLutTable) -> int:
     return bits
 
 
+def format_bits(spec: LutSpec, shape: tuple[int, int]) -> int:
+    """Return the `stored_bits` of an `(O, I)` weight in that format."""
+    with torch.device("meta"):
+        return stored_bits(FrozenLutLinear(empty_weight(spec, *shape), None, spec))
+
+
 def bits_per_weight(module: QuantLinear | FrozenLutTable) -> float:
     """Return the bits per weight including scales, codebook and adapter."""
     return stored_bits(module) / num_weights(module)
@@ -60,17 +71,50 @@ def whole_model_bits(model: nn.Module) -> float:
 
 def tensor_bytes(model: nn.Module) -> int:
     """Return the bytes of the tensors in a checkpoint of this model; a tied head counts once."""
-    tensors = {t.data_ptr(): t for t in packed_state_dict(model).values()}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    return sum(bytes_by_name(model).values())
 
 
-def float_table_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of floating-point tables in a checkpoint of this model."""
+def bytes_by_name(model: nn.Module) -> dict[str, int]:
+    """Return the bytes of each tensor in a checkpoint of this model; a tied head has none."""
     stored = packed_state_dict(model)
-    tables = {
-        t.data_ptr(): t for n in table_names(model) if (t := stored.get(f"{n}.weight")) is not None
-    }
-    return sum(t.numel() * t.element_size() for t in tables.values())
+    once = {tensor.data_ptr(): name for name, tensor in reversed(stored.items())}
+    return {name: stored[name].numel() * stored[name].element_size() for name in once.values()}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What some of a model's weights take of its file."""
+
+    name: str
+    num_weights: int
+    megabytes: float
+    """In 10**6 bytes."""
+
+    @property
+    def bits(self) -> float:
+        """Bits per weight, scales and codebooks included."""
+        return 8e6 * self.megabytes / self.num_weights
+
+
+def parts_of(model: PreTrainedModel, stored: Mapping[str, int]) -> list[Part]:
+    """Return the parts of a file whose tensors take the bytes `stored`, by name of the tensor.
+
+    The parts are the linears by role, the tables, and the rest.
+    """
+    tables, linears = table_names(model), linear_names(model)
+    kinds = {name: f"{role_of(name)} linears" for name in sorted(linears, key=role_of)}
+    names = ("embedding and head",) if is_tied(model) else ("embedding", "head")
+    kinds |= dict(zip(tables, names, strict=False))  # a model may have no head
+    rest = "norms and others"
+    sizes = dict.fromkeys([*kinds.values(), rest], 0)
+    counts = dict.fromkeys(sizes, 0)
+    for key, size in stored.items():
+        owners = accumulate(key.split("."), "{}.{}".format)
+        sizes[next((kinds[name] for name in owners if name in kinds), rest)] += size
+    for name, kind in kinds.items():
+        counts[kind] += math.prod(weight_shape(model.get_submodule(name)))
+    counts[rest] = parameter_count(model) - sum(counts.values())
+    return [Part(kind, counts[kind], sizes[kind] / 1e6) for kind in sizes if counts[kind]]
 
 
 def num_weights(module: QuantLinear | FrozenLutTable) -> int:

@@ -63,16 +63,19 @@ def test_sizes_of_source_and_student_and_what_dominates(
     assert result["tables"] == 0
     source = (place / "float" / "model.safetensors").stat().st_size / 1e6
     assert result["source_megabytes"] == round(source, 4)
-    assert "% of the file are the embedding and the head" in printed
+    assert result["savings"]["--embedding-bits 8"] > 0 and "--embedding-bits 8 saves" in printed
     assert "without --calibration so few bits make a student that says little" in printed
     tensors = load_file(tmp_path / "out/model.safetensors")
     bytes_of = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
     tables = sum(bytes_of[name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
-    assert report["float_tables_frac"] == pytest.approx(tables / sum(bytes_of.values()))
+    parts = {part["name"]: part["megabytes"] for part in report["parts"]}
+    assert parts["embedding"] + parts["head"] == pytest.approx(tables / 1e6)
+    assert sum(parts.values()) == pytest.approx(sum(bytes_of.values()) / 1e6)
+    assert all(name in printed for name in parts)
     small = ["--to", "q4a4", "--device", "cpu", "--out", tmp_path / "small"]
     assert call(monkeypatch, "convert", place / "float", *small) == 0
     printed = capsys.readouterr().out
-    assert "of the file are" not in printed and "--calibration" not in printed
+    assert "--embedding-bits 8" not in printed and "--calibration" not in printed
 
 
 def test_a_student_that_is_not_smaller_is_a_warning_at_the_top(
@@ -87,7 +90,8 @@ def test_a_student_that_is_not_smaller_is_a_warning_at_the_top(
     more = ["--to", "q4a4", "--device", "cpu", "--out", tmp_path / "four"]
     assert call(monkeypatch, "convert", tmp_path / "two", *more) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("WARNING: ") and "not smaller" in first and "q2a2" in first
+    assert first.startswith("WARNING: ") and "not smaller" in first
+    assert "--to q4a4 leaves" in first and "--to q2a4 saves" in first
     dense = ["--to", "dense", "--dtype", "fp32", "--out", tmp_path / "dense"]
     assert call(monkeypatch, "export", tmp_path / "two", *dense) == 0
     first, *_, last = capsys.readouterr().out.splitlines()

@@ -10,20 +10,25 @@ from safetensors.torch import load_file
 from tiny import tiny_model
 
 from qat.backend.base import VISITORS
+from qat.convert.quantize import quantize_model
 from qat.models.checkpoint import save_checkpoint
 from qat.models.cost import (
     bits_per_weight,
+    bytes_by_name,
     linear_bits,
     parameter_count,
+    parts_of,
     quantized_parameter_count,
     stored_bits,
     tensor_bytes,
 )
+from qat.models.language_model import LanguageModel
 from qat.models.sizes import model_bytes
 from qat.models.step_memory import step_bytes
 from qat.nn.quant_linear import quant_linears
 from qat.nn.step import form_weights, release_weights
-from qat.quant.spec import LutSpec
+from qat.nn.swap import with_tables
+from qat.quant.spec import PRESETS, LutSpec
 from qat.train.config import TrainConfig
 from qat.train.learnable import linears_in_scope
 from qat.train.start import make_trainable
@@ -135,3 +140,19 @@ def test_what_lies_on_the_host_is_counted_there(offload: str) -> None:
     assert number * sum(sizes) <= counted.pinned <= 2 * number * sum(sizes)
     here = 2 * sum(sizes) if offload == "none" else VISITORS * number * max(sizes)
     assert counted.moments == wide + here
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parts_are_the_whole_file(tied: bool) -> None:
+    model = tiny_model(tie_word_embeddings=tied)
+    for kind in ("float", "quantized"):
+        if kind == "quantized":
+            quantize_model(LanguageModel(model), with_tables(PRESETS["q2a4"], model, 4))
+        parts = {part.name: part for part in parts_of(model, bytes_by_name(model))}
+        tables = ["embedding and head"] if tied else ["embedding", "head"]
+        assert [*parts] == ["attention linears", "mlp linears", *tables, "norms and others"]
+        assert sum(part.num_weights for part in parts.values()) == parameter_count(model)
+        size = sum(part.megabytes for part in parts.values())
+        assert size == pytest.approx(tensor_bytes(model) / 1e6)
+    assert parts[tables[0]].bits == pytest.approx(4.5, abs=0.1)
+    assert parts["mlp linears"].bits < parts["attention linears"].bits < 6

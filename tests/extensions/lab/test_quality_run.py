@@ -273,7 +273,9 @@ def test_a_recipe_that_cannot_be_made_is_a_row(place: Path, monkeypatch, capsys)
     assert "little" in captured.out and "cannot be made" in captured.out
     page = Path("out/quality.md").read_text()
     (row,) = (line for line in page.splitlines() if line.startswith("| little"))
-    assert "bits_budget=1.5, but all weights" in row and row.count("|") == page.splitlines()[4].count("|")
+    assert "bits_budget=1.5, but all weights" in row and row.count("|") == page.splitlines()[
+        4
+    ].count("|")
     assert "equal_time_to='little' cannot be made" in page
     assert {each["recipe"] for each in read_json_lines(Path("out/results.jsonl"))} == {
         "teacher",
