@@ -11,9 +11,18 @@ SHAPE = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hi
 
 
 def write_gguf(
-    path: Path, kind: str = "Q5_0", *, seed: int = 0, has_tokenizer: bool = True
+    path: Path,
+    kind: str = "Q5_0",
+    *,
+    embedding: str | None = None,
+    seed: int = 0,
+    has_tokenizer: bool = True,
 ) -> Path:
-    """A Qwen3 of 2 layers whose matrices are in blocks of `kind`, and an untied head of Q8_0."""
+    """A Qwen3 of 2 layers whose matrices are in blocks of `kind`, and an untied head of Q8_0.
+
+    The `embedding` may be in blocks of another kind.
+    """
+    own = {"output.weight": "Q8_0", "token_embd.weight": embedding or kind}
     model = tiny_model("qwen3", seed, **SHAPE, tie_word_embeddings=False)
     writer = gguf.GGUFWriter(path, "qwen3")
     config = model.config
@@ -32,7 +41,7 @@ def write_gguf(
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         written, values = names.get_name(name, (".weight",)), tensor.numpy()
-        block = gguf.GGMLQuantizationType["Q8_0" if written == "output.weight" else kind]
+        block = gguf.GGMLQuantizationType[own.get(written, kind)]
         if tensor.dim() == 1 or block == gguf.GGMLQuantizationType.F32:
             writer.add_tensor(written, values)
         else:

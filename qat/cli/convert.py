@@ -77,16 +77,9 @@ def convert(
         dry_run: Say how large the student will be, how long it takes, how much memory, and which
             targets hold it; nothing is written.
     """
+    if from_ is not None or config.keep:
+        _check_kept(config, from_, {"--dry-run": dry_run, "--for": targets, "--eval": evaluate})
     if from_ is not None:
-        if dry_run:
-            raise ConfigError("--dry-run is given with --from, which keeps a checkpoint's own size")
-        if targets:
-            raise ConfigError(
-                "--for is given with --from, which keeps weights as they are; convert its result "
-                "in a second step"
-            )
-        if evaluate:
-            raise ConfigError("--eval is given with --from; judge the result with 'qat eval'")
         report = convert_foreign(source, config, out, importer=from_)
         return {**report, "ships_to": show_targets(out)}
     if evaluate and cache_dir is None:
@@ -98,7 +91,8 @@ def convert(
         )
     from qat.cli.inputs import check_inputs
 
-    check_asked(config)
+    if not config.keep:
+        check_asked(config)
     check_inputs(
         models=[source, config.base],
         caches=[cache_dir],
@@ -108,14 +102,17 @@ def convert(
     check_free(out)
     if dry_run:
         return forecast_conversion(source, config, targets)
-    from qat.convert.checkpoint import convert_checkpoint
+    from qat.convert.checkpoint import convert_checkpoint, keep_checkpoint
     from qat.evaluate.judge import held_out_divergence
     from qat.export.targets import shipping_to
 
     verdicts = {}
     if evaluate:
         verdicts["before"] = held_out_divergence(source, cache_dir, device=config.device)._asdict()
-    report = convert_checkpoint(source, config, out, shipping_to(targets))
+    if config.keep:
+        report = keep_checkpoint(source, out)
+    else:
+        report = convert_checkpoint(source, config, out, shipping_to(targets))
     if evaluate:
         after = held_out_divergence(str(out), cache_dir, device=config.device)
         verdicts["after"] = after._asdict()
@@ -147,6 +144,22 @@ def convert(
         ships_to=ships,
         **verdicts,
     )
+
+
+def _check_kept(config: ConvertConfig, from_: Foreign | None, others: dict[str, object]) -> None:
+    """Refuse settings that have no meaning where the weights of the source are kept.
+
+    Raises:
+        ConfigError: the first one that is given.
+    """
+    flag, meant = ("--keep", {"keep"}) if from_ is None else ("--from", MEANT)
+    given = [word for word, value in others.items() if value]
+    given += [f"{n}={getattr(config, n)}" for n in sorted(config.model_fields_set - meant)]
+    if given:
+        raise ConfigError(
+            f"{given[0]} is given with {flag}, which keeps weights and sizes of the source as they "
+            "are; drop it, and convert or judge the result in a second step"
+        )
 
 
 def forecast_conversion(
@@ -367,15 +380,8 @@ def convert_foreign(
     """Import the checkpoint at `source` into `out`; what the last line says of it.
 
     Raises:
-        ConfigError: a setting is given that an import does not read.
         CheckpointError: see `qat.convert.importing.Importer`.
     """
-    given = sorted(config.model_fields_set - MEANT)
-    if given:
-        raise ConfigError(
-            f"{given[0]}={getattr(config, given[0])} is given with --from, which keeps a "
-            "checkpoint's own format; drop it, and convert or judge the result afterwards"
-        )
     from qat.convert.importing import load_importer
 
     report = load_importer(importer).import_checkpoint(Path(source), config.base, out)

@@ -7,12 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import tomli_w
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.convert.calibrate import TokenBatch
 from qat.convert.calibration_data import calibration_batches
 from qat.convert.config import REPORT_NAME, ConvertConfig
 from qat.convert.convert import Converted, convert_model, read_settings
-from qat.convert.quantize import QuantizeReport
+from qat.convert.keep import keep_weights
+from qat.convert.quantize import QuantizeReport, quantize_model
 from qat.convert.shipping import Shipping
 from qat.convert.stored_tables import join_tables, stored_tables
 from qat.files import check_free, real
@@ -61,15 +63,42 @@ def convert_checkpoint(
         shipping=shipping,
         stored=stored,
     )
+    facts = {"source": source, **_report(student, config, calibration, done)}
+    _write(out, done, facts, model=student.model, tokenizer=tokenizer)
+    return done.report
+
+
+def keep_checkpoint(source: str, out: Path) -> QuantizeReport:
+    """Write the GGUF file `source` to `out` as a student with exactly its levels and scales.
+
+    Raises:
+        ConfigError: it is none, or holds a linear of a type without levels.
+    """
+    check_free(out)
+    student = load_model(source, device="cpu", dtype="fp32")
+    plan = keep_weights(source, student.model)
+    done = Converted(quantize_model(student, plan), plan, fits=[], rotation=None)
+    facts = {"source": source, **_report(student, ConvertConfig(), [], done)}
+    _write(out, done, facts, model=student.model, tokenizer=load_tokenizer(source))
+    return done.report
+
+
+def _write(
+    out: Path,
+    done: Converted,
+    facts: dict[str, object],
+    *,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Write the student and its report, atomically, and open it again."""
     with atomic_directory(out) as partial:
-        write_model(student.model, tokenizer, partial)
-        check_written(partial, student.model)
-        values = {"source": source, **_report(student, config, calibration, done)}
-        (partial / REPORT_NAME).write_text(json.dumps(values, indent=1) + "\n")
+        write_model(model, tokenizer, partial)
+        check_written(partial, model)
+        (partial / REPORT_NAME).write_text(json.dumps(facts, indent=1) + "\n")
         if done.report.budget is not None:
             rules = tomli_w.dumps(done.plan.model_dump(exclude_none=True))
             (partial / PLAN_NAME).write_text(rules, encoding="utf-8")
-    return done.report
 
 
 def _report(

@@ -64,6 +64,9 @@ class ConvertConfig(Settings):
     rotate: Formats[bool] = False
     """Rotate a float model before it is quantized, so that inputs of linears have fewer outliers;
     its function does not change. Without --to nothing is quantized."""
+    keep: Formats[bool] = False
+    """The source is a GGUF file whose weights are integers and one scale per block (Q1_0, Q2_0,
+    TQ1_0, TQ2_0, Q4_0, Q5_0, Q8_0): the student has just these, and can be trained further."""
     base: Formats[str | None] = None
     """Float model to take weights from, where the source is already quantized."""
     calibration: Calibration[str | None] = None
@@ -141,6 +144,11 @@ def check_asked(config: ConvertConfig) -> QuantPlan:
     Raises:
         ConfigError: nothing is named to do, or a setting lacks another one that it needs.
     """
+    if config.keep:
+        raise ConfigError(
+            "keep is given for a model that is to be changed, expected a file alone; run 'qat "
+            "convert FILE.gguf --keep' first, and go on with its result"
+        )
     changes = {config.to, config.bits_budget, config.attention, config.kv}
     if changes == {None} and not config.rotate:
         raise ConfigError(

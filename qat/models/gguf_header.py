@@ -53,6 +53,11 @@ class StoredTensor(NamedTuple):
         """The shape of the stored bytes: rows are packed one by one."""
         return (*self.shape[:-1], int(self.shape[-1] * self.bits) // 8)
 
+    @property
+    def num_bytes(self) -> int:
+        """The number of stored bytes."""
+        return math.prod(self.byte_shape)
+
 
 class Field(NamedTuple):
     """A value of the metadata, in the form of a `gguf.gguf_reader.ReaderField`."""
@@ -95,7 +100,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 ) from None
         weights, octets = block_size(type_)
         tensor = StoredTensor(shape, type_, 8 * octets / weights, place)
-        end = place + math.prod(tensor.byte_shape)
+        end = place + tensor.num_bytes
         if shape[-1] % weights or end > size:
             raise CheckpointError(
                 f"{path} holds {size} bytes, expected {name} of shape {shape} in whole blocks of "

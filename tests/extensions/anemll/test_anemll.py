@@ -241,7 +241,7 @@ def test_the_verb_a_head_of_its_own_and_a_state_dict_within(
 def test_settings_of_a_conversion_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="^to=q2a4 is given with --from, which keeps"):
         run_verb(["convert", "x.pt", "--from", "anemll", "--to", "q2a4", "--out", str(tmp_path)])
-    with pytest.raises(ConfigError, match="^--eval is given with --from; judge the result"):
+    with pytest.raises(ConfigError, match="^--eval is given with --from, which keeps"):
         run_verb(["convert", "x.pt", "--from", "anemll", "--eval", "--out", str(tmp_path)])
 
 

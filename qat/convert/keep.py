@@ -1,0 +1,113 @@
+"""Weights of a llama.cpp file as they are: the integers and scales of its blocks, not their floats.
+
+Shapes: O rows, I columns, G blocks of a row.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from qat.errors import CheckpointError, ConfigError
+from qat.models.directory import GGUF, resolve
+from qat.models.gguf import dequantize
+from qat.models.gguf_header import StoredTensor, block_size, read_header
+from qat.models.gguf_layout import ARCHITECTURES, row_order, tensor_names
+from qat.nn.swap import linear_names, put_quantized, table_names
+from qat.quant.codebook import fixed_grid
+from qat.quant.spec import LutSpec, PlanRule, QuantPlan
+from qat.quant.weight import QuantizedWeight, Scales
+from qat.quant.weight import dequantize as form
+
+logger = logging.getLogger(__name__)
+
+LEVELS: dict[str, dict[str, Any]] = {
+    "Q1_0": {"bits": 1, "codebook": "seq"},
+    "Q2_0": {"bits": 2, "codebook": "ternary"},
+    "TQ1_0": {"bits": 2, "codebook": "ternary"},
+    "TQ2_0": {"bits": 2, "codebook": "ternary"},
+    "Q4_0": {"bits": 4, "codebook": "int"},
+    "Q5_0": {"bits": 5, "codebook": "int"},
+    "Q8_0": {"bits": 8, "codebook": "int"},
+}
+"""Levels of the types whose blocks are integers times one float16 scale."""
+SCALE_AT_END = ("TQ1_0", "TQ2_0")
+"""Types whose blocks end with their scale; the others begin with it."""
+FLOATS = ("F32", "F16", "BF16")
+
+
+def keep_weights(source: str, model: PreTrainedModel) -> QuantPlan:
+    """Give linears and tables of `model`, read from `source` as floats, the file's own levels.
+
+    Tables of types without levels stay in floating point.
+
+    Returns:
+        The plan that the model has then.
+
+    Raises:
+        ConfigError: `source` is no GGUF file, of another architecture, or has a linear of a type
+            without levels.
+        CheckpointError: levels and scales do not give the weight that was read.
+    """
+    path = Path(resolve(source))
+    if path.suffix != GGUF or model.config.model_type not in ARCHITECTURES:
+        raise ConfigError(
+            f"keep is given for {source} (model_type={model.config.model_type}), expected a GGUF "
+            f"file of {', '.join(ARCHITECTURES)}; convert it with --to PLAN"
+        )
+    names, header, rules = tensor_names(model), read_header(path), []
+    tables = table_names(model)
+    for name in (*tables, *linear_names(model)):
+        tensor = header[f"{names[name]}.weight"]
+        spec = None
+        if tensor.type in LEVELS:
+            spec, quantized = read_levels(path, tensor, row_order(name, model.config))
+            if not torch.equal(form(quantized), model.get_submodule(name).weight):
+                raise CheckpointError(
+                    f"{path}: integers and scales of {name} ({tensor.type}) give another weight "
+                    "than was read of it, expected the same; convert it with --to PLAN"
+                )
+            put_quantized(model, name, quantized, spec)
+        elif name in tables or tensor.type in FLOATS:
+            logger.info("%s is of type %s and stays in floating point", name, tensor.type)
+        else:
+            raise ConfigError(
+                f"{path} holds {name} as {tensor.type}, expected a type of levels and one scale "
+                f"({', '.join(LEVELS)}); convert it with --to PLAN"
+            )
+        rules.append(PlanRule(pattern=name, spec=spec))
+    return QuantPlan(name="kept", rules=tuple(rules))
+
+
+def read_levels(
+    path: Path, tensor: StoredTensor, rows: Tensor | None
+) -> tuple[LutSpec, QuantizedWeight]:
+    """Return a matrix of the GGUF file at `path` and its format; `rows` is its `row_order`.
+
+    A block whose scale is replaced by one gives its integers. Those of Q2_0 may be -1 to 2: if some
+    are 2, they are integers of two bits, with the signs of levels and scales flipped.
+    """
+    (O, I), (size, octets) = tensor.shape, block_size(tensor.type)
+    blocks = np.fromfile(path, np.uint8, tensor.num_bytes, offset=tensor.place)
+    blocks = blocks.reshape(-1, octets)
+    place = slice(-2, None) if tensor.type in SCALE_AT_END else slice(2)
+    halves = np.ascontiguousarray(blocks[:, place]).view(np.float16)
+    scales = torch.from_numpy(halves.astype(np.float32)).view(O, I // size)
+    blocks[:, place] = np.ones(1, np.float16).view(np.uint8)
+    integers = torch.from_numpy(dequantize(blocks, tensor.type)).view(O, I)
+    spec = LutSpec(**LEVELS[tensor.type], group_size=size)
+    if spec.codebook == "seq":  # the levels are -1/2 and 1/2
+        integers, scales = integers / 2, scales * 2
+    elif spec.codebook == "ternary" and integers.max() > 1:
+        spec = spec.model_copy(update={"codebook": "int"})
+        integers, scales = -integers, -scales
+    levels = cast(Tensor, fixed_grid(spec))  # never learned
+    indices = (integers - levels[0]).to(torch.uint8)
+    if rows is not None:
+        own = rows.argsort()
+        indices, scales = indices[own], scales[own]
+    return spec, QuantizedWeight(indices, levels, Scales(scales, bits=spec.scale_bits))

@@ -1,0 +1,129 @@
+"""Students that have the levels and scales of a llama.cpp file, and become the same file again."""
+
+from pathlib import Path
+
+import gguf as library
+import numpy as np
+import pytest
+import torch
+from gguf_case import write_gguf
+from tiny import logits, tiny_model, tiny_tokenizer
+
+from qat.cli import run_verb
+from qat.convert.keep import LEVELS, read_levels
+from qat.convert.quantize import quantize_model
+from qat.errors import ConfigError
+from qat.export.config import ExportConfig
+from qat.export.gguf import FILE_NAME
+from qat.export.model import export_model
+from qat.models.checkpoint import load_checkpoint, save_checkpoint
+from qat.models.gguf import GgufFile, dequantize, type_number
+from qat.models.gguf_header import block_size, read_header
+from qat.models.language_model import LanguageModel
+from qat.models.load import load_model
+from qat.models.stored_state import quantized_modules
+from qat.nn.lut_embedding import FrozenLutTable
+from qat.nn.swap import linear_names, table_names
+from qat.quant.spec import LutSpec, PlanRule, QuantPlan
+from qat.quant.weight import dequantize as form
+
+FORMATS = {
+    "Q1_0": LutSpec(bits=1, codebook="seq", group_size=128),
+    "TQ1_0": LutSpec(bits=2, codebook="ternary", group_size=256),
+    "Q2_0": LutSpec(bits=2, codebook="ternary", group_size=64),
+    "Q2_0 with all codes": LutSpec(bits=2, codebook="int", group_size=64),
+    "Q4_0": LutSpec(bits=4, codebook="int", group_size=32),
+    "Q5_0": LutSpec(bits=5, codebook="int", group_size=32),
+    "Q8_0": LutSpec(bits=8, codebook="int", group_size=32),
+}
+
+
+def exported(place: Path, architecture: str, shift: int = 0) -> tuple[Path, dict[str, LutSpec]]:
+    """A file whose tables and linears have all types in turn, and their formats by name."""
+    shape = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8}
+    model = tiny_model(architecture, tie_word_embeddings=False, initializer_range=0.1, **shape)
+    names = [*table_names(model), *linear_names(model)]
+    specs = {n: [*FORMATS.values()][(i + shift) % len(FORMATS)] for i, n in enumerate(names)}
+    rules = tuple(PlanRule(pattern=name, spec=spec) for name, spec in specs.items())
+    quantize_model(LanguageModel(model), QuantPlan(name="all", rules=rules))
+    save_checkpoint(model, tiny_tokenizer(), place / "packed")
+    export_model(str(place / "packed"), ExportConfig(to="gguf"), place / "out")
+    return place / "out" / FILE_NAME, specs
+
+
+@pytest.mark.parametrize(("architecture", "shift"), [("llama", 0), ("qwen3", 3)])
+def test_a_file_becomes_a_student_and_the_same_file(architecture, shift, tmp_path: Path) -> None:
+    file, specs = exported(tmp_path, architecture, shift)
+    student = tmp_path / "kept"
+    report = run_verb(["convert", str(file), "--keep", "--out", str(student)])
+    assert report["kept"] == len(specs) and report["linears"] == 0 and report["plan"] == "kept"
+    kept, was = load_checkpoint(student), load_checkpoint(tmp_path / "packed")
+    modules = quantized_modules(kept)
+    assert {name: module.spec for name, module in modules.items()} == specs
+    for name, module in quantized_modules(was).items():
+        assert torch.equal(module.indices(), modules[name].indices())
+        assert torch.equal(
+            module.quantized().scales.scales, modules[name].quantized().scales.scales
+        )
+    assert torch.equal(logits(kept), logits(was))
+    export_model(str(student), ExportConfig(to="gguf"), tmp_path / "again")
+    again = {tensor.name: tensor for tensor in GgufFile(tmp_path / "again" / FILE_NAME).tensors}
+    for tensor in GgufFile(file).tensors:
+        assert again[tensor.name].tensor_type == tensor.tensor_type
+        assert np.array_equal(again[tensor.name].data, tensor.data), tensor.name
+
+
+@pytest.mark.parametrize("kind", LEVELS)
+def test_any_bytes_of_a_type_are_levels_times_scales(kind: str, tmp_path: Path) -> None:
+    size, octets = block_size(kind)
+    path, rng = tmp_path / "it.gguf", np.random.default_rng(0)
+    rows = rng.integers(0, 256, (6, 4, octets), np.uint8)
+    halves = rng.normal(size=(6, 4, 1)).astype(np.float16)  # of both signs
+    halves[0] = 0
+    place = slice(-2, None) if kind.startswith("TQ") else slice(2)
+    rows[..., place] = halves.view(np.uint8)
+    if kind == "TQ2_0":  # a fourth code stands for nothing there
+        rows[..., :-2] &= 0b10101010
+    writer = library.GGUFWriter(path, "llama")
+    data, number = rows.reshape(6, -1), type_number(kind)
+    writer.add_tensor("it", data.view(np.int8), raw_shape=(6, 4 * size), raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    order = torch.randperm(6)
+    spec, found = read_levels(path, read_header(path)["it"], order)
+    expected = torch.from_numpy(dequantize(data, kind))
+    assert torch.equal(form(found)[order], expected) and spec.group_size == size
+    assert spec.codebook == ("int" if kind == "Q2_0" else FORMATS.get(kind, spec).codebook)
+
+
+def test_a_table_without_levels_stays_in_floats(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", "Q4_0", embedding="Q5_1")
+    run_verb(["convert", str(file), "--keep", "--out", str(tmp_path / "kept")])
+    kept, floats = load_checkpoint(tmp_path / "kept", torch.float32), load_model(str(file)).model
+    table = kept.get_input_embeddings().weight
+    assert torch.equal(table, floats.get_input_embeddings().weight)
+    assert isinstance(kept.get_output_embeddings(), FrozenLutTable)
+    torch.testing.assert_close(logits(kept), logits(floats), rtol=1e-5, atol=1e-5)
+
+
+def test_a_linear_without_levels_is_refused(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", "Q5_1")
+    with pytest.raises(ConfigError, match="q_proj as Q5_1, expected .*Q1_0, Q2_0"):
+        run_verb(["convert", str(file), "--keep", "--out", str(tmp_path / "out")])
+
+
+def test_what_has_no_meaning_with_kept_weights_is_refused(tmp_path: Path) -> None:
+    file = str(write_gguf(tmp_path / "model.gguf", "Q4_0"))
+    for words, named in (
+        (["--to", "b1"], "to=b1"),
+        (["--for", "gguf"], "--for"),
+        (["--dry-run"], "--dry-run"),
+        (["--device", "cpu"], "device=cpu"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{named} is given with --keep"):
+            run_verb(["convert", file, "--keep", *words, "--out", str(tmp_path / "out")])
+    tiny_model().save_pretrained(tmp_path / "floats")
+    with pytest.raises(ConfigError, match="expected a GGUF file of llama, qwen2"):
+        run_verb(["convert", str(tmp_path / "floats"), "--keep", "--out", str(tmp_path / "out")])
