@@ -128,9 +128,6 @@ class GgufReport:
         return {row["case"]: row["over_best"] for row in self.rows if "over_best" in row}
 
 
-Opener = Callable[[Path, int], Engine]
-
-
 def run_gguf(
     config: GgufConfig,
     teacher: str,
@@ -138,7 +135,7 @@ def run_gguf(
     against: Sequence[Path] = (),
     *,
     out: Path | None = None,
-    open_file: Opener = LlamaCpp,
+    open_file: Callable[[Path, int], Engine] = LlamaCpp,
 ) -> GgufReport:
     """Judge `files` and those they are compared with by their distance from the teacher.
 
@@ -175,7 +172,9 @@ def run_gguf(
                     row |= {"best": best["case"], "over_best": row["kl_nats"] / best["kl_nats"]}
                 results.add(**row)
                 rows.append(row)
-                logger.info("%s: KL %.4g nats, %.1f MB", *(row[k] for k in ROW_SHOWN))
+                logger.info(
+                    "%s: KL %.4g nats, %.1f MB", row["case"], found.kl_nats, row["megabytes"]
+                )
         report = GgufReport(results.path, rows)
         results.finish(teacher=teacher, ratios=report.ratios)
     figure = chart(rows)
@@ -184,15 +183,13 @@ def run_gguf(
     return report
 
 
-ROW_SHOWN = ("case", "kl_nats", "megabytes")
-
-
 def best_at(megabytes: float, rows: Sequence[Row]) -> Row | None:
     """Return the row of `OTHER` with the least KL among those of no more MB; None without any.
 
     If all are larger, it is the smallest: with its additional MB the comparison errs in its favour.
+    The teacher itself, at a KL of 0, does not count.
     """
-    others = [row for row in rows if row["kind"] == OTHER]
+    others = [row for row in rows if row["kind"] == OTHER and row["kl_nats"] > 0]
     if not others:
         return None
     limit = max(megabytes, min(row["megabytes"] for row in others))
