@@ -88,7 +88,7 @@ def convert_model(
     plan = plan_tables(plan, student.model, **tables)
     if shipping is not None:
         plan = shipping.plan(plan, student.model, group_size=config.group_size)
-    round_float_tables(student.model, plan, stored)
+    round_float_tables(student.model, plan)
     report = quantize_model(
         student, plan, base=base, calibration=calibration, workers=config.workers
     )

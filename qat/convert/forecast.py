@@ -21,7 +21,7 @@ from qat.convert.quantize import FIT_BYTES, check_experts
 from qat.convert.savings import Saving, savings
 from qat.convert.shipping import Shipping
 from qat.convert.stored_tables import join_tables, stored_tables
-from qat.convert.tables import StoredTable, plan_tables
+from qat.convert.tables import FLOAT_BITS, StoredTable, plan_tables
 from qat.models.attention import change_attention, read_attention
 from qat.models.checkpoint import is_packed, load_skeleton
 from qat.models.cost import (
@@ -167,11 +167,19 @@ def _skeleton(
 
 
 def _bytes_by_name(model: PreTrainedModel, itemsize: int) -> dict[str, int]:
-    """Return the bytes of each weight in a model's checkpoint, with `itemsize` bytes per float."""
+    """Return the bytes of each weight in a model's checkpoint, with `itemsize` bytes per float.
+
+    A table beside quantized weights has two (`round_float_tables`).
+    """
     modules = quantized_modules(model)
+    tables = [f"{name}.weight" for name in table_names(model)] if modules else []
     inside = {id(t) for m in modules.values() for t in (*m.parameters(), *m.buffers())}
     inside -= {id(m.bias) for m in modules.values() if getattr(m, "bias", None) is not None}
-    floats = {n: itemsize * p.numel() for n, p in model.named_parameters() if id(p) not in inside}
+    floats = {
+        name: (FLOAT_BITS // 8 if name in tables else itemsize) * p.numel()
+        for name, p in model.named_parameters()
+        if id(p) not in inside
+    }
     return floats | {f"{name}.{PACKED}": bits_of(m) // 8 for name, m in modules.items()}
 
 

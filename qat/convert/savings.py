@@ -11,7 +11,7 @@ from qat.convert.tables import StoredTable, table_format
 from qat.errors import ConfigError, ExportError
 from qat.models.cost import format_bits
 from qat.nn.swap import holds_quantized_tables, linear_names, table_names, weight_shape
-from qat.quant.spec import PRESETS, LutSpec
+from qat.quant.spec import PRESETS, LutSpec, QuantPlan
 
 FEWER_BITS = (8, 4, 2)
 """Bits of tables to suggest."""
@@ -94,9 +94,9 @@ def _of_presets(model: PreTrainedModel, config: ConvertConfig) -> dict[str, Form
     """Return the formats of the linears in every preset like the one of `config`, by its flag."""
     linears, found = linear_names(model), {}
     mine = next((name for name in sorted(PRESETS, reverse=True) if config.to.startswith(name)), "")
-    kinds = {rule.spec.scale for rule in PRESETS[mine].rules} if mine else set()
+    kind = _kind(PRESETS[mine]) if mine else None
     for name, preset in PRESETS.items():
-        if kinds == {rule.spec.scale for rule in preset.rules}:
+        if kind == _kind(preset):
             changed = config.model_copy(update={"to": name + config.to.removeprefix(mine)})
             try:
                 plan = read_plan(changed)
@@ -104,3 +104,7 @@ def _of_presets(model: PreTrainedModel, config: ConvertConfig) -> dict[str, Form
                 continue
             found[f"--to {changed.to}"] = {n: plan.spec_for(n) for n in linears}
     return found
+
+
+def _kind(preset: QuantPlan) -> set[tuple[str, str]]:
+    return {(rule.spec.scale, rule.spec.codebook) for rule in preset.rules}

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,6 +16,7 @@ from qat.convert.config import ConvertConfig
 from qat.convert.shipping import Shipping
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import nearest_vectors
+from qat.models.stored_state import narrowed
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.swap import (
     FEW_BITS,
@@ -149,15 +151,19 @@ def _in_floats(plan: QuantPlan, model: PreTrainedModel) -> QuantPlan:
     return plan.model_copy(update={"rules": (*rules, *plan.rules)})
 
 
-def round_float_tables(
-    model: PreTrainedModel, plan: QuantPlan, stored: Mapping[str, StoredTable]
-) -> None:
-    """Round tables that `plan` leaves in floating point to bfloat16 if their source has fewer bits.
+def round_float_tables(model: PreTrainedModel, plan: QuantPlan) -> None:
+    """Round tables that `plan` leaves in floating point to bfloat16 where 16 bits do not hold them.
 
-    Dequantized blocks are products that only float32 holds, at four bytes for one byte in the file;
-    this rounding is small compared to that of the blocks.
+    In float32 they would be most of a student's file, and of a source in blocks, whose products
+    only float32 holds, four times the bytes. This rounding is small beside that of the linears. A
+    plan that quantizes nothing rounds nothing.
     """
-    for name, table in stored.items():
-        if plan.spec_for(name, is_table=True) is None and table.bits < FLOAT_BITS:
-            weight = model.get_submodule(name).weight
-            weight.data = weight.data.bfloat16().to(weight.dtype)
+    if not any(rule.spec for rule in plan.rules):
+        return
+    for name in table_names(model):
+        module = model.get_submodule(name)
+        is_float = not isinstance(module, FrozenLutTable)
+        if is_float and plan.spec_for(name, is_table=True) is None:
+            weight = module.weight
+            if narrowed({name: weight.data})[name].dtype == torch.float32:
+                weight.data = weight.data.bfloat16().to(weight.dtype)

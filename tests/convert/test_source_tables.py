@@ -170,6 +170,23 @@ def test_floats_are_refused_where_tables_are_quantized_already(tmp_path: Path) -
     assert report.num_tables == 0 and lut_tables(student)  # they stay as they are
 
 
+def test_float_tables_never_have_32_bits(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "float")  # in float32, with values that 16 bits do not hold
+    source = load_model(str(tmp_path / "float"), device="cpu", dtype="fp32").model
+    gguf = {"targets": ("gguf",)}
+    for name, asked, dtype in (
+        ("q", gguf, torch.bfloat16),
+        ("kv", {"to": None, "kv": "int8"}, None),
+    ):
+        _, student = converted(tmp_path / "float", tmp_path / name, embedding_bits=16, **asked)
+        for key in ("model.embed_tokens.weight", "lm_head.weight"):
+            stored, own = packed_state_dict(student)[key], source.state_dict()[key]
+            assert torch.equal(stored, own if dtype is None else own.to(dtype)), name
+    export_model(str(tmp_path / "q"), ExportConfig(to="gguf"), tmp_path / "gguf")
+    header = read_header(tmp_path / "gguf" / FILE_NAME)
+    assert {header[f"{name}.weight"].type for name in ("token_embd", "output")} == {"BF16"}
+
+
 def test_float_tables_of_a_quantized_file_have_16_bits(tmp_path: Path) -> None:
     file = gguf_of(tmp_path, "Q5_0", "")
     _, student = converted(file, tmp_path / "student", embedding_bits=16)
