@@ -30,13 +30,20 @@ from qat.files import check_free, parse_json, parse_toml
 from qat.logs import FACTS, METRICS, RECIPE, SUMMARY, read_json_lines
 from qat.models.attention import kv_spec
 from qat.models.checkpoint import is_packed, load_checkpoint, load_skeleton
-from qat.models.cost import linear_bits, parameter_count, quantized_parameter_count
-from qat.models.directory import atomic_directory, resolve
+from qat.models.cost import parameter_count, quantized_parameter_count
+from qat.models.directory import GGUF, atomic_directory, resolve
 from qat.models.document_attention import set_kv
+from qat.models.gguf_layout import gguf_sizes
 from qat.models.load import load_tokenizer
 from qat.models.noise import disturbed
 from qat.models.opening import auto_class, is_of_files, read_table
-from qat.models.sizes import MEGABYTE, Sizes, source_megabytes
+from qat.models.sizes import (
+    MEGABYTE,
+    Sizes,
+    linear_bits_in,
+    source_megabytes,
+    tensor_sizes,
+)
 from qat.models.stored_state import activation_counts, quantized_modules
 from qat.nn.lut_embedding import FrozenLutTable
 from qat.nn.swap import embedding_dtype, table_names
@@ -121,7 +128,8 @@ class ExportReport(NamedTuple):
     bits_per_weight: float
     """Bits of these files over all weights: tables, norms, scales and codebooks included."""
     linear_bits: float
-    """Bits per weight of the quantized linears in the packed checkpoint; for dense, of floats."""
+    """Bits per weight of the quantized linears alone in these files; in the packed checkpoint where
+    these do not tell tensors apart."""
     source_megabytes: float | None
     """Size of the model that the checkpoint began with, in 10**6 bytes; None if it is not on this
     disk."""
@@ -207,6 +215,8 @@ def _write(
         dtype = str(embedding_dtype(model)).removeprefix("torch.")
         if (partial / "config.json").is_file():
             dtype = read_table(partial / "config.json").get("dtype", dtype)
+        gguf = next(partial.glob(f"*{GGUF}"), None)
+        sizes = tensor_sizes(partial) if gguf is None else gguf_sizes(gguf, model)
         dense_bits = 8.0 * embedding_dtype(model).itemsize
         tables, base = map(model.get_submodule, table_names(model)), float_base(source)
         report = ExportReport(
@@ -214,7 +224,7 @@ def _write(
             saved_dtype=str(saved).removeprefix("torch."),
             bytes=size,
             bits_per_weight=8 * size / parameter_count(model),
-            linear_bits=dense_bits if name == "dense" else linear_bits(model),
+            linear_bits=dense_bits if name == "dense" else linear_bits_in(sizes, model),
             source_megabytes=None if base == str(source) else source_megabytes(base),
             has_float_tables=not all(isinstance(table, FrozenLutTable) for table in tables),
             quantized_weights=quantized_parameter_count(model),

@@ -41,6 +41,13 @@ def tensor_names(model: PreTrainedModel) -> dict[str, str]:
     return {name: written for name, written in found.items() if written is not None}
 
 
+def gguf_sizes(path: Path, model: PreTrainedModel) -> dict[str, int]:
+    """Return the bytes of each tensor in the GGUF file of `model`, by the names in the model."""
+    names = {f"{written}.weight": f"{name}.weight" for name, written in tensor_names(model).items()}
+    tensors = read_header(path).items()
+    return {names.get(n, n): round(t.bits * math.prod(t.shape) / 8) for n, t in tensors}
+
+
 def row_order(name: str, config: PreTrainedConfig) -> Tensor | None:
     """Return the source rows of llama's q and k: ggml rotates neighbours, transformers halves."""
     if config.model_type != "llama" or not name.endswith(("q_proj", "k_proj")):

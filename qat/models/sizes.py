@@ -1,25 +1,53 @@
 """Sizes of a checkpoint and of the model that it came from."""
 
+import json
 import math
+from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 from huggingface_hub import snapshot_download
+from transformers import PreTrainedModel
 
 from qat.errors import QatError
 from qat.models.checkpoint import load_skeleton
-from qat.models.cost import linear_bits, parameter_count
+from qat.models.cost import linear_bits, parameter_count, quantized_parameter_count
 from qat.models.directory import adapted, resolve
+from qat.nn.quant_linear import quant_linears
 
 
 def model_bytes(path: Path) -> int:
     """Return the bytes of the tensors in the safetensors files of a model directory."""
-    size = 0
+    return sum(tensor_sizes(path).values())
+
+
+def tensor_sizes(path: Path) -> dict[str, int]:
+    """Return the bytes of each tensor in the safetensors files of a directory."""
+    sizes = {}
     for file in path.glob("*.safetensors"):
         with file.open("rb") as opened:
-            header = int.from_bytes(opened.read(8), "little")
-        size += file.stat().st_size - 8 - header
-    return size
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        header.pop("__metadata__", None)
+        offsets = {name: tensor["data_offsets"] for name, tensor in header.items()}
+        sizes |= {name: end - begin for name, (begin, end) in offsets.items()}
+    return sizes
+
+
+def linear_bits_in(sizes: Mapping[str, int], model: PreTrainedModel) -> float:
+    """Return the bits per weight of the quantized linears in files whose tensors have these sizes.
+
+    In the checkpoint, where the files do not tell all linears apart.
+    """
+    linears = quant_linears(model)
+    own: dict[str, int] = dict.fromkeys(linears, 0)
+    for key, size in sizes.items():
+        name = next((n for n in accumulate(key.split("."), "{}.{}".format) if n in own), None)
+        if name is not None and key != f"{name}.bias":
+            own[name] += size
+    if not all(own.values()):
+        return linear_bits(model)
+    return 8 * sum(own.values()) / quantized_parameter_count(model)
 
 
 MEGABYTE = 1e6

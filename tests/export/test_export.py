@@ -19,12 +19,12 @@ from qat.export.dense import write as write_dense
 from qat.export.model import check_equal, export_model
 from qat.models.attention import kv_spec
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
-from qat.models.cost import parameter_count
+from qat.models.cost import linear_bits, parameter_count
 from qat.models.document_attention import quantize_kv
 from qat.models.load import load_model
 from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import linear_names, replace_module
-from qat.quant.spec import KvSpec
+from qat.quant.spec import KvSpec, LutSpec
 
 ONE_OF_EACH_KIND = ("int4_r3", "e2m1", "fours8_s8")
 
@@ -115,6 +115,20 @@ def test_export_reads_back_what_it_wrote(to: str, dtype: str, packed: Path, tmp_
         assert report.linear_bits == 8 * reloaded.dtype.itemsize
     assert report.source_megabytes is None  # nothing says what it was made from
     assert (out / "tokenizer.json").is_file()
+
+
+def test_bits_of_linears_are_those_of_the_file_that_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    spec = LutSpec(bits=4, codebook="int", group_size=64, scale_bits=8)
+    for name, sizes in (("llama", {}), ("qwen3", {"attention_bias": True})):
+        model = tiny_quantized(name, spec, hidden_size=64, intermediate_size=64, **sizes)
+        save_checkpoint(model, None, tmp_path / name)
+        expected = {"packed": linear_bits(model), "gguf": 4 + 16 / 32, "dense": 32}
+        assert expected["packed"] < 4.5  # scales of 8 bits, which Q4_0 does not have
+        for to, bits in expected.items():
+            out = tmp_path / f"{name}_{to}"
+            found = export_model(str(tmp_path / name), ExportConfig(to=to), out)
+            assert found.linear_bits == pytest.approx(bits), to
 
 
 @pytest.mark.parametrize(
