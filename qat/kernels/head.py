@@ -7,6 +7,7 @@ the matmuls and Triton everything else, and memory does not grow with V.
 Shapes: T tokens, D model width, V vocabulary, N chosen words, K of them excluded from the others.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,9 +22,6 @@ BLOCK_TOKENS = 1024
 
 BLOCK_WORDS = 8192
 """Words whose weights are cast at a time."""
-
-HEAD_BLOCK_TOKENS = 8192
-"""Rows of `BLOCK_WORDS` logits in memory at a time in the gradient of the head's weight."""
 
 TILE_TOKENS = 8192
 """Tokens per tile of logits.
@@ -62,6 +60,8 @@ class Head(NamedTuple):
     """`(V,)`"""
     softcap: float | None = None
     """`logits = softcap * tanh(logits / softcap)`"""
+    take_rows: Callable[[slice, Tensor], None] | None = None
+    """Takes the gradient of some rows of the weight, `(words, D)`, in place of autograd."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits, `(..., D)` to `(..., V)`, in the dtype of `hidden`."""
@@ -179,6 +179,15 @@ class LogitGradients(NamedTuple):
     others: Tensor | None = None
     """`(T,)`: gradients of `lse`."""
 
+    def of_rows(self, rows: slice) -> "LogitGradients":
+        """Return the gradients of some tokens."""
+        return LogitGradients(*(g[rows] if isinstance(g, Tensor) else g for g in self))
+
+    def times(self, factor: Tensor) -> "LogitGradients":
+        """Return the gradients of the loss times `factor`, a number on the device."""
+        others = None if self.others is None else self.others * factor
+        return self._replace(chosen=self.chosen * factor, others=others)
+
 
 def hidden_gradient(
     g_logits: LogitGradients, slope: Tensor | None, weight: Tensor, *, out: Tensor
@@ -212,21 +221,43 @@ def hidden_gradient(
         )  # fmt: skip
 
 
-def add_head_gradient(hidden: Tensor, head: Head, g_logits: LogitGradients, *, out: Head) -> None:
-    """Add the gradients of the head's weight, and of its bias if it has one, to those in `out`.
+class HeadTile(NamedTuple):
+    """The gradient of some neighbouring rows of a head."""
 
-    Logits are recomputed for a block of tokens and words at a time; `(T, V)` is never made.
+    start: int
+    """The first word."""
+    weight: Tensor
+    """`(words, D)`, float32 (float64 stays)."""
+    bias: Tensor | None
+    """`(words,)` likewise; None without a bias."""
+    is_named: Tensor | None
+    """`(words,)` bool: whether `ids` of any token hold the word; None if they hold all."""
+
+
+def head_gradient(head: Head, parts: Sequence[tuple[Tensor, LogitGradients]]) -> Iterator[HeadTile]:
+    """Yield the gradient of the head's weight and bias, `BLOCK_WORDS` rows at a time.
+
+    `dW = sum_t dlogits[t] hidden[t]^T`, in which each `parts` has hidden states `(T, D)` and the
+    gradients of their logits. Logits are recomputed for a block of tokens and words at a time, so
+    neither `(T, V)` nor `(V, D)` is ever made.
     """
-    V = head.weight.shape[0]
-    for begin in range(0, hidden.shape[0], HEAD_BLOCK_TOKENS):
-        rows = slice(begin, begin + HEAD_BLOCK_TOKENS)
-        block = LogitGradients(*(g[rows] if isinstance(g, Tensor) else g for g in g_logits))
-        for start in range(0, V, BLOCK_WORDS):
-            tile, out_tile = (h.words(start, min(start + BLOCK_WORDS, V)) for h in (head, out))
-            dlogits = _logit_gradient(hidden[rows], tile, block, start)
-            out_tile.weight.add_(dlogits.to(hidden.dtype).T @ hidden[rows])
-            if out_tile.bias is not None:
-                out_tile.bias.add_(dlogits.sum(0))
+    V, D = head.weight.shape
+    named = torch.zeros(V + 1, dtype=torch.bool, device=head.weight.device)
+    for _, g_logits in parts:
+        named.scatter_(0, _or_beyond(g_logits.ids, V).flatten(), True)
+    for start in range(0, V, BLOCK_WORDS):
+        tile = head.words(start, min(start + BLOCK_WORDS, V))
+        words = tile.weight.shape[0]
+        weight = wide(tile.weight.new_zeros(words, D))
+        bias = None if head.bias is None else weight.new_zeros(words)
+        for hidden, g_logits in parts:
+            for begin in range(0, hidden.shape[0], TILE_TOKENS):
+                rows = slice(begin, begin + TILE_TOKENS)
+                dlogits = _logit_gradient(hidden[rows], tile, g_logits.of_rows(rows), start)
+                _add_product(weight, dlogits.T, hidden[rows])
+                if bias is not None:
+                    bias += dlogits.sum(0, dtype=bias.dtype)
+        yield HeadTile(start, weight, bias, named[start : start + words])
 
 
 def before_softcap(g: Tensor, logits: Tensor, softcap: float | None) -> Tensor:
@@ -260,16 +291,63 @@ def _others_of_block(hidden: Tensor, excluded: Tensor, head: Head, want_slope: b
 
 
 def _logit_gradient(hidden: Tensor, tile: Head, block: LogitGradients, start: int) -> Tensor:
-    """Return the gradient of uncapped logits of the words from `start`, `(T, words)`."""
+    """Return the gradient of uncapped logits of the words from `start`, as `hidden`: `(T, words)`.
+
+    `others * exp(logit - lse)` of the words that are not excluded, plus what is `chosen`.
+    """
+    if _by_kernel(hidden):
+        return _logit_gradient_by_kernel(hidden, tile, block, start)
     T, num_words = hidden.shape[0], tile.weight.shape[0]
     ids = _or_beyond(torch.where(block.ids < 0, -1, block.ids - start), num_words)
     gradient = block.chosen.new_zeros(T, num_words + 1)  # the last column collects all other ids
-    if block.lse is not None:
+    if block.lse is not None and block.others is not None:
         logits = wide(tile.logits(hidden))
         shares = before_softcap((logits - block.lse[:, None]).exp(), logits, tile.softcap)
         shares = without(shares, ids[:, : block.num_excluded], 0.0)
         gradient[:, :num_words] = block.others[:, None] * shares
-    return gradient.scatter_add_(1, ids, block.chosen)[:, :num_words]
+    return gradient.scatter_add_(1, ids, block.chosen)[:, :num_words].to(hidden.dtype)
+
+
+def _logit_gradient_by_kernel(
+    hidden: Tensor, tile: Head, block: LogitGradients, start: int
+) -> Tensor:
+    rows, words, N = hidden.shape[0], tile.weight.shape[0], block.ids.shape[1]
+    has_others = block.lse is not None
+    logits = None
+    if has_others:
+        logits = torch.empty(rows, words, dtype=torch.float32, device=hidden.device)
+        _product(hidden, tile.weight.to(hidden.dtype), out=logits)
+    out = torch.empty(rows, words, dtype=hidden.dtype, device=hidden.device)
+    with torch.cuda.device_of(hidden):
+        _logit_gradient_kernel[(rows,)](
+            logits, out, tile.bias, block.ids.contiguous(), block.chosen.contiguous(), block.lse,
+            block.others.contiguous() if has_others else None, start, words, tile.softcap or 1.0,
+            N=N, NUM_EXCLUDED=block.num_excluded, HAS_BIAS=tile.bias is not None,
+            HAS_CAP=tile.softcap is not None, HAS_OTHERS=has_others,
+            BLOCK_N=max(16, triton.next_power_of_2(N)), BLOCK_V=triton.next_power_of_2(words),
+            num_warps=8,
+        )  # fmt: skip
+    return out
+
+
+def _product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write `hidden @ weight.T` to `out`, whose float32 holds sums of halves without rounding."""
+    if hidden.dtype == out.dtype:
+        torch.mm(hidden, weight.T, out=out)
+    else:
+        torch.mm(hidden, weight.T, out_dtype=out.dtype, out=out)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right` to `total`, which may be wider than they are."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif not left.is_cuda:
+        total += left @ right
+    elif ADDS_IN_FLOAT32:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += torch.mm(left, right, out_dtype=total.dtype)
 
 
 def _or_beyond(ids: Tensor, size: int) -> Tensor:
@@ -333,10 +411,7 @@ def _add_tile(
     rows, words = hidden.shape[0], tile.weight.shape[0]
     weight = tile.weight.to(hidden.dtype)
     logits, shares = (room[: rows * words].view(rows, words) for room in (logits, shares))
-    if logits.dtype == hidden.dtype:
-        torch.mm(hidden, weight.T, out=logits)
-    else:
-        torch.mm(hidden, weight.T, out_dtype=logits.dtype, out=logits)
+    _product(hidden, weight, out=logits)
     _softmax_tile_kernel[(rows,)](
         logits, shares, tile.bias, online.excluded, online.peak, online.total, online.slope, start,
         words, tile.softcap or 1.0,
@@ -345,15 +420,8 @@ def _add_tile(
         BLOCK_K=max(16, triton.next_power_of_2(online.excluded.shape[1])),
         BLOCK_V=triton.next_power_of_2(words), BLOCK_D=1024, num_warps=8,
     )  # fmt: skip
-    slope = online.slope
-    if slope is None:
-        return
-    if shares.dtype == slope.dtype:
-        slope.addmm_(shares, weight)
-    elif ADDS_IN_FLOAT32:
-        torch.addmm(slope, shares, weight, out_dtype=slope.dtype, out=slope)
-    else:
-        slope.add_(torch.mm(shares, weight, out_dtype=slope.dtype))
+    if online.slope is not None:
+        _add_product(online.slope, shares, weight)
 
 
 @triton.jit
@@ -458,6 +526,48 @@ def _softmax_tile_kernel(
                 d = first + tl.arange(0, BLOCK_D)
                 slope = tl.load(slope_ptr + token * D + d, mask=d < D)
                 tl.store(slope_ptr + token * D + d, slope * rescale, mask=d < D)
+
+
+@triton.jit
+def _logit_gradient_kernel(
+    logits_ptr, out_ptr, bias_ptr, ids_ptr, chosen_ptr, lse_ptr, others_ptr, start, words, softcap,
+    N: tl.constexpr, NUM_EXCLUDED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_OTHERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Write a token's gradient of a tile of logits: `others * exp(logit - lse)`, plus `chosen`."""
+    token = tl.program_id(0).to(tl.int64)
+    v = tl.arange(0, BLOCK_V)
+    out_ptr += token * words
+    gradient = tl.zeros((BLOCK_V,), tl.float32)
+    if HAS_OTHERS:
+        logits = tl.load(logits_ptr + token * words + v, mask=v < words, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            logits += tl.load(bias_ptr + v, mask=v < words, other=0.0).to(tl.float32)
+        slope = 1.0
+        if HAS_CAP:
+            bounded = _tanh(logits / softcap)
+            logits = softcap * bounded
+            slope = 1.0 - bounded * bounded
+        # -inf if no word is left: all of them are excluded below
+        lse = tl.maximum(tl.load(lse_ptr + token), -3.0e38)
+        shares = tl.exp(tl.minimum(logits - lse, 0.0)) * slope  # no word has more than all
+        gradient = tl.load(others_ptr + token) * shares
+    tl.store(out_ptr + v, gradient.to(out_ptr.dtype.element_ty), mask=v < words)
+
+    n = tl.arange(0, BLOCK_N)
+    ids = tl.load(ids_ptr + token * N + n, mask=n < N, other=-1)
+    chosen = tl.load(chosen_ptr + token * N + n, mask=n < N, other=0.0).to(tl.float32)
+    # an id may come more than once: each place then holds the sum, whichever is written last
+    is_same = ids[:, None] == ids[None, :]
+    added = tl.sum(tl.where(is_same, chosen[None, :], 0.0), 1)
+    is_excluded = tl.max(tl.where(is_same & (n < NUM_EXCLUDED)[None, :], 1, 0), 1) > 0
+    places = ids - start
+    is_inside = (ids >= 0) & (places >= 0) & (places < words)
+    tl.debug_barrier()  # other threads of this program wrote what is read here
+    before = tl.load(out_ptr + places, mask=is_inside, other=0.0).to(tl.float32)
+    total = tl.where(is_excluded, 0.0, before) + added
+    tl.debug_barrier()  # nobody writes before all have read
+    tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit

@@ -8,8 +8,8 @@ gradient to hidden states and head.
 Shapes: T tokens, D model width, V vocabulary, N words that losses read.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ from torch.autograd.function import once_differentiable
 
 from qat.kernels.head import (
     Head,
+    HeadTile,
     LogitGradients,
     Others,
-    add_head_gradient,
     before_softcap,
     chosen_logits,
+    head_gradient,
     hidden_gradient,
     other_words,
     wide,
@@ -35,61 +36,65 @@ SCALED_TOKENS = 32768
 """Rows of a stored gradient that are scaled in float32 at a time: 0.13 GB at D = 1024."""
 
 
+class HeadGradient(Protocol):
+    """What chunks leave behind for the gradient of the head."""
+
+    def tiles(self, head: Head, factor: Tensor) -> Iterator[HeadTile]:
+        """Yield that gradient times `factor`, some rows at a time, in order."""
+
+
 class Gradients(NamedTuple):
-    """Gradients of the loss, complete when all chunks are done; None where not required."""
+    """Where chunks put their gradients; None where none is required."""
 
     hidden: Tensor | None
     """`(T, D)`, in the dtype of the hidden states."""
-    weight: Tensor | None
-    """`(V, D)`, float32 or wider."""
-    bias: Tensor | None
-    """`(V,)`, float32 or wider."""
+    head: Any | None
+    """The `HeadGradient` of `Task.head_gradient`."""
 
 
 class Task(NamedTuple):
-    """A sum of losses to compute, without the tensors that may get gradients."""
+    """A sum of losses to compute."""
 
+    head: Head
+    """The output embedding."""
     terms: dict[str, float]
     """Weight of each loss by name."""
-    softcap: float | None
-    """The softcap of the head's logits; None if it has none."""
     chunk_tokens: int
     """Tokens per chunk."""
     add_chunk: Callable[[slice, Tensor, Head, Gradients], dict[str, Tensor]]
     """Returns the sums over some rows, by name and as `"loss"`, for their hidden states `(t, D)`.
 
-    It writes the gradient of the hidden states, and adds those of the head.
+    It writes the gradient of the hidden states, and leaves what that of the head needs.
     """
+    head_gradient: Callable[[Head], HeadGradient]
+    """Makes the empty gradient of a head."""
 
 
-def sums_with_gradient(hidden: Tensor, head: Head, task: Task) -> dict[str, Tensor]:
+def sums_with_gradient(hidden: Tensor, task: Task) -> dict[str, Tensor]:
     """Return the sum of each loss of `task`, and their weighted sum as `"loss"`, in nats.
 
-    The backward pass of `"loss"` is one multiplication and may run once; the sums by name carry no
-    gradient. The gradient of `hidden` is stored in its dtype and is that of a sum over tokens: each
-    token's has the magnitude of the head's weights, which float16 holds without loss scaling. The
-    backward pass scales it in float32.
+    The backward pass of `"loss"` may run once; the sums by name carry no gradient. The gradient of
+    `hidden` is stored in its dtype and is that of a sum over tokens: each token's has the magnitude
+    of the head's weights, which float16 holds without loss scaling. The backward pass scales it in
+    float32.
 
     Under autocast `hidden` `(T, D)` is cast to autocast's dtype. The head's weight and bias get
-    gradients if they require them.
+    gradients if they require them, computed in the backward pass. `head.take_rows` takes that of
+    the weight, if it is given, and autograd gets none.
     """
     is_wanted = torch.is_grad_enabled()
-    total, *sums = _LossInForward.apply(hidden, task, is_wanted, head.weight, head.bias)
+    seen = task.head.weight, task.head.bias  # autograd sees tensors among the arguments only
+    total, *sums = _LossInForward.apply(hidden, task, is_wanted, *seen)
     return {**dict(zip(task.terms, sums, strict=True)), "loss": total}
 
 
 class _LossInForward(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, task: Task, is_wanted: bool, *learnable: Tensor | None
-    ) -> tuple:
-        weight, bias = learnable
-        head = Head(cast(Tensor, weight), bias, task.softcap)
+    def forward(ctx: Any, hidden: Tensor, task: Task, is_wanted: bool, *_: Tensor | None) -> tuple:
         needs_hidden, *others = ctx.needs_input_grad if is_wanted else [False]
         gradients = Gradients(
             hidden.new_empty(hidden.shape) if needs_hidden else None,
-            wide(torch.zeros_like(head.weight)) if any(others) else None,
-            wide(torch.zeros_like(bias)) if any(others) and bias is not None else None,
+            task.head_gradient(task.head) if any(others) else None,
         )
         dtype, kind = hidden.dtype, hidden.device.type
         if dtype != torch.float64 and torch.is_autocast_enabled(kind):
@@ -100,10 +105,10 @@ class _LossInForward(torch.autograd.Function):
                 rows, into = slice(start, start + task.chunk_tokens), gradients
                 if into.hidden is not None:
                     into = into._replace(hidden=into.hidden[rows])
-                part = task.add_chunk(rows, hidden[rows].to(dtype), head, into)
+                part = task.add_chunk(rows, hidden[rows].to(dtype), task.head, into)
                 sums = {name: total + part[name] for name, total in sums.items()}
-        ctx.save_for_backward(*gradients)
-        ctx.dtypes = [None if p is None else p.dtype for p in (hidden, *learnable)]
+        ctx.save_for_backward(gradients.hidden)
+        ctx.head, ctx.of_head = task.head, gradients.head
         by_name = [sums[name] for name in task.terms]
         ctx.mark_non_differentiable(*by_name)
         return sums["loss"], *by_name
@@ -111,14 +116,37 @@ class _LossInForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_total: Tensor, *_: Tensor) -> tuple:  # noqa: ANN401
-        scaled = []
-        for stored, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
-            # in place, but multiplied in float32: a narrower dtype would round the factor
-            for part in () if stored is None else stored.split(SCALED_TOKENS):
-                part.copy_(wide(part) * g_total)
-            scaled.append(None if stored is None else stored.to(dtype))
-        of_hidden, *of_head = scaled
+        (of_hidden,) = ctx.saved_tensors
+        # in place, but multiplied in float32: a narrower dtype would round the factor
+        for part in () if of_hidden is None else of_hidden.split(SCALED_TOKENS):
+            part.copy_(wide(part) * g_total)
+        if ctx.of_head is None:
+            return of_hidden, None, None, None, None
+        with torch.autocast(g_total.device.type, enabled=False):
+            of_head = _head_gradients(ctx.head, ctx.of_head.tiles(ctx.head, g_total))
+        ctx.of_head = None
         return of_hidden, None, None, *of_head
+
+
+def _head_gradients(head: Head, tiles: Iterator[HeadTile]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of weight and bias for autograd; none of a weight whose rows are taken.
+
+    Rows of words that no token names are taken as zeros: there is next to nothing that AdamW would
+    not blow up, and a word that no text contains should stay as it is.
+    """
+    d_weight = None if head.take_rows else torch.empty_like(head.weight)
+    d_bias = None if head.bias is None else torch.empty_like(head.bias)
+    for tile in tiles:
+        rows = slice(tile.start, tile.start + tile.weight.shape[0])
+        if d_bias is not None and tile.bias is not None:
+            d_bias[rows] = tile.bias
+        if d_weight is not None:
+            d_weight[rows] = tile.weight
+        elif head.take_rows is not None:
+            is_named = tile.is_named
+            named = tile.weight if is_named is None else tile.weight * is_named[:, None]
+            head.take_rows(rows, named)
+    return d_weight, d_bias
 
 
 def differentiated(
@@ -135,6 +163,17 @@ def differentiated(
         sums = sums_of(*leaves)
         slopes = torch.autograd.grad(sums["loss"], leaves)
     return {name: value.detach() for name, value in sums.items()}, slopes
+
+
+class _OfWords(NamedTuple):
+    """The gradient of a head from those of the logits that losses read (a `HeadGradient`)."""
+
+    parts: list[tuple[Tensor, LogitGradients]]
+    """The hidden states `(t, D)` of each chunk, and the gradients of its logits."""
+
+    def tiles(self, head: Head, factor: Tensor) -> Iterator[HeadTile]:
+        """Recompute what the chunks did not keep."""
+        return head_gradient(head, [(hidden, g.times(factor)) for hidden, g in self.parts])
 
 
 def loss_from_hidden(
@@ -181,9 +220,9 @@ def loss_from_hidden(
             g_logits = LogitGradients(ids, g_chosen, K, others.lse, *g_others)
             if gradients.hidden is not None:
                 hidden_gradient(g_logits, others.slope, head.weight, out=gradients.hidden)
-            if gradients.weight is not None:
-                into = Head(gradients.weight, gradients.bias)
-                add_head_gradient(hidden, head, g_logits, out=into)
+            if gradients.head is not None:
+                gradients.head.parts.append((hidden, g_logits))
         return sums
 
-    return sums_with_gradient(hidden, head, Task(terms, head.softcap, CHUNK_TOKENS, add_chunk))
+    task = Task(head, terms, CHUNK_TOKENS, add_chunk, lambda _: _OfWords([]))
+    return sums_with_gradient(hidden, task)

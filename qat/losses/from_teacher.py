@@ -5,12 +5,13 @@ The `(T, V)` logits never exist as a whole.
 Shapes: T tokens, D model width of the student, E of the teacher, V vocabulary.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qat.kernels.head import Head, before_softcap, wide
+from qat.kernels.head import Head, HeadTile, before_softcap, wide
 from qat.losses.formulas import NO_LABEL, Student, Targets, sums_by_name
 from qat.losses.from_hidden import Gradients, Task, differentiated, sums_with_gradient
 
@@ -73,14 +74,31 @@ def loss_from_teacher(
             narrow = g_logits.to(hidden.dtype)  # matmuls compute in the dtype of hidden states
             if gradients.hidden is not None:
                 gradients.hidden.copy_(narrow @ head.weight.to(hidden.dtype))
-            if gradients.weight is not None:
-                gradients.weight.add_(narrow.T @ hidden)
-            if gradients.bias is not None:
-                gradients.bias.add_(g_logits.sum(0))
+            if gradients.head is not None:
+                gradients.head.add(hidden, narrow, g_logits)
         return sums
 
-    task = Task(terms, head.softcap, max(1, CHUNK_LOGITS // V), add_chunk)
-    return sums_with_gradient(hidden, head, task)
+    task = Task(head, terms, max(1, CHUNK_LOGITS // V), add_chunk, _OfAllWords)
+    return sums_with_gradient(hidden, task)
+
+
+class _OfAllWords:
+    """The gradient of a head whose every logit has one (a `HeadGradient`), summed over chunks."""
+
+    def __init__(self, head: Head) -> None:
+        self.weight = wide(torch.zeros_like(head.weight))
+        self.bias = None if head.bias is None else wide(torch.zeros_like(head.bias))
+
+    def add(self, hidden: Tensor, narrow: Tensor, g_logits: Tensor) -> None:
+        """Add a chunk's, for its gradients of logits `(t, V)`, and these as matmuls read them."""
+        self.weight.add_(narrow.T @ hidden)
+        if self.bias is not None:
+            self.bias.add_(g_logits.sum(0))
+
+    def tiles(self, head: Head, factor: Tensor) -> Iterator[HeadTile]:  # noqa: ARG002
+        """Yield all rows at once: they exist already."""
+        bias = None if self.bias is None else self.bias * factor
+        yield HeadTile(0, self.weight.mul_(factor), bias, None)
 
 
 @torch.no_grad()

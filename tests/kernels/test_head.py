@@ -8,9 +8,9 @@ import qat.kernels.head as head_kernels
 from qat.kernels.head import (
     Head,
     LogitGradients,
-    add_head_gradient,
     before_softcap,
     chosen_logits,
+    head_gradient,
     hidden_gradient,
     other_words,
 )
@@ -47,7 +47,9 @@ def test_exact_logits_of_halves_are_no_halves(kind: str, dtype: torch.dtype, mon
 
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("reads_others", [True, False])
-def test_gradients_equal_the_textbook(kind: str, reads_others: bool) -> None:
+def test_gradients_equal_the_textbook(kind: str, reads_others: bool, monkeypatch) -> None:
+    monkeypatch.setattr(head_kernels, "BLOCK_WORDS", 7)  # tiles, the last one narrower
+    monkeypatch.setattr(head_kernels, "TILE_TOKENS", 2)
     case = head_case(kind)
     g_chosen = torch.randn(case.ids.shape, dtype=torch.float64)
     g_others = torch.randn(len(case.hidden), dtype=torch.float64)
@@ -62,12 +64,18 @@ def test_gradients_equal_the_textbook(kind: str, reads_others: bool) -> None:
 
     out = torch.full_like(case.hidden, torch.nan)
     hidden_gradient(g_logits, others.slope if reads_others else None, case.head.weight, out=out)
-    into = case.head._replace(
-        weight=torch.zeros_like(case.head.weight),
-        bias=None if case.head.bias is None else torch.zeros_like(case.head.bias),
-    )
-    add_head_gradient(case.hidden.detach(), case.head, g_logits, out=into)
+    half = len(case.hidden) // 2
+    parts = [
+        (case.hidden.detach()[rows], g_logits.of_rows(rows))
+        for rows in (slice(half), slice(half, None))
+    ]
+    tiles = [*head_gradient(case.head, parts)]
+    assert [tile.start for tile in tiles] == [*range(0, len(case.head.weight), 7)]
+    named = torch.cat([tile.is_named for tile in tiles]).nonzero().flatten()
+    assert {*named.tolist()} == {*case.ids[case.ids >= 0].tolist()}
+    weight = torch.cat([tile.weight for tile in tiles])
+    bias = None if case.head.bias is None else torch.cat([tile.bias for tile in tiles])
     expected = torch.autograd.grad(loss, case.leaves())
-    found = [t for t in (out, into.weight, into.bias) if t is not None]
+    found = [t for t in (out, weight, bias) if t is not None]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.detach(), other)

@@ -180,3 +180,45 @@ def test_losses_and_all_gradients(kind: str, terms: dict[str, float]) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
     pairs = (torch.autograd.grad(x["loss"], case.leaves()) for x in (found, expected))
     torch.testing.assert_close(*pairs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "reads_others"),
+    [*covering(SHAPES, HEADS, [True, False]), ("odd", "softcap", True), ("all", "bias", True)],
+)
+def test_head_gradient(shape: str, kind: str, reads_others: bool, monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "BLOCK_WORDS", 128)
+    exact = head_case(kind, **SHAPES[shape])
+    T, N = exact.ids.shape
+    ids = torch.where(torch.arange(N) == N - 1, exact.ids[:, :1], exact.ids)  # a word named twice
+    lse = kernels.other_words(exact.hidden, exact.head, exact.excluded, want_slope=False).lse
+    rest = (lse.detach(), torch.randn(T, 3, dtype=torch.float64)[:, 1]) if reads_others else ()
+    g_chosen = torch.randn(T, N, dtype=torch.float64)
+    wide = LogitGradients(ids, g_chosen, exact.excluded.shape[1], *rest)
+    narrow = LogitGradients(*(t.float() if _is_float(t) else t for t in wide))
+    found = [*kernels.head_gradient(*_parts(exact.to(torch.float32), narrow))]
+    expected = [*kernels.head_gradient(*_parts(exact, wide))]
+    for tile, wished in zip(found, expected, strict=True):
+        assert tile.start == wished.start and torch.equal(tile.is_named, wished.is_named)
+        torch.testing.assert_close(tile.weight.double(), wished.weight, rtol=1e-4, atol=1e-4)
+        if wished.bias is not None:
+            torch.testing.assert_close(tile.bias.double(), wished.bias, rtol=1e-4, atol=1e-4)
+    half = exact.to(torch.bfloat16)
+    with computing_by(kernel=False):
+        eager = [*kernels.head_gradient(*_parts(half, narrow))]
+        truth = [*kernels.head_gradient(*_parts(half.to(torch.float64), wide))]
+    fast = [*kernels.head_gradient(*_parts(half, narrow))]
+    joined = [torch.cat([tile.weight for tile in tiles]) for tiles in (fast, eager, truth)]
+    # a word that is named but not excluded is rounded once before what names it is added
+    rounding = torch.finfo(torch.bfloat16).eps * joined[-1].abs().max().item()
+    assert_no_worse_than_eager(*joined, slack=rounding)
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _parts(
+    case: HeadCase, g_logits: LogitGradients
+) -> tuple[Head, list[tuple[Tensor, LogitGradients]]]:
+    return Head(*(detached(t) for t in case.head)), [(case.hidden.detach(), g_logits)]

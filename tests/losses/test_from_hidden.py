@@ -130,7 +130,7 @@ def test_chunks_and_blocks_change_nothing(way: str, size: int, monkeypatch) -> N
     monkeypatch.setattr(from_teacher, "CHUNK_LOGITS", size * V)
     monkeypatch.setattr(qat.kernels.head, "BLOCK_TOKENS", 3)
     monkeypatch.setattr(qat.kernels.head, "BLOCK_WORDS", size)
-    monkeypatch.setattr(qat.kernels.head, "HEAD_BLOCK_TOKENS", 2)
+    monkeypatch.setattr(qat.kernels.head, "TILE_TOKENS", 2)
     assert_textbook(WAYS[way], WAYS[way].parts(kind="bias"), WAYS[way].terms)
 
 
