@@ -66,6 +66,7 @@ CASES = (
     *(Case(f"frozen_exact_{kind}", EXACT_FROZEN | {"to": f"q2a4_{kind}"}) for kind in INPUTS),
     Case("plain_compiled", EXACT_FROZEN, way="plain-compiled"),
     Case("latent_exact", LATENT | EXACT),
+    Case("latent_tables", LATENT | EXACT | {"to": "speedrun/plans/q2a4_tables4.toml"}),
     Case("latent_levels", LATENT | EXACT | {"to": "q2a2"}),
     Case("latent_vectors", LATENT | EXACT | {"to": "v2a2"}),
     Case(
@@ -81,8 +82,9 @@ RATIOS = {
     Figure("frozen_exact_over_plain", "x", ">= 1.15"): ("frozen_exact", "plain_compiled"),
     Figure("latent_exact_over_plain", "x", ">= 0.95"): ("latent_exact", "plain_compiled"),
     Figure("over_reference", "x", ">= 50"): ("frozen_candidates_504", "reference_504"),
-    Figure("vector_step_over_scalar", "x", "<= 1.08"): ("latent_levels", "latent_vectors"),
     # of times, so the case without comes first
+    Figure("table_step_ratio", "x", "<= 1.15"): ("latent_exact", "latent_tables"),
+    Figure("vector_step_over_scalar", "x", "<= 1.08"): ("latent_levels", "latent_vectors"),
     **{
         Figure(f"{kind}_step_over_w", "x", "<= 1.06"): ("frozen_exact", f"frozen_exact_{kind}")
         for kind in INPUTS

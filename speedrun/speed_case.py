@@ -17,7 +17,7 @@ from qat.bench.run import Setting
 from qat.cli.tables import row_table, wide_console
 from qat.models.flops import token_flops
 from qat.models.language_model import LanguageModel
-from qat.train.learnable import linears_in_scope
+from qat.train.learnable import weights_in_scope
 from qat.train.start import check_dtype
 
 FROZEN = {"learn": "scales,codebook"}
@@ -58,7 +58,7 @@ def varied(setting: Setting, student: LanguageModel, **settings: object) -> Sett
     """The same student and device under other settings; the device is not measured again."""
     config = settled(**{**setting.config.model_dump(), **settings})
     data = open_source(config, student)
-    names = linears_in_scope(student.model, config.scope)
+    names = weights_in_scope(student.model, config.scope)
     flops = token_flops(student, names, config, S=data.seq_len, K=data.top_k)
     return replace(setting, config=config, data=data, flops=flops)
 

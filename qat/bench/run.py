@@ -37,7 +37,7 @@ from qat.models.flops import StepWork, TokenFlops, step_work, token_flops
 from qat.models.language_model import LanguageModel
 from qat.models.step_memory import step_bytes
 from qat.train.config import StepConfig
-from qat.train.learnable import linears_in_scope
+from qat.train.learnable import weights_in_scope
 from qat.train.start import check_dtype
 from qat.train.step import EAGER_STEPS, GRAPH_TOKENS
 
@@ -315,7 +315,7 @@ def _lacking(config: BenchConfig, student: str, backend: Backend) -> str | None:
 
 def held_gib(model: PreTrainedModel, config: MeasureConfig, dtype: str) -> float:
     """Return the memory of a step without its batch in GiB, with weights formed layer by layer."""
-    learning = linears_in_scope(model, config.scope, config.kinds)
+    learning = weights_in_scope(model, config.scope, config.kinds)
     return step_bytes(model, learning, config, DTYPES[dtype]).total(by_layer=True) / GIB
 
 
@@ -326,7 +326,7 @@ def prepare(
     backend = select(config.device)
     model = open_student(student, config, place)
     data = open_source(config, model)
-    names = linears_in_scope(model.model, config.scope)
+    names = weights_in_scope(model.model, config.scope)
     roofline = measure_roofline(backend, config.dtype)
     flops = token_flops(model, names, config, S=data.seq_len, K=data.top_k)
     count = parameter_count(model.model)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -15,13 +15,13 @@ from qat.data.packing import Batch
 from qat.errors import ConfigError
 from qat.models.attention import change_attention, read_attention
 from qat.models.document_attention import set_kv
-from qat.models.hf_quantizer import empty_linear
+from qat.models.hf_quantizer import empty_linear, put_empty_table
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
 from qat.nn.activation import ActivationQuantizer
-from qat.nn.quant_linear import FrozenLutLinear
+from qat.nn.quant_weight import PackedWeight
 from qat.nn.sites import Owner, open_sites
-from qat.nn.swap import linear_names, replace_module
+from qat.nn.swap import linear_names, replace_module, table_names
 from qat.quant.activation import LEVELS
 from qat.quant.codebook import fixed_grid
 from qat.quant.spec import QuantPlan
@@ -81,7 +81,7 @@ def quantized_model(
     if place.type != "meta":
         model.to_empty(device=place)
         for module in model.modules():
-            if isinstance(module, FrozenLutLinear):
+            if isinstance(module, PackedWeight):
                 fill_at_random_(module)
             elif not isinstance(module, Owner):  # the stacks of an `Owner` are such linears
                 model._init_weights(module)
@@ -107,13 +107,19 @@ def random_model(
 
 
 def quantize_at_random_(model: PreTrainedModel, plan: QuantPlan) -> None:
-    """Replace every linear in `plan` by a `FrozenLutLinear` with random codes.
+    """Replace every linear and table in `plan` by one with random codes.
 
     Inputs are quantized as in the plan; linears of one module and width share a static scale.
     """
     quantizers: dict[tuple[str, int], ActivationQuantizer] = {}
-    for name, spec in plan.assign(linear_names(model)).items():
+    tables = table_names(model)
+    for name, spec in plan.assign(linear_names(model), tables).items():
         device = model.get_submodule(name).weight.device
+        if name in tables:
+            put_empty_table(model, name, spec)
+            table = model.get_submodule(name).to_empty(device=device)
+            fill_at_random_(cast(PackedWeight, table))
+            continue
         frozen = empty_linear(model, name, spec).to_empty(device=device)
         activation = plan.activation_for(name)
         if activation is not None:
@@ -126,31 +132,32 @@ def quantize_at_random_(model: PreTrainedModel, plan: QuantPlan) -> None:
 
 
 @torch.no_grad()
-def fill_at_random_(linear: FrozenLutLinear) -> None:
-    """Fill a linear with random codes and with scales that give an RMS of `WEIGHT_RMS`.
+def fill_at_random_(module: PackedWeight) -> None:
+    """Fill a linear or a table with random codes and with scales that give an RMS of `WEIGHT_RMS`.
 
     Levels are evenly spread in [-1, 1], codewords are random in that range, and a static input
     scale represents up to `INPUT_RANGE`.
     """
-    O, I, spec = linear.out_features, linear.in_features, linear.spec
+    O, I, spec = module.out_features, module.in_features, module.spec
     grid = fixed_grid(spec)
     levels = torch.linspace(-1, 1, spec.num_levels) if grid is None else grid
     if spec.vector_size > 1:  # codewords `(C, vector_size)`
         levels = torch.empty(spec.codebook_shape).uniform_(-1, 1)
-    levels = round_levels(levels.to(linear.codebook), spec.level_bits)
+    levels = round_levels(levels.to(module.codebook), spec.level_bits)
     scale = WEIGHT_RMS / levels.pow(2).mean().sqrt()
-    linear.packed.random_(0, 256)  # any bits are valid indices: the presets' codebooks are full
-    linear.codebook.copy_(levels)
+    module.packed.random_(0, 256)  # any bits are valid indices: the presets' codebooks are full
+    module.codebook.copy_(levels)
     if spec.scale == "group":
-        linear.scales.uniform_(0.5, 1.5).mul_(scale)
+        module.scales.uniform_(0.5, 1.5).mul_(scale)
     else:
-        linear.scale_out.uniform_(0.5, 1.5).mul_(O**-0.5)
-        linear.scale_in.uniform_(0.5, 1.5).mul_(I**-0.5)
-        linear.rank_gain.fill_(scale * (O * I) ** 0.5 / spec.rank)
-    if linear.bias is not None:
-        linear.bias.zero_()
-    if linear.activation is not None and linear.activation.scale is not None:
-        linear.activation.scale.fill_(INPUT_RANGE / LEVELS)
+        module.scale_out.uniform_(0.5, 1.5).mul_(O**-0.5)
+        module.scale_in.uniform_(0.5, 1.5).mul_(I**-0.5)
+        module.rank_gain.fill_(scale * (O * I) ** 0.5 / spec.rank)
+    bias = getattr(module, "bias", None)
+    if bias is not None:
+        bias.zero_()
+    if module.activation is not None and module.activation.scale is not None:
+        module.activation.scale.fill_(INPUT_RANGE / LEVELS)
 
 
 class Subject(Protocol):

@@ -35,7 +35,7 @@ from qat.extensions.decode.step import DecodeStep, read_bytes
 from qat.generate.sampling import Sampling
 from qat.models.hf_quantizer import put_empty_table
 from qat.models.language_model import LanguageModel
-from qat.nn.lut_embedding import FrozenLutTable
+from qat.nn.lut_embedding import QuantTable
 from qat.nn.swap import table_names, table_spec, weight_shape
 from qat.quant.spec import PRESETS, QuantPlan
 
@@ -216,7 +216,7 @@ def random_student(
     return model
 
 
-def fill_table_(table: FrozenLutTable) -> None:
+def fill_table_(table: QuantTable) -> None:
     """Random codes of the size that tables are initialised with."""
     table.packed.random_(0, 256)
     table.codebook.copy_(torch.linspace(-1, 1, table.codebook.numel()))
