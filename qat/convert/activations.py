@@ -18,7 +18,7 @@ from qat.errors import ConfigError
 from qat.models.language_model import LanguageModel
 from qat.models.stored_state import quantized_modules
 from qat.nn.activation import ActivationQuantizer
-from qat.nn.lut_embedding import FrozenLutTable
+from qat.nn.lut_embedding import QuantTable
 from qat.nn.sites import experts_of, unseen_input
 from qat.nn.swap import body_of, reads_input, table_names
 from qat.quant.activation import LEVELS
@@ -231,7 +231,7 @@ def _recording(student: LanguageModel, modules: dict[str, nn.Module], note: Any)
     with ExitStack() as hooks:
         for name, module in modules.items():
             owner = model.get_submodule(name.rpartition(".")[0])
-            if isinstance(module, FrozenLutTable):
+            if isinstance(module, QuantTable):
                 handle = body_of(model).register_forward_hook(
                     lambda _m, _a, output, name=name: note([name], output[0])
                 )

@@ -46,8 +46,9 @@ from qat.models.language_model import LanguageModel
 from qat.models.precision import matmul_precision
 from qat.models.stored_state import activation_counts
 from qat.models.streamed import SHARE
-from qat.nn.lut_embedding import FrozenLutTable
+from qat.nn.lut_embedding import QuantTable
 from qat.nn.quant_linear import QuantLinear
+from qat.nn.quant_weight import QuantWeight
 from qat.nn.sites import MORE_THAN_LINEAR, NARROWEST, Owner
 from qat.nn.swap import (
     decoder_layers,
@@ -306,11 +307,7 @@ def _warn_of_other_roles(plan: QuantPlan, linears: list[str]) -> None:
 
 def _warn_of_requantizing(model: nn.Module, todo: dict[str, LutSpec]) -> None:
     modules = {name: model.get_submodule(name) for name in todo}
-    rounded = {
-        n: m.spec.index_bits
-        for n, m in modules.items()
-        if isinstance(m, QuantLinear | FrozenLutTable)
-    }
+    rounded = {n: m.spec.index_bits for n, m in modules.items() if isinstance(m, QuantWeight)}
     if rounded:
         name = next(iter(rounded))
         logger.warning(
@@ -324,7 +321,7 @@ def _warn_of_requantizing(model: nn.Module, todo: dict[str, LutSpec]) -> None:
 
 
 def _check_base(model: nn.Module, base: nn.Module, names: list[str]) -> None:
-    kinds = nn.Linear | QuantLinear | nn.Embedding | FrozenLutTable
+    kinds = nn.Linear | QuantLinear | nn.Embedding | QuantTable
     found = {n: weight_shape(m) for n, m in base.named_modules() if isinstance(m, kinds)}
     seeds = [getattr(each.config, ROTATION, None) for each in (base, model)]
     if seeds[0] != seeds[1]:
@@ -466,7 +463,7 @@ class _Conversion:
     def weight(self, name: str) -> Tensor:
         """Return the float weight to imitate, on the device of the weight it replaces."""
         module = self.base.get_submodule(name)
-        if isinstance(module, QuantLinear | FrozenLutTable):
+        if isinstance(module, QuantWeight):
             return module.quantized_weight()
         device = self.student.device_of(self.model.get_submodule(name))
         return module.weight.detach().to(device).float()

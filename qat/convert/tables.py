@@ -17,7 +17,7 @@ from qat.convert.shipping import Shipping
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import nearest_vectors
 from qat.models.stored_state import narrowed
-from qat.nn.lut_embedding import FrozenLutTable
+from qat.nn.lut_embedding import QuantTable
 from qat.nn.swap import (
     FEW_BITS,
     holds_quantized_tables,
@@ -89,7 +89,7 @@ def tables_in_budget(
     linears alone.
     """
     modules = {name: model.get_submodule(name) for name in table_names(model)}
-    is_quantized = any(isinstance(module, FrozenLutTable) for module in modules.values())
+    is_quantized = any(isinstance(module, QuantTable) for module in modules.values())
     if config.embedding_bits or is_quantized or not _has_default(plan, model, shipping):
         return None
     tried = {n: [table_format(model, n, b, stored.get(n)) for b in BUDGET_BITS] for n in modules}
@@ -113,7 +113,7 @@ def table_format(
     these integers. Otherwise it gets no more bits than it has in the source.
     """
     module, most = model.get_submodule(name), bits or USUAL_BITS
-    if bits is None and isinstance(module, FrozenLutTable):
+    if bits is None and isinstance(module, QuantTable):
         return module.spec
     found = None if stored is None else rounded_bits(stored.sample)
     if found is not None and found <= most:
@@ -142,7 +142,7 @@ def _has_default(plan: QuantPlan, model: PreTrainedModel, shipping: Shipping | N
 def _in_floats(plan: QuantPlan, model: PreTrainedModel) -> QuantPlan:
     tables = table_names(model)
     for name in tables:
-        if isinstance(model.get_submodule(name), FrozenLutTable):
+        if isinstance(model.get_submodule(name), QuantTable):
             raise ConfigError(
                 f"embedding_bits={FLOAT_BITS}, but {name} is quantized already, expected a table "
                 "in floating point; convert the float model"
@@ -162,7 +162,7 @@ def round_float_tables(model: PreTrainedModel, plan: QuantPlan) -> None:
         return
     for name in table_names(model):
         module = model.get_submodule(name)
-        is_float = not isinstance(module, FrozenLutTable)
+        is_float = not isinstance(module, QuantTable)
         if is_float and plan.spec_for(name, is_table=True) is None:
             weight = module.weight
             if narrowed({name: weight.data})[name].dtype == torch.float32:

@@ -45,7 +45,7 @@ from qat.models.sizes import (
     tensor_sizes,
 )
 from qat.models.stored_state import activation_counts, quantized_modules
-from qat.nn.lut_embedding import FrozenLutTable
+from qat.nn.lut_embedding import QuantTable
 from qat.nn.swap import embedding_dtype, table_names
 from qat.quant.spec import LutSpec
 
@@ -226,7 +226,7 @@ def _write(
             bits_per_weight=8 * size / parameter_count(model),
             linear_bits=dense_bits if name == "dense" else linear_bits_in(sizes, model),
             source_megabytes=None if base == str(source) else source_megabytes(base),
-            has_float_tables=not all(isinstance(table, FrozenLutTable) for table in tables),
+            has_float_tables=not all(isinstance(table, QuantTable) for table in tables),
             quantized_weights=quantized_parameter_count(model),
             logits_max_diff=check_equal(name, model, partial),
         )

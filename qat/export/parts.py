@@ -25,8 +25,8 @@ from qat.models.stored_state import (
     quantized_modules,
     weight_parts,
 )
-from qat.nn.lut_embedding import FrozenLutTable
-from qat.nn.quant_linear import QuantLinear
+from qat.nn.lut_embedding import QuantTable
+from qat.nn.quant_weight import QuantWeight
 from qat.nn.sites import open_sites
 from qat.nn.swap import embedding_dtype
 from qat.quant.spec import LutSpec
@@ -77,7 +77,7 @@ class Affine(NamedTuple):
     """`(O, G)` float64, exact."""
 
 
-def affine(module: QuantLinear | FrozenLutTable) -> Affine:
+def affine(module: QuantWeight) -> Affine:
     """Return the exact affine form of a module with group scales and evenly spaced levels.
 
     Levels are multiples of a power of two, so float64 holds their products with scales.
@@ -352,7 +352,7 @@ def quantize_inputs(copy: PreTrainedModel, model: PreTrainedModel) -> None:
     """Let the linears and the head of a float copy of `model` quantize their inputs likewise."""
     for name, module in quantized_modules(model).items():
         if module.activation is not None:
-            is_head = isinstance(module, FrozenLutTable)  # a tied head has the embedding's name
+            is_head = isinstance(module, QuantTable)  # a tied head has the embedding's name
             reader = copy.get_output_embeddings() if is_head else copy.get_submodule(name)
             reader.register_forward_pre_hook(
                 lambda _module, args, read=module.activation: (read(args[0]),)

@@ -17,8 +17,9 @@ from qat.errors import ExportError, how_to_install
 from qat.export.config import LIBRARIES, TargetName
 from qat.hooks import extension, hooks
 from qat.models.checkpoint import load_skeleton
-from qat.nn.lut_embedding import FrozenLutTable, lut_tables
+from qat.nn.lut_embedding import QuantTable, quant_tables
 from qat.nn.quant_linear import QuantLinear, quant_linears
+from qat.nn.quant_weight import QuantWeight
 from qat.nn.swap import weight_shape
 from qat.quant.spec import ActivationKind, LutSpec
 
@@ -184,14 +185,14 @@ def _lack(name: TargetName, model: PreTrainedModel, adapters: bool) -> Lack | No
 def _losses(target: Target, model: PreTrainedModel) -> Iterator[tuple[str, str, str]]:
     """Yield each module that would lose something, the reason and the remedy."""
     # linears first: their faults decide on the plan
-    for name, module in {**quant_linears(model), **lut_tables(model)}.items():
+    for name, module in {**quant_linears(model), **quant_tables(model)}.items():
         loss = _lost(target, module)
         if loss is not None:
             yield name, *loss
 
 
-def _lost(target: Target, module: QuantLinear | FrozenLutTable) -> tuple[str, str] | None:
-    if isinstance(module, FrozenLutTable) and not target.HOLDS_TABLES:
+def _lost(target: Target, module: QuantWeight) -> tuple[str, str] | None:
+    if isinstance(module, QuantTable) and not target.HOLDS_TABLES:
         reason = "a quantized table, expected one in floating point"
         return reason, "convert the model with --embedding-bits 16, or --for {name}"
     if isinstance(module, QuantLinear) and module.lora_rank and not target.HOLDS_ADAPTERS:

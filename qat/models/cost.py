@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from qat.models.stored_state import packed_state_dict
-from qat.nn.lut_embedding import FrozenLutTable, lut_tables
-from qat.nn.quant_linear import FrozenLutLinear, QuantLinear, quant_linears
+from qat.models.stored_state import packed_state_dict, quantized_modules
+from qat.nn.quant_linear import FrozenLutLinear, quant_linears
+from qat.nn.quant_weight import QuantWeight
 from qat.nn.swap import is_tied, linear_names, table_names, weight_shape
 from qat.quant.spec import LutSpec, role_of
 from qat.quant.weight import STORED_DTYPES, dtype_as_stored, empty_weight, packed_width
@@ -22,12 +22,12 @@ def parameter_count(model: nn.Module) -> int:
 
     A quantized linear counts as its `O * I` weights and its bias, a quantized table as `V * D`.
     """
-    linears = quant_linears(model)
-    inside = {id(p) for linear in linears.values() for p in linear.parameters()}
+    quantized = quantized_modules(model).values()
+    inside = {id(p) for module in quantized for p in module.parameters()}
     plain = sum(p.numel() for p in model.parameters() if id(p) not in inside)
-    plain += sum(num_weights(table) for table in lut_tables(model).values())
-    biases = sum(m.bias.numel() for m in linears.values() if m.bias is not None)
-    return plain + biases + sum(map(num_weights, linears.values()))
+    biases = (getattr(module, "bias", None) for module in quantized)
+    plain += sum(bias.numel() for bias in biases if bias is not None)
+    return plain + sum(map(num_weights, quantized))
 
 
 def quantized_parameter_count(model: nn.Module) -> int:
@@ -35,11 +35,10 @@ def quantized_parameter_count(model: nn.Module) -> int:
     return sum(num_weights(linear) for linear in quant_linears(model).values())
 
 
-def stored_bits(module: QuantLinear | FrozenLutTable) -> int:
+def stored_bits(module: QuantWeight) -> int:
     """Return the bits of this weight in a checkpoint: packed indices, scales, codebook, adapter."""
     spec, bits = module.spec, 8 * packed_bytes(module)
-    is_table = isinstance(module, FrozenLutTable)
-    tensors = module.weight_tensors() if is_table else module.weight_parameters()
+    tensors = module.weight_parameters()
     for name in tensors.keys() & STORED_DTYPES.keys():
         itemsize = dtype_as_stored(name, spec.stored_bits(name)).itemsize
         bits += 8 * itemsize * tensors[name].numel()
@@ -52,7 +51,7 @@ def format_bits(spec: LutSpec, shape: tuple[int, int]) -> int:
         return stored_bits(FrozenLutLinear(empty_weight(spec, *shape), None, spec))
 
 
-def bits_per_weight(module: QuantLinear | FrozenLutTable) -> float:
+def bits_per_weight(module: QuantWeight) -> float:
     """Return the bits per weight including scales, codebook and adapter."""
     return stored_bits(module) / num_weights(module)
 
@@ -117,12 +116,12 @@ def parts_of(model: PreTrainedModel, stored: Mapping[str, int]) -> list[Part]:
     return [Part(kind, counts[kind], sizes[kind] / 1e6) for kind in sizes if counts[kind]]
 
 
-def num_weights(module: QuantLinear | FrozenLutTable) -> int:
+def num_weights(module: QuantWeight) -> int:
     """Return the number of weights of a quantized linear or table."""
     return module.out_features * module.in_features
 
 
-def packed_bytes(module: QuantLinear | FrozenLutTable) -> int:
+def packed_bytes(module: QuantWeight) -> int:
     """Return the bytes of its packed indices."""
     spec, count = module.spec, module.in_features // module.spec.vector_size
     return module.out_features * packed_width(count, spec.bits)

@@ -38,8 +38,9 @@ from qat.models.stored_state import (
     weight_parts,
 )
 from qat.nn.activation import ActivationQuantizer
-from qat.nn.lut_embedding import FrozenLutTable, lut_tables
+from qat.nn.lut_embedding import quant_tables
 from qat.nn.quant_linear import FrozenLutLinear, QuantLinear, quant_linears
+from qat.nn.quant_weight import QuantWeight
 from qat.nn.sites import open_sites
 from qat.nn.swap import put_table, replace_module, table_names, weight_shape
 from qat.quant.lora import Lora
@@ -378,9 +379,10 @@ class QatHfQuantizer(HfQuantizer):
             for key, parameter in linear.weight_parameters().items():
                 parameter.data = from_stored(key, parameter.data, linear.spec.stored_bits(key))
                 parameter.requires_grad_()  # uint8 tensors cannot require gradients
-        for table in lut_tables(model).values():
-            for key, tensor in table.weight_tensors().items():
-                setattr(table, key, from_stored(key, tensor, table.spec.stored_bits(key)))
+        for table in quant_tables(model).values():
+            for key, parameter in table.weight_parameters().items():
+                stored_bits = table.spec.stored_bits(key)
+                parameter.data = from_stored(key, parameter.data, stored_bits)
         trellis.decode_paths(model, self.quantization_config.modules)
         for name, module in quantized_modules(model).items():
             _check_indices(name, module)
@@ -543,7 +545,7 @@ def _check_groups(name: str, spec: LutSpec, out_features: int, in_features: int)
             raise CheckpointError(f"quantization_config of {error}") from None
 
 
-def _check_indices(name: str, module: QuantLinear | FrozenLutTable) -> None:
+def _check_indices(name: str, module: QuantWeight) -> None:
     if module.spec.num_levels == 2**module.spec.bits or module.codebook.is_meta:
         return
     largest = int(module.indices().max())

@@ -18,8 +18,8 @@ from qat.models.attention import is_all_sparse, sparse_attention
 from qat.models.document_attention import use_packed_attention
 from qat.models.rotary import rotate_by_document
 from qat.nn.activation import read
-from qat.nn.lut_embedding import FrozenLutHead, FrozenLutTable, TiedLutHead
-from qat.nn.quant_linear import QuantLinear
+from qat.nn.lut_embedding import TableHead
+from qat.nn.quant_weight import QuantWeight
 from qat.nn.sites import open_sites
 from qat.nn.swap import (
     body_of,
@@ -94,7 +94,7 @@ class LanguageModel:
 
     def device_of(self, module: nn.Module) -> torch.device:
         """Return the device that `module` computes on."""
-        is_quantized = isinstance(module, QuantLinear | FrozenLutTable)
+        is_quantized = isinstance(module, QuantWeight)
         return module.codebook.device if is_quantized else module.weight.device
 
     def present(self, module: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
@@ -128,7 +128,7 @@ class LanguageModel:
 
         It is also multiplied by the model's logit factor, so that kernels need not apply it.
         """
-        if isinstance(self.head, FrozenLutHead | TiedLutHead):
+        if isinstance(self.head, TableHead):
             hidden = read(self.head, hidden)
         return hidden if self.gain == 1 else hidden * self.gain
 
@@ -176,11 +176,14 @@ class LanguageModel:
     def head_in(self, dtype: torch.dtype) -> Head:
         """Return the output embedding for computing in `dtype`; casts are cached.
 
-        So is the whole table of a quantized one.
+        So is the whole table of a quantized one. Inside a training step a table that learns takes
+        its gradient by rows.
         """
         head = self.head
-        if isinstance(head, FrozenLutHead | TiedLutHead):
-            return Head(head.weight_in(dtype), head.bias, self.softcap)
+        if isinstance(head, TableHead):
+            table = head.table
+            take = table.pull_back_rows_ if table.learns_by_rows else None
+            return Head(table.weight_in(dtype), head.bias, self.softcap, take)
         weight, bias = head.weight, head.bias
         if weight.dtype != dtype and not weight.requires_grad:
             if self._cast_head is None or self._cast_head.dtype != dtype:
@@ -204,7 +207,7 @@ class LanguageModel:
         if type(head) is nn.Linear and hidden.dtype == head.weight.dtype in HALVES:
             if not torch.is_grad_enabled():
                 return Head(head.weight, head.bias, softcap).exact_logits(hidden)
-        is_table = isinstance(head, FrozenLutHead | TiedLutHead)
+        is_table = isinstance(head, TableHead)
         logits = head.product(hidden) if is_table else head(hidden)
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 

@@ -8,19 +8,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qat.nn.lut_embedding import QuantTable
+
 
 def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[], None]:
     """Let `model` compute in `dtype` (under autocast, which casts parameters that stay float32).
 
     Parameters without gradient are cast if every value is exact in `dtype`, except those of
-    LayerNorms; a checkpoint then stores the same numbers. It synchronizes with the device, so call
-    it at the start of a run and not in a step. The returned function stops casting the residual
-    stream.
+    LayerNorms and of quantized tables; a checkpoint then stores the same numbers. It synchronizes
+    with the device, so call it at the start of a run and not in a step. The returned function stops
+    casting the residual stream.
     """
     if dtype == torch.float32:
         return lambda: None
     # on a CPU a 16-bit LayerNorm refuses a float32 input, such as tokens plus float32 positions
-    kept = {id(p) for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
+    whole = [m for m in model.modules() if isinstance(m, nn.LayerNorm | QuantTable)]
+    kept = {id(parameter) for module in whole for parameter in module.parameters()}
     for parameter in model.parameters():
         is_fixed = parameter.is_floating_point() and not parameter.requires_grad
         if is_fixed and parameter.dtype != dtype and id(parameter) not in kept:

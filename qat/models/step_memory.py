@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 from qat.backend.base import VISITORS
 from qat.backend.copies import placed
 from qat.models.cost import num_weights, packed_bytes
-from qat.nn.lut_embedding import lut_tables
-from qat.nn.quant_linear import KIND_OF, FrozenLutLinear, quant_linears
+from qat.models.stored_state import quantized_modules
+from qat.nn.lut_embedding import quant_tables
+from qat.nn.quant_linear import quant_linears
+from qat.nn.quant_weight import KIND_OF, PackedWeight
 from qat.nn.swap import decoder_layers
 
 
@@ -76,24 +78,24 @@ def step_bytes(
     *,
     parts: int = 1,
 ) -> StepBytes:
-    """Return the memory of a step of `model` in `dtype` when the linears called `learning` train.
+    """Return the memory of a step of `model` in `dtype` when the weights called `learning` train.
 
-    The result does not depend on whether linears already have latent weights, and the model may be
-    on `meta`. Each of `parts` devices holds its rows of the latent weights. Everything but linears
-    counts as frozen in `dtype`: norms, gates and routers are small.
+    The result does not depend on whether these already have latent weights, and the model may be on
+    `meta`. Each of `parts` devices holds its rows of the latent weights. Everything but quantized
+    weights counts as frozen in `dtype`: norms, gates and routers are small.
     """
     stored = gradients = moments = 0.0
     latents, each, hosted = [], LATENT_BYTES[config.latent_dtype], HOSTED[config.offload]
-    linears, layers = quant_linears(model), decoder_layers(model)
-    for name, linear in linears.items():
+    weights, layers = quantized_modules(model), decoder_layers(model)
+    for name, module in weights.items():
         kinds = set(config.kinds) if name in learning else set()
         if "weights" in kinds:
-            latents.append(each * num_weights(linear) / parts)
-            stored += packed_bytes(linear) if config.offload == "latents" else latents[-1]
+            latents.append(each * num_weights(module) / parts)
+            stored += packed_bytes(module) if config.offload == "latents" else latents[-1]
         else:
-            held = linear.packed if isinstance(linear, FrozenLutLinear) else linear.weight
+            held = module.packed if isinstance(module, PackedWeight) else module.weight
             stored += held.nbytes
-        for local, parameter in linear.weight_parameters().items():
+        for local, parameter in module.weight_parameters().items():
             if local == "weight":
                 continue
             stored += parameter.nbytes
@@ -111,15 +113,17 @@ def step_bytes(
     else:
         is_eight = config.optimizer == "adamw8bit"
         moments += 2 * sum(latents) * ((1 + 4 / BLOCK_OF_MOMENTS) / each if is_eight else 1)
-    inside = {id(t) for m in linears.values() for t in (*m.parameters(), *m.buffers())}
+    inside = {id(t) for m in weights.values() for t in (*m.parameters(), *m.buffers())}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in inside:
             is_wide = tensor.is_floating_point() and tensor.itemsize > dtype.itemsize
             stored += tensor.numel() * (dtype.itemsize if is_wide else tensor.itemsize)
-    tables = map(num_weights, lut_tables(model).values())
-    # the float weight that a head forms from its table and keeps
-    stored += dtype.itemsize * max(tables, default=0)
-    formed = sum(map(num_weights, linears.values()))
+    tables = quant_tables(model)
+    # a step forms the tables that learn, and a head keeps what it forms of one that does not
+    still = [num_weights(table) for name, table in tables.items() if name not in learning]
+    tables_formed = dtype.itemsize * sum(num_weights(tables[n]) for n in tables if n in learning)
+    stored += tables_formed + dtype.itemsize * max(still, default=0)
+    formed = sum(map(num_weights, quant_linears(model).values()))
     largest = max(sum(map(num_weights, quant_linears(layer).values())) for layer in layers)
     held = min(2, parts) * largest
     formed, held = formed * dtype.itemsize, held * dtype.itemsize

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from qat.errors import CheckpointError
-from qat.nn.lut_embedding import FrozenLutTable, lut_tables
-from qat.nn.quant_linear import LutLinear, QuantLinear, quant_linears
+from qat.nn.lut_embedding import quant_tables
+from qat.nn.quant_linear import quant_linears
+from qat.nn.quant_weight import LatentWeight, QuantWeight
 from qat.quant.activation import static_scale
 from qat.quant.spec import ActivationKind
 from qat.quant.weight import (
@@ -40,10 +41,10 @@ class RawState(NamedTuple):
 def raw_state(model: nn.Module) -> RawState:
     """Return the model's state on its device with little computation and no synchronization."""
     own, made = dict(model.state_dict()), {}
-    for name, linear in quant_linears(model).items():
-        if isinstance(linear, LutLinear):
+    for name, module in quantized_modules(model).items():
+        if isinstance(module, LatentWeight):
             del own[f"{name}.weight"]
-            made[f"{name}.{PACKED}"] = pack(linear.indices(), linear.spec.bits)
+            made[f"{name}.{PACKED}"] = pack(module.indices(), module.spec.bits)
     return RawState(own, made)
 
 
@@ -104,9 +105,9 @@ def stored_dtype(state: dict[str, Tensor]) -> torch.dtype:
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
-def quantized_modules(model: nn.Module) -> dict[str, QuantLinear | FrozenLutTable]:
+def quantized_modules(model: nn.Module) -> dict[str, QuantWeight]:
     """Return the model's quantized tables and linears by name."""
-    return {**lut_tables(model), **quant_linears(model)}
+    return {**quant_tables(model), **quant_linears(model)}
 
 
 def activation_counts(model: nn.Module) -> dict[ActivationKind, int]:
@@ -115,30 +116,26 @@ def activation_counts(model: nn.Module) -> dict[ActivationKind, int]:
     return dict(Counter(each.spec.kind for each in quantizers if each is not None))
 
 
-def has_input_scale(module: QuantLinear | FrozenLutTable) -> bool:
+def has_input_scale(module: QuantWeight) -> bool:
     """Return whether the scale of its input is stored."""
     return module.activation is not None and module.activation.spec.is_static
 
 
-def weight_parts(module: QuantLinear | FrozenLutTable) -> dict[str, Tensor]:
+def weight_parts(module: QuantWeight) -> dict[str, Tensor]:
     """Return the stored tensors of a weight except its indices, by name, as they are now."""
-    if isinstance(module, FrozenLutTable):
-        return module.weight_tensors()
     return {key: p for key, p in module.weight_parameters().items() if key in STORED_DTYPES}
 
 
 def _stored_parts(
     name: str,
-    module: QuantLinear | FrozenLutTable,
+    module: QuantWeight,
     parts: dict[str, Tensor],
     finite: dict[str, Tensor],
 ) -> dict[str, Tensor]:
     """Return the stored tensors of a module; adds to `finite` a flag for each."""
     spec, parts, stored = module.spec, dict(parts), {}
     packed, codebook = parts.pop(PACKED), parts["codebook"]
-    if isinstance(module, QuantLinear):
-        codebook = round_levels(codebook, spec.level_bits)
-    parts["codebook"] = codebook
+    parts["codebook"] = codebook = round_levels(codebook, spec.level_bits)
     if codebook.dim() == 1:
         parts["codebook"], order = codebook.sort(stable=True)
         if not torch.equal(order, torch.arange(len(order), device=order.device)):

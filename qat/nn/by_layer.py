@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qat.nn.quant_linear import SharedBuffer
+from qat.nn.quant_weight import SharedBuffer
 from qat.nn.step import Unit, form_moved, forming_units, gathering
 from qat.ranks import Ranks, Wait
 

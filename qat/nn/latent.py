@@ -1,18 +1,41 @@
-"""Exchanges packed linears and linears that learn, without a change of the function."""
+"""Exchanges packed weights and weights that learn, without a change of the function."""
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from qat.backend.device import on
 from qat.errors import CheckpointError, ConfigError
-from qat.nn.hosted import HostedLutLinear
+from qat.nn.hosted import HostedLutEmbedding, HostedLutHead, HostedLutLinear, HostedWeight
+from qat.nn.lut_embedding import (
+    LutEmbedding,
+    LutHead,
+    QuantEmbedding,
+    QuantHead,
+    TiedLutHead,
+)
 from qat.nn.quant_linear import LutLinear, QuantLinear
-from qat.nn.sharded import ShardedLutLinear
+from qat.nn.quant_weight import LatentWeight, QuantWeight
+from qat.nn.sharded import ShardedLutEmbedding, ShardedLutHead, ShardedLutLinear, ShardedWeight
 from qat.nn.swap import ascending, replace_module, weight_shape
 from qat.quant.weight import dequantize
 from qat.ranks import ALONE, Ranks
+
+
+class Learning(NamedTuple):
+    """The classes of a kind of module that learn."""
+
+    latent: type[LatentWeight]
+    hosted: type[HostedWeight]
+    sharded: type[ShardedWeight]
+
+
+LEARNING: dict[type[QuantWeight], Learning] = {
+    QuantLinear: Learning(LutLinear, HostedLutLinear, ShardedLutLinear),
+    QuantEmbedding: Learning(LutEmbedding, HostedLutEmbedding, ShardedLutEmbedding),
+    QuantHead: Learning(LutHead, HostedLutHead, ShardedLutHead),
+}
 
 
 def to_latent(
@@ -24,12 +47,12 @@ def to_latent(
     is_spread: bool = False,
     is_hosted: bool = False,
 ) -> None:
-    """Replace the `FrozenLutLinear` called `names` by `LutLinear` without changing the function.
+    """Give the packed weights called `names` latent weights without changing the function.
 
     Each latent weight starts at the quantized value itself: in the middle of its cell, where noise
     flips no index (starting from the float weight was measured to be worse, speedrun/LOG.md). It is
-    kept in `dtype`, and with `is_hosted` in host memory (`HostedLutLinear`). Each of several
-    `ranks` keeps some of its rows (`ShardedLutLinear`), without communication here. With
+    kept in `dtype`, and with `is_hosted` in host memory (`HostedWeight`). Each of several `ranks`
+    keeps some of its rows (`ShardedWeight`), without communication here. With
     `is_spread` the rows are divided over the devices of a process that has several.
 
     Raises:
@@ -38,13 +61,14 @@ def to_latent(
     rooms: list[Tensor] = []
     if is_hosted:
         shapes = [torch.Size(weight_shape(model.get_submodule(name))) for name in names]
-        device = cast(QuantLinear, model.get_submodule(names[0])).codebook.device
+        device = cast(QuantWeight, model.get_submodule(names[0])).codebook.device
         rooms = on(device).pinned_zeros(shapes, dtype)
     for name in names:
-        frozen = cast(QuantLinear, model.get_submodule(name))
+        frozen = cast(QuantWeight, model.get_submodule(name))
+        kinds = next(kinds for kind, kinds in LEARNING.items() if isinstance(frozen, kind))
         quantized = ascending(frozen.quantized())
-        made_of = dequantize(quantized), quantized, frozen.bias, frozen.spec
-        latent = LutLinear(*made_of)
+        made_of = dequantize(quantized), quantized, *frozen.own()
+        latent = kinds.latent(*made_of)
         latent.set_lora(frozen.lora())
         weights = latent.quantized_weight(), frozen.quantized_weight()
         if not torch.equal(*weights):
@@ -53,15 +77,19 @@ def to_latent(
                 "between them; convert it anew or train it without weights"
             )
         if is_hosted:
-            latent = HostedLutLinear(*made_of, room=rooms.pop(0))
+            latent = kinds.hosted(*made_of, room=rooms.pop(0))
         elif ranks.size > 1:
-            latent = ShardedLutLinear(*made_of, ranks=ranks)
+            latent = kinds.sharded(*made_of, ranks=ranks)
         # one by one: a device that they fill in bfloat16 cannot hold them all in float32
         latent.weight.data = latent.weight.data.to(dtype)
         latent.set_lora(frozen.lora())
         latent.activation = frozen.activation
         if is_spread:
             on(latent.codebook.device).tracing.spread([latent.weight])
+        if isinstance(latent, QuantEmbedding):
+            for head in model.modules():
+                if isinstance(head, TiedLutHead) and head.table is frozen:
+                    head.tie(latent)
         replace_module(model, name, latent.train(frozen.training))
 
 

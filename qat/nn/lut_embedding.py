@@ -1,102 +1,114 @@
-"""Embeddings and heads whose table is stored as packed indices and does not learn.
+"""Embeddings and heads with a quantized weight, their table (`qat.nn.quant_weight`).
 
-Shapes: V words, D model width, B sequences, S positions.
+A tied pair has one table, which the embedding owns. In a training step the gradient of a table
+arrives a few rows at a time, from the words of a batch and from tiles of the head, and is pulled
+back at once: one of the whole table, in float32, would be the largest tensor of a small model.
+
+Shapes: V words, D model width, B sequences, S positions, T = B * S.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qat.kernels.lut_weight import form
-from qat.nn.activation import ActivationQuantizer, keeping_dtype, read
+from qat.kernels.lut_weight import form, pull_back
+from qat.nn.activation import ActivationQuantizer, read
+from qat.nn.quant_weight import PIECE, LatentWeight, PackedWeight, QuantWeight
 from qat.quant.spec import LutSpec
-from qat.quant.weight import SCALE_NAMES, PackedIndices, QuantizedWeight, Scales, pack
-
-PIECE = 2**24  # number of weights of a table to form at a time
+from qat.quant.weight import BY_ROW, PackedIndices, QuantizedWeight, Scales
 
 
-class FrozenLutTable(nn.Module):
-    """A `(V, D)` table `codebook[indices] * S` as a checkpoint holds it.
+class QuantTable(QuantWeight):
+    """A `(V, D)` table `codebook[indices] * S` of an embedding or a head.
 
-    All its tensors are buffers. `dtype` is that of the float table it replaces; casting the model
-    changes `dtype` and leaves the stored tensors as they are. The `activation` belongs to the head
-    that uses the table, if there is one.
+    `dtype` is that of the float table it replaces; casting the model changes `dtype` and leaves the
+    stored tensors as they are. The `activation` belongs to the head that uses the table, if there
+    is one. Nothing learns until an optimizer says so.
     """
 
-    activation: ActivationQuantizer | None
-    packed: Tensor
-    codebook: Tensor
-    formed: Tensor | None
+    takes_rows = True
+    """Whether the gradient of some rows can be pulled back without that of all others."""
 
     def __init__(self, quantized: QuantizedWeight, spec: LutSpec, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.spec, self.dtype = spec, dtype
-        self.out_features, self.in_features = quantized.shape
-        self.register_buffer("packed", pack(quantized.indices, spec.bits))
-        self.register_buffer("codebook", quantized.codebook.float().clone())
-        for name, tensor in quantized.scales.present().items():
-            self.register_buffer(name, tensor.float().clone())
-        self.register_buffer("formed", None, persistent=False)
-        self.register_module("activation", None)
+        super().__init__(quantized, spec)
+        self.dtype = dtype
+        self.requires_grad_(False)
 
     @property
     def device(self) -> torch.device:
         """The device of the table."""
-        return self.packed.device
-
-    def _scales(self) -> Scales:
-        parts = {name: self._buffers.get(name) for name in SCALE_NAMES}
-        return Scales(**parts, bits=self.spec.scale_bits)
-
-    def weight_tensors(self) -> dict[str, Tensor]:
-        """Return the table's tensors except its indices, by name."""
-        return {"codebook": self.codebook, **self._scales().present()}
-
-    def indices(self) -> Tensor:
-        """Return the stored index of each weight or vector, `(V, D / d)`."""
-        return self.source().indices()
-
-    def quantized(self) -> QuantizedWeight:
-        """Return the table as a checkpoint stores it."""
-        return QuantizedWeight(self.indices(), self.codebook, self._scales())
+        return self.codebook.device
 
     @torch.no_grad()
-    def rows(self, which: slice | Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Return the rows `which`, a slice or ids `(N,)`, as `(N, D)`; unpacks only these."""
-        scales = self._scales()
-        by_row = {n: t[which] for n, t in scales.present().items() if n in ("scales", "scale_out")}
-        scales = scales.replaced(by_row)
-        return form(self.source(which), self.codebook, scales, dtype, out=out)
-
-    @torch.no_grad()
-    def quantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the whole table, `(V, D)` in `dtype`."""
-        V, D = self.out_features, self.in_features
-        table = torch.empty(V, D, dtype=dtype, device=self.device)
-        size = max(1, PIECE // D)
-        for piece in (slice(start, start + size) for start in range(0, V, size)):
-            self.rows(piece, dtype, out=table[piece])
-        return table
+    def form_rows(
+        self, which: slice | Tensor, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the rows `which`, a slice or ids `(N,)`, as `(N, D)`; forms only these."""
+        return form(*self._made_of_rows(which), dtype, out=out)
 
     def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the whole table in `dtype`, formed once and cached: a table does not learn."""
+        """See `QuantWeight`; a table that does not learn is formed once and cached."""
         formed = self.formed
+        if self.learns():
+            if formed is not None and not formed.requires_grad:
+                self.release_()  # formed when nothing learned
+            return super().weight_in(dtype)
         if formed is None or (formed.dtype, formed.device) != (dtype, self.device):
             self.formed = formed = self.quantized_weight(dtype)
         return formed
 
-    def source(self, which: slice | Tensor = slice(None)) -> PackedIndices:
-        """Return the packed indices of the rows `which`."""
-        spec = self.spec
-        return PackedIndices(self.packed[which], spec.bits, self.in_features, spec.vector_size)
+    @property
+    def learns_by_rows(self) -> bool:
+        """Whether a training step has formed the table and takes its gradient by rows."""
+        formed = self.formed
+        return self.takes_rows and formed is not None and formed.requires_grad
+
+    @torch.no_grad()
+    def pull_back_rows_(self, which: slice | Tensor, dW: Tensor) -> None:
+        """Add the gradients that follow from `dW`, that of the rows `which`, to what learns.
+
+        Equal to `pull_back_` of a gradient that is zero in all other rows. Ids may repeat: their
+        rows of `dW`, `(N, D)` float32, add up.
+        """
+        learning = self._learning()
+        gradients = pull_back(dW, *self._made_of_rows(which), wanted=learning)
+        if "weight" in learning:
+            gradients["weight"] = dW
+        for name, gradient in gradients.items():
+            parameter = learning[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            if name not in (*BY_ROW, "weight"):
+                parameter.grad += gradient
+            elif isinstance(which, slice):
+                parameter.grad[which] += gradient
+            else:
+                parameter.grad.index_add_(0, which, gradient.to(parameter.dtype))
+
+    def _made_of_rows(self, which: slice | Tensor) -> tuple[PackedIndices | Tensor, Tensor, Scales]:
+        source, levels = self._made_of()
+        if isinstance(source, PackedIndices):
+            source = source._replace(octets=source.octets[which])
+        else:
+            source = source[which]
+        return source, levels, self._source_scales().of_rows(which)
+
+    def _form(
+        self, dtype: torch.dtype, out: Tensor | None = None, *, again: bool = False
+    ) -> Tensor:
+        V, D = self.out_features, self.in_features
+        table = torch.empty(V, D, dtype=dtype, device=self.device) if out is None else out.detach()
+        size = max(1, PIECE // D)
+        for piece in (slice(start, start + size) for start in range(0, V, size)):
+            self.form_rows(piece, dtype, out=table[piece])
+        return table
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        return super()._apply(partial(keeping_dtype, fn), recurse)
+        return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         """Return shape and format, for `print(model)`."""
@@ -105,8 +117,8 @@ class FrozenLutTable(nn.Module):
         )
 
 
-class FrozenLutEmbedding(FrozenLutTable):
-    """`embedding.weight[ids]` in `dtype`; unpacks only the rows of these ids."""
+class QuantEmbedding(QuantTable):
+    """`embedding.weight[ids]` in `dtype`; forms only the rows of these ids."""
 
     def __init__(
         self,
@@ -118,23 +130,49 @@ class FrozenLutEmbedding(FrozenLutTable):
         super().__init__(quantized, spec, dtype)
         self.embed_scale = embed_scale  # factor of the rows in some models, else None
 
+    def own(self) -> tuple[LutSpec, torch.dtype, float | None]:
+        """Return format, dtype and factor of the rows."""
+        return self.spec, self.dtype, self.embed_scale
+
     def forward(self, ids: Tensor) -> Tensor:
         """Map `(B, S)` ids to `(B, S, D)`."""
         flat = ids.flatten().to(self.device)
-        if self.formed is not None and self.formed.dtype == self.dtype:
-            rows = F.embedding(flat, self.formed)  # formed already for a tied head
-        else:
-            rows = self.rows(flat, self.dtype)
-        rows = rows.view(*ids.shape, self.in_features)
+        rows = self._looked_up(flat).view(*ids.shape, self.in_features)
         if self.embed_scale is None:
             return rows
         return rows * torch.tensor(self.embed_scale, dtype=self.dtype).item()
 
+    def _looked_up(self, ids: Tensor) -> Tensor:
+        """Return the rows of `ids` `(T,)` in `dtype`, `(T, D)`."""
+        formed = self.formed
+        if self.learns() and torch.is_grad_enabled():
+            if formed is not None and self.learns_by_rows:
+                return _Lookup.apply(self, ids, formed)
+            return F.embedding(ids, self.weight_in(self.dtype)).to(self.dtype)
+        if formed is not None and formed.dtype == self.dtype:
+            return F.embedding(ids, formed)  # formed already for a tied head
+        if not self.takes_rows:
+            return F.embedding(ids, self.weight_in(self.dtype)).to(self.dtype)
+        return self.form_rows(ids, self.dtype)
 
-class LutHead(nn.Module):
-    """`hidden @ table.T + bias` with a packed table."""
+
+class FrozenLutEmbedding(PackedWeight, QuantEmbedding):
+    """An embedding as stored in a checkpoint."""
+
+
+class LutEmbedding(LatentWeight, QuantEmbedding):
+    """An embedding that learns through a latent table."""
+
+
+class TableHead(nn.Module):
+    """`hidden @ table.T + bias` with a quantized table, its own or the embedding's."""
 
     bias: nn.Parameter | None
+
+    @property
+    def table(self) -> QuantTable:
+        """The table that the head multiplies by."""
+        raise NotImplementedError
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map `(..., D)` to `(..., V)`."""
@@ -146,14 +184,10 @@ class LutHead(nn.Module):
         is_cast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if is_cast else hidden.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        return F.linear(hidden.to(dtype), self.weight_in(dtype), bias)
-
-    def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """Return the whole table in `dtype`, formed once and cached."""
-        raise NotImplementedError
+        return F.linear(hidden.to(dtype), self.table.weight_in(dtype), bias)
 
 
-class FrozenLutHead(FrozenLutTable, LutHead):
+class QuantHead(QuantTable, TableHead):
     """A head with a table of its own."""
 
     def __init__(
@@ -162,17 +196,38 @@ class FrozenLutHead(FrozenLutTable, LutHead):
         super().__init__(quantized, spec, dtype)
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 
+    @property
+    def table(self) -> QuantTable:
+        """Its own table: the head itself."""
+        return self
 
-class TiedLutHead(LutHead):
+    def own(self) -> tuple[LutSpec, torch.dtype, Tensor | None]:
+        """Return format, dtype and bias."""
+        return self.spec, self.dtype, self.bias
+
+
+class FrozenLutHead(PackedWeight, QuantHead):
+    """A head as stored in a checkpoint."""
+
+
+class LutHead(LatentWeight, QuantHead):
+    """A head that learns through a latent table."""
+
+
+class TiedLutHead(TableHead):
     """A head with the table of the embedding, which owns it."""
 
-    def __init__(self, embedding: FrozenLutEmbedding, bias: Tensor | None) -> None:
+    def __init__(self, embedding: QuantEmbedding, bias: Tensor | None) -> None:
         super().__init__()
-        self._embedding = (embedding,)  # in a tuple: a submodule would have a second name
+        self.tie(embedding)
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 
+    def tie(self, embedding: QuantEmbedding) -> None:
+        """Read the table of `embedding` from now on."""
+        self._embedding = (embedding,)  # in a tuple: a submodule would have a second name
+
     @property
-    def table(self) -> FrozenLutEmbedding:
+    def table(self) -> QuantEmbedding:
         """The embedding that owns the table."""
         return self._embedding[0]
 
@@ -196,11 +251,37 @@ class TiedLutHead(LutHead):
         """Width of the model."""
         return self.table.in_features
 
-    def weight_in(self, dtype: torch.dtype) -> Tensor:
-        """See `LutHead`."""
-        return self.table.weight_in(dtype)
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a table, whose gradient is pulled back without that of the whole table."""
+
+    @staticmethod
+    def forward(ctx: Any, table: QuantTable, ids: Tensor, _formed: Tensor) -> Tensor:
+        ctx.table = table
+        ctx.save_for_backward(ids)
+        return table.form_rows(ids, table.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[None, ...]:
+        ctx.table.pull_back_rows_(*_by_word(ctx.saved_tensors[0], d_rows))
+        return None, None, None
 
 
-def lut_tables(model: nn.Module) -> dict[str, FrozenLutTable]:
+def _by_word(ids: Tensor, d_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the gradients `(T, D)` of equal `ids` `(T,)` in float32.
+
+    Returns T ids and rows: the sum of each word once; all others are zeros, for word 0. So the
+    shapes do not depend on the ids, and the result not on the order in which threads add.
+    """
+    words, order = ids.sort(stable=True)
+    is_first = words != words.roll(1)
+    is_first[0] = True
+    place = is_first.cumsum(0) - 1
+    sums = torch.zeros_like(d_rows, dtype=torch.float32)
+    sums.index_put_((place,), d_rows[order].float(), accumulate=True)
+    return torch.zeros_like(ids).scatter_(0, place, words), sums
+
+
+def quant_tables(model: nn.Module) -> dict[str, QuantTable]:
     """Return the model's quantized tables by name, in order; a tied head has none."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, FrozenLutTable)}
+    return {name: m for name, m in model.named_modules() if isinstance(m, QuantTable)}

@@ -1,20 +1,20 @@
-"""A linear with the rows of its latent weight divided over ranks; each computes with the whole."""
+"""Weights whose latent rows are divided over ranks; each rank computes with the whole."""
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qat.nn.quant_linear import LutLinear
-from qat.quant.spec import LutSpec
-from qat.quant.weight import QuantizedWeight, Scales, rms
+from qat.nn.lut_embedding import QuantEmbedding, QuantHead
+from qat.nn.quant_linear import QuantLinear
+from qat.nn.quant_weight import LatentWeight
+from qat.quant.weight import BY_ROW, QuantizedWeight, Scales, rms
 from qat.ranks import Ranks
 
-BY_ROW = ("scales", "scale_out")  # parts of the scale with one row per row of the weight
 
-
-class ShardedLutLinear(LutLinear):
-    """A linear that holds this rank's rows of the latent `weight` and computes with the whole.
+class ShardedWeight(LatentWeight):
+    """A weight that holds this rank's rows of the latent `weight` and computes with the whole.
 
     Every rank forms its rows and gathers the others: `W` is communicated in the dtype that it is
     formed in, with the same bits as in one process. `dW` is reduced to the rank that holds its rows
@@ -23,17 +23,17 @@ class ShardedLutLinear(LutLinear):
     that form, pull back or return codes together.
     """
 
+    takes_rows = False  # a rank's gradient of a few rows would have to be summed over ranks
+
     def __init__(
         self,
         whole: Tensor,
         quantized: QuantizedWeight,
-        bias: Tensor | None,
-        spec: LutSpec,
-        *,
+        *own: Any,  # noqa: ANN401
         ranks: Ranks,
     ) -> None:
         self.rows = ranks.rows(len(whole))
-        super().__init__(whole[self.rows], quantized, bias, spec)
+        super().__init__(whole[self.rows], quantized, *own)
         self.ranks = ranks
         self._latent_size = rms(whole)
 
@@ -55,7 +55,7 @@ class ShardedLutLinear(LutLinear):
 
     @torch.no_grad()
     def pull_back_(self, dW: Tensor) -> None:
-        """See `QuantLinear`, but backward continues while `dW` is summed.
+        """See `QuantWeight`, but backward continues while `dW` is summed.
 
         The gradients are complete after `Ranks.finish_deferred`.
         """
@@ -71,9 +71,7 @@ class ShardedLutLinear(LutLinear):
         return gradients
 
     def _source_scales(self) -> Scales:
-        whole = super()._source_scales()
-        mine = {name: t[self.rows] for name, t in whole.present().items() if name in BY_ROW}
-        return whole.replaced(mine)
+        return super()._source_scales().of_rows(self.rows)
 
     def _form(
         self, dtype: torch.dtype, out: Tensor | None = None, *, again: bool = False
@@ -82,3 +80,15 @@ class ShardedLutLinear(LutLinear):
         out = torch.empty(shape, dtype=dtype, device=self.codebook.device) if out is None else out
         mine = super()._form(dtype, out.detach()[self.rows], again=again)
         return self.ranks.gather_rows(mine, self.out_features, out)
+
+
+class ShardedLutLinear(ShardedWeight, QuantLinear):
+    """A linear with some rows of its latent weight."""
+
+
+class ShardedLutEmbedding(ShardedWeight, QuantEmbedding):
+    """An embedding with some rows of its latent table."""
+
+
+class ShardedLutHead(ShardedWeight, QuantHead):
+    """A head with some rows of its latent table."""

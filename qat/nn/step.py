@@ -1,7 +1,7 @@
 """The three acts of a training step over a whole model: form, run, pull back.
 
 `form_weights` once per optimizer step; then any number of ordinary forwards and backwards, in which
-each quantized linear pulls its own gradient back; `release_weights` when training ends. Linears
+each quantized weight pulls its own gradient back; `release_weights` when training ends. Linears
 with a common input may be joined: a GPU runs one larger product faster than several.
 
 All formed weights together take two bytes each in bfloat16, too much for the largest models:
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.nn.activation import read, read_alike
-from qat.nn.quant_linear import QuantLinear, SharedBuffer, quant_linears, weight_buffer
-from qat.nn.sharded import ShardedLutLinear
+from qat.nn.lut_embedding import QuantTable
+from qat.nn.quant_linear import QuantLinear
+from qat.nn.quant_weight import QuantWeight, SharedBuffer, quant_weights, weight_buffer
+from qat.nn.sharded import ShardedWeight
 from qat.ranks import ALONE, Ranks
 
 
@@ -32,7 +34,7 @@ class JoinedLinears(nn.Module):
     """
 
     formed: Tensor | None
-    shared_buffer: SharedBuffer | None = None  # shared memory for `formed`, as in `QuantLinear`
+    shared_buffer: SharedBuffer | None = None  # shared memory for `formed`, as in `QuantWeight`
 
     def __init__(self, linears: Sequence[QuantLinear]) -> None:
         super().__init__()
@@ -51,7 +53,7 @@ class JoinedLinears(nn.Module):
 
     @torch.no_grad()
     def form_(self, dtype: torch.dtype) -> None:
-        """Write all weights for the coming forwards, or allocate, as `QuantLinear.form_` does."""
+        """Write all weights for the coming forwards, or allocate, as `QuantWeight.form_` does."""
         self.formed = weight_buffer(
             self.formed,
             self.linears[0].codebook,
@@ -64,7 +66,7 @@ class JoinedLinears(nn.Module):
             self._write(self.formed.detach(), again=False)
 
     def write_(self, *, again: bool) -> None:
-        """Write all weights into the tensor from `form_`, as `QuantLinear.write_` does."""
+        """Write all weights into the tensor from `form_`, as `QuantWeight.write_` does."""
         if self.formed is not None:
             self._write(self.formed.data, again=again)
 
@@ -104,7 +106,7 @@ class JoinedLinears(nn.Module):
         return y.split(self.sizes, dim=-1)
 
 
-Unit = JoinedLinears | QuantLinear  # a module that forms a weight: joined linears, or a single one
+Unit = JoinedLinears | QuantWeight  # a module that forms a weight: joined linears, or a single one
 
 
 def join_linears(module: nn.Module, name: str, members: tuple[str, ...]) -> None:
@@ -160,13 +162,20 @@ def release_weights(model: nn.Module) -> None:
 
 def gathering(*modules: nn.Module) -> Ranks:
     """Return the ranks that gather weights of `modules`; this process alone if none are sharded."""
-    linears = chain.from_iterable(quant_linears(module).values() for module in modules)
-    return next((each.ranks for each in linears if isinstance(each, ShardedLutLinear)), ALONE)
+    weights = chain.from_iterable(quant_weights(module).values() for module in modules)
+    return next((each.ranks for each in weights if isinstance(each, ShardedWeight)), ALONE)
 
 
 def forming_units(model: nn.Module) -> list[Unit]:
-    """Return the modules that form weights: joined linears as one, every other linear alone."""
+    """Return the modules that form weights: joined linears as one, all others alone.
+
+    A table that does not learn is none: it forms the rows that are read, or itself once.
+    """
     joined = [module for module in model.modules() if isinstance(module, JoinedLinears)]
     members = {linear for unit in joined for linear in unit.linears}
-    alone = [linear for linear in quant_linears(model).values() if linear not in members]
+    alone = [
+        each
+        for each in quant_weights(model).values()
+        if each not in members and (each.learns() or not isinstance(each, QuantTable))
+    ]
     return [*joined, *alone]

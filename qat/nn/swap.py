@@ -13,8 +13,15 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from qat.errors import CheckpointError
-from qat.nn.lut_embedding import FrozenLutEmbedding, FrozenLutHead, FrozenLutTable, TiedLutHead
+from qat.nn.lut_embedding import (
+    FrozenLutEmbedding,
+    FrozenLutHead,
+    QuantEmbedding,
+    QuantTable,
+    TiedLutHead,
+)
 from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
+from qat.nn.quant_weight import QuantWeight
 from qat.nn.sites import reads_weight
 from qat.quant.spec import LutSpec, QuantPlan, by_group
 from qat.quant.weight import QuantizedWeight
@@ -169,7 +176,7 @@ def _divisor(width: int, most: int) -> int:
 
 def weight_shape(module: nn.Module) -> tuple[int, int]:
     """Return `(O, I)` of a linear, `(V, D)` of an embedding or a head, quantized or not."""
-    if isinstance(module, QuantLinear | FrozenLutTable):
+    if isinstance(module, QuantWeight):
         return module.out_features, module.in_features
     O, I = cast(Tensor, module.weight).shape
     return O, I
@@ -194,9 +201,9 @@ def put_table(model: PreTrainedModel, name: str, quantized: QuantizedWeight, spe
         CheckpointError: the embedding does more than look up rows and scale them.
     """
     old: Any = model.get_submodule(name)
-    dtype = old.dtype if isinstance(old, FrozenLutTable) else old.weight.dtype
+    dtype = old.dtype if isinstance(old, QuantTable) else old.weight.dtype
     if old is not model.get_input_embeddings():
-        table: FrozenLutTable = FrozenLutHead(quantized, spec, dtype, old.bias)
+        table: QuantTable = FrozenLutHead(quantized, spec, dtype, old.bias)
     else:
         table = embedding = FrozenLutEmbedding(quantized, spec, dtype, _embed_scale(name, old))
         if is_tied(model):
@@ -207,16 +214,16 @@ def put_table(model: PreTrainedModel, name: str, quantized: QuantizedWeight, spe
 def embedding_dtype(model: PreTrainedModel) -> torch.dtype:
     """Return the dtype of the embedding's result, in which the model computes without autocast."""
     embedding: Any = model.get_input_embeddings()
-    return embedding.dtype if isinstance(embedding, FrozenLutTable) else embedding.weight.dtype
+    return embedding.dtype if isinstance(embedding, QuantTable) else embedding.weight.dtype
 
 
 def module_device(module: Any) -> torch.device:
     """Return the device of an embedding or head, quantized or not."""
-    is_quantized = isinstance(module, FrozenLutTable | TiedLutHead)
+    is_quantized = isinstance(module, QuantTable | TiedLutHead)
     return module.device if is_quantized else module.weight.device
 
 
-def _tie_head(model: PreTrainedModel, table: FrozenLutEmbedding) -> None:
+def _tie_head(model: PreTrainedModel, table: QuantEmbedding) -> None:
     head = model.get_output_embeddings()
     key = _forget_tie(model)
     replaced = TiedLutHead(table, head.bias).train(head.training)
@@ -303,14 +310,14 @@ def holds_quantized_tables(model: PreTrainedModel) -> bool:
     The embedding must do nothing but look up rows and scale them, and no table may be read.
     """
     embedding = model.get_input_embeddings()
-    is_plain = type(embedding) is nn.Embedding or isinstance(embedding, FrozenLutEmbedding)
+    is_plain = type(embedding) is nn.Embedding or isinstance(embedding, QuantEmbedding)
     is_scaled = getattr(embedding, "scalar_embed_scale", None) is not None
     return (is_plain or is_scaled) and not tables_read(model)
 
 
 def _embed_scale(name: str, embedding: nn.Module) -> float | None:
     """Return the factor by which the embedding multiplies its rows; None without one."""
-    if isinstance(embedding, FrozenLutEmbedding):
+    if isinstance(embedding, QuantEmbedding):
         return embedding.embed_scale
     scale = getattr(embedding, "scalar_embed_scale", None)
     if type(embedding) is nn.Embedding or scale is not None:

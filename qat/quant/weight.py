@@ -107,12 +107,17 @@ class Scales(NamedTuple):
         """Return the `(O, G)` scales of the group form."""
         return cast(Tensor, self.scales)
 
+    def of_rows(self, which: slice | Tensor) -> "Scales":
+        """Return the scales of some rows of the weight, a slice or ids."""
+        return self.replaced({n: t[which] for n, t in self.present().items() if n in BY_ROW})
+
     def replaced(self, parts: dict[str, Tensor]) -> "Scales":
         """Return a copy with the tensors in `parts` in place of those of the same name."""
         return self._replace(**cast(dict[str, Any], parts))
 
 
 SCALE_NAMES = ("scales", "scale_out", "rank_gain", "scale_in")  # the tensors of `Scales`
+BY_ROW = ("scales", "scale_out")  # those with one row per row of the weight
 
 
 class QuantizedWeight(NamedTuple):

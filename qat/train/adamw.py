@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qat.backend.device import on
 from qat.kernels.adamw import Moving, Noise, Rates, stochastic_adamw_
-from qat.nn.hosted import HostedLutLinear
+from qat.nn.hosted import HostedWeight
 
 BETA1, EPS = 0.9, 1e-12
 """AdamW's beta1 and epsilon. PyTorch's epsilon of 1e-8 would shorten the steps of tensors whose
@@ -128,7 +128,7 @@ class StochasticAdamW:
         seed: int,
         part: int = 0,
         is_offloaded: bool = False,
-        hosted: Mapping[str, HostedLutLinear] | None = None,
+        hosted: Mapping[str, HostedWeight] | None = None,
     ) -> None:
         self._learners = learners
         self._hosted = [(hosted or {}).get(name) for name in learners]

@@ -27,7 +27,8 @@ from qat.logs import progress
 from qat.models.attention import sparse_attention
 from qat.models.language_model import LanguageModel
 from qat.models.regions import as_written
-from qat.nn.quant_linear import LutLinear, quant_linears
+from qat.models.stored_state import quantized_modules
+from qat.nn.quant_weight import LatentWeight
 from qat.quant.weight import pack, unpack
 from qat.train.config import TrainConfig
 
@@ -180,8 +181,8 @@ class CodeWatch:
     """Counts which codes changed since it was last called; it keeps them packed."""
 
     def __init__(self, model: nn.Module) -> None:
-        linears = quant_linears(model).items()
-        self._linears = {name: m for name, m in linears if isinstance(m, LutLinear)}
+        weights = quantized_modules(model).items()
+        self._weights = {name: m for name, m in weights if isinstance(m, LatentWeight)}
         self._last: dict[str, Tensor] = {}
 
     def flipped_frac(self) -> float | None:
@@ -191,8 +192,8 @@ class CodeWatch:
         that changed and changed back has not flipped. Waits for the device.
         """
         flipped, codes = [], 0
-        for name, linear in self._linears.items():
-            indices, spec = linear.indices(), linear.spec
+        for name, weight in self._weights.items():
+            indices, spec = weight.indices(), weight.spec
             if name in self._last:
                 before = unpack(self._last[name], spec.bits, indices.shape[1])
                 flipped.append((indices != before).sum())
@@ -211,6 +212,6 @@ class CodeWatch:
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Restore the codes of a checkpoint's `state`."""
-        for name, linear in self._linears.items():
+        for name, weight in self._weights.items():
             if CODES_PREFIX + name in state:
-                self._last[name] = state[CODES_PREFIX + name].to(linear.codebook.device)
+                self._last[name] = state[CODES_PREFIX + name].to(weight.codebook.device)

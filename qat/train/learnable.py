@@ -6,9 +6,12 @@ from torch import nn
 
 from qat.errors import ConfigError
 from qat.models.attention import SPARSE, load_sparse_attention
-from qat.models.stored_state import INPUT_SCALE
-from qat.nn.quant_linear import KIND_OF, LutLinear, quant_linears
+from qat.models.stored_state import INPUT_SCALE, quantized_modules
+from qat.nn.lut_embedding import quant_tables
+from qat.nn.quant_linear import quant_linears
+from qat.nn.quant_weight import KIND_OF, LatentWeight
 from qat.nn.sites import routers
+from qat.nn.swap import FEW_BITS
 from qat.quant.spec import role_of
 from qat.quant.weight import rms
 from qat.train.config import KINDS
@@ -21,13 +24,18 @@ WHY_NONE = {
 """Reasons why a kind of parameter outside linears may be missing."""
 
 
-def linears_in_scope(model: nn.Module, scope: str, kinds: tuple[str, ...] = KINDS) -> list[str]:
-    """Return the names of the quantized linears that may learn.
+def weights_in_scope(model: nn.Module, scope: str, kinds: tuple[str, ...] = KINDS) -> list[str]:
+    """Return the names of the quantized weights that may learn: linears, and tables with `e2e`.
+
+    A table of more than `FEW_BITS` bits does not learn: nothing was lost in it.
 
     Raises:
-        ConfigError: there are none, though one of `kinds` belongs to linears.
+        ConfigError: there are none, though one of `kinds` belongs to quantized weights.
     """
     names = [name for name in quant_linears(model) if scope in ("e2e", role_of(name))]
+    if names and scope == "e2e":
+        tables = quant_tables(model).items()
+        names += [name for name, table in tables if table.spec.index_bits <= FEW_BITS]
     if not names and set(kinds) & set(KIND_OF.values()):
         raise ConfigError(
             f"the student has no quantized linears in scope {scope}; quantize it first with "
@@ -37,7 +45,7 @@ def linears_in_scope(model: nn.Module, scope: str, kinds: tuple[str, ...] = KIND
 
 
 def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dict[str, list[str]]:
-    """Return parameter names by kind: of the linears `names`, and all norms, gates or routers.
+    """Return parameter names by kind: of the weights `names`, and all norms, gates or routers.
 
     Static scales of inputs are `scales` as well. Fixed grids have no codebook to learn; if no
     linear has one and there are other kinds, `codebook` is left out.
@@ -46,7 +54,7 @@ def learnable(model: nn.Module, names: list[str], kinds: tuple[str, ...]) -> dic
         ConfigError: a requested kind has no parameters here.
     """
     found: dict[str, list[str]] = {kind: [] for kind in kinds}
-    modules = quant_linears(model)
+    modules = quantized_modules(model)
     for name in names:
         for local in modules[name].weight_parameters():
             kind = KIND_OF[local]
@@ -83,11 +91,11 @@ def natural_sizes(model: nn.Module, by_kind: dict[str, list[str]]) -> dict[str, 
     as the weight, so that a step at `lr_lora` moves the weight by about that share of its own size.
     Gates may begin at zero: the extension with sparse attention knows their size.
     """
-    linears, parameters = quant_linears(model), dict(model.named_parameters())
+    weights, parameters = quantized_modules(model), dict(model.named_parameters())
     size_of = {
         "norms": lambda _: 1.0,
-        "lora": lambda name: linears[name.rpartition(".")[0]].lora_size(),
-        "weights": lambda name: cast(LutLinear, linears[name.rpartition(".")[0]]).latent_size(),
+        "lora": lambda name: weights[name.rpartition(".")[0]].lora_size(),
+        "weights": lambda name: cast(LatentWeight, weights[name.rpartition(".")[0]]).latent_size(),
         "gates": lambda name: load_sparse_attention().natural_size(name, parameters[name]),
         # a bias, often zero, adds to logits
         "router": lambda name: rms(parameters[name]) if parameters[name].dim() > 1 else 1.0,

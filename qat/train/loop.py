@@ -20,13 +20,14 @@ from qat.models.decoding import Rollouts, load_decoding
 from qat.models.devices import device_called
 from qat.models.flops import forward_flops, token_flops
 from qat.models.language_model import LanguageModel
+from qat.nn.lut_embedding import quant_tables
 from qat.nn.step import form_weights
 from qat.observe.runs import score
 from qat.ranks import ALONE, Ranks
 from qat.train.config import RolloutConfig, StepConfig, TrainConfig
 from qat.train.finite import not_finite
 from qat.train.judge import CodeWatch, Judge
-from qat.train.learnable import linears_in_scope
+from qat.train.learnable import weights_in_scope
 from qat.train.metrics import Metrics
 from qat.train.optim import Optimizer
 from qat.train.pulse import Pulse
@@ -144,7 +145,9 @@ class Trainer:
         config, cache = self.config, self.cache
         count, length = cache.num_sequences("train"), cache.sequence_length
         sequences = config.sequences_per_step * self.ranks.size
-        linears = len(linears_in_scope(self.student.model, config.scope, config.kinds))
+        names = weights_in_scope(self.student.model, config.scope, config.kinds)
+        tables = len(quant_tables(self.student.model).keys() & names)
+        of_tables = f" and {tables} {'table' if tables == 1 else 'tables'}" if tables else ""
         where = {"mlp": "in the MLPs", "attention": "in the attention", "e2e": "in all blocks"}
         devices = f"{self.ranks.size} x " if self.ranks.size > 1 else ""
         left = config.max_steps - self.step
@@ -152,7 +155,8 @@ class Trainer:
         lines = [
             f"training on {devices}{self.backend.name()} in {config.dtype}: "
             f"{self.optimizer.num_learnable():,} values learn "
-            f"({', '.join(self.optimizer.kinds)} of {linears} linears {where[config.scope]})",
+            f"({', '.join(self.optimizer.kinds)} of {len(names) - tables} linears "
+            f"{where[config.scope]}{of_tables})",
             f"{steps}, each of {sequences * length:,} tokens ({sequences} sequences of {length}): "
             f"{left * sequences / count:.3g} passes over the {count:,} sequences of "
             f"{cache.directory}",
@@ -174,7 +178,7 @@ class Trainer:
         if peak is None:
             return None
         config, S = self.config, self.cache.sequence_length
-        names = linears_in_scope(self.student.model, config.scope, config.kinds)
+        names = weights_in_scope(self.student.model, config.scope, config.kinds)
         K = self.cache.manifest.settings.top_k
         flops = token_flops(self.student, names, config, S=S, K=K).total
         if self.teacher is not None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from qat.backend import device as backend
 from qat.backend.copies import Copying
-from qat.nn.hosted import HostedLutLinear
-from qat.nn.quant_linear import quant_linears
-from qat.nn.sharded import ShardedLutLinear
+from qat.models.stored_state import quantized_modules
+from qat.nn.hosted import HostedWeight
+from qat.nn.sharded import ShardedWeight
 from qat.ranks import ALONE, Ranks
 from qat.train.adamw import MOMENTS, Learner, Mover, StochasticAdamW, TorchAdamW
 from qat.train.adamw8bit import EightBitAdamW
@@ -39,7 +39,7 @@ class Optimizer:
     to every loss.
 
     Each of `ranks` contributes the gradients of its own batches; their sums, equal everywhere,
-    update every rank's parameters equally. For the latent weight of a `ShardedLutLinear` each rank
+    update every rank's parameters equally. For the latent weight of a `ShardedWeight` each rank
     updates the rows that it holds; checkpoints hold all rows and can be resumed with any number of
     ranks.
     """
@@ -66,11 +66,11 @@ class Optimizer:
             parameter.requires_grad_(name in wanted)
             if name in wanted:
                 self.parameters[name] = parameter
-        owners = {f"{name}.weight": linear for name, linear in quant_linears(model).items()}
+        owners = {f"{name}.weight": each for name, each in quantized_modules(model).items()}
         learning = [(name, owner) for name, owner in owners.items() if name in self.parameters]
-        self.sharded = {name: each for name, each in learning if isinstance(each, ShardedLutLinear)}
+        self.sharded = {name: each for name, each in learning if isinstance(each, ShardedWeight)}
         """Owners of parameters of which this rank holds some rows."""
-        self.hosted = {name: each for name, each in learning if isinstance(each, HostedLutLinear)}
+        self.hosted = {name: each for name, each in learning if isinstance(each, HostedWeight)}
         """Owners of parameters whose values are on the host."""
         self.sizes = natural_sizes(model, by_kind)
         if state:  # a resumed run keeps its original sizes
@@ -275,7 +275,7 @@ class Optimizer:
         if self._config.offload != "none":
             backend.on(self._device).synchronize()
 
-    def _owner(self, key: str, tensor: Tensor) -> ShardedLutLinear | None:
+    def _owner(self, key: str, tensor: Tensor) -> ShardedWeight | None:
         """Return the sharded parameter of which this part of the state holds rows, if any."""
         return self.sharded.get(key.partition(".")[2]) if tensor.dim() else None
 

@@ -32,7 +32,7 @@ from qat.process import GIB, is_out_of_memory
 from qat.ranks import ALONE, Ranks, SimulatedRanks
 from qat.train.config import OptimConfig, TrainConfig, rate_of
 from qat.train.judge import Judge
-from qat.train.learnable import linears_in_scope
+from qat.train.learnable import weights_in_scope
 from qat.train.loop import Trainer
 from qat.train.run import RunDirectory
 from qat.train.start import (
@@ -141,7 +141,7 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
     beside = Path(resolve(student))  # a local student's tokenizer and configuration are there
     files = [path for path in beside.iterdir() if path.is_file()] if beside.is_dir() else []
     final_bytes += sum(path.stat().st_size for path in files if path.suffix != ".safetensors")
-    learning = linears_in_scope(model.model, config.scope, config.kinds)
+    learning = weights_in_scope(model.model, config.scope, config.kinds)
     return RunPrediction(
         step_s=step_s,
         tokens_per_s=result.positions / ranks.size / step_s,

@@ -29,9 +29,10 @@ from qat.models.directory import atomic_directory
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity, state_identity
 from qat.models.step_memory import step_bytes
-from qat.models.stored_state import activation_counts
+from qat.models.stored_state import activation_counts, quantized_modules
 from qat.nn.latent import add_adapters, to_latent
-from qat.nn.quant_linear import FrozenLutLinear, quant_linears
+from qat.nn.quant_linear import quant_linears
+from qat.nn.quant_weight import PackedWeight
 from qat.process import available_gib
 from qat.quant.spec import SUFFIX_OF, role_of
 from qat.quant.weight import pack
@@ -39,7 +40,7 @@ from qat.ranks import ALONE, Ranks
 from qat.train.config import MOST_WARM_UP, OptimConfig, StepConfig, TrainConfig
 from qat.train.finite import not_finite
 from qat.train.judge import CODES_PREFIX, Judge
-from qat.train.learnable import learnable, linears_in_scope
+from qat.train.learnable import learnable, weights_in_scope
 from qat.train.loop import Trainer
 from qat.train.metrics import write_summary
 from qat.train.optim import Optimizer
@@ -341,7 +342,7 @@ def make_trainable(
             was opened from trellises.
     """
     trellis.refuse(getattr(model.config, "quantization_config", None), "trained")
-    names = linears_in_scope(model, config.scope, config.kinds)
+    names = weights_in_scope(model, config.scope, config.kinds)
     if "weights" in config.kinds:
         sharers = ranks if shards_latents else ALONE
         if config.offload != "none":
@@ -357,18 +358,19 @@ def make_trainable(
             is_hosted=config.offload == "latents",
         )
     if "lora" in config.kinds:
-        add_adapters(model, names, config.lora_rank, config.seed)
+        linears = [name for name in names if name in quant_linears(model)]
+        add_adapters(model, linears, config.lora_rank, config.seed)
     by_kind = learnable(model, names, config.kinds)
     if not state:
         torch.manual_seed(config.seed)
         state = {}
-    for name, linear in quant_linears(model).items():
+    for name, module in quantized_modules(model).items():
         codebook = state.get(f"parameter.{name}.codebook")
         # Training may change the order of levels, and a checkpoint sorts them: indices are renamed
         # to the order in the optimizer's state (codewords are stored in their order).
-        if codebook is not None and codebook.dim() == 1 and isinstance(linear, FrozenLutLinear):
-            order = codebook.argsort(stable=True).to(linear.packed.device, torch.uint8)
-            linear.packed.copy_(pack(order[linear.indices().int()], linear.spec.bits))
+        if codebook is not None and codebook.dim() == 1 and isinstance(module, PackedWeight):
+            order = codebook.argsort(stable=True).to(module.packed.device, torch.uint8)
+            module.packed.copy_(pack(order[module.indices().int()], module.spec.bits))
     return Optimizer(model, by_kind, config, state, ranks=ranks, is_spread=shards_latents)
 
 

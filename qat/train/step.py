@@ -39,7 +39,7 @@ from qat.nn.step import form_moved_weights, release_weights
 from qat.ranks import Ranks
 from qat.train.config import StepConfig
 from qat.train.finite import nan_if_not_finite
-from qat.train.learnable import linears_in_scope
+from qat.train.learnable import weights_in_scope
 from qat.train.optim import Optimizer
 from qat.train.step_graph import StepGraph
 
@@ -163,7 +163,7 @@ class TrainingStep:
             return False
         if is_on_policy and optimizer.sharded:  # a rank generates at its own pace, without others
             return False
-        learning = linears_in_scope(model, config.scope, config.kinds)
+        learning = weights_in_scope(model, config.scope, config.kinds)
         parts = optimizer.ranks.size if optimizer.sharded else 1
         held = step_bytes(model, learning, config, self.dtype, parts=parts)
         room = (self.backend.memory_gib() or math.inf) * GIB

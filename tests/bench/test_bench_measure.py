@@ -10,7 +10,7 @@ from qat.bench.config import BenchConfig
 from qat.bench.measure import fit_cost, measure_roofline, time_steps
 from qat.bench.student import open_student
 from qat.models.flops import token_flops
-from qat.train.learnable import linears_in_scope
+from qat.train.learnable import weights_in_scope
 from qat.train.step import StepResult
 
 CPU = backend.select("cpu")
@@ -61,7 +61,7 @@ def test_no_line_through_too_few_sizes_or_against_all_sense() -> None:
 def flops(**values: object) -> tuple:
     config = BenchConfig(device="cpu", **values)
     student = open_student("tiny", config)
-    names = linears_in_scope(student.model, config.scope)
+    names = weights_in_scope(student.model, config.scope)
     source = open_source(config, student)
     return token_flops(student, names, config, S=source.seq_len, K=source.top_k)
 

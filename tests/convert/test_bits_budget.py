@@ -10,7 +10,7 @@ from qat.convert.quantize import quantize_model
 from qat.errors import ConfigError, ExportError
 from qat.models.cost import bits_per_weight, linear_bits, whole_model_bits
 from qat.models.language_model import LanguageModel
-from qat.nn.lut_embedding import lut_tables
+from qat.nn.lut_embedding import quant_tables
 from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import linear_names, table_names, table_spec
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
@@ -181,7 +181,7 @@ def test_with_tables_the_budget_is_of_all_weights(tied: bool, plan: QuantPlan) -
         assert nats[0] > nats[1] > nats[2] > 0
     quantize_model(model, plan)
     model.model.to(torch.bfloat16)  # as many bits as floats are reckoned with
-    modules = {**lut_tables(model.model), **quant_linears(model.model)}
+    modules = {**quant_tables(model.model), **quant_linears(model.model)}
     assert set(modules) == set(report.modules)
     assert whole_model_bits(model.model) == pytest.approx(report.bits_per_weight)
     assert least < report.bits_per_weight <= budget

@@ -22,7 +22,7 @@ from qat.models.gguf_header import block_size, read_header
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
 from qat.models.stored_state import quantized_modules
-from qat.nn.lut_embedding import FrozenLutTable
+from qat.nn.lut_embedding import QuantTable
 from qat.nn.swap import linear_names, table_names
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 from qat.quant.weight import dequantize as form
@@ -104,7 +104,7 @@ def test_a_table_without_levels_stays_in_floats(tmp_path: Path) -> None:
     kept, floats = load_checkpoint(tmp_path / "kept", torch.float32), load_model(str(file)).model
     table = kept.get_input_embeddings().weight
     assert torch.equal(table, floats.get_input_embeddings().weight)
-    assert isinstance(kept.get_output_embeddings(), FrozenLutTable)
+    assert isinstance(kept.get_output_embeddings(), QuantTable)
     torch.testing.assert_close(logits(kept), logits(floats), rtol=1e-5, atol=1e-5)
 
 

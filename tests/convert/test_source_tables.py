@@ -24,7 +24,7 @@ from qat.models.checkpoint import load_checkpoint
 from qat.models.gguf_header import read_header
 from qat.models.load import load_model
 from qat.models.stored_state import packed_state_dict
-from qat.nn.lut_embedding import FrozenLutTable, TiedLutHead, lut_tables
+from qat.nn.lut_embedding import QuantTable, TiedLutHead, quant_tables
 from qat.nn.swap import is_tied, table_names
 from qat.quant.fit import fit_weight
 from qat.quant.integers import integer_spec
@@ -44,7 +44,7 @@ def converted(source: Path, out: Path, **values: object) -> tuple[QuantizeReport
 
 def table_values(model: PreTrainedModel) -> Tensor:
     embedding = model.get_input_embeddings()
-    is_table = isinstance(embedding, FrozenLutTable)
+    is_table = isinstance(embedding, QuantTable)
     return embedding.quantized_weight() if is_table else embedding.weight.detach()
 
 
@@ -56,7 +56,7 @@ def test_a_table_that_ggml_rounded_is_not_rounded_again(
 ) -> None:
     file = gguf_of(tmp_path, kind, "")
     _, student = converted(file, tmp_path / "student", targets=targets)
-    (table,) = lut_tables(student).values()
+    (table,) = quant_tables(student).values()
     assert table.spec == integer_spec(TYPES[kind])
     source = load_model(str(file), device="cpu", dtype="fp32").model
     assert torch.equal(table.quantized_weight(), table_values(source))
@@ -79,7 +79,7 @@ def test_two_roundings_of_one_table_become_the_finer_one(tmp_path: Path) -> None
 def test_two_tables_stay_two(tmp_path: Path) -> None:
     file = gguf_of(tmp_path, "Q5_0", "Q8_0", same=False)
     _, student = converted(file, tmp_path / "student")
-    assert [table.spec.bits for table in lut_tables(student).values()] == [5, 8]
+    assert [table.spec.bits for table in quant_tables(student).values()] == [5, 8]
 
 
 def test_tables_are_one_where_rounding_explains_their_distance() -> None:
@@ -167,7 +167,7 @@ def test_floats_are_refused_where_tables_are_quantized_already(tmp_path: Path) -
     with pytest.raises(ConfigError, match="embedding_bits=16, but model.embed_tokens"):
         convert_checkpoint(str(tmp_path / "eight"), config, tmp_path / "again")
     report, student = converted(tmp_path / "eight", tmp_path / "four", to="q4a4")
-    assert report.num_tables == 0 and lut_tables(student)  # they stay as they are
+    assert report.num_tables == 0 and quant_tables(student)  # they stay as they are
 
 
 def test_float_tables_never_have_32_bits(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_float_tables_never_have_32_bits(tmp_path: Path) -> None:
 def test_float_tables_of_a_quantized_file_have_16_bits(tmp_path: Path) -> None:
     file = gguf_of(tmp_path, "Q5_0", "")
     _, student = converted(file, tmp_path / "student", embedding_bits=16)
-    assert not lut_tables(student)
+    assert not quant_tables(student)
     stored = packed_state_dict(student)["model.embed_tokens.weight"]
     assert stored.dtype == torch.bfloat16
     source = load_model(str(file), device="cpu", dtype="fp32").model

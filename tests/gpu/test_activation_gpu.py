@@ -16,7 +16,7 @@ from qat.generate.sampling import Sampling
 from qat.models.language_model import LanguageModel
 from qat.nn.latent import to_latent
 from qat.quant.spec import ACTIVATION_KINDS
-from qat.train.learnable import learnable, linears_in_scope
+from qat.train.learnable import learnable, weights_in_scope
 from qat.train.optim import Optimizer
 from qat.train.step import EAGER_STEPS, TrainingStep
 
@@ -33,7 +33,7 @@ def step_of(place: Path, kind: str, **values: object) -> TrainingStep:
     torch.manual_seed(0)
     model = LanguageModel(with_rounded_inputs(tiny_quantized("qwen3", SPECS["lut2"]), kind))
     model.model.cuda()
-    names = linears_in_scope(model.model, "e2e")
+    names = weights_in_scope(model.model, "e2e")
     to_latent(model.model, names)
     by_kind = learnable(model.model, names, settings.kinds)
     return TrainingStep(model, Optimizer(model.model, by_kind, settings), settings)

@@ -15,7 +15,7 @@ from qat.kernels.adamw import Moving, Noise, stochastic_adamw_
 from qat.nn.latent import to_latent
 from qat.nn.swap import linear_names
 from qat.train.finite import nan_if_not_finite, not_finite
-from qat.train.learnable import learnable, linears_in_scope
+from qat.train.learnable import learnable, weights_in_scope
 from qat.train.optim import Optimizer
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +49,7 @@ def optimizer_on(device: str, place: Path, state: dict | None = None, **values: 
     chosen = config(place, device=device, **{**flat, **values})
     dtype, is_hosted = DTYPES[chosen.latent_dtype], chosen.offload == "latents"
     to_latent(model, linear_names(model), dtype=dtype, is_hosted=is_hosted)
-    return Optimizer(model, learnable(model, linears_in_scope(model, "e2e"), kinds), chosen, state)
+    return Optimizer(model, learnable(model, weights_in_scope(model, "e2e"), kinds), chosen, state)
 
 
 def values_of(optimizer: Optimizer) -> dict[str, Tensor]:

@@ -17,9 +17,9 @@ from qat.convert.quantize import quantize_model
 from qat.data.packing import Batch
 from qat.models.language_model import LanguageModel
 from qat.nn.latent import add_adapters, to_latent
-from qat.nn.swap import decoder_layers
+from qat.nn.swap import decoder_layers, with_tables
 from qat.quant.spec import PRESETS
-from qat.train.learnable import learnable, linears_in_scope
+from qat.train.learnable import learnable, weights_in_scope
 from qat.train.optim import Optimizer
 from qat.train.step import EAGER_STEPS, TrainingStep
 
@@ -30,14 +30,22 @@ TAUGHT = {"has_teacher": True, "loss": "kl:1,hard_ce:0.1"}
 
 
 def step_of(
-    place: Path, preset: str = "q2a4", *, has_teacher: bool = False, **values: object
+    place: Path,
+    preset: str = "q2a4",
+    *,
+    has_teacher: bool = False,
+    table_bits: int = 0,
+    **values: object,
 ) -> TrainingStep:
     """Return the step of a tiny model, with a float teacher beside it that is wider."""
     settings = config(place, device="cuda", **{"dtype": "bf16", "compile": "on", **values})
     model = LanguageModel(tiny_model(hidden_size=64, intermediate_size=128, initializer_range=0.1))
-    quantize_model(model, PRESETS[preset], workers=1)
+    plan = PRESETS[preset]
+    if table_bits:
+        plan = with_tables(plan, model.model, table_bits)
+    quantize_model(model, plan, workers=1)
     model.model.cuda()
-    names = linears_in_scope(model.model, "e2e")
+    names = weights_in_scope(model.model, "e2e")
     if "weights" in settings.kinds:
         dtype, is_hosted = DTYPES[settings.latent_dtype], settings.offload == "latents"
         to_latent(model.model, names, dtype=dtype, is_hosted=is_hosted)
@@ -85,6 +93,10 @@ def course(step: TrainingStep, steps: int, accumulate: int = 1) -> list[float]:
         {"latent_dtype": "bf16", "offload": "latents", "form": "layer"},
         {"compile": "off"},
         {"form": "layer"},
+        {"table_bits": 4},
+        {"table_bits": 2, "latent_dtype": "bf16", "offload": "latents", "form": "layer"},
+        {"table_bits": 4, "learn": "scales,codebook"},
+        TAUGHT | {"table_bits": 4},
         {"form": "layer", "gradient_checkpointing": True, "learn": "scales,codebook"},
         *(LORA | more for more in ({}, {"gradient_checkpointing": True}, {"dtype": "fp16"})),
         *(TAUGHT | more for more in ({}, {"gradient_checkpointing": True}, {"dtype": "fp16"})),
@@ -114,6 +126,7 @@ def test_a_step_never_waits_for_the_device(tmp_path: Path, values: dict) -> None
         ("q2a4", LORA),
         ("q2a4", LORA | {"learn": "lora,scales,codebook"}),
         ("q2a4", TAUGHT),
+        ("q2a4", {"learn": "weights,scales,codebook", "table_bits": 4}),
     ],
 )
 def test_a_recorded_step_is_the_step(

@@ -7,11 +7,15 @@ import torch
 from gpu_case import recorded
 from quantized import SPECS, random_weight, tiny_quantized
 
+from qat.kernels.head import Head
+from qat.losses.formulas import Targets
+from qat.losses.from_hidden import loss_from_hidden
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
-from qat.nn.lut_embedding import FrozenLutEmbedding, lut_tables
+from qat.nn.lut_embedding import FrozenLutEmbedding, LutEmbedding, quant_tables
 from qat.nn.swap import put_table, table_names, table_spec, weight_shape
 from qat.quant.fit import fit_weight
-from qat.quant.spec import LutSpec
+from qat.quant.spec import LutSpec, VectorSpec
+from qat.quant.weight import dequantize
 
 pytestmark = pytest.mark.gpu
 
@@ -61,9 +65,47 @@ def test_a_checkpoint_loads_onto_the_device(tied: bool, tmp_path) -> None:
     save_checkpoint(model, None, tmp_path / "packed")
     there = load_checkpoint(tmp_path / "packed", torch.float32, {"": torch.device("cuda")})
     ids = torch.arange(40, device="cuda").view(2, 20)
-    assert all(table.device.type == "cuda" for table in lut_tables(there).values())
+    assert all(table.device.type == "cuda" for table in quant_tables(there).values())
     wished = model.cuda()(ids).logits
     assert torch.equal(there(ids).logits, wished)
+
+
+FORMATS = {
+    "levels2": table_spec(2, 64),
+    "levels4": table_spec(4, 64),
+    "vectors": VectorSpec(bits=6, vector_size=4, group_size=64, scale_bits=8),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", FORMATS.values(), ids=FORMATS)
+def test_gradients_are_those_of_the_cpu(spec: LutSpec, dtype: torch.dtype) -> None:
+    """A tied table in a step: rows of a batch, and a head of several tiles of words."""
+    torch.manual_seed(0)
+    words, K, T = 9001, 8, 700
+    quantized = random_weight(words, 64, spec)
+    table = LutEmbedding(dequantize(quantized), quantized, spec, torch.float32).requires_grad_()
+    topk = torch.stack([torch.randperm(words)[:K] for _ in range(T)])
+    log_p = torch.rand(T, K + 1).log_softmax(1)
+    none = topk[:, :0]
+    targets = Targets(
+        torch.rand(T) > 0.1, topk[:, 0], topk, log_p[:, :K], log_p[:, K], none, none.float()
+    )
+    ids, mixed = torch.randint(words, (1, T)), torch.randn(64, 64) / 8
+    found = []
+    for place, kind in (("cpu", torch.float32), ("cuda", dtype)):
+        table.to(place).zero_grad()
+        table.form_(kind)
+        for _ in range(2):
+            hidden = table(ids.to(place))[0].to(kind) @ mixed.to(place, kind)
+            head = Head(table.weight_in(kind), take_rows=table.pull_back_rows_)
+            there = Targets(*(each.to(place) for each in targets))
+            loss_from_hidden(30 * hidden, head, there, {"tail": 1.0})["loss"].backward()
+        found.append({n: p.grad.cpu() for n, p in table.weight_parameters().items()})
+        table.release_()
+    for name, exact in found[0].items():
+        error = (found[1][name] - exact).norm() / exact.norm()
+        assert error < (1e-4 if dtype == torch.float32 else 0.02), name
 
 
 @pytest.mark.parametrize("bits", [4, 8])

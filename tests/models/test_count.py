@@ -30,7 +30,7 @@ from qat.nn.step import form_weights, release_weights
 from qat.nn.swap import with_tables
 from qat.quant.spec import PRESETS, LutSpec
 from qat.train.config import TrainConfig
-from qat.train.learnable import linears_in_scope
+from qat.train.learnable import weights_in_scope
 from qat.train.start import make_trainable
 
 
@@ -87,7 +87,7 @@ def test_a_step_holds_the_bytes_that_it_is_counted_to(values: dict[str, object])
     model = tiny_quantized("qwen3", SPECS["lut2"], hidden_size=128, tie_word_embeddings=False)
     settings = TrainConfig(cache_dir=Path("cache"), device="cpu", dtype="fp32", **values)
     model.requires_grad_(False)
-    learning = linears_in_scope(model, settings.scope, settings.kinds)
+    learning = weights_in_scope(model, settings.scope, settings.kinds)
     counted = [step_bytes(model, learning, settings, torch.float32)]
     optimizer = make_trainable(model, settings)
     counted.append(step_bytes(model, learning, settings, torch.float32))
@@ -118,7 +118,7 @@ def test_what_lies_on_the_host_is_counted_there(offload: str) -> None:
     model = tiny_quantized("qwen3", SPECS["lut3"], tie_word_embeddings=False)
     values = {"learn": "weights,scales", "latent_dtype": "bf16", "offload": offload}
     settings = TrainConfig(cache_dir=Path("cache"), device="cpu", dtype="fp32", **values)
-    learning = linears_in_scope(model, settings.scope, settings.kinds)
+    learning = weights_in_scope(model, settings.scope, settings.kinds)
     counted = step_bytes(model, learning, settings, torch.float32)
     optimizer = make_trainable(model, settings)
     assert counted == step_bytes(model, learning, settings, torch.float32)

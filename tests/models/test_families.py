@@ -20,7 +20,7 @@ from qat.models.load import load_model, load_teacher
 from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import decoder_layers, linear_names
 from qat.quant.spec import role_of
-from qat.train.learnable import linears_in_scope
+from qat.train.learnable import weights_in_scope
 
 FAMILIES = (
     "GPTNeoXForCausalLM",
@@ -68,7 +68,7 @@ def test_a_preset_fits_and_the_student_learns(family: str, tmp_path: Path) -> No
     assert list(quant_linears(model)) == linear_names(model)
     bits = {role_of(name): linear.spec.bits for name, linear in quant_linears(model).items()}
     assert bits == {"mlp": 2, "attention": 4}
-    names = linears_in_scope(model, "mlp")
+    names = weights_in_scope(model, "mlp")
     assert 0 < len(names) < len(linear_names(model))
     assert_learns(student, names, torch.arange(16).view(2, 8) % VOCAB)
 

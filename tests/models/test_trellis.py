@@ -18,7 +18,7 @@ from qat.extensions.vllm.packed import read_config
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.hf_quantizer import FORMAT
 from qat.models.stored_state import quantized_modules
-from qat.nn.lut_embedding import FrozenLutTable
+from qat.nn.lut_embedding import QuantTable
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.swap import put_quantized, table_names
 from qat.quant.spec import LutSpec, preset_called
@@ -52,7 +52,7 @@ def written(
 
 
 def tensors_of(
-    module: FrozenLutLinear | FrozenLutTable, bits: int, k: int, level_bits: int
+    module: FrozenLutLinear | QuantTable, bits: int, k: int, level_bits: int
 ) -> dict[str, Tensor]:
     """Give a module random paths and levels in any order; return its tensors in a trellis."""
     own = torch.randint(2**k, (module.out_features, module.in_features), dtype=torch.uint8)

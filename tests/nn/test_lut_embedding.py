@@ -9,7 +9,7 @@ from quantized import SPECS, random_weight
 from torch import nn
 from torch.nn import functional as F
 
-from qat.nn.lut_embedding import FrozenLutEmbedding, FrozenLutHead, TiedLutHead, lut_tables
+from qat.nn.lut_embedding import FrozenLutEmbedding, FrozenLutHead, TiedLutHead, quant_tables
 from qat.quant.spec import LutSpec
 from qat.quant.weight import dequantize
 
@@ -66,7 +66,7 @@ def test_heads_are_linears(has_bias: bool, dtype: torch.dtype) -> None:
         assert torch.equal(found, wished)
         assert torch.equal(torch.autograd.grad(found.sum(), hidden)[0], slope)
         assert (head.out_features, head.in_features) == (V, 88)
-        assert torch.equal(head.weight_in(dtype), weight)
+        assert torch.equal(head.table.weight_in(dtype), weight)
 
 
 def test_a_head_under_autocast_forms_its_table_in_that_dtype() -> None:
@@ -97,16 +97,17 @@ def test_casting_the_model_casts_what_the_table_gives_and_not_the_table() -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_scale_of_an_embedding_is_rounded_as_its_rows(dtype: torch.dtype) -> None:
     spec = TABLES["lut8"]
-    table = FrozenLutEmbedding(random_weight(V, 88, spec), spec, dtype, embed_scale=9.38)
+    table = FrozenLutEmbedding(random_weight(V, 88, spec), spec, dtype, 9.38)
     wished = table.quantized_weight(dtype) * torch.tensor(9.38).to(dtype)
     assert torch.equal(table(torch.arange(V)), wished)
 
 
-def test_nothing_of_a_table_learns_and_its_head_owns_nothing() -> None:
+def test_a_table_learns_when_asked_to_and_a_tied_head_owns_nothing() -> None:
     model = nn.ModuleDict({"in": embedding(TABLES["lut8"])})
     model["out"] = TiedLutHead(model["in"], None)
-    assert not [*model.parameters()]
-    assert {*lut_tables(model)} == {"in"}
+    assert {name for name, _ in model.named_parameters()} == {"in.codebook", "in.scales"}
+    assert not [p for p in model.parameters() if p.requires_grad]
+    assert {*quant_tables(model)} == {"in"}
     assert {*model.state_dict()} == {"in.packed", "in.codebook", "in.scales"}
     twin = copy.deepcopy(model)
     assert twin["out"].table is twin["in"]

@@ -33,7 +33,7 @@ from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
 from qat.models.sizes import checkpoint_sizes
 from qat.models.split_check import check_split
-from qat.nn.lut_embedding import TiedLutHead, lut_tables
+from qat.nn.lut_embedding import TiedLutHead, quant_tables
 from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import (
     embedding_dtype,
@@ -107,7 +107,7 @@ def test_a_checkpoint_gives_the_same_bits(
     assert isinstance(reloaded.get_output_embeddings(), TiedLutHead) == tied
     half = load_checkpoint(tmp_path / "packed", torch.bfloat16)
     assert embedding_dtype(half) == logits(half).dtype == torch.bfloat16
-    for name, table in lut_tables(half).items():
+    for name, table in quant_tables(half).items():
         assert torch.equal(table.scales, model.get_submodule(name).scales)
 
 
@@ -119,7 +119,7 @@ def test_export_gives_the_same_bits(to: str, tmp_path: Path) -> None:
         save_checkpoint(model, TOKENIZER, place / "packed")
         export_model(str(place / "packed"), ExportConfig(to=to, dtype="fp32"), place / "out")
         exported = AutoModelForCausalLM.from_pretrained(place / "out", dtype=torch.float32)
-        assert bool(lut_tables(exported)) == (to == "packed")
+        assert bool(quant_tables(exported)) == (to == "packed")
         assert torch.equal(logits(exported), logits(model))
 
 
@@ -134,7 +134,7 @@ def test_counts_are_those_of_the_file(tied: bool, tmp_path: Path) -> None:
     stored = sum(t.numel() * t.element_size() for t in tensors.values())
     assert tensor_bytes(model) == stored
     assert whole_model_bits(model) == 8 * stored / parameter_count(model)
-    for name, table in lut_tables(model).items():
+    for name, table in quant_tables(model).items():
         own = [t for key, t in tensors.items() if key.startswith(f"{name}.")]
         assert stored_bits(table) == 8 * sum(t.numel() * t.element_size() for t in own)
 
@@ -150,7 +150,7 @@ def test_convert_quantizes_the_tables(tied: bool, tmp_path: Path) -> None:
     assert [module.name for module in report.modules[: len(tables)]] == tables
     assert all(m.bits == 8 and m.relative_error < 0.01 for m in report.modules[: len(tables)])
     model = load_checkpoint(tmp_path / "packed", torch.float32)
-    assert {*lut_tables(model)} == {*tables} and len(quant_linears(model)) == 7
+    assert {*quant_tables(model)} == {*tables} and len(quant_linears(model)) == 7
     sizes = checkpoint_sizes(tmp_path / "packed", None)  # what `qat run` and its page count
     assert report.bits_per_weight == sizes.bits_per_weight
     assert report.megabytes == sizes.megabytes == tensor_bytes(model) / 1e6
@@ -207,8 +207,8 @@ def test_a_student_trains_goes_on_and_speaks(tied: bool, tmp_path: Path) -> None
     with stopped_at(Optimizer, "step", 4):
         end(tmp_path / "broken")
     assert torch.equal(logits(end(tmp_path / "broken", resume=True)), logits(whole))
-    for name, table in lut_tables(student).items():
-        kept = lut_tables(whole)[name]
+    for name, table in quant_tables(student).items():
+        kept = quant_tables(whole)[name]
         assert torch.equal(kept.quantized_weight(), table.quantized_weight())
     said = generate_text(LanguageModel(whole), TOKENIZER, "the cat", max_new_tokens=4)
     assert said.num_tokens > 0

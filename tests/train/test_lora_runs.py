@@ -18,7 +18,7 @@ from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import linear_names
 from qat.quant.lora import LORA_NAMES
 from qat.train.config import TrainConfig
-from qat.train.learnable import learnable, linears_in_scope, natural_sizes
+from qat.train.learnable import learnable, natural_sizes, weights_in_scope
 from qat.train.optim import Optimizer
 from qat.train.start import TrainReport, train_student
 
@@ -93,7 +93,7 @@ def test_a_rank_above_a_layer_leaves_nothing(place: Path, tmp_path: Path) -> Non
 
 
 def optimizer_of(model: PreTrainedModel, chosen: TrainConfig) -> Optimizer:
-    names = linears_in_scope(model, chosen.scope)
+    names = weights_in_scope(model, chosen.scope)
     return Optimizer(model, learnable(model, names, chosen.kinds), chosen)
 
 

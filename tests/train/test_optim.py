@@ -20,7 +20,7 @@ from qat.nn.sites import open_sites
 from qat.nn.swap import linear_names, replace_module
 from qat.ranks import Ranks
 from qat.train.config import TrainConfig
-from qat.train.learnable import learnable, linears_in_scope, natural_sizes
+from qat.train.learnable import learnable, natural_sizes, weights_in_scope
 from qat.train.optim import Optimizer
 
 ALL = ("weights", "scales", "codebook", "norms")
@@ -49,7 +49,7 @@ def wide_student(kept: TrainConfig | None = None) -> PreTrainedModel:
 
 
 def optimizer_of(model: PreTrainedModel, config: TrainConfig, kinds: tuple = ALL) -> Optimizer:
-    names = linears_in_scope(model, config.scope)
+    names = weights_in_scope(model, config.scope)
     return Optimizer(model, learnable(model, names, kinds), config)
 
 
@@ -69,7 +69,7 @@ def step_with(optimizer: Optimizer, gradient: float, step: int = 0) -> Tensor:
 )
 def test_kinds_are_found_by_name(spec: str, per_linear: set[str]) -> None:
     model = student(spec)
-    names = linears_in_scope(model, "e2e")
+    names = weights_in_scope(model, "e2e")
     found = learnable(model, names, ALL)
     assert set(found) == set(ALL) and len(names) == 14
     assert found["weights"] == [f"{name}.weight" for name in names]
@@ -82,12 +82,12 @@ def test_kinds_are_found_by_name(spec: str, per_linear: set[str]) -> None:
 
 def test_an_empty_scope() -> None:
     model = student(latent=False)
-    for name in linears_in_scope(model, "attention"):
+    for name in weights_in_scope(model, "attention"):
         linear = model.get_submodule(name)
         replace_module(model, name, torch.nn.Linear(linear.in_features, linear.out_features))
     message = "no quantized linears in scope attention; quantize it first with 'qat convert' or"
     with pytest.raises(ConfigError, match=message):
-        linears_in_scope(model, "attention")
+        weights_in_scope(model, "attention")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_an_empty_scope() -> None:
 )
 def test_a_kind_that_a_student_has_not_cannot_learn(spec: str, latent: bool, kind: str) -> None:
     model = student(spec, latent)
-    names = linears_in_scope(model, "e2e")
+    names = weights_in_scope(model, "e2e")
     if kind == "codebook":  # of a fixed grid: beside others it is left out
         assert learnable(model, names, ("scales", "weights", "codebook")).keys() == {
             *("scales", "weights")
@@ -112,9 +112,9 @@ def test_a_kind_that_a_student_has_not_cannot_learn(spec: str, latent: bool, kin
 
 def test_without_quantized_linears_only_what_is_none_of_theirs_learns(tmp_path) -> None:
     model = tiny_model()
-    assert linears_in_scope(model, "e2e", ("norms", "gates")) == []
+    assert weights_in_scope(model, "e2e", ("norms", "gates")) == []
     with pytest.raises(ConfigError, match="no quantized linears in scope e2e"):
-        linears_in_scope(model, "e2e", ("norms", "scales"))
+        weights_in_scope(model, "e2e", ("norms", "scales"))
 
 
 def test_a_mixed_student_learns_the_codebooks_it_has() -> None:
@@ -123,7 +123,7 @@ def test_a_mixed_student_learns_the_codebooks_it_has() -> None:
     linear = model.get_submodule(name)
     seq = frozen_linear(linear.out_features, linear.in_features, SPECS["seq2"])
     replace_module(model, name, seq)
-    names = linears_in_scope(model, "e2e")
+    names = weights_in_scope(model, "e2e")
     assert len(learnable(model, names, ("codebook",))["codebook"]) == 13
 
 
@@ -197,7 +197,7 @@ def test_the_norm_of_rows_counts_every_rank(tmp_path, kinds: tuple[str, ...]) ->
     moved = []
     ranks.sum_ = lambda tensors: moved.extend(t.mul_(2) for t in tensors if t.dim() == 0)
     to_latent(model, linear_names(model), ranks)
-    names = linears_in_scope(model, "e2e")
+    names = weights_in_scope(model, "e2e")
     optimizer = Optimizer(model, learnable(model, names, kinds), settings(tmp_path), ranks=ranks)
     assert set(optimizer.sharded) == {name for name in optimizer.parameters if "weight" in name}
     for parameter in optimizer.parameters.values():
@@ -237,7 +237,7 @@ def twins(chosen: TrainConfig, *, go_on: int = 2) -> tuple[Optimizer, Optimizer]
         step_with(one, 0.1 * (step + 1), step)
     state = {name: tensor.clone() for name, tensor in one.state().items()}
     model = wide_student(chosen)
-    two = Optimizer(model, learnable(model, linears_in_scope(model, "e2e"), ALL), chosen, state)
+    two = Optimizer(model, learnable(model, weights_in_scope(model, "e2e"), ALL), chosen, state)
     for optimizer in (one, two):
         torch.manual_seed(2)
         for step in range(3, 3 + go_on):

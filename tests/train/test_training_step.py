@@ -18,7 +18,7 @@ from qat.errors import ConfigError
 from qat.models.step_memory import step_bytes
 from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import decoder_layers
-from qat.train.learnable import linears_in_scope
+from qat.train.learnable import weights_in_scope
 from qat.train.loop import Trainer
 from qat.train.start import check_dtype, make_trainable
 from qat.train.step import HELD_SHARE, TrainingStep
@@ -242,7 +242,7 @@ def test_auto_forms_by_layer_what_would_hold_too_much_of_the_device(
 ) -> None:
     trainer = trainer_of(place, tmp_path)
     model, settings = trainer.student.model, trainer.config
-    learning = linears_in_scope(model, settings.scope, settings.kinds)
+    learning = weights_in_scope(model, settings.scope, settings.kinds)
     held = step_bytes(model, learning, settings, torch.float32).total(by_layer=False)
     for factor, is_by_layer in ((0.99, True), (1.01, False), (None, False)):
         gib = None if factor is None else factor * held / HELD_SHARE / GIB

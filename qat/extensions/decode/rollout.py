@@ -30,8 +30,15 @@ from qat.generate.sampling import Sampling
 from qat.generate.text import closing_tokens, repeated_frac
 from qat.models.decoding import ROLLOUTS
 from qat.models.language_model import LanguageModel
-from qat.nn.lut_embedding import FrozenLutTable
-from qat.nn.quant_linear import QuantLinear, quant_linears
+from qat.nn.lut_embedding import (
+    QuantEmbedding,
+    QuantTable,
+    TableHead,
+    TiedLutHead,
+    quant_tables,
+)
+from qat.nn.quant_linear import quant_linears
+from qat.nn.quant_weight import QuantWeight
 from qat.nn.step import form_moved_weights
 from qat.ranks import ALONE, Ranks
 from qat.train.config import ALMOST_WHOLE, RolloutConfig, StepConfig
@@ -254,8 +261,8 @@ class RolloutSampler:
         self._backend = backends.on(student.device)
         self._dtype = self._backend.dtype(precision)
         self._is_copied = DecodeStep.fits(student)
-        self._formed: list[tuple[Tensor, QuantLinear]] = []
-        """The dense copy's weights, each with the quantized linear that it comes from."""
+        self._formed: list[tuple[Tensor, QuantWeight]] = []
+        """The dense copy's weights, each with the quantized one that it comes from."""
         self._learning: list[tuple[Tensor, nn.Parameter]] = []
         """The dense copy's other parameters that learn, each with the student's."""
         self._sampler: Sampler = Waves(student, slotted)
@@ -264,14 +271,15 @@ class RolloutSampler:
         with self._backend.matmul_precision(self._precision):
             dense = dense_copy(student.model, self._dtype)
             self._sampler = Slots(SlotStep(LanguageModel(dense), slotted.num_slots), slotted)
-        linears = quant_linears(student.model)
+        tables = {n: table for n, table in quant_tables(student.model).items() if table.learns()}
+        formed = {**quant_linears(student.model), **tables}
         self._formed = [
-            (cast(Tensor, dense.get_submodule(name).weight), m) for name, m in linears.items()
+            (cast(Tensor, dense.get_submodule(name).weight), each) for name, each in formed.items()
         ]
         self._learning = [
             (dense.get_parameter(name), parameter)
             for name, parameter in student.model.named_parameters()
-            if parameter.requires_grad and name.rpartition(".")[0] not in linears
+            if parameter.requires_grad and name.rpartition(".")[0] not in formed
         ]
 
     @torch.no_grad()
@@ -281,8 +289,8 @@ class RolloutSampler:
         casting = nullcontext() if self._is_copied else self._backend.autocast(self._dtype)
         with self._backend.matmul_precision(self._precision), casting:
             if self._is_copied:
-                for weight, linear in self._formed:
-                    linear.quantized_weight(self._dtype, out=weight)
+                for weight, quantized in self._formed:
+                    quantized.quantized_weight(self._dtype, out=weight)
             else:
                 form_moved_weights(self._student.model, self._dtype)
             for copied, parameter in self._learning:
@@ -291,14 +299,26 @@ class RolloutSampler:
 
 
 def dense_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Copy a model with plain linears that hold formed weights; in `dtype`, except norms."""
+    """Copy a model with plain linears that hold formed weights; in `dtype`, except norms.
+
+    So do an embedding and a head that learn; others stay packed.
+    """
     plain = {id(linear): dense_linear(linear, dtype) for linear in quant_linears(model).values()}
+    rows = {}
+    for module in model.modules():
+        if isinstance(module, TableHead) and module.table.learns():
+            plain[id(module)] = dense_linear(module, dtype)
+        elif isinstance(module, QuantEmbedding) and module.learns():
+            rows[id(module)] = nn.Embedding.from_pretrained(module.quantized_weight(dtype))
+    for module in model.modules():
+        if isinstance(module, TiedLutHead) and id(module.table) in rows:
+            plain[id(module)].weight = rows[id(module.table)].weight
     # copies of the quantizers, shared among linears like the student's
     own = copy.deepcopy([linear.activation for linear in plain.values()])
     for linear, quantizer in zip(plain.values(), own, strict=True):
         linear.activation = quantizer
-    dense = copy.deepcopy(model, plain)
+    dense = copy.deepcopy(model, plain | rows)
     for module in dense.modules():
-        if isinstance(module, nn.Linear | nn.Embedding | FrozenLutTable):
+        if isinstance(module, nn.Linear | nn.Embedding | QuantTable):
             module.to(dtype)
     return dense.requires_grad_(False).eval()

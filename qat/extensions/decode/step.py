@@ -42,10 +42,10 @@ from qat.models.attention import kv_spec
 from qat.models.language_model import LanguageModel
 from qat.models.regions import ATTENTIONS, MLPS, QKV, SILUS, as_written
 from qat.nn.activation import ActivationQuantizer, activation_of, read, read_alike
-from qat.nn.lut_embedding import FrozenLutTable, TiedLutHead
+from qat.nn.lut_embedding import QuantTable, TableHead
 from qat.nn.quant_linear import QuantLinear, quant_linears
 from qat.nn.swap import CACHE, decoder_layers, replace_module
-from qat.quant.weight import PackedIndices, Scales, from_stored, round_scales
+from qat.quant.weight import PackedIndices, Scales, from_stored
 
 
 class Scratch:
@@ -328,16 +328,17 @@ def _read_packed_(model: PreTrainedModel, dtype: torch.dtype) -> None:
         else:
             replace_module(model, name, dense_linear(linear, dtype))
     table = model.get_input_embeddings()
-    if isinstance(table, FrozenLutTable):
+    if isinstance(table, QuantTable):
         table.formed = None
 
 
-def dense_linear(linear: QuantLinear, dtype: torch.dtype) -> DenseLinear:
+def dense_linear(linear: QuantLinear | TableHead, dtype: torch.dtype) -> DenseLinear:
     """Return a plain linear with the dequantized weight of a quantized one, in `dtype`."""
+    quantized = linear.table if isinstance(linear, TableHead) else linear
     O, I = linear.out_features, linear.in_features
     dense = DenseLinear(I, O, bias=linear.bias is not None, device="meta")
     dense.activation = linear.activation
-    dense.weight = nn.Parameter(linear.quantized_weight(dtype), requires_grad=False)
+    dense.weight = nn.Parameter(quantized.quantized_weight(dtype), requires_grad=False)
     if linear.bias is not None:
         dense.bias = nn.Parameter(linear.bias.detach().to(dtype), requires_grad=False)
     return dense.eval()
@@ -388,8 +389,8 @@ def _hand_back(linears: Sequence[nn.Module], joined: Rows) -> None:
 def _head_rows(head: nn.Module, dtype: torch.dtype) -> Rows:
     if isinstance(head, nn.Linear):
         return head.weight.detach()
-    table = head.table if isinstance(head, TiedLutHead) else head
+    table = head.table
     if not reads(table.spec):
         return table.weight_in(dtype)
-    scales = round_scales(Scales(table.scales, bits=table.spec.scale_bits))
-    return LutRows.of(table.source(), table.codebook, scales, is_short=dtype != torch.float32)
+    parts = table.source(), table.levels(), table.scales_as_stored()
+    return LutRows.of(*parts, is_short=dtype != torch.float32)

@@ -25,8 +25,7 @@ from qat.export.parts import (
 )
 from qat.models.checkpoint import quiet_transformers
 from qat.models.stored_state import INPUT_SCALE, has_input_scale, quantized_modules
-from qat.nn.lut_embedding import FrozenLutTable
-from qat.nn.quant_linear import QuantLinear
+from qat.nn.quant_weight import QuantWeight
 from qat.nn.swap import embedding_dtype
 from qat.quant.spec import LutSpec
 
@@ -152,7 +151,7 @@ def _length(model: PreTrainedModel) -> int:
     return min(LENGTH, model.config.max_position_embeddings)
 
 
-def _lookup(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype) -> object:
+def _lookup(name: str, module: QuantWeight, dtype: torch.dtype) -> object:
     """Return the table of a module, padded with zeros to a size that Core ML supports."""
     from qat.extensions.targets.coreml_program import Lookup
 

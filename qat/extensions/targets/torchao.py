@@ -21,8 +21,7 @@ from qat.export.parts import (
     write_tensors,
 )
 from qat.models.stored_state import quantized_modules
-from qat.nn.lut_embedding import FrozenLutTable
-from qat.nn.quant_linear import QuantLinear
+from qat.nn.quant_weight import QuantWeight
 from qat.nn.swap import embedding_dtype
 from qat.quant.spec import LutSpec
 
@@ -81,7 +80,7 @@ def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
     return logits_of(nn.Module.to(found, torch.float32), ids)
 
 
-def _tensor(name: str, module: QuantLinear | FrozenLutTable, dtype: torch.dtype) -> Tensor:
+def _tensor(name: str, module: QuantWeight, dtype: torch.dtype) -> Tensor:
     """Return `W = (integer - zero_point) * scale`."""
     from torchao.quantization import IntxUnpackedToInt8Tensor
 

@@ -10,7 +10,7 @@ import torch
 from cache_case import TOKENIZER
 from crash import stopped_at
 from nsa_train_case import SPARSE
-from quantized import SPECS, tiny_adapted, tiny_quantized, with_rounded_inputs
+from quantized import SPECS, random_weight, tiny_adapted, tiny_quantized, with_rounded_inputs
 from ranks_case import run_ranks
 from torch.nn import functional as F
 from train_case import (
@@ -36,6 +36,7 @@ from qat.logs import HEARTBEAT, read_json_lines
 from qat.losses.formulas import loss_from_logits, to_targets
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_model, load_teacher
+from qat.nn.swap import put_table, table_names, table_spec, weight_shape
 from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig
 from qat.train.loop import Trainer
@@ -175,6 +176,15 @@ def sparse() -> PreTrainedModel:
     return model
 
 
+def tabled(is_tied: bool) -> PreTrainedModel:
+    """Return a student whose tables of 2 bits learn."""
+    model = tiny_quantized("qwen3", SPECS["lut2"], tie_word_embeddings=is_tied)
+    spec = table_spec(2, 32)
+    for name in table_names(model):
+        put_table(model, name, random_weight(*weight_shape(model.get_submodule(name)), spec), spec)
+    return model
+
+
 STUDENTS = {
     "latent weights": (None, {}, Slots),
     "frozen codes": (None, {"learn": "scales,codebook"}, Slots),
@@ -185,6 +195,8 @@ STUDENTS = {
         {"learn": "lora", "lora_rank": 3},
         Slots,
     ),
+    "a tied table": (lambda: tabled(True), {}, Slots),
+    "two tables": (lambda: tabled(False), {"learn": "scales,codebook"}, Slots),
     "scales in 8 bits": (lambda: tiny_quantized("llama", SPECS["lut2_s8"]), {}, Slots),
     "codewords": (lambda: tiny_quantized("qwen3", SPECS["fours8_s8"]), {"learn": "scales"}, Slots),
     "static inputs": (
@@ -197,7 +209,7 @@ STUDENTS = {
 }
 
 
-QUICK = ("latent weights", "another family")
+QUICK = ("latent weights", "a tied table", "another family")
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=SLOW), 1.0])

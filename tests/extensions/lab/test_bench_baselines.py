@@ -18,7 +18,7 @@ from qat.extensions.lab.baselines.training import CHUNK_TOKENS, ChunkedLoss, pla
 from qat.extensions.lab.config import BaselinesConfig
 from qat.losses.formulas import to_targets
 from qat.models.language_model import LanguageModel
-from qat.train.learnable import linears_in_scope
+from qat.train.learnable import weights_in_scope
 
 CPU = backend.select("cpu")
 
@@ -32,7 +32,7 @@ def case(**values: object) -> tuple[BenchConfig, LanguageModel, Batch]:
 @pytest.mark.parametrize("loss", ["candidates", "sampled", "hard_ce:0.5,tail:2"])
 def test_plain_training_sees_our_loss(loss: str) -> None:
     config, student, batch = case(loss=loss, temperature=1.5)
-    names = linears_in_scope(student.model, "e2e")
+    names = weights_in_scope(student.model, "e2e")
     theirs = plain_step(student, names, config, is_compiled=False)([batch], 0)
     ours = Ours(student, config).subject()([batch], 0)
     torch.testing.assert_close(theirs.sums["loss"], ours.sums["loss"], rtol=1e-4, atol=1e-3)
@@ -41,7 +41,7 @@ def test_plain_training_sees_our_loss(loss: str) -> None:
 
 def test_plain_training_trains_the_layers_in_scope_and_stands_still() -> None:
     config, student, batch = case(gradient_checkpointing=True)
-    names = linears_in_scope(student.model, "mlp")
+    names = weights_in_scope(student.model, "mlp")
     step = plain_step(student, names, config, is_compiled=False)
     model = step._model
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -69,7 +69,7 @@ def test_chunks_add_up_to_the_whole() -> None:
 
 def test_the_references_ranks_are_its_published_ones() -> None:
     config, student, batch = case()
-    names = linears_in_scope(student.model, "e2e")
+    names = weights_in_scope(student.model, "e2e")
     step = reference_step(student, names, config)
     modules = dict(step._model.named_modules())
     assert {len(modules[n].B) for n in names if ".mlp." in n} == {32}

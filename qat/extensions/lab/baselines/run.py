@@ -22,7 +22,7 @@ from qat.extensions.lab.baselines.reference import TEMPERATURE, reference_step
 from qat.extensions.lab.baselines.training import check_losses, plain_step
 from qat.extensions.lab.config import BaselinesConfig
 from qat.models.language_model import LanguageModel
-from qat.train.learnable import linears_in_scope
+from qat.train.learnable import weights_in_scope
 from qat.train.start import check_dtype
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Cases:
     def __init__(self, setting: Setting, student: LanguageModel) -> None:
         self.setting = setting
         self.student = student
-        self._names = linears_in_scope(student.model, setting.config.scope)
+        self._names = weights_in_scope(student.model, setting.config.scope)
         config = setting.config
         plain = partial(plain_step, student, self._names, config)
         torchao = partial(torchao_step, student, self._names, config)
