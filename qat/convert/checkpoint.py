@@ -13,7 +13,7 @@ from qat.convert.calibrate import TokenBatch
 from qat.convert.calibration_data import calibration_batches
 from qat.convert.config import REPORT_NAME, ConvertConfig
 from qat.convert.convert import Converted, convert_model, read_settings
-from qat.convert.keep import keep_weights
+from qat.convert.keep import check_file, keep_weights
 from qat.convert.quantize import QuantizeReport, quantize_model
 from qat.convert.shipping import Shipping
 from qat.convert.stored_tables import join_tables, stored_tables
@@ -75,8 +75,9 @@ def keep_checkpoint(source: str, out: Path) -> QuantizeReport:
         ConfigError: it is none, or holds a linear of a type without levels.
     """
     check_free(out)
+    file = check_file(source)
     student = load_model(source, device="cpu", dtype="fp32")
-    plan = keep_weights(source, student.model)
+    plan = keep_weights(file, student.model)
     done = Converted(quantize_model(student, plan), plan, fits=[], rotation=None)
     facts = {"source": source, **_report(student, ConvertConfig(), [], done)}
     _write(out, done, facts, model=student.model, tokenizer=load_tokenizer(source))

@@ -17,6 +17,7 @@ from qat.models.directory import GGUF, resolve
 from qat.models.gguf import dequantize
 from qat.models.gguf_header import StoredTensor, block_size, read_header
 from qat.models.gguf_layout import ARCHITECTURES, row_order, tensor_names
+from qat.models.opening import read_config
 from qat.nn.swap import linear_names, put_quantized, table_names
 from qat.quant.codebook import fixed_grid
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
@@ -40,8 +41,31 @@ SCALE_AT_END = ("TQ1_0", "TQ2_0")
 FLOATS = ("F32", "F16", "BF16")
 
 
-def keep_weights(source: str, model: PreTrainedModel) -> QuantPlan:
-    """Give linears and tables of `model`, read from `source` as floats, the file's own levels.
+def check_file(source: str) -> Path:
+    """Return the GGUF file `source` after a look at the types of its linears; nothing is read.
+
+    Raises:
+        ConfigError: it is none, of another architecture, or has a linear of a type without levels.
+    """
+    path = Path(resolve(source))
+    kind = read_config(str(path)).model_type
+    if path.suffix != GGUF or kind not in ARCHITECTURES:
+        raise ConfigError(
+            f"keep is given for {source} (model_type={kind}), expected a GGUF file of "
+            f"{', '.join(ARCHITECTURES)}; convert it with --to PLAN"
+        )
+    for name, tensor in read_header(path).items():
+        is_linear = name.startswith("blk.") and len(tensor.shape) > 1
+        if is_linear and tensor.type not in (*LEVELS, *FLOATS):
+            raise ConfigError(
+                f"{path} holds {name} as {tensor.type}, expected a type of levels and one scale "
+                f"({', '.join(LEVELS)}); convert it with --to PLAN"
+            )
+    return path
+
+
+def keep_weights(path: Path, model: PreTrainedModel) -> QuantPlan:
+    """Give linears and tables of `model`, read from the file as floats, the file's own levels.
 
     Tables of types without levels stay in floating point.
 
@@ -49,19 +73,10 @@ def keep_weights(source: str, model: PreTrainedModel) -> QuantPlan:
         The plan that the model has then.
 
     Raises:
-        ConfigError: `source` is no GGUF file, of another architecture, or has a linear of a type
-            without levels.
         CheckpointError: levels and scales do not give the weight that was read.
     """
-    path = Path(resolve(source))
-    if path.suffix != GGUF or model.config.model_type not in ARCHITECTURES:
-        raise ConfigError(
-            f"keep is given for {source} (model_type={model.config.model_type}), expected a GGUF "
-            f"file of {', '.join(ARCHITECTURES)}; convert it with --to PLAN"
-        )
     names, header, rules = tensor_names(model), read_header(path), []
-    tables = table_names(model)
-    for name in (*tables, *linear_names(model)):
+    for name in (*table_names(model), *linear_names(model)):
         tensor = header[f"{names[name]}.weight"]
         spec = None
         if tensor.type in LEVELS:
@@ -72,13 +87,8 @@ def keep_weights(source: str, model: PreTrainedModel) -> QuantPlan:
                     "than was read of it, expected the same; convert it with --to PLAN"
                 )
             put_quantized(model, name, quantized, spec)
-        elif name in tables or tensor.type in FLOATS:
-            logger.info("%s is of type %s and stays in floating point", name, tensor.type)
         else:
-            raise ConfigError(
-                f"{path} holds {name} as {tensor.type}, expected a type of levels and one scale "
-                f"({', '.join(LEVELS)}); convert it with --to PLAN"
-            )
+            logger.info("%s is of type %s and stays in floating point", name, tensor.type)
         rules.append(PlanRule(pattern=name, spec=spec))
     return QuantPlan(name="kept", rules=tuple(rules))
 

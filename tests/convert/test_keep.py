@@ -110,7 +110,7 @@ def test_a_table_without_levels_stays_in_floats(tmp_path: Path) -> None:
 
 def test_a_linear_without_levels_is_refused(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", "Q5_1")
-    with pytest.raises(ConfigError, match="q_proj as Q5_1, expected .*Q1_0, Q2_0"):
+    with pytest.raises(ConfigError, match="attn_q.weight as Q5_1, expected .*Q1_0, Q2_0"):
         run_verb(["convert", str(file), "--keep", "--out", str(tmp_path / "out")])
 
 

@@ -298,11 +298,13 @@ def test_transformers_reads_our_gguf(architecture: str, rope: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_llama_cpp_computes_our_logits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_llama_cpp_computes_our_logits(architecture: str, tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp")
     shape = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
-    model = tiny_model("qwen3", initializer_range=0.1, tie_word_embeddings=False, **shape)
+    shape |= {"rope_parameters": ROPES["llama3"]} if architecture == "llama" else {}
+    model = tiny_model(architecture, initializer_range=0.1, tie_word_embeddings=False, **shape)
     formats = [found[0] for found in GGUF_FORMATS.values()]
     rules = [
         PlanRule(
