@@ -55,8 +55,10 @@ class LlamaCpp:
     The number of CPU threads is torch's.
     """
 
-    def __init__(self, path: Path, context: int) -> None:
+    def __init__(self, path: Path, context: int, *, is_exact: bool = False) -> None:
         """Open the file for up to `context` tokens at once.
+
+        An `is_exact` one keeps keys and values in float32, otherwise they are float16.
 
         Raises:
             CheckpointError: llama.cpp does not open it.
@@ -72,6 +74,8 @@ class LlamaCpp:
                 n_threads=threads,
                 n_threads_batch=threads,
                 n_gpu_layers=-1,  # all layers; means nothing in a build for the CPU
+                type_k=self._library.GGML_TYPE_F32 if is_exact else None,
+                type_v=self._library.GGML_TYPE_F32 if is_exact else None,
                 verbose=False,
             )
         except ValueError as error:
