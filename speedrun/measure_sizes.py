@@ -28,7 +28,7 @@ def main(models: list[str], *, figures: Path | None = None, device: str = "auto"
         megabytes = found["bytes"] / 1e6
         print(
             f"{name}: {found['source_megabytes']:.1f} MB become {megabytes:.1f} MB, "
-            f"{found['bits_per_weight']:.3f} bits per weight ({found['linear_bits']:.3f} in "
+            f"{found['bits_per_weight']:.3f} bits per weight ({found['linear_bits']:.3f} of "
             "linears)",
             flush=True,
         )

@@ -201,7 +201,6 @@ def _weight(module: nn.Module) -> Tensor:
     return module.weight.detach().float()
 
 
-Bend = Callable[[str, LutSpec, tuple[int, int]], LutSpec]
 TOLERANCE = 1e-9
 """Relative tolerance for rounding errors of a budget."""
 
@@ -239,6 +238,23 @@ class BudgetReport:
     modules: dict[str, list[FormatTrial]]
 
 
+class Room(NamedTuple):
+    """What a budget may be spent on beside the formats that a plan implies, and what these cost."""
+
+    tables: Mapping[str, Sequence[LutSpec]] | None = None
+    """The formats to try for the embedding and an untied head; the budget is then over all weights
+    of the file. None: over the linears of the plan alone."""
+    levels: LutSpec | None = None
+    """A format that is tried besides those of the plan. A linear whose shape or target cannot have
+    those gets 2, 3 or 4 bits of levels with this one's form of scale."""
+    wider_groups: bool = False
+    """True if linears may also have groups of the next size that divides their rows."""
+    bend: Callable[[str, LutSpec, tuple[int, int]], LutSpec] | None = None
+    """Maps a module's name, a format and `(O, I)` to the format that is tried instead."""
+    size: Callable[[LutSpec, tuple[int, int]], int] = format_bits
+    """Returns the bits of an `(O, I)` weight in a format."""
+
+
 class Trials(NamedTuple):
     """What a budget may choose among."""
 
@@ -258,49 +274,45 @@ def formats_to_try(
     model: PreTrainedModel,
     plan: QuantPlan,
     bits_budget: float,
-    *,
-    tables: Mapping[str, Sequence[LutSpec]] | None = None,
-    levels: LutSpec | None = None,
-    wider_groups: bool = False,
-    bend: Bend | None = None,
+    room: Room = Room(),  # noqa: B008 - immutable
 ) -> Trials:
-    """Return what a budget may choose among; for the arguments see `plan_within_budget`.
+    """Return what a budget may choose among.
 
     Reads names and shapes only, so `model` may be on the meta device.
 
     Raises:
         ConfigError: the formats cannot meet the budget, need less, or do not fit a layer.
     """
-    names = table_names(model)
+    names, tables = table_names(model), room.tables or {}
     planned = plan.assign(linear_names(model), names)
     linears = {n: spec for n, spec in planned.items() if n not in names}
-    kept = {n: spec for n, spec in planned.items() if n in names and n not in (tables or ())}
-    shapes = {n: weight_shape(model.get_submodule(n)) for n in [*(tables or ()), *linears]}
+    kept = {n: spec for n, spec in planned.items() if n in names and n not in tables}
+    shapes = {n: weight_shape(model.get_submodule(n)) for n in [*tables, *linears]}
 
     def bent(name: str, specs: Sequence[LutSpec]) -> list[LutSpec]:
-        if bend is None:
+        if room.bend is None:
             return list(specs)
-        return list(dict.fromkeys(bend(name, spec, shapes[name]) for spec in specs))
+        return list(dict.fromkeys(room.bend(name, spec, shapes[name]) for spec in specs))
 
     def like(spec: LutSpec, name: str) -> list[LutSpec]:
-        return bent(name, _formats_like(spec, name, shapes[name], wider_groups))
+        return bent(name, _formats_like(spec, name, shapes[name], room.wider_groups))
 
-    formats = {name: bent(name, specs) for name, specs in (tables or {}).items()}
+    formats = {name: bent(name, specs) for name, specs in tables.items()}
     for name, spec in linears.items():
         try:
             formats[name] = like(spec, name)
-            if levels is not None:
-                levels.check_shape(name, *shapes[name])
-                formats[name] += bent(name, [levels])
+            if room.levels is not None:
+                room.levels.check_shape(name, *shapes[name])
+                formats[name] += bent(name, [room.levels])
         except (ConfigError, ExportError):
-            if levels is None:
+            if room.levels is None:
                 raise
-            formats[name] = like(levels, name)
-    bits = {n: [format_bits(spec, shapes[n]) for spec in specs] for n, specs in formats.items()}
-    size = sum(map(math.prod, shapes.values()))
-    rest = (0, 0) if tables is None else _rest(model, formats)
-    trials = Trials(kept, formats, bits, size + rest[0], rest[1])
-    _check_reach(bits_budget, trials, is_of_file=tables is not None)
+            formats[name] = like(room.levels, name)
+    bits = {n: [room.size(spec, shapes[n]) for spec in specs] for n, specs in formats.items()}
+    count = sum(map(math.prod, shapes.values()))
+    rest = (0, 0) if room.tables is None else _rest(model, formats)
+    trials = Trials(kept, formats, bits, count + rest[0], rest[1])
+    _check_reach(bits_budget, trials, is_of_file=room.tables is not None)
     return trials
 
 
@@ -319,34 +331,26 @@ def plan_within_budget(
     bits_budget: float,
     calibration: Sequence[TokenBatch],
     *,
-    tables: Mapping[str, Sequence[LutSpec]] | None = None,
-    levels: LutSpec | None = None,
-    wider_groups: bool = False,
-    bend: Bend | None = None,
+    room: Room = Room(),  # noqa: B008 - immutable
 ) -> tuple[QuantPlan, BudgetReport]:
     """Return the plan of the least sum of KLs, each measured alone, within `bits_budget`.
 
     Every linear that `plan` quantizes gets a learned codebook of 2, 3 or 4 bits per weight: levels
     or vectors, and the form of scale, as in the plan. Formats that do not fit its shape are not
-    tried. With `tables` the budget is over all weights of the file, without over those linears:
-    tables that the plan itself names then keep the plan's format.
+    tried. Without tables in `room`, those that the plan names keep the plan's format.
 
     Args:
         model: the model whose weights are quantized and whose output is the target; restored at the
             end.
         plan: the linears to quantize and their groups.
         calibration: text to judge on and to fit to, see `measure_sensitivities`.
-        tables: the formats to try for the embedding and an untied head.
-        levels: a format that is tried besides those of `plan`. A linear whose shape or target
-            cannot have those gets 2, 3 or 4 bits of levels with this one's form of scale.
-        wider_groups: linears may also have groups of the next size that divides their rows.
-        bend: maps a module's name, a format and `(O, I)` to the format that is tried instead.
+        room: what the budget may be spent on.
 
     Raises:
         ConfigError: the formats cannot meet the budget, need less, or do not fit a layer.
     """
-    began, room = time.perf_counter(), {"levels": levels, "wider_groups": wider_groups}
-    trials = formats_to_try(model.model, plan, bits_budget, tables=tables, bend=bend, **room)
+    began = time.perf_counter()
+    trials = formats_to_try(model.model, plan, bits_budget, room)
     formats, bits = trials.formats, trials.bits
     sizes = {name: math.prod(weight_shape(model.model.get_submodule(name))) for name in formats}
     with progress("measuring sensitivities", sum(map(len, bits.values())), "trials") as ticker:
@@ -378,7 +382,7 @@ def plan_within_budget(
     report = BudgetReport(
         bits_budget=bits_budget,
         bits_per_weight=used / trials.num_weights,
-        is_of_file=tables is not None,
+        is_of_file=room.tables is not None,
         predicted_kl_nats=sum(option.cost for option in taken),
         seconds=time.perf_counter() - began,
         modules=tried,

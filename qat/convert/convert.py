@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
 from qat.backend.device import select
 from qat.config import Settings
 from qat.convert.activations import inputs_to_quantize
-from qat.convert.bits_budget import formats_to_try, plan_within_budget
+from qat.convert.bits_budget import Room, formats_to_try, plan_within_budget
 from qat.convert.calibrate import TokenBatch
 from qat.convert.config import ConvertConfig, check_asked, read_kv
 from qat.convert.quantize import QuantizeReport, check_experts, quantize_model
@@ -73,8 +73,8 @@ def convert_model(
     room = budget_room(plan, measured.model, **tables)
     if shipping is not None:  # adapt the plan now, so that a refusal comes before any work
         asked = plan
-        if room["levels"] is not None:  # levels stand in for vectors where a target has none
-            change = {"spec": room["levels"]}
+        if room.levels is not None:  # levels stand in for vectors where a target has none
+            change = {"spec": room.levels}
             rules = tuple(rule.model_copy(update=change) for rule in plan.rules)
             asked = plan.model_copy(update={"rules": rules})
         shipping.plan(plan_tables(asked, student.model, **tables), student.model)
@@ -84,7 +84,9 @@ def convert_model(
         fits = load_sparse_attention().fit(student, calibration, steps=steps)
     budget = None
     if config.bits_budget is not None:
-        plan, budget = plan_within_budget(measured, plan, config.bits_budget, calibration, **room)
+        plan, budget = plan_within_budget(
+            measured, plan, config.bits_budget, calibration, room=room
+        )
     plan = plan_tables(plan, student.model, **tables)
     if shipping is not None:
         plan = shipping.plan(plan, student.model, group_size=config.group_size)
@@ -101,7 +103,7 @@ def check_conversion(model: LanguageModel, config: ConvertConfig) -> None:
     plan, _ = read_settings(config)
     if config.bits_budget is not None:
         room = budget_room(plan, model.model, config, stored={}, shipping=None)
-        formats_to_try(model.model, plan, config.bits_budget, **room)
+        formats_to_try(model.model, plan, config.bits_budget, room)
         return
     linears = linear_names(model.model)
     specs = plan.assign(linears, table_names(model.model))
@@ -118,14 +120,16 @@ def budget_room(
     *,
     stored: Mapping[str, StoredTable],
     shipping: Shipping | None,
-) -> dict[str, Any]:
-    """Return what a budget may be spent on, as arguments of `formats_to_try`."""
-    return {
-        "tables": tables_in_budget(plan, model, config, stored=stored, shipping=shipping),
-        "levels": by_group(4, config.group_size or 16) if config.to is None else None,
-        "wider_groups": config.group_size is None,
-        "bend": None if shipping is None else shipping.bend,
-    }
+) -> Room:
+    """Return what a budget may be spent on, for these settings and targets."""
+    room = Room(
+        tables=tables_in_budget(plan, model, config, stored=stored, shipping=shipping),
+        levels=by_group(4, config.group_size or 16) if config.to is None else None,
+        wider_groups=config.group_size is None,
+    )
+    if shipping is None:
+        return room
+    return room._replace(bend=shipping.bend, size=shipping.stored_bits)
 
 
 def read_settings(config: ConvertConfig) -> tuple[QuantPlan, Settings | None]:

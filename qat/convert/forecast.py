@@ -100,8 +100,8 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
     if config.bits_budget is not None:
         measured = model if config.base is None else _skeleton(config.base, config)[0]
         room = budget_room(plan, measured, config, stored=stored, shipping=shipping)
-        formats_to_try(measured, plan, config.bits_budget, **room)
-        is_of_file = room["tables"] is not None
+        formats_to_try(measured, plan, config.bits_budget, room)
+        is_of_file = room.tables is not None
         if config.to is None:  # levels stand in: most targets hold them
             spec = by_group(BUDGET_BITS, config.group_size or 16)
             plan = plan.model_copy(update={"rules": (PlanRule(pattern="*", spec=spec),)})

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from qat.errors import ExportError
 from qat.models.attention import attends_sparsely
+from qat.models.cost import format_bits
 from qat.models.stored_state import quantized_modules
 from qat.nn.sites import odd_site
 from qat.nn.swap import linear_names, table_names, weight_shape
@@ -94,6 +95,14 @@ class Shipping(NamedTuple):
     def name(self) -> str:
         """The names of all targets, joined."""
         return "_".join(self.targets)
+
+    def stored_bits(self, spec: LutSpec, shape: tuple[int, int]) -> int:
+        """Return the bits of an `(O, I)` weight in the files where it takes the most.
+
+        The blocks of a target with `file_bits` may take more than the packed checkpoint.
+        """
+        sizes = (getattr(target, "file_bits", format_bits) for target in self.targets.values())
+        return max(format_bits(spec, shape), *(size(spec, shape) for size in sizes))
 
     @property
     def holds_tables(self) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -206,6 +207,14 @@ def block_type(spec: LutSpec) -> BlockType | None:
     if spec.codebook not in EVEN_GRIDS or spec.scale_bits > 16:
         return None
     return next((kind for kind in BLOCK_TYPES if kind.holds(spec)), None)
+
+
+def file_bits(spec: LutSpec, shape: tuple[int, int]) -> int:
+    """Return the bits of an `(O, I)` weight in the file, for a format that has a type."""
+    kind = cast(BlockType, block_type(spec))
+    block, scale = (torch.zeros(1, n, dtype=torch.uint8) for n in (kind.size, 2))
+    octets = sum(columns.shape[1] for columns in kind.layout(block, scale, scale))
+    return 8 * octets * math.prod(shape) // kind.size
 
 
 def to_blocks(name: str, weight: Affine, spec: LutSpec) -> Tensor:

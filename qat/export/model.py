@@ -92,7 +92,7 @@ A {{ architecture }} of {{ "%.1f"|format(parameters / 1e6) }}M parameters, quant
 | size | {{ "%.1f"|format(sizes.megabytes) }} MB\
 {% if sizes.source_megabytes %}, from {{ "%.1f"|format(sizes.source_megabytes) }} MB{% endif %} |
 | bits per weight | {{ "%.3f"|format(sizes.bits_per_weight) }} over all weights of these files, \
-{{ "%.3f"|format(sizes.linear_bits) }} in quantized linears |
+{{ "%.3f"|format(sizes.linear_bits) }} of linears |
 | numbers that are not quantized | {{ dtype }} |
 | largest difference of a logit from the checkpoint | {{ "%.2g"|format(difference) }} |
 {% if step is not none %}| trained | {{ step or "not: no step of its run made it better" }}\

@@ -1,18 +1,25 @@
 """A budget of bits, spent where it buys the most."""
 
+import math
+from pathlib import Path
+
 import pytest
 import torch
 from test_sensitivity import tokens
 from tiny import tiny_model
 
-from qat.convert.bits_budget import BudgetReport, formats_to_try, plan_within_budget
+from qat.convert.bits_budget import BudgetReport, Room, formats_to_try, plan_within_budget
 from qat.convert.quantize import quantize_model
 from qat.errors import ConfigError, ExportError
+from qat.export.config import ExportConfig
+from qat.export.model import export_model
+from qat.export.targets import shipping_to
+from qat.models.checkpoint import save_checkpoint
 from qat.models.cost import bits_per_weight, linear_bits, whole_model_bits
 from qat.models.language_model import LanguageModel
 from qat.nn.lut_embedding import quant_tables
 from qat.nn.quant_linear import quant_linears
-from qat.nn.swap import linear_names, table_names, table_spec
+from qat.nn.swap import linear_names, table_names, table_spec, weight_shape
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 
 EIGHTS = LutSpec(bits=2, group_size=8)
@@ -125,7 +132,7 @@ EVERY = QuantPlan(name="v", rules=(PlanRule(pattern="*", spec=BY_64),))
 
 def test_groups_that_do_not_divide_a_row_give_way_to_the_next_that_does() -> None:
     model = student(num_hidden_layers=1, hidden_size=96, intermediate_size=288, head_dim=32)
-    formats = formats_to_try(model.model, EVERY, 3.5, wider_groups=True).formats
+    formats = formats_to_try(model.model, EVERY, 3.5, Room(wider_groups=True)).formats
     groups = {name: sorted({spec.group_size for spec in specs}) for name, specs in formats.items()}
     assert groups["model.layers.0.mlp.up_proj"] == [96]
     assert groups["model.layers.0.mlp.down_proj"] == [96, 288]
@@ -137,8 +144,8 @@ def test_groups_that_do_not_divide_a_row_give_way_to_the_next_that_does() -> Non
 def test_levels_stand_in_where_vectors_cannot_be() -> None:
     model = student(num_hidden_layers=1, hidden_size=32, intermediate_size=128, head_dim=16)
     levels = LutSpec(bits=4, group_size=16, scale_bits=8)
-    options = {"levels": levels, "wider_groups": True}
-    formats = formats_to_try(model.model, EVERY, 3.5, **options).formats
+    room = Room(levels=levels, wider_groups=True)
+    formats = formats_to_try(model.model, EVERY, 3.5, room).formats
     tried = {
         name.rsplit(".", 1)[1]: [(s.bits, s.vector_size, s.group_size) for s in specs]
         for name, specs in formats.items()
@@ -153,14 +160,14 @@ def test_levels_stand_in_where_vectors_cannot_be() -> None:
             raise ExportError("levels only")
         return spec
 
-    formats = formats_to_try(model.model, EVERY, 3.5, bend=bend, **options).formats
+    formats = formats_to_try(model.model, EVERY, 3.5, room._replace(bend=bend)).formats
     assert {s.vector_size for specs in formats.values() for s in specs} == {1}
     with pytest.raises(ExportError, match="levels only"):  # the plan itself asks for vectors
         rule = PlanRule(pattern="*.down_proj", spec=BY_64)
-        formats_to_try(model.model, QuantPlan(name="v", rules=(rule,)), 3.5, bend=bend)
+        formats_to_try(model.model, QuantPlan(name="v", rules=(rule,)), 3.5, Room(bend=bend))
     odd = student(num_hidden_layers=1, hidden_size=28, head_dim=16)
     with pytest.raises(ConfigError, match="group_size=16 does not divide its 28 input"):
-        formats_to_try(odd.model, EVERY, 3.5, levels=levels)
+        formats_to_try(odd.model, EVERY, 3.5, Room(levels=levels))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -171,7 +178,7 @@ def test_with_tables_the_budget_is_of_all_weights(tied: bool, plan: QuantPlan) -
     tables = dict.fromkeys(names, [table_spec(bits, 32) for bits in (2, 4, 8)])
     budget = 5.5 if plan is ALL else 7.6  # linears outside of the plan have 16 bits
     least = budget - 0.6
-    plan, report = plan_within_budget(model, plan, budget, tokens(6), tables=tables)
+    plan, report = plan_within_budget(model, plan, budget, tokens(6), room=Room(tables))
     assert report.is_of_file and plan.name == f"mixed-{budget}"
     linears = [n for n in linear_names(model.model) if plan.spec_for(n) is not None]
     assert set(report.modules) == {*names, *linears}
@@ -211,4 +218,26 @@ def test_a_file_out_of_reach_names_the_least() -> None:
     tables = dict.fromkeys(table_names(model.model), [table_spec(2, 32)])
     message = r"bits_budget=3, but all weights of this model can take 3\.\d+ to \d\.\d+ bits"
     with pytest.raises(ConfigError, match=message):
-        plan_within_budget(model, ALL, 3, tokens(2), tables=tables)
+        plan_within_budget(model, ALL, 3, tokens(2), room=Room(tables))
+
+
+def test_a_budget_for_llama_cpp_counts_the_blocks_of_its_file(tmp_path: Path) -> None:
+    """Q4_0 holds 3 and 4 bits alike in rows that wider groups do not divide, so 4 cost no more."""
+    pytest.importorskip("gguf")
+    shipping = shipping_to(("gguf",))
+    model = student(num_hidden_layers=1, hidden_size=32, intermediate_size=96, head_dim=16)
+    tables = dict.fromkeys(table_names(model.model), [table_spec(bits, 32) for bits in (2, 4, 8)])
+    room = Room(tables, bend=shipping.bend, size=shipping.stored_bits)
+    rule = PlanRule(pattern="*", spec=LutSpec(bits=4, group_size=32, scale_bits=8))
+    plan = QuantPlan(name="levels", rules=(rule,))
+    trials = formats_to_try(model.model, plan, 5.0, room)
+    name = "model.layers.0.mlp.down_proj"
+    shape = weight_shape(model.model.get_submodule(name))
+    assert [spec.bits for spec in trials.formats[name]] == [2, 3, 4]
+    assert trials.bits[name] == [math.prod(shape) * 4.5] * 3
+    plan, report = plan_within_budget(model, plan, 5.0, tokens(6), room=room)
+    assert {t.bits for t in report.modules[name] if t.is_chosen} == {4}
+    quantize_model(model, plan)
+    save_checkpoint(model.model, None, tmp_path / "student")
+    found = export_model(str(tmp_path / "student"), ExportConfig(to="gguf"), tmp_path / "gguf")
+    assert found.linear_bits == 4.5

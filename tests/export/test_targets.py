@@ -908,16 +908,18 @@ def test_the_float_model_is_found_through_runs_conversions_and_imports(tmp_path:
 
 def test_the_verbs_convert_for_targets_and_export_to_them(tmp_path: Path, capsys) -> None:
     pytest.importorskip("gguf")
-    small = {"initializer_range": 0.2, "num_hidden_layers": 1}
-    tiny_model(**small).save_pretrained(tmp_path / "float")
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    tiny_model(initializer_range=0.2, **small).save_pretrained(tmp_path / "float")
     tiny_tokenizer().save_pretrained(tmp_path / "float")
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat and the dog saw the cat\n" * 40)
     source, student, out = (str(tmp_path / name) for name in ("float", "student", "out"))
-    words = ["convert", source, "--for", "gguf,mlx", "--bits-budget", "3.5", "--group-size", "32"]
+    words = ["convert", source, "--for", "gguf,mlx", "--bits-budget", "3.5", "--group-size", "64"]
     words += ["--calibration", str(text), "--calibration-length", "32", "--out", student]
+    words += ["--embedding-bits", "16"]
     found = run_verb(words)
-    assert found["plan"] == "mixed-3.5_gguf_mlx" and found["budget_bits_per_weight"] <= 3.5
+    assert found["plan"] == "mixed-3.5-of-linears_gguf_mlx"
+    assert found["budget_bits_per_weight"] <= 3.5
     assert {"gguf", "mlx"} < set(found["ships_to"]) and "anemll" not in found["ships_to"]
     said = " ".join(capsys.readouterr().out.split())
     assert "; anemll: has one LUT size for all linears of " in said
