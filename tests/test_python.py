@@ -24,6 +24,8 @@ from qat.models.checkpoint import load_checkpoint
 from qat.models.stored_state import packed_state_dict
 from qat.nn.quant_linear import quant_linears
 
+pytestmark = pytest.mark.usefixtures("short_fits")
+
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```|^    (qat .*?)$", re.MULTILINE | re.DOTALL)
 
@@ -59,6 +61,7 @@ def same_state(a: PreTrainedModel, b: PreTrainedModel) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_the_page_runs(place: Path, monkeypatch, own_losses) -> None:
     monkeypatch.chdir(place)
     names: dict[str, object] = {}
@@ -132,6 +135,7 @@ def test_distill_in_memory_is_distill_of_the_directory(place: Path, tmp_path: Pa
     assert same_state(qat.load(of_memory.final), qat.load(of_directory.final))
 
 
+@pytest.mark.slow
 def test_distill_goes_on(place: Path, tmp_path: Path) -> None:
     def student() -> PreTrainedModel:
         return qat.quantize(one_layer(), "q2a2", group_size=16)

@@ -108,6 +108,7 @@ def test_a_plan_stays_within_the_memory_of_a_machine(tmp_path: Path, monkeypatch
         run_bench(config, "tiny", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_plan_without_room_needs_no_run(tmp_path: Path, monkeypatch, capsys, caplog) -> None:
     """A CPU's own speed counts for nothing in what the rates say of a card: the same is said."""
     tokens = ["tiny", *QUICK, "--plan", "h100,t4", "--batch-size", "512", "--seq-len", "8"]

@@ -121,6 +121,7 @@ def test_a_dry_run_says_what_the_conversion_then_makes(
         assert expected["minutes"] >= 0 and expected["memory_gib"] >= 0
 
 
+@pytest.mark.slow
 def test_more_bits_without_the_float_weights_are_remarked(
     place: Path, tmp_path: Path, monkeypatch, capsys, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,6 +139,7 @@ def test_more_bits_without_the_float_weights_are_remarked(
     assert "quantized already" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_budget_of_bits(place: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     out, cache = tmp_path / "out", place / "cache"
     flags = ["--bits-budget", 4.4, "--to", "q2a4", "--calibration", cache, "--device", "cpu"]

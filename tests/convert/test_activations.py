@@ -30,6 +30,8 @@ from qat.nn.quant_linear import quant_linears
 from qat.quant.activation import LEVELS, quantize_static
 from qat.quant.spec import SUFFIX_OF, ActivationSpec, preset_called
 
+pytestmark = pytest.mark.usefixtures("short_fits")
+
 IDS = torch.arange(64).view(2, 32) * 7 % 320
 BATCHES = [TokenBatch(IDS, torch.arange(32).expand_as(IDS))]
 

@@ -22,6 +22,8 @@ from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import linear_names, table_names, table_spec, weight_shape
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 
+pytestmark = pytest.mark.usefixtures("short_fits")
+
 EIGHTS = LutSpec(bits=2, group_size=8)
 FOURS = LutSpec(bits=8, vector_size=4, group_size=16, scale_bits=8)
 ALL = QuantPlan(name="all", rules=(PlanRule(pattern="*", spec=EIGHTS),))

@@ -19,6 +19,8 @@ from qat.export.targets import model_ships_to, shipping_to, ships_to
 from qat.models.cost import parameter_count
 from qat.models.sizes import checkpoint_sizes
 
+pytestmark = pytest.mark.usefixtures("short_fits")
+
 
 def tensor_megabytes(out: Path) -> float:
     """The size of a checkpoint without the header of its file, which is much of a tiny one."""

@@ -22,6 +22,8 @@ from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
 
+pytestmark = pytest.mark.usefixtures("short_fits")
+
 IDS = torch.arange(24).view(2, 12)
 
 
@@ -190,6 +192,7 @@ def test_a_rotated_model_is_quantized_as_any_other(place: Path) -> None:
     assert (one(IDS).logits - rotated.model(IDS).logits).abs().max() > 0
 
 
+@pytest.mark.slow
 def test_a_base_is_rotated_as_the_model_is(place: Path) -> None:
     convert(place, "four", rotate=True, to="q4a4", group_size=16)
     again = {"source": "four", "to": "q2a2", "group_size": 16}

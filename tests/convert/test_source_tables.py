@@ -31,6 +31,8 @@ from qat.quant.integers import integer_spec
 from qat.quant.spec import PRESETS, LutSpec, PlanRule, preset_called
 from qat.quant.weight import dequantize
 
+pytestmark = pytest.mark.usefixtures("short_fits")
+
 pytest.importorskip("gguf")
 
 

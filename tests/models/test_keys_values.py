@@ -69,6 +69,7 @@ def test_attention_reads_rounded_keys_and_values(bits: int) -> None:
     assert not torch.allclose(model.model(IDS).last_hidden_state, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
 def test_compiled_regions_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile

@@ -75,9 +75,11 @@ def whole(*args: object, **named: object) -> LanguageModel:
         ("qwen3", torch.float16, {"embedding_bits": 8}),
         ("gemma3", torch.bfloat16, {"embedding_bits": 4}),
         ("GPT2LMHeadModel", torch.float32, {}),
+        *(
+            pytest.param(family, torch.bfloat16, {}, marks=pytest.mark.slow)
+            for family in ("BertGenerationDecoder", "Mamba2ForCausalLM")
+        ),
         ("MixtralForCausalLM", torch.bfloat16, {}),
-        ("BertGenerationDecoder", torch.bfloat16, {}),
-        ("Mamba2ForCausalLM", torch.bfloat16, {}),
     ],
 )
 @pytest.mark.parametrize("is_calibrated", [False, pytest.param(True, marks=pytest.mark.slow)])

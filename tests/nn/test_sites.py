@@ -147,6 +147,7 @@ def test_experts_and_their_gradients_are_the_textbook_ones(
             torch.testing.assert_close(got, gradient, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_experts_are_compiled_whole_where_they_run_again_backwards() -> None:
     """A compiler refuses what changes a module while it runs, above all where it may run twice."""
     experts, _ = quantized_experts(LutLinear)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 TEACHER = Path(__file__).parents[2] / "checkpoints" / "tiny-qwen3"
 
 
+@pytest.mark.slow
 def test_committed_teacher_knows_its_text() -> None:
     tokenizer = AutoTokenizer.from_pretrained(TEACHER)
     model = AutoModelForCausalLM.from_pretrained(TEACHER, dtype=torch.float32)

@@ -39,6 +39,7 @@ def test_counts_what_moved_since_it_was_last_asked() -> None:
     assert watch.flipped_frac() == 0.0
 
 
+@pytest.mark.slow
 def test_runs_log_it_with_every_evaluation_after_the_first(place: Path, tmp_path: Path) -> None:
     first, *later = shares(place, tmp_path / "moving", lr=0.1)
     assert first is None and len(later) == 2 and all(0 < share < 1 for share in later)

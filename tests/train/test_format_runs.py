@@ -85,7 +85,15 @@ def test_trained_is_stored_is_written(size: int, bits: int, learn: str, tmp_path
         assert not torch.equal(before.get_submodule(name).quantized_weight(), weight)
 
 
-@pytest.mark.parametrize("name", ["inputs", "codewords", "frozen codewords", "adapters"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "codewords",
+        "adapters",
+        pytest.param("inputs", marks=SLOW),
+        pytest.param("frozen codewords", marks=SLOW),
+    ],
+)
 def test_a_stopped_run_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     values = {"learn": LATENT}
     if name == "inputs":

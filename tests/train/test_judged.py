@@ -121,16 +121,22 @@ def test_what_judges_is_found_wherever_it_lies(place: Path) -> None:
     assert verdicts[2] == pytest.approx(verdicts[0], rel=1e-6)
 
 
+@pytest.fixture(scope="module")
+def longer(
+    place: Path, begun: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, TrainReport]:
+    """That run, gone on with."""
+    whole = shutil.copytree(begun, tmp_path_factory.mktemp("whole") / "run")
+    return whole, run(place, whole, resume=True, **MORE)
+
+
 @pytest.mark.parametrize("step", [0, 1, 3])
 def test_a_longer_run_that_is_killed_ends_in_the_same_bytes(
-    place: Path, begun: Path, out: Path, tmp_path: Path, step: int
+    place: Path, longer: tuple[Path, TrainReport], out: Path, step: int
 ) -> None:
-    whole = tmp_path / "whole" / "run"
-    shutil.copytree(begun, whole)
-    report = run(place, whole, resume=True, **MORE)
     with stopped_at(Optimizer, "step", step):
         run(place, out, resume=True, **MORE)
-    assert_same_end((whole, report), out, run(place, out, resume=True, **MORE))
+    assert_same_end(longer, out, run(place, out, resume=True, **MORE))
 
 
 @pytest.mark.parametrize(

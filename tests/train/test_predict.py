@@ -91,13 +91,12 @@ def test_a_day_on_a_gpu_with_the_settings_of_a_test_is_refused(
     monkeypatch.setattr(Backend, "has_bf16", lambda _: True)
     run = {"max_steps": 50_000, "batch_size": 8, "dtype": "fp32", "save_every": 0}
     tokens = [*words(tmp_path, **run), "--out", tmp_path / "run"]
-    for more in (["--dry-run"], []):
-        assert call(monkeypatch, *tokens, *more) == 1 and not (tmp_path / "run").exists()
-        captured = capsys.readouterr()
-        assert captured.err.splitlines()[-1].endswith("--force (3 more in the table)")
-        for code in ("dtype", "save_every_off", "epochs", "toy"):
-            assert re.search(rf"error\W+{code}\b|{code}\b.*error", captured.out), captured.out
-        assert "6,250.0" in captured.out
+    assert call(monkeypatch, *tokens) == 1 and not (tmp_path / "run").exists()
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1].endswith("--force (3 more in the table)")
+    for code in ("dtype", "save_every_off", "epochs", "toy"):
+        assert re.search(rf"error\W+{code}\b|{code}\b.*error", captured.out), captured.out
+    assert "6,250.0" in captured.out
 
 
 def test_a_cache_that_does_not_fit_is_a_finding(place: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from signal import SIGINT, SIGTERM, raise_signal
 
@@ -51,12 +52,15 @@ def assert_same_course(out: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def alone(place, tmp_path_factory):
-    """Runs of one process that others are compared with."""
-    found = {}
-    for learn in (FROZEN, LATENT):
-        found[learn] = tmp_path_factory.mktemp("alone") / "run"
-        train(place, found[learn], learn=learn)
-    return found
+    """Return, of what learns, the run of one process that others are compared with."""
+
+    @cache
+    def run(learn: str) -> Path:
+        out = tmp_path_factory.mktemp("alone") / "run"
+        train(place, out, learn=learn)
+        return out
+
+    return run
 
 
 SLOW = pytest.mark.slow
@@ -65,10 +69,8 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "learn"),
     [
-        (2, FROZEN),
         (4, LATENT),
-        pytest.param(2, LATENT, marks=SLOW),
-        pytest.param(4, FROZEN, marks=SLOW),
+        *(pytest.param(*each, marks=SLOW) for each in ((2, FROZEN), (2, LATENT), (4, FROZEN))),
     ],
 )
 def test_ranks_train_as_one_process_does(place, alone, tmp_path, size, learn):
@@ -76,7 +78,7 @@ def test_ranks_train_as_one_process_does(place, alone, tmp_path, size, learn):
     found = on_ranks(size, place, out, learn=learn)
     assert [report["steps"] for report in found] == [10] * size, found
     assert len({report["best"] for report in found}) == 1
-    assert_same_course(out, alone[learn])
+    assert_same_course(out, alone(learn))
     learnable = json.loads((out / "run.json").read_text())["learnable"]
     counts, losses = 2 * 8, 3 * 4  # valid tokens, wishes; a loss, the total, whether all is finite
     assert found[0]["moved"] == 10 * (4 * learnable + counts + losses)
@@ -92,6 +94,7 @@ def test_ranks_keep_latent_weights_on_the_host(place, tmp_path):
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plain_signals")
 def test_a_signal_to_one_rank_stops_all_and_other_numbers_of_ranks_go_on(place, alone, tmp_path):
     out = tmp_path / "run"
@@ -114,7 +117,7 @@ def test_a_signal_to_one_rank_stops_all_and_other_numbers_of_ranks_go_on(place, 
     assert "stopped by SIGINT after step 7" in stopped["error"]
     found = on_ranks(4, place, out, resume=True)
     assert [report["steps"] for report in found] == [10] * 4
-    assert_same_course(out, alone[LATENT])
+    assert_same_course(out, alone(LATENT))
 
 
 def test_what_is_no_number_on_one_rank_stops_all_with_one_line(place, tmp_path):

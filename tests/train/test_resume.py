@@ -280,6 +280,7 @@ def test_a_disk_that_is_full_in_the_end(place: Path, out: Path, monkeypatch) -> 
     assert run(place, out, resume=True).final.is_dir()
 
 
+@pytest.mark.slow
 def test_latent_weights_on_the_host_go_on_as_those_on_the_device(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

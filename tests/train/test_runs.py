@@ -83,10 +83,12 @@ def test_a_rebuilt_cache_does_not_continue_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     [
-        *((Optimizer, "step", step) for step in (0, 1, 3, 6)),
-        (RunDirectory, "point", 0),  # before the first pointer
-        (RunDirectory, "point", 2),  # between best and latest
-        (RunDirectory, "remove_old", 1),
+        (Optimizer, "step", 3),
+        *(pytest.param(Optimizer, "step", step, marks=pytest.mark.slow) for step in (0, 1, 6)),
+        # before the first pointer, and between best and latest
+        pytest.param(RunDirectory, "point", 0, marks=pytest.mark.slow),
+        (RunDirectory, "point", 2),
+        pytest.param(RunDirectory, "remove_old", 1, marks=pytest.mark.slow),
         (RunDirectory, "forget_after", 0),  # the recipe is there, nothing else
         (RunDirectory, "begin", 0),
     ],

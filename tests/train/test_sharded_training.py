@@ -103,11 +103,12 @@ def test_a_run_goes_on_divided_or_not_on_any_number_of_ranks(place, alone, tmp_p
     "values",
     [
         {"learn": "weights", "clip_grad_norm": 1e9},
-        pytest.param({"latent_dtype": "bf16"}, marks=SLOW),
-        pytest.param({"learn": "weights,norms"}, marks=SLOW),
-        pytest.param({"dtype": "bf16"}, marks=SLOW),
+        {"latent_dtype": "bf16"},
+        {"learn": "weights,norms"},
+        {"dtype": "bf16"},
     ],
 )
+@SLOW
 def test_two_ranks_divided_train_as_two_that_hold_all(place, tmp_path, values):
     chosen = {"batch_size": 4, "global_batch_size": 8, **values}
     outs = [tmp_path / "divided", tmp_path / "whole"]

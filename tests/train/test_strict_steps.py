@@ -60,6 +60,7 @@ def test_lengths_of_questions_are_refused(strict: Book) -> None:
         Tasks(EvalConfig(tasks="arc_easy", device="cpu"))
 
 
+@pytest.mark.slow
 def test_a_run_reads_after_ends_of_steps_alone(
     place: Path,
     tmp_path: Path,

@@ -178,21 +178,25 @@ def bits_of(shape: str, form: str, **values: object) -> tuple[list[torch.Tensor]
     return [*found, *(tensor.clone() for tensor in optimizer.state().values())], step
 
 
+AGAIN = {"gradient_checkpointing": True}
+
+
 @pytest.mark.parametrize(
     ("shape", "values"),
     [
         ("tiny", {"grad_accum_steps": 2}),
-        ("tiny", {"dtype": "bf16", "latent_dtype": "bf16", "gradient_checkpointing": True}),
-        ("tiny", {"learn": "scales,codebook,norms", "dtype": "bf16"}),
-        ("tiny", {"learn": "lora,scales", "grad_accum_steps": 2, "gradient_checkpointing": True}),
+        ("tiny", {"dtype": "bf16", "latent_dtype": "bf16", **AGAIN}),
         ("tiny", {"mlp_only": True, "to": "v2a4"}),
         ("tiny", {"to": "q4a4_r4", "dtype": "bf16", "checkpoint_every": 2}),
-        ("tiny-moe", {"dtype": "bf16", "gradient_checkpointing": True}),
         ("tiny-moe", {"learn": "scales,codebook", "attention_only": True}),
-        pytest.param(
-            "tiny",
-            {"compile": "on", "dtype": "bf16", "gradient_checkpointing": True},
-            marks=pytest.mark.slow,
+        *(
+            pytest.param(shape, values, marks=pytest.mark.slow)
+            for shape, values in (
+                ("tiny", {"learn": "scales,codebook,norms", "dtype": "bf16"}),
+                ("tiny", {"learn": "lora,scales", "grad_accum_steps": 2, **AGAIN}),
+                ("tiny-moe", {"dtype": "bf16", **AGAIN}),
+                ("tiny", {"compile": "on", "dtype": "bf16", **AGAIN}),
+            )
         ),
     ],
 )

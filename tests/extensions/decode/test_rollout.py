@@ -401,6 +401,7 @@ def assert_same_course(out: Path, other: Path) -> None:
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_ranks_roll_out_rows_of_their_own(place: Path, tmp_path: Path) -> None:
     on_ranks(place, tmp_path / "one")
     run_ranks(2, lambda ranks: on_ranks(place, tmp_path / "two", ranks), tmp_path)

@@ -154,6 +154,7 @@ def test_what_is_finished_is_kept(place: Path, monkeypatch, capsys) -> None:
     assert "with another texts" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_a_job_that_was_stopped_goes_on(place: Path, monkeypatch) -> None:
     from qat.extensions.lab.quality import job as students

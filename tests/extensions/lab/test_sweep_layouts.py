@@ -54,6 +54,7 @@ def test_a_layout_is_for_random_data_in_single_micro_batches() -> None:
         _laid_out(config, setting)
 
 
+@pytest.mark.slow
 def test_the_loss_and_shares_of_the_peak_are_those_of_all_ranks(tmp_path: Path) -> None:
     def row(ranks: Ranks, **values: object) -> dict | None:
         group = {"sweep": "s", "verb": "bench", "student": "tiny", "command": (), "group": "-"}

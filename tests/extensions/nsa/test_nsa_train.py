@@ -72,6 +72,7 @@ def test_evaluations_say_how_sparse_attention_fares(place: Path, tmp_path: Path)
     assert {"block recall", "selected branch", "attention fallbacks"} <= names
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_for_bit(place: Path, tmp_path: Path) -> None:
     values = {"learn": "scales,codebook,gates", "max_steps": 5, "save_every": 1}
     whole = run(place, tmp_path / "whole", **values)
