@@ -6,8 +6,10 @@ import gguf as library
 import numpy as np
 import pytest
 import torch
+from cache_case import build
 from gguf_case import write_gguf
 from tiny import logits, tiny_model, tiny_tokenizer
+from train_case import config
 
 from qat.cli import run_verb
 from qat.convert.keep import LEVELS, read_levels
@@ -20,12 +22,13 @@ from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.gguf import GgufFile, dequantize, type_number
 from qat.models.gguf_header import block_size, read_header
 from qat.models.language_model import LanguageModel
-from qat.models.load import load_model
+from qat.models.load import load_model, load_tokenizer
 from qat.models.stored_state import quantized_modules
 from qat.nn.lut_embedding import QuantTable
 from qat.nn.swap import linear_names, table_names
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 from qat.quant.weight import dequantize as form
+from qat.train.start import train_student
 
 FORMATS = {
     "Q1_0": LutSpec(bits=1, codebook="seq", group_size=128),
@@ -71,6 +74,24 @@ def test_a_file_becomes_a_student_and_the_same_file(architecture, shift, tmp_pat
     for tensor in GgufFile(file).tensors:
         assert again[tensor.name].tensor_type == tensor.tensor_type
         assert np.array_equal(again[tensor.name].data, tensor.data), tensor.name
+
+
+@pytest.mark.slow
+def test_a_kept_student_learns_and_goes_out_in_the_same_types(tmp_path: Path) -> None:
+    file, _ = exported(tmp_path, "qwen3")
+    run_verb(["convert", str(file), "--keep", "--out", str(tmp_path / "kept")])
+    build(tmp_path / "cache", tokenizer=load_tokenizer(str(tmp_path / "kept")))
+    settings = config(tmp_path, learn="weights,scales", max_steps=3, lr=0.05)
+    report = train_student(settings, str(tmp_path / "kept"), tmp_path / "run", resume=False)
+    export_model(str(report.final), ExportConfig(to="gguf"), tmp_path / "again")
+    was, now = (GgufFile(path).tensors for path in (file, tmp_path / "again" / FILE_NAME))
+    types = [{tensor.name: tensor.tensor_type for tensor in each} for each in (was, now)]
+    assert types[0] == types[1]
+    values = [{tensor.name: tensor.data for tensor in each} for each in (was, now)]
+    moved = {n for n, data in values[0].items() if not np.array_equal(data, values[1][n])}
+    assert {name for name in moved if name.startswith("blk.") and "norm" not in name} == {
+        name for name in values[0] if name.startswith("blk.") and "norm" not in name
+    }
 
 
 @pytest.mark.parametrize("kind", LEVELS)
