@@ -136,7 +136,7 @@ class ExportReport(NamedTuple):
     has_float_tables: bool
     """True if the embedding or the head is in floating point."""
     quantized_weights: int
-    """Number of weights in quantized linears and tables."""
+    """Number of weights in quantized linears."""
     logits_max_diff: float
     """The largest difference of a read-back logit from the model's own; 0 means bit-exact."""
 

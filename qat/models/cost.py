@@ -108,7 +108,8 @@ def parts_of(model: PreTrainedModel, stored: Mapping[str, int]) -> list[Part]:
     sizes = dict.fromkeys([*kinds.values(), rest], 0)
     counts = dict.fromkeys(sizes, 0)
     for key, size in stored.items():
-        owners = accumulate(key.split("."), "{}.{}".format)
+        # a bias is no weight of its linear's format
+        owners = () if key.endswith(".bias") else accumulate(key.split("."), "{}.{}".format)
         sizes[next((kinds[name] for name in owners if name in kinds), rest)] += size
     for name, kind in kinds.items():
         counts[kind] += math.prod(weight_shape(model.get_submodule(name)))

@@ -144,7 +144,7 @@ def test_what_lies_on_the_host_is_counted_there(offload: str) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_parts_are_the_whole_file(tied: bool) -> None:
-    model = tiny_model(tie_word_embeddings=tied)
+    model = tiny_model("llama", tie_word_embeddings=tied, mlp_bias=True).bfloat16()
     for kind in ("float", "quantized"):
         if kind == "quantized":
             quantize_model(LanguageModel(model), with_tables(PRESETS["q2a4"], model, 4))
@@ -154,5 +154,6 @@ def test_parts_are_the_whole_file(tied: bool) -> None:
         assert sum(part.num_weights for part in parts.values()) == parameter_count(model)
         size = sum(part.megabytes for part in parts.values())
         assert size == pytest.approx(tensor_bytes(model) / 1e6)
+        assert parts["norms and others"].bits == 16  # with the biases of linears
     assert parts[tables[0]].bits == pytest.approx(4.5, abs=0.1)
     assert parts["mlp linears"].bits < parts["attention linears"].bits < 6
