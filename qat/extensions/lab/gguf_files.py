@@ -374,13 +374,15 @@ def chart(rows: Sequence[Row]) -> Chart:
 
 def _paint(rows: Sequence[Row], axes: Axes) -> None:
     for kind, color in zip((OURS, OTHER), SERIES, strict=False):
-        chosen = sorted((r for r in rows if r["kind"] == kind), key=lambda row: row["megabytes"])
-        places = [(row["megabytes"], row["kl_nats"]) for row in chosen]
-        axes.plot(*zip(*places, strict=True) if places else ((), ()), "o-", color=color)
-        for row, place in zip(chosen, places, strict=True):
-            axes.annotate(
-                row["case"], place, (5, 4), textcoords="offset points", color=color, fontsize=8
-            )
+        dots: dict[tuple[float, float], list[str]] = {}  # equal files share a dot
+        for row in sorted(rows, key=lambda row: row["megabytes"]):
+            if row["kind"] == kind:
+                dots.setdefault((row["megabytes"], row["kl_nats"]), []).append(row["case"])
+        axes.plot(*zip(*dots, strict=True) if dots else ((), ()), "o-", color=color)
+        for index, (dot, names) in enumerate(dots.items()):
+            # neighbours differ in height; a falling curve leaves the space to its right free
+            place, style = (6, 5 + 11 * (index % 2)), {"color": color, "fontsize": 8}
+            axes.annotate(", ".join(names), dot, place, textcoords="offset points", **style)
     axes.set_xlabel("MB")
     axes.set_ylabel("KL, nats a token")
     fit_scale(axes.yaxis, [row["kl_nats"] for row in rows])
