@@ -46,6 +46,8 @@ FLOATS = {"F32", "F16", "BF16"}
 CHUNK = 32
 """Positions compared at once: 39 MB for each temporary in float64 at a vocabulary of 152,000."""
 PICTURE = "kl_per_mb"
+NAME_POINTS = 9.5
+"""Height of a name in the picture, in points."""
 OURS, OTHER = "file", "against"
 """The kinds of rows: files that are judged, and those that they are judged against."""
 
@@ -373,17 +375,23 @@ def chart(rows: Sequence[Row]) -> Chart:
 
 
 def _paint(rows: Sequence[Row], axes: Axes) -> None:
+    dots: dict[tuple[float, float], tuple[str, list[str]]] = {}  # equal files share a dot
     for kind, color in zip((OURS, OTHER), SERIES, strict=False):
-        dots: dict[tuple[float, float], list[str]] = {}  # equal files share a dot
-        for row in sorted(rows, key=lambda row: row["megabytes"]):
+        line = sorted((r["megabytes"], r["kl_nats"]) for r in rows if r["kind"] == kind)
+        axes.plot(*zip(*line, strict=True) if line else ((), ()), "o-", color=color)
+        for row in rows:
             if row["kind"] == kind:
-                dots.setdefault((row["megabytes"], row["kl_nats"]), []).append(row["case"])
-        axes.plot(*zip(*dots, strict=True) if dots else ((), ()), "o-", color=color)
-        for index, (dot, names) in enumerate(dots.items()):
-            # neighbours differ in height; a falling curve leaves the space to its right free
-            place, style = (6, 5 + 11 * (index % 2)), {"color": color, "fontsize": 8}
-            axes.annotate(", ".join(names), dot, place, textcoords="offset points", **style)
+                dots.setdefault((row["megabytes"], row["kl_nats"]), (color, []))[1].append(
+                    row["case"]
+                )
     axes.set_xlabel("MB")
     axes.set_ylabel("KL, nats a token")
     fit_scale(axes.yaxis, [row["kl_nats"] for row in rows])
     axes.margins(x=0.15, y=0.1)
+    lowest = math.inf
+    for dot in sorted(dots, key=lambda dot: -dot[1]):  # downwards, each name below the last one
+        height = 72 / axes.figure.dpi * axes.transData.transform(dot)[1]
+        lowest = min(height, lowest - NAME_POINTS)
+        color, names = dots[dot]
+        place, style = (7, lowest - height), {"color": color, "fontsize": 8, "va": "center"}
+        axes.annotate(", ".join(names), dot, place, textcoords="offset points", **style)
