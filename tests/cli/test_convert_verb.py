@@ -50,6 +50,7 @@ def test_a_table_and_a_last_line(place: Path, tmp_path: Path, monkeypatch, capsy
     assert TeacherCache.open(cache).num_sequences("held_out") > 0
 
 
+@pytest.mark.slow
 def test_sizes_of_source_and_student_and_what_dominates(
     place: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:

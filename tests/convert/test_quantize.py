@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import covering
 from families import build
 from quantized import SPECS, fit_to_inputs, tiny_quantized
 from test_sensitivity import tokens
@@ -168,8 +169,9 @@ def with_massive_activations(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("name", ["q2a4", "v2a2", "b1", "ternary"])
-@pytest.mark.parametrize("is_rotated", [False, True])
+@pytest.mark.parametrize(
+    ("name", "is_rotated"), covering(["q2a4", "v2a2", "b1", "ternary"], [False, True])
+)
 def test_massive_activations_are_calibrated_on(name: str, is_rotated: bool) -> None:
     shape = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4}
     model = LanguageModel(with_massive_activations(tiny_model(initializer_range=0.2, **shape)))
@@ -188,7 +190,7 @@ def test_inputs_that_are_not_finite_name_their_linear() -> None:
         quantize_model(LanguageModel(model), plan("*down*"), calibration=tokens())
 
 
-@pytest.mark.parametrize("is_in_files", [False, True])
+@pytest.mark.parametrize("is_in_files", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_streaming_gives_the_same_student(
     is_in_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,9 @@ def assert_learns(student: LanguageModel, names: list[str], ids: torch.Tensor) -
     assert losses[0] > losses[1] > losses[2]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [*FAMILIES[:3], *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[3:])]
+)
 def test_a_preset_fits_and_the_student_learns(family: str, tmp_path: Path) -> None:
     source = saved(family, tmp_path / "float")
     convert_checkpoint(source, ConvertConfig(to="q2a4", device="cpu"), tmp_path / "packed")

@@ -49,6 +49,7 @@ from qat.train.start import train_student
 
 IDS = torch.arange(40).view(2, 20) * 7 % 320
 TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+EITHER = pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
 
 
 def with_random_tables(
@@ -139,7 +140,7 @@ def test_counts_are_those_of_the_file(tied: bool, tmp_path: Path) -> None:
         assert stored_bits(table) == 8 * sum(t.numel() * t.element_size() for t in own)
 
 
-@TIED
+@EITHER
 def test_convert_quantizes_the_tables(tied: bool, tmp_path: Path) -> None:
     plain = tiny_model(initializer_range=0.2, tie_word_embeddings=tied, num_hidden_layers=1)
     plain.save_pretrained(tmp_path / "float")
@@ -192,7 +193,7 @@ def test_groups_of_a_table_divide_its_width(width: int, four: int, eight: int) -
     assert table_spec(8, width) == LutSpec(bits=8, group_size=eight)
 
 
-@TIED
+@EITHER
 def test_a_student_trains_goes_on_and_speaks(tied: bool, tmp_path: Path) -> None:
     build(tmp_path / "cache")
     student = with_random_tables(8, tie_word_embeddings=tied, num_hidden_layers=1)

@@ -9,6 +9,7 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> list:
     return measure_mutations.make_subjects(tmp_path_factory.mktemp("subjects"))
 
 
+@pytest.mark.slow
 def test_some_mutants_of_each_subject(subjects: list) -> None:
     outcomes = measure_mutations.fuzz(subjects, range(36))
     assert outcomes.total() == 36

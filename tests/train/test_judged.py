@@ -130,7 +130,7 @@ def longer(
     return whole, run(place, whole, resume=True, **MORE)
 
 
-@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.slow), 1, 3])
 def test_a_longer_run_that_is_killed_ends_in_the_same_bytes(
     place: Path, longer: tuple[Path, TrainReport], out: Path, step: int
 ) -> None:

@@ -171,6 +171,7 @@ def test_what_is_out_of_scope_costs_nothing(
         assert inside in name or torch.equal(parameter, before[name])
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_no_loss(place: Path, tmp_path: Path) -> None:
     runs = [trainer_of(place, tmp_path / str(flag), gradient_checkpointing=flag) for flag in (0, 1)]
     for trainer in runs:

@@ -59,6 +59,7 @@ def test_frozen_indices_go_on_bit_for_bit_when_levels_cross(place: Path, tmp_pat
     assert any((levels.diff() < 0).any() for levels in codebooks), "no two levels have crossed"
 
 
+@pytest.mark.slow
 def test_scales_of_8_bits_learn_between_their_bytes_and_go_on_bit_for_bit(tmp_path: Path) -> None:
     place = make_place(tmp_path, SPECS["lut2_s8"], layers=1)
     _, report = assert_resumes(partial(run, place, lr_scales=1e-3), tmp_path, 3)
@@ -227,6 +228,7 @@ def test_the_final_checkpoint_is_the_best_one(whole) -> None:
     assert facts["world_size"] == 1 and facts["sequences_per_step"] == 4
 
 
+@pytest.mark.slow
 def test_fixed_grids_and_frozen_indices_train(tmp_path: Path) -> None:
     build(tmp_path / "cache")
     for spec in ("seq1", "seq2", "lut2_r4", "ternary_r2"):

@@ -219,10 +219,10 @@ def test_weights_formed_by_layer_take_the_steps_of_weights_formed_at_once(
 @pytest.mark.parametrize(
     ("shape", "values"),
     [
-        ("tiny", {"to": "q2a4", "grad_accum_steps": 2}),
-        ("tiny", {"to": "v2a4", "dtype": "bf16", "gradient_checkpointing": True}),
+        pytest.param("tiny", {"to": "q2a4", "grad_accum_steps": 2}, marks=pytest.mark.slow),
+        ("tiny", {"to": "v2a4", "dtype": "bf16", **AGAIN}),
         ("tiny", {"to": "q4a4_r4", "learn": "weights,norms"}),
-        ("tiny-moe", {"mlp_only": True}),
+        pytest.param("tiny-moe", {"mlp_only": True}, marks=pytest.mark.slow),
     ],
 )
 def test_latent_weights_on_the_host_take_the_steps_of_those_on_the_device(

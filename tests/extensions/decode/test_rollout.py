@@ -363,7 +363,7 @@ FROZEN = {"learn": "scales,codebook", "rollout_every": 3}
 @pytest.mark.parametrize(
     ("values", "owner", "name", "call"),
     [
-        ({}, RolloutSampler, "sample", 3),
+        pytest.param({}, RolloutSampler, "sample", 3, marks=SLOW),
         (FROZEN, Optimizer, "step", 4),
         pytest.param({}, Optimizer, "step", 3, marks=SLOW),
         pytest.param(FROZEN, Optimizer, "step", 3, marks=SLOW),
