@@ -245,18 +245,22 @@ def head_gradient(head: Head, parts: Sequence[tuple[Tensor, LogitGradients]]) ->
     named = torch.zeros(V + 1, dtype=torch.bool, device=head.weight.device)
     for _, g_logits in parts:
         named.scatter_(0, _or_beyond(g_logits.ids, V).flatten(), True)
+    merged = [_merged(hidden, g_logits) for hidden, g_logits in parts]
     for start in range(0, V, BLOCK_WORDS):
         tile = head.words(start, min(start + BLOCK_WORDS, V))
         words = tile.weight.shape[0]
         weight = wide(tile.weight.new_zeros(words, D))
         bias = None if head.bias is None else weight.new_zeros(words)
-        for hidden, g_logits in parts:
+        for (hidden, _), g_logits in zip(parts, merged, strict=True):
+            # one product of all 32,768 tokens takes 0.62 ms, four of 8,192 tokens 0.79 (one H200)
+            dlogits = hidden.new_empty(hidden.shape[0], words)
             for begin in range(0, hidden.shape[0], TILE_TOKENS):
                 rows = slice(begin, begin + TILE_TOKENS)
-                dlogits = _logit_gradient(hidden[rows], tile, g_logits.of_rows(rows), start)
-                _add_product(weight, dlogits.T, hidden[rows])
-                if bias is not None:
-                    bias += dlogits.sum(0, dtype=bias.dtype)
+                block = g_logits.of_rows(rows)
+                _write_logit_gradient(hidden[rows], tile, block, start, out=dlogits[rows])
+            _add_product(weight, dlogits.T, hidden)
+            if bias is not None:
+                bias += dlogits.sum(0, dtype=bias.dtype)
         yield HeadTile(start, weight, bias, named[start : start + words])
 
 
@@ -290,13 +294,49 @@ def _others_of_block(hidden: Tensor, excluded: Tensor, head: Head, want_slope: b
     return Others(lse, sum(shares @ weight.to(shares.dtype) for shares, weight in tiles))
 
 
-def _logit_gradient(hidden: Tensor, tile: Head, block: LogitGradients, start: int) -> Tensor:
-    """Return the gradient of uncapped logits of the words from `start`, as `hidden`: `(T, words)`.
+class _Merged(NamedTuple):
+    """`LogitGradients` in which all places of a word say the same, so that each may be written."""
+
+    ids: Tensor
+    """`(T, N)` int64; below 0: absent."""
+    chosen: Tensor
+    """`(T, N)` float32: the sum of the gradients of that word."""
+    is_excluded: Tensor
+    """`(T, N)` bool: whether the word is excluded from the others."""
+    lse: Tensor | None
+    others: Tensor | None
+
+    def of_rows(self, rows: slice) -> "_Merged":
+        return _Merged(*(None if part is None else part[rows] for part in self))
+
+
+def _merged(hidden: Tensor, g_logits: LogitGradients) -> "_Merged | LogitGradients":
+    """Return what the kernel of each tile reads; plain PyTorch adds up by itself."""
+    if not _by_kernel(hidden):
+        return g_logits
+    ids, chosen = g_logits.ids.contiguous(), g_logits.chosen.contiguous()
+    summed = torch.empty_like(chosen, dtype=torch.float32)
+    is_excluded = torch.empty_like(ids, dtype=torch.bool)
+    T, N = ids.shape
+    with torch.cuda.device_of(hidden):
+        _merge_kernel[(T,)](
+            ids, chosen, summed, is_excluded, N=N, NUM_EXCLUDED=g_logits.num_excluded,
+            BLOCK_N=max(16, triton.next_power_of_2(N)), num_warps=8,
+        )  # fmt: skip
+    others = None if g_logits.others is None else g_logits.others.contiguous()
+    return _Merged(ids, summed, is_excluded, g_logits.lse, others)
+
+
+def _write_logit_gradient(
+    hidden: Tensor, tile: Head, block: "_Merged | LogitGradients", start: int, *, out: Tensor
+) -> None:
+    """Write the gradient of uncapped logits of the words from `start` to `out`, `(T, words)`.
 
     `others * exp(logit - lse)` of the words that are not excluded, plus what is `chosen`.
     """
-    if _by_kernel(hidden):
-        return _logit_gradient_by_kernel(hidden, tile, block, start)
+    if isinstance(block, _Merged):
+        _write_by_kernel(hidden, tile, block, start, out)
+        return
     T, num_words = hidden.shape[0], tile.weight.shape[0]
     ids = _or_beyond(torch.where(block.ids < 0, -1, block.ids - start), num_words)
     gradient = block.chosen.new_zeros(T, num_words + 1)  # the last column collects all other ids
@@ -305,29 +345,22 @@ def _logit_gradient(hidden: Tensor, tile: Head, block: LogitGradients, start: in
         shares = before_softcap((logits - block.lse[:, None]).exp(), logits, tile.softcap)
         shares = without(shares, ids[:, : block.num_excluded], 0.0)
         gradient[:, :num_words] = block.others[:, None] * shares
-    return gradient.scatter_add_(1, ids, block.chosen)[:, :num_words].to(hidden.dtype)
+    out.copy_(gradient.scatter_add_(1, ids, block.chosen)[:, :num_words])
 
 
-def _logit_gradient_by_kernel(
-    hidden: Tensor, tile: Head, block: LogitGradients, start: int
-) -> Tensor:
-    rows, words, N = hidden.shape[0], tile.weight.shape[0], block.ids.shape[1]
-    has_others = block.lse is not None
-    logits = None
-    if has_others:
-        logits = torch.empty(rows, words, dtype=torch.float32, device=hidden.device)
-        _product(hidden, tile.weight.to(hidden.dtype), out=logits)
-    out = torch.empty(rows, words, dtype=hidden.dtype, device=hidden.device)
+def _write_by_kernel(hidden: Tensor, tile: Head, block: _Merged, start: int, out: Tensor) -> None:
+    (rows, N), words = block.ids.shape, tile.weight.shape[0]
+    # the gradient replaces the logits in place, rounded as those of eager PyTorch are
+    if block.lse is not None:
+        torch.mm(hidden, tile.weight.to(hidden.dtype).T, out=out)
     with torch.cuda.device_of(hidden):
         _logit_gradient_kernel[(rows,)](
-            logits, out, tile.bias, block.ids.contiguous(), block.chosen.contiguous(), block.lse,
-            block.others.contiguous() if has_others else None, start, words, tile.softcap or 1.0,
-            N=N, NUM_EXCLUDED=block.num_excluded, HAS_BIAS=tile.bias is not None,
-            HAS_CAP=tile.softcap is not None, HAS_OTHERS=has_others,
-            BLOCK_N=max(16, triton.next_power_of_2(N)), BLOCK_V=triton.next_power_of_2(words),
-            num_warps=8,
+            out, tile.bias, block.ids, block.chosen, block.is_excluded, block.lse, block.others,
+            start, words, tile.softcap or 1.0,
+            N=N, HAS_BIAS=tile.bias is not None, HAS_CAP=tile.softcap is not None,
+            HAS_OTHERS=block.lse is not None, BLOCK_N=max(16, triton.next_power_of_2(N)),
+            BLOCK_V=triton.next_power_of_2(words), num_warps=8,
         )  # fmt: skip
-    return out
 
 
 def _product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -529,18 +562,36 @@ def _softmax_tile_kernel(
 
 
 @triton.jit
-def _logit_gradient_kernel(
-    logits_ptr, out_ptr, bias_ptr, ids_ptr, chosen_ptr, lse_ptr, others_ptr, start, words, softcap,
-    N: tl.constexpr, NUM_EXCLUDED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_OTHERS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+def _merge_kernel(
+    ids_ptr, chosen_ptr, summed_ptr, is_excluded_ptr,
+    N: tl.constexpr, NUM_EXCLUDED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write a token's gradient of a tile of logits: `others * exp(logit - lse)`, plus `chosen`."""
+    """Give every place of a word the sum of a token's gradients of it, and whether it counts."""
+    first = tl.program_id(0).to(tl.int64) * N
+    n = tl.arange(0, BLOCK_N)
+    ids = tl.load(ids_ptr + first + n, mask=n < N, other=-1)
+    chosen = tl.load(chosen_ptr + first + n, mask=n < N, other=0.0).to(tl.float32)
+    is_same = ids[:, None] == ids[None, :]
+    summed = tl.sum(tl.where(is_same, chosen[None, :], 0.0), 1)
+    is_excluded = tl.max(tl.where(is_same & (n < NUM_EXCLUDED)[None, :], 1, 0), 1) > 0
+    tl.store(summed_ptr + first + n, summed, mask=n < N)
+    tl.store(is_excluded_ptr + first + n, is_excluded, mask=n < N)
+
+
+@triton.jit
+def _logit_gradient_kernel(
+    out_ptr, bias_ptr, ids_ptr, chosen_ptr, is_excluded_ptr, lse_ptr, others_ptr, start, words,
+    softcap,
+    N: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_OTHERS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Replace a token's tile of logits by its gradient: `others * exp(logit - lse)` + `chosen`."""
     token = tl.program_id(0).to(tl.int64)
     v = tl.arange(0, BLOCK_V)
     out_ptr += token * words
     gradient = tl.zeros((BLOCK_V,), tl.float32)
     if HAS_OTHERS:
-        logits = tl.load(logits_ptr + token * words + v, mask=v < words, other=0.0).to(tl.float32)
+        logits = tl.load(out_ptr + v, mask=v < words, other=0.0).to(tl.float32)
         if HAS_BIAS:
             logits += tl.load(bias_ptr + v, mask=v < words, other=0.0).to(tl.float32)
         slope = 1.0
@@ -555,19 +606,14 @@ def _logit_gradient_kernel(
     tl.store(out_ptr + v, gradient.to(out_ptr.dtype.element_ty), mask=v < words)
 
     n = tl.arange(0, BLOCK_N)
-    ids = tl.load(ids_ptr + token * N + n, mask=n < N, other=-1)
-    chosen = tl.load(chosen_ptr + token * N + n, mask=n < N, other=0.0).to(tl.float32)
-    # an id may come more than once: each place then holds the sum, whichever is written last
-    is_same = ids[:, None] == ids[None, :]
-    added = tl.sum(tl.where(is_same, chosen[None, :], 0.0), 1)
-    is_excluded = tl.max(tl.where(is_same & (n < NUM_EXCLUDED)[None, :], 1, 0), 1) > 0
-    places = ids - start
-    is_inside = (ids >= 0) & (places >= 0) & (places < words)
+    places = tl.load(ids_ptr + token * N + n, mask=n < N, other=-1) - start
+    is_inside = (n < N) & (places >= 0) & (places < words)
+    added = tl.load(chosen_ptr + token * N + n, mask=is_inside, other=0.0)
+    is_excluded = tl.load(is_excluded_ptr + token * N + n, mask=is_inside, other=0) != 0
     tl.debug_barrier()  # other threads of this program wrote what is read here
-    before = tl.load(out_ptr + places, mask=is_inside, other=0.0).to(tl.float32)
-    total = tl.where(is_excluded, 0.0, before) + added
-    tl.debug_barrier()  # nobody writes before all have read
-    tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=is_inside)
+    before = tl.load(out_ptr + places, mask=is_inside & ~is_excluded, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # nobody writes before all have read; all places of a word write the same
+    tl.store(out_ptr + places, (before + added).to(out_ptr.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
