@@ -274,9 +274,7 @@ def _by_word(ids: Tensor, d_rows: Tensor) -> tuple[Tensor, Tensor]:
     shapes do not depend on the ids, and the result not on the order in which threads add.
     """
     words, order = ids.sort(stable=True)
-    is_first = words != words.roll(1)
-    is_first[0] = True
-    place = is_first.cumsum(0) - 1
+    place = F.pad((words[1:] != words[:-1]).cumsum(0), (1, 0))
     sums = torch.zeros_like(d_rows, dtype=torch.float32)
     sums.index_put_((place,), d_rows[order].float(), accumulate=True)
     return torch.zeros_like(ids).scatter_(0, place, words), sums

@@ -101,7 +101,7 @@ def test_gradients_are_those_of_the_cpu(spec: LutSpec, dtype: torch.dtype) -> No
             head = Head(table.weight_in(kind), take_rows=table.pull_back_rows_)
             there = Targets(*(each.to(place) for each in targets))
             loss_from_hidden(30 * hidden, head, there, {"tail": 1.0})["loss"].backward()
-        found.append({n: p.grad.cpu() for n, p in table.weight_parameters().items()})
+        found.append({n: p.grad.cpu().clone() for n, p in table.weight_parameters().items()})
         table.release_()
     for name, exact in found[0].items():
         error = (found[1][name] - exact).norm() / exact.norm()
