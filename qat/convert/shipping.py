@@ -112,8 +112,8 @@ class Shipping(NamedTuple):
     def bend(self, module: str, spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
         """Return the format of equal bits that replaces `spec` for the `(O, I)` weight of `module`.
 
-        A fixed grid with 8-bit scales, which every dtype holds, is returned unchanged if all
-        targets hold it.
+        A fixed grid with 8-bit scales, which every dtype holds, is returned unchanged if its groups
+        divide the rows and all targets hold it.
 
         Raises:
             ExportError: the targets have none in common; the message names two that conflict.
@@ -141,6 +141,7 @@ class Shipping(NamedTuple):
         try:
             for target in (*self.targets.values(), *self.targets.values()):
                 is_fixed = spec.scale_bits == 8 and spec.codebook != "lut"
+                is_fixed &= not shape[1] % spec.group_size
                 if not is_fixed or target.lost(spec, shape) is not None:
                     spec = target.scheme(spec, shape)
         except ExportError:

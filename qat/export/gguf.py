@@ -388,7 +388,7 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
         ExportError: rows split into no blocks, an index names a vector, or scales are of low rank.
     """
     refuse_all_but_groups(spec)
-    own = block_type(spec)
+    own = None if shape[1] % spec.group_size else block_type(spec)
     if own is not None and own.size == spec.group_size and own.num_levels <= 2**spec.bits:
         return spec
     codebook = spec.codebook if spec.codebook == "ternary" else "int" if spec.bits > 1 else "seq"
