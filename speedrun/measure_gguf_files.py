@@ -25,6 +25,8 @@ from qat.extensions.lab.gguf_files import OTHER, OURS, float_file
 
 TYPES = ("Q4_K_M", "Q3_K_S", "Q2_K", "IQ3_XXS", "IQ2_M", "IQ2_XXS")
 MEAN_KLD = re.compile(r"^Mean +KLD: +(\S+) \S+ +(\S+)$", re.M)
+KEPT = ("megabytes", "bits_per_weight", "types", "num_tokens", "kl_stderr_nats")
+"""What a figure says of a file beside its KL."""
 MODELS, SIZES = 2, 2
 """Students that the ratio is the worst of: so many models, and so many sizes of each."""
 app = App(help=__doc__)
@@ -95,10 +97,9 @@ def write_figures(*named: str, figures: Path) -> None:
         names = "command", "commit", "device"
         measured = {name: str(whole["environment"][name]) for name in names}
         for row in whole["rows"]:
-            more = measured | {k: row[k] for k in ("megabytes", "bits_per_weight", "types")}
+            more = measured | {name: row[name] for name in KEPT}
             stem = f"gguf_kl_{model}_{row['case']}".lower().replace("-", "_")
-            value, spread = round(row["kl_nats"], 6), round(row["kl_stderr_nats"], 6)
-            record(figures, stem, value, "nats", "stated", spread=spread, measured=more)
+            record(figures, stem, round(row["kl_nats"], 6), "nats", "stated", measured=more)
         ratios.append([*whole["ratios"].values()])
         print(f"{model}: {whole['ratios']}")
     if len(ratios) < MODELS or min(map(len, ratios)) < SIZES:

@@ -9,7 +9,7 @@ ENVIRONMENT = {"command": "qat bench gguf", "commit": "abc", "device": "cpu"}
 
 
 def write_results(path: Path, ratios: dict[str, float]) -> Path:
-    sizes = {"megabytes": 1.0, "bits_per_weight": 2.5, "types": {"Q2_K": 1.0}}
+    sizes = {"megabytes": 1.0, "bits_per_weight": 2.5, "types": {"Q2_K": 1.0}, "num_tokens": 9}
     rows = [
         {"kind": "file", "case": case, "kl_nats": ratio, "kl_stderr_nats": 0.01, **sizes}
         for case, ratio in ratios.items()
