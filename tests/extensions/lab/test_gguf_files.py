@@ -150,6 +150,16 @@ def test_documents_of_a_cache_are_judged_apart_where_the_loss_counts(tmp_path: P
         assert int(each.places[-1]) == len(each.ids) - 1
     some = [*cache_contexts(cache, 1)]
     assert [each.ids for each in some] == [each.ids for each in found[: len(some)]]
+    path = write_gguf(tmp_path / "x.gguf")
+    config, seen = GgufConfig(cache_dir=tmp_path / "cache", contexts=0), []
+
+    def open_file(_: Path, context: int) -> FakeEngine:
+        seen.append(context)
+        return FakeEngine(0)
+
+    (row,) = run_gguf(config, str(path), [path], out=tmp_path / "out", open_file=open_file).rows
+    assert (row["num_tokens"], row["kl_nats"]) == (valid, 0)
+    assert set(seen) == {cache.manifest.settings.sequence_length}
 
 
 def rows(*places: tuple[str, float, float]) -> list[dict]:
