@@ -32,10 +32,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.cli import run_verb
-from qat.export import gguf
 from qat.export.dense import dense_state_dict
 from qat.export.parts import float_model, logits_of
 from qat.extensions.lab.llamacpp import LlamaCpp, library
+from qat.extensions.targets import gguf
 from qat.models.checkpoint import load_checkpoint
 from qat.models.gguf_header import read_header
 from qat.models.load import load_tokenizer

@@ -5,7 +5,7 @@ from pathlib import Path
 import gguf
 from tiny import tiny_model, tiny_tokenizer
 
-from qat.export.gguf import add_tokenizer
+from qat.extensions.targets.gguf import add_tokenizer
 
 SHAPE = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from qat.convert.quantize import quantize_model
 from qat.export.config import ExportConfig
-from qat.export.gguf import FILE_NAME
 from qat.export.model import export_model
+from qat.extensions.targets.gguf import FILE_NAME
 from qat.models.checkpoint import save_checkpoint
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import put_table, table_names

@@ -53,6 +53,7 @@ from qat.errors import ConfigError, ExportError, QatError, Stopped
 from qat.evaluate.config import EvalConfig
 from qat.export.config import ExportConfig, TargetName
 from qat.files import check_free, held, parse_json, write_atomically
+from qat.hooks import hooks
 from qat.logs import EXAM, RECIPE, SAMPLES, STUDENT, SUMMARY, Terminal
 from qat.train.config import TrainConfig
 
@@ -259,7 +260,6 @@ def best_step(model: Path) -> int | None:
 
 DEFAULT_PLAN = "q2a4"
 PACKED: tuple[TargetName, ...] = ("packed",)
-DEFAULT_TARGETS: tuple[TargetName, ...] = ("gguf",)  # the format that most programs open
 STAGES = ("cache", "convert", "train", "eval", "export")
 SETTINGS: dict[str, type[Settings]] = {
     "cache": CacheConfig,
@@ -426,8 +426,10 @@ class Run:
         self.teacher = config.teacher or model
         check_teacher(self.teacher)
         recorded = pipeline.recorded.get("run", {})
-        known = cast("tuple[TargetName, ...]", tuple(recorded.get("for", DEFAULT_TARGETS)))
-        self.is_default = not targets and known == DEFAULT_TARGETS
+        # GGUF is the format that most programs open
+        default: tuple[TargetName, ...] = ("gguf",) if "gguf" in hooks("qat.targets") else PACKED
+        known = cast("tuple[TargetName, ...]", tuple(recorded.get("for", default)))
+        self.is_default = not targets and known == default
         """True if no target was named: one that cannot be reached then gives way to `packed`."""
         self.targets = targets or known  # the student's formats are chosen for them
         self.exports = self.targets  # the targets that the student is exported to
@@ -526,8 +528,8 @@ class Run:
         except ExportError as error:
             if not self.is_default:
                 raise
+            self.pipeline.say(f"the student cannot go to {self.targets[0]}: {error}")
             self.targets = self.exports = PACKED
-            self.pipeline.say(f"the student cannot go to {DEFAULT_TARGETS[0]}: {error}")
             self._resolve("convert")
             return foreseen(self.model, self._stages(), ())
 

@@ -287,7 +287,7 @@ def _next(final: Path, cache_dir: str, prompt: str, facts: dict) -> list[list[st
     teacher = facts.get("teacher")
     beside = ["--teacher", teacher] if teacher else []
     lacks = ships_to(final)
-    to = next((name for name in ("gguf", "dense") if lacks[name] is None), "packed")
+    to = next((name for name in ("gguf", "dense") if lacks.get(name, name) is None), "packed")
     return [
         ["qat", "eval", str(final), "--cache-dir", cache_dir, *beside],
         ["qat", "generate", str(final), "--prompt", prompt],

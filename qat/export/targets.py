@@ -26,7 +26,6 @@ from qat.quant.spec import ActivationKind, LutSpec
 TARGETS: dict[TargetName, str] = {
     "packed": "qat.export.packed",
     "dense": "qat.export.dense",
-    "gguf": "qat.export.gguf",
 }
 """The module of each target of the core, imported on first use."""
 EXTENSIONS = "qat.targets"

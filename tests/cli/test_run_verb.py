@@ -26,6 +26,7 @@ from qat.cli import run_verb
 from qat.cli.demo import demo
 from qat.cli.run import Pipeline, Run, RunConfig
 from qat.errors import ConfigError, ExportError, QatError, Stopped
+from qat.hooks import hooks
 from qat.models.checkpoint import load_checkpoint
 from qat.models.directory import resolve
 from qat.models.sizes import checkpoint_sizes
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.usefixtures("short_fits")
 
 FEW = {"--max-steps": 4, "--sequence-length": 16, "--device": "cpu", "--dtype": "fp32"}
 STAGES = ("cache", "convert", "train", "eval", "export")
+needs_gguf = pytest.mark.skipif("gguf" not in hooks("qat.targets"), reason="no extension writes it")
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +159,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("flags", "is_dry"), [*zip(WRONG, itertools.cycle([False, True]))])
+@pytest.mark.parametrize(
+    ("flags", "is_dry"),
+    [
+        pytest.param(flags, is_dry, marks=[needs_gguf] * ("gguf" in flags))
+        for flags, is_dry in zip(WRONG, itertools.cycle([False, True]))
+    ],
+)
 def test_a_refused_call_writes_nothing(place: Path, tmp_path, flags: str, *, is_dry: bool) -> None:
     given = flags.format(place=place).split()
     more = ["--group-size", "16"] if "--group-size" not in given else []
@@ -186,6 +194,12 @@ def test_a_dry_run_says_sizes_and_writes_nothing(place: Path, tmp_path: Path) ->
     assert found["bits_per_weight"] >= found["linear_bits"] > 2 and "packed" in found["ships_to"]
     assert found["minutes"] >= 0 and found["memory_gib"] >= 0
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.usefixtures("no_extensions")
+def test_without_the_extension_that_writes_gguf_a_student_stays_packed(place, tmp_path) -> None:
+    found = run_verb([*words(place, tmp_path / "out"), "--dry-run"], place / "recipe.toml")
+    assert found["for"] == ["packed"] and found["ships_to"] == ["packed", "dense"]
 
 
 def test_flags_of_a_stage_reach_it(place: Path, tmp_path: Path) -> None:
@@ -300,8 +314,9 @@ def test_stopped_behind_any_stage_it_goes_on(
             real(words(place, out), place / "recipe.toml")
     monkeypatch.setattr("qat.observe.page.write_report", lambda runs, page: Written(page, []))
     go(place, out)
-    for file in ("converted/model.safetensors", "export/gguf/model.gguf"):
-        assert (out / file).read_bytes() == (finished / file).read_bytes()
+    (exported,) = finished.glob("export/*/model.*")
+    for file in (finished / "converted/model.safetensors", exported):
+        assert (out / file.relative_to(finished)).read_bytes() == file.read_bytes()
     ours, theirs = (json.loads((each / "eval.json").read_text()) for each in (out, finished))
     assert ours["trained"]["kl_nats"] == theirs["trained"]["kl_nats"]
 
@@ -317,6 +332,7 @@ def test_it_needs_no_extra(place: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out/report.html").is_file()
 
 
+@needs_gguf
 def test_a_library_that_a_target_needs_is_asked_for_before_any_work(
     place: Path, tmp_path: Path, monkeypatch
 ) -> None:

@@ -10,6 +10,7 @@ from train_case import config, flags, make_place
 
 from qat.cli.train import _next, show_health
 from qat.data.reader import TeacherCache
+from qat.export.targets import target_names
 from qat.logs import read_json_lines
 from qat.models.hf_quantizer import FORMAT
 from qat.observe.health import Check
@@ -26,8 +27,9 @@ def test_a_run_by_flags_equals_one_by_its_own_recipe(place, tmp_path, monkeypatc
     words = flags(place, max_steps=3, mlp_only=True)
     assert call(monkeypatch, "train", place / "student", *words, "--out", first) == 0
     shown = capsys.readouterr().out
-    (others,) = [line for line in shown.splitlines() if line.startswith("not to ")]
-    assert "gguf" in others and ": its codebook is lut (" in others
+    others = "".join(line for line in shown.splitlines() if line.startswith("not to "))
+    if "gguf" in target_names():  # .ci/core runs this file without extensions
+        assert "gguf" in others and ": its codebook is lut (" in others
     result = json.loads(shown.splitlines()[-1])
     assert result["run"] == str(first) and result["steps"] == 3
     assert result["final"].startswith(str(first / "q2a2_mlp_")) and result["best_nats"] > 0

@@ -16,8 +16,8 @@ from qat.convert.keep import LEVELS, read_levels
 from qat.convert.quantize import quantize_model
 from qat.errors import ConfigError
 from qat.export.config import ExportConfig
-from qat.export.gguf import FILE_NAME
 from qat.export.model import export_model
+from qat.extensions.targets.gguf import FILE_NAME
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.gguf import GgufFile, dequantize, type_number
 from qat.models.gguf_header import block_size, read_header

@@ -17,9 +17,9 @@ from qat.convert.stored_tables import join_tables
 from qat.convert.tables import BUDGET_BITS, StoredTable, plan_tables, tables_in_budget
 from qat.errors import ConfigError
 from qat.export.config import ExportConfig
-from qat.export.gguf import FILE_NAME
 from qat.export.model import export_model
 from qat.export.targets import load_target, shipping_to, target_names
+from qat.extensions.targets.gguf import FILE_NAME
 from qat.models.checkpoint import load_checkpoint
 from qat.models.gguf_header import read_header
 from qat.models.load import load_model

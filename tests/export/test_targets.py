@@ -28,13 +28,13 @@ from qat.convert.config import REPORT_NAME
 from qat.convert.quantize import quantize_model
 from qat.convert.shipping import Shipping
 from qat.errors import CheckpointError, ConfigError, ExportError
-from qat.export import gguf, parts
 from qat.export import model as exported
+from qat.export import parts
 from qat.export.config import ExportConfig, TargetName
 from qat.export.dense import dense_state_dict
 from qat.export.model import IMPORT, export_model, float_base
 from qat.export.targets import LIBRARIES, check_model, load_target, ships_to, target_names
-from qat.extensions.targets import coreml, mlx, nvfp4
+from qat.extensions.targets import coreml, gguf, mlx, nvfp4
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.gguf import dequantize
 from qat.models.gguf_header import read_metadata

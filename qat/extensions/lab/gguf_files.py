@@ -31,9 +31,9 @@ from qat.data.reader import TeacherCache
 from qat.data.sources import whole_text
 from qat.errors import CacheError, ConfigError, DataError
 from qat.evaluate.judge import split_batches
-from qat.export import gguf
 from qat.extensions.lab.config import GgufConfig
 from qat.extensions.lab.llamacpp import Engine, LlamaCpp, runs_on_gpu
+from qat.extensions.targets import gguf
 from qat.files import write_atomically
 from qat.logs import progress
 from qat.models.gguf_header import read_header, read_metadata
