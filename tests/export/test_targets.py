@@ -34,7 +34,7 @@ from qat.export.config import ExportConfig, TargetName
 from qat.export.dense import dense_state_dict
 from qat.export.model import IMPORT, export_model, float_base
 from qat.export.targets import LIBRARIES, check_model, load_target, ships_to, target_names
-from qat.extensions.targets import coreml, gguf, mlx, nvfp4
+from qat.extensions.targets import coreml, gguf, mlx, nvfp4, shared
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.gguf import dequantize
 from qat.models.gguf_header import read_metadata
@@ -131,9 +131,9 @@ def test_each_linear_is_listed_as_quantized_or_as_left(to: TargetName, tmp_path:
 def test_mlx_words_hold_our_weights(bits: int) -> None:
     mx = pytest.importorskip("mlx.core", exc_type=ImportError)
     linear = frozen_linear(8, 128, mlx.scheme(LutSpec(bits=bits, group_size=16), (8, 128)))
-    weight = parts.affine(linear)
+    weight = shared.affine(linear)
     words = pack(weight.codes, bits).view(torch.uint32).numpy()
-    scales, biases = (parts.exact("it", t, torch.float16) for t in weight[1:])
+    scales, biases = (shared.exact("it", t, torch.float16) for t in weight[1:])
     arrays = (mx.array(t.float().numpy()) for t in (scales, biases))
     size = linear.spec.group_size
     read = mx.dequantize(mx.array(words), *arrays, group_size=size, bits=bits)
@@ -245,7 +245,7 @@ def test_blocks_of_gguf_hold_our_weights(kind: str, codebook: str, bits: int, si
     with torch.no_grad():
         linear.scales[0] = 0  # the smallest weights have scales that round to zero
     found = gguf.block_type(spec)
-    blocks = gguf.to_blocks("it", parts.affine(linear), spec).numpy()
+    blocks = gguf.to_blocks("it", shared.affine(linear), spec).numpy()
     assert found.name == kind
     assert torch.equal(torch.from_numpy(dequantize(blocks, kind)), linear.quantized_weight())
 
@@ -253,7 +253,7 @@ def test_blocks_of_gguf_hold_our_weights(kind: str, codebook: str, bits: int, si
 def test_a_block_of_q1_0_is_as_ggml_defines_it() -> None:
     spec = LutSpec(bits=1, codebook="seq", group_size=128, scale_bits=16)
     linear = frozen_linear(3, 256, spec)
-    blocks = gguf.to_blocks("it", parts.affine(linear), spec)
+    blocks = gguf.to_blocks("it", shared.affine(linear), spec)
     assert blocks.shape == (3, 2 * 18)  # 1.125 bits a weight
     expected = []
     for block in blocks.reshape(-1, 18).numpy():
@@ -266,7 +266,7 @@ def test_a_block_of_q1_0_is_as_ggml_defines_it() -> None:
 def test_a_block_of_q2_0_is_as_ggml_defines_it(codebook: str) -> None:
     spec = LutSpec(bits=2, codebook=codebook, group_size=64, scale_bits=8)
     linear = frozen_linear(3, 128, spec)
-    blocks = gguf.to_blocks("it", parts.affine(linear), spec)
+    blocks = gguf.to_blocks("it", shared.affine(linear), spec)
     assert blocks.shape == (3, 2 * 18)  # 2.25 bits a weight
     expected = []
     for block in blocks.reshape(-1, 18).numpy():
@@ -625,7 +625,7 @@ def test_levels_of_16_bits_stay_so_while_they_learn() -> None:
 
 def test_numbers_that_a_dtype_does_not_hold_are_refused() -> None:
     with pytest.raises(ExportError, match="0.1, .* bf16"):
-        parts.exact("it", torch.tensor([1.0, 0.1], dtype=torch.float64), torch.bfloat16)
+        shared.exact("it", torch.tensor([1.0, 0.1], dtype=torch.float64), torch.bfloat16)
     model = tiny_quantized("qwen3", LutSpec(bits=2, codebook="seq"))  # scales of 16 bits
     with pytest.raises(ExportError, match="q_proj.biases .* fp16"):
         mlx.write(as_dtype(model, "fp16"), None, Path("nowhere"))

@@ -19,16 +19,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
 from qat.export.model import float_base
-from qat.export.parts import (
-    OF_LEVELS,
-    logits_of,
-    plain_config,
-    refuse,
-    unquantized_state,
-    write_config,
-)
+from qat.export.parts import logits_of, plain_config
 from qat.extensions.anemll.checkpoint import build_model
 from qat.extensions.anemll.state import read_state
+from qat.extensions.targets.shared import OF_LEVELS, refuse, unquantized_state, write_config
 from qat.nn.quant_linear import QuantLinear, quant_linears
 from qat.nn.swap import linear_names
 from qat.quant.spec import LutSpec

@@ -9,15 +9,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
-from qat.export.parts import (
-    any_model,
+from qat.export.parts import any_model, logits_of, reloaded
+from qat.extensions.targets.shared import (
     exact,
     float_linears,
-    logits_of,
     lost_by_grid,
     narrow_state,
     refuse_all_but_groups,
-    reloaded,
     write_tensors,
 )
 from qat.models.checkpoint import quiet_transformers

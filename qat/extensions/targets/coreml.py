@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qat.export.parts import (
+from qat.export.parts import DtypeError
+from qat.extensions.targets.shared import (
     DTYPE_NAMES,
     WITH_GROUPS,
-    DtypeError,
     exact,
     lost_by_rank,
     plain_decoder,

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from qat.export.dense import dense_state_dict
-from qat.export.parts import (
+from qat.export.parts import DtypeError, float_model
+from qat.extensions.targets.shared import (
     DTYPE_NAMES,
     EVEN_GRIDS,
-    DtypeError,
     affine,
     exact,
-    float_model,
     group_size_near,
     lost_by_grid,
     plain_decoder,

@@ -13,14 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
-from qat.export.parts import (
+from qat.export.parts import float_model, logits_of
+from qat.extensions.targets.shared import (
     EVEN_GRIDS,
     Affine,
     affine,
     exact,
-    float_model,
     group_size_near,
-    logits_of,
     lost_by_grid,
     narrow_state,
     refuse_all_but_groups,

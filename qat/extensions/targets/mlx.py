@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError, is_installed
-from qat.export.parts import (
+from qat.extensions.targets.shared import (
     EVEN_GRIDS,
     affine,
     even_levels,

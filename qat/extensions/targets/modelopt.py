@@ -13,15 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat import __version__
-from qat.export.parts import (
-    any_model,
-    float_linears,
-    float_model,
-    logits_of,
-    narrow_state,
-    write_tensors,
-)
+from qat.export.parts import any_model, float_model, logits_of
 from qat.extensions.targets import nvfp4
+from qat.extensions.targets.shared import float_linears, narrow_state, write_tensors
 from qat.nn.swap import embedding_dtype
 
 COMPARED = "bits"

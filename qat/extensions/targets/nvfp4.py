@@ -13,17 +13,16 @@ from torch import Tensor
 from transformers import CompressedTensorsConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError
-from qat.export.parts import (
-    any_model,
+from qat.export.parts import any_model, reloaded_logits
+from qat.extensions.targets import compressed_tensors
+from qat.extensions.targets.shared import (
     float_linears,
     group_size_near,
     lost_by_grid,
     narrow_state,
     refuse_all_but_groups,
-    reloaded_logits,
     write_tensors,
 )
-from qat.extensions.targets import compressed_tensors
 from qat.models.stored_state import quantized_modules
 from qat.nn.quant_linear import QuantLinear
 from qat.quant.codebook import E2M1, fixed_grid

@@ -6,18 +6,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from qat.export.parts import (
+from qat.export.parts import any_model, logits_of, reloaded
+from qat.extensions.targets.shared import (
     EVEN_GRIDS,
     affine,
-    any_model,
     even_levels,
     exact,
     float_linears,
-    logits_of,
     lost_by_grid,
     narrow_state,
     refuse_all_but_groups,
-    reloaded,
     write_tensors,
 )
 from qat.models.stored_state import quantized_modules
