@@ -119,7 +119,7 @@ def _report(
         "trust_remote_code": config.trust_remote_code,
         "attention_fit": [asdict(fit) for fit in done.fits],
         "calibration": drawn if calibration else None,
-        "rotation": None if done.rotation is None else done.rotation._asdict(),
+        "rotation": done.rotation,
         SPARSE: getattr(student.model.config, SPARSE, None),
         **asdict(done.report),
     }

@@ -1,6 +1,7 @@
 """Settings of `qat convert`, and the plan that `--to` names: the format of each linear."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,6 +9,7 @@ from pydantic import Field, field_validator
 
 from qat.config import Attention, Calibration, Device, Formats, Knows, Settings, Speed, read_toml
 from qat.errors import ConfigError, nearest
+from qat.hooks import extension
 from qat.models.attention import read_attention
 from qat.quant.spec import (
     PRESETS,
@@ -138,6 +140,15 @@ def read_plan(config: ConvertConfig) -> QuantPlan:
     return plan.with_activation(config.activations)
 
 
+def load_rotate() -> Callable:
+    """Return the function that rotates a float model in place, and measures that.
+
+    Raises:
+        ConfigError: its extension is not installed.
+    """
+    return extension("qat.rotations", "rotate")
+
+
 def check_asked(config: ConvertConfig) -> QuantPlan:
     """Check that settings name something to do and fit together; return their plan.
 
@@ -160,6 +171,8 @@ def check_asked(config: ConvertConfig) -> QuantPlan:
             f"base={config.base} is given with rotate, expected a base that is rotated as the "
             "model is; convert the float model with --rotate alone and name the result as --base"
         )
+    if config.rotate:
+        load_rotate()
     read_kv(config)
     if config.attention is not None:
         read_attention(config.attention)

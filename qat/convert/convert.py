@@ -12,9 +12,8 @@ from qat.config import Settings
 from qat.convert.activations import inputs_to_quantize
 from qat.convert.bits_budget import Room, formats_to_try, plan_within_budget
 from qat.convert.calibrate import TokenBatch
-from qat.convert.config import ConvertConfig, check_asked, read_kv
+from qat.convert.config import ConvertConfig, check_asked, load_rotate, read_kv
 from qat.convert.quantize import QuantizeReport, check_experts, quantize_model
-from qat.convert.rotate import Rotation, rotate
 from qat.convert.savings import savings
 from qat.convert.shipping import Shipping
 from qat.convert.tables import StoredTable, plan_tables, round_float_tables, tables_in_budget
@@ -41,8 +40,8 @@ class Converted(NamedTuple):
     """The plan with the formats that a budget or a target chose."""
     fits: list[LayerFit]
     """The fits of new sparse attention."""
-    rotation: Rotation | None
-    """The rotation; None if the model was not rotated."""
+    rotation: dict[str, float] | None
+    """The measures of the rotation; None if the model was not rotated."""
 
 
 def convert_model(
@@ -60,7 +59,7 @@ def convert_model(
     """
     plan, attention = read_settings(config)
     check_experts(plan, student.model)
-    rotation = rotate(student) if config.rotate else None
+    rotation = load_rotate()(student)._asdict() if config.rotate else None
     if config.attention is not None:
         change_attention(student.model, attention)
     kv = read_kv(config) or kv_spec(student.model.config)

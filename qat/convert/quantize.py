@@ -26,7 +26,6 @@ from qat.convert.calibrate import (
     TokenBatch,
     stages_in_order,
 )
-from qat.convert.rotate import ROTATION
 from qat.convert.savings import Saving
 from qat.convert.tables import fit_table
 from qat.errors import ConfigError
@@ -71,6 +70,8 @@ from qat.quant.weight import QuantizedWeight, dequantize, round_levels
 
 logger = logging.getLogger(__name__)
 
+ROTATION = "rotation_seed"
+"""Key of a rotated model's configuration, with the seed."""
 TINY = 1e-30  # the relative error of a weight of zeros is 0, not NaN
 FIT_BYTES = 14
 """Bytes per element of a weight while it is fitted, with its own float32 (measured: 13)."""

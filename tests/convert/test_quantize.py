@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from qat.convert import calibrate
 from qat.convert.calibrate import TokenBatch
 from qat.convert.quantize import QuantizeReport, check_experts, fits_at_once, quantize_model
-from qat.convert.rotate import rotate
 from qat.errors import ConfigError
+from qat.extensions.rotate.rotate import rotate
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
 from qat.models.streamed import StreamedModel

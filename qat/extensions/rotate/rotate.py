@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qat.convert.quantize import ROTATION
 from qat.errors import ConfigError
 from qat.models.language_model import LanguageModel
 from qat.models.noise import distance, disturbed
@@ -33,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 SEED = 0
 """The seed of the signs, and of random matrices for sizes without a Hadamard matrix."""
-ROTATION = "rotation_seed"
-"""Key of a rotated model's configuration, with the seed."""
 TOKENS = 16
 """Tokens whose logits are compared before and after."""
 MOST_OF_ROUNDING = 8.0

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qat.convert.checkpoint import convert_checkpoint
 from qat.convert.config import REPORT_NAME, ConvertConfig
-from qat.convert.rotate import ROTATION, orthogonal, rotate
+from qat.convert.quantize import ROTATION
 from qat.errors import ConfigError
+from qat.extensions.rotate.rotate import orthogonal, rotate
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
