@@ -11,6 +11,7 @@
 | `qat.devices`    | a module with `open_backend()` and `KIND`, a class of devices  |
 | `qat.importers`  | a reader of another system's caches and checkpoints            |
 | `qat.flags`      | a module with `FLAGS` of another system, and their `PAGE`      |
+| `qat.caches`     | a function that opens a teacher cache at an address            |
 | `qat.rotations`  | a function that rotates a float model before it is quantized   |
 | `qat.teachers`   | a module whose `ServedTeacher` asks a teacher on a server      |
 | `qat.targets`    | a module that writes an export target                          |

@@ -9,8 +9,8 @@ from cache_case import TOKENIZER, build
 from quantized import SPECS, tiny_quantized
 
 from qat.data.cache import MANIFEST
-from qat.data.remote import LocalShards
 from qat.errors import CacheError, CheckpointError, ConfigError, HubError
+from qat.extensions.streams.remote import LocalShards
 from qat.files import held, whole_directory
 from qat.hub.files import RECEIPT
 from qat.hub.files import atomic_directory as hub_directory

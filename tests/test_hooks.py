@@ -16,6 +16,7 @@ from qat.backend.device import on, select
 from qat.cli.train import train
 from qat.convert.config import ConvertConfig, check_asked
 from qat.convert.importing import load_importer
+from qat.data.reader import open_cache
 from qat.errors import ConfigError
 from qat.export.targets import load_target, target_names
 from qat.models.attention import read_attention, sparse_attention
@@ -38,19 +39,10 @@ RUN, TRACKED = TrainConfig(cache_dir="cache"), TrackConfig(tensorboard=True)
         (lambda _: train("q2", config=RUN, out=Path("run"), tracking=TRACKED), "trackers"),
         (lambda name: sparse_attention(SimpleNamespace(**{name: {"mode": "merged"}})), "nsa"),
         (lambda name: check_rollouts(0.5, 8, None, "cpu"), "decode"),
+        (lambda name: open_cache(f"s3://bucket/{name}"), "streams"),
         (lambda name: check_asked(ConvertConfig(**{name: True})), "rotate"),
     ],
-    ids=[
-        "verb",
-        "importer",
-        "target",
-        "device",
-        "attention",
-        "followers",
-        "checkpoint",
-        "rows",
-        "rotation",
-    ],
+    ids="verb importer target device attention followers checkpoint rows cache rotation".split(),
 )
 def test_a_missing_extension_is_named_and_how_to_install_it(
     load: Callable[[str], object], name: str

@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from qat.data.packing import Batch
-from qat.data.reader import TeacherCache
-from qat.data.remote import open_cache
+from qat.data.reader import TeacherCache, open_cache
 from qat.data.text import tokenizer_hash
 from qat.errors import CacheError
 from qat.evaluate.config import EvalConfig

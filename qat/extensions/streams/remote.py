@@ -11,7 +11,6 @@ by fsspec.
 
 import errno
 import logging
-import os
 import re
 import shutil
 import tempfile
@@ -33,7 +32,6 @@ from qat.secrets import scrubbed
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-SCHEME = re.compile(r"[a-z][a-z0-9+.-]+://")
 WEB = re.compile(r"https?://")
 STREAMS = Path("~/.cache/qat/streams")
 BUDGET_BYTES = 64 * 2**30
@@ -43,12 +41,11 @@ them."""
 MANIFEST_LIMIT = 2**30  # bytes; a manifest has a few hundred per shard
 
 
-def open_cache(location: str | Path, *, local: Path | None = None, budget: int = 0) -> TeacherCache:
-    """Open the cache in a directory, or below an address such as `s3://bucket/caches/name`.
+def open_remote(address: str, *, local: Path | None = None, budget: int = 0) -> TeacherCache:
+    """Open the cache below an address such as `s3://bucket/caches/name`.
 
     Args:
-        local: directory for the shards of a remote cache; by default one of its own below
-            ~/.cache/qat/streams.
+        local: directory for its shards; by default one of its own below ~/.cache/qat/streams.
         budget: maximum bytes of the shards there; 0 is 64 GiB or half of the free disk space,
             whichever is less.
 
@@ -56,9 +53,6 @@ def open_cache(location: str | Path, *, local: Path | None = None, budget: int =
         CacheError: the cache is missing, foreign, unfinished or damaged, or its server fails.
         ConfigError: the address has an unsupported scheme or holds a password.
     """
-    address = os.fspath(location)
-    if not SCHEME.match(address):
-        return TeacherCache.open(Path(address))
     if scrubbed(address) != address:
         raise ConfigError(
             f"cache {scrubbed(address)} has a secret in its address, expected none; log in with "
