@@ -13,6 +13,7 @@
 | `qat.flags`      | a module with `FLAGS` of another system, and their `PAGE`      |
 | `qat.caches`     | a function that opens a teacher cache at an address            |
 | `qat.rotations`  | a function that rotates a float model before it is quantized   |
+| `qat.keepers`    | a function that makes a student of a file's own levels         |
 | `qat.teachers`   | a module whose `ServedTeacher` asks a teacher on a server      |
 | `qat.targets`    | a module that writes an export target                          |
 | `qat.followers`  | a module that sends runs to trackers and folders               |

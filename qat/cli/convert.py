@@ -15,6 +15,7 @@ from qat.convert.config import ConvertConfig, check_asked
 from qat.errors import ConfigError
 from qat.export.config import TargetName
 from qat.files import check_free
+from qat.hooks import extension
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -102,7 +103,7 @@ def convert(
     check_free(out)
     if dry_run:
         return forecast_conversion(source, config, targets)
-    from qat.convert.checkpoint import convert_checkpoint, keep_checkpoint
+    from qat.convert.checkpoint import convert_checkpoint
     from qat.evaluate.judge import held_out_divergence
     from qat.export.targets import shipping_to
 
@@ -110,7 +111,7 @@ def convert(
     if evaluate:
         verdicts["before"] = held_out_divergence(source, cache_dir, device=config.device)._asdict()
     if config.keep:
-        report = keep_checkpoint(source, out)
+        report = extension("qat.keepers", "gguf")(source, out)
     else:
         report = convert_checkpoint(source, config, out, shipping_to(targets))
     if evaluate:

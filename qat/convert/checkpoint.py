@@ -7,14 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import tomli_w
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from qat.convert.calibrate import TokenBatch
 from qat.convert.calibration_data import calibration_batches
 from qat.convert.config import REPORT_NAME, ConvertConfig
 from qat.convert.convert import Converted, convert_model, read_settings
-from qat.convert.keep import check_file, keep_weights
-from qat.convert.quantize import QuantizeReport, quantize_model
+from qat.convert.quantize import QuantizeReport
 from qat.convert.shipping import Shipping
 from qat.convert.stored_tables import join_tables, stored_tables
 from qat.files import check_free, real
@@ -63,39 +62,25 @@ def convert_checkpoint(
         shipping=shipping,
         stored=stored,
     )
-    facts = {"source": source, **_report(student, config, calibration, done)}
-    _write(out, done, facts, model=student.model, tokenizer=tokenizer)
+    write_converted(out, done, student, tokenizer, source=source, config=config, drawn=calibration)
     return done.report
 
 
-def keep_checkpoint(source: str, out: Path) -> QuantizeReport:
-    """Write the GGUF file `source` to `out` as a student with exactly its levels and scales.
-
-    Raises:
-        ConfigError: it is none, or holds a linear of a type without levels.
-    """
-    check_free(out)
-    file = check_file(source)
-    student = load_model(source, device="cpu", dtype="fp32")
-    plan = keep_weights(file, student.model)
-    done = Converted(quantize_model(student, plan), plan, fits=[], rotation=None)
-    facts = {"source": source, **_report(student, ConvertConfig(), [], done)}
-    _write(out, done, facts, model=student.model, tokenizer=load_tokenizer(source))
-    return done.report
-
-
-def _write(
+def write_converted(
     out: Path,
     done: Converted,
-    facts: dict[str, object],
-    *,
-    model: PreTrainedModel,
+    student: LanguageModel,
     tokenizer: PreTrainedTokenizerBase,
+    *,
+    source: str,
+    config: ConvertConfig,
+    drawn: Sequence[TokenBatch] = (),
 ) -> None:
-    """Write the student and its report, atomically, and open it again."""
+    """Write the student and its report, atomically, and open it again; it was fitted to `drawn`."""
+    facts = {"source": source, **_report(student, config, drawn, done)}
     with atomic_directory(out) as partial:
-        write_model(model, tokenizer, partial)
-        check_written(partial, model)
+        write_model(student.model, tokenizer, partial)
+        check_written(partial, student.model)
         (partial / REPORT_NAME).write_text(json.dumps(facts, indent=1) + "\n")
         if done.report.budget is not None:
             rules = tomli_w.dumps(done.plan.model_dump(exclude_none=True))

@@ -12,11 +12,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from qat.convert.checkpoint import write_converted
+from qat.convert.config import ConvertConfig
+from qat.convert.convert import Converted
+from qat.convert.quantize import QuantizeReport, quantize_model
 from qat.errors import CheckpointError, ConfigError
+from qat.files import check_free
 from qat.models.directory import GGUF, resolve
 from qat.models.gguf import dequantize
 from qat.models.gguf_header import StoredTensor, block_size, read_header
 from qat.models.gguf_layout import ARCHITECTURES, row_order, tensor_names
+from qat.models.load import load_model, load_tokenizer
 from qat.models.opening import read_config
 from qat.nn.swap import linear_names, put_quantized, table_names
 from qat.quant.codebook import fixed_grid
@@ -39,6 +45,23 @@ LEVELS: dict[str, dict[str, Any]] = {
 SCALE_AT_END = ("TQ1_0", "TQ2_0")
 """Types whose blocks end with their scale; the others begin with it."""
 FLOATS = ("F32", "F16", "BF16")
+
+
+def keep_checkpoint(source: str, out: Path) -> QuantizeReport:
+    """Write the GGUF file `source` to `out` as a student with exactly its levels and scales.
+
+    Raises:
+        ConfigError: it is none, or holds a linear of a type without levels.
+    """
+    check_free(out)
+    file = check_file(source)
+    student = load_model(source, device="cpu", dtype="fp32")
+    plan = keep_weights(file, student.model)
+    done = Converted(quantize_model(student, plan), plan, fits=[], rotation=None)
+    write_converted(
+        out, done, student, load_tokenizer(source), source=source, config=ConvertConfig()
+    )
+    return done.report
 
 
 def check_file(source: str) -> Path:

@@ -12,12 +12,12 @@ from tiny import logits, tiny_model, tiny_tokenizer
 from train_case import config
 
 from qat.cli import run_verb
-from qat.convert.keep import LEVELS, read_levels
 from qat.convert.quantize import quantize_model
 from qat.errors import ConfigError
 from qat.export.config import ExportConfig
 from qat.export.model import export_model
 from qat.extensions.targets.gguf import FILE_NAME
+from qat.extensions.targets.keep import LEVELS, read_levels
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.gguf import GgufFile, dequantize, type_number
 from qat.models.gguf_header import block_size, read_header
@@ -133,6 +133,13 @@ def test_a_linear_without_levels_is_refused(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", "Q5_1")
     with pytest.raises(ConfigError, match="attn_q.weight as Q5_1, expected .*Q1_0, Q2_0"):
         run_verb(["convert", str(file), "--keep", "--out", str(tmp_path / "out")])
+
+
+@pytest.mark.usefixtures("no_extensions")
+def test_without_its_extension_nothing_is_kept(tmp_path: Path) -> None:
+    file = str(write_gguf(tmp_path / "model.gguf", "Q4_0"))
+    with pytest.raises(ConfigError, match="'gguf' is not installed .*pip install"):
+        run_verb(["convert", file, "--keep", "--out", str(tmp_path / "out")])
 
 
 def test_what_has_no_meaning_with_kept_weights_is_refused(tmp_path: Path) -> None:
