@@ -63,7 +63,7 @@ def test_a_forecast_is_what_is_made(values: dict, tied: bool, tmp_path: Path) ->
     assert expected.sizes.bits_per_weight == pytest.approx(bits, **near)
     for one, other in zip(expected.parts, report.parts, strict=True):
         assert (one.name, one.num_weights) == (other.name, other.num_weights)
-        assert one.megabytes == pytest.approx(other.megabytes, rel=0.03, abs=2e-4)
+        assert one.megabytes == pytest.approx(other.megabytes, rel=0.03, abs=4e-4)
     assert [each.flag for each in expected.savings] == [each.flag for each in report.savings]
     assert model_ships_to(expected.model) == ships_to(tmp_path / "out")
     assert expected.minutes > 0 and expected.memory_gib > 0
