@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from qat.convert.calibrate import StackInputs, StageInputs, TokenBatch, stages_in_order
-from qat.convert.tables import FLOAT_BITS, fit_table
+from qat.convert.tables import FLOAT_BITS, fit_table, table_metrics
 from qat.errors import ConfigError, ExportError
 from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
 from qat.logs import Ticker, progress
@@ -59,8 +59,8 @@ def measure_sensitivities(
     """Measure the exact KL of every weight named in `formats`, in each of its formats alone.
 
     The first sequences of `calibration`, `JUDGED_TOKENS` or half of them, are used for judging;
-    linears are fitted to their inputs over the others. Embeddings and heads are fitted to their
-    values. The model is restored at the end.
+    linears and heads are fitted to their inputs over the others. An untied embedding is fitted to
+    its values. The model is restored at the end.
 
     Args:
         formats: names of linears in the decoder layers, of the embedding or of an untied head.
@@ -71,7 +71,7 @@ def measure_sensitivities(
     modules = {name: model.model.get_submodule(name) for name in formats}
     tables = table_names(model.model)
     with matmul_precision("medium"):
-        judge = _Judge(model, judged)
+        judge, metrics = _Judge(model, judged), table_metrics(model, formats, rest)
 
         def note(name: str, spec: LutSpec, quantized: QuantizedWeight) -> None:
             found[name][spec] = judge.divergence(modules[name], dequantize(quantized))
@@ -82,7 +82,9 @@ def measure_sensitivities(
             # tables, experts and unused linears are fitted one by one
             if not isinstance(inputs, StageInputs):
                 for name in names:
-                    fit = fit_table if name in tables else partial(_fitted, inputs=inputs)
+                    fit = partial(_fitted, inputs=inputs)
+                    if name in tables:
+                        fit = partial(fit_table, metric=metrics.get(name))
                     for spec in formats[name]:
                         note(name, spec, fit(_weight(modules[name]), spec))
                 return

@@ -199,6 +199,19 @@ def stages_in_order(
             run.advance(block.outputs())
 
 
+@torch.no_grad()
+def head_second_moment(model: LanguageModel, batches: Sequence[TokenBatch]) -> Tensor | None:
+    """Return `mean(h h^T)` of the hidden states that the head reads, `(D, D)` float64.
+
+    None without tokens. It runs the whole model over all `batches`.
+    """
+    total = _MeanOuter()
+    with as_checkpoint_error(model, NEEDS):
+        for hidden in model.hidden_of(batches):
+            total.add(hidden, _Rows(hidden))
+    return total.mean()
+
+
 def _with_heartbeat(
     readings: Iterable["_Reading"], name: str, heartbeat: Callable[[str], None]
 ) -> Iterator["_Reading"]:

@@ -27,7 +27,7 @@ from qat.convert.calibrate import (
     stages_in_order,
 )
 from qat.convert.savings import Saving
-from qat.convert.tables import fit_table
+from qat.convert.tables import fit_table, table_metrics
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS, RecordedSweeps, nearest_vectors
 from qat.logs import Ticker, progress
@@ -188,13 +188,15 @@ def quantize_model(
     linears = [name for name in todo if name not in tables]
     if base is None:
         _warn_of_requantizing(model, todo)
-    description = f"quantizing to {plan.name}"
     with (
-        progress(description, len(todo), "linears") as ticker,
+        progress(f"quantizing to {plan.name}", len(todo), "linears") as ticker,
         matmul_precision("medium"),
         torch.no_grad(),
     ):
-        job = _Conversion(student, todo, base or student, ticker, activations=activations)
+        metrics = table_metrics(base or student, {n: [s] for n, s in todo.items()}, calibration)
+        job = _Conversion(
+            student, todo, base or student, ticker, activations=activations, metrics=metrics
+        )
         # walk the teacher before the tables change, because it may share them
         teacher = LayerwiseRun(base or student, calibration) if calibration and linears else None
         alone = [*(name for name in todo if name in tables), *([] if teacher else linears)]
@@ -348,10 +350,13 @@ class _Conversion:
         ticker: Ticker,
         *,
         activations: dict[str, ActivationSpec | None],
+        metrics: dict[str, Tensor],
     ) -> None:
         self.student, self.model = student, student.model
         self.specs = specs
         self.tables = table_names(self.model)
+        self.metrics = metrics
+        """What tables are fitted with, by name."""
         self.activations = activations
         self.base = base.model
         self.ticker = ticker
@@ -373,7 +378,7 @@ class _Conversion:
         def fit(name: str) -> tuple[Tensor, QuantizedWeight, float]:
             began, weight, spec = time.perf_counter(), self.weight(name), self.specs[name]
             if name in self.tables:
-                fitted = fit_table(weight, spec)
+                fitted = fit_table(weight, spec, self.metrics.get(name))
             else:
                 fitted = fit_weight(weight, spec, nearest=nearest_vectors)
             return weight, fitted, time.perf_counter() - began
