@@ -10,7 +10,7 @@ Shapes: O out_features, I in_features, T tokens, V vocabulary.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
@@ -300,6 +300,10 @@ def formats_to_try(
         return bent(name, _formats_like(spec, name, shapes[name], room.wider_groups))
 
     formats = {name: bent(name, specs) for name, specs in tables.items()}
+    vectors = next((spec for spec in linears.values() if spec.vector_size > 1), None)
+    for name in tables if vectors else ():
+        with suppress(ConfigError, ExportError):  # its rows, or a target, hold levels only
+            formats[name] = list(dict.fromkeys([*formats[name], *like(vectors, name)]))
     for name, spec in linears.items():
         try:
             formats[name] = like(spec, name)

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("short_fits")
 
 EIGHTS = LutSpec(bits=2, group_size=8)
 FOURS = LutSpec(bits=8, vector_size=4, group_size=16, scale_bits=8)
+WIDE = LutSpec(bits=8, vector_size=4, group_size=48, scale_bits=8)
 ALL = QuantPlan(name="all", rules=(PlanRule(pattern="*", spec=EIGHTS),))
 MLP = QuantPlan(name="mlp", rules=(PlanRule(pattern="*.mlp.*", spec=EIGHTS),))
 
@@ -203,6 +204,19 @@ def test_tables_that_the_plan_names_stay_out_of_the_budget() -> None:
     plan, report = plan_within_budget(student(num_hidden_layers=1), plan, 5.0, tokens(6))
     assert plan.spec_for("model.embed_tokens", is_table=True) == four
     assert "model.embed_tokens" not in report.modules
+
+
+def test_tables_may_have_vectors_where_the_plan_has_them() -> None:
+    model = student(num_hidden_layers=1, intermediate_size=96, tie_word_embeddings=True)
+    (name,) = table_names(model.model)
+    room = Room({name: [table_spec(4, 32)]})
+    plan = QuantPlan(name="fours", rules=(PlanRule(pattern="*", spec=FOURS),))
+    found = formats_to_try(model.model, plan, 5.0, room).formats[name]
+    assert [(s.bits, s.vector_size) for s in found] == [(4, 1), (8, 4), (6, 2), (8, 2)]
+    levels = formats_to_try(model.model, ALL, 5.0, room).formats[name]
+    assert levels == [table_spec(4, 32)]
+    wide = QuantPlan(name="wide", rules=(PlanRule(pattern="*.mlp.down_proj", spec=WIDE),))
+    assert formats_to_try(model.model, wide, 10.0, room).formats[name] == levels  # 48 > 32
 
 
 @pytest.mark.parametrize("budget", [4.0, 7.0])
