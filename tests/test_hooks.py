@@ -16,7 +16,7 @@ from qat.backend.device import on, select
 from qat.cli.train import train
 from qat.convert.config import ConvertConfig, check_asked
 from qat.convert.importing import load_importer
-from qat.data.reader import open_cache
+from qat.data.opening import open_cache
 from qat.errors import ConfigError
 from qat.export.targets import load_target, target_names
 from qat.models.attention import read_attention, sparse_attention

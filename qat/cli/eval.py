@@ -55,7 +55,7 @@ def _show(verdict: "Verdict", student: str, config: EvalConfig) -> None:
     from rich.table import Table
 
     from qat.data.cache import SERVED_AS
-    from qat.data.reader import open_cache
+    from qat.data.opening import open_cache
     from qat.logs import Terminal
 
     name, tokens = Path(student).name, verdict.numbers()["num_tokens"]

@@ -5,8 +5,6 @@ Only the manifest and the headers of recently used shards stay in memory.
 Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws (padded).
 """
 
-import os
-import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -35,9 +33,7 @@ from qat.data.shard_file import (
     shard_opener,
 )
 from qat.errors import CacheError
-from qat.hooks import extension
 
-ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://")
 ROWS = {"topk": TOP_K_ROWS, "draws": ("sample_marks",)}
 """Fields of a row by the teacher's targets that they hold."""
 
@@ -307,16 +303,3 @@ class TeacherCache:
             f"{self.manifest.teacher.vocab_size} words can say; rebuild the cache, or ask whoever "
             "made it"
         )
-
-
-def open_cache(location: str | Path) -> TeacherCache:
-    """Open the cache in a directory, or below an address such as `s3://bucket/caches/name`.
-
-    Raises:
-        CacheError: the cache is missing, foreign, unfinished or damaged, or its server fails.
-        ConfigError: the address has an unsupported scheme or holds a password, or the extension
-            that reads addresses is not installed.
-    """
-    if ADDRESS.match(os.fspath(location)):
-        return extension("qat.caches", "streams")(os.fspath(location))
-    return TeacherCache.open(location)

@@ -6,8 +6,9 @@ from typing import Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from qat.data.opening import open_cache
 from qat.data.packing import Batch
-from qat.data.reader import TeacherCache, open_cache
+from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import CacheError
 from qat.evaluate.config import EvalConfig

@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from qat.backend import device as backends
-from qat.data.reader import TeacherCache, open_cache
+from qat.data.opening import open_cache
+from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, QatError
 from qat.models.attention import sparse_attention

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qat.backend import device as backends
 from qat.backend.base import DTYPES, GIB
 from qat.config import fingerprint
-from qat.data.reader import TeacherCache, open_cache
+from qat.data.opening import open_cache
+from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import CheckpointError, ConfigError
 from qat.files import held

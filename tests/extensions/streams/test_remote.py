@@ -19,7 +19,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from http_case import serving
 
 from qat.data.cache import MANIFEST, read_manifest
-from qat.data.reader import TeacherCache, open_cache
+from qat.data.opening import open_cache
+from qat.data.reader import TeacherCache
 from qat.errors import CacheError, ConfigError
 from qat.extensions.streams import remote
 from qat.extensions.streams.remote import open_remote
