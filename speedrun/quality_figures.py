@@ -4,6 +4,7 @@
     python speedrun/quality_figures.py tables runs/stories15m
     python speedrun/quality_figures.py equal-time runs/minimind2 --figures figures.jsonl
     python speedrun/quality_figures.py over-baselines runs/smollm2 --figure NAME --figures FILE
+    python speedrun/quality_figures.py whole runs/smollm2 --most 2.5 --figure NAME --figures FILE
     python speedrun/quality_figures.py own-words runs/onpolicy_smollm2 --figures FILE
     python speedrun/quality_figures.py activations runs/stories15m runs/smollm2 --figures FILE
 
@@ -196,6 +197,24 @@ def over_baselines(
         value = round(results.kl(name), 4)
         record(figures, f"{kl}_{slug}", value, "nats/token", "", measured=measured, runs=runs,
                spread=spread)  # fmt: skip
+
+
+@app.command
+def whole(directory: Path, *, most: float, figure: str, goal: str, figures: Path) -> None:
+    """Append the least KL of our recipes whose whole file has no more than MOST bits per weight."""
+    results = Results(directory.name, read(directory / "results.jsonl"))
+    ours = {r["recipe"]: r for r in results.rows if r["method"] == "qat"}
+    names = [name for name, row in ours.items() if row["bits_per_weight"] <= most]
+    if not names:
+        raise SystemExit(f"no recipe of ours in {directory} has {most:g} bits or fewer")
+    best = min(names, key=results.kl)
+    row, runs = ours[best], len(results.of(best))
+    print(f"{figure}: {best}, {row['bits_per_weight']:.3f} bits, {row['megabytes']:.1f} MB")
+    measured = {key: row[key] for key in ("commit", "device")}
+    spread = round(results.spread(best), 4) if runs > 1 else None
+    value = round(results.kl(best), 4)
+    record(figures, figure, value, "nats/token", goal, measured=measured, runs=runs,
+           spread=spread)  # fmt: skip
 
 
 @app.command
