@@ -131,8 +131,8 @@ class _LossInForward(torch.autograd.Function):
 def _head_gradients(head: Head, tiles: Iterator[HeadTile]) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of weight and bias for autograd; none of a weight whose rows are taken.
 
-    Rows of words that no token names are taken as zeros: there is next to nothing that AdamW would
-    not blow up, and a word that no text contains should stay as it is.
+    With `head.skips_unnamed`, rows of words that no token names are zeros: there is next to nothing
+    that AdamW would not blow up, and a word that no text contains should stay as it is.
     """
     d_weight = None if head.take_rows else torch.empty_like(head.weight)
     d_bias = None if head.bias is None else torch.empty_like(head.bias)
@@ -140,12 +140,13 @@ def _head_gradients(head: Head, tiles: Iterator[HeadTile]) -> tuple[Tensor | Non
         rows = slice(tile.start, tile.start + tile.weight.shape[0])
         if d_bias is not None and tile.bias is not None:
             d_bias[rows] = tile.bias
+        weight = tile.weight
+        if head.skips_unnamed and tile.is_named is not None:
+            weight = weight * tile.is_named[:, None]
         if d_weight is not None:
-            d_weight[rows] = tile.weight
+            d_weight[rows] = weight
         elif head.take_rows is not None:
-            is_named = tile.is_named
-            named = tile.weight if is_named is None else tile.weight * is_named[:, None]
-            head.take_rows(rows, named)
+            head.take_rows(rows, weight)
     return d_weight, d_bias
 
 

@@ -177,13 +177,14 @@ class LanguageModel:
         """Return the output embedding for computing in `dtype`; casts are cached.
 
         So is the whole table of a quantized one. Inside a training step a table that learns takes
-        its gradient by rows.
+        its gradient by rows if it can, and none for words that no token names.
         """
         head = self.head
         if isinstance(head, TableHead):
             table = head.table
             take = table.pull_back_rows_ if table.learns_by_rows else None
-            return Head(table.weight_in(dtype), head.bias, self.softcap, take)
+            weight = table.weight_in(dtype)
+            return Head(weight, head.bias, self.softcap, take, skips_unnamed=table.is_in_step)
         weight, bias = head.weight, head.bias
         if weight.dtype != dtype and not weight.requires_grad:
             if self._cast_head is None or self._cast_head.dtype != dtype:

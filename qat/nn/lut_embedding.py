@@ -61,10 +61,14 @@ class QuantTable(QuantWeight):
         return formed
 
     @property
+    def is_in_step(self) -> bool:
+        """Whether a training step has formed the table, which learns."""
+        return self.formed is not None and self.formed.requires_grad
+
+    @property
     def learns_by_rows(self) -> bool:
         """Whether a training step has formed the table and takes its gradient by rows."""
-        formed = self.formed
-        return self.takes_rows and formed is not None and formed.requires_grad
+        return self.takes_rows and self.is_in_step
 
     @torch.no_grad()
     def pull_back_rows_(self, which: slice | Tensor, dW: Tensor) -> None:

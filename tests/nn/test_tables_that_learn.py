@@ -110,12 +110,14 @@ class Product(Rows):
         return F.linear(hidden, self.weight)
 
 
-@pytest.mark.parametrize("is_formed", [True, False])
+@pytest.mark.parametrize("way", ["by rows", "formed", "alone"])
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_gradients_equal_a_straight_through_estimator(
-    kind: str, is_tied: bool, is_formed: bool
+    kind: str, is_tied: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    is_formed, takes_rows = way != "alone", way == "by rows"
+    monkeypatch.setattr(QuantTable, "takes_rows", takes_rows)
     model = student(FORMATS[kind], is_tied)
     V = model.config.vocab_size
     ids, positions, targets = batch(V)
@@ -134,7 +136,7 @@ def test_gradients_equal_a_straight_through_estimator(
     for _ in range(2):  # micro-batches add up
         hidden = model.hidden(ids, positions).flatten(0, 1)
         head = model.head_in(torch.float32)
-        assert (head.take_rows is not None) == is_formed
+        assert (head.take_rows is not None) == takes_rows
         loss_from_hidden(hidden, head, targets, TERMS)["loss"].backward()
     for name, table in quant_tables(model.model).items():
         for local, parameter in table.weight_parameters().items():

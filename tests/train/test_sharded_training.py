@@ -7,16 +7,20 @@ from signal import SIGTERM, raise_signal
 import pytest
 import safetensors.torch
 import torch
-from quantized import SPECS
+from cache_case import TOKENIZER
+from quantized import SPECS, tiny_quantized
 from ranks_case import run_ranks
 from test_ranks_training import assert_same_course, before, course
 from train_case import config, make_place
 
 from qat.data.reader import TeacherCache
+from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_model
 from qat.nn.quant_linear import quant_linears
 from qat.nn.sharded import ShardedLutLinear
 from qat.nn.step import form_weights
+from qat.nn.swap import put_table, table_names, table_spec
+from qat.quant.fit import fit_weight
 from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig
 from qat.train.loop import Trainer
@@ -125,6 +129,28 @@ def test_two_ranks_divided_train_as_two_that_hold_all(place, tmp_path, values):
             assert mine["step"] == its["step"]
             if "loss_nats" in mine:
                 assert mine["loss_nats"] == pytest.approx(its["loss_nats"], rel=tolerance)
+
+
+@SLOW
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_divided_tables_learn_as_those_of_one_process(is_tied, tmp_path):
+    place = make_place(tmp_path)
+    model = tiny_quantized("qwen3", SPECS["lut2"], tie_word_embeddings=is_tied)
+    for name in table_names(model):
+        weight = model.get_submodule(name).weight.detach()
+        spec = table_spec(2, weight.shape[1])
+        put_table(model, name, fit_weight(weight, spec), spec)
+    save_checkpoint(model, TOKENIZER, place / "student", replace=True)
+    for out in (tmp_path / "alone", tmp_path / "divided"):
+        size = 1 if out.name == "alone" else 2
+        on_ranks(size, place, out, learn="weights", clip_grad_norm=1e9)
+    ours, whole = state(tmp_path / "divided"), state(tmp_path / "alone")
+    for name in table_names(model):
+        moved = whole[f"exp_avg_sq.{name}.weight"].any(1)  # other rows are named by no text
+        assert moved.any() and not moved.all()
+        assert torch.equal(ours[f"exp_avg_sq.{name}.weight"].any(1), moved)
+        latents = (state[f"parameter.{name}.weight"] for state in (ours, whole))
+        torch.testing.assert_close(*latents, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
