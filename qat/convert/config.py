@@ -60,9 +60,9 @@ class ConvertConfig(Settings):
     other groups only, those are used, and a line says so."""
     embedding_bits: Formats[Literal[2, 3, 4, 8, 16] | None] = None
     """Bits of the embedding and the head: 2, 3, 4 or 8; 16 for floating point. By default the
-    plan's rule for them, or what --bits-budget chooses; without either 8 (or fewer, where the
-    source has fewer), or floating point if scales are of low rank or a target of --for holds no
-    quantized table."""
+    plan's rule for them, or what --bits-budget chooses; without either 4 beside linears of fewer,
+    else 8 (or fewer, where the source has fewer), or floating point if scales are of low rank or a
+    target of --for holds no quantized table."""
     rotate: Formats[bool] = False
     """Rotate a float model before it is quantized, so that inputs of linears have fewer outliers;
     its function does not change. Without --to nothing is quantized."""

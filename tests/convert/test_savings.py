@@ -35,10 +35,10 @@ def test_a_flag_saves_what_was_said(place: Path, targets: tuple[str, ...], tmp_p
     name = "_".join(("two", *targets))
     report = converted(place, name, targets)
     said = flags(report)
-    assert [*said] == ["--embedding-bits 4", "--to q2a2"]
+    assert [*said] == ["--embedding-bits 2", "--to q2a2"]
     for flag, megabytes in said.items():
         key, value = flag.removeprefix("--").split()
-        change = {"embedding_bits": 4} if key == "embedding-bits" else {"to": value}
+        change = {"embedding_bits": 2} if key == "embedding-bits" else {"to": value}
         less = converted(place, f"{name}_{value}", targets, **change)
         assert report.megabytes - less.megabytes == pytest.approx(megabytes, rel=1e-6)
 

@@ -39,7 +39,7 @@ pytest.importorskip("gguf")
 def converted(source: Path, out: Path, **values: object) -> tuple[QuantizeReport, PreTrainedModel]:
     targets = values.pop("targets", ())
     shipping = shipping_to(targets)
-    config = ConvertConfig(**{"to": "q2a4", "device": "cpu", **values})
+    config = ConvertConfig(**{"to": "q2a4", "embedding_bits": 8, "device": "cpu", **values})
     report = convert_checkpoint(str(source), config, out, shipping)
     return report, load_checkpoint(out, torch.float32)
 
@@ -112,10 +112,11 @@ def planned(**values: object) -> dict[str, int]:
     return {name: spec.bits for name, spec in found.items() if spec is not None}
 
 
-def test_tables_have_8_bits_unless_something_else_is_said() -> None:
-    both = {"model.embed_tokens": 8, "lm_head": 8}
+def test_tables_have_4_bits_beside_fewer_and_8_beside_4() -> None:
+    both = {"model.embed_tokens": 4, "lm_head": 4}
     assert planned() == planned(to="v2a2") == planned(to="q2a4_a8") == both
-    assert planned(embedding_bits=4) == dict.fromkeys(both, 4)
+    assert planned(to="q4a4") == planned(embedding_bits=8) == dict.fromkeys(both, 8)
+    assert planned(embedding_bits=2) == dict.fromkeys(both, 2)
     assert planned(embedding_bits=16) == {}
     assert planned(to="q4a4_r4") == planned(to="q2a4_r32") == {}  # the reference's
     own = PRESETS["q2a4"].model_copy(
@@ -134,7 +135,8 @@ def test_a_table_gets_no_more_bits_than_its_source_had() -> None:
     for stored, bits in ((6.5625, 6), (6.0, 5), (5.5, 5), (5.0, 4), (4.25, 4), (3.4375, 4)):
         sample = torch.randn(8, 32)
         tables = {"model.embed_tokens": StoredTable(stored, sample)}
-        assert planned(stored=tables) == {"model.embed_tokens": bits, "lm_head": 8}
+        found = planned(stored=tables, embedding_bits=8)
+        assert found == {"model.embed_tokens": bits, "lm_head": 8}
 
 
 def test_what_a_budget_may_give_tables(tmp_path: Path) -> None:
