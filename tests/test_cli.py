@@ -175,6 +175,7 @@ def test_our_own_bug_keeps_its_traceback(monkeypatch) -> None:
         raise RuntimeError("our bug")
 
     monkeypatch.setattr(qat.cli, "app", SimpleNamespace(meta=broken))
+    monkeypatch.setattr("sys.argv", ["qat", "cache"])  # pytest-xdist gives its workers none
     with pytest.raises(RuntimeError, match="our bug"):
         main()
 

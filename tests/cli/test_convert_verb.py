@@ -36,7 +36,7 @@ def test_a_table_and_a_last_line(place: Path, tmp_path: Path, monkeypatch, capsy
     result = json.loads(printed.splitlines()[-1])
     assert result["out"] == str(out) and result["plan"] == "q2a4"
     assert result["linears"] == 14 and result["tables"] == 2 and result["kept"] == 0
-    assert 2.5 < result["linear_bits"] < 5 < result["bits_per_weight"]
+    assert 2.5 < result["linear_bits"] < result["bits_per_weight"] < 5
     assert result["megabytes"] < result["source_megabytes"] and "WARNING" not in printed
     for when, source in (("before", place / "float"), ("after", out)):
         expected = held_out_divergence(str(source), cache, device="cpu")
