@@ -304,7 +304,7 @@ class _Merged(NamedTuple):
     chosen: Tensor
     """`(T, N)` float32: the sum of the gradients of that word."""
     is_excluded: Tensor
-    """`(T, N)` bool: whether the word is excluded from the others."""
+    """`(T, N)` uint8: whether the word is excluded from the others."""
     lse: Tensor | None
     others: Tensor | None
 
@@ -318,7 +318,7 @@ def _merged(hidden: Tensor, g_logits: LogitGradients) -> "_Merged | LogitGradien
         return g_logits
     ids, chosen = g_logits.ids.contiguous(), g_logits.chosen.contiguous()
     summed = torch.empty_like(chosen, dtype=torch.float32)
-    is_excluded = torch.empty_like(ids, dtype=torch.bool)
+    is_excluded = torch.empty_like(ids, dtype=torch.uint8)
     T, N = ids.shape
     with torch.cuda.device_of(hidden):
         _merge_kernel[(T,)](
@@ -577,7 +577,7 @@ def _merge_kernel(
     summed = tl.sum(tl.where(is_same, chosen[None, :], 0.0), 1)
     is_excluded = tl.max(tl.where(is_same & (n < NUM_EXCLUDED)[None, :], 1, 0), 1) > 0
     tl.store(summed_ptr + first + n, summed, mask=n < N)
-    tl.store(is_excluded_ptr + first + n, is_excluded, mask=n < N)
+    tl.store(is_excluded_ptr + first + n, is_excluded.to(tl.uint8), mask=n < N)
 
 
 @triton.jit
