@@ -1,4 +1,4 @@
-"""Embedding and head of a student: by default in 4 or 8 bits, in no more than the source, tied again."""
+"""Embedding and head of a student: their default bits, no more than the source has, tied again."""
 
 import json
 from pathlib import Path
