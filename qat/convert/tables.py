@@ -27,6 +27,7 @@ from qat.nn.swap import (
     reads_input,
     table_names,
     table_spec,
+    tables_read,
     weight_shape,
     with_tables,
 )
@@ -71,21 +72,32 @@ def plan_tables(
     """Return `plan` with rules for the tables, as `config` says or by default.
 
     Raises:
-        ConfigError: floating point is requested and a table is quantized already.
+        ConfigError: floating point is requested and a table is quantized already, or few bits and
+            the model's own code reads the table.
     """
-    bits = config.embedding_bits
+    bits, names = config.embedding_bits, table_names(model)
     if bits == FLOAT_BITS:
         return _in_floats(plan, model)
-    if bits is None and not _has_default(plan, model, shipping):
-        return plan
-    specs = {}
-    for name in table_names(model):
-        module = model.get_submodule(name)
-        if bits is None and isinstance(module, QuantTable):
-            specs[name] = module.spec  # it keeps its format
-        else:
-            specs[name] = table_format(model, name, bits or _usual_bits(plan), stored.get(name))
-    return with_tables(plan, model, specs)
+    if bits is not None or _has_default(plan, model, shipping):
+        specs = {}
+        for name in names:
+            module = model.get_submodule(name)
+            if bits is None and isinstance(module, QuantTable):
+                specs[name] = module.spec  # it keeps its format
+            else:
+                most = bits or _usual_bits(plan)
+                specs[name] = table_format(model, name, most, stored.get(name))
+        plan = with_tables(plan, model, specs)
+    for table in tables_read(model):
+        # a tied head is read in place of the embedding, whose rule decides for both
+        named = [name for name in names if is_tied(model) or model.get_submodule(name) is table]
+        if any(plan.spec_for(name, is_table=True) for name in named):
+            raise ConfigError(
+                f"{named[0]} is to be quantized, but the code of model_type="
+                f"{model.config.model_type} reads its weight, expected a table in floating point; "
+                f"leave out --embedding-bits, or give it {FLOAT_BITS}"
+            )
+    return plan
 
 
 def _usual_bits(plan: QuantPlan) -> int:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import build
 from gguf_tables_case import TYPES, gguf_of
 from tiny import save_tiny, tiny_model
 from torch import Tensor
@@ -201,3 +202,14 @@ def test_float_tables_of_a_quantized_file_have_16_bits(tmp_path: Path) -> None:
     assert torch.equal(table_values(student), table_values(source).bfloat16().float())
     values = json.loads((tmp_path / "student" / REPORT_NAME).read_text())
     assert values["num_tables"] == 0
+
+
+def test_a_table_that_the_models_own_code_reads_is_not_quantized() -> None:
+    model, rest = build("MambaForCausalLM"), {"stored": {}, "shipping": None}
+    plan = PRESETS["q2a4"]
+    (name,) = table_names(model)
+    assert plan_tables(plan, model, ConvertConfig(to="q2a4"), **rest) == plan
+    rule = PlanRule(pattern=name, spec=LutSpec(bits=4, group_size=32))
+    for asked, bits in ((plan, 4), (plan.model_copy(update={"rules": (rule,)}), None)):
+        with pytest.raises(ConfigError, match=f"{name} .*mamba.* --embedding-bits"):
+            plan_tables(asked, model, ConvertConfig(to="q2a4", embedding_bits=bits), **rest)
