@@ -30,7 +30,7 @@ from qat.files import check_free, parse_json, parse_toml
 from qat.logs import FACTS, METRICS, RECIPE, SUMMARY, read_json_lines
 from qat.models.attention import kv_spec
 from qat.models.checkpoint import is_packed, load_checkpoint, load_skeleton
-from qat.models.cost import parameter_count, quantized_parameter_count
+from qat.models.cost import linear_bits, parameter_count, quantized_parameter_count
 from qat.models.directory import GGUF, atomic_directory, resolve
 from qat.models.document_attention import set_kv
 from qat.models.gguf_layout import gguf_sizes
@@ -217,14 +217,15 @@ def _write(
             dtype = read_table(partial / "config.json").get("dtype", dtype)
         gguf = next(partial.glob(f"*{GGUF}"), None)
         sizes = tensor_sizes(partial) if gguf is None else gguf_sizes(gguf, model)
-        dense_bits = 8.0 * embedding_dtype(model).itemsize
+        is_dense, dense_bits = name == "dense", 8.0 * embedding_dtype(model).itemsize
+        otherwise = dense_bits if is_dense else linear_bits(model)
         tables, base = map(model.get_submodule, table_names(model)), float_base(source)
         report = ExportReport(
             dtype=dtype,
             saved_dtype=str(saved).removeprefix("torch."),
             bytes=size,
             bits_per_weight=8 * size / parameter_count(model),
-            linear_bits=dense_bits if name == "dense" else linear_bits_in(sizes, model),
+            linear_bits=linear_bits_in(sizes, model, otherwise=otherwise),
             source_megabytes=None if base == str(source) else source_megabytes(base),
             has_float_tables=not all(isinstance(table, QuantTable) for table in tables),
             quantized_weights=quantized_parameter_count(model),

@@ -34,10 +34,10 @@ def tensor_sizes(path: Path) -> dict[str, int]:
     return sizes
 
 
-def linear_bits_in(sizes: Mapping[str, int], model: PreTrainedModel) -> float:
+def linear_bits_in(sizes: Mapping[str, int], model: PreTrainedModel, *, otherwise: float) -> float:
     """Return the bits per weight of the quantized linears in files whose tensors have these sizes.
 
-    In the checkpoint, where the files do not tell all linears apart.
+    `otherwise` where the files do not tell all linears apart.
     """
     linears = quant_linears(model)
     own: dict[str, int] = dict.fromkeys(linears, 0)
@@ -46,7 +46,7 @@ def linear_bits_in(sizes: Mapping[str, int], model: PreTrainedModel) -> float:
         if name is not None and key != f"{name}.bias":
             own[name] += size
     if not all(own.values()):
-        return linear_bits(model)
+        return otherwise
     return 8 * sum(own.values()) / quantized_parameter_count(model)
 
 
