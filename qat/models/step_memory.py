@@ -84,13 +84,15 @@ def step_bytes(
     `meta`. Each of `parts` devices holds its rows of the latent weights. Everything but quantized
     weights counts as frozen in `dtype`: norms, gates and routers are small.
     """
-    stored = gradients = moments = 0.0
+    stored = gradients = moments = of_linears = 0.0
     latents, each, hosted = [], LATENT_BYTES[config.latent_dtype], HOSTED[config.offload]
     weights, layers = quantized_modules(model), decoder_layers(model)
+    tables = quant_tables(model)
     for name, module in weights.items():
         kinds = set(config.kinds) if name in learning else set()
         if "weights" in kinds:
             latents.append(each * num_weights(module) / parts)
+            of_linears += 0.0 if name in tables else latents[-1]
             stored += packed_bytes(module) if config.offload == "latents" else latents[-1]
         else:
             held = module.packed if isinstance(module, PackedWeight) else module.weight
@@ -112,13 +114,13 @@ def step_bytes(
             pinned += sum(placed(away)[1])
     else:
         is_eight = config.optimizer == "adamw8bit"
-        moments += 2 * sum(latents) * ((1 + 4 / BLOCK_OF_MOMENTS) / each if is_eight else 1)
+        spared = 1 - (1 + 4 / BLOCK_OF_MOMENTS) / each if is_eight else 0.0
+        moments += 2 * (sum(latents) - spared * of_linears)
     inside = {id(t) for m in weights.values() for t in (*m.parameters(), *m.buffers())}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in inside:
             is_wide = tensor.is_floating_point() and tensor.itemsize > dtype.itemsize
             stored += tensor.numel() * (dtype.itemsize if is_wide else tensor.itemsize)
-    tables = quant_tables(model)
     # a step forms the tables that learn, and a head keeps what it forms of one that does not
     still = [num_weights(table) for name, table in tables.items() if name not in learning]
     tables_formed = dtype.itemsize * sum(num_weights(tables[n]) for n in tables if n in learning)

@@ -13,6 +13,7 @@ from qat.backend import device as backend
 from qat.backend.copies import Copying
 from qat.models.stored_state import quantized_modules
 from qat.nn.hosted import HostedWeight
+from qat.nn.lut_embedding import QuantTable
 from qat.nn.sharded import ShardedWeight
 from qat.ranks import ALONE, Ranks
 from qat.train.adamw import MOMENTS, Learner, Mover, StochasticAdamW, TorchAdamW
@@ -72,6 +73,7 @@ class Optimizer:
         """Owners of parameters of which this rank holds some rows."""
         self.hosted = {name: each for name, each in learning if isinstance(each, HostedWeight)}
         """Owners of parameters whose values are on the host."""
+        self._tables = {name for name, each in learning if isinstance(each, QuantTable)}
         self.sizes = natural_sizes(model, by_kind)
         if state:  # a resumed run keeps its original sizes
             self.sizes = {name: state[f"size.{name}"].item() for name in self.parameters}
@@ -103,9 +105,15 @@ class Optimizer:
                 rest[name] = Learner(self.parameters[name], rate * size, decay)
         latents = {name: rest[name] for name in by_kind.get("weights", ())}
         movers: list[Mover] = []
-        if latents and config.optimizer == "adamw8bit":
-            movers.append(EightBitAdamW(latents, config.beta2, may_overflow=has_scale))
-        elif latents and config.latent_dtype == "bf16":
+        if config.optimizer == "adamw8bit":
+            # a word's gradients are seldom: 8 bits round some of its second moments to zero but not
+            # the first, and a step would be their ratio
+            dense = {name: each for name, each in latents.items() if name not in self._tables}
+            if dense:
+                movers.append(EightBitAdamW(dense, config.beta2, may_overflow=has_scale))
+            latents = {name: each for name, each in latents.items() if name not in dense}
+            rest = {name: each for name, each in rest.items() if name not in dense}
+        if latents and config.latent_dtype == "bf16":
             movers.append(
                 StochasticAdamW(
                     latents,
@@ -116,8 +124,7 @@ class Optimizer:
                     hosted=self.hosted,
                 )
             )
-        if movers:
-            rest = {name: learner for name, learner in rest.items() if name not in latents}
+            rest = {name: each for name, each in rest.items() if name not in latents}
         if rest:
             is_fused = self._device.type == "cuda" or has_scale
             # before the latent weights, whose nearest codes depend on codebooks and scales

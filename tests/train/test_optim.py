@@ -17,7 +17,8 @@ from qat.backend.base import DTYPES
 from qat.errors import ConfigError
 from qat.nn.latent import to_latent
 from qat.nn.sites import open_sites
-from qat.nn.swap import linear_names, replace_module
+from qat.nn.swap import linear_names, put_table, replace_module, table_names, table_spec
+from qat.quant.fit import fit_weight
 from qat.ranks import Ranks
 from qat.train.config import TrainConfig
 from qat.train.learnable import learnable, natural_sizes, weights_in_scope
@@ -306,6 +307,25 @@ def test_bfloat16_is_for_latents_and_their_moments(tmp_path) -> None:
             continue
         is_latent = name.endswith("_proj.weight")
         assert tensor.dtype == (torch.bfloat16 if is_latent else torch.float32), name
+
+
+def test_a_table_moves_no_further_with_eight_bits_for_others(tmp_path) -> None:
+    model = tiny_model(tie_word_embeddings=True)
+    (name,) = table_names(model)
+    spec = table_spec(2, 32)
+    put_table(model, name, fit_weight(model.get_submodule(name).weight.detach(), spec), spec)
+    to_latent(model, [name])
+    chosen = settings(tmp_path, optimizer="adamw8bit")
+    optimizer = Optimizer(model, learnable(model, [name], ("weights",)), chosen)
+    ((_, latent),) = optimizer.parameters.items()
+    start = latent.detach().clone()
+    for step in range(4):  # words of one step each, with a few elements that are next to nothing
+        latent.grad = torch.zeros_like(latent)
+        rows = latent.grad[step::8]
+        rows += torch.randn(rows.shape) * torch.logspace(0, -5, rows.shape[1])
+        optimizer.step(step)
+    most = 4 * chosen.lr * optimizer.sizes[f"{name}.weight"]
+    assert 0 < (latent.detach() - start).abs().max() < 2 * most
 
 
 def test_eight_bits_hold_the_moments_of_large_latents(tmp_path) -> None:
