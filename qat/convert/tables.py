@@ -6,10 +6,10 @@ Integers of a table that was rounded once are recovered, so that it is not round
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qat.convert.calibrate import TokenBatch, head_second_moment
@@ -86,7 +86,8 @@ def plan_tables(
                 specs[name] = module.spec  # it keeps its format
             else:
                 most = bits or _usual_bits(plan)
-                specs[name] = table_format(model, name, most, stored.get(name))
+                spec = table_format(model, name, most, stored.get(name))
+                specs[name] = spec if isinstance(module, QuantTable) else _with_zeros(spec, module)
         plan = with_tables(plan, model, specs)
     for table in tables_read(model):
         # a tied head is read in place of the embedding, whose rule decides for both
@@ -98,6 +99,19 @@ def plan_tables(
                 f"leave out --embedding-bits, or give it {FLOAT_BITS}"
             )
     return plan
+
+
+def _with_zeros(spec: LutSpec, module: nn.Module) -> LutSpec:
+    """Return a format of as many bits that holds rows of zeros, if the float table has some.
+
+    The row of a padding token often is one. Scales of 8 bits hold no zero; those of 16, for twice
+    as many weights, do.
+    """
+    weight = cast(Tensor, module.weight)
+    if spec.scale_bits != 8 or weight.is_meta or weight.shape[1] % (2 * spec.group_size):
+        return spec
+    wide = {"group_size": 2 * spec.group_size, "scale_bits": 16}
+    return spec if weight.any(1).all() else spec.model_copy(update=wide)
 
 
 def _usual_bits(plan: QuantPlan) -> int:

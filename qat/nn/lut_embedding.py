@@ -8,7 +8,7 @@ Shapes: V words, D model width, B sequences, S positions, T = B * S.
 """
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -121,6 +121,15 @@ class QuantTable(QuantWeight):
         )
 
 
+class Lookup(NamedTuple):
+    """How an embedding reads its rows."""
+
+    embed_scale: float | None = None
+    """Factor of the rows in some models, else None."""
+    padding_idx: int | None = None
+    """A row that never learns, as in torch; some models set it to zero whenever they are opened."""
+
+
 class QuantEmbedding(QuantTable):
     """`embedding.weight[ids]` in `dtype`; forms only the rows of these ids."""
 
@@ -129,14 +138,32 @@ class QuantEmbedding(QuantTable):
         quantized: QuantizedWeight,
         spec: LutSpec,
         dtype: torch.dtype,
-        embed_scale: float | None = None,
+        lookup: Lookup = Lookup(),  # noqa: B008 - immutable
     ) -> None:
         super().__init__(quantized, spec, dtype)
-        self.embed_scale = embed_scale  # factor of the rows in some models, else None
+        self.embed_scale, self.padding_idx = lookup
 
-    def own(self) -> tuple[LutSpec, torch.dtype, float | None]:
-        """Return format, dtype and factor of the rows."""
-        return self.spec, self.dtype, self.embed_scale
+    def own(self) -> tuple[LutSpec, torch.dtype, Lookup]:
+        """Return format, dtype and how rows are read."""
+        return self.spec, self.dtype, Lookup(self.embed_scale, self.padding_idx)
+
+    @torch.no_grad()
+    def pull_back_rows_(self, which: slice | Tensor, dW: Tensor) -> None:
+        """See `QuantTable`; the row of the padding gets no gradient."""
+        if self.padding_idx is not None:
+            words = which
+            if isinstance(words, slice):
+                words = torch.arange(words.start, words.stop, device=dW.device)
+            is_padding = words.eq(self.padding_idx)
+            dW = dW.masked_fill(is_padding[:, None], 0.0)
+        super().pull_back_rows_(which, dW)
+
+    @torch.no_grad()
+    def pull_back_(self, dW: Tensor) -> None:
+        """See `QuantWeight`; the row of the padding gets no gradient."""
+        if self.padding_idx is not None:
+            dW[self.padding_idx].zero_()
+        super().pull_back_(dW)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map `(B, S)` ids to `(B, S, D)`."""

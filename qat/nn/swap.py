@@ -16,6 +16,7 @@ from qat.errors import CheckpointError
 from qat.nn.lut_embedding import (
     FrozenLutEmbedding,
     FrozenLutHead,
+    Lookup,
     QuantEmbedding,
     QuantTable,
     TiedLutHead,
@@ -205,7 +206,8 @@ def put_table(model: PreTrainedModel, name: str, quantized: QuantizedWeight, spe
     if old is not model.get_input_embeddings():
         table: QuantTable = FrozenLutHead(quantized, spec, dtype, old.bias)
     else:
-        table = embedding = FrozenLutEmbedding(quantized, spec, dtype, _embed_scale(name, old))
+        lookup = Lookup(_embed_scale(name, old), cast(Any, old).padding_idx)
+        table = embedding = FrozenLutEmbedding(quantized, spec, dtype, lookup)
         if is_tied(model):
             _tie_head(model, embedding)
     replace_module(model, name, table.train(old.training))

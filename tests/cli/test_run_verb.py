@@ -32,8 +32,6 @@ from qat.models.directory import resolve
 from qat.models.sizes import checkpoint_sizes
 from qat.observe.page import Written
 
-pytestmark = pytest.mark.usefixtures("short_fits")
-
 FEW = {"--max-steps": 4, "--sequence-length": 16, "--device": "cpu", "--dtype": "fp32"}
 STAGES = ("cache", "convert", "train", "eval", "export")
 needs_gguf = pytest.mark.skipif("gguf" not in hooks("qat.targets"), reason="no extension writes it")

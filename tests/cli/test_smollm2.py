@@ -32,7 +32,7 @@ def test_smollm2_goes_from_gguf_to_gguf(tmp_path: Path, monkeypatch, capsys) -> 
         assert call(monkeypatch, *verb, "--device", "cpu") == 0, capsys.readouterr()
     assert call(monkeypatch, "export", run, "--to", "gguf", "--out", out) == 0
     report = said(capsys)
-    assert report["logits_equal"] and report["linear_bits"] < 2.7
+    assert report["logits_equal"] and report["linear_bits"] < 3.0
     assert report["bytes"] < 75e6 < 1e6 * report["source_megabytes"]
     ids = torch.arange(1000, 1048)[None]
     trained, written = (load_model(str(place), device="cpu") for place in (run, out))

@@ -6,8 +6,9 @@ from tiny import IDS, tiny_model
 from torch import Tensor
 
 from qat.convert.calibrate import TokenBatch, head_second_moment
+from qat.convert.config import ConvertConfig
 from qat.convert.quantize import quantize_model
-from qat.convert.tables import LOOKED_UP, fit_table, table_metrics
+from qat.convert.tables import LOOKED_UP, fit_table, plan_tables, table_metrics
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import is_tied, table_names, table_spec, with_tables
 from qat.quant.spec import PRESETS
@@ -69,3 +70,16 @@ def test_a_head_errs_less_on_its_inputs(bits: int) -> None:
     plan = with_tables(PRESETS["q2a4"], model.model, bits)
     quantize_model(model, plan, calibration=BATCHES, workers=1)
     assert torch.equal(model.model.get_submodule(name).quantized_weight(), aimed)
+
+
+def test_rows_of_zeros_stay_zeros() -> None:
+    model = tiny_model(pad_token_id=3, tie_word_embeddings=True)
+    (name,) = table_names(model)
+    config, nothing = ConvertConfig(to="q2a4"), {"stored": {}, "shipping": None}
+    spec = plan_tables(PRESETS["q2a4"], model, config, **nothing).spec_for(name, is_table=True)
+    assert (spec.bits, spec.group_size, spec.scale_bits) == (4, 32, 16)
+    weight = model.get_submodule(name).weight
+    assert not dequantize(fit_table(weight.detach(), spec))[3].any()
+    torch.nn.init.ones_(weight)
+    spec = plan_tables(PRESETS["q2a4"], model, config, **nothing).spec_for(name, is_table=True)
+    assert spec == table_spec(4, 32)

@@ -9,7 +9,13 @@ from quantized import SPECS, random_weight
 from torch import nn
 from torch.nn import functional as F
 
-from qat.nn.lut_embedding import FrozenLutEmbedding, FrozenLutHead, TiedLutHead, quant_tables
+from qat.nn.lut_embedding import (
+    FrozenLutEmbedding,
+    FrozenLutHead,
+    Lookup,
+    TiedLutHead,
+    quant_tables,
+)
 from qat.quant.spec import LutSpec
 from qat.quant.weight import dequantize
 
@@ -97,7 +103,7 @@ def test_casting_the_model_casts_what_the_table_gives_and_not_the_table() -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_scale_of_an_embedding_is_rounded_as_its_rows(dtype: torch.dtype) -> None:
     spec = TABLES["lut8"]
-    table = FrozenLutEmbedding(random_weight(V, 88, spec), spec, dtype, 9.38)
+    table = FrozenLutEmbedding(random_weight(V, 88, spec), spec, dtype, Lookup(9.38))
     wished = table.quantized_weight(dtype) * torch.tensor(9.38).to(dtype)
     assert torch.equal(table(torch.arange(V)), wished)
 

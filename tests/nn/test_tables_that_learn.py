@@ -199,3 +199,21 @@ def test_rows_and_wholes_pull_back_alike() -> None:
     other.pull_back_(whole)
     for name, parameter in one.weight_parameters().items():
         torch.testing.assert_close(parameter.grad, other.get_parameter(name).grad)
+
+
+def test_the_row_of_the_padding_never_learns() -> None:
+    spec = FORMATS["levels4"]
+    model = tiny_model(tie_word_embeddings=True, pad_token_id=3)
+    (name,) = table_names(model)
+    weight = model.get_submodule(name).weight.detach()
+    assert not weight[3].any()  # torch begins it with zeros
+    put_table(model, name, fit_weight(weight, spec), spec)
+    to_latent(model, [name])
+    table = model.get_submodule(name).requires_grad_()
+    dW = torch.ones(table.out_features, table.in_features)
+    table.pull_back_rows_(slice(0, 5), dW[:5])
+    table.pull_back_rows_(torch.tensor([3, 7]), dW[:2])
+    table.pull_back_(dW.clone())
+    still = ~table.weight.grad.any(1)
+    assert still.nonzero().flatten().tolist() == [3]
+    assert not table.scales.grad[3].any() and table.scales.grad[7].any()

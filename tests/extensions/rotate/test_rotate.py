@@ -196,12 +196,12 @@ def test_a_rotated_model_is_quantized_as_any_other(place: Path) -> None:
 @pytest.mark.slow
 def test_a_base_is_rotated_as_the_model_is(place: Path) -> None:
     convert(place, "four", rotate=True, to="q4a4", group_size=16)
-    again = {"source": "four", "to": "q2a2", "group_size": 16}
+    again = {"source": "four", "to": "q2a2", "group_size": 16, "embedding_bits": 8}
     with pytest.raises(ConfigError, match="rotation_seed is None, the model's 0"):
         convert(place, "two", base=str(place / "float"), **again)
     convert(place, "rotated", rotate=True)
     convert(place, "two", base=str(place / "rotated"), **again)
-    convert(place, "expected", "rotated", to="q2a2", group_size=16)
+    convert(place, "expected", "rotated", to="q2a2", group_size=16, embedding_bits=8)
     one, two = load_checkpoint(place / "two"), load_checkpoint(place / "expected")
     assert torch.equal(one(IDS).logits, two(IDS).logits)
 
