@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qat.backend.device import on
 from qat.kernels.lut_weight import form, pull_back
 from qat.nn.activation import ActivationQuantizer, read
 from qat.nn.quant_weight import PIECE, LatentWeight, PackedWeight, QuantWeight
@@ -67,8 +68,12 @@ class QuantTable(QuantWeight):
 
     @property
     def learns_by_rows(self) -> bool:
-        """Whether a training step has formed the table and takes its gradient by rows."""
-        return self.takes_rows and self.is_in_step
+        """Whether a training step has formed the table and takes its gradient by rows.
+
+        A device that compiles a step as a whole takes that of the whole table: PyTorch/XLA cannot
+        lower the sums by row.
+        """
+        return self.takes_rows and self.is_in_step and not on(self.device).is_traced
 
     @torch.no_grad()
     def pull_back_rows_(self, which: slice | Tensor, dW: Tensor) -> None:
