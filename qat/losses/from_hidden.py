@@ -30,10 +30,8 @@ from qat.kernels.head import (
 from qat.losses.config import kinds_read, reads_others
 from qat.losses.formulas import Targets, WordsRead, sums_by_name, valid_rows
 
-CHUNK_TOKENS = 32768
-"""Tokens per chunk, whose `(t, N)` tensors and float32 `(t, D)` gradient exist together."""
-SCALED_TOKENS = 32768
-"""Rows of a stored gradient that are scaled in float32 at a time: 0.13 GB at D = 1024."""
+CHUNK_TOKENS = 32768  # whose `(t, N)` tensors and float32 `(t, D)` gradient exist together
+SCALED_TOKENS = 32768  # rows of a gradient scaled in float32 at a time: 0.13 GB at D = 1024
 
 
 class HeadGradient(Protocol):

@@ -49,8 +49,7 @@ KIND_OF = {  # of each parameter of a quantized weight, as named in the setting 
 }
 
 
-PIECE = 2**24
-"""Weights of a table that plain PyTorch computes at a time."""
+PIECE = 2**24  # weights of a table that plain PyTorch computes at a time
 
 
 class SharedBuffer(NamedTuple):

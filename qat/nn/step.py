@@ -167,10 +167,7 @@ def gathering(*modules: nn.Module) -> Ranks:
 
 
 def forming_units(model: nn.Module) -> list[Unit]:
-    """Return the modules that form weights: joined linears as one, all others alone.
-
-    A table that does not learn is none: it forms the rows that are read, or itself once.
-    """
+    """Return what forms weights: joined linears as one, all others alone, tables only to learn."""
     joined = [module for module in model.modules() if isinstance(module, JoinedLinears)]
     members = {linear for unit in joined for linear in unit.linears}
     alone = [
