@@ -241,7 +241,7 @@ class BudgetReport:
 
 
 class Room(NamedTuple):
-    """What a budget may be spent on beside the formats that a plan implies, and what these cost."""
+    """The choices of a budget beside the formats that a plan implies, and what they cost."""
 
     tables: Mapping[str, Sequence[LutSpec]] | None = None
     """The formats to try for the embedding and an untied head; the budget is then over all weights
@@ -258,7 +258,7 @@ class Room(NamedTuple):
 
 
 class Trials(NamedTuple):
-    """What a budget may choose among."""
+    """The formats that a budget chooses among."""
 
     kept: dict[str, LutSpec]
     """Tables that keep the plan's format."""

@@ -74,9 +74,9 @@ class Forecast(NamedTuple):
     sizes: Sizes
     """The sizes of the packed checkpoint."""
     parts: list[Part]
-    """What takes how much of the checkpoint; nothing for a budget, which will choose that."""
+    """The parts of the checkpoint and their sizes; empty for a budget, which is yet to choose."""
     savings: list[Saving]
-    """What one more flag would save."""
+    """The flags that would make it smaller, and by how much."""
     minutes: float
     """An estimate for the device in its current state."""
     memory_gib: float

@@ -142,9 +142,9 @@ class QuantizeReport:
     """The number of tables among `modules`."""
     modules: list[ModuleReport]
     parts: list[Part] = field(default_factory=list)
-    """What takes how much of `megabytes`."""
+    """The parts of `megabytes`."""
     savings: list[Saving] = field(default_factory=list)
-    """What one more flag would save of it."""
+    """The flags that would make it smaller, and by how much."""
     budget: BudgetReport | None = None
     """The choices within a budget; None without one."""
     activations: dict[ActivationKind, int] = field(default_factory=dict)
@@ -356,7 +356,7 @@ class _Conversion:
         self.specs = specs
         self.tables = table_names(self.model)
         self.metrics = metrics
-        """What tables are fitted with, by name."""
+        """The metric that each table is fitted with, by name."""
         self.activations = activations
         self.base = base.model
         self.ticker = ticker

@@ -1,4 +1,4 @@
-"""What one more flag of `qat convert` would save of a student's file."""
+"""Sizes that one more flag of `qat convert` would save of a student's file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -63,7 +63,7 @@ class Head(NamedTuple):
     take_rows: Callable[[slice, Tensor], None] | None = None
     """Takes the gradient of some rows of the weight, `(words, D)`, in place of autograd."""
     skips_unnamed: bool = False
-    """Whether the gradient of the weight is zero for words that no token names."""
+    """True if words that no token names get no gradient of the weight."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits, `(..., D)` to `(..., V)`, in the dtype of `hidden`."""

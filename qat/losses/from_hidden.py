@@ -35,14 +35,14 @@ SCALED_TOKENS = 32768  # rows of a gradient scaled in float32 at a time: 0.13 GB
 
 
 class HeadGradient(Protocol):
-    """What chunks leave behind for the gradient of the head."""
+    """The parts of the head's gradient that chunks keep for the backward pass."""
 
     def tiles(self, head: Head, factor: Tensor) -> Iterator[HeadTile]:
         """Yield that gradient times `factor`, some rows at a time, in order."""
 
 
 class Gradients(NamedTuple):
-    """Where chunks put their gradients; None where none is required."""
+    """The gradients that chunks write; None where none is required."""
 
     hidden: Tensor | None
     """`(T, D)`, in the dtype of the hidden states."""

@@ -82,7 +82,7 @@ def bytes_by_name(model: nn.Module) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Part:
-    """What some of a model's weights take of its file."""
+    """A part of a model's weights and its size in the file."""
 
     name: str
     num_weights: int

@@ -31,7 +31,7 @@ class QuantTable(QuantWeight):
     """
 
     takes_rows = True
-    """Whether the gradient of some rows can be pulled back without that of all others."""
+    """True if the gradient of some rows can be pulled back without that of all others."""
 
     def __init__(self, quantized: QuantizedWeight, spec: LutSpec, dtype: torch.dtype) -> None:
         super().__init__(quantized, spec)
@@ -63,12 +63,12 @@ class QuantTable(QuantWeight):
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a training step has formed the table, which learns."""
+        """True inside a training step, if the table learns and has been formed."""
         return self.formed is not None and self.formed.requires_grad
 
     @property
     def learns_by_rows(self) -> bool:
-        """Whether a training step has formed the table and takes its gradient by rows.
+        """True inside a training step that pulls the gradient of the table back by rows.
 
         A device that compiles a step as a whole takes that of the whole table: PyTorch/XLA cannot
         lower the sums by row.
@@ -127,7 +127,7 @@ class QuantTable(QuantWeight):
 
 
 class Lookup(NamedTuple):
-    """How an embedding reads its rows."""
+    """The factor of an embedding's rows, and its row for padding."""
 
     embed_scale: float | None = None
     """Factor of the rows in some models, else None."""
