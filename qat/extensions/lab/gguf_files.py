@@ -207,10 +207,15 @@ def case_names(paths: Sequence[Path]) -> list[str]:
     twice = [path for path, count in Counter(paths).items() if count > 1]
     if twice:
         raise ConfigError(f"{twice[0]} is named twice, expected each file once; drop one of them")
-    found = [
-        path.absolute().parent.name if path.name == gguf.FILE_NAME else path.stem for path in paths
-    ]
+    found = [_export_name(path.absolute()) for path in paths]
     return found if len(set(found)) == len(found) else [str(path) for path in paths]
+
+
+def _export_name(path: Path) -> str:
+    if path.name != gguf.FILE_NAME:
+        return path.stem
+    is_of_run = path.parts[-3:-1] == ("export", "gguf")
+    return path.parents[2 if is_of_run else 0].name
 
 
 def describe(path: Path) -> Row:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 KERNELS_WIDTH, COMPARE_WIDTH, QUALITY_WIDTH, GGUF_WIDTH = 150, 150, 400, 170
 """Columns of a table where output goes to a file."""
+RUN_FILES = "export/gguf/*.gguf"
+"""Where `qat run` writes a GGUF file, in its directory."""
 RECORDS = Path("speedrun/records")
 US = 1e6
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
@@ -279,7 +281,7 @@ def gguf(
 
     Args:
         teacher: float model that the files come from: directory, hub id or GGUF file.
-        files: GGUF files to judge.
+        files: GGUF files to judge, or the directories of an export or of `qat run` that hold them.
         against: GGUF files to compare them with: each of FILES with the best of these at no more
             MB.
         config: settings.
@@ -297,21 +299,33 @@ def gguf(
             f"text={config.text} beside cache_dir={config.cache_dir}, expected one of them; give "
             "--text FILE or --cache-dir CACHE"
         )
-    others = against or []
-    for path in (*files, *others):
-        if not path.is_file():
-            raise ConfigError(
-                f"{path} {described(path)}, expected a GGUF file; name one, such as "
-                "exports/q2/model.gguf"
-            )
+    judged, others = [*map(gguf_file, files)], [*map(gguf_file, against or ())]
     check_inputs(models=[teacher], caches=[config.cache_dir], texts=[config.text], out=out)
     from qat.extensions.lab.gguf_files import run_gguf
 
-    report = run_gguf(config, teacher, files, others, out=out)
+    report = run_gguf(config, teacher, judged, others, out=out)
     wide_console(GGUF_WIDTH).print(row_table(GGUF_COLUMNS, report.rows))
     kl_nats = {row["case"]: rounded(row["kl_nats"]) for row in report.rows}
     ratios = {name: rounded(ratio) for name, ratio in report.ratios.items()}
     return dict(out=report.path, kl_nats=kl_nats, over_best=ratios)
+
+
+def gguf_file(path: Path) -> Path:
+    """Return the GGUF file `path`, or the one in the directory of an export or of `qat run`.
+
+    Raises:
+        ConfigError: there is none, or it is not clear which one is meant.
+    """
+    if path.is_file():
+        return path
+    found = next(filter(None, (sorted(path.glob(form)) for form in ("*.gguf", RUN_FILES))), [])
+    if len(found) == 1:
+        return found[0]
+    held = f"holds {len(found)} GGUF files" if found else described(path)
+    raise ConfigError(
+        f"{path} {held}, expected a GGUF file or a directory that holds one; name one, such as "
+        f"{found[0] if found else 'exports/q2/model.gguf'}"
+    )
 
 
 VERBS = {

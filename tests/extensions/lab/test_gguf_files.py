@@ -40,6 +40,7 @@ from qat.extensions.lab.gguf_files import (
     text_contexts,
 )
 from qat.extensions.lab.llamacpp import LlamaCpp, library
+from qat.extensions.lab.verbs import gguf_file
 from qat.models.gguf_header import read_header
 from qat.models.load import load_model
 
@@ -178,6 +179,8 @@ def test_the_rival_is_the_best_of_no_more_megabytes() -> None:
 def test_exports_are_named_by_their_directories() -> None:
     exports = [Path("exports/a/model.gguf"), Path("exports/b/model.gguf"), Path("x/q2_k.gguf")]
     assert case_names(exports) == ["a", "b", "q2_k"]
+    runs = [Path("runs/a/export/gguf/model.gguf"), Path("runs/b/export/gguf/model.gguf")]
+    assert case_names(runs) == ["a", "b"]
     alike = [Path("x/q2.gguf"), Path("y/q2.gguf")]
     assert case_names(alike) == [str(path) for path in alike]
     with pytest.raises(ConfigError, match="twice"):
@@ -285,16 +288,29 @@ def test_the_verb_wants_files_and_one_source(tmp_path: Path, monkeypatch, capsys
     path, text = write_gguf(tmp_path / "x.gguf"), tmp_path / "text.txt"
     text.write_text("abc")
     words = ["bench", "gguf", path]
+    (tmp_path / "none").mkdir()
+    (tmp_path / "two").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "two" / f"{name}.gguf").touch()
     for more, field in (
         ([], "FILES"),
         ([path], "text=None beside cache_dir=None"),
         ([path, "--text", text, "--cache-dir", tmp_path], "beside cache_dir="),
         ([path, tmp_path / "no.gguf", "--text", text], "no.gguf is not there"),
-        ([path, "--against", tmp_path, "--text", text], f"{tmp_path} is a directory"),
+        ([path, "--against", tmp_path / "none", "--text", text], "none is an empty directory"),
+        ([tmp_path / "two", "--text", text], "two holds 2 GGUF files"),
     ):
         assert call(monkeypatch, *words, *more) == 1
         message = capsys.readouterr().err
         assert field in message and message.count("\n") == 1
+
+
+@pytest.mark.parametrize("place", ["model.gguf", "q2.gguf", "export/gguf/model.gguf"])
+def test_a_directory_of_an_export_or_a_run_stands_for_its_file(place: str, tmp_path: Path) -> None:
+    path = tmp_path / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    assert gguf_file(tmp_path) == gguf_file(path) == path
 
 
 def test_without_the_library_an_error_says_what_to_install(monkeypatch) -> None:
