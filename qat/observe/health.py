@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from qat.files import parse_toml
-from qat.observe.runs import TrainingRun
+from qat.observe.runs import SCORES, TrainingRun, score
 
 State = Literal["ok", "look", "bad"]
 LEAST_BEATS = 10  # fewest heartbeats from which speed, memory and waiting can be judged
@@ -21,6 +21,9 @@ TO_ERROR = 1.4826 * 1.2533
 """Factor from a median absolute deviation to the standard error of a median times sqrt(n): 1.4826
 gives the standard deviation of a normal distribution, 1.2533 = sqrt(pi / 2) the error of a median
 relative to that of a mean."""
+LEAST_FALL_FRAC, LEAST_FOLLOWED_FRAC = 0.02, 0.25
+"""Over-fitting: the training loss falls by more than its noise and the first fraction of itself,
+and the held-out score by less than the second fraction of that fall."""
 WARM_C, HOT_C = 80, 90  # limits in degrees Celsius; GPUs throttle somewhere above 80
 
 
@@ -57,6 +60,7 @@ def health(run: TrainingRun) -> list[Check]:
         _slowest(run),
         *(_events(run, *kind) for kind in EVENTS),
         _loss(run),
+        _parting(run),
         Check("skipped steps", "ok" if skipped <= 0.01 else "look", _percent(skipped), "1 %"),
         _recompiles(beats),
         _on_host(beats),
@@ -133,10 +137,21 @@ def _events(run: TrainingRun, kind: str, name: str, state: State) -> Check:
 
 
 def _loss(run: TrainingRun) -> Check | None:
-    """Check whether the loss still falls: the last quarter of the run against the second one.
+    """Check whether the loss still falls: the last quarter of the run against the second one."""
+    if (moved := _moved(run)) is None:
+        return None
+    before, last, noise = moved
+    fall = before - last
+    word = "" if fall > noise else ", rises" if fall < -noise else ", no longer moves"
+    found = f"{before:.4g} to {last:.4g} nats{word}"
+    return Check("loss", "look" if word else "ok", found, f"falls by {noise:.2g}")
 
-    It moves if the medians of the two quarters differ by more than twice the standard error of the
-    difference between medians of that many losses.
+
+def _moved(run: TrainingRun) -> tuple[float, float, float] | None:
+    """Return the median losses of the run's second and last quarter, and the noise between them.
+
+    The loss moves if they differ by more than the noise: twice the standard error of the difference
+    between medians of that many losses. None if there are too few losses.
     """
     losses = [row["loss_nats"] for row in run.steps]
     if len(losses) < LEAST_LOSSES:
@@ -147,11 +162,33 @@ def _loss(run: TrainingRun) -> Check | None:
     spread = max(
         statistics.median(abs(x - statistics.median(part)) for x in part) for part in parts
     )
-    noise = 2 * TO_ERROR * spread * (2 / quarter) ** 0.5
+    return before, last, 2 * TO_ERROR * spread * (2 / quarter) ** 0.5
+
+
+def _parting(run: TrainingRun) -> Check | None:
+    """Check over-fitting: from the second to the last quarter, held-out text follows training."""
+    if (moved := _moved(run)) is None:
+        return None
+    before, last, noise = moved
+    end = run.steps[-1]["step"]
+    judged = [row for row in run.evals if any(row.get(name) is not None for name in SCORES)]
+    parts = [
+        [score(row) for row in judged if first < row["step"] / end <= first + 0.25]
+        for first in (0.25, 0.75)
+    ]
+    if not all(parts):
+        return None
+    earlier, later = map(statistics.median, parts)
     fall = before - last
-    word = "" if fall > noise else ", rises" if fall < -noise else ", no longer moves"
-    found = f"{before:.4g} to {last:.4g} nats{word}"
-    return Check("loss", "look" if word else "ok", found, f"falls by {noise:.2g}")
+    falls = fall > max(noise, LEAST_FALL_FRAC * before)
+    parted = falls and earlier - later < LEAST_FOLLOWED_FRAC * fall
+    found = f"training {before:.4g} to {last:.4g}, held-out {earlier:.4g} to {later:.4g} nats"
+    if (epochs := run.epochs()) is not None:
+        found += f", text read {epochs:.3g} times"
+    limit = f"held-out falls by {_percent(LEAST_FOLLOWED_FRAC)} of it"
+    if parted:
+        return Check("over-fitting", "look", f"{found}: learn from more text", limit)
+    return Check("over-fitting", "ok", found, limit)
 
 
 def _recompiles(beats: list[dict]) -> Check | None:

@@ -131,6 +131,12 @@ class TrainingRun:
         """Return the lowest held-out `key` (`kl_tail_nats`, `ppl`); None if never measured."""
         return min((row[key] for row in self.evals if row.get(key) is not None), default=None)
 
+    def epochs(self) -> float | None:
+        """Return how many times the training text was read; None if the run does not say."""
+        there = self.info.get("cache_sequences", {}).get("train")
+        each = self.info.get("sequences_per_step")
+        return self.steps[-1]["step"] * each / there if self.steps and there and each else None
+
     def tokens_per_s(self) -> float | None:
         """Return the median speed without the first heartbeat, which covers the warm-up."""
         return self.median("tokens_per_s")

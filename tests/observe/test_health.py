@@ -1,5 +1,6 @@
 """The table of a run's health: what is asked, and what each answer is called."""
 
+import math
 import random
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def answer(run: TrainingRun, name: str) -> Check:
 
 def test_a_calm_run_is_healthy(calm: TrainingRun) -> None:
     checks = health(calm)
-    assert worst(checks) == "ok" and len(checks) == 15
+    assert worst(checks) == "ok" and len(checks) == 16
     assert answer(calm, "waiting for data").found == "0.5 % of a step"
     assert answer(calm, "GPU, hottest") == Check("GPU, hottest", "ok", "61 C", "80 C")
     assert answer(calm, "host memory").found == "2,000 to 2,000 MiB"
@@ -103,6 +104,52 @@ def test_a_loss_that_no_longer_moves(calm: TrainingRun) -> None:
         assert check.state == state and check.found.endswith(word)
         few = TrainingRun(**{**vars(calm), "steps": steps[:39]})
         assert "loss" not in {each.name for each in health(few)}
+
+
+STEPS, JUDGED = range(1, 401), range(0, 401, 40)
+
+
+def learned(calm: TrainingRun, training, held_out, noise: float, seed: int = 0) -> TrainingRun:
+    """The run with these curves over 400 steps, both with normal noise; its text is read 8 times.
+
+    The same held-out sequences are judged every time, so their noise is a fifth.
+    """
+    draw = random.Random(seed)
+    steps = [{"step": i, "loss_nats": training(i) + draw.gauss(0, noise)} for i in STEPS]
+    evals = [{"step": i, "kl_tail_nats": held_out(i) + draw.gauss(0, noise / 5)} for i in JUDGED]
+    info = {"cache_sequences": {"train": 800}, "sequences_per_step": 16}
+    return TrainingRun(**{**vars(calm), "steps": steps, "evals": evals, "info": info})
+
+
+def falling(floor: float, pace: float = 100):
+    return lambda step: floor + 0.1 * math.exp(-step / pace)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.003, 0.01])
+@pytest.mark.parametrize(
+    ("training", "held_out", "state"),
+    [
+        (falling(0.05), falling(0.06), "ok"),
+        # what is read again is learned a little better, and held-out text still gains
+        (lambda i: 0.15 - 2e-4 * i, lambda i: 0.16 - 1.2e-4 * i, "ok"),
+        (falling(0.05, 20), falling(0.06, 20), "ok"),  # neither moves any more
+        (lambda i: 0.15 - 2e-4 * i, lambda i: 0.16, "look"),
+        (lambda i: 0.15 - 2e-4 * i, lambda i: 0.12 + 2e-7 * (i - 150) ** 2, "look"),
+    ],
+)
+def test_over_fitting_is_named(calm: TrainingRun, training, held_out, state, noise: float) -> None:
+    for seed in range(20):
+        check = answer(learned(calm, training, held_out, noise, seed), "over-fitting")
+        assert check.state == state, check
+        assert "read 8 times" in check.found and ("more text" in check.found) == (state == "look")
+
+
+def test_over_fitting_needs_evaluations_to_compare(calm: TrainingRun) -> None:
+    run = learned(calm, falling(0.05), falling(0.06), 0.0)
+    early = TrainingRun(**{**vars(run), "evals": run.evals[:4]})
+    assert "over-fitting" not in {check.name for check in health(early)}
+    unknown = TrainingRun(**{**vars(run), "info": {}})
+    assert unknown.epochs() is None and "read" not in answer(unknown, "over-fitting").found
 
 
 def test_dense_and_merged_layers_have_fewer_questions(calm: TrainingRun) -> None:
