@@ -8,6 +8,7 @@ Shapes: T tokens, D model width, V vocabulary, N chosen words, K of them exclude
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -185,11 +186,6 @@ class LogitGradients(NamedTuple):
         """Return the gradients of some tokens."""
         return LogitGradients(*(g[rows] if isinstance(g, Tensor) else g for g in self))
 
-    def times(self, factor: Tensor) -> "LogitGradients":
-        """Return the gradients of the loss times `factor`, a number on the device."""
-        others = None if self.others is None else self.others * factor
-        return self._replace(chosen=self.chosen * factor, others=others)
-
 
 def hidden_gradient(
     g_logits: LogitGradients, slope: Tensor | None, weight: Tensor, *, out: Tensor
@@ -236,34 +232,42 @@ class HeadTile(NamedTuple):
     """`(words,)` bool: whether `ids` of any token hold the word; None if they hold all."""
 
 
-def head_gradient(head: Head, parts: Sequence[tuple[Tensor, LogitGradients]]) -> Iterator[HeadTile]:
+def head_gradient(
+    head: Head, parts: Sequence[tuple[Tensor, LogitGradients]], into: Sequence[Tensor] = ()
+) -> Iterator[HeadTile]:
     """Yield the gradient of the head's weight and bias, `BLOCK_WORDS` rows at a time.
 
     `dW = sum_t dlogits[t] hidden[t]^T`, in which each `parts` has hidden states `(T, D)` and the
-    gradients of their logits. Logits are recomputed for a block of tokens and words at a time, so
-    neither `(T, V)` nor `(V, D)` is ever made.
+    gradients of their logits. Logits are recomputed for a block of words at a time, so neither
+    `(T, V)` nor `(V, D)` is ever made.
+
+    `into` holds a `(T, D)` tensor for each part, if the gradient of its hidden states is wanted as
+    well. `dlogits @ W` is written there when all rows have been taken, summed in float32 (float64
+    stays) and rounded once.
     """
     V, D = head.weight.shape
     named = torch.zeros(V + 1, dtype=torch.bool, device=head.weight.device)
     for _, g_logits in parts:
         named.scatter_(0, _or_beyond(g_logits.ids, V).flatten(), True)
     merged = [_merged(hidden, g_logits) for hidden, g_logits in parts]
+    totals = [wide(torch.zeros_like(out)) for out in into]
     for start in range(0, V, BLOCK_WORDS):
         tile = head.words(start, min(start + BLOCK_WORDS, V))
         words = tile.weight.shape[0]
         weight = wide(tile.weight.new_zeros(words, D))
         bias = None if head.bias is None else weight.new_zeros(words)
-        for (hidden, _), g_logits in zip(parts, merged, strict=True):
-            # one product of all 32,768 tokens takes 0.62 ms, four of 8,192 tokens 0.79 (one H200)
+        for (hidden, _), g_logits, total in zip_longest(parts, merged, totals):
+            # all tokens at once: a product of 32,768 takes 0.62 ms, four of 8,192 0.79 (one H200)
             dlogits = hidden.new_empty(hidden.shape[0], words)
-            for begin in range(0, hidden.shape[0], TILE_TOKENS):
-                rows = slice(begin, begin + TILE_TOKENS)
-                block = g_logits.of_rows(rows)
-                _write_logit_gradient(hidden[rows], tile, block, start, out=dlogits[rows])
+            _write_logit_gradient(hidden, tile, g_logits, start, out=dlogits)
             _add_product(weight, dlogits.T, hidden)
+            if total is not None:
+                _add_product(total, dlogits, tile.weight.to(dlogits.dtype))
             if bias is not None:
                 bias += dlogits.sum(0, dtype=bias.dtype)
         yield HeadTile(start, weight, bias, named[start : start + words])
+    for out, total in zip(into, totals, strict=True):
+        out.copy_(total)
 
 
 def before_softcap(g: Tensor, logits: Tensor, softcap: float | None) -> Tensor:
@@ -308,9 +312,6 @@ class _Merged(NamedTuple):
     lse: Tensor | None
     others: Tensor | None
 
-    def of_rows(self, rows: slice) -> "_Merged":
-        return _Merged(*(None if part is None else part[rows] for part in self))
-
 
 def _merged(hidden: Tensor, g_logits: LogitGradients) -> "_Merged | LogitGradients":
     """Return what the kernel of each tile reads; plain PyTorch adds up by itself."""
@@ -330,15 +331,21 @@ def _merged(hidden: Tensor, g_logits: LogitGradients) -> "_Merged | LogitGradien
 
 
 def _write_logit_gradient(
-    hidden: Tensor, tile: Head, block: "_Merged | LogitGradients", start: int, *, out: Tensor
+    hidden: Tensor, tile: Head, g_logits: "_Merged | LogitGradients", start: int, *, out: Tensor
 ) -> None:
     """Write the gradient of uncapped logits of the words from `start` to `out`, `(T, words)`.
 
     `others * exp(logit - lse)` of the words that are not excluded, plus what is `chosen`.
     """
-    if isinstance(block, _Merged):
-        _write_by_kernel(hidden, tile, block, start, out)
+    if isinstance(g_logits, _Merged):
+        _write_by_kernel(hidden, tile, g_logits, start, out)
         return
+    for begin in range(0, hidden.shape[0], BLOCK_TOKENS):
+        rows = slice(begin, begin + BLOCK_TOKENS)
+        out[rows] = _logit_gradient(hidden[rows], tile, g_logits.of_rows(rows), start)
+
+
+def _logit_gradient(hidden: Tensor, tile: Head, block: LogitGradients, start: int) -> Tensor:
     T, num_words = hidden.shape[0], tile.weight.shape[0]
     ids = _or_beyond(torch.where(block.ids < 0, -1, block.ids - start), num_words)
     gradient = block.chosen.new_zeros(T, num_words + 1)  # the last column collects all other ids
@@ -347,7 +354,7 @@ def _write_logit_gradient(
         shares = before_softcap((logits - block.lse[:, None]).exp(), logits, tile.softcap)
         shares = without(shares, ids[:, : block.num_excluded], 0.0)
         gradient[:, :num_words] = block.others[:, None] * shares
-    out.copy_(gradient.scatter_add_(1, ids, block.chosen)[:, :num_words])
+    return gradient.scatter_add_(1, ids, block.chosen)[:, :num_words]
 
 
 def _write_by_kernel(hidden: Tensor, tile: Head, block: _Merged, start: int, out: Tensor) -> None:
@@ -571,7 +578,7 @@ def _merge_kernel(
     """Give every place of a word the sum of a token's gradients of it, and whether it counts."""
     first = tl.program_id(0).to(tl.int64) * N
     n = tl.arange(0, BLOCK_N)
-    ids = tl.load(ids_ptr + first + n, mask=n < N, other=-1)
+    ids = tl.load(ids_ptr + first + n, mask=n < N, other=-1).to(tl.int32)
     chosen = tl.load(chosen_ptr + first + n, mask=n < N, other=0.0).to(tl.float32)
     is_same = ids[:, None] == ids[None, :]
     summed = tl.sum(tl.where(is_same, chosen[None, :], 0.0), 1)

@@ -37,8 +37,11 @@ SCALED_TOKENS = 32768  # rows of a gradient scaled in float32 at a time: 0.13 GB
 class HeadGradient(Protocol):
     """The parts of the head's gradient that chunks keep for the backward pass."""
 
-    def tiles(self, head: Head, factor: Tensor) -> Iterator[HeadTile]:
-        """Yield that gradient times `factor`, some rows at a time, in order."""
+    def tiles(self, head: Head, hidden: Tensor | None) -> Iterator[HeadTile]:
+        """Yield that gradient, some rows at a time, in order.
+
+        At the end that of the hidden states is written to `hidden`, if no chunk has.
+        """
 
 
 class Gradients(NamedTuple):
@@ -62,7 +65,8 @@ class Task(NamedTuple):
     add_chunk: Callable[[slice, Tensor, Head, Gradients], dict[str, Tensor]]
     """Returns the sums over some rows, by name and as `"loss"`, for their hidden states `(t, D)`.
 
-    It writes the gradient of the hidden states, and leaves what that of the head needs.
+    It writes the gradient of the hidden states, or leaves it to `HeadGradient.tiles`, and keeps
+    what that of the head needs.
     """
     head_gradient: Callable[[Head], HeadGradient]
     """Makes the empty gradient of a head."""
@@ -115,32 +119,37 @@ class _LossInForward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_total: Tensor, *_: Tensor) -> tuple:  # noqa: ANN401
         (of_hidden,) = ctx.saved_tensors
+        of_head: tuple[Tensor | None, ...] = (None, None)
+        if ctx.of_head is not None:
+            with torch.autocast(g_total.device.type, enabled=False):
+                tiles = ctx.of_head.tiles(ctx.head, of_hidden)
+                of_head = _head_gradients(ctx.head, tiles, g_total)
+            ctx.of_head = None
         # in place, but multiplied in float32: a narrower dtype would round the factor
         for part in () if of_hidden is None else of_hidden.split(SCALED_TOKENS):
             part.copy_(wide(part) * g_total)
-        if ctx.of_head is None:
-            return of_hidden, None, None, None, None
-        with torch.autocast(g_total.device.type, enabled=False):
-            of_head = _head_gradients(ctx.head, ctx.of_head.tiles(ctx.head, g_total))
-        ctx.of_head = None
         return of_hidden, None, None, *of_head
 
 
-def _head_gradients(head: Head, tiles: Iterator[HeadTile]) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of weight and bias for autograd; none of a weight whose rows are taken.
+def _head_gradients(
+    head: Head, tiles: Iterator[HeadTile], factor: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return `factor` times the gradients of weight and bias, for autograd.
 
-    With `head.skips_unnamed`, rows of words that no token names are zeros: there is next to nothing
-    that AdamW would not blow up, and a word that no text contains should stay as it is.
+    There is none of a weight whose rows are taken. With `head.skips_unnamed`, rows of words that no
+    token names are zeros: there is next to nothing that AdamW would not blow up, and a word that no
+    text contains should stay as it is.
     """
     d_weight = None if head.take_rows else torch.empty_like(head.weight)
     d_bias = None if head.bias is None else torch.empty_like(head.bias)
     for tile in tiles:
         rows = slice(tile.start, tile.start + tile.weight.shape[0])
         if d_bias is not None and tile.bias is not None:
-            d_bias[rows] = tile.bias
-        weight = tile.weight
+            d_bias[rows] = tile.bias * factor
+        scale = factor
         if head.skips_unnamed and tile.is_named is not None:
-            weight = weight * tile.is_named[:, None]
+            scale = factor * tile.is_named[:, None]
+        weight = tile.weight.mul_(scale)
         if d_weight is not None:
             d_weight[rows] = weight
         elif head.take_rows is not None:
@@ -164,15 +173,21 @@ def differentiated(
     return {name: value.detach() for name, value in sums.items()}, slopes
 
 
-class _OfWords(NamedTuple):
+class _OfWords:
     """The gradient of a head from those of the logits that losses read (a `HeadGradient`)."""
 
-    parts: list[tuple[Tensor, LogitGradients]]
-    """The hidden states `(t, D)` of each chunk, and the gradients of its logits."""
+    def __init__(self) -> None:
+        self.parts: list[tuple[Tensor, LogitGradients]] = []
+        """The hidden states `(t, D)` of each chunk, and the gradients of its logits."""
+        self.owes_hidden = False
+        """Whether the chunks left the gradient of their hidden states."""
 
-    def tiles(self, head: Head, factor: Tensor) -> Iterator[HeadTile]:
+    def tiles(self, head: Head, hidden: Tensor | None) -> Iterator[HeadTile]:
         """Recompute what the chunks did not keep."""
-        return head_gradient(head, [(hidden, g.times(factor)) for hidden, g in self.parts])
+        if hidden is None or not self.owes_hidden:
+            return head_gradient(head, self.parts)
+        sizes = [states.shape[0] for states, _ in self.parts]
+        return head_gradient(head, self.parts, hidden.split(sizes))
 
 
 def loss_from_hidden(
@@ -204,9 +219,11 @@ def loss_from_hidden(
         words = WordsRead.of(valid, kinds_read(terms))
         ids, K = words.ids(), words.topk.shape[1]  # (t, N)
         chosen, others = chosen_logits(hidden, head, ids), Others(None, None)
+        out = gradients.hidden
         if reads_others(terms) and K < head.weight.shape[0]:
-            want_slope = gradients.hidden is not None
-            others = other_words(hidden, head, words.topk, want_slope=want_slope)
+            if gradients.head is not None:
+                out = None  # the backward pass has the gradients of all logits once more
+            others = other_words(hidden, head, words.topk, want_slope=out is not None)
 
         def sums_of(chosen: Tensor, lse: Tensor | None = None) -> dict[str, Tensor]:
             return sums_by_name(words.student(chosen, lse), valid, terms, temperature)
@@ -217,11 +234,12 @@ def loss_from_hidden(
             g_chosen, *g_others = slopes
             g_chosen = before_softcap(g_chosen, chosen, head.softcap)
             g_logits = LogitGradients(ids, g_chosen, K, others.lse, *g_others)
-            if gradients.hidden is not None:
-                hidden_gradient(g_logits, others.slope, head.weight, out=gradients.hidden)
+            if out is not None:
+                hidden_gradient(g_logits, others.slope, head.weight, out=out)
             if gradients.head is not None:
                 gradients.head.parts.append((hidden, g_logits))
+                gradients.head.owes_hidden = out is None
         return sums
 
-    task = Task(head, terms, CHUNK_TOKENS, add_chunk, lambda _: _OfWords([]))
+    task = Task(head, terms, CHUNK_TOKENS, add_chunk, lambda _: _OfWords())
     return sums_with_gradient(hidden, task)

@@ -95,10 +95,9 @@ class _OfAllWords:
         if self.bias is not None:
             self.bias.add_(g_logits.sum(0))
 
-    def tiles(self, head: Head, factor: Tensor) -> Iterator[HeadTile]:  # noqa: ARG002
+    def tiles(self, head: Head, hidden: Tensor | None) -> Iterator[HeadTile]:  # noqa: ARG002
         """Yield all rows at once: they exist already."""
-        bias = None if self.bias is None else self.bias * factor
-        yield HeadTile(0, self.weight.mul_(factor), bias, None)
+        yield HeadTile(0, self.weight, self.bias, None)
 
 
 @torch.no_grad()

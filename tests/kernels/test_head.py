@@ -49,7 +49,7 @@ def test_exact_logits_of_halves_are_no_halves(kind: str, dtype: torch.dtype, mon
 @pytest.mark.parametrize("reads_others", [True, False])
 def test_gradients_equal_the_textbook(kind: str, reads_others: bool, monkeypatch) -> None:
     monkeypatch.setattr(head_kernels, "BLOCK_WORDS", 7)  # tiles, the last one narrower
-    monkeypatch.setattr(head_kernels, "TILE_TOKENS", 2)
+    monkeypatch.setattr(head_kernels, "BLOCK_TOKENS", 2)
     case = head_case(kind)
     g_chosen = torch.randn(case.ids.shape, dtype=torch.float64)
     g_others = torch.randn(len(case.hidden), dtype=torch.float64)
@@ -69,7 +69,9 @@ def test_gradients_equal_the_textbook(kind: str, reads_others: bool, monkeypatch
         (case.hidden.detach()[rows], g_logits.of_rows(rows))
         for rows in (slice(half), slice(half, None))
     ]
-    tiles = [*head_gradient(case.head, parts)]
+    of_hidden = [torch.full_like(hidden, torch.nan) for hidden, _ in parts]
+    tiles = [*head_gradient(case.head, parts, of_hidden)]
+    torch.testing.assert_close(torch.cat(of_hidden), out.detach())
     assert [tile.start for tile in tiles] == [*range(0, len(case.head.weight), 7)]
     named = torch.cat([tile.is_named for tile in tiles]).nonzero().flatten()
     assert {*named.tolist()} == {*case.ids[case.ids >= 0].tolist()}

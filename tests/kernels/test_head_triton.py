@@ -196,8 +196,9 @@ def test_head_gradient(shape: str, kind: str, reads_others: bool, monkeypatch) -
     g_chosen = torch.randn(T, N, dtype=torch.float64)
     wide = LogitGradients(ids, g_chosen, exact.excluded.shape[1], *rest)
     narrow = LogitGradients(*(t.float() if _is_float(t) else t for t in wide))
-    found = [*kernels.head_gradient(*_parts(exact.to(torch.float32), narrow))]
-    expected = [*kernels.head_gradient(*_parts(exact, wide))]
+    found, of_hidden = _head_gradient(exact.to(torch.float32), narrow)
+    expected, wished_hidden = _head_gradient(exact, wide)
+    torch.testing.assert_close(of_hidden.double(), wished_hidden, rtol=1e-4, atol=1e-4)
     for tile, wished in zip(found, expected, strict=True):
         assert tile.start == wished.start and torch.equal(tile.is_named, wished.is_named)
         torch.testing.assert_close(tile.weight.double(), wished.weight, rtol=1e-4, atol=1e-4)
@@ -205,20 +206,26 @@ def test_head_gradient(shape: str, kind: str, reads_others: bool, monkeypatch) -
             torch.testing.assert_close(tile.bias.double(), wished.bias, rtol=1e-4, atol=1e-4)
     half = exact.to(torch.bfloat16)
     with computing_by(kernel=False):
-        eager = [*kernels.head_gradient(*_parts(half, narrow))]
-        truth = [*kernels.head_gradient(*_parts(half.to(torch.float64), wide))]
-    fast = [*kernels.head_gradient(*_parts(half, narrow))]
-    joined = [torch.cat([tile.weight for tile in tiles]) for tiles in (fast, eager, truth)]
+        ways = [_head_gradient(half, narrow), _head_gradient(half.to(torch.float64), wide)]
+    ways = [_head_gradient(half, narrow), *ways]  # kernel, eager, truth
+    joined = [torch.cat([tile.weight for tile in tiles]) for tiles, _ in ways]
     # a word that is named but not excluded is rounded once before what names it is added
     rounding = torch.finfo(torch.bfloat16).eps * joined[-1].abs().max().item()
     assert_no_worse_than_eager(*joined, slack=rounding)
+    of_hidden = [hidden for _, hidden in ways]
+    rounding = torch.finfo(torch.bfloat16).eps * of_hidden[-1].abs().max().item()
+    assert_no_worse_than_eager(*of_hidden, slack=rounding)
+
+
+def _head_gradient(
+    case: HeadCase, g_logits: LogitGradients
+) -> tuple[list[kernels.HeadTile], Tensor]:
+    """Return the gradient of the head, and that of its hidden states."""
+    head = Head(*(detached(t) for t in case.head))
+    hidden = case.hidden.detach()
+    out = torch.full_like(hidden, torch.nan)
+    return [*kernels.head_gradient(head, [(hidden, g_logits)], [out])], out
 
 
 def _is_float(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _parts(
-    case: HeadCase, g_logits: LogitGradients
-) -> tuple[Head, list[tuple[Tensor, LogitGradients]]]:
-    return Head(*(detached(t) for t in case.head)), [(case.hidden.detach(), g_logits)]
