@@ -265,19 +265,24 @@ def _show_parts(sizes: "Sizes", found: "QuantizeReport | Forecast", title: str =
     table = Table(title=f"{title}{became}{megabytes} MB")
     for name in ("", "million weights", "MB", "bits per weight"):
         table.add_column(name, justify="right" if name else "left")
+    weights = sum(part.num_weights for part in found.parts) / 1e6
+    others = sum(part.megabytes for part in found.parts if not part.num_weights)
     for part in found.parts:
-        count = f"{part.num_weights / 1e6:.2f}"
-        table.add_row(part.name, count, f"{part.megabytes:.2f}", f"{part.bits:.3f}")
+        count, own = "", ""
+        if part.num_weights:
+            count, own = f"{part.num_weights / 1e6:.2f}", f"{part.bits:.3f}"
+        table.add_row(part.name, count, f"{part.megabytes:.2f}", own)
     table.add_section()
-    weights = 8 * sizes.megabytes / sizes.bits_per_weight
-    table.add_row("all weights", f"{weights:.2f}", f"{sizes.megabytes:.2f}", bits)
+    table.add_row("all weights", f"{weights:.2f}", f"{sizes.megabytes - others:.2f}", bits)
     if linear != "-":
         table.add_row("quantized linears alone", "", "", linear)
+    if others:
+        table.add_row("the whole file", "", f"{sizes.megabytes:.2f}")
     table.add_section()
     for saving in found.savings:
         left = sizes.megabytes - saving.megabytes
         saved = f"{saving.flag} saves {saving.megabytes:.2f}"
-        table.add_row(saved, "", f"{left:.2f}", f"{8 * left / weights:.3f}")
+        table.add_row(saved, "", f"{left:.2f}", f"{8 * (left - others) / weights:.3f}")
     Terminal().print(table)
 
 

@@ -61,6 +61,7 @@ def convert_checkpoint(
         calibration=calibration,
         shipping=shipping,
         stored=stored,
+        tokenizer=tokenizer,
     )
     write_converted(out, done, student, tokenizer, source=source, config=config, drawn=calibration)
     return done.report

@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.backend.device import select
 from qat.config import Settings
@@ -52,10 +52,12 @@ def convert_model(
     calibration: Sequence[TokenBatch] = (),
     shipping: Shipping | None = None,
     stored: Mapping[str, StoredTable] = MappingProxyType({}),
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Converted:
     """Convert `student` by `config`, in memory and in float32; nothing is read or written.
 
-    `stored` are its tables as a quantized file holds them.
+    `stored` are its tables as a quantized file holds them. The `tokenizer` counts in a file that
+    holds it.
     """
     plan, attention = read_settings(config)
     check_experts(plan, student.model)
@@ -93,7 +95,11 @@ def convert_model(
     report = quantize_model(
         student, plan, base=base, calibration=calibration, workers=config.workers
     )
-    saved = savings(student.model, sizes=bytes_by_name(student.model), **tables)
+    model, sizes = student.model, bytes_by_name(student.model)
+    if shipping is not None and shipping.count_file is not None:
+        sizes, of_file = shipping.count_file(model, sizes, tokenizer)
+        report = replace(report, **of_file._asdict())
+    saved = savings(model, sizes=sizes, **tables)
     return Converted(replace(report, budget=budget, savings=saved), plan, fits, rotation)
 
 

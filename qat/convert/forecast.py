@@ -35,6 +35,7 @@ from qat.models.cost import stored_bits as bits_of
 from qat.models.directory import GGUF, adapted, resolve
 from qat.models.document_attention import set_kv
 from qat.models.hf_quantizer import put_empty_formats
+from qat.models.load import load_tokenizer
 from qat.models.opening import auto_class, read_config
 from qat.models.sizes import MEGABYTE, Sizes, source_megabytes
 from qat.models.stored_state import PACKED, quantized_modules
@@ -72,9 +73,9 @@ class Forecast(NamedTuple):
     model: PreTrainedModel
     """The student without values."""
     sizes: Sizes
-    """The sizes of the packed checkpoint."""
+    """The sizes of the packed checkpoint, or of the file of a target that counts it."""
     parts: list[Part]
-    """The parts of the checkpoint and their sizes; empty for a budget, which is yet to choose."""
+    """Their parts; empty for a budget, which is yet to choose."""
     savings: list[Saving]
     """The flags that would make it smaller, and by how much."""
     minutes: float
@@ -131,12 +132,16 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
         bits_per_weight=8 * size / parameter_count(model),
         linear_bits=of_linears,
     )
-    saved = savings(model, config, sizes=stored_sizes, stored=stored, shipping=shipping)
+    parts = [] if config.bits_budget is not None else parts_of(model, stored_sizes)
+    if parts and shipping is not None and shipping.count_file is not None:
+        tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
+        stored_sizes, (*of_file, parts) = shipping.count_file(model, stored_sizes, tokenizer)
+        sizes = Sizes(sizes.source_megabytes, *of_file)
     return Forecast(
         model=model,
         sizes=sizes,
-        parts=[] if config.bits_budget is not None else parts_of(model, stored_sizes),
-        savings=saved,
+        parts=parts,
+        savings=savings(model, config, sizes=stored_sizes, stored=stored, shipping=shipping),
         minutes=seconds / 60,
         memory_gib=memory / GIB,
     )

@@ -135,7 +135,8 @@ class QuantizeReport:
     linear_bits: float
     """Bits per weight of the quantized linears alone; NaN without any."""
     megabytes: float
-    """Size of all tensors of the checkpoint, in 10**6 bytes."""
+    """Size of all tensors of the checkpoint, or of the file of a target that counts it, in 10**6
+    bytes; so are the bits above and the parts."""
     kept: int
     """Linears and tables that already had their format."""
     num_tables: int

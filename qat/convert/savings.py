@@ -44,7 +44,7 @@ def savings(
 
     Args:
         model: the student, or the same model without values.
-        sizes: bytes of each tensor of its checkpoint.
+        sizes: bytes of each tensor of its checkpoint, or of the file of a target.
         stored: its tables as a quantized source holds them.
     """
     if config.bits_budget is not None or config.to is None:
@@ -73,7 +73,7 @@ def _saved(
             held.check_shape(name, *shape)
         except (ConfigError, ExportError):
             return 0.0
-        bits += format_bits(held, shape)
+        bits += (format_bits if shipping is None else shipping.file_bits)(held, shape)
     return size - bits / 8
 
 

@@ -4,6 +4,7 @@ Shapes: O out_features, I in_features.
 """
 
 import logging
+from collections.abc import Callable
 from itertools import combinations, product
 from typing import NamedTuple, Protocol
 
@@ -11,13 +12,26 @@ from transformers import PreTrainedModel
 
 from qat.errors import ExportError
 from qat.models.attention import attends_sparsely
-from qat.models.cost import format_bits
+from qat.models.cost import Part, format_bits
 from qat.models.stored_state import quantized_modules
 from qat.nn.sites import odd_site
 from qat.nn.swap import linear_names, table_names, weight_shape
 from qat.quant.spec import ActivationKind, ActivationSpec, LutSpec, QuantPlan
 
 logger = logging.getLogger(__name__)
+
+
+class FileSizes(NamedTuple):
+    """The sizes of a target's file."""
+
+    megabytes: float
+    """The whole file in 10**6 bytes."""
+    bits_per_weight: float
+    """Bits per weight of its tensors."""
+    linear_bits: float
+    """Bits per weight of the quantized linears alone."""
+    parts: list[Part]
+    """The parts of the file; one without weights is no tensor."""
 
 
 class Holder(Protocol):
@@ -101,8 +115,22 @@ class Shipping(NamedTuple):
 
         The blocks of a target with `file_bits` may take more than the packed checkpoint.
         """
+        return max(format_bits(spec, shape), self.file_bits(spec, shape))
+
+    def file_bits(self, spec: LutSpec, shape: tuple[int, int]) -> int:
+        """Return the bits of an `(O, I)` weight in the exported files where it takes the most."""
         sizes = (getattr(target, "file_bits", format_bits) for target in self.targets.values())
-        return max(format_bits(spec, shape), *(size(spec, shape) for size in sizes))
+        return max(size(spec, shape) for size in sizes)
+
+    @property
+    def count_file(self) -> Callable[..., tuple[dict[str, int], FileSizes]] | None:
+        """The function of the first target that counts its file; None if none does.
+
+        It takes a model, which may have no values, the bytes of the tensors of its checkpoint and
+        its tokenizer. It returns the bytes of the tensors of the file, by name of the model.
+        """
+        counts = (getattr(target, "count_file", None) for target in self.targets.values())
+        return next(filter(None, counts), None)
 
     @property
     def holds_tables(self) -> bool:

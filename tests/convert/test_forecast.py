@@ -1,6 +1,7 @@
 """The forecast of a conversion before it begins, and what the conversion then makes."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,18 @@ from qat.convert.config import ConvertConfig
 from qat.convert.forecast import Forecast, forecast
 from qat.convert.quantize import QuantizeReport
 from qat.errors import ConfigError
+from qat.export.config import ExportConfig
+from qat.export.model import export_model
 from qat.export.targets import model_ships_to, shipping_to, ships_to
-from qat.models.cost import parameter_count
+from qat.extensions.targets.gguf import FILE_NAME
+from qat.models.checkpoint import load_skeleton
+from qat.models.cost import parameter_count, parts_of
+from qat.models.gguf_header import read_header
+from qat.models.gguf_layout import gguf_sizes
 from qat.models.sizes import checkpoint_sizes
 
+MLP = r"ffn_(gate|up|down)\."
+"""Names of the linears of an MLP in GGUF."""
 pytestmark = pytest.mark.usefixtures("short_fits")
 
 
@@ -41,7 +50,6 @@ def both(
     "values",
     [
         {},
-        {"targets": ("gguf",)},
         {"targets": ("compressed-tensors",)},
         {"to": "v2a4", "embedding_bits": 4, "group_size": 8},
         {"to": "q2a4_a8s_kv8", "group_size": 8},
@@ -100,9 +108,39 @@ def test_a_gguf_file_is_foretold_from_its_header(
 ) -> None:
     pytest.importorskip("gguf")
     file = gguf_of(tmp_path, *kinds)
-    expected, _ = both(file, tmp_path / "s", ("gguf",), embedding_bits=embedding_bits)
-    assert expected.sizes.megabytes == pytest.approx(tensor_megabytes(tmp_path / "s"), rel=0.03)
+    expected, report = both(file, tmp_path / "s", ("gguf",), embedding_bits=embedding_bits)
+    assert expected.sizes[1:] == (report.megabytes, report.bits_per_weight, report.linear_bits)
+    assert expected.parts == report.parts
     assert expected.sizes.source_megabytes == file.stat().st_size / 1e6
+
+
+@pytest.mark.parametrize(
+    ("family", "own", "values"),
+    [
+        ("llama", {"tie_word_embeddings": True}, {"to": "q2a4"}),
+        ("qwen3", {"tie_word_embeddings": False}, {"to": "b1", "embedding_bits": 16}),
+        ("gemma3", {"query_pre_attn_scalar": 32}, {"to": "ternary"}),
+    ],
+)
+def test_a_student_for_gguf_is_counted_as_its_file(
+    family: str, own: dict, values: dict, tmp_path: Path
+) -> None:
+    pytest.importorskip("gguf")
+    save_tiny(tmp_path / "float", family, hidden_size=256, intermediate_size=512, **own)
+    expected, report = both(tmp_path / "float", tmp_path / "s", ("gguf",), **values)
+    assert expected.parts == report.parts
+    export_model(str(tmp_path / "s"), ExportConfig(to="gguf"), tmp_path / "out")
+    file, model = tmp_path / "out" / FILE_NAME, load_skeleton(tmp_path / "s")
+    assert report.megabytes == pytest.approx(file.stat().st_size / 1e6, rel=0.01)
+    assert sum(part.megabytes for part in report.parts) == pytest.approx(report.megabytes)
+    sizes = gguf_sizes(file, model)
+    assert report.bits_per_weight == 8 * sum(sizes.values()) / parameter_count(model)
+    written = {part.name: part.megabytes for part in parts_of(model, sizes)}
+    counted = {part.name.split(",")[0]: part for part in report.parts if part.num_weights}
+    assert {name: part.megabytes for name, part in counted.items()} == pytest.approx(written)
+    assert model_ships_to(expected.model) == ships_to(tmp_path / "s")
+    found = {each.type for name, each in read_header(file).items() if re.search(MLP, name)}
+    assert counted["mlp linears"].name == ", ".join(["mlp linears", *sorted(found)])
 
 
 def test_a_text_to_calibrate_on_need_not_be_there(tmp_path: Path) -> None:

@@ -3,15 +3,18 @@
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from qat.convert.shipping import FileSizes
 from qat.errors import ExportError
 from qat.export.parts import float_model, logits_of
 from qat.extensions.targets.shared import (
@@ -24,6 +27,7 @@ from qat.extensions.targets.shared import (
     narrow_state,
     refuse_all_but_groups,
 )
+from qat.models.cost import Part, parameter_count, parts_of
 from qat.models.gguf import GgufFile, dequantize, type_number
 from qat.models.gguf_layout import (
     ARCHITECTURES,
@@ -32,6 +36,7 @@ from qat.models.gguf_layout import (
     row_order,
     tensor_names,
 )
+from qat.models.sizes import linear_bits_in
 from qat.models.stored_state import quantized_modules
 from qat.nn.swap import embedding_dtype, head_dim, weight_shape
 from qat.quant.codebook import fixed_grid
@@ -55,38 +60,64 @@ AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 """Settings of a BPE model that add text to the parts of a word, which llama.cpp does not do."""
 
 
+class Words(NamedTuple):
+    """The words of a tokenizer that llama.cpp knows, and how it splits text."""
+
+    kind: str
+    """llama.cpp's name of the tokenizer."""
+    pre: str
+    """Its name of the way in which text is split first."""
+    tokens: list[str]
+    merges: list[str]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, values: dict, vocab_size: int) -> Self | None:
+        """Return the words of a tokenizer whose tokenizer.json holds `values`; None if unknown.
+
+        Rows of the embedding after the last token get placeholder names.
+        """
+        model, pre = values["model"], pre_tokenizer(values)
+        is_llama = bool(model.get("byte_fallback"))
+        if model["type"] != "BPE" or not (is_llama or pre):
+            return None
+        merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", ())]
+        names = {number: text for text, number in tokenizer.get_vocab().items()}
+        tokens = [names.get(number, f"[PAD{number}]") for number in range(vocab_size)]
+        return cls(*(("llama", "default") if is_llama else ("gpt2", pre)), tokens, merges)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes in a file: words have a length, tokens a type, and a score if not merges."""
+        written = self.tokens + (self.merges if self.kind == "gpt2" else [])
+        numbers = 4 * len(self.tokens) * (1 if self.kind == "gpt2" else 2)
+        return numbers + sum(8 + len(word.encode()) for word in written)
+
+
 def add_tokenizer(writer: object, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> bool:
     """Write tokens, merges or scores, special tokens and the chat template.
 
     Supported are byte-level BPE (of Qwen, Llama 3 and GPT-2) and BPE with byte fallback (of Llama
     2), if they split text as llama.cpp does. For another tokenizer nothing is written, with a
-    warning. Rows of the embedding after the last token get placeholder names.
+    warning.
 
     Returns:
         Whether the tokenizer was written.
     """
     values = json.loads(tokenizer.backend_tokenizer.to_str())
-    model, pre = values["model"], pre_tokenizer(values)
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", ())]
-    if model["type"] == "BPE" and model.get("byte_fallback"):
-        kind = "llama"
-    elif model["type"] == "BPE" and pre is not None:
-        kind = "gpt2"
-    else:
+    words = Words.of(tokenizer, values, vocab_size)
+    if words is None:
         logger.warning(
             "this tokenizer is none that GGUF files know, or splits text in another way: the file "
             "has none; give llama.cpp token ids, or use another target"
         )
         return False
-    names = {number: text for text, number in tokenizer.get_vocab().items()}
-    tokens = [names.get(number, f"[PAD{number}]") for number in range(vocab_size)]
-    writer.add_tokenizer_model(kind)
-    if kind == "gpt2":
-        writer.add_tokenizer_pre(pre)
-        writer.add_token_merges(merges)
+    tokens = words.tokens
+    writer.add_tokenizer_model(words.kind)
+    writer.add_tokenizer_pre(words.pre)
+    if words.kind == "gpt2":
+        writer.add_token_merges(words.merges)
     else:
-        writer.add_tokenizer_pre("default")
-        rank = {merge.replace(" ", ""): -float(place) for place, merge in enumerate(merges, 1)}
+        rank = {m.replace(" ", ""): -float(place) for place, m in enumerate(words.merges, 1)}
         writer.add_token_scores([rank.get(token, 0.0) for token in tokens])
         begins = tokenizer.tokenize("a", add_special_tokens=False)[0]
         writer.add_add_space_prefix(begins.startswith("\u2581"))
@@ -214,6 +245,52 @@ def file_bits(spec: LutSpec, shape: tuple[int, int]) -> int:
     block, scale = (torch.zeros(1, n, dtype=torch.uint8) for n in (kind.size, 2))
     octets = sum(columns.shape[1] for columns in kind.layout(block, scale, scale))
     return 8 * octets * math.prod(shape) // kind.size
+
+
+ENTRY_BYTES = 8 + 4 + 2 * 8 + 4 + 8
+"""Bytes in the header for a matrix, besides its name: lengths, type and place."""
+
+
+def count_file(
+    model: PreTrainedModel, sizes: Mapping[str, int], tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[dict[str, int], FileSizes]:
+    """Return the bytes of the tensors that `write` writes of a model, and what they come to.
+
+    See `qat.convert.shipping.Shipping.count_file`. Matrices that are not quantized take as much as
+    in the checkpoint.
+    """
+    found, types, modules = {}, defaultdict(dict), quantized_modules(model)
+    for name, module in modules.items():
+        key, shape = f"{name}.weight", weight_shape(module)
+        found[key] = file_bits(module.spec, shape) // 8
+        types[block_type(module.spec).name][key] = found[key]
+    for name, parameter in model.named_parameters():
+        if name in sizes and name.rpartition(".")[0] not in modules:
+            found[name] = 4 * len(parameter) if parameter.dim() == 1 else sizes[name]
+    octets = sum(len(name) + ENTRY_BYTES for name in found)
+    if tokenizer is not None:
+        values = json.loads(tokenizer.backend_tokenizer.to_str())
+        words = Words.of(tokenizer, values, model.config.vocab_size)
+        octets += 0 if words is None else words.num_bytes
+    total = sum(found.values())
+    return found, FileSizes(
+        megabytes=(total + octets) / 1e6,
+        bits_per_weight=8 * total / parameter_count(model),
+        linear_bits=linear_bits_in(found, model, otherwise=math.nan),
+        parts=[*_named_parts(model, found, types), Part("tokenizer and header", 0, octets / 1e6)],
+    )
+
+
+def _named_parts(
+    model: PreTrainedModel, sizes: Mapping[str, int], types: Mapping[str, Mapping[str, int]]
+) -> Iterator[Part]:
+    """Yield the parts of a file, named with the types of their quantized weights."""
+    names = defaultdict(list)
+    for kind in sorted(types):
+        for part in parts_of(model, types[kind]):
+            names[part.name] += [kind] * (part.megabytes > 0)
+    for part in parts_of(model, sizes):
+        yield replace(part, name=", ".join([part.name, *names[part.name]]))
 
 
 def to_blocks(name: str, weight: Affine, spec: LutSpec) -> Tensor:
