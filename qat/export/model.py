@@ -224,7 +224,8 @@ def _write(
             dtype=dtype,
             saved_dtype=str(saved).removeprefix("torch."),
             bytes=size,
-            bits_per_weight=8 * size / parameter_count(model),
+            # the tokenizer inside a GGUF file is no weight
+            bits_per_weight=8 * (sum(sizes.values()) if gguf else size) / parameter_count(model),
             linear_bits=linear_bits_in(sizes, model, otherwise=otherwise),
             source_megabytes=None if base == str(source) else source_megabytes(base),
             has_float_tables=not all(isinstance(table, QuantTable) for table in tables),

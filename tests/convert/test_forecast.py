@@ -129,7 +129,8 @@ def test_a_student_for_gguf_is_counted_as_its_file(
     save_tiny(tmp_path / "float", family, hidden_size=256, intermediate_size=512, **own)
     expected, report = both(tmp_path / "float", tmp_path / "s", ("gguf",), **values)
     assert expected.parts == report.parts
-    export_model(str(tmp_path / "s"), ExportConfig(to="gguf"), tmp_path / "out")
+    exported = export_model(str(tmp_path / "s"), ExportConfig(to="gguf"), tmp_path / "out")
+    assert exported.bits_per_weight == report.bits_per_weight
     file, model = tmp_path / "out" / FILE_NAME, load_skeleton(tmp_path / "s")
     assert report.megabytes == pytest.approx(file.stat().st_size / 1e6, rel=0.01)
     assert sum(part.megabytes for part in report.parts) == pytest.approx(report.megabytes)
