@@ -111,7 +111,7 @@ def convert(
     if evaluate:
         verdicts["before"] = held_out_divergence(source, cache_dir, device=config.device)._asdict()
     if config.keep:
-        report = extension("qat.keepers", "gguf")(source, out)
+        report = extension("qat.keepers", "gguf")(source, out, config)
     else:
         report = convert_checkpoint(source, config, out, shipping_to(targets))
     if evaluate:
@@ -153,7 +153,7 @@ def _check_kept(config: ConvertConfig, from_: Foreign | None, others: dict[str, 
     Raises:
         ConfigError: the first one that is given.
     """
-    flag, meant = ("--keep", {"keep"}) if from_ is None else ("--from", MEANT)
+    flag, meant = ("--keep", {"keep", "embedding_bits"}) if from_ is None else ("--from", MEANT)
     given = [word for word, value in others.items() if value]
     given += [f"{n}={getattr(config, n)}" for n in sorted(config.model_fields_set - meant)]
     if given:
@@ -222,9 +222,10 @@ def _warn(
     from qat.export.targets import load_target
     from qat.logs import Terminal
 
-    if config.to is None and config.bits_budget is None:
+    if config.to is None and config.bits_budget is None and not config.keep:
         return  # nothing was to be quantized
     asked = f"--bits-budget {config.bits_budget}" if config.to is None else f"--to {config.to}"
+    asked = "--keep" if config.keep else asked
     reason = f"{asked} leaves as many bits as the source has"
     floats = [part for part in found.parts if part.name in TABLES and part.bits >= FLOAT_BITS]
     if floats:

@@ -62,7 +62,8 @@ class ConvertConfig(Settings):
     """Bits of the embedding and the head: 2, 3, 4 or 8; 16 for floating point. By default the
     plan's rule for them, or what --bits-budget chooses; without either 4 beside linears of fewer,
     else 8 (or fewer, where the source has fewer), or floating point if scales are of low rank or a
-    target of --for holds no quantized table."""
+    target of --for holds no quantized table. With --keep, of tables of other types than it keeps;
+    without it these stay in floating point, as exact as in the file."""
     rotate: Formats[bool] = False
     """Rotate a float model before it is quantized, so that inputs of linears have fewer outliers;
     its function does not change. Without --to nothing is quantized."""

@@ -4,6 +4,8 @@ Shapes: O rows, I columns, G blocks of a row.
 """
 
 import logging
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,15 +18,19 @@ from qat.convert.checkpoint import write_converted
 from qat.convert.config import ConvertConfig
 from qat.convert.convert import Converted
 from qat.convert.quantize import QuantizeReport, quantize_model
+from qat.convert.savings import Saving
+from qat.convert.tables import FLOAT_BITS, round_float_tables
 from qat.errors import CheckpointError, ConfigError
+from qat.extensions.targets.gguf import SMALL, scheme
 from qat.files import check_free
+from qat.models.cost import bytes_by_name, format_bits
 from qat.models.directory import GGUF, resolve
 from qat.models.gguf import dequantize
 from qat.models.gguf_header import StoredTensor, block_size, read_header
 from qat.models.gguf_layout import ARCHITECTURES, row_order, tensor_names
 from qat.models.load import load_model, load_tokenizer
 from qat.models.opening import read_config
-from qat.nn.swap import linear_names, put_quantized, table_names
+from qat.nn.swap import FEW_BITS, linear_names, put_quantized, table_names
 from qat.quant.codebook import fixed_grid
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 from qat.quant.weight import QuantizedWeight, Scales
@@ -47,8 +53,10 @@ SCALE_AT_END = ("TQ1_0", "TQ2_0")
 FLOATS = ("F32", "F16", "BF16")
 
 
-def keep_checkpoint(source: str, out: Path) -> QuantizeReport:
+def keep_checkpoint(source: str, out: Path, config: ConvertConfig) -> QuantizeReport:
     """Write the GGUF file `source` to `out` as a student with exactly its levels and scales.
+
+    Only `embedding_bits` of `config` is read.
 
     Raises:
         ConfigError: it is none, or holds a linear of a type without levels.
@@ -56,12 +64,14 @@ def keep_checkpoint(source: str, out: Path) -> QuantizeReport:
     check_free(out)
     file = check_file(source)
     student = load_model(source, device="cpu", dtype="fp32")
-    plan = keep_weights(file, student.model)
-    done = Converted(quantize_model(student, plan), plan, fits=[], rotation=None)
-    write_converted(
-        out, done, student, load_tokenizer(source), source=source, config=ConvertConfig()
-    )
-    return done.report
+    plan = keep_weights(file, student.model, config.embedding_bits)
+    if config.embedding_bits == FLOAT_BITS:
+        round_float_tables(student.model, plan)
+    saved = list(_savings(file, student.model, plan))
+    report = replace(quantize_model(student, plan), savings=saved)
+    done = Converted(report, plan, fits=[], rotation=None)
+    write_converted(out, done, student, load_tokenizer(source), source=source, config=config)
+    return report
 
 
 def check_file(source: str) -> Path:
@@ -87,10 +97,13 @@ def check_file(source: str) -> Path:
     return path
 
 
-def keep_weights(path: Path, model: PreTrainedModel) -> QuantPlan:
+def keep_weights(
+    path: Path, model: PreTrainedModel, embedding_bits: int | None = None
+) -> QuantPlan:
     """Give linears and tables of `model`, read from the file as floats, the file's own levels.
 
-    Tables of types without levels stay in floating point.
+    Tables of types without levels stay in floating point, or are to become integers of
+    `embedding_bits`.
 
     Returns:
         The plan that the model has then.
@@ -99,7 +112,8 @@ def keep_weights(path: Path, model: PreTrainedModel) -> QuantPlan:
         CheckpointError: levels and scales do not give the weight that was read.
     """
     names, header, rules = tensor_names(model), read_header(path), []
-    for name in (*table_names(model), *linear_names(model)):
+    tables = table_names(model)
+    for name in (*tables, *linear_names(model)):
         tensor = header[f"{names[name]}.weight"]
         spec = None
         if tensor.type in LEVELS:
@@ -110,10 +124,30 @@ def keep_weights(path: Path, model: PreTrainedModel) -> QuantPlan:
                     "than was read of it, expected the same; convert it with --to PLAN"
                 )
             put_quantized(model, name, quantized, spec)
+        elif name in tables and embedding_bits not in (None, FLOAT_BITS):
+            spec = _integers(embedding_bits, tensor.shape)
         else:
             logger.info("%s is of type %s and stays in floating point", name, tensor.type)
         rules.append(PlanRule(pattern=name, spec=spec))
     return QuantPlan(name="kept", rules=tuple(rules))
+
+
+def _integers(bits: int, shape: tuple[int, int]) -> LutSpec:
+    """Return integers of so many bits in the blocks of a type of ggml."""
+    return scheme(LutSpec(bits=bits, codebook="int", group_size=SMALL), shape)
+
+
+def _savings(path: Path, model: PreTrainedModel, plan: QuantPlan) -> Iterator[Saving]:
+    """Yield what tables in floating point would save as integers of as many bits as in the file."""
+    names, header, sizes = tensor_names(model), read_header(path), bytes_by_name(model)
+    floats = [n for n in table_names(model) if plan.spec_for(n, is_table=True) is None]
+    if not floats:
+        return
+    stored = [header[f"{names[name]}.weight"] for name in floats]
+    bits = FEW_BITS if max(each.bits for each in stored) < FEW_BITS + 1 else 2 * FEW_BITS
+    octets = sum(sizes[f"{name}.weight"] for name in floats)
+    octets -= sum(format_bits(_integers(bits, each.shape), each.shape) // 8 for each in stored)
+    yield Saving(f"--embedding-bits {bits}", octets / 1e6)
 
 
 def read_levels(

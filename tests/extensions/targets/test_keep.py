@@ -1,5 +1,6 @@
 """Students that have the levels and scales of a llama.cpp file, and become the same file again."""
 
+import json
 from pathlib import Path
 
 import gguf as library
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cache_case import build
+from cli_case import call
 from gguf_case import write_gguf
 from tiny import logits, tiny_model, tiny_tokenizer
 from train_case import config
@@ -127,6 +129,31 @@ def test_a_table_without_levels_stays_in_floats(tmp_path: Path) -> None:
     assert torch.equal(table, floats.get_input_embeddings().weight)
     assert isinstance(kept.get_output_embeddings(), QuantTable)
     torch.testing.assert_close(logits(kept), logits(floats), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("bits", "kind"), [(2, "Q2_0"), (4, "Q4_0"), (8, "Q8_0"), (16, "BF16")])
+def test_a_table_without_levels_takes_the_bits_of_the_flag(
+    bits: int, kind: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    file = write_gguf(tmp_path / "model.gguf", "Q4_0", embedding="Q5_1")
+    words = ["convert", str(file), "--keep", "--out"]
+    assert call(monkeypatch, *words, tmp_path / "wide") == 0
+    shown = capsys.readouterr()
+    wide = json.loads(shown.out.splitlines()[-1])
+    assert "WARNING" in shown.out + shown.err and wide["megabytes"] > wide["source_megabytes"]
+    found = run_verb([*words, str(tmp_path / "kept"), "--embedding-bits", str(bits)])
+    saved = wide["megabytes"] - found["megabytes"]
+    assert wide["savings"].keys() == {"--embedding-bits 8"}
+    if bits == 8:
+        assert saved == pytest.approx(wide["savings"]["--embedding-bits 8"], abs=1e-3)
+    kept = load_checkpoint(tmp_path / "kept", torch.float32).get_input_embeddings()
+    table = kept.quantized_weight() if isinstance(kept, QuantTable) else kept.weight
+    exact = load_model(str(file)).model.get_input_embeddings().weight
+    error = (table - exact).norm() / exact.norm()
+    assert 0 < error < {2: 0.6, 4: 0.12, 8: 0.01, 16: 0.003}[bits]
+    export_model(str(tmp_path / "kept"), ExportConfig(to="gguf"), tmp_path / "again")
+    header = read_header(tmp_path / "again" / FILE_NAME)
+    assert header["token_embd.weight"].type == kind
 
 
 def test_a_linear_without_levels_is_refused(tmp_path: Path) -> None:
