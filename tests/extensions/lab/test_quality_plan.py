@@ -97,6 +97,8 @@ def test_stages_share_what_is_left(place: Path) -> None:
         ({"learning": 1}, "recipes.0.learning: Extra inputs are not permitted"),
         ({"train": {"nope": 1}}, "recipe 'a': train: nope is unknown"),
         ({"convert": {"to": "q9"}}, "recipe 'a': to=q9 is neither a file nor a preset"),
+        ({"convert": {"for": ["q9"]}}, "recipe 'a': for=['q9'] of a conversion, expected a list"),
+        ({"convert": {"for": "gguf"}}, "recipe 'a': for='gguf' of a conversion, expected a list"),
         ({"cache": {"top_k": 0}}, "top_k=0 and draws=0 keep nothing"),
         ({"cache": {"seed": 1}}, "recipe 'a': seed=1 is not to be chosen here"),
         ({"train": {"max_steps": 5}}, "recipe 'a': max_steps=5 is not to be chosen here; expected"),

@@ -12,7 +12,13 @@ import torch
 from qat.config import Settings
 from qat.convert.checkpoint import convert_checkpoint
 from qat.extensions.lab.jobs import JobFiles, run_as_process
-from qat.extensions.lab.quality.plan import Table, cache_dir, convert_config, student_dir
+from qat.extensions.lab.quality.plan import (
+    Table,
+    cache_dir,
+    convert_config,
+    shipping_of,
+    student_dir,
+)
 
 
 class Conversion(JobFiles, Settings):
@@ -43,7 +49,7 @@ class Conversion(JobFiles, Settings):
         """Convert the teacher, unless it is done."""
         if not self.student.exists():
             config = convert_config(self.convert, cache_dir(self.out, self.cache), self.device)
-            convert_checkpoint(self.teacher, config, self.student)
+            convert_checkpoint(self.teacher, config, self.student, shipping_of(self.convert))
 
 
 def main(job: Conversion) -> None:

@@ -45,6 +45,7 @@ from qat.extensions.lab.quality.plan import (
     cache_config,
     cache_dir,
     convert_config,
+    shipping_of,
     student_dir,
     train_config,
 )
@@ -132,7 +133,7 @@ def train_ours(job: QualityJob) -> Trained:
             converted = job.directory / f"student{number}"
             if not converted.exists():
                 settings = convert_config(stage.convert, cache, job.device)
-                convert_checkpoint(student, settings, converted)
+                convert_checkpoint(student, settings, converted, shipping_of(stage.convert))
             student = str(converted)
         run = job.directory / f"stage{number}"
         config = train_config(stage, cache, job.seed, job.device)

@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import xxhash
 from pydantic import Field, model_validator
 
 from qat.config import Settings, fingerprint, read_toml
 from qat.convert.config import ConvertConfig
+from qat.convert.shipping import Shipping
 from qat.data.cache import ROWS
 from qat.data.config import CacheConfig
 from qat.errors import ConfigError
+from qat.export.config import TargetName
+from qat.export.targets import shipping_to
 from qat.extensions.lab.baselines.config import BaselineSettings
 from qat.extensions.lab.jobs import JobFiles, name_in_path
 from qat.train.config import TrainConfig
@@ -19,6 +22,9 @@ from qat.train.config import TrainConfig
 OURS = "qat"  # the method that trains with `qat train`; every other method is a baseline
 HELD_OUT = "held_out"
 """Stands for the held-out split of the training text's cache, in place of a file."""
+
+FOR = "for"
+"""The key of a conversion's table with the names of targets, as in `qat convert --for`."""
 
 Table = dict[str, Any]  # a table of settings for another verb, which checks it
 
@@ -42,7 +48,7 @@ class QualityEntry(Settings):
     method: str = OURS
     """`qat`, or the name of a baseline."""
     convert: Table = {}
-    """Settings of `qat convert`, which override those of the file."""
+    """Settings of `qat convert`, which override those of the file; and `for`, names of targets."""
     train: Table | Literal[False] = {}
     """Settings of `qat train`, which override those of the file; false only converts. For a
     baseline these are its own settings, without any of the file's."""
@@ -239,14 +245,30 @@ def cache_config(recipe: QualityRecipe, table: Table, device: str = "auto") -> C
 def convert_config(table: Table, cache: Path, device: str = "auto") -> ConvertConfig:
     """Return the settings of a conversion, calibrated on `cache` unless its table names a text.
 
-    `calibration = false` disables calibration.
+    `calibration = false` disables calibration; `for` is read by `shipping_of`.
 
     Raises:
         ConfigError: `qat convert` would refuse them.
     """
     values = {"calibration": str(cache), **table, "device": device}
     values["calibration"] = values["calibration"] or None
+    values.pop(FOR, None)
     return ConvertConfig.parse(values, "convert")
+
+
+def shipping_of(table: Table) -> Shipping | None:
+    """Return what the targets hold that `for`, a list of names, gives a conversion's table.
+
+    Raises:
+        ConfigError: it names no target.
+    """
+    names, known = table.get(FOR, []), get_args(TargetName)
+    if not isinstance(names, list) or not set(names) <= set(known):
+        raise ConfigError(
+            f"for={names!r} of a conversion, expected a list of targets; choose among "
+            f"{', '.join(known)}"
+        )
+    return shipping_to(names)
 
 
 def train_config(

@@ -43,6 +43,7 @@ from qat.extensions.lab.quality.plan import (
     content_of,
     convert_config,
     shared_out,
+    shipping_of,
     student_dir,
     train_config,
 )
@@ -159,6 +160,7 @@ def _convert_table(recipe: QualityRecipe, table: Table, where: str) -> Table:
         table = {**table, "base": recipe.teacher}
     with _naming(where):
         read_plan(convert_config(table, ANYWHERE))
+        shipping_of(table)
     return table
 
 
