@@ -10,12 +10,16 @@ import torch
 from cache_case import TOKENIZER, build, info, teacher
 from crash import stopped_at
 from quantized import SPECS, tiny_quantized
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from qat.backend.base import Backend
 from qat.data.reader import TeacherCache
 from qat.logs import read_json_lines
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_model, load_tokenizer, model_identity
+from qat.nn.swap import table_names
+from qat.quant.codebook import fixed_grid
 from qat.quant.spec import LutSpec
 from qat.train import judge
 from qat.train.config import TrainConfig
@@ -23,7 +27,7 @@ from qat.train.judge import Judge
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer
 from qat.train.run import RunDirectory, resolved
-from qat.train.start import TrainReport, make_trainable, open_teacher
+from qat.train.start import TrainReport, make_trainable, open_teacher, train_student
 
 judge.SAMPLE_TOKENS = 4  # a user reads 32; half of a run of a few steps would go into them
 
@@ -186,3 +190,24 @@ def assert_resumes(
     torch.rand(step + 1)  # a new process has another random state
     assert_same_end(whole, place / "stopped", run(place / "stopped", resume=True))
     return whole
+
+
+def train_tables(place: Path, model: PreTrainedModel) -> Path:
+    """Train linears and tables of a student for three steps; return the checkpoint of its end.
+
+    Every table then has other indices and scales, and other levels where these can learn.
+    """
+    build(place / "cache")
+    save_checkpoint(model, TOKENIZER, place / "student")
+    parts = {name: {"packed", "scales"} for name in table_names(model)}
+    learned = [n for n in parts if fixed_grid(model.get_submodule(n).spec) is None]
+    for name in learned:
+        parts[name].add("codebook")
+    learn = "weights,scales" + ",codebook" * bool(learned)
+    settings = config(place, learn=learn, max_steps=3, lr=0.5, lr_scales=0.02, lr_codebook=0.02)
+    report = train_student(settings, str(place / "student"), place / "run", resume=False)
+    was, now = (load_file(path / "model.safetensors") for path in (place / "student", report.final))
+    for name, own in parts.items():
+        moved = {p for p in own if not torch.equal(was[f"{name}.{p}"], now[f"{name}.{p}"])}
+        assert moved == own, name
+    return report.final

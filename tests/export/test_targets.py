@@ -20,6 +20,7 @@ from tiny import IDS, logits, tiny_model, tiny_tokenizer
 from tokenizers import Regex, Tokenizer, models, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 from torch import Tensor
+from train_case import train_tables
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from qat.backend.base import DTYPES
@@ -42,7 +43,7 @@ from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.stored_state import quantized_modules
 from qat.nn.quant_linear import quant_linears
-from qat.nn.swap import linear_names, with_tables
+from qat.nn.swap import linear_names, table_names, with_tables
 from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
 from qat.quant.weight import pack, to_stored
 from qat.ranks import Ranks
@@ -107,6 +108,35 @@ def test_the_targets_library_reads_our_logits(to, dtype, students, tmp_path, cap
         assert json.loads((out / "config.json").read_text())["rope_theta"] == 10000.0
     shown = (out / exported.CARD).read_text()
     assert f"in the form `{to}`" in shown and "DIR" not in shown and "## How to load" in shown
+
+
+LEARNED = {
+    "levels": LutSpec(bits=4, group_size=16, scale_bits=8),
+    "pairs": LutSpec(bits=6, vector_size=2, group_size=16),
+    "fours": LutSpec(bits=6, vector_size=4, group_size=16),
+    "even": LutSpec(bits=4, codebook="seq", group_size=32, scale_bits=8),
+    "integers": LutSpec(bits=4, codebook="int", group_size=32, scale_bits=8),
+}
+ANY_LEVELS = ("levels", "pairs", "fours")
+HELD = dict.fromkeys(("packed", "dense", "coreml"), ANY_LEVELS)
+HELD |= {"mlx": ("even",), "gguf": ("integers",)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize(("to", "form"), [(to, each) for to in HELD for each in HELD[to]])
+def test_tables_that_learned_are_exported_as_they_are(to, form, is_tied, tmp_path) -> None:
+    if to in LIBRARIES:
+        library(to)
+    model = tiny_model("llama", tie_word_embeddings=is_tied, initializer_range=0.2)
+    plan = QuantPlan(name=form, rules=(PlanRule(pattern="*", spec=LEARNED[form]),))
+    tables = dict.fromkeys(table_names(model), LEARNED[form])
+    quantize_model(LanguageModel(model), with_tables(plan, model, tables))
+    student = train_tables(tmp_path, model)
+    report = export_model(str(student), ExportConfig(to=to, dtype="fp32"), tmp_path / "out")
+    assert not report.has_float_tables
+    sums = load_target(to).COMPARED in ("sums", "constants")
+    assert report.logits_max_diff <= (1e-4 if sums else 0)
 
 
 @pytest.mark.parametrize("to", ["compressed-tensors", "nvfp4", "modelopt", "torchao"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantized import SPECS, frozen_linear, tiny_quantized
+from quantized import SPECS, frozen_linear, random_weight, tiny_quantized
 from safetensors.torch import load_file
 from served_case import (
     NUM_TOKENS,
@@ -27,6 +27,7 @@ from served_case import (
 )
 from tiny import tiny_model, tiny_tokenizer
 from torch import Tensor
+from train_case import train_tables
 from transformers import PreTrainedModel
 
 from qat.errors import CheckpointError
@@ -36,7 +37,7 @@ from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.directory import CHECKSUMS
 from qat.models.document_attention import set_kv
 from qat.models.stored_state import quantized_modules
-from qat.nn.swap import linear_names, replace_module
+from qat.nn.swap import linear_names, put_table, replace_module, table_names, weight_shape
 from qat.quant.spec import ActivationKind, LutSpec
 
 if find_spec("vllm") is None:
@@ -89,6 +90,22 @@ def test_greedy_tokens_are_ours(architecture: str, overrides: dict, tmp_path: Pa
     path = make(tmp_path / "student", architecture, **overrides)
     model = load_checkpoint(path, torch.float32)
     assert theirs(path)[0] == [ours(model, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("form", ["lut4", "pairs6"])
+def test_greedy_tokens_are_ours_where_tables_learned(
+    form: str, is_tied: bool, tmp_path: Path
+) -> None:
+    model = tiny_quantized("qwen3", SPECS["lut2"], tie_word_embeddings=is_tied, **SHAPE)
+    for name in table_names(model):
+        weight = random_weight(*weight_shape(model.get_submodule(name)), SPECS[form])
+        put_table(model, name, weight, SPECS[form])
+    path = train_tables(tmp_path, model.eval())
+    student = load_checkpoint(path, torch.float32)
+    said, found = theirs(path)
+    assert said == [ours(student, prompt) for prompt in PROMPTS]
+    assert (found - logprobs(student, said)).abs().max() < 1e-4
 
 
 @torch.no_grad()
