@@ -167,7 +167,7 @@ def check_text(config: CacheConfig) -> TextFound:
     tokenizer = load_tokenizer(config.described_by, trust_remote_code=config.trust_remote_code)
     settings = config.settings(source.format)
     # one of each split at the most: a text that fills no whole block ends there
-    begun = islice(blocks(source.documents, tokenizer, settings), 2)
+    begun = islice(blocks(source.rows, tokenizer, settings), 2)
     found = sum(len(block.packed.tokens) for block in begun if block.split == "train")
     wanted = settings.num_sequences or found
     return TextFound(found if found < config.shard_size else wanted, settings.sequence_length)

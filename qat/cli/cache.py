@@ -71,7 +71,7 @@ def cache(
         manifest = build_cache(
             config.settings(source.format),
             **cache_teacher(config, ranks)._asdict(),
-            documents=source.documents,
+            documents=source.rows,
             out=out,
             batch_size=config.batch_size,
             ranks=ranks,
@@ -196,6 +196,9 @@ def _info_table(manifest: "Manifest", numbers: dict[str, float | int | str | Non
     table.add_row("training sequences", f"{numbers['sequences']:,}")
     table.add_row("held-out sequences", f"{numbers['held_out_sequences']:,}")
     table.add_row("tokens", f"{numbers['tokens']:,} ({numbers['counted_tokens']:,} counted)")
+    for name in dict.fromkeys(shard.source for shard in manifest.shards if shard.source):
+        own = sum(shard.tokens for shard in manifest.shards if shard.source == name)
+        table.add_row(f"tokens of {name}", f"{own:,} ({own / manifest.total('tokens'):.1%})")
     per_token = numbers["bytes_per_token"]
     words = "" if per_token is None else f" ({per_token} per token)"
     table.add_row("bytes", f"{numbers['bytes']:,}{words}")

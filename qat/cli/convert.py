@@ -104,19 +104,19 @@ def convert(
     if dry_run:
         return forecast_conversion(source, config, targets)
     from qat.convert.checkpoint import convert_checkpoint
-    from qat.evaluate.judge import held_out_divergence
+    from qat.evaluate.config import EvalConfig
+    from qat.evaluate.judge import judge
     from qat.export.targets import shipping_to
 
-    verdicts = {}
+    verdicts, exam = {}, EvalConfig(cache_dir=cache_dir, device=config.device)
     if evaluate:
-        verdicts["before"] = held_out_divergence(source, cache_dir, device=config.device)._asdict()
+        verdicts["before"] = judge(source, exam).cached._asdict()
     if config.keep:
         report = extension("qat.keepers", "gguf")(source, out, config)
     else:
         report = convert_checkpoint(source, config, out, shipping_to(targets))
     if evaluate:
-        after = held_out_divergence(str(out), cache_dir, device=config.device)
-        verdicts["after"] = after._asdict()
+        verdicts["after"] = judge(str(out), exam).cached._asdict()
     sizes = _sizes(report, source)
     _warn(sizes, report, config, targets)
     _show(report, verdicts)

@@ -94,6 +94,10 @@ def _rows(verdict: "Verdict", config: EvalConfig) -> list[tuple[str, str, str]]:
         (f"KL, nats ({where}; top-K and tail)", "kl_tail_nats"),
         (f"KL, nats ({where}; whole vocabulary)", "kl_nats"),
         (f"cross-entropy with draws, nats ({where})", "sampled_ce_nats"),
+        *(
+            (f"{key.replace('_', ' ').replace('/', ': ')} ({where})", key)
+            for key in verdict.by_source
+        ),
         (f"top-1 agreement ({where})", "top1_frac"),
         # without a cache this is the text's perplexity, which has its own row
         *([(f"perplexity ({where})", "ppl")] if config.cache_dir else []),

@@ -271,7 +271,12 @@ def _before_and_after(first: dict, best: dict) -> Table:
     table = Table("on the held-out split", title_justify="left")
     for title in titles:
         table.add_column(title, justify="right")
-    for key, label, form in MEASURES:
+    measures = [
+        (key, f"{label}{key.removeprefix(name).replace('/', ': ')}", form)
+        for name, label, form in MEASURES
+        for key in (name, *(each for each in first if each.startswith(f"{name}/")))
+    ]
+    for key, label, form in measures:
         if first.get(key) is not None and best.get(key) is not None:
             table.add_row(label, form.format(first[key]), form.format(best[key]))
     return table

@@ -46,7 +46,7 @@ from qat.data.shard import (
     remove_logs,
     shard_bytes,
 )
-from qat.data.sources import DataSource, Document, open_source
+from qat.data.sources import DataSource, Document, Sourced, open_source
 from qat.data.stream import ShardBlock, blocks
 from qat.data.text import tokenizer_hash
 from qat.errors import CacheError, ConfigError, QatError
@@ -135,17 +135,20 @@ class SharedBlocks:
         except QatError:
             self._is_over = True
             raise
-        mine = [(*each[:3], each.packed.num_tokens, each.packed.tokens.shape) for each in blocks]
+        mine = [
+            (*each[:3], each.source, each.packed.num_tokens, each.packed.tokens.shape)
+            for each in blocks
+        ]
         found = []
         for number, head in enumerate(json.loads(self._ranks.texts(json.dumps(mine))[0])):
-            split, index, first_sequence, num_tokens, shape = head
+            split, index, first_sequence, source, num_tokens, shape = head
             # tokens, starts and mask, (3, N, L)
             rows = (
                 np.stack(blocks[number].packed[:3]) if blocks else np.zeros((3, *shape), np.int32)
             )
             tokens, starts, mask = self._ranks.copy_from_first(torch.from_numpy(rows)).numpy()
             packed = PackedRows(tokens, starts.astype(bool), mask.astype(bool), num_tokens)
-            found.append(ShardBlock(split, index, first_sequence, packed))
+            found.append(ShardBlock(split, index, first_sequence, packed, source))
         return found
 
 
@@ -181,7 +184,7 @@ def build_cache(
     tokenizer: PreTrainedTokenizerBase,
     teacher: Teacher | RemoteTeacher,
     info: TeacherInfo,
-    documents: Iterable[Document],
+    documents: Iterable[Document | Sourced],
     out: Path,
     batch_size: int = 0,
     ranks: Ranks = ALONE,
@@ -440,6 +443,7 @@ def _write_shard(
         sha256=hashlib.sha256(raw).hexdigest(),
         content=_content_hash(block.packed),
         surprise=surprise,
+        source=block.source or None,
     )
     if ranks.size == 1:
         others = [entry for entry in manifest.shards if entry.file != block.file]

@@ -93,6 +93,8 @@ class Shard(_Part):
     surprise: float | None = Field(None, ge=0, allow_inf_nan=False)
     """Sum of the teacher's -log p(next token) over counted positions, in nats; None in imported
     caches and in caches older than this field."""
+    source: str | None = None
+    """Name of the source of all its text; None if the data has no names for its sources."""
 
     @model_serializer(mode="wrap")
     def _recorded(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:

@@ -41,7 +41,7 @@ class CacheSettings(Settings):
 
     data: Required[str]
     """File (.txt, .md, .jsonl, .json, .csv, .tsv, .parquet; also .gz), directory of such files,
-    `stdlib`, or datasets id[:config][@split]."""
+    `stdlib`, or datasets id[:config][@split]; or several with shares: FILE:1,FILE:3."""
     format: Text[DataFormat] = "auto"
     """Format of a row; `auto` looks at the fields of the first row."""
     text_field: Text[str] = "text"

@@ -153,6 +153,17 @@ class TeacherCache:
         ends = self._ends[split]
         return int(ends[-1]) if len(ends) else 0
 
+    def first(self, split: Split, most: int = 0) -> dict[str, np.ndarray]:
+        """Return the first `most` sequences of a split (0: all), by the source of their text.
+
+        Each source has its share of them, at least one; text without sources has an empty name.
+        """
+        shards, total = self._shards[split], self.num_sequences(split)
+        names = np.array([s.source or "" for s in shards for _ in range(s.sequences)], dtype=str)
+        found = {name: np.flatnonzero(names == name) for name in dict.fromkeys(names.tolist())}
+        kept = min(most or total, total)
+        return {name: rows[: max(1, kept * len(rows) // total)] for name, rows in found.items()}
+
     def check_student(
         self, tokenizer_hash: str, vocab_size: int, max_positions: int | None
     ) -> None:

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import logging
+import os
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, TextIO
 from qat.data.config import DataFormat
 from qat.errors import DataError, how_to_install, is_installed
 from qat.files import KINDS, described, parse_json
+from qat.hooks import extension
 from qat.online import is_online
 
 # Rows of text files: .txt, .md, .jsonl, .json, .csv, .tsv, .parquet, or with .gz.
@@ -312,12 +314,26 @@ NOTHING = ("", "[]", "{}", "null")
 """Texts that stand for an empty field."""
 
 
+class Sourced(NamedTuple):
+    """A document, the name of the source that it is from, and that source's share of the text."""
+
+    document: Document
+    source: str = ""
+    share: float = 1.0
+    """Below 1 where the source is one of several of a mixture."""
+
+
 class DataSource(NamedTuple):
     """Documents in order, the format they were read as, and a short name for the data."""
 
-    documents: Iterable[Document]
+    rows: Iterable[Sourced]
     format: DataFormat
     name: str
+
+    @property
+    def documents(self) -> Iterator[Document]:
+        """The documents alone."""
+        return (row.document for row in self.rows)
 
 
 def open_source(
@@ -330,11 +346,14 @@ def open_source(
     """Open the documents of `data`; only its existence and first row are checked immediately.
 
     The module `qat.data.sources` lists the supported files. Rows count from 1 in error messages,
-    which name `data` by its `setting`.
+    which name `data` by its `setting`. Several sources with their shares are read in turns; rows of
+    'qat sample' say their source.
 
     Raises:
         DataError: `data` does not exist or is empty, or a row lacks the fields of its format.
     """
+    if (mixtures := mixtures_in(data)) is not None:
+        return mixtures.open_mixture(data, data_format, text_field, setting=setting)
     if data == "stdlib":
         data, data_format, text_field = str(STDLIB), "plain", "text"
     rows = _placed_rows(data, setting)
@@ -346,10 +365,27 @@ def open_source(
     if data_format == "auto":
         data_format = _detect(*first, text_field)
     _document(*first, data_format, text_field)
-    documents = (_document(*each, data_format, text_field) for each in chain([first], rows))
+    found = (
+        Sourced(_document(*each, data_format, text_field), _source_of(each[1]))
+        for each in chain([first], rows)
+    )
     # without the suffix of a file, or the configuration and split of an id
     name = Path(data.partition(":")[0].removesuffix(".gz")).stem
-    return DataSource(documents, data_format, name)
+    return DataSource(found, data_format, name)
+
+
+def mixtures_in(data: str) -> Any | None:  # noqa: ANN401
+    """Return the module that reads what `data` names if that is several sources with shares."""
+    is_one = os.path.exists(data)  # unlike Path.exists, without an error for a name too long
+    if is_one or not ("," in data or Path(data.rpartition(":")[0]).is_file()):
+        return None
+    return extension("qat.mixtures", "mixtures")
+
+
+def _source_of(row: Row) -> str:
+    """Return the source of the prompt that a row of 'qat sample' answers; empty if unknown."""
+    sampled = row.get("sampled")
+    return str(sampled.get("source", "")) if isinstance(sampled, dict) else ""
 
 
 def check_source(
@@ -366,6 +402,10 @@ def check_source(
     """
     if not data.strip():  # Path("") is the working directory
         raise DataError(f"{setting} is empty, expected a text or its folder; name one")
+    if (mixtures := mixtures_in(data)) is not None:
+        for part in mixtures.parts_of(data, setting=setting):
+            check_source(part.place, data_format, text_field, setting=setting)
+        return
     if (found := described(Path(data))) in (KINDS["config.json"], KINDS["manifest.json"]):
         raise DataError(f"{setting}={data} {found}, expected text to read; name its file or folder")
     if data == "stdlib" or Path(data).exists():

@@ -3,8 +3,10 @@
 import json
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -15,7 +17,7 @@ from qat.data.cache import SPLITS, Split
 from qat.data.config import CacheSettings
 from qat.data.packing import LOOKAHEAD, PackedRows, Packer
 from qat.data.pipeline import computed_ahead
-from qat.data.sources import Document
+from qat.data.sources import Document, Sourced
 from qat.data.text import Tokens, encode, end_token, num_characters, render, special_tokens
 from qat.errors import DataError, QatError
 from qat.process import cores
@@ -36,10 +38,13 @@ def split_of(document: Document, seed: int, held_out: float) -> Split:
     return "held_out" if _uniform_hash(document, seed) < held_out else "train"
 
 
-def divided(
-    documents: Iterable[Document], settings: CacheSettings
-) -> Iterator[tuple[Document, Split]]:
+Assigned = tuple[Sourced, Split]
+
+
+def divided(documents: Iterable[Document | Sourced], settings: CacheSettings) -> Iterator[Assigned]:
     """Yield each document with its split, after checking that both splits get a document.
+
+    Of a mixture each source must have documents in both splits.
 
     A near-duplicate of an earlier document goes to the same split, any other is assigned by
     `split_of`. Near-duplicates are found by MinHash over shingles of three words (Broder, SEQUENCES
@@ -48,39 +53,48 @@ def divided(
     Raises:
         DataError: the held-out split gets no document, or all of them.
     """
+    rows = (each if isinstance(each, Sourced) else Sourced(each) for each in documents)
     if settings.held_out == 0:
-        yield from ((document, "train") for document in documents)
+        yield from ((row, "train") for row in rows)
         return
-    pairs = _assigned(documents, settings)
-    ahead, sides, failure = [], set(), None
-    try:  # read until both splits have a document with text
-        for document, side in pairs:
-            ahead.append((document, side))
-            if _whole_text(document).strip():
-                sides.add(side)
-            if len(sides) == 2:
+    pairs = _assigned(rows, settings)
+    ahead: list[Assigned] = []
+    sides: defaultdict[tuple[str, float], set[Split]] = defaultdict(set)
+    failure = None
+    try:  # read until both splits have a document with text of each source
+        for row, side in pairs:
+            ahead.append((row, side))
+            if _whole_text(row.document).strip():
+                sides[_part(row), row.share].add(side)
+            both = (share for (_, share), found in sides.items() if len(found) == 2)
+            if round(sum(both), 6) >= 1:
                 break
     except QatError as error:
         failure = error
-    if failure is None and len(sides) == 1:
-        raise _one_sided([document for document, _ in ahead], sides.pop(), settings)
+    for (part, _), found in sides.items():
+        if failure is None and len(found) == 1:
+            its_own = [row.document for row, _ in ahead if _part(row) == part]
+            raise _one_sided(its_own, found.pop(), settings, part)
     yield from ahead
     if failure is not None:  # in its place, so that the shards of the rows before are kept
         raise failure
     yield from pairs
 
 
-def _assigned(
-    documents: Iterable[Document], settings: CacheSettings
-) -> Iterator[tuple[Document, Split]]:
+def _part(row: Sourced) -> str:
+    """Return the name of the row's source in a mixture; empty for text that has no shares."""
+    return row.source if row.share < 1 else ""
+
+
+def _assigned(rows: Iterable[Sourced], settings: CacheSettings) -> Iterator[Assigned]:
     known: dict[int, Split] = {}
-    for document in documents:
-        keys = _minhash_keys(_whole_text(document))
+    for row in rows:
+        keys = _minhash_keys(_whole_text(row.document))
         found = (known[key] for key in keys if key in known)
-        side = next(found, None) or split_of(document, settings.seed, settings.held_out)
+        side = next(found, None) or split_of(row.document, settings.seed, settings.held_out)
         for key in keys:
             known.setdefault(key, side)
-        yield document, side
+        yield row, side
 
 
 def _uniform_hash(document: Document, seed: int) -> float:
@@ -110,9 +124,11 @@ def _minhash_keys(text: str) -> list[int]:
     return [xxhash.xxh3_64_intdigest(bytes([i]) + band.tobytes()) for i, band in enumerate(bands)]
 
 
-def _one_sided(documents: list[Document], side: Split, settings: CacheSettings) -> DataError:
+def _one_sided(
+    documents: list[Document], side: Split, settings: CacheSettings, part: str
+) -> DataError:
     count, held_out = len(documents), f"held_out={settings.held_out:g}"
-    data = f"data={settings.data}"
+    data = f"{part} in data={settings.data}" if part else f"data={settings.data}"
     firsts, known = [], set()
     for document in documents:
         keys = set(_minhash_keys(_whole_text(document)))
@@ -151,9 +167,6 @@ BATCHES_AHEAD = max(3, cores() // 8)
 a batch of long documents, each of which is tokenised on one core, keeps few cores busy."""
 
 
-Assigned = tuple[Document, Split]
-
-
 class ShardBlock(NamedTuple):
     """The sequences of one shard."""
 
@@ -161,6 +174,8 @@ class ShardBlock(NamedTuple):
     index: int
     first_sequence: int
     packed: PackedRows
+    source: str = ""
+    """Name of the source of all its text; empty if that has none."""
 
     @property
     def file(self) -> str:
@@ -169,12 +184,16 @@ class ShardBlock(NamedTuple):
 
 
 def blocks(
-    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, settings: CacheSettings
+    documents: Iterable[Document | Sourced],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: CacheSettings,
 ) -> Iterator[ShardBlock]:
     """Yield blocks of `shard_size` sequences of both splits, as the documents fill them.
 
-    Reading stops after `num_sequences` training sequences; the held-out split then has the
-    documents read until that point, at least one. Each split's last block is smaller.
+    A sequence holds text of one source, and so does a block. Reading stops after `num_sequences`
+    training sequences, of which each source of a mixture has its share; the held-out split then has
+    the documents read until that point, at least one of each. The last block of each split and
+    source is smaller.
 
     Raises:
         DataError: the documents hold no text, or a split gets no document.
@@ -187,41 +206,40 @@ def blocks(
         for split in SPLITS
     }
     train, held_out = cutters["train"], cutters["held_out"]
-    for split, texts in _tokenised(divided(documents, settings), tokenizer, settings):
+    for row, split, texts in _tokenised(divided(documents, settings), tokenizer, settings):
         for tokens in texts:
-            if len(tokens.ids) > 1 and not cutters[split].is_satisfied:
-                cutters[split].packer.push(*tokens)
+            cutters[split].push(row, tokens)
         yield from cutters[split].full_blocks()
-        if train.is_satisfied and not (settings.held_out and held_out.is_empty):
+        if train.is_satisfied and (not settings.held_out or train.parts <= held_out.parts):
             break
-    if all(cutter.is_empty for cutter in cutters.values()):
+    if not any(cutter.parts for cutter in cutters.values()):
         raise DataError(
             f"data={settings.data} holds no text, expected at least one document; "
             "check the file and --text-field"
         )
     for cutter in cutters.values():
-        yield from cutter.last_block()
+        yield from cutter.last_blocks()
 
 
 def _tokenised(
     documents: Iterator[Assigned], tokenizer: PreTrainedTokenizerBase, settings: CacheSettings
-) -> Iterator[tuple[Split, list[Tokens]]]:
-    """Yield the split and tokens of each document's renderings; batches are encoded ahead."""
+) -> Iterator[tuple[Sourced, Split, list[Tokens]]]:
+    """Yield each document, its split and its renderings' tokens; batches are encoded ahead."""
     thinking, targets = settings.thinking, settings.targets
 
     def encoded(batch: list[Assigned] | QatError) -> tuple[list, QatError | None]:
         if isinstance(batch, QatError):
             return [], batch
         rendered, failure = [], None
-        for document, _ in batch:
+        for row, _ in batch:
             try:
-                rendered.append(render(document, tokenizer, thinking, targets))
+                rendered.append(render(row.document, tokenizer, thinking, targets))
             except QatError as error:
                 failure = error
                 break
         tokens = iter(encode(list(chain.from_iterable(rendered)), tokenizer))
         found = zip(batch, rendered, strict=False)
-        return [(split, list(islice(tokens, len(texts)))) for (_, split), texts in found], failure
+        return [(*each, list(islice(tokens, len(texts)))) for each, texts in found], failure
 
     with closing(computed_ahead(encoded, _batches(documents), BATCHES_AHEAD)) as ahead:
         for batch, failure in ahead:
@@ -239,7 +257,7 @@ def _batches(documents: Iterator[Assigned]) -> Iterator[list[Assigned] | QatErro
     try:
         for document in documents:
             batch.append(document)
-            characters += num_characters(document[0])
+            characters += num_characters(document[0].document)
             if characters >= BATCH_CHARACTERS:
                 yield batch
                 batch, characters = [], 0
@@ -263,7 +281,8 @@ class _Cutter:
         limit: int,
     ) -> None:
         together = min(LOOKAHEAD, settings.shard_size)
-        self.packer = Packer(
+        new_packer = partial(
+            Packer,
             settings.sequence_length,
             end,
             special,
@@ -271,39 +290,55 @@ class _Cutter:
             # held-out sequences keep their order, so that a run finds its own in a larger cache
             sorts=split == "train",
         )
+        self.parts: set[str] = set()
+        """Sources of a mixture that the split has tokens of; an empty name for other text."""
+        self._packers: defaultdict[str, Packer] = defaultdict(new_packer)
+        self._most: dict[str, int] = {}
         self._split = split
         self._size = settings.shard_size
         self._limit = limit
         self._blocks = 0
-        self._sequences = 0
+        self._sequences: Counter[str] = Counter()
+
+    def push(self, row: Sourced, tokens: Tokens) -> None:
+        """Add a rendering of a document, unless the split has enough of its source."""
+        packer = self._packers[row.source]
+        self._most[row.source] = math.ceil(round(self._limit * row.share, 6))
+        if len(tokens.ids) > 1 and packer.num_full < self._wanted(row.source):
+            packer.push(*tokens)
+            if not packer.is_empty:
+                self.parts.add(_part(row))
 
     @property
     def is_satisfied(self) -> bool:
-        """True if the packer holds enough sequences to reach the limit."""
-        return bool(self._limit) and self._sequences + self.packer.num_full >= self._limit
-
-    @property
-    def is_empty(self) -> bool:
-        """True if the split has received no token."""
-        return self._sequences == 0 and self.packer.is_empty
+        """True if the packers hold enough sequences to reach the limit."""
+        found = (
+            min(self._sequences[source] + packer.num_full, self._most[source])
+            for source, packer in self._packers.items()
+        )
+        return bool(self._limit) and sum(found) >= self._limit
 
     def full_blocks(self) -> Iterator[ShardBlock]:
-        """Yield blocks of full size while the packer has enough sequences."""
-        while self._capped(self.packer.num_full) >= self._size:
-            yield self._cut(self._size)
+        """Yield blocks of full size while a packer has enough sequences."""
+        for source, packer in self._packers.items():
+            while min(packer.num_full, self._wanted(source)) >= self._size:
+                yield self._cut(source, self._size)
 
-    def last_block(self) -> Iterator[ShardBlock]:
-        """Yield the remaining sequences as a last block, if there are any."""
-        self.packer.finish()
-        count = self._capped(self.packer.num_full)
-        if count:
-            yield self._cut(count)
+    def last_blocks(self) -> Iterator[ShardBlock]:
+        """Yield the remaining sequences of each source as a last block, if there are any."""
+        for source, packer in self._packers.items():
+            packer.finish()
+            if count := min(packer.num_full, self._wanted(source)):
+                yield self._cut(source, count)
 
-    def _capped(self, count: int) -> int:
-        return min(count, self._limit - self._sequences) if self._limit else count
+    def _wanted(self, source: str) -> float:
+        """Return how many sequences of a source may still be cut."""
+        rest = self._limit - self._sequences.total()
+        return min(rest, self._most[source] - self._sequences[source]) if self._limit else math.inf
 
-    def _cut(self, count: int) -> ShardBlock:
-        block = ShardBlock(self._split, self._blocks, self._sequences, self.packer.take(count))
+    def _cut(self, source: str, count: int) -> ShardBlock:
+        first, packed = self._sequences.total(), self._packers[source].take(count)
+        block = ShardBlock(self._split, self._blocks, first, packed, source)
         self._blocks += 1
-        self._sequences += count
+        self._sequences[source] += count
         return block

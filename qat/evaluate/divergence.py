@@ -5,7 +5,7 @@ Shapes: B sequences, S positions, D model width, V vocabulary, T valid tokens.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,10 @@ class Divergence(NamedTuple):
     sampled_ce_nats: float | None  # with the teacher's draws: in mean the KL plus its entropy
     top1_frac: float | None  # of tokens, where student and teacher have the same likeliest one
     ppl: float | None  # perplexity on the labels
+
+
+BY_SOURCE = ("kl_tail_nats", "sampled_ce_nats")
+"""Measures of each of several sources of text, as `kl_tail_nats/NAME`."""
 
 
 class CachedTeacher(NamedTuple):
@@ -62,13 +66,35 @@ def cached_divergence(student: LanguageModel, batches: Iterable[Batch]) -> Diver
     Raises:
         DataError: the batches hold no valid token.
     """
-    totals: Counter[str] = Counter()
+    return divergence_by_source(student, {"": batches})[0]
+
+
+def divergence_by_source(
+    student: LanguageModel, batches: Mapping[str, Iterable[Batch]]
+) -> tuple[Divergence, dict[str, float]]:
+    """Do what `cached_divergence` does with the batches of all sources together, and of each.
+
+    Returns:
+        The whole, and the measures of `BY_SOURCE` for each of several sources.
+    """
+    totals: dict[str, Counter[str]] = {name: Counter() for name in ("", *batches)}
     with judging(student):
-        for batch in _of_one_shape(batches, student.device):
+        for name, batch in _of_one_shape(batches, student.device):
             targets, valid, has_tail = _valid_targets(batch, student.device)
             chunks = zip(_logits(student, batch, valid), _split(targets), strict=True)
             sums = [_sums_by_cache(logits, rows, has_tail) for logits, rows in chunks]
-            _add(totals, sums, student.device)
+            _add([totals[each] for each in {"", name}], sums, student.device)
+    found = {name: _divergence(each) for name, each in totals.items() if each["tokens"]}
+    distances = {
+        f"{key}/{name}": getattr(each, key)
+        for name, each in found.items()
+        for key in BY_SOURCE
+        if name and len(batches) > 1 and getattr(each, key) is not None
+    }
+    return found.get("") or _divergence(totals[""]), distances
+
+
+def _divergence(totals: Counter[str]) -> Divergence:
     num_tokens = _num_tokens(totals)
 
     def mean(name: str) -> float | None:
@@ -126,11 +152,11 @@ def exact_divergence(
     """
     totals: Counter[str] = Counter()
     with judging(student), judging(teacher):
-        for batch in _of_one_shape(batches, student.device):
+        for _, batch in _of_one_shape({"": batches}, student.device):
             targets, valid, _ = _valid_targets(batch, student.device)
             sides = _logits(student, batch, valid), _logits(teacher, batch, valid)
             chunks = zip(*sides, _split(targets), strict=True)
-            _add(totals, [_sums_by_teacher(*chunk) for chunk in chunks], student.device)
+            _add([totals], [_sums_by_teacher(*chunk) for chunk in chunks], student.device)
     num_tokens = _num_tokens(totals)
     return ExactDivergence(
         num_tokens=num_tokens,
@@ -141,15 +167,14 @@ def exact_divergence(
     )
 
 
-def _of_one_shape(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """Yield the batches; where each shape costs a compilation, pad smaller ones to the first."""
-    if not on(device).is_traced:
-        yield from batches
-        return
+def _of_one_shape(
+    batches: Mapping[str, Iterable[Batch]], device: torch.device
+) -> Iterator[tuple[str, Batch]]:
+    """Yield names and batches; where each shape costs a compilation, pad all to the first."""
     shape = None
-    for batch in batches:
+    for name, batch in ((name, batch) for name, found in batches.items() for batch in found):
         shape = shape or tuple(batch.mask.shape)
-        yield batch.filled(*shape)
+        yield name, batch.filled(*shape) if on(device).is_traced else batch
 
 
 def _sums_by_cache(logits: Tensor, rows: Targets, has_tail: bool) -> dict[str, Tensor]:
@@ -219,12 +244,14 @@ def _split(targets: Targets) -> Iterator[Targets]:
     return map(Targets, *(value.split(CHUNK_TOKENS) for value in targets))
 
 
-def _add(totals: Counter[str], chunks: list[dict[str, Tensor]], device: torch.device) -> None:
-    """Add sums from the device to the totals, in double precision on the host."""
+def _add(totals: list[Counter[str]], chunks: list[dict[str, Tensor]], device: torch.device) -> None:
+    """Add sums from the device to all totals, in double precision on the host."""
     backend = on(device)
     backend.step_end()
     for sums in chunks:
-        totals.update(dict(zip(sums, backend.read([*sums.values()]), strict=True)))
+        read = dict(zip(sums, backend.read([*sums.values()]), strict=True))
+        for each in totals:
+            each.update(read)
 
 
 def _num_tokens(totals: Counter[str]) -> int:

@@ -1,9 +1,10 @@
 """Evaluate a student with all metrics of `qat eval`."""
 
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import chain
 from typing import Literal, NamedTuple
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from qat.data.opening import open_cache
@@ -16,8 +17,8 @@ from qat.evaluate.divergence import (
     CachedTeacher,
     Divergence,
     ExactDivergence,
-    cached_divergence,
     cached_teacher,
+    divergence_by_source,
     exact_divergence,
 )
 from qat.evaluate.tasks import Scores, Tasks
@@ -32,21 +33,6 @@ from qat.logs import progress
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer
 from qat.nn.step import form_weights
-
-
-def held_out_divergence(
-    source: str, cache_dir: Path, *, device: str = "auto", dtype: str = "auto", batch_size: int = 8
-) -> Divergence:
-    """Evaluate the model `source` on the held-out split of a cache.
-
-    Raises:
-        CacheError: no such cache, or one for another tokenizer or vocabulary, or without the split.
-        CheckpointError: no such model.
-    """
-    cache = TeacherCache.open(cache_dir)
-    student, tokenizer = open_student(source, device=device, dtype=dtype)
-    cache.check_student(tokenizer_hash(tokenizer), student.config.vocab_size, student.longest)
-    return cached_divergence(student, split_batches(cache, "held_out", batch_size))
 
 
 def open_student(
@@ -68,30 +54,33 @@ def split_batches(
     split: Literal["held_out", "train"],
     batch_size: int,
     max_sequences: int = 0,
-) -> Iterator[Batch]:
-    """Yield the first `max_sequences` sequences of a split (0: all) in order, with a progress bar.
+) -> dict[str, Iterator[Batch]]:
+    """Return the first `max_sequences` sequences of a split (0: all) by source, as batches.
 
     Raises:
         CacheError: the split is empty.
     """
-    count = cache.num_sequences(split)
-    if count == 0:
+
+    def batches(rows: np.ndarray) -> Iterator[Batch]:
+        with progress("judging on the cache", len(rows), "sequences") as ticker:
+            for start in range(0, len(rows), batch_size):
+                indices = rows[start : start + batch_size]
+                yield cache.batch(indices, split=split)
+                ticker.advance(len(indices))
+
+    if cache.num_sequences(split) == 0:
         raise CacheError(
             f"{cache.directory} has no {split} sequences; expected some to judge by; choose "
             "another --split or rebuild the cache with more data"
         )
-    count = min(count, max_sequences or count)
-    with progress("judging on the cache", count, "sequences") as ticker:
-        for start in range(0, count, batch_size):
-            indices = range(start, min(start + batch_size, count))
-            yield cache.batch(indices, split=split)
-            ticker.advance(len(indices))
+    return {name: batches(rows) for name, rows in cache.first(split, max_sequences).items()}
 
 
 class Verdict(NamedTuple):
     """All measurements; None if the settings did not request one."""
 
     cached: Divergence | None  # the student against the cache
+    by_source: dict[str, float]  # the same for each of several sources of text
     cached_teacher: CachedTeacher | None  # the teacher, as far as the cache describes it
     exact: ExactDivergence | None
     """The student against the loaded teacher, on the cache's sequences or, without a cache, on the
@@ -102,7 +91,7 @@ class Verdict(NamedTuple):
     teacher_tasks: Scores | None  # the teacher's scores by task and measure
 
     def numbers(self) -> dict[str, float | Scores | None]:
-        """Return all numbers by name, always with the same names; None where nothing was measured.
+        """Return all numbers by name; None where nothing was measured.
 
         Numbers that both the cache and the teacher provide are those of the teacher.
         """
@@ -114,7 +103,7 @@ class Verdict(NamedTuple):
             ("teacher_text_", Perplexity, self.teacher_text),
         ]
         numbers = {prefix + name: None for prefix, kind, _ in parts for name in kind._fields}
-        numbers |= {"tasks": self.tasks, "teacher_tasks": self.teacher_tasks}
+        numbers |= {"tasks": self.tasks, "teacher_tasks": self.teacher_tasks, **self.by_source}
         for prefix, _, found in parts:
             fields = {} if found is None else found._asdict()
             numbers |= {prefix + k: value for k, value in fields.items() if value is not None}
@@ -142,10 +131,13 @@ def judge(source: str, config: EvalConfig) -> Verdict:
         teacher = load_teacher(config.teacher, device=config.device, dtype=config.dtype)
     size = config.batch_size
 
+    def by_source() -> dict[str, Iterator[Batch]]:
+        return split_batches(cache, config.split, size, config.max_sequences)
+
     def batches() -> Iterator[Batch]:
         """Return a new iterator over the batches for divergences."""
         if cache is not None:
-            return split_batches(cache, config.split, size, config.max_sequences)
+            return chain.from_iterable(by_source().values())
         return text_batches(text, config.context, config.stride, size)
 
     def on_text(model: LanguageModel | None) -> Perplexity | None:
@@ -155,8 +147,9 @@ def judge(source: str, config: EvalConfig) -> Verdict:
         return text_perplexity(model, text, **windows)
 
     has_texts = cache is not None or text is not None
+    judged = (None, {}) if cache is None else divergence_by_source(student, by_source())
     return Verdict(
-        cached=None if cache is None else cached_divergence(student, batches()),
+        *judged,
         cached_teacher=None if cache is None else cached_teacher(batches()),
         exact=(exact_divergence(student, teacher, batches()) if teacher and has_texts else None),
         text=on_text(student),

@@ -15,7 +15,7 @@ from qat.config import fingerprint
 from qat.data.build import RemoteTeacher
 from qat.data.cache import SERVED_AS, TeacherInfo
 from qat.data.config import CacheConfig, DataFormat
-from qat.data.sources import DataSource, Document
+from qat.data.sources import DataSource, Document, Sourced
 from qat.data.text import encode, render
 from qat.errors import ConfigError, QatError
 from qat.hooks import extension
@@ -48,30 +48,30 @@ def with_length(
     """
     if config.sequence_length is not None:
         return config, source
-    documents, taken = iter(source.documents), []
+    rows, taken = iter(source.rows), []
     failures: list[QatError] = []
 
-    def read_again() -> Iterator[Document]:
+    def read_again() -> Iterator[Sourced]:
         # here, not above: a call that is refused before it reads has no use for this line
         logger.info("sequence_length=%d follows the data; --sequence-length says otherwise", length)
         yield from taken
         if failures:
             raise failures[0]
-        yield from documents
+        yield from rows
 
     def needed() -> int:
         if not ranks.is_first:
             return 0
         try:
-            for document in islice(documents, SAMPLE):
-                taken.append(document)
+            for row in islice(rows, SAMPLE):
+                taken.append(row)
         except QatError as error:  # raised only if the reader reaches the bad row
             failures.append(error)
-        return suited_length(config, source.format, taken)
+        return suited_length(config, source.format, [row.document for row in taken])
 
     length = int(ranks.texts(str(ranks.sync_errors(needed)))[0])
     settled = config.model_copy(update={"sequence_length": length})
-    return settled, source._replace(documents=read_again())
+    return settled, source._replace(rows=read_again())
 
 
 def suited_length(config: CacheConfig, data_format: DataFormat, documents: list[Document]) -> int:

@@ -248,6 +248,11 @@ def _run_view(run: TrainingRun) -> dict[str, Any]:
     top1, checks = last.get("top1_frac"), health(run)
     tiles = [
         ("held-out KL, first to last (nats)", _change(first, last, "kl_tail_nats")),
+        *(
+            (f"the same of {key.partition('/')[2]}", _change(first, last, key))
+            for key in first
+            if key.startswith("kl_tail_nats/")
+        ),
         ("perplexity, first to last", _change(first, last, "ppl")),
         ("same first choice as the teacher", "-" if top1 is None else f"{100 * top1:.1f} %"),
         ("tokens/s, median", number(run.tokens_per_s())),

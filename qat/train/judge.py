@@ -9,6 +9,7 @@ Shapes: N sequences, S positions.
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -21,7 +22,7 @@ from qat.backend.device import on
 from qat.convert.calibrate import TokenBatch
 from qat.data.packing import Batch
 from qat.data.reader import TeacherCache
-from qat.evaluate.divergence import cached_divergence
+from qat.evaluate.divergence import divergence_by_source
 from qat.generate.text import generate_text
 from qat.logs import progress
 from qat.models.attention import sparse_attention
@@ -53,10 +54,11 @@ class Judged(NamedTuple):
 
     @classmethod
     def first(cls, cache: TeacherCache, count: int) -> Self:
-        """Return the first `count` sequences, or all if there are fewer."""
-        rows = zip(range(count), _held_out(cache), strict=False)
-        marks = [_mark(row, _end(row)) for _, row in rows]
-        return cls(marks, list(range(len(marks))))
+        """Return the first `count` sequences or all that there are, a share of each source."""
+        places = {int(place) for each in cache.first("held_out", count).values() for place in each}
+        rows = enumerate(islice(_held_out(cache), max(places, default=-1) + 1))
+        marks = [_mark(row, _end(row)) for place, row in rows if place in places]
+        return cls(marks, sorted(places))
 
     @classmethod
     def found(cls, cache: TeacherCache, marks: Sequence[str]) -> Self | None:
@@ -137,7 +139,7 @@ class Judge:
         (`qat.nn.step.form_weights`).
         """
         with on(self.student.device).autocast(dtype):
-            divergence = cached_divergence(self.student, self._batches())
+            divergence, by_source = divergence_by_source(self.student, self._by_source())
             sample = generate_text(
                 self.student,
                 self.tokenizer,
@@ -147,26 +149,31 @@ class Judge:
                 raw=True,
             )
             sparse = self._sparse_attention()
-        return {**divergence._asdict(), **sparse, "sample": sample.text}
+        return {**divergence._asdict(), **by_source, **sparse, "sample": sample.text}
 
     def _sparse_attention(self) -> dict[str, object]:
         """Measure sparse attention on a few held-out sequences; empty for dense attention."""
         sparse = sparse_attention(self.student.model)
         if sparse is None:
             return {}
-        batch = next(self._batches())
+        batch = next(next(iter(self._by_source().values())))
         tokens = TokenBatch(batch.input_ids[:LOOKED_AT], batch.position_ids[:LOOKED_AT])
         with as_written(self.student.model):
             return sparse.measure(self.student, tokens)
 
-    def _batches(self) -> Iterator[Batch]:
-        count = min(self.num_sequences, self.cache.num_sequences("held_out"))
-        found, ends = np.arange(count), np.full(count, self.cache.sequence_length)
-        if self.judged is not None:
-            found, ends = np.array(self.judged.places), self.judged.ends()
-            count = len(found)
+    def _by_source(self) -> dict[str, Iterator[Batch]]:
+        judged = self.judged or Judged.first(self.cache, self.num_sequences)
+        places, ends = np.array(judged.places), judged.ends()
+        size = min(self.batch_size, len(places))
+        chosen = {n: np.isin(places, rows) for n, rows in self.cache.first("held_out").items()}
+        return {
+            n: self._batches(places[of], ends[of], size) for n, of in chosen.items() if of.any()
+        }
+
+    def _batches(self, found: np.ndarray, ends: np.ndarray, size: int) -> Iterator[Batch]:
+        """Yield the held-out sequences `found`, of which the positions before `ends` may count."""
+        count = len(found)
         inside_NS = np.arange(self.cache.sequence_length) < ends[:, None]
-        size = min(self.batch_size, count)
         with progress("judging", count, "sequences") as ticker:
             for start in range(0, count, size):
                 # the last batch is padded, because a compiled model has one shape

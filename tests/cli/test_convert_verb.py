@@ -13,7 +13,8 @@ from tiny import tiny_model, tiny_tokenizer
 from qat.cli.convert import _formats
 from qat.convert.quantize import ModuleReport
 from qat.data.reader import TeacherCache
-from qat.evaluate.judge import held_out_divergence
+from qat.evaluate.config import EvalConfig
+from qat.evaluate.judge import judge
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def test_a_table_and_a_last_line(place: Path, tmp_path: Path, monkeypatch, capsy
     assert 2.5 < result["linear_bits"] < result["bits_per_weight"] < 5
     assert result["megabytes"] < result["source_megabytes"] and "WARNING" not in printed
     for when, source in (("before", place / "float"), ("after", out)):
-        expected = held_out_divergence(str(source), cache, device="cpu")
+        expected = judge(str(source), EvalConfig(cache_dir=cache, device="cpu")).cached
         assert result[when] == expected._asdict()
     assert result["before"]["num_tokens"] > 0
     assert result["after"]["kl_tail_nats"] != result["before"]["kl_tail_nats"]

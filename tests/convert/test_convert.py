@@ -21,7 +21,7 @@ from qat.convert.config import REPORT_NAME, ConvertConfig, read_kv, read_plan, s
 from qat.convert.quantize import quantize_model
 from qat.convert.tables import round_float_tables
 from qat.data.reader import TeacherCache
-from qat.data.sources import DataSource
+from qat.data.sources import DataSource, Sourced
 from qat.errors import CacheError, CheckpointError, ConfigError, DataError
 from qat.models.attention import kv_spec
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
@@ -168,7 +168,7 @@ def test_of_an_endless_text_only_so_much_is_read(
 ) -> None:
     monkeypatch.setattr(calibration_data, "MOST_CHARACTERS", 20_000)
     read = itertools.count()
-    endless = (f"the cat sat on the mat {number}" for number in read)
+    endless = (Sourced(f"the cat sat on the mat {number}") for number in read)
     monkeypatch.setattr(
         calibration_data, "open_source", lambda _, setting: DataSource(endless, "plain", "endless")
     )

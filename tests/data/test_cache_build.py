@@ -304,8 +304,8 @@ def test_near_identical_documents_never_straddle_the_split() -> None:
         documents += [" ".join(changed), text.upper() + ".", text.replace(" ", "\n")]
     found = divided(documents, settings(held_out=0.3))
     sides = dict.fromkeys(documents)
-    for document, side in found:
-        sides[document] = side
+    for row, side in found:
+        sides[row.document] = side
     apart = sum(
         sides[document] != sides[originals[i % 400]] for i, document in enumerate(originals)
     )

@@ -19,7 +19,7 @@ from qat.data.reader import TeacherCache
 from qat.errors import CacheError, ConfigError, DataError
 from qat.evaluate.config import EvalConfig, GenerateConfig
 from qat.evaluate.divergence import cached_divergence
-from qat.evaluate.judge import held_out_divergence, judge, open_student, split_batches
+from qat.evaluate.judge import judge, open_student, split_batches
 from qat.logs import printable
 from qat.models.checkpoint import save_checkpoint
 from qat.nn.quant_linear import quant_linears
@@ -121,8 +121,6 @@ def test_split_and_number_of_sequences_matter(place: Path) -> None:
     one = judge(student, settings(cache_dir=place / "cache", batch_size=1)).cached
     assert some.num_tokens < whole.num_tokens != train.num_tokens
     assert one.kl_tail_nats == pytest.approx(whole.kl_tail_nats)
-    by_name = held_out_divergence(student, place / "cache", device="cpu", dtype="fp32")
-    assert by_name == whole
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -132,14 +130,12 @@ def test_a_packed_student_is_formed_once(place: Path, tmp_path: Path, dtype: str
     student, _ = open_student(str(tmp_path / "packed"), device="cpu", dtype=dtype)
     linears = quant_linears(student.model).values()
     assert linears and all(linear.formed.dtype == DTYPES[dtype] for linear in linears)
-    batches = list(split_batches(TeacherCache.open(place / "cache"), "held_out", 8))
+    batches = [*split_batches(TeacherCache.open(place / "cache"), "held_out", 8)[""]]
     formed = cached_divergence(student, batches)
     release_weights(student.model)
     assert cached_divergence(student, batches) == formed
-    by_name = held_out_divergence(
-        str(tmp_path / "packed"), place / "cache", device="cpu", dtype=dtype
-    )
-    assert by_name == formed
+    config = EvalConfig(cache_dir=place / "cache", device="cpu", dtype=dtype)
+    assert judge(str(tmp_path / "packed"), config).cached == formed
 
 
 def test_a_row_that_is_none_is_refused_before_the_model_is_read(

@@ -162,7 +162,7 @@ def test_another_cache_does_not_continue_a_run(
 def test_the_last_batch_is_filled_up_and_counts_no_more_than_the_cache(place: Path) -> None:
     cache = TeacherCache.open(place / "cache")
     judge = Judge(None, None, cache, config(place, eval_sequences=3, batch_size=2))
-    first, second = judge._batches()
+    first, second = judge._by_source()[""]
     assert torch.equal(first.mask, cache.batch([0, 1], "held_out").mask)
     assert torch.equal(second.mask[0], cache.batch([2], "held_out").mask[0])
     assert not second.mask[1].any() and not first.mask.all()

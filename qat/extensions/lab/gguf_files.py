@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import NamedTuple, Self
@@ -308,7 +309,7 @@ def cache_contexts(cache: TeacherCache, count: int) -> Iterator[Context]:
 
     Judged are the positions that count in a loss.
     """
-    for batch in split_batches(cache, "held_out", 1, count):
+    for batch in chain.from_iterable(split_batches(cache, "held_out", 1, count).values()):
         ids, labels = batch.input_ids[0], batch.labels[0]
         counts = batch.mask[0] & (labels != NO_LABEL)
         starts = [*(batch.position_ids[0] == 0).nonzero()[:, 0].tolist(), len(ids)]

@@ -19,7 +19,7 @@ from qat.data.reader import TeacherCache
 from qat.data.shard_file import check_shards
 from qat.data.text import tokenizer_hash
 from qat.errors import CacheError, ConfigError
-from qat.evaluate.divergence import cached_divergence
+from qat.evaluate.divergence import divergence_by_source
 from qat.evaluate.judge import split_batches
 from qat.extensions.anemll.cache import import_cache, read_meta
 from qat.losses.config import check_targets, fitting_loss
@@ -97,7 +97,7 @@ def test_the_loss_is_the_one_of_the_reference(
     cache: TeacherCache, stored: dict[str, Tensor], place: Path
 ) -> None:
     student = load_model(str(place / "base"), device="cpu", dtype="fp32")
-    found = cached_divergence(student, split_batches(cache, "train", batch_size=4))
+    (found, _) = divergence_by_source(student, split_batches(cache, "train", batch_size=4))
     with torch.no_grad():
         logits = student.model(stored["input_ids"][:9].long()).logits[:, :-1]
     log_q = F.log_softmax(logits.gather(-1, stored["topk_idx"][:9].long()) / 2, -1)

@@ -141,7 +141,7 @@ def test_contexts_are_those_of_llama_perplexity() -> None:
 def test_documents_of_a_cache_are_judged_apart_where_the_loss_counts(tmp_path: Path) -> None:
     build(tmp_path / "cache")
     cache = TeacherCache.open(tmp_path / "cache")
-    rows = [*split_batches(cache, "held_out", 1)]
+    rows = [*split_batches(cache, "held_out", 1)[""]]
     found = [*cache_contexts(cache, 0)]
     valid = sum(int((row.mask & (row.labels != NO_LABEL)).sum()) for row in rows)
     assert sum(len(each.places) for each in found) == valid > len(found) > len(rows)

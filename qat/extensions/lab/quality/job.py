@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
 from qat.data.text import encode, end_token, render, special_tokens
 from qat.errors import DataError
-from qat.evaluate.divergence import cached_divergence, exact_divergence
+from qat.evaluate.divergence import divergence_by_source, exact_divergence
 from qat.evaluate.judge import split_batches
 from qat.evaluate.text import without_teacher
 from qat.extensions.decode.rollout import OwnRow, laid_in, prompt_of
@@ -230,7 +230,7 @@ def judge(
     }
     prompts = _prompts(recipe, next(iter(texts.values())), tokenizer)
     held_out = split_batches(cache, "held_out", BATCH, recipe.kd_sequences)
-    common: Numbers = {"kd_nats": cached_divergence(student, held_out).kd_nats}
+    common: Numbers = {"kd_nats": divergence_by_source(student, held_out)[0].kd_nats}
     rows: list[OwnRow] = []
     ends = closing_tokens(student, tokenizer.eos_token_id)
     config = generation_config(ends, recipe.generate_tokens, temperature=1.0, top_p=0.95)
@@ -272,7 +272,8 @@ def _batches(
         DataError: the text holds none.
     """
     if text == HELD_OUT:
-        return list(split_batches(cache, "held_out", BATCH, recipe.report_sequences))
+        found = split_batches(cache, "held_out", BATCH, recipe.report_sequences)
+        return [*chain.from_iterable(found.values())]
     config, source = cache_config(recipe, recipe.cache), open_source(text)
     plain = source.format == "plain"
     thinking = config.thinking if tokenizer.chat_template else "none"

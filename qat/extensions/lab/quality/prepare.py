@@ -348,7 +348,7 @@ class Workspace:
                 build_cache(
                     config.settings(source.format),
                     **cache_teacher(config)._asdict(),
-                    documents=source.documents,
+                    documents=source.rows,
                     out=place,
                     batch_size=config.batch_size,
                 )
