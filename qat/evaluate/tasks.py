@@ -1,7 +1,7 @@
 """Scores on tasks of EleutherAI's lm-evaluation-harness (`arc_easy`, `hellaswag`, ...)."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ class Tasks:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self._config = config
         self._names = config.task_names
-        self._manager = _manager_of(self._names, config.tasks_dir)
+        own = config.tasks_dir
+        self._manager = open_manager(self._names, [] if own is None else [own])
 
     def scores(self, model: LanguageModel, tokenizer: PreTrainedTokenizerBase) -> Scores:
         """Return the measures of each task (and of each part of a group of tasks).
@@ -45,17 +46,9 @@ class Tasks:
             DataError: the task's data is not available locally and cannot be downloaded.
         """
         from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
 
         config = self._config
-        harness = HFLM(
-            pretrained=model.model,
-            tokenizer=tokenizer,
-            backend="causal",
-            # the harness pads rows, which would give a short row the rotary scaling of the longest
-            batch_size=1 if reads_lengths(model.model) else config.batch_size,
-            max_length=most_positions(model.config),
-        )
+        harness = open_harness(model, tokenizer, config.batch_size)
         try:
             with judging(model), as_written(model.model):
                 found = simple_evaluate(
@@ -88,12 +81,27 @@ def measures(result: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _manager_of(names: list[str], own: Path | None) -> Any:
-    """Return the task manager for `own`, with the harness's own tasks if more are needed."""
+def open_harness(model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Any:
+    """Return the model as the harness runs it."""
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(
+        pretrained=model.model,
+        tokenizer=tokenizer,
+        backend="causal",
+        # the harness pads rows, which would give a short row the rotary scaling of the longest
+        batch_size=1 if reads_lengths(model.model) else batch_size,
+        max_length=most_positions(model.config),
+    )
+
+
+def open_manager(names: Collection[str], folders: Sequence[Path]) -> Any:
+    """Return the task manager for `folders`, with the harness's own tasks if more are needed."""
     from lm_eval.tasks import TaskManager
 
-    if own is not None:
-        manager = TaskManager(include_path=str(own), include_defaults=False)
+    paths = [str(folder) for folder in folders]
+    if folders:
+        manager = TaskManager(include_path=paths, include_defaults=False)
         if set(names) <= set(manager.all_tasks):
             return manager
-    return TaskManager(include_path=None if own is None else str(own))
+    return TaskManager(include_path=paths)
