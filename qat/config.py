@@ -44,8 +44,8 @@ Speed = Annotated[T, _below("Speed and memory")]
 Saving = Annotated[T, _below("Evaluations, checkpoints and logs")]
 Trackers = Annotated[T, _below("Trackers and uploads")]
 Careful = Annotated[T, _below("Resuming and checks")]
-RUNS_CODE = {"--trust-remote-code", "--tasks-dir", "--allow-command"}
-"""Flags that run third-party code: that of a model or a task, or a program of a sweep."""
+RUNS_CODE = {"--trust-remote-code", "--tasks-dir", "--allow-command", "--allow-code-execution"}
+"""Flags that run third-party code: that of a model or a task, a program of a sweep or an answer."""
 
 
 class OnResume(NamedTuple):

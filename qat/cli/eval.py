@@ -2,40 +2,51 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from qat.config import Required
-from qat.evaluate.config import EvalConfig
+from qat.evaluate.config import EvalConfig, SuiteConfig
+from qat.hooks import extension
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from qat.evaluate.judge import Verdict
 
-DEFAULTS = EvalConfig()
+DEFAULTS, NO_SUITE = EvalConfig(), SuiteConfig()
 
 
 def evaluate(
-    student: Required[str], *, config: Annotated[EvalConfig, Parameter(name="*")] = DEFAULTS
+    student: Required[str],
+    *,
+    config: Annotated[EvalConfig, Parameter(name="*")] = DEFAULTS,
+    suite: Annotated[SuiteConfig, Parameter(name="*")] = NO_SUITE,
 ) -> dict[str, object]:
     """Judge STUDENT by a teacher cache, by its teacher, on a text, and on tasks.
 
     Args:
         student: Model directory, run directory, GGUF file or hub id.
         config: Settings.
+        suite: Settings of a suite.
     """
     from qat.cli.inputs import check_inputs, check_positions
     from qat.data.sources import check_source, holds_rows, whole_text
 
-    config.check_named()
+    is_suite = suite.is_asked(config)
+    if not is_suite:
+        config.check_named()
     check_inputs(
         models=[student, config.teacher],
         caches=[config.cache_dir],
         texts=[config.text],
         folders=[config.tasks_dir],
+        out=suite.out,
     )
+    if is_suite:
+        judge_suite: Any = extension("qat.suites", "suite")
+        return judge_suite(student, config, suite)
     if config.text is not None and holds_rows(config.text):
         check_source(str(config.text), config.format, config.text_field, setting="text")
     elif config.text is not None:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from qat.config import DeviceSettings, HowMuch, Judged, Sampling, Speed
+from qat.config import DeviceSettings, HowMuch, Judged, Sampling, Settings, Speed
 from qat.config import Text as OfText
 from qat.data.config import AnyTargets, DataFormat, Location, Thinking
 from qat.errors import ConfigError, how_to_install, is_installed
@@ -84,6 +84,35 @@ class EvalConfig(DeviceSettings):
     def task_names(self) -> list[str]:
         """The names of the tasks."""
         return [name.strip() for name in (self.tasks or "").split(",")]
+
+
+class SuiteConfig(Settings):
+    """Settings of `qat eval --suite`, beside those of `EvalConfig`."""
+
+    suite: Judged[str | None] = None
+    """Instead of these: tasks on local data, judged with the teacher beside; names
+    (humaneval,gsm8k=FILE,choice=FILE,cloze=FILE) or a TOML file with a table for each."""
+    out: Judged[Path | None] = None
+    """Directory for a suite's answers and results; a suite goes on with the answers there."""
+    allow_code_execution: Judged[bool] = False
+    """Run the programs that a model writes in a suite, with limits, as you."""
+
+    def is_asked(self, config: EvalConfig) -> bool:
+        """Return whether there is a suite to judge on.
+
+        Raises:
+            ConfigError: it has no `out`, or `config` names something else to evaluate on.
+        """
+        others = [name for name in ("cache_dir", "text", "tasks") if getattr(config, name)]
+        if self.suite is None and self.out is None:
+            return False
+        if others or self.suite is None or self.out is None:
+            found = f"{others[0]} beside a suite" if others else "only one of --suite and --out"
+            raise ConfigError(
+                f"{found}, expected both of --suite and --out, and nothing else to judge by; write "
+                "--suite NAMES --out DIR"
+            )
+        return True
 
 
 class GenerateConfig(DeviceSettings):

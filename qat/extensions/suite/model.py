@@ -1,0 +1,124 @@
+"""A model that answers the requests of lm-eval, fast where it generates."""
+
+import bisect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from lm_eval.api.instance import Instance
+from lm_eval.models.utils import normalize_gen_kwargs
+from transformers import PreTrainedTokenizerBase
+
+from qat.backend.device import on
+from qat.data.text import check_vocabulary, text_ids
+from qat.evaluate.tasks import open_harness
+from qat.extensions.decode.slots import Batch, Request, Sampler, open_sampler
+from qat.extensions.suite.answers import Answer
+from qat.extensions.suite.plan import SuiteSettings
+from qat.generate.sampling import Sampling
+from qat.generate.text import closing_tokens
+from qat.models.language_model import LanguageModel, judging
+from qat.models.load import load_model
+from qat.models.regions import as_written
+from qat.nn.step import form_weights
+
+SLOTS = 256
+"""Answers that grow at once where a step is recorded and replayed, unless `--batch-size` is given:
+there a step of many costs little more than one of few."""
+
+
+class Asked(NamedTuple):
+    """A request for a generated answer."""
+
+    ids: list[int]
+    """Tokens of the prompt."""
+    limit: int
+    """Most new tokens."""
+    until: list[str]
+    """Texts that end the answer."""
+
+
+class Model:
+    """An open model. It judges given answers first: generating changes its weights' layout."""
+
+    def __init__(
+        self, source: str, tokenizer: PreTrainedTokenizerBase, config: SuiteSettings
+    ) -> None:
+        self._model: LanguageModel = load_model(source, device=config.device, dtype=config.dtype)
+        self._tokenizer, self._config = tokenizer, config
+        self._ends = {*closing_tokens(self._model, tokenizer.eos_token_id)}
+        self._harness: Any = None
+        self._sampler: Sampler | None = None
+
+    @property
+    def width(self) -> int:
+        """Number of requests that are answered at once."""
+        is_asked = "batch_size" in self._config.model_fields_set
+        records = on(self._model.device).records
+        return SLOTS if records and not is_asked else self._config.batch_size
+
+    def judge(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+        """Return each given answer's log-probability, and whether it is the most likely one."""
+        if self._harness is None:
+            form_weights(self._model.model, self._model.dtype)
+            size = self._config.batch_size
+            self._harness = open_harness(self._model, self._tokenizer, size)
+        with judging(self._model), as_written(self._model.model):
+            found = self._harness.loglikelihood(requests, disable_tqdm=True)
+        return [(float(logprob), bool(is_greedy)) for logprob, is_greedy in found]
+
+    def prepare(self, requests: Sequence[Instance]) -> list[Asked]:
+        """Get ready to generate the answers of all `requests`, and return them as tokens."""
+        asked = [self._asked(request) for request in requests]
+        largest = max(max(each.ids) for each in asked)
+        check_vocabulary(largest, self._model.config.vocab_size)
+        batch = Batch(
+            num_slots=min(self.width, len(asked)),
+            num_positions=max(len(each.ids) + each.limit for each in asked),
+            max_new_tokens=max(each.limit for each in asked),
+            sampling=Sampling(0.0),
+            ends=self._ends,
+        )
+        self._sampler = open_sampler(self._model, batch)
+        return asked
+
+    def generate(
+        self, asked: Sequence[Asked], hashes: Sequence[str], seen: Callable[[int], None]
+    ) -> list[Answer]:
+        """Return the most likely answers, token by token, of requests that were prepared.
+
+        `seen` receives counts of answers that ended.
+        """
+        assert self._sampler is not None, "prepare comes first"
+        # greedy: the random streams are drawn from but decide nothing
+        rows = [Request(each.ids, each.limit, (0, 0)) for each in asked]
+        found = self._sampler.sample(rows, seen)
+        return [self._answer(*each) for each in zip(hashes, asked, found, strict=True)]
+
+    def _asked(self, request: Instance) -> Asked:
+        prompt, how = request.args
+        how = normalize_gen_kwargs(how)
+        if self._tokenizer.chat_template and self._config.thinking != "none":
+            ids = self._tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+        else:
+            ids = text_ids(prompt, self._tokenizer)
+        # like the harness: of what is longer than the model's window the beginning is left out
+        limit = min(how["max_gen_toks"], self._model.longest // 2)
+        return Asked(ids[-(self._model.longest - limit) :], limit, list(filter(None, how["until"])))
+
+    def _answer(self, name: str, asked: Asked, ids: list[int]) -> Answer:
+        """Return an answer up to what ends it."""
+        said = ids[:-1] if ids and ids[-1] in self._ends else ids
+        text = self._decoded(said)
+        stop = min((at for at in map(text.find, asked.until) if at >= 0), default=None)
+        if stop is not None:
+            # the fewest tokens that hold the text before the stop and the first of its characters
+            count = bisect.bisect_right(
+                range(len(said) + 1), stop, key=lambda n: len(self._decoded(said[:n]))
+            )
+            ids, text = said[:count], text[:stop]
+        return Answer(request=name, text=text, ids=ids)
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
