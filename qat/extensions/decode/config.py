@@ -15,8 +15,9 @@ class SampleSettings(Settings):
     """All settings that decide the sampled rows, apart from the model."""
 
     prompts: Text[str | None] = None
-    """Prompts to answer or continue, in any format of 'qat cache --data'; the last answer of a chat
-    is dropped. Without prompts each row begins from the token that begins a text."""
+    """Prompts to answer or continue, in any format of 'qat cache --data', also several with shares:
+    FILE:1,FILE:3; the last answer of a chat is dropped. Without prompts each row begins from the
+    token that begins a text."""
     format: Text[DataFormat] = "auto"
     """Format of a row of the prompts; `auto` looks at the fields of the first row."""
     text_field: Text[str] = "text"
@@ -27,7 +28,8 @@ class SampleSettings(Settings):
     raw: Text[bool] = False
     """Continue plain prompts as they are, instead of as a user's message in the chat template."""
     rows: Text[int] = Field(0, ge=0)
-    """Number of rows to sample; 0 samples all prompts."""
+    """Number of rows to sample; 0 samples all prompts, of several sources as many as the shares
+    allow."""
     samples: Text[int] = Field(1, ge=1)
     """Number of rows per prompt and thinking mode."""
     least_variety: Text[float] = Field(0.0, ge=0, lt=1)

@@ -49,6 +49,8 @@ class Corpus(NamedTuple):
     """The prompts and settings of a corpus, which decide the bytes of its rows."""
 
     prompts: list[Prompt]
+    order: list[int]
+    """Number of the prompt of each row, also of those that will be dropped."""
     settings: SampleSettings
     tokenizer: PreTrainedTokenizerBase
     ends: frozenset[int]
@@ -61,14 +63,11 @@ class Corpus(NamedTuple):
     @property
     def num_rows(self) -> int:
         """Number of rows of the whole corpus, including those that will be dropped."""
-        asked = len(self.prompts) * self.settings.samples
-        if self.settings.prompts is None:
-            return self.settings.rows
-        return min(asked, self.settings.rows or asked)
+        return len(self.order)
 
     def prompt(self, row: int) -> Prompt:
         """Return the prompt of row number `row`."""
-        return self.prompts[0 if self.settings.prompts is None else row // self.settings.samples]
+        return self.prompts[self.order[row]]
 
     def request(self, row: int) -> Request:
         """Return the sampler's request for row number `row`."""
@@ -93,8 +92,11 @@ class Corpus(NamedTuple):
     def facts(self) -> dict[str, object]:
         """Return everything that decides the bytes of the rows."""
         digest = xxhash.xxh3_64()
+        sources = {prompt.source for prompt in self.prompts}
         for prompt in self.prompts:
-            digest.update(json.dumps(prompt).encode())
+            digest.update(json.dumps(prompt if any(sources) else prompt[:-1]).encode())
+        if len(sources) > 1:
+            digest.update(json.dumps(self.order).encode())
         known = self.settings.model_dump(mode="json", exclude={"prompts"})
         return {
             **self.teacher,
@@ -133,7 +135,7 @@ def open_corpus(
         model = load_teacher(
             source, device=config.device, dtype=config.dtype, trust_remote_code=trust
         )
-        prompts = open_prompts(settings, model, tokenizer)
+        prompts, order = open_prompts(settings, model, tokenizer)
         ends = {*closing_tokens(model, tokenizer.eos_token_id)}
         if settings.prompts is None:
             ends |= set(prompts[0].ids)  # the begin token of a next text ends this one
@@ -142,7 +144,8 @@ def open_corpus(
             "identity": model_identity(source, trust_remote_code=trust),
             "dtype": str(model.dtype).removeprefix("torch."),
         }
-        return model, Corpus(prompts, settings, tokenizer, frozenset(ends), model.longest, teacher)
+        about = settings, tokenizer, frozenset(ends), model.longest, teacher
+        return model, Corpus(prompts, order, *about)
 
     return ranks.sync_errors(opened)
 
@@ -302,6 +305,7 @@ def _written_rows(
         if not answer.strip() or variety(answer) < corpus.settings.least_variety:
             continue
         of_row = {"thinking": prompt.mode, "row": number, "tokens": len(ids), "ended": is_ended}
+        of_row |= {"source": prompt.source} if prompt.source else {}
         about = {"format": FORMAT, "run": run, **corpus.teacher, **settings, **of_row}
         yield {**row, "sampled": about}
 

@@ -1,16 +1,21 @@
 """Prompts of a corpus, from a file or from the begin token, and the text of a sampled row."""
 
+import logging
 import re
-from itertools import islice
-from typing import NamedTuple
+import sys
+from collections.abc import Iterable
+from itertools import accumulate, chain, islice
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from qat.data.sources import Document, Message, open_source
+from qat.data.sources import Document, Message, Sourced, mixtures_in, open_source
 from qat.data.text import MODES, begin_token, check_vocabulary, render_prompt, text_ids
 from qat.errors import ConfigError, DataError
 from qat.extensions.decode.config import SampleSettings
 from qat.models.language_model import LanguageModel
+
+logger = logging.getLogger(__name__)
 
 OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
 
@@ -26,12 +31,16 @@ class Prompt(NamedTuple):
     """Thinking mode, one of `MODES`."""
     opening: str = ""
     """Start of the answer that the template has already written."""
+    source: str = ""
+    """Name of the text that it is from; empty if that has none."""
 
 
 def open_prompts(
     settings: SampleSettings, model: LanguageModel, tokenizer: PreTrainedTokenizerBase
-) -> list[Prompt]:
-    """Return all prompts in order, one per document and thinking mode, or one begin token.
+) -> tuple[list[Prompt], list[int]]:
+    """Return all prompts, one per document and thinking mode, and the number of each row's prompt.
+
+    Without prompts all rows have the same one, a begin token. Several sources come in turns.
 
     Raises:
         ConfigError: a prompt leaves no room in the model's context or holds a token without an
@@ -39,14 +48,16 @@ def open_prompts(
         DataError: the prompts cannot be read, a chat has no question, or a template fails.
     """
     if settings.prompts is None:
-        prompts = [_from_nothing(model, tokenizer)]
+        prompts, order = [_from_nothing(model, tokenizer)], [0] * settings.rows
+    elif (mixtures := mixtures_in(settings.prompts)) is not None:
+        prompts, order = _mixed(mixtures, settings, tokenizer)
     else:
-        documents = open_source(
+        source = open_source(
             settings.prompts, settings.format, settings.text_field, setting="prompts"
-        ).documents
-        asked = (p for each in documents for p in _prompts_of(each, settings, tokenizer))
-        most = -(-settings.rows // settings.samples) if settings.rows else None
-        prompts = list(islice(asked, most))
+        )
+        prompts = _first(source.rows, settings.rows or None, settings, tokenizer)
+        rows = range(min(settings.rows or sys.maxsize, len(prompts) * settings.samples))
+        order = [row // settings.samples for row in rows]
     largest = max(max(prompt.ids, default=0) for prompt in prompts)
     check_vocabulary(largest, model.config.vocab_size)
     long = [n for n, prompt in enumerate(prompts) if len(prompt.ids) >= model.longest]
@@ -57,7 +68,70 @@ def open_prompts(
             f"model's window has {model.longest}, expected room for an answer; shorten it or leave "
             "it out" + (f", and {others} more that are too long" if others else "")
         )
-    return prompts
+    return prompts, order
+
+
+def _first(
+    rows: Iterable[Sourced],
+    most: int | None,
+    settings: SampleSettings,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Prompt]:
+    """Return the prompts for the first `most` rows to sample, or all."""
+    found = (
+        prompt._replace(source=row.source)
+        for row in rows
+        for prompt in _prompts_of(row.document, settings, tokenizer)
+    )
+    return list(islice(found, None if most is None else -(-most // settings.samples)))
+
+
+def _mixed(
+    mixtures: Any,  # noqa: ANN401
+    settings: SampleSettings,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[list[Prompt], list[int]]:
+    """Return the prompts of all sources, and the number of each row's: exact shares, in turns.
+
+    A source with too few prompts repeats them. Without a number of rows they are as many as repeat
+    none.
+
+    Raises:
+        ConfigError: prompts would come again without a draw, so that the answers would be the same.
+    """
+    opened = mixtures.open_parts(
+        settings.prompts, settings.format, settings.text_field, setting="prompts"
+    )
+    shares = [part.share for part, _, _ in opened]
+    counts = mixtures.counts_of(settings.rows, shares) if settings.rows else [None] * len(shares)
+    found: list[list[Prompt]] = []
+    for (_, name, source), most in zip(opened, counts, strict=True):
+        rows = (Sourced(document, name) for document in source.documents)
+        found.append(_first(rows, most, settings, tokenizer))
+    if not settings.rows:
+        whole = (
+            len(own) * settings.samples / share for own, share in zip(found, shares, strict=True)
+        )
+        counts = mixtures.counts_of(int(round(min(whole), 6)), shares)
+    for (part, name, _), own, count in zip(opened, found, counts, strict=True):
+        if count <= len(own) * settings.samples:
+            continue
+        if settings.temperature == 0:
+            raise ConfigError(
+                f"{part.place} has {len(own)} prompts for its share of {count} rows, and at "
+                "temperature=0 the same prompt has the same answer, expected enough of them; lower "
+                "--rows or its share, or raise --temperature"
+            )
+        logger.info(
+            "%s has %d prompts for its %d rows: they come again, with other draws",
+            *(name, len(own), count),
+        )
+    starts = [0, *accumulate(map(len, found))]
+    seen, order = [0] * len(found), []
+    for turn in mixtures.in_turns(counts):
+        order.append(starts[turn] + seen[turn] // settings.samples % len(found[turn]))
+        seen[turn] += 1
+    return list(chain.from_iterable(found)), order
 
 
 def row_text(

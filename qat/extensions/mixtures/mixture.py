@@ -73,8 +73,9 @@ def named(sources: Sequence[DataSource], parts: Sequence[Part]) -> list[str]:
 
 def counts_of(total: int, shares: Sequence[float]) -> list[int]:
     """Return whole numbers in the ratio of `shares` with the sum `total`, by largest remainder."""
-    counts = [math.floor(total * share) for share in shares]
-    remainders = [total * share - count for share, count in zip(shares, counts, strict=True)]
+    exact = [round(total * share, 6) for share in shares]
+    counts = [*map(math.floor, exact)]
+    remainders = [each - count for each, count in zip(exact, counts, strict=True)]
     by_remainder = sorted(range(len(shares)), key=lambda i: (-remainders[i], i))
     for i in by_remainder[: total - sum(counts)]:
         counts[i] += 1

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -241,10 +242,69 @@ def test_a_thought_that_the_template_begins_is_part_of_the_answer(teacher, chats
     model, corpus = opened(teacher, prompts=str(chats), thinking="true", rows=1)
     corpus.tokenizer.chat_template = "{{ messages[-1].content }}<think>\n"
     config = SampleConfig(**SMALL, prompts=str(chats), thinking="true", rows=1)
-    prompts = module.open_prompts(config.settings(), model, corpus.tokenizer)
-    write_corpus(model, corpus._replace(prompts=prompts), tmp_path / "c.jsonl")
+    prompts, order = module.open_prompts(config.settings(), model, corpus.tokenizer)
+    again = corpus._replace(prompts=prompts, order=order)
+    write_corpus(model, again, tmp_path / "c.jsonl")
     (row,) = rows_of(tmp_path / "c.jsonl")
     assert row["messages"][-1]["content"].startswith("<think>\n")
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Ten prompts and three with equal shares, in the directory in which the test runs."""
+    monkeypatch.chdir(tmp_path)
+    for name, count in (("many.txt", 10), ("few.txt", 3)):
+        Path(name).write_text("\n\n".join(f"the {name[0]} cat {n}" for n in range(count)))
+    return "many.txt:0.5,few.txt:0.5"
+
+
+def test_sources_have_exact_shares_and_rows_say_theirs(teacher: Path, sources: str) -> None:
+    found = {}
+    for out in (Path("one.jsonl"), Path("two.jsonl")):
+        sample(teacher, out, prompts=sources, rows=9, seed=3)
+        found[out] = out.read_bytes()
+    assert len({*found.values()}) == 1
+    _, corpus = opened(teacher, prompts=sources, rows=9)
+    said = [corpus.prompt(row) for row in range(9)]
+    assert Counter(prompt.source for prompt in said) == {"many": 5, "few": 4}
+    assert [prompt.source for prompt in said[:4]] == ["many", "few", "many", "few"]
+    # the fourth of the few is the first again, with its own draws
+    few = [row for row in range(9) if said[row].source == "few"]
+    assert said[few[3]].said == said[few[0]].said != said[few[1]].said
+    assert corpus.request(few[3]).key != corpus.request(few[0]).key
+    for row in rows_of(Path("one.jsonl")):
+        about = row["sampled"]
+        assert about["source"] == said[about["row"]].source
+        assert row["messages"][:1] == said[about["row"]].said
+    assert {row.source for row in open_source("one.jsonl").rows} == {"many", "few"}
+
+
+def test_without_a_number_of_rows_no_prompt_comes_again(teacher: Path, sources: str) -> None:
+    for asked, expected in (
+        (sources, {"many": 3, "few": 3}),
+        ("many.txt:3,few.txt:1", {"many": 9, "few": 3}),
+        ("many.txt:9,few.txt:1", {"many": 10, "few": 1}),
+    ):
+        _, corpus = opened(teacher, prompts=asked)
+        said = [corpus.prompt(row) for row in range(corpus.num_rows)]
+        assert Counter(prompt.source for prompt in said) == expected
+        assert len({str(prompt.said) for prompt in said}) == len(said)
+    _, corpus = opened(teacher, prompts=sources, samples=2)
+    assert Counter(corpus.order) == {0: 2, 1: 2, 2: 2, 10: 2, 11: 2, 12: 2}
+
+
+def test_prompts_do_not_come_again_without_a_draw(teacher: Path, sources: str) -> None:
+    opened(teacher, prompts=sources, rows=6, temperature=0)
+    with pytest.raises(ConfigError, match=r"few.txt has 3 prompts for its share of 4 rows"):
+        opened(teacher, prompts=sources, rows=8, temperature=0)
+
+
+def test_other_shares_are_another_corpus(teacher: Path, sources: str) -> None:
+    out = Path("c.jsonl")
+    sample(teacher, out, prompts=sources, rows=4)
+    with pytest.raises(ConfigError, match="other prompts or settings"):
+        sample(teacher, out, prompts="many.txt:3,few.txt:1", rows=4)
+    assert sample(teacher, out, prompts="many.txt:1,few.txt:1", rows=4).tokens_per_s is None
 
 
 @pytest.mark.parametrize("raw", [False, True])
