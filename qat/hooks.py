@@ -9,6 +9,7 @@
 | `qat.sweeps`     | a function that runs a recipe of measurements in turns         |
 | `qat.reports`    | a function that `qat report` writes something else by          |
 | `qat.suites`     | a function that judges a student on a suite of tasks           |
+| `qat.sections`   | a function that writes a section of the report about a file    |
 | `qat.devices`    | a module with `open_backend()` and `KIND`, a class of devices  |
 | `qat.importers`  | a reader of another system's caches and checkpoints            |
 | `qat.flags`      | a module with `FLAGS` of another system, and their `PAGE`      |

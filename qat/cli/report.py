@@ -22,8 +22,8 @@ def report(
     """Write one self-contained HTML page, and its pictures as PNG, about RUNS.
 
     Args:
-        runs: Directories made by `qat train` (runs) or `qat convert` (checkpoints), in any mix; or
-            one made by `qat run` or `qat demo`, for all that it holds.
+        runs: Directories made by `qat train` (runs), `qat convert` (checkpoints) or `qat eval
+            --suite`, in any mix; or one made by `qat run` or `qat demo`, for all that it holds.
         out: The page; by default `report.html` in the first directory.
         log: Put an entry about each of RUNS, newest first, into the log too.
         log_file: The log: Markdown with a line `## Entries`.
@@ -35,7 +35,7 @@ def report(
     append_entry: Any = extension("qat.reports", "log") if log else None
     from qat.cli.inputs import check_inputs
     from qat.errors import ConfigError
-    from qat.observe.runs import read_directory, read_exam
+    from qat.observe.runs import read_directory, read_exam, with_stages
 
     if not runs:
         raise ConfigError(
@@ -43,7 +43,7 @@ def report(
             "qat report runs/q2"
         )
     if len(runs) > 1 or not read_exam(runs[0]):
-        for run in runs:
+        for run in with_stages(runs):
             read_directory(run)
     out = out or runs[0] / "report.html"
     check_inputs(out=out.absolute().parent)

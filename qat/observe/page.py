@@ -2,8 +2,9 @@
 
 import base64
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from qat.observe.runs import (
     exam_rows,
     read_directory,
     read_exam,
+    sections_in,
     stages_in,
+    with_stages,
 )
 from qat.observe.summary import (
     Result,
@@ -67,6 +70,17 @@ LAYER_COLUMNS = (  # health of a sparse attention layer: keys and titles
 
 
 @dataclass(frozen=True)
+class Section:
+    """A section of the page that an extension writes (`qat.sections`): a table and its charts."""
+
+    title: str
+    columns: Sequence[str]
+    rows: list[list[str]]
+    caption: str
+    charts: list[Chart]
+
+
+@dataclass(frozen=True)
 class Written:
     """The files of a written report."""
 
@@ -84,7 +98,8 @@ def write_report(directories: list[Path], out: Path) -> Written:
         ConfigError: a file of that name exists that was not written by a report.
     """
     exam = read_exam(directories[0]) if len(directories) == 1 else {}
-    found = stages_in(directories[0]) if exam else directories
+    found = stages_in(directories[0]) if exam else with_stages(directories)
+    sections = _sections(dict.fromkeys([*directories, *found]))
     sources = with_unique_labels([read_directory(path) for path in found])
     runs = [source for source in sources if isinstance(source, TrainingRun)]
     conversions = [source for source in sources if isinstance(source, Conversion)]
@@ -95,6 +110,7 @@ def write_report(directories: list[Path], out: Path) -> Written:
     counts = [(len(runs), "training run"), (len(conversions), "conversion")]
     # the number of sequences that the evaluations used, from the recipes
     judged = [re.search(r"^eval_sequences = (\d+)$", run.recipe, re.MULTILINE) for run in runs]
+    views = [{**vars(s), "images": [picture(chart) for chart in s.charts]} for s in sections]
     html = template("page.html").render(
         title=summary.title if summary else "qat report",
         subtitle=(summary and summary.date)
@@ -102,6 +118,7 @@ def write_report(directories: list[Path], out: Path) -> Written:
         summary=summary and _summary_view(summary),
         sizes=[picture(chart) for chart in sizes],
         exam=exam and {"columns": EXAM_COLUMNS, "rows": exam_rows(exam), "caption": EXAM_CAPTION},
+        sections=views,
         columns=COLUMNS,
         table=run_table(runs),
         judged_on=" or ".join(dict.fromkeys(each[1] for each in judged if each)) or "few",
@@ -109,7 +126,9 @@ def write_report(directories: list[Path], out: Path) -> Written:
         runs=[_run_view(run) for run in runs],
         conversions=[_conversion_view(each, layers[each.label]) for each in conversions],
     )
-    charts = [*sizes, *curves, *(chart for charts in layers.values() for chart in charts)]
+    of_sections = [chart for section in sections for chart in section.charts]
+    of_layers = [chart for charts in layers.values() for chart in charts]
+    charts = [*sizes, *of_sections, *curves, *of_layers]
     pictures = {out.with_name(f"{out.stem}-{chart.name}.png"): chart for chart in charts}
     for path in (out, *pictures):
         check_replaceable(path)
@@ -118,6 +137,21 @@ def write_report(directories: list[Path], out: Path) -> Written:
         write_atomically(path, chart.render("png"))
     write_atomically(out, html.encode("utf-8"))
     return Written(out, [*pictures])
+
+
+def _sections(directories: Iterable[Path]) -> list[Section]:
+    """Return the sections about all directories; charts of equal names are numbered."""
+    seen: Counter[str] = Counter()
+    sections = []
+    for point, file in (each for path in directories for each in sections_in(path)):
+        section = point.load()(file)
+        charts = []
+        for chart in section.charts:
+            seen[chart.name] += 1
+            count = seen[chart.name]
+            charts.append(chart if count == 1 else replace(chart, name=f"{chart.name}-{count}"))
+        sections.append(replace(section, charts=charts))
+    return sections
 
 
 def _summary(

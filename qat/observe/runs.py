@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from qat.config import explain
 from qat.convert.config import REPORT_NAME
 from qat.errors import CheckpointError
 from qat.files import described, parse_json, parse_toml
+from qat.hooks import hooks
 from qat.logs import (
     EVENTS,
     EXAM,
@@ -220,6 +222,18 @@ def stages_in(path: Path) -> list[Path]:
             if file.is_file():
                 written[each] = file.stat().st_mtime_ns
     return sorted(written, key=written.__getitem__)
+
+
+def sections_in(path: Path) -> list[tuple[EntryPoint, Path]]:
+    """Return the files of a directory that extensions write sections of the page about."""
+    found = ((point, path / name) for name, point in hooks("qat.sections").items())
+    return [(point, file) for point, file in found if file.is_file()]
+
+
+def with_stages(paths: Sequence[Path]) -> list[Path]:
+    """Return `paths` without directories that hold nothing but files of sections."""
+    stages = (METRICS, REPORT_NAME)
+    return [p for p in paths if not sections_in(p) or any((p / each).is_file() for each in stages)]
 
 
 def read_directory(path: Path) -> TrainingRun | Conversion:
