@@ -47,10 +47,14 @@ FLOATS = {"F32", "F16", "BF16"}
 CHUNK = 32
 """Positions compared at once: 39 MB for each temporary in float64 at a vocabulary of 152,000."""
 PICTURE = "kl_per_mb"
-NAME_POINTS = 9.5
-"""Height of a name in the picture, in points."""
+NAME_POINTS, LETTER_POINTS = 9.5, 5.0
+"""Height of a name in the picture, and width of its letters, in points."""
+RISE = 4.0
+"""Points from a dot up to its name."""
 OURS, OTHER = "file", "against"
 """The kinds of rows: files that are judged, and those that they are judged against."""
+LABELS = {OURS: "files", OTHER: "--against"}
+"""Their names in the picture."""
 
 
 class Context(NamedTuple):
@@ -384,7 +388,8 @@ def _paint(rows: Sequence[Row], axes: Axes) -> None:
     dots: dict[tuple[float, float], tuple[str, list[str]]] = {}  # equal files share a dot
     for kind, color in zip((OURS, OTHER), SERIES, strict=False):
         line = sorted((r["megabytes"], r["kl_nats"]) for r in rows if r["kind"] == kind)
-        axes.plot(*zip(*line, strict=True) if line else ((), ()), "o-", color=color)
+        places = zip(*line, strict=True) if line else ((), ())
+        axes.plot(*places, "o-", color=color, label=LABELS[kind] if line else None)
         for row in rows:
             if row["kind"] == kind:
                 dots.setdefault((row["megabytes"], row["kl_nats"]), (color, []))[1].append(
@@ -394,10 +399,17 @@ def _paint(rows: Sequence[Row], axes: Axes) -> None:
     axes.set_ylabel("KL, nats a token")
     fit_scale(axes.yaxis, [row["kl_nats"] for row in rows])
     axes.margins(x=0.15, y=0.1)
-    lowest = math.inf
-    for dot in sorted(dots, key=lambda dot: -dot[1]):  # downwards, each name below the last one
-        height = 72 / axes.figure.dpi * axes.transData.transform(dot)[1]
-        lowest = min(height, lowest - NAME_POINTS)
+    if len({row["kind"] for row in rows}) > 1:
+        axes.legend(loc="upper right")
+    placed: list[tuple[float, float, float]] = []  # left, right and height of names, in points
+    for dot in sorted(dots, key=lambda dot: -dot[1]):  # downwards, each name below those above it
+        left, height = 72 / axes.figure.dpi * axes.transData.transform(dot)
         color, names = dots[dot]
-        place, style = (7, lowest - height), {"color": color, "fontsize": 8, "va": "center"}
-        axes.annotate(", ".join(names), dot, place, textcoords="offset points", **style)
+        text = ", ".join(names)
+        right = left + LETTER_POINTS * len(text)
+        above = [h - NAME_POINTS for a, b, h in placed if a < right and left < b]
+        lowest = min([height, *above])
+        placed.append((left, right, lowest))
+        # above the line, which falls to the right
+        place, style = (7, lowest - height + RISE), {"color": color, "fontsize": 8, "va": "center"}
+        axes.annotate(text, dot, place, textcoords="offset points", **style)

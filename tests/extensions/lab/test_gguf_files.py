@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from cache_case import build
 from cli_case import call
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from qat.bench.results import ROWS, WHOLE
@@ -22,12 +23,14 @@ from qat.extensions.lab.config import GgufConfig
 from qat.extensions.lab.gguf_files import (
     CHUNK,
     FLOATS,
+    NAME_POINTS,
     OTHER,
     OURS,
     PICTURE,
     Context,
     Judged,
     Position,
+    _paint,
     best_at,
     cache_contexts,
     case_names,
@@ -322,6 +325,17 @@ def test_without_the_library_an_error_says_what_to_install(monkeypatch) -> None:
 def test_a_chart_shows_files_that_are_equal_to_the_teacher() -> None:
     found = rows((OURS, 50.0, 0.0), (OTHER, 60.0, 0.5))
     assert b"against60.0" in chart(found).render("svg")
+
+
+def test_names_in_the_picture_give_way_to_near_names_alone() -> None:
+    found = rows((OURS, 50.0, 0.5), (OURS, 50.1, 0.499), (OURS, 90.0, 0.498))
+    axes = Figure().subplots()
+    _paint(found, axes)
+    one, near, far = (text.xyann[1] for text in axes.texts)
+    assert far == one and near < one - NAME_POINTS / 2
+    assert axes.get_legend() is None  # of one kind
+    _paint([*found, *rows((OTHER, 60.0, 0.4))], axes)
+    assert len(axes.get_legend().get_texts()) > 1
 
 
 @pytest.mark.slow
