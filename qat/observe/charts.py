@@ -149,12 +149,13 @@ def conversion_charts(conversion: Conversion) -> list[Chart]:
     for module in modules:
         by_kind.setdefault(module.kind, []).append(module)
     caption = f"The {kind} error of each quantized linear; the marker shows its bits{sizes_note}."
-    paint = partial(_paint_layers, by_kind, f"{kind} error")
+    inside = {name: each for name, each in by_kind.items() if each[0].layer is not None}
+    paint = partial(_paint_layers, inside, f"{kind} error")
     charts = [Chart(f"{label}-layers", f"{label}: error by layer", caption, paint)]
     bits = [module.bits_per_weight for module in modules]
     if max(bits) > SAME_BITS * min(bits):
         caption = (
-            "One dot a linear; bits a weight include scales and codebook. Down and left is better."
+            "One dot a linear or table; bits include scales and codebook. Down and left is better."
         )
         paint = partial(_paint_bits, by_kind, f"{kind} error")
         charts.append(Chart(f"{label}-bits", f"{label}: bits against error", caption, paint))

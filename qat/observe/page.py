@@ -332,7 +332,7 @@ def _conversion_view(conversion: Conversion, charts: list[Chart]) -> dict[str, A
     modules = conversion.modules
     tiles = [
         ("plan", conversion.plan),
-        ("bits per weight", number(conversion.bits_per_weight)),
+        ("bits per weight, all weights", number(conversion.bits_per_weight)),
         ("bits per weight of linears", number(conversion.linear_bits)),
     ]
     tiles += [(f"inputs in {kind}", str(n)) for kind, n in conversion.activations.items()]
@@ -342,9 +342,10 @@ def _conversion_view(conversion: Conversion, charts: list[Chart]) -> dict[str, A
     if modules:
         mean = sum(module.error for module in modules) / len(modules)
         worst = max(modules, key=lambda module: module.error)
+        place = "" if worst.layer is None else f" of layer {worst.layer}"
         tiles += [
             (f"mean {conversion.kind_of_error} error", number(mean)),
-            (f"worst, {worst.kind} of layer {worst.layer}", number(worst.error)),
+            (f"worst, {worst.kind}{place}", number(worst.error)),
         ]
     return {
         "label": conversion.label,

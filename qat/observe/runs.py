@@ -50,7 +50,7 @@ def score(verdict: Mapping[str, Any]) -> float:
 
 
 class Module(BaseModel):
-    """One quantized linear: its size and its quantization error."""
+    """One quantized linear or table: its size and its quantization error."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -68,9 +68,9 @@ class Module(BaseModel):
         return self.name.rsplit(".", 1)[-1]
 
     @property
-    def layer(self) -> int:
-        """The index of the decoder block: the first number in the name; 0 without one."""
-        return next((int(part) for part in self.name.split(".") if part.isdigit()), 0)
+    def layer(self) -> int | None:
+        """The index of the decoder block: the first number in the name; None for a table."""
+        return next((int(part) for part in self.name.split(".") if part.isdigit()), None)
 
     @property
     def error(self) -> float:

@@ -51,6 +51,19 @@ def test_module_knows_its_kind_layer_and_error() -> None:
     assert module.model_copy(update={"weighted_error": 0.2}).error == 0.2
 
 
+def test_a_table_is_in_no_layer(tmp_path: Path) -> None:
+    directory = write_conversion(tmp_path / "q2")
+    report = json.loads((directory / REPORT_NAME).read_text())
+    table = {"name": "model.embed_tokens", "weighted_error": 0.9, "seconds": 1.0}
+    report["modules"].append(report["modules"][0] | table)
+    (directory / REPORT_NAME).write_text(json.dumps(report))
+    by_layer, by_bits = conversion_charts(read_directory(directory))
+    assert b"embed_tokens" not in by_layer.render("svg")
+    assert b"embed_tokens" in by_bits.render("svg")
+    html = write_report([directory], tmp_path / "page.html").page.read_text("utf-8")
+    assert "worst, embed_tokens<" in html and "All 43 linears and tables" in html
+
+
 def test_bits_of_vectors_are_named_as_such(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     directory = write_conversion(tmp_path / "v2")
     report = json.loads((directory / REPORT_NAME).read_text())
