@@ -114,7 +114,7 @@ def convert(
     if config.keep:
         report = extension("qat.keepers", "gguf")(source, out, config)
     else:
-        report = convert_checkpoint(source, config, out, shipping_to(targets))
+        report = convert_checkpoint(source, config, out, shipping_to(targets)).of_file()
     if evaluate:
         verdicts["after"] = judge(str(out), exam).cached._asdict()
     sizes = _sizes(report, source)

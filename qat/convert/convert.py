@@ -97,8 +97,8 @@ def convert_model(
     )
     model, sizes = student.model, bytes_by_name(student.model)
     if shipping is not None and shipping.count_file is not None:
-        sizes, of_file = shipping.count_file(model, sizes, tokenizer)
-        report = replace(report, **of_file._asdict())
+        sizes, counted = shipping.count_file(model, sizes, tokenizer)
+        report = replace(report, file=counted)
     saved = savings(model, sizes=sizes, **tables)
     return Converted(replace(report, budget=budget, savings=saved), plan, fits, rotation)
 

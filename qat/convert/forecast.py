@@ -134,8 +134,10 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
     )
     parts = [] if config.bits_budget is not None else parts_of(model, stored_sizes)
     if parts and shipping is not None and shipping.count_file is not None:
-        tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
-        stored_sizes, (*of_file, parts) = shipping.count_file(model, stored_sizes, tokenizer)
+        stored_sizes, counted = shipping.count_file(
+            model, stored_sizes, load_tokenizer(source, trust_remote_code=config.trust_remote_code)
+        )
+        *of_file, parts = vars(counted).values()
         sizes = Sizes(sizes.source_megabytes, *of_file)
     return Forecast(
         model=model,

@@ -27,6 +27,7 @@ from qat.convert.calibrate import (
     stages_in_order,
 )
 from qat.convert.savings import Saving
+from qat.convert.shipping import FileSizes
 from qat.convert.tables import fit_table, table_metrics
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS, RecordedSweeps, nearest_vectors
@@ -135,8 +136,7 @@ class QuantizeReport:
     linear_bits: float
     """Bits per weight of the quantized linears alone; NaN without any."""
     megabytes: float
-    """Size of all tensors of the checkpoint, or of the file of a target that counts it, in 10**6
-    bytes; so are the bits above and the parts."""
+    """Size of all tensors of the checkpoint, in 10**6 bytes."""
     kept: int
     """Linears and tables that already had their format."""
     num_tables: int
@@ -152,6 +152,12 @@ class QuantizeReport:
     """Linears and tables that quantize their input, counted by kind."""
     kv: KvReport | None = None
     """Size of keys and values; None if they are not quantized."""
+    file: FileSizes | None = None
+    """The sizes of a target's file, where it counts them."""
+
+    def of_file(self) -> Self:
+        """Return this report with the sizes of that file in place of the checkpoint's."""
+        return self if self.file is None else replace(self, **vars(self.file))
 
 
 def quantize_model(

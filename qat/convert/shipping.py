@@ -5,6 +5,7 @@ Shapes: O out_features, I in_features.
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import combinations, product
 from typing import NamedTuple, Protocol
 
@@ -21,17 +22,14 @@ from qat.quant.spec import ActivationKind, ActivationSpec, LutSpec, QuantPlan
 logger = logging.getLogger(__name__)
 
 
-class FileSizes(NamedTuple):
+@dataclass(frozen=True)
+class FileSizes:
     """The sizes of a target's file."""
 
-    megabytes: float
-    """The whole file in 10**6 bytes."""
-    bits_per_weight: float
-    """Bits per weight of its tensors."""
-    linear_bits: float
-    """Bits per weight of the quantized linears alone."""
-    parts: list[Part]
-    """The parts of the file; one without weights is no tensor."""
+    megabytes: float  # the whole file, in 10**6 bytes
+    bits_per_weight: float  # over its tensors
+    linear_bits: float  # over the quantized linears alone
+    parts: list[Part]  # one without weights is no tensor
 
 
 class Holder(Protocol):

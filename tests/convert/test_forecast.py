@@ -42,7 +42,7 @@ def both(
     shipping = shipping_to(targets)
     config = ConvertConfig(**{"to": "q2a4", "device": "cpu", **values})
     expected = forecast(str(source), config, shipping)
-    return expected, convert_checkpoint(str(source), config, out, shipping)
+    return expected, convert_checkpoint(str(source), config, out, shipping).of_file()
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ def converted(
     place: Path, name: str, targets: tuple[str, ...] = (), **values: object
 ) -> QuantizeReport:
     config = ConvertConfig(**{"to": "q2a4", "device": "cpu", **values})
-    return convert_checkpoint(str(place / "float"), config, place / name, shipping_to(targets))
+    shipping = shipping_to(targets)
+    return convert_checkpoint(str(place / "float"), config, place / name, shipping).of_file()
 
 
 def flags(report: QuantizeReport) -> dict[str, float]:
