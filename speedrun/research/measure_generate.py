@@ -175,7 +175,14 @@ def product_of(head: FusedLinears, backend: Backend) -> Callable[[], object]:
         return [each(x, norm) for each in copies]
 
     run()
-    return backend.record(run)[0] if backend.records else run
+    if not backend.records:
+        return run
+    replay, _ = backend.record(run)
+
+    def again(_kept: object = run) -> None:  # a graph does not keep the tensors that it reads
+        replay()
+
+    return again
 
 
 def say_ratio(asked: Asked, name: str, ratios: list[float], goal: str) -> None:
