@@ -8,7 +8,7 @@
 | `qat.plans`      | a module that compiles a training step for absent devices      |
 | `qat.sweeps`     | a function that runs a recipe of measurements in turns         |
 | `qat.reports`    | a function that `qat report` writes something else by          |
-| `qat.suites`     | a function that judges a student on a suite of tasks           |
+| `qat.suites`     | a module that judges models on tasks of lm-eval                |
 | `qat.sections`   | a function that writes a section of the report about a file    |
 | `qat.devices`    | a module with `open_backend()` and `KIND`, a class of devices  |
 | `qat.importers`  | a reader of another system's caches and checkpoints            |

@@ -18,6 +18,7 @@ from qat.convert.config import ConvertConfig, check_asked
 from qat.convert.importing import load_importer
 from qat.data.opening import open_cache
 from qat.errors import ConfigError
+from qat.evaluate.config import EvalConfig
 from qat.export.targets import load_target, target_names
 from qat.models.attention import read_attention, sparse_attention
 from qat.observe.config import TrackConfig
@@ -41,8 +42,9 @@ RUN, TRACKED = TrainConfig(cache_dir="cache"), TrackConfig(tensorboard=True)
         (lambda name: check_rollouts(0.5, 8, None, "cpu"), "decode"),
         (lambda name: open_cache(f"s3://bucket/{name}"), "streams"),
         (lambda name: check_asked(ConvertConfig(**{name: True})), "rotate"),
+        (lambda _: EvalConfig(tasks="arc_easy").check_named(), "suite"),
     ],
-    ids="verb importer target device attention followers checkpoint rows cache rotation".split(),
+    ids="verb importer target device attention followers checkpoint rows cache rotation tasks".split(),
 )
 def test_a_missing_extension_is_named_and_how_to_install_it(
     load: Callable[[str], object], name: str

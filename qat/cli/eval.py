@@ -2,13 +2,13 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from qat.config import Required
 from qat.evaluate.config import EvalConfig, SuiteConfig
-from qat.hooks import extension
+from qat.evaluate.tasks import load_harness
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,8 +45,7 @@ def evaluate(
         out=suite.out,
     )
     if is_suite:
-        judge_suite: Any = extension("qat.suites", "suite")
-        return judge_suite(student, config, suite)
+        return load_harness().judge_suite(student, config, suite)
     if config.text is not None and holds_rows(config.text):
         check_source(str(config.text), config.format, config.text_field, setting="text")
     elif config.text is not None:

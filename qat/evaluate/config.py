@@ -8,8 +8,8 @@ from pydantic import Field
 from qat.config import DeviceSettings, HowMuch, Judged, Sampling, Settings, Speed
 from qat.config import Text as OfText
 from qat.data.config import AnyTargets, DataFormat, Location, Thinking
-from qat.errors import ConfigError, how_to_install, is_installed
-from qat.evaluate.task_names import check_tasks
+from qat.errors import ConfigError
+from qat.evaluate.tasks import load_harness
 
 
 class EvalConfig(DeviceSettings):
@@ -71,14 +71,8 @@ class EvalConfig(DeviceSettings):
                 "context, so that every token has one before it; use --stride "
                 f"{max(self.context // 2, 1)}"
             )
-        if self.tasks is None:
-            return
-        if not is_installed("lm_eval"):
-            raise ConfigError(
-                "--tasks, but the library lm-eval is not installed; expected it beside qat; "
-                f"run: {how_to_install('eval')}"
-            )
-        check_tasks(self.task_names, self.tasks_dir)
+        if self.tasks is not None:
+            load_harness().check_tasks(self.task_names, self.tasks_dir)
 
     @property
     def task_names(self) -> list[str]:

@@ -21,7 +21,7 @@ from qat.evaluate.divergence import (
     divergence_by_source,
     exact_divergence,
 )
-from qat.evaluate.tasks import Scores, Tasks
+from qat.evaluate.tasks import Scores, load_harness
 from qat.evaluate.text import (
     Perplexity,
     check_context,
@@ -118,7 +118,7 @@ def judge(source: str, config: EvalConfig) -> Verdict:
         CacheError, CheckpointError, DataError: a source is missing, damaged or does not fit.
     """
     config.check_named()
-    tasks = None if config.tasks is None else Tasks(config)
+    tasks = None if config.tasks is None else load_harness().open_tasks(config)
     cache = None if config.cache_dir is None else open_cache(config.cache_dir)
     student, tokenizer = open_student(source, device=config.device, dtype=config.dtype)
     text = None if config.text is None else read_text(config, tokenizer)

@@ -54,7 +54,6 @@ WRONG = [
     (f"eval {MODEL}", "neither a cache nor a text nor tasks"),
     (f"eval {MODEL} --text none.txt", "none.txt is not there, expected a text file"),
     (f"eval {MODEL} --text {{tmp}}", "is a directory, expected a text file"),
-    (f"eval {MODEL} --tasks x --tasks-dir none", "tasks_dir=none is not there"),
     ("export none --to gguf --out {tmp}/e", "none does not exist"),
     (f"export {MODEL} --to gguf --out {{tmp}}/e", "is not a packed checkpoint"),
     (f"eval {MODEL} --text {{file}} --context 8 --stride 8", "use --stride 4"),

@@ -12,7 +12,7 @@ from train_case import trainer_of
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
 from qat.evaluate.config import EvalConfig
-from qat.evaluate.tasks import Tasks
+from qat.extensions.suite.harness import Tasks
 from qat.logs import read_json_lines
 
 

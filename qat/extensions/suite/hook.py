@@ -1,54 +1,46 @@
-"""Judge a student on a suite of tasks, with its teacher beside: the hook `qat.suites`."""
+"""Tasks of lm-eval as the core sees them: `qat.evaluate.tasks.Harness`.
 
-import gc
-import json
-import time
+Functions import what they need: a wrong name is refused before torch is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qat.backend.device import select
-from qat.evaluate.config import EvalConfig, SuiteConfig
-from qat.extensions.suite.plan import SuiteSettings, read_suite
-from qat.files import held, write_atomically
+from qat.extensions.suite import task_names
 
 if TYPE_CHECKING:
-    from qat.extensions.suite.compare import Judged
+    from qat.evaluate.config import EvalConfig, SuiteConfig
+    from qat.extensions.suite.harness import Tasks
 
-RESULTS, QUESTIONS, ANSWERS = "suite.json", "questions.jsonl", "answers"
-"""Files of a suite: its numbers, each question's, and the folder of the models' answers."""
+
+def check_tasks(names: Collection[str], own: Path | None) -> None:
+    """Refuse tasks that are none of lm-eval's and not in the directory `own`."""
+    task_names.check_installed("--tasks")
+    task_names.check_tasks(names, own)
+
+
+def open_tasks(config: EvalConfig) -> Tasks:
+    """Open the tasks of `--tasks`, whose names are known."""
+    from qat.extensions.suite.harness import Tasks
+
+    return Tasks(config)
 
 
 def judge_suite(student: str, config: EvalConfig, suite: SuiteConfig) -> dict[str, object]:
-    """Judge the model `student`, and its teacher if there is one, on the tasks of a suite.
-
-    Answers are kept in `suite.out` as they come: the same call goes on after an interruption.
+    """Judge a student, and its teacher if there is one, on a suite; print and return the numbers.
 
     Raises:
         ConfigError, DataError: the suite is wrong, or a task of it.
         CheckpointError: a model is missing, or the answers in `suite.out` are damaged or those of
             another one.
     """
+    from qat.extensions.suite.plan import SuiteSettings, read_suite
+
     settings = SuiteSettings.of(config, suite)
     entries = read_suite(settings)
-    from qat.extensions.suite.questions import open_tasks
-    from qat.extensions.suite.results import Results, question_rows, show
-    from qat.extensions.suite.side import judge_side
+    from qat.extensions.suite.judge import judge
 
-    tasks = open_tasks(entries, settings)
-    sides = {"student": student} | ({} if config.teacher is None else {"teacher": config.teacher})
-    found: dict[str, dict[str, dict[int, Judged]]] = {}
-    seconds = {}
-    out = Path(str(suite.out))
-    with select(config.device).session(config.xla_cache_dir), held(out):
-        (out / ANSWERS).mkdir(parents=True, exist_ok=True)
-        for side in reversed(sides):  # the teacher first: with a wrong one no time is lost
-            began = time.monotonic()
-            found[side] = judge_side(side, sides[side], tasks, settings, folder=out / ANSWERS)
-            seconds[side] = round(time.monotonic() - began, 1)
-            gc.collect()  # a model's layers refer to each other
-        results = Results.of(found, sides, seconds, suite=str(suite.suite))
-        lines = (json.dumps(row) + "\n" for row in question_rows(found))
-        write_atomically(out / QUESTIONS, "".join(lines))
-        write_atomically(out / RESULTS, results.model_dump_json(indent=2) + "\n")
-    show(results)
-    return {"out": suite.out, **results.model_dump(mode="json")}
+    return judge(student, settings, entries)

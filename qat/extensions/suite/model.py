@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import on
 from qat.data.text import check_vocabulary, text_ids
-from qat.evaluate.tasks import open_harness
 from qat.extensions.decode.slots import Batch, Request, Sampler, open_sampler
 from qat.extensions.suite.answers import Answer
+from qat.extensions.suite.harness import open_harness
 from qat.extensions.suite.plan import SuiteSettings
 from qat.generate.sampling import Sampling
 from qat.generate.text import closing_tokens

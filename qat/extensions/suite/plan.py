@@ -7,9 +7,9 @@ from typing import NamedTuple, Self
 from pydantic import Field
 
 from qat.config import Settings, read_toml
-from qat.errors import ConfigError, how_to_install, is_installed, nearest
+from qat.errors import ConfigError, nearest
 from qat.evaluate.config import EvalConfig, SuiteConfig
-from qat.evaluate.task_names import check_tasks
+from qat.extensions.suite.task_names import check_installed, check_tasks
 
 TASKS = Path(__file__).with_name("tasks")
 """Directory of the shipped tasks, one YAML file of lm-eval for each."""
@@ -63,11 +63,7 @@ def read_suite(config: SuiteSettings) -> list[Entry]:
     Raises:
         ConfigError: lm-eval is missing, or the suite names an unknown task or has a wrong table.
     """
-    if not is_installed("lm_eval"):
-        raise ConfigError(
-            "--suite, but the library lm-eval is not installed; expected it beside qat; run: "
-            f"{how_to_install('eval')}"
-        )
+    check_installed("--suite")
     asked = str(config.suite)
     entries = _in_file(Path(asked)) if asked.endswith(SUFFIX) else _in_words(asked)
     labels = [entry.label for entry in entries]

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from qat.data.text import MODES, render_prompt
 from qat.errors import ConfigError, DataError
-from qat.evaluate.tasks import open_manager
 from qat.extensions.suite.answers import Answer
 from qat.extensions.suite.compare import Judged
+from qat.extensions.suite.harness import open_manager
 from qat.extensions.suite.plan import TASKS, Entry, SuiteSettings, shipped
 from qat.extensions.suite.programs import Attempt
 

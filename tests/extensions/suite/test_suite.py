@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from qat.errors import ConfigError
 from qat.evaluate.config import EvalConfig, SuiteConfig
-from qat.extensions.suite import hook, side
+from qat.extensions.suite import hook, side, task_names
+from qat.extensions.suite.judge import RESULTS
 from qat.extensions.suite.model import Model
 from qat.extensions.suite.plan import SuiteSettings
 from qat.models.checkpoint import save_checkpoint
@@ -404,13 +405,22 @@ def test_wrong_calls_are_one_line(
     assert call(monkeypatch, "eval", place / "student", *words) == 1
     error = capsys.readouterr().err.strip()
     assert named in error and "\n" not in error
-    assert not Path("OUT", hook.RESULTS).exists()
+    assert not Path("OUT", RESULTS).exists()
+
+
+def test_a_wrong_suite_is_refused_before_torch_is_imported(place: Path, tmp_path: Path) -> None:
+    words = ["qat", "eval", str(place / "student"), "--out", str(tmp_path), "--suite", "humanevl"]
+    script = (
+        f"import sys\nfrom qat.cli import main\nsys.argv = {words}\n"
+        "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 1 and "did you mean humaneval?" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_without_the_harness_it_says_how_to_install_it(place: Path, tmp_path, monkeypatch) -> None:
-    from qat.extensions.suite import plan
-
-    monkeypatch.setattr(plan, "is_installed", lambda library: False)
+    monkeypatch.setattr(task_names, "is_installed", lambda library: False)
     with pytest.raises(ConfigError, match=r"lm-eval is not installed.*pip install"):
         judge_suite(str(place / "student"), settings(place, tmp_path))
 

@@ -13,7 +13,7 @@ from qat.cli.eval import evaluate
 from qat.errors import DataError
 from qat.evaluate.config import EvalConfig
 from qat.evaluate.judge import judge
-from qat.evaluate.tasks import measures
+from qat.extensions.suite.harness import measures
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_model
 

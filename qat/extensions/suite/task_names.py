@@ -11,7 +11,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from qat.errors import ConfigError, nearest
+from qat.errors import ConfigError, how_to_install, is_installed, nearest
 
 NAMED = re.compile(
     rb"""^["']?(?:task|group|tag)["']?[ \t]*:(.*(?:\n[ \t]*(?:[-#].*)?$)*)""", re.MULTILINE
@@ -19,6 +19,19 @@ NAMED = re.compile(
 """The keys of a file that name a task, a group or tags, with a value of one line or a list."""
 WORD = re.compile(r"""[^\s\[\],'"]+""")
 COMMENT = re.compile(rb"#.*")
+
+
+def check_installed(flag: str) -> None:
+    """Refuse a flag that needs the harness where it is not installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not is_installed("lm_eval"):
+        raise ConfigError(
+            f"{flag}, but the library lm-eval is not installed; expected it beside qat; "
+            f"run: {how_to_install('eval')}"
+        )
 
 
 def check_tasks(names: Iterable[str], own: Path | None) -> None:

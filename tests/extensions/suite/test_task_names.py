@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from qat.errors import ConfigError
-from qat.evaluate import config as module
-from qat.evaluate import task_names
 from qat.evaluate.config import EvalConfig
+from qat.extensions.suite import task_names
 
 HARNESS = {
     "arc/easy.yaml": "tag:\n  - ai2_arc\n  # both of them\n  - sciences\ntask: arc_easy # easy\n",
@@ -29,7 +28,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / "tasks" / name).write_text(text)
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(task_names, "find_spec", lambda _: spec)
-    monkeypatch.setattr(module, "is_installed", lambda _: True)
+    monkeypatch.setattr(task_names, "is_installed", lambda _: True)
     task_names._harness_names.cache_clear()
     return tmp_path / "own"
 
@@ -55,6 +54,6 @@ def test_unknown_tasks_are_refused(own: Path, tasks: str, folder: str | None, me
 
 
 def test_without_the_library_it_says_how_to_install_it(own: Path, monkeypatch) -> None:
-    monkeypatch.setattr(module, "is_installed", lambda _: False)
+    monkeypatch.setattr(task_names, "is_installed", lambda _: False)
     with pytest.raises(ConfigError, match=r"lm-eval is not installed.*; run: .*\[eval\]"):
         EvalConfig(tasks="mine", tasks_dir=own).check_named()
