@@ -341,9 +341,10 @@ def plan_within_budget(
 ) -> tuple[QuantPlan, BudgetReport]:
     """Return the plan of the least sum of KLs, each measured alone, within `bits_budget`.
 
-    Every linear that `plan` quantizes gets a learned codebook of 2, 3 or 4 bits per weight: levels
-    or vectors, and the form of scale, as in the plan. Formats that do not fit its shape are not
-    tried. Without tables in `room`, those that the plan names keep the plan's format.
+    Every linear that `plan` quantizes gets a learned codebook of 2, 3 or 4 bits per weight, or of
+    the plan's bits: levels or vectors, and the form of scale, as in the plan. Formats that do not
+    fit its shape are not tried. Without tables in `room`, those that the plan names keep the plan's
+    format.
 
     Args:
         model: the model whose weights are quantized and whose output is the target; restored at the
@@ -400,14 +401,15 @@ def plan_within_budget(
 def _formats_like(
     spec: LutSpec, name: str, shape: tuple[int, int], wider_groups: bool
 ) -> list[LutSpec]:
-    """Return the formats of 2, 3 and 4 bits per weight that fit the weight called `name`."""
+    """Return the formats of 2, 3 and 4 bits per weight, and of those of `spec`, that fit `name`."""
     size, I = spec.group_size, shape[1]
     # with `wider_groups`: the first two sizes from `size` on that divide the rows, in the coarsest
     # steps that find any
     steps = [step for step in (size, size // 2, size // 4) if step and wider_groups]
     found = ([s for s in range(size, I + 1, step) if I % s == 0] for step in steps)
     groups = next(filter(None, found), [size])[:2]
-    kinds = [{"bits": bits, "vector_size": d, "codebook": "lut"} for bits, d in spec.budget_forms]
+    forms = dict.fromkeys([*spec.budget_forms, (spec.bits, spec.vector_size)])
+    kinds = [{"bits": bits, "vector_size": d, "codebook": "lut"} for bits, d in forms]
     fitting, errors = [], []
     for kind, group_size in product(kinds, groups):
         try:

@@ -50,10 +50,10 @@ class ConvertConfig(Settings):
     """Bits of attention keys and values, in training and in every cache; those of the source by
     default. Without --to nothing else is quantized."""
     bits_budget: Formats[float | None] = Field(None, gt=0)
-    """Bits per weight of the whole file, met with 2, 3 or 4 bits per linear and 2, 3, 4 or 8 per
-    table, chosen by measured KL; of the linears alone where tables have their bits from
-    --embedding-bits, the plan or the source, or are not quantized. A plan then only says which
-    linears, whether levels or vectors, and in which groups. Without a plan: all linears, as
+    """Bits per weight of the whole file, met with 2, 3 or 4 bits per linear, or those of the plan,
+    and 2, 3, 4 or 8 per table, chosen by measured KL; of the linears alone where tables have their
+    bits from --embedding-bits, the plan or the source, or are not quantized. A plan then only says
+    which linears, whether levels or vectors, and in which groups. Without a plan: all linears, as
     vectors, or as levels where a linear or a target cannot hold vectors."""
     group_size: Formats[int | None] = Field(None, gt=0)
     """Input features that share a scale; the plan's own by default. If targets of --for hold

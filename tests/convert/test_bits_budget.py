@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("short_fits")
 
 EIGHTS = LutSpec(bits=2, group_size=8)
 FOURS = LutSpec(bits=8, vector_size=4, group_size=16, scale_bits=8)
+SEVENS = LutSpec(bits=7, vector_size=4, group_size=16, scale_bits=8)
 WIDE = LutSpec(bits=8, vector_size=4, group_size=48, scale_bits=8)
 ALL = QuantPlan(name="all", rules=(PlanRule(pattern="*", spec=EIGHTS),))
 MLP = QuantPlan(name="mlp", rules=(PlanRule(pattern="*.mlp.*", spec=EIGHTS),))
@@ -44,6 +45,18 @@ def chosen(report: BudgetReport) -> dict[str, tuple[int, int]]:
 
 SHORT = EIGHTS.model_copy(update={"scale_bits": 8})
 TWO_KINDS = (PlanRule(pattern="*.down_proj", spec=FOURS), PlanRule(pattern="*.o_proj", spec=EIGHTS))
+
+
+def test_a_budget_tries_the_form_of_the_plan_too() -> None:
+    rules = tuple(
+        PlanRule(pattern=f"*.{name}", spec=spec)
+        for name, spec in (("down_proj", SEVENS), ("o_proj", EIGHTS))
+    )
+    found = formats_to_try(student().model, QuantPlan(name="p", rules=rules), 6.0).formats
+    for name, specs in found.items():
+        forms = [(spec.bits, spec.vector_size) for spec in specs]
+        sevens = [(8, 4), (6, 2), (8, 2), (7, 4)]
+        assert forms == (sevens if "down_proj" in name else [(2, 1), (3, 1), (4, 1)])
 
 
 @pytest.mark.parametrize(
