@@ -28,7 +28,7 @@ from qat.convert.calibrate import (
 )
 from qat.convert.savings import Saving
 from qat.convert.shipping import FileSizes
-from qat.convert.tables import fit_table, table_metrics
+from qat.convert.tables import TableInputs, fit_table, table_inputs
 from qat.errors import ConfigError
 from qat.kernels.column_sweep import COLUMN_OPS, RecordedSweeps, nearest_vectors
 from qat.logs import Ticker, progress
@@ -200,9 +200,9 @@ def quantize_model(
         matmul_precision("medium"),
         torch.no_grad(),
     ):
-        metrics = table_metrics(base or student, {n: [s] for n, s in todo.items()}, calibration)
+        read = table_inputs(base or student, {n: [s] for n, s in todo.items()}, calibration)
         job = _Conversion(
-            student, todo, base or student, ticker, activations=activations, metrics=metrics
+            student, todo, base or student, ticker, activations=activations, tables=read
         )
         # walk the teacher before the tables change, because it may share them
         teacher = LayerwiseRun(base or student, calibration) if calibration and linears else None
@@ -357,13 +357,13 @@ class _Conversion:
         ticker: Ticker,
         *,
         activations: dict[str, ActivationSpec | None],
-        metrics: dict[str, Tensor],
+        tables: dict[str, TableInputs],
     ) -> None:
         self.student, self.model = student, student.model
         self.specs = specs
         self.tables = table_names(self.model)
-        self.metrics = metrics
-        """The metric that each table is fitted with, by name."""
+        self.table_inputs = tables
+        """What the calibration says about each table, by name."""
         self.activations = activations
         self.base = base.model
         self.ticker = ticker
@@ -385,7 +385,7 @@ class _Conversion:
         def fit(name: str) -> tuple[Tensor, QuantizedWeight, float]:
             began, weight, spec = time.perf_counter(), self.weight(name), self.specs[name]
             if name in self.tables:
-                fitted = fit_table(weight, spec, self.metrics.get(name))
+                fitted = fit_table(weight, spec, self.table_inputs.get(name, TableInputs()))
             else:
                 fitted = fit_weight(weight, spec, nearest=nearest_vectors)
             return weight, fitted, time.perf_counter() - began

@@ -45,6 +45,9 @@ LOOKED_UP = 0.3
 SmolLM2 with a table of 2 bits and float linears has a KL of 1.61 nats where the table is fitted to
 its values, and 0.57, 0.49, 0.49 and 0.68 with 0, 0.1, 1 and 10 (96 x 128 tokens of instructions,
 judged on others)."""
+UNSEEN = 0.01
+"""What a row of a token that the text does not hold counts for a table's levels, relative to the
+mean row; others count by how often it does."""
 FLOAT_BITS = 16
 """Bits from which on a type is floating point; the value of `--embedding-bits` for that."""
 
@@ -147,18 +150,33 @@ def tables_in_budget(
     return {name: list(dict.fromkeys(specs)) for name, specs in tried.items()}
 
 
-def fit_table(weight: Tensor, spec: LutSpec, metric: Tensor | None = None) -> QuantizedWeight:
-    """Fit a table with the least `tr((W - W_q) metric (W - W_q)^T)`, or to its values without one.
+class TableInputs(NamedTuple):
+    """What a text says about the errors of a table."""
+
+    mass: Tensor | None = None
+    """`(V,)`: how much each row counts for the levels, which all share; 1 on the average."""
+    metric: Tensor | None = None
+    """`(D, D)`: rows err by `tr((W - W_q) metric (W - W_q)^T)`; None: all features count alike."""
+
+
+def fit_table(
+    weight: Tensor,
+    spec: LutSpec,
+    inputs: TableInputs = TableInputs(),  # noqa: B008 - immutable
+) -> QuantizedWeight:
+    """Fit a table to its values, or with the least error by `inputs`.
 
     Integers of the source are recovered, not rounded again.
     """
     found = exact_integers(weight, spec.bits) if is_integers(spec) else None
     if found is not None:
         return found
-    if metric is None or not reads_inputs(spec):
-        fitted = fit_weight(weight, spec, nearest=nearest_vectors)
+    mass, metric = inputs if reads_inputs(spec) else TableInputs()
+    if metric is None:
+        fitted = fit_weight(weight, spec, nearest=nearest_vectors, mass=mass)
     else:
-        fitted = fit_all_to_inputs([weight], spec, metric, COLUMN_OPS)[0].quantized
+        (fit,) = fit_all_to_inputs([weight], spec, metric, COLUMN_OPS, mass=mass)
+        fitted = fit.quantized
     return with_zero_groups(weight, fitted)
 
 
@@ -167,23 +185,28 @@ def reads_inputs(spec: LutSpec) -> bool:
     return spec.index_bits <= FEW_BITS
 
 
-def table_metrics(
+def table_inputs(
     model: LanguageModel, specs: Mapping[str, Sequence[LutSpec]], batches: Sequence[TokenBatch]
-) -> dict[str, Tensor]:
-    """Return the metrics to fit the tables of `model` with, by name, for the formats `specs`.
+) -> dict[str, TableInputs]:
+    """Return what `batches` say about the tables of `model`, by name, for the formats `specs`.
 
-    A head errs by `mean(((W - W_q) h)^2)` on its inputs h, which run through `model` here. An
+    Rows count by the number of their tokens, which an embedding looks up and a head predicts. A
+    head errs by `mean(((W - W_q) h)^2)` on its inputs h, which run through `model` here. An
     embedding of its own has no metric: its rows are read as they are. A tied table is read in both
     ways: `LOOKED_UP` of the mean diagonal is added for all features alike.
     """
     names = [n for n in table_names(model.model) if any(map(reads_inputs, specs.get(n, ())))]
-    heads = [name for name in names if reads_input(model.model, name)]
-    moment = head_second_moment(model, batches) if heads and batches else None
-    if moment is None:
+    if not names or not batches:
         return {}
-    if is_tied(model.model):
+    V = weight_shape(model.model.get_submodule(names[0]))[0]
+    ids = torch.cat([batch.input_ids.flatten() for batch in batches]).to(model.device)
+    counts = torch.bincount(ids, minlength=V).float()
+    mass = (counts / counts.mean() + UNSEEN) / (1 + UNSEEN)
+    heads = [name for name in names if reads_input(model.model, name)]
+    moment = head_second_moment(model, batches) if heads else None
+    if moment is not None and is_tied(model.model):
         moment.diagonal().add_(LOOKED_UP * moment.diagonal().mean())
-    return dict.fromkeys(heads, moment)
+    return {name: TableInputs(mass, moment if name in heads else None) for name in names}
 
 
 def table_format(

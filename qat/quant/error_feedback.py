@@ -292,23 +292,33 @@ class InputFit(NamedTuple):
 
 
 def fit_all_to_inputs(
-    weights: Sequence[Tensor], spec: LutSpec, hessian: Tensor, ops: ColumnOps = REFERENCE
+    weights: Sequence[Tensor],
+    spec: LutSpec,
+    hessian: Tensor,
+    ops: ColumnOps = REFERENCE,
+    *,
+    mass: Tensor | None = None,
 ) -> list[InputFit]:
     """Quantize `weights` `(O_n, I)`, each with the least output error on their inputs.
 
     The inputs are those behind `hessian` `(I, I)`. By that measure no result is worse than rounding
-    every weight alone (`fit_weight`).
+    every weight alone (`fit_weight`). `mass` `(O,)` says how much each row counts for the levels.
     """
     if not spec.rows_share_codebook:
-        return _fit_together(weights, spec, hessian, ops)
+        return _fit_together(weights, spec, hessian, ops, mass=mass)
 
     with side_by_side(on(hessian.device).workers()) as map_:
-        fits = map_(lambda weight: _fit_together([weight], spec, hessian, ops), weights)
+        fits = map_(lambda each: _fit_together([each], spec, hessian, ops, mass=mass), weights)
         return [*chain.from_iterable(fits)]
 
 
 def _fit_together(
-    weights: Sequence[Tensor], spec: LutSpec, hessian: Tensor, ops: ColumnOps
+    weights: Sequence[Tensor],
+    spec: LutSpec,
+    hessian: Tensor,
+    ops: ColumnOps,
+    *,
+    mass: Tensor | None,
 ) -> list[InputFit]:
     damping = needed_damping(hessian)
     exact = damped(hessian.double(), damping)
@@ -317,7 +327,7 @@ def _fit_together(
     importance = H.diagonal()
 
     def start(weight: Tensor) -> QuantizedWeight:
-        return fit_weight(weight, spec, importance, nearest=ops.nearest)
+        return fit_weight(weight, spec, importance, nearest=ops.nearest, mass=mass)
 
     # the k-means of levels runs on the host, even where the weights are on a GPU
     with side_by_side(len(weights)) as map_:
@@ -327,7 +337,7 @@ def _fit_together(
     whole, before = _row_energy(columns.weight, H), _row_energy(columns.residual, H)
     feed_back(columns, exact, ops)
     if spec.codebook == "lut" and columns.indices is None:
-        refit_levels(columns, H, sizes, spec)
+        refit_levels(columns, H, sizes, spec, mass=mass)
     descend(columns, H, moves_scales=spec.scale == "group", ops=ops)
     after = _row_energy(columns.residual, H)
     ends = unstack(columns, sizes, starts)
@@ -564,14 +574,21 @@ def solve_levels(weight: Tensor, scales: Tensor, indices: Tensor, *, H: Tensor, 
     return torch.linalg.solve(normal + torch.diag(ridge.expand_as(diagonal)), right).float()
 
 
-def refit_levels(columns: Columns, H: Tensor, sizes: Sequence[int], spec: LutSpec) -> None:
+def refit_levels(
+    columns: Columns,
+    H: Tensor,
+    sizes: Sequence[int],
+    spec: LutSpec,
+    *,
+    mass: Tensor | None = None,
+) -> None:
     """Solve the levels of each weight again; indices stay, scales follow the normalized levels."""
     end = 0
     for size in sizes:
         own, end = slice(end, end + size), end + size
         chosen, levels = columns.chosen[:, own], columns.levels[:, own]
         indices = nearest_level(chosen, levels[:, 0])
-        rows = sample_rows(chosen.T, LEVEL_SAMPLE)
+        rows = sample_rows(chosen.T, LEVEL_SAMPLE, mass)
         S = columns.scales[:, own][:, rows].repeat_interleave(columns.group_size, dim=0)
         weight = columns.weight[:, own][:, rows]
         solved = solve_levels(weight, S, indices[:, rows], H=H, C=spec.num_levels)

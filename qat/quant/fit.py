@@ -113,13 +113,15 @@ def fit_weight(
     importance: Tensor | None = None,
     *,
     nearest: Nearest = nearest_vectors,
+    mass: Tensor | None = None,
 ) -> QuantizedWeight:
     """Find the levels, scales and indices that minimise `sum h * (weight - dequantized)**2`.
 
     Alternates nearest indices with least-squares refits of levels (learned codebooks only) and
     scales, starting from the levels of weighted k-means, and keeps the best round, judged after
     rounding to the stored dtypes. A weight with group scales and more than `SAMPLE` weights learns
-    its levels from about that many, in whole rows drawn at random (always the same ones).
+    its levels from about that many, in whole rows drawn at random (always the same ones), by `mass`
+    if given.
 
     Args:
         weight: `(O, I)` float.
@@ -127,14 +129,15 @@ def fit_weight(
         importance: the weight of an error, `(I,)` (the mean square of each input feature) or `(O,
             I)` (Fisher); 1 everywhere if None.
         nearest: the search for the nearest codewords of vectors.
+        mass: `(O,)`, positive: how much each row counts for what all rows share.
     """
     weight = weight.detach().float()
     h = weight.new_ones(()) if importance is None else importance.to(weight.device).float()
     h = h.expand_as(weight)
     if isinstance(spec, VectorSpec):
         with undivided():
-            return _fit_codewords(weight, h, spec, nearest=nearest)
-    rows = sample_rows(weight, SAMPLE)
+            return _fit_codewords(weight, h, spec, nearest=nearest, mass=mass)
+    rows = sample_rows(weight, SAMPLE, mass)
     if spec.scale == "low_rank" or len(rows) == len(weight):
         return _alternate(weight, h, spec, rows)
     sample = _alternate(weight[rows], h[rows], spec, None)
@@ -159,16 +162,20 @@ def with_zero_groups(weight: Tensor, quantized: QuantizedWeight) -> QuantizedWei
     return quantized._replace(scales=kept)
 
 
-def sample_rows(weight: Tensor, num_weights: int) -> Tensor:
+def sample_rows(weight: Tensor, num_weights: int, mass: Tensor | None = None) -> Tensor:
     """Return ascending row numbers `(n,)` that hold about `num_weights` weights, or all rows.
 
-    The same for every weight of one shape.
+    The same for every weight of one shape, if not drawn in proportion to their `mass` `(O,)`.
     """
     O, I = weight.shape
     count = -(-num_weights // I)
     if count >= O:
         return torch.arange(O, device=weight.device)
-    drawn = torch.randperm(O, generator=torch.Generator().manual_seed(0))[:count]
+    luck = torch.Generator().manual_seed(0)
+    if mass is None:
+        drawn = torch.randperm(O, generator=luck)[:count]
+    else:
+        drawn = torch.multinomial(mass.cpu().double(), count, generator=luck)
     return drawn.sort().values.to(weight.device)
 
 
@@ -253,7 +260,7 @@ def _alternate(weight: Tensor, h: Tensor, spec: LutSpec, rows: Tensor | None) ->
 
 
 def _fit_codewords(
-    weight: Tensor, h: Tensor, spec: LutSpec, *, nearest: Nearest
+    weight: Tensor, h: Tensor, spec: LutSpec, *, nearest: Nearest, mass: Tensor | None
 ) -> QuantizedWeight:
     """Do what `_alternate` does for codebooks of vectors.
 
@@ -267,8 +274,10 @@ def _fit_codewords(
 
     scales = _start_scales(weight, spec)
     S = expand_scales(scales, I)
-    rows = sample_rows(weight, max(SAMPLE, VECTORS_EACH * d * spec.num_levels))
+    rows = sample_rows(weight, max(SAMPLE, VECTORS_EACH * d * spec.num_levels), mass)
     codebook = _start_codewords(weight[rows], S[rows], h[rows], spec=spec, nearest=nearest)
+    if mass is not None:
+        h = h * mass[:, None]
     best = now = settle(weight, scales, codebook, spec, nearest=weighted)
     least = weighted_error(weight, best, h)
     for _ in range(ROUNDS_OF_VECTORS):

@@ -8,7 +8,14 @@ from torch import Tensor
 from qat.convert.calibrate import TokenBatch, head_second_moment
 from qat.convert.config import ConvertConfig
 from qat.convert.quantize import quantize_model
-from qat.convert.tables import LOOKED_UP, fit_table, plan_tables, table_metrics
+from qat.convert.tables import (
+    LOOKED_UP,
+    UNSEEN,
+    TableInputs,
+    fit_table,
+    plan_tables,
+    table_inputs,
+)
 from qat.models.language_model import LanguageModel
 from qat.nn.swap import is_tied, table_names, table_spec, with_tables
 from qat.quant.spec import PRESETS
@@ -40,18 +47,25 @@ def test_the_second_moment_is_that_of_what_the_head_reads() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_heads_have_a_metric_and_embeddings_of_their_own_none(tied: bool) -> None:
+def test_rows_count_by_their_tokens_and_heads_have_a_metric(tied: bool) -> None:
     model = uneven(tie_word_embeddings=tied)
     names = table_names(model.model)
     twos = dict.fromkeys(names, [table_spec(2, 32)])
-    found = table_metrics(model, twos, BATCHES)
-    assert [*found] == names[-1:] and is_tied(model.model) == tied
+    found = table_inputs(model, twos, BATCHES)
+    assert [*found] == names and is_tied(model.model) == tied
+    counts = torch.bincount(IDS.flatten(), minlength=model.config.vocab_size)
+    for mass, _ in found.values():
+        assert mass.mean() == pytest.approx(1)
+        torch.testing.assert_close(
+            mass / mass[counts == 0][0] - 1, counts / counts.float().mean() / UNSEEN
+        )
+    assert tied or found[names[0]].metric is None
     expected = moment(model)
     if tied:
         expected += LOOKED_UP * expected.diagonal().mean() * torch.eye(32)
-    torch.testing.assert_close(found[names[-1]], expected, rtol=1e-5, atol=1e-6)
-    assert not table_metrics(model, dict.fromkeys(names, [table_spec(8, 32)]), BATCHES)
-    assert not table_metrics(model, {}, BATCHES) and not table_metrics(model, twos, [])
+    torch.testing.assert_close(found[names[-1]].metric, expected, rtol=1e-5, atol=1e-6)
+    assert not table_inputs(model, dict.fromkeys(names, [table_spec(8, 32)]), BATCHES)
+    assert not table_inputs(model, {}, BATCHES) and not table_inputs(model, twos, [])
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -59,13 +73,13 @@ def test_a_head_errs_less_on_its_inputs(bits: int) -> None:
     model, spec = uneven(tie_word_embeddings=False), table_spec(bits, 32)
     (name,) = table_names(model.model)[1:]
     weight = model.model.get_submodule(name).weight.detach()
-    metric = table_metrics(model, {name: [spec]}, BATCHES)[name]
+    read = table_inputs(model, {name: [spec]}, BATCHES)[name]
 
     def error(fitted: Tensor) -> float:
         gap = (weight - fitted).double()
-        return ((gap @ metric) * gap).sum().item()
+        return ((gap @ read.metric) * gap).sum().item()
 
-    plain, aimed = (dequantize(fit_table(weight, spec, each)) for each in (None, metric))
+    plain, aimed = (dequantize(fit_table(weight, spec, each)) for each in (TableInputs(), read))
     assert error(aimed) < 0.7 * error(plain)
     plan = with_tables(PRESETS["q2a4"], model.model, bits)
     quantize_model(model, plan, calibration=BATCHES, workers=1)

@@ -238,6 +238,24 @@ def test_weights_that_share_inputs_do_not_know_each_other() -> None:
         torch.testing.assert_close(dequantize(fit.quantized), dequantize(alone))
 
 
+@pytest.mark.parametrize("name", ["lut2", "pairs6"])
+def test_levels_serve_the_rows_that_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for setting in ("qat.quant.fit.SAMPLE", "qat.quant.error_feedback.LEVEL_SAMPLE"):
+        monkeypatch.setattr(setting, 16 * 32)  # a part of the rows
+    bells, signs = torch.randn(64, 32), torch.rand(64, 32).mul(0.1).add(0.9)
+    weight = torch.cat([bells, signs * torch.randn(64, 32).sign()])
+    is_bell, H = torch.arange(128) < 64, moment(inputs(32))
+
+    def errors(mass: Tensor) -> Tensor:
+        (fit,) = ef.fit_all_to_inputs([weight], SPECS[name], H, mass=mass)
+        gap = weight - dequantize(fit.quantized)
+        own = ((gap @ H) * gap).sum(1)
+        return torch.stack([own[is_bell].sum(), own[~is_bell].sum()])
+
+    for_bells, for_signs = (errors(0.001 + each.float()) for each in (is_bell, ~is_bell))
+    assert for_bells[0] < for_signs[0] and for_signs[1] < 0.5 * for_bells[1]
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_never_worse_than_rounding_alone(name: str) -> None:
     spec, weight = SPECS[name], torch.randn(O, 32)
