@@ -206,8 +206,9 @@ def head_second_moment(model: LanguageModel, batches: Sequence[TokenBatch]) -> T
     None without tokens. It runs the whole model over all `batches`.
     """
     total = _MeanOuter()
+    there = (TokenBatch(*(ids.to(model.device) for ids in batch)) for batch in batches)
     with as_checkpoint_error(model, NEEDS):
-        for hidden in model.hidden_of(batches):
+        for hidden in model.hidden_of(there):
             total.add(hidden, _Rows(hidden))
     return total.mean()
 
