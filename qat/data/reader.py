@@ -153,7 +153,7 @@ class TeacherCache:
         ends = self._ends[split]
         return int(ends[-1]) if len(ends) else 0
 
-    def first(self, split: Split, most: int = 0) -> dict[str, np.ndarray]:
+    def by_source(self, split: Split, most: int = 0) -> dict[str, np.ndarray]:
         """Return the first `most` sequences of a split (0: all), by the source of their text.
 
         Each source has its share of them, at least one; text without sources has an empty name.

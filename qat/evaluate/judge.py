@@ -73,7 +73,7 @@ def split_batches(
             f"{cache.directory} has no {split} sequences; expected some to judge by; choose "
             "another --split or rebuild the cache with more data"
         )
-    return {name: batches(rows) for name, rows in cache.first(split, max_sequences).items()}
+    return {name: batches(rows) for name, rows in cache.by_source(split, max_sequences).items()}
 
 
 class Verdict(NamedTuple):

@@ -55,7 +55,9 @@ class Judged(NamedTuple):
     @classmethod
     def first(cls, cache: TeacherCache, count: int) -> Self:
         """Return the first `count` sequences or all that there are, a share of each source."""
-        places = {int(place) for each in cache.first("held_out", count).values() for place in each}
+        places = {
+            int(place) for each in cache.by_source("held_out", count).values() for place in each
+        }
         rows = enumerate(islice(_held_out(cache), max(places, default=-1) + 1))
         marks = [_mark(row, _end(row)) for place, row in rows if place in places]
         return cls(marks, sorted(places))
@@ -165,7 +167,7 @@ class Judge:
         judged = self.judged or Judged.first(self.cache, self.num_sequences)
         places, ends = np.array(judged.places), judged.ends()
         size = min(self.batch_size, len(places))
-        chosen = {n: np.isin(places, rows) for n, rows in self.cache.first("held_out").items()}
+        chosen = {n: np.isin(places, rows) for n, rows in self.cache.by_source("held_out").items()}
         return {
             n: self._batches(places[of], ends[of], size) for n, of in chosen.items() if of.any()
         }
