@@ -102,6 +102,9 @@ class SparseAttention(Protocol):
     def measure(self, student: Any, batch: Any) -> dict[str, object]:
         """Return measures of every layer on a batch, under names that start with `nsa_`."""
 
+    def checks(self, run: Any, layers: list[dict[str, Any]]) -> Iterable[Any]:
+        """Return health checks of a `qat.observe.runs.TrainingRun` whose layers measure so."""
+
     def findings(
         self, learn: str, student: PreTrainedConfig, length: int, backend: Backend
     ) -> Iterable[Any]:

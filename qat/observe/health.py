@@ -1,10 +1,10 @@
 """Health checks of a run: one line per question, with a number, its limit and a verdict."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from qat.files import parse_toml
+from qat.models.attention import load_sparse_attention
 from qat.observe.runs import SCORES, TrainingRun, score
 
 State = Literal["ok", "look", "bad"]
@@ -12,10 +12,6 @@ LEAST_BEATS = 10  # fewest heartbeats from which speed, memory and waiting can b
 SPREAD_FRAC, GROWTH_FRAC, WAIT_FRAC = 0.1, 0.05, 0.05  # limits of speed, memory, data wait
 SLOW_TIMES = 1.2  # limit of the slowest rank's own time, relative to the median of the others
 LEAST_GROWTH_MIB = 64.0  # smaller growth is ignored
-LEAST_RECALL_FRAC, LEAST_SELECTED_FRAC = 0.9, 0.05
-"""Least recall of sparse attention (dense mass in the chosen blocks), and least gate share of the
-selected branch."""
-MOST_COLLAPSED_FRAC = 0.5  # of a layer's gates, which give one branch almost all the weight
 LEAST_LOSSES = 40  # fewest logged losses from which a trend can be judged
 TO_ERROR = 1.4826 * 1.2533
 """Factor from a median absolute deviation to the standard error of a median times sqrt(n): 1.4826
@@ -61,7 +57,7 @@ def health(run: TrainingRun) -> list[Check]:
         *(_events(run, *kind) for kind in EVENTS),
         _loss(run),
         _parting(run),
-        Check("skipped steps", "ok" if skipped <= 0.01 else "look", _percent(skipped), "1 %"),
+        Check("skipped steps", "ok" if skipped <= 0.01 else "look", percent(skipped), "1 %"),
         _recompiles(beats),
         _on_host(beats),
         _temperature(beats),
@@ -87,7 +83,7 @@ def _spread(beats: list[dict]) -> Check | None:
     off = sorted(abs(speed / usual - 1) for speed in speeds)
     spread = off[int(0.9 * (len(off) - 1))]
     state = "ok" if spread <= SPREAD_FRAC else "look"
-    return Check("speed", state, f"within {_percent(spread)} of its median", _percent(SPREAD_FRAC))
+    return Check("speed", state, f"within {percent(spread)} of its median", percent(SPREAD_FRAC))
 
 
 def _growth(name: str, beats: list[dict], key: str) -> Check | None:
@@ -99,7 +95,7 @@ def _growth(name: str, beats: list[dict], key: str) -> Check | None:
     first, last = statistics.median(sizes[:tenth]), statistics.median(sizes[-tenth:])
     is_flat = last - first <= max(GROWTH_FRAC * first, LEAST_GROWTH_MIB)
     text = f"{first:,.0f} to {last:,.0f} MiB"
-    limit = f"+{_percent(GROWTH_FRAC)} or {LEAST_GROWTH_MIB:.0f} MiB"
+    limit = f"+{percent(GROWTH_FRAC)} or {LEAST_GROWTH_MIB:.0f} MiB"
     return Check(name, "ok" if is_flat else "look", text, limit)
 
 
@@ -109,7 +105,7 @@ def _waiting(beats: list[dict]) -> Check | None:
         return None
     share = statistics.median(waits) / statistics.median(steps)
     state = "ok" if share <= WAIT_FRAC else "look"
-    return Check("waiting for data", state, f"{_percent(share)} of a step", _percent(WAIT_FRAC))
+    return Check("waiting for data", state, f"{percent(share)} of a step", percent(WAIT_FRAC))
 
 
 def _slowest(run: TrainingRun) -> Check | None:
@@ -179,16 +175,15 @@ def _parting(run: TrainingRun) -> Check | None:
     if not all(parts):
         return None
     earlier, later = map(statistics.median, parts)
-    fall = before - last
+    fall, followed = before - last, earlier - later
     falls = fall > max(noise, LEAST_FALL_FRAC * before)
-    parted = falls and earlier - later < LEAST_FOLLOWED_FRAC * fall
+    parted = falls and followed < LEAST_FOLLOWED_FRAC * fall
     found = f"training {before:.4g} to {last:.4g}, held-out {earlier:.4g} to {later:.4g} nats"
     if (epochs := run.epochs()) is not None:
         found += f", text read {epochs:.3g} times"
-    limit = f"held-out falls by {_percent(LEAST_FOLLOWED_FRAC)} of it"
-    if parted:
-        return Check("over-fitting", "look", f"{found}: learn from more text", limit)
-    return Check("over-fitting", "ok", found, limit)
+    found += ": learn from more text" if parted else ""
+    limit = f"held-out falls by {percent(LEAST_FOLLOWED_FRAC)} of it"
+    return Check("over-fitting", "look" if parted else "ok", found, limit)
 
 
 def _recompiles(beats: list[dict]) -> Check | None:
@@ -218,43 +213,9 @@ def _temperature(beats: list[dict]) -> Check | None:
     return Check("GPU, hottest", state, f"{top:.0f} C", f"{WARM_C} C")
 
 
-def _sparse(run: TrainingRun) -> Iterator[Check]:
+def _sparse(run: TrainingRun) -> Iterable[Check]:
     layers = run.evals[-1].get("nsa_layers") if run.evals else None
-    if not layers:
-        return
-    yield _least("block recall", layers, "recall_frac", LEAST_RECALL_FRAC)
-    acts = max(layers, key=lambda layer: layer["limit_frac"])["limit_frac"]
-    found = f"{_percent(acts)} of queries"
-    yield Check("blocks left out", "ok" if acts else "look", found, "more than none")
-    if gated := [layer for layer in layers if layer.get("selected_frac") is not None]:
-        yield _least("selected branch", gated, "selected_frac", LEAST_SELECTED_FRAC)
-        yield _collapsed(run, gated)
-    slow = [layer["layer"] for layer in layers if layer["is_fallback"]]
-    names = f"layers {', '.join(map(str, slow[:5]))}{', ...' if len(slow) > 5 else ''}"
-    found = f"{names}: {layers[slow[0]]['route']}" if slow else "none"
-    yield Check("attention fallbacks", "look" if slow else "ok", found, "none")
-
-
-def _collapsed(run: TrainingRun, layers: list[dict]) -> Check:
-    """Check the layer with the most collapsed gates, which give one branch almost all the weight.
-
-    All gates are collapsed at initialization, which is fine if gates are not trained.
-    """
-    worst = max(layers, key=lambda layer: layer["collapse_frac"])
-    share = worst["collapse_frac"]
-    kinds = parse_toml(run.recipe).get("train", {}).get("learn", "").split(",")
-    found = f"{_percent(share)} in layer {worst['layer']}"
-    if share > MOST_COLLAPSED_FRAC and "gates" not in kinds:
-        return Check("collapsed gates", "ok", f"{found}, where they began", "of gates that learn")
-    state = "ok" if share <= MOST_COLLAPSED_FRAC else "look"
-    return Check("collapsed gates", state, found, f"at most {_percent(MOST_COLLAPSED_FRAC)}")
-
-
-def _least(name: str, layers: list[dict], key: str, limit: float) -> Check:
-    lowest = min(layers, key=lambda layer: layer[key])
-    state = "ok" if lowest[key] >= limit else "look"
-    found = f"{_percent(lowest[key])} in layer {lowest['layer']}"
-    return Check(name, state, found, f"at least {_percent(limit)}")
+    return load_sparse_attention().checks(run, layers) if layers else ()
 
 
 def _at(steps: Sequence[int]) -> str:
@@ -267,5 +228,6 @@ def _values(beats: list[dict[str, Any]], key: str) -> list[float]:
     return [beat[key] for beat in beats if beat.get(key) is not None]
 
 
-def _percent(fraction: float) -> str:
+def percent(fraction: float) -> str:
+    """Return a fraction as a percentage: `98 %`."""
     return f"{100 * fraction:.{3 if fraction >= 0.995 else 2}g} %"

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from qat.bench.config import AttentionConfig
     from qat.convert.calibrate import TokenBatch
     from qat.models.language_model import LanguageModel
+    from qat.observe.health import Check
+    from qat.observe.runs import TrainingRun
     from qat.train.preflight import RunFinding
 
 
@@ -118,6 +120,13 @@ def measure(student: LanguageModel, batch: TokenBatch) -> dict[str, object]:
     from qat.extensions.nsa.fit import attention_health, health_numbers
 
     return health_numbers(attention_health(student, batch))
+
+
+def checks(run: TrainingRun, layers: list[dict[str, Any]]) -> Iterable[Check]:
+    """Return the health checks of a run's layers, as `measure` left them."""
+    from qat.extensions.nsa.checks import checks
+
+    return checks(run, layers)
 
 
 def findings(
