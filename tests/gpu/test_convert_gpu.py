@@ -17,11 +17,11 @@ from qat.models.document_attention import quantize_kv
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher
 from qat.models.stored_state import packed_state_dict
-from qat.nn.swap import linear_names
+from qat.nn.swap import linear_names, table_names
 from qat.quant import vectors
 from qat.quant.codebook import nearest_level
 from qat.quant.error_feedback import REFERENCE, Columns, damped, fit_all_to_inputs, output_error
-from qat.quant.spec import PRESETS, KvSpec, LutSpec
+from qat.quant.spec import PRESETS, KvSpec, LutSpec, PlanRule, QuantPlan
 from qat.quant.weight import dequantize
 
 pytestmark = pytest.mark.gpu
@@ -182,13 +182,92 @@ def test_a_teacher_on_the_disk_says_what_one_on_the_device_says(tmp_path: Path) 
     assert torch.equal(*found)
 
 
-def test_a_model_is_converted_as_well_as_on_the_cpu() -> None:
+@pytest.mark.parametrize("table", [SPECS["lut2_s8"], SPECS["pairs"]], ids=["levels", "pairs"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_is_converted_as_well_as_on_the_cpu(tied: bool, table: LutSpec) -> None:
     ids = torch.randint(VOCAB, (8, 12), generator=torch.Generator().manual_seed(5))
     batches = [TokenBatch(ids, torch.arange(12).expand_as(ids))]
-    means = []
+    table = table.model_copy(update={"group_size": 16})
+    errors = []
     for device in ("cpu", "cuda"):
-        model = LanguageModel(tiny_model(initializer_range=0.2).to(device))
-        report = quantize_model(model, PRESETS["q2a4"], calibration=batches)
-        assert [m.name for m in report.modules] == linear_names(model.model)
-        means.append(sum(m.weighted_error for m in report.modules) / len(report.modules))
-    assert means[0] == pytest.approx(means[1], rel=0.05)
+        made = tiny_model(initializer_range=0.2, tie_word_embeddings=tied)
+        model = LanguageModel(made.to(device))
+        tables = table_names(made)
+        rules = [PlanRule(pattern=name, spec=table) for name in tables]
+        plan = QuantPlan(name="p", rules=(*rules, *PRESETS["q2a4"].rules))
+        report = quantize_model(model, plan, calibration=batches)
+        assert {m.name for m in report.modules} == {*linear_names(made), *tables}
+        linears = [m.weighted_error for m in report.modules if m.name not in tables]
+        errors.append([sum(linears) / len(linears)])
+        errors[-1] += [m.relative_error for m in report.modules if m.name in tables]
+    assert errors[0] == pytest.approx(errors[1], rel=0.02)
+    assert errors[0] == pytest.approx(errors[2], rel=0.02)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_recorded_sweeps_fit_to_the_same_bits(spec: LutSpec) -> None:
+    recorded = COLUMN_OPS._replace(sweeps=RecordedSweeps())
+    for _ in range(2):  # the second fit replays the graph of the first
+        weights, H = [torch.randn(rows, 512, device="cuda") for rows in (96, 33)], moment(512)
+        for ours, theirs in zip(
+            fit_all_to_inputs(weights, spec, H, recorded),
+            fit_all_to_inputs(weights, spec, H, COLUMN_OPS),
+            strict=True,
+        ):
+            assert ours.output_error == theirs.output_error
+            assert torch.equal(dequantize(ours.quantized), dequantize(theirs.quantized))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_model_in_its_files_becomes_what_it_becomes_in_memory(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamed, "SHARE", share)
+    model = tiny_model(initializer_range=0.2).bfloat16()
+    model.save_pretrained(tmp_path / "float")
+    ids = torch.randint(VOCAB, (8, 12), generator=torch.Generator().manual_seed(5))
+    batches = [TokenBatch(ids, torch.arange(12).expand_as(ids))]
+    for calibration in ([], batches):
+        states = []
+        for folder in (None, tmp_path):
+            source = str(tmp_path / "float")
+            student = load_model(source, device="cuda", dtype="fp32", folder=folder)
+            quantize_kv(student.model, KvSpec(bits=4), student.device)
+            report = quantize_model(student, PRESETS["q2a4"], calibration=calibration)
+            assert report.kv is not None and report.kv.bits == 4
+            states.append(packed_state_dict(student.model))
+        for name, tensor in states[0].items():
+            assert torch.equal(tensor.cpu(), states[1][name].cpu())
+
+
+def test_a_teacher_on_the_disk_says_what_one_on_the_device_says(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "float")
+    ids = torch.arange(24, device="cuda").view(2, 12)
+    batch = ids, torch.arange(12, device="cuda").expand(2, 12)
+    found = []
+    for device_map in (None, "disk"):
+        teacher = load_teacher(str(tmp_path / "float"), device="cuda", device_map=device_map)
+        with torch.no_grad():
+            (hidden,) = teacher.hidden_of([batch])
+            found.append(teacher.logits(hidden))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("table", [SPECS["lut2_s8"], SPECS["pairs"]], ids=["levels", "pairs"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_is_converted_as_well_as_on_the_cpu(tied: bool, table: LutSpec) -> None:
+    ids = torch.randint(VOCAB, (8, 12), generator=torch.Generator().manual_seed(5))
+    batches = [TokenBatch(ids, torch.arange(12).expand_as(ids))]
+    table = table.model_copy(update={"group_size": 16})
+    errors = []
+    for device in ("cpu", "cuda"):
+        made = tiny_model(initializer_range=0.2, tie_word_embeddings=tied)
+        model = LanguageModel(made.to(device))
+        tables = table_names(made)
+        rules = [PlanRule(pattern=name, spec=table) for name in tables]
+        plan = QuantPlan(name="p", rules=(*rules, *PRESETS["q2a4"].rules))
+        report = quantize_model(model, plan, calibration=batches)
+        assert {m.name for m in report.modules} == {*linear_names(made), *tables}
+        groups = [m for m in report.modules if m.name not in tables], report.modules
+        errors.append([sum(m.weighted_error for m in group) / len(group) for group in groups])
+    assert errors[0] == pytest.approx(errors[1], rel=0.05)
