@@ -39,6 +39,7 @@ from qat.files import write_atomically
 from qat.logs import progress
 from qat.models.gguf_header import read_header, read_metadata
 from qat.models.load import load_model, load_tokenizer
+from qat.models.opening import read_config
 from qat.observe.charts import SERIES, Chart, fit_scale
 
 logger = logging.getLogger(__name__)
@@ -150,19 +151,24 @@ def run_gguf(
     and judged position, are on the disk of `out` meanwhile.
 
     Raises:
-        CheckpointError: llama.cpp does not open a file, or there is no such teacher.
-        ConfigError: llama.cpp or a tokenizer is missing, vocabularies differ, or the disk is full.
+        CheckpointError: a file is damaged, llama.cpp does not open it, or there is no such teacher.
+        ConfigError: llama.cpp or a tokenizer is missing, vocabularies differ, a context is too
+            long for the teacher, or the disk is full.
         DataError: the text is too short.
         CacheError: the cache has no held-out rows, or another vocabulary.
     """
     is_gpu = open_file is LlamaCpp and runs_on_gpu()
     backend = select("auto" if is_gpu else "cpu")
     names = dict(zip([*against, *files], case_names([*against, *files]), strict=True))
+    described = {path: describe(path) for path in names}  # damaged ones, before the teacher runs
+    if config.text is not None:
+        whole_text(config.text)  # likewise
     longest = _longest(config)
     with Results(out, environment(backend, config)) as results:
         results.path.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=results.path) as folder:
             floats = float_file(teacher, Path(folder))
+            _check_positions(config, floats)
             engine = open_file(floats, longest)
             try:
                 contexts = read_contexts(config, engine, floats)
@@ -172,7 +178,7 @@ def run_gguf(
         rows: list[Row] = []
         for kind, group in ((OTHER, against), (OURS, files)):
             for path in group:
-                row = {"kind": kind, "case": names[path], "file": str(path), **describe(path)}
+                row = {"kind": kind, "case": names[path], "file": str(path), **described[path]}
                 found = judge(partial(open_file, path, longest), path, contexts, logits)
                 row |= found._asdict()
                 if kind == OURS and (best := best_at(row["megabytes"], rows)) is not None:
@@ -263,6 +269,16 @@ def _longest(config: GgufConfig) -> int:
     if config.cache_dir is None:
         return config.context
     return TeacherCache.open(config.cache_dir).manifest.settings.sequence_length
+
+
+def _check_positions(config: GgufConfig, path: Path) -> None:
+    """Refuse contexts of a text that the teacher, the GGUF file at `path`, has no positions for."""
+    limit = getattr(read_config(str(path)), "max_position_embeddings", config.context)
+    if config.text is not None and config.context > limit:
+        raise ConfigError(
+            f"context={config.context}, but the teacher has positions for {limit} tokens; use "
+            f"--context {limit} or less"
+        )
 
 
 def read_contexts(config: GgufConfig, teacher: Engine, path: Path) -> list[Context]:

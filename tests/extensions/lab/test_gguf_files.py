@@ -249,7 +249,9 @@ def test_a_file_of_floats_is_the_teacher_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "error", "field"),
     [
-        ({"context": 512}, DataError, "context=512"),
+        ({"context": 512}, ConfigError, "context=512, but .* 128 tokens"),
+        ({"context": 120}, DataError, "context=120"),
+        ({"text": "cut.gguf"}, DataError, "UTF-8"),
         ({"contexts": 10**9}, ConfigError, "GB"),
         ({"text": None, "cache_dir": "cache"}, CacheError, "cache_dir="),
     ],
@@ -258,12 +260,15 @@ def test_inputs_that_do_not_fit_are_refused(
     tmp_path: Path, monkeypatch, overrides: dict, error: type, field: str
 ) -> None:
     path, text = write_gguf(tmp_path / "x.gguf"), tmp_path / "text.txt"
-    text.write_text("abc" * 100)
+    text.write_text("abc" * 30)
     if overrides.get("cache_dir"):
         build(tmp_path / "cache")
         overrides = overrides | {"cache_dir": tmp_path / "cache"}
-    if error is ConfigError:
-        usage = type("usage", (), {"free": 10**5})
+    (tmp_path / "cut.gguf").write_bytes(path.read_bytes()[:-1000])
+    if overrides.get("text"):
+        overrides = overrides | {"text": tmp_path / overrides["text"]}
+    if overrides.get("contexts"):
+        usage = type("usage", (), {"free": 10**4})
         monkeypatch.setattr(gguf_files.shutil, "disk_usage", lambda _: usage)
     width = V + 1 if error is CacheError else V
     config = GgufConfig(**{"text": text, "context": 32, **overrides})
@@ -275,6 +280,17 @@ def test_inputs_that_do_not_fit_are_refused(
             out=tmp_path / "out",
             open_file=lambda *_: FakeEngine(0, vocab_size=width),
         )
+
+
+def test_a_damaged_file_is_refused_before_the_teacher_runs(tmp_path: Path) -> None:
+    path, text = write_gguf(tmp_path / "x.gguf"), tmp_path / "text.txt"
+    text.write_text("abc" * 100)
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(path.read_bytes()[:-1000])
+    config = GgufConfig(text=text, context=32)
+    with pytest.raises(CheckpointError, match=r"cut\.gguf holds"):
+        run_gguf(config, str(path), [path], [cut], out=tmp_path / "out", open_file=pytest.fail)
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_vocabulary_or_no_tokenizer_is_refused(tmp_path: Path) -> None:
