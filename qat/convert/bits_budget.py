@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from qat.convert.calibrate import StackInputs, StageInputs, TokenBatch, stages_in_order
-from qat.convert.tables import FLOAT_BITS, TableInputs, fit_table, table_inputs
+from qat.convert.tables import FLOAT_BITS, fit_table, table_inputs
 from qat.errors import ConfigError, ExportError
 from qat.kernels.column_sweep import COLUMN_OPS, nearest_vectors
 from qat.logs import Ticker, progress
@@ -84,7 +84,7 @@ def measure_sensitivities(
                 for name in names:
                     fit = partial(_fitted, inputs=inputs)
                     if name in tables:
-                        fit = partial(fit_table, inputs=read.get(name, TableInputs()))
+                        fit = partial(fit_table, inputs=read.get(name))
                     for spec in formats[name]:
                         note(name, spec, fit(_weight(modules[name]), spec))
                 return

@@ -385,7 +385,7 @@ class _Conversion:
         def fit(name: str) -> tuple[Tensor, QuantizedWeight, float]:
             began, weight, spec = time.perf_counter(), self.weight(name), self.specs[name]
             if name in self.tables:
-                fitted = fit_table(weight, spec, self.table_inputs.get(name, TableInputs()))
+                fitted = fit_table(weight, spec, self.table_inputs.get(name))
             else:
                 fitted = fit_weight(weight, spec, nearest=nearest_vectors)
             return weight, fitted, time.perf_counter() - began

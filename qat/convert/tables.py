@@ -151,30 +151,26 @@ def tables_in_budget(
 
 
 class TableInputs(NamedTuple):
-    """What a text says about the errors of a table."""
+    """What a text says about the errors of a head, which may be tied."""
 
-    mass: Tensor | None = None
+    mass: Tensor
     """`(V,)`: how much each row counts for the levels, which all share; 1 on the average."""
-    metric: Tensor | None = None
-    """`(D, D)`: rows err by `tr((W - W_q) metric (W - W_q)^T)`; None: all features count alike."""
+    metric: Tensor
+    """`(D, D)`: rows err by `tr((W - W_q) metric (W - W_q)^T)`."""
 
 
-def fit_table(
-    weight: Tensor,
-    spec: LutSpec,
-    inputs: TableInputs = TableInputs(),  # noqa: B008 - immutable
-) -> QuantizedWeight:
-    """Fit a table to its values, or with the least error by `inputs`.
+def fit_table(weight: Tensor, spec: LutSpec, inputs: TableInputs | None = None) -> QuantizedWeight:
+    """Fit a table with the least error by `inputs`, or to its values without them.
 
     Integers of the source are recovered, not rounded again.
     """
     found = exact_integers(weight, spec.bits) if is_integers(spec) else None
     if found is not None:
         return found
-    mass, metric = inputs if reads_inputs(spec) else TableInputs()
-    if metric is None:
-        fitted = fit_weight(weight, spec, nearest=nearest_vectors, mass=mass)
+    if inputs is None or not reads_inputs(spec):
+        fitted = fit_weight(weight, spec, nearest=nearest_vectors)
     else:
+        mass, metric = inputs
         (fit,) = fit_all_to_inputs([weight], spec, metric, COLUMN_OPS, mass=mass)
         fitted = fit.quantized
     return with_zero_groups(weight, fitted)
@@ -190,23 +186,23 @@ def table_inputs(
 ) -> dict[str, TableInputs]:
     """Return what `batches` say about the tables of `model`, by name, for the formats `specs`.
 
-    Rows count by the number of their tokens, which an embedding looks up and a head predicts. A
-    head errs by `mean(((W - W_q) h)^2)` on its inputs h, which run through `model` here. An
-    embedding of its own has no metric: its rows are read as they are. A tied table is read in both
-    ways: `LOOKED_UP` of the mean diagonal is added for all features alike.
+    A head errs by `mean(((W - W_q) h)^2)` on its inputs h, which run through `model` here, and its
+    rows count by the number of their tokens. A tied table is looked up too: `LOOKED_UP` of the mean
+    diagonal is added for all features alike. An embedding of its own is fitted to its values: if
+    its rows count by their tokens, SmolLM2's in 2 bits costs 0.190 nats of KL in place of 0.164.
     """
     names = [n for n in table_names(model.model) if any(map(reads_inputs, specs.get(n, ())))]
-    if not names or not batches:
+    heads = [name for name in names if reads_input(model.model, name)]
+    moment = head_second_moment(model, batches) if heads and batches else None
+    if moment is None:
         return {}
-    V = weight_shape(model.model.get_submodule(names[0]))[0]
+    if is_tied(model.model):
+        moment.diagonal().add_(LOOKED_UP * moment.diagonal().mean())
+    V = weight_shape(model.model.get_submodule(heads[0]))[0]
     ids = torch.cat([batch.input_ids.flatten() for batch in batches]).to(model.device)
     counts = torch.bincount(ids, minlength=V).float()
     mass = (counts / counts.mean() + UNSEEN) / (1 + UNSEEN)
-    heads = [name for name in names if reads_input(model.model, name)]
-    moment = head_second_moment(model, batches) if heads else None
-    if moment is not None and is_tied(model.model):
-        moment.diagonal().add_(LOOKED_UP * moment.diagonal().mean())
-    return {name: TableInputs(mass, moment if name in heads else None) for name in names}
+    return dict.fromkeys(heads, TableInputs(mass, moment))
 
 
 def table_format(
