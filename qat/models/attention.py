@@ -105,6 +105,9 @@ class SparseAttention(Protocol):
     def checks(self, run: Any, layers: list[dict[str, Any]]) -> Iterable[Any]:
         """Return health checks of a `qat.observe.runs.TrainingRun` whose layers measure so."""
 
+    def table(self, layers: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+        """Return titles and cells of a report's table about these measures of layers."""
+
     def findings(
         self, learn: str, student: PreTrainedConfig, length: int, backend: Backend
     ) -> Iterable[Any]:

@@ -13,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader, Template
 from qat.convert.config import REPORT_NAME
 from qat.errors import ConfigError
 from qat.files import write_atomically
+from qat.models.attention import load_sparse_attention
 from qat.observe.charts import Chart, conversion_charts, in_dark, run_charts, size_charts
 from qat.observe.health import Check, health, worst
 from qat.observe.runs import (
@@ -55,18 +56,6 @@ SIGNS = (b'<meta name="generator" content="qat">', b"Software\0qat")  # marks of
 SIGNED_BYTES = 4096
 ARROW = "\u2192"
 HASH = re.compile(r"[0-9a-f]{13,}")  # a hash that is too long to compare by eye
-LAYER_COLUMNS = (  # health of a sparse attention layer: keys and titles
-    ("layer", "layer"),
-    ("route", "computed by"),
-    ("recall_frac", "block recall, %"),
-    ("limit_frac", "blocks left out, % of queries"),
-    ("compressed_frac", "compressed, %"),
-    ("selected_frac", "selected, %"),
-    ("window_frac", "window, %"),
-    ("gate_entropy_frac", "entropy, %"),
-    ("gate_largest_frac", "largest gate, %"),
-    ("collapse_frac", "collapsed, %"),
-)
 
 
 @dataclass(frozen=True)
@@ -280,6 +269,8 @@ def _run_view(run: TrainingRun) -> dict[str, Any]:
     last = run.evals[-1] if run.evals else {}
     first = run.evals[0] if run.evals else {}
     top1, checks = last.get("top1_frac"), health(run)
+    layers = last.get("nsa_layers")
+    columns, rows = load_sparse_attention().table(layers) if layers else ((), ())
     tiles = [
         ("held-out KL, first to last (nats)", _change(first, last, "kl_tail_nats")),
         *(
@@ -297,14 +288,8 @@ def _run_view(run: TrainingRun) -> dict[str, Any]:
         "health": checks,
         "health_word": _health_word(checks),
         "is_well": worst(checks) == "ok",
-        "layer_columns": [name for _, name in LAYER_COLUMNS],
-        "layers": [
-            [
-                number(_percent(layer.get(key)) if key.endswith("_frac") else layer.get(key))
-                for key, _ in LAYER_COLUMNS
-            ]
-            for layer in last.get("nsa_layers") or ()
-        ],
+        "layer_columns": columns,
+        "layers": rows,
         "facts": list(_flatten(_without_marks(run.info))),
         "recipe": run.recipe,
     }

@@ -1,15 +1,29 @@
-"""The questions about sparse attention in the health table of a run."""
+"""What a report says of sparse attention: questions of its health table, and a table of layers."""
 
 from collections.abc import Iterator
 
 from qat.files import parse_toml
 from qat.observe.health import Check, percent
+from qat.observe.page import number
 from qat.observe.runs import TrainingRun
 
 LEAST_RECALL_FRAC, LEAST_SELECTED_FRAC = 0.9, 0.05
 """Least recall of sparse attention (dense mass in the chosen blocks), and least gate share of the
 selected branch."""
 MOST_COLLAPSED_FRAC = 0.5  # of a layer's gates, which give one branch almost all the weight
+
+LAYER_COLUMNS = (  # health of a sparse attention layer: keys and titles
+    ("layer", "layer"),
+    ("route", "computed by"),
+    ("recall_frac", "block recall, %"),
+    ("limit_frac", "blocks left out, % of queries"),
+    ("compressed_frac", "compressed, %"),
+    ("selected_frac", "selected, %"),
+    ("window_frac", "window, %"),
+    ("gate_entropy_frac", "entropy, %"),
+    ("gate_largest_frac", "largest gate, %"),
+    ("collapse_frac", "collapsed, %"),
+)
 
 
 def checks(run: TrainingRun, layers: list[dict]) -> Iterator[Check]:
@@ -47,3 +61,15 @@ def _least(name: str, layers: list[dict], key: str, limit: float) -> Check:
     state = "ok" if lowest[key] >= limit else "look"
     found = f"{percent(lowest[key])} in layer {lowest['layer']}"
     return Check(name, state, found, f"at least {percent(limit)}")
+
+
+def table(layers: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """Return titles and cells of a report's table about `layers`."""
+    return [name for _, name in LAYER_COLUMNS], [
+        [_cell(key, layer.get(key)) for key, _ in LAYER_COLUMNS] for layer in layers
+    ]
+
+
+def _cell(key: str, value: float | str | None) -> str:
+    is_share = key.endswith("_frac") and value is not None
+    return number(100 * value if is_share else value)

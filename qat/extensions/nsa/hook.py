@@ -129,6 +129,13 @@ def checks(run: TrainingRun, layers: list[dict[str, Any]]) -> Iterable[Check]:
     return checks(run, layers)
 
 
+def table(layers: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return titles and cells of a report's table about a run's layers."""
+    from qat.extensions.nsa.checks import table
+
+    return table(layers)
+
+
 def findings(
     learn: str, student: PreTrainedConfig, length: int, backend: Backend
 ) -> Iterable[RunFinding]:
