@@ -17,6 +17,7 @@ from qat.cli.train import train
 from qat.convert.config import ConvertConfig, check_asked
 from qat.convert.importing import load_importer
 from qat.data.opening import open_cache
+from qat.data.sources import open_source
 from qat.errors import ConfigError
 from qat.evaluate.config import EvalConfig
 from qat.export.targets import load_target, target_names
@@ -43,8 +44,12 @@ RUN, TRACKED = TrainConfig(cache_dir="cache"), TrackConfig(tensorboard=True)
         (lambda name: open_cache(f"s3://bucket/{name}"), "streams"),
         (lambda name: check_asked(ConvertConfig(**{name: True})), "rotate"),
         (lambda _: EvalConfig(tasks="arc_easy").check_named(), "suite"),
+        (lambda name: open_source(f"{name}.txt:1,more.txt:1"), "mixtures"),
     ],
-    ids="verb importer target device attention followers checkpoint rows cache rotation tasks".split(),
+    ids=(
+        "verb importer target device attention followers checkpoint rows cache rotation tasks "
+        "mixture"
+    ).split(),
 )
 def test_a_missing_extension_is_named_and_how_to_install_it(
     load: Callable[[str], object], name: str
