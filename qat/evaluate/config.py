@@ -90,6 +90,8 @@ class SuiteConfig(Settings):
     """Directory for a suite's answers and results; a suite goes on with the answers there."""
     allow_code_execution: Judged[bool] = False
     """Run the programs that a model writes in a suite, with limits, as you."""
+    engine: Speed[Literal["qat", "vllm"]] = "qat"
+    """Program that writes the answers of a suite; vllm opens directories (needs the extra vllm)."""
 
     def is_asked(self, config: EvalConfig) -> bool:
         """Return whether there is a suite to judge on.

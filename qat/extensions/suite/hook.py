@@ -37,10 +37,13 @@ def judge_suite(student: str, config: EvalConfig, suite: SuiteConfig) -> dict[st
         CheckpointError: a model is missing, or the answers in `suite.out` are damaged or those of
             another one.
     """
+    from qat.extensions.suite.engine import check_engine
     from qat.extensions.suite.plan import SuiteSettings, read_suite
 
     settings = SuiteSettings.of(config, suite)
     entries = read_suite(settings)
+    if settings.engine == "vllm":
+        check_engine(filter(None, [student, settings.teacher]))
     from qat.extensions.suite.judge import judge
 
     return judge(student, settings, entries)

@@ -1,6 +1,5 @@
 """Judge a student on a suite of tasks, with its teacher beside."""
 
-import gc
 import json
 import time
 from collections.abc import Sequence
@@ -35,13 +34,14 @@ def judge(student: str, settings: SuiteSettings, entries: Sequence[Entry]) -> di
     found: dict[str, dict[str, dict[int, Judged]]] = {}
     seconds = {}
     out = Path(str(settings.out))
-    with select(settings.device).session(settings.xla_cache_dir), held(out):
+    backend = select(settings.device)
+    with backend.session(settings.xla_cache_dir), held(out):
         (out / ANSWERS).mkdir(parents=True, exist_ok=True)
         for side in reversed(sides):  # the teacher first: with a wrong one no time is lost
             began = time.monotonic()
             found[side] = judge_side(side, sides[side], tasks, settings, folder=out / ANSWERS)
             seconds[side] = round(time.monotonic() - began, 1)
-            gc.collect()  # a model's layers refer to each other
+            backend.free_memory()
         results = Results.of(found, sides, seconds, suite=str(settings.suite))
         lines = (json.dumps(row) + "\n" for row in question_rows(found))
         write_atomically(out / QUESTIONS, "".join(lines))

@@ -12,6 +12,7 @@ from qat.backend.device import on
 from qat.data.text import check_vocabulary, text_ids
 from qat.extensions.decode.slots import Batch, Request, Sampler, open_sampler
 from qat.extensions.suite.answers import Answer
+from qat.extensions.suite.engine import VllmSampler
 from qat.extensions.suite.harness import open_harness
 from qat.extensions.suite.plan import SuiteSettings
 from qat.generate.sampling import Sampling
@@ -22,8 +23,8 @@ from qat.models.regions import as_written
 from qat.nn.step import form_weights
 
 SLOTS = 256
-"""Answers that grow at once where a step is recorded and replayed, unless `--batch-size` is given:
-there a step of many costs little more than one of few."""
+"""Answers that grow at once in vLLM and where a step is recorded and replayed, unless
+`--batch-size` is given: there a step of many costs little more than one of few."""
 
 
 class Asked(NamedTuple):
@@ -38,23 +39,26 @@ class Asked(NamedTuple):
 
 
 class Model:
-    """An open model. It judges given answers first: generating changes its weights' layout."""
+    """An open model. It judges given answers first: generating takes its weights apart."""
 
     def __init__(
         self, source: str, tokenizer: PreTrainedTokenizerBase, config: SuiteSettings
     ) -> None:
         self._model: LanguageModel = load_model(source, device=config.device, dtype=config.dtype)
-        self._tokenizer, self._config = tokenizer, config
+        self._source, self._tokenizer, self._config = source, tokenizer, config
         self._ends = {*closing_tokens(self._model, tokenizer.eos_token_id)}
         self._harness: Any = None
         self._sampler: Sampler | None = None
-
-    @property
-    def width(self) -> int:
+        records = on(self._model.device).records or config.engine == "vllm"
+        is_asked = "batch_size" in config.model_fields_set
+        self.width = SLOTS if records and not is_asked else config.batch_size
         """Number of requests that are answered at once."""
-        is_asked = "batch_size" in self._config.model_fields_set
-        records = on(self._model.device).records
-        return SLOTS if records and not is_asked else self._config.batch_size
+
+    def close(self) -> None:
+        """Let go of the weights, and end an engine."""
+        if isinstance(self._sampler, VllmSampler):
+            self._sampler.close()
+        self._harness = self._sampler = None
 
     def judge(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """Return each given answer's log-probability, and whether it is the most likely one."""
@@ -78,7 +82,14 @@ class Model:
             sampling=Sampling(0.0),
             ends=self._ends,
         )
-        self._sampler = open_sampler(self._model, batch)
+        if self._config.engine == "vllm":
+            dtype, backend = self._model.dtype, on(self._model.device)
+            del self._model  # the engine loads its own
+            self._harness = None
+            backend.free_memory()
+            self._sampler = VllmSampler(self._source, str(dtype).removeprefix("torch."), batch)
+        else:
+            self._sampler = open_sampler(self._model, batch)
         return asked
 
     def generate(

@@ -43,6 +43,7 @@ def judge_side(
     tokenizer = load_tokenizer(source)
     dtype = str(select(config.device).dtype(config.dtype)).removeprefix("torch.")
     facts = {"side": side, "model": model_identity(source), "dtype": dtype}
+    facts |= {"engine": config.engine}
     with ExitStack() as stack:
         files, requests, missing = {}, {}, {}
         for label, task in tasks.items():
@@ -54,7 +55,7 @@ def judge_side(
                 each for each in requests[label].items() if each[0] not in file.answers
             ]
         if any(missing.values()):
-            model = Model(source, tokenizer, config)
+            model = stack.enter_context(closing(Model(source, tokenizer, config)))
             given = {k: v for k, v in missing.items() if v and tasks[k].OUTPUT_TYPE != GENERATES}
             asked = {k: v for k, v in missing.items() if v and tasks[k].OUTPUT_TYPE == GENERATES}
             for label, rows in given.items():

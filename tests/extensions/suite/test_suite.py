@@ -1,5 +1,6 @@
 """A suite from its file to its numbers: tiny models against plain PyTorch and transformers."""
 
+import gc
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -20,13 +22,17 @@ from quantized import SPECS, tiny_quantized
 from tiny import save_tiny, tiny_tokenizer
 from transformers import PreTrainedModel
 
-from qat.errors import ConfigError
+from qat.errors import CheckpointError, ConfigError
 from qat.evaluate.config import EvalConfig, SuiteConfig
-from qat.extensions.suite import hook, side, task_names
+from qat.extensions.decode.slots import Batch, open_sampler
+from qat.extensions.suite import engine, hook, side, task_names
+from qat.extensions.suite import model as model_module
+from qat.extensions.suite.engine import VllmSampler
 from qat.extensions.suite.judge import RESULTS
 from qat.extensions.suite.model import Model
 from qat.extensions.suite.plan import SuiteSettings
 from qat.models.checkpoint import save_checkpoint
+from qat.models.language_model import LanguageModel
 from qat.models.load import load_model
 
 WORDS = ("the cat", "the dog saw", "on the", "and the dog", "sat on", "the mat and the", "a", "saw")
@@ -417,6 +423,57 @@ def test_a_wrong_suite_is_refused_before_torch_is_imported(place: Path, tmp_path
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.returncode == 1 and "did you mean humaneval?" in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_an_engine_writes_the_answers_where_it_is_asked(
+    place: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """Our own sampler stands in for vLLM, which has a model of its own: ours is gone by then."""
+    gone, closed = [], []
+
+    class Engine(VllmSampler):
+        def __init__(self, source: str, dtype: str, batch: Batch) -> None:
+            assert dtype == "float32"
+            gc.collect()
+            gone.append([one for one in opened_models if one() is not None])
+            self._sampler = open_sampler(load_model(source, device="cpu", dtype="fp32"), batch)
+            self.sample = self._sampler.sample
+
+        def close(self) -> None:
+            closed.append(self)
+
+    opened_models = []
+    real = model_module.load_model
+
+    def watched(*given: object, **named: object) -> LanguageModel:
+        model = real(*given, **named)
+        opened_models.append(weakref.ref(model.model))
+        return model
+
+    monkeypatch.setattr(engine, "is_installed", lambda library: True)
+    monkeypatch.setattr(model_module, "VllmSampler", Engine)
+    monkeypatch.setattr(model_module, "load_model", watched)
+    config = settings(place, tmp_path / "vllm", engine="vllm")
+    found = judge_suite(str(place / "student"), config)
+    assert gone == [[], []] and len(closed) == len(opened_models) == 2
+    ours = judge_suite(str(place / "student"), settings(place, tmp_path / "ours"))
+    assert found["tasks"] == ours["tasks"]
+    other = settings(place, tmp_path / "vllm")
+    with pytest.raises(CheckpointError, match="engine=vllm, expected qat"):
+        judge_suite(str(place / "student"), other)
+
+
+def test_an_engine_that_is_missing_or_opens_no_file_is_one_line(
+    place: Path, tmp_path: Path, monkeypatch
+) -> None:
+    config = settings(place, tmp_path, engine="vllm", teacher=None)
+    monkeypatch.setattr(engine, "is_installed", lambda library: library != "vllm")
+    with pytest.raises(ConfigError, match=r"vllm is not installed.*pip install"):
+        judge_suite(str(place / "student"), config)
+    monkeypatch.setattr(engine, "is_installed", lambda library: True)
+    (tmp_path / "it.gguf").touch()
+    with pytest.raises(ConfigError, match=r"it\.gguf is a file, expected a directory"):
+        judge_suite(str(tmp_path / "it.gguf"), config)
 
 
 def test_without_the_harness_it_says_how_to_install_it(place: Path, tmp_path, monkeypatch) -> None:

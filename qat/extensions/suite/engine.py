@@ -1,0 +1,76 @@
+"""vLLM as the program that writes answers, where it is installed: `--engine vllm`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qat.errors import ConfigError, how_to_install, is_installed
+from qat.models.directory import resolve
+
+if TYPE_CHECKING:  # it loads torch
+    from qat.extensions.decode.slots import Batch, Request
+
+MEMORY = {"gpu_memory_utilization": 0.85}
+"""The share of the memory that vLLM takes: its own default refuses a GPU with anything on it."""
+
+
+def check_engine(sources: Iterable[str]) -> None:
+    """Refuse models that vLLM does not open, or a Python without it.
+
+    Raises:
+        ConfigError: vLLM is missing, or a model is no directory and no hub id.
+    """
+    if not is_installed("vllm"):
+        raise ConfigError(
+            "engine=vllm, but vllm is not installed; expected it beside qat and lm-eval, in an "
+            f"environment of its own; run: {how_to_install('vllm')}"
+        )
+    for source in sources:
+        if Path(resolve(source)).is_file():
+            raise ConfigError(
+                f"engine=vllm, but {source} is a file, expected a directory, which vLLM opens; "
+                "leave out --engine"
+            )
+
+
+class VllmSampler:
+    """A `Sampler` that lets vLLM continue prompts, each token the most likely one."""
+
+    def __init__(self, source: str, dtype: str, batch: Batch) -> None:
+        from vllm import LLM
+
+        self._ends = sorted(batch.ends)
+        self._llm = LLM(
+            model=resolve(source),
+            dtype=dtype,
+            max_model_len=batch.num_positions,
+            max_num_seqs=batch.num_slots,
+            disable_log_stats=True,
+            **MEMORY,
+        )
+
+    def sample(
+        self, requests: Sequence[Request], seen: Callable[[int], None] = lambda count: None
+    ) -> list[list[int]]:
+        """Continue all rows at once; see `Sampler`."""
+        from vllm import SamplingParams
+
+        how = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=request.limit,
+                stop_token_ids=self._ends,
+                detokenize=False,
+            )
+            for request in requests
+        ]
+        prompts = [{"prompt_token_ids": request.ids} for request in requests]
+        found = self._llm.generate(prompts, how, use_tqdm=False)
+        seen(len(found))
+        return [[*each.outputs[0].token_ids] for each in found]
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        self._llm.llm_engine.engine_core.shutdown()
