@@ -1,11 +1,11 @@
 """A model that answers the requests of lm-eval, fast where it generates."""
 
+from __future__ import annotations
+
 import bisect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lm_eval.api.instance import Instance
-from lm_eval.models.utils import normalize_gen_kwargs
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import on
@@ -21,6 +21,9 @@ from qat.models.language_model import LanguageModel, judging
 from qat.models.load import load_model
 from qat.models.regions import as_written
 from qat.nn.step import form_weights
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
 
 SLOTS = 256
 """Answers that grow at once in vLLM and where a step is recorded and replayed, unless
@@ -106,6 +109,8 @@ class Model:
         return [self._answer(*each) for each in zip(hashes, asked, found, strict=True)]
 
     def _asked(self, request: Instance) -> Asked:
+        from lm_eval.models.utils import normalize_gen_kwargs
+
         prompt, how = request.args
         how = normalize_gen_kwargs(how)
         if self._tokenizer.chat_template and self._config.thinking != "none":

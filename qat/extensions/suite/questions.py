@@ -1,16 +1,16 @@
 """Tasks of lm-eval for one model: its requests, and what its answers score."""
 
+from __future__ import annotations
+
 import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
-from lm_eval.api.instance import Instance
-from lm_eval.api.task import Task
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +21,10 @@ from qat.extensions.suite.compare import Judged
 from qat.extensions.suite.harness import open_manager
 from qat.extensions.suite.plan import TASKS, Entry, SuiteSettings, shipped
 from qat.extensions.suite.programs import Attempt
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.task import Task
 
 SEED = 1234
 """Seed of the solved examples, lm-eval's own."""

@@ -1,13 +1,12 @@
 """Let one model answer all tasks of a suite, and keep its answers as they come."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
-
-from lm_eval.api.instance import Instance
-from lm_eval.api.task import Task
+from typing import TYPE_CHECKING, TypeVar
 
 from qat.backend.device import select
 from qat.extensions.suite.answers import Answer, AnswerFile
@@ -18,12 +17,17 @@ from qat.extensions.suite.questions import GENERATES, ask, judged
 from qat.logs import progress
 from qat.models.load import load_tokenizer, model_identity
 
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.task import Task
+
+    Missing = dict[str, list[tuple[str, Instance]]]
+    """Requests without an answer by task, with their hashes."""
+
 JUDGED_AT_ONCE = 8
 """Batches of given answers between two writes of the file: the harness sorts them by length."""
 
 T = TypeVar("T")
-Missing = dict[str, list[tuple[str, Instance]]]
-"""Requests without an answer by task, with their hashes."""
 
 
 def judge_side(
