@@ -46,7 +46,7 @@ SmolLM2 with a table of 2 bits and float linears has a KL of 1.61 nats where the
 its values, and 0.57, 0.49, 0.49 and 0.68 with 0, 0.1, 1 and 10 (96 x 128 tokens of instructions,
 judged on others)."""
 UNSEEN = 0.01
-"""What a row of a token that the text does not hold counts for a table's levels, relative to the
+"""What a row of a token that the text does not hold counts for a table's codewords, relative to the
 mean row; others count by how often it does."""
 FLOAT_BITS = 16
 """Bits from which on a type is floating point; the value of `--embedding-bits` for that."""
@@ -154,7 +154,7 @@ class TableInputs(NamedTuple):
     """What a text says about the errors of a head, which may be tied."""
 
     mass: Tensor
-    """`(V,)`: how much each row counts for the levels, which all share; 1 on the average."""
+    """`(V,)`: how much each row counts for the codewords of vectors; 1 on the average."""
     metric: Tensor
     """`(D, D)`: rows err by `tr((W - W_q) metric (W - W_q)^T)`."""
 
@@ -188,8 +188,7 @@ def table_inputs(
 
     A head errs by `mean(((W - W_q) h)^2)` on its inputs h, which run through `model` here, and its
     rows count by the number of their tokens. A tied table is looked up too: `LOOKED_UP` of the mean
-    diagonal is added for all features alike. An embedding of its own is fitted to its values: if
-    its rows count by their tokens, SmolLM2's in 2 bits costs 0.190 nats of KL in place of 0.164.
+    diagonal is added for all features alike. An embedding of its own is fitted to its values.
     """
     names = [n for n in table_names(model.model) if any(map(reads_inputs, specs.get(n, ())))]
     heads = [name for name in names if reads_input(model.model, name)]

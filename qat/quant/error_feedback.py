@@ -302,7 +302,7 @@ def fit_all_to_inputs(
     """Quantize `weights` `(O_n, I)`, each with the least output error on their inputs.
 
     The inputs are those behind `hessian` `(I, I)`. By that measure no result is worse than rounding
-    every weight alone (`fit_weight`). `mass` `(O,)` says how much each row counts for the levels.
+    every weight alone (`fit_weight`). `mass` `(O,)` says how much each row counts for codewords.
     """
     if not spec.rows_share_codebook:
         return _fit_together(weights, spec, hessian, ops, mass=mass)
@@ -337,7 +337,7 @@ def _fit_together(
     whole, before = _row_energy(columns.weight, H), _row_energy(columns.residual, H)
     feed_back(columns, exact, ops)
     if spec.codebook == "lut" and columns.indices is None:
-        refit_levels(columns, H, sizes, spec, mass=mass)
+        refit_levels(columns, H, sizes, spec)
     descend(columns, H, moves_scales=spec.scale == "group", ops=ops)
     after = _row_energy(columns.residual, H)
     ends = unstack(columns, sizes, starts)
@@ -574,21 +574,14 @@ def solve_levels(weight: Tensor, scales: Tensor, indices: Tensor, *, H: Tensor, 
     return torch.linalg.solve(normal + torch.diag(ridge.expand_as(diagonal)), right).float()
 
 
-def refit_levels(
-    columns: Columns,
-    H: Tensor,
-    sizes: Sequence[int],
-    spec: LutSpec,
-    *,
-    mass: Tensor | None = None,
-) -> None:
+def refit_levels(columns: Columns, H: Tensor, sizes: Sequence[int], spec: LutSpec) -> None:
     """Solve the levels of each weight again; indices stay, scales follow the normalized levels."""
     end = 0
     for size in sizes:
         own, end = slice(end, end + size), end + size
         chosen, levels = columns.chosen[:, own], columns.levels[:, own]
         indices = nearest_level(chosen, levels[:, 0])
-        rows = sample_rows(chosen.T, LEVEL_SAMPLE, mass)
+        rows = sample_rows(chosen.T, LEVEL_SAMPLE)
         S = columns.scales[:, own][:, rows].repeat_interleave(columns.group_size, dim=0)
         weight = columns.weight[:, own][:, rows]
         solved = solve_levels(weight, S, indices[:, rows], H=H, C=spec.num_levels)

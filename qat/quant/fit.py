@@ -120,8 +120,7 @@ def fit_weight(
     Alternates nearest indices with least-squares refits of levels (learned codebooks only) and
     scales, starting from the levels of weighted k-means, and keeps the best round, judged after
     rounding to the stored dtypes. A weight with group scales and more than `SAMPLE` weights learns
-    its levels from about that many, in whole rows drawn at random (always the same ones), by `mass`
-    if given.
+    its levels from about that many, in whole rows drawn at random (always the same ones).
 
     Args:
         weight: `(O, I)` float.
@@ -129,7 +128,7 @@ def fit_weight(
         importance: the weight of an error, `(I,)` (the mean square of each input feature) or `(O,
             I)` (Fisher); 1 everywhere if None.
         nearest: the search for the nearest codewords of vectors.
-        mass: `(O,)`, positive: how much each row counts for what all rows share.
+        mass: `(O,)`, positive: how much each row counts for codewords; levels do not gain by it.
     """
     weight = weight.detach().float()
     h = weight.new_ones(()) if importance is None else importance.to(weight.device).float()
@@ -137,7 +136,7 @@ def fit_weight(
     if isinstance(spec, VectorSpec):
         with undivided():
             return _fit_codewords(weight, h, spec, nearest=nearest, mass=mass)
-    rows = sample_rows(weight, SAMPLE, mass)
+    rows = sample_rows(weight, SAMPLE)
     if spec.scale == "low_rank" or len(rows) == len(weight):
         return _alternate(weight, h, spec, rows)
     sample = _alternate(weight[rows], h[rows], spec, None)

@@ -220,16 +220,21 @@ def test_tables_that_the_plan_names_stay_out_of_the_budget() -> None:
 
 
 def test_tables_may_have_vectors_where_the_plan_has_them() -> None:
-    model = student(num_hidden_layers=1, intermediate_size=96, tie_word_embeddings=True)
+    many = {"vocab_size": 1024, "tie_word_embeddings": True}
+    model = student(num_hidden_layers=1, intermediate_size=96, **many)
     (name,) = table_names(model.model)
     room = Room({name: [table_spec(4, 32)]})
     plan = QuantPlan(name="fours", rules=(PlanRule(pattern="*", spec=FOURS),))
+    forms = [(4, 1), (8, 4), (6, 2), (8, 2), (12, 4)]
     found = formats_to_try(model.model, plan, 5.0, room).formats[name]
-    assert [(s.bits, s.vector_size) for s in found] == [(4, 1), (8, 4), (6, 2), (8, 2)]
+    assert [(s.bits, s.vector_size) for s in found] == forms
+    few = student(num_hidden_layers=1, tie_word_embeddings=True)  # less than 4,096 vectors
+    found = formats_to_try(few.model, plan, 5.0, room).formats[name]
+    assert [(s.bits, s.vector_size) for s in found] == forms[:-1]
     levels = formats_to_try(model.model, ALL, 5.0, room).formats[name]
     assert levels == [table_spec(4, 32)]
     wide = QuantPlan(name="wide", rules=(PlanRule(pattern="*.mlp.down_proj", spec=WIDE),))
-    assert formats_to_try(model.model, wide, 10.0, room).formats[name] == levels  # 48 > 32
+    assert formats_to_try(model.model, wide, 7.5, room).formats[name] == levels  # 48 > 32
 
 
 @pytest.mark.parametrize("budget", [4.0, 7.0])
