@@ -46,8 +46,8 @@ ROWS = 256
 """Tokens whose logits are compared at a time."""
 
 LARGE_CODEBOOK = {"bits": 12, "vector_size": 4}
-"""A form that is tried for tables too: so many codewords hold the rows of a text's usual words well,
-and take none of a table's bits (KL of SmolLM2's in 3 bits: 0.066 nats; with 64 of two: 0.134)."""
+"""A form that is tried for tables too: its codewords hold the rows of usual words well, and take
+none of a table's bits (KL of SmolLM2's in 3 bits: 0.066 nats; with 64 of two 0.134)."""
 
 Sensitivities = dict[str, dict[LutSpec, float]]
 """KL(model || model with that weight in that format) by name and format, in nats per token."""

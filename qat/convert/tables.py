@@ -46,8 +46,7 @@ SmolLM2 with a table of 2 bits and float linears has a KL of 1.61 nats where the
 its values, and 0.57, 0.49, 0.49 and 0.68 with 0, 0.1, 1 and 10 (96 x 128 tokens of instructions,
 judged on others)."""
 UNSEEN = 0.01
-"""What a row of a token that the text does not hold counts for a table's codewords, relative to the
-mean row; others count by how often it does."""
+"""What the row of a token that the text lacks counts for codewords, relative to the mean row."""
 FLOAT_BITS = 16
 """Bits from which on a type is floating point; the value of `--embedding-bits` for that."""
 

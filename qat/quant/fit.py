@@ -275,8 +275,7 @@ def _fit_codewords(
     S = expand_scales(scales, I)
     rows = sample_rows(weight, max(SAMPLE, VECTORS_EACH * d * spec.num_levels), mass)
     codebook = _start_codewords(weight[rows], S[rows], h[rows], spec=spec, nearest=nearest)
-    if mass is not None:
-        h = h * mass.to(h.device)[:, None]
+    h = h if mass is None else h * mass.to(h.device)[:, None]
     best = now = settle(weight, scales, codebook, spec, nearest=weighted)
     least = weighted_error(weight, best, h)
     for _ in range(ROUNDS_OF_VECTORS):
