@@ -11,7 +11,7 @@ from cyclopts import convert as coerce
 
 from qat.cli.export import show_lacks, show_targets
 from qat.config import Formats, Judged, Required
-from qat.convert.config import ConvertConfig, check_asked
+from qat.convert.config import FLOAT, ConvertConfig, check_asked
 from qat.errors import ConfigError
 from qat.export.config import TargetName
 from qat.files import check_free
@@ -222,7 +222,7 @@ def _warn(
     from qat.export.targets import load_target
     from qat.logs import Terminal
 
-    if config.to is None and config.bits_budget is None and not config.keep:
+    if config.to in (None, FLOAT) and config.bits_budget is None and not config.keep:
         return  # nothing was to be quantized
     asked = f"--bits-budget {config.bits_budget}" if config.to is None else f"--to {config.to}"
     asked = "--keep" if config.keep else asked

@@ -36,11 +36,12 @@ class ConvertConfig(Settings):
     attention_steps: Attention[int] = Field(100, ge=0)
     """With --attention and --calibration: steps that fit gates and pooling to dense attention,
     layer by layer; 0 for none."""
-    to: Formats[Annotated[str | None, Knows(tuple(PRESETS))]] = None
+    to: Formats[Annotated[str | None, Knows((*PRESETS, "float"))]] = None
     """A preset (q4a4, q2a4, q2a2, q4a4_r4, q4a4_r32, q2a4_r32; with codebooks of vectors, for 2 or
     3 bits that stay packed, become dense or go to Core ML: v2a4, v2a2, v3a3; for llama.cpp's Q2_0
     and Q1_0: ternary, b1) or a TOML file with a plan. The suffix _kv8 or _kv4 of a preset means
-    --kv int8 or int4: q2a4_kv4, q2a4_a8kv8."""
+    --kv int8 or int4: q2a4_kv4, q2a4_a8kv8. float quantizes nothing: it makes a directory of a
+    GGUF file, with one table where that holds two roundings of one."""
     activations: Formats[ActivationKind | None] = None
     """Quantize the inputs of the quantized linears (and of a quantized head): int8 or fp8 (E4M3)
     with a scale per token, int8-asymmetric with a zero point too, or int8-static with one learned
@@ -96,6 +97,8 @@ class ConvertConfig(Settings):
 ALL_LINEARS = QuantPlan(name="all linears", rules=(PlanRule(pattern="*", spec=vectors(8, 4)),))
 """The plan of a budget without `--to`: all linears, as vectors."""
 NOTHING = QuantPlan(name="none", rules=())
+FLOAT = "float"
+"""The value of `--to` that quantizes nothing: it writes a float source as a model directory."""
 
 
 def split_kv(name: str) -> tuple[str, KvSpec | None]:
@@ -172,6 +175,11 @@ def check_asked(config: ConvertConfig) -> QuantPlan:
             f"base={config.base} is given with rotate, expected a base that is rotated as the "
             "model is; convert the float model with --rotate alone and name the result as --base"
         )
+    if config.to == FLOAT and config.bits_budget is not None:
+        raise ConfigError(
+            f"bits_budget={config.bits_budget:g} is given with to={FLOAT}, which quantizes "
+            "nothing, expected one of them; drop one"
+        )
     if config.rotate:
         load_rotate()
     read_kv(config)
@@ -198,6 +206,8 @@ def check_asked(config: ConvertConfig) -> QuantPlan:
 
 def _named_plan(config: ConvertConfig) -> QuantPlan:
     unnamed = NOTHING if config.bits_budget is None else ALL_LINEARS
+    if config.to == FLOAT:
+        return NOTHING
     plan = preset_called(split_kv(config.to)[0]) if config.to is not None else unnamed
     if plan is None:
         path = Path(config.to)

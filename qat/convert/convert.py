@@ -12,7 +12,7 @@ from qat.config import Settings
 from qat.convert.activations import inputs_to_quantize
 from qat.convert.bits_budget import Room, formats_to_try, plan_within_budget
 from qat.convert.calibrate import TokenBatch
-from qat.convert.config import ConvertConfig, check_asked, load_rotate, read_kv
+from qat.convert.config import FLOAT, ConvertConfig, check_asked, load_rotate, read_kv
 from qat.convert.quantize import QuantizeReport, check_experts, quantize_model
 from qat.convert.savings import savings
 from qat.convert.shipping import Shipping
@@ -28,6 +28,7 @@ from qat.models.attention import (
 from qat.models.cost import bytes_by_name
 from qat.models.document_attention import quantize_kv
 from qat.models.language_model import LanguageModel
+from qat.models.stored_state import quantized_modules
 from qat.nn.swap import linear_names, table_names, weight_shape
 from qat.quant.spec import QuantPlan, by_group
 
@@ -60,6 +61,7 @@ def convert_model(
     holds it.
     """
     plan, attention = read_settings(config)
+    _check_floats(student, config)
     check_experts(plan, student.model)
     rotation = load_rotate()(student)._asdict() if config.rotate else None
     if config.attention is not None:
@@ -101,6 +103,16 @@ def convert_model(
         report = replace(report, file=counted)
     saved = savings(model, sizes=sizes, **tables)
     return Converted(replace(report, budget=budget, savings=saved), plan, fits, rotation)
+
+
+def _check_floats(model: LanguageModel, config: ConvertConfig) -> None:
+    """Refuse a quantized model where one in floats is to be made."""
+    quantized = next(iter(quantized_modules(model.model)), None)
+    if config.to == FLOAT and quantized is not None:
+        raise ConfigError(
+            f"to={FLOAT}, but {quantized} is quantized already, expected a float model; run 'qat "
+            "export MODEL --to dense', which writes floats of a student"
+        )
 
 
 def check_conversion(model: LanguageModel, config: ConvertConfig) -> None:

@@ -79,6 +79,27 @@ def test_two_roundings_of_one_table_become_the_finer_one(tmp_path: Path) -> None
     assert header["token_embd.weight"].type == "Q8_0" and "output.weight" not in header
 
 
+def test_floats_of_a_file_have_its_finer_table_for_both(tmp_path: Path) -> None:
+    file = gguf_of(tmp_path, "Q5_0", "Q8_0")
+    source = load_model(str(file), device="cpu", dtype="fp32").model
+    config = ConvertConfig(to="float", device="cpu")
+    report = convert_checkpoint(str(file), config, tmp_path / "teacher")
+    teacher = load_model(str(tmp_path / "teacher"), device="cpu", dtype="fp32").model
+    assert report.modules == [] and is_tied(teacher) and not is_tied(source)
+    assert torch.equal(table_values(teacher), source.lm_head.weight)
+    for name, weight in source.model.layers.named_parameters():
+        assert torch.equal(teacher.model.layers.get_parameter(name), weight), name
+
+
+def test_floats_are_asked_for_of_floats_alone(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "float")
+    converted(tmp_path / "float", tmp_path / "student")
+    for source, budget in (("student", None), ("float", 3.0)):
+        config = ConvertConfig(to="float", bits_budget=budget, device="cpu")
+        with pytest.raises(ConfigError, match="to=float"):
+            convert_checkpoint(str(tmp_path / source), config, tmp_path / "again")
+
+
 def test_two_tables_stay_two(tmp_path: Path) -> None:
     file = gguf_of(tmp_path, "Q5_0", "Q8_0", same=False)
     _, student = converted(file, tmp_path / "student")
