@@ -502,6 +502,19 @@ def held(out: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
+def is_held(out: Path) -> bool:
+    """Return whether a process holds the lock of `out` (see `held`)."""
+    path = real(out).parent / f".{real(out).name}.lock"
+    if not path.is_file():
+        return False
+    try:
+        with locked(path, out):
+            path.unlink(missing_ok=True)  # left by a process that was killed
+            return False
+    except TimeoutError:
+        return True
+
+
 @contextmanager
 def locked(path: Path, out: Path, *, wait_s: float = 0.0) -> Iterator[int]:
     """Hold the lock of the file `path`, created if missing; the block gets its open descriptor.

@@ -13,7 +13,7 @@
 | `qat.devices`    | a module with `open_backend()` and `KIND`, a class of devices  |
 | `qat.importers`  | a reader of another system's caches and checkpoints            |
 | `qat.flags`      | a module with `FLAGS` of another system, and their `PAGE`      |
-| `qat.caches`     | a function that opens a teacher cache at an address            |
+| `qat.caches`     | a function that opens a cache at an address, or as it arrives  |
 | `qat.mixtures`   | a module that reads several texts in turns, by their shares    |
 | `qat.rotations`  | a function that rotates a float model before it is quantized   |
 | `qat.keepers`    | a function that makes a student of a file's own levels         |

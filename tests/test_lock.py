@@ -21,8 +21,10 @@ def test_a_second_one_is_told_who_was_first(tmp_path: Path) -> None:
                 pass
         with lock.held(tmp_path / "other"):
             pass
+        assert lock.is_held(out) and not lock.is_held(tmp_path / "other")
     with lock.held(out):
         pass
+    assert not lock.is_held(out)
     assert not out.exists() and not list(out.parent.iterdir())
 
 

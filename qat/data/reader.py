@@ -24,6 +24,7 @@ from qat.data.codec import (
     unpack_flags,
 )
 from qat.data.packing import Batch, labels, position_ids
+from qat.data.sampler import sequence_indices
 from qat.data.shard_file import (
     OPEN_SHARDS,
     Layout,
@@ -99,6 +100,9 @@ def read_rows(
 class TeacherCache:
     """A finished cache: sequences with the teacher's targets, indexed by split and number."""
 
+    waits, waited_s = 0, 0.0
+    """How often, and for how many seconds in all, a batch was waited for."""
+
     def __init__(
         self,
         directory: Path,
@@ -152,6 +156,10 @@ class TeacherCache:
         """Return the number of sequences in a split."""
         ends = self._ends[split]
         return int(ends[-1]) if len(ends) else 0
+
+    def indices(self, seed: int, step: int, count: int) -> np.ndarray:
+        """Return the `(count,)` training sequences of a step; see `sequence_indices`."""
+        return sequence_indices(seed, step, count, self.num_sequences("train"))
 
     def by_source(self, split: Split, most: int = 0) -> dict[str, np.ndarray]:
         """Return the first `most` sequences of a split (0: all), by the source of their text.

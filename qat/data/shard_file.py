@@ -188,7 +188,7 @@ def shard_opener(
     """
     layout = promised_layout(manifest)
     verified: dict[str, tuple[int, ...]] = {}  # inode, size and mtime of files whose hash is right
-    locks = {shard.file: threading.Lock() for shard in manifest.shards}
+    locks: dict[str, threading.Lock] = {}
 
     @lru_cache(limit)
     def opened(shard: Shard) -> OpenShard:
@@ -202,7 +202,8 @@ def shard_opener(
         return OpenShard(path, shard, layout)
 
     def open_shard(shard: Shard) -> OpenShard:
-        with locks[shard.file]:  # only one of two threads downloads and hashes it
+        # only one of two threads downloads and hashes it
+        with locks.setdefault(shard.file, threading.Lock()):
             return opened(shard)
 
     return open_shard

@@ -161,6 +161,9 @@ class LessonConfig(Settings):
 
     cache_dir: Required[Free[Location]]
     """Teacher cache to learn from (see qat cache): a directory, or s3://... and the like."""
+    order: Steps[OneOrder[Literal["shuffled", "arrival"]]] = "shuffled"
+    """Order of the sequences; arrival is for a cache that 'qat cache' may still be writing: the
+    first pass goes through its shards as they come."""
     teacher: Loss[Comparable[str | None]] = None
     """The cache's teacher, directory or hub id, to run during training: losses then compare all
     words, at the cost of its forward; the cache gives the text and the evaluation."""

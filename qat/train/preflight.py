@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 import torch
 
 from qat.backend import device as backends
-from qat.data.opening import open_cache
 from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, QatError
@@ -40,6 +39,7 @@ from qat.train.start import (
     check_dtype,
     check_losses,
     check_rollouts,
+    lesson_cache,
     make_trainable,
     open_teacher,
 )
@@ -531,7 +531,7 @@ def examine(
         ConfigError, CacheError, CheckpointError: cache, student or device are missing.
     """
     resolved = check_dtype(config.divided(world))
-    cache = open_cache(config.cache_dir)
+    cache = lesson_cache(config)
     tokenizer, settings = load_tokenizer(student), load_config(student)
     model = settings.get_text_config()
     problems = _messages(

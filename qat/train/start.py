@@ -21,6 +21,7 @@ from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import CheckpointError, ConfigError
 from qat.files import held
+from qat.hooks import extension
 from qat.losses.config import check_targets, check_with_teacher
 from qat.models import trellis
 from qat.models.attention import kv_spec
@@ -213,7 +214,7 @@ def _open(
     loaded: Loaded | None,
 ) -> _Opened:
     divided = config.divided(ranks.size)
-    cache = open_cache(config.cache_dir)
+    cache = lesson_cache(config)
     check_losses(config.losses, cache, with_teacher=not config.reads_cache)
     check_rollouts(config.on_policy, config.rollout_tokens, cache, config.device)
     check_batch(config.batch_size, cache)
@@ -399,6 +400,18 @@ def check_dtype(config: StepSettings) -> StepSettings:
             "that runs layer by layer; use --form whole, with --shard-latents for several devices"
         )
     return config.model_copy(update={"dtype": backend.dtype_name(config.dtype)})
+
+
+def lesson_cache(config: TrainConfig) -> TeacherCache:
+    """Open the cache of a run, in the order that the settings name.
+
+    Raises:
+        ConfigError, CacheError: see `qat.data.opening.open_cache`.
+    """
+    if config.order == "shuffled":
+        return open_cache(config.cache_dir)
+    opener: Any = extension("qat.caches", "arrival")
+    return opener(config.cache_dir, config.eval_sequences)
 
 
 def check_batch(size: int, cache: TeacherCache) -> None:

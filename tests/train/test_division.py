@@ -1,6 +1,7 @@
 """The division of work among ranks and their agreement, without any other rank."""
 
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,15 +9,17 @@ import pytest
 import torch
 from train_case import config
 
+from qat.data.sampler import sequence_indices
 from qat.errors import TrainingError
 from qat.train.saver import check_alike
 from qat.train.step import TrainingStep, rank_indices
 
 
 def test_ranks_share_what_one_would_see(tmp_path) -> None:
-    whole = rank_indices(config(tmp_path, batch_size=4), 3, 100, SimpleNamespace(size=1, rank=0))
+    cache = SimpleNamespace(indices=partial(sequence_indices, num_sequences=100))
+    whole = rank_indices(config(tmp_path, batch_size=4), 3, cache, SimpleNamespace(size=1, rank=0))
     half = config(tmp_path, batch_size=2)
-    parts = [rank_indices(half, 3, 100, SimpleNamespace(size=2, rank=rank)) for rank in (0, 1)]
+    parts = [rank_indices(half, 3, cache, SimpleNamespace(size=2, rank=rank)) for rank in (0, 1)]
     assert parts[0].shape == (half.grad_accum_steps, 2)
     assert np.array_equal(np.concatenate(parts, axis=1), whole)
 
