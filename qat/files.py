@@ -458,6 +458,9 @@ UNKNOWN = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Error codes of file systems without locks."""
 POLL_S = 0.02
 """Seconds between attempts to take a lock that another process holds."""
+LOOK_S, PATIENCE_S = 0.2, 60.0
+"""Seconds between two looks for what another process writes; seconds for which no process need hold
+the lock, because one that is started again loads a model first."""
 SIGN = b"process "
 """The beginning of a lock file's content."""
 
@@ -513,6 +516,19 @@ def is_held(out: Path) -> bool:
             return False
     except TimeoutError:
         return True
+
+
+def awaiting(out: Path) -> Iterator[bool]:
+    """Yield now and then whether what is missing in `out` may still come.
+
+    It may not once nobody has held the lock of `out` for `PATIENCE_S`.
+    """
+    last = time.monotonic()
+    while True:
+        if is_held(out):
+            last = time.monotonic()
+        yield time.monotonic() - last < PATIENCE_S
+        time.sleep(LOOK_S)
 
 
 @contextmanager

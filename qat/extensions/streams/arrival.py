@@ -26,7 +26,7 @@ from qat.data.reader import TeacherCache
 from qat.data.sampler import sequence_indices
 from qat.data.shard import merged
 from qat.errors import CacheError, ConfigError
-from qat.files import is_held
+from qat.files import awaiting
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,6 @@ T = TypeVar("T")
 WINDOW = 8
 """Number of training shards that are shuffled together: a shard holds text of one source, and a
 step should see several."""
-POLL_S = 0.2
-"""Seconds between two looks at a manifest: short beside the time that a shard takes."""
 
 
 def open_arriving(location: str | Path, judged: int) -> "ArrivingCache":
@@ -139,22 +137,21 @@ def awaited(directory: Path, look: Callable[[Manifest], T | None]) -> tuple[T, f
         CacheError: there is no cache, or it is unfinished and nobody writes it.
     """
     began, waited_s = time.monotonic(), 0.0
-    while True:
-        is_written = is_held(directory)  # asked first: the last shard may come between the two
+    for may_come in awaiting(directory):  # asked first: the last shard may come between the two
         manifest = read_manifest(directory)
         if manifest.state == "building":
             with suppress(FileNotFoundError):  # a rank's log is removed when the cache is whole
                 manifest = merged(manifest, directory)
         if (found := look(manifest)) is not None:
             return found, waited_s
-        if not is_written:
+        waited_s = time.monotonic() - began
+        if not may_come:
             raise CacheError(
                 f"{directory} has {manifest.total('sequences')} sequences and nobody writes more, "
                 "expected 'qat cache' at work or a finished cache; run the same 'qat cache' "
                 "command again, and go on with this one's"
             )
-        time.sleep(POLL_S)
-        waited_s = time.monotonic() - began
+    raise AssertionError("unreachable")
 
 
 def arrived(manifest: Manifest, split: Split) -> list[Shard]:

@@ -13,6 +13,7 @@ import pytest
 from cache_case import build
 from train_case import assert_same_end, config, make_place
 
+from qat import files
 from qat.data.cache import MANIFEST, Shard, read_manifest, write_atomic
 from qat.data.shard import in_order, note_shard
 from qat.errors import CacheError, ConfigError
@@ -28,7 +29,8 @@ SHARD, WINDOW, JUDGED = 2, 3, 4  # sequences of a shard, shards of a window, hel
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrival, "WINDOW", WINDOW)
-    monkeypatch.setattr(arrival, "POLL_S", 0.005)
+    monkeypatch.setattr(files, "LOOK_S", 0.005)
+    monkeypatch.setattr(files, "PATIENCE_S", 0.05)
 
 
 @pytest.fixture(scope="module")
