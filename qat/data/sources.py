@@ -160,7 +160,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 def _json_lines(path: Path) -> Rows:
     with _opened(path) as file:
-        yield from _parsed_lines(path, file)
+        yield from parsed_lines(path, file)
 
 
 def _json_list(path: Path) -> Rows:
@@ -171,7 +171,7 @@ def _json_list(path: Path) -> Rows:
     except ValueError as error:
         if getattr(error, "msg", None) != "Extra data":
             raise _not_json(Place(str(path), 1), error) from None
-        yield from _parsed_lines(path, io.StringIO(text))
+        yield from parsed_lines(path, io.StringIO(text))
         return
     if not isinstance(rows, list):
         keys = f" with the keys {sorted(rows)}" if isinstance(rows, dict) else ""
@@ -183,7 +183,8 @@ def _json_list(path: Path) -> Rows:
         yield Place(str(path), number), row
 
 
-def _parsed_lines(path: Path, lines: Iterable[str]) -> Rows:
+def parsed_lines(path: Path, lines: Iterable[str]) -> Rows:
+    """Yield the rows of a file with one JSON value per line."""
     for number, line in enumerate(lines, start=1):
         if line.strip():
             place = Place(str(path), number)
@@ -408,10 +409,15 @@ def check_source(
         return
     if (found := described(Path(data))) in (KINDS["config.json"], KINDS["manifest.json"]):
         raise DataError(f"{setting}={data} {found}, expected text to read; name its file or folder")
-    if data == "stdlib" or Path(data).exists():
+    if data == "stdlib" or Path(data).exists() or os.path.isdir(sampled_parts(Path(data))):
         open_source(data, data_format, text_field, setting=setting)
     else:
         _hub_name(data, setting)
+
+
+def sampled_parts(out: Path) -> Path:
+    """Return the directory with the shards of rows while `qat sample` writes `out`."""
+    return out.with_name(f".{out.name}.shards")
 
 
 def _placed_rows(data: str, setting: str) -> Rows:
@@ -420,6 +426,8 @@ def _placed_rows(data: str, setting: str) -> Rows:
         return directory_rows(path)
     if path.is_file():
         return file_rows(path)
+    if os.path.isdir(sampled_parts(path)):
+        return extension("qat.corpora", "growing")(path)
     return _hub_rows(data, setting)
 
 

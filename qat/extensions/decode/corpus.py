@@ -20,6 +20,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from qat.config import fingerprint
+from qat.data.sources import sampled_parts
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, DataError
 from qat.extensions.decode.config import SampleConfig, SampleSettings, sampled_facts
@@ -162,7 +163,7 @@ def write_corpus(model: LanguageModel, corpus: Corpus, out: Path, ranks: Ranks =
     """
     facts = corpus.facts()
     run = fingerprint(facts)
-    parts = out.with_name(f".{out.name}.shards")
+    parts = sampled_parts(out)
     ranks.check_same(rows=run)
     with ExitStack() as stack:
         lock = held(out) if ranks.is_first else nullcontext()
@@ -236,7 +237,7 @@ def _sample_shards(
 ) -> float | None:
     """Sample this rank's missing shards; return new tokens per second, None without any."""
     mine = list(enumerate(corpus.shards()))[ranks.rank :: ranks.size]
-    missing = [(number, rows) for number, rows in mine if _rows_in(parts, number, run) is None]
+    missing = [(number, rows) for number, rows in mine if rows_in(parts, number, run) is None]
     if not missing:
         return None
     sampler = open_sampler(model, corpus.batch())
@@ -282,7 +283,7 @@ def _head(path: Path, run: str, content: bytes) -> bytes:
     return json.dumps({"shard": path.name, "run": run, "sha256": sha256}).encode() + b"\n"
 
 
-def _rows_in(parts: Path, number: int, run: str) -> bytes | None:
+def rows_in(parts: Path, number: int, run: str) -> bytes | None:
     """Return the lines of an intact shard; None if it has to be sampled."""
     path = _shard(parts, number)
     if not path.exists():
@@ -315,7 +316,7 @@ def _join(corpus: Corpus, parts: Path, out: Path, run: str) -> None:
     count = len(corpus.shards())
     with whole_file(out, partial_file(out)) as file:
         for number in range(count):
-            content = _rows_in(parts, number, run)
+            content = rows_in(parts, number, run)
             if content is None:
                 raise ConfigError(
                     f"{parts} lacks shard {number} of {count}, expected a folder that all ranks "
