@@ -100,8 +100,7 @@ def read_rows(
 class TeacherCache:
     """A finished cache: sequences with the teacher's targets, indexed by split and number."""
 
-    waits, waited_s = 0, 0.0
-    """How often, and for how many seconds in all, a batch was waited for."""
+    waits, waited_s = 0, 0.0  # how often and how long in all a batch was waited for
 
     def __init__(
         self,
@@ -160,17 +159,6 @@ class TeacherCache:
     def indices(self, seed: int, step: int, count: int) -> np.ndarray:
         """Return the `(count,)` training sequences of a step; see `sequence_indices`."""
         return sequence_indices(seed, step, count, self.num_sequences("train"))
-
-    def by_source(self, split: Split, most: int = 0) -> dict[str, np.ndarray]:
-        """Return the first `most` sequences of a split (0: all), by the source of their text.
-
-        Each source has its share of them, at least one; text without sources has an empty name.
-        """
-        shards, total = self._shards[split], self.num_sequences(split)
-        names = np.array([s.source or "" for s in shards for _ in range(s.sequences)], dtype=str)
-        found = {name: np.flatnonzero(names == name) for name in dict.fromkeys(names.tolist())}
-        kept = min(most or total, total)
-        return {name: rows[: max(1, kept * len(rows) // total)] for name, rows in found.items()}
 
     def check_student(
         self, tokenizer_hash: str, vocab_size: int, max_positions: int | None

@@ -8,11 +8,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from qat.backend.device import on
+from qat.data.cache import Split
 from qat.data.packing import Batch
+from qat.data.reader import TeacherCache
 from qat.errors import ConfigError, DataError
 from qat.losses.formulas import NO_LABEL, Targets, loss_from_logits, to_targets
 from qat.models.language_model import LanguageModel, judging
@@ -67,6 +70,18 @@ def cached_divergence(student: LanguageModel, batches: Iterable[Batch]) -> Diver
         DataError: the batches hold no valid token.
     """
     return divergence_by_source(student, {"": batches})[0]
+
+
+def sequences_by_source(cache: TeacherCache, split: Split, most: int = 0) -> dict[str, np.ndarray]:
+    """Return the first `most` sequences of a split (0: all), by the source of their text.
+
+    Each source has its share of them, at least one; text without sources has an empty name.
+    """
+    shards, total = cache.manifest.of_split(split), cache.num_sequences(split)
+    names = np.array([s.source or "" for s in shards for _ in range(s.sequences)], dtype=str)
+    found = {name: np.flatnonzero(names == name) for name in dict.fromkeys(names.tolist())}
+    kept = min(most or total, total)
+    return {name: rows[: max(1, kept * len(rows) // total)] for name, rows in found.items()}
 
 
 def divergence_by_source(

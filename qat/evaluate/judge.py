@@ -20,6 +20,7 @@ from qat.evaluate.divergence import (
     cached_teacher,
     divergence_by_source,
     exact_divergence,
+    sequences_by_source,
 )
 from qat.evaluate.tasks import Scores, load_harness
 from qat.evaluate.text import (
@@ -73,7 +74,10 @@ def split_batches(
             f"{cache.directory} has no {split} sequences; expected some to judge by; choose "
             "another --split or rebuild the cache with more data"
         )
-    return {name: batches(rows) for name, rows in cache.by_source(split, max_sequences).items()}
+    return {
+        name: batches(rows)
+        for name, rows in sequences_by_source(cache, split, max_sequences).items()
+    }
 
 
 class Verdict(NamedTuple):

@@ -270,6 +270,32 @@ def head_gradient(
         out.copy_(total)
 
 
+def gathered(
+    head: Head, tiles: Iterator[HeadTile], factor: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return `factor` times the gradients of weight and bias from their tiles, for autograd.
+
+    There is none of a weight whose rows are taken. With `head.skips_unnamed`, rows of words that no
+    token names are zeros: there is next to nothing that AdamW would not blow up, and a word that no
+    text contains should stay as it is.
+    """
+    d_weight = None if head.take_rows else torch.empty_like(head.weight)
+    d_bias = None if head.bias is None else torch.empty_like(head.bias)
+    for tile in tiles:
+        rows = slice(tile.start, tile.start + tile.weight.shape[0])
+        if d_bias is not None and tile.bias is not None:
+            d_bias[rows] = tile.bias * factor
+        scale = factor
+        if head.skips_unnamed and tile.is_named is not None:
+            scale = factor * tile.is_named[:, None]
+        weight = tile.weight.mul_(scale)
+        if d_weight is not None:
+            d_weight[rows] = weight
+        elif head.take_rows is not None:
+            head.take_rows(rows, weight)
+    return d_weight, d_bias
+
+
 def before_softcap(g: Tensor, logits: Tensor, softcap: float | None) -> Tensor:
     """Return the gradient before a soft cap from `g` after it; `logits` are the capped ones."""
     return g if softcap is None else g * (1 - (logits / softcap).square())

@@ -22,6 +22,7 @@ from qat.kernels.head import (
     Others,
     before_softcap,
     chosen_logits,
+    gathered,
     head_gradient,
     hidden_gradient,
     other_words,
@@ -38,10 +39,7 @@ class HeadGradient(Protocol):
     """The parts of the head's gradient that chunks keep for the backward pass."""
 
     def tiles(self, head: Head, hidden: Tensor | None) -> Iterator[HeadTile]:
-        """Yield that gradient, some rows at a time, in order.
-
-        At the end that of the hidden states is written to `hidden`, if no chunk has.
-        """
+        """Yield it some rows at a time, and write that of hidden states if no chunk has."""
 
 
 class Gradients(NamedTuple):
@@ -65,8 +63,8 @@ class Task(NamedTuple):
     add_chunk: Callable[[slice, Tensor, Head, Gradients], dict[str, Tensor]]
     """Returns the sums over some rows, by name and as `"loss"`, for their hidden states `(t, D)`.
 
-    It writes the gradient of the hidden states, or leaves it to `HeadGradient.tiles`, and keeps
-    what that of the head needs.
+    It keeps what `HeadGradient.tiles` needs, and leaves the gradient of hidden states to it or
+    writes that.
     """
     head_gradient: Callable[[Head], HeadGradient]
     """Makes the empty gradient of a head."""
@@ -123,38 +121,12 @@ class _LossInForward(torch.autograd.Function):
         if ctx.of_head is not None:
             with torch.autocast(g_total.device.type, enabled=False):
                 tiles = ctx.of_head.tiles(ctx.head, of_hidden)
-                of_head = _head_gradients(ctx.head, tiles, g_total)
+                of_head = gathered(ctx.head, tiles, g_total)
             ctx.of_head = None
         # in place, but multiplied in float32: a narrower dtype would round the factor
         for part in () if of_hidden is None else of_hidden.split(SCALED_TOKENS):
             part.copy_(wide(part) * g_total)
         return of_hidden, None, None, *of_head
-
-
-def _head_gradients(
-    head: Head, tiles: Iterator[HeadTile], factor: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return `factor` times the gradients of weight and bias, for autograd.
-
-    There is none of a weight whose rows are taken. With `head.skips_unnamed`, rows of words that no
-    token names are zeros: there is next to nothing that AdamW would not blow up, and a word that no
-    text contains should stay as it is.
-    """
-    d_weight = None if head.take_rows else torch.empty_like(head.weight)
-    d_bias = None if head.bias is None else torch.empty_like(head.bias)
-    for tile in tiles:
-        rows = slice(tile.start, tile.start + tile.weight.shape[0])
-        if d_bias is not None and tile.bias is not None:
-            d_bias[rows] = tile.bias * factor
-        scale = factor
-        if head.skips_unnamed and tile.is_named is not None:
-            scale = factor * tile.is_named[:, None]
-        weight = tile.weight.mul_(scale)
-        if d_weight is not None:
-            d_weight[rows] = weight
-        elif head.take_rows is not None:
-            head.take_rows(rows, weight)
-    return d_weight, d_bias
 
 
 def differentiated(
@@ -177,10 +149,9 @@ class _OfWords:
     """The gradient of a head from those of the logits that losses read (a `HeadGradient`)."""
 
     def __init__(self) -> None:
+        # the hidden states `(t, D)` of each chunk, and the gradients of its logits
         self.parts: list[tuple[Tensor, LogitGradients]] = []
-        """The hidden states `(t, D)` of each chunk, and the gradients of its logits."""
-        self.owes_hidden = False
-        """Whether the chunks left the gradient of their hidden states."""
+        self.owes_hidden = False  # the chunks left the gradient of their hidden states
 
     def tiles(self, head: Head, hidden: Tensor | None) -> Iterator[HeadTile]:
         """Recompute what the chunks did not keep."""

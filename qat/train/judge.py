@@ -22,7 +22,7 @@ from qat.backend.device import on
 from qat.convert.calibrate import TokenBatch
 from qat.data.packing import Batch
 from qat.data.reader import TeacherCache
-from qat.evaluate.divergence import divergence_by_source
+from qat.evaluate.divergence import divergence_by_source, sequences_by_source
 from qat.generate.text import generate_text
 from qat.logs import progress
 from qat.models.attention import sparse_attention
@@ -55,9 +55,8 @@ class Judged(NamedTuple):
     @classmethod
     def first(cls, cache: TeacherCache, count: int) -> Self:
         """Return the first `count` sequences or all that there are, a share of each source."""
-        places = {
-            int(place) for each in cache.by_source("held_out", count).values() for place in each
-        }
+        found = sequences_by_source(cache, "held_out", count)
+        places = {int(place) for each in found.values() for place in each}
         rows = enumerate(islice(_held_out(cache), max(places, default=-1) + 1))
         marks = [_mark(row, _end(row)) for place, row in rows if place in places]
         return cls(marks, sorted(places))
@@ -167,7 +166,8 @@ class Judge:
         judged = self.judged or Judged.first(self.cache, self.num_sequences)
         places, ends = np.array(judged.places), judged.ends()
         size = min(self.batch_size, len(places))
-        chosen = {n: np.isin(places, rows) for n, rows in self.cache.by_source("held_out").items()}
+        found = sequences_by_source(self.cache, "held_out")
+        chosen = {n: np.isin(places, rows) for n, rows in found.items()}
         return {
             n: self._batches(places[of], ends[of], size) for n, of in chosen.items() if of.any()
         }

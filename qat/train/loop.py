@@ -137,19 +137,11 @@ class Trainer:
                     self._pulse.event("save_failed", error=str(error))
                     raise
                 finally:
-                    self._tell_waits()
+                    self._pulse.tell_waits(self.cache.waits, self.cache.waited_s)
         finally:
             if self._metrics is not None:
                 self._metrics.close()
             self.take_step.close()
-
-    def _tell_waits(self) -> None:
-        """Log how often and how long batches of a growing cache were waited for, if any were."""
-        cache = self.cache
-        if cache.waits:
-            self._pulse.event("waited", times=cache.waits, waited_s=cache.waited_s)
-            said = "waited %d times for batches that %s had not yet, %.1f s in all"
-            logger.info(said, cache.waits, cache.directory, cache.waited_s)
 
     def _log_plan(self) -> None:
         config, cache = self.config, self.cache
@@ -262,7 +254,7 @@ class Trainer:
     def micro_batches(self, step: int) -> list[Batch]:
         """Return this rank's sequences of a step, on the host; seed and step determine them."""
         pinned = self.backend.pinned
-        parts = rank_indices(self._step_config, step, self.cache, self.ranks)
+        parts = rank_indices(self._step_config, step, self.cache.indices, self.ranks)
         parts = parts if self.rollouts is None else parts[:, self.rollouts.order]
         batches = (self.cache.batch(part, targets=self._targets) for part in parts)
         return [Batch(*map(pinned, batch)) for batch in batches]

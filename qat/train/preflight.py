@@ -531,7 +531,7 @@ def examine(
         ConfigError, CacheError, CheckpointError: cache, student or device are missing.
     """
     resolved = check_dtype(config.divided(world))
-    cache = lesson_cache(config)
+    cache = lesson_cache(config.cache_dir, config.order, config.eval_sequences)
     tokenizer, settings = load_tokenizer(student), load_config(student)
     model = settings.get_text_config()
     problems = _messages(

@@ -345,6 +345,13 @@ class Pulse:
             **{"step": self._step, "kind": kind, **facts},
         )
 
+    def tell_waits(self, times: int, waited_s: float) -> None:
+        """Log how often and how long batches of a growing cache were waited for, if any were."""
+        if times:
+            self.event("waited", times=times, waited_s=waited_s)
+            said = "waited %d times for batches that the cache had not yet, %.1f s in all"
+            logger.info(said, times, waited_s)
+
     def _report_stall(self, still_s: float) -> None:
         """Write an event, and the stacks of all threads; runs on the watchdog's thread."""
         step = self._step

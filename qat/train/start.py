@@ -214,7 +214,7 @@ def _open(
     loaded: Loaded | None,
 ) -> _Opened:
     divided = config.divided(ranks.size)
-    cache = lesson_cache(config)
+    cache = lesson_cache(config.cache_dir, config.order, config.eval_sequences)
     check_losses(config.losses, cache, with_teacher=not config.reads_cache)
     check_rollouts(config.on_policy, config.rollout_tokens, cache, config.device)
     check_batch(config.batch_size, cache)
@@ -402,16 +402,16 @@ def check_dtype(config: StepSettings) -> StepSettings:
     return config.model_copy(update={"dtype": backend.dtype_name(config.dtype)})
 
 
-def lesson_cache(config: TrainConfig) -> TeacherCache:
+def lesson_cache(directory: str, order: str, eval_sequences: int) -> TeacherCache:
     """Open the cache of a run, in the order that the settings name.
 
     Raises:
         ConfigError, CacheError: see `qat.data.opening.open_cache`.
     """
-    if config.order == "shuffled":
-        return open_cache(config.cache_dir)
+    if order == "shuffled":
+        return open_cache(directory)
     opener: Any = extension("qat.caches", "arrival")
-    return opener(config.cache_dir, config.eval_sequences)
+    return opener(directory, eval_sequences)
 
 
 def check_batch(size: int, cache: TeacherCache) -> None:

@@ -25,7 +25,6 @@ from qat.backend import device as backends
 from qat.backend.base import GIB
 from qat.backend.tracing import CompileWatch
 from qat.data.packing import Batch
-from qat.data.reader import TeacherCache
 from qat.kernels.attention import MAX_TILE
 from qat.losses.config import OWN_WORDS
 from qat.losses.formulas import Targets, to_targets
@@ -54,6 +53,10 @@ GRAPH_TOKENS = 2**16
 HELD_SHARE = 2 / 3
 """Share of a device's memory for weights and optimizer beyond which weights are formed by layer;
 activations need the rest."""
+
+
+Draw = Callable[[int, int, int], np.ndarray]
+"""Returns the sequences of a step from a seed, the step and how many: `TeacherCache.indices`."""
 
 
 class OwnRows(NamedTuple):
@@ -387,12 +390,12 @@ def _is_packed(batch: Batch) -> bool:
     return bool((batch.position_ids[:, 1:] == 0).any())
 
 
-def rank_indices(config: StepConfig, step: int, cache: TeacherCache, ranks: Ranks) -> np.ndarray:
+def rank_indices(config: StepConfig, step: int, draw: Draw, ranks: Ranks) -> np.ndarray:
     """Return the sequences of a step for this rank: `(grad_accum_steps, batch_size)` int64.
 
     All ranks together see the same sequences as one rank with proportionally more micro-batches, so
     a run may be resumed with another number of ranks at the same global batch.
     """
     count = config.sequences_per_step * ranks.size
-    indices = cache.indices(config.seed, step, count)
+    indices = draw(config.seed, step, count)
     return indices.reshape(-1, ranks.size, config.batch_size)[:, ranks.rank]

@@ -16,10 +16,12 @@ from qat.train.step import TrainingStep, rank_indices
 
 
 def test_ranks_share_what_one_would_see(tmp_path) -> None:
-    cache = SimpleNamespace(indices=partial(sequence_indices, num_sequences=100))
-    whole = rank_indices(config(tmp_path, batch_size=4), 3, cache, SimpleNamespace(size=1, rank=0))
+    draw = partial(sequence_indices, num_sequences=100)
+    alone = SimpleNamespace(size=1, rank=0)
+    whole = rank_indices(config(tmp_path, batch_size=4), 3, draw, alone)
     half = config(tmp_path, batch_size=2)
-    parts = [rank_indices(half, 3, cache, SimpleNamespace(size=2, rank=rank)) for rank in (0, 1)]
+    two = [SimpleNamespace(size=2, rank=rank) for rank in (0, 1)]
+    parts = [rank_indices(half, 3, draw, ranks) for ranks in two]
     assert parts[0].shape == (half.grad_accum_steps, 2)
     assert np.array_equal(np.concatenate(parts, axis=1), whole)
 

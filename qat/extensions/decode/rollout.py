@@ -181,7 +181,7 @@ class Rollouts:
         numbers = numbers.reshape(-1, ranks.size, self._step.batch_size)[
             :, ranks.rank, self._is_own
         ]
-        sequences = rank_indices(self._step, step, self._cache, ranks)[:, self._is_own]
+        sequences = rank_indices(self._step, step, self._cache.indices, ranks)[:, self._is_own]
         batch = self._cache.batch(sequences.flatten(), targets=())
         S, found = self._cache.sequence_length, []
         for place, number in enumerate(numbers.flatten().tolist()):

@@ -19,7 +19,7 @@ from qat.data.reader import TeacherCache
 from qat.data.sources import Sourced, check_source, open_source
 from qat.data.stream import divided
 from qat.errors import DataError
-from qat.evaluate.divergence import cached_divergence
+from qat.evaluate.divergence import cached_divergence, sequences_by_source
 from qat.extensions.mixtures.mixture import counts_of, in_turns, parts_of
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import model_identity
@@ -139,11 +139,14 @@ def test_a_cache_has_the_shares_and_says_the_source_of_each_row(here: Path) -> N
     rows = open_source("a.jsonl:0.25,b.jsonl:0.75").rows
     manifest = build(here / "c", documents=rows, num_sequences=22, shard_size=4)
     cache = TeacherCache.open(here / "c")
-    found = cache.by_source("train")
+    found = sequences_by_source(cache, "train")
     assert {name: len(places) for name, places in found.items()} == {"a": 6, "b": 16}
     assert sorted(itertools.chain.from_iterable(found.values())) == [*range(22)]
     for split in ("train", "held_out"):
-        said = {name: cache.batch(r, split).input_ids for name, r in cache.by_source(split).items()}
+        said = {
+            name: cache.batch(r, split).input_ids
+            for name, r in sequences_by_source(cache, split).items()
+        }
         words = {name: set(TOKENIZER.decode(ids.flatten()).split()) for name, ids in said.items()}
         assert "cat" in words["a"] - words["b"] and "dog" in words["b"] - words["a"]
     assert {shard.source for shard in manifest.shards} == {"a", "b"}
@@ -190,17 +193,20 @@ def test_rows_of_qat_sample_keep_their_sources_in_one_file(here: Path) -> None:
     source = open_source("own.jsonl")
     manifest = build(here / "c", documents=source.rows, num_sequences=20)
     cache = TeacherCache.open(here / "c")
-    assert set(cache.by_source("train")) == {"code", "prose"} and cache.num_sequences("train") == 20
+    assert (
+        set(sequences_by_source(cache, "train")) == {"code", "prose"}
+        and cache.num_sequences("train") == 20
+    )
     assert manifest.total("sequences") == 20 + cache.num_sequences("held_out")
 
 
 def test_the_first_rows_are_a_share_of_each_source(here: Path) -> None:
     build(here / "c", documents=mixed(here), num_sequences=30)
     cache = TeacherCache.open(here / "c")
-    whole, some = cache.by_source("train"), cache.by_source("train", 10)
+    whole, some = sequences_by_source(cache, "train"), sequences_by_source(cache, "train", 10)
     assert {name: len(places) for name, places in some.items()} == {"a": 8, "b": 2}
     assert all((whole[name][: len(some[name])] == some[name]).all() for name in some)
-    assert len(cache.by_source("train", 1)["b"]) == 1
+    assert len(sequences_by_source(cache, "train", 1)["b"]) == 1
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +230,7 @@ def test_train_judges_each_source(place: Path, tmp_path: Path) -> None:
     verdict = trainer.judge.verdict(torch.float32)
     cache = trainer.judge.cache
     chosen = Judged.first(cache, 12)
-    sources = cache.by_source("held_out")
+    sources = sequences_by_source(cache, "held_out")
     sums = {}
     for name in ("code", "prose"):
         own = [place for place in chosen.places if place in sources[name]]

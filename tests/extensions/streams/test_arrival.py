@@ -212,7 +212,7 @@ def test_a_run_that_waited_has_the_bits_of_one_that_did_not(
     assert_same_end(whole, tmp_path / "run", report)
     (event,) = read_json_lines(tmp_path / "run/events.jsonl")
     assert event["kind"] == "waited" and event["times"] > 0 and event["waited_s"] > 0
-    assert f"waited {event['times']} times for batches that {writer.out} had not yet" in caplog.text
+    assert f"waited {event['times']} times for batches that the cache had not yet" in caplog.text
 
 
 def test_a_writer_that_dies_ends_the_run_and_both_go_on(place: Path, whole, tmp_path: Path) -> None:
