@@ -14,6 +14,7 @@
 | `qat.importers`  | a reader of another system's caches and checkpoints            |
 | `qat.flags`      | a module with `FLAGS` of another system, and their `PAGE`      |
 | `qat.corpora`    | a function that reads rows which are still being sampled       |
+| `qat.runs`       | a class like `Run` of `qat run`, for runs of another course    |
 | `qat.caches`     | a function that opens a cache at an address, or as it arrives  |
 | `qat.mixtures`   | a module that reads several texts in turns, by their shares    |
 | `qat.rotations`  | a function that rotates a float model before it is quantized   |

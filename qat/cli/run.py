@@ -53,7 +53,7 @@ from qat.errors import ConfigError, ExportError, QatError, Stopped
 from qat.evaluate.config import EvalConfig
 from qat.export.config import ExportConfig, TargetName
 from qat.files import check_free, held, parse_json, write_atomically
-from qat.hooks import hooks
+from qat.hooks import extension, hooks
 from qat.logs import EXAM, RECIPE, SAMPLES, STUDENT, SUMMARY, Terminal
 from qat.train.config import TrainConfig
 
@@ -323,6 +323,8 @@ class OwnConfig(Settings):
     """Tokens in a sequence; as 'qat cache' has it if not given."""
     num_sequences: Text[int | None] = None
     """Training sequences; as many as training reads, or all that the text has, if not given."""
+    stream: Text[bool] = False
+    """Learn from what the teacher answers to DATA, and train while it is sampled and cached."""
     mlp_only: Learns[bool] = False
     """Train the MLPs only."""
     max_steps: Steps[int | None] = None
@@ -399,7 +401,8 @@ def run(
         return Run(pipeline, model, config=config, targets=targets, tables=tables).predict()
     with held(out):
         pipeline = Pipeline("run", out)
-        return Run(pipeline, model, config=config, targets=targets, tables=tables).go()
+        kind = cast("type[Run]", extension("qat.runs", "stream")) if config.stream else Run
+        return kind(pipeline, model, config=config, targets=targets, tables=tables).go()
 
 
 class Run:
