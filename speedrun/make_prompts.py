@@ -148,10 +148,19 @@ def sums_asked(path: Path) -> Iterator[str]:
 
 
 def instructions_asked(paths: Iterable[Path]) -> Iterator[str]:
-    """Yield the instructions of all files that leave room for an answer."""
+    """Yield the instructions of all files that leave room for an answer.
+
+    Raises:
+        SystemExit: a row has none.
+    """
     for path in paths:
         for row in read_rows(path):
-            asked = row.get("prompt") or row["instruction"]
+            asked = row.get("prompt") or row.get("instruction")
+            if asked is None:
+                raise SystemExit(
+                    f"{path} has a row of {', '.join(row)}, expected instruction or prompt; give "
+                    "another file to --instructions"
+                )
             given = row["input"] if "input" in row else _first_input(row)
             question = f"{asked}\n\n{given}" if given else str(asked)
             if len(question) <= QUESTION_CHARACTERS:

@@ -96,3 +96,6 @@ def test_instructions_of_three_shapes_are_read(tmp_path: Path) -> None:
         "Tell me of rain.",
     ]
     assert one.read_bytes() == two.read_bytes()
+    foreign = write_rows(tmp_path / "c.jsonl", [{"text": "Rain."}])
+    with pytest.raises(SystemExit, match=r"c\.jsonl .*text"):
+        make_prompts.main(out=tmp_path, instructions=(foreign,), code=())
