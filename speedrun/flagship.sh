@@ -18,8 +18,10 @@
 #   CODE            the standard library: directories of Python files whose docstrings are prompts
 #   SHARES          functions:2,sums:1,instructions:1: rows of each source of prompts
 #   ROWS, MAX_NEW_TOKENS, TEMPERATURE, TOP_P, SAMPLE_BATCH   24000, 448, 0.8, 0.95, 1536: own answers
-#   SAMPLE_SHARD    4096: rows that an interruption repeats at most, on each GPU
-#   SEQUENCE_LENGTH, HELD_OUT, CACHE_FLAGS      512, 0.02, --top-k 64
+#   SAMPLE_SHARD    ROWS/4: rows that an interruption repeats at most on a GPU; with more GPUs than 4
+#                   name fewer, so that there is a shard for each
+#   SEQUENCE_LENGTH, HELD_OUT, CACHE_FLAGS      512, 0.02, --top-k 64; for many rows `--top-k 0
+#                   --draws 50`, with TRAIN_FLAGS="--loss sampled"
 #   STUDENTS        2.5 3.25: the most bits over all weights, a student for each
 #   FORMATS_2_5, FORMATS_3_25, ...              the flags of `qat convert` for that student
 #   SEEDS           0 1: each student is trained once with each
@@ -35,7 +37,7 @@
 # A try on a CPU, in some minutes:
 #
 #     MODEL=checkpoints/tiny-qwen3 NAME=tiny CODE=qat/quant SHARES=functions:1 ROWS=40 \
-#         MAX_NEW_TOKENS=48 SAMPLE_BATCH=8 SAMPLE_SHARD=20 SEQUENCE_LENGTH=192 HELD_OUT=0.1 \
+#         MAX_NEW_TOKENS=48 SAMPLE_BATCH=8 SEQUENCE_LENGTH=192 HELD_OUT=0.1 \
 #         STUDENTS="2.7 5.5" FORMATS_2_7="--to v2a2" FORMATS_5_5="--to q4a4 --for gguf" \
 #         BATCH=4 STEPS=6 SAVE_EVERY=2 LIMIT=2 ALLOW_CODE_EXECUTION=1 bash speedrun/flagship.sh
 #
@@ -54,7 +56,7 @@ MODEL=${MODEL:-Qwen/Qwen2.5-Coder-0.5B-Instruct} NAME=${NAME:-coder}
 OUT=${OUT:-runs/flagship-$NAME} GSM8K=${GSM8K:-} INSTRUCTIONS=${INSTRUCTIONS:-} CODE=${CODE:-}
 SHARES=${SHARES:-functions:2${GSM8K:+,sums:1}${INSTRUCTIONS:+,instructions:1}}
 ROWS=${ROWS:-24000} MAX_NEW_TOKENS=${MAX_NEW_TOKENS:-448} TEMPERATURE=${TEMPERATURE:-0.8}
-TOP_P=${TOP_P:-0.95} SAMPLE_BATCH=${SAMPLE_BATCH:-1536} SAMPLE_SHARD=${SAMPLE_SHARD:-4096}
+TOP_P=${TOP_P:-0.95} SAMPLE_BATCH=${SAMPLE_BATCH:-1536} SAMPLE_SHARD=${SAMPLE_SHARD:-$(((ROWS + 3) / 4))}
 SEQUENCE_LENGTH=${SEQUENCE_LENGTH:-512} HELD_OUT=${HELD_OUT:-0.02} CACHE_FLAGS=${CACHE_FLAGS:---top-k 64}
 STUDENTS=${STUDENTS:-2.5 3.25} SEEDS=${SEEDS:-0 1}
 # the formats of quality_coder.toml, vectors and levels that llama.cpp reads; a budget spends the same
@@ -80,7 +82,7 @@ esac
 for file in $GSM8K $INSTRUCTIONS $HUMANEVAL; do
     [ -f "$file" ] || fail "$file is not there, expected a file of questions; check GSM8K, INSTRUCTIONS and HUMANEVAL"
 done
-python -c "import lm_eval" 2> /dev/null || fail "lm-eval is not installed, expected it for the suite; run: pip install -e '.[eval]'"
+python -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('lm_eval') is None)" || fail "lm-eval is not installed, expected it for the suite; run: pip install -e '.[eval]'"
 mkdir -p "$OUT"/{results,logs,suites,students,runs,exports}
 settings=$(for name in "${DECIDE[@]}" $(compgen -v FORMATS_); do printf '%s=%q\n' "$name" "${!name}"; done)
 if [ -e "$OUT/settings.sh" ]; then
