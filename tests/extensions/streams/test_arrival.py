@@ -4,13 +4,14 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cache_case import build
+from torchrun_case import launch
 from train_case import assert_same_end, config, make_place
 
 from qat import files
@@ -24,6 +25,7 @@ from qat.logs import read_json_lines
 from qat.train.start import TrainReport, train_student
 
 SHARD, WINDOW, JUDGED = 2, 3, 4  # sequences of a shard, shards of a window, held-out sequences
+USUAL = arrival.WINDOW  # that of processes which the tests start
 
 
 @pytest.fixture(autouse=True)
@@ -226,3 +228,29 @@ def test_a_writer_that_dies_ends_the_run_and_both_go_on(place: Path, whole, tmp_
     writer.finish()
     report = run(place, out, cache_dir=writer.out, resume=True)
     assert_same_end(whole, out, report)
+
+
+@pytest.mark.slow
+def test_ranks_wait_together(place: Path, tmp_path: Path) -> None:
+    """Later steps need what is written only once training has begun."""
+    metrics = []
+    for name, grows in (("whole", False), ("growing", True)):
+        own = tmp_path / name
+        shutil.copytree(place / "student", own / "student")
+        writer = Writer(place / "cache", own / "cache")
+        writer.write(2 * USUAL if grows else 0)
+        out = own / "run"
+
+        def write(writer: Writer = writer, out: Path = out) -> None:
+            while not (out / "metrics.jsonl").exists():
+                time.sleep(0.05)
+            time.sleep(1)
+            writer.finish()
+
+        settings = config(own, order="arrival", eval_sequences=JUDGED, max_steps=8)
+        with writing(writer.out, write) if grows else nullcontext(writer.finish()):
+            ended = launch(own, settings)
+        assert ended.returncode == 0, ended.stderr
+        metrics.append((out / "metrics.jsonl").read_bytes())
+        assert ("waited" in ended.stderr) == grows
+    assert metrics[0] == metrics[1]
