@@ -123,18 +123,19 @@ keep() { # NAME GPUS WORDS...: keep the last line that qat prints as a result, u
     grep '^{' "$file.out" | tail -n 1 > "$file.part" && mv "$file.part" "$file" && rm "$file.out"
 }
 
-each() { # COMMAND JOB...: all jobs side by side, each on its share of the GPUs
-    local command=$1 lanes=$(($# - 1 < ${#gpus[@]} ? $# - 1 : ${#gpus[@]})) lane i own pids=() failed=0
-    local todo=("${@:2}")
+each() { # KIND JOB...: what is left of the jobs side by side, each on its share of the GPUs
+    local todo=() lanes lane i job own pids=() failed=0
+    for job in "${@:2}"; do [ -e "$OUT/results/$1-$job.json" ] || todo+=("$job"); done
+    lanes=$((${#todo[@]} < ${#gpus[@]} ? ${#todo[@]} : ${#gpus[@]}))
     for ((lane = 0; lane < lanes; lane++)); do
         own=$(for ((i = lane; i < ${#gpus[@]}; i += lanes)); do echo "${gpus[$i]}"; done | paste -sd,)
         (
             trap : TERM INT HUP # its process ends, and then its line is written
-            for ((i = lane; i < ${#todo[@]}; i += lanes)); do "$command" "$own" "${todo[$i]}" || exit; done
+            for ((i = lane; i < ${#todo[@]}; i += lanes)); do "one_$1" "$own" "${todo[$i]}" || exit; done
         ) &
         pids+=($!)
     done
-    for pid in "${pids[@]}"; do wait "$pid" || failed=$?; done
+    for job in "${pids[@]}"; do wait "$job" || failed=$?; done
     return "$failed"
 }
 
@@ -163,22 +164,26 @@ cache() {
         --sequence-length "$SEQUENCE_LENGTH" $CACHE_FLAGS --out "$OUT/cache"
 }
 
-convert_one() { # GPUS STUDENT
+one_convert() { # GPUS STUDENT
     local formats=FORMATS_${2//./_}
     [ -n "${!formats:-}" ] || fail "STUDENTS=$STUDENTS has $2 without flags of 'qat convert', expected some; set $formats"
     keep "convert-$2" "${1%%,*}" convert "$OUT/teacher" ${!formats} --calibration "$OUT/cache" --out "$OUT/students/$2"
 }
 
-train_one() { # GPUS JOB
-    keep "train-$2" "$1" train "$OUT/students/${2%-*}" --cache-dir "$OUT/cache" --global-batch-size "$BATCH" \
-        --batch-size $((BATCH / $(tr , '\n' <<< "$1" | grep -c .))) --max-steps "$STEPS" --seed "${2##*-}" \
+one_train() { # GPUS JOB
+    local own ranks
+    IFS=, read -ra own <<< "$1"
+    ranks=${#own[@]}
+    while ((BATCH % ranks)); do ((ranks--)); done # each takes as many rows of a step
+    keep "train-$2" "$(IFS=, && echo "${own[*]:0:ranks}")" train "$OUT/students/${2%-*}" --cache-dir "$OUT/cache" --global-batch-size "$BATCH" \
+        --batch-size $((BATCH / ranks)) --max-steps "$STEPS" --seed "${2##*-}" \
         --save-every "$SAVE_EVERY" $TRAIN_FLAGS --out "$OUT/runs/$2" --resume auto &&
         rm -rf "$OUT/runs/$2/checkpoints" # gigabytes to resume from; the final student lies beside
 }
 
 final() { sed -E 's/.*"final": "([^"]*)".*/\1/' "$OUT/results/train-$1.json"; } # JOB: its directory
 
-judge_one() { # GPUS JOB
+one_suite() { # GPUS JOB
     local gpu=${1%%,*} place=$OUT/suites/$2 other student allowed=()
     student=$(final "$2")
     [ "$ALLOW_CODE_EXECUTION" = 1 ] && allowed=(--allow-code-execution)
@@ -192,7 +197,7 @@ judge_one() { # GPUS JOB
         "${allowed[@]}" --out "$place"
 }
 
-export_one() { # GPUS STUDENT: the seed of the least KL, where llama.cpp can read the formats
+one_export() { # GPUS STUDENT: the seed of the least KL, where llama.cpp can read the formats
     grep -q '"ships_to": \[[^]]*"gguf"' "$OUT/results/convert-$2.json" || return 0
     local seed
     seed=$(python speedrun/flagship_card.py best "$OUT" "$2") || return
@@ -237,8 +242,8 @@ stage teacher 1 teacher
 stage prompts 1 prompts
 stage texts "$ROWS" texts
 stage cache "$ROWS" cache
-stage convert "${#students[@]}" each convert_one "${students[@]}"
-stage train "$((STEPS * ${#jobs[@]}))" each train_one "${jobs[@]}"
-stage judge "${#jobs[@]}" each judge_one "${jobs[@]}"
-stage export "${#students[@]}" each export_one "${students[@]}"
+stage convert "${#students[@]}" each convert "${students[@]}"
+stage train "$((STEPS * ${#jobs[@]}))" each train "${jobs[@]}"
+stage judge "${#jobs[@]}" each suite "${jobs[@]}"
+stage export "${#students[@]}" each export "${students[@]}"
 card
