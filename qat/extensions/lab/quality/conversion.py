@@ -5,20 +5,18 @@ closes.
 """
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 
 from qat.config import Settings
 from qat.convert.checkpoint import convert_checkpoint
+from qat.convert.shipping import Shipping
+from qat.errors import ConfigError
+from qat.export.config import TargetName
+from qat.export.targets import shipping_to
 from qat.extensions.lab.jobs import JobFiles, run_as_process
-from qat.extensions.lab.quality.plan import (
-    Table,
-    cache_dir,
-    convert_config,
-    shipping_of,
-    student_dir,
-)
+from qat.extensions.lab.quality.plan import FOR, Table, cache_dir, convert_config, student_dir
 
 
 class Conversion(JobFiles, Settings):
@@ -50,6 +48,21 @@ class Conversion(JobFiles, Settings):
         if not self.student.exists():
             config = convert_config(self.convert, cache_dir(self.out, self.cache), self.device)
             convert_checkpoint(self.teacher, config, self.student, shipping_of(self.convert))
+
+
+def shipping_of(table: Table) -> Shipping | None:
+    """Return what the targets hold that `for`, a list of names, gives a conversion's table.
+
+    Raises:
+        ConfigError: it names no target.
+    """
+    names, known = table.get(FOR, []), get_args(TargetName)
+    if not isinstance(names, list) or not set(names) <= set(known):
+        raise ConfigError(
+            f"for={names!r} of a conversion, expected a list of targets; choose among "
+            f"{', '.join(known)}"
+        )
+    return shipping_to(names)
 
 
 def main(job: Conversion) -> None:

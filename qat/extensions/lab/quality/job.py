@@ -36,6 +36,7 @@ from qat.evaluate.text import without_teacher
 from qat.extensions.decode.rollout import OwnRow, laid_in, prompt_of
 from qat.extensions.lab.baselines.methods import train_baseline
 from qat.extensions.lab.jobs import run_as_process
+from qat.extensions.lab.quality.conversion import shipping_of
 from qat.extensions.lab.quality.plan import (
     HELD_OUT,
     OURS,
@@ -45,7 +46,6 @@ from qat.extensions.lab.quality.plan import (
     cache_config,
     cache_dir,
     convert_config,
-    shipping_of,
     student_dir,
     train_config,
 )

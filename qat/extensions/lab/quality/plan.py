@@ -2,19 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
 import xxhash
 from pydantic import Field, model_validator
 
 from qat.config import Settings, fingerprint, read_toml
 from qat.convert.config import ConvertConfig
-from qat.convert.shipping import Shipping
 from qat.data.cache import ROWS
 from qat.data.config import CacheConfig
 from qat.errors import ConfigError
-from qat.export.config import TargetName
-from qat.export.targets import shipping_to
 from qat.extensions.lab.baselines.config import BaselineSettings
 from qat.extensions.lab.jobs import JobFiles, name_in_path
 from qat.train.config import TrainConfig
@@ -254,21 +251,6 @@ def convert_config(table: Table, cache: Path, device: str = "auto") -> ConvertCo
     values["calibration"] = values["calibration"] or None
     values.pop(FOR, None)
     return ConvertConfig.parse(values, "convert")
-
-
-def shipping_of(table: Table) -> Shipping | None:
-    """Return what the targets hold that `for`, a list of names, gives a conversion's table.
-
-    Raises:
-        ConfigError: it names no target.
-    """
-    names, known = table.get(FOR, []), get_args(TargetName)
-    if not isinstance(names, list) or not set(names) <= set(known):
-        raise ConfigError(
-            f"for={names!r} of a conversion, expected a list of targets; choose among "
-            f"{', '.join(known)}"
-        )
-    return shipping_to(names)
 
 
 def train_config(

@@ -27,7 +27,7 @@ from qat.data.sources import open_source
 from qat.errors import CacheError, CheckpointError, ConfigError, QatError
 from qat.extensions.lab.baselines.config import METHODS, PTQ, BaselineSettings
 from qat.extensions.lab.baselines.methods import time_step
-from qat.extensions.lab.quality.conversion import Conversion
+from qat.extensions.lab.quality.conversion import Conversion, shipping_of
 from qat.extensions.lab.quality.plan import (
     HELD_OUT,
     OURS,
@@ -43,7 +43,6 @@ from qat.extensions.lab.quality.plan import (
     content_of,
     convert_config,
     shared_out,
-    shipping_of,
     student_dir,
     train_config,
 )
