@@ -62,11 +62,7 @@ class Function(NamedTuple):
 
 @app.default
 def main(
-    *,
-    out: Path,
-    gsm8k: Path | None = None,
-    instructions: Paths = (),
-    code: Paths = (STDLIB,),
+    *, out: Path, gsm8k: Path | None = None, instructions: Paths = (), code: Paths = (STDLIB,)
 ) -> None:
     """Write a file of chats for each source to OUT.
 
@@ -83,29 +79,17 @@ def main(
         sources["instructions"] = instructions_asked(instructions)
     out.mkdir(parents=True, exist_ok=True)
     for name, questions in sources.items():
-        lines = [json.dumps(chat(each)) + "\n" for each in shuffled(questions)]
-        write_atomically(out / f"{name}.jsonl", "".join(lines))
-        print(f"{out / name}.jsonl: {len(lines):,} prompts")
-
-
-def chat(question: str) -> dict[str, object]:
-    """Return a chat that nobody has answered yet."""
-    return {"messages": [{"role": "user", "content": question}]}
-
-
-def shuffled(questions: Iterable[str]) -> list[str]:
-    """Return the questions in a random order that is always the same, each once."""
-    found = sorted(set(questions))
-    random.Random(SEED).shuffle(found)
-    return found
+        asked = sorted(set(questions))
+        random.Random(SEED).shuffle(asked)
+        chats = [{"messages": [{"role": "user", "content": each}]} for each in asked]
+        write_atomically(out / f"{name}.jsonl", "".join(json.dumps(each) + "\n" for each in chats))
+        print(f"{out / name}.jsonl: {len(chats):,} prompts")
 
 
 def functions_asked(roots: Iterable[Path]) -> Iterator[str]:
     """Yield all questions for each documented function below `roots`."""
-    for function in {each for root in roots for each in functions_of(root)}:
-        signature, doc = function
-        docstring = indent(f'"""{doc}"""', "    ")
-        code = f"def {signature}:\n{docstring}"
+    for signature, doc in {each for root in roots for each in functions_of(root)}:
+        code = f"def {signature}:\n" + indent(f'"""{doc}"""', "    ")
         yield from (way.format(code=code, signature=signature, doc=doc) for way in CODE_WORDS)
 
 
@@ -161,15 +145,11 @@ def instructions_asked(paths: Iterable[Path]) -> Iterator[str]:
                     f"{path} has a row of {', '.join(row)}, expected instruction or prompt; give "
                     "another file to --instructions"
                 )
-            given = row["input"] if "input" in row else _first_input(row)
+            first, *_ = row.get("instances") or [{}]  # Self-Instruct's rows have several
+            given = row.get("input", first.get("input"))
             question = f"{asked}\n\n{given}" if given else str(asked)
             if len(question) <= QUESTION_CHARACTERS:
                 yield question
-
-
-def _first_input(row: dict) -> str:
-    """Return the input of the first of Self-Instruct's instances; "" in other rows."""
-    return row["instances"][0]["input"] if row.get("instances") else ""
 
 
 if __name__ == "__main__":
