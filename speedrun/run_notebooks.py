@@ -26,64 +26,37 @@ NEEDS = {"needs-gpu", "needs-tpu", "needs-drive", "needs-network", "needs-vllm"}
 """Tags of cells that only some machines can run."""
 CHECK = "assert not get_ipython().user_ns.get('_exit_code'), 'the command above failed'"
 TEACHER = "checkpoints/tiny-qwen3"
+STEPS = {"STEPS": "2", "BATCH": "2"}
+TRAINED = {"TEACHER": TEACHER, "SEQUENCES": "64", **STEPS}
+TIMED = {"STUDENT": "tiny", "LENGTH": "8", "BATCHES": "1", "WARMUP": "1"}
+CACHED = {"CACHE_DIR": "WORK/00_quickstart/cache"}
 TINY: dict[str, dict[str, str]] = {
-    "00_quickstart": {
-        "TEACHER": TEACHER,
-        "SEQUENCES": "64",
-        "CALIBRATION": "8",
-        "STEPS": "2",
-        "BATCH": "2",
-    },
+    "00_quickstart": TRAINED | {"CALIBRATION": "8"},
     "sr001_convert": {
-        "CACHE_DIR": "WORK/00_quickstart/cache",
+        **CACHED,
         "CHECKPOINT": "WORK/00_quickstart/q4",
         "BASE": TEACHER,
         "CALIBRATION": "8",
     },
     "sr002_train_mlp_only": {
-        "CACHE_DIR": "WORK/00_quickstart/cache",
+        **CACHED,
         "CHECKPOINT": "WORK/00_quickstart/q2_init",
         "LOSS": "tail",
-        "STEPS": "2",
-        "BATCH": "2",
+        **STEPS,
     },
-    "sr003_benchmark": {
-        "STUDENT": "tiny",
-        "LENGTH": "8",
-        "BATCHES": "1",
-        "STEPS": "1",
-        "WARMUP": "1",
-    },
-    "sr007_tpu": {
-        "ON": "--device cpu",
-        "STUDENT": "tiny",
-        "LENGTH": "8",
-        "BATCHES": "1",
-        "TIMED": "1",
-        "WARMUP": "1",
-        "TEACHER": TEACHER,
-        "SEQUENCES": "64",
-        "CALIBRATION": "8",
-        "STEPS": "2",
-        "BATCH": "2",
-    },
-    "nsa": {
-        "TEACHER": TEACHER,
+    "sr003_benchmark": TIMED | {"STEPS": "1"},
+    "sr007_tpu": TIMED | TRAINED | {"ON": "--device cpu", "TIMED": "1", "CALIBRATION": "8"},
+    "nsa": TRAINED
+    | {
         "ATTENTION": "speedrun/plans/nsa_tile64.toml",
         "LENGTH": "128",
-        "SEQUENCES": "64",
         "CALIBRATION": "4",
         "FIT": "2",
-        "STEPS": "2",
-        "BATCH": "2",
         "LENGTHS": "256",
     },
     "export_coreml": {"MODEL": TEACHER},
-    "serve": {
-        "TEACHER": TEACHER,
-        "SEQUENCES": "64",
-        "STEPS": "2",
-        "BATCH": "2",
+    "serve": TRAINED
+    | {
         "VLLM": ".venv-vllm/bin",
         "PORT": "8765",
         "FLAGS": "--enforce-eager --dtype float32 --max-model-len 64",
