@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def record(  # noqa: PLR0917
-    path: Path,
+    path: Path | None,
     figure: str,
     value: float,
     unit: str,
@@ -28,13 +28,15 @@ def record(  # noqa: PLR0917
     """Append a figure with what is needed to measure it again: command, commit, device.
 
     Args:
-        path: a record's figures.jsonl, made if missing.
+        path: a record's figures.jsonl, made if missing; None keeps nothing.
         goal: what the issue asks for, e.g. `<= 40`.
         runs: how many measurements `value` is the mean or median of.
         spread: their standard deviation, in `unit`.
         measured: `command`, `commit` and `device` of earlier results that `value` is computed from,
             by default those of now; and what else belongs to the figure.
     """
+    if path is None:
+        return
     line = {
         "figure": figure,
         "value": value,

@@ -51,8 +51,7 @@ def real(
     seconds_of(config.model_copy(update={"calibration_sequences": 1}))
     seconds = seconds_of(config)
     print(json.dumps({"model": model, "to": to, "seconds": seconds}))
-    if figures is not None:
-        record(figures, figure, round(seconds, 1), "s", GOAL)
+    record(figures, figure, round(seconds, 1), "s", GOAL)
 
 
 if __name__ == "__main__":

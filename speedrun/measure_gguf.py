@@ -44,17 +44,9 @@ def main(model: Path, *, figures: Path | None = None, runs: int = 3) -> None:
     first_s, *again_s = [sum(seconds.values()) for seconds in taken]
     median, spread = statistics.median(again_s), statistics.pstdev(again_s)
     print(f"{first_s:.1f} s the first time, {median:.1f} s from then on")
-    if figures is not None:
-        record(figures, "gguf_open_s", round(first_s, 2), "s", "")
-        record(
-            figures,
-            "gguf_reopen_s",
-            round(median, 2),
-            "s",
-            GOAL,
-            runs=runs,
-            spread=round(spread, 2),
-        )
+    record(figures, "gguf_open_s", round(first_s, 2), "s", "")
+    how = {"goal": GOAL, "runs": runs, "spread": round(spread, 2)}
+    record(figures, "gguf_reopen_s", round(median, 2), "s", **how)
 
 
 def opened(model: Path, kept: Path) -> dict[str, float]:

@@ -86,9 +86,8 @@ def measure(*, figures: Path | None = None) -> None:
     for name, value in found.items():
         unit, goal = FIGURES[name]
         print(f"{name}: {value:,} {unit} (goal {goal})")
-        if figures is not None:
-            runs = {"runs": HELP_RUNS, "spread": round(statistics.stdev(helps), 3)}
-            record(figures, name, value, unit, goal, **(runs if name == "help_s" else {}))
+        runs = {"runs": HELP_RUNS, "spread": round(statistics.stdev(helps), 3)}
+        record(figures, name, value, unit, goal, **(runs if name == "help_s" else {}))
 
 
 def git(*words: str) -> str:

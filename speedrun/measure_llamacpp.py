@@ -88,13 +88,11 @@ def main(
             differences[kind] = max(difference, differences.get(kind, 0.0))
     if rounded:
         print(f"worst KL {worst:.3g} nats (goal {GOAL:g})")
-    if figures:
-        runs = len(students)
-        if rounded:
-            record(figures, "gguf_llamacpp_kl", worst, "nats", f"<= {GOAL:g}", runs=runs)
-        for kind, difference in differences.items():
-            name = f"{kind.lower()}_diff"
-            record(figures, name, difference, "logits", f"<= {GOAL:g}", runs=runs)
+    how = {"goal": f"<= {GOAL:g}", "runs": len(students)}
+    if rounded:
+        record(figures, "gguf_llamacpp_kl", worst, "nats", **how)
+    for kind, difference in differences.items():
+        record(figures, f"{kind.lower()}_diff", difference, "logits", **how)
     raise SystemExit(not max(worst, *differences.values()) <= GOAL)
 
 

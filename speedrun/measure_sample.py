@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from cyclopts import App
 from figures import record
-from speed_case import Row, show
+from speed_case import Row, show, tell
 
 from qat.backend.base import Backend
 from qat.backend.device import select
@@ -51,7 +51,6 @@ COLUMNS = (
     ("GB a step", "step_gb", "{:.2f}"),
     ("of the limit", "limit_share", "{:.3f}"),
 )
-START = time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -144,8 +143,7 @@ def conclude(
             found.append((over.format(cache), ratio, "times", "" if cache else goal, spread))
     for name, value, unit, goal, spread in found:
         tell(f"{name}: {value} {unit} (goal {goal or 'none'}; spread {spread})")
-        if figures is not None:
-            record(figures, name, value, unit, goal, runs=runs, spread=spread)
+        record(figures, name, value, unit, goal, runs=runs, spread=spread)
 
 
 def dense_cases(shape: str, batch: int, length: int, backend: Backend) -> list[Case]:
@@ -193,11 +191,6 @@ def token_bytes(model: LanguageModel) -> int:
     bits = None if kv is None else kv.bits
     cache = Cache.empty(shape, model.dtype, torch.device("cpu"), bits)
     return config.num_hidden_layers * sum(part.nbytes for part in cache)
-
-
-def tell(line: str) -> None:
-    """Print with the time since the start."""
-    print(f"[{time.perf_counter() - START:6.1f} s] {line}", flush=True)
 
 
 if __name__ == "__main__":

@@ -32,10 +32,8 @@ def main(models: list[str], *, figures: Path | None = None, device: str = "auto"
             "linears)",
             flush=True,
         )
-        if figures is not None:
-            goal = f"<= {GOALS[name]}" if name in GOALS else ""
-            figure = f"{name}_gguf_mb_default"
-            record(figures, figure, round(megabytes, 2), "MB", goal)
+        goal = f"<= {GOALS[name]}" if name in GOALS else ""
+        record(figures, f"{name}_gguf_mb_default", round(megabytes, 2), "MB", goal)
 
 
 def exported(model: str, device: str) -> dict[str, object]:

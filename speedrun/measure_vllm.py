@@ -291,8 +291,7 @@ def conclude(rows: Sequence[Row], path: Path | None) -> None:
         found.append(("vllm_cpu_rounded_equal", least, "fraction", "", len(rounded)))
     for name, value, unit, goal, runs in found:
         print(f"{name}: {value:.6g} {unit} (goal {goal or 'none'})")
-        if path is not None:
-            record(path, name, round(value, 6), unit, goal, runs=runs)
+        record(path, name, round(value, 6), unit, goal, runs=runs)
 
 
 if __name__ == "__main__":

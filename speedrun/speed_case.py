@@ -1,6 +1,7 @@
 """The shared parts of the speed scripts: settings, turns of a case, tables and figures."""
 
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ LATENT = {"learn": "weights,scales,codebook"}
 CANDIDATES = {"loss": "candidates", "temperature": 2.0}
 EXACT = {"loss": "tail"}
 WIDTH = 130
+START = time.perf_counter()
 
 Row = dict[str, object]
 Column = tuple[str, str, str]  # title, key of a row, format
@@ -84,6 +86,11 @@ def record(out: Path, figure: Figure, values: Sequence[float], *, digits: int = 
         spread=round(statistics.stdev(values), digits + 2) if len(values) > 1 else None,
     )
     print(f"{figure.name}: {value:,.{digits}f} {figure.unit} (goal {figure.goal})")
+
+
+def tell(line: str) -> None:
+    """Print with the time since the start."""
+    print(f"[{time.perf_counter() - START:6.1f} s] {line}", flush=True)
 
 
 def show(rows: Sequence[Row], *first: Column, columns: Sequence[Column] = SPEED_COLUMNS) -> None:

@@ -10,7 +10,6 @@ python speedrun/research/measure_generate.py --figures FILE.jsonl
 
 import copy
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from cyclopts import App, Parameter
 from plain_decode import PlainStep
 from research_records import record
-from speed_case import Row, show
+from speed_case import Row, show, tell
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -64,7 +63,6 @@ LOOP_COLUMNS = (
     ("over bf16", "over_bf16", "{:.2f}"),
 )
 NO_OVERLAP, COMPILED = ", no overlap", "bf16 model, torch.compile"
-START = time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -189,30 +187,19 @@ def say_ratio(asked: Asked, name: str, ratios: list[float], goal: str) -> None:
     """Say and record the median of a ratio."""
     ratio, spread = round(statistics.median(ratios), 4), round(statistics.stdev(ratios), 4)
     tell(f"{name}: {ratio} (goal {goal})")
-    if asked.figures:
-        record(asked.figures, name, ratio, "times", goal, spread=spread, runs=asked.runs)
+    record(asked.figures, name, ratio, "times", goal, spread=spread, runs=asked.runs)
 
 
 def finish(asked: Asked, ours: Row, spread: float) -> None:
     """Say and record the figures."""
     ratio = round(ours["over_bf16"], 3)
     tell(f"generate_over_bf16: {ratio} (goal >= {GOAL})")
-    if not asked.figures:
-        return
-    common = {"runs": asked.runs}
-    record(
-        asked.figures, "generate_over_bf16", ratio, "times", f">= {GOAL}",
-        spread=round(spread, 4), **common,
-    )  # fmt: skip
+    common, how = {"runs": asked.runs}, {"goal": f">= {GOAL}", "spread": round(spread, 4)}
+    record(asked.figures, "generate_over_bf16", ratio, "times", **how, **common)
     over_compiled = round(ours["over_compiled"], 3)
     record(asked.figures, "generate_over_compiled_bf16", over_compiled, "times", "", **common)
     for name, key in (("generate_tok_s", "tokens_per_s"), ("generate_mbu_frac", "mbu_frac")):
         record(asked.figures, name, round(ours[key], 4), key, "", **common)
-
-
-def tell(line: str) -> None:
-    """Print with the time since the start."""
-    print(f"[{time.perf_counter() - START:6.1f} s] {line}", flush=True)
 
 
 def loops_of(asked: Asked, backend: Backend) -> Iterator[Loop]:
