@@ -24,10 +24,9 @@ from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from pathlib import Path
 
-import figures as records
 import torch
 from cyclopts import App
-from speed_case import EXACT, FROZEN, LATENT, settled
+from speed_case import EXACT, FROZEN, LATENT, Figure, record_median, settled
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qat.backend.base import Backend
@@ -276,21 +275,12 @@ def report(
     one, all_ = statistics.median(alone), statistics.median(together)
     print(f"1 rank: {one:,.0f} tokens/s; {size} ranks: {all_:,.0f} tokens/s")
     ratios = [many / single for many, single in zip(together, alone, strict=True)]
-    value = round(statistics.median(ratios), 3)
     if size not in NUMBERS:
-        raise SystemExit(f"{value} x one rank; figures are asked for of 2 and 4 only")
-    name = NAMES[kind].format(NUMBERS[size])
-    goal = GOALS[kind].get(size)
-    records.record(
-        figures,
-        name,
-        value,
-        "x of one",
-        "" if goal is None else f">= {goal}",
-        runs=len(ratios),
-        spread=round(statistics.stdev(ratios), 4) if len(ratios) > 1 else None,
-    )
-    print(f"{name}: {value} x (goal: {goal})")
+        value = statistics.median(ratios)
+        raise SystemExit(f"{value:.3f} x one rank; figures are asked for of 2 and 4 only")
+    goal = f">= {GOALS[kind][size]}" if size in GOALS[kind] else ""
+    figure = Figure(NAMES[kind].format(NUMBERS[size]), "x of one", goal)
+    record_median(figures, figure, ratios, digits=3)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from cyclopts import App
 from figures import record
-from speed_case import Row, show, tell
+from speed_case import Figure, Row, record_median, show, tell
 
 from qat.backend.base import Backend
 from qat.backend.device import select
@@ -133,17 +133,16 @@ def conclude(
         found, over, goal = [], "generate_over_bf16_batch_64{}", SERVED_GOAL
     else:
         over, goal = "sample_packed{}_over_bf16", PACKED_GOAL
+    for name, value, unit, bound, spread in found:
+        tell(f"{name}: {value} {unit} (goal {bound or 'none'}; spread {spread})")
+        record(figures, name, value, unit, bound, runs=runs, spread=spread)
     seconds = {case.name: case.seconds for case in cases}
     for cache, student in PACKED.items():
         if student in rows:
             pairs = zip(seconds[HEADLINE], seconds[student], strict=True)
             ratios = [dense / packed for dense, packed in pairs]
-            spread = round(statistics.stdev(ratios), 4) if runs > 1 else None
-            ratio = round(statistics.median(ratios), 3)
-            found.append((over.format(cache), ratio, "times", "" if cache else goal, spread))
-    for name, value, unit, goal, spread in found:
-        tell(f"{name}: {value} {unit} (goal {goal or 'none'}; spread {spread})")
-        record(figures, name, value, unit, goal, runs=runs, spread=spread)
+            figure = Figure(over.format(cache), "times", "" if cache else goal)
+            record_median(figures, figure, ratios, digits=3)
 
 
 def dense_cases(shape: str, batch: int, length: int, backend: Backend) -> list[Case]:

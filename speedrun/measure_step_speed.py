@@ -21,7 +21,7 @@ from speed_case import (
     LATENT,
     Figure,
     Row,
-    record,
+    record_median,
     results_in,
     settled,
     show,
@@ -204,13 +204,14 @@ def report(turns: Turns, cases: Sequence[Case], results: Results) -> None:
         results.add(**row)
     results.finish()
     show(rows, ("Case", "case", "{}"))
+    path = results.path / "figures.jsonl"
     for case in cases:
         if case.goal and turns.timings.get(case.name):
             speeds = [timing.tokens_per_s for timing in turns.timings[case.name]]
-            record(results.path, Figure(f"{case.name}_tok_s", "tokens/s", case.goal), speeds)
+            record_median(path, Figure(f"{case.name}_tok_s", "tokens/s", case.goal), speeds)
     for figure, (case, other) in RATIOS.items():
         if found := turns.ratios(case, other):
-            record(results.path, figure, found, digits=3)
+            record_median(path, figure, found, digits=3)
 
 
 if __name__ == "__main__":

@@ -73,11 +73,13 @@ def results_in(out: Path, config: MeasureConfig) -> Iterator[Results]:
         yield results
 
 
-def record(out: Path, figure: Figure, values: Sequence[float], *, digits: int = 0) -> None:
-    """Append the median of `values` to the figures in `out`, with their standard deviation."""
+def record_median(
+    path: Path | None, figure: Figure, values: Sequence[float], *, digits: int = 0
+) -> None:
+    """Print the median of `values` and append it to a file, with their standard deviation."""
     value = round(statistics.median(values), digits)
     figures.record(
-        out / "figures.jsonl",
+        path,
         figure.name,
         value if digits else int(value),
         figure.unit,
@@ -85,7 +87,7 @@ def record(out: Path, figure: Figure, values: Sequence[float], *, digits: int = 
         runs=len(values),
         spread=round(statistics.stdev(values), digits + 2) if len(values) > 1 else None,
     )
-    print(f"{figure.name}: {value:,.{digits}f} {figure.unit} (goal {figure.goal})")
+    tell(f"{figure.name}: {value:,.{digits}f} {figure.unit} (goal {figure.goal or 'none'})")
 
 
 def tell(line: str) -> None:

@@ -19,7 +19,7 @@ import torch
 from cyclopts import App, Parameter
 from plain_decode import PlainStep
 from research_records import record
-from speed_case import Row, show, tell
+from speed_case import Figure, Row, record_median, show, tell
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -139,9 +139,11 @@ def compare_formats(asked: Asked, seconds: dict[str, list[float]]) -> None:
     And how many times as fast as one with a bf16 head a whole step with a packed head is.
     """
     over = [h / v for h, v in zip(seconds[HEADLINE], seconds[VECTORS], strict=True)]
-    say_ratio(asked, "vector_generate_over_scalar", over, ">= 1")
+    figure = Figure("vector_generate_over_scalar", "times", ">= 1")
+    record_median(asked.figures, figure, over, digits=4)
     over = [bf16 / h for h, bf16 in zip(seconds[HEADLINE], seconds[BF16_TABLES], strict=True)]
-    say_ratio(asked, "packed_head_step_over_bf16", over, "")
+    figure = Figure("packed_head_step_over_bf16", "times", "")
+    record_median(asked.figures, figure, over, digits=4)
 
 
 def compare_heads(asked: Asked, backend: Backend, heads: dict[str, FusedLinears]) -> None:
@@ -156,7 +158,8 @@ def compare_heads(asked: Asked, backend: Backend, heads: dict[str, FusedLinears]
     tell(f"the head's product: {1e3 * statistics.median(packed):.4f} ms packed, "
          f"{1e3 * statistics.median(bf16):.4f} ms in bf16")  # fmt: skip
     over = [slow / fast for fast, slow in zip(packed, bf16, strict=True)]
-    say_ratio(asked, "packed_head_over_bf16", over, ">= 1.3")
+    figure = Figure("packed_head_over_bf16", "times", ">= 1.3")
+    record_median(asked.figures, figure, over, digits=4)
 
 
 def product_of(head: FusedLinears, backend: Backend) -> Callable[[], object]:
@@ -181,13 +184,6 @@ def product_of(head: FusedLinears, backend: Backend) -> Callable[[], object]:
         replay()
 
     return again
-
-
-def say_ratio(asked: Asked, name: str, ratios: list[float], goal: str) -> None:
-    """Say and record the median of a ratio."""
-    ratio, spread = round(statistics.median(ratios), 4), round(statistics.stdev(ratios), 4)
-    tell(f"{name}: {ratio} (goal {goal})")
-    record(asked.figures, name, ratio, "times", goal, spread=spread, runs=asked.runs)
 
 
 def finish(asked: Asked, ours: Row, spread: float) -> None:
