@@ -10,6 +10,7 @@ python speedrun/research/measure_generate.py --figures FILE.jsonl
 
 import copy
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +19,13 @@ from typing import Annotated
 import torch
 from cyclopts import App, Parameter
 from plain_decode import PlainStep
-from research_records import record
-from speed_case import Figure, Row, record_median, show, tell
 from torch import Tensor
 from transformers import PreTrainedModel
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from figures import record
+from speed_case import Figure, Row, record_median, show, tell
 
 from qat.backend.base import Backend
 from qat.backend.device import on, select
