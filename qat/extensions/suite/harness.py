@@ -94,10 +94,12 @@ def open_harness(model: LanguageModel, tokenizer: PreTrainedTokenizerBase, batch
 
 def open_manager(names: Collection[str], folders: Sequence[Path]) -> Any:
     """Return the task manager for `folders`, with the harness's own tasks if more are needed."""
+    from datasets import disable_progress_bars
     from lm_eval.tasks import TaskManager
 
     paths = [str(folder) for folder in folders]
     if folders:
+        disable_progress_bars()  # a local file is read at once, and an error stays one line
         manager = TaskManager(include_path=paths, include_defaults=False)
         if set(names) <= set(manager.all_tasks):
             return manager
