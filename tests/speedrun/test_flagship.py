@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ SIZES = {
 def flagship(out: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     words = {"MODEL": "checkpoints/tiny-qwen3", "NAME": "tiny", "OUT": str(out), **settings}
     words["PYTHONPATH"] = str(ROOT)
+    words["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", "speedrun/flagship.sh"]
     return subprocess.run(
         command, cwd=ROOT, env=os.environ | words, capture_output=True, text=True, check=False
