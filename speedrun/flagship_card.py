@@ -1,4 +1,4 @@
-"""What a flagship has cost and reached: its card and its figures, from what its stages wrote.
+"""The costs and results of a flagship: its card and its figures, from what its stages wrote.
 
     python speedrun/flagship_card.py write runs/flagship-coder --name coder
     python speedrun/flagship_card.py best runs/flagship-coder 3.25
@@ -70,7 +70,7 @@ class Flagship:
 
     @cached_property
     def log(self) -> list[dict[str, Any]]:
-        """What the script noted of its stages and jobs; nothing before the first of them."""
+        """The entries that the script logged for stages and jobs; none before the first of them."""
         path = self.out / "log.jsonl"
         return read_json_lines(path) if path.is_file() else []
 

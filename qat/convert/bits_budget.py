@@ -245,7 +245,7 @@ class BudgetReport:
 
 
 class Room(NamedTuple):
-    """The choices of a budget beside the formats that a plan implies, and what they cost."""
+    """The formats that a budget may choose in addition to those of its plan."""
 
     tables: Mapping[str, Sequence[LutSpec]] | None = None
     """The formats to try for the embedding and an untied head; the budget is then over all weights

@@ -363,7 +363,7 @@ class _Conversion:
         self.specs = specs
         self.tables = table_names(self.model)
         self.table_inputs = tables
-        """What the calibration says about each table, by name."""
+        """The statistics of the calibration text for each table, by name."""
         self.activations = activations
         self.base = base.model
         self.ticker = ticker

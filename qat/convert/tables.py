@@ -46,7 +46,7 @@ SmolLM2 with a table of 2 bits and float linears has a KL of 1.61 nats where the
 its values, and 0.57, 0.49, 0.49 and 0.68 with 0, 0.1, 1 and 10 (96 x 128 tokens of instructions,
 judged on others)."""
 UNSEEN = 0.01
-"""What the row of a token that the text lacks counts for codewords, relative to the mean row."""
+"""The weight of a row whose token is not in the text when codewords are fitted; the mean is 1."""
 FLOAT_BITS = 16
 """Bits from which on a type is floating point; the value of `--embedding-bits` for that."""
 
@@ -150,12 +150,12 @@ def tables_in_budget(
 
 
 class TableInputs(NamedTuple):
-    """What a text says about the errors of a head, which may be tied."""
+    """The statistics of a calibration text that a head, which may be tied, is fitted by."""
 
     mass: Tensor
-    """`(V,)`: how much each row counts for the codewords of vectors; 1 on the average."""
+    """The weight of each row when codewords are fitted, `(V,)`; the mean is 1."""
     metric: Tensor
-    """`(D, D)`: rows err by `tr((W - W_q) metric (W - W_q)^T)`."""
+    """The error is `tr((W - W_q) metric (W - W_q)^T)`, `(D, D)`."""
 
 
 def fit_table(weight: Tensor, spec: LutSpec, inputs: TableInputs | None = None) -> QuantizedWeight:

@@ -81,10 +81,10 @@ class EvalConfig(DeviceSettings):
 
 
 class SuiteConfig(Settings):
-    """Settings of `qat eval --suite`, beside those of `EvalConfig`."""
+    """Settings of `qat eval --suite`; those of `EvalConfig` apply too."""
 
     suite: Judged[str | None] = None
-    """Instead of these: tasks on local data, judged with the teacher beside; names
+    """Tasks on local data, on which student and teacher are both evaluated: names
     (humaneval,gsm8k=FILE,choice=FILE,cloze=FILE) or a TOML file with a table for each."""
     out: Judged[Path | None] = None
     """Directory for a suite's answers and results; a suite goes on with the answers there."""

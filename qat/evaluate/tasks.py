@@ -30,7 +30,7 @@ class Harness(Protocol):
     """The interface of the module that an entry point of the group `qat.suites` names."""
 
     def check_tasks(self, names: Collection[str], own: Path | None) -> None:
-        """Refuse tasks that nobody knows, without torch."""
+        """Refuse names that are no tasks; torch is not imported for that."""
 
     def open_tasks(self, config: EvalConfig) -> Tasks:
         """Open the tasks of `--tasks`."""

@@ -14,7 +14,7 @@ from qat.files import awaiting, parse_json
 
 
 def growing_rows(out: Path) -> Rows:
-    """Yield the rows of the corpus `out`, each as soon as its shard is whole.
+    """Yield the rows of the corpus `out`, each as soon as its shard is complete.
 
     They are those of the finished file, in its order.
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 KERNELS_WIDTH, COMPARE_WIDTH, QUALITY_WIDTH, GGUF_WIDTH = 150, 150, 400, 170
 """Columns of a table where output goes to a file."""
 RUN_FILES = "export/gguf/*.gguf"
-"""Where `qat run` writes a GGUF file, in its directory."""
+"""The place of a GGUF file in the directory of `qat run`."""
 RECORDS = Path("speedrun/records")
 US = 1e6
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))

@@ -27,7 +27,7 @@ class Part(NamedTuple):
     """One source of a mixture."""
 
     place: str
-    """What `--data` alone would take."""
+    """The file, directory or data set, as `--data` takes it."""
     share: float
     """Its share of the whole, in (0, 1]."""
 
@@ -104,7 +104,7 @@ def open_parts(
 def open_mixture(
     mixture: str, data_format: DataFormat, text_field: str, *, setting: str
 ) -> DataSource:
-    """Open all sources as one, whose documents say where they are from.
+    """Open all sources as one, whose documents name their source.
 
     Its format is that of the sources if they have the same, and `messages` for several: text beside
     chats has no turns, so that all of it counts.

@@ -1,4 +1,4 @@
-"""What a report says of sparse attention: questions of its health table, and a table of layers."""
+"""The part of a report about sparse attention: health checks, and a table of layers."""
 
 from collections.abc import Iterator
 

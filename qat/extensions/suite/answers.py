@@ -15,7 +15,7 @@ FORMAT = 1
 
 
 class Answer(BaseModel):
-    """What a model answers to one request."""
+    """The answer of a model to one request."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -25,7 +25,7 @@ class Judged(NamedTuple):
     score: float
     """1 if right, 0 if wrong; some tasks have grades between."""
     answer: str
-    """What the task takes from the answer: a number, code, the chosen letter."""
+    """The part of the answer that the task scores: a number, code, the chosen letter."""
     ids: list[int] | None
     """Tokens of a generated answer."""
 

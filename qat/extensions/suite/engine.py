@@ -1,4 +1,4 @@
-"""vLLM as the program that writes answers, where it is installed: `--engine vllm`."""
+"""The engine vLLM for the answers of a suite (`--engine vllm`), if it is installed."""
 
 from __future__ import annotations
 

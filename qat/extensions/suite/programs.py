@@ -49,17 +49,20 @@ exec(compile(program, "<answer>", "exec"), {"__name__": "__main__"})
 os.write(pipe, word)
 os._exit(0)
 """
-"""What the child runs. Only a program that reaches its end has the secret word written: an exit
-code of 0 or a printed word proves nothing."""
+"""The program of the child process.
+
+Only a program that reaches its end has the secret word written: an exit code of 0 or a printed word
+proves nothing."""
 
 
 class Outcome(NamedTuple):
-    """What became of a program."""
+    """The outcome of running a program."""
 
     passed: bool
     """Whether it ran to its end without an exception."""
     network: str
-    """How the network was cut off: `namespace` by the system, `socket` by an audit hook."""
+    """The way in which the network was cut off: `namespace` by the system, `socket` by an audit
+    hook."""
 
 
 def run_program(program: str, *, seconds: float = SECONDS) -> Outcome:

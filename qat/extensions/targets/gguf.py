@@ -64,7 +64,7 @@ class Words(NamedTuple):
     """The words of a tokenizer that llama.cpp knows, and how it splits text."""
 
     kind: str
-    """llama.cpp's name of the tokenizer."""
+    """The name of the tokenizer in llama.cpp."""
     pre: str
     """Its name of the way in which text is split first."""
     tokens: list[str]

@@ -71,7 +71,7 @@ app = App(help=__doc__)
 
 
 class Variant(NamedTuple):
-    """What a cache keeps of one chunk of tokens."""
+    """The targets that a cache keeps for one chunk of tokens."""
 
     name: str
     num_bytes: float
