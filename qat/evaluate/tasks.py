@@ -6,12 +6,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from qat.config import Settings
 from qat.hooks import extension
 
-if TYPE_CHECKING:  # what loads torch, and settings, whose check asks this module
+if TYPE_CHECKING:  # they load torch
     from transformers import PreTrainedTokenizerBase
 
-    from qat.evaluate.config import EvalConfig, SuiteConfig
     from qat.models.language_model import LanguageModel
 
 Scores = dict[str, dict[str, float]]
@@ -32,13 +32,11 @@ class Harness(Protocol):
     def check_tasks(self, names: Collection[str], own: Path | None) -> None:
         """Refuse names that are no tasks; torch is not imported for that."""
 
-    def open_tasks(self, config: EvalConfig) -> Tasks:
-        """Open the tasks of `--tasks`."""
+    def open_tasks(self, config: Settings) -> Tasks:
+        """Open the tasks of `--tasks`, given an `EvalConfig`."""
 
-    def judge_suite(
-        self, student: str, config: EvalConfig, suite: SuiteConfig
-    ) -> dict[str, object]:
-        """Judge a student on the tasks of `--suite`, and print them."""
+    def judge_suite(self, student: str, config: Settings, suite: Settings) -> dict[str, object]:
+        """Judge a student on the tasks of a `SuiteConfig`, and print them."""
 
 
 def load_harness() -> Harness:
