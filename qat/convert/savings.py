@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from qat.convert.config import ConvertConfig, read_plan
+from qat.convert.config import FLOAT, ConvertConfig, read_plan
 from qat.convert.shipping import Shipping
 from qat.convert.tables import StoredTable, table_format
 from qat.errors import ConfigError, ExportError
@@ -40,14 +40,14 @@ def savings(
 ) -> list[Saving]:
     """Return the next smaller step of `--embedding-bits` and of the preset that all targets hold.
 
-    Nothing within a budget, which says the size itself.
+    Nothing within a budget, which says the size itself, or of floats, which are what was asked for.
 
     Args:
         model: the student, or the same model without values.
         sizes: bytes of each tensor of its checkpoint, or of the file of a target.
         stored: its tables as a quantized source holds them.
     """
-    if config.bits_budget is not None or config.to is None:
+    if config.bits_budget is not None or config.to in (None, FLOAT):
         return []
     found, least = [], WORTH_A_LINE * sum(sizes.values())
     for options in (_of_tables(model, stored, shipping), _of_presets(model, config)):

@@ -52,3 +52,7 @@ def test_only_what_targets_hold_and_what_saves_something_is_said(place: Path) ->
     report = converted(place, "float tables", to="q4a4_a8", embedding_bits=16)
     first, second = flags(report)
     assert first == "--embedding-bits 8" and second.endswith("_a8")
+
+
+def test_floats_that_were_asked_for_are_offered_nothing(place: Path) -> None:
+    assert flags(converted(place, "floats", to="float")) == {}
