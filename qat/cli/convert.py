@@ -16,6 +16,7 @@ from qat.errors import ConfigError
 from qat.export.config import TargetName
 from qat.files import check_free
 from qat.hooks import extension
+from qat.quant.spec import name_in_layer
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -352,8 +353,8 @@ def _kinds(modules: "Sequence[ModuleReport]") -> "dict[tuple[str, str], list[Mod
     for module in modules:
         scale = f"g{module.group_size}" if module.scale == "group" else f"r{module.rank}"
         scale += " s8" if module.scale_bits == 8 else ""
-        name = re.sub(r"^.*\.\d+\.", "", module.name)
-        kinds.setdefault((name, f"{module.codebook}{_bits(module)} {scale}"), []).append(module)
+        kind = (name_in_layer(module.name), f"{module.codebook}{_bits(module)} {scale}")
+        kinds.setdefault(kind, []).append(module)
     return kinds
 
 

@@ -92,7 +92,7 @@ def convert_model(
         )
     plan = plan_tables(plan, student.model, **tables)
     if shipping is not None:
-        plan = shipping.plan(plan, student.model, group_size=config.group_size)
+        plan = shipping.plan(plan, student.model, asked=config)
     round_float_tables(student.model, plan)
     report = quantize_model(
         student, plan, base=base, calibration=calibration, workers=config.workers

@@ -108,7 +108,7 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
             plan = plan.model_copy(update={"rules": (PlanRule(pattern="*", spec=spec),)})
     plan = plan_tables(plan, model, config, stored=stored, shipping=shipping)
     if shipping is not None:
-        plan = shipping.plan(plan, model, group_size=config.group_size)
+        plan = shipping.plan(plan, model, asked=config)
     names = table_names(model)
     specs = plan.assign(linear_names(model), names)
     for name, spec in specs.items():

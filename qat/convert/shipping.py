@@ -4,20 +4,21 @@ Shapes: O out_features, I in_features.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import NamedTuple, Protocol
 
 from transformers import PreTrainedModel
 
+from qat.convert.config import ConvertConfig
 from qat.errors import ExportError
 from qat.models.attention import attends_sparsely
 from qat.models.cost import Part, format_bits
 from qat.models.stored_state import quantized_modules
 from qat.nn.sites import odd_site
 from qat.nn.swap import linear_names, table_names, weight_shape
-from qat.quant.spec import ActivationKind, ActivationSpec, LutSpec, QuantPlan
+from qat.quant.spec import ActivationKind, ActivationSpec, LutSpec, QuantPlan, name_in_layer
 
 logger = logging.getLogger(__name__)
 
@@ -176,11 +177,12 @@ class Shipping(NamedTuple):
         return spec if is_held else None
 
     def plan(
-        self, plan: QuantPlan, model: PreTrainedModel, *, group_size: int | None = None
+        self, plan: QuantPlan, model: PreTrainedModel, *, asked: ConvertConfig | None = None
     ) -> QuantPlan:
         """Return `plan` with a rule for each module, its format adapted to all targets.
 
-        A warning says so where linears do not get the `group_size` that the user asked for.
+        Lines say which groups of `asked` are not kept, and which weights a target holds in more
+        bits than their format needs.
 
         Raises:
             ExportError: a target cannot hold the model, a format of the plan, or one that a module
@@ -195,8 +197,15 @@ class Shipping(NamedTuple):
         self._check_tables([name for name in specs if name in tables])
         self._check_others(model, set(specs))
         held = {n: self.bend(n, s, weight_shape(model.get_submodule(n))) for n, s in specs.items()}
-        others = sorted({s.group_size for n, s in held.items() if n not in tables} - {group_size})
-        if group_size is not None and others:
+        if asked is not None and asked.group_size is not None:
+            self._say_groups({n: s for n, s in held.items() if n not in tables}, asked.group_size)
+        if asked is not None and asked.bits_budget is None:  # which has chosen by sizes
+            self._say_larger(specs, held, model)
+        return QuantPlan(name=f"{plan.name}_{self.name}", rules=plan.rules_for(held, tables))
+
+    def _say_groups(self, linears: Mapping[str, LutSpec], group_size: int) -> None:
+        others = sorted({spec.group_size for spec in linears.values()} - {group_size})
+        if others:
             logger.warning(
                 "group_size=%d is not kept: linears get groups of %s, which %s holds; --for packed "
                 "keeps it, or drop --group-size",
@@ -204,7 +213,19 @@ class Shipping(NamedTuple):
                 " and ".join(map(str, others)),
                 " and ".join(self.targets),
             )
-        return QuantPlan(name=f"{plan.name}_{self.name}", rules=plan.rules_for(held, tables))
+
+    def _say_larger(
+        self, asked: Mapping[str, LutSpec], held: Mapping[str, LutSpec], model: PreTrainedModel
+    ) -> None:
+        counting = {n: t.larger for n, t in self.targets.items() if hasattr(t, "larger")}
+        for target, larger in counting.items():
+            alike: dict[str, dict[str, None]] = {}
+            for name, spec in asked.items():
+                form = larger(spec, held[name], weight_shape(model.get_submodule(name)))
+                if form is not None:
+                    alike.setdefault(form, {})[name_in_layer(name)] = None
+            for form, names in alike.items():
+                logger.warning("%s holds %s as %s", target, ", ".join(names), form)
 
     def _with_inputs(self, plan: QuantPlan) -> QuantPlan:
         """Return `plan` with inputs that all targets support.

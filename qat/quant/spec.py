@@ -40,6 +40,11 @@ def role_of(name: str) -> Role:
     return "other"
 
 
+def name_in_layer(name: str) -> str:
+    """Return the part of a module's name that all layers share: `self_attn.q_proj`."""
+    return re.sub(r"^.*\.\d+\.", "", name)
+
+
 NO_TRELLIS = (
     "but trellises are no longer made: after training, their KL is 4 to 15 % higher than that of "
     "vectors; use --to v2a2, or bits = 8 with vector_size = 4"

@@ -174,3 +174,38 @@ def test_a_group_size_that_a_target_replaces_is_named(tmp_path: Path, caplog) ->
         said = [record.getMessage() for record in caplog.records if "group_size" in record.msg]
         assert len(said) == lines, (to, group_size)
         assert all("group_size=8" in line and "groups of 32" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "values", "said"),
+    [
+        (96, {"to": "b1"}, [("mlp.gate_proj", "Q4_0 (4.5", "Q1_0 (1.125)", "128", "96")]),
+        (64, {"to": "b1"}, [("mlp.gate_proj", "Q2_0 (2.25", "Q1_0 (1.125)", "128", "64")]),
+        (256, {"to": "b1"}, []),
+        (96, {"to": "q4a4"}, []),
+        (64, {"to": "q4a4", "embedding_bits": 3}, [("model.embed_tokens", "Q4_0", "Q3_K", "64")]),
+    ],
+)
+def test_a_weight_whose_rows_fill_no_small_blocks_is_named(
+    hidden: int, values: dict, said: list[tuple[str, ...]], tmp_path: Path, caplog
+) -> None:
+    sizes = {"hidden_size": hidden, "intermediate_size": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": hidden // 2}
+    save_tiny(tmp_path / "float", "llama", **sizes, **heads)
+    config = ConvertConfig(device="cpu", **values)
+    forecast(str(tmp_path / "float"), config, shipping_to(("gguf",)))
+    foretold = [line for line in caplog.messages if "gguf holds" in line]
+    caplog.clear()
+    convert_checkpoint(str(tmp_path / "float"), config, tmp_path / "s", shipping_to(("gguf",)))
+    assert foretold == [line for line in caplog.messages if "gguf holds" in line]
+    assert len(foretold) == len(said)
+    for line, words in zip(foretold, said, strict=True):
+        assert all(word in line for word in words) and "down_proj" not in line
+
+
+def test_a_type_that_another_target_rules_out_is_named(tmp_path: Path, caplog) -> None:
+    save_tiny(tmp_path / "float", "llama", hidden_size=256, intermediate_size=256)
+    shipping = shipping_to(("mlx", "gguf"))
+    forecast(str(tmp_path / "float"), ConvertConfig(to="q2a2", device="cpu"), shipping)
+    (line,) = (line for line in caplog.messages if "down_proj" in line)
+    assert "Q2_K (2.625)" in line and "groups of 32" in line

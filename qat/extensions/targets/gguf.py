@@ -217,6 +217,12 @@ class BlockType(NamedTuple):
         """The number of levels of a block."""
         return self.integers if isinstance(self.integers, int) else len(self.integers)
 
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes of a block."""
+        block, scale = (torch.zeros(1, n, dtype=torch.uint8) for n in (self.size, 2))
+        return sum(columns.shape[1] for columns in self.layout(block, scale, scale))
+
     def holds(self, spec: LutSpec) -> bool:
         """Return whether weights of even levels in that format lose nothing."""
         if spec.group_size % self.size:
@@ -242,9 +248,26 @@ def block_type(spec: LutSpec) -> BlockType | None:
 def file_bits(spec: LutSpec, shape: tuple[int, int]) -> int:
     """Return the bits of an `(O, I)` weight in the file, for a format that has a type."""
     kind = cast(BlockType, block_type(spec))
-    block, scale = (torch.zeros(1, n, dtype=torch.uint8) for n in (kind.size, 2))
-    octets = sum(columns.shape[1] for columns in kind.layout(block, scale, scale))
-    return 8 * octets * math.prod(shape) // kind.size
+    return 8 * kind.num_bytes * math.prod(shape) // kind.size
+
+
+def larger(spec: LutSpec, held: LutSpec, shape: tuple[int, int]) -> str | None:
+    """Return the type of an `(O, I)` weight if `spec` takes fewer bits in long rows, and why.
+
+    None if it takes as few.
+    """
+    specs = held, scheme(spec, shape), scheme(spec, (shape[0], LARGE))
+    taken, alone, wished = (cast(BlockType, block_type(each)) for each in specs)
+    fewest, bits = (8 * each.num_bytes / each.size for each in (wished, taken))
+    if bits <= fewest:
+        return None
+    reason = f"whose blocks of {wished.size} do not divide rows of {shape[1]}"
+    if taken is not alone:  # the plan or another target wants these groups
+        reason = (
+            f"which does not hold codebook={held.codebook} in groups of {held.group_size} with "
+            f"scales of {held.scale_bits} bits"
+        )
+    return f"{taken.name} ({bits:.4g} bits), not {wished.name} ({fewest:.4g}), {reason}"
 
 
 ENTRY_BYTES = 8 + 4 + 2 * 8 + 4 + 8
