@@ -66,6 +66,7 @@ OF_ONE_CALL = DeviceSettings.model_fields.keys()
 inherits them."""
 LAST_FILES = {"convert": REPORT_NAME, "train": SUMMARY, "export": ""}
 """The file that each verb writes last into its directory; a cache has a state in its manifest."""
+PACKED: tuple[TargetName, ...] = ("packed",)
 
 
 class Pipeline:
@@ -139,10 +140,17 @@ class Pipeline:
         self.call(verb, *words, "--out", made, *resume, stage=name, **own)
         return made
 
-    def examine(self, name: str, model: Path, *words: object, teacher: str) -> None:
-        """Judge `model` with `qat eval` and `words`, unless `eval.json` has it."""
+    def examine(
+        self,
+        name: str,
+        model: Path,
+        *words: object,
+        teacher: str,
+        targets: tuple[TargetName, ...] = PACKED,
+    ) -> None:
+        """Judge `model`, which goes to `targets`, with `qat eval`, unless it was judged before."""
+        from qat.export.targets import shipping_to
         from qat.models.directory import resolve
-        from qat.models.sizes import checkpoint_sizes
 
         exams = self.exams()
         if name in exams:
@@ -150,7 +158,7 @@ class Pipeline:
             return
         self.has_news = True
         found = self.call("eval", model, "--teacher", teacher, *words, stage=f"eval {name}")
-        sizes = checkpoint_sizes(Path(resolve(str(model))), teacher).rounded()
+        sizes = shipping_to(targets).sizes_of(Path(resolve(str(model))), teacher).rounded()
         if "teacher" not in exams:
             same = {"kd_nats": 0.0, "kl_nats": 0.0, "top1_frac": 1.0, "ppl": found["teacher_ppl"]}
             exams["teacher"] = {**same, "megabytes": sizes["source_megabytes"]}
@@ -259,7 +267,6 @@ def best_step(model: Path) -> int | None:
 
 
 DEFAULT_PLAN = "q2a4"
-PACKED: tuple[TargetName, ...] = ("packed",)
 STAGES = ("cache", "convert", "train", "eval", "export")
 SETTINGS: dict[str, type[Settings]] = {
     "cache": CacheConfig,
@@ -555,10 +562,12 @@ class Run:
     def go(self) -> dict[str, object]:
         """Make what is not made yet; show the teacher beside the students, and what comes next."""
         from qat.data.reader import TeacherCache
+        from qat.export.model import weight_bytes
         from qat.export.targets import ships_to
         from qat.generate.text import held_out_prompt
         from qat.models.directory import resolve
         from qat.models.load import load_tokenizer
+        from qat.models.sizes import MEGABYTE
 
         pipeline = self.pipeline
         if self.is_default and self.targets != PACKED:
@@ -574,7 +583,8 @@ class Run:
         converted = pipeline.make("converted", "convert", *self._words("convert"))
         trained = pipeline.make("trained", "train", *self._words("train"))
         for name, student in (("converted", converted), ("trained", trained)):
-            pipeline.examine(name, student, *self._words("eval"), teacher=self.teacher)
+            words = self._words("eval")
+            pipeline.examine(name, student, *words, teacher=self.teacher, targets=self.exports)
         models = {"teacher": self.teacher, "converted": converted, "trained": trained}
         prompt = held_out_prompt(cache, load_tokenizer(self.teacher))
         device = {"device": self.config.device, "dtype": self.config.dtype}
@@ -587,7 +597,9 @@ class Run:
         page = pipeline.report()
         pipeline.show()
         pipeline.say(why)
-        pipeline.say(f"the student: {', '.join(map(str, ships))}; all about it: {page}")
+        megabytes = [weight_bytes(ship) / MEGABYTE for ship in ships]
+        sized = (f"{each} ({mb:.1f} MB)" for each, mb in zip(ships, megabytes, strict=True))
+        pipeline.say(f"the student: {', '.join(sized)}; all about it: {page}")
         places = [to for to, lack in ships_to(Path(resolve(str(pipeline.out)))).items() if not lack]
         here = shlex.quote(str(pipeline.out))
         pipeline.say(f"it can go to {', '.join(places)}: qat export {here} --to NAME --out DIR")
@@ -597,6 +609,7 @@ class Run:
             "out": pipeline.out,
             "student": self.student,
             "exports": ships,
+            "megabytes": [round(each, 3) for each in megabytes],
             "report": page,
             "kl_nats": kl,
         }

@@ -237,7 +237,7 @@ def show_end(run: Path, report: "TrainReport", *, cache_dir: str, prompt: str) -
             "converted: lower the rates, or train longer"
         )
     size = model_bytes(report.final) / 1e6
-    lines = [f"the student, {which}, {size:.2f} MB: {report.final}", "next:"]
+    lines = [f"the student, {which}, a checkpoint of {size:.2f} MB: {report.final}", "next:"]
     following = _next(report.final, cache_dir, prompt, found.info)
     lines += [f"  {shlex.join(words)}" for words in following]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)

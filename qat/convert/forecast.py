@@ -137,8 +137,7 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
         stored_sizes, counted = shipping.count_file(
             model, stored_sizes, load_tokenizer(source, trust_remote_code=config.trust_remote_code)
         )
-        *of_file, parts = vars(counted).values()
-        sizes = Sizes(sizes.source_megabytes, *of_file)
+        sizes, parts = counted.beside(sizes.source_megabytes), counted.parts
     return Forecast(
         model=model,
         sizes=sizes,

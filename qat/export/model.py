@@ -196,6 +196,11 @@ def export_model(source: str, config: ExportConfig, out: Path) -> ExportReport:
     return report
 
 
+def weight_bytes(directory: Path) -> int:
+    """Return the size of all files in an exported directory that hold weights."""
+    return sum(p.stat().st_size for p in directory.rglob("*") if p.suffix in WEIGHTS)
+
+
 def _load(name: TargetName, path: Path, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
     """Load the model at `path` for that target: only packed keeps the format of keys and values."""
     model = load_checkpoint(path, dtype)
@@ -211,7 +216,7 @@ def _write(
     tokenizer = load_tokenizer(str(source)) if has_tokenizer else None
     with atomic_directory(out) as partial:
         load_target(name).write(model, tokenizer, partial)
-        size = sum(p.stat().st_size for p in partial.rglob("*") if p.suffix in WEIGHTS)
+        size = weight_bytes(partial)
         dtype = str(embedding_dtype(model)).removeprefix("torch.")
         if (partial / "config.json").is_file():
             dtype = read_table(partial / "config.json").get("dtype", dtype)

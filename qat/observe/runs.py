@@ -325,10 +325,11 @@ EXAM_CELLS = {  # the keys of a row and the format of each number
     "kl_nats": "{:.4f}",
 }
 EXAM_CAPTION = (
-    "All on the same text, which was kept from training. MB: the weights on disk; bits per weight: "
-    "all weights of the file, and its linears alone. Perplexity: among how many words the model "
-    "hesitates, lower is better. Same next word: how often its first choice is the teacher's. KL: "
-    "distance from the teacher in nats a token, 0 is equal."
+    "All on the same text, which was kept from training. MB: the files with the weights, of a "
+    "student its GGUF file if it becomes one; bits per weight: all weights of these files, and "
+    "their linears alone. Perplexity: among how many words the model hesitates, lower is better. "
+    "Same next word: how often its first choice is the teacher's. KL: distance from the teacher in "
+    "nats a token, 0 is equal."
 )
 
 Exams = Mapping[str, Mapping[str, float]]

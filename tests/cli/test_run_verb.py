@@ -26,10 +26,11 @@ from qat.cli import run_verb
 from qat.cli.demo import demo
 from qat.cli.run import Pipeline, Run, RunConfig
 from qat.errors import ConfigError, ExportError, QatError, Stopped
+from qat.export.model import weight_bytes
+from qat.export.targets import shipping_to
 from qat.hooks import hooks
 from qat.models.checkpoint import load_checkpoint
 from qat.models.directory import resolve
-from qat.models.sizes import checkpoint_sizes
 from qat.observe.page import Written
 
 FEW = {"--max-steps": 4, "--sequence-length": 16, "--device": "cpu", "--dtype": "fp32"}
@@ -79,14 +80,17 @@ def test_it_makes_all_that_it_says(finished: Path) -> None:
     exams = json.loads((finished / "eval.json").read_text())
     assert [*exams] == ["teacher", "converted", "trained"]
     assert exams["trained"]["megabytes"] < exams["teacher"]["megabytes"]
-    for name in ("converted", "trained"):  # each student's own
-        sizes = checkpoint_sizes(Path(resolve(str(finished / name))), None).rounded()
+    (target,) = recipe["run"]["for"]
+    for name in ("converted", "trained"):  # each student's own, as the file that it becomes
+        sizes = shipping_to((target,)).sizes_of(Path(resolve(str(finished / name))), None).rounded()
         keys = ("megabytes", "bits_per_weight", "linear_bits")
         assert [exams[name][key] for key in keys] == [*sizes.values()][1:]
+        assert exams[name]["megabytes"] == pytest.approx(
+            weight_bytes(finished / "export" / target) / 1e6, rel=0.05
+        )
     assert exams["trained"]["step"] in range(5) and "step" not in exams["converted"]
     assert (finished / "student").read_text() in ("trained\n", "converted\n")
     assert load_checkpoint(Path(resolve(str(finished)))) is not None
-    (target,) = recipe["run"]["for"]
     assert any((finished / "export" / target).iterdir())
     page = (finished / "report.html").read_text()
     for found in exams.values():  # the page shows what the terminal does
@@ -99,7 +103,9 @@ def test_it_makes_all_that_it_says(finished: Path) -> None:
 
 def test_a_second_call_does_nothing_again(finished: Path, place: Path, capsys) -> None:
     before = {p: p.stat().st_mtime_ns for p in finished.rglob("*.safetensors")}
-    assert go(place, finished)["kl_nats"]["teacher"] == 0
+    found = go(place, finished)
+    assert found["kl_nats"]["teacher"] == 0
+    assert found["megabytes"] == [round(weight_bytes(each) / 1e6, 3) for each in found["exports"]]
     said = " ".join(capsys.readouterr().out.split())
     for stage in STAGES:
         assert f"{stage}: done before" in said or f"{stage} trained: done before" in said
