@@ -50,7 +50,10 @@ def convert_checkpoint(
     student = load_model(source, **how)
     stored = join_tables(student.model, stored_tables(source, student.model))
     tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
-    base = None if config.base is None else load_model(config.base, **how)
+    base = None
+    if config.base is not None:
+        base = load_model(config.base, **how)
+        join_tables(base.model, stored_tables(config.base, base.model))
     calibration = []
     if config.calibration is not None:
         calibration = calibration_batches(config.calibration, config, student, tokenizer)

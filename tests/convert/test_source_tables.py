@@ -79,6 +79,17 @@ def test_two_roundings_of_one_table_become_the_finer_one(tmp_path: Path) -> None
     assert header["token_embd.weight"].type == "Q8_0" and "output.weight" not in header
 
 
+def test_a_base_that_holds_one_table_twice_gives_the_finer_one(tmp_path: Path) -> None:
+    file = gguf_of(tmp_path, "Q5_0", "Q8_0")
+    _, student = converted(file, tmp_path / "student", embedding_bits=4)
+    _, again = converted(tmp_path / "student", tmp_path / "again", base=str(file))
+    source = load_model(str(file), device="cpu", dtype="fp32").model
+    assert is_tied(student) and is_tied(again)
+    fine, coarse = source.lm_head.weight, source.model.embed_tokens.weight
+    far = [(table_values(again) - each).norm() for each in (fine, coarse)]
+    assert far[0] < far[1] / 4
+
+
 def test_floats_of_a_file_have_its_finer_table_for_both(tmp_path: Path) -> None:
     file = gguf_of(tmp_path, "Q5_0", "Q8_0")
     source = load_model(str(file), device="cpu", dtype="fp32").model
