@@ -7,6 +7,7 @@ both.
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from transformers import PreTrainedModel
 
@@ -43,27 +44,48 @@ def stored_tables(source: str, model: PreTrainedModel) -> dict[str, StoredTable]
     return found
 
 
+class Twins(NamedTuple):
+    """Two roundings of one table."""
+
+    coarse: str
+    """The name of the one in fewer bits."""
+    fine: str
+    words: str
+    """What the file holds, for a line."""
+
+    @classmethod
+    def among(cls, stored: Mapping[str, StoredTable]) -> Self | None:
+        """Return the two tables `stored` if rounding explains their distance, else None.
+
+        A table rounded to b bits has a relative error of about two thirds of `2**(1 - b)`: two
+        tables that are further apart are different ones.
+        """
+        if len(stored) != 2 or max(table.bits for table in stored.values()) >= FLOAT_BITS:
+            return None
+        coarse, fine = sorted(stored, key=lambda name: stored[name].bits)
+        samples = stored[coarse].sample, stored[fine].sample
+        if samples[0].shape != samples[1].shape:
+            return None
+        distance = ((samples[0] - samples[1]).norm() / samples[1].norm()).item()
+        if not distance <= 2.0 ** (1 - stored[coarse].index_bits):
+            return None
+        words = (
+            f"the source holds one table twice, as {coarse} in {stored[coarse].bits:.3g} bits and "
+            f"as {fine} in {stored[fine].bits:.3g}, {distance:.1%} apart"
+        )
+        return cls(coarse, fine, words)
+
+
 def join_tables(
     model: PreTrainedModel, stored: Mapping[str, StoredTable]
 ) -> dict[str, StoredTable]:
     """Tie the head of `model` to its embedding if both are roundings of one table; return the rest.
 
-    The finer one of the two is kept. A table rounded to b bits has a relative error of about two
-    thirds of `2**(1 - b)`: two tables that are further apart are different ones.
+    The finer one of the two is kept.
     """
-    if len(stored) != 2 or max(table.bits for table in stored.values()) >= FLOAT_BITS:
+    twins = Twins.among(stored)
+    if twins is None:
         return dict(stored)
-    coarse, fine = sorted(stored, key=lambda name: stored[name].bits)
-    samples = stored[coarse].sample, stored[fine].sample
-    if samples[0].shape != samples[1].shape:
-        return dict(stored)
-    distance = ((samples[0] - samples[1]).norm() / samples[1].norm()).item()
-    if not distance <= 2.0 ** (1 - stored[coarse].index_bits):
-        return dict(stored)
-    tie_head(model, model.get_submodule(fine).weight.detach())
-    logger.info(
-        "the source holds one table twice, as %s in %.3g bits and as %s in %.3g, %.1f%% apart: "
-        "the student has the finer one for both",
-        *(coarse, stored[coarse].bits, fine, stored[fine].bits, 100 * distance),
-    )
-    return {table_names(model)[0]: stored[fine]}
+    tie_head(model, model.get_submodule(twins.fine).weight.detach())
+    logger.info("%s: the student has the finer one for both", twins.words)
+    return {table_names(model)[0]: stored[twins.fine]}

@@ -19,6 +19,7 @@ from qat.convert.config import ConvertConfig
 from qat.convert.convert import Converted
 from qat.convert.quantize import QuantizeReport, quantize_model
 from qat.convert.savings import Saving
+from qat.convert.stored_tables import Twins, stored_tables
 from qat.convert.tables import FLOAT_BITS, round_float_tables
 from qat.errors import CheckpointError, ConfigError
 from qat.extensions.targets.gguf import SMALL, scheme
@@ -67,10 +68,20 @@ def keep_checkpoint(source: str, out: Path, config: ConvertConfig) -> QuantizeRe
     plan = keep_weights(file, student.model, config.embedding_bits)
     if config.embedding_bits == FLOAT_BITS:
         round_float_tables(student.model, plan)
+    twins = Twins.among(stored_tables(source, student.model))
     saved = list(_savings(file, student.model, plan))
     report = replace(quantize_model(student, plan), savings=saved)
     done = Converted(report, plan, fits=[], rotation=None)
     write_converted(out, done, student, load_tokenizer(source), source=source, config=config)
+    if twins is not None:
+        sizes = bytes_by_name(student.model).items()
+        logger.warning(
+            "%s: --keep keeps both, and %s is %.2f MB of the student; --to PLAN instead of --keep "
+            "makes one of them",
+            twins.words,
+            twins.coarse,
+            sum(size for name, size in sizes if name.startswith(f"{twins.coarse}.")) / 1e6,
+        )
     return report
 
 

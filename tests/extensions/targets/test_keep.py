@@ -10,6 +10,7 @@ import torch
 from cache_case import build
 from cli_case import call
 from gguf_case import write_gguf
+from gguf_tables_case import gguf_of
 from tiny import logits, tiny_model, tiny_tokenizer
 from train_case import config
 
@@ -25,8 +26,9 @@ from qat.models.gguf import GgufFile, dequantize, type_number
 from qat.models.gguf_header import block_size, read_header
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
+from qat.models.sizes import tensor_sizes
 from qat.models.stored_state import quantized_modules
-from qat.nn.lut_embedding import QuantTable
+from qat.nn.lut_embedding import QuantTable, quant_tables
 from qat.nn.swap import linear_names, table_names
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 from qat.quant.weight import dequantize as form
@@ -54,6 +56,23 @@ def exported(place: Path, architecture: str, shift: int = 0) -> tuple[Path, dict
     save_checkpoint(model, tiny_tokenizer(), place / "packed")
     export_model(str(place / "packed"), ExportConfig(to="gguf"), place / "out")
     return place / "out" / FILE_NAME, specs
+
+
+@pytest.mark.parametrize(("head", "same"), [("Q8_0", True), ("Q8_0", False), ("", True)])
+def test_a_table_that_the_file_holds_twice_is_named(
+    head: str, same: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = gguf_of(tmp_path, "Q5_0", head, same=same)
+    run_verb(["convert", str(file), "--keep", "--out", str(tmp_path / "kept")])
+    said = [line for line in caplog.messages if "one table twice" in line]
+    if not (head and same):
+        assert not said
+        return
+    (line,) = said
+    sizes = tensor_sizes(tmp_path / "kept").items()
+    size = sum(n for name, n in sizes if name.startswith("model.embed_tokens."))
+    assert len(quant_tables(load_checkpoint(tmp_path / "kept"))) == 2
+    assert f" {size / 1e6:.2f} MB" in line and size > 5000 and "in 5.5 bits" in line and "in 8.5" in line
 
 
 @pytest.mark.parametrize(("architecture", "shift"), [("llama", 0), ("qwen3", 3)])
