@@ -2,13 +2,13 @@
 
 A loss reads the logits of a few chosen words and the log-sum-exp over the other words. Both, and
 their gradients, come from the hidden states and the head's weight alone. On a GPU cuBLAS computes
-the matmuls and Triton everything else, and memory does not grow with V.
+the matmuls and Triton everything else, and memory does not grow with V. Where the head learns, the
+logits of a few thousand tokens are kept until its gradient has been made of them.
 
 Shapes: T tokens, D model width, V vocabulary, N chosen words, K of them excluded from the others.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -33,6 +33,14 @@ the L2 cache, took 52.0 and 47.1 ms (one H200, Qwen3-0.6B's head).
 
 TILE_WORDS = 8192
 """Words per tile of logits: a power of two, since a program holds a token's tile in registers."""
+
+KEPT_TOKENS, KEPT_WORDS = 4096, 16384
+"""Most tokens whose logits are kept while a head learns (2.5 GB at V = 152,000), and words per tile
+of them. For 32,768 tokens loss and gradients took 63 ms so, 67 with tiles of 8,192 words, 64 with
+2,048 tokens and 61 with 8,192; with logits computed twice 73 (one H200, Qwen3-0.6B's head)."""
+
+KEPT_PART, FEWEST_KEPT = 4, 1024
+"""Part of a micro-batch whose logits are kept, unless that are fewer tokens than these."""
 
 PEAK_SLACK = tl.constexpr(8.0)
 """Nats by which a logit may exceed `peak` before the peak moves: `exp(8)` loses no precision in any
@@ -61,10 +69,15 @@ class Head(NamedTuple):
     """`(V,)`"""
     softcap: float | None = None
     """`logits = softcap * tanh(logits / softcap)`"""
-    take_rows: Callable[[slice, Tensor], None] | None = None
-    """Takes the gradient of some rows of the weight, `(words, D)`, in place of autograd."""
+    take_gradient: Callable[[Tensor], None] | None = None
+    """Takes the gradient of the weight, `(V, D)` float32, in place of autograd, and may keep it."""
     skips_unnamed: bool = False
     """True if words that no token names get no gradient of the weight."""
+
+    @property
+    def learns(self) -> bool:
+        """True if weight or bias require a gradient."""
+        return self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits, `(..., D)` to `(..., V)`, in the dtype of `hidden`."""
@@ -108,6 +121,8 @@ class Others(NamedTuple):
 
     Without a soft cap: the mean of `weight[v]` under the softmax over these words.
     """
+    logits: tuple[Tensor, ...] | None = None
+    """Logits `(T, words)` of neighbouring words for `add_gradients`; None if not kept."""
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -147,7 +162,9 @@ def chosen_logits(hidden: Tensor, head: Head, ids: Tensor) -> Tensor:
     return out
 
 
-def other_words(hidden: Tensor, head: Head, excluded: Tensor, *, want_slope: bool) -> Others:
+def other_words(
+    hidden: Tensor, head: Head, excluded: Tensor, *, want_slope: bool = False, keep: bool = False
+) -> Others:
     """Return the log-sum-exp of each token's logits outside its excluded words, and its gradient.
 
     `lse = without(head.logits(hidden), excluded, -inf).logsumexp(1)`. No large numbers are
@@ -155,17 +172,25 @@ def other_words(hidden: Tensor, head: Head, excluded: Tensor, *, want_slope: boo
     and once more for `slope`.
 
     Args:
-        hidden: `(T, D)`.
+        hidden: `(T, D)`; at most `kept_tokens(T)` tokens if logits are kept.
         head: the output embedding.
         excluded: `(T, K)` int64; an id below 0 excludes nothing.
         want_slope: whether to compute `slope`.
+        keep: whether to keep the logits, which makes a `slope` of no use.
     """
     if _by_kernel(hidden):
-        return _others_by_kernel(hidden, head, excluded, want_slope)
+        return _others_by_kernel(hidden, head, excluded, want_slope, keep)
     blocks = zip(hidden.split(BLOCK_TOKENS), excluded.split(BLOCK_TOKENS), strict=True)
-    parts = [_others_of_block(*block, head, want_slope) for block in blocks]
+    parts = [_others_of_block(*block, head, want_slope, keep) for block in blocks]
     slope = torch.cat([part.slope for part in parts]) if want_slope else None
-    return Others(torch.cat([part.lse for part in parts]), slope)
+    logits = (torch.cat([part.logits[0] for part in parts]),) if keep else None
+    return Others(torch.cat([part.lse for part in parts]), slope, logits)
+
+
+def kept_tokens(hidden: Tensor) -> int:
+    """Return how many of the tokens `(T, D)` are taken at a time while a head learns."""
+    most = KEPT_TOKENS if _by_kernel(hidden) else BLOCK_TOKENS
+    return min(most, max(FEWEST_KEPT, hidden.shape[0] // KEPT_PART))
 
 
 class LogitGradients(NamedTuple):
@@ -181,10 +206,6 @@ class LogitGradients(NamedTuple):
     """`Others.lse`; None if the loss does not read the others."""
     others: Tensor | None = None
     """`(T,)`: gradients of `lse`."""
-
-    def of_rows(self, rows: slice) -> "LogitGradients":
-        """Return the gradients of some tokens."""
-        return LogitGradients(*(g[rows] if isinstance(g, Tensor) else g for g in self))
 
 
 def hidden_gradient(
@@ -219,81 +240,74 @@ def hidden_gradient(
         )  # fmt: skip
 
 
-class HeadTile(NamedTuple):
-    """The gradient of some neighbouring rows of a head."""
+class HeadSums:
+    """The gradient of a head, summed over chunks of tokens in float32 (float64 stays)."""
 
-    start: int
-    """The first word."""
-    weight: Tensor
-    """`(words, D)`, float32 (float64 stays)."""
-    bias: Tensor | None
-    """`(words,)` likewise; None without a bias."""
-    is_named: Tensor | None
-    """`(words,)` bool: whether `ids` of any token hold the word; None if they hold all."""
+    def __init__(self, head: Head) -> None:
+        self.weight = wide(torch.zeros_like(head.weight))
+        """`(V, D)`"""
+        self.bias = None if head.bias is None else wide(torch.zeros_like(head.bias))
+        """`(V,)`; None without a bias."""
+        self.is_named: Tensor | None = None
+        """`(V,)` bool: whether any token named the word; None if all words count as named."""
+
+    def add(self, dlogits: Tensor, hidden: Tensor, start: int = 0) -> None:
+        """Add those of tokens `(T, D)`, for gradients `(T, words)` of logits from word `start`."""
+        rows = slice(start, start + dlogits.shape[1])
+        _add_product(self.weight[rows], dlogits.T, hidden)
+        if self.bias is not None:
+            self.bias[rows] += dlogits.sum(0, dtype=self.bias.dtype)
+
+    def name(self, ids: Tensor) -> None:
+        """Let the words `ids` count as named, and no others but those named before."""
+        V = len(self.weight)
+        named = torch.zeros(V + 1, dtype=torch.bool, device=ids.device)
+        named.scatter_(0, _or_beyond(ids, V).flatten(), True)
+        self.is_named = named[:V] if self.is_named is None else self.is_named | named[:V]
 
 
-def head_gradient(
-    head: Head, parts: Sequence[tuple[Tensor, LogitGradients]], into: Sequence[Tensor] = ()
-) -> Iterator[HeadTile]:
-    """Yield the gradient of the head's weight and bias, `BLOCK_WORDS` rows at a time.
+def add_gradients(
+    hidden: Tensor,
+    head: Head,
+    g_logits: LogitGradients,
+    others: Others,
+    sums: HeadSums,
+    *,
+    out: Tensor | None = None,
+) -> None:
+    """Add the gradient of the head to `sums`, and write that of the hidden states to `out`.
 
-    `dW = sum_t dlogits[t] hidden[t]^T`, in which each `parts` has hidden states `(T, D)` and the
-    gradients of their logits. Logits are recomputed for a block of words at a time, so neither
-    `(T, V)` nor `(V, D)` is ever made.
-
-    `into` holds a `(T, D)` tensor for each part, if the gradient of its hidden states is wanted as
-    well. `dlogits @ W` is written there when all rows have been taken, summed in float32 (float64
-    stays) and rounded once.
+    `dW += sum_t dlogits[t] hidden[t]^T`, and `dlogits @ W`, summed in float32 (float64 stays) and
+    rounded once, to `out`, `(T, D)` of any float dtype. `others` has kept the logits, unless the
+    loss reads none of them.
     """
-    V, D = head.weight.shape
-    named = torch.zeros(V + 1, dtype=torch.bool, device=head.weight.device)
-    for _, g_logits in parts:
-        named.scatter_(0, _or_beyond(g_logits.ids, V).flatten(), True)
-    merged = [_merged(hidden, g_logits) for hidden, g_logits in parts]
-    totals = [wide(torch.zeros_like(out)) for out in into]
-    for start in range(0, V, BLOCK_WORDS):
-        tile = head.words(start, min(start + BLOCK_WORDS, V))
-        words = tile.weight.shape[0]
-        weight = wide(tile.weight.new_zeros(words, D))
-        bias = None if head.bias is None else weight.new_zeros(words)
-        for (hidden, _), g_logits, total in zip_longest(parts, merged, totals):
-            # all tokens at once: a product of 32,768 takes 0.62 ms, four of 8,192 0.79 (one H200)
-            dlogits = hidden.new_empty(hidden.shape[0], words)
-            _write_logit_gradient(hidden, tile, g_logits, start, out=dlogits)
-            _add_product(weight, dlogits.T, hidden)
-            if total is not None:
-                _add_product(total, dlogits, tile.weight.to(dlogits.dtype))
-            if bias is not None:
-                bias += dlogits.sum(0, dtype=bias.dtype)
-        yield HeadTile(start, weight, bias, named[start : start + words])
-    for out, total in zip(into, totals, strict=True):
+    sums.name(g_logits.ids)
+    total = None if out is None else wide(torch.zeros_like(out))
+    for start, dlogits in _logit_gradients(hidden, head, g_logits, others.logits):
+        sums.add(dlogits, hidden, start)
+        if total is not None:
+            tile = head.weight[start : start + dlogits.shape[1]]
+            _add_product(total, dlogits, tile.to(dlogits.dtype))
+    if out is not None:
         out.copy_(total)
 
 
-def gathered(
-    head: Head, tiles: Iterator[HeadTile], factor: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return `factor` times the gradients of weight and bias from their tiles, for autograd.
+def gathered(head: Head, sums: HeadSums, factor: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return `factor` times the gradients of weight and bias, for autograd; `sums` is used up.
 
-    There is none of a weight whose rows are taken. With `head.skips_unnamed`, rows of words that no
-    token names are zeros: there is next to nothing that AdamW would not blow up, and a word that no
-    text contains should stay as it is.
+    There is none of a weight whose gradient is taken. With `head.skips_unnamed`, rows of words that
+    no token names are zeros: there is next to nothing that AdamW would not blow up, and a word that
+    no text contains should stay as it is.
     """
-    d_weight = None if head.take_rows else torch.empty_like(head.weight)
-    d_bias = None if head.bias is None else torch.empty_like(head.bias)
-    for tile in tiles:
-        rows = slice(tile.start, tile.start + tile.weight.shape[0])
-        if d_bias is not None and tile.bias is not None:
-            d_bias[rows] = tile.bias * factor
-        scale = factor
-        if head.skips_unnamed and tile.is_named is not None:
-            scale = factor * tile.is_named[:, None]
-        weight = tile.weight.mul_(scale)
-        if d_weight is not None:
-            d_weight[rows] = weight
-        elif head.take_rows is not None:
-            head.take_rows(rows, weight)
-    return d_weight, d_bias
+    scale = factor
+    if head.skips_unnamed and sums.is_named is not None:
+        scale = factor * sums.is_named[:, None]
+    d_weight = sums.weight.mul_(scale)
+    d_bias = None if sums.bias is None else (sums.bias * factor).to(head.bias.dtype)
+    if head.take_gradient is None:
+        return d_weight.to(head.weight.dtype), d_bias
+    head.take_gradient(d_weight)
+    return None, d_bias
 
 
 def before_softcap(g: Tensor, logits: Tensor, softcap: float | None) -> Tensor:
@@ -313,89 +327,85 @@ def _by_kernel(tensor: Tensor) -> bool:
     return use_triton(tensor, __name__) and tensor.dtype != torch.float64
 
 
-def _others_of_block(hidden: Tensor, excluded: Tensor, head: Head, want_slope: bool) -> Others:
+def _others_of_block(
+    hidden: Tensor, excluded: Tensor, head: Head, want_slope: bool, keep: bool
+) -> Others:
     logits = wide(head.logits(hidden))
     others = without(logits, excluded, -torch.inf)
     lse = others.logsumexp(1)
+    kept = (logits,) if keep else None
     if not want_slope:
-        return Others(lse, None)
+        return Others(lse, None, kept)
     # if no word is left, lse = -inf is clamped so that the shares are exp(-inf) = 0 instead of NaN
     shares = (others - lse.clamp_min(torch.finfo(lse.dtype).min)[:, None]).exp()
     shares = before_softcap(shares, logits, head.softcap)
     tiles = zip(shares.split(BLOCK_WORDS, 1), head.weight.split(BLOCK_WORDS), strict=True)
-    return Others(lse, sum(shares @ weight.to(shares.dtype) for shares, weight in tiles))
+    slope = sum(shares @ weight.to(shares.dtype) for shares, weight in tiles)
+    return Others(lse, slope, kept)
 
 
-class _Merged(NamedTuple):
-    """`LogitGradients` in which all places of a word say the same, so that each may be written."""
+def _logit_gradients(
+    hidden: Tensor, head: Head, g_logits: LogitGradients, kept: tuple[Tensor, ...] | None
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the first word and the gradient `(T, words)` of each tile of uncapped logits.
 
-    ids: Tensor
-    """`(T, N)` int64; below 0: absent."""
-    chosen: Tensor
-    """`(T, N)` float32: the sum of the gradients of that word."""
-    is_excluded: Tensor
-    """`(T, N)` uint8: whether the word is excluded from the others."""
-    lse: Tensor | None
-    others: Tensor | None
+    `others * exp(logit - lse)` of the words that are not excluded, plus what is `chosen`, in the
+    dtype of `hidden`. A tile may be overwritten by the next.
+    """
+    if _by_kernel(hidden):
+        yield from _logit_gradients_by_kernel(hidden, head, g_logits, kept)
+        return
+    (T, _), V = hidden.shape, head.weight.shape[0]
+    ids = _or_beyond(g_logits.ids, V)
+    gradient = g_logits.chosen.new_zeros(T, V + 1)  # the last column collects all other ids
+    if kept is not None:
+        (logits,) = kept
+        shares = before_softcap((logits - g_logits.lse[:, None]).exp(), logits, head.softcap)
+        shares = without(shares, ids[:, : g_logits.num_excluded], 0.0)
+        gradient[:, :V] = g_logits.others[:, None] * shares
+    gradient.scatter_add_(1, ids, g_logits.chosen)
+    for start in range(0, V, BLOCK_WORDS):
+        yield start, gradient[:, start : min(start + BLOCK_WORDS, V)].to(hidden.dtype)
 
 
-def _merged(hidden: Tensor, g_logits: LogitGradients) -> "_Merged | LogitGradients":
-    """Return what the kernel of each tile reads; plain PyTorch adds up by itself."""
-    if not _by_kernel(hidden):
-        return g_logits
+def _logit_gradients_by_kernel(
+    hidden: Tensor, head: Head, g_logits: LogitGradients, kept: tuple[Tensor, ...] | None
+) -> Iterator[tuple[int, Tensor]]:
+    ids, chosen = _merged(g_logits)
+    others = None if g_logits.others is None else g_logits.others.contiguous()
+    (T, N), V = ids.shape, head.weight.shape[0]
+    width = _tile_width(V, KEPT_WORDS)
+    room = hidden.new_empty(T * min(width, V))
+    for number, start in enumerate(range(0, V, width)):
+        tile = head.words(start, min(start + width, V))
+        words = tile.weight.shape[0]
+        dlogits = room[: T * words].view(T, words)
+        with torch.cuda.device_of(hidden):
+            _logit_gradient_kernel[(T,)](
+                None if kept is None else kept[number], dlogits, tile.bias, ids, chosen,
+                g_logits.lse, others, start, words, tile.softcap or 1.0,
+                N=N, HAS_BIAS=tile.bias is not None, HAS_CAP=tile.softcap is not None,
+                HAS_OTHERS=kept is not None, BLOCK_N=max(16, triton.next_power_of_2(N)),
+                BLOCK_V=triton.next_power_of_2(words), num_warps=8,
+            )  # fmt: skip
+        yield start, dlogits
+
+
+def _merged(g_logits: LogitGradients) -> tuple[Tensor, Tensor]:
+    """Return ids and gradients `(T, N)` with which all places of a word say the same, their sum."""
     ids, chosen = g_logits.ids.contiguous(), g_logits.chosen.contiguous()
     summed = torch.empty_like(chosen, dtype=torch.float32)
-    is_excluded = torch.empty_like(ids, dtype=torch.uint8)
     T, N = ids.shape
-    with torch.cuda.device_of(hidden):
+    with torch.cuda.device_of(ids):
         _merge_kernel[(T,)](
-            ids, chosen, summed, is_excluded, N=N, NUM_EXCLUDED=g_logits.num_excluded,
-            BLOCK_N=max(16, triton.next_power_of_2(N)), num_warps=8,
-        )  # fmt: skip
-    others = None if g_logits.others is None else g_logits.others.contiguous()
-    return _Merged(ids, summed, is_excluded, g_logits.lse, others)
+            ids, chosen, summed, N=N, BLOCK_N=max(16, triton.next_power_of_2(N)), num_warps=8
+        )
+    return ids, summed
 
 
-def _write_logit_gradient(
-    hidden: Tensor, tile: Head, g_logits: "_Merged | LogitGradients", start: int, *, out: Tensor
-) -> None:
-    """Write the gradient of uncapped logits of the words from `start` to `out`, `(T, words)`.
-
-    `others * exp(logit - lse)` of the words that are not excluded, plus what is `chosen`.
-    """
-    if isinstance(g_logits, _Merged):
-        _write_by_kernel(hidden, tile, g_logits, start, out)
-        return
-    for begin in range(0, hidden.shape[0], BLOCK_TOKENS):
-        rows = slice(begin, begin + BLOCK_TOKENS)
-        out[rows] = _logit_gradient(hidden[rows], tile, g_logits.of_rows(rows), start)
-
-
-def _logit_gradient(hidden: Tensor, tile: Head, block: LogitGradients, start: int) -> Tensor:
-    T, num_words = hidden.shape[0], tile.weight.shape[0]
-    ids = _or_beyond(torch.where(block.ids < 0, -1, block.ids - start), num_words)
-    gradient = block.chosen.new_zeros(T, num_words + 1)  # the last column collects all other ids
-    if block.lse is not None and block.others is not None:
-        logits = wide(tile.logits(hidden))
-        shares = before_softcap((logits - block.lse[:, None]).exp(), logits, tile.softcap)
-        shares = without(shares, ids[:, : block.num_excluded], 0.0)
-        gradient[:, :num_words] = block.others[:, None] * shares
-    return gradient.scatter_add_(1, ids, block.chosen)[:, :num_words]
-
-
-def _write_by_kernel(hidden: Tensor, tile: Head, block: _Merged, start: int, out: Tensor) -> None:
-    (rows, N), words = block.ids.shape, tile.weight.shape[0]
-    # the gradient replaces the logits in place, rounded as those of eager PyTorch are
-    if block.lse is not None:
-        torch.mm(hidden, tile.weight.to(hidden.dtype).T, out=out)
-    with torch.cuda.device_of(hidden):
-        _logit_gradient_kernel[(rows,)](
-            out, tile.bias, block.ids, block.chosen, block.is_excluded, block.lse, block.others,
-            start, words, tile.softcap or 1.0,
-            N=N, HAS_BIAS=tile.bias is not None, HAS_CAP=tile.softcap is not None,
-            HAS_OTHERS=block.lse is not None, BLOCK_N=max(16, triton.next_power_of_2(N)),
-            BLOCK_V=triton.next_power_of_2(words), num_warps=8,
-        )  # fmt: skip
+def _tile_width(V: int, most: int) -> int:
+    """Return the words of nearly equal tiles of at most `most`, in aligned multiples of 128."""
+    return 128 * triton.cdiv(triton.cdiv(V, triton.cdiv(V, most)), 128)
 
 
 def _product(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -423,7 +433,9 @@ def _or_beyond(ids: Tensor, size: int) -> Tensor:
     return torch.where((ids < 0) | (ids >= size), size, ids)
 
 
-def _others_by_kernel(hidden: Tensor, head: Head, excluded: Tensor, want_slope: bool) -> Others:
+def _others_by_kernel(
+    hidden: Tensor, head: Head, excluded: Tensor, want_slope: bool, keep: bool
+) -> Others:
     """Compute `other_words` tile by tile, online as in flash attention; both results are float32.
 
     logits = hidden @ weight.T           matmul, (rows, words) of a tile
@@ -438,22 +450,28 @@ def _others_by_kernel(hidden: Tensor, head: Head, excluded: Tensor, want_slope: 
         slope=torch.zeros_like(hidden, dtype=torch.float32) if want_slope else None,
         excluded=excluded.contiguous(),
     )
-    # nearly equal tiles, in multiples of 128 to keep them aligned
-    width = 128 * triton.cdiv(triton.cdiv(V, triton.cdiv(V, TILE_WORDS)), 128)
-    size = min(T, TILE_TOKENS) * min(V, width)
+    width, step = _tile_width(V, TILE_WORDS), TILE_TOKENS
+    if keep:
+        width, step = _tile_width(V, KEPT_WORDS), max(1, T)
+    size = min(T, step) * min(V, width)
     # float32 sums even of half-precision matmuls: rounded logits would take 40.6 ms instead of
     # 44.2, but the exact loss would not be exact
     logits = hidden.new_empty(size, dtype=torch.float32)
-    shares = logits if hidden.dtype == torch.float32 else hidden.new_empty(size)
+    has_room = want_slope and hidden.dtype != torch.float32
+    shares = hidden.new_empty(size) if has_room else logits
+    kept = []
     with torch.cuda.device_of(hidden):
-        for begin in range(0, T, TILE_TOKENS):
-            rows = slice(begin, begin + TILE_TOKENS)
+        for begin in range(0, T, step):
+            rows = slice(begin, begin + step)
             for start in range(0, V, width):
-                tile, of_rows = head.words(start, start + width), online.of_rows(rows)
+                tile, of_rows = head.words(start, min(start + width, V)), online.of_rows(rows)
+                if keep:
+                    logits = torch.empty_like(logits) if kept else logits
+                    kept.append(logits[: T * len(tile.weight)].view(T, -1))
                 _add_tile(hidden[rows], tile, start, of_rows, logits, shares)
     if want_slope:
         online.slope.mul_(torch.where(online.total > 0, online.total.reciprocal(), 0.0)[:, None])
-    return Others(peak + online.total.log(), online.slope)
+    return Others(peak + online.total.log(), online.slope, tuple(kept) if keep else None)
 
 
 class _Online(NamedTuple):
@@ -597,36 +615,35 @@ def _softmax_tile_kernel(
 
 
 @triton.jit
-def _merge_kernel(
-    ids_ptr, chosen_ptr, summed_ptr, is_excluded_ptr,
-    N: tl.constexpr, NUM_EXCLUDED: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Give every place of a word the sum of a token's gradients of it, and whether it counts."""
+def _merge_kernel(ids_ptr, chosen_ptr, summed_ptr, N: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Give every place of a word the sum of a token's gradients of it."""
     first = tl.program_id(0).to(tl.int64) * N
     n = tl.arange(0, BLOCK_N)
     ids = tl.load(ids_ptr + first + n, mask=n < N, other=-1).to(tl.int32)
     chosen = tl.load(chosen_ptr + first + n, mask=n < N, other=0.0).to(tl.float32)
     is_same = ids[:, None] == ids[None, :]
     summed = tl.sum(tl.where(is_same, chosen[None, :], 0.0), 1)
-    is_excluded = tl.max(tl.where(is_same & (n < NUM_EXCLUDED)[None, :], 1, 0), 1) > 0
     tl.store(summed_ptr + first + n, summed, mask=n < N)
-    tl.store(is_excluded_ptr + first + n, is_excluded.to(tl.uint8), mask=n < N)
 
 
 @triton.jit
 def _logit_gradient_kernel(
-    out_ptr, bias_ptr, ids_ptr, chosen_ptr, is_excluded_ptr, lse_ptr, others_ptr, start, words,
-    softcap,
+    logits_ptr, out_ptr, bias_ptr, ids_ptr, chosen_ptr, lse_ptr, others_ptr, start, words, softcap,
     N: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_OTHERS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Replace a token's tile of logits by its gradient: `others * exp(logit - lse)` + `chosen`."""
+    """Write the gradient of a token's tile of logits: `others * exp(logit - lse)` + `chosen`.
+
+    Logits of excluded words are -inf.
+    """
     token = tl.program_id(0).to(tl.int64)
     v = tl.arange(0, BLOCK_V)
     out_ptr += token * words
     gradient = tl.zeros((BLOCK_V,), tl.float32)
     if HAS_OTHERS:
-        logits = tl.load(out_ptr + v, mask=v < words, other=0.0).to(tl.float32)
+        logits_ptr += token * words
+        logits = tl.load(logits_ptr + v, mask=v < words, other=-float("inf")).to(tl.float32)
+        is_counted = logits > -float("inf")
         if HAS_BIAS:
             logits += tl.load(bias_ptr + v, mask=v < words, other=0.0).to(tl.float32)
         slope = 1.0
@@ -634,19 +651,18 @@ def _logit_gradient_kernel(
             bounded = _tanh(logits / softcap)
             logits = softcap * bounded
             slope = 1.0 - bounded * bounded
-        # -inf if no word is left: all of them are excluded below
+        # -inf if no word is left: none is counted then
         lse = tl.maximum(tl.load(lse_ptr + token), -3.0e38)
         shares = tl.exp(tl.minimum(logits - lse, 0.0)) * slope  # no word has more than all
-        gradient = tl.load(others_ptr + token) * shares
+        gradient = tl.where(is_counted, tl.load(others_ptr + token) * shares, 0.0)
     tl.store(out_ptr + v, gradient.to(out_ptr.dtype.element_ty), mask=v < words)
 
     n = tl.arange(0, BLOCK_N)
     places = tl.load(ids_ptr + token * N + n, mask=n < N, other=-1) - start
     is_inside = (n < N) & (places >= 0) & (places < words)
     added = tl.load(chosen_ptr + token * N + n, mask=is_inside, other=0.0)
-    is_excluded = tl.load(is_excluded_ptr + token * N + n, mask=is_inside, other=0) != 0
     tl.debug_barrier()  # other threads of this program wrote what is read here
-    before = tl.load(out_ptr + places, mask=is_inside & ~is_excluded, other=0.0).to(tl.float32)
+    before = tl.load(out_ptr + places, mask=is_inside, other=0.0).to(tl.float32)
     tl.debug_barrier()  # nobody writes before all have read; all places of a word write the same
     tl.store(out_ptr + places, (before + added).to(out_ptr.dtype.element_ty), mask=is_inside)
 

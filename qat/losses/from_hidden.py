@@ -8,8 +8,8 @@ gradient to hidden states and head.
 Shapes: T tokens, D model width, V vocabulary, N words that losses read.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,14 +17,15 @@ from torch.autograd.function import once_differentiable
 
 from qat.kernels.head import (
     Head,
-    HeadTile,
+    HeadSums,
     LogitGradients,
     Others,
+    add_gradients,
     before_softcap,
     chosen_logits,
     gathered,
-    head_gradient,
     hidden_gradient,
+    kept_tokens,
     other_words,
     wide,
 )
@@ -35,20 +36,12 @@ CHUNK_TOKENS = 32768  # whose `(t, N)` tensors and float32 `(t, D)` gradient exi
 SCALED_TOKENS = 32768  # rows of a gradient scaled in float32 at a time: 0.13 GB at D = 1024
 
 
-class HeadGradient(Protocol):
-    """The parts of the head's gradient that chunks keep for the backward pass."""
-
-    def tiles(self, head: Head, hidden: Tensor | None) -> Iterator[HeadTile]:
-        """Yield it some rows at a time, and write that of hidden states if no chunk has."""
-
-
 class Gradients(NamedTuple):
     """The gradients that chunks write; None where none is required."""
 
     hidden: Tensor | None
     """`(T, D)`, in the dtype of the hidden states."""
-    head: Any | None
-    """The `HeadGradient` of `Task.head_gradient`."""
+    head: HeadSums | None
 
 
 class Task(NamedTuple):
@@ -63,11 +56,8 @@ class Task(NamedTuple):
     add_chunk: Callable[[slice, Tensor, Head, Gradients], dict[str, Tensor]]
     """Returns the sums over some rows, by name and as `"loss"`, for their hidden states `(t, D)`.
 
-    It keeps what `HeadGradient.tiles` needs, and leaves the gradient of hidden states to it or
-    writes that.
+    It writes their gradient and adds that of the head.
     """
-    head_gradient: Callable[[Head], HeadGradient]
-    """Makes the empty gradient of a head."""
 
 
 def sums_with_gradient(hidden: Tensor, task: Task) -> dict[str, Tensor]:
@@ -79,8 +69,8 @@ def sums_with_gradient(hidden: Tensor, task: Task) -> dict[str, Tensor]:
     float32.
 
     Under autocast `hidden` `(T, D)` is cast to autocast's dtype. The head's weight and bias get
-    gradients if they require them, computed in the backward pass. `head.take_rows` takes that of
-    the weight, if it is given, and autograd gets none.
+    gradients if they require them. `head.take_gradient` takes that of the weight in the backward
+    pass, if it is given, and autograd gets none.
     """
     is_wanted = torch.is_grad_enabled()
     seen = task.head.weight, task.head.bias  # autograd sees tensors among the arguments only
@@ -94,7 +84,7 @@ class _LossInForward(torch.autograd.Function):
         needs_hidden, *others = ctx.needs_input_grad if is_wanted else [False]
         gradients = Gradients(
             hidden.new_empty(hidden.shape) if needs_hidden else None,
-            task.head_gradient(task.head) if any(others) else None,
+            HeadSums(task.head) if any(others) else None,
         )
         dtype, kind = hidden.dtype, hidden.device.type
         if dtype != torch.float64 and torch.is_autocast_enabled(kind):
@@ -120,8 +110,7 @@ class _LossInForward(torch.autograd.Function):
         of_head: tuple[Tensor | None, ...] = (None, None)
         if ctx.of_head is not None:
             with torch.autocast(g_total.device.type, enabled=False):
-                tiles = ctx.of_head.tiles(ctx.head, of_hidden)
-                of_head = gathered(ctx.head, tiles, g_total)
+                of_head = gathered(ctx.head, ctx.of_head, g_total)
             ctx.of_head = None
         # in place, but multiplied in float32: a narrower dtype would round the factor
         for part in () if of_hidden is None else of_hidden.split(SCALED_TOKENS):
@@ -143,22 +132,6 @@ def differentiated(
         sums = sums_of(*leaves)
         slopes = torch.autograd.grad(sums["loss"], leaves)
     return {name: value.detach() for name, value in sums.items()}, slopes
-
-
-class _OfWords:
-    """The gradient of a head from those of the logits that losses read (a `HeadGradient`)."""
-
-    def __init__(self) -> None:
-        # the hidden states `(t, D)` of each chunk, and the gradients of its logits
-        self.parts: list[tuple[Tensor, LogitGradients]] = []
-        self.owes_hidden = False  # the chunks left the gradient of their hidden states
-
-    def tiles(self, head: Head, hidden: Tensor | None) -> Iterator[HeadTile]:
-        """Recompute what the chunks did not keep."""
-        if hidden is None or not self.owes_hidden:
-            return head_gradient(head, self.parts)
-        sizes = [states.shape[0] for states, _ in self.parts]
-        return head_gradient(head, self.parts, hidden.split(sizes))
 
 
 def loss_from_hidden(
@@ -190,11 +163,10 @@ def loss_from_hidden(
         words = WordsRead.of(valid, kinds_read(terms))
         ids, K = words.ids(), words.topk.shape[1]  # (t, N)
         chosen, others = chosen_logits(hidden, head, ids), Others(None, None)
-        out = gradients.hidden
+        learns = gradients.head is not None
         if reads_others(terms) and K < head.weight.shape[0]:
-            if gradients.head is not None:
-                out = None  # the backward pass has the gradients of all logits once more
-            others = other_words(hidden, head, words.topk, want_slope=out is not None)
+            want_slope = gradients.hidden is not None and not learns
+            others = other_words(hidden, head, words.topk, want_slope=want_slope, keep=learns)
 
         def sums_of(chosen: Tensor, lse: Tensor | None = None) -> dict[str, Tensor]:
             return sums_by_name(words.student(chosen, lse), valid, terms, temperature)
@@ -205,12 +177,13 @@ def loss_from_hidden(
             g_chosen, *g_others = slopes
             g_chosen = before_softcap(g_chosen, chosen, head.softcap)
             g_logits = LogitGradients(ids, g_chosen, K, others.lse, *g_others)
-            if out is not None:
-                hidden_gradient(g_logits, others.slope, head.weight, out=out)
+            out = gradients.hidden
             if gradients.head is not None:
-                gradients.head.parts.append((hidden, g_logits))
-                gradients.head.owes_hidden = out is None
+                add_gradients(hidden, head, g_logits, others, gradients.head, out=out)
+            elif out is not None:
+                hidden_gradient(g_logits, others.slope, head.weight, out=out)
         return sums
 
-    task = Task(head, terms, CHUNK_TOKENS, add_chunk, lambda _: _OfWords())
-    return sums_with_gradient(hidden, task)
+    learns = torch.is_grad_enabled() and head.learns
+    chunk_tokens = kept_tokens(hidden) if learns else CHUNK_TOKENS
+    return sums_with_gradient(hidden, Task(head, terms, chunk_tokens, add_chunk))

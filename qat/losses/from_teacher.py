@@ -5,13 +5,12 @@ The `(T, V)` logits never exist as a whole.
 Shapes: T tokens, D model width of the student, E of the teacher, V vocabulary.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qat.kernels.head import Head, HeadTile, before_softcap, wide
+from qat.kernels.head import Head, before_softcap, wide
 from qat.losses.formulas import NO_LABEL, Student, Targets, sums_by_name
 from qat.losses.from_hidden import Gradients, Task, differentiated, sums_with_gradient
 
@@ -75,29 +74,11 @@ def loss_from_teacher(
             if gradients.hidden is not None:
                 gradients.hidden.copy_(narrow @ head.weight.to(hidden.dtype))
             if gradients.head is not None:
-                gradients.head.add(hidden, narrow, g_logits)
+                gradients.head.add(narrow, hidden)
         return sums
 
-    task = Task(head, terms, max(1, CHUNK_LOGITS // V), add_chunk, _OfAllWords)
+    task = Task(head, terms, max(1, CHUNK_LOGITS // V), add_chunk)
     return sums_with_gradient(hidden, task)
-
-
-class _OfAllWords:
-    """The gradient of a head whose every logit has one (a `HeadGradient`), summed over chunks."""
-
-    def __init__(self, head: Head) -> None:
-        self.weight = wide(torch.zeros_like(head.weight))
-        self.bias = None if head.bias is None else wide(torch.zeros_like(head.bias))
-
-    def add(self, hidden: Tensor, narrow: Tensor, g_logits: Tensor) -> None:
-        """Add a chunk's, for its gradients of logits `(t, V)`, and these as matmuls read them."""
-        self.weight.add_(narrow.T @ hidden)
-        if self.bias is not None:
-            self.bias.add_(g_logits.sum(0))
-
-    def tiles(self, head: Head, hidden: Tensor | None) -> Iterator[HeadTile]:  # noqa: ARG002
-        """Yield all rows at once: they exist already."""
-        yield HeadTile(0, self.weight, self.bias, None)
 
 
 @torch.no_grad()

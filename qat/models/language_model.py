@@ -177,12 +177,12 @@ class LanguageModel:
         """Return the output embedding for computing in `dtype`; casts are cached.
 
         So is the whole table of a quantized one. Inside a training step a table that learns takes
-        its gradient by rows if it can, and none for words that no token names.
+        its gradient from the head itself if it can, and none for words that no token names.
         """
         head = self.head
         if isinstance(head, TableHead):
             table = head.table
-            take = table.pull_back_rows_ if table.learns_by_rows else None
+            take = table.take_gradient_ if table.learns_by_rows else None
             weight = table.weight_in(dtype)
             return Head(weight, head.bias, self.softcap, take, skips_unnamed=table.is_in_step)
         weight, bias = head.weight, head.bias

@@ -1,13 +1,14 @@
 """Embeddings and heads with a quantized weight, their table (`qat.nn.quant_weight`).
 
 A tied pair has one table, which the embedding owns. In a training step the gradient of a table
-arrives a few rows at a time, from the words of a batch and from tiles of the head, and is pulled
-back at once: one of the whole table, in float32, would be the largest tensor of a small model.
+arrives from the words of a batch, whose rows are pulled back at once, and from the head, whose
+float32 sums become the gradient of the latent table: a second tensor of that size would be the
+largest of a small model.
 
 Shapes: V words, D model width, B sequences, S positions, T = B * S.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -76,13 +77,32 @@ class QuantTable(QuantWeight):
         return self.takes_rows and self.is_in_step and not on(self.device).is_traced
 
     @torch.no_grad()
-    def pull_back_rows_(self, which: slice | Tensor, dW: Tensor) -> None:
-        """Add the gradients that follow from `dW`, that of the rows `which`, to what learns.
+    def take_gradient_(self, dW: Tensor) -> None:
+        """Pull back the float32 `dW`, `(V, D)`, which nobody else needs any more.
 
-        Equal to `pull_back_` of a gradient that is zero in all other rows. Ids may repeat: their
-        rows of `dW`, `(N, D)` float32, add up.
+        Equal to `pull_back_`. `dW` becomes the gradient of a float32 latent table that has none,
+        and what is computed on the way is as large as some of its rows.
         """
         learning = self._learning()
+        latent = learning.get("weight")
+        if latent is not None and latent.grad is None and latent.dtype == dW.dtype:
+            latent.grad = dW
+            del learning["weight"]
+        for rows in self._pieces():
+            self._pull_back_rows_(rows, dW[rows], learning)
+
+    @torch.no_grad()
+    def pull_back_rows_(self, which: Tensor, dW: Tensor) -> None:
+        """Add the gradients that follow from `dW`, that of the rows `which`, to what learns.
+
+        Equal to `pull_back_` of a gradient that is zero in all other rows. Ids `(N,)` may repeat:
+        their rows of `dW`, `(N, D)` float32, add up.
+        """
+        self._pull_back_rows_(which, dW, self._learning())
+
+    def _pull_back_rows_(
+        self, which: slice | Tensor, dW: Tensor, learning: dict[str, nn.Parameter]
+    ) -> None:
         gradients = pull_back(dW, *self._made_of_rows(which), wanted=learning)
         if "weight" in learning:
             gradients["weight"] = dW
@@ -110,10 +130,14 @@ class QuantTable(QuantWeight):
     ) -> Tensor:
         V, D = self.out_features, self.in_features
         table = torch.empty(V, D, dtype=dtype, device=self.device) if out is None else out.detach()
-        size = max(1, PIECE // D)
-        for piece in (slice(start, start + size) for start in range(0, V, size)):
+        for piece in self._pieces():
             self.form_rows(piece, dtype, out=table[piece])
         return table
+
+    def _pieces(self) -> Iterator[slice]:
+        """Return the rows of each piece of the table."""
+        size = max(1, PIECE // self.in_features)
+        return (slice(start, start + size) for start in range(0, self.out_features, size))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
@@ -153,22 +177,26 @@ class QuantEmbedding(QuantTable):
         return self.spec, self.dtype, Lookup(self.embed_scale, self.padding_idx)
 
     @torch.no_grad()
-    def pull_back_rows_(self, which: slice | Tensor, dW: Tensor) -> None:
+    def take_gradient_(self, dW: Tensor) -> None:
+        """See `QuantTable`; the row of the padding gets no gradient."""
+        super().take_gradient_(self._without_padding(dW))
+
+    @torch.no_grad()
+    def pull_back_rows_(self, which: Tensor, dW: Tensor) -> None:
         """See `QuantTable`; the row of the padding gets no gradient."""
         if self.padding_idx is not None:
-            words = which
-            if isinstance(words, slice):
-                words = torch.arange(words.start, words.stop, device=dW.device)
-            is_padding = words.eq(self.padding_idx)
-            dW = dW.masked_fill(is_padding[:, None], 0.0)
+            dW = dW.masked_fill(which.eq(self.padding_idx)[:, None], 0.0)
         super().pull_back_rows_(which, dW)
 
     @torch.no_grad()
     def pull_back_(self, dW: Tensor) -> None:
         """See `QuantWeight`; the row of the padding gets no gradient."""
+        super().pull_back_(self._without_padding(dW))
+
+    def _without_padding(self, dW: Tensor) -> Tensor:
         if self.padding_idx is not None:
             dW[self.padding_idx].zero_()
-        super().pull_back_(dW)
+        return dW
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map `(B, S)` ids to `(B, S, D)`."""

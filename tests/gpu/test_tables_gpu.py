@@ -98,8 +98,8 @@ def test_gradients_are_those_of_the_cpu(spec: LutSpec, dtype: torch.dtype) -> No
         table.form_(kind)
         for _ in range(2):
             hidden = table(ids.to(place))[0].to(kind) @ mixed.to(place, kind)
-            weight, take_rows = table.weight_in(kind), table.pull_back_rows_
-            head = Head(weight, take_rows=take_rows, skips_unnamed=True)
+            weight, take = table.weight_in(kind), table.take_gradient_
+            head = Head(weight, take_gradient=take, skips_unnamed=True)
             there = Targets(*(each.to(place) for each in targets))
             loss_from_hidden(30 * hidden, head, there, {"tail": 1.0})["loss"].backward()
         found.append({n: p.grad.cpu().clone() for n, p in table.weight_parameters().items()})

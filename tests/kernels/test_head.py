@@ -7,10 +7,11 @@ from head_case import HEADS, head_case
 import qat.kernels.head as head_kernels
 from qat.kernels.head import (
     Head,
+    HeadSums,
     LogitGradients,
+    add_gradients,
     before_softcap,
     chosen_logits,
-    head_gradient,
     hidden_gradient,
     other_words,
 )
@@ -64,20 +65,17 @@ def test_gradients_equal_the_textbook(kind: str, reads_others: bool, monkeypatch
 
     out = torch.full_like(case.hidden, torch.nan)
     hidden_gradient(g_logits, others.slope if reads_others else None, case.head.weight, out=out)
-    half = len(case.hidden) // 2
-    parts = [
-        (case.hidden.detach()[rows], g_logits.of_rows(rows))
-        for rows in (slice(half), slice(half, None))
-    ]
-    of_hidden = [torch.full_like(hidden, torch.nan) for hidden, _ in parts]
-    tiles = [*head_gradient(case.head, parts, of_hidden)]
-    torch.testing.assert_close(torch.cat(of_hidden), out.detach())
-    assert [tile.start for tile in tiles] == [*range(0, len(case.head.weight), 7)]
-    named = torch.cat([tile.is_named for tile in tiles]).nonzero().flatten()
+    sums, half = HeadSums(case.head), len(case.hidden) // 2
+    of_hidden = torch.full_like(out, torch.nan)
+    for rows in (slice(half), slice(half, None)):
+        states, block = case.hidden.detach()[rows], [t[rows] for t in (case.ids, raw, *rest)]
+        kept = other_words(states, case.head, case.excluded[rows], keep=reads_others)
+        block = LogitGradients(*block[:2], case.excluded.shape[1], *block[2:])
+        add_gradients(states, case.head, block, kept, sums, out=of_hidden[rows])
+    torch.testing.assert_close(of_hidden, out)
+    named = sums.is_named.nonzero().flatten()
     assert {*named.tolist()} == {*case.ids[case.ids >= 0].tolist()}
-    weight = torch.cat([tile.weight for tile in tiles])
-    bias = None if case.head.bias is None else torch.cat([tile.bias for tile in tiles])
     expected = torch.autograd.grad(loss, case.leaves())
-    found = [t for t in (out, weight, bias) if t is not None]
+    found = [t for t in (out, sums.weight, sums.bias) if t is not None]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.detach(), other)

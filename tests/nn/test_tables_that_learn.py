@@ -13,6 +13,7 @@ from qat.losses.formulas import Targets, loss_from_logits
 from qat.losses.from_hidden import loss_from_hidden
 from qat.models.language_model import LanguageModel
 from qat.models.stored_state import packed_state_dict
+from qat.nn import lut_embedding
 from qat.nn.latent import to_latent
 from qat.nn.lut_embedding import FrozenLutEmbedding, QuantTable, quant_tables
 from qat.nn.step import form_weights, release_weights
@@ -136,7 +137,7 @@ def test_gradients_equal_a_straight_through_estimator(
     for _ in range(2):  # micro-batches add up
         hidden = model.hidden(ids, positions).flatten(0, 1)
         head = model.head_in(torch.float32)
-        assert (head.take_rows is not None) == takes_rows
+        assert (head.take_gradient is not None) == takes_rows
         loss_from_hidden(hidden, head, targets, TERMS)["loss"].backward()
     for name, table in quant_tables(model.model).items():
         for local, parameter in table.weight_parameters().items():
@@ -186,19 +187,26 @@ def logits_of(model: PreTrainedModel) -> Tensor:
         return model(torch.arange(12)[None]).logits
 
 
-def test_rows_and_wholes_pull_back_alike() -> None:
-    spec = FORMATS["levels4"]
-    one, other = (student(spec, True).model.get_input_embeddings() for _ in range(2))
-    V, D = one.out_features, one.in_features
-    ids = torch.tensor([7, 3, 7, 0, V - 1])
-    dW = torch.randn(len(ids), D)
-    one.pull_back_rows_(ids, dW)
-    one.pull_back_rows_(slice(2, 5), torch.ones(3, D))
-    whole = torch.zeros(V, D).index_add_(0, ids, dW)
-    whole[2:5] += 1
-    other.pull_back_(whole)
-    for name, parameter in one.weight_parameters().items():
-        torch.testing.assert_close(parameter.grad, other.get_parameter(name).grad)
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_pieces_and_wholes_pull_back_alike(kind: str, is_first: bool, monkeypatch) -> None:
+    rows, taken, whole = (
+        student(FORMATS[kind], True).model.get_input_embeddings() for _ in range(3)
+    )
+    V, D = whole.out_features, whole.in_features
+    monkeypatch.setattr(lut_embedding, "PIECE", 7 * D)  # several pieces, the last one smaller
+    tables = (rows, taken, whole)
+    for table in tables[: 0 if is_first else 3]:  # a gradient of the micro-batch before
+        table.pull_back_(torch.ones(V, D))
+    ids, d_rows = torch.tensor([7, 3, 7, 0, V - 1]), torch.randn(5, D)
+    rows.pull_back_rows_(ids, d_rows)
+    dW = torch.zeros(V, D).index_add_(0, ids, d_rows)
+    whole.pull_back_(dW.clone())
+    taken.take_gradient_(dW)
+    assert (taken.weight.grad is dW) == is_first  # no second tensor of that size
+    for name, parameter in whole.weight_parameters().items():
+        for other in (rows, taken):
+            torch.testing.assert_close(other.get_parameter(name).grad, parameter.grad)
 
 
 def test_the_row_of_the_padding_never_learns() -> None:
@@ -211,8 +219,8 @@ def test_the_row_of_the_padding_never_learns() -> None:
     to_latent(model, [name])
     table = model.get_submodule(name).requires_grad_()
     dW = torch.ones(table.out_features, table.in_features)
-    table.pull_back_rows_(slice(0, 5), dW[:5])
     table.pull_back_rows_(torch.tensor([3, 7]), dW[:2])
+    table.take_gradient_(dW.clone())
     table.pull_back_(dW.clone())
     still = ~table.weight.grad.any(1)
     assert still.nonzero().flatten().tolist() == [3]
