@@ -179,8 +179,12 @@ def test_a_group_size_that_a_target_replaces_is_named(tmp_path: Path, caplog) ->
 @pytest.mark.parametrize(
     ("hidden", "values", "said"),
     [
-        (96, {"to": "b1"}, [("mlp.gate_proj", "Q4_0 (4.5", "Q1_0 (1.125)", "128", "96")]),
-        (64, {"to": "b1"}, [("mlp.gate_proj", "Q2_0 (2.25", "Q1_0 (1.125)", "128", "64")]),
+        (96, {"to": "b1"}, [("mlp.gate_proj", "Q4_0 (4.5", "Q1_0 (1.125)", "128", "96", "4 bits")]),
+        (
+            64,
+            {"to": "b1"},
+            [("mlp.gate_proj", "Q2_0 (2.25", "Q1_0 (1.125)", "128", "64", "2 bits")],
+        ),
         (256, {"to": "b1"}, []),
         (96, {"to": "q4a4"}, []),
         (64, {"to": "q4a4", "embedding_bits": 3}, [("model.embed_tokens", "Q4_0", "Q3_K", "64")]),

@@ -267,6 +267,9 @@ def larger(spec: LutSpec, held: LutSpec, shape: tuple[int, int]) -> str | None:
             f"which does not hold codebook={held.codebook} in groups of {held.group_size} with "
             f"scales of {held.scale_bits} bits"
         )
+    most = taken.num_levels.bit_length() - 1
+    if spec.bits < most:
+        reason += f"; levels of {most} bits take no more there and lose less"
     return f"{taken.name} ({bits:.4g} bits), not {wished.name} ({fewest:.4g}), {reason}"
 
 
