@@ -197,7 +197,9 @@ def show_forecast(
     from qat.export.targets import model_ships_to
     from qat.logs import Terminal, duration
     from qat.models.sizes import SIZE_COLUMNS
+    from qat.models.stored_state import quantized_modules
 
+    is_quantized = bool(quantized_modules(found.model))  # or nothing is exported
     table = Table(*SIZE_COLUMNS, *counts, "time, about", "memory, about")
     taken = (duration(60 * minutes), f"{memory_gib:.1f} GiB")
     table.add_row(*found.sizes.cells(), *(f"{n:,}" for n in counts.values()), *taken)
@@ -208,7 +210,7 @@ def show_forecast(
         "minutes": round(minutes, 1),
         "memory_gib": round(memory_gib, 2),
         "savings": _rounded(found.savings),
-        "ships_to": show_lacks(model_ships_to(found.model)),
+        "ships_to": show_lacks(model_ships_to(found.model)) if is_quantized else [],
     }
 
 

@@ -207,7 +207,7 @@ def check_asked(config: ConvertConfig) -> QuantPlan:
 def _named_plan(config: ConvertConfig) -> QuantPlan:
     unnamed = NOTHING if config.bits_budget is None else ALL_LINEARS
     if config.to == FLOAT:
-        return NOTHING
+        return NOTHING.model_copy(update={"name": FLOAT})
     plan = preset_called(split_kv(config.to)[0]) if config.to is not None else unnamed
     if plan is None:
         path = Path(config.to)

@@ -34,6 +34,7 @@ from qat.models.cost import (
 from qat.models.cost import stored_bits as bits_of
 from qat.models.directory import GGUF, adapted, resolve
 from qat.models.document_attention import set_kv
+from qat.models.gguf_header import read_header
 from qat.models.hf_quantizer import put_empty_formats
 from qat.models.load import load_tokenizer
 from qat.models.opening import auto_class, read_config
@@ -167,8 +168,11 @@ def _skeleton(
         stored = {}
         if is_tied(model):  # rotation folds the last norm's gains into the head
             untie_head(model)
-    dtype = getattr(settings, "dtype", None)
-    is_wide = dtype == torch.float32 and not path.endswith(GGUF)
+    if path.endswith(GGUF):  # 16 bits do not hold the products of a block
+        matrices = (each for each in read_header(Path(path)).values() if len(each.shape) > 1)
+        is_wide = any(each.bits < FLOAT_BITS for each in matrices)
+    else:
+        is_wide = getattr(settings, "dtype", None) == torch.float32
     return model.eval(), 4 if is_wide else 2, stored
 
 

@@ -11,6 +11,7 @@ from gguf_tables_case import gguf_of
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_model
 
+from qat.cli import run_verb
 from qat.convert.checkpoint import convert_checkpoint
 from qat.convert.config import ConvertConfig
 from qat.convert.forecast import Forecast, forecast
@@ -112,6 +113,15 @@ def test_a_gguf_file_is_foretold_from_its_header(
     assert expected.sizes[1:] == (report.megabytes, report.bits_per_weight, report.linear_bits)
     assert expected.parts == report.parts
     assert expected.sizes.source_megabytes == file.stat().st_size / 1e6
+
+
+def test_floats_of_a_gguf_file_are_foretold_and_go_nowhere(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    command = ["convert", str(gguf_of(tmp_path, "Q5_0", "Q8_0")), "--to", "float", "--out"]
+    expected, made = (run_verb([*command, str(tmp_path / "s"), *w]) for w in (["--dry-run"], []))
+    size = tensor_megabytes(tmp_path / "s")
+    assert expected["megabytes"] == pytest.approx(size, rel=0.03)
+    assert expected["ships_to"] == made["ships_to"] == [] and made["plan"] == "float"
 
 
 @pytest.mark.parametrize(
