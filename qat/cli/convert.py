@@ -297,7 +297,10 @@ def _show(report: "QuantizeReport", verdicts: dict[str, dict]) -> None:
 
     console = Terminal()
     if report.modules:
-        console.print(_formats(report.modules))
+        formats = _formats(report.modules)
+        if report.file is not None:
+            formats.caption = f"bits: in the packed checkpoint; {formats.caption}"
+        console.print(formats)
     for kind, count in report.activations.items():
         console.print(f"inputs of {count} linears and heads are quantized: {kind}")
     unfitted = [m.relative_error for m in report.modules if m.weighted_error is None]

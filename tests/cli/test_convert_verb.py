@@ -196,6 +196,16 @@ def test_mistakes_are_one_line(place: Path, tmp_path: Path, monkeypatch, capsys)
         assert not out.exists()
 
 
+def test_bits_of_formats_are_called_packed_beside_a_file(
+    place, tmp_path, monkeypatch, capsys
+) -> None:
+    pytest.importorskip("gguf")
+    for targets in ("gguf", "packed"):
+        flags = ["--to", "q4a4", "--for", targets, "--device", "cpu", "--out", tmp_path / targets]
+        assert call(monkeypatch, "convert", place / "one layer", *flags) == 0
+        assert ("packed checkpoint" in capsys.readouterr().out) == (targets == "gguf")
+
+
 def test_numbers_are_whole_on_a_narrow_terminal(capsys) -> None:
     report = ModuleReport(
         name="model.layers.29.linear_attention.in_proj_qkv",
