@@ -149,6 +149,7 @@ class Pipeline:
         targets: tuple[TargetName, ...] = PACKED,
     ) -> None:
         """Judge `model`, which goes to `targets`, with `qat eval`, unless it was judged before."""
+        from qat.convert.forecast import shipped_sizes
         from qat.export.targets import shipping_to
         from qat.models.directory import resolve
 
@@ -158,7 +159,8 @@ class Pipeline:
             return
         self.has_news = True
         found = self.call("eval", model, "--teacher", teacher, *words, stage=f"eval {name}")
-        sizes = shipping_to(targets).sizes_of(Path(resolve(str(model))), teacher).rounded()
+        directory = Path(resolve(str(model)))
+        sizes = shipped_sizes(directory, teacher, shipping_to(targets)).rounded()
         if "teacher" not in exams:
             same = {"kd_nats": 0.0, "kl_nats": 0.0, "top1_frac": 1.0, "ppl": found["teacher_ppl"]}
             exams["teacher"] = {**same, "megabytes": sizes["source_megabytes"]}

@@ -19,7 +19,7 @@ from qat.convert.config import ConvertConfig, read_kv, read_plan
 from qat.convert.convert import budget_room
 from qat.convert.quantize import FIT_BYTES, check_experts
 from qat.convert.savings import Saving, savings
-from qat.convert.shipping import Shipping
+from qat.convert.shipping import FileSizes, Shipping
 from qat.convert.stored_tables import join_tables, stored_tables
 from qat.convert.tables import FLOAT_BITS, StoredTable, plan_tables
 from qat.models.attention import change_attention, read_attention
@@ -38,7 +38,7 @@ from qat.models.gguf_header import read_header
 from qat.models.hf_quantizer import put_empty_formats
 from qat.models.load import load_tokenizer
 from qat.models.opening import auto_class, read_config
-from qat.models.sizes import MEGABYTE, Sizes, source_megabytes
+from qat.models.sizes import MEGABYTE, Sizes, checkpoint_sizes, source_megabytes, tensor_sizes
 from qat.models.stored_state import PACKED, quantized_modules
 from qat.nn.sites import open_sites
 from qat.nn.swap import (
@@ -138,7 +138,7 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
         stored_sizes, counted = shipping.count_file(
             model, stored_sizes, load_tokenizer(source, trust_remote_code=config.trust_remote_code)
         )
-        sizes, parts = counted.beside(sizes.source_megabytes), counted.parts
+        sizes, parts = _beside(counted, sizes.source_megabytes), counted.parts
     return Forecast(
         model=model,
         sizes=sizes,
@@ -147,6 +147,27 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
         minutes=seconds / 60,
         memory_gib=memory / GIB,
     )
+
+
+def shipped_sizes(directory: Path, source: str | None, shipping: Shipping) -> Sizes:
+    """Return the sizes of the file that a packed checkpoint becomes, if a target counts it.
+
+    Otherwise those of the checkpoint. Only its configuration and file sizes are read.
+
+    Raises:
+        CheckpointError: it is not a packed checkpoint.
+    """
+    sizes = checkpoint_sizes(directory, source)
+    if shipping.count_file is None:
+        return sizes
+    tokenizer = load_tokenizer(str(directory))
+    _, counted = shipping.count_file(load_skeleton(directory), tensor_sizes(directory), tokenizer)
+    return _beside(counted, sizes.source_megabytes)
+
+
+def _beside(counted: FileSizes, source_megabytes: float | None) -> Sizes:
+    """Return the sizes of a target's file beside that of the source."""
+    return Sizes(source_megabytes, counted.megabytes, counted.bits_per_weight, counted.linear_bits)
 
 
 def _skeleton(

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import combinations, product
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from transformers import PreTrainedModel
@@ -15,10 +14,7 @@ from transformers import PreTrainedModel
 from qat.convert.config import ConvertConfig
 from qat.errors import ExportError
 from qat.models.attention import attends_sparsely
-from qat.models.checkpoint import load_skeleton
 from qat.models.cost import Part, format_bits
-from qat.models.load import load_tokenizer
-from qat.models.sizes import Sizes, checkpoint_sizes, tensor_sizes
 from qat.models.stored_state import quantized_modules
 from qat.nn.sites import odd_site
 from qat.nn.swap import linear_names, table_names, weight_shape
@@ -35,10 +31,6 @@ class FileSizes:
     bits_per_weight: float  # over its tensors
     linear_bits: float  # over the quantized linears alone
     parts: list[Part]  # one without weights is no tensor
-
-    def beside(self, source_megabytes: float | None) -> Sizes:
-        """Return them beside the size of the source."""
-        return Sizes(source_megabytes, self.megabytes, self.bits_per_weight, self.linear_bits)
 
 
 class Holder(Protocol):
@@ -138,21 +130,6 @@ class Shipping(NamedTuple):
         """
         counts = (getattr(target, "count_file", None) for target in self.targets.values())
         return next(filter(None, counts), None)
-
-    def sizes_of(self, directory: Path, source: str | None) -> Sizes:
-        """Return the sizes of the file that a packed checkpoint becomes, if a target counts it.
-
-        Otherwise those of the checkpoint. Only its configuration and file sizes are read.
-
-        Raises:
-            CheckpointError: it is not a packed checkpoint.
-        """
-        sizes = checkpoint_sizes(directory, source)
-        if self.count_file is None:
-            return sizes
-        tokenizer = load_tokenizer(str(directory))
-        counted = self.count_file(load_skeleton(directory), tensor_sizes(directory), tokenizer)[1]
-        return counted.beside(sizes.source_megabytes)
 
     @property
     def holds_tables(self) -> bool:

@@ -25,6 +25,7 @@ from transformers import ViTConfig
 from qat.cli import run_verb
 from qat.cli.demo import demo
 from qat.cli.run import Pipeline, Run, RunConfig
+from qat.convert.forecast import shipped_sizes
 from qat.errors import ConfigError, ExportError, QatError, Stopped
 from qat.export.model import weight_bytes
 from qat.export.targets import shipping_to
@@ -82,7 +83,9 @@ def test_it_makes_all_that_it_says(finished: Path) -> None:
     assert exams["trained"]["megabytes"] < exams["teacher"]["megabytes"]
     (target,) = recipe["run"]["for"]
     for name in ("converted", "trained"):  # each student's own, as the file that it becomes
-        sizes = shipping_to((target,)).sizes_of(Path(resolve(str(finished / name))), None).rounded()
+        sizes = shipped_sizes(
+            Path(resolve(str(finished / name))), None, shipping_to((target,))
+        ).rounded()
         keys = ("megabytes", "bits_per_weight", "linear_bits")
         assert [exams[name][key] for key in keys] == [*sizes.values()][1:]
         assert exams[name]["megabytes"] == pytest.approx(
