@@ -94,3 +94,6 @@ for bits, d in ((8, 4), (6, 2), (12, 4)):
         whole = weight.clone()
         whole[rows] = part
         judge(f"{2**bits} codewords of {d}, likely rows {what}", whole)
+judge("of these the special tokens in 8 bits", kept(whole, specials, eight))
+for count in (16, 64, 256, 1024):
+    judge(f"of these {count} rows of most tokens in 8 bits", kept(whole, by_count[:count], eight))
