@@ -1,5 +1,7 @@
 """Tokens by one random number each: as the distribution says, by the kernel and without it."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from qat.kernels.dispatch import computing_by
 @pytest.fixture(autouse=True)
 def _several_blocks_to_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK", 64)
+    monkeypatch.setattr(module, "NUCLEUS_BLOCK", 64)
 
 
 def textbook(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> Tensor:
@@ -45,6 +48,21 @@ def test_draws_are_the_textbooks(V: int, temperature: float, top_p: float, is_ke
         found = draw_next(logits, uniforms, temperature=temperature, top_p=top_p)
     assert found.dtype == torch.int64
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("room", [1, 100, 1000])
+def test_a_nucleus_is_the_same_with_any_room(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of few likely words and of many, of which a room of 100 holds those of the former."""
+    monkeypatch.setattr(module, "ROOM", room)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(8, 700, generator=generator)
+    logits[::2] *= 12
+    least = (logits - logits.logsumexp(-1, keepdim=True)) >= math.log(0.2 / 700)
+    assert least[::2].sum(1).max() < 100 < least[1::2].sum(1).min()
+    uniforms = torch.rand(8, generator=generator)
+    expected = textbook(logits, uniforms, 1.0, 0.8)
+    with computing_by(kernel=True):
+        assert torch.equal(draw_next(logits, uniforms, top_p=0.8), expected)
 
 
 def test_the_edges_of_the_random_number(is_kernel: bool) -> None:

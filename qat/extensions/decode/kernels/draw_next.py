@@ -1,9 +1,10 @@
 """Draw the next token of each of many sequences with one random number each.
 
-The kernel has one program per row of logits. It reads the row several times from the GPU's cache:
-for the largest logit, for the sum of the masses, for the nucleus, and until the cumulative mass in
-vocabulary order reaches the random number's share. A nucleus needs no sort: the logit that bounds
-it is searched in an interval that shrinks by a factor of `WAYS` per pass.
+The kernel has one program per row of logits. It reads the row from the GPU's memory for the largest
+logit, for the sum of the masses, and until the cumulative mass in vocabulary order reaches the
+random number's share. A nucleus needs no sort: the logit that bounds it is searched in an interval
+that shrinks by a factor of `WAYS` per pass. Words too unlikely for any nucleus are left out first,
+and the passes read the others alone, unless there are more than `ROOM`.
 
 Shapes: B rows, V words.
 """
@@ -21,10 +22,13 @@ BLOCK, WARPS, STAGES = 4096, 16, 3
 256 rows of 151,936 words took 143 us this way on an H100, and 189 us with the nucleus settings.
 """
 NUCLEUS_BLOCK, NUCLEUS_WARPS, NUCLEUS_STAGES = 2048, 8, 1
-"""The same settings for a nucleus search: 1,021 us, against 1,451 us with those above."""
+"""The same settings for a nucleus search: 1,021 us, against 1,451 us with those above, when all its
+passes read whole rows."""
 WAYS, PASSES = 8, 7
 """Candidate bounds per pass, and passes: enough to find the bound of a nucleus to less than 1e-5
 nats at 150,000 words."""
+ROOM = 4096
+"""Words of a row that may be in a nucleus and are copied for the search: 32 KB a row."""
 MOST = 1 - 2.0**-22
 """The largest share of the mass that a draw may reach, so that rounding cannot pass the end."""
 
@@ -64,13 +68,16 @@ def _draw_by_kernel(logits: Tensor, uniforms: Tensor, sharpness: float, top_p: f
     out = torch.empty(B, dtype=torch.int64, device=logits.device)
     # all words below this logit together hold too little mass to matter
     lowest = math.log((1 - top_p) / V) if top_p < 1 else 0.0
-    block, warps, stages = BLOCK, WARPS, STAGES
+    block, warps, stages, size = BLOCK, WARPS, STAGES, 0
     if top_p < 1:
         block, warps, stages = NUCLEUS_BLOCK, NUCLEUS_WARPS, NUCLEUS_STAGES
+        size = min(ROOM, V)
+    room = torch.empty(B, size, device=logits.device)
     # V is not a constexpr: Triton 3.6 fails on a loop that it knows to run once
     _draw_kernel[(B,)](
-        out, logits.contiguous(), uniforms, sharpness, top_p, lowest,
-        V, IS_CUT=top_p < 1, MOST=MOST, WAYS=WAYS, PASSES=PASSES,
+        out, logits.contiguous(), uniforms, room, torch.empty_like(room, dtype=torch.int32),
+        sharpness, top_p, lowest, V, size,
+        IS_CUT=top_p < 1, MOST=MOST, WAYS=WAYS, PASSES=PASSES,
         BLOCK=min(block, triton.next_power_of_2(V)), STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return out
@@ -78,9 +85,9 @@ def _draw_by_kernel(logits: Tensor, uniforms: Tensor, sharpness: float, top_p: f
 
 @triton.jit
 def _draw_kernel(
-    out, logits, uniforms, sharpness, top_p, lowest,
-    V, IS_CUT: tl.constexpr, MOST: tl.constexpr, WAYS: tl.constexpr,
-    PASSES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    out, logits, uniforms, room, places, sharpness, top_p, lowest, V, size, IS_CUT: tl.constexpr,
+    MOST: tl.constexpr, WAYS: tl.constexpr, PASSES: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     logits += row * V
@@ -89,26 +96,63 @@ def _draw_kernel(
         x = tl.load(logits + start + column, mask=start + column < V, other=float("-inf"))
         peaks = tl.maximum(peaks, x)
     peak = tl.max(peaks, axis=0)
+    share = tl.minimum(tl.load(uniforms + row), MOST)
     total = _mass(logits, peak, sharpness, float("-inf"), V, BLOCK, STAGES)
-    bound = float("-inf")
     if IS_CUT:
-        # the nucleus is all words at `bound` or above; those at `above` or above hold too little
-        # mass
-        bound, above = lowest + tl.log(total), 1e-6
-        way = tl.arange(0, WAYS)
-        for _ in range(PASSES):
-            step = (above - bound) / WAYS
-            bounds = bound + step * way
-            held = tl.zeros([WAYS], tl.float32)
-            for start in tl.range(0, V, BLOCK, num_stages=STAGES):
-                x = _scaled(logits, start, peak, sharpness, V, BLOCK)
-                is_above = x[None, :] >= bounds[:, None]
-                held += tl.sum(tl.where(is_above, tl.exp(x)[None, :], 0.0), axis=1)
-            enough = tl.sum((held >= top_p * total).to(tl.int32), axis=0)
-            bound += step * tl.maximum(enough - 1, 0).to(tl.float32)
-            above = bound + step
-        total = _mass(logits, peak, sharpness, bound, V, BLOCK, STAGES)
-    wanted = tl.minimum(tl.load(uniforms + row), MOST) * total
+        least = lowest + tl.log(total)
+        room += row * size
+        places += row * size
+        count = 0
+        for start in tl.range(0, V, BLOCK, num_stages=STAGES):
+            x = _scaled(logits, start, peak, sharpness, V, BLOCK)
+            is_likely = x >= least
+            place = count + tl.cumsum(is_likely.to(tl.int32), axis=0) - 1
+            fits = is_likely & (place < size)
+            tl.store(room + place, x, mask=fits)
+            tl.store(places + place, start + column, mask=fits)
+            count += tl.sum(is_likely.to(tl.int32), axis=0)
+        tl.debug_barrier()  # other threads of this program read what was written
+        mass = top_p * total
+        if count <= size:
+            bound = _bound(room, 0.0, 1.0, least, mass, count, WAYS, PASSES, BLOCK, STAGES)
+            wanted = share * _mass(room, 0.0, 1.0, bound, count, BLOCK, STAGES)
+            word = _inverted(room, 0.0, 1.0, bound, wanted, count, BLOCK)
+            word = tl.load(places + word)
+        else:
+            bound = _bound(logits, peak, sharpness, least, mass, V, WAYS, PASSES, BLOCK, STAGES)
+            wanted = share * _mass(logits, peak, sharpness, bound, V, BLOCK, STAGES)
+            word = _inverted(logits, peak, sharpness, bound, wanted, V, BLOCK)
+    else:
+        word = _inverted(logits, peak, sharpness, float("-inf"), share * total, V, BLOCK)
+    tl.store(out + row, word.to(tl.int64))
+
+
+@triton.jit
+def _bound(
+    logits, peak, sharpness, bound, mass, V, WAYS: tl.constexpr, PASSES: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return the largest bound at which and above which words hold `mass`, not below `bound`."""
+    above = 1e-6  # words from here on hold too little
+    way = tl.arange(0, WAYS)
+    for _ in range(PASSES):
+        step = (above - bound) / WAYS
+        bounds = bound + step * way
+        held = tl.zeros([WAYS], tl.float32)
+        for start in tl.range(0, V, BLOCK, num_stages=STAGES):
+            x = _scaled(logits, start, peak, sharpness, V, BLOCK)
+            is_above = x[None, :] >= bounds[:, None]
+            held += tl.sum(tl.where(is_above, tl.exp(x)[None, :], 0.0), axis=1)
+        enough = tl.sum((held >= mass).to(tl.int32), axis=0)
+        bound += step * tl.maximum(enough - 1, 0).to(tl.float32)
+        above = bound + step
+    return bound
+
+
+@triton.jit
+def _inverted(logits, peak, sharpness, bound, wanted, V, BLOCK: tl.constexpr):
+    """Return the word at which the masses at `bound` and above have added up to `wanted`."""
+    column = tl.arange(0, BLOCK)
     start = 0
     before = 0.0
     here = _block_mass(logits, start, peak, sharpness, bound, V, BLOCK)
@@ -123,7 +167,7 @@ def _draw_kernel(
     # rounding may leave the sum below `wanted`: then take the last word with mass
     last = tl.max(tl.where(is_there, column, 0), axis=0)
     first = tl.min(tl.where(is_past, column, BLOCK), axis=0)
-    tl.store(out + row, (start + tl.minimum(first, last)).to(tl.int64))
+    return start + tl.minimum(first, last)
 
 
 @triton.jit
