@@ -1,7 +1,6 @@
 """Result files of a benchmark: results.jsonl row by row, results.csv and results.json at the end.
 
 Every row has all that is needed to read it alone: commit, device, versions, model and settings.
-Comparisons also write a page in Markdown and pictures.
 """
 
 import csv
@@ -12,7 +11,6 @@ import shlex
 import subprocess
 import sys
 import uuid
-from collections.abc import Sequence
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -75,29 +73,6 @@ class Results:
         write_atomically(self.path / WHOLE, json.dumps(whole, indent=1, default=str) + "\n")
 
 
-def write_comparison(
-    out: Path,
-    rows: Sequence[dict[str, object]],
-    *,
-    page: tuple[str, str],
-    whole: dict[str, object],
-    pictures: dict[str, bytes],
-) -> None:
-    """Write the current results of a comparison into `out`, each file atomically.
-
-    Args:
-        out: directory of results.
-        rows: rows of all finished jobs.
-        page: name and text of the page in Markdown.
-        whole: content of the JSON file besides the rows.
-        pictures: SVG images by file name.
-    """
-    files = {ROWS: "".join(json.dumps(row) + "\n" for row in rows), page[0]: page[1]}
-    files[WHOLE] = json.dumps({**whole, "rows": rows}, indent=1, default=str) + "\n"
-    for name, text in (files | {name: svg.decode() for name, svg in pictures.items()}).items():
-        write_atomically(out / name, text)
-
-
 def environment(backend: Backend, config: Settings) -> dict[str, object]:
     """Return the environment of the numbers: versions, device, command, settings."""
     gpu = nvidia.present()
@@ -130,13 +105,6 @@ def as_csv(rows: list[dict[str, object]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def markdown_table(headings: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; all columns but the first are right-aligned numbers."""
-    rule = ["---", *("---:" for _ in headings[1:])]
-    escaped = [[cell.replace("|", "\\|") for cell in row] for row in (headings, rule, *body)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in escaped)
 
 
 def has_changes() -> bool | None:

@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from qat.bench.results import markdown_table
+from qat.extensions.lab.pages import markdown_table
 from qat.extensions.lab.quality.run import COMMON, best, cells, charts, summarise
 
 TEXTS = ("own", "other")

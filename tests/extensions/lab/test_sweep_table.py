@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qat.bench.results import markdown_table
+from qat.extensions.lab.pages import markdown_table
 from qat.extensions.lab.sweep import telemetry
 from qat.extensions.lab.sweep.run import cells, spreads, summarise
 from qat.extensions.lab.sweep.telemetry import (

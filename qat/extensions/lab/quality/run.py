@@ -16,10 +16,11 @@ import torch
 from matplotlib.axes import Axes
 
 from qat.backend.device import devices, select
-from qat.bench.results import environment, markdown_table, write_comparison
+from qat.bench.results import environment
 from qat.errors import ConfigError, TrainingError
 from qat.extensions.lab.config import QualityConfig
 from qat.extensions.lab.jobs import Ended, run_processes
+from qat.extensions.lab.pages import markdown_table, write_comparison
 from qat.extensions.lab.quality.conversion import Conversion
 from qat.extensions.lab.quality.plan import (
     QualityJob,

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 
 from qat.backend.base import Backend
 from qat.backend.device import select
-from qat.bench.batches import packed_batches
 from qat.bench.effective import Facts, check_strictly, what_ran
 from qat.bench.measure import Timing
 from qat.bench.results import IN_EVERY_ROW, environment
@@ -15,6 +14,7 @@ from qat.bench.run import Setting, prepare
 from qat.bench.student import Ours, Subject
 from qat.data.packing import Batch
 from qat.errors import ConfigError
+from qat.extensions.lab.sweep.layouts import packed_batches
 from qat.extensions.lab.sweep.leak import FIRST_LOOK, leak_found_after, memory_trend
 from qat.extensions.lab.sweep.plan import StepsConfig, SweepRun
 from qat.extensions.lab.sweep.telemetry import rank_facts
