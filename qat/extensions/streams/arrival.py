@@ -20,13 +20,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from qat.data.cache import Manifest, Shard, Split, read_manifest
+from qat.data.cache import MANIFEST, Manifest, Shard, Split, read_manifest, write_atomic
 from qat.data.opening import ADDRESS
 from qat.data.reader import TeacherCache
 from qat.data.sampler import sequence_indices
 from qat.data.shard import merged
 from qat.errors import CacheError, ConfigError
-from qat.files import awaiting
+from qat.files import awaiting, whole_directory
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,24 @@ def open_arriving(location: str | Path, judged: int) -> "ArrivingCache":
     if waited_s:
         logger.info("waited %.1f s for the first shards of %s", waited_s, directory)
     return ArrivingCache(directory, first, now)
+
+
+def save_beginning(cache: Path, out: Path, judged: int) -> None:
+    """Make `out`, beside the cache, a finished cache of the shards with which a run begins.
+
+    It holds links to them, and is for what cannot wait until the cache is whole: the calibration.
+    An `out` that is there is kept.
+
+    Raises:
+        CacheError: see `open_arriving`.
+    """
+    if out.is_dir():
+        return
+    manifest = open_arriving(cache, judged).manifest.model_copy(update={"state": "complete"})
+    with whole_directory(out) as partial:
+        for shard in manifest.shards:
+            (partial / shard.file).symlink_to(Path("..", cache.name, shard.file))
+        write_atomic(partial / MANIFEST, manifest.to_bytes())
 
 
 class ArrivingCache(TeacherCache):

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from qat.cli.run import OwnConfig, Pipeline, Run, Table
-from qat.data.cache import MANIFEST, write_atomic
+from qat.data.cache import MANIFEST
 from qat.data.reader import TeacherCache
 from qat.data.sources import check_source, sampled_parts
 from qat.errors import ConfigError, QatError, Stopped
 from qat.export.config import TargetName
 from qat.extensions.decode.corpus import SETTINGS
-from qat.extensions.streams.arrival import open_arriving
-from qat.files import LOOK_S, is_held, whole_directory
+from qat.extensions.streams.arrival import save_beginning
+from qat.files import LOOK_S, is_held
 
 logger = logging.getLogger(__name__)
 
@@ -169,13 +169,7 @@ class StreamedPipeline(Pipeline):
         else:
             self.has_news = True
             self.feed("cache", *words, out=cache, begun=cache / MANIFEST)
-        if not first.is_dir():
-            opened = open_arriving(cache, self.judged)
-            manifest = opened.manifest.model_copy(update={"state": "complete"})
-            with whole_directory(first) as partial:
-                for shard in manifest.shards:
-                    (partial / shard.file).symlink_to(Path("..", cache.name, shard.file))
-                write_atomic(partial / MANIFEST, manifest.to_bytes())
+        save_beginning(cache, first, self.judged)
         return first
 
 

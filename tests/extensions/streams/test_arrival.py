@@ -16,10 +16,11 @@ from train_case import assert_same_end, config, make_place
 
 from qat import files
 from qat.data.cache import MANIFEST, Shard, read_manifest, write_atomic
+from qat.data.reader import TeacherCache
 from qat.data.shard import in_order, note_shard
 from qat.errors import CacheError, ConfigError
 from qat.extensions.streams import arrival
-from qat.extensions.streams.arrival import ArrivingCache, open_arriving
+from qat.extensions.streams.arrival import ArrivingCache, open_arriving, save_beginning
 from qat.files import held
 from qat.logs import read_json_lines
 from qat.train.start import TrainReport, train_student
@@ -92,6 +93,22 @@ def writing(out: Path, write: Callable[[], None]) -> Iterator[None]:
 
 def order(cache: ArrivingCache, steps: int, count: int = 4) -> np.ndarray:
     return np.concatenate([cache.indices(7, step, count) for step in range(steps)])
+
+
+def test_the_beginning_is_the_same_of_a_growing_cache_and_of_a_finished_one(
+    place: Path, tmp_path: Path
+) -> None:
+    writer = Writer(place / "cache", tmp_path / "cache")
+    with writing(tmp_path / "cache", lambda: writer.write(2 * WINDOW)):
+        save_beginning(tmp_path / "cache", tmp_path / "first", JUDGED)
+    opened = TeacherCache.open(tmp_path / "first")
+    assert opened.num_sequences("train") == SHARD * WINDOW
+    whole = TeacherCache.open(place / "cache").batch(range(SHARD * WINDOW))
+    assert opened.batch(range(SHARD * WINDOW)).input_ids.equal(whole.input_ids)
+    writer.finish()
+    save_beginning(tmp_path / "cache", tmp_path / "again", JUDGED)
+    again, first = ((tmp_path / name / MANIFEST).read_bytes() for name in ("again", "first"))
+    assert again == first
 
 
 def test_the_first_pass_goes_through_windows_in_their_order(place: Path) -> None:
