@@ -1,12 +1,11 @@
 """The costs and results of a flagship: its card and its figures, from what its stages wrote.
 
     python speedrun/flagship_card.py write runs/flagship-coder --name coder
-    python speedrun/flagship_card.py best runs/flagship-coder 3.25
     python speedrun/flagship_card.py costs runs/flagship-coder texts=24000 train=4000 --gpus 4
 
 `speedrun/flagship.sh` calls it. `write` makes README.md, a model card with every number and
-command, and figures.jsonl beside it; `best` prints the seed of the least KL; `costs`
-says what each stage will take, from the seconds of an earlier flagship.
+command, and figures.jsonl beside it; `costs` says what each stage will take, from the seconds of an
+earlier flagship.
 """
 
 import re
@@ -24,7 +23,7 @@ from figures import commit, device, record
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qat.files import parse_json, write_atomically
-from qat.logs import duration, read_json_lines
+from qat.logs import HEARTBEAT, duration, read_json_lines
 
 app = App(help=__doc__)
 TEMPLATE = Path(__file__).with_suffix(".jinja")
@@ -38,8 +37,12 @@ GOALS = {
 }
 """Goals by figure; others are stated."""
 COMMAND = "bash speedrun/flagship.sh"
+CALL = "call"
+"""What the log names a call of the script from its start to its end; other lines are verbs."""
 RETAINED = "humaneval"
 """The task whose retention is a figure of its own."""
+UNITS = {"texts": "ROWS", "cache": "ROWS", "train": "STEPS"}
+"""The setting that says the units of a stage's verb; of other stages a verb is one unit."""
 ABSOLUTE = re.compile(r"(?<![\w.:/-])/(?:[\w.+-]+/)+")
 """The directories of an absolute path: a card shows no paths of its author's disk. Those in OUT are
 shown from there, where the card lies too."""
@@ -52,14 +55,16 @@ class Job(NamedTuple):
     """The most bits over all weights."""
     seed: str
     trained: dict[str, Any]
-    """Numbers of its training: steps, tokens, seconds, ranks."""
+    """Numbers of its training: steps, tokens, ranks."""
+    train_s: float
+    """Seconds of its steps (`training_seconds`)."""
     kl: dict[str, Any]
     suite: dict[str, Any]
 
     @property
     def gpu_seconds(self) -> float:
         """Seconds of steps, times GPUs."""
-        return self.trained["train_s"] * self.trained["world_size"]
+        return self.train_s * self.trained["world_size"]
 
 
 @dataclass
@@ -70,7 +75,7 @@ class Flagship:
 
     @cached_property
     def log(self) -> list[dict[str, Any]]:
-        """The entries that the script logged for stages and jobs; none before the first of them."""
+        """The entries that the script logged for verbs and calls; none before the first of them."""
         path = self.out / "log.jsonl"
         return read_json_lines(path) if path.is_file() else []
 
@@ -92,12 +97,12 @@ class Flagship:
     def jobs(self) -> list[Job]:
         """All students that were judged, by size and seed."""
         found = []
-        for path in self.out.glob("results/suite-*.json"):
+        for path in self.out.glob("results/job-*-*.json"):
             _, size, seed = path.stem.split("-")
             run = Path(self.result(f"train-{size}-{seed}")["run"])
             trained = parse_json((run / "metrics.json").read_text(encoding="utf-8"))
             kl, suite = (self.result(f"{kind}-{size}-{seed}") for kind in ("kl", "suite"))
-            found.append(Job(size, seed, trained, kl, suite))
+            found.append(Job(size, seed, trained, training_seconds(run), kl, suite))
         return sorted(found, key=lambda job: (float(job.size), job.size, int(job.seed)))
 
     @property
@@ -116,32 +121,43 @@ class Flagship:
         text = (self.out / "settings.sh").read_text(encoding="utf-8")
         return dict(word.split("=", 1) for word in shlex.split(text))
 
+    def units(self, stage: str) -> int:
+        """Return how many rows, steps or models were done in a stage; of calls steps."""
+        stage = "train" if stage == CALL else stage
+        done = len([*self.out.glob(f"results/{stage}*.json")])
+        return done * int(self.settings[UNITS[stage]]) if done and stage in UNITS else done
+
     @property
     def gpus(self) -> int:
-        """The most GPUs that a stage had."""
+        """The most GPUs that a call had."""
         return max(line["gpus"] for line in self.log)
 
     @property
     def stages(self) -> dict[str, tuple[float, float]]:
-        """Seconds of each stage over all calls, and these times GPUs."""
+        """Seconds of the verbs of each stage, which overlap, and of all calls; and times GPUs."""
         found: dict[str, tuple[float, float]] = {}
         for line in self.log:
-            if line["kind"] == "stage":
-                (seconds, held), took = found.get(line["name"], (0.0, 0.0)), line["seconds"]
-                found[line["name"]] = seconds + took, held + took * line["gpus"]
+            name, took = line["name"].partition("-")[0], line["seconds"]
+            seconds, held = found.get(name, (0.0, 0.0))
+            found[name] = seconds + took, held + took * line["gpus"]
         return found
 
     @property
     def training_share(self) -> float:
-        """Seconds of training steps over seconds that GPUs were held, in all stages."""
-        held = sum(held for _, held in self.stages.values())
-        return sum(job.gpu_seconds for job in self.jobs) / held
+        """Seconds in which a GPU takes training steps over seconds of all calls, mean of all GPUs.
 
-    def suite_calls(self) -> list[float]:
-        """Seconds of each call of the suite that asked the teacher too, with loading."""
-        asked = max(self.jobs, key=lambda job: job.suite["seconds"].get("teacher", 0.0))
-        name = f"suite-{asked.size}-{asked.seed}"
-        return [x["seconds"] for x in self.log if x["kind"] == "job" and x["name"] == name]
+        A GPU trains one student at a time, so no second counts twice.
+        """
+        return sum(job.gpu_seconds for job in self.jobs) / self.stages[CALL][1]
+
+    def suite_seconds(self) -> dict[str, float]:
+        """Seconds of the teacher's suite, and most of a student's, without asking the teacher.
+
+        Trainings may have shared the GPU meanwhile.
+        """
+        asked = [job.suite["seconds"]["student"] for job in self.jobs]
+        own = self.result("suite-teacher")["seconds"]["teacher"]
+        return {"teacher": own, "student": max(asked)}
 
 
 @app.command
@@ -153,10 +169,17 @@ def write(out: Path, *, name: str) -> None:
     print(card)
 
 
-@app.command
-def best(out: Path, size: str) -> None:
-    """Print the seed of the student of that size with the least KL on held-out text."""
-    print(best_of(Flagship(out).sizes[size]).seed)
+def training_seconds(run: Path) -> float:
+    """Return the seconds of the run's steps, without waits for its cache.
+
+    Steps that an interruption repeated count once.
+    """
+    done, seconds = 0, 0.0
+    for beat in read_json_lines(run / HEARTBEAT):
+        new = max(0, beat["step"] - done)
+        seconds += new * (beat["step_s"] - beat["data_wait_s"])
+        done += new
+    return seconds
 
 
 def best_of(jobs: Iterable[Job]) -> Job:
@@ -174,18 +197,12 @@ def costs(out: Path, *units: str, gpus: int) -> None:
         gpus: GPUs that there are now.
     """
     flagship = Flagship(out)
-    # the calls that finished a stage say its units; earlier ones worked on the same
-    done = {x["name"]: x["units"] for x in flagship.log if x["kind"] == "stage" and x["exit"] == 0}
-    total, unknown = 0.0, []
     for stage, _, number in (each.partition("=") for each in units):
-        if stage in done:
-            seconds = flagship.stages[stage][1] / done[stage] * int(number) / gpus
-            total, told = total + seconds, f"about {duration(seconds)}"
-        else:
-            unknown, told = [*unknown, stage], "not known yet"
-        print(f"{stage:>8}: {int(number):>9,} units, {told}")
-    more = f", and {', '.join(unknown)}" if unknown else ""
-    print(f"   total: about {duration(total)} on {gpus} GPUs, for all from the beginning{more}")
+        done, told = flagship.units(stage), "not known yet"
+        if done:
+            seconds = flagship.stages[stage][1] / done * int(number) / gpus
+            told = f"about {duration(seconds)}"
+        print(f"{stage:>8}: {int(number):>9,} units, {told} on {gpus} GPUs")
 
 
 def write_figures(flagship: Flagship, name: str, path: Path) -> None:
@@ -210,8 +227,8 @@ def write_figures(flagship: Flagship, name: str, path: Path) -> None:
         add(f"{name}_kl_{size}", [job.kl["kl_nats"] for job in jobs], "nats", **facts)
     seconds = {stage: seconds for stage, (seconds, _) in flagship.stages.items()}
     add("training_share", [flagship.training_share], "fraction", stage_seconds=seconds)
-    calls, tasks = flagship.suite_calls(), flagship.tasks
-    add("suite_minutes", [sum(calls) / 60], "minutes", calls=len(calls), tasks=tasks)
+    asked = flagship.suite_seconds()
+    add("suite_minutes", [sum(asked.values()) / 60], "minutes", tasks=flagship.tasks, **asked)
     speed = flagship.result("texts")["tokens_per_s"]  # of one rank; None if nothing was left to do
     if speed is not None:
         model = re.search(r"\b[A-Z]+\d+\b", device())  # H100 of `NVIDIA H100 80GB HBM3`
@@ -244,9 +261,10 @@ def card_of(flagship: Flagship, name: str) -> str:
     """Return the model card."""
     chosen, results = best_of(flagship.jobs), flagship.out / "results"
     made = sorted(results.glob("*.command"), key=lambda path: path.stat().st_mtime_ns)
-    exports = sorted(results.glob("export-*.json"))
-    files = FileSystemLoader(TEMPLATE.parent)
-    environment = Environment(loader=files, undefined=StrictUndefined)  # noqa: S701 - no HTML
+    best = map(best_of, flagship.sizes.values())
+    files = [results / f"export-{job.size}-{job.seed}.json" for job in best]
+    loader = FileSystemLoader(TEMPLATE.parent)
+    environment = Environment(loader=loader, undefined=StrictUndefined)  # noqa: S701 - no HTML
     text = environment.get_template(TEMPLATE.name).render(
         flagship=flagship,
         name=name,
@@ -257,7 +275,7 @@ def card_of(flagship: Flagship, name: str) -> str:
         percent=percent,
         prompts=(results / "prompts.txt").read_text(encoding="utf-8").splitlines(),
         run=flagship.result(f"train-{chosen.size}-{chosen.seed}")["final"],
-        exports=[flagship.result(path.stem)["out"] for path in exports],
+        exports=[flagship.result(path.stem)["out"] for path in files if path.is_file()],
         commands=[path.read_text(encoding="utf-8").strip().replace("\\,", ",") for path in made],
     )
     return ABSOLUTE.sub("", text.replace(f"{flagship.out}/", ""))
