@@ -7,13 +7,14 @@ from tiny import tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qat.models.document_attention import set_kv
 from qat.models.stored_state import quantized_modules
 from qat.nn.activation import ActivationQuantizer
 from qat.nn.quant_linear import FrozenLutLinear, LutLinear, QuantLinear, quant_linears
 from qat.nn.swap import ascending, linear_names, replace_module
 from qat.quant.codebook import fixed_grid
 from qat.quant.error_feedback import fit_all_to_inputs
-from qat.quant.spec import ACTIVATION_KINDS, ActivationKind, ActivationSpec, LutSpec
+from qat.quant.spec import ACTIVATION_KINDS, ActivationKind, ActivationSpec, KvSpec, LutSpec
 from qat.quant.weight import QuantizedWeight, Scales, as_stored, index_dtype
 
 SPECS = {
@@ -160,6 +161,12 @@ def with_rounded_inputs(
         module.activation = rounding(kind, 0.0123 * (1 + number), scale_bits)
         if own in SAME_INPUT:
             module.activation = modules[f"{owner}.{SAME_INPUT[own]}"].activation
+    return model
+
+
+def with_kv(model: PreTrainedModel, bits: int) -> PreTrainedModel:
+    """The same model, which keeps keys and values in so many bits."""
+    set_kv(model, KvSpec(bits=bits))
     return model
 
 

@@ -15,7 +15,14 @@ import pytest
 import torch
 from cache_case import build, info, texts, without_split
 from crash import stopped_at
-from quantized import SPECS, nearest_e5m3, random_weight, tiny_quantized, with_rounded_inputs
+from quantized import (
+    SPECS,
+    nearest_e5m3,
+    random_weight,
+    tiny_quantized,
+    with_kv,
+    with_rounded_inputs,
+)
 from tiny import tiny_model, tiny_tokenizer
 from train_case import assert_resumes, assert_same_end, config, make_place
 from transformers import PreTrainedModel
@@ -25,10 +32,8 @@ from qat.errors import CacheError, CheckpointError, ConfigError
 from qat.logs import read_json_lines
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.directory import atomic_directory
-from qat.models.document_attention import set_kv
 from qat.nn.quant_linear import FrozenLutLinear, quant_linears
 from qat.nn.swap import replace_module
-from qat.quant.spec import KvSpec
 from qat.train.config import TrainConfig
 from qat.train.optim import Optimizer
 from qat.train.resume import load_training_state
@@ -137,11 +142,6 @@ def mixed() -> PreTrainedModel:
     shape = model.get_submodule(name).indices().shape
     linear = FrozenLutLinear(random_weight(*shape, SPECS["lut4"]), None, SPECS["lut4"])
     replace_module(model, name, linear)
-    return model
-
-
-def with_kv(model: PreTrainedModel, bits: int) -> PreTrainedModel:
-    set_kv(model, KvSpec(bits=bits))
     return model
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from crash import stopped_at
 from ranks_case import run_ranks
-from tiny import tiny_model, tiny_tokenizer
 
 from qat.data.sources import open_source
 from qat.errors import ConfigError, DataError
@@ -22,15 +21,6 @@ from qat.ranks import ALONE, Ranks
 
 SMALL = {"max_new_tokens": 12, "batch_size": 3, "shard_size": 4, "device": "cpu"}
 NOTHING = {"rows": 22, **SMALL}
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a tiny model that ends its rows, now and then."""
-    folder = tmp_path_factory.mktemp("teacher")
-    tiny_model("qwen3", initializer_range=0.1).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quantized import random_weight, tiny_adapted, tiny_quantized, with_rounded_inputs
+from quantized import random_weight, tiny_adapted, tiny_quantized, with_kv, with_rounded_inputs
 from three_way import assert_no_worse_than_eager
 from tiny import tiny_model, tiny_tokenizer
 from torch.nn import functional as F
@@ -14,7 +14,6 @@ from qat.extensions.decode.kernels.lut_rows import SPLIT
 from qat.extensions.decode.step import DecodeStep, read_bytes
 from qat.generate.sampling import Sampling
 from qat.generate.text import Generated, generate_text
-from qat.models.document_attention import quantize_kv
 from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import FrozenLutLinear
 from qat.nn.swap import CACHE, put_quantized, replace_module, table_names, weight_shape
@@ -56,24 +55,21 @@ def of_vectors() -> PreTrainedModel:
     return model
 
 
-def with_kv(architecture: str, bits: int) -> PreTrainedModel:
-    """Packed weights, and keys and values that are packed in every cache."""
-    model = tiny_quantized(architecture, PACKED, **RANGE)
-    quantize_kv(model, KvSpec(bits=bits))
-    return model
+def packed(architecture: str) -> PreTrainedModel:
+    return tiny_quantized(architecture, PACKED, **RANGE)
 
 
 MODELS = {
     "float": lambda: tiny_model("qwen3", **RANGE),
     "llama with biases": lambda: tiny_model("llama", **RANGE, attention_bias=True, mlp_bias=True),
-    "packed": lambda: tiny_quantized("qwen3", PACKED, **RANGE),
+    "packed": lambda: packed("qwen3"),
     "packed, biases": lambda: tiny_quantized("llama", PACKED, **RANGE, attention_bias=True),
     "adapters": lambda: tiny_adapted("qwen3", PACKED, **RANGE),
     "mixed": mixed,
     "vectors": of_vectors,
     **{f"inputs {k}": lambda k=k: with_rounded_inputs(mixed(), k) for k in ACTIVATION_KINDS},
-    "keys and values of 8 bits": lambda: with_kv("qwen3", 8),
-    "keys and values of 4 bits": lambda: with_kv("llama", 4),
+    "keys and values of 8 bits": lambda: with_kv(packed("qwen3"), 8),
+    "keys and values of 4 bits": lambda: with_kv(packed("llama"), 4),
 }
 
 
@@ -110,7 +106,7 @@ def test_logits_equal_the_models() -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_cache_holds_what_the_model_attends_to(bits: int) -> None:
-    model, ids = LanguageModel(with_kv("qwen3", bits)), torch.randint(320, (2, 20))
+    model, ids = LanguageModel(with_kv(packed("qwen3"), bits)), torch.randint(320, (2, 20))
     with torch.no_grad():
         kept = model.model(ids)[CACHE].layers
     step = DecodeStep(model)

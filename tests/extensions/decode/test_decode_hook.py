@@ -5,12 +5,10 @@ import torch
 from quantized import SPECS, tiny_quantized
 from tiny import tiny_tokenizer
 
-from qat.extensions.decode import hook
 from qat.extensions.decode.decoder import Decoder
 from qat.extensions.decode.step import DecodeStep
 from qat.generate.text import generate_text, open_generator
 from qat.models.checkpoint import save_checkpoint
-from qat.models.decoding import Decoding
 from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import quant_linears
 
@@ -20,11 +18,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     out = tmp_path_factory.mktemp("decoded") / "student"
     save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), tiny_tokenizer(), out)
     return str(out)
-
-
-def test_the_module_has_what_the_interface_lists() -> None:
-    listed = [name for name in vars(Decoding) if not name.startswith("_")]
-    assert len(listed) == 3 and all(callable(getattr(hook, name)) for name in listed)
 
 
 def test_a_decoder_speaks_where_it_fits(source: str, monkeypatch: pytest.MonkeyPatch) -> None:

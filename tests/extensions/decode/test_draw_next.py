@@ -74,11 +74,3 @@ def test_the_edges_of_the_random_number(is_kernel: bool) -> None:
         assert draw_next(logits, uniforms).tolist() == [3, 150]
         assert draw_next(logits, uniforms, top_p=0.6).tolist() == [70, 70]
         assert draw_next(logits, uniforms, temperature=0).tolist() == [70, 70]
-
-
-def test_shares_follow_the_distribution(is_kernel: bool) -> None:
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(100, 1)
-    uniforms = (torch.arange(100) + 0.5) / 100
-    with computing_by(kernel=is_kernel):
-        shares = draw_next(logits, uniforms).bincount(minlength=4) / 100
-    assert torch.allclose(shares, F.softmax(logits[0], -1), atol=1.2e-2)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from cache_case import build, contents
 from crash import stopped_at
-from tiny import tiny_model, tiny_tokenizer
 
 from qat import files
 from qat.data.sources import Sourced, check_source, open_source
@@ -22,14 +21,6 @@ ROWS, SHARD = 40, 4
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "LOOK_S", 0.005)
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("teacher")
-    tiny_model("qwen3", initializer_range=0.1).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def sample(teacher: Path, out: Path) -> None:

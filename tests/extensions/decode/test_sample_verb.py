@@ -5,17 +5,8 @@ from pathlib import Path
 
 import pytest
 from cli_case import call, said
-from tiny import tiny_model, tiny_tokenizer
 
 SPEAKS = Path(__file__).parents[3] / "checkpoints" / "tiny-qwen3"
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("teacher")
-    tiny_model("qwen3", initializer_range=0.1).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.slow

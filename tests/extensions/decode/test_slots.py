@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from covering import covering
-from quantized import tiny_adapted, tiny_quantized, with_rounded_inputs
+from quantized import tiny_adapted, tiny_quantized, with_kv, with_rounded_inputs
 from tiny import LONGROPE, tiny_model
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,19 +16,12 @@ from qat.extensions.decode.decoder import Decoder
 from qat.extensions.decode.slots import Batch, Request, Slots, SlotStep, Waves, open_sampler
 from qat.generate.sampling import Sampling
 from qat.kernels.dispatch import computing_by
-from qat.models.document_attention import quantize_kv
 from qat.models.language_model import LanguageModel
 from qat.nn.step import form_weights
-from qat.quant.spec import KvSpec, LutSpec
+from qat.quant.spec import LutSpec
 
 PACKED = LutSpec(bits=2, group_size=16, scale_bits=8)
 RANGE = {"initializer_range": 0.3}
-
-
-def with_kv(model: PreTrainedModel, bits: int) -> PreTrainedModel:
-    """Make the model keep keys and values in `bits` bits, and return it."""
-    quantize_kv(model, KvSpec(bits=bits))
-    return model
 
 
 MODELS = {
