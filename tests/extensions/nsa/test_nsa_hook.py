@@ -7,7 +7,6 @@ import pytest
 
 from qat.bench.config import BenchConfig
 from qat.bench.student import open_student
-from qat.extensions.nsa import hook
 from qat.extensions.nsa.kernels.config import PRESETS
 from qat.extensions.nsa.swap import nsa_config
 from qat.models import attention
@@ -48,11 +47,6 @@ def test_a_name_is_read_before_torch_is_imported() -> None:
     wrong, not_settings, right = output_of(NAMES)
     assert "did you mean nsa?" in wrong and "pyproject.toml" in not_settings
     assert right == "residual False"
-
-
-def test_the_module_has_what_the_interface_lists() -> None:
-    listed = [name for name in vars(attention.SparseAttention) if not name.startswith("_")]
-    assert listed and all(callable(getattr(hook, name)) for name in listed)
 
 
 def test_a_student_of_a_benchmark_attends_as_named() -> None:

@@ -95,19 +95,6 @@ def test_sizes_that_cannot_be(changes: dict, message: str) -> None:
     assert str(raised.value).startswith("attention.toml: ") and message in str(raised.value)
 
 
-@pytest.mark.parametrize("changes", SIZES)
-def test_a_choice_does_not_depend_on_what_follows_or_whether_it_is_there(changes: dict) -> None:
-    config = small(**changes)
-    whole = nsa_inputs(config, 170)
-    selection = select(whole, config)
-    for length in (65, 97, 131, 160):
-        parts = [part[:, :, :length] for part in whole[:3]]
-        pooled = pool(parts[1], config)
-        short = select(whole._replace(query=parts[0], key=parts[1], pooled_key=pooled), config)
-        tiles, blocks = short.shape[2:]
-        assert torch.equal(short, selection[:, :, :tiles, :blocks]), length
-
-
 @pytest.mark.parametrize(("tile", "count"), [(1, 4), (16, 4), (32, 4), (32, 5), (64, 7), (128, 11)])
 def test_every_key_is_read_as_far_as_reach_and_not_much_further(tile: int, count: int) -> None:
     config = small(select_tile=tile, num_selected=count)
