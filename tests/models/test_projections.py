@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quantized import SPECS, gradients, tiny_quantized
+from quantized import SPECS, gradients, tiny_adapted, tiny_quantized
 
 from qat.kernels import glu
 from qat.models import regions as projections
@@ -14,8 +14,6 @@ from qat.nn.swap import decoder_layers
 
 IDS = torch.arange(2 * 7).view(2, 7)
 POSITIONS = (torch.arange(7) % 4).expand(2, 7)
-
-
 Computed = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """Hidden states, and gradients by name."""
 
@@ -29,19 +27,21 @@ def assert_alike(found: Computed, expected: Computed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "is_formed", "spec"),
+    ("architecture", "is_formed", "spec", "make"),
     [
-        ("qwen3", True, "lut2"),
-        ("qwen3", False, "lut2_r4"),
-        ("llama", True, "lut2_r4"),
-        ("llama", False, "lut2"),
+        ("qwen3", True, "lut2", tiny_quantized),
+        ("qwen3", False, "lut2_r4", tiny_quantized),
+        ("llama", True, "lut2_r4", tiny_quantized),
+        ("llama", False, "lut2", tiny_quantized),
+        ("qwen3", True, "lut2", tiny_adapted),
     ],
 )
-def test_joined_projections_compute_the_same(architecture, is_formed, spec) -> None:
-    model = LanguageModel(tiny_quantized(architecture, SPECS[spec]))
+def test_joined_projections_compute_the_same(architecture, is_formed, spec, make) -> None:
+    model = LanguageModel(make(architecture, SPECS[spec]))
     if is_formed:
         form_weights(model.model, torch.float32)
     expected = gradients(model, IDS, POSITIONS)
+    assert any("lora" in name for name in expected[1]) == (make is tiny_adapted)
     names = set(model.model.state_dict())
     join_projections(model.model)
     joined = [m for m in model.model.modules() if isinstance(m, JoinedLinears)]
@@ -58,15 +58,22 @@ def test_joined_projections_compute_the_same(architecture, is_formed, spec) -> N
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
-@pytest.mark.parametrize("is_fused", [True, False])
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
-def test_compiled_layers_compute_the_same(architecture, is_fused, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "is_fused", "make"),
+    [
+        ("qwen3", True, tiny_adapted),
+        ("qwen3", False, tiny_quantized),
+        ("llama", True, tiny_quantized),
+        ("llama", False, tiny_adapted),
+    ],
+)
+def test_compiled_layers_compute_the_same(architecture, is_fused, make, monkeypatch) -> None:
     if is_fused:
         pytest.importorskip("triton")
         monkeypatch.setattr(projections, "joined_fits_tile", lambda *_: True)
         monkeypatch.setattr(LanguageModel, "_tile_fits", lambda *_: True)
         monkeypatch.setattr(glu, "use_triton", lambda *_: True)
-    model = LanguageModel(tiny_quantized(architecture, SPECS["lut2"], num_attention_heads=4))
+    model = LanguageModel(make(architecture, SPECS["lut2"], num_attention_heads=4))
     form_weights(model.model, torch.float32)
     expected = gradients(model, IDS, POSITIONS)
     join_projections(model.model)

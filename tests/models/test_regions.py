@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from quantized import gradients
 from tiny import tiny_model
 
 from qat.models import regions
@@ -12,15 +13,8 @@ from qat.models.regions import Regions, as_written, compile_facts
 from qat.nn.swap import decoder_layers
 
 B, S = 5, 8
-
-
-def gradients(model: LanguageModel) -> dict[str, torch.Tensor]:
-    model.model.zero_grad()
-    ids = torch.arange(B * S).view(B, S) % 300
-    positions = (torch.arange(S) % 5).expand(B, S)  # two documents a row
-    model.hidden(ids, positions).square().sum().backward()
-    named = model.model.named_parameters()
-    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+IDS = torch.arange(B * S).view(B, S) % 300
+POSITIONS = (torch.arange(S) % 5).expand(B, S)  # two documents a row
 
 
 @pytest.mark.parametrize(
@@ -32,10 +26,10 @@ def test_recomputed_layers_have_the_same_gradients(
 ) -> None:
     monkeypatch.setattr(regions, "SLICE_TOKENS", slice_tokens)
     model = LanguageModel(tiny_model(architecture))
-    expected = gradients(model)
+    _, expected = gradients(model, IDS, POSITIONS)
     way = Regions(model.model, is_compiled=False, recompute_every=every)
     way.install()
-    actual = gradients(model)
+    _, actual = gradients(model, IDS, POSITIONS)
     way.remove()
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
@@ -55,7 +49,7 @@ def test_every_nth_layer_runs_twice(every, calls) -> None:
 
     for layer in decoder_layers(model.model):
         layer.mlp.register_forward_pre_hook(note)
-    gradients(model)
+    gradients(model, IDS, POSITIONS)
     way.remove()
     assert count == calls
 
@@ -66,11 +60,11 @@ def test_equal_layers_share_one_graph_with_their_recomputation(monkeypatch) -> N
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch.compiler.reset()
     model = LanguageModel(tiny_model(num_hidden_layers=4))
-    expected = gradients(model)
+    _, expected = gradients(model, IDS, POSITIONS)
     before = compile_facts().graphs
     way = Regions(model.model, is_compiled=True, recompute_every=1)
     way.install()
-    actual = gradients(model)
+    _, actual = gradients(model, IDS, POSITIONS)
     way.remove()
     assert compile_facts().graphs - before == 2  # a layer and the last norm
     for name, value in expected.items():

@@ -18,19 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from qat.models.language_model import LanguageModel
-from qat.models.regions import join_projections
 from qat.nn.latent import add_adapters, to_latent
 from qat.nn.quant_linear import QuantLinear, quant_linears
-from qat.nn.step import JoinedLinears, form_moved_weights, form_weights, release_weights
-from qat.nn.swap import decoder_layers, linear_names
+from qat.nn.step import form_moved_weights, form_weights
+from qat.nn.swap import linear_names
 from qat.quant.lora import LORA_NAMES, round_lora
 from qat.quant.weight import dequantize
 
 MODES = ["formed", "alone", "formed_checkpointed", "alone_checkpointed"]
 LINEARS = {"frozen": frozen_linear, "latent": latent_linear}
-IDS = torch.arange(2 * 7).view(2, 7)
-POSITIONS = (torch.arange(7) % 4).expand(2, 7)
 
 
 def dense(linear: QuantLinear) -> dict[str, Tensor]:
@@ -138,36 +134,6 @@ def test_autocast_does_not_reach_the_adapter() -> None:
         found = linear.pulled_back(dW, LORA_NAMES)
         assert torch.equal(linear(x), F.linear(x, weight))
     assert all(torch.equal(found[name], expected[name]) for name in LORA_NAMES)
-
-
-def gradients(model: LanguageModel) -> tuple[Tensor, dict[str, Tensor]]:
-    model.model.zero_grad()
-    hidden = model.hidden(IDS, POSITIONS)
-    (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
-    named = model.model.named_parameters()
-    return hidden.detach(), {name: p.grad.clone() for name, p in named if p.grad is not None}
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
-@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_joined_linears_compute_the_same(is_compiled: bool) -> None:
-    model = LanguageModel(tiny_adapted("qwen3", SPECS["lut2"]))
-    form_weights(model.model, torch.float32)
-    expected, expected_gradients = gradients(model)
-    assert sum("lora" in name for name in expected_gradients) == 28
-    join_projections(model.model)
-    form_weights(model.model, torch.float32)
-    assert any(isinstance(module, JoinedLinears) for module in model.model.modules())
-    if is_compiled:
-        for layer in decoder_layers(model.model):
-            layer.forward = torch.compile(layer.forward, fullgraph=True, backend="aot_eager")
-    actual, actual_gradients = gradients(model)
-    torch.testing.assert_close(actual, expected)
-    assert actual_gradients.keys() == expected_gradients.keys()
-    for name, value in expected_gradients.items():
-        slack = 1e-5 * value.abs().max().item()
-        torch.testing.assert_close(actual_gradients[name], value, rtol=1e-4, atol=slack)
-    release_weights(model.model)
 
 
 def test_an_adapter_survives_a_change_of_representation() -> None:
