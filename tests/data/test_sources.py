@@ -245,12 +245,6 @@ def test_an_empty_name_is_not_the_working_directory() -> None:
         check_source("")
 
 
-@pytest.mark.parametrize("data", ["/no/such", "no/such.jsonl"])
-def test_a_missing_file_is_refused_at_once(data: str) -> None:
-    with pytest.raises(DataError, match=f"data={data} is no file or directory"):
-        open_source(data)
-
-
 def test_an_id_needs_the_datasets_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"no/such is no file .* or run: .*\[datasets\]"):

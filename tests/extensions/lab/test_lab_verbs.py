@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_case import call
 
 from qat.bench.config import BenchConfig
 from qat.bench.run import run_bench
@@ -108,10 +107,3 @@ def test_cases_keep_their_order_and_unknown_ones_are_refused() -> None:
     assert BaselinesConfig(only="reference,ours").cases == ("ours", "reference")
     with pytest.raises(ConfigError, match="no case is called 'theirs'; choose among ours, plain-"):
         BaselinesConfig.parse({"only": "ours,theirs"}, "flags")
-
-
-def test_a_mistake_in_baselines_is_one_line(monkeypatch, capsys) -> None:
-    assert call(monkeypatch, "bench", "baselines", "tiny", "--only", "x") == 1
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "only='x': no case is called 'x'" in error
