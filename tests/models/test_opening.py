@@ -115,6 +115,11 @@ def test_no_configuration_has_a_kernel_fetched(
         AutoModelForCausalLM.from_pretrained(student)
 
 
+def test_an_adapter_leads_to_no_other_model(teacher: Path) -> None:
+    (teacher / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
+    assert "adapter" in refused(lambda path: load_model(path, device="cpu"), teacher)
+
+
 @pytest.mark.parametrize("values", [{"modules": 1}, {"modules": {"x": 1}}, {"format": [1]}])
 def test_a_damaged_table_of_formats_is_one_line(values: dict, student: Path) -> None:
     config = json.loads((student / "config.json").read_text())
