@@ -145,3 +145,11 @@ def test_what_is_not_well_is_coloured_and_not_spelt(tmp_path: Path, monkeypatch,
     told = capsys.readouterr().out
     assert "look" in told and "[red]half[/]" in told
     assert "yellow" not in told and "memory" not in told
+
+
+def test_a_hopeless_batch_is_refused_in_one_line(place, tmp_path, monkeypatch, capsys) -> None:
+    words = flags(place, batch_size=10**6)
+    assert call(monkeypatch, "train", place / "student", *words, "--out", tmp_path / "out") == 1
+    told = capsys.readouterr()
+    assert "Finding" not in told.out and "batch_size=1000000, but" in told.err
+    assert "use --batch-size" in told.err.splitlines()[-1] and not (tmp_path / "out").exists()

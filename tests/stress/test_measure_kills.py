@@ -37,3 +37,9 @@ def test_killed_work_ends_byte_equal(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a disk needs root")
 def test_full_disks_lose_nothing() -> None:
     assert "full disks, at" in said("tests/stress/measure_disk_full.py", "--every", "33")
+
+
+def test_scripts_reach_figures_through_the_module_that_adds_its_folder() -> None:
+    scripts = Path(__file__).parent.glob("[!t]*.py")
+    found = {path.name for path in scripts if "from figures import" in path.read_text("utf-8")}
+    assert found == {"kill_case.py"}
