@@ -237,10 +237,10 @@ def timed(shape: str, config: MeasureConfig, ranks: Ranks) -> Timing:
     student = open_student(shape, config)
     ours = Ours(student, config, ranks=ranks, is_sharded=ranks.size > 1)
     made = open_source(config, student).batch(config.batch_size, ranks.rank, backend)
-    batches = [Batch(*map(backend.pinned, made))]
+    lessons = enumerate(repeat([Batch(*map(backend.pinned, made))]))
     take_step = ours.subject()
     backend.free_memory()
-    timing = time_steps(take_step, batches, backend, warmup=WARMUP, steps=config.steps)
+    timing = time_steps(take_step, lessons, backend, warmup=WARMUP, steps=config.steps)
     take_step.close()
     del student, ours, take_step
     backend.free_memory()

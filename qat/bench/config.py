@@ -1,14 +1,14 @@
 """Settings of the bench verbs, and the model shapes and TPUs that they can name."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, field_validator
 
 from qat.config import Formats, Measured, Settings, Text
-from qat.errors import ConfigError, nearest
+from qat.errors import ConfigError
 from qat.models.devices import devices_named
 from qat.train.config import StepConfig
 
@@ -188,16 +188,6 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ValueError("expected whole numbers of at least 1; write them as 8,16,32")
     return tuple(sorted({int(part) for part in parts}))
-
-
-def check_keys(where: str, keys: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError for the first unknown key, with the nearest known one."""
-    known = sorted(known)
-    for key in keys:
-        if key not in known:
-            close = nearest(key, known)
-            hint = f"did you mean {close[0]!r}?" if close else f"choose among {', '.join(known)}"
-            raise ConfigError(f"{where} has {key!r}, expected a key that it knows; {hint}")
 
 
 # Published model sizes by name, from each model's config.json on the hub. Settings that do not

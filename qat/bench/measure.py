@@ -2,10 +2,10 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 
@@ -16,6 +16,7 @@ from qat.data.packing import Batch
 from qat.models.devices import device_called
 
 Row = dict[str, object]  # a row of results
+Lessons = Iterable[tuple[int, Sequence[Batch]]]  # the number of each step, and its micro-batches
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,7 @@ class Timing:
     peak_gib: float | None  # peak of memory in use since the first step
     reserved_gib: float | None  # peak of memory that PyTorch reserved on a GPU, in use or not
     loss_nats: float
-    """Mean over valid tokens; student and data are the same at every step. With several ranks, this
-    rank's part of the mean over all."""
+    """Mean over valid tokens of the last step; with several ranks, this rank's part of the mean."""
     valid_tokens: int
     positions: int  # tokens per step, padding included
     compiler: dict[str, object]
@@ -67,9 +67,9 @@ class Timing:
 
 
 def time_steps(
-    subject: Subject, batches: Sequence[Batch], backend: Backend, *, warmup: int, steps: int
+    subject: Subject, lessons: Lessons, backend: Backend, *, warmup: int, steps: int
 ) -> Timing:
-    """Take `warmup` steps, then `steps` timed ones, all with the same micro-batches.
+    """Take the first `warmup` steps of `lessons`, then `steps` timed ones.
 
     The host never waits for the device between timed steps, as in training: events on the device's
     clock separate them.
@@ -77,11 +77,12 @@ def time_steps(
     # reset before the warm-up: capturing a graph allocates memory, replaying it does not
     backend.reset_peak_memory()
     began = backend.mark()
-    for step in range(warmup):
+    coming = iter(lessons)
+    for step, batches in islice(coming, warmup):
         result = subject(batches, step)
     backend.synchronize()
     marks = [backend.mark()]
-    for step in range(warmup, warmup + steps):
+    for step, batches in islice(coming, steps):
         result = subject(batches, step)
         marks.append(backend.mark(result.grad_norm))
     backend.synchronize()

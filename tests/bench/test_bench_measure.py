@@ -1,5 +1,7 @@
 """The clock, the fit of costs, and what counts as a FLOP."""
 
+from itertools import repeat
+
 import pytest
 import torch
 
@@ -35,7 +37,7 @@ class Clockwork:
 def test_the_first_steps_stay_outside_the_clock(monkeypatch) -> None:
     subject = Clockwork([100.0, 10.0, 2.0, 4.0, 3.0])
     monkeypatch.setattr(Backend, "mark", lambda _, __=None: subject.now)
-    timing = time_steps(subject, [], CPU, warmup=2, steps=3)
+    timing = time_steps(subject, enumerate(repeat([])), CPU, warmup=2, steps=3)
     assert subject.steps == [0, 1, 2, 3, 4]
     assert timing.steps_s == (2.0, 4.0, 3.0) and timing.warmup_s == 110.0
     numbers = timing.numbers()

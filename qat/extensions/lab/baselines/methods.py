@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from importlib.util import find_spec
 from inspect import Signature, signature
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -329,7 +330,8 @@ def time_step(
     )
     training = TRAINERS[method](job)
     warm_up(training.step, job)
-    timing = time_steps(training.step, [job.batch(0)], job.backend, warmup=1, steps=steps)
+    lessons = enumerate(repeat([job.batch(0)]))
+    timing = time_steps(training.step, lessons, job.backend, warmup=1, steps=steps)
     training.step.close()
     return timing.step_s
 

@@ -1,15 +1,15 @@
 """The recipe of `qat bench sweep`, its groups of settings, and its runs in turns."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from qat.bench.config import BenchConfig, check_keys
+from qat.bench.config import BenchConfig
 from qat.config import Settings, fingerprint, read_toml
-from qat.errors import ConfigError
+from qat.errors import ConfigError, nearest
 from qat.extensions.lab.jobs import JobFiles, name_in_path
 from qat.train.config import TrainConfig
 
@@ -255,3 +255,13 @@ def fill_command(command: Sequence[str], settings: Table) -> list[str]:
             f"command={' '.join(command)!r} has a place for {error}, expected one of "
             f"{', '.join(settings) or 'no settings'}; name a setting, or double the braces"
         ) from None
+
+
+def check_keys(where: str, keys: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ConfigError for the first unknown key, with the nearest known one."""
+    known = sorted(known)
+    for key in keys:
+        if key not in known:
+            close = nearest(key, known)
+            hint = f"did you mean {close[0]!r}?" if close else f"choose among {', '.join(known)}"
+            raise ConfigError(f"{where} has {key!r}, expected a key that it knows; {hint}")

@@ -4,11 +4,12 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import cycle
 
 from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.bench.effective import Facts, check_strictly, what_ran
-from qat.bench.measure import Timing
+from qat.bench.measure import Lessons, Timing
 from qat.bench.results import IN_EVERY_ROW, environment
 from qat.bench.run import Setting, prepare
 from qat.bench.student import Ours, Subject
@@ -32,15 +33,12 @@ class StepRecorder:
         self,
         subject: Subject,
         backend: Backend,
-        by_step: Sequence[Batch] = (),
         *,
         ranks: Ranks = ALONE,
         first_timed: int = 0,
     ) -> None:
         self._subject = subject
         self._backend = backend
-        self._by_step = by_step
-        """Batches that the steps cycle through, in place of those they are given."""
         self._ranks = ranks
         self._first_timed = first_timed
         self.held_mib: list[float] = []
@@ -49,8 +47,6 @@ class StepRecorder:
         """Take the step."""
         if step == self._first_timed:
             self._ranks.exchange_s()  # drop the exchanges before the clock starts
-        if self._by_step:
-            batches = [self._by_step[step % len(self._by_step)]]
         result = self._subject(batches, step)
         held = self._backend.memory_use().held_gib
         if held is not None:
@@ -78,11 +74,9 @@ def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | Non
     seed = setting.data.seed + ranks.rank * config.grad_accum_steps  # each rank has its own batches
     setting = replace(setting, data=replace(setting.data, seed=seed))
     ours = Ours(model, config, ranks=ranks, is_sharded=config.shard_latents)
-    laid_out, first_timed = _laid_out(config, setting), config.warmup
-    subject = StepRecorder(
-        ours.subject(), setting.backend, laid_out, ranks=ranks, first_timed=first_timed
-    )
-    timing = setting.time(subject, config.batch_size)
+    lessons = _laid_out(config, setting)
+    subject = StepRecorder(ours.subject(), setting.backend, ranks=ranks, first_timed=config.warmup)
+    timing = setting.time(subject, lessons)
     numbers = {**setting.numbers(timing, ranks.size), **rank_numbers(timing, ranks)}
     if not ranks.is_first:
         return None
@@ -172,21 +166,22 @@ def leak_facts(held_mib: Sequence[float]) -> Facts:
     }
 
 
-def _laid_out(config: StepsConfig, setting: Setting) -> list[Batch]:
-    """Return the batches of a layout by step; empty for full rows.
+def _laid_out(config: StepsConfig, setting: Setting) -> Lessons:
+    """Return the steps of a layout; those of packed documents cycle through their batches.
 
     Raises:
         ConfigError: there is a cache, whose rows are already packed, or several micro-batches.
     """
     if config.layout == "rows":
-        return []
+        return setting.lessons(config.batch_size)
     if config.cache_dir is not None or config.grad_accum_steps > 1:
         raise ConfigError(
             f"layout={config.layout} beside cache_dir or grad_accum_steps, expected random data in "
             "single micro-batches; drop them or the layout"
         )
     made = packed_batches(setting.data, config.batch_size, setting.backend)
-    return [Batch(*map(setting.backend.pinned, batch)) for batch in made]
+    pinned = [[Batch(*map(setting.backend.pinned, batch))] for batch in made]
+    return enumerate(cycle(pinned))
 
 
 def _environment(config: StepConfig, backend: Backend) -> Facts:
