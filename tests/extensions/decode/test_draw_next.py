@@ -74,3 +74,27 @@ def test_the_edges_of_the_random_number(is_kernel: bool) -> None:
         assert draw_next(logits, uniforms).tolist() == [3, 150]
         assert draw_next(logits, uniforms, top_p=0.6).tolist() == [70, 70]
         assert draw_next(logits, uniforms, temperature=0).tolist() == [70, 70]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of NaN
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_row_that_is_no_distribution_draws_a_token(is_kernel: bool, top_p: float) -> None:
+    """Not memory that nothing was written to, nor the token behind the last one."""
+    logits = torch.zeros(5, 70)
+    logits[0], logits[1] = torch.nan, -torch.inf
+    logits[2, 3], logits[3, :60], logits[4, 69] = torch.nan, torch.nan, torch.inf
+    torch.use_deterministic_algorithms(True)  # fills new tensors with numbers too large
+    try:
+        with computing_by(kernel=is_kernel):
+            found = draw_next(logits, torch.full((5,), 0.5), top_p=top_p)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert ((found >= 0) & (found < 70)).all()
+
+
+def test_layout_changes_nothing(is_kernel: bool) -> None:
+    logits, uniforms = torch.randn(70, 3).T, torch.rand(3, 4)[:, 1]
+    expected = textbook(logits, uniforms, 1.0, 0.9)
+    with computing_by(kernel=is_kernel):
+        assert torch.equal(draw_next(logits, uniforms, top_p=0.9), expected)
+        assert draw_next(logits[:0], uniforms[:0], top_p=0.9).shape == (0,)

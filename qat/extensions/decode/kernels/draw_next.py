@@ -40,7 +40,8 @@ def draw_next(
 
     Token v is drawn if `sum(p[:v]) <= u < sum(p[:v + 1])`, with `p = softmax(logits /
     temperature)` restricted to the smallest set of most likely tokens that holds `top_p`; tokens
-    as likely as the least of that set belong to it. Temperature 0 takes the most likely token.
+    as likely as the least of that set belong to it. Temperature 0 takes the most likely token. A
+    row without a finite maximum has no distribution: some token is drawn, always one of the V.
 
     Args:
         logits: `(B, V)` float32.
@@ -57,10 +58,12 @@ def draw_next(
         ordered = masses.sort(-1, descending=True).values
         before = ordered.cumsum(-1) - ordered
         num_kept = (before < top_p * ordered.sum(-1, keepdim=True)).sum(-1, keepdim=True)
-        masses = masses.masked_fill(masses < ordered.gather(-1, num_kept - 1), 0.0)
+        least = ordered.gather(-1, (num_kept - 1).clamp_min(0))  # none is kept in a row of NaN
+        masses = masses.masked_fill(masses < least, 0.0)
     sums = masses.cumsum(-1)
     wanted = uniforms[:, None].clamp(max=MOST) * sums[:, -1:]
-    return torch.searchsorted(sums, wanted, right=True)[:, 0]
+    drawn = torch.searchsorted(sums, wanted, right=True)[:, 0]
+    return drawn.clamp(max=logits.shape[1] - 1)
 
 
 def _draw_by_kernel(logits: Tensor, uniforms: Tensor, sharpness: float, top_p: float) -> Tensor:
@@ -75,8 +78,8 @@ def _draw_by_kernel(logits: Tensor, uniforms: Tensor, sharpness: float, top_p: f
     room = torch.empty(B, size, device=logits.device)
     # V is not a constexpr: Triton 3.6 fails on a loop that it knows to run once
     _draw_kernel[(B,)](
-        out, logits.contiguous(), uniforms, room, torch.empty_like(room, dtype=torch.int32),
-        sharpness, top_p, lowest, V, size,
+        out, logits.contiguous(), uniforms.contiguous(), room,
+        torch.empty_like(room, dtype=torch.int32), sharpness, top_p, lowest, V, size,
         IS_CUT=top_p < 1, MOST=MOST, WAYS=WAYS, PASSES=PASSES,
         BLOCK=min(block, triton.next_power_of_2(V)), STAGES=stages, num_warps=warps,
     )  # fmt: skip
@@ -117,7 +120,8 @@ def _draw_kernel(
             bound = _bound(room, 0.0, 1.0, least, mass, count, WAYS, PASSES, BLOCK, STAGES)
             wanted = share * _mass(room, 0.0, 1.0, bound, count, BLOCK, STAGES)
             word = _inverted(room, 0.0, 1.0, bound, wanted, count, BLOCK)
-            word = tl.load(places + word)
+            # a row of NaN has no likely word, and no place was written
+            word = tl.load(places + word, mask=word < count, other=0)
         else:
             bound = _bound(logits, peak, sharpness, least, mass, V, WAYS, PASSES, BLOCK, STAGES)
             wanted = share * _mass(logits, peak, sharpness, bound, V, BLOCK, STAGES)
