@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from covering import covering
-from quantized import SPECS, e5m3_values, latent_linear, tiny_quantized
+from quantized import (
+    SPECS,
+    e5m3_values,
+    latent_linear,
+    tiny_adapted,
+    tiny_quantized,
+    with_adapter,
+)
 from safetensors.torch import load_file
 from tiny import ARCHITECTURES, IDS, edited, logits, tiny_model, tiny_tokenizer
 from torch import Tensor
@@ -74,14 +81,20 @@ def test_reloaded_logits_are_equal_for_every_architecture(variant, tmp_path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), covering(["lut4", "lut2_s8", "lut2_r4"], [torch.bfloat16, torch.float16])
+    ("make", "name", "dtype"),
+    [
+        (tiny_quantized, "lut4", torch.bfloat16),
+        (tiny_quantized, "lut2_s8", torch.float16),
+        (tiny_quantized, "lut2_r4", torch.bfloat16),
+        (tiny_adapted, "lut2", torch.float16),
+    ],
 )
-def test_loading_in_half_precision_rounds_no_quantizer_tensor(dtype, name, tmp_path) -> None:
-    model = tiny_quantized("llama", SPECS[name], mlp_bias=True)
+def test_loading_in_half_precision_rounds_no_quantizer_tensor(make, name, dtype, tmp_path) -> None:
+    model = make("llama", SPECS[name], mlp_bias=True)
     save_checkpoint(model, None, tmp_path / "out")
     loaded = load_checkpoint(tmp_path / "out", dtype)
     assert loaded.get_input_embeddings().weight.dtype == dtype
-    originals = quant_linears(model)
+    originals = quant_linears(load_checkpoint(tmp_path / "out"))
     for name, linear in quant_linears(loaded).items():
         assert linear.packed.dtype == torch.uint8
         assert linear.bias is None or linear.bias.dtype == dtype
@@ -93,17 +106,18 @@ def test_loading_in_half_precision_rounds_no_quantizer_tensor(dtype, name, tmp_p
 
 def test_latent_weights_are_saved_as_what_they_compute(tmp_path: Path) -> None:
     model = tiny_quantized("qwen3", SPECS["lut2"])
-    for name in linear_names(model)[::2]:
+    for number, name in enumerate(linear_names(model)[::2]):
         old = model.get_submodule(name)
         latent = latent_linear(old.out_features, old.in_features, SPECS["lut4"])
         with torch.no_grad():
             latent.codebook.copy_(latent.codebook.flip(0))  # as training may leave it
-        replace_module(model, name, latent)
+        replace_module(model, name, with_adapter(latent, rank=5) if number % 2 else latent)
     save_checkpoint(model, None, tmp_path / "out")
     loaded = load_checkpoint(tmp_path / "out")
     assert torch.equal(logits(loaded), logits(model))
-    for linear in quant_linears(loaded).values():
+    for name, linear in quant_linears(loaded).items():
         assert torch.equal(linear.codebook, linear.codebook.sort().values)
+        assert linear.lora_rank == model.get_submodule(name).lora_rank
     assert not any(
         key.endswith("proj.weight") for key in load_file(tmp_path / "out/model.safetensors")
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from covering import covering
-from quantized import SPECS, latent_linear, tiny_adapted, tiny_quantized, with_adapter
+from quantized import SPECS, tiny_adapted, tiny_quantized
 from safetensors.torch import load_file
 from tiny import ARCHITECTURES, edited, logits
 from torch import Tensor
@@ -23,7 +23,6 @@ from qat.models.cost import (
 )
 from qat.models.directory import CHECKSUMS
 from qat.nn.quant_linear import quant_linears
-from qat.nn.swap import linear_names, replace_module
 
 NAME = "model.layers.0.mlp.down_proj"
 
@@ -57,28 +56,6 @@ def test_reloaded_logits_are_equal(architecture: str, spec: str, tmp_path: Path)
     assert {m.lora_rank for m in quant_linears(loaded).values()} == {3}
     plain = tiny_quantized(architecture, SPECS[spec])
     assert not torch.equal(logits(plain), logits(model))
-
-
-def test_latent_weights_are_saved_with_their_adapters(tmp_path: Path) -> None:
-    model = tiny_quantized("qwen3", SPECS["lut2"])
-    for name in linear_names(model)[::2]:
-        old = model.get_submodule(name)
-        latent = latent_linear(old.out_features, old.in_features, SPECS["lut2"])
-        replace_module(model, name, with_adapter(latent, rank=5))
-    save_checkpoint(model, None, tmp_path / "out")
-    loaded = load_checkpoint(tmp_path / "out")
-    assert torch.equal(logits(loaded), logits(model))
-    assert [m.lora_rank for m in quant_linears(loaded).values()] == [5, 0] * 7
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_loading_in_half_precision_rounds_no_factor(dtype: torch.dtype, saved: Path) -> None:
-    full, half = load_checkpoint(saved), load_checkpoint(saved, dtype)
-    for one, two in zip(quant_linears(full).values(), quant_linears(half).values(), strict=True):
-        for name, factor in two.lora_parameters().items():
-            assert factor.dtype == torch.float32
-            assert torch.equal(factor, one.lora_parameters()[name])
-    assert half.get_input_embeddings().weight.dtype == dtype
 
 
 def test_only_adapters_add_to_the_format(saved: Path, tmp_path: Path) -> None:
