@@ -4,7 +4,6 @@ import pytest
 
 from qat.bench.config import BenchConfig, parse_gib, parse_sizes
 from qat.errors import ConfigError
-from qat.train.config import StepConfig, TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -34,8 +33,3 @@ def test_sizes_without_sense_are_refused() -> None:
         for text in texts:
             with pytest.raises(ConfigError, match=f"{name}='{text}': expected"):
                 BenchConfig.parse({name: text}, "flags")
-
-
-def test_a_bench_takes_the_settings_of_a_training_step() -> None:
-    shared = StepConfig.model_fields.keys()
-    assert shared <= BenchConfig.model_fields.keys() and shared <= TrainConfig.model_fields.keys()

@@ -23,7 +23,6 @@ from qat.data.codec import (
     top_k,
     uniforms,
     unpack_bits,
-    unpack_flags,
 )
 
 S = 5
@@ -55,11 +54,6 @@ def test_bits_round_trip_at_every_width(bits: int) -> None:
         found = unpack_bits(packed, bits, count)
         assert torch.equal(found.long(), values)
         assert found.dtype.itemsize * 8 > bits
-
-
-def test_flags_are_integers_of_one_bit() -> None:
-    values = torch.randint(0, 2, (3, 13))
-    assert torch.equal(unpack_flags(pack_bits(values, 1), 13), values.bool())
 
 
 def test_bits_are_laid_least_significant_first() -> None:

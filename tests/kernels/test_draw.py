@@ -50,16 +50,6 @@ def test_a_count_is_n_p_rounded_down_or_up(n: int, scale: float) -> None:
         assert (counts <= (expected + slack).ceil()).all()
 
 
-@pytest.mark.parametrize("V", [3, 300])
-def test_cached_random_numbers_give_the_distribution(V: int) -> None:
-    logits = (3 * torch.randn(V)).expand(1000, V)
-    counts = counts_of(drawn(logits, 50), V)
-    expected = 50 * torch.softmax(logits[0].double(), 0)
-    share = expected % 1
-    deviation = (share * (1 - share) / 1000).sqrt()
-    assert ((counts.mean(0) - expected).abs() <= 5 * deviation + 1e-3).all()
-
-
 def test_rare_blocks_draw_all_of_their_tokens() -> None:
     """A block that is worth a few units of 2^-40 still tells its tokens apart."""
     row = torch.full((4 * BLOCK,), -torch.inf)

@@ -81,16 +81,6 @@ def test_kinds_are_found_by_name(spec: str, per_linear: set[str]) -> None:
     assert set(learnable(model, names, ("norms",))) == {"norms"}
 
 
-def test_an_empty_scope() -> None:
-    model = student(latent=False)
-    for name in weights_in_scope(model, "attention"):
-        linear = model.get_submodule(name)
-        replace_module(model, name, torch.nn.Linear(linear.in_features, linear.out_features))
-    message = "no quantized linears in scope attention; quantize it first with 'qat convert' or"
-    with pytest.raises(ConfigError, match=message):
-        weights_in_scope(model, "attention")
-
-
 @pytest.mark.parametrize(
     ("spec", "latent", "kind"),
     [
