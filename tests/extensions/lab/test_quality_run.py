@@ -169,41 +169,29 @@ def test_what_is_finished_is_kept(place: Path, monkeypatch, capsys) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
-def test_a_job_that_was_stopped_goes_on(place: Path, monkeypatch) -> None:
-    from qat.extensions.lab.quality import job as students
-
-    write({"name": "a"})
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(students, "heartbeat_facts", stop)
-        assert call(patch) == 130
-    (stage,) = Path("out/runs").glob("a-s0-*/stage1")
-    metrics = (stage / "metrics.jsonl").read_bytes()
-    assert call(monkeypatch) == 0
-    assert (stage / "metrics.jsonl").read_bytes() == metrics  # trained once
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("undrawn")
-def test_a_job_that_was_stopped_before_its_first_checkpoint_begins_anew(
-    place: Path, monkeypatch
+@pytest.mark.parametrize(
+    ("where", "is_saved"),
+    [
+        ("qat.extensions.lab.quality.job.heartbeat_facts", True),
+        ("qat.train.saver.Saver.save", False),  # it begins anew
+    ],
+)
+def test_a_job_that_was_stopped_goes_on(
+    place: Path, monkeypatch, where: str, is_saved: bool
 ) -> None:
-    from qat.train.saver import Saver
-
     write({"name": "a"}, max_steps=2)
 
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Saver, "save", stop)
+        patch.setattr(where, stop)
         assert call(patch) == 130
     (stage,) = Path("out/runs").glob("a-s0-*/stage1")
-    assert read_json_lines(stage / "metrics.jsonl") and not (stage / "latest").exists()
+    metrics = (stage / "metrics.jsonl").read_bytes()
+    assert metrics and (stage / "latest").exists() == is_saved
     assert call(monkeypatch) == 0
+    assert not is_saved or (stage / "metrics.jsonl").read_bytes() == metrics  # trained once
     assert {row["recipe"] for row in read_json_lines(Path("out/results.jsonl"))} == {"teacher", "a"}
 
 
