@@ -19,6 +19,7 @@ PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 ASKED_FOR_FIRST = {
     "qat.extensions.lab.tpu_plan.xla",
     "qat.extensions.targets.coreml_program",
+    "qat.extensions.targets.onnx_program",
     "qat.extensions.vllm.plugin",
 }
 """Modules that import an extra's package, which who imports them has asked for."""

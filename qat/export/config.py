@@ -16,6 +16,7 @@ TargetName = Literal[
     "gguf",
     "torchao",
     "executorch",
+    "onnx",
     "anemll",
 ]
 """The forms that a student can be exported to; `qat.export.targets` lists their modules."""
@@ -30,6 +31,7 @@ LIBRARIES: dict[TargetName, tuple[str, str]] = {
     "gguf": ("gguf", "ship"),
     "torchao": ("torchao", "adam8bit"),
     "executorch": ("executorch.runtime", "executorch"),
+    "onnx": ("onnxruntime", "onnx"),
 }
 """The library that writes and reads back the files of a target, and the extra that installs it."""
 

@@ -51,7 +51,7 @@ from qat.quant.spec import LutSpec
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = {".safetensors", ".gguf", ".bin", ".pt", ".pte"}
+WEIGHTS = {".safetensors", ".gguf", ".bin", ".pt", ".pte", ".data"}
 """Suffixes of files that hold weights."""
 UNREADABLE = (OSError, ValueError, RuntimeError, LookupError, SafetensorError)
 """Errors that libraries raise for files that they cannot read."""

@@ -76,9 +76,9 @@ def students(tmp_path_factory: pytest.TempPathFactory) -> dict[TargetName, Path]
     """A checkpoint converted for each target."""
     place = tmp_path_factory.mktemp("students")
     torch.set_num_threads(1)
-    for to in (*SHIPPED, "executorch"):
+    for to in (*SHIPPED, "executorch", "onnx"):
         save_checkpoint(mixed(to), tiny_tokenizer(), place / to)
-    return {to: place / to for to in (*SHIPPED, "executorch")}
+    return {to: place / to for to in (*SHIPPED, "executorch", "onnx")}
 
 
 def library(to: TargetName) -> None:
@@ -119,7 +119,7 @@ LEARNED = {
 }
 ANY_LEVELS = ("levels", "pairs", "fours")
 HELD = dict.fromkeys(("packed", "dense", "coreml"), ANY_LEVELS)
-HELD |= {"mlx": ("even",), "gguf": ("integers",)}
+HELD |= {"mlx": ("even",), "onnx": ("even",), "gguf": ("integers",)}
 
 
 @pytest.mark.slow
@@ -630,6 +630,7 @@ def test_a_checkpoint_says_where_it_goes_without_its_weights(students, tmp_path)
         "gguf": lut,
         "torchao": lut,
         "executorch": lut,
+        "onnx": lut,
         "nvfp4": lut,
         "modelopt": lut,
     }
@@ -1011,6 +1012,7 @@ def test_weights_that_are_not_those_of_linears_stay_packed_or_dense(tmp_path, fa
 
 EXTRAS = (
     "coremltools", "gguf", "mlx", "mlx_lm", "compressed_tensors", "torchao", "executorch", "peft",
+    "onnx", "onnxruntime",
 )  # fmt: skip
 
 
