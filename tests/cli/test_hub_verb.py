@@ -125,7 +125,6 @@ def test_mistakes_are_one_line(monkeypatch, capsys) -> None:
         (("pull", "L64", "--drive", "nowhere"), "Drive is not mounted at nowhere"),
         (("add", "tiny", "--kind", "cache", "--mirror", "x"), "in the registry already"),
         (("add", "x", "--kind", "cache", "--mirror", "ftp://x"), "starts with none of"),
-        (("unpack", "nowhere.tgz", "--out", "x"), "nowhere.tgz is not there"),
         (("push", ".", "nowhere"), "expected a folder"),
     ):
         assert call(monkeypatch, *tokens) == 1

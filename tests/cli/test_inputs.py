@@ -52,6 +52,7 @@ WRONG = [
     (f"convert {MODEL} --to q2a4 --calibration none.txt --out {{tmp}}/c", "none.txt is no file"),
     ("eval none --text {file}", "none does not exist"),
     (f"eval {MODEL}", "neither a cache nor a text nor tasks"),
+    (f"eval {MODEL} --suite humanevl --out {{tmp}}/s", "did you mean humaneval?"),
     (f"eval {MODEL} --text none.txt", "none.txt is not there, expected a text file"),
     (f"eval {MODEL} --text {{tmp}}", "is a directory, expected a text file"),
     ("export none --to gguf --out {tmp}/e", "none does not exist"),

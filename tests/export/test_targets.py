@@ -280,29 +280,18 @@ def test_blocks_of_gguf_hold_our_weights(kind: str, codebook: str, bits: int, si
     assert torch.equal(torch.from_numpy(dequantize(blocks, kind)), linear.quantized_weight())
 
 
-def test_a_block_of_q1_0_is_as_ggml_defines_it() -> None:
-    spec = LutSpec(bits=1, codebook="seq", group_size=128, scale_bits=16)
+@pytest.mark.parametrize(("codebook", "bits"), [("seq", 1), ("int", 2), ("ternary", 2)])
+def test_a_block_of_q1_0_or_q2_0_is_as_ggml_defines_it(codebook: str, bits: int) -> None:
+    spec = LutSpec(bits=bits, codebook=codebook, group_size=128 // bits, scale_bits=16)
     linear = frozen_linear(3, 256, spec)
     blocks = gguf.to_blocks("it", shared.affine(linear), spec)
-    assert blocks.shape == (3, 2 * 18)  # 1.125 bits a weight
+    assert blocks.shape == (3, 256 * bits // 128 * 18)  # 1.125 or 2.25 bits a weight
     expected = []
     for block in blocks.reshape(-1, 18).numpy():
         scale = float(block[:2].view(np.float16)[0])
-        expected += [scale if block[2 + i // 8] >> i % 8 & 1 else -scale for i in range(128)]
+        codes = [block[2 + i * bits // 8] >> i * bits % 8 & 2**bits - 1 for i in range(128 // bits)]
+        expected += [scale * (2 * int(c) - 1 if bits == 1 else int(c) - 1) for c in codes]
     assert torch.equal(torch.tensor(expected).view(3, 256), linear.quantized_weight())
-
-
-@pytest.mark.parametrize("codebook", ["int", "ternary"])
-def test_a_block_of_q2_0_is_as_ggml_defines_it(codebook: str) -> None:
-    spec = LutSpec(bits=2, codebook=codebook, group_size=64, scale_bits=8)
-    linear = frozen_linear(3, 128, spec)
-    blocks = gguf.to_blocks("it", shared.affine(linear), spec)
-    assert blocks.shape == (3, 2 * 18)  # 2.25 bits a weight
-    expected = []
-    for block in blocks.reshape(-1, 18).numpy():
-        scale = float(block[:2].view(np.float16)[0])
-        expected += [scale * ((int(block[2 + i // 4]) >> 2 * (i % 4) & 3) - 1) for i in range(64)]
-    assert torch.equal(torch.tensor(expected).view(3, 128), linear.quantized_weight())
 
 
 @pytest.mark.parametrize(
