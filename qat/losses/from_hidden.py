@@ -98,7 +98,7 @@ class _LossInForward(torch.autograd.Function):
                 part = task.add_chunk(rows, hidden[rows].to(dtype), task.head, into)
                 sums = {name: total + part[name] for name, total in sums.items()}
         ctx.save_for_backward(gradients.hidden)
-        ctx.head, ctx.of_head = task.head, gradients.head
+        ctx.head, ctx.of_head, ctx.has_run = task.head, gradients.head, False
         by_name = [sums[name] for name in task.terms]
         ctx.mark_non_differentiable(*by_name)
         return sums["loss"], *by_name
@@ -106,6 +106,9 @@ class _LossInForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_total: Tensor, *_: Tensor) -> tuple:  # noqa: ANN401
+        if ctx.has_run:  # the gradients are used up
+            raise RuntimeError("the backward pass of a loss may run once; compute the loss again")
+        ctx.has_run = True
         (of_hidden,) = ctx.saved_tensors
         of_head: tuple[Tensor | None, ...] = (None, None)
         if ctx.of_head is not None:

@@ -308,10 +308,15 @@ def test_the_factor_of_backward_is_not_rounded() -> None:
     assert torch.equal(scaled, (plain.float() * factor).bfloat16())
 
 
-def test_backward_runs_once() -> None:
-    loss = loss_from_hidden(*parts(), TERMS)["loss"]
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_backward_runs_once(index: int) -> None:
+    """Whichever gradient there is; a head's alone, for example, is not silently zero."""
+    hidden, head, targets = parts(kind="bias")
+    for other, tensor in enumerate(learnable(hidden, head)):
+        tensor.requires_grad_(other == index)
+    loss = loss_from_hidden(hidden, head, targets, TERMS)["loss"]
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="may run once"):
         loss.backward()
 
 
