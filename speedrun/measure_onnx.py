@@ -44,7 +44,7 @@ def main(
     """Print and record the figures of each NAME=STUDENT, a packed checkpoint.
 
     Args:
-        students: packed checkpoints, each with a name for its figures.
+        students: packed checkpoints, each with what its figures' names end with, or nothing.
         text: where the tokens come from.
         sequences: rows of tokens.
         length: tokens in a row.
@@ -64,7 +64,7 @@ def measure(name: str, student: str, model, ids: Tensor, place: Path, figures: P
 
     def keep(figure: str, value: float, unit: str, goal: str, **more: object) -> None:
         print(f"{name}: {figure} {value:.6g} {unit}")
-        record(figures, f"{figure}_{name}", value, unit, goal, **more)
+        record(figures, "_".join(filter(None, (figure, name))), value, unit, goal, **more)
 
     def export(to: str) -> Path:
         run_verb(["export", student, "--to", to, "--dtype", "fp32", "--out", f"{place}/{to}"])
