@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from onnx import ModelProto, TensorProto, ValueInfoProto, helper
+from onnx import TensorProto, ValueInfoProto, helper
 from onnx.external_data_helper import set_external_data
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from qat.extensions.targets.onnx import codes_of
+from qat.extensions.targets.onnx import FLOAT_INPUTS, Codes, codes_of
 from qat.models.stored_state import narrowed, quantized_modules
 from qat.nn.lut_embedding import TiedLutHead
 from qat.nn.quant_weight import QuantWeight
@@ -34,7 +34,6 @@ ROWS_AT_ONCE = 128
 TABLE = "model.embed_tokens"
 PAST, PRESENT = "past_key_values.{}.{}", "present.{}.{}"
 CACHED = ("key", "value")
-PRODUCT = "MatMulNBits"
 TYPES = {
     torch.uint8: TensorProto.UINT8,
     torch.float32: TensorProto.FLOAT,
@@ -109,9 +108,10 @@ class _Graph:
 class _Decoder:
     """The parts of a model as nodes of a graph."""
 
-    def __init__(self, graph: _Graph, model: PreTrainedModel) -> None:
-        self.graph, self.model, self.modules = graph, model, quantized_modules(model)
-        self.codes = {name: codes_of(name, module) for name, module in self.modules.items()}
+    def __init__(
+        self, graph: _Graph, model: PreTrainedModel, codes: Mapping[str, Codes], level: int
+    ) -> None:
+        self.graph, self.model, self.codes, self.level = graph, model, codes, level
         self.lengths, self.angles = _lengths(graph), _angles(graph, model)
 
     def build(self) -> None:
@@ -154,7 +154,7 @@ class _Decoder:
     def linear(self, x: str, name: str, outputs: Sequence[str] = ()) -> str:
         """Add the product of the linear or head called `name`; return its output."""
         module = self.model.get_submodule(name)
-        if isinstance(module, TiedLutHead) or name in self.modules:
+        if isinstance(module, TiedLutHead) or name in self.codes:
             return self._product(x, name, module, outputs)
         stored = TABLE if module.weight is self.model.get_input_embeddings().weight else name
         weight = self.graph.floats(f"{stored}.weight", module.weight)
@@ -192,17 +192,20 @@ class _Decoder:
         found, graph = self.codes[stored], self.graph
         O, G = found.scales.shape
         more = -O % ROWS_AT_ONCE if found.has_half else 0  # rows of zeros
-        N, bias, half = O + more, "", ""
+        N, bias, zero = O + more, "", ""
         codes = graph.stored(f"{stored}.codes", pad(found.packed, (0, 0, 0, more)))
         blocks = graph.reshaped(f"{stored}.blocks", codes, N, G, found.packed.shape[1] // G)
         scales = graph.floats(f"{stored}.scales", pad(found.scales, (0, 0, 0, more)))
-        if found.has_half:
-            half = graph.stored(f"half.{N}.{G}", torch.full((N, G), found.zero))
+        # without it, what rounds nothing would take seven times as long with 2 bits
+        if found.has_half or (found.bits == 2 and self.level == FLOAT_INPUTS):
+            value = helper.make_tensor("zero", TensorProto.FLOAT, [1], [found.zero])
+            zero = graph.op("ConstantOfShape", graph.integers(N, G), value=value)
         if module.bias is not None:
             bias = graph.floats(f"{name}.bias", pad(module.bias, (0, more)))
         form = {"K": G * found.block, "N": N, "bits": found.bits, "block_size": found.block}
-        given, own = (x, blocks, scales, half, "", bias), () if more else outputs
-        product = graph.own_op(PRODUCT, *given, outputs=own, **form)
+        form["accuracy_level"] = self.level
+        given, own = (x, blocks, scales, zero, "", bias), () if more else outputs
+        product = graph.own_op("MatMulNBits", *given, outputs=own, **form)
         if not more:
             return product
         ends = graph.integers(0), graph.integers(O), graph.integers(-1)
@@ -211,26 +214,18 @@ class _Decoder:
 
 def save(model: PreTrainedModel, programs: Mapping[Path, int], data: Path) -> None:
     """Write programs of a decoder by their `accuracy_level`, and what they read to `data`."""
+    codes = {name: codes_of(name, module) for name, module in quantized_modules(model).items()}
+    opsets = [helper.make_opsetid(domain, version) for domain, version in OPSETS.items()]
+    inputs, outputs = _signature(model)
     with data.open("wb") as opened:
         graph = _Graph(opened, data.name)
-        _Decoder(graph, model).build()
-    inputs, outputs = _signature(model)
-    tensors = [*graph.tensors.values()]
-    body = helper.make_graph(graph.nodes, "decoder", inputs, outputs, tensors)
-    opsets = [helper.make_opsetid(domain, version) for domain, version in OPSETS.items()]
-    made = helper.make_model(body, opset_imports=opsets, ir_version=IR_VERSION)
-    for program, level in programs.items():
-        program.write_bytes(_with_level(made, level).SerializeToString())
-
-
-def _with_level(program: ModelProto, level: int) -> ModelProto:
-    """Return a program whose quantized products have an `accuracy_level`."""
-    found = ModelProto()
-    found.CopyFrom(program)
-    for node in found.graph.node:
-        if node.op_type == PRODUCT:
-            node.attribute.append(helper.make_attribute("accuracy_level", level))
-    return found
+        for program, level in programs.items():
+            graph.nodes = []
+            _Decoder(graph, model, codes, level).build()
+            parts = graph.nodes, "decoder", inputs, outputs, [*graph.tensors.values()]
+            body = helper.make_graph(*parts)
+            made = helper.make_model(body, opset_imports=opsets, ir_version=IR_VERSION)
+            program.write_bytes(made.SerializeToString())
 
 
 def _signature(model: PreTrainedModel) -> tuple[list[ValueInfoProto], list[ValueInfoProto]]:
