@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qat.backend.device import on
 from qat.kernels.dispatch import tl, triton, use_triton
 
 MAX_TILE = 128
-"""The longest sequence of one tile; backward then uses 164 kB of shared memory (`tile_bytes`)."""
+"""The longest sequence of one tile; backward uses up to 197 kB of shared memory (`tile_bytes`)."""
 
 
 def fits_tile(query: Tensor, value: Tensor) -> bool:
@@ -31,13 +32,23 @@ def fits_tile(query: Tensor, value: Tensor) -> bool:
 
 
 def tile_bytes(length: int, width: int) -> int:
-    """Return the bytes of shared memory that backward uses for this length and head width.
+    """Return the bytes of shared memory that backward uses at most for this length and head width.
 
-    These are four tiles of heads and one of weights, in half precision; a T4 or a GeForce card may
-    not have as much.
+    These are five tiles of heads and one of weights, in half precision; a GeForce card may not have
+    as much. Hopper needs one tile of heads less from 64 positions on.
     """
     tile = max(16, 1 << (length - 1).bit_length())  # `tl.dot` takes at least 16
-    return 2 * (4 * tile * width + tile * tile)
+    return 2 * (5 * tile * width + tile * tile)
+
+
+def has_room(length: int, width: int, device: torch.device) -> bool:
+    """Return whether a tile of this length and head width fits in the device's shared memory.
+
+    Before Ampere, Triton (3.7) has no products on tensor cores and widens their factors in shared
+    memory: on a T4, backward at 64 x 64 would take twice `tile_bytes`, and spill 3 KB a thread.
+    """
+    gpu = on(device)
+    return gpu.has_bf16() and tile_bytes(length, width) <= gpu.shared_memory_bytes()
 
 
 def document_mask(positions: Tensor) -> Tensor:

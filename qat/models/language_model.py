@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qat.backend.device import on
-from qat.kernels.attention import document_mask, fits_tile, tile_bytes
+from qat.kernels.attention import document_mask, fits_tile, has_room
 from qat.kernels.head import Head
 from qat.models.attention import is_all_sparse, sparse_attention
 from qat.models.document_attention import use_packed_attention
@@ -162,8 +161,7 @@ class LanguageModel:
 
     def _tile_fits(self, position_ids: Tensor) -> bool:
         """Return whether the tile of such sequences fits in the device's shared memory."""
-        room = on(position_ids.device).shared_memory_bytes()
-        return tile_bytes(position_ids.shape[1], self._head_width()) <= room
+        return has_room(position_ids.shape[1], self._head_width(), position_ids.device)
 
     def _head_width(self) -> int:
         return head_dim(layer_config(self.config, 0))

@@ -6,7 +6,8 @@ from three_way import assert_no_worse_than_eager
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.kernels.attention import packed_attention, tile_bytes
+from qat.backend.cuda import CudaBackend
+from qat.kernels.attention import has_room, packed_attention, tile_bytes
 
 SHAPES = [(2, 4, 2, 64, 32), (1, 2, 2, 17, 16), (3, 6, 2, 100, 32), (2, 2, 1, 1, 16)]
 
@@ -40,10 +41,23 @@ def test_reference_is_causal_attention_document_by_document(shape) -> None:
     torch.testing.assert_close(actual, expected.transpose(1, 2))
 
 
-def test_the_tile_of_a_long_sequence_is_too_large_for_small_cards() -> None:
-    t4, geforce, h200 = 65_536, 101_376, 232_448
-    assert tile_bytes(64, 64) <= t4 < tile_bytes(64, 128) == 73_728 <= geforce
-    assert geforce < tile_bytes(100, 128) == tile_bytes(128, 128) == 163_840 <= h200
+@pytest.mark.parametrize(
+    ("shared_bytes", "is_ampere", "fits"),
+    [
+        (65_536, False, (False, False, False)),  # a T4, whose products take more memory
+        (101_376, True, (True, True, False)),  # a GeForce card
+        (166_912, True, (True, True, False)),  # an A100
+        (232_448, True, (True, True, True)),  # an H200
+    ],
+)
+def test_a_long_tile_is_too_large_for_small_cards(
+    shared_bytes: int, is_ampere: bool, fits: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(CudaBackend, "has_bf16", lambda backend: is_ampere)
+    monkeypatch.setattr(CudaBackend, "shared_memory_bytes", lambda backend: shared_bytes)
+    assert (has_room(64, 64, gpu), has_room(64, 128, gpu), has_room(100, 128, gpu)) == fits
+    assert tile_bytes(64, 128) == 90_112 and tile_bytes(100, 128) == tile_bytes(128, 128)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
