@@ -7,6 +7,8 @@ from three_way import assert_no_worse_than_eager
 from torch import Tensor
 from torch.nn import functional as F
 
+from qat.backend.cuda import CudaBackend
+from qat.extensions.decode.kernels import slot_attention as module
 from qat.extensions.decode.kernels.cache import EVERY, Angles, Cache, Scoring
 from qat.extensions.decode.kernels.slot_attention import place_heads, slot_attention
 from qat.kernels.dispatch import computing_by
@@ -24,6 +26,18 @@ def turned(x: Tensor, gain: Tensor | None, angles: Angles, positions: Tensor) ->
         x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gain
     flipped = torch.cat([-x[..., D // 2 :], x[..., : D // 2]], -1)
     return x * angles.cos[positions, None] + flipped * angles.sin[positions, None]
+
+
+@pytest.mark.parametrize(
+    ("kib", "width", "size", "positions"),
+    [(227, 256, 2, 64), (163, 256, 4, 32), (99, 128, 2, 64), (99, 256, 2, 32), (64, 256, 4, 16)],
+)
+def test_a_tile_of_wide_heads_fits_in_shared_memory(
+    kib: int, width: int, size: int, positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaBackend, "shared_memory_bytes", lambda backend: kib * 1024)
+    assert module._tile(16, width, size, torch.device("cuda")) == positions
+    assert module._tile(16, width, size, torch.device("cpu")) == 128 // size
 
 
 @pytest.mark.parametrize(("heads", "has_norms"), covering(HEADS, [True, False]))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qat.backend.device import on
 from qat.extensions.decode.kernels.cache import (
     EVERY,
     Angles,
@@ -31,7 +32,10 @@ from qat.extensions.decode.kernels.packed_attention import LOG2_E, is_read_packe
 from qat.kernels.dispatch import tl, triton, use_triton
 
 TILE, WARPS, STAGES = 64, 4, 3
-"""Positions of 16-bit numbers that a program reads at a time, its warps, and its prefetch depth."""
+"""Positions of 16-bit numbers that a program reads at a time, its warps, and its prefetch depth.
+
+Fewer positions where shared memory is short (`_tile`).
+"""
 LEAST = 16
 """The fewest rows and columns that `tl.dot` takes."""
 
@@ -179,14 +183,28 @@ def _attend_by_kernel(
         out = out if order == 1 else empty_inputs(B, H * D, order, query.device)
         return packed_attention(out, query, cache, positions, scaling, order=order)
     tensors, kept = cache.for_kernel()
-    tile = TILE * 2 // query.element_size()  # the same bytes of shared memory in float32
+    rows = max(triton.next_power_of_2(H // J), LEAST)
+    tile = _tile(rows, max(D, LEAST), query.element_size(), query.device)
     _attend_kernel[(B * J,)](
         out, query, *tensors, positions.expand(B).contiguous(), N,
         scaling * LOG2_E,  # exp2 is used
-        H=H, J=J, D=D, WIDTH=max(D, LEAST), ROWS=max(triton.next_power_of_2(H // J), LEAST),
-        TILE=tile, STAGES=STAGES, **kept, num_warps=WARPS,
+        H=H, J=J, D=D, WIDTH=max(D, LEAST), ROWS=rows, TILE=tile, STAGES=STAGES, **kept,
+        num_warps=WARPS,
     )  # fmt: skip
     return out if order == 1 else spread(out, order)
+
+
+def _tile(rows: int, width: int, size: int, device: torch.device) -> int:
+    """Return the positions that a program reads at a time, for heads with numbers of `size` bytes.
+
+    Shared memory holds two tiles of keys and values, the queries, and the weights of one tile: for
+    heads of 256 numbers more than a T4 or a GeForce card has, if tiles are not made smaller.
+    """
+    room, tile = on(device).shared_memory_bytes(), TILE * 2 // size
+    held = (STAGES - 1) * 2 * width + rows  # of one position
+    while room and tile > LEAST and size * (tile * held + rows * width) > room:
+        tile //= 2
+    return tile
 
 
 @triton.jit
