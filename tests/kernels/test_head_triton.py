@@ -33,6 +33,8 @@ SHAPES = {
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernels, "TILE_TOKENS", 2)
     monkeypatch.setattr(kernels, "TILE_WORDS", 128)
+    monkeypatch.setattr(kernels, "KEPT_WORDS", 128)
+    monkeypatch.setattr(kernels, "FEWEST_KEPT", 2)
     with computing_by(kernel=True):  # float64 is left to plain PyTorch
         yield
 
@@ -184,8 +186,7 @@ def test_losses_and_all_gradients(kind: str, terms: dict[str, float]) -> None:
     ("shape", "kind", "reads_others"),
     [*covering(SHAPES, HEADS, [True, False]), ("odd", "softcap", True), ("all", "bias", True)],
 )
-def test_head_gradient(shape: str, kind: str, reads_others: bool, monkeypatch) -> None:
-    monkeypatch.setattr(kernels, "KEPT_WORDS", 128)
+def test_head_gradient(shape: str, kind: str, reads_others: bool) -> None:
     exact = head_case(kind, **SHAPES[shape])
     T, N = exact.ids.shape
     ids = torch.where(torch.arange(N) == N - 1, exact.ids[:, :1], exact.ids)  # a word named twice

@@ -104,10 +104,10 @@ NAMED = [(way, name) for way, names in (("cache", ON_CACHE), ("teacher", WITH_TE
 
 
 def assert_textbook(way: Way, case: tuple, terms: dict[str, float], **settings: float) -> None:
-    """Values and all gradients are the textbook's; only that of `"loss"` exists."""
+    """Values and all gradients that are required are the textbook's; only `"loss"` has any."""
     actual, expected = (each(*case, terms, **settings) for each in (way.loss, way.textbook))
     torch.testing.assert_close(actual, expected)
-    wanted = learnable(*case[:2])
+    wanted = [tensor for tensor in learnable(*case[:2]) if tensor.requires_grad]
     found = torch.autograd.grad(3.0 * actual["loss"], wanted)
     torch.testing.assert_close(found, torch.autograd.grad(3.0 * expected["loss"], wanted))
     assert not any(actual[name].requires_grad for name in terms)
@@ -123,15 +123,20 @@ def test_equals_the_textbook(way: str, name: str, kind: str) -> None:
         assert_textbook(each, parts(kind=kind, top_k=V), terms, temperature=2.0)
 
 
+@pytest.mark.parametrize("learns", [True, False])
 @pytest.mark.parametrize("size", [1, 4, T])
 @pytest.mark.parametrize("way", WAYS)
-def test_chunks_and_blocks_change_nothing(way: str, size: int, monkeypatch) -> None:
+def test_chunks_and_blocks_change_nothing(way: str, size: int, learns: bool, monkeypatch) -> None:
+    """Those of a head that learns are of as many tokens as a block."""
     monkeypatch.setattr(from_hidden, "CHUNK_TOKENS", size)
     monkeypatch.setattr(from_teacher, "CHUNK_LOGITS", size * V)
     monkeypatch.setattr(qat.kernels.head, "BLOCK_TOKENS", 3)
     monkeypatch.setattr(qat.kernels.head, "BLOCK_WORDS", size)
     monkeypatch.setattr(qat.kernels.head, "TILE_TOKENS", 2)
-    assert_textbook(WAYS[way], WAYS[way].parts(kind="bias"), WAYS[way].terms)
+    case = WAYS[way].parts(kind="bias")
+    for tensor in (case[1].weight, case[1].bias):
+        tensor.requires_grad_(learns)
+    assert_textbook(WAYS[way], case, WAYS[way].terms)
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
@@ -166,15 +171,24 @@ class Shapes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("way", "terms", "most_rows"),
-    [("cache", TERMS, 4), ("cache", {"candidates": 1.0}, 0), ("teacher", {"kl": 1.0}, 8)],
+    ("way", "terms", "learns", "most_rows"),
+    [
+        ("cache", TERMS, False, 4),
+        ("cache", TERMS, True, 4),
+        ("cache", {"candidates": 1.0}, False, 0),
+        ("cache", {"candidates": 1.0}, True, 4),
+        ("teacher", {"kl": 1.0}, False, 8),
+        ("teacher", {"kl": 1.0}, True, 8),
+    ],
 )
-def test_all_logits_never_exist(way: str, terms: dict, most_rows: int, monkeypatch) -> None:
+def test_all_logits_never_exist(
+    way: str, terms: dict, learns: bool, most_rows: int, monkeypatch
+) -> None:
     hidden, head, targets = WAYS[way].parts()
     if way == "cache":
         few = {name: getattr(targets, name)[:, :3] for name in ("sample_ids", "sample_counts")}
         targets = targets._replace(**few)
-    head.weight.requires_grad_(False)
+    head.weight.requires_grad_(learns)
     monkeypatch.setattr(qat.kernels.head, "BLOCK_TOKENS", 4)
     monkeypatch.setattr(from_teacher, "CHUNK_LOGITS", 8 * V)
     with Shapes() as shapes:
