@@ -94,3 +94,29 @@ def test_lists_longer_than_a_chunk_are_added_up(monkeypatch: pytest.MonkeyPatch)
     theirs = results(inputs, config, lambda i: reference.attend(i, selection, config))
     for found, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("held", "launched"), [(128, [128]), (40, [128, 64, 32]), (8, None)])
+def test_backward_takes_as_many_rows_as_a_gpu_holds(
+    held: int, launched: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(gather, "_ROWS", {})
+    asked = []
+
+    def launch(ROWS: int, **_: int) -> None:
+        asked.append(ROWS)
+        if held < ROWS:
+            raise triton.OutOfResources(ROWS, held, "shared memory")
+
+    def run() -> None:
+        gather._launch_in_room(launch, {"G": 2, "ROWS": 128}, torch.device("cpu"))
+
+    if launched is None:
+        with pytest.raises(triton.OutOfResources):
+            run()
+        assert asked[-1] == gather.LEAST
+        return
+    run()
+    run()
+    assert asked == [*launched, launched[-1]]  # what was too large is not asked for again

@@ -1,6 +1,7 @@
 """The choice of a backend, its messages, and the agreement of all routes."""
 
 import logging
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -73,21 +74,40 @@ def test_a_pinned_backend_that_cannot_says_which_can(name: str) -> None:
         choose(NSAConfig(backend=name), 100)
 
 
+class Gpu(NamedTuple):
+    """What a backend says of its GPU."""
+
+    shared_bytes: int
+    is_ampere: bool = True
+
+    def has_bf16(self) -> bool:
+        return self.is_ampere
+
+    def shared_memory_bytes(self) -> int:
+        return self.shared_bytes
+
+
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A device that all kernels are there for, though none runs."""
     monkeypatch.setattr(router, "HAS_TRITON", True)
     monkeypatch.setattr(fla, "IS_INSTALLED", True)
-    monkeypatch.setattr(gather, "shared_memory", lambda device: 160 * 1024)
+    monkeypatch.setattr(gather, "on", lambda device: Gpu(160 * 1024))
     monkeypatch.setattr(flex, "check", lambda device: None)
     return torch.device("cuda")
 
 
 def test_a_device_without_room_for_a_block_does_not_gather(cuda: torch.device, monkeypatch) -> None:
-    monkeypatch.setattr(gather, "shared_memory", lambda device: 8 * 1024)
+    monkeypatch.setattr(gather, "on", lambda device: Gpu(8 * 1024))
     assert choose(NSAConfig(select_tile=1), 100, cuda).backend == "flex"
     small = NSAConfig(select_tile=1, select_block=64)
     assert choose(small, 100, cuda).backend == "gather"
+
+
+def test_a_gpu_without_fast_products_does_not_gather(cuda: torch.device, monkeypatch) -> None:
+    small = NSAConfig(select_tile=1, select_block=64)
+    monkeypatch.setattr(gather, "on", lambda device: Gpu(64 * 1024, is_ampere=False))
+    assert choose(small, 100, cuda).backend == "flex"
 
 
 @pytest.mark.parametrize("group", [2, 24])

@@ -15,9 +15,13 @@ Shapes: R = B K rows of a key-value head each, G query heads per key-value head,
 width, C scoring keys, N blocks, n blocks that a query selects at most, E = S n places for pairs.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from qat.backend.device import on
 from qat.extensions.nsa.kernels import flex
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.reference import combine
@@ -28,7 +32,7 @@ LEAST_BLOCK, MOST_BLOCK = 16, 128  # keys: sides of a tensor-core tile
 MOST_WIDTH, MOST_SELECTED, MOST_GROUP = 256, 255, 32
 """A rank among the selected fits a byte; a query's heads fit a tile's rows (32 in float32)."""
 TILES = 7.2
-"""Bytes of shared memory that backward uses for each number in a block's keys, in bfloat16."""
+"""Bytes of shared memory for each number in a block's keys, with which backward has enough rows."""
 LOG2E = tl.constexpr(1.4426950408889634)
 """The factor for logits in base 2, for which the hardware has an exponential."""
 FORCED_BITS = tl.constexpr(0x7F000000)
@@ -38,7 +42,8 @@ SCORE_QUERIES, SELECT_QUERIES, LIST_QUERIES = 32, 16, 1024
 LEAST = 16
 """The fewest rows of a `tl.dot` tile."""
 FORWARD_ROWS, BACKWARD_ROWS = 64, 128
-"""Rows (one head of a query each) that are multiplied by a block at a time; half in float32."""
+"""Rows (one head of a query each) that are multiplied by a block at a time; half in float32, and
+fewer in backward where shared memory is short."""
 CHUNK = 512
 """Pairs of a block that one program processes."""
 MOST_BYTES = 2**30
@@ -57,15 +62,13 @@ def refusal(config: NSAConfig, *, group: int, head_dim: int, device: torch.devic
     ):
         if value > most:
             return f"{name}={value} is above {most}"
-    needed, room = int(TILES * block * head_dim), shared_memory(device)
+    gpu = on(device)
+    if not gpu.has_bf16():  # Triton 3.7 multiplies without tensor cores, in four times the memory
+        return "the GPU is older than Ampere"
+    needed, room = int(TILES * block * head_dim), gpu.shared_memory_bytes()
     if needed > room:
         return f"a block of {block} keys takes {needed:,} bytes of shared memory of {room:,}"
     return None if config.mode == "merged" else flex.refusal(config, head_dim=head_dim)
-
-
-def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program on `device` may use."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def attend(inputs: Inputs, config: NSAConfig, selection: Tensor | None = None) -> Tensor:
@@ -257,12 +260,14 @@ def _attend_backward(
         rows = some.stop - some.start
         parts = query.new_empty(rows, E, G, D)
         d_keys, d_values = torch.empty(2, rows, P, block, D, dtype=wide, device=query.device)
-        _backward_kernel[(P, rows)](
+        launch = partial(
+            _backward_kernel[(P, rows)],
             query[some], key[some], value[some], first, queries[some], ends[some], blocks[some],
             starts[some], grad[some], sums[some], delta[some], parts, d_keys, d_values,
             S, E, N, P, scale, some.start, R if first is None else R // first.shape[0],
-            **_sizes(query, block, BACKWARD_ROWS), num_warps=8 if D > 64 else 4,
+            num_warps=8 if D > 64 else 4,
         )  # fmt: skip
+        _launch_in_room(launch, _sizes(query, block, BACKWARD_ROWS), query.device)
         _add_up_kernel[(triton.cdiv(S, SELECT_QUERIES), rows * G)](
             parts, None, places[some], grad_rows[some], None, S, E,
             G=G, D=D, WIDTH=triton.next_power_of_2(D), COUNT=n,
@@ -357,6 +362,32 @@ def _sizes(query: Tensor, block: int, rows: int) -> dict[str, object]:
         "CHUNK": CHUNK,
         "PRECISION": _precision(query),
     }
+
+
+_ROWS: dict[tuple[object, ...], int] = {}
+"""Rows of backward's tiles, where shared memory was too short for `BACKWARD_ROWS`."""
+
+
+def _launch_in_room(
+    launch: Callable[..., None], sizes: dict[str, object], device: torch.device
+) -> None:
+    """Launch backward with as many rows as shared memory holds.
+
+    What a tile takes depends on how a GPU multiplies: for blocks of 64 keys, 128 wide, 150 KB on
+    Ampere, 199 KB on Hopper and 272 KB on Blackwell (Triton 3.7), so that Triton is asked.
+    """
+    kind = (device, *sizes.values())
+    rows = _ROWS.get(kind, sizes["ROWS"])
+    least = max(LEAST, triton.next_power_of_2(sizes["G"]))
+    while True:
+        try:
+            launch(**sizes | {"ROWS": rows})
+        except triton.OutOfResources:
+            if rows == least:
+                raise
+            rows = _ROWS[kind] = rows // 2
+        else:
+            return
 
 
 def _precision(tensor: Tensor) -> str:
