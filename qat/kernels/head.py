@@ -72,7 +72,7 @@ class Head(NamedTuple):
     take_gradient: Callable[[Tensor], None] | None = None
     """Takes the gradient of the weight, `(V, D)` float32, in place of autograd, and may keep it."""
     skips_unnamed: bool = False
-    """True if words that no token names get no gradient of the weight."""
+    """True if words that no token of the micro-batch names get no gradient of the weight."""
 
     @property
     def learns(self) -> bool:

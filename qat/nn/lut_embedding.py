@@ -3,7 +3,8 @@
 A tied pair has one table, which the embedding owns. In a training step the gradient of a table
 arrives from the words of a batch, whose rows are pulled back at once, and from the head, whose
 float32 sums become the gradient of the latent table: a second tensor of that size would be the
-largest of a small model.
+largest of a small model. There is one until they are pulled back if the latent table has a gradient
+already, from the micro-batch before, or is in bfloat16.
 
 Shapes: V words, D model width, B sequences, S positions, T = B * S.
 """
