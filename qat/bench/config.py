@@ -64,11 +64,13 @@ class MeasureConfig(StepConfig):
 
 
 class BenchConfig(MeasureConfig):
-    """Settings of `qat bench`. Learning rates are zero: every trial sees the same student."""
+    """Settings of `qat bench`. Without `like` rates are zero: every trial sees the same student."""
 
     shape: Formats[str | None] = None
     """Published shape to measure with random weights if no STUDENT is named; by default qwen3-0.6b,
     or tiny on a CPU."""
+    like: Measured[Path | None] = None
+    """Directory of a run of 'qat train': time its steps on its batches, beside what it logged."""
     batch_sizes: Measured[str] = ""
     """Batch sizes to measure, joined by commas; with --find-max-batch, the only ones to try."""
     find_max_batch: Measured[bool] = False

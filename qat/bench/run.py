@@ -238,10 +238,10 @@ class BenchReport:
     path: Path
     rows: list[dict[str, object]]
     load_s: float
-    fit: CostFit | None
-    search: Search | None
-    predictions: tuple[DevicePrediction, ...]
-    planned: tuple[Planned, ...]  # TPUs that the step was compiled for
+    fit: CostFit | None = None
+    search: Search | None = None
+    predictions: tuple[DevicePrediction, ...] = ()
+    planned: tuple[Planned, ...] = ()  # TPUs that the step was compiled for
 
 
 def run_bench(config: BenchConfig, student: str, out: Path | None) -> BenchReport:

@@ -35,6 +35,13 @@ SUMMARY = (
     *("batch_size", "step_s", "tokens_per_s", "mfu_frac", "mfu_of_matmul_frac", "peak_gib"),
     "peak_reserved_gib",
 )
+LIKE_SUMMARY = ("run_tokens_per_s", "run_over_bench")
+LIKE_PARTS = (  # where the seconds of a step of the run went
+    ("run_step_s", "in all"),
+    ("run_step_s_p50", "in the median"),
+    ("run_data_wait_s", "waiting for its batches"),
+    ("run_rollout_s", "in rollouts, which are not timed here"),
+)
 SUMMARY_DIGITS = 6
 FILE_WIDTH, ATTENTION_WIDTH, SWEEP_WIDTH = 120, 130, 240  # columns where output goes to a file
 SPEED_COLUMNS = (  # the reference's columns, MFU beside them
@@ -85,18 +92,21 @@ def bench(
         config: settings.
         out: directory for the results; by default runs/bench/TIME.
     """
-    student = _student(student, config)
-    config = checked(student, config, out)
-    from qat.backend.device import select
-    from qat.bench.run import run_bench
+    if config.like is not None:
+        report = _like(student, config, config.like, out)
+    else:
+        student = _student(student, config)
+        config = checked(student, config, out)
+        from qat.backend.device import select
+        from qat.bench.run import run_bench
 
-    if config.tpus and config.planned is None:
-        path, planned = extension("qat.plans", "tpu").run_tpu_plan(config, student, out)
-        wide_console(FILE_WIDTH).print(_predicted((), planned))
-        summaries = [tpu.summary() for tpu in planned]
-        return dict(out=path, planned=[{k: rounded(v) for k, v in s.items()} for s in summaries])
-    with select(config.device).session(config.xla_cache_dir):
-        report = run_bench(config, student, out)
+        if config.tpus and config.planned is None:
+            path, planned = extension("qat.plans", "tpu").run_tpu_plan(config, student, out)
+            wide_console(FILE_WIDTH).print(_predicted((), planned))
+            found = [{k: rounded(v) for k, v in tpu.summary().items()} for tpu in planned]
+            return dict(out=path, planned=found)
+        with select(config.device).session(config.xla_cache_dir):
+            report = run_bench(config, student, out)
     console = wide_console(FILE_WIDTH)
     measured = [row for row in report.rows if row["kind"] != "predicted"]
     if measured:
@@ -152,6 +162,18 @@ def attention(
         line = f"{row['way']}, {row['pass']}, {heads}: {found}"
         console.print(line, markup=False, highlight=False)
     return dict(out=path, crossovers=crossovers)
+
+
+def _like(student: str | None, config: BenchConfig, run: Path, out: Path | None) -> "BenchReport":
+    from qat.bench.like import time_like
+    from qat.cli.inputs import check_inputs
+
+    if student is not None:
+        raise ConfigError(
+            f"student={student} beside like={run}, which has its own, expected one; drop the other"
+        )
+    check_inputs(out=out)
+    return time_like(config, run, out)
 
 
 def _student(student: str | None, config: BenchConfig) -> str:
@@ -214,6 +236,14 @@ def _findings(report: "BenchReport") -> list[str]:
         lines.append("memory: a dash where the device's runtime does not say what a step holds")
     for row in timed:
         lines += [f"batch {row['batch_size']}: {word}" for word in row["fallbacks"]]
+        if "like" in row:
+            known = [(row[name], what) for name, what in LIKE_PARTS if row[name] is not None]
+            parts = ", ".join(f"{seconds:.4g} s {what}" for seconds, what in known)
+            speed, outside = f"{row['run_tokens_per_s']:,.0f} t/s", f"{row['run_outside_frac']:.1%}"
+            lines += [
+                f"{row['like']} logged {speed}, {row['run_over_bench']:.3f} of that",
+                f"a step took it {parts}; evaluations and saves took {outside} of its time",
+            ]
     if report.fit:
         lines.append(
             f"cost of a step: {report.fit.fixed_s:.4g} s fixed, then "
@@ -267,7 +297,7 @@ def _summary(report: "BenchReport") -> dict[str, object]:
     if not timed:  # a plan where the student has no room
         return {"out": report.path}
     best = max(timed, key=lambda row: row["tokens_per_s"])
-    summary = {name: rounded(best[name]) for name in SUMMARY}
+    summary = {name: rounded(best[name]) for name in (*SUMMARY, *LIKE_SUMMARY) if name in best}
     if report.search:
         summary["max_batch"] = report.search.largest
         summary["fastest_batch"] = report.search.fastest

@@ -16,7 +16,7 @@ from qat.nn.swap import head_dim, layer_config, linear_names
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """FLOPs per position of one training step, in three parts."""
+    """FLOPs per position of one training step, in its parts."""
 
     linears: float
     """Linears of the decoder: 6 per weight that learns, 4 per weight that only propagates
@@ -26,11 +26,13 @@ class TokenFlops:
     alone only needs K rows of the head."""
     attention: float
     """Scores and weighted sums of causal attention, forward and backward."""
+    teacher: float = 0.0
+    """Forward of a teacher that runs beside."""
 
     @property
     def total(self) -> float:
-        """The sum of all three."""
-        return self.linears + self.head + self.attention
+        """The sum of all parts."""
+        return self.linears + self.head + self.attention + self.teacher
 
 
 WITHOUT_SCORES = ("linear_attention", "conv", "mamba", "mamba2", "recurrent", "moe", "mlp")

@@ -168,6 +168,12 @@ def wall_seconds(beats: Sequence[Line]) -> float:
     return total
 
 
+def step_seconds(beats: Sequence[Line]) -> float:
+    """Return the seconds of a run's steps, without evaluations and saving."""
+    pairs = pairwise([NOTHING, *beats])
+    return sum(beat["step_s"] * (beat["step"] - before["step"]) for before, beat in pairs)
+
+
 def token_count(beats: Sequence[Line]) -> int:
     """Return the tokens of all ranks; a heartbeat stands for the steps since the last one."""
     return round(

@@ -6,6 +6,7 @@ It prefetches batches, takes steps, and periodically logs, evaluates and saves.
 import logging
 import math
 from contextlib import closing
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from qat.logs import Ticker, progress
 from qat.losses.config import OWN_WORDS, targets_read
 from qat.models.decoding import Rollouts, load_decoding
 from qat.models.devices import device_called
-from qat.models.flops import forward_flops, token_flops
+from qat.models.flops import TokenFlops, forward_flops, token_flops
 from qat.models.language_model import LanguageModel
 from qat.nn.lut_embedding import quant_tables
 from qat.nn.step import form_weights
@@ -179,14 +180,18 @@ class Trainer:
         peak = None if device is None else device.peak_flops(self.config.dtype)
         if peak is None:
             return None
+        return self.flops().total / peak
+
+    def flops(self) -> TokenFlops:
+        """Return the FLOPs of one position, those of a running teacher included."""
         config, S = self.config, self.cache.sequence_length
         names = weights_in_scope(self.student.model, config.scope, config.kinds)
         K = self.cache.manifest.settings.top_k
-        flops = token_flops(self.student, names, config, S=S, K=K).total
-        if self.teacher is not None:
-            share = config.on_policy if config.on_policy and config.reads_cache else 1.0
-            flops += share * forward_flops(self.teacher, S)
-        return flops / peak
+        flops = token_flops(self.student, names, config, S=S, K=K)
+        if self.teacher is None:
+            return flops
+        share = config.on_policy if config.on_policy and config.reads_cache else 1.0
+        return replace(flops, teacher=share * forward_flops(self.teacher, S))
 
     def _begin(self) -> None:
         """Compile; evaluate the untrained student, or record that the run was resumed."""
@@ -258,6 +263,11 @@ class Trainer:
         parts = parts if self.rollouts is None else parts[:, self.rollouts.order]
         batches = (self.cache.batch(part, targets=self._targets) for part in parts)
         return [Batch(*map(pinned, batch)) for batch in batches]
+
+    def lesson(self, step: int) -> list[Batch]:
+        """Return what a step learns from: its sequences, and the student's own text in them."""
+        batches = self.micro_batches(step)
+        return batches if self.rollouts is None else self.rollouts.into(batches, step)
 
     def _with_rollouts(self, batches: list[Batch]) -> list[Batch]:
         """Insert the student's own text into the batches of the coming step."""

@@ -10,7 +10,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from qat.logs import (
     Lines,
     read_json_lines,
 )
-from qat.observe.runs import NOTHING, token_count, wall_seconds
+from qat.observe.runs import step_seconds, token_count, wall_seconds
 
 FILES = {"train": TRAINING_CSV, "eval": VAL_CSV}
 LATER = {"train": (), "eval": ("codes_flipped_frac",)}
@@ -101,7 +101,6 @@ def write_summary(path: Path, *, final: Path, best: float, best_step: int) -> di
     beats, steps = _lines(path / HEARTBEAT), _lines(path / METRICS)
     steps = [line for line in steps if line["kind"] == "train"] or [{}]
     warm = [beat["tokens_per_s"] for beat in beats[1:] or beats]
-    pairs = pairwise([NOTHING, *beats])
     events = chain(*map(read_json_lines, sorted(path.glob(EVENTS))))
     found = {
         "steps": steps[-1].get("step", 0),
@@ -110,7 +109,7 @@ def write_summary(path: Path, *, final: Path, best: float, best_step: int) -> di
         "best_nats": best,
         "best_step": best_step,
         "wall_s": wall_seconds(beats),
-        "train_s": sum(beat["step_s"] * (beat["step"] - old["step"]) for old, beat in pairs),
+        "train_s": step_seconds(beats),
         "tokens": token_count(beats),
         "tokens_per_s": statistics.median(warm) if warm else None,
         "peak_gib": max((b["peak_gib"] for b in beats if b["peak_gib"] is not None), default=None),

@@ -117,10 +117,7 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
     )
 
     def taken(step: int) -> StepResult:
-        batches = trainer.micro_batches(step)
-        if trainer.rollouts is not None:
-            batches = trainer.rollouts.into(batches, step)
-        return trainer.take_step(batches, step)
+        return trainer.take_step(trainer.lesson(step), step)
 
     try:
         backend.reset_peak_memory()

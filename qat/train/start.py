@@ -26,7 +26,7 @@ from qat.losses.config import check_targets, check_with_teacher
 from qat.models import trellis
 from qat.models.attention import kv_spec
 from qat.models.decoding import ROLLOUTS, load_decoding
-from qat.models.directory import atomic_directory
+from qat.models.directory import atomic_directory, is_path
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity, state_identity
 from qat.models.step_memory import step_bytes
@@ -50,6 +50,7 @@ from qat.train.resume import (
     best_of,
     cache_facts,
     check_identity,
+    choose,
     choose_together,
     load_training_state,
     record_beginning,
@@ -153,22 +154,37 @@ def opened(
                 record_beginning(run, recipe, choice=whole.choice, facts=facts, forced=forced)
 
         ranks.sync_errors(record)
-        trainer = Trainer(
-            whole.optimizer,
-            whole.judge,
-            run=run,
-            config=whole.config,
-            teacher=whole.teacher,
-            ranks=ranks,
-        )
-        trainer.step, trainer.best = whole.choice.step, whole.choice.best
-        trainer.skipped = choice.skipped
-        # at step 0 the untrained student is evaluated again, as if for the first time
-        if trainer.step > 0:
-            trainer.codes.load(whole.remembered)
-        if trainer.rollouts is not None:
-            trainer.rollouts.load(whole.remembered)
-        yield trainer
+        yield _trainer(whole, run, ranks)
+
+
+def reopened(run: RunDirectory, config: TrainConfig, student: str) -> Trainer:
+    """Open a run as it began, for steps of which nothing is written; see `opened` for errors.
+
+    Where the student that it began with is gone, its newest checkpoint is opened.
+    """
+    is_there = Path(student).exists() or not is_path(student)
+    choice = Choice(None, [], False) if is_there else choose(run, begins_anew=True)
+    whole = _open(config, student, run, choice=choice, ranks=ALONE, loaded=None)
+    return _trainer(whole, run, ALONE)
+
+
+def _trainer(whole: "_Opened", run: RunDirectory, ranks: Ranks) -> Trainer:
+    trainer = Trainer(
+        whole.optimizer,
+        whole.judge,
+        run=run,
+        config=whole.config,
+        teacher=whole.teacher,
+        ranks=ranks,
+    )
+    trainer.step, trainer.best = whole.choice.step, whole.choice.best
+    trainer.skipped = whole.choice.skipped
+    # at step 0 the untrained student is evaluated again, as if for the first time
+    if trainer.step > 0:
+        trainer.codes.load(whole.remembered)
+    if trainer.rollouts is not None:
+        trainer.rollouts.load(whole.remembered)
+    return trainer
 
 
 def finished(trainer: Trainer) -> TrainReport:

@@ -24,6 +24,8 @@ from train_case import (
 from transformers import PreTrainedModel
 
 from qat.backend.cpu import CpuBackend
+from qat.bench.config import BenchConfig
+from qat.bench.like import time_like
 from qat.data.packing import NO_LABEL, Batch, position_ids
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError, QatError
@@ -71,8 +73,7 @@ def trainer_of(place: Path, out: Path, **values: object) -> Trainer:
 
 
 def taken(trainer: Trainer, step: int) -> StepResult:
-    batches = trainer.micro_batches(step)
-    return trainer.take_step(trainer.rollouts.into(batches, step), step)
+    return trainer.take_step(trainer.lesson(step), step)
 
 
 def losses(out: Path) -> list[dict]:
@@ -478,6 +479,21 @@ def test_a_dry_run_rolls_out_for_every_step(place: Path, heard: list) -> None:
     found = predict(chosen, str(place / "student"), TeacherCache.open(place / "known"))
     assert found.step_s > 0 and len(heard) == WARM_STEPS + MEASURED_STEPS
     assert all(len(requests) == chosen.own_rows for requests, _ in heard)
+
+
+def test_a_run_timed_again_has_its_own_words_before_the_clock(
+    place: Path, tmp_path: Path, heard: list
+) -> None:
+    every = {"rollout_every": 3, "log_every": 3, "save_every": 6, "eval_every": 6}
+    run(place, tmp_path / "run", **every)
+    first, *_ = heard
+    heard.clear()
+    quick = BenchConfig(device="cpu", warmup=2, steps=1)
+    (row,) = time_like(quick, tmp_path / "run", tmp_path / "out").rows
+    assert heard == [first]  # the words of the first three steps, as the run rolled them out
+    (third,) = [line for line in losses(tmp_path / "run") if line["step"] == 3]
+    assert row["loss_nats"] == pytest.approx(third["loss_nats"], rel=1e-7)
+    assert row["run_rollout_s"] > 0
 
 
 @pytest.mark.parametrize(

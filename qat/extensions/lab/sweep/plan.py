@@ -17,7 +17,7 @@ Verb = Literal["bench", "train", "command"]
 Table = dict[str, Any]
 
 NOT_SWEPT = {
-    "bench": {"shape", "batch_sizes", "find_max_batch", "plan", "strict"},
+    "bench": {"shape", "like", "batch_sizes", "find_max_batch", "plan", "strict"},
     "train": set(),
 }
 """Settings of a verb that a sweep does not accept."""
