@@ -188,6 +188,10 @@ class Backend:
         """Return the bytes of a GPU's shared memory that one block may use; 0 elsewhere."""
         return 0
 
+    def has_tensor_memory(self) -> bool:
+        """Return whether tensor cores keep sums in a memory of their own, which is limited."""
+        return False
+
     @contextmanager
     def waits(self) -> Iterator[list[str]]:
         """List where the block made the host wait for the device, as FILE:LINE, at its end.

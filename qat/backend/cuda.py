@@ -45,6 +45,10 @@ class CudaBackend(Backend):
         """See `Backend`."""
         return torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
 
+    def has_tensor_memory(self) -> bool:
+        """See `Backend`: Blackwell has it, but for the cards of consumers (12.0)."""
+        return torch.cuda.get_device_capability(self.device)[0] in (10, 11)
+
     @contextmanager
     def waits(self) -> Iterator[list[str]]:
         """See `Backend`; PyTorch's sync debug mode warns of every synchronizing call."""

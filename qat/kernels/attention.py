@@ -42,13 +42,15 @@ def tile_bytes(length: int, width: int) -> int:
 
 
 def has_room(length: int, width: int, device: torch.device) -> bool:
-    """Return whether a tile of this length and head width fits in the device's shared memory.
+    """Return whether a tile of this length and head width fits in the device's memories.
 
     Before Ampere, Triton (3.7) has no products on tensor cores and widens their factors in shared
     memory: on a T4, backward at 64 x 64 would take twice `tile_bytes`, and spill 3 KB a thread.
     """
     gpu = on(device)
-    return gpu.has_bf16() and tile_bytes(length, width) <= gpu.shared_memory_bytes()
+    is_held = gpu.has_bf16() and tile_bytes(length, width) <= gpu.shared_memory_bytes()
+    # the largest tile would take 704 of the 512 columns of a B200's tensor memory
+    return is_held and (min(length, width) <= MAX_TILE // 2 or not gpu.has_tensor_memory())
 
 
 def document_mask(positions: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ class LanguageModel:
         return "tile" if is_tile else "sdpa"
 
     def _tile_fits(self, position_ids: Tensor) -> bool:
-        """Return whether the tile of such sequences fits in the device's shared memory."""
+        """Return whether the tile of such sequences fits in the device's memories."""
         return has_room(position_ids.shape[1], self._head_width(), position_ids.device)
 
     def _head_width(self) -> int:

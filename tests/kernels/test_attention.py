@@ -42,19 +42,23 @@ def test_reference_is_causal_attention_document_by_document(shape) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shared_bytes", "is_ampere", "fits"),
+    ("shared_bytes", "capability", "fits"),
     [
-        (65_536, False, (False, False, False)),  # a T4, whose products take more memory
-        (101_376, True, (True, True, False)),  # a GeForce card
-        (166_912, True, (True, True, False)),  # an A100
-        (232_448, True, (True, True, True)),  # an H200
+        (65_536, (7, 5), (False, False, False)),  # a T4, whose products take more memory
+        (101_376, (8, 6), (True, True, False)),  # a GeForce card
+        (166_912, (8, 0), (True, True, False)),  # an A100
+        (232_448, (9, 0), (True, True, True)),  # an H200
+        (232_448, (10, 0), (True, True, False)),  # a B200, whose tensor memory is short
     ],
 )
 def test_a_long_tile_is_too_large_for_small_cards(
-    shared_bytes: int, is_ampere: bool, fits: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+    shared_bytes: int,
+    capability: tuple[int, int],
+    fits: tuple[bool, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = torch.device("cuda")
-    monkeypatch.setattr(CudaBackend, "has_bf16", lambda backend: is_ampere)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(CudaBackend, "shared_memory_bytes", lambda backend: shared_bytes)
     assert (has_room(64, 64, gpu), has_room(64, 128, gpu), has_room(100, 128, gpu)) == fits
     assert tile_bytes(64, 128) == 90_112 and tile_bytes(100, 128) == tile_bytes(128, 128)
