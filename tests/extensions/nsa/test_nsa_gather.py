@@ -96,12 +96,12 @@ def test_lists_longer_than_a_chunk_are_added_up(monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("held", "launched"), [(128, [128]), (40, [128, 64, 32]), (8, None)])
+@pytest.mark.parametrize(("held", "launched"), [(128, [128]), (40, [128, 128, 64, 32]), (8, None)])
 def test_backward_takes_as_many_rows_as_a_gpu_holds(
     held: int, launched: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triton = pytest.importorskip("triton")
-    monkeypatch.setattr(gather, "_ROWS", {})
+    monkeypatch.setattr(gather, "_FITTING", {})
     asked = []
 
     def launch(ROWS: int, **_: int) -> None:

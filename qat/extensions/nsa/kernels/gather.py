@@ -364,28 +364,30 @@ def _sizes(query: Tensor, block: int, rows: int) -> dict[str, object]:
     }
 
 
-_ROWS: dict[tuple[object, ...], int] = {}
-"""Rows of backward's tiles, where shared memory was too short for `BACKWARD_ROWS`."""
+_FITTING: dict[tuple[object, ...], dict[str, int]] = {}
+"""Options with which backward fits in a GPU's memories, where it needs less than by default."""
 
 
 def _launch_in_room(
     launch: Callable[..., None], sizes: dict[str, object], device: torch.device
 ) -> None:
-    """Launch backward with as many rows as shared memory holds.
+    """Launch backward with as many rows as the GPU has memory for.
 
-    What a tile takes depends on how a GPU multiplies: for blocks of 64 keys, 128 wide, 150 KB on
-    Ampere, 199 KB on Hopper and 272 KB on Blackwell (Triton 3.7), so that Triton is asked.
+    What a tile takes depends on how a GPU multiplies: for blocks of 64 keys, 128 wide, 150 KB of
+    shared memory on Ampere, 199 KB on Hopper and 272 KB on Blackwell (Triton 3.7), so that Triton
+    is asked. Without prefetching rows, it needs less.
     """
     kind = (device, *sizes.values())
-    rows = _ROWS.get(kind, sizes["ROWS"])
+    fitting = _FITTING.get(kind, {})
     least = max(LEAST, triton.next_power_of_2(sizes["G"]))
     while True:
         try:
-            launch(**sizes | {"ROWS": rows})
+            launch(**sizes | fitting)
         except triton.OutOfResources:
-            if rows == least:
+            rows = fitting.get("ROWS", 2 * sizes["ROWS"]) // 2
+            if rows < least:
                 raise
-            rows = _ROWS[kind] = rows // 2
+            fitting = _FITTING[kind] = {"ROWS": rows, "num_stages": 1}
         else:
             return
 
