@@ -71,9 +71,9 @@ def time_like(config: BenchConfig, run: Path, out: Path | None) -> BenchReport:
         roofline, count = measure_roofline(backend, config.dtype), parameter_count(model.model)
         setting = Setting(student, count, config, backend, data, roofline, trainer.flops())
         steps = range(trainer.step, trainer.step + config.warmup + config.steps)
-        lessons = [(step, trainer.lesson(step)) for step in steps]
+        numbered = [(step, trainer.step_batches(step)) for step in steps]
         load_s = time.perf_counter() - began
-        timing = setting.time(trainer.take_step, lessons)
+        timing = setting.time(trainer.take_step, numbered)
         ran = what_ran(config, model, timing.compiler["effective"], backend)
         row = setting.row("like", f"step of {logged.label}", config.batch_size)
         results.add(**row, **setting.numbers(timing), **ran, **_beside(logged, timing), status="OK")

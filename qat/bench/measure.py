@@ -16,7 +16,9 @@ from qat.data.packing import Batch
 from qat.models.devices import device_called
 
 Row = dict[str, object]  # a row of results
-Lessons = Iterable[tuple[int, Sequence[Batch]]]  # the number of each step, and its micro-batches
+NumberedBatches = Iterable[
+    tuple[int, Sequence[Batch]]
+]  # the number of each step, and its micro-batches
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,9 @@ class Timing:
 
 
 def time_steps(
-    subject: Subject, lessons: Lessons, backend: Backend, *, warmup: int, steps: int
+    subject: Subject, numbered: NumberedBatches, backend: Backend, *, warmup: int, steps: int
 ) -> Timing:
-    """Take the first `warmup` steps of `lessons`, then `steps` timed ones.
+    """Take the first `warmup` steps of `numbered`, then `steps` timed ones.
 
     The host never waits for the device between timed steps, as in training: events on the device's
     clock separate them.
@@ -77,7 +79,7 @@ def time_steps(
     # reset before the warm-up: capturing a graph allocates memory, replaying it does not
     backend.reset_peak_memory()
     began = backend.mark()
-    coming = iter(lessons)
+    coming = iter(numbered)
     for step, batches in islice(coming, warmup):
         result = subject(batches, step)
     backend.synchronize()

@@ -20,7 +20,7 @@ from qat.bench.effective import StepProfiler, check_strictly, what_ran
 from qat.bench.find_max import MemoryModel, Search, Trials, find_max_batch, unless_out_of_memory
 from qat.bench.measure import (
     CostFit,
-    Lessons,
+    NumberedBatches,
     Roofline,
     Timing,
     compile_anew,
@@ -157,14 +157,14 @@ class Setting:
     flops: TokenFlops
     looks: bool = True  # True to profile one step, which on a CPU doubles the memory of that step
 
-    def lessons(self, batch_size: int) -> Lessons:
+    def numbered_batches(self, batch_size: int) -> NumberedBatches:
         """Return steps with the same micro-batches, in pinned host memory as from a loader."""
         count = self.config.grad_accum_steps
         made = [self.data.batch(batch_size, step, self.backend) for step in range(count)]
         return enumerate(repeat([Batch(*map(self.backend.pinned, batch)) for batch in made]))
 
     def time(
-        self, subject: Subject, lessons: Lessons, clock: tuple[int, int] | None = None
+        self, subject: Subject, numbered: NumberedBatches, clock: tuple[int, int] | None = None
     ) -> Timing:
         """Time a subject, then close it; all its graphs are compiled before the clock starts.
 
@@ -176,7 +176,7 @@ class Setting:
         try:
             return time_steps(
                 StepProfiler(subject, warmup, looks=self.looks and not is_compiled),
-                lessons,
+                numbered,
                 self.backend,
                 warmup=warmup,
                 steps=steps,
@@ -444,8 +444,8 @@ class _Bench:
             self.ours.restored_on_failure(),
             setting.backend.tracing.compiling(f"a step of batch {batch_size}"),
         ):
-            lessons = setting.lessons(batch_size)
-            return setting.time(self.ours.subject(), lessons, clock)
+            numbered = setting.numbered_batches(batch_size)
+            return setting.time(self.ours.subject(), numbered, clock)
 
     def _add(self, kind: str, size: int, timing: Timing | None, **more: object) -> None:
         numbers, setting = {}, self.setting

@@ -156,7 +156,7 @@ class StepConfig(DeviceSettings):
         return self.batch_size * self.grad_accum_steps
 
 
-class LessonConfig(Settings):
+class DataConfig(Settings):
     """Settings of what the student learns from: a cache, and a teacher that may run as well."""
 
     cache_dir: Required[Free[Location]]
@@ -267,7 +267,7 @@ class SaveConfig(Settings):
     """Steps between lines of metrics."""
 
 
-class TrainConfig(SaveConfig, EvalConfig, OptimConfig, RolloutConfig, LessonConfig, StepConfig):
+class TrainConfig(SaveConfig, EvalConfig, OptimConfig, RolloutConfig, DataConfig, StepConfig):
     """Settings for training a student on a teacher cache.
 
     They are one table for a user, of the fields of all parts, the last part's first. Each component

@@ -264,7 +264,7 @@ class Trainer:
         batches = (self.cache.batch(part, targets=self._targets) for part in parts)
         return [Batch(*map(pinned, batch)) for batch in batches]
 
-    def lesson(self, step: int) -> list[Batch]:
+    def step_batches(self, step: int) -> list[Batch]:
         """Return what a step learns from: its sequences, and the student's own text in them."""
         batches = self.micro_batches(step)
         return batches if self.rollouts is None else self.rollouts.into(batches, step)

@@ -39,9 +39,9 @@ from qat.train.start import (
     check_dtype,
     check_losses,
     check_rollouts,
-    lesson_cache,
     make_trainable,
     open_teacher,
+    training_cache,
 )
 from qat.train.step import EAGER_STEPS, StepResult
 
@@ -117,7 +117,7 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
     )
 
     def taken(step: int) -> StepResult:
-        return trainer.take_step(trainer.lesson(step), step)
+        return trainer.take_step(trainer.step_batches(step), step)
 
     try:
         backend.reset_peak_memory()
@@ -528,7 +528,7 @@ def examine(
         ConfigError, CacheError, CheckpointError: cache, student or device are missing.
     """
     resolved = check_dtype(config.divided(world))
-    cache = lesson_cache(config.cache_dir, config.order, config.eval_sequences)
+    cache = training_cache(config.cache_dir, config.order, config.eval_sequences)
     tokenizer, settings = load_tokenizer(student), load_config(student)
     model = settings.get_text_config()
     problems = _messages(

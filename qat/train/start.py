@@ -230,7 +230,7 @@ def _open(
     loaded: Loaded | None,
 ) -> _Opened:
     divided = config.divided(ranks.size)
-    cache = lesson_cache(config.cache_dir, config.order, config.eval_sequences)
+    cache = training_cache(config.cache_dir, config.order, config.eval_sequences)
     check_losses(config.losses, cache, with_teacher=not config.reads_cache)
     check_rollouts(config.on_policy, config.rollout_tokens, cache, config.device)
     check_batch(config.batch_size, cache)
@@ -418,7 +418,7 @@ def check_dtype(config: StepSettings) -> StepSettings:
     return config.model_copy(update={"dtype": backend.dtype_name(config.dtype)})
 
 
-def lesson_cache(directory: str, order: str, eval_sequences: int) -> TeacherCache:
+def training_cache(directory: str, order: str, eval_sequences: int) -> TeacherCache:
     """Open the cache of a run, in the order that the settings name.
 
     Raises:

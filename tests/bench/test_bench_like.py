@@ -108,7 +108,7 @@ def test_a_run_whose_student_is_gone_goes_on_from_its_newest_checkpoint(
     assert list(seen) == [6, 7, 8, 9, 10]
     trainer = reopened(RunDirectory(ran.path), *RunDirectory(ran.path).begun_with())
     assert trainer.step == 0
-    ahead = {step: [batch.input_ids for batch in trainer.lesson(step)] for step in seen}
+    ahead = {step: [batch.input_ids for batch in trainer.step_batches(step)] for step in seen}
     assert_same_tokens(seen, ahead)
     assert row["status"] == "OK" and row["run_over_bench"] > 0
 

@@ -11,7 +11,7 @@ from train_case import make_place
 
 from qat.backend import device as backend
 from qat.bench.config import CPU_SHAPE, BenchConfig
-from qat.bench.measure import Lessons
+from qat.bench.measure import NumberedBatches
 from qat.bench.results import IN_EVERY_ROW, Results
 from qat.bench.run import SAFE_SHARE, run_bench
 from qat.cli.bench import _student
@@ -142,14 +142,14 @@ def test_a_plan_without_room_needs_no_run(tmp_path: Path, monkeypatch, capsys, c
 def test_a_batch_that_does_not_fit_is_a_row_beside_those_that_do(monkeypatch, tmp_path) -> None:
     from qat.bench.run import Setting
 
-    real = Setting.lessons
+    real = Setting.numbered_batches
 
-    def full(setting: Setting, batch_size: int) -> Lessons:
+    def full(setting: Setting, batch_size: int) -> NumberedBatches:
         if batch_size > 2:
             raise torch.OutOfMemoryError("full")
         return real(setting, batch_size)
 
-    monkeypatch.setattr(Setting, "lessons", full)
+    monkeypatch.setattr(Setting, "numbered_batches", full)
     values = {"device": "cpu", "warmup": 1, "steps": 1, "seq_len": 8}
     report = run_bench(BenchConfig(**values, batch_sizes="2,4"), "tiny", tmp_path / "a")
     assert [row["status"] for row in report.rows] == ["OK", "OOM"]

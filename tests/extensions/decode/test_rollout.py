@@ -73,7 +73,7 @@ def trainer_of(place: Path, out: Path, **values: object) -> Trainer:
 
 
 def taken(trainer: Trainer, step: int) -> StepResult:
-    return trainer.take_step(trainer.lesson(step), step)
+    return trainer.take_step(trainer.step_batches(step), step)
 
 
 def losses(out: Path) -> list[dict]:

@@ -330,8 +330,8 @@ def time_step(
     )
     training = TRAINERS[method](job)
     warm_up(training.step, job)
-    lessons = enumerate(repeat([job.batch(0)]))
-    timing = time_steps(training.step, lessons, job.backend, warmup=1, steps=steps)
+    numbered = enumerate(repeat([job.batch(0)]))
+    timing = time_steps(training.step, numbered, job.backend, warmup=1, steps=steps)
     training.step.close()
     return timing.step_s
 

@@ -123,12 +123,12 @@ class Cases:
         model, setting = self.student.model, self.setting
         model.to(setting.backend.device)
         try:
-            lessons = setting.lessons(setting.config.batch_size)
+            numbered = setting.numbered_batches(setting.config.batch_size)
             subject = self._builds[name](compiled)
             if name != "ours":
                 model.to("cpu")
                 setting.backend.free_memory()
-            return setting.time(subject, lessons)
+            return setting.time(subject, numbered)
         finally:
             for parameter in model.parameters():
                 parameter.grad = None

@@ -9,7 +9,7 @@ from itertools import cycle
 from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.bench.effective import Facts, check_strictly, what_ran
-from qat.bench.measure import Lessons, Timing
+from qat.bench.measure import NumberedBatches, Timing
 from qat.bench.results import IN_EVERY_ROW, environment
 from qat.bench.run import Setting, prepare
 from qat.bench.student import Ours, Subject
@@ -74,9 +74,9 @@ def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | Non
     seed = setting.data.seed + ranks.rank * config.grad_accum_steps  # each rank has its own batches
     setting = replace(setting, data=replace(setting.data, seed=seed))
     ours = Ours(model, config, ranks=ranks, is_sharded=config.shard_latents)
-    lessons = _laid_out(config, setting)
+    numbered = _laid_out(config, setting)
     subject = StepRecorder(ours.subject(), setting.backend, ranks=ranks, first_timed=config.warmup)
-    timing = setting.time(subject, lessons)
+    timing = setting.time(subject, numbered)
     numbers = {**setting.numbers(timing, ranks.size), **rank_numbers(timing, ranks)}
     if not ranks.is_first:
         return None
@@ -166,14 +166,14 @@ def leak_facts(held_mib: Sequence[float]) -> Facts:
     }
 
 
-def _laid_out(config: StepsConfig, setting: Setting) -> Lessons:
+def _laid_out(config: StepsConfig, setting: Setting) -> NumberedBatches:
     """Return the steps of a layout; those of packed documents cycle through their batches.
 
     Raises:
         ConfigError: there is a cache, whose rows are already packed, or several micro-batches.
     """
     if config.layout == "rows":
-        return setting.lessons(config.batch_size)
+        return setting.numbered_batches(config.batch_size)
     if config.cache_dir is not None or config.grad_accum_steps > 1:
         raise ConfigError(
             f"layout={config.layout} beside cache_dir or grad_accum_steps, expected random data in "
