@@ -71,7 +71,7 @@ def measure(name: str, student: str, model, ids: Tensor, place: Path, figures: P
         return place / to
 
     ours, made, speeds = logits(model, ids), export("onnx"), {}
-    keep("onnx_mb", (made / onnx.DATA_NAME).stat().st_size / 1e6, "MB", "none")
+    keep("onnx_mb", (made / onnx.DATA_NAME).stat().st_size / 1e6, "MB", "")
     programs = {"onnx": (onnx.EXACT_NAME, onnx.SLOW), "onnx_int8": (onnx.FILE_NAME, onnx.FAST)}
     for figure, (file, options) in programs.items():
         found = compared(ours, onnx.logits(model, made / file, ids, options))
@@ -84,10 +84,10 @@ def measure(name: str, student: str, model, ids: Tensor, place: Path, figures: P
     except QatError as error:
         print(f"{name}: no GGUF file: {error}")
     else:
-        keep("gguf_mb", file.stat().st_size / 1e6, "MB", "none")
+        keep("gguf_mb", file.stat().st_size / 1e6, "MB", "")
         found = compare(file, ids, ours)
-        keep("llamacpp_top1", found.agrees, "share of places", "none", runs=ids.numel())
-        keep("llamacpp_kl", found.kl, "nats", "none", runs=ids.numel())
+        keep("llamacpp_top1", found.agrees, "share of places", "", runs=ids.numel())
+        keep("llamacpp_kl", found.kl, "nats", "", runs=ids.numel())
         speeds["llamacpp_tok_s"] = llamacpp_speaker(file, ids)
     rates = {figure: [] for figure in speeds}
     for _ in range(RUNS):
@@ -95,7 +95,7 @@ def measure(name: str, student: str, model, ids: Tensor, place: Path, figures: P
             rates[figure].append(rate(speak))
     for figure, found in rates.items():
         how = {"runs": RUNS, "spread": statistics.stdev(found)}
-        keep(figure, statistics.median(found), "tokens/s", "none", **how)
+        keep(figure, statistics.median(found), "tokens/s", "", **how)
     if "llamacpp_tok_s" in rates:
         ratios = [a / b for a, b in zip(rates["onnx_tok_s"], rates["llamacpp_tok_s"], strict=True)]
         how = {"runs": RUNS, "spread": statistics.stdev(ratios)}
