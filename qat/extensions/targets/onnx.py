@@ -6,14 +6,13 @@ share the weights and compute in float32. `model.onnx` rounds what its quantized
 bits, a scale for each block: ONNX Runtime has no fast products of 2 or 8 bits without that.
 `exact.onnx` rounds nothing. Only this file imports onnxruntime.
 
-Shapes: B sequences, S positions, V words, O out_features, I in_features, G blocks per row.
+Shapes: B sequences, S positions, V words.
 """
 
 import json
 import logging
 import math
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,22 +21,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError, how_to_install, is_installed
 from qat.export.parts import DtypeError
+from qat.extensions.targets.onnx_codes import BLOCK_SIZES, block_size, stored_bits
 from qat.extensions.targets.shared import (
     DTYPE_NAMES,
     EVEN_GRIDS,
-    affine,
-    exact,
     group_size_near,
     lost_by_grid,
     plain_decoder,
     refuse_all_but_groups,
     write_config,
 )
-from qat.nn.lut_embedding import QuantTable
-from qat.nn.quant_weight import QuantWeight
 from qat.nn.swap import embedding_dtype, head_dim
 from qat.quant.spec import LutSpec
-from qat.quant.weight import pack
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +41,8 @@ HOLDS_ADAPTERS = False
 HOLDS_TABLES = True
 HOLDS_ACTIVATIONS = (None,)
 FILE_NAME, EXACT_NAME, DATA_NAME = "model.onnx", "exact.onnx", "model.onnx.data"
-INT8_INPUTS, FLOAT_INPUTS = 4, 1
-"""The `accuracy_level` of these programs."""
-BLOCK_SIZES = (16, 32, 64, 128, 256)
-"""Weights that share a scale in ONNX Runtime. A larger or odd group repeats its scale."""
 FAST_BLOCK_SIZES = BLOCK_SIZES[1:]
 """Those with fast products of 2 bits."""
-STORED_BITS = (2, 4, 8)
 FAST, SLOW = {"mlas.use_lut_gemm": "1"}, {"mlas.use_lut_gemm": "0"}
 """Settings of a session with which products with zero points of 1.5 are fast and round what they
 read, whatever the program says, or are slow and exact."""
@@ -87,25 +77,6 @@ model = og.Model(config)
 """
 
 
-def has_half(spec: LutSpec, *, is_table: bool) -> bool:
-    """Return whether the zero point of a weight is 1.5, which no table may have."""
-    return (spec.codebook, spec.bits) == ("seq", 2) and not is_table
-
-
-def stored_bits(spec: LutSpec, *, is_table: bool = False) -> int | None:
-    """Return the bits of the codes that hold the levels; None if there are none.
-
-    Levels without a zero are the odd multiples of half a step, which take one more bit.
-    """
-    is_odd = spec.codebook == "seq" and not has_half(spec, is_table=is_table)
-    return next((bits for bits in STORED_BITS if spec.bits + is_odd <= bits), None)
-
-
-def block_size(spec: LutSpec) -> int:
-    """Return the largest block that divides the groups of a weight."""
-    return math.gcd(spec.group_size, BLOCK_SIZES[-1])
-
-
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
     """Return why a weight would lose something; None if not.
 
@@ -134,44 +105,6 @@ def file_bits(spec: LutSpec, shape: tuple[int, int]) -> int:
     return math.prod(shape) * (stored_bits(spec) * block_size(spec) + 16) // block_size(spec)
 
 
-class Codes(NamedTuple):
-    """A quantized weight as ONNX Runtime stores it: `W = scale * (code - zero)`."""
-
-    bits: int
-    """Bits per code."""
-    block: int
-    """Weights that share a scale."""
-    packed: Tensor
-    """`(O, I * bits / 8)` uint8."""
-    scales: Tensor
-    """`(O, G)` float32."""
-    zero: float
-    """Half of the codes, which is not stored, or 1.5."""
-
-    @property
-    def has_half(self) -> bool:
-        """True if the zero point is 1.5."""
-        return self.zero % 1 != 0
-
-
-def codes_of(name: str, module: QuantWeight) -> Codes:
-    """Return the codes and scales of a module called `name`, without loss.
-
-    Raises:
-        ExportError: a scale is no float32 number.
-    """
-    weight, spec, is_table = affine(module), module.spec, isinstance(module, QuantTable)
-    bits, block = stored_bits(spec, is_table=is_table), block_size(spec)
-    is_half = has_half(spec, is_table=is_table)
-    parts = 2 if spec.codebook == "seq" and not is_half else 1
-    zero = 2 ** (bits - 1) - is_half / 2
-    lowest, second = module.codebook.double().tolist()[:2]
-    first = round(lowest / (second - lowest) * parts + zero)
-    scales = exact(f"{name}.scales", weight.scale / parts, torch.float32)
-    scales = scales.repeat_interleave(spec.group_size // block, 1)
-    return Codes(bits, block, pack(weight.codes.int() * parts + first, bits), scales, zero)
-
-
 def check(model: PreTrainedModel) -> None:
     """Refuse an architecture that is not known to become a program."""
     plain_decoder(model, "a program for ONNX Runtime")
@@ -194,9 +127,7 @@ def write(
         )
     from qat.extensions.targets.onnx_program import save
 
-    levels = {FILE_NAME: INT8_INPUTS, EXACT_NAME: FLOAT_INPUTS}
-    programs = {directory / name: level for name, level in levels.items()}
-    save(model, programs, directory / DATA_NAME)
+    save(model, *(directory / name for name in (FILE_NAME, EXACT_NAME, DATA_NAME)))
     settings = json.dumps(_genai_config(model), indent=2) + "\n"
     (directory / "genai_config.json").write_text(settings, encoding="utf-8")
     write_config(model, tokenizer, directory)

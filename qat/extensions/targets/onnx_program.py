@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from qat.extensions.targets.onnx import FLOAT_INPUTS, Codes, codes_of
+from qat.extensions.targets.onnx_codes import Codes, codes_of
 from qat.models.stored_state import narrowed, quantized_modules
 from qat.nn.lut_embedding import TiedLutHead
 from qat.nn.quant_weight import QuantWeight
@@ -34,6 +34,8 @@ ROWS_AT_ONCE = 128
 TABLE = "model.embed_tokens"
 PAST, PRESENT = "past_key_values.{}.{}", "present.{}.{}"
 CACHED = ("key", "value")
+INT8_INPUTS, FLOAT_INPUTS = 4, 1
+"""Values of `accuracy_level`: what products read is rounded to 8 bits, or not."""
 TYPES = {
     torch.uint8: TensorProto.UINT8,
     torch.float32: TensorProto.FLOAT,
@@ -212,14 +214,14 @@ class _Decoder:
         return graph.op("Slice", product, *ends, outputs=outputs)
 
 
-def save(model: PreTrainedModel, programs: Mapping[Path, int], data: Path) -> None:
-    """Write programs of a decoder by their `accuracy_level`, and what they read to `data`."""
+def save(model: PreTrainedModel, rounding: Path, exact: Path, data: Path) -> None:
+    """Write two programs of a decoder, which share their `data`; `exact` does not round inputs."""
     codes = {name: codes_of(name, module) for name, module in quantized_modules(model).items()}
     opsets = [helper.make_opsetid(domain, version) for domain, version in OPSETS.items()]
     inputs, outputs = _signature(model)
     with data.open("wb") as opened:
         graph = _Graph(opened, data.name)
-        for program, level in programs.items():
+        for program, level in ((rounding, INT8_INPUTS), (exact, FLOAT_INPUTS)):
             graph.nodes = []
             _Decoder(graph, model, codes, level).build()
             parts = graph.nodes, "decoder", inputs, outputs, [*graph.tensors.values()]

@@ -21,7 +21,7 @@ from qat.export.config import ExportConfig
 from qat.export.model import check_equal, export_model
 from qat.export.parts import DtypeError
 from qat.export.targets import check_model
-from qat.extensions.targets import onnx
+from qat.extensions.targets import onnx, onnx_codes
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import quant_linears
@@ -84,7 +84,7 @@ def mixed(tmp_path: Path, tables: LutSpec | None, **shape: object) -> PreTrained
 def test_levels_are_codes(spec: LutSpec, bits: int, zero: float) -> None:
     linear = frozen_linear(8, 192, spec)
     assert onnx.lost(spec, (8, 192)) is None
-    found = onnx.codes_of("it", linear)
+    found = onnx_codes.codes_of("it", linear)
     assert (found.bits, found.zero) == (bits, zero) and 192 % found.block == 0
     codes = unpack(found.packed, bits, 192).double().unflatten(1, (-1, found.block))
     weight = (codes - found.zero) * found.scales.double()[..., None]
