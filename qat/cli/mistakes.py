@@ -18,7 +18,7 @@ from qat.hooks import HOW_TO_INSTALL, hooks
 # the extension that adds a verb, where it is not installed
 EXTENSION_OF = {("sample",): "decode"} | {
     ("bench", verb): "lab"
-    for verb in ("baselines", "quality", "kernels", "compare", "record", "gguf")
+    for verb in ("baselines", "quality", "kernels", "targets", "compare", "record", "gguf")
 }
 
 

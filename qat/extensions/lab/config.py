@@ -27,6 +27,9 @@ KERNELS = (
     "columns, settle", "columns, refit",
 )  # fmt: skip
 """The cases of `qat bench kernels` by name, in the order in which they run."""
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+"""The GPUs of `qat bench targets` by instruction set: T4, A100, RTX 3090, RTX 4090, H100, B200, RTX
+5090."""
 
 
 class BaselinesConfig(MeasureConfig):
@@ -49,6 +52,34 @@ class BaselinesConfig(MeasureConfig):
     def cases(self) -> tuple[str, ...]:
         """The cases to run, in the order of `CASES`."""
         return tuple(name for name in CASES if name in self.only.split(","))
+
+
+class TargetsConfig(Settings):
+    """What every Triton kernel takes on GPUs that are not here, compiled without them."""
+
+    only: str = ",".join(ARCHITECTURES)
+    """Architectures to compile for, joined by commas."""
+    processes: int = Field(2, ge=1)
+    """Architectures to compile for at once."""
+    page: Path | None = None
+    """Markdown file to which the table is written."""
+    figures: Path | None = None
+    """File to which the goal's figure is appended."""
+
+    @field_validator("only")
+    @classmethod
+    def _check_only(cls, text: str) -> str:
+        unknown = [name for name in text.split(",") if name not in ARCHITECTURES]
+        if unknown:
+            raise ValueError(
+                f"no architecture is called {unknown[0]!r}; choose among {', '.join(ARCHITECTURES)}"
+            )
+        return text
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """The architectures to compile for."""
+        return tuple(self.only.split(","))
 
 
 class KernelsConfig(Settings):

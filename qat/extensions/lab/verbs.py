@@ -11,7 +11,14 @@ from qat.cli.parser import print_result
 from qat.cli.tables import numbers_table, row_table, wide_console
 from qat.config import Required
 from qat.errors import ConfigError
-from qat.extensions.lab.config import BaselinesConfig, GgufConfig, KernelsConfig, QualityConfig
+from qat.extensions.lab.config import (
+    ARCHITECTURES,
+    BaselinesConfig,
+    GgufConfig,
+    KernelsConfig,
+    QualityConfig,
+    TargetsConfig,
+)
 from qat.files import described
 
 if TYPE_CHECKING:
@@ -20,7 +27,7 @@ if TYPE_CHECKING:
     from qat.extensions.lab.compare import Comparison, Pair
     from qat.extensions.lab.kernels.run import KernelsReport
 
-KERNELS_WIDTH, COMPARE_WIDTH, QUALITY_WIDTH, GGUF_WIDTH = 150, 150, 400, 170
+KERNELS_WIDTH, COMPARE_WIDTH, QUALITY_WIDTH, GGUF_WIDTH, TARGETS_WIDTH = 150, 150, 400, 170, 230
 """Columns of a table where output goes to a file."""
 RUN_FILES = "export/gguf/*.gguf"
 """The place of a GGUF file in the directory of `qat run`."""
@@ -157,6 +164,29 @@ def _kernels_remarks(report: "KernelsReport") -> list[str]:
         words = "default stays" if best is None else f"{best.configuration}, {each.ratio:.3f} x"
         lines.append(f"tuned {each.case} ({kernel}): {words}")
     return [*lines, *([report.note] if report.note else [])]
+
+
+def targets(
+    *,
+    config: Annotated[TargetsConfig, Parameter(name="*")] = TargetsConfig(),  # noqa: B008 - frozen
+) -> dict[str, object]:
+    """Compile every kernel for GPUs that are not here: registers / spilled bytes / shared KiB.
+
+    A kernel that the package chooses on a GPU where it does not compile or fit is an error.
+
+    Args:
+        config: settings.
+    """
+    from qat.extensions.lab.kernels.targets import run_targets
+
+    report = run_targets(config)
+    names = (name for name in ARCHITECTURES if name in config.architectures)
+    columns = (("Kernel", "case", "{}", 1), *((name, name, "{}", 1) for name in names))
+    last = ("Elsewhere", "fallback", "{}", 1)
+    wide_console(TARGETS_WIDTH).print(row_table((*columns, last), report.rows()))
+    report.check()
+    figures = {each["figure"]: each["value"] for each in report.figures()}
+    return dict(kernels=len(report.kernels), **figures)
 
 
 def compare(
@@ -332,6 +362,7 @@ VERBS = {
     baselines: "qat bench baselines tiny --only ours,plain-eager",
     quality: "qat bench quality speedrun/recipes/quality_tiny.toml --out runs/tiny",
     kernels: "qat bench kernels --only matvec",
+    targets: "qat bench targets --only sm_75",
     compare: "qat bench compare runs/bench/BEFORE runs/bench/AFTER",
     record: "qat bench record two-words --from runs/bench/TIME",
     gguf: "qat bench gguf Qwen/Qwen3-0.6B exports/q2/model.gguf --text held_out.txt",

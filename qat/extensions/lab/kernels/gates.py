@@ -32,7 +32,7 @@ class InputMaker:
     device: torch.device
     dtype: torch.dtype
     half: torch.dtype  # the dtype for kernels that support only half precision
-    generator: torch.Generator
+    generator: torch.Generator | None  # None for tensors without values
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return standard normal numbers."""

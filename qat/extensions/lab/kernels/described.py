@@ -1,0 +1,220 @@
+"""GPUs that are described instead of present: kernels are compiled for them as they are launched.
+
+Inside `standing_in(gpu)` the package takes tensors without memory (PyTorch's meta device) for
+tensors on that GPU. Launch wrappers run as they are and choose tiles, dtypes and fallbacks by the
+facts of the described GPU. Each launch compiles its kernel instead of running it: Triton's compiler
+and ptxas, which it brings along, need no GPU.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from qat.backend.base import GIB
+from qat.kernels import tuned
+from qat.kernels.dispatch import triton
+
+KIB = 1024
+LANES = 32
+"""Threads of a warp."""
+TENSOR_COLUMNS = 512
+"""Columns of a multiprocessor's tensor memory on Blackwell."""
+STAND_IN, META = torch.device("cuda:0"), torch.device("meta")
+OURS = "qat"
+"""The namespace of the package's custom operators, and its name."""
+RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
+"""What `cuobjdump --dump-resource-usage` says of a thread: its registers, and bytes in memory."""
+
+
+class Gpu(NamedTuple):
+    """The facts about a GPU on which the package's choices depend."""
+
+    name: str
+    """The name that its driver reports, by which a table of tuned configurations is found."""
+    capability: tuple[int, int]
+    shared_bytes: int
+    """Shared memory that one block may use (CUDA C++ programming guide, compute capabilities)."""
+    memory_gib: int
+
+    @property
+    def architecture(self) -> str:
+        """The name of its instruction set, such as `sm_90`."""
+        return f"sm_{self.number}"
+
+    @property
+    def number(self) -> int:
+        """Its compute capability as one number, such as 90."""
+        major, minor = self.capability
+        return 10 * major + minor
+
+
+GPUS = (
+    Gpu("Tesla T4", (7, 5), 64 * KIB, 15),
+    Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 163 * KIB, 79),
+    Gpu("NVIDIA GeForce RTX 3090", (8, 6), 99 * KIB, 24),
+    Gpu("NVIDIA GeForce RTX 4090", (8, 9), 99 * KIB, 24),
+    Gpu("NVIDIA H100 80GB HBM3", (9, 0), 227 * KIB, 79),
+    Gpu("NVIDIA B200", (10, 0), 227 * KIB, 178),
+    Gpu("NVIDIA GeForce RTX 5090", (12, 0), 99 * KIB, 31),
+)
+"""One GPU of each architecture that the package is meant for."""
+
+
+class NotCompiledError(Exception):
+    """A kernel is launched on a GPU that it does not compile for."""
+
+
+class Compiled(NamedTuple):
+    """What a kernel takes on a GPU: registers of a thread, and bytes."""
+
+    kernel: str
+    """Module and function, as in `kernels.head._merge_kernel`."""
+    warps: int
+    registers: int
+    spilled: int
+    """Bytes of a thread's values in memory, because registers do not suffice."""
+    shared: int
+    """Shared memory of a program."""
+
+
+@contextmanager
+def standing_in(gpu: Gpu, take: Callable[[Compiled], None]) -> Iterator[None]:
+    """Let tensors on `cuda` be on a described GPU inside the block.
+
+    Every launch hands what its kernel takes to `take`, each combination of constants once. Results
+    hold nothing, so that nothing may depend on their values.
+
+    Raises:
+        NotCompiledError: a kernel does not compile for the GPU.
+        triton.OutOfResources: a kernel takes more shared or tensor memory than the GPU has.
+    """
+    facts = SimpleNamespace(
+        name=gpu.name,
+        shared_memory_per_block_optin=gpu.shared_bytes,
+        total_memory=gpu.memory_gib * GIB,
+    )
+    answers = {
+        "get_device_capability": lambda device=None: gpu.capability,
+        "get_device_properties": lambda device=None: facts,
+        "get_device_name": lambda device=None: gpu.name,
+        "is_current_stream_capturing": lambda: False,
+        "device_of": lambda tensor: nullcontext(),
+    }
+    launcher = _Launcher(gpu, take)
+    tuned.forget_tables()
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(patch.object(torch.cuda, name, answer))
+        stack.enter_context(patch.object(triton.runtime.jit.JITFunction, "run", launcher.method()))
+        stack.enter_context(patch.object(triton.runtime.driver, "_active", launcher))
+        stack.enter_context(_OnMeta())
+        stack.enter_context(_Bodies())
+        yield
+    tuned.forget_tables()
+
+
+class _OnMeta(TorchFunctionMode):
+    """Makes tensors for `cuda` on the meta device, and says that they are on `cuda`."""
+
+    def __torch_function__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        def placed(device: torch.device) -> torch.device:
+            return META if device.type == STAND_IN.type else device
+
+        args, kwargs = tree_map_only(torch.device, placed, (args, kwargs or {}))
+        found = func(*args, **kwargs)
+        if func == Tensor.device.__get__ and found == META:
+            return STAND_IN
+        return args[0].is_meta if func == Tensor.is_cuda.__get__ else found
+
+
+class _Bodies(TorchDispatchMode):
+    """Runs the bodies of our operators, which launch kernels; meta tensors get only shapes else."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func.namespace != OURS:
+            return func(*args, **(kwargs or {}))
+        with self, _OnMeta():
+            return OPDEFS[func._schema.name]._init_fn(*args, **(kwargs or {}))
+
+
+class _Launcher:
+    """A driver of Triton for one described GPU, which compiles a kernel where it is launched."""
+
+    def __init__(self, gpu: Gpu, take: Callable[[Compiled], None]) -> None:
+        self.gpu, self.take = gpu, take
+        self._taken: set[int] = set()
+
+    def get_current_device(self) -> int:
+        """Return a number of its own: Triton keeps compiled kernels by it."""
+        return self.gpu.number
+
+    def get_current_stream(self, device: int) -> int:
+        """Return the default stream."""
+        return 0
+
+    def get_current_target(self) -> Any:
+        """Return what Triton compiles for."""
+        return triton.backends.compiler.GPUTarget("cuda", self.gpu.number, LANES)
+
+    def method(self) -> Callable:
+        """Return what replaces `JITFunction.run`."""
+        run = triton.runtime.jit.JITFunction.run
+
+        def compiled(kernel: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
+            name = name_of(kernel)
+            try:
+                found = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+            except Exception as error:  # noqa: BLE001 - whatever Triton's passes and ptxas raise
+                raise NotCompiledError(f"{name} does not compile: {_reason(error)}") from error
+            shared, columns = found.metadata.shared, getattr(found.metadata, "tmem_size", None) or 0
+            for kind, needed, room in (
+                ("shared memory", shared, self.gpu.shared_bytes),
+                ("tensor memory", columns, TENSOR_COLUMNS),
+            ):
+                if needed > room:  # as a launch does
+                    raise triton.OutOfResources(needed, room, f"{kind} of {name}")
+            if id(found) not in self._taken:
+                self._taken.add(id(found))
+                taken = _resources(found.asm["cubin"])
+                self.take(Compiled(name, found.metadata.num_warps, *taken, shared))
+
+        return compiled
+
+
+def _reason(error: Exception) -> str:
+    """Return the line of an error that says what is wrong; ptxas quotes all it was given."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return next((line for line in lines if "error" in line and ":" in line), lines[0])
+
+
+def name_of(kernel: Any) -> str:
+    """Return a kernel's module below `qat` and its function's name."""
+    module = kernel.fn.__module__.removeprefix(f"{OURS}.").removeprefix("extensions.")
+    return f"{module}.{kernel.fn.__name__}"
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Return the registers of a thread, and the bytes that it spills."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = zip(*RESOURCES.findall(text), strict=True)  # of each function
+    return max(map(int, registers)), max(map(int, stack))
