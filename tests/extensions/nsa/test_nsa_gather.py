@@ -5,6 +5,7 @@ import torch
 from nsa_case import documents, nsa_inputs, small
 from torch import Tensor
 
+from qat.errors import ConfigError
 from qat.extensions.nsa.kernels import gather, reference
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.select import Inputs, select
@@ -110,10 +111,11 @@ def test_backward_takes_as_many_rows_as_a_gpu_holds(
             raise triton.OutOfResources(ROWS, held, "shared memory")
 
     def run() -> None:
-        gather._launch_in_room(launch, {"G": 2, "ROWS": 128}, torch.device("cpu"))
+        sizes = {"G": 2, "D": 64, "BLOCK": 32, "ROWS": 128}
+        gather._launch_in_room(launch, sizes, torch.device("cpu"))
 
     if launched is None:
-        with pytest.raises(triton.OutOfResources):
+        with pytest.raises(ConfigError, match=r"select_block=32.*16 bytes.*at most 8"):
             run()
         assert asked[-1] == gather.LEAST
         return

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from qat.backend.device import on
+from qat.errors import ConfigError
 from qat.extensions.nsa.kernels import flex
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.reference import combine
@@ -376,6 +377,9 @@ def _launch_in_room(
     What a tile takes depends on how a GPU multiplies: for blocks of 64 keys, 128 wide, 150 KB of
     shared memory on Ampere, 199 KB on Hopper and 272 KB on Blackwell (Triton 3.7), so that Triton
     is asked. Without prefetching rows, it needs less.
+
+    Raises:
+        ConfigError: the GPU has no memory for any number of rows.
     """
     kind = (device, *sizes.values())
     fitting = _FITTING.get(kind, {})
@@ -383,10 +387,14 @@ def _launch_in_room(
     while True:
         try:
             launch(**sizes | fitting)
-        except triton.OutOfResources:
+        except triton.OutOfResources as error:
             rows = fitting.get("ROWS", 2 * sizes["ROWS"]) // 2
             if rows < least:
-                raise
+                raise ConfigError(
+                    f"select_block={sizes['BLOCK']} with heads of {sizes['D']} takes "
+                    f"{error.required:,} bytes of {error.name}, expected at most {error.limit:,}; "
+                    "choose a smaller select_block, --dtype bf16 or backend=flex"
+                ) from None
             fitting = _FITTING[kind] = {"ROWS": rows, "num_stages": 1}
         else:
             return
