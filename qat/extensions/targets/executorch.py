@@ -15,21 +15,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from qat.export.dense import dense_state_dict
-from qat.export.parts import DtypeError, float_model
+from qat.export.parts import float_model
 from qat.extensions.targets.shared import (
-    DTYPE_NAMES,
     EVEN_GRIDS,
     affine,
+    even_levels,
     exact,
     group_size_near,
     lost_by_grid,
     plain_decoder,
+    refuse_all_but_float32,
     refuse_all_but_groups,
     write_config,
 )
 from qat.models.stored_state import quantized_modules
 from qat.nn.quant_linear import QuantLinear
-from qat.nn.swap import CACHE, embedding_dtype, head_dim
+from qat.nn.swap import CACHE, head_dim
 from qat.quant.spec import LutSpec
 
 COMPARED = "sums"
@@ -88,12 +89,11 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     """Return even levels without a zero up to 3 bits, integers above; a scale per row above 4."""
     refuse_all_but_groups(spec)
-    fits = spec.codebook in ("int", "ternary")
-    codebook = spec.codebook if fits else "seq" if spec.bits < 4 else "int"
     if spec.bits > 4:
+        codebook = even_levels(spec, shape[1]).codebook
         return LutSpec(bits=spec.bits, codebook=codebook, group_size=shape[1])
     size = group_size_near(spec.group_size, GROUP_SIZES, shape[1])
-    return LutSpec(bits=spec.bits, codebook=codebook, group_size=size, scale_bits=8)
+    return even_levels(spec, size, seq_bits=3)
 
 
 def check(model: PreTrainedModel) -> None:
@@ -105,13 +105,8 @@ def write(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
 ) -> None:
     """Write model.pte, config.json and the tokenizer, in float32 alone."""
-    dtype = embedding_dtype(model)
-    if dtype != torch.float32:
-        raise DtypeError(
-            f"XNNPACK rounds tokens of float32, not of {DTYPE_NAMES[dtype]}, expected float32; "
-            "export with --dtype fp32"
-        )
-    integers = float_model(model, dense_state_dict(model, dtype), dtype)
+    refuse_all_but_float32(model, "XNNPACK")
+    integers = float_model(model, dense_state_dict(model, torch.float32), torch.float32)
     for name, module in quantized_modules(model).items():
         weight = nn.Parameter(_tensor(name, module), requires_grad=False)
         integers.get_submodule(name).weight = weight

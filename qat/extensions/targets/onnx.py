@@ -20,18 +20,18 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError, how_to_install, is_installed
-from qat.export.parts import DtypeError
 from qat.extensions.targets.onnx_codes import BLOCK_SIZES, block_size, stored_bits
 from qat.extensions.targets.shared import (
-    DTYPE_NAMES,
     EVEN_GRIDS,
+    even_levels,
     group_size_near,
     lost_by_grid,
     plain_decoder,
+    refuse_all_but_float32,
     refuse_all_but_groups,
     write_config,
 )
-from qat.nn.swap import embedding_dtype, head_dim
+from qat.nn.swap import head_dim
 from qat.quant.spec import LutSpec
 
 logger = logging.getLogger(__name__)
@@ -94,10 +94,8 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     """Return even levels without a zero up to 3 bits, integers above, in groups of a block."""
     refuse_all_but_groups(spec)
-    is_whole = spec.codebook in ("int", "ternary")
-    codebook = spec.codebook if is_whole else "seq" if spec.bits < 4 else "int"
     size = group_size_near(spec.group_size, FAST_BLOCK_SIZES, shape[1])
-    return LutSpec(bits=spec.bits, codebook=codebook, group_size=size, scale_bits=8)
+    return even_levels(spec, size, seq_bits=3)
 
 
 def file_bits(spec: LutSpec, shape: tuple[int, int]) -> int:
@@ -114,12 +112,7 @@ def write(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
 ) -> None:
     """Write the program, its weights, genai_config.json, config.json and the tokenizer."""
-    dtype = embedding_dtype(model)
-    if dtype != torch.float32:
-        raise DtypeError(
-            f"ONNX Runtime computes in float32 on a CPU, not in {DTYPE_NAMES[dtype]}, expected "
-            "float32; export with --dtype fp32"
-        )
+    refuse_all_but_float32(model, "ONNX Runtime on a CPU")
     if not is_installed("onnx"):
         raise ExportError(
             "the library onnx is not installed, expected it beside onnxruntime to write the "

@@ -122,12 +122,22 @@ def refuse_all_but_groups(spec: LutSpec) -> None:
     refuse(lost_by_rank(spec), WITH_GROUPS)
 
 
-def even_levels(spec: LutSpec, group_size: int) -> LutSpec:
-    """Return even levels without a zero up to 4 bits, integers above, with 8-bit scales."""
+def refuse_all_but_float32(model: PreTrainedModel, engine: str) -> None:
+    """Refuse a dtype in which `engine`, which is named in the message, does not compute."""
+    dtype = embedding_dtype(model)
+    if dtype != torch.float32:
+        raise DtypeError(
+            f"{engine} computes in float32, not in {DTYPE_NAMES[dtype]}, expected float32; export "
+            "with --dtype fp32"
+        )
+
+
+def even_levels(spec: LutSpec, group_size: int, seq_bits: int = 4) -> LutSpec:
+    """Return levels without a zero up to `seq_bits` bits, integers above, with 8-bit scales."""
     is_whole = spec.codebook in ("int", "ternary")
     # with more than 4 bits a zero among the levels costs little, and MLX's bias of an 8-bit scale
     # does not fit into bfloat16
-    codebook = spec.codebook if is_whole else "seq" if spec.bits <= 4 else "int"
+    codebook = spec.codebook if is_whole else "seq" if spec.bits <= seq_bits else "int"
     return LutSpec(bits=spec.bits, codebook=codebook, group_size=group_size, scale_bits=8)
 
 
