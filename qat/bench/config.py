@@ -70,7 +70,8 @@ class BenchConfig(MeasureConfig):
     """Published shape to measure with random weights if no STUDENT is named; by default qwen3-0.6b,
     or tiny on a CPU."""
     like: Measured[Path | None] = None
-    """Directory of a run of 'qat train': time its steps on its batches, beside what it logged."""
+    """Directory of a run of 'qat train': its steps are timed on its own batches and compared with
+    the speed that it logged."""
     batch_sizes: Measured[str] = ""
     """Batch sizes to measure, joined by commas; with --find-max-batch, the only ones to try."""
     find_max_batch: Measured[bool] = False

@@ -1,4 +1,4 @@
-"""`qat bench --like`: the steps of a run once more, on its own batches, beside what it logged."""
+"""The bench of a run's own step on its own batches, compared with the speed that the run logged."""
 
 import time
 from pathlib import Path
@@ -22,17 +22,19 @@ from qat.train.start import check_dtype, reopened
 from qat.train.step import EAGER_STEPS
 
 PLACES = {"cache_dir", *DeviceSettings.model_fields}
-"""Settings that may lie elsewhere today: the cache is compared by content, the device by name."""
+"""Settings whose paths or indices may differ from the run's: the cache is compared by its content,
+the device by its name."""
 OWN = {"like", "steps", "warmup", "strict"}
-"""Settings of the measurement, which a run has not."""
+"""Settings that only a measurement has."""
 MEDIANS = ("mfu_frac", "step_s", "step_s_p50", "data_wait_s", "rollout_s")
-"""Numbers of the heartbeats whose medians are columns."""
+"""Keys of a heartbeat whose medians over the run become columns."""
 
 
 def time_like(config: BenchConfig, run: Path, out: Path | None) -> BenchReport:
-    """Time the first steps of `run`, which are built and fed as there, beside what it logged.
+    """Time the first steps of a training run again and compare them with the speed that it logged.
 
-    They learn as they did, in memory alone. Their batches are read before the clock starts.
+    The steps are built by the code of `qat train` and learn at the run's rates, but nothing is
+    written. Their batches are read before the clock starts.
 
     Raises:
         ConfigError, CacheError, CheckpointError: there is no such run, it was trained on another
@@ -94,7 +96,7 @@ def _check_named(config: BenchConfig, settings: TrainConfig, run: Path) -> None:
 
 
 def _beside(logged: TrainingRun, timing: Timing) -> dict[str, object]:
-    """Return columns of what the run logged: medians over its heartbeats without the first."""
+    """Return the medians of a run's heartbeats as columns; the first heartbeat is left out."""
     speed, wall_s = logged.tokens_per_s() or 0.0, wall_seconds(logged.heartbeats)
     return {
         "like": logged.label,

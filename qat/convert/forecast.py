@@ -166,7 +166,7 @@ def shipped_sizes(directory: Path, source: str | None, shipping: Shipping) -> Si
 
 
 def _beside(counted: FileSizes, source_megabytes: float | None) -> Sizes:
-    """Return the sizes of a target's file beside that of the source."""
+    """Return the sizes of a target's file together with the size of its source."""
     return Sizes(source_megabytes, counted.megabytes, counted.bits_per_weight, counted.linear_bits)
 
 

@@ -51,7 +51,7 @@ class Twins(NamedTuple):
     """The name of the one in fewer bits."""
     fine: str
     words: str
-    """What the file holds, for a line."""
+    """Both tables, their bits and their distance in words, for a message."""
 
     @classmethod
     def among(cls, stored: Mapping[str, StoredTable]) -> Self | None:

@@ -35,12 +35,15 @@ TILE_WORDS = 8192
 """Words per tile of logits: a power of two, since a program holds a token's tile in registers."""
 
 KEPT_TOKENS, KEPT_WORDS = 4096, 16384
-"""Most tokens whose logits are kept while a head learns (2.5 GB at V = 152,000), and words per tile
-of them. For 32,768 tokens loss and gradients took 63 ms so, 67 with tiles of 8,192 words, 64 with
-2,048 tokens and 61 with 8,192; with logits computed twice 73 (one H200, Qwen3-0.6B's head)."""
+"""The most tokens whose logits are kept while a head learns (2.5 GB at V = 152,000), and the words
+of a tile of these logits.
+
+For 32,768 tokens loss and gradients took 63 ms so, 67 with tiles of 8,192 words, 64 with 2,048
+tokens and 61 with 8,192; with logits computed twice 73 (one H200, Qwen3-0.6B's head).
+"""
 
 KEPT_PART, FEWEST_KEPT = 4, 1024
-"""Part of a micro-batch whose logits are kept, unless that are fewer tokens than these."""
+"""Logits of a quarter of a micro-batch are kept at a time, but of no fewer tokens than these."""
 
 PEAK_SLACK = tl.constexpr(8.0)
 """Nats by which a logit may exceed `peak` before the peak moves: `exp(8)` loses no precision in any
@@ -259,7 +262,7 @@ class HeadSums:
             self.bias[rows] += dlogits.sum(0, dtype=self.bias.dtype)
 
     def name(self, ids: Tensor) -> None:
-        """Let the words `ids` count as named, and no others but those named before."""
+        """Mark the words `ids` as named; from now on words without a mark count as not named."""
         V = len(self.weight)
         named = torch.zeros(V + 1, dtype=torch.bool, device=ids.device)
         named.scatter_(0, _or_beyond(ids, V).flatten(), True)
@@ -392,7 +395,7 @@ def _logit_gradients_by_kernel(
 
 
 def _merged(g_logits: LogitGradients) -> tuple[Tensor, Tensor]:
-    """Return ids and gradients `(T, N)` with which all places of a word say the same, their sum."""
+    """Return ids and gradients `(T, N)`; all places of a repeated word hold its sum."""
     ids, chosen = g_logits.ids.contiguous(), g_logits.chosen.contiguous()
     summed = torch.empty_like(chosen, dtype=torch.float32)
     T, N = ids.shape

@@ -27,7 +27,7 @@ class TokenFlops:
     attention: float
     """Scores and weighted sums of causal attention, forward and backward."""
     teacher: float = 0.0
-    """Forward of a teacher that runs beside."""
+    """The forward pass of a teacher that runs in the same step."""
 
     @property
     def total(self) -> float:

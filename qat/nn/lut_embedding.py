@@ -79,7 +79,7 @@ class QuantTable(QuantWeight):
 
     @torch.no_grad()
     def take_gradient_(self, dW: Tensor) -> None:
-        """Pull back the float32 `dW`, `(V, D)`, which nobody else needs any more.
+        """Pull back the float32 gradient `dW`, `(V, D)`, of the whole table, and take it over.
 
         Equal to `pull_back_`. `dW` becomes the gradient of a float32 latent table that has none,
         and what is computed on the way is as large as some of its rows.

@@ -14,9 +14,9 @@ from qat.files import awaiting, parse_json
 
 
 def growing_rows(out: Path) -> Rows:
-    """Yield the rows of the corpus `out`, each as soon as its shard is complete.
+    """Yield the rows of a corpus that is still being sampled, in the order of the finished file.
 
-    They are those of the finished file, in its order.
+    A row comes as soon as its shard is complete.
 
     Raises:
         DataError: shards are missing, and nobody samples them.

@@ -55,7 +55,7 @@ class BaselinesConfig(MeasureConfig):
 
 
 class TargetsConfig(Settings):
-    """What every Triton kernel takes on GPUs that are not here, compiled without them."""
+    """Settings of `qat bench targets`, which compiles all Triton kernels for absent GPUs."""
 
     only: str = ",".join(ARCHITECTURES)
     """Architectures to compile for, joined by commas."""

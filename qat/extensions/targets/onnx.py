@@ -42,7 +42,7 @@ HOLDS_TABLES = True
 HOLDS_ACTIVATIONS = (None,)
 FILE_NAME, EXACT_NAME, DATA_NAME = "model.onnx", "exact.onnx", "model.onnx.data"
 FAST_BLOCK_SIZES = BLOCK_SIZES[1:]
-"""Those with fast products of 2 bits."""
+"""The block sizes for which ONNX Runtime has fast products of 2 bits."""
 FAST, SLOW = {"mlas.use_lut_gemm": "1"}, {"mlas.use_lut_gemm": "0"}
 """Settings of a session with which products with zero points of 1.5 are fast and round what they
 read, whatever the program says, or are slow and exact."""
@@ -50,7 +50,8 @@ MOVED = 0.5
 """Rounding moves logits by less than this share of their norm; those of a wrong product are as far
 from ours as any."""
 EXACT = {"model": {"decoder": {"filename": EXACT_NAME, "session_options": SLOW}}}
-"""What onnxruntime-genai takes instead of genai_config.json to round nothing."""
+"""Settings for onnxruntime-genai that replace those of genai_config.json, so that nothing is
+rounded."""
 HOW_TO_LOAD = f"""\
 ```python
 # pip install onnxruntime-genai
@@ -170,7 +171,7 @@ def logits(
 
 
 def _genai_config(model: PreTrainedModel) -> dict[str, object]:
-    """Return what onnxruntime-genai reads: names of inputs, sizes, special tokens."""
+    """Return the contents of genai_config.json: names of inputs, sizes, special tokens."""
     config, generation = model.config, model.generation_config
     length = config.max_position_embeddings
     tokens = {}

@@ -16,7 +16,8 @@ from qat.quant.spec import LutSpec
 from qat.quant.weight import pack
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-"""Weights that share a scale in ONNX Runtime. A larger or odd group repeats its scale."""
+"""Numbers of weights that may share a scale in ONNX Runtime; a larger or odd group repeats its
+scale."""
 STORED_BITS = (2, 4, 8)
 
 

@@ -26,11 +26,11 @@ OWN = "com.microsoft"
 """The domain of ONNX Runtime's own operators."""
 OPSETS = {"": 21, OWN: 1}
 IR_VERSION = 10
-"""That of opset 21."""
+"""The version of the ONNX format that opset 21 belongs to."""
 ALIGNMENT = 64
-"""Tensors begin at a multiple of so many bytes, a line of a processor's cache."""
+"""The alignment of tensors in the data file in bytes, a line of a processor's cache."""
 ROWS_AT_ONCE = 128
-"""ONNX Runtime's fast products with zero points of 1.5 take a multiple of so many rows."""
+"""The number whose multiples of rows ONNX Runtime's fast products with zero points of 1.5 take."""
 TABLE = "model.embed_tokens"
 PAST, PRESENT = "past_key_values.{}.{}", "present.{}.{}"
 CACHED = ("key", "value")

@@ -28,7 +28,7 @@ WAYS, PASSES = 8, 7
 """Candidate bounds per pass, and passes: enough to find the bound of a nucleus to less than 1e-5
 nats at 150,000 words."""
 ROOM = 4096
-"""Words of a row that may be in a nucleus and are copied for the search: 32 KB a row."""
+"""The most words of a row that are copied for the search of a nucleus: 32 KB a row."""
 MOST = 1 - 2.0**-22
 """The largest share of the mass that a draw may reach, so that rounding cannot pass the end."""
 

@@ -35,7 +35,8 @@ STAND_IN, META = torch.device("cuda:0"), torch.device("meta")
 OURS = "qat"
 """The namespace of the package's custom operators, and its name."""
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
-"""What `cuobjdump --dump-resource-usage` says of a thread: its registers, and bytes in memory."""
+"""A thread's registers and bytes of local memory in the output of `cuobjdump
+--dump-resource-usage`."""
 
 
 class Gpu(NamedTuple):
@@ -77,7 +78,7 @@ class NotCompiledError(Exception):
 
 
 class Compiled(NamedTuple):
-    """What a kernel takes on a GPU: registers of a thread, and bytes."""
+    """The registers and the memory that a compiled kernel needs on a GPU."""
 
     kernel: str
     """Module and function, as in `kernels.head._merge_kernel`."""
@@ -126,7 +127,7 @@ def standing_in(gpu: Gpu, take: Callable[[Compiled], None]) -> Iterator[None]:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Makes tensors for `cuda` on the meta device, and says that they are on `cuda`."""
+    """A mode that makes tensors for `cuda` on the meta device and calls their device `cuda`."""
 
     def __torch_function__(
         self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
@@ -142,7 +143,7 @@ class _OnMeta(TorchFunctionMode):
 
 
 class _Bodies(TorchDispatchMode):
-    """Runs the bodies of our operators, which launch kernels; meta tensors get only shapes else."""
+    """A mode that runs the bodies of the package's operators on meta tensors."""
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None
@@ -161,7 +162,7 @@ class _Launcher:
         self._taken: set[int] = set()
 
     def get_current_device(self) -> int:
-        """Return a number of its own: Triton keeps compiled kernels by it."""
+        """Return the index of the device, by which Triton keeps compiled kernels apart."""
         return self.gpu.number
 
     def get_current_stream(self, device: int) -> int:
@@ -169,11 +170,11 @@ class _Launcher:
         return 0
 
     def get_current_target(self) -> Any:
-        """Return what Triton compiles for."""
+        """Return the target that Triton compiles for."""
         return triton.backends.compiler.GPUTarget("cuda", self.gpu.number, LANES)
 
     def method(self) -> Callable:
-        """Return what replaces `JITFunction.run`."""
+        """Return a function in place of `JITFunction.run` that compiles and does not launch."""
         run = triton.runtime.jit.JITFunction.run
 
         def compiled(kernel: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
@@ -198,7 +199,7 @@ class _Launcher:
 
 
 def _reason(error: Exception) -> str:
-    """Return the line of an error that says what is wrong; ptxas quotes all it was given."""
+    """Return the one line of a compiler's error that names the cause; ptxas repeats its input."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return next((line for line in lines if "error" in line and ":" in line), lines[0])
 

@@ -1,4 +1,4 @@
-"""Calls that between them launch every kernel, with the sizes and dtypes of real models.
+"""Calls of the package that together launch every kernel, with sizes and dtypes of real models.
 
 They are the cases of `qat bench kernels`, and what those leave out. Each goes through the package's
 own functions, which choose a kernel's tiles, or other operations, for the device.
@@ -101,7 +101,7 @@ def joined_and_gradient(maker: InputMaker, qkv: Tensor, D: int) -> None:
 
 
 def weight_calls(maker: InputMaker) -> Iterator[tuple[str, Call]]:
-    """Yield what forming weights launches beside the cases."""
+    """Yield the calls that form weights in formats which no case of `qat bench kernels` has."""
     yield "form and pull back, low-rank scales", partial(low_rank_weight, maker)
     yield "codewords as stored", partial(levels_as_stored, maker.uniform(256, 4), 8)
 
@@ -129,7 +129,7 @@ def learning_head(maker: InputMaker, dtype: torch.dtype) -> None:
 
 
 def decoding_calls(maker: InputMaker) -> Iterator[tuple[str, Call]]:
-    """Yield what decoding launches beside products: caches, norms and draws."""
+    """Yield the calls of decoding that are no products: attention over caches, norms and draws."""
     yield f"decode attention, {WIDEST}", partial(one_position, maker, WIDEST)
     for B, D, dtype, bits in (
         (SLOTS, WIDTHS[-1], maker.dtype, None), (SLOTS, WIDEST, maker.dtype, None),

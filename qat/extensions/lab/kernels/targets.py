@@ -49,12 +49,12 @@ FALLBACKS = dict.fromkeys(
     "decode.kernels.lut_sums.sums_kernel": "`_matvec_kernel`, `_gemm_kernel`",
     "decode.kernels.packed_attention._packed_kernel": "`slot_attention._attend_kernel`",
 }  # fmt: skip
-"""What computes instead of a kernel that is not chosen on a GPU."""
+"""The computation that takes the place of a kernel where the package does not choose it."""
 
 
 @dataclass(frozen=True)
 class TargetsReport:
-    """What every kernel takes on each GPU."""
+    """The resources that every kernel needs on each GPU, and the launches that fail."""
 
     gpus: tuple[Gpu, ...]
     kernels: tuple[str, ...]
