@@ -1,11 +1,11 @@
-"""A swapped model by kernels and by the reference, compiled or not. Run with `-m gpu`."""
+"""A swapped model by kernels and by the reference, compiled or not, and what each token may see."""
 
 import pytest
 import torch
 from tiny import tiny_model
 from torch import Tensor, nn
 
-from qat.extensions.nsa.kernels.config import NSAConfig
+from qat.extensions.nsa.kernels.config import EACH, NSAConfig
 from qat.extensions.nsa.swap import swap_attention
 from qat.models.language_model import LanguageModel
 from qat.models.regions import Regions
@@ -36,10 +36,10 @@ MODES = {
 }
 
 
-def swapped(mode: str, backend: str, num_selected: int) -> LanguageModel:
+def swapped(mode: str, backend: str, num_selected: int, **more: float) -> LanguageModel:
     """A model of one layer, all of whose branches say something."""
     model = tiny_model(use_cache=False, **SHAPE)
-    sizes = {"window": 256, "num_selected": num_selected, **MODES[mode]}
+    sizes = {"window": 256, "num_selected": num_selected, **MODES[mode], **more}
     swap_attention(model, NSAConfig(backend=backend, **sizes))
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -104,3 +104,29 @@ def test_a_padded_row_equals_the_row_alone() -> None:
     alone = model(ids).logits[0]
     for row, real in zip(found, mask.bool(), strict=True):
         torch.testing.assert_close(row[real], alone, rtol=0, atol=1e-2)
+
+
+ROUTES = {"flex": {}, "gather": EACH, "dense": None}
+"""Settings with which each kernel takes all layers; None for attention as the model came."""
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("length", [64, S])
+@torch.no_grad()
+def test_nothing_leaks_from_the_future(route: str, length: int) -> None:
+    sizes = ROUTES[route]
+    if sizes is None:
+        model = LanguageModel(tiny_model(use_cache=False, **SHAPE).to(DEVICE))
+    else:
+        model = swapped("residual", route, 4, **sizes)
+        layer = model.model.model.layers[0].self_attn
+        assert layer.route(length, torch.device(DEVICE)).backend == route
+    ids = torch.arange(length, device=DEVICE)[None] * 11 % 320
+    positions = torch.arange(length, device=DEVICE)[None]
+    before = model.hidden(ids, positions, is_packed=False)
+    for place in (1, length // 2, length - 1):
+        changed = ids.clone()
+        changed[:, place:] = (changed[:, place:] + 5) % 320
+        after = model.hidden(changed, positions, is_packed=False)
+        torch.testing.assert_close(after[:, :place], before[:, :place], rtol=0, atol=1e-5)
+        assert (after[:, place:] - before[:, place:]).abs().amax() > 1e-2
