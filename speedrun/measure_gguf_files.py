@@ -20,7 +20,7 @@ import torch
 from cyclopts import App
 from figures import record
 
-from qat.bench.results import WHOLE
+from qat.extensions.bench.results import WHOLE
 from qat.extensions.lab.gguf_files import OTHER, OURS, float_file
 
 TYPES = ("Q4_K_M", "Q3_K_S", "Q2_K", "IQ3_XXS", "IQ2_M", "IQ2_XXS")

@@ -31,16 +31,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qat.backend.base import Backend
 from qat.backend.device import select
-from qat.bench.batches import open_source
-from qat.bench.config import MeasureConfig, shape_called
-from qat.bench.measure import Timing, time_steps
-from qat.bench.student import Ours, open_student
 from qat.data.build import build_cache
 from qat.data.cache import TeacherInfo
 from qat.data.config import CacheSettings
 from qat.data.packing import Batch
 from qat.data.sources import Document
 from qat.data.sources import open_source as open_text
+from qat.extensions.bench.batches import open_source
+from qat.extensions.bench.config import MeasureConfig, shape_called
+from qat.extensions.bench.measure import Timing, time_steps
+from qat.extensions.bench.student import Ours, open_student
 from qat.logs import configure
 from qat.models.language_model import LanguageModel
 from qat.models.regions import Regions

@@ -24,10 +24,10 @@ from speed_case import Figure, Row, record_median, show, tell
 
 from qat.backend.base import Backend
 from qat.backend.device import select
-from qat.bench.config import MeasureConfig
-from qat.bench.measure import measure_roofline
-from qat.bench.student import quantize_at_random_, random_model
 from qat.convert.config import ConvertConfig, read_kv, read_plan
+from qat.extensions.bench.config import MeasureConfig
+from qat.extensions.bench.measure import measure_roofline
+from qat.extensions.bench.student import quantize_at_random_, random_model
 from qat.extensions.decode.kernels.cache import Cache
 from qat.extensions.decode.slots import Batch, Request, Sampler, Slots, SlotStep, open_sampler
 from qat.generate.sampling import Sampling

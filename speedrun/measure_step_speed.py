@@ -29,9 +29,9 @@ from speed_case import (
     varied,
 )
 
-from qat.bench.measure import Timing
-from qat.bench.results import Results
-from qat.bench.run import Setting, prepare
+from qat.extensions.bench.measure import Timing
+from qat.extensions.bench.results import Results
+from qat.extensions.bench.run import Setting, prepare
 from qat.extensions.lab.baselines.run import OWN_SETTINGS, Cases, merged
 from qat.logs import configure
 from qat.models.language_model import LanguageModel

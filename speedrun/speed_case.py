@@ -10,12 +10,12 @@ from pathlib import Path
 import figures
 
 from qat.backend.device import select
-from qat.bench.batches import open_source
-from qat.bench.config import MeasureConfig
-from qat.bench.measure import Timing
-from qat.bench.results import Results, environment
-from qat.bench.run import Setting
 from qat.cli.tables import row_table, wide_console
+from qat.extensions.bench.batches import open_source
+from qat.extensions.bench.config import MeasureConfig
+from qat.extensions.bench.measure import Timing
+from qat.extensions.bench.results import Results, environment
+from qat.extensions.bench.run import Setting
 from qat.models.flops import token_flops
 from qat.models.language_model import LanguageModel
 from qat.train.learnable import weights_in_scope

@@ -74,7 +74,7 @@ VERBS = {  # in the order of a student's life
         "qat report runs/q2",
     ),
     "hub": Verb("hub:hub_app", "Fetch, share, pack and unpack caches and checkpoints."),
-    "bench": Verb("bench_verbs:bench_app", "Measure the training step of a student."),
+    "bench": Verb(None, "Measure the training step of a student."),
     "run": Verb(
         "run:run",
         "Take MODEL to a student: cache its words on a text, quantize, train, judge, export.",

@@ -15,11 +15,8 @@ from qat.config import Knows, explain
 from qat.errors import nearest
 from qat.hooks import HOW_TO_INSTALL, hooks
 
-# the extension that adds a verb, where it is not installed
-EXTENSION_OF = {("sample",): "decode"} | {
-    ("bench", verb): "lab"
-    for verb in ("baselines", "quality", "kernels", "targets", "compare", "record", "gguf")
-}
+EXTENSION_OF = {"sample": "decode", "bench": "bench"}
+"""The extensions that add verbs, for where they are not installed."""
 
 
 class Mistake(NamedTuple):
@@ -105,10 +102,10 @@ def unknown_verb(app: App, tokens: Sequence[str]) -> str | None:
     known = commands(verb)
     if not known or not rest or rest[0].startswith("-"):
         return None
-    if (owner := EXTENSION_OF.get((*words, rest[0]))) is not None:
+    if verb is app and (owner := EXTENSION_OF.get(rest[0])) is not None:
         return (
-            f"'{' '.join(('qat', *words, rest[0]))}' is a verb of the extension {owner!r}, which "
-            f"is not installed; {HOW_TO_INSTALL}"
+            f"'qat {rest[0]}' is a verb of the extension {owner!r}, which is not installed; "
+            f"{HOW_TO_INSTALL}"
         )
     if verb is not app and verb.default_command is not None:
         arguments = verb.assemble_argument_collection()

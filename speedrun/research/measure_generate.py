@@ -29,9 +29,9 @@ from speed_case import Figure, Row, record_median, show, tell
 
 from qat.backend.base import Backend
 from qat.backend.device import on, select
-from qat.bench.config import MeasureConfig
-from qat.bench.measure import measure_roofline
-from qat.bench.student import quantize_at_random_, random_model
+from qat.extensions.bench.config import MeasureConfig
+from qat.extensions.bench.measure import measure_roofline
+from qat.extensions.bench.student import quantize_at_random_, random_model
 from qat.extensions.decode.decoder import Generation
 from qat.extensions.decode.kernels.launch import one_after_the_other
 from qat.extensions.decode.kernels.lut_matvec import Norm

@@ -30,7 +30,6 @@ def test_a_misspelt_verb_is_named_whatever_follows(monkeypatch, capsys) -> None:
         ("help cach", "qat cache"),
         ("hub pul NAME", "qat hub pull"),
         ("cache verfy --out x", "qat cache verify"),
-        ("bench swep x.toml", "qat bench sweep"),
     ):
         assert meant(answer(monkeypatch, capsys, *tokens.split())) == verb
 

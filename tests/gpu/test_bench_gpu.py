@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from qat.backend import device as backend
-from qat.bench.config import BenchConfig
-from qat.bench.find_max import unless_out_of_memory
-from qat.bench.run import run_bench
+from qat.extensions.bench.config import BenchConfig
+from qat.extensions.bench.find_max import unless_out_of_memory
+from qat.extensions.bench.run import run_bench
 from qat.extensions.lab.baselines.run import run_baselines
 from qat.extensions.lab.config import BaselinesConfig
 from qat.models.devices import device_called

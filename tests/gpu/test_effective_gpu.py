@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from qat.bench.config import BenchConfig, SweepConfig
-from qat.bench.run import run_bench
 from qat.errors import TrainingError
+from qat.extensions.bench.config import BenchConfig, SweepConfig
+from qat.extensions.bench.run import run_bench
 from qat.extensions.lab.sweep.run import run_sweep
 from qat.kernels import dispatch
 

@@ -10,7 +10,7 @@ from nsa_case import nsa_inputs
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from qat.bench.config import AttentionConfig
+from qat.extensions.bench.config import AttentionConfig
 from qat.extensions.nsa.bench import run_attention
 from qat.extensions.nsa.kernels import fla, flex, gather, reference, router
 from qat.extensions.nsa.kernels.config import NSAConfig

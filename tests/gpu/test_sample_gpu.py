@@ -12,8 +12,8 @@ from tiny import tiny_model
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.bench.config import MeasureConfig
-from qat.bench.student import quantize_at_random_, random_model
+from qat.extensions.bench.config import MeasureConfig
+from qat.extensions.bench.student import quantize_at_random_, random_model
 from qat.extensions.decode import slots as slots_module
 from qat.extensions.decode.kernels.add_norm import add_norm_
 from qat.extensions.decode.kernels.cache import EVERY, Angles, Cache, Scoring

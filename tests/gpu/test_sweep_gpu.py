@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qat.bench.config import SweepConfig
+from qat.extensions.bench.config import SweepConfig
 from qat.extensions.lab.sweep.run import run_sweep
 
 pytestmark = pytest.mark.gpu

@@ -11,10 +11,10 @@ import torch
 from train_case import config, make_place, pretend_recording, trainer_of, visiting
 
 from qat.backend.base import GIB, Backend
-from qat.bench.batches import open_source
-from qat.bench.config import MeasureConfig
-from qat.bench.student import open_student, without_learning
 from qat.errors import ConfigError
+from qat.extensions.bench.batches import open_source
+from qat.extensions.bench.config import MeasureConfig
+from qat.extensions.bench.student import open_student, without_learning
 from qat.models.step_memory import step_bytes
 from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import decoder_layers

@@ -18,9 +18,9 @@ import matplotlib
 import tomli_w
 from matplotlib.figure import Figure
 
-from qat.bench.results import IN_EVERY_ROW, ROWS, WHOLE
-from qat.bench.stats import median_interval, variation
 from qat.errors import CheckpointError, ComparisonError, ConfigError
+from qat.extensions.bench.results import IN_EVERY_ROW, ROWS, WHOLE
+from qat.extensions.bench.stats import median_interval, variation
 from qat.extensions.lab.pages import markdown_table
 from qat.extensions.lab.stats import MIN_SAMPLES, THRESHOLD, Difference, compare
 from qat.files import whole_directory, write_atomically

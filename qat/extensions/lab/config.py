@@ -4,8 +4,8 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from qat.bench.config import MeasureConfig
 from qat.config import Measured, Settings
+from qat.extensions.bench.config import MeasureConfig
 
 CASES = ("ours", "plain-eager", "plain-compiled", "torchao-int2", "reference")
 """The cases of `qat bench baselines`, by the names in its rows."""

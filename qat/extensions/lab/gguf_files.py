@@ -25,13 +25,13 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from qat.backend.device import select
-from qat.bench.measure import Row
-from qat.bench.results import Results, environment
 from qat.data.packing import NO_LABEL
 from qat.data.reader import TeacherCache
 from qat.data.sources import whole_text
 from qat.errors import CacheError, ConfigError, DataError
 from qat.evaluate.judge import split_batches
+from qat.extensions.bench.measure import Row
+from qat.extensions.bench.results import Results, environment
 from qat.extensions.lab.config import GgufConfig
 from qat.extensions.lab.llamacpp import Engine, LlamaCpp, runs_on_gpu
 from qat.extensions.targets import gguf

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from qat.bench.results import ROWS, WHOLE
+from qat.extensions.bench.results import ROWS, WHOLE
 from qat.files import write_atomically
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from qat.bench.stats import Interval, checked, median_interval
+from qat.extensions.bench.stats import Interval, checked, median_interval
 
 THRESHOLD, MIN_SAMPLES = 0.03, 3
 EXACT_UP_TO = 60

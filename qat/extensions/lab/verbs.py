@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 from cyclopts.validators import Number
 
-from qat.cli.bench import FILE_WIDTH, SPEED_COLUMNS, checked, rounded
 from qat.cli.parser import print_result
 from qat.cli.tables import numbers_table, row_table, wide_console
 from qat.config import Required
 from qat.errors import ConfigError
+from qat.extensions.bench.verb import FILE_WIDTH, SPEED_COLUMNS, checked, rounded
 from qat.extensions.lab.config import (
     ARCHITECTURES,
     BaselinesConfig,

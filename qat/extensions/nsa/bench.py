@@ -19,10 +19,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qat.backend.base import Backend
 from qat.backend.device import select
-from qat.bench.config import AttentionConfig, parse_sizes
-from qat.bench.measure import Clock, Row, kernel_dtype, times
-from qat.bench.results import Results, environment
 from qat.errors import ConfigError
+from qat.extensions.bench.config import AttentionConfig, parse_sizes
+from qat.extensions.bench.measure import Clock, Row, kernel_dtype, times
+from qat.extensions.bench.results import Results, environment
 from qat.extensions.nsa.kernels.config import PRESETS
 from qat.extensions.nsa.variants import (
     Attend,

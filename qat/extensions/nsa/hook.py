@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from qat.backend.base import Backend
-    from qat.bench.config import AttentionConfig
     from qat.convert.calibrate import TokenBatch
+    from qat.extensions.bench.config import AttentionConfig
     from qat.models.language_model import LanguageModel
     from qat.observe.health import Check
     from qat.observe.runs import TrainingRun

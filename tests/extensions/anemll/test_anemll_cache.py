@@ -10,7 +10,6 @@ from legacy_case import save_base, save_legacy_cache
 from torch import Tensor
 from torch.nn import functional as F
 
-from qat.bench.config import BenchConfig
 from qat.cli import run_verb
 from qat.cli.inputs import with_fitting_loss
 from qat.data.cache import read_manifest
@@ -22,6 +21,7 @@ from qat.errors import CacheError, ConfigError
 from qat.evaluate.divergence import divergence_by_source
 from qat.evaluate.judge import split_batches
 from qat.extensions.anemll.cache import import_cache, read_meta
+from qat.extensions.bench.config import BenchConfig
 from qat.losses.config import check_targets, fitting_loss
 from qat.models.load import load_model, load_tokenizer
 from qat.observe.runs import score

@@ -24,11 +24,11 @@ from train_case import (
 from transformers import PreTrainedModel
 
 from qat.backend.cpu import CpuBackend
-from qat.bench.config import BenchConfig
-from qat.bench.like import time_like
 from qat.data.packing import NO_LABEL, Batch, position_ids
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError, QatError
+from qat.extensions.bench.config import BenchConfig
+from qat.extensions.bench.like import time_like
 from qat.extensions.decode.rollout import OwnRow, RolloutSampler, laid_in, prompt_of
 from qat.extensions.decode.slots import Batch as Slotted
 from qat.extensions.decode.slots import Request, Slots, Waves, open_sampler

@@ -7,11 +7,11 @@ import torch
 from torch.nn import functional as F
 
 from qat.backend import device as backend
-from qat.bench.batches import open_source
-from qat.bench.config import BenchConfig
-from qat.bench.student import Ours, open_student
 from qat.data.packing import Batch
 from qat.errors import ConfigError
+from qat.extensions.bench.batches import open_source
+from qat.extensions.bench.config import BenchConfig
+from qat.extensions.bench.student import Ours, open_student
 from qat.extensions.lab.baselines.reference import GatheredCandidates, reference_step
 from qat.extensions.lab.baselines.run import run_baselines
 from qat.extensions.lab.baselines.training import CHUNK_TOKENS, ChunkedLoss, plain_step

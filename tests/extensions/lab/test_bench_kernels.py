@@ -10,8 +10,8 @@ import torch
 from pydantic import ValidationError
 
 from qat.backend.device import select
-from qat.bench.measure import Clock, Roofline
 from qat.errors import BenchError, ConfigError
+from qat.extensions.bench.measure import Clock, Roofline
 from qat.extensions.lab.config import KERNELS, KernelsConfig
 from qat.extensions.lab.kernels import run as module
 from qat.extensions.lab.kernels.cases import all_cases, work_of

@@ -13,11 +13,11 @@ from cli_case import call
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from qat.bench.results import ROWS, WHOLE
 from qat.data.packing import NO_LABEL
 from qat.data.reader import TeacherCache
 from qat.errors import CacheError, CheckpointError, ConfigError, DataError
 from qat.evaluate.judge import split_batches
+from qat.extensions.bench.results import ROWS, WHOLE
 from qat.extensions.lab import gguf_files
 from qat.extensions.lab.config import GgufConfig
 from qat.extensions.lab.gguf_files import (

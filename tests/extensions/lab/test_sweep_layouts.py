@@ -8,11 +8,11 @@ import torch
 from ranks_case import run_ranks
 
 from qat.backend.device import select
-from qat.bench.batches import BatchSource
-from qat.bench.measure import Timing
-from qat.bench.run import prepare
 from qat.data.packing import NO_LABEL, Batch
 from qat.errors import ConfigError
+from qat.extensions.bench.batches import BatchSource
+from qat.extensions.bench.measure import Timing
+from qat.extensions.bench.run import prepare
 from qat.extensions.lab.sweep.layouts import STEPS, document_lengths, packed_batches
 from qat.extensions.lab.sweep.plan import StepsConfig, SweepRun
 from qat.extensions.lab.sweep.work import _laid_out, _time_ranks, rank_numbers

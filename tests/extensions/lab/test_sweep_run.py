@@ -13,8 +13,8 @@ import pytest
 from cli_case import call
 from train_case import make_place
 
-from qat.bench.config import SweepConfig
 from qat.errors import ConfigError, TrainingError
+from qat.extensions.bench.config import SweepConfig
 from qat.extensions.lab import jobs
 from qat.extensions.lab.sweep import run as sweep_run
 from qat.extensions.lab.sweep.job import run_job

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qat.bench.config import TPUS, BenchConfig, split_names
-from qat.cli.bench import bench
 from qat.errors import ConfigError
+from qat.extensions.bench.config import TPUS, BenchConfig, split_names
+from qat.extensions.bench.verb import bench
 from qat.extensions.lab.tpu_plan import pieces, run
 from qat.extensions.lab.tpu_plan import run as compiling
 from qat.extensions.lab.tpu_plan.pieces import (

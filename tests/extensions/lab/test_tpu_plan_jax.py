@@ -7,9 +7,9 @@ pytest.importorskip("torchax", exc_type=ImportError)
 import torch
 
 from qat.backend.device import select
-from qat.bench.batches import BatchSource
-from qat.bench.config import BenchConfig
-from qat.bench.student import Ours, open_student
+from qat.extensions.bench.batches import BatchSource
+from qat.extensions.bench.config import BenchConfig
+from qat.extensions.bench.student import Ours, open_student
 from qat.extensions.lab.tpu_plan.pieces import Traceable
 from qat.extensions.lab.tpu_plan.run import Planner
 from qat.extensions.lab.tpu_plan.topologies import TOPOLOGIES

@@ -9,8 +9,8 @@ import torch
 from nsa_case import small
 
 from qat.backend.device import on
-from qat.bench.config import AttentionConfig
 from qat.errors import ConfigError
+from qat.extensions.bench.config import AttentionConfig
 from qat.extensions.nsa.bench import call_of, crossovers, ready, run_attention, variants_of
 from qat.extensions.nsa.kernels import reference
 from qat.extensions.nsa.kernels.config import NSAConfig

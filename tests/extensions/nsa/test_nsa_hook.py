@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from qat.bench.config import BenchConfig
-from qat.bench.student import open_student
+from qat.extensions.bench.config import BenchConfig
+from qat.extensions.bench.student import open_student
 from qat.extensions.nsa.kernels.config import PRESETS
 from qat.extensions.nsa.swap import nsa_config
 from qat.models import attention

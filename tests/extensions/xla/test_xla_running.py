@@ -16,9 +16,9 @@ from xla_case import make_short_place
 
 from qat.backend.base import GIB
 from qat.backend.device import select
-from qat.bench.config import BenchConfig
-from qat.bench.run import run_bench
 from qat.errors import ConfigError
+from qat.extensions.bench.config import BenchConfig
+from qat.extensions.bench.run import run_bench
 from qat.extensions.xla.backend import XlaBackend
 from qat.generate.text import generate_text, open_generator
 from qat.train.step import TrainingStep

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from qat.bench.config import MeasureConfig
-from qat.bench.measure import compile_anew, time_steps
 from qat.convert.calibrate import StackInputs, TokenBatch, stages_in_order
 from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError, how_to_install
+from qat.extensions.bench.config import MeasureConfig
+from qat.extensions.bench.measure import compile_anew, time_steps
 from qat.extensions.lab.baselines.config import METHODS, PTQ, BaselineSettings
 from qat.extensions.lab.baselines.reference import reference_training
 from qat.extensions.lab.baselines.training import (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.backend.base import DTYPES
-from qat.bench.config import MeasureConfig
+from qat.extensions.bench.config import MeasureConfig
 from qat.extensions.lab.baselines.config import BaselineSettings
 from qat.extensions.lab.baselines.training import (
     FP16_BITS,

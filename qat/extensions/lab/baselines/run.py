@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from qat.backend.device import select
-from qat.bench.batches import check_batch_sizes
-from qat.bench.find_max import unless_out_of_memory
-from qat.bench.measure import Timing, compile_anew
-from qat.bench.results import Results, environment
-from qat.bench.run import Setting, prepare
-from qat.bench.student import Ours, Subject
+from qat.extensions.bench.batches import check_batch_sizes
+from qat.extensions.bench.find_max import unless_out_of_memory
+from qat.extensions.bench.measure import Timing, compile_anew
+from qat.extensions.bench.results import Results, environment
+from qat.extensions.bench.run import Setting, prepare
+from qat.extensions.bench.student import Ours, Subject
 from qat.extensions.lab.baselines.methods import is_installed, torchao_step
 from qat.extensions.lab.baselines.reference import TEMPERATURE, reference_step
 from qat.extensions.lab.baselines.training import check_losses, plain_step

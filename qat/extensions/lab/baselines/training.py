@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 
 from qat.backend.base import DTYPES, Backend
 from qat.backend.device import on, select
-from qat.bench.config import MeasureConfig
 from qat.convert.calibrate import TokenBatch
 from qat.data.packing import Batch
 from qat.data.pipeline import computed_ahead
 from qat.data.reader import TeacherCache
 from qat.data.sampler import sequence_indices
 from qat.errors import ConfigError, TrainingError
+from qat.extensions.bench.config import MeasureConfig
 from qat.extensions.lab.baselines.config import BaselineSettings
 from qat.logs import progress
 from qat.losses.config import parse_losses, targets_read

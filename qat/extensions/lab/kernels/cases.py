@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qat.bench.config import shape_called
+from qat.extensions.bench.config import shape_called
 from qat.extensions.decode.kernels.cache import Angles, Cache, Scoring
 from qat.extensions.decode.kernels.decode_attention import decode_attention
 from qat.extensions.decode.kernels.lut_matvec import Norm, matvec, matvec_add

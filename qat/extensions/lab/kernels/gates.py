@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qat.backend.base import Backend
-from qat.bench.measure import SPREAD_BYTES, Clock, Roofline, Row, times
+from qat.extensions.bench.measure import SPREAD_BYTES, Clock, Roofline, Row, times
 from qat.extensions.lab.stats import compare
 from qat.kernels.dispatch import HAS_TRITON, computing_by
 from qat.kernels.tuned import Key

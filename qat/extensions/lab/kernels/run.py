@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from qat.backend.device import select
-from qat.bench.measure import Clock, Roofline, Row, kernel_dtype, measure_roofline, times
-from qat.bench.results import Results, environment
 from qat.errors import BenchError, ConfigError
+from qat.extensions.bench.measure import Clock, Roofline, Row, kernel_dtype, measure_roofline, times
+from qat.extensions.bench.results import Results, environment
 from qat.extensions.lab.config import KernelsConfig
 from qat.extensions.lab.kernels.cases import cases_named, work_of
 from qat.extensions.lab.kernels.gates import (

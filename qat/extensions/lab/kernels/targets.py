@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from qat.backend.device import on, select
-from qat.bench.measure import Row
-from qat.bench.results import environment
 from qat.errors import BenchError, ConfigError
+from qat.extensions.bench.measure import Row
+from qat.extensions.bench.results import environment
 from qat.extensions.lab.config import TargetsConfig
 from qat.extensions.lab.kernels.described import (
     GPUS,

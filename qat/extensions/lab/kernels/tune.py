@@ -15,8 +15,8 @@ from pathlib import Path
 import tomli_w
 import torch
 
-from qat.bench.measure import Clock, Row
-from qat.bench.stats import Interval, median_interval
+from qat.extensions.bench.measure import Clock, Row
+from qat.extensions.bench.stats import Interval, median_interval
 from qat.extensions.decode.kernels.launch import has_warpgroups
 from qat.extensions.decode.kernels.lut_matvec import (
     MmaTile,

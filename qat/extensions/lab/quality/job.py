@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import seeded, select
-from qat.bench.results import IN_EVERY_ROW, environment
 from qat.convert.calibrate import TokenBatch
 from qat.convert.calibration_data import calibration_batches
 from qat.convert.checkpoint import convert_checkpoint
@@ -33,6 +32,7 @@ from qat.errors import DataError
 from qat.evaluate.divergence import divergence_by_source, exact_divergence
 from qat.evaluate.judge import split_batches
 from qat.evaluate.text import without_teacher
+from qat.extensions.bench.results import IN_EVERY_ROW, environment
 from qat.extensions.decode.rollout import OwnRow, laid_in, prompt_of
 from qat.extensions.lab.baselines.methods import train_baseline
 from qat.extensions.lab.jobs import run_as_process

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from qat.backend.device import select
-from qat.bench.measure import compile_anew
 from qat.config import fingerprint
 from qat.convert.config import read_plan
 from qat.convert.convert import check_conversion
@@ -25,6 +24,7 @@ from qat.data.build import build_cache
 from qat.data.reader import TeacherCache
 from qat.data.sources import open_source
 from qat.errors import CacheError, CheckpointError, ConfigError, QatError
+from qat.extensions.bench.measure import compile_anew
 from qat.extensions.lab.baselines.config import METHODS, PTQ, BaselineSettings
 from qat.extensions.lab.baselines.methods import time_step
 from qat.extensions.lab.quality.conversion import Conversion, shipping_of

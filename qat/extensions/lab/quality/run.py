@@ -16,8 +16,8 @@ import torch
 from matplotlib.axes import Axes
 
 from qat.backend.device import devices, select
-from qat.bench.results import environment
 from qat.errors import ConfigError, TrainingError
+from qat.extensions.bench.results import environment
 from qat.extensions.lab.config import QualityConfig
 from qat.extensions.lab.jobs import Ended, run_processes
 from qat.extensions.lab.pages import markdown_table, write_comparison

@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qat.backend.base import Backend
-from qat.bench.batches import BatchSource, random_batch
 from qat.data.packing import NO_LABEL, Batch
+from qat.extensions.bench.batches import BatchSource, random_batch
 
 # the median length as a fraction of a row, and the standard deviation of the logarithm: lengths are
 # log-normal, as those of text are approximately

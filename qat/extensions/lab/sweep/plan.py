@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from qat.bench.config import BenchConfig
 from qat.config import Settings, fingerprint, read_toml
 from qat.errors import ConfigError, nearest
+from qat.extensions.bench.config import BenchConfig
 from qat.extensions.lab.jobs import JobFiles, name_in_path
 from qat.train.config import TrainConfig
 

@@ -16,9 +16,9 @@ from matplotlib.axes import Axes
 
 from qat.backend.device import devices
 from qat.backend.nvidia import gpu_samples
-from qat.bench.config import SweepConfig
-from qat.bench.stats import Interval, median_interval, variation
 from qat.errors import ConfigError, TrainingError
+from qat.extensions.bench.config import SweepConfig
+from qat.extensions.bench.stats import Interval, median_interval, variation
 from qat.extensions.lab.jobs import Ended, claimed, run_processes
 from qat.extensions.lab.pages import markdown_table, write_comparison
 from qat.extensions.lab.stats import MIN_SAMPLES, Difference, compare

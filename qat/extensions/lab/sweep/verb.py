@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from qat.bench.config import SweepConfig
 from qat.cli.tables import numbers_table, wide_console
+from qat.extensions.bench.config import SweepConfig
 from qat.extensions.lab.sweep.plan import read_sweep
 
 WIDTH = 240

@@ -8,13 +8,13 @@ from itertools import cycle
 
 from qat.backend.base import Backend
 from qat.backend.device import select
-from qat.bench.effective import Facts, check_strictly, what_ran
-from qat.bench.measure import NumberedBatches, Timing
-from qat.bench.results import IN_EVERY_ROW, environment
-from qat.bench.run import Setting, prepare
-from qat.bench.student import Ours, Subject
 from qat.data.packing import Batch
 from qat.errors import ConfigError
+from qat.extensions.bench.effective import Facts, check_strictly, what_ran
+from qat.extensions.bench.measure import NumberedBatches, Timing
+from qat.extensions.bench.results import IN_EVERY_ROW, environment
+from qat.extensions.bench.run import Setting, prepare
+from qat.extensions.bench.student import Ours, Subject
 from qat.extensions.lab.sweep.layouts import packed_batches
 from qat.extensions.lab.sweep.leak import FIRST_LOOK, leak_found_after, memory_trend
 from qat.extensions.lab.sweep.plan import StepsConfig, SweepRun

@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from qat.bench.batches import random_batch, random_source
-from qat.bench.config import BenchConfig
-from qat.bench.student import Ours, quantized_model, without_learning
 from qat.data.packing import Batch
 from qat.errors import ConfigError, how_to_install
+from qat.extensions.bench.batches import random_batch, random_source
+from qat.extensions.bench.config import BenchConfig
+from qat.extensions.bench.student import Ours, quantized_model, without_learning
 from qat.kernels import head as head_kernels
 from qat.losses.formulas import Targets, to_targets
 from qat.losses.from_hidden import loss_from_hidden

@@ -10,10 +10,10 @@ from pathlib import Path
 from time import perf_counter
 
 from qat.backend.device import select
-from qat.bench.config import BenchConfig
-from qat.bench.find_max import largest_that_fits
-from qat.bench.results import Results, environment
 from qat.errors import ConfigError
+from qat.extensions.bench.config import BenchConfig
+from qat.extensions.bench.find_max import largest_that_fits
+from qat.extensions.bench.results import Results, environment
 from qat.extensions.lab.tpu_plan.pieces import Compiled, Traceable, check_installed
 from qat.extensions.lab.tpu_plan.topologies import TOPOLOGIES, Topology
 

@@ -27,4 +27,4 @@ TOPOLOGIES = {
         Topology("v6e", "v6e:1x1", (1, 1, 1), 32),
     )
 }
-"""The topologies of `qat.bench.config.TPUS` by name."""
+"""The topologies of `qat.extensions.bench.config.TPUS` by name."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qat.bench.stats import median_interval, percentiles, variation
+from qat.extensions.bench.stats import median_interval, percentiles, variation
 
 
 def drawn(n: int, *, mean: float = 1.0, spread: float = 0.02, seed: int = 0) -> list[float]:

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from cyclopts import App, Parameter
 
-from qat.bench.config import (
+from qat.cli.parser import OTHERS
+from qat.cli.tables import row_table, wide_console
+from qat.errors import ConfigError
+from qat.extensions.bench.config import (
     CPU_SHAPE,
     DEFAULT_SHAPE,
     AttentionConfig,
@@ -14,9 +17,6 @@ from qat.bench.config import (
     MeasureConfig,
     SweepConfig,
 )
-from qat.cli.parser import OTHERS
-from qat.cli.tables import row_table, wide_console
-from qat.errors import ConfigError
 from qat.hooks import extension
 from qat.losses.config import parse_losses
 from qat.models.attention import load_sparse_attention, read_attention
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from qat.bench.run import BenchReport, DevicePrediction, Planned
+    from qat.extensions.bench.run import BenchReport, DevicePrediction, Planned
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def bench(
         student = _student(student, config)
         config = checked(student, config, out)
         from qat.backend.device import select
-        from qat.bench.run import run_bench
+        from qat.extensions.bench.run import run_bench
 
         if config.tpus and config.planned is None:
             path, planned = extension("qat.plans", "tpu").run_tpu_plan(config, student, out)
@@ -165,8 +165,8 @@ def attention(
 
 
 def _like(student: str | None, config: BenchConfig, run: Path, out: Path | None) -> "BenchReport":
-    from qat.bench.like import time_like
     from qat.cli.inputs import check_inputs
+    from qat.extensions.bench.like import time_like
 
     if student is not None:
         raise ConfigError(
@@ -207,8 +207,8 @@ def _student(student: str | None, config: BenchConfig) -> str:
 
 def checked(student: str, config: Measured, out: Path | None) -> Measured:
     """`config` for what `check_inputs` accepts; a student may be the name of a shape."""
-    from qat.bench.config import SHAPES, shape_called
     from qat.cli.inputs import check_inputs, with_fitting_loss
+    from qat.extensions.bench.config import SHAPES, shape_called
 
     parse_losses(config.loss)
     if config.attention is not None:

@@ -4,15 +4,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from qat.bench.config import SHAPES, BenchConfig, shape_called
-from qat.bench.student import (
+from qat.errors import ConfigError
+from qat.extensions.bench.config import SHAPES, BenchConfig, shape_called
+from qat.extensions.bench.student import (
     INPUT_RANGE,
     WEIGHT_RMS,
     open_student,
     quantize_at_random_,
     random_model,
 )
-from qat.errors import ConfigError
 from qat.models.hf_quantizer import QatConfig
 from qat.nn.activation import read_alike
 from qat.nn.quant_linear import FrozenLutLinear, quant_linears

@@ -14,11 +14,19 @@ from transformers import PreTrainedModel
 
 from qat.backend.base import DTYPES, GIB, Backend
 from qat.backend.device import select
-from qat.bench.batches import BatchSource, check_batch_sizes, open_source
-from qat.bench.config import BenchConfig, MeasureConfig
-from qat.bench.effective import StepProfiler, check_strictly, what_ran
-from qat.bench.find_max import MemoryModel, Search, Trials, find_max_batch, unless_out_of_memory
-from qat.bench.measure import (
+from qat.data.packing import Batch
+from qat.errors import ConfigError
+from qat.extensions.bench.batches import BatchSource, check_batch_sizes, open_source
+from qat.extensions.bench.config import BenchConfig, MeasureConfig
+from qat.extensions.bench.effective import StepProfiler, check_strictly, what_ran
+from qat.extensions.bench.find_max import (
+    MemoryModel,
+    Search,
+    Trials,
+    find_max_batch,
+    unless_out_of_memory,
+)
+from qat.extensions.bench.measure import (
     CostFit,
     NumberedBatches,
     Roofline,
@@ -28,10 +36,8 @@ from qat.bench.measure import (
     measure_roofline,
     time_steps,
 )
-from qat.bench.results import Results, environment
-from qat.bench.student import Ours, Subject, is_shape, open_student, quantized_model
-from qat.data.packing import Batch
-from qat.errors import ConfigError
+from qat.extensions.bench.results import Results, environment
+from qat.extensions.bench.student import Ours, Subject, is_shape, open_student, quantized_model
 from qat.hooks import extension
 from qat.models.cost import parameter_count
 from qat.models.devices import Device, device_called, devices_named

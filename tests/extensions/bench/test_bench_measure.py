@@ -7,10 +7,10 @@ import torch
 
 from qat.backend import device as backend
 from qat.backend.base import Backend
-from qat.bench.batches import open_source
-from qat.bench.config import BenchConfig
-from qat.bench.measure import fit_cost, measure_roofline, time_steps
-from qat.bench.student import open_student
+from qat.extensions.bench.batches import open_source
+from qat.extensions.bench.config import BenchConfig
+from qat.extensions.bench.measure import fit_cost, measure_roofline, time_steps
+from qat.extensions.bench.student import open_student
 from qat.models.flops import token_flops
 from qat.train.learnable import weights_in_scope
 from qat.train.step import StepResult

@@ -8,11 +8,11 @@ from cache_case import build
 from train_case import make_place
 
 from qat.backend import device as backend
-from qat.bench.batches import check_batch_sizes, open_source
-from qat.bench.config import BenchConfig
-from qat.bench.student import open_student
 from qat.data.reader import TeacherCache
 from qat.errors import CacheError, ConfigError
+from qat.extensions.bench.batches import check_batch_sizes, open_source
+from qat.extensions.bench.config import BenchConfig
+from qat.extensions.bench.student import open_student
 
 CPU = backend.select("cpu")
 

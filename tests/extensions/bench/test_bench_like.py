@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from train_case import config, make_place, with_teacher
 
-from qat.bench.config import BenchConfig
-from qat.bench.like import time_like
+from qat.extensions.bench.config import BenchConfig
+from qat.extensions.bench.like import time_like
 from qat.models.flops import forward_flops
 from qat.observe.runs import read_directory
 from qat.train.config import StepConfig

@@ -2,8 +2,8 @@
 
 import pytest
 
-from qat.bench.config import BenchConfig, parse_gib, parse_sizes
 from qat.errors import ConfigError
+from qat.extensions.bench.config import BenchConfig, parse_gib, parse_sizes
 
 
 @pytest.mark.parametrize(

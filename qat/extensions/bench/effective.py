@@ -11,9 +11,9 @@ from math import prod
 
 from qat.backend.base import Backend
 from qat.backend.device import profile_operators
-from qat.bench.student import Subject
 from qat.data.packing import Batch
 from qat.errors import TrainingError
+from qat.extensions.bench.student import Subject
 from qat.kernels.dispatch import ways_taken
 from qat.models.language_model import LanguageModel
 from qat.models.regions import compile_facts, recomputed_layers

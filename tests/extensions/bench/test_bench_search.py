@@ -5,7 +5,7 @@ from math import log2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qat.bench.find_max import largest_that_fits
+from qat.extensions.bench.find_max import largest_that_fits
 
 SIZES = st.one_of(st.integers(0, 100), st.integers(0, 10**6))
 

@@ -10,12 +10,12 @@ from cli_case import call
 from train_case import make_place
 
 from qat.backend import device as backend
-from qat.bench.config import CPU_SHAPE, BenchConfig
-from qat.bench.measure import NumberedBatches
-from qat.bench.results import IN_EVERY_ROW, Results
-from qat.bench.run import SAFE_SHARE, run_bench
-from qat.cli.bench import _student
 from qat.errors import ConfigError
+from qat.extensions.bench.config import CPU_SHAPE, BenchConfig
+from qat.extensions.bench.measure import NumberedBatches
+from qat.extensions.bench.results import IN_EVERY_ROW, Results
+from qat.extensions.bench.run import SAFE_SHARE, run_bench
+from qat.extensions.bench.verb import _student
 from qat.logs import read_json_lines
 
 QUICK = ["--device", "cpu", "--steps", "2", "--warmup", "1"]
@@ -140,7 +140,7 @@ def test_a_plan_without_room_needs_no_run(tmp_path: Path, monkeypatch, capsys, c
 
 @pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_a_row_beside_those_that_do(monkeypatch, tmp_path) -> None:
-    from qat.bench.run import Setting
+    from qat.extensions.bench.run import Setting
 
     real = Setting.numbered_batches
 
@@ -192,3 +192,8 @@ def test_alone_on_a_cpu_it_measures_a_shape_that_takes_seconds() -> None:
     assert _student(None, BenchConfig(device="cpu")) == CPU_SHAPE == "tiny"
     assert _student(None, BenchConfig(device="cpu", plan=True)) == "qwen3-0.6b"
     assert _student(None, BenchConfig(device="cpu", shape="llama-3.2-1b")) == "llama-3.2-1b"
+
+
+def test_a_misspelt_verb_behind_a_student_is_named(monkeypatch, capsys) -> None:
+    assert call(monkeypatch, "bench", "swep", "x.toml") == 1
+    assert "did you mean 'qat bench sweep'?" in capsys.readouterr().err

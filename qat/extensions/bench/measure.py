@@ -10,9 +10,9 @@ from itertools import islice, pairwise
 import torch
 
 from qat.backend.base import DTYPES, Backend
-from qat.bench.stats import median_interval, percentiles, variation
-from qat.bench.student import Subject
 from qat.data.packing import Batch
+from qat.extensions.bench.stats import median_interval, percentiles, variation
+from qat.extensions.bench.student import Subject
 from qat.models.devices import device_called
 
 Row = dict[str, object]  # a row of results

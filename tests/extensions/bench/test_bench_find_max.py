@@ -8,9 +8,9 @@ import torch
 
 from qat.backend import device as backend
 from qat.backend.base import Backend, MemoryUse
-from qat.bench.find_max import Search, Trials, find_max_batch, unless_out_of_memory
-from qat.bench.measure import Timing
 from qat.errors import ConfigError
+from qat.extensions.bench.find_max import Search, Trials, find_max_batch, unless_out_of_memory
+from qat.extensions.bench.measure import Timing
 
 
 def speed(batch_size: int) -> float:

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from tiny import tiny_model
 
-from qat.bench.find_max import MemoryModel
-from qat.bench.run import (
+from qat.extensions.bench.find_max import MemoryModel
+from qat.extensions.bench.run import (
     LAYER_S,
     RESERVED_GIB,
     SPREAD,

@@ -5,11 +5,16 @@ import torch
 from torch.nn import functional as F
 
 from qat.backend.device import profile_operators, select
-from qat.bench import effective
-from qat.bench.config import BenchConfig
-from qat.bench.effective import check_strictly, fallbacks, operator_facts, requested_settings
-from qat.bench.run import run_bench
 from qat.errors import TrainingError
+from qat.extensions.bench import effective
+from qat.extensions.bench.config import BenchConfig
+from qat.extensions.bench.effective import (
+    check_strictly,
+    fallbacks,
+    operator_facts,
+    requested_settings,
+)
+from qat.extensions.bench.run import run_bench
 from qat.kernels.dispatch import use_triton, ways_taken
 from qat.logs import read_json_lines
 

@@ -4,14 +4,14 @@ import time
 from pathlib import Path
 
 from qat.backend.device import select
-from qat.bench.batches import BatchSource
-from qat.bench.config import BenchConfig
-from qat.bench.effective import check_strictly, what_ran
-from qat.bench.measure import Timing, measure_roofline
-from qat.bench.results import Results, environment
-from qat.bench.run import BenchReport, Setting
 from qat.config import DeviceSettings, refuse_code
 from qat.errors import ConfigError
+from qat.extensions.bench.batches import BatchSource
+from qat.extensions.bench.config import BenchConfig
+from qat.extensions.bench.effective import check_strictly, what_ran
+from qat.extensions.bench.measure import Timing, measure_roofline
+from qat.extensions.bench.results import Results, environment
+from qat.extensions.bench.run import BenchReport, Setting
 from qat.files import described
 from qat.logs import RECIPE
 from qat.models.cost import parameter_count

@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Self, TypeVar
 
 from qat.backend.base import Backend
-from qat.bench.measure import Timing
 from qat.errors import ConfigError
+from qat.extensions.bench.measure import Timing
 from qat.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)

@@ -3,9 +3,9 @@
 import torch
 
 from qat.backend import device as backend
-from qat.bench.batches import open_source
-from qat.bench.config import BenchConfig
-from qat.bench.student import Ours, open_student
+from qat.extensions.bench.batches import open_source
+from qat.extensions.bench.config import BenchConfig
+from qat.extensions.bench.student import Ours, open_student
 from qat.nn.quant_linear import quant_linears
 
 

@@ -1,7 +1,7 @@
-"""`qat bench` with the verbs of extensions, which themselves import `qat.cli.bench`."""
+"""`qat bench` with the verbs of extensions, which themselves import `qat.extensions.bench.verb`."""
 
 from qat.cli import VERBS
-from qat.cli.bench import bench_app
+from qat.extensions.bench.verb import bench_app
 from qat.hooks import hooks
 
 __all__ = ["bench_app"]

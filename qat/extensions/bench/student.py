@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from qat.backend.device import on, select
-from qat.bench.config import MeasureConfig, shape_called
 from qat.convert.config import ConvertConfig, read_kv, read_plan
 from qat.data.packing import Batch
 from qat.errors import ConfigError
+from qat.extensions.bench.config import MeasureConfig, shape_called
 from qat.models.attention import change_attention, read_attention
 from qat.models.document_attention import set_kv
 from qat.models.hf_quantizer import empty_linear, put_empty_table

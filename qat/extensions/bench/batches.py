@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qat.backend.base import Backend
-from qat.bench.config import DEFAULT_DRAWS, DEFAULT_LENGTH, DEFAULT_TOP_K, MeasureConfig
 from qat.data.packing import NO_LABEL, Batch
 from qat.data.reader import TeacherCache
 from qat.data.sampler import sequence_indices
 from qat.errors import ConfigError
+from qat.extensions.bench.config import DEFAULT_DRAWS, DEFAULT_LENGTH, DEFAULT_TOP_K, MeasureConfig
 from qat.losses.config import check_targets
 from qat.models.language_model import LanguageModel
 
