@@ -8,7 +8,7 @@ import torch
 
 from qat.backend import device as backend
 from qat.extensions.bench.config import BenchConfig
-from qat.extensions.bench.find_max import unless_out_of_memory
+from qat.extensions.bench.find_max import OutOfMemory, unless_out_of_memory
 from qat.extensions.bench.run import run_bench
 from qat.extensions.lab.baselines.run import run_baselines
 from qat.extensions.lab.config import BaselinesConfig
@@ -27,7 +27,8 @@ def test_a_smaller_card_is_emulated_and_gives_its_memory_back() -> None:
 
     with gpu.limit_memory(gpu.memory_use().held_gib + 2):
         assert unless_out_of_memory(lambda: take(1), gpu)
-        assert unless_out_of_memory(lambda: take(3), gpu) is None
+        found = unless_out_of_memory(lambda: take(3), gpu)
+        assert isinstance(found, OutOfMemory) and "Tried to allocate" in found.error
         assert unless_out_of_memory(lambda: take(1), gpu)
     assert unless_out_of_memory(lambda: take(3), gpu)
 

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from qat.backend.base import Backend
 from qat.errors import ConfigError
@@ -18,10 +18,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 SLACK_GIB = 1 / 8
 """Memory that a failed run may leave allocated: library workspaces, which are allocated once."""
+LONGEST_ERROR = 400  # characters of an allocator's message that a row keeps
 
 
-def unless_out_of_memory(run: Callable[[], T], backend: Backend) -> T | None:
-    """Return the result of `run`, or None if it runs out of memory; other errors propagate.
+class OutOfMemory(NamedTuple):
+    """The failure of a run that did not fit into memory."""
+
+    error: str  # the allocator's message, in one line
+
+
+def unless_out_of_memory(run: Callable[[], T], backend: Backend) -> T | OutOfMemory:
+    """Return the result of `run`, or the reason if memory runs out; other errors propagate.
 
     Cached memory is freed before and after. If `run` fails it must drop what it made (`try ...
     finally`); its stack frames are cleared here.
@@ -31,17 +38,18 @@ def unless_out_of_memory(run: Callable[[], T], backend: Backend) -> T | None:
     """
     backend.free_memory()
     before = backend.memory_use().held_gib
-    result = None
     try:
         result = run()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
+        words = " ".join(str(error).split())[:LONGEST_ERROR]
+        result = OutOfMemory(words or type(error).__name__)
         while error is not None:  # frames hold tensors, also those of chained errors
             traceback.clear_frames(error.__traceback__)
             error = error.__context__
     backend.free_memory()
-    if result is None and before is not None:
+    if isinstance(result, OutOfMemory) and before is not None:
         left = backend.memory_use().held_gib - before
         assert left <= SLACK_GIB, f"running out of memory left {left:.3f} GiB behind"
     return result
@@ -107,11 +115,17 @@ class BatchTrial:
     """A few optimizer steps at one batch size; None is what did not fit or is not counted."""
 
     batch_size: int
-    fits: bool
+    error: str | None = None  # the allocator's message; None if the batch fits
     peak_gib: float | None = None  # peak of memory in use
     peak_reserved_gib: float | None = None  # peak of memory that PyTorch reserved on the device
     step_s: float | None = None
     tokens_per_s: float | None = None
+    loss_nats: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        """True if the steps fit into memory."""
+        return self.error is None
 
 
 @dataclass(frozen=True)
@@ -148,18 +162,12 @@ class Trials:
         """Return whether a few optimizer steps of `batch_size` fit into memory."""
         if batch_size not in self.done:
             found = unless_out_of_memory(lambda: self._time_steps(batch_size), self._backend)
-            if found is None:
-                self.done[batch_size] = BatchTrial(batch_size, fits=False)
+            if isinstance(found, OutOfMemory):
+                self.done[batch_size] = BatchTrial(batch_size, found.error)
                 logger.info("batch %d: out of memory", batch_size)
                 return False
-            self.done[batch_size] = BatchTrial(
-                batch_size,
-                True,
-                found.peak_gib,
-                found.reserved_gib,
-                found.step_s,
-                found.tokens_per_s,
-            )
+            numbers = found.peak_gib, found.reserved_gib, found.step_s, found.tokens_per_s
+            self.done[batch_size] = BatchTrial(batch_size, None, *numbers, found.loss_nats)
             logger.info(
                 "batch %d: fits, %.4g s a step, %.0f tokens/s",
                 *(batch_size, found.step_s, found.tokens_per_s),
@@ -190,16 +198,30 @@ class Trials:
                 return
             self.fits(gap[len(gap) // 4])
 
-    def memory_model(self, seq_len: int) -> MemoryModel | None:
-        """Return the line through two small batches' peaks; None if they do not fit or grow."""
+    def memory_model(self, seq_len: int, sizes: Sequence[int] = ()) -> MemoryModel | None:
+        """Return the line through two small batches' peaks; None if they do not fit or grow.
+
+        They are among `sizes`, unless that is empty.
+        """
         tokens = self._backend.tokens_at_once
         for small in dict.fromkeys((*(max(1, tokens // part // seq_len) for part in PROBES), 1)):
+            if sizes and not {small, 2 * small} <= {*sizes}:
+                continue
             if self.fits(small) and self.fits(2 * small):
-                low, high = self.done[small].peak_gib, self.done[2 * small].peak_gib
-                if low is None or high is None or high <= low:
-                    return None
-                return MemoryModel.through((small, low), (2 * small, high))
+                return self.line()
         return None
+
+    def line(self) -> MemoryModel | None:
+        """Return the line through the peaks of the largest batch and of one of at most its half.
+
+        None if there are no two, or if their peaks do not grow or are not counted.
+        """
+        peaks = {size: trial.peak_gib for size, trial in self.done.items() if trial.fits}
+        high = max(peaks, default=0)
+        low = max((size for size in peaks if 2 * size <= high), default=high)
+        if not peaks or peaks[high] is None or peaks[high] <= peaks[low]:
+            return None
+        return MemoryModel.through((low, peaks[low]), (high, peaks[high]))
 
     def nearer(self, model: MemoryModel, memory_gib: float) -> MemoryModel:
         """Correct a memory model by larger trials, so that it extrapolates less.
@@ -211,13 +233,10 @@ class Trials:
         while (size := model.largest(memory_gib)) > FARTHEST * reached:
             while (size := size // REACH) > reached and not self.fits(size):
                 pass
-            peaks = {size: trial.peak_gib for size, trial in self.done.items() if trial.fits}
-            high = max(peaks)
-            low = max((size for size in peaks if 2 * size <= high), default=high)
-            if high == reached or peaks[high] <= peaks[low]:
+            high, line = max(n for n, trial in self.done.items() if trial.fits), self.line()
+            if high == reached or line is None:
                 break
-            model = MemoryModel.through((low, peaks[low]), (high, peaks[high]))
-            reached = high
+            model, reached = line, high
         return model
 
 
@@ -246,7 +265,8 @@ def find_max_batch(
 ) -> Search:
     """Fit a memory model on two small trials, search around its prediction, then confirm.
 
-    Unless `sizes` are given, larger trials correct the model. The largest batch then runs all timed
+    Unless `sizes` are given, larger trials correct the model; otherwise, if the two small ones are
+    not among them, the model is fitted after the search. The largest batch then runs all timed
     steps. If it survives, a few more trials look for a faster one; else a bisection of about
     `CHOICES` smaller sizes finds one that does. Finally the fastest size tried runs all timed steps
     too.
@@ -261,7 +281,7 @@ def find_max_batch(
     Raises:
         ConfigError: not even the smallest size fits.
     """
-    model = trials.memory_model(seq_len)
+    model = trials.memory_model(seq_len, sizes)
     predicted = model.largest(memory_gib) if model and memory_gib is not None else None
     if predicted and not sizes:
         model = trials.nearer(model, memory_gib)
@@ -300,4 +320,5 @@ def find_max_batch(
     speeds = {size: speed for size, speed in confirmed.items() if speed is not None}
     fastest = max(speeds, key=speeds.__getitem__)
     ordered = tuple(trials.done[size] for size in sorted(trials.done))
+    model = model or trials.line()
     return Search(choices[-1], fastest, confirmed, memory_gib, model, predicted, ordered)

@@ -21,6 +21,7 @@ from qat.extensions.bench.config import BenchConfig, MeasureConfig
 from qat.extensions.bench.effective import StepProfiler, check_strictly, what_ran
 from qat.extensions.bench.find_max import (
     MemoryModel,
+    OutOfMemory,
     Search,
     Trials,
     find_max_batch,
@@ -383,8 +384,7 @@ class _Bench:
             ConfigError: none of them fits.
         """
         for size in sizes:
-            timing = self._time(size)
-            self._add("step", size, timing, status="OOM" if timing is None else "OK")
+            self._add("step", size, self._time(size))
         if not self.timings:
             raise ConfigError(
                 f"batch_size={min(sizes)} does not fit into memory; lower --batch-size, add "
@@ -401,16 +401,16 @@ class _Bench:
 
         def confirm(size: int) -> float | None:
             timings[size] = timing = self._time(size)
-            return None if timing is None else timing.tokens_per_s
+            return None if isinstance(timing, OutOfMemory) else timing.tokens_per_s
 
         search = find_max_batch(self._trials, confirm, limit, setting.data.seq_len, sizes=sizes)
         for trial in search.trials:
             row = setting.row("trial", "ours", trial.batch_size) | asdict(trial)
-            self.results.add(**row, status="TRIED" if trial.fits else "OOM")
+            self.results.add(**row, status="OK" if trial.fits else "OOM")
         # the largest comes last, and there is one row if it is also the fastest
         for size, kind in {search.fastest: "fastest", search.largest: "max"}.items():
-            predicted = search.predicted
-            self._add(kind, size, timings[size], predicted_max_batch=predicted, status=kind.upper())
+            more = {"predicted_max_batch": search.predicted, "status": kind.upper()}
+            self._add(kind, size, timings[size], **more)
         return search
 
     def plan(self, devices: tuple, search: Search | None) -> tuple[DevicePrediction, ...]:
@@ -427,8 +427,8 @@ class _Bench:
             recomputes=bool(fastest.compiler["effective"]["recomputed_layers"]),
         )  # fmt: skip
 
-    def _time(self, batch_size: int) -> Timing | None:
-        """Time a step, freshly compiled for this size; None if it does not fit into memory."""
+    def _time(self, batch_size: int) -> Timing | OutOfMemory:
+        """Time a step, freshly compiled for this size."""
         compile_anew()
         return unless_out_of_memory(
             lambda: self._steps(self.setting, batch_size), self.setting.backend
@@ -453,17 +453,17 @@ class _Bench:
             numbered = setting.numbered_batches(batch_size)
             return setting.time(self.ours.subject(), numbered, clock)
 
-    def _add(self, kind: str, size: int, timing: Timing | None, **more: object) -> None:
-        numbers, setting = {}, self.setting
-        if timing is not None:
-            self.timings.append(timing)
-            effective, backend = timing.compiler["effective"], setting.backend
-            ran = what_ran(setting.config, self.ours.student, effective, backend)
-            numbers = {**setting.numbers(timing), **ran}
-            logger.info(
-                "batch %d: %.4g s a step, %.0f tokens/s", size, timing.step_s, timing.tokens_per_s
-            )
-        row = setting.row(kind, f"step, batch {size}", size)
-        self.results.add(**row, **numbers, **more)
-        if setting.config.strict and timing is not None:
+    def _add(self, kind: str, size: int, timing: Timing | OutOfMemory, **more: object) -> None:
+        setting, row = self.setting, self.setting.row(kind, f"step, batch {size}", size)
+        if isinstance(timing, OutOfMemory):
+            self.results.add(**row, error=timing.error, status="OOM")
+            return
+        self.timings.append(timing)
+        effective = timing.compiler["effective"]
+        ran = what_ran(setting.config, self.ours.student, effective, setting.backend)
+        logger.info(
+            "batch %d: %.4g s a step, %.0f tokens/s", size, timing.step_s, timing.tokens_per_s
+        )
+        self.results.add(**row, **setting.numbers(timing), **ran, **{"status": "OK", **more})
+        if setting.config.strict:
             check_strictly(ran["fallbacks"])

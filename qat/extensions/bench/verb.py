@@ -234,8 +234,9 @@ def _findings(report: "BenchReport") -> list[str]:
         lines.append(f"compiling the steps alone took {sum(compiled):.1f} s")
     if any(row["peak_gib"] is None for row in timed):
         lines.append("memory: a dash where the device's runtime does not say what a step holds")
-    for row in timed:
-        lines += [f"batch {row['batch_size']}: {word}" for word in row["fallbacks"]]
+    for row in report.rows:
+        notes = [*row.get("fallbacks", ()), *filter(None, [row.get("error")])]
+        lines += [f"batch {row['batch_size']}: {note}" for note in notes]
         if "like" in row:
             known = [(row[name], what) for name, what in LIKE_PARTS if row[name] is not None]
             parts = ", ".join(f"{seconds:.4g} s {what}" for seconds, what in known)
@@ -251,7 +252,7 @@ def _findings(report: "BenchReport") -> list[str]:
         )
     if search := report.search:
         told = ""
-        if search.model:
+        if search.predicted is not None:
             told = (
                 f", {search.predicted} predicted from {search.model.fixed_gib:.3f} GiB + "
                 f"{search.model.per_sequence_gib:.3g} GiB a sequence"

@@ -9,7 +9,14 @@ import torch
 from qat.backend import device as backend
 from qat.backend.base import Backend, MemoryUse
 from qat.errors import ConfigError
-from qat.extensions.bench.find_max import Search, Trials, find_max_batch, unless_out_of_memory
+from qat.extensions.bench.find_max import (
+    LONGEST_ERROR,
+    OutOfMemory,
+    Search,
+    Trials,
+    find_max_batch,
+    unless_out_of_memory,
+)
 from qat.extensions.bench.measure import Timing
 
 
@@ -39,8 +46,8 @@ class Card(Backend):
         self.facts["steps"].append(batch_size)
         peak = self.peak(batch_size)
         if peak > self.facts["memory"]:
-            raise torch.OutOfMemoryError("full")
-        return Timing(0.0, (speed(batch_size) ** -1,), peak, peak + 1, 0.0, 1, 1, {})
+            raise torch.OutOfMemoryError(f"full,\n  tried {peak} GiB")
+        return Timing(0.0, (speed(batch_size) ** -1,), peak, peak + 1, 1 / batch_size, 1, 1, {})
 
     def memory_use(self) -> MemoryUse:
         return MemoryUse(self.facts["held"])
@@ -85,8 +92,22 @@ def test_a_wrong_prediction_is_overruled_by_trials() -> None:
 def test_only_the_sizes_named_are_considered() -> None:
     card = Card(10.0)
     found = searched(card, 10.0, sizes=(8, 24, 40))
-    assert found.largest == 24
-    assert set(card.facts["steps"]) <= {2, 4, 8, 24, 40}
+    assert found.largest == 24 and card.facts["steps"] == [8, 24, 40]
+    # fitted after the search: no size was tried for it alone
+    assert found.predicted is None and found.model.per_sequence_gib == pytest.approx(0.25)
+
+
+def test_small_sizes_named_are_the_first_trials_of_the_model() -> None:
+    card = Card(10.0)
+    found = searched(card, 10.0, sizes=(2, 4, 24, 32, 40))
+    assert found.largest == 32 and found.predicted == 32
+    assert {2, 4} <= set(card.facts["steps"]) <= {2, 4, 24, 32, 40}
+
+
+def test_a_trial_keeps_its_loss_or_the_allocators_words() -> None:
+    trials = {each.batch_size: each for each in searched(Card(10.0), 10.0).trials}
+    assert trials[32].loss_nats == 1 / 32 and trials[32].error is None
+    assert trials[33].error == "full, tried 10.25 GiB" and trials[33].loss_nats is None
 
 
 def test_the_fastest_batch_is_not_the_largest() -> None:
@@ -144,5 +165,6 @@ def test_tensors_of_a_failed_run_are_freed_with_its_frames() -> None:
         block = torch.ones(2**27)  # half a GiB, far above the slack
         inner(block)
 
-    assert unless_out_of_memory(outer, cpu) is None
+    found = unless_out_of_memory(outer, cpu)
+    assert isinstance(found, OutOfMemory) and 0 < len(found.error) <= LONGEST_ERROR
     assert unless_out_of_memory(lambda: 3, cpu) == 3

@@ -92,8 +92,12 @@ def test_the_largest_batch_of_a_small_machine(tmp_path: Path, place: Path) -> No
     report = run_bench(config, str(place / "student"), tmp_path / "out")
     assert report.search.largest in (16, 256)
     assert set(report.search.confirmed) >= {report.search.largest, report.search.fastest}
-    tried = [row for row in report.rows if row["kind"] == "trial" and row["fits"]]
+    tried = [row for row in report.rows if row["kind"] == "trial" and row["status"] == "OK"]
     assert all(row["step_s"] > 0 and row["tokens_per_s"] > 0 for row in tried)
+    assert all(row["loss_nats"] > 0 and row["error"] is None for row in tried)
+    failed = [row for row in report.rows if row["status"] == "OOM"]
+    assert failed and all("llocate" in row["error"] for row in failed)  # the allocator's own words
+    assert {row["batch_size"] for row in report.rows} <= {16, 256, 40000, 80000}
     by_size = {trial.batch_size: trial.fits for trial in report.search.trials}
     assert by_size[40000] is False
     assert report.rows[-1]["status"] == "MAX"

@@ -12,7 +12,7 @@ import torch
 
 from qat.backend.device import select
 from qat.extensions.bench.batches import check_batch_sizes
-from qat.extensions.bench.find_max import unless_out_of_memory
+from qat.extensions.bench.find_max import OutOfMemory, unless_out_of_memory
 from qat.extensions.bench.measure import Timing, compile_anew
 from qat.extensions.bench.results import Results, environment
 from qat.extensions.bench.run import Setting, prepare
@@ -111,12 +111,12 @@ class Cases:
             reason = str(error).strip().splitlines()[0]
             logger.warning("%s cannot be compiled (%s): it runs eagerly", name, reason)
             timing = unless_out_of_memory(lambda: self._turn(name, False), self.setting.backend)
-            if timing is not None:
+            if isinstance(timing, Timing):
                 timing = replace(timing, compiler={**timing.compiler, "fallback": reason})
-        if timing is None:
+        if isinstance(timing, OutOfMemory):
             self.unavailable[name] = "OOM"
-        else:
-            logger.info("%s: %.0f tokens/s", name, timing.tokens_per_s)
+            return None
+        logger.info("%s: %.0f tokens/s", name, timing.tokens_per_s)
         return timing
 
     def _turn(self, name: str, compiled: bool) -> Timing:
