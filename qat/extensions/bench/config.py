@@ -154,10 +154,13 @@ class AttentionConfig(Settings):
 
 
 class SweepConfig(Settings):
-    """Settings for running a sweep; only `tiny` changes what is compared."""
+    """Settings for running a sweep; only `tiny` and `set` change what is compared."""
 
     tiny: bool = False
     """Run the recipe's [tiny] variant, which takes seconds on a CPU."""
+    set: tuple[str, ...] = ()
+    """A key of the recipe with another value, as in settings.steps=20, repeats=1,
+    'product.ranks=[1,2]' or groups.NAME.steps=3; may be given several times."""
     dry_run: bool = False
     """Print the runs and stop."""
     strict: bool = False

@@ -7,7 +7,7 @@ import pytest
 from qat.errors import ConfigError
 from qat.extensions.lab.sweep.plan import make_groups, make_runs, read_sweep
 
-FOLDER = Path(__file__).parents[2] / "speedrun" / "recipes"
+FOLDER = Path(__file__).parents[3] / "speedrun" / "recipes"
 RECIPES = sorted(FOLDER.glob("sweep_*.toml"))
 
 BASE = """
@@ -16,10 +16,10 @@ student = "tiny"
 """
 
 
-def read(tmp_path: Path, text: str, *, tiny: bool = False, base: str = BASE):
+def read(tmp_path: Path, text: str, *, tiny: bool = False, base: str = BASE, changes=()):
     path = tmp_path / "r.toml"
     path.write_text(base + text)
-    return read_sweep(path, tiny=tiny)
+    return read_sweep(path, tiny=tiny, changes=changes)
 
 
 def names(recipe) -> list[str]:
@@ -75,6 +75,44 @@ product = { batch_size = [2] }
     assert (recipe.student, recipe.repeats) == ("tiny", 1)
     assert recipe.settings == {"steps": 1, "loss": "tail"} and names(recipe) == ["batch_size=2"]
     assert read(tmp_path, text, base='name = "s"\n').student == "qwen3-0.6b"
+
+
+def test_any_key_changes_from_the_command_line(tmp_path: Path) -> None:
+    text = """
+[settings]
+steps = 200
+[product]
+ranks = [1]
+[[groups]]
+name = "a 1.5"
+[tiny]
+settings = { steps = 1 }
+"""
+    changes = ["settings.steps=20", "repeats=7", "student=qwen3-0.6b", "product.ranks=[1, 2]"]
+    changes += ["groups.a 1.5.loss=tail", "settings.loss='kl,tail'", "stop_on_error=true"]
+    recipe = read(tmp_path, text, tiny=True, changes=changes)
+    assert recipe.settings == {"steps": 20, "loss": "kl,tail"}
+    assert (recipe.repeats, recipe.student, recipe.stop_on_error) == (7, "qwen3-0.6b", True)
+    assert recipe.product == {"ranks": [1, 2]} and recipe.groups[0].settings == {"loss": "tail"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("settings.stepz=20", r"'stepz', expected a key.*did you mean 'steps'"),
+        ("repeat=1", r"'repeat', expected a key.*did you mean 'repeats'"),
+        ("repeats=no", r"repeats='no'"),
+        ("steps", r"set=steps, expected a key of the recipe and its value; write it"),
+        ("student.steps=1", r"set=student.steps=1, expected a key of the recipe and its value"),
+        (
+            "groups.b.steps=1",
+            r"'b' is no group of the recipe, expected groups.*; use 'a'",
+        ),
+    ],
+)
+def test_a_change_of_no_key_is_refused(tmp_path: Path, change: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, '[[groups]]\nname = "a"\n', changes=[change])
 
 
 def test_a_run_is_known_by_what_it_does(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from qat.extensions.lab.sweep.job import run_job
 from qat.extensions.lab.sweep.run import MANIFEST, PAGE, PICTURE, plan_sweep, run_sweep
 from qat.logs import read_json_lines
 
-FOLDER = Path(__file__).parents[2] / "speedrun" / "recipes"
+FOLDER = Path(__file__).parents[3] / "speedrun" / "recipes"
 RECIPES = [path for path in sorted(FOLDER.glob("sweep_*.toml")) if not path.stem.endswith("_ranks")]
 """Recipes that run in one process."""
 COMMAND = """
@@ -112,6 +112,8 @@ def test_a_dry_run_names_the_runs(tmp_path: Path, monkeypatch, capsys) -> None:
     words = ["bench", "sweep", recipe, "--dry-run", "--out", tmp_path / "out"]
     assert call(monkeypatch, *words) == 0
     assert capsys.readouterr().out.splitlines()[:4] == ["0  a", "0  b", "1  a", "1  b"]
+    assert call(monkeypatch, *words, "--set", "repeats=1", "--set", "product.steps=[1,2]") == 0
+    assert capsys.readouterr().out.splitlines()[:2] == ["0  a steps=1", "0  a steps=2"]
     assert not (tmp_path / "out").exists()
 
 

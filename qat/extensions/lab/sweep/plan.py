@@ -11,6 +11,7 @@ from qat.config import Settings, fingerprint, read_toml
 from qat.errors import ConfigError, nearest
 from qat.extensions.bench.config import BenchConfig
 from qat.extensions.lab.jobs import JobFiles, name_in_path
+from qat.files import parse_toml
 from qat.train.config import TrainConfig
 
 Verb = Literal["bench", "train", "command"]
@@ -97,11 +98,14 @@ class SweepRecipe(Settings):
         return self
 
 
-def read_sweep(path: Path, *, tiny: bool = False) -> SweepRecipe:
+def read_sweep(path: Path, *, tiny: bool = False, changes: Sequence[str] = ()) -> SweepRecipe:
     """Read the recipe in a TOML file; with `tiny`, its [tiny] table overrides the rest.
 
+    Each of the `changes`, such as `settings.steps=20`, then overrides a key.
+
     Raises:
-        ConfigError: the file is missing, is not TOML, or has an unknown, missing or invalid key.
+        ConfigError: the file is missing, is not TOML, or has an unknown, missing or invalid key,
+            or a change names none.
     """
     values = read_toml(path, f"recipe={path}", "a sweep recipe")
     small = values.pop("tiny", {})
@@ -112,7 +116,11 @@ def read_sweep(path: Path, *, tiny: bool = False) -> SweepRecipe:
         )
     check_keys(str(path), values, SweepRecipe.model_fields)
     check_keys(f"{path}: [tiny]", small, SweepRecipe.model_fields)
-    recipe = SweepRecipe.parse(_merged(values, small) if tiny else values, str(path))
+    values = _merged(values, small) if tiny else values
+    for change in changes:
+        _change(values, change)
+    check_keys(f"{path} with --set", values, SweepRecipe.model_fields)
+    recipe = SweepRecipe.parse(values, str(path))
     _check_settings(recipe, path)
     return recipe
 
@@ -124,6 +132,34 @@ def _merged(values: Table, over: Table) -> Table:
         both = isinstance(value, dict) and isinstance(found.get(key), dict)
         found[key] = {**found[key], **value} if both else value
     return found
+
+
+def _change(values: Table, change: str) -> None:
+    """Set a key of a recipe, whose value is TOML or else plain text."""
+    key, equals, text = change.partition("=")
+    table, name = values, key
+    if key.startswith("groups."):
+        group, _, name = key.removeprefix("groups.").rpartition(".")
+        groups = [each for each in values.get("groups", ()) if isinstance(each, dict)]
+        known = [each.get("name") for each in groups]
+        if group not in known:
+            raise ConfigError(
+                f"set={change}: {group!r} is no group of the recipe, expected "
+                f"groups.NAME.KEY=VALUE; use {' or '.join(map(repr, known)) or 'settings.KEY'}"
+            )
+        table = groups[known.index(group)].setdefault("settings", {})
+    elif "." in key:
+        part, _, name = key.partition(".")
+        table = values.setdefault(part, {})
+    if not (equals and name and isinstance(table, dict)):
+        raise ConfigError(
+            f"set={change}, expected a key of the recipe and its value; write it as "
+            "settings.steps=20 or repeats=1"
+        )
+    try:
+        table[name] = parse_toml(f"value = {text}")["value"]
+    except ValueError:  # plain text, such as student=tiny
+        table[name] = text
 
 
 def _check_settings(recipe: SweepRecipe, path: Path) -> None:

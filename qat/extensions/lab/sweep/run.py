@@ -128,7 +128,7 @@ def plan_sweep(
     Raises:
         ConfigError: an error in the recipe.
     """
-    found = read_sweep(recipe, tiny=config.tiny)
+    found = read_sweep(recipe, tiny=config.tiny, changes=config.set)
     out = out or HOME / found.name
     return found, make_runs(found, make_groups(found), out, strict=config.strict)
 

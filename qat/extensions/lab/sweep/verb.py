@@ -16,7 +16,8 @@ def sweep(config: SweepConfig, recipe: Path, out: Path | None) -> dict[str, obje
     Raises:
         ConfigError: the recipe is not valid, or a run failed.
     """
-    read_sweep(recipe, tiny=config.tiny)  # a wrong recipe is refused before torch is imported
+    # a wrong recipe is refused before torch is imported
+    read_sweep(recipe, tiny=config.tiny, changes=config.set)
     from qat.extensions.lab.sweep.run import RATES, cells, plan_sweep, run_sweep
 
     console = wide_console(WIDTH)
