@@ -11,7 +11,7 @@ import torch
 
 from qat.backend.base import DTYPES, Backend
 from qat.data.packing import Batch
-from qat.extensions.bench.stats import median_interval, percentiles, variation
+from qat.extensions.bench.stats import median_interval, percentiles, slowest, variation
 from qat.extensions.bench.student import Subject
 from qat.models.devices import device_called
 
@@ -55,6 +55,9 @@ class Timing:
             "step_s": self.step_s,
             "step_p10_s": around.p10,
             "step_p90_s": around.p90,
+            "step_p99_s": around.p99,
+            "step_max_s": max(self.steps_s),
+            "slowest_steps": slowest(self.steps_s, range(len(self.steps_s))),
             "step_mean_s": statistics.fmean(self.steps_s),
             "timed_steps": len(self.steps_s),
             "warmup_s": self.warmup_s,

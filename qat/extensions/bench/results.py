@@ -21,19 +21,21 @@ import torch
 import qat
 from qat.backend import nvidia
 from qat.backend.base import Backend
+from qat.backend.base import environment as variables
 from qat.config import Settings, fingerprint
 from qat.files import check_free, write_atomically
 from qat.logs import JsonLines
-from qat.secrets import scrubbed
+from qat.secrets import scrubbed, scrubbed_in
 from qat.train.run import git_commit
 
 HOME = Path("runs/bench")
 ROWS, TABLE, WHOLE = "results.jsonl", "results.csv", "results.json"
 PACKAGES = ("torch", "triton", "transformers", "torchao")
 IN_EVERY_ROW = (
-    *("commit", "dirty", "device", "cpu", "threads", "host", "run", "python", "torch", "triton"),
+    *("commit", "branch", "dirty", "device", "gpus", "cpu", "threads", "host", "run"),
+    *("python", "torch", "triton", "cuda"),
 )
-NOT_IN_TABLE = ("samples",)
+NOT_IN_TABLE = ("samples", "slowest_steps")
 
 
 class Results:
@@ -75,24 +77,35 @@ class Results:
 
 def environment(backend: Backend, config: Settings) -> dict[str, object]:
     """Return the environment of the numbers: versions, device, command, settings."""
+    return {
+        **origin(),
+        "device": backend.name(),
+        "device_memory_gib": backend.memory_gib(),
+        "config": config.model_dump(mode="json", exclude_none=True),
+        "config_fingerprint": config.fingerprint(),
+    }
+
+
+def origin() -> dict[str, object]:
+    """Return the code, versions, machine and command, without opening a device."""
     gpu = nvidia.present()
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": scrubbed(shlex.join(["qat", *sys.argv[1:]])),
         "commit": git_commit(),
+        "branch": _git("rev-parse", "--abbrev-ref", "HEAD"),
         "dirty": has_changes(),
         "run": uuid.uuid4().hex[:12],
         **{name: _version(name) for name in PACKAGES},
         "qat": qat.__version__,
         "python": platform.python_version(),
-        "device": backend.name(),
-        "device_memory_gib": backend.memory_gib(),
+        "cuda": torch.version.cuda,
         "driver": gpu.driver if gpu else None,
+        "gpus": len(gpu.capabilities) if gpu else 0,
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "host": fingerprint(platform.node()),
-        "config": config.model_dump(mode="json", exclude_none=True),
-        "config_fingerprint": config.fingerprint(),
+        "variables": scrubbed_in(variables()),
     }
 
 
@@ -109,10 +122,15 @@ def as_csv(rows: list[dict[str, object]]) -> str:
 
 def has_changes() -> bool | None:
     """Return whether tracked files differ from the commit; None outside a checkout."""
-    home = str(Path(qat.__file__).parent)
-    command = ["git", "-C", home, "status", "--porcelain", "--untracked-files=no"]
+    found = _git("status", "--porcelain", "--untracked-files=no")
+    return None if found is None else bool(found)
+
+
+def _git(*words: str) -> str | None:
+    """Return what git prints about the running code; None outside a checkout."""
+    command = ["git", "-C", str(Path(qat.__file__).parent), *words]
     try:
-        return bool(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 

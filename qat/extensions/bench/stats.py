@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 CONFIDENCE, RESAMPLES = 0.95, 2_000
+TAIL = 10  # slowest steps that a row names
 
 Array = NDArray[np.float64]
 
@@ -51,6 +52,11 @@ def median_interval(samples: Sequence[float]) -> Interval:
 def percentiles(samples: Sequence[float]) -> Percentiles:
     """Return the 10th, 50th, 90th and 99th percentile."""
     return Percentiles(*np.percentile(checked(samples), [10, 50, 90, 99]).tolist())
+
+
+def slowest(seconds: Sequence[float], steps: Sequence[int]) -> list[tuple[int, float]]:
+    """Return the `TAIL` slowest of `steps` with their seconds, the slowest first."""
+    return sorted(zip(steps, seconds, strict=True), key=lambda pair: -pair[1])[:TAIL]
 
 
 def variation(samples: Sequence[float]) -> float:

@@ -283,7 +283,10 @@ SLUG = re.compile(r"[a-z0-9]+([_-][a-z0-9]+)*")
 WIDE = 20
 """Samples are drawn on a logarithmic axis if the largest is more than this times the least."""
 HEADINGS = ("case", "median", "95 % interval", "tokens/s", "MFU", "peak GiB", "runs", "CV")
-IN_PAGE = ("device", "cpu", "dtype", "python", "torch", "triton", "transformers", "commit", "host")
+IN_PAGE = (
+    *("device", "gpus", "cpu", "dtype", "python", "torch", "cuda", "driver", "triton"),
+    *("transformers", "branch", "commit", "host"),
+)
 """Facts about the environment that the page shows."""
 STATES = {
     None: "; whether the tree had changes besides is not known.",

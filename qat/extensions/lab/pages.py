@@ -1,10 +1,10 @@
-"""The files of a comparison: rows, all results as JSON, a page in Markdown, and pictures."""
+"""The files of a comparison: rows, also as CSV, all results as JSON, a page, and pictures."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from qat.extensions.bench.results import ROWS, WHOLE
+from qat.extensions.bench.results import ROWS, TABLE, WHOLE, as_csv
 from qat.files import write_atomically
 
 
@@ -26,9 +26,19 @@ def write_comparison(
         pictures: SVG images by file name.
     """
     files = {ROWS: "".join(json.dumps(row) + "\n" for row in rows), page[0]: page[1]}
+    files[TABLE] = as_csv([flat(row) for row in rows])
     files[WHOLE] = json.dumps({**whole, "rows": rows}, indent=1, default=str) + "\n"
     for name, text in (files | {name: svg.decode() for name, svg in pictures.items()}).items():
         write_atomically(out / name, text)
+
+
+def flat(row: dict[str, object]) -> dict[str, object]:
+    """Return a row whose tables are columns of their own: `settings.steps`."""
+    found = {}
+    for name, value in row.items():
+        parts = value if isinstance(value, dict) else {"": value}
+        found |= {f"{name}.{part}".rstrip("."): each for part, each in parts.items()}
+    return found
 
 
 def markdown_table(headings: Sequence[str], body: Sequence[Sequence[str]]) -> str:

@@ -1,5 +1,6 @@
 """Sweeps that run: what fails costs only itself, and what is finished is never done again."""
 
+import csv
 import fcntl
 import json
 import os
@@ -18,6 +19,7 @@ from qat.extensions.bench.config import SweepConfig
 from qat.extensions.lab import jobs
 from qat.extensions.lab.sweep import run as sweep_run
 from qat.extensions.lab.sweep.job import run_job
+from qat.extensions.lab.sweep.manifest import FORMAT
 from qat.extensions.lab.sweep.run import MANIFEST, PAGE, PICTURE, plan_sweep, run_sweep
 from qat.logs import read_json_lines
 
@@ -86,6 +88,45 @@ def test_a_crash_costs_only_itself_and_runs_again(tmp_path: Path, in_this_proces
     write(tmp_path, {"bad": "pass", "good": "pass"})
     assert run_sweep(ALLOWED, recipe, out).failures == []
     assert before in {path.stat().st_mtime_ns for path in (out / "rows").iterdir()}
+
+
+def test_a_sweep_says_where_it_comes_from(
+    tmp_path: Path, in_this_process, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    recipe, out = tmp_path / "r.toml", tmp_path / "out"
+    recipe.write_text('name = "r"\nstudent = "tiny"\nrepeats = 1\n[product]\nbatch_size = [1, 2]\n')
+    words = ["bench", "sweep", recipe, "--out", out]
+    for change in ("device=cpu", "steps=3", "warmup=1", "seq_len=8"):
+        words += ["--set", f"settings.{change}"]
+    assert call(monkeypatch, *words) == 0
+    whole = json.loads((out / MANIFEST).read_text())
+    assert whole["format"] == FORMAT and whole["devices"] == {"cpu": 1}
+    (session,) = whole["sessions"]
+    rows = read_json_lines(out / "results.jsonl")
+    assert {row["commit"] for row in rows} == {session["commit"]}
+    assert (
+        session["variables"]["NCCL_DEBUG"] == "WARN" and session["torch"] and session["gpus"] == 0
+    )
+    assert "--set settings.steps=3" in session["command"] and session["dirty"] in (
+        True,
+        False,
+        None,
+    )
+    page = (out / PAGE).read_text()
+    assert session["commit"] in page and "NCCL_DEBUG=WARN" in page and "steps = 3" in page
+    for entry in whole["runs"]:
+        assert set(entry["files"]) == {"row"} and f"({entry['files']['row']})" in page
+        assert (out / entry["files"]["row"]).exists()
+    with (out / "results.csv").open() as file:
+        table = [*csv.DictReader(file)]
+    assert [row["settings.batch_size"] for row in table] == ["1", "2"]
+    assert float(table[0]["step_max_s"]) == max(rows[0]["samples"])
+    step, seconds = rows[0]["slowest_steps"][0]
+    assert rows[0]["samples"][step] == seconds
+    # a sweep that had nothing left to run was made by the sessions before
+    assert call(monkeypatch, *words) == 0
+    assert len(json.loads((out / MANIFEST).read_text())["sessions"]) == 1
 
 
 def test_stop_on_error_leaves_the_rest_waiting(tmp_path: Path, in_this_process) -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from qat.extensions.lab.pages import markdown_table
 from qat.extensions.lab.sweep import telemetry
+from qat.extensions.lab.sweep.manifest import settings_table
+from qat.extensions.lab.sweep.plan import SweepRun
 from qat.extensions.lab.sweep.run import cells, spreads, summarise
 from qat.extensions.lab.sweep.telemetry import (
     COLUMNS,
@@ -108,3 +110,30 @@ def test_ranks_are_told_apart(tmp_path: Path) -> None:
     assert found["rank_step_s"] == [1.0, 1.2, 1.1] and found["slowest_rank"] == 1
     assert found["rank_spread"] == pytest.approx(0.2)
     assert rank_facts(tmp_path / "none")["slowest_rank"] is None
+
+
+def test_the_slowest_step_of_all_repeats_is_named() -> None:
+    tails = [[[7, 1.5], [2, 1.2]], [[3, 2.5]], [[0, 1.1]]]
+    repeats = [
+        row("a", 1.0, repeat=number, slowest_steps=tail, step_p99_s=tail[0][1])
+        for number, tail in enumerate(tails)
+    ]
+    (line,) = summarise(["a"], repeats, [], "a")
+    assert line.slowest_step == (1, 3, 2.5) and line.step_p99_s == 1.5
+    headings, (body,) = cells([line])
+    shown = dict(zip(headings, body, strict=True))
+    assert (shown["p99 s"], shown["max s"], shown["at"]) == ("1.5", "2.5", "repeat 1, step 3")
+
+
+def test_settings_of_groups_are_shared_or_stand_in_a_table(tmp_path: Path) -> None:
+    common = {"verb": "bench", "student": "tiny", "command": (), "sweep": "s", "out": tmp_path}
+    settings = {"a": {"steps": 2, "seq_len": 8}, "b": {"steps": 2, "seq_len": 16, "lr": 1.0}}
+    runs = [
+        SweepRun(**common, group=name, repeat=0, settings=each) for name, each in settings.items()
+    ]
+    shared, table = settings_table(runs)
+    assert shared == "Settings of all groups: steps = 2."
+    assert [line.split(" | ") for line in table.splitlines()[2:]] == [
+        ["| a", "8", "- |"],
+        ["| b", "16", "1.0 |"],
+    ]

@@ -18,10 +18,12 @@ from qat.backend.device import devices
 from qat.backend.nvidia import gpu_samples
 from qat.errors import ConfigError, TrainingError
 from qat.extensions.bench.config import SweepConfig
+from qat.extensions.bench.results import ROWS, TABLE, origin
 from qat.extensions.bench.stats import Interval, median_interval, variation
 from qat.extensions.lab.jobs import Ended, claimed, run_processes
 from qat.extensions.lab.pages import markdown_table, write_comparison
 from qat.extensions.lab.stats import MIN_SAMPLES, Difference, compare
+from qat.extensions.lab.sweep import manifest
 from qat.extensions.lab.sweep.plan import (
     SweepRecipe,
     SweepRun,
@@ -64,6 +66,9 @@ class SweepLine:
     """Difference from the baseline; None for the baseline, or if either has too few repeats."""
     step_s: float | None
     step_p90_s: float | None
+    step_p99_s: float | None
+    slowest_step: tuple[int, int, float] | None
+    """Repeat, step and seconds of the slowest step; None if steps were not timed."""
     slowest_share: float | None
     """Fraction of a step that the slowest rank works; the rest is exchanges."""
     peak_gib: float | None  # peak memory of the rank that holds most, like the next field
@@ -149,15 +154,18 @@ def run_sweep(config: SweepConfig, recipe: Path, out: Path | None) -> SweepRepor
     _check_devices(runs)
     place = runs[0].out
     with claimed(place) as lock:
-        manifest = place / MANIFEST
-        if manifest.exists():
-            name = json.loads(manifest.read_text(encoding="utf-8"))["name"]
-            if name != found.name:
+        path, sessions = place / MANIFEST, []
+        if path.exists():
+            old = json.loads(path.read_text(encoding="utf-8"))
+            sessions = old.get("sessions", [])
+            if old["name"] != found.name:
                 raise ConfigError(
-                    f"out={place} holds sweep {name!r}, expected {found.name!r} or an empty "
+                    f"out={place} holds sweep {old['name']!r}, expected {found.name!r} or an empty "
                     "directory; choose another --out"
                 )
-        write = partial(write_results, found, runs)
+        if not all(run.row.exists() for run in runs):
+            sessions.append({**origin(), "recipe": str(recipe), "set": config.set})
+        write = partial(write_results, found, runs, sessions)
         write()
         run_all(
             runs,
@@ -231,8 +239,16 @@ def note_end(ended: Ended, timeout_s: float) -> bool:
     return True
 
 
-def write_results(recipe: SweepRecipe, runs: Sequence[SweepRun]) -> SweepReport:
-    """Write manifest, rows, table and picture, each atomically, from the files of the runs."""
+def write_results(
+    recipe: SweepRecipe, runs: Sequence[SweepRun], sessions: Sequence[Row]
+) -> SweepReport:
+    """Write manifest, rows, table and picture, each atomically, from the files of the runs.
+
+    Args:
+        recipe: the recipe.
+        runs: all of its runs.
+        sessions: the origin of each command that ran some of them (`qat.extensions.bench.results`).
+    """
     out, rows, failures, entries = runs[0].out, [], [], []
     for run in runs:
         status = "waiting"
@@ -245,11 +261,15 @@ def write_results(recipe: SweepRecipe, runs: Sequence[SweepRun]) -> SweepReport:
             found = json.loads(run.failure.read_text(encoding="utf-8"))
             status = found["status"]
             failures.append({"group": run.group, "repeat": run.repeat, **found})
-        place = {"label": run.label, "group": run.group, "repeat": run.repeat}
-        entries.append({**place, "status": status})
-    # independent of how often the sweep was interrupted
-    manifest = {"format": 1, "name": recipe.name, "runs": entries}
-    write_atomically(out / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        entries.append(manifest.entry(run, status))
+    whole = {
+        "format": manifest.FORMAT,
+        "name": recipe.name,
+        "devices": manifest.devices(rows),
+        "sessions": sessions,
+        "runs": entries,
+    }
+    write_atomically(out / MANIFEST, json.dumps(whole, indent=1) + "\n")
     groups = list(dict.fromkeys(run.group for run in runs))
     baseline = recipe.baseline or groups[0]
     lines = summarise(groups, rows, [each["group"] for each in failures], baseline)
@@ -258,8 +278,9 @@ def write_results(recipe: SweepRecipe, runs: Sequence[SweepRun]) -> SweepReport:
     write_comparison(
         out,
         rows,
-        page=(PAGE, page(report)),
+        page=(PAGE, page(report, whole)),
         whole={
+            "sessions": sessions,
             "recipe": recipe.model_dump(mode="json"),
             "baseline": baseline,
             "lines": [asdict(line) for line in lines],
@@ -304,14 +325,15 @@ def cells(lines: Sequence[SweepLine]) -> tuple[list[str], list[list[str]]]:
     """Return headings and the cells of each line."""
     headings = ["group", "rank", "repeats", "rate", "95 % low", "high", "between repeats"]
     headings += ["within a run", "x baseline", "effect", "p", "verdict"]
-    headings += ["step s", "p90 s", "slowest rank", "GiB", "reserved", "MiB/step"]
+    headings += ["step s", "p90 s", "p99 s", "max s", "at", "slowest rank", "GiB", "reserved"]
+    headings += ["MiB/step"]
 
     def shown(value: float | None, form: str) -> str:
         return "-" if value is None else form.format(value)
 
     body = []
     for place, line in enumerate(lines, 1):
-        cost, found = line.cost, line.against
+        cost, found, late = line.cost, line.against, line.slowest_step
         done, all_runs = len(line.costs_s), len(line.costs_s) + line.failed
         body.append(
             [
@@ -329,6 +351,9 @@ def cells(lines: Sequence[SweepLine]) -> tuple[list[str], list[list[str]]]:
                 found.verdict if found else "-",
                 shown(line.step_s, "{:.4g}"),
                 shown(line.step_p90_s, "{:.4g}"),
+                shown(line.step_p99_s, "{:.4g}"),
+                shown(late and late[2], "{:.4g}"),
+                f"repeat {late[0]}, step {late[1]}" if late else "-",
                 shown(line.slowest_share, "{:.1%}"),
                 shown(line.peak_gib, "{:.2f}"),
                 shown(line.peak_reserved_gib, "{:.2f}"),
@@ -338,8 +363,11 @@ def cells(lines: Sequence[SweepLine]) -> tuple[list[str], list[list[str]]]:
     return headings, body
 
 
-def page(report: SweepReport) -> str:
-    """Return the page: the table with all that is needed to read it alone."""
+def page(report: SweepReport, about: Row) -> str:
+    """Return the page: the table with all that is needed to read it alone.
+
+    `about` is the content of the manifest.
+    """
     recipe, lines = report.recipe, report.lines
     what = f"student {recipe.student}" if recipe.student else f"`{' '.join(recipe.command)}`"
     words = [
@@ -372,6 +400,10 @@ def page(report: SweepReport) -> str:
     words += [f"Failed: {each['group']}: {each['message']}" for each in report.failures]
     if report.waiting:
         words.append(f"{report.waiting} runs have not run yet.")
+    words += ["## Settings", *manifest.settings_table(report.runs)]
+    words += ["## Origin", *manifest.session_lines(about["sessions"], report.rows)]
+    words += ["## Files", manifest.files_table(about["runs"])]
+    words.append(f"All rows: [{TABLE}]({TABLE}), [{ROWS}]({ROWS}); [{MANIFEST}]({MANIFEST}).")
     return "\n\n".join(words) + "\n"
 
 
@@ -405,6 +437,7 @@ def _line(group: str, rows: Sequence[Row], failed: int, base: Sequence[float] | 
     costs = [row["cost_s"] for row in rows]
     enough = base is not None and min(len(base), len(costs)) >= MIN_SAMPLES
     within = [variation(row["samples"]) for row in rows if len(row["samples"]) > 1]
+    late = [(row["repeat"], *row["slowest_steps"][0]) for row in rows if row.get("slowest_steps")]
     slopes = [row["memory_trend"]["slope_mib"] for row in rows if row.get("memory_trend")]
 
     def middle(name: str) -> float | None:
@@ -421,6 +454,8 @@ def _line(group: str, rows: Sequence[Row], failed: int, base: Sequence[float] | 
         against=compare(base, costs) if enough else None,
         step_s=middle("step_s"),
         step_p90_s=middle("step_p90_s"),
+        step_p99_s=middle("step_p99_s"),
+        slowest_step=max(late, key=lambda each: each[2], default=None),
         slowest_share=middle("slowest_share"),
         peak_gib=middle("peak_gib"),
         peak_reserved_gib=middle("peak_reserved_gib"),

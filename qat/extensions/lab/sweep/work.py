@@ -14,6 +14,7 @@ from qat.extensions.bench.effective import Facts, check_strictly, what_ran
 from qat.extensions.bench.measure import NumberedBatches, Timing
 from qat.extensions.bench.results import IN_EVERY_ROW, environment
 from qat.extensions.bench.run import Setting, prepare
+from qat.extensions.bench.stats import percentiles, slowest
 from qat.extensions.bench.student import Ours, Subject
 from qat.extensions.lab.sweep.layouts import packed_batches
 from qat.extensions.lab.sweep.leak import FIRST_LOOK, leak_found_after, memory_trend
@@ -130,7 +131,7 @@ def time_training(run: SweepRun) -> Facts:
     timed = beats[1:] or beats  # the first one includes compilation
     samples = [beat["step_s"] for beat in timed]
     positions = statistics.median(beat["tokens_per_s"] * beat["step_s"] for beat in timed)
-    step_s = statistics.median(samples)
+    step_s, around = statistics.median(samples), percentiles(samples)
     reserved = [mib for beat in beats if (mib := beat["mem_reserved_mib"]) is not None]
     fell_back = [beats[-1]["fallback"]] if beats[-1]["fallback"] else []
     if run.strict:
@@ -141,6 +142,10 @@ def time_training(run: SweepRun) -> Facts:
         "dtype": config.dtype,
         "batch_size": config.batch_size,
         "step_s": step_s,
+        "step_p90_s": around.p90,
+        "step_p99_s": around.p99,
+        "step_max_s": max(samples),
+        "slowest_steps": slowest(samples, [beat["step"] for beat in timed]),
         "tokens_per_s": positions / step_s,
         "peak_gib": beats[-1]["peak_gib"],
         "peak_reserved_gib": max(reserved) / 1024 if reserved else None,
