@@ -1,6 +1,7 @@
-"""Packed documents of varied lengths, and what several ranks report."""
+"""Documents of varied lengths as rows, packed or in buckets, and what several ranks report."""
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,13 @@ from qat.errors import ConfigError
 from qat.extensions.bench.batches import BatchSource
 from qat.extensions.bench.measure import Timing
 from qat.extensions.bench.run import prepare
-from qat.extensions.lab.sweep.layouts import STEPS, document_lengths, packed_batches
+from qat.extensions.lab.sweep.layouts import (
+    STEPS,
+    bucketed_batches,
+    default_buckets,
+    document_lengths,
+    packed_batches,
+)
 from qat.extensions.lab.sweep.plan import StepsConfig, SweepRun
 from qat.extensions.lab.sweep.work import _laid_out, _time_ranks, rank_numbers
 from qat.ranks import ALONE, Ranks
@@ -46,6 +53,63 @@ def test_packed_positions_begin_anew_with_each_document() -> None:
         assert torch.equal(batch.labels == NO_LABEL, ends)
         assert (batch.labels[:, :-1] == batch.input_ids[:, 1:])[~ends[:, :-1]].all()
     assert all(torch.equal(a.labels, b.labels) for a, b in zip(batches, made(), strict=True))
+
+
+BOUNDARIES = [(8, 16, 32, 64), (24, 64), (64,)]
+
+
+def bucketed(boundaries: tuple[int, ...]) -> list[Batch]:
+    return bucketed_batches(SOURCE, 8, boundaries, BACKEND)
+
+
+@pytest.mark.parametrize("boundaries", BOUNDARIES)
+def test_rows_of_a_batch_are_of_one_bucket(boundaries: tuple[int, ...]) -> None:
+    batches = bucketed(boundaries)
+    assert len(batches) == STEPS
+    assert {batch.mask.shape[1] for batch in batches} == set(boundaries)
+    for batch in batches:
+        lengths, edge = batch.mask.sum(1), batch.mask.shape[1]
+        below = max((each for each in boundaries if each < edge), default=0)
+        assert ((lengths > below) & (lengths <= edge)).all()
+        assert 8 * 64 - edge < batch.mask.numel() <= 8 * 64
+        # a row's text comes first, and each token but the last of a document has a next one
+        assert (batch.mask.int().diff(dim=1) <= 0).all()
+        labelled = batch.labels != NO_LABEL
+        assert torch.equal(labelled.sum(1), lengths - 1)
+        assert (batch.labels[:, :-1] == batch.input_ids[:, 1:])[labelled[:, :-1]].all()
+    again = bucketed(boundaries)
+    assert all(torch.equal(a.labels, b.labels) for a, b in zip(batches, again, strict=True))
+
+
+def test_more_buckets_waste_less() -> None:
+    masks = [[batch.mask.flatten() for batch in bucketed(each)] for each in BOUNDARIES]
+    four, two, one = (torch.cat(each).float().mean() for each in masks)
+    assert one < 0.45 < two < four and four > 0.6
+    assert default_buckets(64) == [8, 16, 32, 64] and default_buckets(6) == [3, 6]
+
+
+def test_boundaries_are_a_setting_and_end_with_a_row() -> None:
+    values = {**QUICK, "layout": "buckets", "steps": 4, "warmup": 2}
+    config = StepsConfig(**values, bucket_lengths="8,5")
+    setting, _ = prepare(config, "tiny")
+    shapes = [micro[0].mask.shape[1] for _, micro in islice(_laid_out(config, setting), STEPS)]
+    assert set(shapes) == {5, 8}
+    with pytest.raises(ConfigError, match="bucket_lengths=2,4 of rows of 8, expected the longest"):
+        _laid_out(StepsConfig(**values, bucket_lengths="2,4"), setting)
+    with pytest.raises(ConfigError, match="bucket_lengths='4,8' with layout='rows', expected"):
+        StepsConfig.parse({**QUICK, "bucket_lengths": "4,8"}, "group")
+
+
+def test_the_cost_of_buckets_is_that_of_all_their_steps(tmp_path: Path) -> None:
+    values = {**QUICK, "layout": "buckets", "bucket_lengths": "3,8", "steps": STEPS, "warmup": 2}
+    group = {"sweep": "s", "verb": "bench", "student": "tiny", "command": (), "group": "-"}
+    run = SweepRun(**group, settings={}, repeat=0, out=tmp_path)
+    config = StepsConfig(**values)
+    found = _time_ranks(run, config, ALONE)
+    setting, _ = prepare(config, "tiny")
+    valid = sum(int(m[0].mask.sum()) for _, m in islice(_laid_out(config, setting), STEPS))
+    assert found["cost_s"] == pytest.approx(sum(found["samples"]) / valid)
+    assert found["valid_tokens_per_s"] == pytest.approx(1 / found["cost_s"])
 
 
 def test_a_layout_is_for_random_data_in_single_micro_batches() -> None:

@@ -1,4 +1,11 @@
-"""Batches of documents of varied lengths, packed end to end as in a cache."""
+"""Batches of documents of varied lengths: packed end to end as in a cache, or in length buckets.
+
+Buckets measure the gain from packing.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle, islice, pairwise
 
 import torch
 from torch import Tensor
@@ -12,7 +19,8 @@ from qat.extensions.bench.batches import BatchSource, random_batch
 # log-normal, as those of text are approximately
 MEDIAN_SHARE, LOG_SPREAD = 1 / 4, 0.8
 SHORTEST = 2
-STEPS = 16  # steps before the batches repeat
+BUCKETS = (8, 4, 2, 1)  # divisors of a row's length that give the default lengths of the buckets
+STEPS = 16  # steps before the batches repeat: enough for each bucket to get its share
 
 
 def packed_batches(source: BatchSource, batch_size: int, backend: Backend) -> list[Batch]:
@@ -22,10 +30,64 @@ def packed_batches(source: BatchSource, batch_size: int, backend: Backend) -> li
     return [batch.to(torch.device("cpu")) for batch in made]
 
 
+def bucketed_batches(
+    source: BatchSource, batch_size: int, buckets: Sequence[int], backend: Backend
+) -> list[Batch]:
+    """Return `STEPS` batches of about `batch_size * seq_len` positions in host memory.
+
+    Documents are cut at the longest of the `buckets` and padded to the next one; with one bucket
+    these are fixed slices. The rows of a batch are of one bucket. Buckets are as frequent as their
+    share of padded positions.
+    """
+    generator = torch.Generator(backend.device).manual_seed(source.seed)
+    S = source.seq_len
+    lengths = document_lengths(64 * batch_size * STEPS, S, generator).clamp(max=buckets[-1])
+    rows = _rows(lengths, buckets, batch_size * S)
+    made = [_padded(source, own, bucket, generator) for own, bucket in rows]
+    return [batch.to(torch.device("cpu")) for batch in made]
+
+
+def default_buckets(S: int) -> list[int]:
+    """Return those of an eighth, a quarter, a half and all of a row that are whole and not tiny."""
+    return [S // part for part in BUCKETS if S % part == 0 and S // part >= SHORTEST]
+
+
 def document_lengths(number: int, S: int, generator: torch.Generator) -> Tensor:
     """Return `(number,)` int64 lengths, log-normal with median `S / 4`, at least two tokens."""
     spread = torch.randn(number, generator=generator, device=generator.device) * LOG_SPREAD
     return (spread.exp() * S * MEDIAN_SHARE).long().clamp(min=SHORTEST)
+
+
+def _rows(lengths: Tensor, buckets: Sequence[int], positions: int) -> Iterator[tuple[Tensor, int]]:
+    """Yield for each of `STEPS` steps the document lengths of its rows and their padded length."""
+    pools = {
+        bucket: lengths[(lengths > below) & (lengths <= bucket)]
+        for below, bucket in pairwise([0, *buckets])
+    }
+    padded = torch.tensor([float(len(pool) * bucket) for bucket, pool in pools.items()])
+    counts = (padded / padded.sum() * STEPS).round().int().tolist()
+    order = [bucket for bucket, times in zip(buckets, counts, strict=True) for _ in range(times)]
+    order = order[::3] + order[1::3] + order[2::3]  # interleave the sizes, as shuffled buckets do
+    begun = dict.fromkeys(buckets, 0)
+    for bucket in islice(cycle(order), STEPS):
+        count = max(1, positions // bucket)
+        places = torch.arange(begun[bucket], begun[bucket] + count, device=lengths.device)
+        begun[bucket] += count
+        yield pools[bucket][places % len(pools[bucket])], bucket
+
+
+def _padded(
+    source: BatchSource, lengths_B: Tensor, bucket: int, generator: torch.Generator
+) -> Batch:
+    batch = random_batch(replace(source, seq_len=bucket), len(lengths_B), generator)
+    places = torch.arange(bucket, device=lengths_B.device)
+    is_text = places < lengths_B[:, None]
+    has_next = places < lengths_B[:, None] - 1
+    return batch._replace(
+        input_ids=batch.input_ids.where(is_text, 0),
+        mask=is_text,
+        labels=batch.labels.where(has_next, NO_LABEL),
+    )
 
 
 def _packed(source: BatchSource, batch_size: int, generator: torch.Generator) -> Batch:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from qat.config import Settings, fingerprint, read_toml
 from qat.errors import ConfigError, nearest
-from qat.extensions.bench.config import BenchConfig
+from qat.extensions.bench.config import BenchConfig, parse_sizes
 from qat.extensions.lab.jobs import JobFiles, name_in_path
 from qat.files import parse_toml
 from qat.train.config import TrainConfig
@@ -27,12 +27,29 @@ NOT_SWEPT = {
 class StepsConfig(BenchConfig):
     """Settings of one run with `verb = "bench"`."""
 
-    layout: Literal["rows", "packed"] = "rows"
-    """Random data: full rows, or rows of packed documents of varied lengths."""
+    layout: Literal["rows", "packed", "buckets"] = "rows"
+    """Random data: full rows, or documents of varied lengths, packed or padded to buckets."""
+    bucket_lengths: str = ""
+    """Boundaries of the buckets, joined by commas, the last one seq_len; by default its eighth,
+    quarter and half besides."""
     ranks: int = Field(1, ge=1)
     """Processes that take each step together, one per device; `batch_size` is per process."""
     shard_latents: bool = False
     """Shard the rows of the latent weights over the ranks."""
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The named boundaries, ascending; empty if none are named."""
+        return parse_sizes(self.bucket_lengths)
+
+    @model_validator(mode="after")
+    def _check_buckets(self) -> Self:
+        if self.buckets and self.layout != "buckets":
+            raise ValueError(
+                f"bucket_lengths={self.bucket_lengths!r} with layout={self.layout!r}, expected "
+                "layout='buckets'; set it, or drop the boundaries"
+            )
+        return self
 
 
 CONFIGS = {"bench": StepsConfig, "train": TrainConfig}  # the settings class of each verb

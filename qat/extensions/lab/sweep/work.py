@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import cycle
 
+from torch import Tensor
+
 from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.data.packing import Batch
@@ -16,7 +18,7 @@ from qat.extensions.bench.results import IN_EVERY_ROW, environment
 from qat.extensions.bench.run import Setting, prepare
 from qat.extensions.bench.stats import percentiles, slowest
 from qat.extensions.bench.student import Ours, Subject
-from qat.extensions.lab.sweep.layouts import packed_batches
+from qat.extensions.lab.sweep.layouts import bucketed_batches, default_buckets, packed_batches
 from qat.extensions.lab.sweep.leak import FIRST_LOOK, leak_found_after, memory_trend
 from qat.extensions.lab.sweep.plan import StepsConfig, SweepRun
 from qat.extensions.lab.sweep.telemetry import rank_facts
@@ -28,7 +30,7 @@ from qat.train.step import StepResult
 
 
 class StepRecorder:
-    """A subject that records the memory held after each step."""
+    """A subject that records the memory held after each step, and its valid tokens."""
 
     def __init__(
         self,
@@ -43,12 +45,14 @@ class StepRecorder:
         self._ranks = ranks
         self._first_timed = first_timed
         self.held_mib: list[float] = []
+        self.valid_tokens: list[Tensor] = []
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
         """Take the step."""
         if step == self._first_timed:
             self._ranks.exchange_s()  # drop the exchanges before the clock starts
         result = self._subject(batches, step)
+        self.valid_tokens.append(result.valid_tokens)
         held = self._backend.memory_use().held_gib
         if held is not None:
             self.held_mib.append(held * 2**10)
@@ -81,6 +85,10 @@ def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | Non
     numbers = {**setting.numbers(timing, ranks.size), **rank_numbers(timing, ranks)}
     if not ranks.is_first:
         return None
+    valid = [int(count) for count in subject.valid_tokens[-config.steps :]]
+    # for steps of one shape the median, which ignores outliers; for several shapes the sum
+    is_one = len(set(valid)) == 1
+    cost_s = timing.step_s / valid[0] if is_one else sum(timing.steps_s) / sum(valid)
     ran = what_ran(config, model, numbers["effective"], setting.backend)
     if run.strict:
         check_strictly(ran["fallbacks"])
@@ -90,7 +98,8 @@ def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | Non
         **numbers,
         "layout": config.layout,
         "shard_latents": config.shard_latents,
-        "cost_s": timing.step_s / timing.valid_tokens,
+        "cost_s": cost_s,
+        "valid_tokens_per_s": 1 / cost_s,
         **ran,
         **leak_facts(subject.held_mib),
         **_environment(config, setting.backend),
@@ -172,10 +181,11 @@ def leak_facts(held_mib: Sequence[float]) -> Facts:
 
 
 def _laid_out(config: StepsConfig, setting: Setting) -> NumberedBatches:
-    """Return the steps of a layout; those of packed documents cycle through their batches.
+    """Return the steps of a layout; those of documents cycle through their batches.
 
     Raises:
-        ConfigError: there is a cache, whose rows are already packed, or several micro-batches.
+        ConfigError: there is a cache, whose rows are already packed, several micro-batches, or
+            buckets that do not end with a whole row.
     """
     if config.layout == "rows":
         return setting.numbered_batches(config.batch_size)
@@ -184,7 +194,17 @@ def _laid_out(config: StepsConfig, setting: Setting) -> NumberedBatches:
             f"layout={config.layout} beside cache_dir or grad_accum_steps, expected random data in "
             "single micro-batches; drop them or the layout"
         )
-    made = packed_batches(setting.data, config.batch_size, setting.backend)
+    data, size = setting.data, config.batch_size
+    buckets = config.buckets or default_buckets(data.seq_len)
+    if config.layout == "packed":
+        made = packed_batches(data, size, setting.backend)
+    elif buckets[-1] == data.seq_len:
+        made = bucketed_batches(data, size, buckets, setting.backend)
+    else:
+        raise ConfigError(
+            f"bucket_lengths={config.bucket_lengths} of rows of {data.seq_len}, expected the "
+            f"longest to be a row; end them with {data.seq_len}, or change seq_len"
+        )
     pinned = [[Batch(*map(setting.backend.pinned, batch))] for batch in made]
     return enumerate(cycle(pinned))
 
