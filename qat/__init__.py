@@ -1,8 +1,8 @@
 """Quantization-aware distillation of causal language models.
 
-`quantize`, `load`, `save`, `distill` and `losses.register` are documented in docs/python.md. They
-are imported on first use: `import qat` itself imports neither torch nor transformers. It enables
-`transformers.AutoModelForCausalLM.from_pretrained` to load packed checkpoints.
+`quantize`, `load`, `save`, `distill` and `losses.register` are documented in docs/python.md. They,
+and what extensions add, are imported on first use: `import qat` imports neither torch nor
+transformers. It lets `transformers.AutoModelForCausalLM.from_pretrained` load packed checkpoints.
 """
 
 import importlib
@@ -58,6 +58,9 @@ def __getattr__(name: str) -> object:
         return importlib.import_module("qat.losses")
     if name in __all__:
         return getattr(importlib.import_module("qat.python"), name)
+    offered = importlib.import_module("qat.hooks").hooks("qat.python")
+    if name in offered:
+        return offered[name].load()
     raise AttributeError(f"module 'qat' has no attribute {name!r}")
 
 

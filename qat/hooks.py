@@ -21,6 +21,7 @@
 | `qat.keepers`    | a function that makes a student of a file's own levels         |
 | `qat.teachers`   | a module whose `ServedTeacher` asks a teacher on a server      |
 | `qat.targets`    | a module that writes an export target                          |
+| `qat.python`     | a function of `import qat`: `qat.prepare`                      |
 | `qat.followers`  | a module that sends runs to trackers and folders               |
 
 An extension of this repository lies in `qat/extensions/NAME` and has its entry points in

@@ -328,11 +328,11 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_rows: Tensor) -> tuple[None, ...]:
-        ctx.table.pull_back_rows_(*_by_word(ctx.saved_tensors[0], d_rows))
+        ctx.table.pull_back_rows_(*summed_by_word(ctx.saved_tensors[0], d_rows))
         return None, None, None
 
 
-def _by_word(ids: Tensor, d_rows: Tensor) -> tuple[Tensor, Tensor]:
+def summed_by_word(ids: Tensor, d_rows: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the gradients `(T, D)` of equal `ids` `(T,)` in float32.
 
     Returns T ids and rows: the sum of each word once; all others are zeros, for word 0. So the

@@ -196,7 +196,7 @@ class TrainingStep:
         """
         with self._compiles.step(tuple(batches[0].mask.shape)):
             ranks = self.optimizer.ranks
-            is_packed = any(map(_is_packed, batches))
+            is_packed = any(has_documents(batch.position_ids) for batch in batches)
             batches = [
                 Batch(*map(self.backend.tracing.divided, batch.to(self.student.device)))
                 for batch in batches
@@ -383,11 +383,11 @@ def _parts_of(
     return [cached, mine] if cached.rows.stop else [mine]
 
 
-def _is_packed(batch: Batch) -> bool:
+def has_documents(position_ids: Tensor) -> bool:
     """Return whether a row has several documents; true where a check would wait for the device."""
-    if batch.position_ids.shape[1] <= MAX_TILE or batch.position_ids.device.type != "cpu":
+    if position_ids.shape[1] <= MAX_TILE or position_ids.device.type != "cpu":
         return True
-    return bool((batch.position_ids[:, 1:] == 0).any())
+    return bool((position_ids[:, 1:] == 0).any())
 
 
 def rank_indices(config: StepConfig, step: int, draw: Draw, ranks: Ranks) -> np.ndarray:

@@ -1,0 +1,87 @@
+"""The modules of a prepared student: each forms its weight where it reads it.
+
+`put_in_loop` changes the class of a model's quantized modules, and `take_out` changes it back;
+parameters and their names stay what they are.
+"""
+
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from qat.errors import ConfigError
+from qat.extensions.integrations.operator import formed
+from qat.nn.lut_embedding import QuantEmbedding, QuantHead
+from qat.nn.quant_linear import QuantLinear
+from qat.nn.quant_weight import QuantWeight, quant_weights
+
+
+class LoopWeight(QuantWeight):
+    """A weight that every forward forms, from its parameters as they are then."""
+
+    own_class: ClassVar[type[QuantWeight]]
+    """The class that it had before."""
+
+    def weight_in(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight, in autocast's dtype where that is on.
+
+        Raises:
+            ConfigError: a parameter was cast, so that this is not the weight that is exported.
+        """
+        kind = self.codebook.device.type
+        is_cast = torch.is_autocast_enabled(kind)
+        return self.formed_in(torch.get_autocast_dtype(kind) if is_cast else dtype)
+
+    def formed_in(self, dtype: torch.dtype, rows: Tensor | None = None) -> Tensor:
+        """Return the weight in `dtype`, or its `rows` `(N,)`; see `weight_in`."""
+        if self.codebook.dtype != torch.float32:
+            raise ConfigError(
+                f"the parameters of quantized weights are {self.codebook.dtype}, expected float32, "
+                "because rounded ones give other codes; leave mixed precision to "
+                "qat.prepare(dtype=...), without a policy of the wrapper's"
+            )
+        return formed(self, dtype, rows)
+
+
+class LoopLinear(LoopWeight, QuantLinear):
+    """A linear of a prepared student."""
+
+    def product(self, x: Tensor) -> Tensor:
+        """See `QuantLinear`; nothing reads packed indices, whose scales may have moved."""
+        return QuantLinear.product(self, x)
+
+
+class LoopEmbedding(LoopWeight, QuantEmbedding):
+    """An embedding of a prepared student."""
+
+    def _looked_up(self, ids: Tensor) -> Tensor:
+        return self.formed_in(self.dtype, ids)
+
+
+LOOP: dict[type[QuantWeight], type[LoopWeight]] = {
+    QuantLinear: LoopLinear,
+    QuantEmbedding: LoopEmbedding,
+    QuantHead: LoopWeight,
+}
+"""The classes above by what they stand for."""
+
+
+def put_in_loop(model: nn.Module) -> None:
+    """Let every quantized weight of `model` be formed by the forward that reads it."""
+    for weight in quant_weights(model).values():
+        weight.release_()
+        weight.__class__ = _loop_class(type(weight))
+
+
+def take_out(model: nn.Module) -> None:
+    """Undo `put_in_loop`."""
+    for weight in quant_weights(model).values():
+        if isinstance(weight, LoopWeight):
+            weight.__class__ = weight.own_class
+
+
+@cache
+def _loop_class(own: Any) -> type[LoopWeight]:
+    kind = next(loop for kind, loop in LOOP.items() if issubclass(own, kind))
+    return type(own.__name__, (kind, own), {"__doc__": own.__doc__, "own_class": own})

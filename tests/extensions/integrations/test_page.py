@@ -1,0 +1,25 @@
+"""The page of the extension is true: its code runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+from cache_case import TOKENIZER, build
+from tiny import tiny_model
+
+import qat.extensions.integrations
+
+PAGE = Path(qat.extensions.integrations.__file__).with_name("README.md")
+
+
+@pytest.mark.usefixtures("short_fits")
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_model(num_hidden_layers=1).save_pretrained("my-model")
+    TOKENIZER.save_pretrained("my-model")
+    build(Path("caches/mine"))
+    names: dict[str, object] = {}
+    for code in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S):
+        exec(compile(code, str(PAGE), "exec"), names)
+    assert Path("students/own-loop/model.safetensors").exists()
+    assert all(p.grad is not None for p in names["student"].parameters() if p.requires_grad)
