@@ -16,6 +16,7 @@
 | `qat.corpora`    | a function that reads rows which are still being sampled       |
 | `qat.runs`       | a class like `Run` of `qat run`, for runs of another course    |
 | `qat.caches`     | a function that opens a cache at an address, or as it arrives  |
+| `qat.rows`       | a module that reads data sets of a hub, and Parquet files      |
 | `qat.mixtures`   | a module that reads several texts in turns, by their shares    |
 | `qat.rotations`  | a function that rotates a float model before it is quantized   |
 | `qat.keepers`    | a function that makes a student of a file's own levels         |

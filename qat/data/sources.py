@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from qat.data.config import DataFormat
-from qat.errors import DataError, how_to_install, is_installed
+from qat.errors import DataError
 from qat.files import KINDS, described, parse_json
 from qat.hooks import extension
-from qat.online import is_online
 
 # Rows of text files: .txt, .md, .jsonl, .json, .csv, .tsv, .parquet, or with .gz.
 
@@ -229,21 +228,7 @@ def _table_rows(path: Path) -> Rows:
 
 
 def _parquet_rows(path: Path) -> Rows:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise DataError(
-            f"{path} is Parquet, which needs the 'pyarrow' package; "
-            f"convert it to .jsonl or run: {how_to_install('datasets')}"
-        ) from None
-    try:
-        with parquet.ParquetFile(path) as file:
-            rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
-            for number, row in enumerate(rows, start=1):
-                yield Place(str(path), number), row
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not Parquet ({error}); expected such; fetch it again") from None
+    return extension("qat.rows", "datasets").parquet_rows(path)
 
 
 @contextmanager
@@ -412,7 +397,7 @@ def check_source(
     if data == "stdlib" or Path(data).exists() or os.path.isdir(sampled_parts(Path(data))):
         open_source(data, data_format, text_field, setting=setting)
     else:
-        _hub_name(data, setting)
+        _hub(data, setting).hub_name(data, setting)
 
 
 def sampled_parts(out: Path) -> Path:
@@ -428,37 +413,16 @@ def _placed_rows(data: str, setting: str) -> Rows:
         return file_rows(path)
     if os.path.isdir(sampled_parts(path)):
         return extension("qat.corpora", "growing")(path)
-    return _hub_rows(data, setting)
+    return _hub(data, setting).hub_rows(data, setting)
 
 
-def _hub_rows(data: str, setting: str) -> Rows:
-    """Return the rows of a `datasets` id, written `owner/name[:config][@split]`."""
-    name, config, split = _hub_name(data, setting)
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        raise DataError(
-            f"{setting}={data} is no file, and datasets cannot load it: {error}; check the name"
-        ) from None
-    return ((Place(data, number), row) for number, row in enumerate(rows, start=1))
-
-
-def _hub_name(data: str, setting: str) -> tuple[str, str, str]:
-    """Split a `datasets` id into name, configuration and split; check that a hub has it."""
-    name, _, split = data.partition("@")
-    name, _, config = name.partition(":")
+def _hub(data: str, setting: str) -> Any:  # noqa: ANN401
+    """Return the module that reads data sets of a hub; refuse what cannot be the id of one."""
+    name = data.partition("@")[0].partition(":")[0]
     looks_local = is_text_file(Path(data)) or ("/" in name and Path(name).parent.is_dir())
     if looks_local or not HUB_ID.fullmatch(name):
         raise DataError(f"{setting}={data} is no file or directory, expected one; check the path")
-    if not is_installed("datasets"):
-        raise DataError(
-            f"{setting}={data} is no file or directory, and a datasets id needs the 'datasets' "
-            f"package; check the path or run: {how_to_install('datasets')}"
-        )
-    is_online(name, "dataset")
-    return name, config, split
+    return extension("qat.rows", "datasets")
 
 
 def _detect(place: Place, row: Row, text_field: str) -> DataFormat:

@@ -3,9 +3,6 @@
 import gzip
 import json
 import logging
-import sys
-import types
-from importlib.machinery import ModuleSpec
 from itertools import product
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import pytest
 import xxhash
 
 from qat.data.sources import check_source, open_source
-from qat.errors import DataError, HubError
+from qat.errors import DataError
 
 FROZEN = "a243492d21b5f574"
 """Hash of the documents of `stdlib`; figures judged on other documents do not compare."""
@@ -141,24 +138,6 @@ def test_files_of_every_kind(tmp_path: Path, name: str, content: str, expected: 
         assert source.name.lower() == "a"
 
 
-def test_parquet_is_read_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    rows = [{"messages": CHAT}] * 3
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert documents(str(tmp_path / "a.parquet")) == [CHAT] * 3
-    (tmp_path / "b.parquet").write_text("no table")
-    with pytest.raises(DataError, match="b.parquet is not Parquet"):
-        documents(str(tmp_path / "b.parquet"))
-
-
-def test_parquet_needs_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r"needs the 'pyarrow' package; .* or run: .*\[datasets\]"):
-        documents(write(tmp_path / "a.parquet", "PAR1"))
-
-
 def test_files_about_the_data_are_not_read(tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.INFO, "qat")
     (tmp_path / ".git").mkdir()
@@ -243,63 +222,6 @@ def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
 def test_an_empty_name_is_not_the_working_directory() -> None:
     with pytest.raises(DataError, match="data is empty"):
         check_source("")
-
-
-def test_an_id_needs_the_datasets_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"no/such is no file .* or run: .*\[datasets\]"):
-        open_source("no/such")
-
-
-def hub(monkeypatch: pytest.MonkeyPatch, answer: object) -> list:
-    """A stand-in for the optional `datasets` package that records how it was called."""
-    calls = []
-
-    class DatasetsError(Exception):
-        pass
-
-    def load_dataset(*args: object, **kwargs: object) -> object:
-        calls.append((args, kwargs))
-        if isinstance(answer, str):
-            raise DatasetsError(answer)
-        return answer
-
-    module = types.ModuleType("datasets")
-    module.__spec__ = ModuleSpec("datasets", None, origin="a test")
-    monkeypatch.setattr("qat.data.sources.is_online", lambda name, kind: True)
-    module.load_dataset = load_dataset
-    module.exceptions = types.SimpleNamespace(DatasetsError=DatasetsError)
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    return calls
-
-
-def test_hub_ids_carry_config_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = hub(monkeypatch, [{"text": "a"}, {"text": "b"}])
-    source = open_source("owner/wiki:raw-v1@test")
-    assert (list(source.documents), source.name) == (["a", "b"], "wiki")
-    open_source("owner/wiki")
-    assert calls == [
-        (("owner/wiki", "raw-v1"), {"split": "test", "streaming": True}),
-        (("owner/wiki", None), {"split": "train", "streaming": True}),
-    ]
-
-
-def test_an_unknown_hub_id_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    hub(monkeypatch, "not found")
-    with pytest.raises(DataError, match="datasets cannot load it: not found"):
-        open_source("owner/none")
-
-
-def test_a_hub_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = hub(monkeypatch, [])
-
-    def silent(name: str, kind: str) -> bool:
-        raise HubError(f"{name} cannot be asked for")
-
-    monkeypatch.setattr("qat.data.sources.is_online", silent)
-    with pytest.raises(HubError, match="owner/wiki cannot be asked for"):
-        check_source("owner/wiki:raw@test")
-    assert calls == []
 
 
 def test_stdlib_is_the_same_text_on_every_python() -> None:
