@@ -17,6 +17,7 @@
 | `qat.runs`       | a class like `Run` of `qat run`, for runs of another course    |
 | `qat.caches`     | a function that opens a cache at an address, or as it arrives  |
 | `qat.rows`       | a module that reads data sets of a hub, and Parquet files      |
+| `qat.chats`      | a module that reads chats with tools, and checks how they read |
 | `qat.mixtures`   | a module that reads several texts in turns, by their shares    |
 | `qat.rotations`  | a function that rotates a float model before it is quantized   |
 | `qat.keepers`    | a function that makes a student of a file's own levels         |

@@ -34,8 +34,8 @@ from qat.backend.device import select
 from qat.data.build import build_cache
 from qat.data.cache import TeacherInfo
 from qat.data.config import CacheSettings
+from qat.data.documents import Document
 from qat.data.packing import Batch
-from qat.data.sources import Document
 from qat.data.sources import open_source as open_text
 from qat.extensions.bench.batches import open_source
 from qat.extensions.bench.config import MeasureConfig, shape_called

@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from qat.convert.calibrate import TokenBatch
 from qat.convert.config import ConvertConfig
 from qat.data.cache import MANIFEST
+from qat.data.documents import Document
 from qat.data.packing import Packer, position_ids
 from qat.data.reader import TeacherCache
-from qat.data.sources import Document, open_source
+from qat.data.sources import open_source
 from qat.data.text import (
     check_vocabulary,
     encode,

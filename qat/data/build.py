@@ -34,6 +34,7 @@ from qat.data.cache import (
 )
 from qat.data.codec import Teacher
 from qat.data.config import CacheConfig, CacheSettings
+from qat.data.documents import Document
 from qat.data.packing import PackedRows
 from qat.data.pipeline import BackgroundFold, prefetched
 from qat.data.shard import (
@@ -46,7 +47,7 @@ from qat.data.shard import (
     remove_logs,
     shard_bytes,
 )
-from qat.data.sources import DataSource, Document, Sourced, open_source
+from qat.data.sources import DataSource, Sourced, open_source
 from qat.data.stream import ShardBlock, blocks
 from qat.data.text import tokenizer_hash
 from qat.errors import CacheError, ConfigError, QatError

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import chain
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from qat.data.config import DataFormat
+from qat.data.documents import SEPARATOR, Document, Place, Row, detect, document_of
 from qat.errors import DataError
 from qat.files import KINDS, described, parse_json
 from qat.hooks import extension
 
 # Rows of text files: .txt, .md, .jsonl, .json, .csv, .tsv, .parquet, or with .gz.
 
-SEPARATOR = "<|endoftext|>"
 STRAY = (
     *("authors", "changelog", "citation", "contributing", "copying", "dataset_dict"),
     *("dataset_info", "dataset_infos", "licence", "license", "notice", "readme", "source", "state"),
@@ -35,22 +35,6 @@ LONGEST_PIECE = 4000
 """Maximum characters of a piece of a file that is one document: about a thousand tokens."""
 
 logger = logging.getLogger(__name__)
-
-Row = dict[str, Any]
-Message = dict[str, str]
-Document = str | list[Message]
-"""A text, or the messages of a chat in order."""
-
-
-class Place(NamedTuple):
-    """The location of a row, for error messages."""
-
-    file: str
-    row: int
-
-    def __str__(self) -> str:
-        return f"{self.file} row {self.row}"
-
 
 Rows = Iterator[tuple[Place, Row]]
 
@@ -266,38 +250,12 @@ READERS: dict[str, Callable[[Path], Rows]] = {
 EXPECTED = f"{', '.join(READERS)} (all but Parquet also with .gz)"
 
 
-SURROGATES = re.compile("[\ud800-\udfff]")
-"""Lone surrogates, which are not valid in UTF-8."""
-
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """Pattern of a data set's id on a hub."""
 
 STDLIB = Path(__file__).with_name("stdlib.jsonl.gz")
 """Docstrings of one version of Python's standard library, so that the text is the same
 everywhere."""
-
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "system": "system",
-}
-
-QUESTIONS = ("prompt", "question")
-ANSWERS = ("completion", "answer", "response")
-"""Field names of a question and an answer in the format `pairs`."""
-
-BESIDE_TURNS = (
-    *("tools", "functions", "system", "system_prompt", "history"),
-    "chat_template_kwargs",
-)
-"""Fields of a row that would change the rendering of a chat; they are not supported."""
-CALLS = ("tool_calls", "function_call")
-"""Fields of a turn that calls a tool and has no text; they are not supported."""
-NOTHING = ("", "[]", "{}", "null")
-"""Texts that stand for an empty field."""
 
 
 class Sourced(NamedTuple):
@@ -349,10 +307,10 @@ def open_source(
             f"{setting}={data} is empty, expected at least one row or paragraph of text"
         )
     if data_format == "auto":
-        data_format = _detect(*first, text_field)
-    _document(*first, data_format, text_field)
+        data_format = detect(*first, text_field)
+    document_of(*first, data_format, text_field)
     found = (
-        Sourced(_document(*each, data_format, text_field), _source_of(each[1]))
+        Sourced(document_of(*each, data_format, text_field), _source_of(each[1]))
         for each in chain([first], rows)
     )
     # without the suffix of a file, or the configuration and split of an id
@@ -423,131 +381,3 @@ def _hub(data: str, setting: str) -> Any:  # noqa: ANN401
     if looks_local or not HUB_ID.fullmatch(name):
         raise DataError(f"{setting}={data} is no file or directory, expected one; check the path")
     return extension("qat.rows", "datasets")
-
-
-def _detect(place: Place, row: Row, text_field: str) -> DataFormat:
-    if not isinstance(row, dict):
-        raise DataError(f"{place} is {row!r:.60}, expected an object with fields; mend the row")
-    fields = row.keys()
-    if "messages" in fields:
-        return "messages"
-    if "conversations" in fields:
-        return "sharegpt"
-    if {"instruction", "output"} <= fields:
-        return "alpaca"
-    if text_field in fields:
-        return "plain"
-    # an answer makes no sense without its context, which this format would drop
-    if fields & set(QUESTIONS) and fields & set(ANSWERS) and "context" not in fields:
-        return "pairs"
-    raise DataError(
-        f"{place} has the fields {sorted(fields)}, expected messages, conversations, instruction "
-        f"and output, prompt and completion, question and answer, or {text_field}; "
-        "name the field of a text with --text-field, or rename them"
-    )
-
-
-def _document(place: Place, row: Row, data_format: DataFormat, text_field: str) -> Document:
-    """Return the document that a row of the given format holds.
-
-    Raises:
-        DataError: the row lacks the fields of its format, has fields that a chat must not lose, or
-            text that UTF-8 cannot encode.
-    """
-    if data_format == "plain":
-        text = _string(place, row, text_field)
-        _refuse_surrogates(place, text)
-        return text
-    messages = _chat(place, row, data_format)
-    texts = [text for message in messages for text in message.values()]
-    _refuse_surrogates(place, *texts)
-    _refuse_left_out(place, row, BESIDE_TURNS, texts)
-    return messages
-
-
-def _chat(place: Place, row: Row, data_format: DataFormat) -> list[Message]:
-    """Return the messages of a row in any format but `plain`."""
-    match data_format:
-        case "alpaca":
-            question = _string(place, row, "instruction")
-            if isinstance(row.get("input"), str) and row["input"].strip():
-                question += "\n\n" + row["input"]
-            answer = _string(place, row, "output")
-            return [_message("user", question), _message("assistant", answer)]
-        case "pairs":  # either may be a list of messages
-            return [*_side(place, row, QUESTIONS, "user"), *_side(place, row, ANSWERS, "assistant")]
-        case "sharegpt":
-            turns = _field(place, row, "conversations", list)
-            return [_turn(place, turn, "from", "value") for turn in turns]
-    return _messages(place, row)
-
-
-def _refuse_left_out(
-    place: Place, row: Row, fields: tuple[str, ...], texts: Collection[str] = ()
-) -> None:
-    """Refuse a row with one of `fields` whose content is not among `texts`."""
-    for field in fields:
-        value = row.get(field)
-        if isinstance(value, str) and value.strip() in NOTHING:
-            continue
-        if value and value not in texts:
-            raise DataError(
-                f"{place} has {field}={value!r:.60}, which would be left out of the chat, expected "
-                "turns that hold all that is said; write it into the turns, remove it, or render "
-                "the row into a field 'text'"
-            )
-
-
-def _refuse_surrogates(place: Place, *texts: str) -> None:
-    """Refuse text with a lone surrogate, which JSON can express and no tokenizer accepts."""
-    for text in texts:
-        found = SURROGATES.search(text)
-        if found is not None:
-            raise DataError(
-                f"{place} has {found[0]!r} in its text, half of a surrogate pair, expected whole "
-                "characters; mend the row"
-            )
-
-
-def _side(place: Place, row: Row, names: tuple[str, ...], role: str) -> list[Message]:
-    name = next((name for name in names if isinstance(row, dict) and name in row), names[0])
-    if isinstance(row, dict) and isinstance(row.get(name), list):
-        return _messages(place, row, name)
-    return [_message(role, _string(place, row, name).removesuffix(SEPARATOR))]
-
-
-def _messages(place: Place, row: Row, field: str = "messages") -> list[Message]:
-    return [_turn(place, turn, "role", "content") for turn in _field(place, row, field, list)]
-
-
-def _turn(place: Place, turn: Row, role_field: str, text_field: str) -> Message:
-    role = _string(place, turn, role_field)
-    _refuse_left_out(place, turn, CALLS)
-    content = _string(place, turn, text_field)
-    if role not in ROLES:
-        raise DataError(f"{place} has {role_field}={role!r}, expected one of {', '.join(ROLES)}")
-    message = _message(ROLES[role], content)
-    if isinstance(turn.get("reasoning_content"), str):
-        message["reasoning_content"] = turn["reasoning_content"]
-    return message
-
-
-def _message(role: str, content: str) -> Message:
-    return {"role": role, "content": content}
-
-
-def _string(place: Place, row: Row, field: str) -> str:
-    return _field(place, row, field, str)
-
-
-def _field(place: Place, row: Row, field: str, kind: type) -> Any:  # noqa: ANN401
-    if not isinstance(row, dict) or field not in row:
-        found = f"has the fields {sorted(row)}" if isinstance(row, dict) else f"is {row!r:.60}"
-        raise DataError(f"{place} {found}, expected {field!r}; mend the row or set --format")
-    if not isinstance(row[field], kind) or (kind is list and not row[field]):
-        raise DataError(
-            f"{place} has {field}={row[field]!r:.60}, expected a non-empty {kind.__name__}"
-            if kind is list
-            else f"{place} has {field}={row[field]!r:.60}, expected text; mend the row"
-        )
-    return row[field]

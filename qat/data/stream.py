@@ -15,10 +15,19 @@ from transformers import PreTrainedTokenizerBase
 
 from qat.data.cache import SPLITS, Split
 from qat.data.config import CacheSettings
+from qat.data.documents import Document
 from qat.data.packing import LOOKAHEAD, PackedRows, Packer
 from qat.data.pipeline import computed_ahead
-from qat.data.sources import Document, Sourced
-from qat.data.text import Tokens, encode, end_token, num_characters, render, special_tokens
+from qat.data.sources import Sourced
+from qat.data.text import (
+    Tokens,
+    encode,
+    end_token,
+    num_characters,
+    render,
+    special_tokens,
+    whole_turn,
+)
 from qat.errors import DataError, QatError
 from qat.process import cores
 
@@ -106,7 +115,7 @@ def _uniform_hash(document: Document, seed: int) -> float:
 def _whole_text(document: Document) -> str:
     if isinstance(document, str):
         return document
-    return "\n".join(message["content"] for message in document)
+    return "\n".join(map(whole_turn, document))
 
 
 def _minhash_keys(text: str) -> list[int]:

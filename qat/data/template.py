@@ -21,27 +21,37 @@ from qat.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from qat.data.documents import Message  # the child does without its imports
+
 RENDER_S, MORE_BYTES, MOST_CHARACTERS = 5.0, 2**30, 2**26
 """Limits per chat: seconds, bytes of memory beyond an idle process, characters of output."""
+MARK = "qat-3f9c61d2-speaks"
+"""Placeholder for what is said: a template does not trim it, and no real text contains it."""
 CHILD = "import sys; sys.path[:] = {path!r}; from qat.data.template import serve; serve()"
 
 
 def templated(
-    messages: list[dict[str, str]], tokenizer: "PreTrainedTokenizerBase", **variables: bool
+    messages: "list[Message]", tokenizer: "PreTrainedTokenizerBase", **variables: object
 ) -> str:
     """Render a chat with the tokenizer's own template; `variables` are passed to the template.
+
+    The template also gets the tools that a turn of the chat holds.
 
     Raises:
         DataError: the template rejects the chat, fails, or takes too long.
     """
     from transformers import PreTrainedTokenizerBase
 
+    variables["tools"] = next((turn["tools"] for turn in messages if "tools" in turn), None)
+    own = ("tools", "weight")  # not of transformers' messages
+    messages = [{name: turn[name] for name in turn if name not in own} for turn in messages]
     plain = PreTrainedTokenizerBase.apply_chat_template
     if type(tokenizer).apply_chat_template is not plain:  # overridden by trusted code
         return tokenizer.apply_chat_template(messages, tokenize=False, **variables)
     template = tokenizer.chat_template
     if isinstance(template, dict):
-        template = template.get("default")
+        names = ("tool_use", "default") if variables["tools"] else ("default",)
+        template = next(filter(None, map(template.get, names)), None)
     if not isinstance(template, str):
         raise DataError(
             f"the chat template of {tokenizer.name_or_path or 'the model'} is no text, expected "

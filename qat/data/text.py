@@ -3,7 +3,9 @@
 import json
 import re
 from collections.abc import Callable
-from itertools import product
+from contextlib import suppress
+from functools import partial
+from itertools import compress, product
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -13,9 +15,10 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from qat.data.config import Targets, Thinking
-from qat.data.sources import Document, Message
-from qat.data.template import templated
+from qat.data.documents import CALLABLE, Document, Message
+from qat.data.template import MARK, templated
 from qat.errors import ConfigError, DataError
+from qat.hooks import extension
 
 # A chat is rendered with the tokenizer's own template, once per requested thinking mode. To find
 # the assistants' turns it is rendered again with marks in place of their content: the text between
@@ -31,10 +34,6 @@ MODES: dict[Thinking, tuple[str, ...]] = {
 THOUGHT = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 LAST_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
 FIRST_EMPTY_THOUGHT = re.compile(r"\A\s*<think>\s*</think>\s*")
-MARK = "qat-3f9c61d2-speaks"
-"""Placeholder for an assistant's content: a template does not trim it, and no real text contains
-it."""
-
 Span = tuple[int, int]
 """Start and end of a part of a text, in characters."""
 
@@ -45,7 +44,7 @@ class Rendering(NamedTuple):
     text: str
     is_templated: bool
     target_spans: tuple[Span, ...] | None = None
-    """Spans of the assistants' content, the only part that counts; None if the whole text
+    """Spans of what assistants say and call, the only part that counts; None if the whole text
     counts."""
 
 
@@ -53,7 +52,13 @@ def num_characters(document: Document) -> int:
     """Return the number of characters of a text, or of all messages of a chat."""
     if isinstance(document, str):
         return len(document)
-    return sum(len(message["content"]) for message in document)
+    return sum(len(whole_turn(message)) for message in document)
+
+
+def whole_turn(message: Message) -> str:
+    """Return a turn as text without a template: its content, then its tools and calls as JSON."""
+    listed = (json.dumps(each) for field in CALLABLE for each in message.get(field, ()))
+    return "\n".join(filter(None, (message["content"], *listed)))
 
 
 def render(
@@ -71,31 +76,37 @@ def render(
 
     Raises:
         ConfigError: a template is needed, but the tokenizer has none.
-        DataError: the template rejects a chat; or `targets` is `assistant`, and a chat has no
-            assistant's turn or its turns cannot be located.
+        DataError: the template rejects a chat or leaves out tools; or `targets` is `assistant`, and
+            a chat has no assistant's turn that counts or its turns cannot be located.
     """
     if isinstance(document, str):
         return [Rendering(document, is_templated=False)]
-    if targets == "assistant" and all(message["role"] != "assistant" for message in document):
+    weights = [turn.get("weight", 1) for turn in document if turn["role"] == "assistant"]
+    if targets == "assistant" and not any(weights):
         raise DataError(
-            f"{_quoted(document)} has no assistant's turn, expected one to learn from; "
+            f"{_quoted(document)} has no assistant's turn that counts, expected one; "
             "mend the row, or let all tokens count with --targets all"
         )
     renderings = []
     for mode in MODES[thinking]:
+        _check_tools(document, tokenizer, mode)
         text, has_block = _chat_text(document, tokenizer, mode)
         target_spans = None
         if targets == "assistant":
-            marks = _with_contents(document, lambda _: MARK)
-            marked, _ = _chat_text(marks, tokenizer, mode)
-            target_spans = _spans(text, marked, has_block=has_block)
+            target_spans = ()
+            with suppress(DataError):  # of a template whose answers of tools need their calls
+                marks = _with_contents(document, lambda _: MARK, dropped=CALLABLE[1])
+                _check_tools(marks, tokenizer, mode)
+                marked, _ = _chat_text(marks, tokenizer, mode)
+                target_spans = _spans(text, marked, has_block=has_block)
         if target_spans == ():
             raise DataError(
                 f"where the assistant speaks in {_quoted(document)} cannot be told: the chat "
                 "template writes other things around other answers; let all tokens count with "
                 "--targets all, or join the messages without it by --thinking none"
             )
-        renderings.append(Rendering(text, is_templated=mode != "none", target_spans=target_spans))
+        counted = None if target_spans is None else tuple(compress(target_spans, weights))
+        renderings.append(Rendering(text, is_templated=mode != "none", target_spans=counted))
     return renderings
 
 
@@ -108,8 +119,9 @@ def render_prompt(
         ConfigError, DataError: see `render`.
     """
     if mode == "none":
-        text = "".join(message["content"] + "\n\n" for message in messages)
+        text = "".join(whole_turn(message) + "\n\n" for message in messages)
         return Rendering(text, is_templated=False)
+    _check_tools(messages, tokenizer, mode)
     return Rendering(_template(messages, tokenizer, mode, is_prompt=True), is_templated=True)
 
 
@@ -118,7 +130,7 @@ def _chat_text(
 ) -> tuple[str, bool]:
     """Return the chat's text, and whether its empty thinking blocks belong to the prompt."""
     if mode == "none":
-        return "\n\n".join(message["content"] for message in messages), False
+        return "\n\n".join(map(whole_turn, messages)), False
     text = _template(messages, tokenizer, mode)
     is_answered = messages[-1]["role"] == "assistant"
     if mode == "true" or not is_answered or "think" not in str(tokenizer.chat_template):
@@ -157,10 +169,21 @@ def _template(
         raise DataError(f"{_quoted(messages)}: {error}") from None
 
 
-def _with_contents(messages: list[Message], change: Callable[[str], str]) -> list[Message]:
-    """Return the chat with the assistants' content changed and their reasoning fields dropped."""
+def _check_tools(messages: list[Message], tokenizer: "PreTrainedTokenizerBase", mode: str) -> None:
+    """Refuse a chat if the template leaves out its tools, their calls or their answers."""
+    has_tools = any(turn["role"] == "tool" or turn.keys() & {*CALLABLE} for turn in messages)
+    if has_tools and mode != "none":
+        check_complete = extension("qat.chats", "tools").check_complete
+        check_complete(messages, partial(_template, tokenizer=tokenizer, mode=mode))
+
+
+def _with_contents(
+    messages: list[Message], change: Callable[[str], str], *, dropped: str = ""
+) -> list[Message]:
+    """Return the chat with the assistants' content changed, and reasoning and `dropped` removed."""
     return [
-        {"role": "assistant", "content": change(message["content"])}
+        {field: message[field] for field in message if field not in ("reasoning_content", dropped)}
+        | {"content": change(message["content"])}
         if message["role"] == "assistant"
         else message
         for message in messages
@@ -303,14 +326,12 @@ def encode(renderings: list[Rendering], tokenizer: PreTrainedTokenizerBase) -> l
     encoded: dict[int, Tokens] = {}
     for is_templated, has_spans in product((False, True), repeat=2):
         kind = is_templated, has_spans
-        places = [
-            i
+        own = {
+            i: each
             for i, each in enumerate(renderings)
             if (each.is_templated, each.target_spans is not None) == kind
-        ]
-        encode_all = _encoded_chats if has_spans else _encoded_texts
-        found = encode_all([renderings[i] for i in places], tokenizer, not is_templated)
-        encoded |= zip(places, found, strict=True)
+        }
+        encoded |= zip(own, _encoded([*own.values()], tokenizer, *kind), strict=True)
     end, begin = end_token(tokenizer), begin_token(tokenizer)
     return [
         _with_end(encoded[i] if rendering.is_templated else _with_begin(encoded[i], begin), end)
@@ -339,26 +360,43 @@ def _with_end(tokens: Tokens, end: int) -> Tokens:
     return tokens if ids[-1:] == [end] else Tokens([*ids, end], None)
 
 
-def _encoded_chats(
-    chats: list[Rendering], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool
+def _encoded(
+    renderings: list[Rendering],
+    tokenizer: PreTrainedTokenizerBase,
+    is_templated: bool,
+    has_spans: bool,
 ) -> list[Tokens]:
-    """Return the tokens of chats; `is_target` has one more flag for the token after the text."""
-    if not chats:
+    """Return the tokens of texts of one kind.
+
+    With spans `is_target` has one more flag, for the token after the text.
+    """
+    if not renderings:
         return []
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+    texts = [each.text for each in renderings]
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        # same result as the call below, but thread-safe and without a dictionary per text
+        backend = _untruncated(tokenizer)
+        if not has_spans:
+            found = backend.encode_batch_fast(texts, add_special_tokens=not is_templated)
+            return [Tokens(encoding.ids, None) for encoding in found]
+        added = set(backend.get_added_tokens_decoder())
+        found = backend.encode_batch(texts, add_special_tokens=not is_templated)
+        pairs = zip(found, renderings, strict=True)
+        return [Tokens(one.ids, _target_mask(one, chat, added)) for one, chat in pairs]
+    if has_spans:
         raise ConfigError(
             f"the tokenizer ({type(tokenizer).__name__}) does not tell where in a text a token "
             "lies, expected one with a tokenizer.json, to know what assistants say; "
             "let all tokens count with --targets all"
         )
-    backend = _untruncated(tokenizer)
-    added = set(backend.get_added_tokens_decoder())
-    texts = [chat.text for chat in chats]
-    found = backend.encode_batch(texts, add_special_tokens=add_special_tokens)
-    return [
-        Tokens(encoding.ids, _target_mask(encoding, chat, added))
-        for encoding, chat in zip(found, chats, strict=True)
-    ]
+    found = tokenizer(
+        texts,
+        add_special_tokens=not is_templated,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    return [Tokens(ids, None) for ids in found["input_ids"]]
 
 
 def _target_mask(encoding: Encoding, chat: Rendering, added: set[int]) -> np.ndarray:
@@ -390,24 +428,3 @@ def _untruncated(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     if backend.padding is not None:
         backend.no_padding()
     return backend
-
-
-def _encoded_texts(
-    renderings: list[Rendering], tokenizer: PreTrainedTokenizerBase, add_special_tokens: bool
-) -> list[Tokens]:
-    if not renderings:
-        return []
-    texts = [each.text for each in renderings]
-    if isinstance(tokenizer, PreTrainedTokenizerFast):
-        # same result as the call below, but thread-safe and without a dictionary per text
-        backend = _untruncated(tokenizer)
-        found = backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        return [Tokens(encoding.ids, None) for encoding in found]
-    found = tokenizer(
-        texts,
-        add_special_tokens=add_special_tokens,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )
-    return [Tokens(ids, None) for ids in found["input_ids"]]

@@ -15,7 +15,8 @@ from qat.config import fingerprint
 from qat.data.build import RemoteTeacher
 from qat.data.cache import SERVED_AS, TeacherInfo
 from qat.data.config import CacheConfig, DataFormat
-from qat.data.sources import DataSource, Document, Sourced
+from qat.data.documents import Document
+from qat.data.sources import DataSource, Sourced
 from qat.data.text import encode, render
 from qat.errors import ConfigError, QatError
 from qat.hooks import extension

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from qat.data.sources import Place, Rows
+from qat.data.documents import Place
+from qat.data.sources import Rows
 from qat.errors import DataError, how_to_install, is_installed
 from qat.online import is_online
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from qat.data.sources import Document, Message, Sourced, mixtures_in, open_source
+from qat.data.documents import Document, Message
+from qat.data.sources import Sourced, mixtures_in, open_source
 from qat.data.text import MODES, begin_token, check_vocabulary, render_prompt, text_ids
 from qat.errors import ConfigError, DataError
 from qat.extensions.decode.config import SampleSettings
@@ -148,7 +149,9 @@ def row_text(
     if not isinstance(prompt.said, str):
         answer = decoded(new_ids).strip()
         turn = {"role": "assistant", "content": prompt.opening + answer}
-        return {"messages": [*prompt.said, turn]}, answer
+        before = [{name: each[name] for name in each if name != "tools"} for each in prompt.said]
+        tools = {name: each[name] for each in prompt.said for name in each if name == "tools"}
+        return {"messages": [*before, turn], **tools}, answer
     # decode prompt and answer together: some tokenizers drop a leading space
     answer = decoded([*prompt.ids, *new_ids])[len(decoded(prompt.ids)) :].rstrip()
     is_from_nothing = len(prompt.ids) == 1
