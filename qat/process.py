@@ -1,6 +1,7 @@
 """Memory and cores of this process on Linux, and the limits of its container."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,20 @@ OUT_OF_MEMORY = (
 )
 """Texts in errors of other types that mean out of memory: from PyTorch outside its device
 allocator, XLA, the system, Python, and the loader of libraries."""
+
+
+GAPS = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+"""The setting with which PyTorch's allocator leaves no gaps between its blocks on a GPU."""
+IN_GAPS = re.compile(r"([\d.]+) (MiB|GiB) is reserved by PyTorch but unallocated")
+"""What its out-of-memory error says about gaps."""
+LEAST_GAPS_GIB = 0.5  # smaller gaps would hardly have made a difference
+
+
+def gaps_gib(error: BaseException) -> float:
+    """Return the memory that an out-of-memory error says lay in gaps; 0 if it does not matter."""
+    found = IN_GAPS.search(str(error))
+    gib = float(found[1]) / (1 if found[2] == "GiB" else 1024) if found else 0.0
+    return gib if gib >= LEAST_GAPS_GIB else 0.0
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -21,6 +21,7 @@ from qat.config import Required
 from qat.errors import ConfigError
 from qat.extensions.lab.quality.plan import read_quality
 from qat.extensions.lab.sweep.plan import read_sweep
+from qat.process import GAPS
 
 REQUIRED_KEY = Required[str].__metadata__[0].group[0].sort_key
 RECIPES = Path(__file__).parents[1] / "speedrun" / "recipes"
@@ -300,6 +301,19 @@ def test_what_the_machine_refuses_is_one_line(monkeypatch, capsys) -> None:
         monkeypatch.setattr(qat.cli, "parsed", Mock(side_effect=error))
         assert call(monkeypatch, "report", "a") == 1
         assert capsys.readouterr().err.startswith(f"qat: {message}")
+
+
+@pytest.mark.parametrize(("gaps", "is_named"), [("1.25 GiB", True), ("200.00 MiB", False)])
+def test_large_gaps_of_the_allocator_name_its_setting(
+    monkeypatch, capsys, gaps: str, is_named: bool
+) -> None:
+    """The sentence is that of PyTorch."""
+    said = f"Of the allocated memory 9.00 GiB is allocated by PyTorch, and {gaps} is reserved by "
+    error = torch.OutOfMemoryError(f"CUDA out of memory. {said}PyTorch but unallocated. If")
+    monkeypatch.setattr(qat.cli, "parsed", Mock(side_effect=error))
+    assert call(monkeypatch, "report", "a") == 1
+    printed = capsys.readouterr().err
+    assert (f"1.25 GiB in gaps of the allocator, which {GAPS} closes" in printed) == is_named
 
 
 def test_closed_outputs_are_no_traceback(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def launched() -> Launch:
 
 
 class MemoryUse(NamedTuple):
-    """Memory in GiB; None where it is not counted."""
+    """Memory in GiB, and counts of its allocator; None where it is not counted."""
 
     held_gib: float | None = None
     """Memory held now."""
@@ -113,6 +113,10 @@ class MemoryUse(NamedTuple):
     """Memory that PyTorch's allocator has reserved on a GPU."""
     peak_reserved_gib: float | None = None
     """The most that was reserved since `Backend.reset_peak_memory`."""
+    retries: int | None = None
+    """Times that PyTorch's allocator found no room on a GPU, freed its cache and tried again."""
+    failures: int | None = None
+    """Times that there was no room even then."""
 
 
 @dataclass(frozen=True)

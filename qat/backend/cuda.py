@@ -190,7 +190,8 @@ class CudaBackend(Backend):
             [counts.get(f"{name}.{when}", 0) / GIB for when in ("current", "peak")]
             for name in names
         )
-        return MemoryUse(*held, *reserved)
+        failed = (counts.get(name, 0) for name in ("num_alloc_retries", "num_ooms"))
+        return MemoryUse(*held, *reserved, *failed)
 
     def reset_peak_memory(self) -> None:
         """See `Backend`."""

@@ -19,7 +19,7 @@ from qat.cli.parser import EVERY_VERB, app, mistake, parsed, print_result, run_v
 from qat.cli.verb_list import print_verbs
 from qat.errors import QatError
 from qat.hooks import hooks
-from qat.process import is_out_of_memory
+from qat.process import GAPS, gaps_gib, is_out_of_memory
 
 __all__ = ["VERBS", "app", "main", "run_verb"]
 LISTING = ([], ["help"], ["--help"], ["-h"])
@@ -180,6 +180,10 @@ def _fail_if_out_of_memory(error: Exception) -> None:
     if is_out_of_memory(error):
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         room = "" if limit == resource.RLIM_INFINITY else f" (ulimit -v: {limit / 2**30:.3g} GiB)"
+        gaps = gaps_gib(error)
+        room += (
+            f" with {gaps:.3g} GiB in gaps of the allocator, which {GAPS} closes" if gaps else ""
+        )
         _fail(
             f"memory ran out{room}; lower --batch-size, in training with more --grad-accum-steps "
             "or --gradient-checkpointing, where the verb has them; else end other programs, or "

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from qat.models.attention import load_sparse_attention
 from qat.observe.runs import SCORES, TrainingRun, score
+from qat.process import GAPS
 
 State = Literal["ok", "look", "bad"]
 LEAST_BEATS = 10  # fewest heartbeats from which speed, memory and waiting can be judged
@@ -52,6 +53,7 @@ def health(run: TrainingRun) -> list[Check]:
         _spread(beats),
         _growth("device memory", devices, "mem_alloc_mib"),
         _growth("host memory", beats, "host_rss_mib"),
+        _retries(run),
         _waiting(beats),
         _slowest(run),
         *(_events(run, *kind) for kind in EVENTS),
@@ -97,6 +99,23 @@ def _growth(name: str, beats: list[dict], key: str) -> Check | None:
     text = f"{first:,.0f} to {last:,.0f} MiB"
     limit = f"+{percent(GROWTH_FRAC)} or {LEAST_GROWTH_MIB:.0f} MiB"
     return Check(name, "ok" if is_flat else "look", text, limit)
+
+
+def _retries(run: TrainingRun) -> Check | None:
+    """Check that the GPU's allocator always found room: a retry frees its cache, which waits."""
+    last = [beats[-1] for beats in (run.heartbeats, *run.others) if beats]
+    counts = [
+        (beat["alloc_retries"], beat["alloc_failures"])
+        for beat in last
+        if beat.get("alloc_retries") is not None
+    ]
+    if not counts:
+        return None
+    retries, failures = map(sum, zip(*counts, strict=True))
+    if not retries + failures:
+        return Check("allocator retries", "ok", "none", "none")
+    found = f"{retries}, {failures} in vain: lower the batch, or set {GAPS}"
+    return Check("allocator retries", "look", found, "none")
 
 
 def _waiting(beats: list[dict]) -> Check | None:

@@ -388,13 +388,17 @@ class Pulse:
 
     def _memory(self) -> dict[str, float | None]:
         used = self._backend.memory_use()
-        held, reserved = used.held_gib, used.reserved_gib
+        held, reserved, rss = used.held_gib, used.reserved_gib, self._process.memory_info().rss
         return {
             "peak_gib": used.peak_gib,
             "mem_alloc_mib": None if held is None else held * 1024,
             "mem_alloc_gib": held,
             "mem_reserved_mib": None if reserved is None else reserved * 1024,
-            "host_rss_mib": self._process.memory_info().rss / 2**20,
+            "mem_reserved_gib": reserved,
+            "alloc_retries": used.retries,
+            "alloc_failures": used.failures,
+            "host_rss_mib": rss / 2**20,
+            "host_rss_gib": rss / 2**30,
         }
 
 

@@ -32,6 +32,8 @@ def test_a_heartbeat_tells_what_the_device_does(tmp_path) -> None:
     assert line["step_s"] == pytest.approx(seconds, rel=0.1)
     assert 0.5 * seconds < line["step_s_p50"] < 1.5 * seconds
     assert line["mem_alloc_mib"] >= N * N * 4 / 2**20 <= line["mem_reserved_mib"]
+    assert line["mem_reserved_gib"] == line["mem_reserved_mib"] / 1024
+    assert line["alloc_retries"] >= 0 and line["alloc_failures"] >= 0
     assert line["mem_alloc_gib"] == pytest.approx(line["mem_alloc_mib"] / 1024)
 
 

@@ -12,6 +12,7 @@ from qat.errors import CheckpointError
 from qat.observe.health import Check, health, worst
 from qat.observe.page import write_report
 from qat.observe.runs import TrainingRun, read_directory
+from qat.process import GAPS
 
 CALM = {
     "mem_alloc_mib": 1000.0,
@@ -46,6 +47,17 @@ def test_a_calm_run_is_healthy(calm: TrainingRun) -> None:
     assert answer(calm, "waiting for data").found == "0.5 % of a step"
     assert answer(calm, "GPU, hottest") == Check("GPU, hottest", "ok", "61 C", "80 C")
     assert answer(calm, "host memory").found == "2,000 to 2,000 MiB"
+
+
+def test_retries_of_the_allocator_count_over_all_ranks(calm: TrainingRun) -> None:
+    none = {"alloc_retries": 0, "alloc_failures": 0}
+    run = with_beats(calm, lambda _: none)
+    assert answer(run, "allocator retries") == Check("allocator retries", "ok", "none", "none")
+    # counts are those since the process began: the last ones count
+    other = [{**none, "step": 1, "alloc_retries": 2}, {"alloc_retries": 3, "alloc_failures": 1}]
+    found = answer(TrainingRun(**{**vars(run), "others": [other]}), "allocator retries")
+    assert found.state == "look" and found.found.startswith("3, 1 in vain: lower the batch, or set")
+    assert GAPS in found.found
 
 
 def test_operators_of_an_xla_run_that_the_host_computed_are_named(calm: TrainingRun) -> None:
