@@ -21,7 +21,6 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qat.errors import CheckpointError, ConfigError
-from qat.models import trellis
 from qat.models.attention import (
     SPARSE,
     attends_sparsely,
@@ -57,12 +56,11 @@ if TYPE_CHECKING:  # this file is imported while transformers itself still is
 QUANT_METHOD = "qat"
 FORMAT = 13
 """Number of the checkpoint format, whose `features` say what a reader must support."""
-FEATURES = ("activations", "kv", "lora", "nsa", "trellis", "vectors")
+FEATURES = ("activations", "kv", "lora", "nsa", "vectors")
 """Features that a checkpoint may list: quantized inputs, quantized keys and values, adapters,
-sparse attention (config.json defines it under `nsa`), trellises (only read), and codebooks of
-vectors."""
+sparse attention (config.json defines it under `nsa`), and codebooks of vectors."""
 LEGACY_CODEBOOKS = ((), ("vectors",), ("trellis",))
-"""Codebook feature by its number in formats 1 to 12."""
+"""Codebook feature by its number in formats 1 to 12; trellises are no longer read."""
 Headers = dict[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of every tensor of some files, by name."""
 NEEDS_QAT = "none for transformers alone: run 'import qat' before from_pretrained"
@@ -196,7 +194,6 @@ class QatConfig(QuantizationConfigMixin):
         try:
             for name, entry in self.modules.items():
                 values = {key: value for key, value in entry.items() if key not in others}
-                values = trellis.as_levels(name, values)
                 found[name] = LutSpec.parse(values, f"quantization_config of {name}")
         except ConfigError as error:
             raise CheckpointError(f"{error}; convert the model anew") from None
@@ -348,8 +345,7 @@ class QatHfQuantizer(HfQuantizer):
         for name, rank in config.lora_ranks().items():
             set_empty_adapter(name, model.get_submodule(name), rank)
         if checkpoint_files is not None:
-            dtypes = trellis.put_empty_paths(model, config.modules)
-            check_tensors(model, checkpoint_files, dtypes)
+            check_tensors(model, checkpoint_files)
 
     def _swap_attention(self, model: PreTrainedModel) -> None:
         """Swap in sparse attention, whose parameters are loaded later."""
@@ -383,7 +379,6 @@ class QatHfQuantizer(HfQuantizer):
             for key, parameter in table.weight_parameters().items():
                 stored_bits = table.spec.stored_bits(key)
                 parameter.data = from_stored(key, parameter.data, stored_bits)
-        trellis.decode_paths(model, self.quantization_config.modules)
         for name, module in quantized_modules(model).items():
             _check_indices(name, module)
             scale = None if module.activation is None else module.activation.scale
@@ -391,10 +386,8 @@ class QatHfQuantizer(HfQuantizer):
                 check_input_scale(name, scale.item())
 
 
-def check_tensors(model: PreTrainedModel, files: list[str], others: dict[str, str]) -> None:
+def check_tensors(model: PreTrainedModel, files: list[str]) -> None:
     """Compare names, shapes and stored dtypes in safetensors `files` with what `model` needs.
-
-    `others` are stored dtypes that do not follow from the specs of the modules.
 
     Raises:
         CheckpointError: a file is damaged, or a tensor is missing, extra or of another shape.
@@ -413,7 +406,7 @@ def check_tensors(model: PreTrainedModel, files: list[str], others: dict[str, st
             if found[k][0] != expected[k]
         ],
     )
-    dtypes = _stored_dtypes(model) | others
+    dtypes = _stored_dtypes(model)
     _refuse(
         "holds wrong dtypes:",
         [f"{k} {found[k][1]} instead of {dtypes[k]}" for k in dtypes if found[k][1] != dtypes[k]],
@@ -511,15 +504,13 @@ def set_empty_adapter(name: str, linear: nn.Module, rank: int) -> None:
 def _features(
     modules: dict[str, dict], specs: Iterable[LutSpec], is_sparse: bool, has_kv: bool
 ) -> list[str]:
-    """Return the features of a checkpoint in order; one with a trellis may hold vectors as well."""
-    has_trellis = any(trellis.KEY in entry for entry in modules.values())
+    """Return the features of a checkpoint in order."""
     has = {
         "activations": any(ACTIVATION in entry for entry in modules.values()),
         "kv": has_kv,
         "lora": any(LORA_RANK in entry for entry in modules.values()),
         "nsa": is_sparse,
-        "trellis": has_trellis,
-        "vectors": not has_trellis and any(spec.lost_as_levels for spec in specs),
+        "vectors": any(spec.lost_as_levels for spec in specs),
     }
     return [feature for feature in FEATURES if has[feature]]
 

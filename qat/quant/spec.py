@@ -45,10 +45,6 @@ def name_in_layer(name: str) -> str:
     return re.sub(r"^.*\.\d+\.", "", name)
 
 
-NO_TRELLIS = (
-    "but trellises are no longer made: after training, their KL is 4 to 15 % higher than that of "
-    "vectors; use --to v2a2, or bits = 8 with vector_size = 4"
-)
 VectorSize = Literal[2, 4, 8]
 VECTOR_BITS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)  # 2, 4 or 8 fill whole bytes
 
@@ -99,8 +95,6 @@ class LutSpec(Settings):
     @classmethod
     def _of_kind(cls, values: Any, validate: Callable[[Any], "LutSpec"]) -> "LutSpec":
         if isinstance(values, dict):
-            if values.get("trellis_bits"):
-                raise ValueError(f"trellis_bits={values['trellis_bits']!r:.40}, {NO_TRELLIS}")
             kind = cls._kind(values)
             validate = validate if kind is cls else kind.model_validate
         return validate(values)
@@ -496,14 +490,8 @@ SUFFIXES = re.compile(rf"(?P<plan>.+)_(?P<activation>{'|'.join(SUFFIX_OF.values(
 
 
 def preset_called(name: str) -> QuantPlan | None:
-    """Return the preset called `name`, which may have a suffix for activations; None if unknown.
-
-    Raises:
-        ConfigError: earlier versions had it, with a trellis.
-    """
+    """Return the preset called `name`, which may have a suffix for activations; None if unknown."""
     found = SUFFIXES.fullmatch(name)
-    if (name if found is None else found["plan"]) in ("t2a4", "t2a2"):
-        raise ConfigError(f"to={name}, {NO_TRELLIS}")
     if found is None or name in PRESETS:
         return PRESETS.get(name)
     plan = PRESETS.get(found["plan"])

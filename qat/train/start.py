@@ -23,7 +23,6 @@ from qat.errors import CheckpointError, ConfigError
 from qat.files import held
 from qat.hooks import extension
 from qat.losses.config import check_targets, check_with_teacher
-from qat.models import trellis
 from qat.models.attention import kv_spec
 from qat.models.decoding import ROLLOUTS, load_decoding
 from qat.models.directory import atomic_directory, is_path
@@ -355,10 +354,8 @@ def make_trainable(
     Raises:
         ConfigError: nothing in scope can learn what the settings name, or the host has no room for
             what is offloaded.
-        CheckpointError: two levels of a codebook are too close for a latent weight, or the student
-            was opened from trellises.
+        CheckpointError: two levels of a codebook are too close for a latent weight.
     """
-    trellis.refuse(getattr(model.config, "quantization_config", None), "trained")
     names = weights_in_scope(model, config.scope, config.kinds)
     if "weights" in config.kinds:
         sharers = ranks if shards_latents else ALONE

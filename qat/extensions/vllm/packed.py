@@ -23,7 +23,6 @@ from qat.errors import CheckpointError, QatError
 from qat.extensions.decode.kernels.lut_gemm import Part as GemmPart
 from qat.extensions.decode.kernels.lut_gemm import is_format, is_one_product, lut_gemm
 from qat.kernels.lut_weight import form
-from qat.models import trellis
 from qat.models.checkpoint import is_packed
 from qat.models.directory import GGUF, is_path, resolve
 from qat.models.hf_quantizer import Headers, QatConfig, check_input_scale
@@ -247,7 +246,6 @@ def read_config(values: dict) -> tuple[dict[str, Stored], KvSpec | None]:
             "compute, expected dense attention; run it with 'qat generate', or make it dense with "
             "'qat convert --attention dense'"
         )
-    trellis.refuse(config, "served")
     ranks, activations, owners = config.lora_ranks(), config.activations(), config.scale_owners()
     places = {name: place for place, name in enumerate(config.modules, start=1)}
     modules = {}

@@ -344,7 +344,7 @@ def test_inputs_and_caches_of_a_config_are_read() -> None:
     [
         ({"format": 14}, "format=14, expected format=13"),
         ({"format": FORMAT, "features": ["nsa"]}, r"sparse attention \(feature 'nsa'\)"),
-        ({"format": 6}, r"sparse attention \(feature 'nsa'\)"),
+        ({"format": 2}, r"sparse attention \(feature 'nsa'\)"),
         (
             {"format": 7, "modules": {"a": {"bits": 2, "activation": {"kind": "int4"}}}},
             "quantization_config of a",
