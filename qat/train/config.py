@@ -265,6 +265,8 @@ class SaveConfig(Settings):
     """Number of periodic checkpoints to keep, besides the best one."""
     log_every: Saving[Free[int]] = Field(10, gt=0)
     """Steps between lines of metrics."""
+    beat_s: Saving[Free[float]] = Field(60.0, ge=0)
+    """Seconds after which a step leaves a heartbeat although it is not logged; 0 for never."""
 
 
 class TrainConfig(SaveConfig, EvalConfig, OptimConfig, RolloutConfig, DataConfig, StepConfig):

@@ -115,6 +115,7 @@ class Trainer:
             self.backend,
             self.ranks,
             stall_s=self.config.stall_s,
+            beat_s=self.config.beat_s,
             flops_share=self._flops_share(),
         )
         steps = range(self.step, self.config.max_steps)
@@ -234,6 +235,8 @@ class Trainer:
             self._check_finite(numbers)
         if is_logged:
             ticker.note(self._log(numbers))
+        else:
+            self._pulse.beat_if_due(self.step, self.take_step.compile_facts)
         ticker.advance()
         if is_pause:
             with self._pulse.pause():

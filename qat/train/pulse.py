@@ -178,6 +178,8 @@ class Pulse:
 
     Args:
         path: the run's directory.
+        stall_s: seconds without a finished step that count as a stall.
+        beat_s: seconds after which `beat_if_due` writes a heartbeat; 0 for never.
         flops_share: share of the device's peak per position a second; None if unknown.
         clock: monotonic seconds.
     """
@@ -189,6 +191,7 @@ class Pulse:
         ranks: Ranks,
         *,
         stall_s: float,
+        beat_s: float = 0.0,
         flops_share: float | None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -196,10 +199,11 @@ class Pulse:
         self._events = _OptionalLines(path / events_file(ranks.rank))
         self._stacks = path / f"stacks-rank{ranks.rank}.txt"
         self._flops_share = flops_share
+        self._beat_s = beat_s or math.inf
         self._backend = backend
         self._ranks = ranks
         self._clock = clock
-        self._began = clock()
+        self._began = self._beaten = clock()
         self._process = psutil.Process()
         self._waits: deque[float] = deque(maxlen=RECENT)
         self._steps_s: deque[float] = deque(maxlen=RECENT)
@@ -262,11 +266,22 @@ class Pulse:
         self._step, self._step_times = step, 1
         self._watchdog.progress(1)
 
+    def beat_if_due(self, step: int, facts: Callable[[], dict[str, object]]) -> None:
+        """Write a heartbeat without a loss, which all ranks would have to sum, if it is due."""
+        if self._clock() - self._beaten >= self._beat_s:
+            self.beat(step, loss_nats=None, grad_norm=None, facts=facts())
+
     def beat(
-        self, step: int, *, loss_nats: float, grad_norm: float, facts: dict[str, object]
+        self,
+        step: int,
+        *,
+        loss_nats: float | None,
+        grad_norm: float | None,
+        facts: dict[str, object],
     ) -> float:
         """Write a heartbeat for the stretch so far, with `facts`; return tokens per second."""
         self._backend.synchronize()
+        self._beaten = self._clock()
         seconds = self._clock() - self._since
         tokens_per_s, size = self._positions / seconds, self._ranks.size
         exchange_s = self._ranks.exchange_s()

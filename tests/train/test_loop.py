@@ -206,6 +206,16 @@ def test_metrics_say_when_and_in_what_unit(shallow: Path, tmp_path: Path) -> Non
     assert all(beat["compiled"] is False and beat["fallback"] is None for beat in beats)
 
 
+def test_slow_steps_leave_heartbeats_between_logged_ones(shallow: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(shallow, tmp_path, log_every=4, max_steps=6, beat_s=1e-9)
+    trainer.train()
+    assert [m["step"] for m in metrics(trainer, "train")] == [4, 6]
+    beats = read_json_lines(tmp_path / "heartbeat-rank0.jsonl")
+    assert [beat["step"] for beat in beats] == [1, 2, 3, 4, 5, 6]
+    assert [beat["loss_nats"] is None for beat in beats] == [True] * 3 + [False, True, False]
+    assert all(beat["compiled"] is False for beat in beats)
+
+
 def test_the_course_of_twenty_steps_is_golden(place: Path, tmp_path: Path) -> None:
     """One thread is exact on one machine; other CPUs sum in other orders, by 3e-7 at most.
 

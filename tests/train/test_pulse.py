@@ -15,6 +15,7 @@ from train_case import config
 
 from qat.backend import device as backends
 from qat.logs import JsonLines, read_json_lines
+from qat.observe.runs import step_seconds, token_count
 from qat.ranks import ALONE, Ranks
 from qat.train.pulse import Pulse
 
@@ -30,10 +31,9 @@ class Clock:
 
 
 def make_pulse(path: Path, clock: Clock, *, ranks: Ranks = ALONE, **values: object) -> Pulse:
-    stall_s = config(path, **values).stall_s
-    return Pulse(
-        path, backends.select("cpu"), ranks, stall_s=stall_s, flops_share=1e-3, clock=clock
-    )
+    found = config(path, **values)
+    times = {"stall_s": found.stall_s, "beat_s": found.beat_s, "clock": clock}
+    return Pulse(path, backends.select("cpu"), ranks, flops_share=1e-3, **times)
 
 
 def take_steps(pulse: Pulse, clock: Clock, steps: range, seconds: float) -> None:
@@ -72,6 +72,31 @@ def test_a_heartbeat_holds_speed_waits_and_memory(tmp_path: Path) -> None:
     unknown = ("exchange_s", "mem_reserved_mib", "gpu_util_pct", "gpu_power_w", "gpu_temp_c")
     unknown += ("mem_reserved_gib", "alloc_retries", "alloc_failures")
     assert all(line[name] is None for name in unknown)
+
+
+def test_a_long_step_leaves_a_heartbeat_that_was_not_asked_for(tmp_path: Path) -> None:
+    clock = Clock()
+    with make_pulse(tmp_path, clock, beat_s=30.0) as pulse:
+        for step in range(1, 9):
+            take_steps(pulse, clock, range(step, step + 1), 10.0)
+            if step == 4:
+                beat(pulse, step)
+            else:
+                pulse.beat_if_due(step, lambda: {"compiled": True})
+    lines = read_json_lines(tmp_path / "heartbeat-rank0.jsonl")
+    assert [line["step"] for line in lines] == [3, 4, 7]  # 30 s after the last one
+    assert [line["loss_nats"] for line in lines] == [None, 0.5, None]
+    assert [line["compiled"] for line in lines] == [True, False, True]
+    assert [line["tokens_per_s"] for line in lines] == [10.0] * 3
+    assert token_count(lines) == 700 and step_seconds(lines) == 70.0
+
+
+def test_no_seconds_ask_for_no_heartbeat(tmp_path: Path) -> None:
+    clock = Clock()
+    with make_pulse(tmp_path, clock, beat_s=0.0) as pulse:
+        take_steps(pulse, clock, range(1, 2), 1e6)
+        pulse.beat_if_due(1, dict)
+    assert not (tmp_path / "heartbeat-rank0.jsonl").exists()
 
 
 def test_a_pause_is_no_training(tmp_path: Path) -> None:
