@@ -178,7 +178,7 @@ class _TakesTableGradient(torch.autograd.Function):
     ) -> Tensor:
         ctx.left, (ctx.numbers, ctx.names) = left, known
         ctx.save_for_backward(*parts)
-        return hidden.view_as(hidden)
+        return hidden.clone()  # FSDP2 warns of views
 
     @staticmethod
     def backward(ctx: Any, d_hidden: Tensor) -> tuple[Tensor | None, ...]:
@@ -300,9 +300,15 @@ def finish(student: nn.Module) -> PreTrainedModel:
     Save it by `qat.save`. Its weights are those that the student's forward computed with.
 
     Raises:
-        ConfigError: `student` was not prepared.
+        ConfigError: `student` was not prepared, or `fully_shard` divides it over ranks.
     """
     model = unwrapped(student)
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        raise ConfigError(
+            "the student is divided over ranks by fully_shard, expected a whole one; load the full "
+            "state dict (torch.distributed.checkpoint.state_dict.get_model_state_dict) into a "
+            "student that was prepared alike, and finish that"
+        )
     model.prepared.end_precision()
     take_out(model)
     for name, weight in quant_weights(model).items():

@@ -5,19 +5,32 @@ from typing import Any
 
 import numpy as np
 import torch
+from tiny import tiny_model
 from torch import Tensor, nn
 from train_case import trainer_of
 from transformers import PreTrainedModel
 
 import qat
+from qat.convert.config import ConvertConfig
+from qat.convert.convert import convert_model
 from qat.data.packing import Batch
 from qat.data.reader import TeacherCache
+from qat.models.language_model import LanguageModel
+from qat.ranks import Ranks
 from qat.train.config import OptimConfig
 from qat.train.optim import lr_share
 
 STEPS = 3
 LEARN = ("learn", "mlp_only", "attention_only", "lora_rank", "dtype")
 RATES = ("lr", "lr_scales", "lr_codebook", "lr_norms", "lr_lora", "beta2", "weight_decay")
+
+
+def with_tables(**overrides: object) -> PreTrainedModel:
+    """A tiny model whose linears and tables are quantized and learn."""
+    model = tiny_model("llama", **overrides)
+    settings = ConvertConfig(to="q2a2", group_size=16, embedding_bits=3, device="cpu")
+    convert_model(LanguageModel(model), settings)
+    return model
 
 
 def batches_of(cache: TeacherCache, step: int, accumulate: int, rows: int = 4) -> list[Batch]:
@@ -78,6 +91,28 @@ def steps_of_loop(
         schedule.step()
         optimizer.zero_grad()
         losses.append(torch.stack(found).sum())
+    return losses
+
+
+def steps_of_rank(
+    student: nn.Module, cache: TeacherCache, config: OptimConfig, ranks: Ranks
+) -> list[Tensor]:
+    """Take the same steps on several ranks, each with its micro-batch; return the losses of all."""
+    optimizer, schedule = optimizer_of(student, config)
+    losses = []
+    for step in range(STEPS):
+        batches = batches_of(cache, step, ranks.size)
+        num_tokens = torch.stack([batch.mask.sum() for batch in batches]).sum()
+        batch = batches[ranks.rank]
+        out = student(batch.input_ids, position_ids=batch.position_ids, with_logits=False)
+        loss = qat.loss(out, batch, num_tokens=num_tokens)
+        (loss * ranks.size).backward()  # wrappers average gradients over ranks
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        ranks.sum_([total])
+        losses.append(total)
     return losses
 
 

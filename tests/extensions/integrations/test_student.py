@@ -13,6 +13,7 @@ from loop_case import (
     steps_of_loop,
     steps_of_run,
     values_of,
+    with_tables,
 )
 from quantized import SPECS, tiny_quantized, with_rounded_inputs
 from tiny import IDS, tiny_model
@@ -21,13 +22,10 @@ from torch.nn import functional as F
 from train_case import config, make_place
 
 import qat
-from qat.convert.config import ConvertConfig
-from qat.convert.convert import convert_model
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
 from qat.extensions.integrations.modules import LoopWeight
 from qat.models.checkpoint import save_checkpoint
-from qat.models.language_model import LanguageModel
 from qat.models.stored_state import packed_state_dict
 from qat.nn.quant_weight import quant_weights
 
@@ -73,13 +71,6 @@ STUDENTS = {
     "tied tables": lambda: with_tables(tie_word_embeddings=True),
     "own head": lambda: with_tables(tie_word_embeddings=False, pad_token_id=3),
 }
-
-
-def with_tables(**overrides: object) -> nn.Module:
-    model = tiny_model("llama", **overrides)
-    settings = ConvertConfig(to="q2a2", group_size=16, embedding_bits=3, device="cpu")
-    convert_model(LanguageModel(model), settings)
-    return model
 
 
 @pytest.mark.usefixtures("short_fits")
