@@ -227,8 +227,8 @@ def show_end(run: Path, report: "TrainReport", *, cache_dir: str, prompt: str) -
         return
     console = Terminal()
     trained = [row for row in found.evals if row["step"] > 0]
-    if trained:
-        console.print(_before_and_after(found.evals[0], min(trained, key=score)))
+    if trained and (best := min(trained, key=score)) is not found.evals[0]:
+        console.print(_before_and_after(found.evals[0], best))
     which = f"of step {report.best_step}, the best of {report.steps}"
     if report.best_step == 0:
         which = "untrained"

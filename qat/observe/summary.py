@@ -99,7 +99,8 @@ def summary_of_run(path: Path, run: TrainingRun) -> Summary:
     rows = {}
     if run.evals:
         first, best = run.evals[0], run.best()
-        rows = {"before training": first, f"step {best['step']}": best}
+        name = f"step {first['step']}" if first["step"] else "before training"
+        rows = {name: first, f"step {best['step']}": best}
     megabytes = None if run.checkpoint is None else source_megabytes(str(run.checkpoint))
     results = [
         Result(name, megabytes, row.get("kl_tail_nats"), row.get("top1_frac"), row.get("ppl"))

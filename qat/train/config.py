@@ -248,6 +248,9 @@ class EvalConfig(Settings):
 
     eval_every: Saving[Free[int]] = Field(100, gt=0)
     """Steps between evaluations on the held-out split."""
+    skip_first_eval: Saving[Free[bool]] = False
+    """Take the first step without an evaluation of the untrained student, which then does not
+    compete for the best."""
     eval_sequences: Saving[OneJudge[int]] = Field(256, gt=0)
     """Held-out sequences per evaluation."""
     sample_prompt: Saving[Free[str]] = "The"

@@ -201,11 +201,12 @@ class Trainer:
         if self.step > 0:
             self._pulse.event("resumed", step=self.step, world_size=self.ranks.size)
         # a resumed run may have lost its best checkpoint and have no step left to find a new one
-        if self.step == 0 or (self.step == self.config.max_steps and math.isinf(self.best)):
+        is_first = self.step == 0 and not self.config.skip_first_eval
+        if is_first or (self.step == self.config.max_steps and math.isinf(self.best)):
             with self._pulse.pause():
                 # the untrained student competes, so that a run that makes it worse returns it
                 # unchanged
-                if self._evaluate() and self.step == 0:
+                if self._evaluate() and is_first:
                     self._save(is_best=True)
         for name in self.skipped:
             self._pulse.event("fallback_checkpoint", step=self.step, damaged=name)

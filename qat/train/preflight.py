@@ -240,7 +240,8 @@ class Preflight:
     @property
     def evaluation_h(self) -> float:
         """Hours of all evaluations: of the untrained student, periodic, and last."""
-        evaluations = 1 + -(-self.config.max_steps // self.config.eval_every)
+        evaluations = -(-self.config.max_steps // self.config.eval_every)
+        evaluations += not self.config.skip_first_eval
         return evaluations * self.measured.eval_s / 3600
 
     @property

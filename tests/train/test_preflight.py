@@ -137,6 +137,8 @@ def test_time_and_price() -> None:
     )
     # 10,000 steps of 0.1 s, 101 evaluations of 0.5 s
     assert Preflight(settings(), PLAN).hours == pytest.approx((1000 + 50.5) / 3600)
+    spared = Preflight(settings(skip_first_eval=True), PLAN).hours
+    assert spared == pytest.approx((1000 + 50.0) / 3600)
     assert note.found.startswith("0.292 hours at 0.1 s a step, 160,000 tokens/s")
     assert note.reason.startswith("1.75 at 3 an hour")
 

@@ -20,8 +20,8 @@ from qat.train.start import TrainReport, train_student
 pytestmark = pytest.mark.usefixtures("plain_signals")
 
 
-def run(place: Path, out: Path, *, resume: bool = False) -> TrainReport:
-    return train_student(config(place), str(place / "student"), out, resume=resume)
+def run(place: Path, out: Path, *, resume: bool = False, **values: object) -> TrainReport:
+    return train_student(config(place, **values), str(place / "student"), out, resume=resume)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,23 @@ def test_a_stopped_run_saves_and_goes_on_bit_for_bit(
     (event,) = (e for e in read_json_lines(out / "events.jsonl") if e["kind"] != "resumed")
     assert event["kind"] == ("halted" if name == "HALT" else "signal") and event["wish"] == name
     assert_same_end(whole, out, run(place, out, resume=True))
+
+
+def test_a_run_stopped_before_its_first_evaluation_goes_on(
+    place: Path, tmp_path: Path, monkeypatch
+) -> None:
+    values = {"skip_first_eval": True, "eval_every": 6}
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    report = run(place, whole, **values)
+    lines = read_json_lines(whole / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == [6]
+    assert report.best_step == 6 and lines[0]["kind"] == "train"
+    with monkeypatch.context() as patch:
+        at_step(patch, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Stopped, match="step-000003 is saved"):
+            run(place, out, **values)
+    assert not RunDirectory(out).has_pointer("best")
+    assert_same_end((whole, report), out, run(place, out, resume=True, **values))
 
 
 def test_a_stop_in_the_last_step_lets_the_run_end(

@@ -154,7 +154,8 @@ def _table(run: TrainingRun) -> str:
     beats = run.heartbeats
     cost = [wall_seconds(beats) / 3600, token_count(beats)] if beats else [None, None]
     cost += [run.tokens_per_s(), run.median("mfu_frac"), run.peak_gib()]
-    rows = [("before", run.evals[0], [None] * 5), ("after, best step", run.best(), cost)]
+    first = f"step {step}" if (step := run.evals[0]["step"]) else "before"
+    rows = [(first, run.evals[0], [None] * 5), ("after, best step", run.best(), cost)]
     lines = [COLUMNS]
     for case, verdict, measured in rows:
         values = [*map(verdict.get, ("kd_nats", "kl_tail_nats", "ppl")), *measured]

@@ -11,6 +11,7 @@ from qat.errors import CheckpointError, ConfigError
 from qat.extensions.lab.run_log import append_entry, notes, train_command
 from qat.logs import read_json_lines
 from qat.observe.runs import read_directory
+from qat.observe.summary import summary_of_run
 
 RECIPE = """[train]
 student = "checkpoints/q2"
@@ -76,6 +77,15 @@ def test_an_entry_is_whole_and_above_the_older_ones(run: Path, log: Path) -> Non
     ):
         assert part in words, part
     assert max(len(line) for line in text.splitlines() if "/" not in line) <= 100
+
+
+def test_a_run_without_a_first_evaluation_says_what_it_compares(run: Path, log: Path) -> None:
+    lines = read_json_lines(run / "metrics.jsonl")
+    write_lines(run / "metrics.jsonl", [line for line in lines if line["step"] > 0])
+    append_entry(log, run)
+    assert "| step 50 | " in log.read_text() and "| before | " not in log.read_text()
+    summary = summary_of_run(run, read_directory(run))
+    assert [result.name for result in summary.results] == ["step 50", "step 200"]
 
 
 def test_a_run_is_logged_once_until_its_numbers_change(run: Path, log: Path) -> None:
