@@ -15,6 +15,7 @@ from coremltools.converters.mil.mil import Function, Operation, Program, Var, ty
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from qat.extensions.targets.decoder import Decoder
 from qat.nn.swap import head_dim
 
 OPSET = target.iOS18
@@ -64,9 +65,7 @@ def decoder(
     def program(input_ids: Var) -> Var:
         graph = _Graph(config, weights, rotary, dtype, scales=scales)
         hidden = mb.gather(x=graph.weight("model.embed_tokens.weight"), indices=input_ids, axis=0)
-        for layer in range(config.num_hidden_layers):
-            hidden = graph.block(hidden, f"model.layers.{layer}.")
-        hidden = graph.norm(hidden, "model.norm")
+        hidden = graph.blocks(hidden, config.num_hidden_layers)
         head = "lm_head" if "lm_head.weight" in weights else "model.embed_tokens"
         logits = graph.linear(hidden, head)
         return mb.cast(x=logits, dtype="fp32", name="logits")
@@ -74,8 +73,8 @@ def decoder(
     return program
 
 
-class _Graph:
-    """Builds the parts of a block, each from weights by name."""
+class _Graph(Decoder[Var]):
+    """Builds the parts of a model, each from weights by name."""
 
     def __init__(
         self,
@@ -131,17 +130,21 @@ class _Graph:
         half = mb.slice_by_size(x=normed, begin=[0] * rank, size=[*x.shape[:-1], width])
         return mb.mul(x=half, y=self.weight(f"{name}.weight"))
 
-    def block(self, x: Var, name: str) -> Var:
-        """Add attention, then the gated MLP, to the residual stream."""
-        attended = self.attention(self.norm(x, f"{name}input_layernorm"), f"{name}self_attn.")
-        x = mb.add(x=x, y=attended)
-        y = self.norm(x, f"{name}post_attention_layernorm")
-        gate, up = self.linear(y, f"{name}mlp.gate_proj"), self.linear(y, f"{name}mlp.up_proj")
-        inner = mb.mul(x=mb.mul(x=gate, y=mb.sigmoid(x=gate)), y=up)
-        return mb.add(x=x, y=self.linear(inner, f"{name}mlp.down_proj"))
+    def add(self, x: Var, y: Var) -> Var:
+        """Return `x + y`."""
+        return mb.add(x=x, y=y)
 
-    def attention(self, x: Var, name: str) -> Var:
-        """Compute causal attention with rotary positions."""
+    def multiply(self, x: Var, y: Var) -> Var:
+        """Return `x * y`."""
+        return mb.mul(x=x, y=y)
+
+    def sigmoid(self, x: Var) -> Var:
+        """Return `1 / (1 + exp(-x))`."""
+        return mb.sigmoid(x=x)
+
+    def attention(self, x: Var, number: int) -> Var:
+        """Compute the causal attention of a layer with rotary positions."""
+        name = f"model.layers.{number}.self_attn."
         config = self.config
         heads, key_heads = config.num_attention_heads, config.num_key_value_heads
         q = self.rotated(self.heads(x, f"{name}q_proj", heads, f"{name}q_norm"))

@@ -26,6 +26,7 @@ from qat.extensions.targets.shared import (
     plain_decoder,
     refuse_all_but_float32,
     refuse_all_but_groups,
+    steps,
     write_config,
 )
 from qat.models.stored_state import quantized_modules
@@ -116,17 +117,17 @@ def write(
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
-    """Return the program's logits: half of each row is one prompt, the rest goes token by token."""
+    """Return the program's logits, called as `steps` says."""
     from executorch.runtime import Runtime
 
     forward = Runtime.get().load_program(directory / FILE_NAME).load_method("forward")
-    half, length = ids.shape[1] // 2, ids.shape[1]
-    parts = [range(half), *(range(place, place + 1) for place in range(half, length))]
 
     def logits(row: Tensor, part: range) -> Tensor:
         return forward.execute([row[None, part], torch.tensor(part)])[0].clone()
 
-    return torch.cat([torch.cat([logits(row, part) for part in parts], dim=1) for row in ids])
+    return torch.cat(
+        [torch.cat([logits(row, part) for part in steps(ids.shape[1])], dim=1) for row in ids]
+    )
 
 
 def _tensor(name: str, module: QuantLinear) -> Tensor:

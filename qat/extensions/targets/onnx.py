@@ -11,7 +11,6 @@ Shapes: B sequences, S positions, V words.
 
 import json
 import logging
-import math
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import ExportError, how_to_install, is_installed
-from qat.extensions.targets.onnx_codes import BLOCK_SIZES, block_size, stored_bits
+from qat.extensions.targets.codes import (
+    BLOCK_SIZES,
+    Codes,
+    block_size,
+    blocks_bits,
+    stored_bits,
+    to_codes,
+)
 from qat.extensions.targets.shared import (
     EVEN_GRIDS,
     even_levels,
@@ -29,8 +35,12 @@ from qat.extensions.targets.shared import (
     plain_decoder,
     refuse_all_but_float32,
     refuse_all_but_groups,
+    steps,
     write_config,
 )
+from qat.models.stored_state import quantized_modules
+from qat.nn.lut_embedding import QuantTable
+from qat.nn.quant_weight import QuantWeight
 from qat.nn.swap import head_dim
 from qat.quant.spec import LutSpec
 
@@ -84,7 +94,7 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
     Even levels in codes of up to 8 bits, in groups of a multiple of 16, lose nothing.
     """
     reason = lost_by_grid(spec, EVEN_GRIDS)
-    if reason is None and (stored_bits(spec) is None or block_size(spec) < BLOCK_SIZES[0]):
+    if reason is None and (code_bits(spec) is None or block_size(spec) < BLOCK_SIZES[0]):
         reason = (
             f"{spec.codebook} of {spec.bits} bits in groups of {spec.group_size}, expected at most "
             f"8 bits (7 of seq) in groups of a multiple of {BLOCK_SIZES[0]}"
@@ -101,7 +111,23 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
 
 def file_bits(spec: LutSpec, shape: tuple[int, int]) -> int:
     """Return the bits of an `(O, I)` weight in the files, with 16-bit scales."""
-    return math.prod(shape) * (stored_bits(spec) * block_size(spec) + 16) // block_size(spec)
+    return blocks_bits(shape, code_bits(spec), block_size(spec))
+
+
+def code_bits(spec: LutSpec) -> int | None:
+    """Return the bits of the codes of a weight that is no table; None if there are none."""
+    return stored_bits(spec.bits + (spec.codebook == "seq" and not has_half(spec)))
+
+
+def has_half(spec: LutSpec, *, is_table: bool = False) -> bool:
+    """Return whether the zero point of a weight is 1.5, which no table may have."""
+    return (spec.codebook, spec.bits) == ("seq", 2) and not is_table
+
+
+def codes_of(name: str, module: QuantWeight) -> Codes:
+    """Return the codes of a module called `name`."""
+    is_half = has_half(module.spec, is_table=isinstance(module, QuantTable))
+    return to_codes(name, module, is_half=is_half)
 
 
 def check(model: PreTrainedModel) -> None:
@@ -121,7 +147,8 @@ def write(
         )
     from qat.extensions.targets.onnx_program import save
 
-    save(model, *(directory / name for name in (FILE_NAME, EXACT_NAME, DATA_NAME)))
+    codes = {name: codes_of(name, module) for name, module in quantized_modules(model).items()}
+    save(model, codes, tuple(directory / name for name in (FILE_NAME, EXACT_NAME, DATA_NAME)))
     settings = json.dumps(_genai_config(model), indent=2) + "\n"
     (directory / "genai_config.json").write_text(settings, encoding="utf-8")
     write_config(model, tokenizer, directory)
@@ -146,7 +173,7 @@ def logits(
 ) -> Tensor:
     """Return the logits `(B, S, V)` of a program, with `options` as settings of its session.
 
-    Half of each row is one prompt, the rest goes token by token.
+    It is called as `steps` says.
     """
     import onnxruntime
 
@@ -156,14 +183,14 @@ def logits(
     for name, value in (options or {}).items():
         settings.add_session_config_entry(name, value)
     session = onnxruntime.InferenceSession(program, settings, ["CPUExecutionProvider"])
-    config, half, length = model.config, ids.shape[1] // 2, ids.shape[1]
+    config = model.config
     names = [each.name for each in session.get_inputs()]
     empty = np.zeros((1, config.num_key_value_heads, 0, head_dim(config)), np.float32)
     rows = []
     for row in ids.numpy():
         state, found = {name: empty for name in names if name.startswith("past")}, []
-        for begin, end in [(0, half), *((n, n + 1) for n in range(half, length))]:
-            given = {"input_ids": row[None, begin:end], "attention_mask": np.ones((1, end), int)}
+        for part in steps(ids.shape[1]):
+            given = {"input_ids": row[None, part], "attention_mask": np.ones((1, part.stop), int)}
             part, *present = session.run(None, given | state)
             state, found = dict(zip(state, present, strict=True)), [*found, part]
         rows.append(np.concatenate(found, axis=1))

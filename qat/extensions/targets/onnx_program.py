@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from qat.extensions.targets.onnx_codes import Codes, codes_of
-from qat.models.stored_state import narrowed, quantized_modules
-from qat.nn.lut_embedding import TiedLutHead
-from qat.nn.quant_weight import QuantWeight
+from qat.extensions.targets.codes import Codes
+from qat.extensions.targets.decoder import TABLE, Decoder, owner
+from qat.models.stored_state import narrowed
 from qat.nn.swap import head_dim
 
 OWN = "com.microsoft"
@@ -31,7 +30,6 @@ ALIGNMENT = 64
 """The alignment of tensors in the data file in bytes, a line of a processor's cache."""
 ROWS_AT_ONCE = 128
 """The number whose multiples of rows ONNX Runtime's fast products with zero points of 1.5 take."""
-TABLE = "model.embed_tokens"
 PAST, PRESENT = "past_key_values.{}.{}", "present.{}.{}"
 CACHED = ("key", "value")
 INT8_INPUTS, FLOAT_INPUTS = 4, 1
@@ -107,7 +105,7 @@ class _Graph:
         return name if dtype == torch.float32 else self.op("Cast", name, to=TensorProto.FLOAT)
 
 
-class _Decoder:
+class _Decoder(Decoder[str]):
     """The parts of a model as nodes of a graph."""
 
     def __init__(
@@ -118,17 +116,20 @@ class _Decoder:
 
     def build(self) -> None:
         """Add all nodes, from `input_ids` to `logits`."""
-        x, graph = self.rows("input_ids"), self.graph
-        for number in range(self.model.config.num_hidden_layers):
-            layer = f"model.layers.{number}"
-            read = self.norm(x, f"{layer}.input_layernorm")
-            x = graph.op("Add", x, self.attention(read, number))
-            read = self.norm(x, f"{layer}.post_attention_layernorm")
-            gate, up = (self.linear(read, f"{layer}.mlp.{name}_proj") for name in ("gate", "up"))
-            gate = graph.op("Mul", gate, graph.op("Sigmoid", gate))
-            hidden = graph.op("Mul", gate, up)
-            x = graph.op("Add", x, self.linear(hidden, f"{layer}.mlp.down_proj"))
-        self.linear(self.norm(x, "model.norm"), "lm_head", outputs=["logits"])
+        read = self.blocks(self.rows("input_ids"), self.model.config.num_hidden_layers)
+        self.linear(read, "lm_head", outputs=["logits"])
+
+    def add(self, x: str, y: str) -> str:
+        """Return `x + y`."""
+        return self.graph.op("Add", x, y)
+
+    def multiply(self, x: str, y: str) -> str:
+        """Return `x * y`."""
+        return self.graph.op("Mul", x, y)
+
+    def sigmoid(self, x: str) -> str:
+        """Return `1 / (1 + exp(-x))`."""
+        return self.graph.op("Sigmoid", x)
 
     def attention(self, x: str, number: int) -> str:
         """Add the attention of a layer; return its output."""
@@ -155,10 +156,9 @@ class _Decoder:
 
     def linear(self, x: str, name: str, outputs: Sequence[str] = ()) -> str:
         """Add the product of the linear or head called `name`; return its output."""
-        module = self.model.get_submodule(name)
-        if isinstance(module, TiedLutHead) or name in self.codes:
-            return self._product(x, name, module, outputs)
-        stored = TABLE if module.weight is self.model.get_input_embeddings().weight else name
+        module, stored = self.model.get_submodule(name), owner(self.model, name)
+        if stored in self.codes:
+            return self._product(x, name, stored, outputs)
         weight = self.graph.floats(f"{stored}.weight", module.weight)
         factors = x, self.graph.op("Transpose", weight, perm=[1, 0])
         if module.bias is None:
@@ -187,11 +187,8 @@ class _Decoder:
         weight, eps = self.graph.floats(f"{name}.weight", module.weight), module.variance_epsilon
         return self.graph.op("SimplifiedLayerNormalization", x, weight, axis=-1, epsilon=eps)
 
-    def _product(
-        self, x: str, name: str, module: QuantWeight | TiedLutHead, outputs: Sequence[str]
-    ) -> str:
-        stored = TABLE if isinstance(module, TiedLutHead) else name
-        found, graph = self.codes[stored], self.graph
+    def _product(self, x: str, name: str, stored: str, outputs: Sequence[str]) -> str:
+        found, graph, bias_O = self.codes[stored], self.graph, self.model.get_submodule(name).bias
         O, G = found.scales.shape
         more = -O % ROWS_AT_ONCE if found.has_half else 0  # rows of zeros
         N, bias, zero = O + more, "", ""
@@ -202,8 +199,8 @@ class _Decoder:
         if found.has_half or (found.bits == 2 and self.level == FLOAT_INPUTS):
             value = helper.make_tensor("zero", TensorProto.FLOAT, [1], [found.zero])
             zero = graph.op("ConstantOfShape", graph.integers(N, G), value=value)
-        if module.bias is not None:
-            bias = graph.floats(f"{name}.bias", pad(module.bias, (0, more)))
+        if bias_O is not None:
+            bias = graph.floats(f"{name}.bias", pad(bias_O, (0, more)))
         form = {"K": G * found.block, "N": N, "bits": found.bits, "block_size": found.block}
         form["accuracy_level"] = self.level
         given, own = (x, blocks, scales, zero, "", bias), () if more else outputs
@@ -214,9 +211,11 @@ class _Decoder:
         return graph.op("Slice", product, *ends, outputs=outputs)
 
 
-def save(model: PreTrainedModel, rounding: Path, exact: Path, data: Path) -> None:
-    """Write two programs of a decoder, which share their `data`; `exact` does not round inputs."""
-    codes = {name: codes_of(name, module) for name, module in quantized_modules(model).items()}
+def save(
+    model: PreTrainedModel, codes: Mapping[str, Codes], paths: tuple[Path, Path, Path]
+) -> None:
+    """Write two programs of a decoder and the data that they share; the second rounds no inputs."""
+    rounding, exact, data = paths
     opsets = [helper.make_opsetid(domain, version) for domain, version in OPSETS.items()]
     inputs, outputs = _signature(model)
     with data.open("wb") as opened:

@@ -95,6 +95,12 @@ def plain_decoder(model: PreTrainedModel, program: str) -> None:
         )
 
 
+def steps(length: int) -> list[range]:
+    """Return the positions of each call: half of a row as one prompt, the rest token by token."""
+    half = length // 2
+    return [range(half), *(range(place, place + 1) for place in range(half, length))]
+
+
 def lost_by_rank(spec: LutSpec) -> str | None:
     """Return why one scale per group cannot hold that weight; None if it can."""
     if spec.scale != "group":

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from coded import MIXED, SHAPE, even, mixed
 from quantized import SPECS, frozen_linear, tiny_quantized
 from tiny import IDS, VOCAB, logits, tiny_model, tiny_tokenizer
-from transformers import PreTrainedModel
 
 from qat.convert.quantize import quantize_model
 from qat.convert.shipping import Shipping
@@ -21,23 +21,17 @@ from qat.export.config import ExportConfig
 from qat.export.model import check_equal, export_model
 from qat.export.parts import DtypeError
 from qat.export.targets import check_model
-from qat.extensions.targets import onnx, onnx_codes
-from qat.models.checkpoint import load_checkpoint, save_checkpoint
+from qat.extensions.targets import onnx
 from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import quant_linears
-from qat.nn.swap import table_names, with_tables
-from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
+from qat.nn.swap import with_tables
+from qat.quant.spec import PRESETS, LutSpec
 from qat.quant.weight import unpack
 
 TO = Shipping({"onnx": onnx})
-SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
 needs_onnx = pytest.mark.skipif(
     find_spec("onnxruntime") is None or find_spec("onnx") is None, reason="needs the extra onnx"
 )
-
-
-def even(codebook: str, bits: int, group_size: int = 32) -> LutSpec:
-    return LutSpec(bits=bits, codebook=codebook, group_size=group_size, scale_bits=8)
 
 
 HELD = (
@@ -53,38 +47,13 @@ HELD = (
     (even("seq", 7), 8, 128),
 )
 """Formats with the bits and the zero point of their codes."""
-MIXED = {
-    "q_proj": even("seq", 3),
-    "k_proj": even("int", 3, 16),
-    "v_proj": even("int", 8),
-    "o_proj": even("seq", 1),
-    "gate_proj": even("seq", 2),
-    "up_proj": even("ternary", 2, 64),
-    "down_proj": even("int", 4, 96),
-}
-
-
-def mixed(tmp_path: Path, tables: LutSpec | None, **shape: object) -> PreTrainedModel:
-    """A saved llama with a format of its own in each linear, and biases."""
-    settings = {**SHAPE, **shape}
-    model = tiny_model("llama", initializer_range=0.2, attention_bias=True, **settings)
-    for name, tensor in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(tensor)
-    rules = tuple(PlanRule(pattern=f"*.{name}", spec=spec) for name, spec in MIXED.items())
-    plan = QuantPlan(name="mixed", rules=rules)
-    if tables is not None:
-        plan = with_tables(plan, model, dict.fromkeys(table_names(model), tables))
-    quantize_model(LanguageModel(model), plan)
-    save_checkpoint(model, tiny_tokenizer(), tmp_path / "student")
-    return load_checkpoint(tmp_path / "student", torch.float32)
 
 
 @pytest.mark.parametrize(("spec", "bits", "zero"), HELD)
 def test_levels_are_codes(spec: LutSpec, bits: int, zero: float) -> None:
     linear = frozen_linear(8, 192, spec)
     assert onnx.lost(spec, (8, 192)) is None
-    found = onnx_codes.codes_of("it", linear)
+    found = onnx.codes_of("it", linear)
     assert (found.bits, found.zero) == (bits, zero) and 192 % found.block == 0
     codes = unpack(found.packed, bits, 192).double().unflatten(1, (-1, found.block))
     weight = (codes - found.zero) * found.scales.double()[..., None]
@@ -122,7 +91,7 @@ def test_models_and_dtypes_that_it_does_not_run_are_refused(tmp_path: Path) -> N
 )
 def test_a_program_computes_our_logits(tables, is_tied: bool, tmp_path: Path) -> None:
     """Formats of all kinds, a prompt and then a token at a time; another model is noticed."""
-    student = mixed(tmp_path, tables, tie_word_embeddings=is_tied)
+    student = mixed(tmp_path / "student", MIXED, tables, tie_word_embeddings=is_tied)
     out = tmp_path / "out"
     report = export_model(str(tmp_path / "student"), ExportConfig(to="onnx"), out)
     assert report.logits_max_diff < 1e-4 and report.dtype == "float32"
@@ -144,7 +113,8 @@ def test_a_tied_table_is_stored_once(tmp_path: Path) -> None:
     tables, sizes = even("int", 4), {}
     for is_tied in (True, False):
         place = tmp_path / str(is_tied)
-        onnx.write(mixed(place, tables, tie_word_embeddings=is_tied), None, place)
+        student = mixed(place, MIXED, tables, tie_word_embeddings=is_tied)
+        onnx.write(student, None, place)
         sizes[is_tied] = (place / onnx.DATA_NAME).stat().st_size
     table = onnx.file_bits(tables, (VOCAB, SHAPE["hidden_size"])) // 8
     assert 0 <= sizes[False] - sizes[True] - table < 128  # what aligns tensors

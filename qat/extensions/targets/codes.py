@@ -1,4 +1,4 @@
-"""Quantized weights as ONNX Runtime stores them: codes of 2, 4 or 8 bits, scales, zero points.
+"""Quantized weights as codes of 2, 4 or 8 bits, scales and a zero point, for several engines.
 
 Shapes: O out_features, I in_features, G blocks per row.
 """
@@ -9,20 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat.extensions.targets.shared import affine, exact
-from qat.nn.lut_embedding import QuantTable
+from qat.extensions.targets.shared import EVEN_GRIDS, affine, exact
 from qat.nn.quant_weight import QuantWeight
 from qat.quant.spec import LutSpec
 from qat.quant.weight import pack
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-"""Numbers of weights that may share a scale in ONNX Runtime; a larger or odd group repeats its
-scale."""
+"""Numbers of weights that may share a scale; a larger or odd group repeats its scale."""
 STORED_BITS = (2, 4, 8)
 
 
 class Codes(NamedTuple):
-    """A quantized weight as ONNX Runtime stores it: `W = scale * (code - zero)`."""
+    """A quantized weight as engines store it: `W = scale * (code - zero)`."""
 
     bits: int
     """Bits per code."""
@@ -33,24 +31,26 @@ class Codes(NamedTuple):
     scales: Tensor
     """`(O, G)` float32."""
     zero: float
-    """Half of the codes, which is not stored, or 1.5."""
+    """Half of the codes, or a half less."""
 
     @property
     def has_half(self) -> bool:
-        """True if the zero point is 1.5."""
+        """True if the zero point is no integer."""
         return self.zero % 1 != 0
 
 
-def codes_of(name: str, module: QuantWeight) -> Codes:
+def to_codes(name: str, module: QuantWeight, *, is_half: bool) -> Codes:
     """Return the codes and scales of a module called `name`, without loss.
+
+    `is_half`: the zero point lies between two codes. Else levels without a zero, the odd multiples
+    of half a step, take one more bit.
 
     Raises:
         ExportError: a scale is no float32 number.
     """
-    weight, spec, is_table = affine(module), module.spec, isinstance(module, QuantTable)
-    bits, block = stored_bits(spec, is_table=is_table), block_size(spec)
-    is_half = has_half(spec, is_table=is_table)
+    weight, spec = affine(module), module.spec
     parts = 2 if spec.codebook == "seq" and not is_half else 1
+    bits, block = stored_bits(spec.bits + parts - 1), block_size(spec)
     zero = 2 ** (bits - 1) - is_half / 2
     lowest, second = module.codebook.double().tolist()[:2]
     first = round(lowest / (second - lowest) * parts + zero)
@@ -59,20 +59,21 @@ def codes_of(name: str, module: QuantWeight) -> Codes:
     return Codes(bits, block, pack(weight.codes.int() * parts + first, bits), scales, zero)
 
 
-def has_half(spec: LutSpec, *, is_table: bool) -> bool:
-    """Return whether the zero point of a weight is 1.5, which no table may have."""
-    return (spec.codebook, spec.bits) == ("seq", 2) and not is_table
+def stored_bits(bits: int) -> int | None:
+    """Return the bits of the codes that hold indices of `bits`; None if there are none."""
+    return next((stored for stored in STORED_BITS if bits <= stored), None)
 
 
-def stored_bits(spec: LutSpec, *, is_table: bool = False) -> int | None:
-    """Return the bits of the codes that hold the levels; None if there are none.
-
-    Levels without a zero are the odd multiples of half a step, which take one more bit.
-    """
-    is_odd = spec.codebook == "seq" and not has_half(spec, is_table=is_table)
-    return next((bits for bits in STORED_BITS if spec.bits + is_odd <= bits), None)
+def is_coded(spec: LutSpec) -> bool:
+    """Return whether codes hold a weight with group scales: even levels in blocks wide enough."""
+    return spec.codebook in EVEN_GRIDS and block_size(spec) >= BLOCK_SIZES[0]
 
 
 def block_size(spec: LutSpec) -> int:
     """Return the largest block that divides the groups of a weight."""
     return math.gcd(spec.group_size, BLOCK_SIZES[-1])
+
+
+def blocks_bits(shape: tuple[int, int], bits: int, block: int) -> int:
+    """Return the bits of an `(O, I)` weight in the files, with 16-bit scales."""
+    return math.prod(shape) * (bits * block + 16) // block
