@@ -20,6 +20,7 @@ ASKED_FOR_FIRST = {
     "qat.extensions.lab.tpu_plan.xla",
     "qat.extensions.targets.coreml_program",
     "qat.extensions.targets.onnx_program",
+    "qat.extensions.targets.openvino_program",
     "qat.extensions.vllm.plugin",
 }
 """Modules that import an extra's package, which who imports them has asked for."""

@@ -17,21 +17,20 @@ TargetName = Literal[
     "torchao",
     "executorch",
     "onnx",
+    "openvino",
     "anemll",
 ]
 """The forms that a student can be exported to; `qat.export.targets` lists their modules."""
 
-
 LIBRARIES: dict[TargetName, tuple[str, str]] = {
     "coreml": ("coremltools", "coreml"),
     "mlx": ("mlx_lm", "mlx"),
-    "compressed-tensors": ("compressed_tensors", "ship"),
-    "nvfp4": ("compressed_tensors", "ship"),
-    "modelopt": ("compressed_tensors", "ship"),
+    **dict.fromkeys(("compressed-tensors", "nvfp4", "modelopt"), ("compressed_tensors", "ship")),
     "gguf": ("gguf", "ship"),
     "torchao": ("torchao", "adam8bit"),
     "executorch": ("executorch.runtime", "executorch"),
     "onnx": ("onnxruntime", "onnx"),
+    "openvino": ("openvino", "openvino"),
 }
 """The library that writes and reads back the files of a target, and the extra that installs it."""
 

@@ -197,8 +197,9 @@ def export_model(source: str, config: ExportConfig, out: Path) -> ExportReport:
 
 
 def weight_bytes(directory: Path) -> int:
-    """Return the size of all files in an exported directory that hold weights."""
-    return sum(p.stat().st_size for p in directory.rglob("*") if p.suffix in WEIGHTS)
+    """Return the size of all files in an exported directory that hold weights, no tokenizers."""
+    files = [p for p in directory.rglob("*") if p.suffix in WEIGHTS and "tokenizer" not in p.name]
+    return sum(p.stat().st_size for p in files)
 
 
 def _load(name: TargetName, path: Path, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:

@@ -55,6 +55,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 32, "max_positi
 EVEN = ("mlx", "compressed-tensors", "gguf", "torchao", "coreml")
 """Targets that hold evenly spaced levels of 4 bits."""
 SHIPPED = (*EVEN, "nvfp4", "modelopt")
+PROGRAMS = ("executorch", "onnx", "openvino")
 
 
 def mixed(to: TargetName, architecture: str = "qwen3", **overrides: object) -> PreTrainedModel:
@@ -76,9 +77,9 @@ def students(tmp_path_factory: pytest.TempPathFactory) -> dict[TargetName, Path]
     """A checkpoint converted for each target."""
     place = tmp_path_factory.mktemp("students")
     torch.set_num_threads(1)
-    for to in (*SHIPPED, "executorch", "onnx"):
+    for to in (*SHIPPED, *PROGRAMS):
         save_checkpoint(mixed(to), tiny_tokenizer(), place / to)
-    return {to: place / to for to in (*SHIPPED, "executorch", "onnx")}
+    return {to: place / to for to in (*SHIPPED, *PROGRAMS)}
 
 
 def library(to: TargetName) -> None:
@@ -1001,7 +1002,7 @@ def test_weights_that_are_not_those_of_linears_stay_packed_or_dense(tmp_path, fa
 
 EXTRAS = (
     "coremltools", "gguf", "mlx", "mlx_lm", "compressed_tensors", "torchao", "executorch", "peft",
-    "onnx", "onnxruntime",
+    "onnx", "onnxruntime", "openvino",
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Target executorch: which weights XNNPACK holds, and a program that computes our logits.
 
-What runs a program needs ExecuTorch: `.ci/executorch` installs it and runs these.
+What runs a program needs ExecuTorch: `.ci/engine executorch` installs it and runs these.
 """
 
 from importlib.util import find_spec
@@ -30,7 +30,7 @@ TO = Shipping({"executorch": executorch})
 INT4 = LutSpec(bits=4, codebook="int", group_size=32, scale_bits=8)
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
 needs_executorch = pytest.mark.skipif(
-    find_spec("executorch") is None, reason="needs ExecuTorch: bash .ci/executorch"
+    find_spec("executorch") is None, reason="needs ExecuTorch: bash .ci/engine executorch"
 )
 
 
