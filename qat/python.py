@@ -162,7 +162,8 @@ def distill(
             )
         loaded = Loaded(LanguageModel(student.to(backend.device)), tokenizer)
         student = student.name_or_path or type(student).__name__
-    with backend.session(config.xla_cache_dir), joined(config.device) as ranks:
+    session, is_safe = backend.session(config.xla_cache_dir), config.ranks == "safe"
+    with session, joined(config.device, is_safe=is_safe) as ranks:
         return train_student(
             config, str(student), Path(out), resume=resume, ranks=ranks, loaded=loaded
         )

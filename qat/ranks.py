@@ -52,6 +52,9 @@ class Ranks:
     """The number of processes."""
     device: torch.device
     """The device of this process."""
+    is_safe: bool = False
+    """True to overlap nothing: each exchange ends before later work begins, and steps are not
+    recorded."""
     bytes_moved: int = 0
     """Bytes that this process sent for sums and for rows of other ranks."""
     _begun: deque[Wait] | None = None
@@ -76,7 +79,8 @@ class Ranks:
         if self.size == 1:
             return self
         hosts = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        return Ranks(self.rank, self.size, torch.device("cpu"), _devices=hosts, _hosts=hosts)
+        device = torch.device("cpu")
+        return Ranks(self.rank, self.size, device, self.is_safe, _devices=hosts, _hosts=hosts)
 
     @torch.no_grad()
     def sum_(self, tensors: Sequence[Tensor]) -> None:
@@ -125,7 +129,7 @@ class Ranks:
                 if part is not piece:
                     part.copy_(piece[: len(part)])
 
-        if self._begun is None or not is_given:
+        if self._begun is None or not is_given or self.is_safe:
             end()
         else:
             _follow(self._begun, end)
@@ -156,9 +160,12 @@ class Ranks:
         found = whole.new_empty(self.size * count, *whole.shape[1:])
         wait = self._all_to_all(found, whole.contiguous(), [count] * self.size, sizes)
         self.bytes_moved += whole.nbytes
+        if self.is_safe:
+            self._noted(wait)
 
         def rows() -> Tensor:
-            self._noted(wait)
+            if not self.is_safe:
+                self._noted(wait)
             return found.view(self.size, count, *whole.shape[1:]).sum(0, dtype=torch.float32)
 
         return rows
@@ -168,7 +175,10 @@ class Ranks:
 
         Actions run in the order that they were given, the last ones in `finish_deferred`.
         """
-        _follow(self._deferred, act)
+        if self.is_safe:
+            act()
+        else:
+            _follow(self._deferred, act)
 
     def finish_deferred(self) -> None:
         """Run all deferred actions."""
@@ -302,8 +312,8 @@ class SimulatedRanks(Ranks):
 
 
 @contextmanager
-def joined(device: str, *, exchange: bool = True) -> Iterator[Ranks]:
-    """Yield this process's `Ranks` if a launcher started several; `ALONE` otherwise.
+def joined(device: str, *, exchange: bool = True, is_safe: bool = False) -> Iterator[Ranks]:
+    """Yield this process's `Ranks` if a launcher started several; else those of a single process.
 
     With `exchange=False` only host data is exchanged, and the device may be XLA: XLA devices of
     several processes are not connected.
@@ -313,7 +323,7 @@ def joined(device: str, *, exchange: bool = True) -> Iterator[Ranks]:
     """
     launch = launched()
     if launch.world == 1:
-        yield ALONE
+        yield Ranks(0, 1, ALONE.device, is_safe) if is_safe else ALONE
         return
     if device == "xla" and exchange:
         raise ConfigError(
@@ -327,21 +337,25 @@ def joined(device: str, *, exchange: bool = True) -> Iterator[Ranks]:
         )
     if launch.rank:
         keep_to_warnings()
-    with process_group(launch, backends.select(device).device, "env://") as ranks:
+    place = backends.select(device).device
+    with process_group(launch, place, "env://", is_safe=is_safe) as ranks:
         yield ranks
 
 
 @contextmanager
-def process_group(launch: Launch, device: torch.device, place: str) -> Iterator[Ranks]:
+def process_group(
+    launch: Launch, device: torch.device, place: str, *, is_safe: bool = False
+) -> Iterator[Ranks]:
     """Yield the ranks that rendezvous at `place`, an address as for `torch.distributed`."""
     is_gpu = device.type == "cuda"
     store, _, _ = next(rendezvous(place, launch.rank, launch.world, timeout=TIMEOUT))
     options = None
     if is_gpu:
         # a waiting exchange occupies multiprocessors, so none should start late
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=not is_safe)
         options._timeout = TIMEOUT  # torch warns if it differs from the timeout below
-        options.config.max_ctas = EXCHANGING
+        if not is_safe:
+            options.config.max_ctas = EXCHANGING
     dist.init_process_group(
         "nccl" if is_gpu else "gloo",
         # a launcher that restarts the ranks keeps the store, with addresses of dead processes
@@ -355,7 +369,7 @@ def process_group(launch: Launch, device: torch.device, place: str) -> Iterator[
     try:
         devices = dist.group.WORLD
         hosts = dist.new_group(backend="gloo", timeout=TIMEOUT) if is_gpu else devices
-        yield Ranks(launch.rank, launch.world, device, _devices=devices, _hosts=hosts)
+        yield Ranks(launch.rank, launch.world, device, is_safe, _devices=devices, _hosts=hosts)
     except Exception as error:
         # destroying the group would wait for other ranks' GPUs; the end of the process does not
         if not is_gpu or isinstance(error, Stopped):

@@ -60,8 +60,10 @@ def test_a_rehearsal_is_of_ranks_that_all_hold_the_same():
     assert torch.equal(alone.sum_rows(tensor)(), torch.full((2, 2), 4.0))
 
 
-def test_few_exchanges_are_under_way_and_end_in_their_order(tmp_path):
+@pytest.mark.parametrize("is_safe", [False, True])
+def test_few_exchanges_are_under_way_and_end_in_their_order(tmp_path, is_safe):
     def act(ranks: Ranks) -> dict:
+        ranks.is_safe = is_safe
         done: list[int] = []
         for number in range(module.UNDER_WAY + 2):
             ranks.defer(lambda number=number: done.append(number))
@@ -71,16 +73,20 @@ def test_few_exchanges_are_under_way_and_end_in_their_order(tmp_path):
         with ranks.async_gathers() as end:
             ranks.gather_rows(torch.full((2, 2), float(ranks.rank)), 4, room)
             alone = ranks.gather_rows(torch.ones(1, 1), 2)  # nobody gave memory: it is there now
+            under_way = len(ranks._begun)
         end()
         return {
             "early": early,
+            "under_way": under_way,
             "done": done,
             "room": room[:, 0].tolist(),
             "alone": alone.sum().item(),
         }
 
     for found in run_ranks(2, act, tmp_path):
-        assert found["early"] == [0, 1] and found["done"] == [*range(module.UNDER_WAY + 2)]
+        every = [*range(module.UNDER_WAY + 2)]
+        assert found["early"] == (every if is_safe else [0, 1]) and found["done"] == every
+        assert found["under_way"] == (0 if is_safe else 1)
         assert found["room"] == [0.0, 0.0, 1.0, 1.0] and found["alone"] == 2.0
 
 
@@ -136,6 +142,8 @@ def test_one_process_exchanges_nothing():
     assert ALONE.copy_from_first(tensor) is tensor
     with joined("cpu") as ranks:
         assert ranks is ALONE
+    with joined("cpu", is_safe=True) as ranks:
+        assert ranks.is_safe and ranks.size == 1 and not ALONE.is_safe
 
 
 def test_under_a_launcher_every_rank_needs_a_device_of_its_own(monkeypatch):

@@ -83,7 +83,7 @@ def train(
     from qat.train.start import finished, opened
 
     session = select(config.device).session(config.xla_cache_dir)
-    with session, joined(config.device) as ranks:
+    with session, joined(config.device, is_safe=config.ranks == "safe") as ranks:
 
         def examined() -> "Checked | None":  # the first rank looks for all
             if not ranks.is_first:

@@ -285,6 +285,9 @@ class TrainConfig(SaveConfig, EvalConfig, OptimConfig, RolloutConfig, DataConfig
     shard_latents: Speed[Free[bool]] = False
     """Divide latent weights, their gradients and moments over the ranks, or over the XLA devices of
     one process; each holds its rows."""
+    ranks: Speed[Free[Literal["fast", "safe"]]] = "fast"
+    """Exchanges between processes: fast overlaps them with other work and replays recorded steps;
+    safe does neither, to tell a bad network from a fault of that."""
     price_per_hour: Careful[Free[float]] = Field(0.0, ge=0)
     """Price of one device per hour, for the prediction of costs."""
     stall_s: Careful[Free[float]] = Field(600.0, gt=0)

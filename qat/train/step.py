@@ -255,7 +255,8 @@ class TrainingStep:
         if self._taken == 0:
             return self._first(batches, valid, is_packed)
         is_small = batches[0].mask.numel() <= GRAPH_TOKENS
-        is_whole = not self.optimizer.sharded  # a captured graph would contain collectives
+        # a captured graph would contain collectives
+        is_whole = not (self.optimizer.sharded or self.optimizer.ranks.is_safe)
         is_worth = is_small and is_whole and self.fallback is None and self.backend.records
         if is_worth and is_known and self._graph is None:
             if self._waits is None:

@@ -42,6 +42,8 @@ def losses(run: Path) -> list[float]:
         {"learn": "weights,scales,codebook"},
         {"learn": "weights,scales,codebook", "shard_latents": True, "form": "whole"},
         {"learn": "weights,scales,codebook", "shard_latents": True, "form": "layer"},
+        {"learn": "weights,scales,codebook", "shard_latents": True, "ranks": "safe"},
+        {"learn": "scales,codebook", "ranks": "safe"},
     ],
 )
 def test_two_gpus_train_as_one_does_and_stop_together(tmp_path: Path, values: dict) -> None:
@@ -57,6 +59,9 @@ def test_two_gpus_train_as_one_does_and_stop_together(tmp_path: Path, values: di
     assert ended.returncode == 0, ended.stderr
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["world_size"] == 2 and [entry["step"] for entry in facts["resumed"]] == [7]
+    if chosen.ranks == "safe":
+        beats = read_json_lines(tmp_path / "run" / "heartbeat-rank0.jsonl")
+        assert not any(beat["cuda_graph"] for beat in beats)
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
 
 

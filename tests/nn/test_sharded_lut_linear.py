@@ -84,8 +84,10 @@ def test_a_rehearsal_takes_a_share_and_gives_whole_weights() -> None:
     assert linear.quantized_weight().shape == (O, I) and linear.scales.grad.shape[0] == O
 
 
-@pytest.mark.parametrize("is_by_layer", [True, False])
-def test_exchanges_beside_the_work_change_no_bit(tmp_path: Path, is_by_layer: bool) -> None:
+@pytest.mark.parametrize(("is_by_layer", "is_safe"), [(True, False), (False, False), (True, True)])
+def test_exchanges_beside_the_work_change_no_bit(
+    tmp_path: Path, is_by_layer: bool, is_safe: bool
+) -> None:
     """Three steps of two ranks, each over its micro-batch, beside one process that sees both."""
     x = torch.randn(3, 2, B, I)
     parts = [_made_of("lut2", I, seed)[1] for seed in range(8)]
@@ -93,6 +95,7 @@ def test_exchanges_beside_the_work_change_no_bit(tmp_path: Path, is_by_layer: bo
     expected = _course(alone, x, ALONE, is_by_layer=is_by_layer)
 
     def act(ranks: Ranks) -> list[bool]:
+        ranks.is_safe = is_safe
         mine = _layers(parts, ranks)
         found = _course(mine, x[:, ranks.rank, None], ranks, is_by_layer=is_by_layer)
         return [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
@@ -123,8 +126,9 @@ FIRST = ["gather", "gather ends"]
 """Exchanges of a first layer, whose gather was not started ahead."""
 
 
-def _told_layers() -> tuple[Told, nn.Sequential]:
+def _told_layers(*, is_safe: bool = False) -> tuple[Told, nn.Sequential]:
     ranks = Told()
+    ranks.is_safe = is_safe
     layers = _layers([_made_of("lut2", I, seed)[1] for seed in range(3)], ranks, size=1)
     for index, layer in enumerate(layers):
         layer.register_forward_hook(lambda *_, index=index: ranks.log.append(f"run {index}"))
@@ -147,6 +151,21 @@ def test_a_layers_weights_travel_while_the_one_before_it_runs() -> None:
     ranks.finish_deferred()
     assert ranks.log[-3:] == ["sum ends"] * 3
     assert all(layer[0].weight.grad is not None for layer in layers)
+
+
+def test_nothing_travels_beside_the_work_of_safe_ranks() -> None:
+    ranks, layers = _told_layers(is_safe=True)
+    form_by_layer(layers)
+    form_weights(layers, torch.float32)
+    layers(torch.randn(B, I)).sum().backward()
+    runs = [each for each in ranks.log if each.startswith("run")]
+    exchanges = [each for each in ranks.log if each not in runs]
+    assert runs == ["run 0", "run 1", "run 2"]
+    assert exchanges[1::2] == [f"{each} ends" for each in exchanges[::2]]
+    assert exchanges.count("sum") == 3 and exchanges.count("gather") >= 3
+    for place, each in enumerate(ranks.log):
+        assert each.endswith("ends") or each in runs or ranks.log[place + 1] == f"{each} ends"
+    assert all(layer[0].weight.grad is not None for layer in layers)  # nothing is left to wait for
 
 
 def test_all_layers_weights_travel_at_once_and_each_waits_for_its_own() -> None:
