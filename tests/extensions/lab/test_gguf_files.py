@@ -21,15 +21,11 @@ from qat.extensions.bench.results import ROWS, WHOLE
 from qat.extensions.lab import gguf_files
 from qat.extensions.lab.config import GgufConfig
 from qat.extensions.lab.gguf_files import (
-    CHUNK,
     FLOATS,
     NAME_POINTS,
     OTHER,
     OURS,
     PICTURE,
-    Context,
-    Judged,
-    Position,
     _paint,
     best_at,
     cache_contexts,
@@ -40,9 +36,9 @@ from qat.extensions.lab.gguf_files import (
     read_contexts,
     run_gguf,
     teacher_logits,
-    text_contexts,
 )
 from qat.extensions.lab.llamacpp import LlamaCpp, library
+from qat.extensions.lab.positions import CHUNK, Context, Judged, Position, text_contexts
 from qat.extensions.lab.verbs import gguf_file
 from qat.models.gguf_header import read_header
 from qat.models.load import load_model
