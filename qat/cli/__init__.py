@@ -63,6 +63,11 @@ VERBS = {  # in the order of a student's life
         "Write MODEL in a deployable form, read it back and compare its logits with MODEL's.",
         "qat export runs/q2 --to gguf --out q2-gguf",
     ),
+    "verify-export": Verb(
+        None,
+        "Compare FILE with REFERENCE, the model that it was made from; exit code 1 if they differ.",
+        "qat verify-export MODEL q2-gguf/model.gguf",
+    ),
     "generate": Verb(
         "generate:generate",
         "Continue a prompt with MODEL, printing as it goes; say how repetitive the result is.",

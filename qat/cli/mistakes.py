@@ -15,7 +15,7 @@ from qat.config import Knows, explain
 from qat.errors import nearest
 from qat.hooks import HOW_TO_INSTALL, hooks
 
-EXTENSION_OF = {"sample": "decode", "bench": "bench"}
+EXTENSION_OF = {"sample": "decode", "verify-export": "verify", "bench": "bench"}
 """The extensions that add verbs, for where they are not installed."""
 
 

@@ -545,14 +545,19 @@ def _unwritten(config: PreTrainedConfig) -> str | None:
             return f"another attention in layer {number} than this model, which has {kind} there"
     if not is_gemma:
         return None
-    is_largest = config.num_hidden_layers == LARGEST_GEMMA
-    scalar = config.hidden_size // config.num_attention_heads if is_largest else config.head_dim
+    scalar = gemma_scalar(config)
     if config.query_pre_attn_scalar != scalar:
         return (
             f"scores over the root of {scalar}, but this model has "
             f"query_pre_attn_scalar={config.query_pre_attn_scalar}"
         )
     return None
+
+
+def gemma_scalar(config: PreTrainedConfig) -> int:
+    """Return the number by whose root llama.cpp divides the attention scores of a Gemma-3."""
+    is_largest = config.num_hidden_layers == LARGEST_GEMMA
+    return config.hidden_size // config.num_attention_heads if is_largest else config.head_dim
 
 
 def write(

@@ -1,0 +1,321 @@
+"""A file beside the model that it was made of: planted faults are named, whole files pass."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cli_case import call, said
+from tiny import save_tiny
+from verify_case import (
+    SHAPE,
+    Fields,
+    Stored,
+    Tensors,
+    copy_directory,
+    copy_gguf,
+    export,
+    save_student,
+)
+
+from qat.errors import CheckpointError, ConfigError, DataError
+from qat.extensions.verify.config import VerifyConfig
+from qat.extensions.verify.run import Verdict, verify
+
+pytest.importorskip("gguf")
+LIBRARIES = {"mlx": "mlx_lm", "compressed-tensors": "compressed_tensors", "onnx": "onnxruntime"}
+UP, GATE, QUERY = "blk.1.ffn_up.weight", "blk.1.ffn_gate.weight", "blk.0.attn_q.weight"
+UP_NAME = "model.layers.1.mlp.up_proj.weight"
+GATE_NAME = "model.layers.1.mlp.gate_proj.weight"
+BLOCK = 18
+"""Bytes of a block of Q4_0, the first two of which are its scale."""
+NARROW = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
+"""The sizes of `save_tiny`."""
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_student(tmp_path_factory.mktemp("student") / "packed")
+
+
+@pytest.fixture(scope="module")
+def file(student: Path) -> Path:
+    return export(student, "gguf", student.parent / "gguf")
+
+
+def judged(reference: Path, found: Path, **settings: object) -> Verdict:
+    return verify(str(reference), str(found), VerifyConfig(contexts=2, **settings))
+
+
+def with_scales(tensors: Tensors, name: str, rows: slice, scale: float) -> None:
+    """Give all blocks in some rows of a Q4_0 tensor that scale."""
+    octets = tensors[name].octets.reshape(tensors[name].shape[0], -1, BLOCK)
+    octets[rows, :, :2] = np.array([scale], np.float16).view(np.uint8)
+    tensors[name] = tensors[name]._replace(octets=octets.reshape(len(octets), -1))
+
+
+def damage(_: Fields, tensors: Tensors) -> None:
+    octets = tensors[UP].octets.reshape(-1, BLOCK)
+    octets[::7, 2:] ^= 0x33
+    tensors[UP] = tensors[UP]._replace(octets=octets.reshape(tensors[UP].octets.shape))
+
+
+def forget_row_order(_: Fields, tensors: Tensors) -> None:
+    """Leave the rows of a head as transformers has them: halves, not neighbours."""
+    octets = tensors[QUERY].octets
+    heads = octets.reshape(4, 8, 2, -1).swapaxes(1, 2).reshape(octets.shape)
+    tensors[QUERY] = tensors[QUERY]._replace(octets=heads)
+
+
+def swap(_: Fields, tensors: Tensors) -> None:
+    tensors[UP], tensors[GATE] = tensors[GATE], tensors[UP]
+
+
+def swap_tokens(fields: Fields, _: Tensors) -> None:
+    tokens = fields["tokenizer.ggml.tokens"]
+    tokens[40], tokens[41] = tokens[41], tokens[40]
+
+
+def drop_prompt(fields: Fields, _: Tensors) -> None:
+    template = fields["tokenizer.chat_template"]
+    fields["tokenizer.chat_template"] = template.partition("{% if add_generation_prompt %}")[0]
+
+
+def widen_norm(_: Fields, tensors: Tensors) -> None:
+    kind, shape, octets = tensors["output_norm.weight"]
+    values = octets.view(np.float32) * np.linspace(1, 3, shape[0], dtype=np.float32)
+    tensors["output_norm.weight"] = Stored(kind, shape, (values + 1).view(np.uint8))
+
+
+TWELVE = {
+    "tensor": (damage, UP_NAME),
+    "order": (forget_row_order, "model.layers.0.self_attn.q_proj.weight"),
+    "swapped": (swap, GATE_NAME),
+    "missing": (lambda _, tensors: tensors.pop(UP), UP_NAME),
+    "overflow": (lambda _, t: with_scales(t, UP, slice(3, 4), np.inf), UP_NAME),
+    "underflow": (lambda _, t: with_scales(t, UP, slice(0, 9), 2e-7), UP_NAME),
+    "vocabulary": (swap_tokens, "token 40"),
+    "splitting": (
+        lambda fields, _: fields.update({"tokenizer.ggml.pre": "qwen2"}),
+        "tokenizer pre",
+    ),
+    "end-token": (
+        lambda fields, _: fields.update({"tokenizer.ggml.eos_token_id": 9}),
+        "end of an answer",
+    ),
+    "chat-template": (drop_prompt, "letter"),
+    "rope": (
+        lambda fields, _: fields.update({"llama.rope.freq_base": 500_000.0}),
+        "model.rotary_emb.inv_freq",
+    ),
+    "tied-head": (lambda _, tensors: tensors.pop("output.weight"), "head"),
+}
+"""Faults of a GGUF file by the kind of the finding, and where it is found."""
+MORE = {
+    "factor": (
+        lambda _, t: t.update({UP: t[UP]}) or with_doubled_scales(t, UP),
+        UP_NAME,
+    ),
+    "begin-token": (
+        lambda fields, _: fields.update(
+            {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 1}
+        ),
+        "begin of a text",
+    ),
+    "settings": (
+        lambda fields, _: fields.update({"llama.attention.layer_norm_rms_epsilon": 1e-3}),
+        "rms_norm_eps",
+    ),
+}
+"""Kinds of faults beyond the twelve."""
+
+
+def with_doubled_scales(tensors: Tensors, name: str) -> None:
+    octets = tensors[name].octets.reshape(-1, BLOCK)
+    halves = np.ascontiguousarray(octets[:, :2]).view(np.float16) * np.float16(2)
+    octets[:, :2] = halves.view(np.uint8)
+    tensors[name] = tensors[name]._replace(octets=octets.reshape(tensors[name].octets.shape))
+
+
+@pytest.mark.parametrize("kind", [*TWELVE, *MORE])
+def test_a_planted_fault_is_named(kind: str, student: Path, file: Path, tmp_path: Path) -> None:
+    change, place = (TWELVE | MORE)[kind]
+    verdict = judged(student, copy_gguf(file, tmp_path / "fault.gguf", change))
+    assert not verdict.passes
+    found = [each for each in verdict.findings if each.kind != "distance"]
+    assert {each.kind for each in found} == {kind}
+    assert found[0].place.startswith(place)
+
+
+def test_a_copy_without_a_fault_passes(student: Path, file: Path, tmp_path: Path) -> None:
+    verdict = judged(student, copy_gguf(file, tmp_path / "whole.gguf", lambda *_: None))
+    assert verdict.findings == [] and verdict.form == "gguf"
+    assert (verdict.distance.kl_nats, verdict.distance.top1_frac) == (0, 1)
+    assert verdict.tensors[0].error == 0
+
+
+GEMMA = {"query_pre_attn_scalar": 16}
+"""What llama.cpp computes a Gemma-3 with heads of 16 with."""
+
+
+@pytest.mark.parametrize(
+    ("architecture", "to"),
+    [
+        *product(("llama", "qwen3"), ("dense", "gguf", "mlx", "compressed-tensors", "onnx")),
+        ("gemma3", "gguf"),
+        ("gemma3", "packed"),
+    ],
+)
+def test_our_exports_pass(architecture: str, to: str, tmp_path: Path) -> None:
+    if find_spec(LIBRARIES.get(to, "torch")) is None:
+        pytest.skip(f"needs {LIBRARIES[to]}")
+    settings = GEMMA if architecture == "gemma3" else {}
+    is_tied = architecture != "llama"
+    student = save_student(
+        tmp_path / "packed", architecture, tie_word_embeddings=is_tied, **settings
+    )
+    verdict = judged(student, export(student, to, tmp_path / "out"))
+    assert verdict.findings == [] and verdict.form == to
+    assert verdict.distance.kl_nats < 1e-9 and verdict.distance.top1_frac == 1
+    assert verdict.tensors[0].error < 1e-6
+
+
+def overflow(tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors[name][2, 0] = torch.inf
+
+
+DIRECTORY_FAULTS: dict[str, tuple[str, str, Callable, str, str]] = {
+    "scales of MLX": (
+        "mlx",
+        "model.safetensors",
+        lambda tensors: overflow(tensors, UP_NAME.replace("weight", "scales")),
+        "overflow",
+        UP_NAME,
+    ),
+    "a weight of MLX": (
+        "mlx",
+        "model.safetensors",
+        lambda tensors: tensors.pop("model.layers.0.input_layernorm.weight"),
+        "missing",
+        "model.layers.0.input_layernorm.weight",
+    ),
+    "angles of MLX": (
+        "mlx",
+        "config.json",
+        lambda values: values.update(rope_theta=3e4, rope_parameters={"rope_theta": 3e4}),
+        "rope",
+        "model.rotary_emb.inv_freq",
+    ),
+    "scales of compressed-tensors": (
+        "compressed-tensors",
+        "model.safetensors",
+        lambda tensors: tensors[UP_NAME + "_scale"][:9].zero_(),
+        "underflow",
+        UP_NAME,
+    ),
+    "end of compressed-tensors": (
+        "compressed-tensors",
+        "tokenizer_config.json",
+        lambda values: values.update(eos_token="<|user|>"),
+        "end-token",
+        "end of an answer",
+    ),
+    "a norm of a dense model": (
+        "dense",
+        "model.safetensors",
+        lambda tensors: tensors["model.norm.weight"].add_(torch.linspace(0, 0.1, 64)),
+        "tensor",
+        "model.norm.weight",
+    ),
+    "splitting of a dense model": (
+        "dense",
+        "tokenizer.json",
+        lambda values: values["model"]["merges"].clear(),
+        "splitting",
+        "'The cat",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIRECTORY_FAULTS)
+def test_a_fault_of_a_directory_is_named(name: str, student: Path, tmp_path: Path) -> None:
+    to, changed, change, kind, place = DIRECTORY_FAULTS[name]
+    if find_spec(LIBRARIES.get(to, "torch")) is None:
+        pytest.skip(f"needs {LIBRARIES[to]}")
+    whole = export(student, to, tmp_path / "whole")
+    verdict = judged(student, copy_directory(whole, tmp_path / "fault", changed, change))
+    found = [each for each in verdict.findings if each.kind != "distance"]
+    assert {each.kind for each in found} == {kind}
+    assert found[0].place.startswith(place)
+
+
+def test_a_program_of_another_model_is_found(student: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    other = save_student(tmp_path / "other", seed=1, rope_parameters={"rope_theta": 5e5})
+    verdict = judged(student, export(other, "onnx", tmp_path / "onnx"))
+    found = {each.kind: each.place for each in verdict.findings}
+    assert found["rope"] == "model.rotary_emb.inv_freq" and found["distance"]
+    wrong = {each.place for each in verdict.findings if each.kind == "tensor"}
+    assert {UP_NAME, GATE_NAME, "lm_head.weight", "model.embed_tokens.weight"} <= wrong
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_scaled_angles_of_a_gguf_file_are_read(kind: str, file: Path, tmp_path: Path) -> None:
+    scaling = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0}
+    if kind == "yarn":
+        scaling["llama.rope.scaling.original_context_length"] = 32
+    scaled = copy_gguf(file, tmp_path / "a.gguf", lambda fields, _: fields.update(scaling))
+    assert judged(scaled, scaled).passes
+    (found,) = (each for each in judged(file, scaled).findings if each.kind != "distance")
+    assert found.kind == "rope" and kind in found.words
+
+
+def test_rounding_is_no_fault_but_a_distance(tmp_path: Path) -> None:
+    """A float model beside a file of it whose weights are rounded to 4 bits."""
+    save_tiny(tmp_path / "float", "llama", initializer_range=0.2)
+    student = save_student(tmp_path / "packed", **NARROW)
+    found = judged(tmp_path / "float", export(student, "gguf", tmp_path / "gguf"))
+    assert {each.kind for each in found.findings} == {"distance"}
+    assert 0.01 < found.tensors[0].error < found.tensors[0].limit
+    loose = {"max_kl": 1.01 * found.distance.kl_nats, "min_top1": found.distance.top1_frac}
+    assert judged(tmp_path / "float", tmp_path / "gguf" / "model.gguf", **loose).passes
+
+
+def test_other_inputs_take_one_line(file: Path, student: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "bad.gguf").write_text("hello")
+    save_tiny(tmp_path / "words", "llama", vocab_size=512, **SHAPE)
+    save_tiny(tmp_path / "deep", "llama", num_hidden_layers=3, **SHAPE)
+    save_tiny(tmp_path / "gemma", "gemma3", **SHAPE)
+    for other, error, words in (
+        (tmp_path / "nowhere", CheckpointError, "nowhere"),
+        (tmp_path / "notes.txt", CheckpointError, "notes.txt"),
+        (tmp_path / "bad.gguf", CheckpointError, "bad.gguf"),
+        (tmp_path / "words", ConfigError, "vocabulary of 512 words"),
+        (tmp_path / "deep", ConfigError, "3 layers"),
+        (tmp_path / "gemma", ConfigError, "gemma3_text"),
+    ):
+        with pytest.raises(error) as found:
+            judged(student, other)
+        assert words in str(found.value) and "\n" not in str(found.value)
+    with pytest.raises(DataError, match="notes.txt holds"):
+        judged(student, file, text=tmp_path / "notes.txt")
+
+
+def test_the_verb_ends_with_json_and_code_1_for_a_fault(
+    student: Path, file: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    fault = copy_gguf(file, tmp_path / "fault.gguf", swap)
+    for each, code in ((file, 0), (fault, 1)):
+        assert call(monkeypatch, "verify-export", student, each, "--contexts", 1) == code
+        found = said(capsys)
+        assert found["passes"] == (code == 0) and found["form"] == "gguf"
+        assert {"kl_nats", "top1_frac", "flips_frac", "reference_ppl"} <= found.keys()
+        assert len(found["worst"]) == 8
+    kinds = {each["kind"] for each in found["findings"]}
+    assert kinds == {"swapped", "distance"}
+    assert call(monkeypatch, "verify-export", student, tmp_path / "nowhere") == 1
+    assert capsys.readouterr().err.count("\n") == 1
