@@ -535,14 +535,6 @@ def test_a_plan_is_bent_to_its_target() -> None:
     }
 
 
-def test_few_levels_take_the_widest_blocks_that_divide_a_row() -> None:
-    model = tiny_model(hidden_size=192, intermediate_size=256, num_attention_heads=4)
-    shipping = Shipping({"gguf": load_target("gguf")})
-    for preset, expected in (("b1", {"Q1_0", "Q2_0"}), ("ternary", {"Q2_0"})):
-        specs = [rule.spec for rule in shipping.plan(PRESETS[preset], model).rules]
-        assert {gguf.block_type(spec).name for spec in specs} == expected
-
-
 def test_a_plan_takes_the_type_of_ggml_that_fits_its_rows() -> None:
     for bits, codebook, width, expected in (
         (2, "lut", 512, "Q2_K"),

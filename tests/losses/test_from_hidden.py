@@ -16,7 +16,7 @@ import qat.kernels.head
 from qat.kernels.head import Head
 from qat.losses import from_hidden, from_teacher
 from qat.losses.config import ON_CACHE, WITH_TEACHER
-from qat.losses.formulas import NO_LABEL, Targets, loss_from_logits, valid_rows
+from qat.losses.formulas import Targets, loss_from_logits
 from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
 
@@ -332,15 +332,3 @@ def test_backward_runs_once(index: int) -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="may run once"):
         loss.backward()
-
-
-def test_a_masked_row_names_no_word_and_has_no_mass() -> None:
-    targets = targets_of(torch.randn(8, V), 4)
-    found, masked = valid_rows(targets), ~targets.mask
-    assert masked.any() and (found.labels[masked] == NO_LABEL).all()
-    for ids in (found.topk_ids, found.sample_ids):
-        assert (ids[masked] == -1).all()
-    for masses in (found.topk_logprobs, found.tail_logprob, found.sample_counts):
-        assert not masses[masked].any()
-    for field, ours, theirs in zip(Targets._fields, found, targets, strict=True):
-        assert torch.equal(ours[~masked], theirs[~masked]), field

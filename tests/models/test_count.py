@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantized import SPECS, frozen_linear, tiny_quantized
+from quantized import SPECS, tiny_quantized
 from safetensors.torch import load_file
 from tiny import tiny_model
 
@@ -13,7 +13,6 @@ from qat.backend.base import VISITORS
 from qat.convert.quantize import quantize_model
 from qat.models.checkpoint import save_checkpoint
 from qat.models.cost import (
-    bits_per_weight,
     bytes_by_name,
     linear_bits,
     parameter_count,
@@ -57,14 +56,6 @@ def test_bits_are_those_in_the_file(spec: LutSpec, tmp_path: Path) -> None:
     assert linear_bits(model) == total / quantized_parameter_count(model)
     assert tensor_bytes(model) == sum(t.numel() * t.element_size() for t in tensors.values())
     assert tensor_bytes(model) == model_bytes(tmp_path / "out")
-
-
-@pytest.mark.parametrize(("name", "scale_bits"), [("lut2", 16), ("lut2_s8", 8)])
-def test_bits_per_weight_of_known_cases(name: str, scale_bits: int) -> None:
-    # 2 bits an index, a scale for each group, four levels of 32 bits
-    spec = SPECS[name]
-    expected = 2 + scale_bits / spec.group_size + 4 * 32 / (64 * 128)
-    assert bits_per_weight(frozen_linear(64, 128, spec)) == expected
 
 
 def test_a_float_model_has_no_bits_per_weight() -> None:

@@ -18,8 +18,6 @@ from qat.convert.checkpoint import convert_checkpoint
 from qat.convert.config import ConvertConfig
 from qat.convert.quantize import quantize_model
 from qat.errors import CheckpointError, ConfigError
-from qat.export.config import ExportConfig
-from qat.export.model import export_model
 from qat.generate.text import generate_text
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.cost import (
@@ -110,18 +108,6 @@ def test_a_checkpoint_gives_the_same_bits(
     assert embedding_dtype(half) == logits(half).dtype == torch.bfloat16
     for name, table in quant_tables(half).items():
         assert torch.equal(table.scales, model.get_submodule(name).scales)
-
-
-@pytest.mark.parametrize("to", ["dense", "packed"])
-def test_export_gives_the_same_bits(to: str, tmp_path: Path) -> None:
-    for architecture, tied in (("qwen3", to == "packed"), ("gemma3", to == "dense")):
-        model = with_random_tables(8, architecture, tie_word_embeddings=tied)
-        place = tmp_path / architecture
-        save_checkpoint(model, TOKENIZER, place / "packed")
-        export_model(str(place / "packed"), ExportConfig(to=to, dtype="fp32"), place / "out")
-        exported = AutoModelForCausalLM.from_pretrained(place / "out", dtype=torch.float32)
-        assert bool(quant_tables(exported)) == (to == "packed")
-        assert torch.equal(logits(exported), logits(model))
 
 
 @TIED

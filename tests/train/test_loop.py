@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -82,23 +81,6 @@ def test_micro_batches_add_up_to_the_batch(place: Path, tmp_path: Path, learn: s
             slack = 1e-5 * gradient.abs().max().item()
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=slack)
         assert metrics(parts[split], "train")[0]["loss_nats"] == pytest.approx(loss, rel=1e-6)
-
-
-def test_padding_is_divided_out(shallow: Path, tmp_path: Path) -> None:
-    """The last sequence is mostly padding; noise there changes neither loss nor gradient."""
-    found = []
-    for noise in (0, 5):
-        trainer = trainer_of(shallow, tmp_path / str(noise), max_steps=1)
-        padded = trainer.cache.num_sequences("train") - 1
-        batch = trainer.cache.batch(np.array([padded, 0, 1, 2]))
-        assert not batch.mask[0].all()
-        ids = torch.where(batch.mask, batch.topk_ids[..., 0], (batch.topk_ids[..., 0] + noise) % 9)
-        batch = batch._replace(labels=torch.where(batch.mask, batch.labels, ids))
-        logprobs = torch.where(batch.mask[..., None], batch.topk_logprobs, -1.0 - noise)
-        batch = batch._replace(topk_logprobs=logprobs)
-        trainer.micro_batches = lambda _step, batch=batch: [batch]
-        found.append(first_gradients(trainer))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 @pytest.mark.parametrize(

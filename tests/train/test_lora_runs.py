@@ -9,8 +9,6 @@ from train_case import config
 from transformers import PreTrainedModel
 
 from qat.errors import ConfigError
-from qat.export.config import ExportConfig
-from qat.export.model import export_model
 from qat.logs import read_json_lines
 from qat.models.checkpoint import load_checkpoint
 from qat.nn.latent import add_adapters
@@ -77,12 +75,6 @@ def test_latent_weights_may_learn_under_adapters_that_stay(place: Path, tmp_path
         before = old.get_submodule(name)
         assert all(torch.equal(getattr(linear, f), getattr(before, f)) for f in LORA_NAMES)
         assert not torch.equal(linear.scales, before.scales)
-
-
-def test_trained_adapters_are_merged_exactly(place: Path, tmp_path: Path) -> None:
-    report = run(place, tmp_path / "run")
-    for to in ("dense", "packed"):  # which compares the logits of what it wrote by torch.equal
-        export_model(str(report.final), ExportConfig(to=to), tmp_path / to)
 
 
 def test_a_rank_above_a_layer_leaves_nothing(place: Path, tmp_path: Path) -> None:

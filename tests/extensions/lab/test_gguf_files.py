@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from cache_case import build
 from cli_case import call
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from qat.data.packing import NO_LABEL
@@ -22,11 +21,9 @@ from qat.extensions.lab import gguf_files
 from qat.extensions.lab.config import GgufConfig
 from qat.extensions.lab.gguf_files import (
     FLOATS,
-    NAME_POINTS,
     OTHER,
     OURS,
     PICTURE,
-    _paint,
     best_at,
     cache_contexts,
     case_names,
@@ -38,7 +35,7 @@ from qat.extensions.lab.gguf_files import (
     teacher_logits,
 )
 from qat.extensions.lab.llamacpp import LlamaCpp, library
-from qat.extensions.lab.positions import CHUNK, Context, Judged, Position, text_contexts
+from qat.extensions.lab.positions import CHUNK, Context, text_contexts
 from qat.extensions.lab.verbs import gguf_file
 from qat.models.gguf_header import read_header
 from qat.models.load import load_model
@@ -118,15 +115,6 @@ def test_all_numbers_are_the_textbooks(tmp_path: Path) -> None:
     assert found.teacher_ppl == pytest.approx(np.exp(textbook(teacher, teacher, cases)[4].mean()))
     assert engine.is_closed
     assert not [*tmp_path.iterdir()]
-
-
-def test_a_flip_is_a_right_answer_that_became_wrong() -> None:
-    # the teacher is right at 0, 1 and 3; the file differs from it at 1 and 2, and is right at 2
-    teacher = torch.eye(4)[[0, 1, 2, 3]]
-    file = torch.eye(4)[[0, 2, 1, 3]]
-    found = Judged.of(Position.of(file, teacher, torch.tensor([0, 1, 1, 3])))
-    assert (found.flips_frac, found.top1_frac) == (pytest.approx(1 / 3), 0.5)
-    assert Judged.of(Position.of(file, teacher, torch.tensor([1, 0, 0, 0]))).flips_frac is None
 
 
 def test_contexts_are_those_of_llama_perplexity() -> None:
@@ -337,17 +325,6 @@ def test_without_the_library_an_error_says_what_to_install(monkeypatch) -> None:
 def test_a_chart_shows_files_that_are_equal_to_the_teacher() -> None:
     found = rows((OURS, 50.0, 0.0), (OTHER, 60.0, 0.5))
     assert b"against60.0" in chart(found).render("svg")
-
-
-def test_names_in_the_picture_give_way_to_near_names_alone() -> None:
-    found = rows((OURS, 50.0, 0.5), (OURS, 50.1, 0.499), (OURS, 90.0, 0.498))
-    axes = Figure().subplots()
-    _paint(found, axes)
-    one, near, far = (text.xyann[1] for text in axes.texts)
-    assert far == one and near < one - NAME_POINTS / 2
-    assert axes.get_legend() is None  # of one kind
-    _paint([*found, *rows((OTHER, 60.0, 0.4))], axes)
-    assert len(axes.get_legend().get_texts()) > 1
 
 
 @pytest.mark.slow

@@ -83,10 +83,6 @@ def test_a_records_last_word_counts(tmp_path: Path) -> None:
     assert found.figure.value == 2.0
 
 
-def test_the_records_of_this_repository_are_readable(tmp_path: Path) -> None:
-    assert len(by_device(read_records(ROOT / "speedrun" / "records"))) > 1
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
