@@ -18,8 +18,9 @@ from qat.data.reader import TeacherCache
 from qat.logs import read_json_lines
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_model, load_tokenizer, model_identity
-from qat.nn.swap import table_names
+from qat.nn.swap import put_table, table_names, table_spec
 from qat.quant.codebook import fixed_grid
+from qat.quant.fit import fit_weight
 from qat.quant.spec import LutSpec
 from qat.train import judge
 from qat.train.config import TrainConfig
@@ -190,6 +191,14 @@ def assert_resumes(
     torch.rand(step + 1)  # a new process has another random state
     assert_same_end(whole, place / "stopped", run(place / "stopped", resume=True))
     return whole
+
+
+def put_tables(model: PreTrainedModel, bits: int = 2) -> None:
+    """Quantize the embedding and the head of a model, in levels that learn."""
+    for name in table_names(model):
+        weight = model.get_submodule(name).weight.detach()
+        spec = table_spec(bits, weight.shape[1])
+        put_table(model, name, fit_weight(weight, spec), spec)
 
 
 def train_tables(place: Path, model: PreTrainedModel) -> Path:

@@ -74,8 +74,8 @@ class Head(NamedTuple):
     """`logits = softcap * tanh(logits / softcap)`"""
     take_gradient: Callable[[Tensor], None] | None = None
     """Takes the gradient of the weight, `(V, D)` float32, in place of autograd, and may keep it."""
-    skips_unnamed: bool = False
-    """True if words that no token of the micro-batch names get no gradient of the weight."""
+    named: Tensor | None = None
+    """`(V,)` bool: the words whose rows of the weight get a gradient; None if all do."""
 
     @property
     def learns(self) -> bool:
@@ -251,8 +251,6 @@ class HeadSums:
         """`(V, D)`"""
         self.bias = None if head.bias is None else wide(torch.zeros_like(head.bias))
         """`(V,)`; None without a bias."""
-        self.is_named: Tensor | None = None
-        """`(V,)` bool: whether any token named the word; None if all words count as named."""
 
     def add(self, dlogits: Tensor, hidden: Tensor, start: int = 0) -> None:
         """Add those of tokens `(T, D)`, for gradients `(T, words)` of logits from word `start`."""
@@ -260,13 +258,6 @@ class HeadSums:
         _add_product(self.weight[rows], dlogits.T, hidden)
         if self.bias is not None:
             self.bias[rows] += dlogits.sum(0, dtype=self.bias.dtype)
-
-    def name(self, ids: Tensor) -> None:
-        """Mark the words `ids` as named; from now on words without a mark count as not named."""
-        V = len(self.weight)
-        named = torch.zeros(V + 1, dtype=torch.bool, device=ids.device)
-        named.scatter_(0, _or_beyond(ids, V).flatten(), True)
-        self.is_named = named[:V] if self.is_named is None else self.is_named | named[:V]
 
 
 def add_gradients(
@@ -284,7 +275,6 @@ def add_gradients(
     rounded once, to `out`, `(T, D)` of any float dtype. `others` has kept the logits, unless the
     loss reads none of them.
     """
-    sums.name(g_logits.ids)
     total = None if out is None else wide(torch.zeros_like(out))
     for start, dlogits in _logit_gradients(hidden, head, g_logits, others.logits):
         sums.add(dlogits, hidden, start)
@@ -298,13 +288,11 @@ def add_gradients(
 def gathered(head: Head, sums: HeadSums, factor: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return `factor` times the gradients of weight and bias, for autograd; `sums` is used up.
 
-    There is none of a weight whose gradient is taken. With `head.skips_unnamed`, rows of words that
-    no token names are zeros: there is next to nothing that AdamW would not blow up, and a word that
-    no text contains should stay as it is.
+    There is none of a weight whose gradient is taken. Rows of words that are not `head.named` are
+    zeros: there is next to nothing that AdamW would not blow up, and a word that no text contains
+    should stay as it is.
     """
-    scale = factor
-    if head.skips_unnamed and sums.is_named is not None:
-        scale = factor * sums.is_named[:, None]
+    scale = factor if head.named is None else factor * head.named[:, None]
     d_weight = sums.weight.mul_(scale)
     d_bias = None if sums.bias is None else (sums.bias * factor).to(head.bias.dtype)
     if head.take_gradient is None:
@@ -324,6 +312,12 @@ def without(values: Tensor, ids: Tensor, fill: float) -> Tensor:
     is_filled = torch.zeros(T, V + 1, dtype=torch.bool, device=values.device)
     is_filled.scatter_(1, _or_beyond(ids, V), True)
     return values.masked_fill(is_filled[:, :V], fill)
+
+
+def named_words(ids: Tensor, V: int) -> Tensor:
+    """Return 1 for each word among `ids`, of any shape, and 0 for all others, `(V,)` float32."""
+    named = torch.zeros(V + 1, device=ids.device)
+    return named.scatter_(0, _or_beyond(ids, V).flatten(), 1.0)[:V]
 
 
 def _by_kernel(tensor: Tensor) -> bool:

@@ -175,14 +175,14 @@ class LanguageModel:
         """Return the output embedding for computing in `dtype`; casts are cached.
 
         So is the whole table of a quantized one. Inside a training step a table that learns takes
-        its gradient from the head itself if it can, and none for words that no token names.
+        its gradient from the head itself if it can.
         """
         head = self.head
         if isinstance(head, TableHead):
             table = head.table
             take = table.take_gradient_ if table.learns_by_rows else None
-            weight = table.weight_in(dtype)
-            return Head(weight, head.bias, self.softcap, take, skips_unnamed=table.is_in_step)
+            named = head.named if table.is_in_step else None
+            return Head(table.weight_in(dtype), head.bias, self.softcap, take, named)
         weight, bias = head.weight, head.bias
         if weight.dtype != dtype and not weight.requires_grad:
             if self._cast_head is None or self._cast_head.dtype != dtype:

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qat.backend.device import on
+from qat.kernels.head import named_words
 from qat.kernels.lut_weight import form, pull_back
 from qat.nn.activation import ActivationQuantizer, read
 from qat.nn.quant_weight import PIECE, LatentWeight, PackedWeight, QuantWeight
 from qat.quant.spec import LutSpec
 from qat.quant.weight import BY_ROW, PackedIndices, QuantizedWeight, Scales
+from qat.ranks import Ranks
 
 
 class QuantTable(QuantWeight):
@@ -233,6 +235,16 @@ class TableHead(nn.Module):
     """`hidden @ table.T + bias` with a quantized table, its own or the embedding's."""
 
     bias: nn.Parameter | None
+    named: Tensor | None = None
+    """Words `(V,)` bool whose rows of a table that learns get a gradient; None if all do."""
+
+    def name_(self, ids: Tensor, ranks: Ranks) -> None:
+        """Let the words `ids` of all ranks be `named`, those below 0 being none, in place."""
+        count = named_words(ids, self.table.out_features)
+        ranks.sum_([count])
+        if self.named is None:
+            self.named = count > 0
+        self.named.copy_(count)  # a recorded step reads it where it is
 
     @property
     def table(self) -> QuantTable:

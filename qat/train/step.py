@@ -26,14 +26,15 @@ from qat.backend.base import GIB
 from qat.backend.tracing import CompileWatch
 from qat.data.packing import Batch
 from qat.kernels.attention import MAX_TILE
-from qat.losses.config import OWN_WORDS
-from qat.losses.formulas import Targets, to_targets
+from qat.losses.config import OWN_WORDS, kinds_read
+from qat.losses.formulas import Targets, WordsRead, to_targets, valid_rows
 from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
 from qat.models.language_model import LanguageModel
 from qat.models.precision import compute_in
 from qat.models.regions import Regions, compile_facts, refusals, warn_uncompiled
 from qat.models.step_memory import step_bytes
+from qat.nn.lut_embedding import TableHead
 from qat.nn.step import form_moved_weights, release_weights
 from qat.ranks import Ranks
 from qat.train.config import StepConfig
@@ -48,12 +49,9 @@ EAGER_STEPS = 2
 """Steps of one shape before capture, so that compiler and allocator have warmed up."""
 GRAPH_TOKENS = 2**16
 """Largest micro-batch worth capturing: beyond, launch overhead is hidden by the work."""
-
-
 HELD_SHARE = 2 / 3
 """Share of a device's memory for weights and optimizer beyond which weights are formed by layer;
 activations need the rest."""
-
 
 Draw = Callable[[int, int, int], np.ndarray]
 """Returns the sequences of a step from a seed, the step and how many: `TeacherCache.indices`."""
@@ -209,6 +207,7 @@ class TrainingStep:
                 self.is_stop_agreed = self._agree_on_stop(shared[1])
             else:
                 self.is_stop_agreed = stop is not None
+            self._note_words(batches)
             with self.backend.matmul_precision(self.config.dtype):
                 self._regions[0].form(self.dtype)
                 sums = self._micro_steps(batches, valid.clamp(min=1), is_packed)
@@ -220,6 +219,15 @@ class TrainingStep:
             self.backend.step_end()
             positions = ranks.size * sum(batch.mask.numel() for batch in batches)
             return StepResult(by_name, norm, valid, positions)
+
+    def _note_words(self, batches: list[Batch]) -> None:
+        """Note the words that batches of all ranks name, if a table learns from them alone."""
+        head, is_online = self.student.head, any(part.is_online for part in self._parts)
+        if is_online or not isinstance(head, TableHead) or not head.table.learns():
+            return
+        kinds = kinds_read(self._parts[0].losses)
+        words = [WordsRead.of(valid_rows(to_targets(each)), kinds).ids() for each in batches]
+        head.name_(torch.cat(words), self.optimizer.ranks)
 
     def _agree_on_stop(self, count: Tensor) -> bool:
         """Return whether any rank wanted to stop `decision_lag` steps ago.

@@ -7,7 +7,7 @@ import torch
 from gpu_case import recorded
 from quantized import SPECS, random_weight, tiny_quantized
 
-from qat.kernels.head import Head
+from qat.kernels.head import Head, named_words
 from qat.losses.formulas import Targets
 from qat.losses.from_hidden import loss_from_hidden
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
@@ -91,6 +91,7 @@ def test_gradients_are_those_of_the_cpu(spec: LutSpec, dtype: torch.dtype) -> No
     targets = Targets(
         torch.rand(T) > 0.1, topk[:, 0], topk, log_p[:, :K], log_p[:, K], none, none.float()
     )
+    named = named_words(topk[targets.mask], words) > 0
     ids, mixed = torch.randint(words, (1, T)), torch.randn(64, 64) / 8
     found = []
     for place, kind in (("cpu", torch.float32), ("cuda", dtype)):
@@ -99,7 +100,7 @@ def test_gradients_are_those_of_the_cpu(spec: LutSpec, dtype: torch.dtype) -> No
         for _ in range(2):
             hidden = table(ids.to(place))[0].to(kind) @ mixed.to(place, kind)
             weight, take = table.weight_in(kind), table.take_gradient_
-            head = Head(weight, take_gradient=take, skips_unnamed=True)
+            head = Head(weight, take_gradient=take, named=named.to(place))
             there = Targets(*(each.to(place) for each in targets))
             loss_from_hidden(30 * hidden, head, there, {"tail": 1.0})["loss"].backward()
         found.append({n: p.grad.cpu().clone() for n, p in table.weight_parameters().items()})

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from qat.kernels.head import named_words
 from qat.losses.formulas import Targets, loss_from_logits
 from qat.losses.from_hidden import loss_from_hidden
 from qat.models.language_model import LanguageModel
@@ -21,6 +22,7 @@ from qat.nn.swap import put_table, table_names, table_spec
 from qat.quant.fit import fit_weight
 from qat.quant.spec import LutSpec, VectorSpec
 from qat.quant.weight import expand_scales, round_scales
+from qat.ranks import ALONE
 
 FORMATS = {
     "levels2": table_spec(2, 32),
@@ -122,8 +124,7 @@ def test_gradients_equal_a_straight_through_estimator(
     model = student(FORMATS[kind], is_tied)
     V = model.config.vocab_size
     ids, positions, targets = batch(V)
-    named = torch.zeros(V, dtype=torch.bool)
-    named[targets.topk_ids[targets.mask]] = True
+    named = named_words(targets.topk_ids[targets.mask], V) > 0
 
     def by_logits(weight: Tensor) -> Tensor:
         hidden = model.hidden(ids, positions).flatten(0, 1)
@@ -134,6 +135,7 @@ def test_gradients_equal_a_straight_through_estimator(
     expected = textbook(model, by_logits)
     if is_formed:
         form_weights(model.model, torch.float32)
+        model.head.name_(targets.topk_ids[targets.mask], ALONE)
     for _ in range(2):  # micro-batches add up
         hidden = model.hidden(ids, positions).flatten(0, 1)
         head = model.head_in(torch.float32)

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from cache_case import TOKENIZER, build
+from quantized import SPECS, tiny_quantized
 from torch import Tensor
-from train_case import golden_course, make_place, trainer_of
+from train_case import golden_course, make_place, put_tables, trainer_of
 
 from qat.data.sampler import sequence_indices
 from qat.logs import read_json_lines
 from qat.losses.formulas import loss_from_logits, to_targets
-from qat.models.checkpoint import load_checkpoint
+from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.nn.quant_linear import FrozenLutLinear, LutLinear, quant_linears
 from qat.train.loop import Trainer
 
@@ -57,8 +59,24 @@ def first_gradients(trainer: Trainer) -> dict[str, Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("learn", ["weights,scales,codebook,norms", "scales,codebook"])
-def test_micro_batches_add_up_to_the_batch(place: Path, tmp_path: Path, learn: str) -> None:
+@pytest.mark.parametrize(
+    ("learn", "tables"),
+    [
+        ("weights,scales,codebook,norms", "float"),
+        ("weights,scales,codebook,norms", "tied"),
+        ("scales,codebook", "float"),
+        ("scales,codebook", "untied"),
+    ],
+)
+def test_micro_batches_add_up_to_the_batch(
+    place: Path, tmp_path: Path, learn: str, tables: str
+) -> None:
+    if tables != "float":
+        model = tiny_quantized("qwen3", SPECS["lut2"], tie_word_embeddings=tables == "tied")
+        put_tables(model)
+        place = tmp_path / "place"
+        build(place / "cache")
+        save_checkpoint(model, TOKENIZER, place / "student")
     parts = {
         (batch, accum): trainer_of(
             place,

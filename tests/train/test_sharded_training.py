@@ -11,7 +11,7 @@ from cache_case import TOKENIZER
 from quantized import SPECS, tiny_quantized
 from ranks_case import run_ranks
 from test_ranks_training import assert_same_course, before, course
-from train_case import config, make_place
+from train_case import config, make_place, put_tables
 
 from qat.data.reader import TeacherCache
 from qat.models.checkpoint import save_checkpoint
@@ -19,8 +19,7 @@ from qat.models.load import load_model
 from qat.nn.quant_linear import quant_linears
 from qat.nn.sharded import ShardedLutLinear
 from qat.nn.step import form_weights
-from qat.nn.swap import put_table, table_names, table_spec
-from qat.quant.fit import fit_weight
+from qat.nn.swap import table_names
 from qat.ranks import ALONE, Ranks
 from qat.train.config import TrainConfig
 from qat.train.loop import Trainer
@@ -136,10 +135,7 @@ def test_two_ranks_divided_train_as_two_that_hold_all(place, tmp_path, values):
 def test_divided_tables_learn_as_those_of_one_process(is_tied, tmp_path):
     place = make_place(tmp_path)
     model = tiny_quantized("qwen3", SPECS["lut2"], tie_word_embeddings=is_tied)
-    for name in table_names(model):
-        weight = model.get_submodule(name).weight.detach()
-        spec = table_spec(2, weight.shape[1])
-        put_table(model, name, fit_weight(weight, spec), spec)
+    put_tables(model)
     save_checkpoint(model, TOKENIZER, place / "student", replace=True)
     for out in (tmp_path / "alone", tmp_path / "divided"):
         size = 1 if out.name == "alone" else 2
