@@ -116,6 +116,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
 def in_loop(model: PreTrainedModel, prepared: Prepared) -> PreTrainedModel:
     """Give `model` the forward of a prepared one."""
     put_in_loop(model)
+    vars(model).pop("is_quantized", None)  # what learns is not packed, which trainers would refuse
     model.__class__ = _loop_class(type(model))
     model.prepared = prepared
     return model
@@ -293,6 +294,32 @@ def param_groups(student: nn.Module, **settings: Any) -> list[dict[str, Any]]:
     ]
 
 
+def as_teacher(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Return `model`, which learns nothing, with the forward of a prepared student.
+
+    `with_logits=False` then gives what `qat.loss(..., teacher=)` compares without all logits.
+    """
+    if isinstance(model, LoopModel):
+        return model
+    model.eval().requires_grad_(False)
+    language = LanguageModel(model)
+    return in_loop(model, Prepared(language, dtype, {}, {}, compute_in(model, dtype)))
+
+
+def check_whole(model: nn.Module) -> None:
+    """Check that this process holds all of a student.
+
+    Raises:
+        ConfigError: `fully_shard` divides it over ranks.
+    """
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        raise ConfigError(
+            "the student is divided over ranks by fully_shard, expected a whole one; load the full "
+            "state dict (torch.distributed.checkpoint.state_dict.get_model_state_dict) into a "
+            "student that was prepared alike, and finish that"
+        )
+
+
 @torch.no_grad()
 def finish(student: nn.Module) -> PreTrainedModel:
     """Return the packed model of a prepared student, which is changed in place and used up.
@@ -303,12 +330,7 @@ def finish(student: nn.Module) -> PreTrainedModel:
         ConfigError: `student` was not prepared, or `fully_shard` divides it over ranks.
     """
     model = unwrapped(student)
-    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
-        raise ConfigError(
-            "the student is divided over ranks by fully_shard, expected a whole one; load the full "
-            "state dict (torch.distributed.checkpoint.state_dict.get_model_state_dict) into a "
-            "student that was prepared alike, and finish that"
-        )
+    check_whole(model)
     model.prepared.end_precision()
     take_out(model)
     for name, weight in quant_weights(model).items():
