@@ -12,7 +12,9 @@ import qat.extensions.integrations
 PAGE = Path(qat.extensions.integrations.__file__).with_name("README.md")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_fits")
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*no accelerator")
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tiny_model(num_hidden_layers=1).save_pretrained("my-model")
