@@ -8,12 +8,13 @@ import pytest
 from cli_case import call, said
 from train_case import config, flags, make_place
 
-from qat.cli.train import _next, show_health
+from qat.cli.train import _next, show_findings, show_health
 from qat.data.reader import TeacherCache
 from qat.export.targets import target_names
 from qat.logs import read_json_lines
 from qat.models.hf_quantizer import FORMAT
 from qat.observe.health import Check
+from qat.train.preflight import LESS_MEMORY, Checked, RunFinding
 from qat.train.start import train_student
 
 
@@ -153,3 +154,19 @@ def test_a_hopeless_batch_is_refused_in_one_line(place, tmp_path, monkeypatch, c
     told = capsys.readouterr()
     assert "Finding" not in told.out and "batch_size=1000000, but" in told.err
     assert "use --batch-size" in told.err.splitlines()[-1] and not (tmp_path / "out").exists()
+
+
+def test_no_flag_is_broken_on_a_narrow_terminal(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    reason = "memory runs out before the end of the run"
+    found = RunFinding("save_every_off", "error", "attention=something_long", reason, LESS_MEMORY)
+    show_findings(Checked([found], None, is_long=True))
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    for flag in (
+        "save_every_off",
+        "--batch-size",
+        "--grad-accum-steps,",
+        "--gradient-checkpointing",
+    ):
+        assert flag in said

@@ -1,4 +1,4 @@
-"""Divergences against textbook PyTorch, and the promises that a trainer relies on."""
+"""Losses from logits against textbook PyTorch, and the promises that a trainer relies on."""
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ T, V, K = 12, 17, 5
 TAILED = {name: FROM_LOGITS[name] for name in ("tail", "reverse_kl", "jsd", "cakld")}
 DIVERGENCES = {**TAILED, "candidates": FROM_LOGITS["candidates"]}
 tail, reverse_kl, candidates = (DIVERGENCES[n] for n in ("tail", "reverse_kl", "candidates"))
+hard_ce, sampled = FROM_LOGITS["hard_ce"], FROM_LOGITS["sampled"]
 
 
 def logits_pair(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -181,3 +182,40 @@ def test_refuses_a_bad_temperature_and_a_missing_topk(name: str) -> None:
         loss_from_hidden(hidden, head, targets_of(teacher, K), {name: 1.0}, temperature=0)
     with pytest.raises(ValueError, match="top-k, but the targets hold none"):
         loss_from_hidden(hidden, head, targets_of(teacher, 0), {name: 1.0})
+
+
+def test_hard_ce_equals_the_textbook() -> None:
+    student, teacher = logits_pair()
+    targets = targets_of(teacher, 4)
+    labels = targets.labels.masked_fill(~targets.mask, -100)
+    expected = F.cross_entropy(student, labels, ignore_index=-100, reduction="sum")
+    actual = hard_ce(student, targets)
+    torch.testing.assert_close(actual, expected)
+    (gradient,) = torch.autograd.grad(actual, student)
+    (expected_gradient,) = torch.autograd.grad(expected, student)
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
+def test_sampled_equals_soft_label_cross_entropy() -> None:
+    student, teacher = logits_pair()
+    targets = targets_of(teacher, 4, draws=9)
+    soft = torch.zeros(T, V, dtype=torch.float64)
+    soft.scatter_add_(1, targets.sample_ids, targets.sample_counts.double() / 9)
+    expected = F.cross_entropy(student[targets.mask], soft[targets.mask], reduction="sum")
+    torch.testing.assert_close(sampled(student, targets), expected)
+    assert torch.autograd.gradcheck(lambda z: sampled(z, targets), student)
+
+
+def test_words_know_no_temperature_and_no_draws_add_zero() -> None:
+    student, teacher = logits_pair()
+    targets = targets_of(teacher, 4)
+    for loss in (sampled, hard_ce):
+        assert torch.equal(loss(student, targets, temperature=3.0), loss(student, targets))
+    silent = targets._replace(sample_counts=torch.zeros_like(targets.sample_counts))
+    assert sampled(student, silent).item() == 0
+
+
+def test_sampled_refuses_targets_without_draws() -> None:
+    student, teacher = logits_pair()
+    with pytest.raises(ValueError, match="hold none"):
+        sampled(student, targets_of(teacher, 4, draws=0))

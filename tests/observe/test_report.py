@@ -13,7 +13,7 @@ from qat.convert.config import REPORT_NAME
 from qat.errors import CheckpointError
 from qat.observe.charts import DARK, STYLE, conversion_charts, in_dark, run_charts, size_charts
 from qat.observe.page import COLUMNS, Written, run_table, with_unique_labels, write_report
-from qat.observe.runs import Module, TrainingRun, read_directory
+from qat.observe.runs import Module, TrainingRun, read_directory, read_exam
 from qat.observe.summary import Result, uses_of
 
 
@@ -334,3 +334,15 @@ def test_hashes_are_short_and_few(run: Path, tmp_path: Path) -> None:
     html = page_of(run, tmp_path)
     assert marks[0] not in html and "64 held-out sequences" in html
     assert "<td>10adf6aa49a8</td>" in html
+
+
+def test_sizes_of_older_reports_are_read(tmp_path: Path) -> None:
+    path = write_pipeline(tmp_path / "out")
+    files = {name: path / name for name in ("eval.json", "converted/convert_report.json")}
+    for file in files.values():  # as version 0.2 wrote them
+        text = file.read_text().replace('"bits_per_weight": 3.6', '"whole_bits_per_weight": 3.6')
+        file.write_text(text.replace('"linear_bits"', '"bits_per_weight"'))
+    found = read_directory(path / "converted")
+    assert (found.bits_per_weight, found.linear_bits) == (3.6, 2.98)
+    student = read_exam(path)["trained"]
+    assert (student["bits_per_weight"], student["linear_bits"]) == (3.6, 2.5)

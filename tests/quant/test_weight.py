@@ -2,8 +2,23 @@
 
 import pytest
 import torch
+from quantized import e5m3_values, nearest_e5m3
 
-from qat.quant.weight import from_stored, round_as_stored, round_levels, to_stored
+from qat.backend.base import Backend
+from qat.quant.weight import (
+    SMALLEST,
+    decode,
+    encode,
+    from_stored,
+    index_dtype,
+    pack,
+    packed_width,
+    round_as_stored,
+    round_levels,
+    round_to_e5m3,
+    to_stored,
+    unpack,
+)
 
 HALF = 1 / 128  # of a step of levels in 8 bits
 
@@ -30,3 +45,77 @@ def test_what_is_rounded_is_stored_to_the_bit(bits: int) -> None:
         assert stored.dtype.itemsize == bits // 8
         assert torch.equal(from_stored(name, stored, bits), rounded)
         assert torch.equal(round_as_stored(name, rounded, bits), rounded)
+
+
+WIDTHS = [1, 2, 3, 5, 7, 8, 9, 13, 16, 31, 64, 100]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 7, 8, 10, 12])
+def test_a_row_is_one_little_endian_integer_that_comes_back(bits: int) -> None:
+    for I in WIDTHS:
+        indices = torch.randint(2**bits, (5, I), dtype=index_dtype(2**bits))
+        packed = pack(indices, bits)
+        assert packed.dtype == torch.uint8 and packed.is_contiguous(), I
+        assert packed.shape == (5, packed_width(I, bits)) == (5, -(-I * bits // 8)), I
+        assert torch.equal(unpack(packed, bits, I), indices), I
+        for row, octets in zip(indices.tolist(), packed.tolist(), strict=True):
+            value = sum(index << (i * bits) for i, index in enumerate(row))
+            assert bytes(octets) == value.to_bytes(len(octets), "little"), I
+
+
+def test_shapes_follow_without_data() -> None:
+    assert pack(torch.empty(4, 10, dtype=torch.uint8, device="meta"), 3).shape == (4, 4)
+
+
+HALVES = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).float()
+"""Every finite float16 that is not negative."""
+
+
+def test_every_float16_and_any_float32_goes_to_the_nearest_value_and_ties_to_even() -> None:
+    assert round_to_e5m3(HALVES).dtype == torch.float32
+    values = torch.cat([torch.logspace(-8, 4.8, 10_001), torch.rand(10_001)])
+    for each in (HALVES, values, torch.rand(6, 10).T[::2], e5m3_values().float()):
+        assert torch.equal(round_to_e5m3(each), nearest_e5m3(each))
+
+
+def test_edges() -> None:
+    for value, rounded in [
+        (0.0, 0.0),
+        (-0.0, 0.0),
+        (-1e-9, 0.0),
+        (-3.0, 0.0),
+        (-torch.inf, 0.0),
+        (2.0**-18, 0.0),  # half of the smallest: a tie
+        (1.01 * 2.0**-18, SMALLEST),
+        (1.0625, 1.0),  # ties go to even mantissas
+        (1.1875, 1.25),
+        (63488.0, 61440.0),  # the next value would be 65536
+        (65519.0, 61440.0),
+        (65520.0, torch.inf),  # as a float16
+        (1e30, torch.inf),
+        (torch.inf, torch.inf),
+        (torch.nan, torch.nan),
+    ]:
+        found = round_to_e5m3(torch.tensor([value]))
+        assert torch.equal(found, torch.tensor([rounded])) or (
+            found.isnan().all() and value != value
+        ), value
+        assert not torch.signbit(found).any() or value != value, value
+
+
+def test_all_finite_bytes_come_back_and_ascend() -> None:
+    octets = torch.arange(248, dtype=torch.uint8)
+    values = decode(octets)
+    assert values.dtype == torch.float32
+    assert torch.equal(values, e5m3_values().float())
+    assert torch.equal(encode(values), octets)
+
+
+def test_comparing_finds_what_bits_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.cat([HALVES, HALVES * 1.0001, -HALVES, torch.tensor([65520.0, torch.inf])])
+    expected = round_to_e5m3(values)
+    monkeypatch.setattr(Backend, "is_traced", True)
+    found = round_to_e5m3(values)
+    assert torch.equal(found, expected)
+    assert not found.signbit().any()
+    assert round_to_e5m3(torch.tensor(torch.nan)).isnan()

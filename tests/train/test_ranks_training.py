@@ -1,15 +1,18 @@
 """Training on several ranks: the course of one process, whoever stops, breaks or goes on."""
 
 import json
+from collections import deque
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from signal import SIGINT, SIGTERM, raise_signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 from ranks_case import run_ranks
-from train_case import config
+from torchrun_case import launch
+from train_case import config, make_place
 
 from qat.errors import ConfigError
 from qat.logs import read_json_lines
@@ -18,6 +21,7 @@ from qat.train.config import TrainConfig
 from qat.train.loop import Trainer
 from qat.train.optim import Optimizer
 from qat.train.start import train_student
+from qat.train.step import TrainingStep
 
 FROZEN, LATENT = "scales,codebook", "weights,scales,codebook"
 
@@ -187,3 +191,40 @@ def before(owner: type, name: str, act: Callable) -> None:
         return method(*args, **named)
 
     setattr(owner, name, replaced)
+
+
+@pytest.mark.parametrize(
+    ("lag", "decisions"), [(0, [True, False, True]), (2, [False, False, True])]
+)
+def test_ranks_stop_by_what_a_step_before_said(lag: int, decisions: list[bool]) -> None:
+    backend = SimpleNamespace(
+        decision_lag=lag, to_host=lambda it: it, finished=lambda: lambda: None
+    )
+    step = SimpleNamespace(backend=backend, _stops=deque())
+    counts = [torch.tensor(count) for count in (1, 0, 2)]
+    assert [TrainingStep._agree_on_stop(step, count) for count in counts] == decisions
+
+
+KILL_ONE_ONCE = """
+    if trainer.step == 5 and rank == 1 and not (place / "killed").exists():
+        (place / "killed").touch()
+        os.kill(os.getpid(), SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_rank_restarts_the_group_which_goes_on(tmp_path: Path) -> None:
+    make_place(tmp_path)
+    settings = config(tmp_path, batch_size=2, global_batch_size=8, learn="scales,codebook")
+    train_student(settings, str(tmp_path / "student"), tmp_path / "alone", resume=False)
+    ended = launch(tmp_path, settings, act=KILL_ONE_ONCE, restarts=1)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "killed").exists()
+    assert json.loads(ended.stdout.splitlines()[-1])["steps"] == 6
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert [entry["step"] for entry in facts["resumed"]] == [4]
+    ours, alone = (
+        [line["loss_nats"] for line in lines if line["kind"] == "train"]
+        for lines in (read_json_lines(tmp_path / run / "metrics.jsonl") for run in ("run", "alone"))
+    )
+    assert ours == pytest.approx(alone, rel=1e-5)
