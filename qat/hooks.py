@@ -7,6 +7,7 @@
 | `qat.attention`  | a module that computes attention from a part of the past       |
 | `qat.plans`      | a module that compiles a training step for absent devices      |
 | `qat.sweeps`     | a function that runs a recipe of measurements in turns         |
+| `qat.soaks`      | a function that compares the first steps of a run with bounds  |
 | `qat.reports`    | a function that `qat report` writes something else by          |
 | `qat.suites`     | a module that judges models on tasks of lm-eval                |
 | `qat.sections`   | a function that writes a section of the report about a file    |

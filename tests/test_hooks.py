@@ -23,10 +23,11 @@ from qat.evaluate.config import EvalConfig
 from qat.export.targets import load_target, target_names
 from qat.models.attention import read_attention, sparse_attention
 from qat.observe.config import TrackConfig
-from qat.train.config import TrainConfig
+from qat.train.config import LaunchConfig, TrainConfig
 from qat.train.start import check_rollouts
 
 RUN, TRACKED = TrainConfig(cache_dir="cache"), TrackConfig(tensorboard=True)
+SOAKED = LaunchConfig(soak=1)
 
 
 @pytest.mark.usefixtures("no_extensions")
@@ -39,6 +40,7 @@ RUN, TRACKED = TrainConfig(cache_dir="cache"), TrackConfig(tensorboard=True)
         (select, "xla"),
         (read_attention, "nsa"),
         (lambda _: train("q2", config=RUN, out=Path("run"), tracking=TRACKED), "trackers"),
+        (lambda _: train("q2", config=RUN, out=Path("run"), launch=SOAKED), "lab"),
         (lambda name: sparse_attention(SimpleNamespace(**{name: {"mode": "merged"}})), "nsa"),
         (lambda name: check_rollouts(0.5, 8, None, "cpu"), "decode"),
         (lambda name: open_cache(f"s3://bucket/{name}"), "streams"),
@@ -47,7 +49,7 @@ RUN, TRACKED = TrainConfig(cache_dir="cache"), TrackConfig(tensorboard=True)
         (lambda name: open_source(f"{name}.txt:1,more.txt:1"), "mixtures"),
     ],
     ids=(
-        "verb importer target device attention followers checkpoint rows cache rotation tasks "
+        "verb importer target device attention followers soak checkpoint rows cache rotation tasks "
         "mixture"
     ).split(),
 )

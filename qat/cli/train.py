@@ -3,9 +3,10 @@
 import json
 import logging
 import shlex
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 from rich.table import Table
@@ -13,22 +14,26 @@ from rich.text import Text
 
 from qat.cli.export import show_targets
 from qat.cli.parser import print_result
-from qat.config import Careful, Required
-from qat.errors import QatError
+from qat.config import Required
+from qat.errors import QatError, Stopped, TrainingError
 from qat.hooks import extension
 from qat.logs import RECIPE, Terminal
 from qat.losses.config import parse_losses
 from qat.observe.config import TrackConfig
-from qat.train.config import TrainConfig, refuse_begun
+from qat.train.config import LaunchConfig, TrainConfig, refuse_begun
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from qat.observe.health import Check
+    from qat.train.loop import Trainer
     from qat.train.preflight import Checked
     from qat.train.start import TrainReport
 
 logger = logging.getLogger(__name__)
 
-UNTRACKED = TrackConfig()
-STATE_COLOURS = {"look": "yellow", "bad": "bold red"}
+UNTRACKED, LAUNCH = TrackConfig(), LaunchConfig()
+STATE_COLOURS = {"ok": "green", "look": "yellow", "bad": "bold red"}
 MEASURES = (
     ("kl_tail_nats", "KL, nats (top-K and tail)", "{:.4f}"),
     ("kd_nats", "KD, nats (top-K alone, T = 2)", "{:.4f}"),
@@ -37,7 +42,6 @@ MEASURES = (
     ("ppl", "perplexity", "{:,.2f}"),
 )
 SEVERITIES = {"error": "bold red", "warning": "yellow", "note": "dim"}
-Flag = Annotated[bool, Parameter(negative=())]
 
 
 def train(
@@ -46,9 +50,7 @@ def train(
     config: Annotated[TrainConfig, Parameter(name="*")],
     out: Required[Path],
     tracking: Annotated[TrackConfig, Parameter(name="*")] = UNTRACKED,
-    resume: Careful[Literal["latest", "auto"] | None] = None,
-    dry_run: Careful[Flag] = False,
-    force: Careful[Flag] = False,
+    launch: Annotated[LaunchConfig, Parameter(name="*")] = LAUNCH,
     says_targets: Annotated[bool, Parameter(parse=False)] = True,
 ) -> dict[str, object]:
     """Train STUDENT, a packed checkpoint, against a teacher cache.
@@ -58,21 +60,17 @@ def train(
         config: Settings.
         out: Run directory to make.
         tracking: Who follows the run.
-        resume: Go on with the run in OUT, if there is one, from its newest checkpoint that is
-            whole (`latest` may be left out). Where OUT is gone, as in a new session, it is brought
-            back from --gdrive-dir. `auto`, for jobs that restart by themselves, also begins anew
-            where a run was killed before its first checkpoint, and keeps what that one recorded.
-        dry_run: Take a few steps, say how long the run will take, what it will hold and what
-            speaks against it, and leave nothing behind.
-        force: Train in spite of the preflight's errors (recorded in run.json).
+        launch: Settings of this start of the run.
         says_targets: Print where the student can be exported to, as `qat convert` did before.
     """
     from qat.cli.inputs import check_inputs, with_fitting_loss
 
     followers: Any = None if tracking == UNTRACKED else extension("qat.followers", "trackers")
+    soak: Any = extension("qat.soaks", "lab") if launch.soak else None
     parse_losses(config.loss)
     _warn_of_idle(config.idle())
     check_inputs(models=[student, config.teacher], caches=[config.cache_dir], out=out)
+    resume, dry_run = launch.resume, launch.dry_run
     if resume is None and not dry_run:
         refuse_begun(out)
     if config.reads_cache:
@@ -80,7 +78,7 @@ def train(
     from qat.backend.device import select
     from qat.ranks import joined
     from qat.train.preflight import examine
-    from qat.train.start import finished, opened
+    from qat.train.start import opened
 
     session = select(config.device).session(config.xla_cache_dir)
     with session, joined(config.device, is_safe=config.ranks == "safe") as ranks:
@@ -100,7 +98,7 @@ def train(
             said = student if says_targets else None
             adapters = "lora" in config.kinds
             forced = ranks.sync_errors(
-                lambda: _preflight(examined(), said, adapters=adapters, force=force)
+                lambda: _preflight(examined(), said, adapters=adapters, force=launch.force)
             )
         is_followed = ranks.is_first and followers is not None
         with followers.follow(out, tracking) if is_followed else nullcontext():
@@ -113,14 +111,37 @@ def train(
                 forced=forced,
                 ranks=ranks,
             )
-            with run as trainer:
-                trainer.train()
-                report = finished(trainer)
+            report = _trained(run, launch.soak)
             if tracking.gdrive_dir is not None and ranks.is_first:
                 _write_page(out)
         if not ranks.is_first:
             return {}
+    found = _ended(out, config, report)
+    _judge(out, launch, found, soak)
+    return found
+
+
+def _trained(run: "AbstractContextManager[Trainer]", soak: int) -> "TrainReport | None":
+    """Train to the end; None where a soak ended before."""
+    from qat.train.start import finished
+
+    with run as trainer:
+        trainer.stops.last_step = soak or None
+        try:
+            trainer.train()
+        except Stopped as stop:
+            if stop.exit_code:
+                raise
+            logger.info("%s", stop)
+            return None
+        return finished(trainer)
+
+
+def _ended(out: Path, config: TrainConfig, report: "TrainReport | None") -> dict[str, object]:
+    """Print what a run came to, and return it; without a report it was stopped by a soak."""
     show_health(out)
+    if report is None:
+        return {"run": out}
     show_end(out, report, cache_dir=config.cache_dir, prompt=config.sample_prompt)
     return dict(
         run=out,
@@ -129,6 +150,29 @@ def train(
         best_nats=report.best,
         best_step=report.best_step,
     )
+
+
+def _judge(out: Path, launch: LaunchConfig, found: dict[str, object], soak: Any) -> None:  # noqa: ANN401
+    """Compare a run with the bounds of its soak, and its health with --strict-health.
+
+    Raises:
+        TrainingError: something is not ok.
+    """
+    if soak is not None:
+        checks = soak(out, launch)
+        Terminal().print(checks_table(checks, f"Soak of {launch.soak} steps"))
+        refuse_health(checks, found, "mend it and soak again; its checkpoint is kept for --resume")
+    if launch.strict_health:
+        refuse_health(not_ok(out), found, f"see 'qat report {out}'; what was trained is kept")
+
+
+def refuse_health(checks: "Sequence[Check]", found: dict[str, object], advice: str) -> None:
+    """Raise TrainingError for checks that are not ok, after printing the result `found`."""
+    failed = [check for check in checks if check.state != "ok"]
+    if failed:
+        print_result(found)
+        words = (f"{check.name}: {check.found}, expected {check.limit}" for check in failed)
+        raise TrainingError(f"{'; '.join(words)}: {advice}")
 
 
 def _warn_of_idle(settings: dict[str, object]) -> None:
@@ -244,25 +288,34 @@ def show_end(run: Path, report: "TrainReport", *, cache_dir: str, prompt: str) -
 
 
 def show_health(run: Path) -> None:
-    """Print the answers to the questions of `qat.observe.health` about `run` that are not ok.
+    """Print the answers of `qat.observe.health` about `run` that are not ok.
 
-    A run that has its student does not fail for it.
+    A run that has its student does not fail for files that cannot be read.
     """
-    from qat.observe.health import health
-    from qat.observe.runs import read_directory
-
     try:
-        checks = health(read_directory(run))
+        findings = not_ok(run)
     except (OSError, QatError) as error:
         logger.warning("no table of the run's health: %s", error)
         return
-    table = Table("Health", "Found", "Limit", "")
+    if findings:
+        Terminal().print(checks_table(findings, "Health"))
+
+
+def not_ok(run: Path) -> "list[Check]":
+    """Return the answers of `qat.observe.health` about `run` that are not ok."""
+    from qat.observe.health import health
+    from qat.observe.runs import read_directory
+
+    return [check for check in health(read_directory(run)) if check.state != "ok"]
+
+
+def checks_table(checks: "Sequence[Check]", title: str) -> Table:
+    """Return a table with a line for each check."""
+    table = Table(title, "Found", "Limit", "")
     for check in checks:
-        if check.state != "ok":
-            state = Text(check.state, STATE_COLOURS[check.state])
-            table.add_row(check.name, check.found, check.limit, state)
-    if table.rows:
-        Terminal().print(table)
+        state = Text(check.state, STATE_COLOURS[check.state])
+        table.add_row(check.name, check.found, check.limit, state)
+    return table
 
 
 def _before_and_after(first: dict, best: dict) -> Table:

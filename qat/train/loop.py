@@ -32,7 +32,7 @@ from qat.train.learnable import weights_in_scope
 from qat.train.metrics import Metrics
 from qat.train.optim import Optimizer
 from qat.train.pulse import Pulse
-from qat.train.resume import EXIT_CODES, HALT, Stops
+from qat.train.resume import EXIT_CODES, HALT, SOAK, Stops
 from qat.train.run import RunDirectory
 from qat.train.saver import HasState, Saver, check_alike
 from qat.train.step import OwnRows, StepResult, TrainingStep, rank_indices
@@ -132,7 +132,8 @@ class Trainer:
                 try:
                     for batches in self._pulse.timed(stream):
                         batches = self._with_rollouts(batches)
-                        result = self.take_step(batches, self.step, stop=self.stops.requested())
+                        stop = self.stops.requested(self.step)
+                        result = self.take_step(batches, self.step, stop=stop)
                         self._follow(result, ticker)
                     self.saver.finish()
                 except CheckpointError as error:  # a background save failed
@@ -354,8 +355,9 @@ class Trainer:
         if self.saver.saved != self.step:
             self.saver.save(self.step, self.best, is_best=False)
         self.saver.finish()
-        reason = self.stops.requested() or "another rank"
-        self._pulse.event("halted" if reason == HALT else "signal", step=self.step, wish=reason)
+        reason = self.stops.requested(self.step) or "another rank"
+        kind = "halted" if reason in {HALT, SOAK} else "signal"
+        self._pulse.event(kind, step=self.step, wish=reason)
         if self.ranks.is_first:
             self.stops.clear_halt()
         raise Stopped(

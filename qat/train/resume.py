@@ -28,12 +28,12 @@ from qat.train.saver import problem
 
 logger = logging.getLogger(__name__)
 
-HALT = "HALT"
-"""A file whose creation stops the run; the run removes it when it stops."""
+HALT, SOAK = "HALT", "--soak"
+"""A file whose creation stops the run, which then removes it; and a stop after a given step."""
 LOOK_S = 1.0
 """Seconds between checks for that file."""
-EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, HALT: 3}
-"""Exit code by cause of a stop: 128 plus the signal's number, as shells report it, or 3."""
+EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, HALT: 3, SOAK: 0}
+"""Exit code by cause of a stop: 128 plus the signal's number, as shells report it, 3, or 0."""
 
 
 class Stops:
@@ -45,15 +45,22 @@ class Stops:
     """
 
     def __init__(self, halt: Path) -> None:
+        self.last_step: int | None = None
+        """The step after which a soak stops; None for a run to its end."""
         self._halt = halt
         self._reason: str | None = None
         self._looked_s = -LOOK_S
         self._handlers: dict[int, Any] = {}
 
-    def requested(self) -> str | None:
-        """Return `SIGTERM`, `SIGINT`, `SIGHUP` or `HALT` after such a request, else None."""
+    def requested(self, taken: int = 0) -> str | None:
+        """Return `SIGTERM`, `SIGINT`, `SIGHUP` or `HALT` after such a request, else None.
+
+        Return `--soak` if `taken` steps are all before the last one of a soak, or more.
+        """
         if self._reason is not None:
             return self._reason
+        if self.last_step is not None and taken + 1 >= self.last_step:
+            return SOAK
         now = time.monotonic()
         if now - self._looked_s < LOOK_S:
             return None

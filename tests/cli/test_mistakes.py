@@ -90,7 +90,7 @@ def test_a_misspelt_flag_is_the_nearest_one_alone(monkeypatch, capsys) -> None:
 
 def test_a_wrong_value_is_named_with_its_flag(monkeypatch, capsys) -> None:
     for tokens, flag, known in (
-        ("train M --cache-dir c --out o --resume=lates", "--resume", ("latest", "auto")),
+        ("train M --cache-dir c --out o --resume=lates", "resume", ("latest", "auto")),
         ("convert M --out o --for ggfu", "--for", ("gguf", "mlx")),
         ("convert M --out o --from anemil", "--from", ("anemll",)),
         ("demo --steps x", "--steps", ("whole number",)),

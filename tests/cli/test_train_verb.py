@@ -77,6 +77,19 @@ def test_a_run_says_what_it_does_and_what_it_came_to(
         assert call(monkeypatch, *command[1:]) == 0
 
 
+@pytest.mark.parametrize(("state", "code"), [("ok", 0), ("look", 1), ("bad", 1)])
+def test_strict_health_reaches_the_exit_code_after_the_student_is_written(
+    place: Path, tmp_path: Path, monkeypatch, capsys, state: str, code: int
+) -> None:
+    checks = [Check("stalls", state, "1 (step 2)", "none"), Check("speed", "ok", "3 %", "10 %")]
+    monkeypatch.setattr("qat.observe.health.health", lambda _: checks)
+    words = ["train", place / "student", *flags(place, max_steps=1), "--out", tmp_path / "run"]
+    assert call(monkeypatch, *words, "--strict-health") == code
+    shown = capsys.readouterr()
+    assert Path(json.loads(shown.out.splitlines()[-1])["final"]).is_dir()
+    assert ("qat: stalls: 1 (step 2), expected none: see 'qat report" in shown.err) == bool(code)
+
+
 def test_settings_of_rollouts_that_nobody_asked_for_are_told(
     place: Path, tmp_path: Path, monkeypatch, caplog
 ) -> None:

@@ -13,7 +13,7 @@ from qat.errors import Stopped
 from qat.logs import read_json_lines
 from qat.train import resume as stop
 from qat.train.optim import Optimizer
-from qat.train.resume import HALT, Stops
+from qat.train.resume import HALT, SOAK, Stops
 from qat.train.run import RunDirectory
 from qat.train.start import TrainReport, train_student
 
@@ -89,6 +89,13 @@ def test_a_stop_in_the_last_step_lets_the_run_end(
 ) -> None:
     at_step(monkeypatch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert_same_end(whole, tmp_path / "run", run(place, tmp_path / "run"))
+
+
+def test_a_soak_stops_after_its_last_step_and_not_before(tmp_path: Path) -> None:
+    stops = Stops(tmp_path / HALT)
+    assert stops.requested(10**6) is None
+    stops.last_step = 5
+    assert [stops.requested(taken) for taken in (3, 4, 7)] == [None, SOAK, SOAK]
 
 
 def test_the_first_signal_is_noted_and_the_second_acts(tmp_path: Path) -> None:
