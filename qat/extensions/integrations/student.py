@@ -163,7 +163,7 @@ def _with_head(language: LanguageModel, hidden: Tensor, dtype: torch.dtype) -> S
     known = Numbers.of(table), [*parts]
     hidden = _TakesTableGradient.apply(hidden, left, known, *parts.values())
     W.requires_grad_()
-    return StudentOutput(hidden, Head(W, head.bias, language.softcap, left.append, True))
+    return StudentOutput(hidden, Head(W, head.bias, language.softcap, left.append))
 
 
 class _TakesTableGradient(torch.autograd.Function):

@@ -22,6 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from qat.errors import ConfigError
 from qat.extensions.integrations.datasets import CacheDataset, as_batch
+from qat.extensions.integrations.losses import Totals, totals
 from qat.extensions.integrations.losses import loss as loss_of
 from qat.extensions.integrations.student import as_teacher, check_whole, param_groups, unwrapped
 from qat.models.checkpoint import write_checkpoint
@@ -145,6 +146,11 @@ class QatTrainer(StudentMixin, Trainer):
         """
         student = unwrapped(model)
         args = copy.copy(args) if args is not None else TrainingArguments("tmp_trainer")
+        if args.n_gpu > 1:
+            raise ConfigError(
+                f"{args.n_gpu} GPUs are there for one process, expected one each; start the "
+                "program by 'accelerate launch' or torchrun, or show it one GPU"
+            )
         if args.bf16 or args.fp16:
             raise ConfigError(
                 f"bf16={args.bf16}, fp16={args.fp16} among the arguments would cast what losses "
@@ -155,6 +161,8 @@ class QatTrainer(StudentMixin, Trainer):
         if isinstance(named.get("train_dataset"), CacheDataset):
             named.setdefault("data_collator", default_collate)
         self.loss, self.temperature = loss, temperature
+        self._totals: Totals
+        """What the losses of the present step share."""
         super().__init__(model, args, **named)
         self.model_accepts_loss_kwargs = True
         self.teacher = None
@@ -164,14 +172,13 @@ class QatTrainer(StudentMixin, Trainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
-        """Return the micro-batches of a step, and the number of valid tokens in all of them."""
+        """Return the micro-batches of a step, and the valid tokens in those of all ranks."""
         samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not samples:
             return samples, None
-        count = torch.stack([as_batch(inputs).mask.sum() for inputs in samples]).sum().to(device)
-        if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            count = self.accelerator.gather(count).sum()
-        return samples, count.clamp(min=1)
+        batches, how = [*map(as_batch, samples)], {"with_teacher": self.teacher is not None}
+        self._totals = totals(self.model, batches, loss=self.loss, **how)
+        return samples, self._totals.num_tokens
 
     def compute_loss(
         self,
@@ -197,10 +204,11 @@ class QatTrainer(StudentMixin, Trainer):
             with torch.no_grad():
                 teacher = self.teacher(batch.input_ids, **how)
         output = model(batch.input_ids, **how)
-        num_tokens = num_items_in_batch if model.training else None
-        given = {"loss": self.loss, "temperature": self.temperature, "num_tokens": num_tokens}
+        given = {"loss": self.loss, "temperature": self.temperature}
+        if model.training:
+            given["totals"] = self._totals
         loss = loss_of(output, batch, teacher=teacher, **given)
-        if num_tokens is not None and self.args.average_tokens_across_devices:
+        if model.training:
             loss = loss * self.args.world_size  # wrappers average gradients over ranks
         return (loss, output) if return_outputs else loss
 

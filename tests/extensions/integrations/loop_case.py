@@ -79,11 +79,11 @@ def steps_of_loop(
     losses = []
     for step in range(STEPS):
         batches = batches_of(cache, step, config.grad_accum_steps)
-        num_tokens = torch.stack([batch.mask.sum() for batch in batches]).sum()
+        totals = qat.totals(student, batches)
         found = []
         for batch in batches:
             how = {"position_ids": batch.position_ids, "with_logits": with_logits}
-            loss = qat.loss(student(batch.input_ids, **how), batch, num_tokens=num_tokens)
+            loss = qat.loss(student(batch.input_ids, **how), batch, totals=totals)
             loss.backward()
             found.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(student.parameters(), config.clip_grad_norm)
@@ -101,11 +101,9 @@ def steps_of_rank(
     optimizer, schedule = optimizer_of(student, config)
     losses = []
     for step in range(STEPS):
-        batches = batches_of(cache, step, ranks.size)
-        num_tokens = torch.stack([batch.mask.sum() for batch in batches]).sum()
-        batch = batches[ranks.rank]
+        batch = batches_of(cache, step, ranks.size)[ranks.rank]
         out = student(batch.input_ids, position_ids=batch.position_ids, with_logits=False)
-        loss = qat.loss(out, batch, num_tokens=num_tokens)
+        loss = qat.loss(out, batch, totals=qat.totals(student, [batch]))
         (loss * ranks.size).backward()  # wrappers average gradients over ranks
         optimizer.step()
         schedule.step()

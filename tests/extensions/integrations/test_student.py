@@ -95,6 +95,18 @@ def test_every_format_takes_the_steps_of_a_run(tmp_path: Path, kind: str, dtype:
         assert torch.equal(opened(IDS).logits, finished(IDS).logits)
 
 
+@pytest.mark.usefixtures("short_fits")
+def test_micro_batches_name_the_words_of_a_table_together(tmp_path: Path) -> None:
+    build(tmp_path / "cache")
+    save_checkpoint(with_tables(), TOKENIZER, tmp_path / "student")
+    expected, course = steps_of_run(tmp_path, grad_accum_steps=2)
+    student = prepared(tmp_path, course)
+    steps_of_loop(student, TeacherCache.open(tmp_path / "cache"), course)
+    found, wanted = values_of(student), values_of(expected)
+    for name, value in found.items():  # micro-batches are added in another order
+        torch.testing.assert_close(value, wanted[name], rtol=1e-4, atol=1e-6)
+
+
 def test_losses_of_logits_are_those_of_hidden_states(place: Path, cache: TeacherCache) -> None:
     student = prepared(place, config(place))
     (batch,) = batches_of(cache, 0, 1)

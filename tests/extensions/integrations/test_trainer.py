@@ -60,10 +60,10 @@ def test_it_takes_the_steps_of_a_loop(place: Path, tmp_path: Path) -> None:
     optimizer, _ = optimizer_of(other, course)
     for step in range(4):
         parts = [data.cache.batch([4 * step + 2 * m, 4 * step + 2 * m + 1]) for m in range(2)]
-        num_tokens = torch.stack([batch.mask.sum() for batch in parts]).sum()
+        totals = qat.totals(other, parts)
         for batch in parts:
             how = {"position_ids": batch.position_ids, "with_logits": False}
-            qat.loss(other(batch.input_ids, **how), batch, num_tokens=num_tokens).backward()
+            qat.loss(other(batch.input_ids, **how), batch, totals=totals).backward()
         torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
