@@ -66,6 +66,12 @@ def ways_taken() -> Counter[Way]:
     return found
 
 
+def plain_on_gpu() -> dict[str, int]:
+    """Return how often each kernel ran as plain PyTorch on a GPU in this process so far."""
+    plain = ("pytorch", "cuda")
+    return {name: n for (name, *way), n in sorted(ways_taken().items()) if tuple(way) == plain}
+
+
 @contextmanager
 def computing_by(kernel: bool) -> Iterator[None]:
     """Force every kernel (interpreted on a CPU) or every reference inside the block, to compare."""

@@ -62,6 +62,7 @@ def health(run: TrainingRun) -> list[Check]:
         Check("skipped steps", "ok" if skipped <= 0.01 else "look", percent(skipped), "1 %"),
         _recompiles(beats),
         _on_host(beats),
+        _plain(beats),
         _temperature(beats),
         *_sparse(run),
         Check("resumed", "ok", _at(run.resumed) if run.resumed else "never", "-"),
@@ -221,6 +222,17 @@ def _on_host(beats: list[dict]) -> Check | None:
         return None
     names = ", ".join(beats[-1]["host_fallbacks"])
     return Check("on the host", "look" if names else "ok", names or "nothing", "nothing")
+
+
+def _plain(beats: list[dict]) -> Check | None:
+    """Check which kernels ran as plain PyTorch on a GPU, and whether they still do."""
+    counts = [beat["plain_kernels"] for beat in beats if "plain_kernels" in beat]
+    if not counts:
+        return None
+    last, middle = counts[-1], sum(counts[len(counts) // 2].values())
+    found = ", ".join(f"{name} {count} times" for name, count in last.items()) or "none"
+    rises = ", and more and more" if sum(last.values()) > middle else ""
+    return Check("plain kernels", "look" if last else "ok", f"{found}{rises}", "none")
 
 
 def _temperature(beats: list[dict]) -> Check | None:

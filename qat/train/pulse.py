@@ -24,6 +24,7 @@ from torch import Tensor
 
 from qat.backend.base import Backend
 from qat.backend.nvidia import UNKNOWN
+from qat.kernels.dispatch import plain_on_gpu
 from qat.logs import JsonLines, Tail, events_file, heartbeat_file
 from qat.ranks import Ranks
 
@@ -313,6 +314,7 @@ class Pulse:
             **_p50_p95("data_wait_s", self._waits),
             **self._memory(),
             **self._health,
+            plain_kernels=plain_on_gpu(),
             **facts,
         )
         share = self._drop.look(tokens_per_s, seconds)

@@ -60,6 +60,16 @@ def test_retries_of_the_allocator_count_over_all_ranks(calm: TrainingRun) -> Non
     assert GAPS in found.found
 
 
+def test_kernels_that_ran_as_plain_pytorch_are_named(calm: TrainingRun) -> None:
+    none = with_beats(calm, lambda _: {"plain_kernels": {}})
+    assert answer(none, "plain kernels") == Check("plain kernels", "ok", "none", "none")
+    once = with_beats(calm, lambda _: {"plain_kernels": {"head": 2, "topk": 1}})
+    found = Check("plain kernels", "look", "head 2 times, topk 1 times", "none")
+    assert answer(once, "plain kernels") == found
+    more = with_beats(calm, lambda i: {"plain_kernels": {"head": i}})
+    assert answer(more, "plain kernels").found.endswith("times, and more and more")
+
+
 def test_operators_of_an_xla_run_that_the_host_computed_are_named(calm: TrainingRun) -> None:
     assert answer(with_beats(calm, lambda _: {"host_fallbacks": {}}), "on the host").state == "ok"
     slow = with_beats(calm, lambda _: {"host_fallbacks": {"aten::bucketize": 3}})

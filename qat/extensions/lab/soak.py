@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
-from qat.kernels.dispatch import ways_taken
 from qat.observe.health import Check, State, health
 from qat.observe.runs import TrainingRun, read_directory
 from qat.train.config import LaunchConfig
@@ -18,14 +17,13 @@ LEAST_LOSSES = 4  # logged losses, so that the first and the last quarter have o
 
 
 def judge(path: Path, launch: LaunchConfig) -> list[Check]:
-    """Return the checks of the run in `path`, which this process took steps of; `bad` failed."""
+    """Return the checks of the run in `path`; those that failed are `bad`."""
     run = read_directory(path)
     others = [check for check in health(run) if check.name not in LEFT_OUT]
     return [
         _steps(run, launch.soak),
         _falling(run),
         *_bounds(run, launch),
-        _kernels(),
         *(check._replace(state=_state(check.state == "ok")) for check in others),
     ]
 
@@ -62,10 +60,3 @@ def _bounds(run: TrainingRun, launch: LaunchConfig) -> Iterator[Check]:
     least = launch.soak_tokens_per_s
     limit = f"at least {least:,g}" if least else "-"
     yield Check("tokens/s", _state(speed >= least), f"{speed:,.0f}", limit)
-
-
-def _kernels() -> Check:
-    """Check that no kernel of this process ran as plain PyTorch on a GPU."""
-    plain = [name for name, way, device in ways_taken() if (way, device) == ("pytorch", "cuda")]
-    names = ", ".join(sorted(plain))
-    return Check("kernels as plain PyTorch", _state(not plain), names or "none", "none")
