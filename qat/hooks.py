@@ -21,7 +21,7 @@
 | `qat.chats`      | a module that reads chats with tools, and checks how they read |
 | `qat.mixtures`   | a module that reads several texts in turns, by their shares    |
 | `qat.rotations`  | a function that rotates a float model before it is quantized   |
-| `qat.keepers`    | a function that makes a student of a file's own levels         |
+| `qat.keepers`    | a function that makes a student of a model's own levels        |
 | `qat.teachers`   | a module whose `ServedTeacher` asks a teacher on a server      |
 | `qat.targets`    | a module that writes an export target                          |
 | `qat.python`     | a function of `import qat`: `qat.prepare`                      |

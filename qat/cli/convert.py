@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from qat.models.sizes import Sizes
 
 Foreign = Literal["anemll"]  # projects whose checkpoints `--from` imports
-MEANT = {"base"}  # the settings of `qat convert` that an import reads
+# the settings of `qat convert` that an import reads, or what keeps the weights of its source
+MEANT = {"from": {"base"}, "keep": {"keep", "embedding_bits"}, "snap": {"snap"}}
 
 
 TABLES = ("embedding and head", "embedding", "head")
@@ -79,7 +80,7 @@ def convert(
         dry_run: Say how large the student will be, how long it takes, how much memory, and which
             targets hold it; nothing is written.
     """
-    if from_ is not None or config.keep:
+    if from_ is not None or config.kept:
         _check_kept(config, from_, {"--dry-run": dry_run, "--for": targets, "--eval": evaluate})
     if from_ is not None:
         report = convert_foreign(source, config, out, importer=from_)
@@ -93,7 +94,7 @@ def convert(
         )
     from qat.cli.inputs import check_inputs
 
-    if not config.keep:
+    if not config.kept:
         check_asked(config)
     check_inputs(
         models=[source, config.base],
@@ -112,8 +113,8 @@ def convert(
     verdicts, exam = {}, EvalConfig(cache_dir=cache_dir, device=config.device)
     if evaluate:
         verdicts["before"] = judge(source, exam).cached._asdict()
-    if config.keep:
-        report = extension("qat.keepers", "gguf")(source, out, config)
+    if config.kept:
+        report = extension("qat.keepers", config.kept)(source, out, config)
     else:
         report = convert_checkpoint(source, config, out, shipping_to(targets)).of_file()
     if evaluate:
@@ -154,13 +155,13 @@ def _check_kept(config: ConvertConfig, from_: Foreign | None, others: dict[str, 
     Raises:
         ConfigError: the first one that is given.
     """
-    flag, meant = ("--keep", {"keep", "embedding_bits"}) if from_ is None else ("--from", MEANT)
+    how = config.kept if from_ is None else "from"
     given = [word for word, value in others.items() if value]
-    given += [f"{n}={getattr(config, n)}" for n in sorted(config.model_fields_set - meant)]
+    given += [f"{n}={getattr(config, n)}" for n in sorted(config.model_fields_set - MEANT[how])]
     if given:
         raise ConfigError(
-            f"{given[0]} is given with {flag}, which keeps weights and sizes of the source as they "
-            "are; drop it, and convert or judge the result in a second step"
+            f"{given[0]} is given with --{how}, which keeps weights and sizes of the source as "
+            "they are; drop it, and convert or judge the result in a second step"
         )
 
 
@@ -225,10 +226,10 @@ def _warn(
     from qat.export.targets import load_target
     from qat.logs import Terminal
 
-    if config.to in (None, FLOAT) and config.bits_budget is None and not config.keep:
+    if config.to in (None, FLOAT) and config.bits_budget is None and not config.kept:
         return  # nothing was to be quantized
     asked = f"--bits-budget {config.bits_budget}" if config.to is None else f"--to {config.to}"
-    asked = "--keep" if config.keep else asked
+    asked = f"--{config.kept}" if config.kept else asked
     reason = f"{asked} leaves as many bits as the source has"
     floats = [part for part in found.parts if part.name in TABLES and part.bits >= FLOAT_BITS]
     if floats:

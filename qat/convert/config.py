@@ -71,6 +71,9 @@ class ConvertConfig(Settings):
     keep: Formats[bool] = False
     """The source is a GGUF file whose weights are integers and one scale per block (Q1_0, Q2_0,
     TQ1_0, TQ2_0, Q4_0, Q5_0, Q8_0): the student has just these, and can be trained further."""
+    snap: Formats[bool] = False
+    """The source is a model whose float weights lie on a grid, as QAT in another program leaves
+    them: the student has just that grid. Linears that lie on none stay in floating point."""
     base: Formats[str | None] = None
     """Float model to take weights from, where the source is already quantized."""
     calibration: Calibration[str | None] = None
@@ -87,6 +90,11 @@ class ConvertConfig(Settings):
     """auto, cpu, cuda, cuda:1, ..."""
     trust_remote_code: Speed[bool] = False
     """Run the code that comes with the model or its base (recorded in convert_report.json)."""
+
+    @property
+    def kept(self) -> str | None:
+        """The setting, `keep` or `snap`, by which weights of the source stay; None without one."""
+        return "keep" if self.keep else "snap" if self.snap else None
 
     @field_validator("embedding_bits", mode="before")
     @classmethod
@@ -159,10 +167,10 @@ def check_asked(config: ConvertConfig) -> QuantPlan:
     Raises:
         ConfigError: nothing is named to do, or a setting lacks another one that it needs.
     """
-    if config.keep:
+    if config.kept:
         raise ConfigError(
-            "keep is given for a model that is to be changed, expected a file alone; run 'qat "
-            "convert FILE.gguf --keep' first, and go on with its result"
+            f"{config.kept} is given for a model that is to be changed, expected a model alone; "
+            f"run 'qat convert MODEL --{config.kept}' first, and go on with its result"
         )
     changes = {config.to, config.bits_budget, config.attention, config.kv}
     if changes == {None} and not config.rotate:

@@ -185,7 +185,7 @@ def test_a_linear_without_levels_is_refused(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_extensions")
 def test_without_its_extension_nothing_is_kept(tmp_path: Path) -> None:
     file = str(write_gguf(tmp_path / "model.gguf", "Q4_0"))
-    with pytest.raises(ConfigError, match="'gguf' is not installed .*pip install"):
+    with pytest.raises(ConfigError, match="'keep' is not installed .*pip install"):
         run_verb(["convert", file, "--keep", "--out", str(tmp_path / "out")])
 
 
