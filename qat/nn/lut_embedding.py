@@ -10,7 +10,7 @@ Shapes: V words, D model width, B sequences, S positions, T = B * S.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,9 @@ from qat.nn.activation import ActivationQuantizer, read
 from qat.nn.quant_weight import PIECE, LatentWeight, PackedWeight, QuantWeight
 from qat.quant.spec import LutSpec
 from qat.quant.weight import BY_ROW, PackedIndices, QuantizedWeight, Scales
-from qat.ranks import Ranks
+
+if TYPE_CHECKING:  # converting exchanges nothing
+    from qat.ranks import Ranks
 
 
 class QuantTable(QuantWeight):
@@ -238,7 +240,7 @@ class TableHead(nn.Module):
     named: Tensor | None = None
     """Words `(V,)` bool whose rows of a table that learns get a gradient; None if all do."""
 
-    def name_(self, ids: Tensor, ranks: Ranks) -> None:
+    def name_(self, ids: Tensor, ranks: "Ranks") -> None:
         """Let the words `ids` of all ranks be `named`, those below 0 being none, in place."""
         count = named_words(ids, self.table.out_features)
         ranks.sum_([count])
