@@ -12,7 +12,7 @@ from qat.backend.base import Backend
 from qat.data.text import Tokens
 from qat.errors import ConfigError, DataError
 from qat.evaluate.config import EvalConfig
-from qat.evaluate.text import Text, read_text, text_batches, text_perplexity, windows
+from qat.evaluate.text import Text, read_text, text_batches, text_perplexity
 from qat.models.language_model import LanguageModel
 
 
@@ -51,18 +51,6 @@ def test_equals_the_loop_of_hugging_face(num_tokens: int, context: int, stride: 
     assert actual.ppl == pytest.approx(math.exp(expected), rel=1e-4)
     bits = expected * (num_tokens - 1) / math.log(2)
     assert actual.bits_per_byte == pytest.approx(bits / 100, rel=1e-5)
-
-
-def test_each_token_but_the_first_is_scored_once() -> None:
-    for context, stride in ((8, 1), (8, 3), (8, 7), (2, 1)):
-        for num_tokens in (2, 7, 8, 9, 30, 31):
-            ids = torch.arange(num_tokens)
-            batches = list(text_batches(one_text(ids), context, stride, batch_size=3))
-            scored = torch.cat([batch.labels[batch.mask] for batch in batches])
-            assert torch.equal(scored.sort().values, ids[1:])
-            assert max(len(batch.input_ids) for batch in batches) <= 3
-            for begin, _, first_scored in windows(num_tokens, context, stride)[1:]:
-                assert first_scored - begin >= context - stride, "less context than promised"
 
 
 def test_refuses_bad_windows() -> None:

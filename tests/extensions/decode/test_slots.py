@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from qat.backend.cpu import CpuBackend
 from qat.extensions.decode import slots as module
-from qat.extensions.decode.decoder import Decoder
 from qat.extensions.decode.slots import Batch, Request, Slots, SlotStep, Waves, open_sampler
 from qat.generate.sampling import Sampling
 from qat.kernels.dispatch import computing_by
@@ -89,20 +88,6 @@ def test_known_families_have_slots_and_others_their_own_loop() -> None:
     kinds = {name: open_sampler(LanguageModel(MODELS[name]()), batch) for name in MODELS}
     waves = {name for name, kind in kinds.items() if isinstance(kind, Waves)}
     assert waves == {"another family", "another family of 8 bits"}
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_student_of_a_packed_cache_says_what_generate_says(bits: int) -> None:
-    def student() -> LanguageModel:
-        return LanguageModel(with_kv(tiny_quantized("qwen3", PACKED, **RANGE), bits))
-
-    sampler = open_sampler(student(), Batch(3, 60, 20, Sampling(0.0), ()))
-    decoder = Decoder(student())
-    expected = [
-        decoder.generate(torch.tensor([ids]), Sampling(0.0), max_new_tokens=limit)[0]
-        for ids, limit, _ in requests()
-    ]
-    assert sampler.sample(requests()) == expected
 
 
 @pytest.mark.parametrize("is_kernel", [False, pytest.param(True, marks=pytest.mark.slow)])
