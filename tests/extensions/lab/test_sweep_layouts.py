@@ -22,7 +22,7 @@ from qat.extensions.lab.sweep.layouts import (
     packed_batches,
 )
 from qat.extensions.lab.sweep.plan import StepsConfig, SweepRun
-from qat.extensions.lab.sweep.work import _laid_out, _time_ranks, rank_numbers
+from qat.extensions.lab.sweep.work import _laid_out, _time_ranks, other_attention, rank_numbers
 from qat.ranks import ALONE, Ranks
 
 SOURCE = BatchSource(None, seq_len=64, top_k=4, draws=0, vocab_size=100, seed=0)
@@ -110,6 +110,25 @@ def test_the_cost_of_buckets_is_that_of_all_their_steps(tmp_path: Path) -> None:
     valid = sum(int(m[0].mask.sum()) for _, m in islice(_laid_out(config, setting), STEPS))
     assert found["cost_s"] == pytest.approx(sum(found["samples"]) / valid)
     assert found["valid_tokens_per_s"] == pytest.approx(1 / found["cost_s"])
+
+
+@pytest.mark.parametrize("kernel", ["flash", "math"])
+def test_a_forced_attention_kernel_is_the_one_that_ran(tmp_path: Path, kernel: str) -> None:
+    group = {"sweep": "s", "verb": "bench", "student": "tiny", "command": (), "group": "-"}
+    run = SweepRun(**group, settings={}, repeat=0, out=tmp_path, strict=True)
+    config = StepsConfig(**QUICK, steps=1, warmup=2, attention_kernel=kernel)
+    found = _time_ranks(run, config, ALONE)
+    assert found["fallbacks"] == [] and found["effective"]["attention"]
+    assert all(kernel in name for name in found["effective"]["attention"])
+
+
+def test_another_attention_operator_than_the_forced_one_is_said() -> None:
+    tile, math = "qat::tile_attention", "aten::_scaled_dot_product_attention_math"
+    assert other_attention("math", {"attention": [math]}) == []
+    assert other_attention("auto", {"attention": [tile]}) == []
+    said = other_attention("flash", {"attention": [tile]})
+    assert said == ["attention_kernel=flash ran as qat::tile_attention"]
+    assert other_attention("flash", {}) == ["attention_kernel=flash ran as no operator of PyTorch"]
 
 
 def test_a_layout_is_for_random_data_in_single_micro_batches() -> None:

@@ -32,6 +32,8 @@ class StepsConfig(BenchConfig):
     bucket_lengths: str = ""
     """Boundaries of the buckets, joined by commas, the last one seq_len; by default its eighth,
     quarter and half besides."""
+    attention_kernel: Literal["auto", "cudnn", "efficient", "flash", "math"] = "auto"
+    """Kernel that PyTorch's dense attention must use; a row says if another operator ran."""
     ranks: int = Field(1, ge=1)
     """Processes that take each step together, one per device; `batch_size` is per process."""
     shard_latents: bool = False

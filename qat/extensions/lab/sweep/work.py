@@ -3,10 +3,12 @@
 import json
 import statistics
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import cycle
 
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qat.backend.base import Backend
 from qat.backend.device import select
@@ -27,6 +29,14 @@ from qat.ranks import ALONE, Ranks, joined
 from qat.train.config import StepConfig, TrainConfig
 from qat.train.start import check_dtype, train_student
 from qat.train.step import StepResult
+
+SDPA = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+"""PyTorch's kernels of dense attention by name."""
 
 
 class StepRecorder:
@@ -81,7 +91,9 @@ def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | Non
     ours = Ours(model, config, ranks=ranks, is_sharded=config.shard_latents)
     numbered = _laid_out(config, setting)
     subject = StepRecorder(ours.subject(), setting.backend, ranks=ranks, first_timed=config.warmup)
-    timing = setting.time(subject, numbered)
+    forced = config.attention_kernel != "auto"
+    with sdpa_kernel(SDPA[config.attention_kernel]) if forced else nullcontext():
+        timing = setting.time(subject, numbered)
     numbers = {**setting.numbers(timing, ranks.size), **rank_numbers(timing, ranks)}
     if not ranks.is_first:
         return None
@@ -90,6 +102,7 @@ def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | Non
     is_one = len(set(valid)) == 1
     cost_s = timing.step_s / valid[0] if is_one else sum(timing.steps_s) / sum(valid)
     ran = what_ran(config, model, numbers["effective"], setting.backend)
+    ran["fallbacks"] += other_attention(config.attention_kernel, numbers["effective"])
     if run.strict:
         check_strictly(ran["fallbacks"])
     row = setting.row("sweep", run.group, config.batch_size)
@@ -97,6 +110,7 @@ def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | Non
         **row,
         **numbers,
         "layout": config.layout,
+        "attention_kernel": config.attention_kernel,
         "shard_latents": config.shard_latents,
         "cost_s": cost_s,
         "valid_tokens_per_s": 1 / cost_s,
@@ -104,6 +118,14 @@ def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | Non
         **leak_facts(subject.held_mib),
         **_environment(config, setting.backend),
     }
+
+
+def other_attention(kernel: str, effective: Facts) -> list[str]:
+    """Return a sentence if attention ran by another operator than that of the forced `kernel`."""
+    found = effective.get("attention", ())
+    if kernel == "auto" or found and all(f"_{kernel}_" in f"{name}_" for name in found):
+        return []
+    return [f"attention_kernel={kernel} ran as {', '.join(found) or 'no operator of PyTorch'}"]
 
 
 def rank_numbers(timing: Timing, ranks: Ranks) -> Facts:
