@@ -229,22 +229,6 @@ class TeacherCache:
         rows, _ = self._read(indices, split, ["log_sum_exp"])
         return self._finite(rows["log_sum_exp"], "log-sum-exp")
 
-    def negatives(
-        self, indices: Sequence[int] | np.ndarray, split: Split = "train"
-    ) -> tuple[Tensor, Tensor]:
-        """Return random tokens of an imported cache, `(B, S - 1, R)` int64, and float16 logits.
-
-        They are uniform, with repetition, and may be among the top K. R is 0 if none were kept.
-        """
-        R, S = self.manifest.negatives, self.sequence_length
-        if R == 0:
-            nothing = torch.zeros(len(indices), S - 1, 0)
-            return nothing.long(), nothing.half()
-        rows, _ = self._read(indices, split, ["negative_ids", "negative_logits"])
-        bits = id_bits(self.manifest.teacher.vocab_size)
-        ids = self._valid_ids(unpack_bits(rows["negative_ids"], bits, (S - 1) * R).long())
-        return ids.view(-1, S - 1, R), self._finite(rows["negative_logits"], "logit")
-
     def _top_k(self, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         N, S, V = len(rows["tokens"]), self.sequence_length, self.manifest.teacher.vocab_size
         if "topk_ids" not in rows:

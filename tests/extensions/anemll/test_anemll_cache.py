@@ -21,6 +21,7 @@ from qat.errors import CacheError, ConfigError
 from qat.evaluate.divergence import divergence_by_source
 from qat.evaluate.judge import split_batches
 from qat.extensions.anemll.cache import import_cache, read_meta
+from qat.extensions.anemll.reading import ImportedCache
 from qat.extensions.bench.config import BenchConfig
 from qat.losses.config import check_targets, fitting_loss
 from qat.models.load import load_model, load_tokenizer
@@ -72,12 +73,12 @@ def test_the_last_sequences_are_held_out(cache: TeacherCache, stored: dict[str, 
 def test_random_tokens_on_request(
     cache: TeacherCache, stored: dict[str, Tensor], place: Path, tmp_path: Path
 ) -> None:
-    ids, logits = cache.negatives([8, 0])
+    ids, logits = ImportedCache.open(cache.directory).negatives([8, 0])
     assert torch.equal(ids, stored["rand_idx"][[8, 0]].long())
     assert torch.equal(logits, stored["rand_logits"][[8, 0]])
     settings = ImportConfig(teacher=str(place / "base"))
     import_cache(place / "foreign", settings, tmp_path / "without")
-    without = TeacherCache.open(tmp_path / "without")
+    without = ImportedCache.open(tmp_path / "without")
     assert without.negatives([0])[0].shape == (1, 8, 0)
     files = sum(path.stat().st_size for path in (tmp_path / "without").iterdir())
     assert files < sum(path.stat().st_size for path in cache.directory.iterdir())
