@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from qat.backend.base import Backend
 from qat.data.reader import TeacherCache
+from qat.data.text import tokenizer_hash
 from qat.logs import read_json_lines
 from qat.models.checkpoint import save_checkpoint
 from qat.models.load import load_model, load_tokenizer, model_identity
@@ -106,7 +107,10 @@ def make_trainer(config: TrainConfig, student: Path, out: Path) -> Trainer:
     optimizer = make_trainable(model.model, config, shards_latents=config.shard_latents)
     cache, run = TeacherCache.open(config.cache_dir), RunDirectory(out)
     run.begin(resolved(config, str(student)))
-    judge = Judge(model, load_tokenizer(str(student)), cache, config)
+    tokenizer = load_tokenizer(str(student))
+    known, vocab_size = tokenizer_hash(tokenizer), model.config.vocab_size
+    model.num_words = cache.check_student(known, vocab_size, model.longest)
+    judge = Judge(model, tokenizer, cache, config)
     teacher = open_teacher(config, cache)
     return Trainer(optimizer, judge, run=run, config=config, teacher=teacher)
 

@@ -297,6 +297,25 @@ def decode_top_k(
     return ids, logprobs
 
 
+def over_words(
+    ids: Tensor, logprobs: Tensor, tail: Tensor, num_words: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return top K and tail, `(..., K)` and `(...)`, renormalised over the first `num_words` words.
+
+    Other words follow the rest with id -1 and log-prob -inf; what the tail holds of them cannot be
+    told apart and stays in it. K becomes at most `num_words - 1`: some word is left to the tail.
+    """
+    is_beyond = ids >= num_words
+    order = is_beyond.byte().argsort(dim=-1, stable=True)
+    beyond = logprobs.masked_fill(~is_beyond, -torch.inf).logsumexp(-1)
+    kept = torch.log1p(-beyond.exp())
+    ids = ids.masked_fill(is_beyond, -1).gather(-1, order)
+    logprobs = logprobs.masked_fill(is_beyond, -torch.inf).gather(-1, order) - kept[..., None]
+    K = min(ids.shape[-1], num_words - 1)
+    tail = torch.logaddexp(tail - kept, logprobs[..., K:].logsumexp(-1))
+    return ids[..., :K], logprobs[..., :K], tail
+
+
 def encode_draws(draws: Tensor, mask: Tensor, vocab_size: int) -> dict[str, Tensor]:
     """Encode `(N, S, n)` ascending draws as rows, for tokens where `mask` `(N, S)` is true.
 

@@ -20,6 +20,7 @@ from qat.data.codec import (
     decode_draws,
     decode_top_k,
     id_bits,
+    over_words,
     unpack_bits,
     unpack_flags,
 )
@@ -118,6 +119,8 @@ class TeacherCache:
         """
         self.directory = directory
         self.manifest = manifest
+        self.num_words = manifest.teacher.vocab_size
+        """Number of leading words that targets are over: those of teacher and student."""
         self._layout = promised_layout(manifest)
         self._open = shard_opener(
             directory, manifest, fetch=fetch, limit=open_shards or OPEN_SHARDS
@@ -160,31 +163,26 @@ class TeacherCache:
         """Return the `(count,)` training sequences of a step; see `sequence_indices`."""
         return sequence_indices(seed, step, count, self.num_sequences("train"))
 
-    def check_student(
-        self, tokenizer_hash: str, vocab_size: int, max_positions: int | None
-    ) -> None:
-        """Check that a student can learn from this cache.
+    def check_student(self, tokenizer_hash: str, vocab_size: int, max_positions: int | None) -> int:
+        """Check that a student can learn from this cache; return the number of words of both.
+
+        Batches are then over these words: models of a family may pad a vocabulary differently.
 
         Raises:
-            CacheError: the student's tokenizer or vocabulary differs, or it cannot read sequences
-                this long.
+            CacheError: the student's tokenizer differs, or it cannot read sequences this long.
         """
-        teacher = self.manifest.teacher
         if tokenizer_hash != self.manifest.tokenizer:
             raise CacheError(
                 f"{self.directory} was tokenised with tokenizer {self.manifest.tokenizer}, the "
                 f"student has {tokenizer_hash}; rebuild the cache with the student's tokenizer"
-            )
-        if vocab_size != teacher.vocab_size:
-            raise CacheError(
-                f"{self.directory} is over a vocabulary of {teacher.vocab_size}, the student's "
-                f"has {vocab_size}; rebuild the cache with a teacher of the student's vocabulary"
             )
         if max_positions is not None and self.sequence_length > max_positions:
             raise CacheError(
                 f"{self.directory} holds sequences of {self.sequence_length} tokens, the student "
                 f"reads at most {max_positions}; rebuild it with a lower --sequence-length"
             )
+        self.num_words = min(vocab_size, self.manifest.teacher.vocab_size)
+        return self.num_words
 
     def batch(
         self,
@@ -208,7 +206,8 @@ class TeacherCache:
         has_draws = "draws" in targets and self._layout.has_draws
         rows, drawn = self._read(indices, split, names, has_ids=has_draws)
         S, V = self.sequence_length, self.manifest.teacher.vocab_size
-        input_ids = self._valid_ids(unpack_bits(rows["tokens"], id_bits(V), S).long())
+        input_ids = unpack_bits(rows["tokens"], id_bits(V), S).long()
+        self._valid_ids(input_ids, self.num_words)
         starts, mask = unpack_flags(rows["starts"], S), unpack_flags(rows["mask"], S)
         topk_ids, topk_logprobs, tail_logprob = self._top_k(rows)
         sample_ids, sample_counts = self._draws(rows, drawn)
@@ -239,6 +238,9 @@ class TeacherCache:
         if not (tail < 0).all():  # 0 would leave no mass for the top K; NaN fails too
             raise self._invalid("a tail that is no probability")
         self._valid_ids(ids)
+        if self.num_words < V:
+            ids, logprobs, tail = over_words(ids, logprobs, tail, self.num_words)
+            self._finite(tail, "tail beside words that the student has not")
         return ids, logprobs, tail if self.manifest.has_tail else torch.full_like(tail, torch.nan)
 
     def _draws(self, rows: dict[str, Tensor], drawn: list[np.ndarray]) -> tuple[Tensor, Tensor]:
@@ -253,7 +255,8 @@ class TeacherCache:
             num_draws=self.manifest.settings.draws,
             vocab_size=self.manifest.teacher.vocab_size,
         )
-        return self._valid_ids(ids), counts
+        is_beyond = self._valid_ids(ids) >= self.num_words
+        return ids.masked_fill(is_beyond, 0), counts.masked_fill(is_beyond, 0.0)
 
     def _read(
         self,
@@ -276,9 +279,9 @@ class TeacherCache:
         opened = {owner: self._open(shards[owner]) for owner in np.unique(owners_B).tolist()}
         return read_rows(opened, owners_B, rows_B, self._layout, names=names, has_ids=has_ids)
 
-    def _valid_ids(self, ids: Tensor) -> Tensor:
-        """Return the ids after checking that all are inside the vocabulary."""
-        if ids.numel() and int(ids.max()) >= self.manifest.teacher.vocab_size:
+    def _valid_ids(self, ids: Tensor, num_words: int | None = None) -> Tensor:
+        """Return the ids after checking that all are below `num_words`, or the teacher's words."""
+        if ids.numel() and int(ids.max()) >= (num_words or self.manifest.teacher.vocab_size):
             raise self._invalid(f"token {int(ids.max())}")
         return ids
 
@@ -290,7 +293,6 @@ class TeacherCache:
 
     def _invalid(self, what: str) -> CacheError:
         return CacheError(
-            f"{self.directory} holds {what}, expected what a teacher over "
-            f"{self.manifest.teacher.vocab_size} words can say; rebuild the cache, or ask whoever "
-            "made it"
+            f"{self.directory} holds {what}, expected what a teacher can say to a student over "
+            f"{self.num_words} words; rebuild the cache, or ask whoever made it"
         )

@@ -126,13 +126,18 @@ def judge(source: str, config: EvalConfig) -> Verdict:
     cache = None if config.cache_dir is None else open_cache(config.cache_dir)
     student, tokenizer = open_student(source, device=config.device, dtype=config.dtype)
     text = None if config.text is None else read_text(config, tokenizer)
+    own_words, known = student.config.vocab_size, tokenizer_hash(tokenizer)
     if cache is not None:
-        cache.check_student(tokenizer_hash(tokenizer), student.config.vocab_size, student.longest)
+        student.num_words = cache.check_student(known, own_words, student.longest)
     if text is not None:
         check_context(student, config.context)
     teacher = None
     if config.teacher is not None:
         teacher = load_teacher(config.teacher, device=config.device, dtype=config.dtype)
+        words = own_words, teacher.config.vocab_size, student.num_words
+        is_padded = min(words) < max(words[:2])
+        if is_padded and known == tokenizer_hash(load_tokenizer(config.teacher)):
+            student.num_words = teacher.num_words = min(words)
     size = config.batch_size
 
     def by_source() -> dict[str, Iterator[Batch]]:

@@ -109,9 +109,17 @@ class Head(NamedTuple):
         return self.capped(logits).unflatten(0, hidden.shape[:-1])
 
     def words(self, start: int, stop: int) -> "Head":
-        """Return the head restricted to the words `start` to `stop`."""
-        bias = None if self.bias is None else self.bias[start:stop]
-        return Head(self.weight[start:stop], bias, self.softcap)
+        """Return the head restricted to the words `start` to `stop`, or all if `stop` is beyond.
+
+        A gradient that is taken has zeros for the other words.
+        """
+        taken, rest = self.take_gradient, len(self.weight) - stop
+        if start == 0 and rest <= 0:
+            return self
+        take = taken and (lambda gradient: taken(F.pad(gradient, (0, 0, start, rest))))
+        parts = self.bias, self.named
+        bias, named = (part if part is None else part[start:stop] for part in parts)
+        return Head(self.weight[start:stop], bias, self.softcap, take, named)
 
 
 class Others(NamedTuple):

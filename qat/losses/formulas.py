@@ -118,7 +118,8 @@ class WordsRead(NamedTuple):
     def student(self, chosen: Tensor, others_lse: Tensor | None) -> Student:
         """Split `chosen`, the logits of `ids()`, into the parts of a `Student`."""
         topk, draws, label = chosen.split([part.shape[1] for part in self], dim=1)
-        return Student(topk, draws, label, others_lse)
+        # a word of the teacher alone has no mass; finite, since 0 times infinity is no number
+        return Student(topk.masked_fill(self.topk < 0, NO_LOGIT), draws, label, others_lse)
 
 
 def log_add(a: Tensor, b: Tensor) -> Tensor:
@@ -128,6 +129,8 @@ def log_add(a: Tensor, b: Tensor) -> Tensor:
     return torch.logaddexp(a, b)
 
 
+NO_LOGIT = -1e9
+"""Logit of an absent word of the top-k: `exp` of its distance to any other logit is zero."""
 LOG_ZERO = -100.0
 """Floor of the teacher's log-probabilities: `exp(-100)` is zero in float32."""
 

@@ -51,6 +51,8 @@ class LanguageModel:
 
     folder: Path | None = None
     """Directory for tensors that do not fit in memory; None for that of temporary files."""
+    num_words = sys.maxsize
+    """Number of leading words that count; fewer than all beside a model whose head is smaller."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -177,26 +179,26 @@ class LanguageModel:
         So is the whole table of a quantized one. Inside a training step a table that learns takes
         its gradient from the head itself if it can.
         """
-        head = self.head
+        head, take, named = self.head, None, None
         if isinstance(head, TableHead):
             table = head.table
             take = table.take_gradient_ if table.learns_by_rows else None
-            named = head.named if table.is_in_step else None
-            return Head(table.weight_in(dtype), head.bias, self.softcap, take, named)
-        weight, bias = head.weight, head.bias
-        if weight.dtype != dtype and not weight.requires_grad:
+            weight, named = table.weight_in(dtype), head.named if table.is_in_step else None
+        elif head.weight.dtype == dtype or head.weight.requires_grad:
+            weight = head.weight
+        else:
             if self._cast_head is None or self._cast_head.dtype != dtype:
-                self._cast_head = weight.detach().to(dtype)
+                self._cast_head = head.weight.detach().to(dtype)
             weight = self._cast_head
-        return Head(weight, bias, self.softcap)
+        return Head(weight, head.bias, self.softcap, take, named).words(0, self.num_words)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Map `(..., D)` from `hidden` to logits `(..., V)`, soft-capped if the model does so.
+        """Map `(..., D)` from `hidden` to logits of `num_words`, soft-capped if the model does so.
 
         Without gradients a plain 16-bit head returns float32, without an intermediate rounding.
         """
         with self.present(self.head):
-            return self._logits(hidden)
+            return self._logits(hidden)[..., : self.num_words]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         head, softcap = self.head, self.softcap

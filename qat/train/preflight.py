@@ -615,7 +615,7 @@ def guessed_hours(config: OptimConfig, student: str, cache: TeacherCache) -> flo
     return config.max_steps * config.sequences_per_step * S * flops / (peak / 3) / 3600
 
 
-def _messages(*checks: Callable[[], None]) -> Iterator[str]:
+def _messages(*checks: Callable[[], object]) -> Iterator[str]:
     """Yield the errors that `train_student` would raise."""
     for check in checks:
         try:

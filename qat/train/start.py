@@ -272,7 +272,8 @@ def _open(
             f"sample_prompt={config.sample_prompt!r} holds no token; expected something to "
             "continue; use --sample-prompt TEXT"
         )
-    cache.check_student(identity["tokenizer"], model.config.vocab_size, model.longest)
+    vocab_size = model.config.vocab_size
+    model.num_words = cache.check_student(identity["tokenizer"], vocab_size, model.longest)
     config = check_dtype(divided)
     teacher = open_teacher(config, cache)
     state, choice = _state_of(choice)
@@ -491,9 +492,11 @@ def open_teacher(config: TrainConfig, cache: TeacherCache) -> LanguageModel | No
             f"teacher={config.teacher} is model {identity}, but {config.cache_dir} holds the words "
             f"of {known.name}, {known.identity}; name that teacher, or build a cache of this one"
         )
-    return load_teacher(
+    teacher = load_teacher(
         config.teacher, device=config.device, dtype=config.dtype, trust_remote_code=trust
     )
+    teacher.num_words = cache.num_words
+    return teacher
 
 
 def _facts(student: str, fingerprint: str, whole: _Opened, ranks: Ranks) -> dict[str, object]:

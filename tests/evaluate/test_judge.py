@@ -153,9 +153,10 @@ def test_refusals(place: Path, tmp_path: Path) -> None:
         judge(student, settings())
     with pytest.raises(ConfigError, match="context=256, .* 128"):
         judge(student, EvalConfig(text=place / "text.txt", device="cpu"))
-    with pytest.raises(CacheError, match=f"over a vocabulary of {VOCAB}"):
-        other = saved_model(tmp_path / "wide", vocab_size=VOCAB + 8)
-        judge(other, settings(cache_dir=place / "cache"))
+    wide = saved_model(tmp_path / "wide", vocab_size=VOCAB + 8)
+    tiny_tokenizer(265).save_pretrained(tmp_path / "wide")
+    with pytest.raises(ConfigError, match=f"has {VOCAB} words and the teacher's {VOCAB + 8}"):
+        judge(student, settings(text=place / "text.txt", teacher=wide))
     build_cache(place, "all", top_k=4, held_out=0.0)
     with pytest.raises(CacheError, match="has no held_out sequences.*another --split"):
         judge(student, settings(cache_dir=place / "all"))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cache_case import build, info, texts, without_split
+from cache_case import build, texts, without_split
 from crash import stopped_at
 from quantized import (
     SPECS,
@@ -330,7 +330,6 @@ def test_a_directory_in_use(place: Path, tmp_path: Path, whole) -> None:
         ({"top_k": 0}, {}, ConfigError, "tail reads .* topk"),
         ({"held_out": 0.0}, {}, ConfigError, "0 held-out sequences"),
         ({"tokenizer": tiny_tokenizer(265)}, {}, CacheError, "tokenizer .*, the student"),
-        ({"info": info(vocab_size=321)}, {}, CacheError, "vocabulary of 321, .* 320"),
         ("no training", {}, ConfigError, "0 training and .* held-out sequences"),
         ("none", {}, CacheError, "none"),
         ({}, {"loss": "ki"}, ConfigError, "has no loss called 'ki'"),

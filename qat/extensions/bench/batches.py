@@ -72,7 +72,7 @@ def open_source(config: MeasureConfig, student: LanguageModel) -> BatchSource:
     """Open the cache of `config`; without one return random batches.
 
     Raises:
-        CacheError: the cache cannot be read, or does not fit this student.
+        CacheError: the cache cannot be read, or its sequences are too long for this student.
         ConfigError: its sequence length or K is not the requested one, or it lacks what the loss
             needs.
     """
@@ -96,8 +96,9 @@ def open_source(config: MeasureConfig, student: LanguageModel) -> BatchSource:
                 "choose another cache"
             )
     check_targets(config.losses, top_k, draws, has_tail=has_tail)
-    # a shape has no tokenizer of its own: it takes any cache of its vocabulary size
-    cache.check_student(cache.manifest.tokenizer, vocab_size, student.longest)
+    # a shape has no tokenizer of its own: it takes any cache, and learns the words of both
+    known = cache.manifest.tokenizer
+    student.num_words = cache.check_student(known, vocab_size, student.longest)
     if cache.num_sequences("train") == 0:
         raise ConfigError(
             f"{config.cache_dir} has no training sequences, expected some; rebuild it from more "

@@ -269,7 +269,9 @@ class RolloutSampler:
             return
         with self._backend.matmul_precision(self._precision):
             dense = dense_copy(student.model, self._dtype)
-            self._sampler = Slots(SlotStep(LanguageModel(dense), slotted.num_slots), slotted)
+            copied = LanguageModel(dense)
+            copied.num_words = student.num_words
+            self._sampler = Slots(SlotStep(copied, slotted.num_slots), slotted)
         tables = {n: table for n, table in quant_tables(student.model).items() if table.learns()}
         formed = {**quant_linears(student.model), **tables}
         self._formed = [

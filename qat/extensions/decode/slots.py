@@ -420,22 +420,26 @@ class Waves:
         uniforms = torch.from_numpy(np.stack([request.uniforms() for request in requests]))
         # the processor draws, so that the most likely token is the drawn one
         config = generation_config(sorted(self._batch.ends), limit, temperature=0, top_p=1)
-        drawing = _Drawing(uniforms, ids.shape[1], self._batch.sampling)
+        drawing = _Drawing(uniforms, ids.shape[1], self._batch.sampling, self._model.num_words)
         return continue_rows(self._model, ids, config, processor=drawing)
 
 
 class _Drawing(LogitsProcessor):
     """A logits processor that draws each row's token and masks all others."""
 
-    def __init__(self, uniforms: Tensor, length: int, sampling: Sampling) -> None:
+    def __init__(self, uniforms: Tensor, length: int, sampling: Sampling, num_words: int) -> None:
         self._uniforms, self._length, self._sampling = uniforms, length, sampling
+        self._num_words = num_words
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return `(B, V)` logits: 0 for the drawn token, -inf for all others."""
         uniforms = self._uniforms[:, input_ids.shape[1] - self._length].to(scores.device)
         sampling = self._sampling
         drawn = draw_next(
-            scores.float(), uniforms, temperature=sampling.temperature, top_p=sampling.top_p
+            scores[:, : self._num_words].float(),
+            uniforms,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
         )
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn[:, None], 0.0)
 

@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from qat.convert.calibrate import StackInputs, TokenBatch, stages_in_order
 from qat.data.reader import TeacherCache
 from qat.data.text import tokenizer_hash
-from qat.errors import ConfigError, how_to_install
+from qat.errors import CacheError, ConfigError, how_to_install
 from qat.extensions.bench.config import MeasureConfig
 from qat.extensions.bench.measure import compile_anew, time_steps
 from qat.extensions.lab.baselines.config import METHODS, PTQ, BaselineSettings
@@ -294,7 +294,13 @@ def train_baseline(
         TrainingError: the loss is not finite.
     """
     _check(method, settings, calibration)
-    cache.check_student(tokenizer_hash(tokenizer), teacher.config.vocab_size, teacher.longest)
+    vocab_size, cached = teacher.config.vocab_size, cache.manifest.teacher.vocab_size
+    cache.check_student(tokenizer_hash(tokenizer), vocab_size, teacher.longest)
+    if vocab_size != cached:
+        raise CacheError(
+            f"{cache.directory} is over a vocabulary of {cached}, the model's has {vocab_size}, "
+            "expected the same; rebuild the cache with this model"
+        )
     compile_anew()
     if method in PTQ:
         return _quantize(method, BaselineJob.of(teacher, cache, settings, calibration))
