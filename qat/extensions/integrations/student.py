@@ -138,7 +138,8 @@ def _loop_class(own: Any) -> type[LoopModel]:
                 # a cache, which transformers makes unasked, hides from it where documents begin
                 named.setdefault("use_cache", False)
                 return own.forward(self, input_ids, *args, **named)
-            return self.read(input_ids, **named)
+            given = {name: value for name, value in named.items() if value is not None}
+            return self.read(input_ids, **given)  # peft names every parameter
 
     members = {"__doc__": own.__doc__, "__module__": own.__module__, "own_class": own}
     return type(own.__name__, (LoopModel, own), {**members, "forward": forward})
@@ -241,8 +242,13 @@ def prepare(
     return in_loop(model.train(), prepared)
 
 
+def has_adapter(student: nn.Module) -> bool:
+    """Return whether peft put an adapter on the model (`qat.integrations.peft.prepare_lora`)."""
+    return hasattr(student, "peft_config") and hasattr(student, "get_base_model")
+
+
 def unwrapped(student: nn.Module) -> LoopModel:
-    """Return the prepared model in `student`, which DDP or `torch.compile` may have wrapped.
+    """Return the prepared model in `student`, which DDP, `torch.compile` or peft may have wrapped.
 
     Raises:
         ConfigError: there is none.
@@ -250,6 +256,8 @@ def unwrapped(student: nn.Module) -> LoopModel:
     model: Any = student
     while not isinstance(model, LoopModel):
         inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        if has_adapter(model):
+            inner = model.get_base_model()
         if not isinstance(inner, nn.Module):
             raise ConfigError(
                 f"{type(model).__name__} is not a prepared student, expected what qat.prepare "
@@ -329,6 +337,10 @@ def finish(student: nn.Module) -> PreTrainedModel:
     Raises:
         ConfigError: `student` was not prepared, or `fully_shard` divides it over ranks.
     """
+    if has_adapter(student):
+        from qat.extensions.integrations.adapters import adapter_taken
+
+        student = adapter_taken(student)
     model = unwrapped(student)
     check_whole(model)
     model.prepared.end_precision()

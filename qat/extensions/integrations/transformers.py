@@ -24,7 +24,14 @@ from qat.errors import ConfigError
 from qat.extensions.integrations.datasets import CacheDataset, as_batch
 from qat.extensions.integrations.losses import Totals, totals
 from qat.extensions.integrations.losses import loss as loss_of
-from qat.extensions.integrations.student import as_teacher, check_whole, param_groups, unwrapped
+from qat.extensions.integrations.student import (
+    as_teacher,
+    check_whole,
+    finish,
+    has_adapter,
+    param_groups,
+    unwrapped,
+)
 from qat.models.checkpoint import write_checkpoint
 
 ABSOLUTE = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim")
@@ -48,6 +55,8 @@ class StudentMixin:
         Raises:
             ConfigError: the arguments name a rate or an optimizer of their own.
         """
+        if has_adapter(self.model):  # the factors of peft have rates of their own
+            return super().create_optimizer(model)
         if self.optimizer is None:
             usual = {field.name: field.default for field in fields(self.args)}
             for name in ABSOLUTE:
@@ -69,6 +78,8 @@ class StudentMixin:
             return
         model = unwrapped(self.model)
         check_whole(model)
+        if has_adapter(self.model):
+            model = finish(copy.deepcopy(self.model))
         if self.args.should_save:
             directory = Path(output_dir or self.args.output_dir)
             directory.mkdir(parents=True, exist_ok=True)
@@ -78,6 +89,9 @@ class StudentMixin:
         self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
     ) -> None:
         """Write what learns, and all other parameters, for a checkpoint to resume from."""
+        if has_adapter(self.model):
+            super()._save(output_dir, state_dict)
+            return
         if not self.args.should_save:
             return
         model, directory = unwrapped(self.model), Path(output_dir or self.args.output_dir)
@@ -90,14 +104,14 @@ class StudentMixin:
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         """Read what `_save` wrote."""
-        if self.is_fsdp_enabled:
+        if self.is_fsdp_enabled or has_adapter(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         self._read_student(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         """Read the best checkpoint."""
-        if self.is_fsdp_enabled:
+        if self.is_fsdp_enabled or has_adapter(self.model):
             super()._load_best_model()
             return
         self._read_student(self.state.best_model_checkpoint)

@@ -35,13 +35,19 @@ def arguments_of(example: Path, cache: str, out: Path) -> list[str]:
     return [known[word] for word in usage.strip('."').split()]
 
 
+NEEDS = {"peft_lora": "peft", "trl_distillation": "trl"}
+"""The library that an example is for, where not everybody has it."""
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_fits")
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*no accelerator")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs(
     cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Path
 ) -> None:
+    pytest.importorskip(NEEDS.get(example.stem, "torch"))
     assert len(example.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
     monkeypatch.setattr(sys, "argv", [str(example), *arguments_of(example, cache, tmp_path / "q2")])
     runpy.run_path(str(example), run_name="__main__")
