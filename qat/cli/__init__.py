@@ -16,16 +16,11 @@ from cyclopts import CycloptsError, Parameter
 
 from qat.backend.before_torch import before_torch, keep_to_own_cores
 from qat.cli.parser import EVERY_VERB, app, mistake, parsed, print_result, run_verb
-from qat.cli.verb_list import print_verbs
 from qat.errors import QatError
 from qat.hooks import hooks
 from qat.process import GAPS, gaps_gib, is_out_of_memory
 
 __all__ = ["VERBS", "app", "main", "run_verb"]
-LISTING = ([], ["help"], ["--help"], ["-h"])
-"""The command lines that ask for the list of verbs."""
-COMPLETION = "--install-completion"
-COMPLETION_HELP = "Let the shell complete verbs and flags."
 
 
 class Verb(NamedTuple):
@@ -95,7 +90,11 @@ _of_extensions = hooks("qat.verbs")
 VERBS = {name: verb for name, verb in VERBS.items() if verb.path or name in _of_extensions}
 
 app.meta.suppress_keyboard_interrupt = False  # main says it in a line
-app.command("qat.cli.completion:install", name=COMPLETION, help=COMPLETION_HELP)
+app.command(
+    "qat.cli.completion:install",
+    name="--install-completion",
+    help="Let the shell complete verbs and flags.",
+)
 for _number, (_name, _verb) in enumerate(VERBS.items()):
     _own = {}
     if _verb.example:
@@ -113,7 +112,7 @@ def _call(
     verbose: Annotated[bool, Parameter(group=EVERY_VERB, help="Log more.", negative=())] = False,
 ) -> Callable[[], object]:
     """The call that a command line stands for; what all verbs log is set up."""
-    from qat import logs  # here and in _fail, as the list of verbs logs nothing
+    from qat import logs  # here and in _fail, as `qat --help` logs nothing
     from qat.secrets import SCRUB
 
     logs.configure(verbose)
@@ -135,8 +134,9 @@ def main() -> None:
     before_torch()
     keep_to_own_cores()
     try:
-        verb = _asked()
-        if verb is not None:
+        how = {"exit_on_error": False, "print_error": False, "result_action": "return_value"}
+        verb = app.meta(sys.argv[1:], **how)
+        if verb is not None:  # as behind --help or --version
             print_result(verb())
         sys.exit(0)
     except QatError as error:
@@ -162,16 +162,6 @@ def main() -> None:
         raise
     except KeyboardInterrupt:
         _fail("stopped by the keyboard", code=130)
-
-
-def _asked() -> Callable[[], object] | None:
-    """Return the call that the command line stands for; None behind --help or --version."""
-    words = sys.argv[1:]
-    if words in LISTING:
-        lines = {name: verb.help for name, verb in VERBS.items()}
-        print_verbs(lines | {COMPLETION: COMPLETION_HELP})
-        return None
-    return app.meta(words, exit_on_error=False, print_error=False, result_action="return_value")
 
 
 def _open_closed_outputs() -> None:
