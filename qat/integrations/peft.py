@@ -2,4 +2,4 @@
 
 from qat.hooks import extension
 
-prepare_lora = extension("qat.python", "prepare_lora")
+prepare_lora = extension("qat.python", "load_peft")().prepare_lora

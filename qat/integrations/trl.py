@@ -2,4 +2,4 @@
 
 from qat.hooks import extension
 
-QatDistillationTrainer = extension("qat.python", "QatDistillationTrainer")
+QatDistillationTrainer = extension("qat.python", "load_trl")().QatDistillationTrainer
