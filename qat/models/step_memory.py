@@ -30,6 +30,10 @@ class Moved(Protocol):
         """The optimizer of latent weights."""
 
     @property
+    def grad_accum_steps(self) -> int:
+        """The micro-batches of a step."""
+
+    @property
     def latent_dtype(self) -> str:
         """The dtype of latent weights."""
 
@@ -46,7 +50,7 @@ class StepBytes:
     """Packed indices or latent weights, scales, codebooks, adapters, and all unquantized
     tensors."""
     gradients: int
-    """Gradients of everything that learns."""
+    """Gradients of everything that learns, with those of a head that are still to be added."""
     moments: int
     """Moments of AdamW; with offload, the part that is on the device at one time, with latent
     weights."""
@@ -104,7 +108,7 @@ def step_bytes(
             if KIND_OF[local] in kinds:
                 gradients += parameter.nbytes
                 moments += 2 * parameter.nbytes
-    gradients += sum(latents)
+    gradients += sum(latents) + _of_head(model, learning, config, dtype, parts=parts)
     pinned = 0
     if hosted:
         moments += hosted * VISITORS * max(latents, default=0)
@@ -130,3 +134,25 @@ def step_bytes(
     held = min(2, parts) * largest
     formed, held = formed * dtype.itemsize, held * dtype.itemsize
     return StepBytes(*map(round, (stored, gradients, moments, formed, held, pinned)))
+
+
+def _of_head(
+    model: PreTrainedModel,
+    learning: Collection[str],
+    config: Moved,
+    dtype: torch.dtype,
+    *,
+    parts: int,
+) -> int:
+    """Return the bytes of a head's gradient until it is added to that of its latent table.
+
+    It becomes that gradient where it is the first, in float32 too, and of all rows.
+    """
+    kinds = {"weights", "scales", "codebook"}.intersection(config.kinds)
+    table = getattr(model.get_output_embeddings(), "table", None)
+    learns = any(each is table for name, each in quant_tables(model).items() if name in learning)
+    is_first = config.grad_accum_steps == parts == 1 and config.latent_dtype == "fp32"
+    if not (kinds and learns) or ("weights" in kinds and is_first):
+        return 0
+    octets = torch.float32.itemsize + (dtype.itemsize if parts > 1 else 0)
+    return octets * num_weights(table)

@@ -8,16 +8,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from train_case import config, make_place, pretend_recording, trainer_of, visiting
+from cache_case import TOKENIZER, build
+from quantized import SPECS, tiny_quantized
+from torch import Tensor
+from train_case import (
+    config,
+    make_place,
+    pretend_recording,
+    put_tables,
+    trainer_of,
+    visiting,
+)
 
 from qat.backend.base import GIB, Backend
 from qat.errors import ConfigError
 from qat.extensions.bench.batches import open_source
 from qat.extensions.bench.config import MeasureConfig
 from qat.extensions.bench.student import open_student, without_learning
+from qat.models.checkpoint import save_checkpoint
 from qat.models.step_memory import step_bytes
+from qat.nn.lut_embedding import QuantTable
 from qat.nn.quant_linear import quant_linears
-from qat.nn.swap import decoder_layers
+from qat.nn.quant_weight import LatentWeight
+from qat.nn.swap import decoder_layers, table_names
 from qat.train.learnable import weights_in_scope
 from qat.train.loop import Trainer
 from qat.train.start import check_dtype, make_trainable
@@ -258,6 +271,34 @@ def test_auto_forms_by_layer_what_would_hold_too_much_of_the_device(
         step.close()
     said = [r.message for r in caplog.records if "a layer at a time" in r.message]
     assert len(said) == 1 and "(--form)" in said[0] and "GiB if all were formed" in said[0]
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"grad_accum_steps": 2}, {"latent_dtype": "bf16"}, {"learn": "scales"}]
+)
+def test_gradients_of_a_head_that_are_to_be_added_are_counted(
+    values: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, real = [], QuantTable.take_gradient_
+
+    def watched(table: QuantTable, dW: Tensor) -> None:
+        real(table, dW)
+        own = table.weight.grad if isinstance(table, LatentWeight) else None
+        held.append(dW.nbytes + (0 if own is None or own is dW else own.nbytes))
+
+    model = tiny_quantized("qwen3", SPECS["lut2"], tie_word_embeddings=True)
+    put_tables(model)
+    build(tmp_path / "cache")
+    save_checkpoint(model, TOKENIZER, tmp_path / "student")
+    trainer = trainer_of(tmp_path, tmp_path / "run", **{"max_steps": 1, **values})
+    monkeypatch.setattr(QuantTable, "take_gradient_", watched)
+    trainer.train()
+    settings, (name,) = trainer.config, table_names(model)
+    learning = weights_in_scope(trainer.student.model, settings.scope, settings.kinds)
+    others = trainer.optimizer.parameters.items()
+    others = sum(p.nbytes for n, p in others if n != f"{name}.weight")
+    counted = step_bytes(trainer.student.model, learning, settings, torch.float32)
+    assert counted.gradients == others + max(held)
 
 
 def test_a_device_that_compiles_whole_steps_refuses_to_form_by_layer(
