@@ -221,7 +221,7 @@ def _warn(
     config: ConvertConfig,
     targets: Sequence[TargetName],
 ) -> None:
-    """Say at the top that a student is not smaller than its source, by which flag, what helps."""
+    """Say at the top that a student is larger than its source, by which flag, and what helps."""
     from qat.convert.tables import FLOAT_BITS
     from qat.export.targets import load_target
     from qat.logs import Terminal

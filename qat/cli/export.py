@@ -75,7 +75,7 @@ def _why_large(report: "ExportReport", config: ExportConfig) -> str:
     if report.has_float_tables:
         return (
             "the embedding and the head are in floating point; convert with --embedding-bits 8 for "
-            "a target that holds them so (packed, gguf, mlx, coreml)"
+            "a target that holds quantized tables (docs/export.md)"
         )
     return f"{config.to} takes that for these formats; convert with fewer bits, such as --to q2a2"
 

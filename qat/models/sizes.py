@@ -55,6 +55,10 @@ SIZE_COLUMNS = ("MB of the source", "MB", "bits per weight", "of linears")
 """Headings of `Sizes.cells`."""
 
 
+ALIKE = 1.001
+"""Ratio up to which files are as large: one with the same weights may have a longer header."""
+
+
 class Sizes(NamedTuple):
     """The sizes of a model and of the one that it came from."""
 
@@ -84,13 +88,11 @@ class Sizes(NamedTuple):
         }
 
     def warning(self, reason: str) -> str | None:
-        """Return a warning with `reason` if the result is not smaller than its source, or None."""
-        if self.source_megabytes is None or self.megabytes < self.source_megabytes:
+        """Return a warning with `reason` if the result is larger than its source, or None."""
+        source, size, *_ = self.cells()
+        if self.source_megabytes is None or self.megabytes <= ALIKE * self.source_megabytes:
             return None
-        return (
-            f"WARNING: {self.megabytes:.1f} MB are not smaller than the source of "
-            f"{self.source_megabytes:.1f} MB: {reason}"
-        )
+        return f"WARNING: {size} MB are more than the {source} MB of the source: {reason}"
 
 
 def source_megabytes(source: str) -> float | None:

@@ -22,7 +22,7 @@ from qat.models.cost import (
     tensor_bytes,
 )
 from qat.models.language_model import LanguageModel
-from qat.models.sizes import model_bytes
+from qat.models.sizes import Sizes, model_bytes
 from qat.models.step_memory import step_bytes
 from qat.nn.quant_linear import quant_linears
 from qat.nn.step import form_weights, release_weights
@@ -148,3 +148,11 @@ def test_parts_are_the_whole_file(tied: bool) -> None:
         assert parts["norms and others"].bits == 16  # with the biases of linears
     assert parts[tables[0]].bits == pytest.approx(4.5, abs=0.1)
     assert parts["mlp linears"].bits < parts["attention linears"].bits < 6
+
+
+def test_a_file_as_large_as_its_source_is_no_warning() -> None:
+    sizes = Sizes(47.7, 47.701, 2.7, 2.2)
+    assert (
+        sizes.warning("why") is None and sizes._replace(source_megabytes=None).warning("") is None
+    )
+    assert "48.0 MB" in sizes._replace(megabytes=48.0).warning("why")
