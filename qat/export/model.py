@@ -46,7 +46,8 @@ from qat.models.sizes import (
 )
 from qat.models.stored_state import activation_counts, quantized_modules
 from qat.nn.lut_embedding import QuantTable
-from qat.nn.swap import embedding_dtype, table_names
+from qat.nn.quant_linear import quant_linears
+from qat.nn.swap import embedding_dtype, table_names, weight_shape
 from qat.quant.spec import LutSpec
 
 logger = logging.getLogger(__name__)
@@ -128,8 +129,8 @@ class ExportReport(NamedTuple):
     bits_per_weight: float
     """Bits of these files over all weights: tables, norms, scales and codebooks included."""
     linear_bits: float
-    """Bits per weight of the quantized linears alone in these files; in the packed checkpoint where
-    these do not tell tensors apart."""
+    """Bits per weight of the quantized linears alone in these files, by the target's own count for
+    programs (in Core ML with 16-bit scales), or in the packed checkpoint without one."""
     source_megabytes: float | None
     """Size of the model that the checkpoint began with, in 10**6 bytes; None if it is not on this
     disk."""
@@ -224,7 +225,7 @@ def _write(
         gguf = next(partial.glob(f"*{GGUF}"), None)
         sizes = tensor_sizes(partial) if gguf is None else gguf_sizes(gguf, model)
         is_dense, dense_bits = name == "dense", 8.0 * embedding_dtype(model).itemsize
-        otherwise = dense_bits if is_dense else linear_bits(model)
+        otherwise = dense_bits if is_dense else _linear_bits_of(name, model)
         tables, base = map(model.get_submodule, table_names(model)), float_base(source)
         report = ExportReport(
             dtype=dtype,
@@ -240,6 +241,18 @@ def _write(
         )
         _write_card(partial, name=out.name, source=source, model=model, target=name, report=report)
     return report
+
+
+def _linear_bits_of(name: TargetName, model: PreTrainedModel) -> float:
+    """Return the bits per weight of the linears in files that do not tell their tensors apart.
+
+    As in the packed checkpoint for a target that does not count them.
+    """
+    count = getattr(load_target(name), "file_bits", None)
+    weights = quantized_parameter_count(model)
+    if count is None or weights == 0:
+        return linear_bits(model)
+    return sum(count(m.spec, weight_shape(m)) for m in quant_linears(model).values()) / weights
 
 
 def check_equal(name: TargetName, model: PreTrainedModel, directory: Path) -> float:

@@ -5,6 +5,7 @@ A weight is a `constexpr_lut_to_dense`, one table of 1 to 8 bits for the whole t
 table is a level, or a codeword of neighbouring weights of a row.
 """
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,14 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     refuse(lost_by_rank(spec), WITH_GROUPS)
     refuse(lost(spec, shape), f"of at most {INDEX_BITS[-1]} bits an index")
     return spec.model_copy(update={"scale_bits": 8, "level_bits": 16})
+
+
+def file_bits(spec: LutSpec, shape: tuple[int, int]) -> int:
+    """Return the bits of an `(O, I)` weight in a program in float16, with 16-bit scales."""
+    index = next(bits for bits in INDEX_BITS if bits >= spec.bits)
+    table = 16 * spec.num_levels * spec.vector_size
+    weights = math.prod(shape)
+    return weights // spec.vector_size * index + weights // spec.group_size * 16 + table
 
 
 def check(model: PreTrainedModel) -> None:
