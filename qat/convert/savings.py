@@ -73,7 +73,7 @@ def _saved(
             held.check_shape(name, *shape)
         except (ConfigError, ExportError):
             return 0.0
-        bits += (format_bits if shipping is None else shipping.file_bits)(held, shape)
+        bits += (format_bits if shipping is None else shipping.counted_bits)(held, shape)
     return size - bits / 8
 
 

@@ -102,7 +102,7 @@ class Shipping(NamedTuple):
     """The export targets of a student."""
 
     targets: dict[str, Holder]
-    """Targets by name; the first has priority."""
+    """Targets by name, in any order."""
 
     @property
     def name(self) -> str:
@@ -114,12 +114,11 @@ class Shipping(NamedTuple):
 
         The blocks of a target with `file_bits` may take more than the packed checkpoint.
         """
-        return max(format_bits(spec, shape), self.file_bits(spec, shape))
+        return max(format_bits(spec, shape), *self._bits_by_file(spec, shape))
 
-    def file_bits(self, spec: LutSpec, shape: tuple[int, int]) -> int:
-        """Return the bits of an `(O, I)` weight in the exported files where it takes the most."""
+    def _bits_by_file(self, spec: LutSpec, shape: tuple[int, int]) -> list[int]:
         sizes = (getattr(target, "file_bits", format_bits) for target in self.targets.values())
-        return max(size(spec, shape) for size in sizes)
+        return [size(spec, shape) for size in sizes]
 
     @property
     def count_file(self) -> Callable[..., tuple[dict[str, int], FileSizes]] | None:
@@ -128,8 +127,16 @@ class Shipping(NamedTuple):
         It takes a model, which may have no values, the bytes of the tensors of its checkpoint and
         its tokenizer. It returns the bytes of the tensors of the file, by name of the model.
         """
-        counts = (getattr(target, "count_file", None) for target in self.targets.values())
-        return next(filter(None, counts), None)
+        return getattr(self._counting, "count_file", None)
+
+    @property
+    def counted_bits(self) -> Callable[[LutSpec, tuple[int, int]], int]:
+        """The function for the bits of a weight in that file, or in the packed checkpoint."""
+        return getattr(self._counting, "file_bits", format_bits)
+
+    @property
+    def _counting(self) -> Holder | None:
+        return next((each for each in self.targets.values() if hasattr(each, "count_file")), None)
 
     @property
     def holds_tables(self) -> bool:
@@ -164,9 +171,27 @@ class Shipping(NamedTuple):
         )
 
     def _common(self, spec: LutSpec, shape: tuple[int, int]) -> LutSpec | None:
+        """Return the format near `spec` that takes the fewest bits of those that all targets hold.
+
+        None if there is none. Which one is found depends on the target that adapts `spec` first,
+        and integers of few bits are often all that targets have in common, so all are tried.
+        """
+        names, specs = sorted(self.targets), [spec]
+        if len(names) > 1 and spec.codebook == "lut" and spec.vector_size == 1:
+            specs.append(spec.model_copy(update={"codebook": "int"}))
+        orders = [[*names[n:], *names[:n]] for n in range(len(names))]
+        adapted = [self._adapted(each, shape, order) for each in specs for order in orders]
+
+        def cost(held: LutSpec) -> tuple[int, int, int, bool]:
+            total = sum(self._bits_by_file(held, shape))
+            return self.stored_bits(held, shape), total, held.group_size, held.codebook == "int"
+
+        return min((held for held in adapted if held is not None), key=cost, default=None)
+
+    def _adapted(self, spec: LutSpec, shape: tuple[int, int], order: list[str]) -> LutSpec | None:
         """Adapt `spec` to each target in turn; None if the result is not held by all."""
         try:
-            for target in (*self.targets.values(), *self.targets.values()):
+            for target in [self.targets[name] for name in (*order, *order)]:
                 is_fixed = spec.scale_bits == 8 and spec.codebook != "lut"
                 is_fixed &= not shape[1] % spec.group_size
                 if not is_fixed or target.lost(spec, shape) is not None:

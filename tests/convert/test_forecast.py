@@ -219,7 +219,8 @@ def test_a_weight_whose_rows_fill_no_small_blocks_is_named(
 
 def test_a_type_that_another_target_rules_out_is_named(tmp_path: Path, caplog) -> None:
     save_tiny(tmp_path / "float", "llama", hidden_size=256, intermediate_size=256)
-    shipping = shipping_to(("mlx", "gguf"))
-    forecast(str(tmp_path / "float"), ConvertConfig(to="q2a2", device="cpu"), shipping)
+    shipping, plan = shipping_to(("mlx", "gguf")), tmp_path / "threes.toml"
+    plan.write_text('name = "threes"\n[[rules]]\npattern = "*_proj"\nspec = { bits = 3 }\n')
+    forecast(str(tmp_path / "float"), ConvertConfig(to=str(plan), device="cpu"), shipping)
     (line,) = (line for line in caplog.messages if "down_proj" in line)
-    assert "Q2_K (2.625)" in line and "groups of 32" in line
+    assert "Q3_K (3.438)" in line and "groups of 128" in line

@@ -2,11 +2,12 @@
 
 import copy
 import json
+import math
 import re
 import shutil
 import sys
 from importlib import import_module
-from itertools import cycle
+from itertools import cycle, permutations, product
 from pathlib import Path
 
 import families
@@ -44,7 +45,7 @@ from qat.models.load import load_model, load_tokenizer
 from qat.models.stored_state import quantized_modules
 from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import linear_names, table_names, with_tables
-from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan
+from qat.quant.spec import PRESETS, LutSpec, PlanRule, QuantPlan, by_group
 from qat.quant.weight import pack, to_stored
 from qat.ranks import Ranks
 
@@ -440,7 +441,7 @@ def test_all_chat_templates_and_only_tokens_of_the_table_go_into_a_gguf() -> Non
     [
         ("mlx", SPECS["lut2"], "codebook is lut"),
         ("mlx", SPECS["seq2"], "groups of 16"),
-        ("mlx", LutSpec(bits=7, codebook="int"), "7 bits"),
+        ("mlx", LutSpec(bits=7, codebook="int"), "bits=7"),
         ("mlx", SPECS["int4_r3"], "low rank"),
         ("compressed-tensors", SPECS["seq2"], "codebook is seq"),
         ("gguf", SPECS["e2m1"], "codebook is e2m1"),
@@ -492,7 +493,7 @@ def plan(spec: LutSpec, pattern: str = "*") -> QuantPlan:
 @pytest.mark.parametrize(
     ("to", "spec", "shape", "reason"),
     [
-        ("mlx", LutSpec(bits=1), {}, "mlx cannot hold .*q_proj: .* 1 bits"),
+        ("mlx", LutSpec(bits=1), {}, "mlx cannot hold .*q_proj: .* bits=1"),
         ("gguf", LutSpec(bits=4), {"hidden_size": 48}, "rows of 48 .* groups of 32"),
         ("coreml", SPECS["lut2_r4"], {}, "low rank"),
         ("compressed-tensors", LutSpec(bits=1), {}, "2 bits"),
@@ -596,6 +597,19 @@ def test_two_targets_without_a_common_format_are_named() -> None:
     targets = {name: load_target(name) for name in ("packed", "anemll", "mlx")}
     with pytest.raises(ExportError, match="^anemll and mlx .* 2 bits .*down"):
         Shipping(targets).plan(PRESETS["q2a4"], model)
+
+
+@pytest.mark.parametrize(
+    ("names", "most"),
+    [(("mlx", "gguf"), 2.5), (("gguf", "onnx"), 2.25), (("torchao", "onnx"), 2.5)],
+)
+def test_targets_agree_on_the_smallest_format_in_any_order(names, most: float) -> None:
+    ways = [Shipping({name: load_target(name) for name in order}) for order in permutations(names)]
+    for bits, shape in product((2, 3, 4), ((576, 576), (64, 1024))):
+        found = {way.bend("weight", by_group(bits, 16), shape) for way in ways}
+        assert len(found) == 1
+        if bits == 2:
+            assert ways[0].stored_bits(*found, shape) <= most * math.prod(shape)
 
 
 def test_a_checkpoint_says_where_it_goes_without_its_weights(students, tmp_path) -> None:

@@ -4,6 +4,7 @@ A row of I weights of b bits is `I * b / 32` uint32 words, least significant bit
 float `scale` and `bias` per group: `W = scale * code + bias`.
 """
 
+import math
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,7 +57,7 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
     """
     reason = lost_by_grid(spec, EVEN_GRIDS)
     if reason is None and spec.bits not in BITS:
-        reason = f"MLX has no weights of {spec.bits} bits, expected one of {BITS}"
+        reason = f"MLX has no type with bits={spec.bits}, expected one of {BITS}"
     if reason is None and spec.group_size not in GROUP_SIZES:
         reason = f"MLX has no groups of {spec.group_size}, expected one of {GROUP_SIZES}"
     return reason
@@ -66,9 +67,14 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     """Return even levels without a zero up to 4 bits, integers above, with 8-bit scales."""
     refuse_all_but_groups(spec)
     if spec.bits not in BITS:
-        raise ExportError(f"MLX has no weights of {spec.bits} bits; name a plan of {BITS} bits")
+        raise ExportError(f"MLX has no type with bits={spec.bits}; name a plan of {BITS} bits")
     size = group_size_near(spec.group_size, GROUP_SIZES, shape[1])
     return even_levels(spec, size)
+
+
+def file_bits(spec: LutSpec, shape: tuple[int, int]) -> int:
+    """Return the bits of an `(O, I)` weight in the files, with 16-bit scales and biases."""
+    return math.prod(shape) * (spec.bits * spec.group_size + 2 * 16) // spec.group_size
 
 
 def check(model: PreTrainedModel) -> None:
