@@ -59,66 +59,29 @@ def token_flops(
     """Return the FLOPs of one position when the linears in `learning` train, in sequences of S."""
     teaches_weights = bool({"weights", "scales", "codebook"} & set(config.kinds))
     linears = 0.0
-    for name, weights in _weights_used(student).items():
+    for name, weights in weights_used(student).items():
         linears += (6 if teaches_weights and name in learning else 4) * weights
     V, D = student.head.out_features, student.head.in_features
     rows = K if set(config.losses) == {"candidates"} else V
     return TokenFlops(linears, 4.0 * rows * D, 3 * _attention_flops(student, S))
 
 
-@dataclass(frozen=True)
-class StepWork:
-    """The work of a training step on a device, per position unless stated otherwise."""
-
-    matmul_flops: float
-    """FLOPs of the decoder's linears and the head, with recomputation."""
-    attention_flops: float
-    elements: float
-    """Numbers read and written by the linears; traffic of norms, gates, rotations and the loss is a
-    multiple of them."""
-    weights: float
-    """Weights of the linears; they are moved once per step, however many positions it has."""
-    layers: int
-    """Decoder layers; in a small step their launch overhead dominates."""
-
-
-def step_work(student: LanguageModel, flops: TokenFlops, *, recompute: float = 0.0) -> StepWork:
-    """Return the work of a step of cost `flops` that repeats a fraction `recompute` of the forward.
-
-    Args:
-        student: the model that trains.
-        flops: FLOPs of the student's step, at the length of its sequences.
-        recompute: 1 with gradient checkpointing, 0 without.
-    """
-    used, D = _weights_used(student), student.head.in_features
-    elements = flops.head / (4 * D) + D
-    for name, weights in used.items():
-        linear = student.model.get_submodule(name)
-        elements += weights / linear.in_features + weights / linear.out_features
-    return StepWork(
-        matmul_flops=flops.linears + flops.head + recompute * 2 * sum(used.values()),
-        attention_flops=flops.attention * (1 + recompute / 3),
-        elements=elements * (1 + recompute / 3),
-        weights=sum(_linear_weights(student).values()),
-        layers=student.config.num_hidden_layers,
-    )
-
-
 def forward_flops(model: LanguageModel, S: int) -> float:
     """Return the FLOPs per position of a forward pass with all logits, as a teacher runs it."""
-    weights = sum(_weights_used(model).values())
+    weights = sum(weights_used(model).values())
     head = model.head.out_features * model.head.in_features
     return 2.0 * (weights + head) + _attention_flops(model, S)
 
 
-def _linear_weights(model: LanguageModel) -> dict[str, float]:
+def linear_weights(model: LanguageModel) -> dict[str, float]:
+    """Return the number of weights of each linear of the decoder."""
     linears = {name: model.model.get_submodule(name) for name in linear_names(model.model)}
     return {name: float(each.out_features * each.in_features) for name, each in linears.items()}
 
 
-def _weights_used(model: LanguageModel) -> dict[str, float]:
+def weights_used(model: LanguageModel) -> dict[str, float]:
     """Return the weights of each linear that a token uses; for experts, those of chosen ones."""
-    used = _linear_weights(model)
+    used = linear_weights(model)
     for name in used:
         owner, _, key = name.rpartition(".")
         if experts := experts_of(model.model.get_submodule(owner), key):

@@ -39,10 +39,11 @@ from qat.extensions.bench.measure import (
 )
 from qat.extensions.bench.results import Results, environment
 from qat.extensions.bench.student import Ours, Subject, is_shape, open_student, quantized_model
+from qat.extensions.bench.work import StepWork, step_work
 from qat.hooks import extension
 from qat.models.cost import parameter_count
 from qat.models.devices import Device, device_called, devices_named
-from qat.models.flops import StepWork, TokenFlops, step_work, token_flops
+from qat.models.flops import TokenFlops, token_flops
 from qat.models.language_model import LanguageModel
 from qat.models.step_memory import step_bytes
 from qat.train.config import StepConfig

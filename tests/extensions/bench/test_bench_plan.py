@@ -15,8 +15,9 @@ from qat.extensions.bench.run import (
     predict,
     seconds_by_rates,
 )
+from qat.extensions.bench.work import StepWork, step_work
 from qat.models.devices import devices_named
-from qat.models.flops import StepWork, TokenFlops, step_work
+from qat.models.flops import TokenFlops
 from qat.models.language_model import LanguageModel
 
 H200, H100, T4, V100, A100 = devices_named(("h200", "h100", "t4", "v100-32", "a100-80"))
