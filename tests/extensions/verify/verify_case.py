@@ -87,3 +87,99 @@ def copy_directory(
     with edited(out, name) as values:
         change(values)
     return out
+
+
+# Faults to plant in a GGUF file.
+
+UP, GATE, QUERY = "blk.1.ffn_up.weight", "blk.1.ffn_gate.weight", "blk.0.attn_q.weight"
+UP_NAME = "model.layers.1.mlp.up_proj.weight"
+GATE_NAME = "model.layers.1.mlp.gate_proj.weight"
+BLOCK = 18
+"""Bytes of a block of Q4_0, the first two of which are its scale."""
+
+
+def with_scales(tensors: Tensors, name: str, rows: slice, scale: float) -> None:
+    """Give all blocks in some rows of a Q4_0 tensor that scale."""
+    octets = tensors[name].octets.reshape(tensors[name].shape[0], -1, BLOCK)
+    octets[rows, :, :2] = np.array([scale], np.float16).view(np.uint8)
+    tensors[name] = tensors[name]._replace(octets=octets.reshape(len(octets), -1))
+
+
+def double_scales(tensors: Tensors, name: str) -> None:
+    octets = tensors[name].octets.reshape(-1, BLOCK)
+    halves = np.ascontiguousarray(octets[:, :2]).view(np.float16) * np.float16(2)
+    octets[:, :2] = halves.view(np.uint8)
+    tensors[name] = tensors[name]._replace(octets=octets.reshape(tensors[name].octets.shape))
+
+
+def damage(_: Fields, tensors: Tensors) -> None:
+    octets = tensors[UP].octets.reshape(-1, BLOCK)
+    octets[::7, 2:] ^= 0x33
+    tensors[UP] = tensors[UP]._replace(octets=octets.reshape(tensors[UP].octets.shape))
+
+
+def forget_row_order(_: Fields, tensors: Tensors) -> None:
+    """Leave the rows of a head as transformers has them: halves, not neighbours."""
+    octets = tensors[QUERY].octets
+    heads = octets.reshape(4, 8, 2, -1).swapaxes(1, 2).reshape(octets.shape)
+    tensors[QUERY] = tensors[QUERY]._replace(octets=heads)
+
+
+def swap(_: Fields, tensors: Tensors) -> None:
+    tensors[UP], tensors[GATE] = tensors[GATE], tensors[UP]
+
+
+def swap_tokens(fields: Fields, _: Tensors) -> None:
+    tokens = fields["tokenizer.ggml.tokens"]
+    tokens[40], tokens[41] = tokens[41], tokens[40]
+
+
+def drop_prompt(fields: Fields, _: Tensors) -> None:
+    template = fields["tokenizer.chat_template"]
+    fields["tokenizer.chat_template"] = template.partition("{% if add_generation_prompt %}")[0]
+
+
+def widen_norm(_: Fields, tensors: Tensors) -> None:
+    kind, shape, octets = tensors["output_norm.weight"]
+    values = octets.view(np.float32) * np.linspace(1, 3, shape[0], dtype=np.float32)
+    tensors["output_norm.weight"] = Stored(kind, shape, (values + 1).view(np.uint8))
+
+
+TWELVE = {
+    "tensor": (damage, UP_NAME),
+    "order": (forget_row_order, "model.layers.0.self_attn.q_proj.weight"),
+    "swapped": (swap, GATE_NAME),
+    "missing": (lambda _, tensors: tensors.pop(UP), UP_NAME),
+    "overflow": (lambda _, t: with_scales(t, UP, slice(3, 4), np.inf), UP_NAME),
+    "underflow": (lambda _, t: with_scales(t, UP, slice(0, 9), 2e-7), UP_NAME),
+    "vocabulary": (swap_tokens, "token 40"),
+    "splitting": (
+        lambda fields, _: fields.update({"tokenizer.ggml.pre": "qwen2"}),
+        "tokenizer pre",
+    ),
+    "end-token": (
+        lambda fields, _: fields.update({"tokenizer.ggml.eos_token_id": 9}),
+        "end of an answer",
+    ),
+    "chat-template": (drop_prompt, "letter"),
+    "rope": (
+        lambda fields, _: fields.update({"llama.rope.freq_base": 500_000.0}),
+        "model.rotary_emb.inv_freq",
+    ),
+    "tied-head": (lambda _, tensors: tensors.pop("output.weight"), "head"),
+}
+"""Faults of a GGUF file by the kind of the finding, and where it is found."""
+MORE = {
+    "factor": (lambda _, tensors: double_scales(tensors, UP), UP_NAME),
+    "begin-token": (
+        lambda fields, _: fields.update(
+            {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 1}
+        ),
+        "begin of a text",
+    ),
+    "settings": (
+        lambda fields, _: fields.update({"llama.attention.layer_norm_rms_epsilon": 1e-3}),
+        "rms_norm_eps",
+    ),
+}
+"""Kinds of faults beyond the twelve."""
