@@ -17,6 +17,8 @@ from packaging.utils import canonicalize_name
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 ASKED_FOR_FIRST = {
+    "qat.extensions.integrations.adapters",
+    "qat.extensions.integrations.trl",
     "qat.extensions.lab.tpu_plan.xla",
     "qat.extensions.targets.coreml_program",
     "qat.extensions.targets.onnx_program",

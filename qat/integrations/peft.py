@@ -1,5 +1,9 @@
-"""Adapters of peft on a packed model, which an extension has."""
+"""Adapters of peft on a packed model, which an extension has; peft is imported on first use."""
 
 from qat.hooks import extension
 
-prepare_lora = extension("qat.python", "load_peft")().prepare_lora
+
+def __getattr__(name: str) -> object:
+    if name != "prepare_lora":
+        raise AttributeError(f"module 'qat.integrations.peft' has no attribute {name!r}")
+    return extension("qat.python", "load_peft")().prepare_lora

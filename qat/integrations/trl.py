@@ -2,4 +2,8 @@
 
 from qat.hooks import extension
 
-QatDistillationTrainer = extension("qat.python", "load_trl")().QatDistillationTrainer
+
+def __getattr__(name: str) -> object:
+    if name != "QatDistillationTrainer":
+        raise AttributeError(f"module 'qat.integrations.trl' has no attribute {name!r}")
+    return extension("qat.python", "load_trl")().QatDistillationTrainer

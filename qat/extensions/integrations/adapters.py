@@ -15,7 +15,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import Linear
 from transformers import PreTrainedModel
 
-from qat.backend import device as backends
 from qat.errors import ConfigError
 from qat.extensions.integrations.student import as_teacher
 from qat.nn.quant_linear import QuantLinear, quant_linears
@@ -67,11 +66,10 @@ def prepare_lora(
     if config.target_modules is None:
         config.target_modules = {*linears}
     config._register_custom_module({QuantLinear: LoraOnCodes})
-    compute = backends.select(str(model.device)).dtype(dtype)
     with warnings.catch_warnings():
         # peft says so of every class of linears that is not its own
         warnings.filterwarnings("ignore", "Unsupported layer type", UserWarning)
-        return get_peft_model(as_teacher(model, compute), config)
+        return get_peft_model(as_teacher(model, dtype=dtype), config)
 
 
 @torch.no_grad()

@@ -218,6 +218,11 @@ def prepare(
         ConfigError: a setting is wrong, does not fit the model, or nothing is quantized.
         CacheError, DataError: see `qat.quantize`.
     """
+    if isinstance(model, LoopModel):
+        raise ConfigError(
+            f"the {type(model).__name__} is prepared already, expected a float or packed model; go "
+            "on with it, or finish it first with qat.finish"
+        )
     training = {name: settings.pop(name) for name in WHAT_LEARNS if name in settings}
     values = {**training, "device": str(model.device)}
     config = check_dtype(OptimConfig.parse(values, "qat.prepare"))
@@ -302,13 +307,19 @@ def param_groups(student: nn.Module, **settings: Any) -> list[dict[str, Any]]:
     ]
 
 
-def as_teacher(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def as_teacher(model: PreTrainedModel, *, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     """Return `model`, which learns nothing, with the forward of a prepared student.
 
     `with_logits=False` then gives what `qat.loss(..., teacher=)` compares without all logits.
+
+    Args:
+        model: a causal language model, float or quantized; changed in place.
+        dtype: dtype that forward computes in: auto, fp32, bf16, fp16, or one of torch.
     """
     if isinstance(model, LoopModel):
         return model
+    if isinstance(dtype, str):
+        dtype = backends.select(str(model.device)).dtype(dtype)
     model.eval().requires_grad_(False)
     language = LanguageModel(model)
     return in_loop(model, Prepared(language, dtype, {}, {}, compute_in(model, dtype)))

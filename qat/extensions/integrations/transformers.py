@@ -181,7 +181,7 @@ class QatTrainer(StudentMixin, Trainer):
         self.model_accepts_loss_kwargs = True
         self.teacher = None
         if teacher is not None:
-            self.teacher = as_teacher(teacher.to(args.device), student.prepared.dtype)
+            self.teacher = as_teacher(teacher.to(args.device), dtype=student.prepared.dtype)
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device

@@ -1,5 +1,6 @@
 """A library that is not installed is named, and how to install it."""
 
+import importlib
 import importlib.util
 
 import pytest
@@ -15,3 +16,6 @@ def test_a_missing_library_is_named(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf"library {library} is not .*\[{extra}\]"):
         extension("qat.python", f"load_{library}")()
+    module = importlib.import_module(f"qat.integrations.{library}")
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = module.nothing

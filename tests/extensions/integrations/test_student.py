@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from cache_case import TOKENIZER, build
+from families import build as family
 from loop_case import (
     assert_same,
     batches_of,
@@ -15,17 +16,19 @@ from loop_case import (
     values_of,
     with_tables,
 )
-from quantized import SPECS, tiny_quantized, with_rounded_inputs
+from quantized import SPECS, tiny_quantized, with_random_codes, with_rounded_inputs
 from tiny import IDS, tiny_model
 from torch import nn
 from torch.nn import functional as F
 from train_case import config, make_place
+from transformers import PreTrainedModel
 
 import qat
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
 from qat.extensions.integrations.modules import LoopWeight
 from qat.models.checkpoint import save_checkpoint
+from qat.models.language_model import LanguageModel
 from qat.models.stored_state import packed_state_dict
 from qat.nn.quant_weight import quant_weights
 
@@ -69,8 +72,17 @@ STUDENTS = {
     "low rank": lambda: tiny_quantized("llama", SPECS["lut2_r4"]),
     "int8": lambda: with_rounded_inputs(tiny_quantized("qwen3", SPECS["lut3"]), "int8-static"),
     "tied tables": lambda: with_tables(tie_word_embeddings=True),
+    "experts": lambda: with_random_codes(
+        LanguageModel(family("Qwen3MoeForCausalLM")).model, SPECS["lut2"]
+    ),
+    "scaled embedding": lambda: tiny_quantized("gemma3", SPECS["lut2"]),
     "own head": lambda: with_tables(tie_word_embeddings=False, pad_token_id=3),
 }
+
+
+def with_experts() -> PreTrainedModel:
+    model = LanguageModel(family("Qwen3MoeForCausalLM")).model  # which opens its stacks of experts
+    return with_random_codes(model, SPECS["lut2"])
 
 
 @pytest.mark.usefixtures("short_fits")
@@ -132,6 +144,20 @@ def test_a_live_teacher_gives_the_textbook_kl(place: Path) -> None:
     torch.testing.assert_close(qat.loss(student(IDS), teacher=taught), each[:, :-1].mean())
     taught.logits[:, -3:] = torch.nan
     assert torch.equal(qat.loss(student(IDS), teacher=taught, mask=mask), found)
+
+
+def test_a_teacher_without_logits_gives_the_same_loss(place: Path, cache: TeacherCache) -> None:
+    student, teacher = prepared(place, config(place)), qat.as_teacher(tiny_model(seed=3))
+    (batch,) = batches_of(cache, 0, 1)
+    found = []
+    for with_logits in (False, True):
+        how = {"position_ids": batch.position_ids, "with_logits": with_logits}
+        with torch.no_grad():
+            taught = teacher(batch.input_ids, **how)
+        out = student(batch.input_ids, **how)
+        found.append(qat.loss(out, batch, teacher=taught, loss="kl:1,reverse_kl:0.5"))
+    torch.testing.assert_close(*found)
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
 
 
 def test_gradients_of_logits_reach_everything_that_learns(place: Path, cache: TeacherCache) -> None:
@@ -214,6 +240,7 @@ def test_mistakes(place: Path, cache: TeacherCache) -> None:
     student = prepared(place, config(place))
     out = student(batch.input_ids, position_ids=batch.position_ids)
     for act, message in (
+        (lambda: qat.prepare(student, None), "prepared already"),
         (lambda: qat.prepare(tiny_model(), None), "no quantized linears"),
         (lambda: qat.prepare(tiny_model(), "q2a2", learn="sclaes"), "learn='sclaes'"),
         (lambda: qat.prepare(tiny_model(), "q2a2", max_steps=3), "max_steps is unknown"),
