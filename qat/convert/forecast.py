@@ -5,7 +5,7 @@ counted. The time is estimated from a matrix product and a fit that are timed on
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from qat.backend.base import GIB, Backend
 from qat.backend.device import select
-from qat.convert.bits_budget import formats_to_try
+from qat.convert.bits_budget import JUDGED_TOKENS, formats_to_try
 from qat.convert.config import ConvertConfig, read_kv, read_plan
 from qat.convert.convert import budget_room
 from qat.convert.quantize import FIT_BYTES, check_experts
@@ -98,11 +98,12 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
     if config.attention is not None:
         change_attention(model, read_attention(config.attention))
     check_experts(plan, model)
-    is_of_file = False
+    is_of_file, seconds = False, 0.0
     if config.bits_budget is not None:
         measured = model if config.base is None else _skeleton(config.base, config)[0]
         room = budget_room(plan, measured, config, stored=stored, shipping=shipping)
-        formats_to_try(measured, plan, config.bits_budget, room)
+        tried = formats_to_try(measured, plan, config.bits_budget, room).formats
+        seconds = _trial_seconds(select(config.device), measured, tried)
         is_of_file = room.tables is not None
         if config.to is None:  # levels stand in: most targets hold them
             spec = by_group(BUDGET_BITS, config.group_size or 16)
@@ -114,7 +115,7 @@ def forecast(source: str, config: ConvertConfig, shipping: Shipping | None = Non
     specs = plan.assign(linear_names(model), names)
     for name, spec in specs.items():
         spec.check_shape(name, *weight_shape(model.get_submodule(name)))
-    seconds = _seconds(model, specs, config)
+    seconds += _seconds(model, specs, config)
     memory = _memory(source, model, specs, config)
     inputs = {n: plan.activation_for(n, is_table=n in names) for n in specs}
     put_empty_formats(model, specs, {n: each for n, each in inputs.items() if each is not None})
@@ -256,6 +257,21 @@ def _calibrated_seconds(
         flops += 2 * 2 * tokens * I * I / 3  # products of inputs, shared by about three linears
         flops += 4 * I**3 + 4 * O * I * I
         columns += I
+    return flops / product_flops(backend) + columns * COLUMN_S
+
+
+def _trial_seconds(
+    backend: Backend, model: PreTrainedModel, tried: Mapping[str, Sequence[LutSpec]]
+) -> float:
+    """Estimate the seconds of a budget's trials: each is fitted and judged alone.
+
+    Judging runs the layers behind the weight, half of the model on average.
+    """
+    flops, columns = 0.0, 0
+    for name, specs in tried.items():
+        O, I = weight_shape(model.get_submodule(name))
+        flops += len(specs) * (parameter_count(model) * JUDGED_TOKENS + 4 * O * I * I)
+        columns += len(specs) * I
     return flops / product_flops(backend) + columns * COLUMN_S
 
 

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from tiny import save_tiny, tiny_model
 
 from qat.cli import run_verb
+from qat.convert import forecast as forecasts
+from qat.convert.bits_budget import JUDGED_TOKENS
 from qat.convert.checkpoint import convert_checkpoint
 from qat.convert.config import ConvertConfig
 from qat.convert.forecast import Forecast, forecast
@@ -26,6 +28,7 @@ from qat.models.cost import parameter_count, parts_of
 from qat.models.gguf_header import read_header
 from qat.models.gguf_layout import gguf_sizes
 from qat.models.sizes import checkpoint_sizes
+from qat.nn.swap import linear_names
 
 MLP = r"ffn_(gate|up|down)\."
 """Names of the linears of an MLP in GGUF."""
@@ -224,3 +227,17 @@ def test_a_type_that_another_target_rules_out_is_named(tmp_path: Path, caplog) -
     forecast(str(tmp_path / "float"), ConvertConfig(to=str(plan), device="cpu"), shipping)
     (line,) = (line for line in caplog.messages if "down_proj" in line)
     assert "Q3_K (3.438)" in line and "groups of 128" in line
+
+
+def test_the_trials_of_a_budget_are_foretold(tmp_path: Path, monkeypatch) -> None:
+    save_tiny(tmp_path / "float")
+    monkeypatch.setattr(forecasts, "product_flops", lambda *_: 1e7)
+
+    def minutes(**more: float) -> float:
+        settings = ConvertConfig(to="q2a2", calibration="text.txt", device="cpu", **more)
+        return forecast(str(tmp_path / "float"), settings).minutes
+
+    model = tiny_model()
+    formats = 3 * len(linear_names(model))
+    least = formats * parameter_count(model) * JUDGED_TOKENS / 1e7 / 60
+    assert minutes(bits_budget=4.0) > minutes() + least
