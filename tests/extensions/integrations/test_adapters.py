@@ -26,6 +26,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_place(tmp_path_factory.mktemp("adapters"))
 
 
+@pytest.mark.slow
 def test_an_adapter_learns_and_is_packed(place: Path, tmp_path: Path) -> None:
     def student() -> peft.PeftModel:
         torch.manual_seed(1)

@@ -74,6 +74,7 @@ def test_it_takes_the_steps_of_a_loop(place: Path, tmp_path: Path) -> None:
     assert len(losses_of(trainer)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_fits")
 def test_it_resumes_to_the_bit_and_keeps_the_best(place: Path, tmp_path: Path) -> None:
     data, held_out = (qat.CacheDataset(place / "cache", split) for split in ("train", "held_out"))
