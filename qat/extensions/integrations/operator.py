@@ -208,7 +208,7 @@ def pull_back_weight(
             words, sums = summed_by_word(rows, dW)
             sums = sums.masked_fill(words.eq(known.padding)[:, None], 0.0)
             found = _spread(made.of_rows(words).pulled_back(sums, asked), words, sums, named)
-    return [found[name] for name in asked]
+    return [found[name].contiguous() for name in asked]  # as compilers are told below
 
 
 @pull_back_weight.register_fake
