@@ -561,7 +561,7 @@ def test_a_plan_takes_the_type_of_ggml_that_fits_its_rows() -> None:
     [
         ("q2a4", ("gguf", "mlx")),
         ("q2a4", tuple(n for n in target_names() if n not in ("nvfp4", "modelopt", "executorch"))),
-        ("q2a2", tuple(name for name in target_names() if name != "executorch")),
+        ("q2a2", target_names()),
         ("q2a4", ("executorch", "torchao", "compressed-tensors", "packed")),
     ],
 )
@@ -569,8 +569,7 @@ def test_a_plan_is_bent_to_what_all_its_targets_hold(preset, names) -> None:
     model = tiny_model(**WIDE)
     shipping = Shipping({name: load_target(name) for name in names})
     bent = shipping.plan(PRESETS[preset], model)
-    inputs = "_a8z" if "executorch" in names else ""
-    assert bent.name == f"{preset}{inputs}_{'_'.join(names)}"
+    assert bent.name == f"{preset}_{'_'.join(names)}"
     quantize_model(LanguageModel(model), bent)
     for name in names:
         check_model(name, model)

@@ -1,8 +1,10 @@
 """Target `executorch`: a program for ExecuTorch, with products by XNNPACK on a CPU.
 
-A weight is 4-bit integers under a bfloat16 scale per group, or 8-bit integers under a float32 scale
-per row. Its input is rounded to 8 bits at run time, with a scale per token. Only this file imports
-executorch.
+Where a student rounds the input of a linear to 8 bits, with a scale per token, XNNPACK multiplies
+integers: a weight is 4-bit integers under a bfloat16 scale per group, or 8-bit integers under a
+float32 scale per row. Else, and in tables, a weight is codes of 2, 4 or 8 bits. XNNPACK has no
+product of floats and codes in groups, so the weight is formed at each call and nothing is rounded.
+Only this file imports executorch.
 
 Shapes: S positions, V words.
 """
@@ -16,6 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from qat.export.dense import dense_state_dict
 from qat.export.parts import float_model
+from qat.extensions.targets.codes import to_codes
+from qat.extensions.targets.decoder import TABLE
 from qat.extensions.targets.shared import (
     EVEN_GRIDS,
     affine,
@@ -30,14 +34,14 @@ from qat.extensions.targets.shared import (
     write_config,
 )
 from qat.models.stored_state import quantized_modules
-from qat.nn.quant_linear import QuantLinear
-from qat.nn.swap import CACHE, head_dim
+from qat.nn.quant_weight import QuantWeight
+from qat.nn.swap import CACHE, head_dim, weight_shape
 from qat.quant.spec import LutSpec
 
 COMPARED = "sums"
 HOLDS_ADAPTERS = False
-HOLDS_TABLES = False
-HOLDS_ACTIVATIONS = ("int8-asymmetric",)
+HOLDS_TABLES = True
+HOLDS_ACTIVATIONS = (None, "int8-asymmetric")
 FILE_NAME = "model.pte"
 LENGTH = 1024
 """The largest number of positions in the cache of keys and values."""
@@ -46,6 +50,7 @@ GROUP_SIZES = (32, 64, 128, 256)
 HOW_TO_LOAD = """\
 ```python
 # pip install executorch transformers
+import executorch.kernels.quantized  # what forms weights of codes
 import torch
 from executorch.runtime import Runtime
 from transformers import AutoTokenizer
@@ -107,17 +112,26 @@ def write(
 ) -> None:
     """Write model.pte, config.json and the tokenizer, in float32 alone."""
     refuse_all_but_float32(model, "XNNPACK")
-    integers = float_model(model, dense_state_dict(model, torch.float32), torch.float32)
+    made = float_model(model, dense_state_dict(model, torch.float32), torch.float32)
     for name, module in quantized_modules(model).items():
-        weight = nn.Parameter(_tensor(name, module), requires_grad=False)
-        integers.get_submodule(name).weight = weight
+        readers = [name]
+        if name == TABLE:
+            made.set_submodule(name, _Coded(name, module))
+            readers = ["lm_head"] if model.config.tie_word_embeddings else []
+        for reader in readers:
+            linear = made.get_submodule(reader)
+            if module.activation is None:
+                made.set_submodule(reader, _CodedLinear(_Coded(name, module), linear.bias))
+            else:
+                linear.weight = nn.Parameter(_tensor(name, module), requires_grad=False)
     length = min(LENGTH, model.config.max_position_embeddings)
-    (directory / FILE_NAME).write_bytes(_lowered(_Cached(integers, length)))
+    (directory / FILE_NAME).write_bytes(_lowered(_Cached(made, length)))
     write_config(model, tokenizer, directory)
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
     """Return the program's logits, called as `steps` says."""
+    import executorch.kernels.quantized  # noqa: F401 - operators that form weights of codes
     from executorch.runtime import Runtime
 
     forward = Runtime.get().load_program(directory / FILE_NAME).load_method("forward")
@@ -130,12 +144,12 @@ def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
     )
 
 
-def _tensor(name: str, module: QuantLinear) -> Tensor:
+def _tensor(name: str, module: QuantWeight) -> Tensor:
     """Return `W = integer * scale`, to be multiplied with inputs that are rounded first."""
     from torchao.quantization import IntxUnpackedToInt8Tensor
 
     weight, spec = affine(module), module.spec
-    bits, parts = stored_bits(spec, module.in_features), 2 if spec.codebook == "seq" else 1
+    bits, parts = stored_bits(spec, weight_shape(module)[1]), 2 if spec.codebook == "seq" else 1
     dtype = torch.bfloat16 if bits == 4 else torch.float32  # XNNPACK's scale dtypes
     scale = exact(f"{name}.scales", weight.scale / parts, dtype, has_choice=False).float()
     lowest, second = module.codebook.tolist()[:2]
@@ -149,6 +163,43 @@ def _tensor(name: str, module: QuantLinear) -> Tensor:
         torch.float32,
         "int8_asym_per_token",
     )
+
+
+class _Coded(nn.Module):
+    """A weight as codes; rows of it are formed when they are asked for."""
+
+    def __init__(self, name: str, module: QuantWeight) -> None:
+        super().__init__()
+        codes = to_codes(name, module, is_half=module.spec.codebook == "seq")
+        self.bits, self.zero = codes.bits, codes.zero - 2 ** (codes.bits - 1)
+        packed = codes.packed
+        if self.bits == 4:  # the first of two codes is the higher half of a byte here
+            packed = packed << 4 | packed >> 4
+        elif self.bits == 8:
+            packed = (packed ^ 0x80).view(torch.int8)
+        self.register_buffer("packed", packed)
+        self.register_buffer("scales", codes.scales)  # of 16 bits its kernels misread them
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of `ids` in float32."""
+        form = {2: "embedding_2bit", 4: "embedding_4bit", 8: "embedding_byte"}[self.bits]
+        zeros = torch.full_like(self.scales, self.zero) if self.zero else None
+        ends = -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
+        rows = getattr(torch.ops.quantized_decomposed, form).default
+        return rows(self.packed, self.scales, zeros, *ends, ids)
+
+
+class _CodedLinear(nn.Module):
+    """A linear or head whose weight is formed at each call."""
+
+    def __init__(self, weight: _Coded, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x @ W.T + b`."""
+        rows = torch.arange(self.weight.packed.shape[0])
+        return nn.functional.linear(x, self.weight(rows), self.bias)
 
 
 class _Cached(nn.Module):
@@ -181,17 +232,25 @@ def _lowered(model: _Cached) -> bytes:
     count = torch.export.Dim("count", min=1, max=model.length)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries warn about each other
+        from executorch.backends.xnnpack.partition.config.gemm_configs import LinearConfig
+        from executorch.backends.xnnpack.partition.config.xnnpack_config import ConfigPrecisionType
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import (
             XnnpackDynamicallyQuantizedPartitioner,
+            XnnpackPartitioner,
         )
         from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
         program = torch.export.export(
             model.eval(), (few[None], few), dynamic_shapes=({1: count}, {0: count}), strict=False
         )
+        floats = XnnpackPartitioner(
+            configs=[LinearConfig],
+            config_precisions=ConfigPrecisionType.FP32,
+            force_non_static_weights_for_f32_linear=True,  # they are formed at each call
+        )
         lowered = to_edge_transform_and_lower(
             program,
-            partitioner=[XnnpackDynamicallyQuantizedPartitioner()],
+            partitioner=[XnnpackDynamicallyQuantizedPartitioner(), floats],
             # torchao's operators are outside of the core set
             compile_config=EdgeCompileConfig(_check_ir_validity=False),
         )
