@@ -18,6 +18,7 @@ TargetName = Literal[
     "executorch",
     "onnx",
     "openvino",
+    "gptq",
     "anemll",
 ]
 """The forms that a student can be exported to; `qat.export.targets` lists their modules."""
@@ -31,6 +32,7 @@ LIBRARIES: dict[TargetName, tuple[str, str]] = {
     "executorch": ("executorch.runtime", "executorch"),
     "onnx": ("onnxruntime", "onnx"),
     "openvino": ("openvino", "openvino"),
+    "gptq": ("auto_round", "gptq"),
 }
 """The library that writes and reads back the files of a target, and the extra that installs it."""
 

@@ -56,7 +56,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 32, "max_positi
 EVEN = ("mlx", "compressed-tensors", "gguf", "torchao", "coreml")
 """Targets that hold evenly spaced levels of 4 bits."""
 SHIPPED = (*EVEN, "nvfp4", "modelopt")
-PROGRAMS = ("executorch", "onnx", "openvino")
+PROGRAMS = ("executorch", "onnx", "openvino", "gptq")
 
 
 def mixed(to: TargetName, architecture: str = "qwen3", **overrides: object) -> PreTrainedModel:
@@ -626,6 +626,7 @@ def test_a_checkpoint_says_where_it_goes_without_its_weights(students, tmp_path)
         "torchao": lut,
         "executorch": lut,
         "onnx": lut,
+        "gptq": lut,
         "nvfp4": lut,
         "modelopt": lut,
     }
@@ -1007,7 +1008,7 @@ def test_weights_that_are_not_those_of_linears_stay_packed_or_dense(tmp_path, fa
 
 EXTRAS = (
     "coremltools", "gguf", "mlx", "mlx_lm", "compressed_tensors", "torchao", "executorch", "peft",
-    "onnx", "onnxruntime", "openvino",
+    "onnx", "onnxruntime", "openvino", "auto_round",
 )  # fmt: skip
 
 
