@@ -9,7 +9,7 @@ Shapes: T tokens, D model width, V vocabulary, N words that losses read.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,11 @@ class Gradients(NamedTuple):
     hidden: Tensor | None
     """`(T, D)`, in the dtype of the hidden states."""
     head: HeadSums | None
+
+    @property
+    def are_wanted(self) -> bool:
+        """True if any is required."""
+        return any(gradient is not None for gradient in self)
 
 
 class Task(NamedTuple):
@@ -122,14 +127,9 @@ class _LossInForward(torch.autograd.Function):
 
 
 def differentiated(
-    sums_of: Callable[..., dict[str, Tensor]], read: Sequence[Tensor], gradients: Gradients
+    sums_of: Callable[..., dict[str, Tensor]], read: Sequence[Tensor]
 ) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
-    """Return `sums_of(*read)`, and the gradients of its `"loss"` with respect to `read`.
-
-    There are none if no part of `gradients` is required.
-    """
-    if all(gradient is None for gradient in gradients):
-        return sums_of(*read), ()
+    """Return `sums_of(*read)`, and the gradients of its `"loss"` with respect to `read`."""
     with torch.enable_grad():
         leaves = [value.detach().requires_grad_() for value in read]
         sums = sums_of(*leaves)
@@ -175,16 +175,15 @@ def loss_from_hidden(
             return sums_by_name(words.student(chosen, lse), valid, terms, temperature)
 
         read = (chosen,) if others.lse is None else (chosen, others.lse)
-        sums, slopes = differentiated(sums_of, read, gradients)
-        if slopes:
-            g_chosen, *g_others = slopes
-            g_chosen = before_softcap(g_chosen, chosen, head.softcap)
-            g_logits = LogitGradients(ids, g_chosen, K, others.lse, *g_others)
-            out = gradients.hidden
-            if gradients.head is not None:
-                add_gradients(hidden, head, g_logits, others, gradients.head, out=out)
-            elif out is not None:
-                hidden_gradient(g_logits, others.slope, head.weight, out=out)
+        if not gradients.are_wanted:
+            return sums_of(*read)
+        sums, (g_chosen, *g_others) = differentiated(sums_of, read)
+        g_chosen = before_softcap(g_chosen, chosen, head.softcap)
+        g_logits, out = LogitGradients(ids, g_chosen, K, others.lse, *g_others), gradients.hidden
+        if gradients.head is not None:
+            add_gradients(hidden, head, g_logits, others, gradients.head, out=out)
+        else:
+            hidden_gradient(g_logits, others.slope, head.weight, out=cast(Tensor, out))
         return sums
 
     learns = torch.is_grad_enabled() and head.learns

@@ -23,7 +23,8 @@ KERNELS = (
     "matvec, queries, keys, values, 16-bit", "matvec, attention out, 16-bit",
     "matvec, gates and ups, 16-bit", "matvec, down, 16-bit", "matvec, head, 16-bit",
     "matvec, gates and ups, 256 x 4", "matvec, down, 256 x 4", "gather-dot", "gather-sum",
-    "other words", "top-k, block pass", "top-k, selection", "AdamW, stochastic rounding",
+    "other words", "divergence", "top-k, block pass", "top-k, selection",
+    "AdamW, stochastic rounding",
     "columns, settle", "columns, refit",
 )  # fmt: skip
 """The cases of `qat bench kernels` by name, in the order in which they run."""

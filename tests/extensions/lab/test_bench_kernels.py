@@ -195,7 +195,9 @@ def test_a_kernel_that_triton_refuses_fails_at_compile() -> None:
     assert refusal.gate == "compile" and "at N=7" in refusal.difference
 
 
-@pytest.mark.parametrize("name", ["gather-dot", "top-k, block pass", "gated unit, backward"])
+@pytest.mark.parametrize(
+    "name", ["gather-dot", "top-k, block pass", "gated unit, backward", "divergence"]
+)
 def test_kernels_pass_in_the_interpreter(name: str) -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():

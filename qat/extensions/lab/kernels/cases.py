@@ -53,6 +53,7 @@ from qat.kernels.joined_attention import (
     joined_tile_attention,
     joined_tile_operator,
 )
+from qat.kernels.kl_of_logits import Scale, kl_of_logits
 from qat.kernels.lut_weight import choose, form, pull_back
 from qat.kernels.topk import BLOCK, summarize, top_k_of_blocks
 from qat.quant.error_feedback import Columns
@@ -96,6 +97,7 @@ def all_cases() -> dict[str, KernelCase]:
         matvec_case("gates and ups", 8, _mlp_in, is_gated=True, d=4),
         matvec_add_case("down", 8, _mlp_out, d=4),
         *head_cases(),
+        divergence_case(),
         *top_k_cases(),
         adamw_case(),
         *column_cases(),
@@ -632,6 +634,31 @@ def head_cases() -> Iterator[KernelCase]:
         slack=2.0**-9,
         counts=False,  # mostly library matmuls
         **common,
+    )
+
+
+def divergence_case() -> KernelCase:
+    """Return the KL divergence of two models' logits with its gradient, a few rows at a time."""
+
+    def inputs(maker: InputMaker, size: Size) -> Inputs:
+        both = (maker.normal(size["T"], size["V"], dtype=torch.float32) for _ in range(2))
+        return {**dict(zip(("teacher", "student"), both, strict=True)),
+                "mask": maker.integers(4, size["T"]) > 0}  # fmt: skip
+
+    def run(i: Inputs, s: Size) -> Outputs:
+        scale, dtype = Scale(2.0, 0.5, softcap=30.0), i["student"].dtype
+        found = kl_of_logits(i["teacher"], i["student"], i["mask"], scale, slope=dtype)
+        return found._asdict()
+
+    return KernelCase(
+        "divergence",
+        inputs=inputs,
+        **dispatched(run),
+        size=lambda c: {"T": -(-c["logit_rows"] // 16), "V": c["vocab_size"]},
+        odd=({"T": 3, "V": 333}, {"T": 2, "V": 1000}),
+        wide=({"T": 37, "V": 151_935},),
+        moved=lambda i, o, s: 2 * num_bytes(i["teacher"], i["student"]) + num_bytes(o),
+        slack=4e-6,
     )
 
 
