@@ -229,7 +229,8 @@ def _with_scale_near(
 def _scales(groups: Tensor, levels: Tensor, signs: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scale `(N,)` float32 whose products with `levels` round to `groups`, else zero.
 
-    It is a float16 number if there is such; `signs` are those of the scales.
+    It is a float16 number if there is such, and that of least squares if it gives all weights:
+    rounding moved them both ways. `signs` are those of the scales.
     """
     size, unit = groups.abs(), levels.abs()
     spacing = torch.finfo(dtype).eps * 2.0 ** (size.frexp().exponent - 1).double()
@@ -238,7 +239,8 @@ def _scales(groups: Tensor, levels: Tensor, signs: Tensor, dtype: torch.dtype) -
     low = torch.where(is_some, (size - below) / unit, 0.0).amax(1)
     high = torch.where(is_some, (size + spacing / 2) / unit, torch.inf).amin(1)
     found, left = torch.zeros(len(groups)), (low <= high).nonzero()[:, 0]
-    for scale in _numbers_between(low, high):
+    nearest = (size * unit).sum(1) / unit.square().sum(1).clamp_min(torch.finfo().tiny)
+    for scale in _numbers_near(nearest, (low + high) / 2, low):
         if not len(left):
             break
         value = (signs * scale)[left].float()
@@ -250,12 +252,10 @@ def _scales(groups: Tensor, levels: Tensor, signs: Tensor, dtype: torch.dtype) -
     return found
 
 
-def _numbers_between(low: Tensor, high: Tensor) -> Iterator[Tensor]:
-    """Yield numbers of float16, then of float32, that may lie between two of float64."""
+def _numbers_near(*wished: Tensor) -> Iterator[Tensor]:
+    """Yield numbers of float16, then of float32, at each of `wished` and just above it."""
     for kind in (torch.float16, torch.float32):
-        for wished in ((low + high) / 2, low):
-            rounded = wished.to(kind)
-            yield rounded
-            yield torch.from_numpy(
-                np.nextafter(rounded.numpy(), np.inf, dtype=rounded.numpy().dtype)
-            )
+        for each in wished:
+            rounded = each.to(kind).numpy()
+            above = np.nextafter(rounded, np.array(np.inf, rounded.dtype))
+            yield from map(torch.from_numpy, (rounded, above))
