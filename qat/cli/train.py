@@ -116,7 +116,7 @@ def train(
                 _write_page(out)
         if not ranks.is_first:
             return {}
-    found = _ended(out, config, report)
+    found = _ended(out, report, cache_dir=config.cache_dir, prompt=config.sample_prompt)
     _judge(out, launch, found, soak)
     return found
 
@@ -137,12 +137,12 @@ def _trained(run: "AbstractContextManager[Trainer]", soak: int) -> "TrainReport 
         return finished(trainer)
 
 
-def _ended(out: Path, config: TrainConfig, report: "TrainReport | None") -> dict[str, object]:
+def _ended(out: Path, report: "TrainReport | None", **shown: Any) -> dict[str, object]:  # noqa: ANN401
     """Print what a run came to, and return it; without a report it was stopped by a soak."""
     show_health(out)
     if report is None:
         return {"run": out}
-    show_end(out, report, cache_dir=config.cache_dir, prompt=config.sample_prompt)
+    show_end(out, report, **shown)
     return dict(
         run=out,
         final=report.final,

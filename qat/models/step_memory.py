@@ -108,7 +108,13 @@ def step_bytes(
             if KIND_OF[local] in kinds:
                 gradients += parameter.nbytes
                 moments += 2 * parameter.nbytes
-    gradients += sum(latents) + _of_head(model, learning, config, dtype, parts=parts)
+    gradients += sum(latents) + _of_head(
+        model,
+        learning,
+        set(config.kinds),
+        octets=torch.float32.itemsize + (dtype.itemsize if parts > 1 else 0),
+        is_first=config.grad_accum_steps == parts == 1 and config.latent_dtype == "fp32",
+    )
     pinned = 0
     if hosted:
         moments += hosted * VISITORS * max(latents, default=0)
@@ -139,20 +145,17 @@ def step_bytes(
 def _of_head(
     model: PreTrainedModel,
     learning: Collection[str],
-    config: Moved,
-    dtype: torch.dtype,
+    kinds: set[str],
     *,
-    parts: int,
+    octets: int,
+    is_first: bool,
 ) -> int:
     """Return the bytes of a head's gradient until it is added to that of its latent table.
 
-    It becomes that gradient where it is the first, in float32 too, and of all rows.
+    It has all rows, of `octets` bytes a weight; `is_first` if it becomes the other instead.
     """
-    kinds = {"weights", "scales", "codebook"}.intersection(config.kinds)
     table = getattr(model.get_output_embeddings(), "table", None)
     learns = any(each is table for name, each in quant_tables(model).items() if name in learning)
-    is_first = config.grad_accum_steps == parts == 1 and config.latent_dtype == "fp32"
-    if not (kinds and learns) or ("weights" in kinds and is_first):
-        return 0
-    octets = torch.float32.itemsize + (dtype.itemsize if parts > 1 else 0)
-    return octets * num_weights(table)
+    is_read = bool(kinds & {"weights", "scales", "codebook"})
+    waits = learns and is_read and not (is_first and "weights" in kinds)
+    return octets * num_weights(table) if waits else 0
