@@ -29,23 +29,14 @@ from transformers import PreTrainedModel
 from qat import python
 from qat.backend import device as backends
 from qat.errors import ConfigError
-from qat.extensions.integrations.modules import put_in_loop, take_out
+from qat.extensions.integrations.modules import put_in_loop
 from qat.extensions.integrations.operator import Made, Numbers, formed, parts_of, whole_pulled_back
 from qat.kernels.head import Head
-from qat.models.decoding import read_packed
 from qat.models.language_model import LanguageModel
 from qat.models.precision import compute_in
 from qat.nn.lut_embedding import (
-    FrozenLutEmbedding,
-    FrozenLutHead,
-    QuantEmbedding,
-    QuantHead,
     TableHead,
-    TiedLutHead,
 )
-from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
-from qat.nn.quant_weight import QuantWeight, quant_weights
-from qat.nn.swap import ascending, replace_module
 from qat.train.adamw import BETA1, EPS
 from qat.train.config import OptimConfig
 from qat.train.learnable import learnable, weights_in_scope
@@ -54,12 +45,6 @@ from qat.train.step import has_documents
 
 WHAT_LEARNS = ("learn", "mlp_only", "attention_only", "e2e", "lora_rank", "dtype", "seed")
 """Flags of 'qat train' that `prepare` takes."""
-PACKED: dict[type[QuantWeight], type[QuantWeight]] = {
-    QuantLinear: FrozenLutLinear,
-    QuantEmbedding: FrozenLutEmbedding,
-    QuantHead: FrozenLutHead,
-}
-"""The class with packed indices of each kind of weight."""
 
 
 class StudentOutput(NamedTuple):
@@ -323,57 +308,3 @@ def as_teacher(model: PreTrainedModel, *, dtype: torch.dtype | str = "auto") -> 
     model.eval().requires_grad_(False)
     language = LanguageModel(model)
     return in_loop(model, Prepared(language, dtype, {}, {}, compute_in(model, dtype)))
-
-
-def check_whole(model: nn.Module) -> None:
-    """Check that this process holds all of a student.
-
-    Raises:
-        ConfigError: `fully_shard` divides it over ranks.
-    """
-    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
-        raise ConfigError(
-            "the student is divided over ranks by fully_shard, expected a whole one; load the full "
-            "state dict (torch.distributed.checkpoint.state_dict.get_model_state_dict) into a "
-            "student that was prepared alike, and finish that"
-        )
-
-
-@torch.no_grad()
-def finish(student: nn.Module) -> PreTrainedModel:
-    """Return the packed model of a prepared student, which is changed in place and used up.
-
-    Save it by `qat.save`. Its weights are those that the student's forward computed with.
-
-    Raises:
-        ConfigError: `student` was not prepared, or `fully_shard` divides it over ranks.
-    """
-    if has_adapter(student):
-        from qat.extensions.integrations.adapters import adapter_taken
-
-        student = adapter_taken(student)
-    model = unwrapped(student)
-    check_whole(model)
-    model.prepared.end_precision()
-    take_out(model)
-    for name, weight in quant_weights(model).items():
-        kind = next(packed for kind, packed in PACKED.items() if isinstance(weight, kind))
-        packed = kind(ascending(weight.quantized()), *weight.own())
-        packed.set_lora(weight.lora())
-        packed.activation = weight.activation
-        if packed.activation is not None and packed.activation.scale is not None:
-            packed.activation.scale.copy_(packed.activation.stored_scale())
-        _retie(model, weight, packed)
-        replace_module(model, name, packed)
-    del model.prepared
-    model.__class__ = model.own_class
-    model.requires_grad_(False)
-    read_packed(nn.Module.float(model.eval()))
-    return model
-
-
-def _retie(model: nn.Module, old: QuantWeight, new: QuantWeight) -> None:
-    """Let a head that reads the table `old` read `new`."""
-    for head in model.modules():
-        if isinstance(head, TiedLutHead) and head.table is old:
-            head.tie(new)

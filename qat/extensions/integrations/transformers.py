@@ -22,12 +22,11 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from qat.errors import ConfigError
 from qat.extensions.integrations.datasets import CacheDataset, as_batch
+from qat.extensions.integrations.finish import check_whole, finish
 from qat.extensions.integrations.losses import Totals, totals
 from qat.extensions.integrations.losses import loss as loss_of
 from qat.extensions.integrations.student import (
     as_teacher,
-    check_whole,
-    finish,
     has_adapter,
     param_groups,
     unwrapped,
