@@ -35,9 +35,13 @@ def main(  # noqa: PLR0913
     text: Path,
     sequences: int = 4,
     length: int = 128,
+    made: Path | None = None,
     figures: Path | None = None,
 ) -> None:
-    """Print and record the figures of each NAME=STUDENT, a packed checkpoint."""
+    """Print and record the figures of each NAME=STUDENT, a packed checkpoint.
+
+    `made`: the directory of its export, if it is there already.
+    """
     torch.set_num_threads(1)
     for named in students:
         name, _, student = named.partition("=")
@@ -56,8 +60,9 @@ def main(  # noqa: PLR0913
             keep(f"{figure}_kl", found.kl, "nats", "<= 0.001", runs=ids.numel())  # noqa: B023
 
         with tempfile.TemporaryDirectory() as place:
-            out = Path(place) / "out"
-            run_verb(["export", student, "--to", engine, "--dtype", "fp32", "--out", str(out)])
+            out = made or Path(place) / "out"
+            if made is None:
+                run_verb(["export", student, "--to", engine, "--dtype", "fp32", "--out", str(out)])
             if engine == "executorch":
                 keep("executorch_mb", (out / executorch.FILE_NAME).stat().st_size / 1e6, "MB")
                 began = time.perf_counter()
