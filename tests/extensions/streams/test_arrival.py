@@ -215,15 +215,23 @@ def whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 
 def test_a_run_that_waited_has_the_bits_of_one_that_did_not(
-    place: Path, whole, tmp_path: Path, caplog
+    place: Path, whole, tmp_path: Path, caplog, monkeypatch
 ) -> None:
     caplog.set_level("INFO")
+    starved = threading.Event()
+
+    def awaiting(directory: Path) -> Iterator[bool]:
+        for number, may_come in enumerate(files.awaiting(directory)):
+            if number:  # the first look found too little
+                starved.set()
+            yield may_come
+
+    monkeypatch.setattr(arrival, "awaiting", awaiting)
     writer = Writer(place / "cache", tmp_path / "cache")
+    writer.write(4 * WINDOW)
 
     def write() -> None:
-        while writer.left:
-            writer.write(1)
-            time.sleep(0.03)  # a step takes less
+        starved.wait(timeout=60)
         writer.finish()
 
     with writing(writer.out, write):
