@@ -24,6 +24,7 @@ from qat.convert.quantize import QuantizeReport, quantize_model
 from qat.errors import ConfigError
 from qat.files import check_free
 from qat.models.load import load_model, load_tokenizer
+from qat.nn.quant_weight import quant_weights
 from qat.nn.swap import linear_names, put_quantized, table_names
 from qat.quant.codebook import fixed_grid, nearest_level
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
@@ -77,8 +78,13 @@ def snap_weights(source: str, model: PreTrainedModel) -> QuantPlan:
     """Give linears and tables of `model` the grids that they lie on; return the plan it has then.
 
     Raises:
-        ConfigError: no linear lies on one.
+        ConfigError: no linear lies on one, or weights have indices already.
     """
+    if quant_weights(model):
+        raise ConfigError(
+            f"{source} is a packed model, whose weights have levels and scales already, expected a "
+            "float model for --snap; train or export it as it is"
+        )
     rules, linears, left = [], linear_names(model), []
     for name in (*table_names(model), *linears):
         found = find_grid(model.get_submodule(name).weight.detach())

@@ -117,11 +117,16 @@ def test_the_verb_makes_a_student_whose_weights_are_the_sources(tmp_path: Path, 
 
 def test_what_cannot_be_snapped_is_refused_in_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
     save_tiny(tmp_path / "float", "llama")
+    run_verb(
+        ["convert", str(tmp_path / "float"), "--to", "q4a4", "--out", str(tmp_path / "packed")]
+    )
     out = ("--out", tmp_path / "out")
+    capsys.readouterr()
     for words in (
         (tmp_path / "float", "--snap"),
         (tmp_path / "float", "--snap", "--to", "q4a4"),
         (tmp_path / "float", "--snap", "--keep"),
+        (tmp_path / "packed", "--snap"),
         (tmp_path / "nowhere", "--snap"),
     ):
         assert call(monkeypatch, "convert", *words, *out) == 1
