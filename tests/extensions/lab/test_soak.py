@@ -76,6 +76,8 @@ def test_stalls_few_steps_and_a_loss_that_stays_fail(calm: Path) -> None:
     assert states(calm)["stalls"] == "bad"
     steps = judge(calm, LaunchConfig(soak=500))[0]
     assert steps == Check("steps", "bad", "191", "500")
+    write_lines(calm / "events.jsonl", [{"kind": "halted", "step": 500}])  # which is not logged
+    assert judge(calm, LaunchConfig(soak=500))[0] == Check("steps", "ok", "500", "500")
     metrics = read_json_lines(calm / "metrics.jsonl")
     write_lines(calm / "metrics.jsonl", metrics[::-1])
     assert states(calm)["loss"] == "bad"
