@@ -96,11 +96,11 @@ def course(step: TrainingStep, steps: int, accumulate: int = 1) -> list[float]:
         {"table_bits": 4},
         {"table_bits": 2, "latent_dtype": "bf16", "offload": "latents", "form": "layer"},
         {"table_bits": 4, "learn": "scales,codebook"},
-        TAUGHT | {"table_bits": 4},
+        TAUGHT | {"table_bits": 4, "loss": "kl"},
         {"form": "layer", "gradient_checkpointing": True, "learn": "scales,codebook"},
         *(LORA | more for more in ({}, {"gradient_checkpointing": True}, {"dtype": "fp16"})),
         *(TAUGHT | more for more in ({}, {"gradient_checkpointing": True}, {"dtype": "fp16"})),
-        {"has_teacher": True, "loss": "cakld"},
+        *({"has_teacher": True, "loss": loss} for loss in ("kl", "cakld")),
     ],
     ids=str,
 )
