@@ -154,9 +154,8 @@ def _naming(student: Any, targets: Targets, terms: dict[str, float], totals: Tot
     """Return the student's output, whose head knows what the step names, if its table learns."""
     if not isinstance(student, StudentOutput) or student.head.take_gradient is None:
         return student
-    named = totals.named
-    if named is None:
-        named = named_words(_words(targets, terms), len(student.head.weight)) > 0
+    named, V = totals.named, len(student.head.weight)  # which may be cut to fewer words
+    named = named_words(_words(targets, terms), V) > 0 if named is None else named[:V]
     return student._replace(head=student.head._replace(named=named))
 
 

@@ -300,11 +300,15 @@ def as_teacher(model: PreTrainedModel, *, dtype: torch.dtype | str = "auto") -> 
     Args:
         model: a causal language model, float or quantized; changed in place.
         dtype: dtype that forward computes in: auto, fp32, bf16, fp16, or one of torch.
+
+    Raises:
+        ConfigError: there is no such dtype.
     """
     if isinstance(model, LoopModel):
         return model
     if isinstance(dtype, str):
-        dtype = backends.select(str(model.device)).dtype(dtype)
+        known = OptimConfig.parse({"dtype": dtype}, "qat.as_teacher")
+        dtype = backends.select(str(model.device)).dtype(known.dtype)
     model.eval().requires_grad_(False)
     language = LanguageModel(model)
     return in_loop(model, Prepared(language, dtype, {}, {}, compute_in(model, dtype)))

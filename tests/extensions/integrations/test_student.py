@@ -161,6 +161,27 @@ def test_a_teacher_without_logits_gives_the_same_loss(place: Path, cache: Teache
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
 
 
+def test_losses_over_the_first_words_of_a_padded_head(cache: TeacherCache) -> None:
+    V = cache.manifest.teacher.vocab_size
+    student = qat.prepare(with_tables(vocab_size=V + 5, tie_word_embeddings=True), None)
+    (batch,) = batches_of(cache, 0, 1)
+    how = {"position_ids": batch.position_ids}
+    usual = student(batch.input_ids, **how)
+    usual.logits = usual.logits[..., :V]
+    expected = qat.loss(usual, batch)
+    gradients = []
+    for totals in (qat.totals(student, [batch]), None):
+        out = student(batch.input_ids, with_logits=False, **how)
+        loss = qat.loss(out._replace(head=out.head.words(0, V)), batch, totals=totals)
+        torch.testing.assert_close(loss, expected)
+        student.zero_grad()
+        loss.backward()
+        gradients.append({n: p.grad for n, p in student.named_parameters() if p.grad is not None})
+    assert_same(*gradients)
+    of_table = gradients[0]["model.embed_tokens.weight"]
+    assert len(of_table) == V + 5 and of_table[:V].any() and not of_table[V:].any()
+
+
 def test_gradients_of_logits_reach_everything_that_learns(place: Path, cache: TeacherCache) -> None:
     student = prepared(place, config(place))
     (batch,) = batches_of(cache, 0, 1)
@@ -248,6 +269,7 @@ def test_mistakes(place: Path, cache: TeacherCache) -> None:
         (lambda: qat.finish(tiny_model()), "Qwen3ForCausalLM is not a prepared student"),
         (lambda: qat.param_groups(nn.Linear(1, 1)), "Linear is not a prepared student"),
         (lambda: qat.param_groups(student, lr=-1.0), "lr"),
+        (lambda: qat.as_teacher(tiny_model(), dtype="fp8"), "dtype='fp8'"),
         (lambda: qat.loss(out), "neither a batch"),
         (lambda: qat.loss(out, batch, loss="kl"), "reads every word"),
         (lambda: qat.loss(out, teacher=tiny_model(vocab_size=300)(IDS)), "same tokens and words"),
