@@ -147,6 +147,6 @@ def _text(config: VerifyConfig) -> str:
     if config.text is not None:
         return whole_text(config.text)[:wanted]
     documents = [*open_source("stdlib").documents]
-    lengths = accumulate(len(each) for each in documents)
-    few = takewhile(lambda pair: pair[1] < wanted, zip(documents, lengths, strict=True))
+    begins = accumulate(map(len, documents), initial=0)
+    few = takewhile(lambda pair: pair[1] < wanted, zip(documents, begins, strict=False))
     return "\n\n".join(document for document, _ in few)

@@ -190,6 +190,10 @@ def test_rounding_is_no_fault_but_a_distance(tmp_path: Path) -> None:
     assert judged(tmp_path / "float", tmp_path / "gguf" / "model.gguf", **loose).passes
 
 
+def test_few_tokens_of_the_usual_text_are_enough(student: Path, file: Path) -> None:
+    assert judged(student, file, context=4).distance.num_tokens == 2
+
+
 def test_other_inputs_take_one_line(file: Path, student: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "bad.gguf").write_text("hello")
