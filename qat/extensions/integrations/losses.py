@@ -185,6 +185,12 @@ def _against_teacher(
 ) -> dict[str, Tensor]:
     mask, labels = (each.flatten() for each in known)
     if isinstance(student, StudentOutput) and isinstance(teacher, StudentOutput):
+        words, taught = (each.head.weight.shape[0] for each in (student, teacher))
+        if words != taught:
+            raise ConfigError(
+                f"the student's head has {words} words and the teacher's {taught}, expected the "
+                "same; cut the longer one: output._replace(head=output.head.words(0, WORDS))"
+            )
         targets = OnlineTargets(mask, labels, teacher.hidden.flatten(0, 1), teacher.head)
         hidden = student.hidden.flatten(0, 1)
         return loss_from_teacher(hidden, student.head, targets, terms, temperature=temperature)

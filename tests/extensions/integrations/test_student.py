@@ -261,6 +261,8 @@ def test_mistakes(place: Path, cache: TeacherCache) -> None:
     (batch,) = batches_of(cache, 0, 1)
     student = prepared(place, config(place))
     out = student(batch.input_ids, position_ids=batch.position_ids)
+    states = student(batch.input_ids, position_ids=batch.position_ids, with_logits=False)
+    few = states._replace(head=states.head.words(0, 300))
     for act, message in (
         (lambda: qat.prepare(student, None), "prepared already"),
         (lambda: qat.prepare(tiny_model(), None), "no quantized linears"),
@@ -273,6 +275,7 @@ def test_mistakes(place: Path, cache: TeacherCache) -> None:
         (lambda: qat.loss(out), "neither a batch"),
         (lambda: qat.loss(out, batch, loss="kl"), "reads every word"),
         (lambda: qat.loss(out, teacher=tiny_model(vocab_size=300)(IDS)), "same tokens and words"),
+        (lambda: qat.loss(states, teacher=few), "and the teacher's 300"),
     ):
         with pytest.raises(ConfigError, match=message):
             act()
