@@ -59,7 +59,6 @@ def loss_from_teacher(
     V, teacher_V = head.weight.shape[0], targets.head.weight.shape[0]
     if V != teacher_V:
         raise ValueError(f"the student's head has {V} words and the teacher's {teacher_V}")
-
     if temperature <= 0:
         raise ValueError(f"temperature={temperature} must be positive")
     asked = _Asked(targets, terms, temperature, head.softcap)
@@ -97,10 +96,8 @@ def _plain_kl(
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """Return the sums of `kl` alone, and the gradient of the logits in `dtype` if it is given."""
     ((name, weight),) = asked.terms.items()
-    taught, scale = (
-        _teacher_logits(asked.targets, rows),
-        Scale(asked.temperature, weight, asked.softcap),
-    )
+    taught = _teacher_logits(asked.targets, rows)
+    scale = Scale(asked.temperature, weight, asked.softcap)
     kl, slope = kl_of_logits(taught, logits, asked.targets.mask[rows], scale, slope=dtype)
     return {name: kl.sum(), "loss": weight * kl.sum()}, slope
 
