@@ -1,4 +1,4 @@
-"""Train against a teacher that runs beside: python examples/trainer_teacher.py MODEL OUT."""
+"""Train a student against a running teacher: python examples/trainer_teacher.py MODEL OUT."""
 
 import sys
 

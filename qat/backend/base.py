@@ -114,9 +114,9 @@ class MemoryUse(NamedTuple):
     peak_reserved_gib: float | None = None
     """The most that was reserved since `Backend.reset_peak_memory`."""
     retries: int | None = None
-    """Times that PyTorch's allocator found no room on a GPU, freed its cache and tried again."""
+    """The number of times that PyTorch's allocator found no memory, freed its cache and retried."""
     failures: int | None = None
-    """Times that there was no room even then."""
+    """The number of retries that found no memory either."""
 
 
 @dataclass(frozen=True)

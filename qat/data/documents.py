@@ -1,4 +1,4 @@
-"""Read a text or a chat from a row, whatever format the row has."""
+"""Read a text or a chat from a row of data in any of the supported formats."""
 
 import json
 import re

@@ -82,13 +82,13 @@ def loss_from_teacher(
 
 
 class _Asked(NamedTuple):
-    """What is asked of every chunk."""
+    """The targets and settings that all chunks share."""
 
     targets: OnlineTargets
     terms: dict[str, float]
     temperature: float
     softcap: float | None
-    """That of the student's head."""
+    """The soft cap of the student's head."""
 
 
 def _plain_kl(

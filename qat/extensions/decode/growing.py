@@ -1,4 +1,4 @@
-"""Read a corpus that `qat sample` is still writing: the rows of its file to be, in their order."""
+"""Read the rows of a corpus that `qat sample` is still writing, in their final order."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,7 +14,7 @@ from qat.files import awaiting, parse_json
 
 
 def growing_rows(out: Path) -> Rows:
-    """Yield the rows of a corpus that is still being sampled, in the order of the finished file.
+    """Yield the rows of a corpus that `qat sample` is still writing, in their final order.
 
     A row comes as soon as its shard is complete.
 

@@ -22,7 +22,7 @@ from qat.quant.lora import Lora
 
 
 class LoraOnCodes(Linear):
-    """A quantized linear with an adapter beside it: `y = x @ W.T + x @ A.T @ B.T * scaling`."""
+    """A quantized linear with a LoRA adapter: `y = x @ W.T + x @ A.T @ B.T * scaling`."""
 
     def merge(self, *_: Any, **__: Any) -> None:
         """Refuse: a sum has no codes.

@@ -1,4 +1,4 @@
-"""The packed model of a student that somebody else's loop has trained."""
+"""Pack a student after training in a user's own loop."""
 
 import torch
 from torch import nn

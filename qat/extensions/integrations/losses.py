@@ -1,4 +1,4 @@
-"""Losses of a loop of one's own: against a cache, or against a teacher that runs beside.
+"""Losses for a user's own training loop, against a teacher cache or a running teacher.
 
 Shapes: B sequences, S positions, T = B * S tokens, V words.
 """
@@ -36,7 +36,7 @@ from qat.nn.lut_embedding import TableHead
 
 
 class Totals(NamedTuple):
-    """What the losses of one step's micro-batches share, over all ranks."""
+    """The number of valid tokens and the named words of one step, over all ranks."""
 
     num_tokens: Tensor | float
     """Number of valid tokens, by which the sum of losses is divided."""
@@ -53,7 +53,7 @@ def totals(
     loss: str | None = None,
     with_teacher: bool = False,
 ) -> Totals:
-    """Return what the losses of a step with several micro-batches or ranks need.
+    """Return the totals of a step of several micro-batches or ranks, for `qat.loss`.
 
         whole = qat.totals(student, batches)
         for batch in batches:

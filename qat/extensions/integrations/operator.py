@@ -1,8 +1,8 @@
-"""A quantized weight as an operator of PyTorch: formed in forward, pulled back in backward.
+"""Form a quantized weight by a PyTorch custom operator that has its own backward pass.
 
-`qat.nn.step` forms each weight once a step, behind autograd's back. In somebody else's loop nobody
+`qat.nn.step` forms each weight once a step, without autograd. In a user's own loop nothing
 says when a step begins, other libraries wrap the parameters (DDP, FSDP2), and compilers trace the
-layers. Here a weight is a function of its tensors alone: autograd keeps them and hands out their
+layers. Here a weight is a function of its tensors alone: autograd keeps them and computes their
 gradients, and a compiler sees one operator, the same for all layers of one shape. The values are
 those of `QuantWeight.form_` and `QuantWeight.pull_back_`, bit for bit.
 
@@ -55,7 +55,7 @@ class Numbers(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What a weight is made of, as the kernels take it."""
+    """The tensors that a weight is formed from, in the layout that the kernels take."""
 
     source: Source
     levels: Tensor

@@ -48,7 +48,7 @@ WHAT_LEARNS = ("learn", "mlp_only", "attention_only", "e2e", "lora_rank", "dtype
 
 
 class StudentOutput(NamedTuple):
-    """What losses are computed from without the logits of all tokens and words."""
+    """The hidden states and the head, from which losses are computed without all logits."""
 
     hidden: Tensor
     """`(B, S, D)`: the last hidden states, as the head reads them."""
@@ -58,7 +58,7 @@ class StudentOutput(NamedTuple):
 
 @dataclass
 class Prepared:
-    """What a prepared model knows beside its parameters."""
+    """The settings and facts of a prepared model beside its parameters."""
 
     language: LanguageModel
     dtype: torch.dtype
@@ -72,7 +72,7 @@ class Prepared:
 
 
 class LoopModel(PreTrainedModel):
-    """A model in somebody else's loop; `in_loop` makes a model one by changing its class."""
+    """A model in a user's own loop; `in_loop` makes a model one by changing its class."""
 
     own_class: ClassVar[type[PreTrainedModel]]
     """The class that the model had before."""

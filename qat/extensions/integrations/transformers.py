@@ -38,7 +38,7 @@ ABSOLUTE = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_e
 
 
 class StudentMixin:
-    """What a trainer of transformers does otherwise for a prepared student: rates and files.
+    """The learning rates and files by which a trainer handles a prepared student.
 
     Put it before a trainer's class: `class Mine(StudentMixin, SFTTrainer)`.
     """
@@ -175,7 +175,7 @@ class QatTrainer(StudentMixin, Trainer):
             named.setdefault("data_collator", default_collate)
         self.loss, self.temperature = loss, temperature
         self._totals: Totals
-        """What the losses of the present step share."""
+        """The totals of the present step."""
         super().__init__(model, args, **named)
         self.model_accepts_loss_kwargs = True
         self.teacher = None

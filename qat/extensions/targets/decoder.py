@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 TABLE = "model.embed_tokens"
 Value = TypeVar("Value")
-"""What a step of a program gives."""
+"""The outputs of one step of a program."""
 
 
 class Decoder(ABC, Generic[Value]):

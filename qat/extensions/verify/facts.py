@@ -1,4 +1,4 @@
-"""What a model on disk says of itself, in whatever form it is stored."""
+"""The facts about a model on disk, in whatever form it is stored."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class Finding(NamedTuple):
     place: str
     """The tensor, setting or token."""
     words: str
-    """What was found and what was expected."""
+    """The value that was found and the one that was expected."""
 
 
 class Stored(NamedTuple):
-    """How a file stores a weight."""
+    """The type and scales in which a file stores a weight."""
 
     type: str
     """A name for the format, such as Q4_0 or bfloat16."""
@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """How a tokenizer splits text, in the words of llama.cpp."""
+    """The rules by which a tokenizer splits text, under the names of llama.cpp."""
 
     kind: str
     pre: str

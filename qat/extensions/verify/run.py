@@ -30,7 +30,7 @@ LETTERS = 16
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of a file beside its reference."""
+    """The verdict on a file compared with its reference."""
 
     form: str
     """The kind of file."""

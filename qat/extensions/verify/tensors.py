@@ -32,7 +32,7 @@ PROBES = 64
 
 
 class Difference(NamedTuple):
-    """How far a weight of a file is from the reference's."""
+    """The distance of a weight of a file from that of the reference."""
 
     name: str
     type: str
