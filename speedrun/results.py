@@ -5,13 +5,12 @@
 `results.toml` beside this script says in words what each figure is, and in which order.
 """
 
-import re
-import subprocess
 import tomllib
 from pathlib import Path
 
 from cyclopts import App
 
+from qat.extensions.lab.commands import current
 from qat.extensions.lab.leaderboard import RecordEntry, by_device, by_figure, read_records
 from qat.files import write_atomically
 
@@ -30,12 +29,12 @@ again. Goals that were missed are marked. The page is written by one command and
 A row is the newest value of a figure on a device. Older ones are in
 [the records](README.md), and on one page with curves after
 `qat report --leaderboard --out leaderboard.html`. `DIR` and `FILE` in a command are places of
-yours. A commit stands behind a command whose script is gone: `git show COMMIT:PATH` prints it.
+yours. A commit stands behind a command whose script or flags are gone: `git show COMMIT:PATH`
+prints the script.
 {met} of the {bound} goals that are bounds are met.
 """
 COLUMNS = ("figure", "value", "unit", "goal", "", "device", "record", "command")
 BAR = "\\|"  # a bar inside a cell of Markdown
-SCRIPT = re.compile(r"(?<![\w/.])[\w-][\w/.-]*\.(?:py|sh)\b")  # no absolute paths
 MET = {True: "met", False: "**missed**", None: ""}
 
 app = App(help=__doc__)
@@ -94,19 +93,15 @@ def row(words: str, entry: RecordEntry) -> str:
         MET[figure.is_met],
         figure.device,
         f"[{entry.record}]({folder})",
-        f"`{figure.command}`{last_seen(figure.command, RECORDS / folder)}"
-        if figure.command
-        else "",
+        figure.command and shown(figure.command),
     )
     return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
 
 
-def last_seen(command: str, record: Path) -> str:
-    """Return the last commit that had a script of a command which is gone, for its cell."""
-    words = ("git", "log", "-1", "--format= at `%h`", "--abbrev=8", "--diff-filter=AMR", "--")
-    gone = [s for s in SCRIPT.findall(command) if not any((d / s).exists() for d in (ROOT, record))]
-    found = [subprocess.check_output((*words, each), cwd=ROOT, text=True) for each in gone]
-    return max(found, default="").rstrip()
+def shown(command: str) -> str:
+    """Return the cell of a command, with the last commit that had it if it is gone."""
+    now, commit = current(command, ROOT)
+    return f"`{now}`{commit and f' at `{commit}`'}"
 
 
 def digits(value: float, significant: int = 4) -> str:
