@@ -4,6 +4,7 @@ from pathlib import Path
 
 import gguf
 from tiny import tiny_model, tiny_tokenizer
+from tokenizers.pre_tokenizers import Digits, Sequence
 
 from qat.extensions.targets.gguf import add_tokenizer
 
@@ -17,6 +18,7 @@ def write_gguf(
     embedding: str | None = None,
     seed: int = 0,
     has_tokenizer: bool = True,
+    splits_digits: bool = False,
 ) -> Path:
     """A Qwen3 of 2 layers whose matrices are in blocks of `kind`, and an untied head of Q8_0.
 
@@ -37,7 +39,11 @@ def write_gguf(
     writer.add_rope_freq_base(10_000.0)
     writer.add_vocab_size(config.vocab_size)
     if has_tokenizer:
-        assert add_tokenizer(writer, tiny_tokenizer(), config.vocab_size)
+        tokenizer = tiny_tokenizer()
+        if splits_digits:
+            steps = [Digits(individual_digits=True), tokenizer.backend_tokenizer.pre_tokenizer]
+            tokenizer.backend_tokenizer.pre_tokenizer = Sequence(steps)
+        assert add_tokenizer(writer, tokenizer, config.vocab_size)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         written, values = names.get_name(name, (".weight",)), tensor.numpy()

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.errors import CheckpointError
 from qat.models.gguf import dequantize
-from qat.models.gguf_header import read_header
+from qat.models.gguf_header import read_header, read_metadata
 from qat.nn.swap import head_dim
 
 ARCHITECTURES = {
@@ -25,6 +26,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_LENGTH = 8192
 """Settings of every Llama 3, which a file does not name."""
+DIGITS_APART = frozenset("smollm starcoder refact command-r codeshell exaone minerva-7b".split())
+"""llama.cpp's names of the rule that splits off each digit, and then splits text as GPT-2 does."""
 
 
 def tensor_names(model: PreTrainedModel) -> dict[str, str]:
@@ -108,3 +111,16 @@ def read_rope_scaling(path: Path, config: PreTrainedConfig) -> None:
             "3's, expected low_freq_factor=1 and high_freq_factor=4; name the directory of the "
             "model that it was made from"
         )
+
+
+def read_digit_rule(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let `tokenizer` split each digit off if the GGUF file at `path` says so.
+
+    transformers takes GPT-2's rule for names that it does not know, and these are among them.
+    """
+    rule = read_metadata(path).get("tokenizer.ggml.pre")
+    backend = tokenizer.backend_tokenizer
+    is_plain = isinstance(backend.pre_tokenizer, ByteLevel)
+    if is_plain and rule is not None and rule.parts[0].decode() in DIGITS_APART:
+        digits = Digits(individual_digits=True)
+        backend.pre_tokenizer = Sequence([digits, backend.pre_tokenizer])

@@ -137,6 +137,9 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> PreTraine
         has_own = Path(source, "tokenizer_config.json").is_file()
         tokenizer = read(source, {}) if has_own else read_part(source, "tokenizer", read)
     if source.endswith(GGUF):
+        from qat.models.gguf_layout import read_digit_rule  # other models need no reader of GGUF
+
+        read_digit_rule(Path(source), tokenizer)
         tokenizer.name_or_path = source
         # a GGUF says nothing of it; the default of some versions warns, and older ones drop spaces
         tokenizer.clean_up_tokenization_spaces = False

@@ -1,5 +1,6 @@
 """A GGUF file is converted once, and what was kept of it opens as the file does."""
 
+import json
 import logging
 import os
 import shutil
@@ -18,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from qat.errors import CheckpointError
+from qat.extensions.targets.gguf import pre_tokenizer
 from qat.models import gguf_cache
 from qat.models.load import load_config, load_model, load_tokenizer
 from qat.models.opening import Opening
@@ -93,6 +95,12 @@ def test_tokens_are_those_of_the_file(root: Path, tmp_path: Path) -> None:
         for text in TEXTS:
             assert kept(text).input_ids == own(text).input_ids
     assert entries(root) == ["tokenizer"]
+    path = write_gguf(tmp_path / "digits.gguf", splits_digits=True)
+    for _ in range(2):
+        backend = load_tokenizer(str(path)).backend_tokenizer
+        assert pre_tokenizer(json.loads(backend.to_str())) == "smollm"
+        parts = backend.pre_tokenizer.pre_tokenize_str("a 12")
+        assert [part for part, _ in parts] == ["a", "\u0120", "1", "2"]
 
 
 def test_the_configuration_is_that_of_the_file(root: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from qat.extensions.targets.gguf import Words
 from qat.extensions.verify.facts import Finding, Rules, Side, Tokens
 from qat.models.gguf_header import Field, read_metadata
+from qat.models.gguf_layout import DIGITS_APART
 
 PROBES = (
     "The cat sat on the mat, and the dog saw it.",
@@ -29,7 +30,10 @@ CHATS = (
     ],
 )
 """Chats that templates are rendered with."""
-SAME_RULES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+SAME_RULES = {
+    **{"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"},
+    **dict.fromkeys(DIGITS_APART, "smollm"),
+}
 """llama.cpp's further names of rules for splitting text."""
 BEGINNING = ("llama-bpe",)
 """Rules with which llama.cpp begins texts with a token if a file does not say so."""
