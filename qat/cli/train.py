@@ -15,7 +15,7 @@ from rich.text import Text
 from qat.cli.export import show_targets
 from qat.cli.parser import print_result
 from qat.config import Required
-from qat.errors import QatError, Stopped, TrainingError
+from qat.errors import ConfigError, QatError, Stopped, TrainingError
 from qat.hooks import extension
 from qat.logs import RECIPE, Terminal
 from qat.losses.config import parse_losses
@@ -66,7 +66,7 @@ def train(
     from qat.cli.inputs import check_inputs, with_fitting_loss
 
     followers: Any = None if tracking == UNTRACKED else extension("qat.followers", "trackers")
-    soak: Any = extension("qat.soaks", "lab") if launch.soak else None
+    soak = _soak(launch, config)
     parse_losses(config.loss)
     _warn_of_idle(config.idle())
     check_inputs(models=[student, config.teacher], caches=[config.cache_dir], out=out)
@@ -119,6 +119,20 @@ def train(
     found = _ended(out, report, cache_dir=config.cache_dir, prompt=config.sample_prompt)
     _judge(out, launch, found, soak)
     return found
+
+
+def _soak(launch: LaunchConfig, config: TrainConfig) -> Any:  # noqa: ANN401
+    """Return what judges a soak; None without one.
+
+    Raises:
+        ConfigError: the soak is longer than the run.
+    """
+    if launch.soak > config.max_steps:
+        raise ConfigError(
+            f"soak={launch.soak} is more than max_steps={config.max_steps}, expected a soak within "
+            "the run; lower --soak or raise --max-steps"
+        )
+    return extension("qat.soaks", "lab") if launch.soak else None
 
 
 def _trained(run: "AbstractContextManager[Trainer]", soak: int) -> "TrainReport | None":
