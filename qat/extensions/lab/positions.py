@@ -52,7 +52,8 @@ class Judged(NamedTuple):
 
     num_tokens: int  # number of judged positions
     kl_nats: float  # mean KL(teacher || file) over the whole vocabulary
-    kl_stderr_nats: float  # standard error of that mean, taking positions as independent
+    kl_stderr_nats: float | None
+    """Standard error of that mean, taking positions as independent; None for a single one."""
     kl_p99_nats: float  # 99th percentile of the KL over positions
     top1_frac: float  # fraction of positions where file and teacher have the same likeliest token
     flips_frac: float | None
@@ -70,7 +71,7 @@ class Judged(NamedTuple):
         return cls(
             num_tokens=T,
             kl_nats=found.kl.mean().item(),
-            kl_stderr_nats=found.kl.std().item() / math.sqrt(T) if T > 1 else math.nan,
+            kl_stderr_nats=found.kl.std().item() / math.sqrt(T) if T > 1 else None,
             kl_p99_nats=found.kl.quantile(0.99).item(),
             top1_frac=found.is_same.double().mean().item(),
             flips_frac=flipped / right if right else None,

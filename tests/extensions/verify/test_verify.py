@@ -43,7 +43,7 @@ def file(student: Path) -> Path:
 
 
 def judged(reference: Path, found: Path, **settings: object) -> Verdict:
-    return verify(str(reference), str(found), VerifyConfig(contexts=2, **settings))
+    return verify(str(reference), str(found), VerifyConfig(**{"contexts": 2, **settings}))
 
 
 @pytest.mark.parametrize("kind", [*TWELVE, *MORE])
@@ -192,6 +192,8 @@ def test_rounding_is_no_fault_but_a_distance(tmp_path: Path) -> None:
 
 def test_few_tokens_of_the_usual_text_are_enough(student: Path, file: Path) -> None:
     assert judged(student, file, context=4).distance.num_tokens == 2
+    single = judged(student, file, context=4, contexts=1).distance
+    assert single.num_tokens == 1 and single.kl_stderr_nats is None
 
 
 def test_other_inputs_take_one_line(file: Path, student: Path, tmp_path: Path) -> None:
