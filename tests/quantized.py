@@ -39,6 +39,9 @@ SPECS = {
     "fours10_r2": LutSpec(bits=10, vector_size=4, scale="low_rank", rank=2, group_size=8),
 }
 
+KINDS = ("lut1", "seq2", "int3_s8", "e2m1", "lut2_r4", "ternary_r2", "pairs6", "fours10_r2")
+"""A format of each kind of levels and scales, for tests of what all formats pass alike."""
+
 
 def e5m3_values() -> Tensor:
     """The finite values of 5 exponent and 3 mantissa bits, ascending, `(248,)` float64."""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantized import SPECS, latent_linear, tiny_adapted, tiny_quantized
+from covering import covering
+from quantized import KINDS, SPECS, latent_linear, tiny_adapted, tiny_quantized
 from safetensors.torch import load_file
 from tiny import ARCHITECTURES, logits, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,8 +27,6 @@ from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import linear_names, replace_module
 from qat.quant.spec import KvSpec, LutSpec
 
-ONE_OF_EACH_KIND = ("int4_r3", "e2m1", "fours8_s8")
-
 
 @pytest.fixture
 def packed(tmp_path: Path) -> Path:
@@ -36,12 +35,7 @@ def packed(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *((name, torch.bfloat16) for name in SPECS),
-        *((name, torch.float32) for name in ONE_OF_EACH_KIND),
-        *((name, torch.float16) for name in ONE_OF_EACH_KIND),
-    ],
+    ("name", "dtype"), covering(KINDS, [torch.bfloat16, torch.float32, torch.float16])
 )
 def test_dense_logits_equal_packed_logits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     one_layer = tiny_quantized("qwen3", SPECS[name], num_hidden_layers=1)

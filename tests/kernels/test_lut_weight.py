@@ -6,7 +6,7 @@ import pytest
 import torch
 from covering import covering
 from lut_weight_case import ALL_SPECS, SOURCES, chosen, gradients, random_parts
-from quantized import SPECS
+from quantized import KINDS, SPECS
 from three_way import assert_no_worse_than_eager
 from torch import Tensor
 
@@ -17,8 +17,9 @@ from qat.quant.spec import LutSpec
 from qat.quant.weight import Scales, expand_scales, round_scales
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BY_SOURCE = [*((name, "packed") for name in ALL_SPECS), *covering(ALL_SPECS, SOURCES[1:])]
-"""Every format packed, and of latent weights of either dtype."""
+LATENT = [*KINDS, "lut4", "lut4_odd", "lut3_odd_r5", "fours8_s8", "fours12"]
+BY_SOURCE = [*((name, "packed") for name in ALL_SPECS), *covering(LATENT, SOURCES[1:])]
+"""Every format packed, and one of each kind of latent weights of either dtype."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,10 @@
 """Losses from logits against textbook PyTorch, and the promises that a trainer relies on."""
 
+from itertools import product
+
 import pytest
 import torch
+from covering import covering
 from logit_losses import FROM_LOGITS
 from teacher_targets import targets_of
 from torch import Tensor
@@ -42,10 +45,12 @@ def textbook(name: str, student: Tensor, teacher: Tensor, temperature: float) ->
     return kl(log_p, log_q)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", DIVERGENCES)
-def test_full_topk_equals_the_textbook(name: str, dtype: torch.dtype, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    covering(product(DIVERGENCES, [0.5, 1.0, 4.0]), [torch.float64, torch.float32]),
+)
+def test_full_topk_equals_the_textbook(case: tuple[str, float], dtype: torch.dtype) -> None:
+    name, temperature = case
     student, teacher = logits_pair(dtype)
     targets = targets_of(teacher, V)
     rows = temperature**2 * textbook(name, student, teacher, temperature)

@@ -3,8 +3,11 @@
 Shapes: T tokens, D model width, V words of the student's head, C words of both.
 """
 
+from itertools import product
+
 import pytest
 import torch
+from covering import covering
 from head_case import HEADS, learnable
 from teacher_targets import targets_of
 from torch import Tensor
@@ -17,7 +20,8 @@ from qat.losses.from_hidden import loss_from_hidden
 from qat.losses.from_teacher import OnlineTargets, loss_from_teacher
 
 T, D, C, K = 13, 6, 19, 5
-SIZES = pytest.mark.parametrize(("student", "teacher"), [(C, C + 3), (C + 3, C)])
+SIZES = ((C, C + 3), (C + 3, C))
+"""Words of the student's head and of the teacher's."""
 
 
 def teacher_logits(words: int) -> Tensor:
@@ -72,12 +76,11 @@ def head_of(words: int, kind: str = "plain") -> Head:
     return Head(torch.randn(words, D, dtype=torch.float64).requires_grad_(), bias, softcap)
 
 
-@SIZES
-@pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize("name", ON_CACHE)
+@pytest.mark.parametrize(("case", "kind"), covering(product(ON_CACHE, SIZES), HEADS))
 def test_losses_on_a_cache_are_those_of_the_common_words(
-    name: str, kind: str, student: int, teacher: int
+    case: tuple[str, tuple[int, int]], kind: str
 ) -> None:
+    name, (student, teacher) = case
     logits, head = teacher_logits(teacher), head_of(student, kind)
     targets = targets_of(logits, K, draws=40)
     targets = targets._replace(labels=targets.labels.clamp_max(C - 1))
@@ -98,7 +101,7 @@ def test_losses_on_a_cache_are_those_of_the_common_words(
         assert not gradient[C:].any() and gradient[:C].any()
 
 
-@SIZES
+@pytest.mark.parametrize(("student", "teacher"), SIZES)
 @pytest.mark.parametrize("name", WITH_TEACHER)
 def test_losses_against_a_teacher_are_those_of_the_common_words(
     name: str, student: int, teacher: int

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quantized import SPECS, tiny_quantized
+from quantized import KINDS, SPECS, tiny_quantized
 from torch import nn
 
 from qat.models.stored_state import narrowed, packed_state_dict, raw_state, stored_state
@@ -25,7 +25,7 @@ def shuffled(spec_name: str, *, is_latent: bool) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("spec_name", "is_latent"),
-    [*((name, True) for name in SPECS), ("lut4", False), ("lut2_r4", False), ("fours8_s8", False)],
+    [*((name, True) for name in KINDS), ("lut4", False), ("lut2_r4", False), ("fours8_s8", False)],
 )
 def test_indices_and_levels_are_those_of_the_weight_in_ascending_order(
     spec_name: str, *, is_latent: bool

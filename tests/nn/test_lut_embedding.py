@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from covering import covering
-from quantized import SPECS, random_weight
+from quantized import KINDS, SPECS, random_weight
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,7 +21,7 @@ from qat.quant.weight import dequantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TABLES = {
-    **SPECS,
+    **{name: SPECS[name] for name in (*KINDS, "lut4")},
     "lut5": LutSpec(bits=5, group_size=8),
     "lut8": LutSpec(bits=8, group_size=8),
     "lut4 odd": LutSpec(bits=4, group_size=3),

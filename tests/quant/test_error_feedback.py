@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from quantized import SPECS, fit_to_inputs, random_weight
+from quantized import KINDS, SPECS, fit_to_inputs, random_weight
 from torch import Tensor
 
 from qat.errors import ConfigError
@@ -240,7 +240,7 @@ def test_codewords_serve_the_rows_that_count() -> None:
     assert for_bells[0] < for_signs[0] and for_signs[1] < 0.5 * for_bells[1]
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", KINDS)
 def test_never_worse_than_rounding_alone(name: str) -> None:
     spec, weight = SPECS[name], torch.randn(O, 32)
     H = moment(inputs(32))
