@@ -1,6 +1,7 @@
 """Bit packing and the codec of teacher signals: round trips and the stated accuracy."""
 
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
@@ -45,9 +46,8 @@ def split_ids(rows: dict[str, Tensor]) -> list[np.ndarray]:
     return [ids.numpy() for ids in rows["sample_ids"].split(rows["sample_lengths"].tolist())]
 
 
-@pytest.mark.parametrize("bits", range(1, 32))
-def test_bits_round_trip_at_every_width(bits: int) -> None:
-    for count in (1, 7, 8, 13):
+def test_bits_round_trip_at_every_width() -> None:
+    for bits, count in product(range(1, 32), (1, 7, 8, 13)):
         values = torch.randint(0, 2**bits, (3, count))
         packed = pack_bits(values, bits)
         assert packed.shape == (3, packed_bytes(count, bits))

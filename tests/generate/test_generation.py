@@ -78,22 +78,22 @@ def test_a_held_out_prompt_begins_with_its_first_word(monkeypatch: pytest.Monkey
     assert module.held_out_prompt("cache", word_tokenizer()) == "w1 w2 w3"
 
 
-@pytest.mark.parametrize(
-    ("prompt", "document", "kept"),
-    [
-        ("he saw the hou", "he saw the house", "he saw the"),
-        ("he saw the house", "he saw the house.", "he saw the house"),
-        ("he did no", "he did not go", "he did"),
-        ("he didn", "he didn't go", "he didn"),  # else little would be left
-        ("that he didn", "that he didn't go", "that he"),
-        ("he paid 5 \ufffd", "he paid 5 \u20ac", "he paid 5"),
-        ("\u4f60\u597d", "\u4f60\u597d\u5417", "\u4f60\u597d"),  # no spaces between words
-        ("one", "one", "one"),
-        ("he saw the ", "he saw the house", "he saw the"),
-    ],
-)
-def test_a_held_out_prompt_ends_with_a_whole_word(prompt: str, document: str, kept: str) -> None:
-    assert module._whole_words(prompt, document) == kept
+HELD_OUT = [
+    ("he saw the hou", "he saw the house", "he saw the"),
+    ("he saw the house", "he saw the house.", "he saw the house"),
+    ("he did no", "he did not go", "he did"),
+    ("he didn", "he didn't go", "he didn"),  # else little would be left
+    ("that he didn", "that he didn't go", "that he"),
+    ("he paid 5 \ufffd", "he paid 5 \u20ac", "he paid 5"),
+    ("\u4f60\u597d", "\u4f60\u597d\u5417", "\u4f60\u597d"),  # no spaces between words
+    ("one", "one", "one"),
+    ("he saw the ", "he saw the house", "he saw the"),
+]
+
+
+def test_a_held_out_prompt_ends_with_a_whole_word() -> None:
+    for prompt, document, kept in HELD_OUT:
+        assert module._whole_words(prompt, document) == kept, prompt
 
 
 def test_sampling_settings_all_matter_and_the_seed_decides(model: LanguageModel) -> None:

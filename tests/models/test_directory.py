@@ -60,9 +60,9 @@ def test_a_student_that_lies_elsewhere_is_refused(students: Path, name: str) -> 
         resolve(str(students))
 
 
-@pytest.mark.parametrize("source", ["./x/y", "/x/y", "~/x", "model", "x/y/z", "https://x/y/z", ""])
-def test_what_is_no_owner_and_name_of_a_hub_is_a_path(source: str) -> None:
-    assert is_path(source)
+def test_what_is_no_owner_and_name_of_a_hub_is_a_path() -> None:
+    for source in ["./x/y", "/x/y", "~/x", "model", "x/y/z", "https://x/y/z", ""]:
+        assert is_path(source), source
 
 
 def test_below_a_directory_that_is_there_all_is_a_path(tmp_path: Path, monkeypatch) -> None:

@@ -49,24 +49,21 @@ def lines(cell: NotebookNode) -> list[str]:
 
 
 @each_notebook
-def test_it_is_committed_without_outputs(path: Path) -> None:
+def test_it_holds_commands_only_and_no_outputs(path: Path) -> None:
     for cell in code(read(path)):
-        assert cell.outputs == []
-        assert cell.execution_count is None
-
-
-@each_notebook
-def test_it_holds_commands_only(path: Path) -> None:
-    for cell in code(read(path)):
+        assert cell.outputs == [] and cell.execution_count is None
         commands = [line for line in lines(cell) if line.startswith("!")]
         assert len(commands) <= 1, "a second command would hide that the first failed"
         for line in lines(cell):
             assert LINE.match(line), line
-        if "parameters" in tags(cell):
-            assert all(line.startswith("%env ") for line in lines(cell))
+    (cell,) = (cell for cell in code(read(path)) if "parameters" in tags(cell))
+    names = {re.match(r"%env (\w+)=", line)[1] for line in lines(cell)}
+    assert names == TINY[path.stem].keys() | {"OUT"}
+    used = set(re.findall(r"\$([A-Z_]+)", "".join(each.source for each in code(read(path)))))
+    assert names <= used
 
 
-@each_notebook
+@pytest.mark.parametrize("path", PATHS[:2], ids=lambda path: path.stem)
 def test_its_addresses_are_the_projects(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert text == addressed(text, path.name, repository())
@@ -128,15 +125,6 @@ def test_the_first_cell_stops_without_an_address(elsewhere: Path) -> None:
     said = str(ran.error_in_exec)
     assert "ADDRESS" in said and said.endswith("none was made; mend QAT_REPOSITORY above")
     assert Path.cwd() == elsewhere and not (elsewhere / "qat").exists()
-
-
-@each_notebook
-def test_tiny_values_are_of_its_parameters(path: Path) -> None:
-    (cell,) = (cell for cell in code(read(path)) if "parameters" in tags(cell))
-    names = {re.match(r"%env (\w+)=", line)[1] for line in lines(cell)}
-    assert names == TINY[path.stem].keys() | {"OUT"}
-    used = set(re.findall(r"\$([A-Z_]+)", "".join(each.source for each in code(read(path)))))
-    assert names <= used
 
 
 @each_notebook

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from covering import covering
 from torch import Tensor
 
 from qat.errors import ConfigError
@@ -27,8 +28,9 @@ def textbook(x: Tensor, bits: int) -> Tensor:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("size", [1e-9, 1e-4, 1.0, 300.0, 2e4])
-@pytest.mark.parametrize("shift", [0.0, -2.0, 5.0])
+@pytest.mark.parametrize(
+    ("size", "shift"), covering([1e-9, 1e-4, 1.0, 300.0, 2e4], [0.0, -2.0, 5.0])
+)
 def test_the_equations(bits: int, size: float, shift: float) -> None:
     x = size * (torch.randn(5, 3, 24) + shift)
     expected = [textbook(half, bits) for half in x.view(-1, 12)]

@@ -5,32 +5,31 @@ import pytest
 from qat.errors import ConfigError
 from qat.models.devices import DEVICES, device_called, devices_named
 
+REPORTED = [
+    ("NVIDIA A10", "A10"),
+    ("NVIDIA A100-SXM4-40GB", "A100-40"),
+    ("NVIDIA A100-SXM4-80GB", "A100-80"),
+    ("NVIDIA A100 80GB PCIe", "A100-80"),
+    ("NVIDIA H100 PCIe", "H100-PCIe"),
+    ("NVIDIA H100 80GB HBM3", "H100"),
+    ("TPU v5 lite", "TPU-v5e"),
+    ("Tesla V100-SXM2-16GB", "V100-16"),
+    ("Tesla V100-SXM2-32GB", "V100-32"),
+    ("Tesla V100-PCIE-32GB", "V100-PCIe"),
+    ("NVIDIA L40S", "L40S"),
+    ("NVIDIA RTX A6000", "A6000"),
+    ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX6000-PRO"),
+    ("NVIDIA L40", None),
+    ("NVIDIA A10G", None),
+    ("cpu", None),
+]
 
-@pytest.mark.parametrize(
-    ("reported", "name"),
-    [
-        ("NVIDIA A10", "A10"),
-        ("NVIDIA A100-SXM4-40GB", "A100-40"),
-        ("NVIDIA A100-SXM4-80GB", "A100-80"),
-        ("NVIDIA A100 80GB PCIe", "A100-80"),
-        ("NVIDIA H100 PCIe", "H100-PCIe"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("TPU v5 lite", "TPU-v5e"),
-        ("Tesla V100-SXM2-16GB", "V100-16"),
-        ("Tesla V100-SXM2-32GB", "V100-32"),
-        ("Tesla V100-PCIE-32GB", "V100-PCIe"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA RTX A6000", "A6000"),
-        ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX6000-PRO"),
-        ("NVIDIA L40", None),
-        ("NVIDIA A10G", None),
-        ("cpu", None),
-    ],
-)
-def test_reported_names_find_their_entry(reported: str, name: str | None) -> None:
-    found = device_called(reported)
-    assert (found and found.name) == name
+
+def test_reported_names_find_their_entry() -> None:
+    for reported, name in REPORTED:
+        found = device_called(reported)
+        assert (found and found.name) == name, reported
 
 
 def test_geforce_boards_accumulate_in_fp32_at_half_rate() -> None:

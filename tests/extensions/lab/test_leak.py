@@ -14,9 +14,8 @@ def noise(steps: int, mib: float, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(2000, mib, steps)
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize(("height", "teeth"), [(0, 1), (16, 10), (48, 7)])
-def test_a_mebibyte_a_step_is_found_within_200(seed: int, height: float, teeth: int) -> None:
+@pytest.mark.parametrize(("height", "teeth", "seed"), [(0, 1, 0), (16, 10, 1), (48, 7, 2)])
+def test_a_mebibyte_a_step_is_found_within_200(height: float, teeth: int, seed: int) -> None:
     step = np.arange(200)
     warm_up = 500 * (1 - np.exp(-step / 8))
     memory = step + noise(200, 3, seed) + saw(200, height, teeth) + warm_up
@@ -24,7 +23,6 @@ def test_a_mebibyte_a_step_is_found_within_200(seed: int, height: float, teeth: 
     assert found is not None and FIRST_LOOK <= found <= 200
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "shape",
     [
@@ -36,8 +34,8 @@ def test_a_mebibyte_a_step_is_found_within_200(seed: int, height: float, teeth: 
     ],
     ids=["noise", "saw", "warm-up", "two steps up", "slower and slower"],
 )
-def test_no_alarm_in_10000_steps_without_a_leak(shape, seed: int) -> None:
-    memory = shape(np.arange(10_000)) + noise(10_000, 3, seed)
+def test_no_alarm_in_10000_steps_without_a_leak(shape) -> None:
+    memory = shape(np.arange(10_000)) + noise(10_000, 3, 0)
     assert leak_found_after(list(memory)) is None
 
 
