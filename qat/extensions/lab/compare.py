@@ -9,7 +9,7 @@ import re
 import shutil
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -216,6 +216,12 @@ class Comparison:
         return NOT_COMPARABLE if "not comparable" in verdicts or self.gone else SAME
 
     @property
+    def beats_code(self) -> int:
+        """0 if every case is faster; else 2 if one is not comparable; else 1."""
+        verdicts = {pair.verdict for pair in self.pairs}
+        return NOT_COMPARABLE if "not comparable" in verdicts else int(verdicts != {"faster"})
+
+    @property
     def is_single_run(self) -> bool:
         """True if some interval rests on samples within fewer than `MIN_SAMPLES` runs."""
         cases = [case for pair in self.pairs for case in (pair.before, pair.after)]
@@ -254,6 +260,23 @@ def compare_files(before: Path, after: Path, threshold: float = THRESHOLD) -> Co
         settings=changed,
         hosts=len({row.get("host") for case in both for row in case.rows}),
     )
+
+
+def compare_kernels(before: Path, after: Path, gain: float) -> Comparison:
+    """Compare the kernels of two results without their references: faster is only `gain` or more.
+
+    Raises:
+        ComparisonError: a side has no raw samples, or there is no kernel in common.
+    """
+    # seconds become 1 - gain of what they were: the threshold is of their ratio
+    found = compare_files(before, after, 1 / (1 - gain) - 1)
+    pairs = tuple(pair for pair in found.pairs if pair.before.rows[0].get("kind") == "kernel")
+    if not pairs:
+        raise ComparisonError(
+            f"{before} and {after} have no timed kernel in common, expected results of 'qat bench "
+            "kernels' on a GPU; measure both there"
+        )
+    return replace(found, pairs=pairs, gone=(), new=())
 
 
 def compare_pair(before: MeasuredCase, after: MeasuredCase, threshold: float) -> Pair:

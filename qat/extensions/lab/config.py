@@ -1,5 +1,6 @@
 """Settings of the lab's verbs."""
 
+import re
 from pathlib import Path
 
 from pydantic import Field, field_validator
@@ -31,6 +32,14 @@ KERNELS = (
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """The GPUs of `qat bench targets` by instruction set: T4, A100, RTX 3090, RTX 4090, H100, B200, RTX
 5090."""
+
+GAIN = re.compile(r"(\d+\.?\d*|\.\d+)(%?)")
+
+
+def gain_of(text: str) -> float:
+    """Return `10%` or `0.1` as a share."""
+    number, percent = GAIN.fullmatch(text).groups()
+    return float(number) / (100 if percent else 1)
 
 
 class BaselinesConfig(MeasureConfig):
@@ -94,9 +103,9 @@ class KernelsConfig(Settings):
     GPU, and tiny where kernels cannot run."""
     device: str = "auto"
     """Device to measure on: auto, cpu, cuda, cuda:1."""
-    repeats: int = Field(30, ge=1)
-    """Rounds in which a kernel and its reference take turns."""
-    limit_s: float = Field(4.0, gt=0)
+    repeats: int = Field(100, ge=1)
+    """Rounds in which a kernel and its reference take turns, as many as fit in --limit-s."""
+    limit_s: float = Field(10.0, gt=0)
     """Time limit in seconds for the rounds of one kernel; at least five rounds are run."""
     seed: int | None = Field(None, ge=0)
     """Seed of the inputs; by default a new one each time, which the rows record."""
@@ -105,8 +114,29 @@ class KernelsConfig(Settings):
     table."""
     keep: int = Field(4, ge=1)
     """Best configurations to measure again against the default."""
+    beat: Path | None = None
+    """Earlier results; the exit code is 0 only if every kernel is faster than there by --by."""
+    by: str = "10%"
+    """Least gain over --beat, such as 10% or 0.1: medians that far apart, with separate
+    intervals."""
+    ncu: bool = False
+    """Read counters of each kernel with Nsight Compute, if ncu is installed; the roofline is
+    measured anyway."""
     figures: Path | None = None
     """File to which the goals' figures of this run are appended."""
+
+    @field_validator("by")
+    @classmethod
+    def _check_by(cls, text: str) -> str:
+        found = GAIN.fullmatch(text)
+        if found is None or not 0 < gain_of(text) < 1:
+            raise ValueError(f"by={text!r} is no gain, expected above 0% and below 100%, as in 10%")
+        return text
+
+    @property
+    def gain(self) -> float:
+        """The least gain over `beat` as a share of the earlier median."""
+        return gain_of(self.by)
 
     @field_validator("only")
     @classmethod

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from qat.extensions.lab.compare import Comparison, Pair
     from qat.extensions.lab.kernels.run import KernelsReport
 
-KERNELS_WIDTH, COMPARE_WIDTH, QUALITY_WIDTH, GGUF_WIDTH, TARGETS_WIDTH = 150, 150, 400, 170, 230
+KERNELS_WIDTH, COMPARE_WIDTH, QUALITY_WIDTH, GGUF_WIDTH, TARGETS_WIDTH = 220, 150, 400, 170, 230
 """Columns of a table where output goes to a file."""
 RUN_FILES = "export/gguf/*.gguf"
 """The place of a GGUF file in the directory of `qat run`."""
@@ -47,6 +47,12 @@ KERNELS_COLUMNS = (
     ("Bound by", "bound", "{}", 1),
     ("Of roofline", "roofline_frac", "{:.3f}", 1),
     ("x reference", "over_reference", "{:.1f}", 1),
+    ("Rounds", "rounds", "{}", 1),
+    ("Registers", "registers", "{}", 1),
+    ("Spilled", "spilled_bytes", "{}", 1),
+    ("Shared", "shared_bytes", "{:,}", 1),
+    ("DRAM", "ncu_dram_frac", "{:.2f}", 1),
+    ("Tensor cores", "ncu_tensor_frac", "{:.2f}", 1),
     ("Status", "status", "{}", 1),
 )
 GGUF_COLUMNS = (
@@ -131,20 +137,27 @@ def kernels(
     config: Annotated[KernelsConfig, Parameter(name="*")] = KernelsConfig(),  # noqa: B008 - frozen
     out: Path | None = None,
 ) -> dict[str, object]:
-    """Put every kernel through its gates: compile, correct, fast; the first that fails is the last.
+    """Put every kernel through its gates: compile, correct, resources, fast, until one fails.
 
     Args:
         config: settings.
         out: directory for the results; by default runs/bench/TIME.
     """
+    from qat.extensions.lab.compare import compare_kernels, read_cases
     from qat.extensions.lab.kernels.run import run_kernels
 
+    if config.beat is not None:
+        read_cases(config.beat)  # a mistake in it is told before the minutes that follow
     report = run_kernels(config, out)
     console = wide_console(KERNELS_WIDTH)
     console.print(row_table(KERNELS_COLUMNS, report.rows))
     for line in _kernels_remarks(report):
         console.print(line, markup=False, highlight=False)
     report.check()
+    if config.beat is not None:
+        found = compare_kernels(config.beat, report.path, config.gain)
+        verdict = ("faster", f"not faster by {config.by}", "not comparable")[found.beats_code]
+        _end_comparison(found, verdict, found.beats_code)
     figures = {each["figure"]: each["value"] for each in report.figures()}
     return dict(out=report.path, kernels=len(report.rows), **figures)
 
@@ -209,20 +222,26 @@ def compare(
     from qat.extensions.lab.compare import compare_files
 
     found = compare_files(before, after, threshold)
+    verdict = ("same", "regression", "not comparable")[found.exit_code]
+    _end_comparison(found, verdict, found.exit_code)
+
+
+def _end_comparison(found: "Comparison", verdict: str, exit_code: int) -> None:
+    """Print a comparison and end with its exit code."""
     console = wide_console(COMPARE_WIDTH)
     console.print(comparison_table(found))
     for line in remarks(found):
         console.print(line, markup=False, highlight=False)
     differences = {pair.name: pair.difference for pair in found.pairs if pair.difference}
     last_line = {
-        "verdict": ("same", "regression", "not comparable")[found.exit_code],
+        "verdict": verdict,
         "cases": {pair.name: pair.verdict for pair in found.pairs},
         "ratios": {name: round(each.ratio, 4) for name, each in differences.items()},
         "between_cases": found.between_cases,
         "between_runs": found.between_runs,
     }
     print_result(last_line)
-    raise SystemExit(found.exit_code)
+    raise SystemExit(exit_code)
 
 
 def comparison_table(found: "Comparison") -> "Table":

@@ -10,11 +10,12 @@ import torch
 from pydantic import ValidationError
 
 from qat.backend.device import select
-from qat.errors import BenchError, ConfigError
+from qat.errors import BenchError, ComparisonError, ConfigError
 from qat.extensions.bench.measure import Clock, Roofline
 from qat.extensions.lab.config import KERNELS, KernelsConfig
 from qat.extensions.lab.kernels import run as module
 from qat.extensions.lab.kernels.cases import all_cases, work_of
+from qat.extensions.lab.kernels.counters import counters
 from qat.extensions.lab.kernels.gates import (
     Inputs,
     KernelCase,
@@ -28,12 +29,15 @@ from qat.extensions.lab.kernels.gates import (
     difference,
     is_correct,
     is_fast,
+    is_lean,
     measure,
     num_bytes,
     numbers,
 )
+from qat.extensions.lab.kernels.resources import Compiled
 from qat.extensions.lab.kernels.run import run_kernels
 from qat.extensions.lab.kernels.tune import tune, write_table
+from qat.extensions.lab.verbs import kernels
 from qat.kernels import tuned
 
 CPU = torch.device("cpu")
@@ -208,18 +212,90 @@ def test_kernels_pass_in_the_interpreter(name: str) -> None:
     assert is_correct(twice, SEEDS).gate == "correct"
 
 
-def test_the_rule_knows_infinities() -> None:
+def test_what_is_measured_and_compared_is_what_it_says() -> None:
     exact = torch.tensor([1.0, -torch.inf]).double()
     assert difference(exact.float(), exact.float(), exact) is None
     assert "misses an infinity" in difference(torch.tensor([1.0, 5.0]), exact.float(), exact)
 
-
-def test_times_are_per_call_and_bytes_count_every_tensor_once() -> None:
     speed = measure(planted(), SIZE, SEEDS, replace(CLOCK, repeats=2))
     assert speed.kernel_s == [] and len(speed.reference_s) >= 2
     assert speed.num_bytes == 2 * 4 * 40 and speed.calls == 1
     one, two = torch.empty(3, 5), torch.empty(7, dtype=torch.bfloat16)
     assert num_bytes(one, [two, {"a": (two, 3)}]) == 60 + 28
+
+
+def test_a_kernel_that_spills_more_than_it_may_is_refused() -> None:
+    backward = Compiled("kernels.attention._backward_kernel", 8, 255, 616, 160 * 1024, 90)
+    speed = Speed([0.5] * 3, [1.0] * 3, 1, 320, 0.0, (backward, backward._replace(registers=7)))
+    assert is_lean(speed) is None and is_lean(replace(speed, compiled=())) is None
+    found = numbers(speed, RATES)
+    named = ("registers", "spilled_bytes", "shared_bytes", "rounds")
+    assert [found[name] for name in named] == [255, 616, 160 * 1024, 3]
+    assert [each["registers"] for each in found["compiled"]] == [255, 7]
+    for one in (
+        backward._replace(spilled=624),
+        backward._replace(target=100),
+        backward._replace(kernel="kernels.glu._forward_kernel", spilled=8),
+    ):
+        refusal = is_lean(replace(speed, compiled=(backward, one)))
+        assert refusal.gate == "resources" and one.kernel in refusal.difference
+
+
+NCU = """#!/bin/sh
+while [ "$1" != --log-file ]; do shift; done
+echo "$@" > "$2.words"; cp "$2.words" WORDS
+cat > "$2" <<'END'
+==PROF== Connected
+"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","_merge_kernel","dram__throughput.avg.pct_of_peak_sustained_elapsed","%","12.5"
+"1","_split_kernel","dram__throughput.avg.pct_of_peak_sustained_elapsed","%","87.5"
+"1","_split_kernel","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active","%","n/a"
+END
+"""
+
+
+def test_counters_are_those_that_ncu_wrote(tmp_path: Path, monkeypatch) -> None:
+    ncu, words, case = tmp_path / "ncu", tmp_path / "words", "top-k, block pass"
+    speed = Speed([1.0], [1.0], 1, 1, 0.0, (Compiled("a._b", 4, 9, 0, 0, 90),) * 2)
+    config = KernelsConfig(shape="tiny", device="cuda", ncu=True)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert counters(case, config, speed) == {} and "ncu" in module.note_on(CLOCK.backend, config)
+    ncu.write_text(NCU.replace("WORDS", str(words)))
+    ncu.chmod(0o755)
+    assert counters(case, config, speed) == {"ncu_dram_frac": 0.875}
+    assert "regex:^(_b)$" in words.read_text()
+    assert words.read_text().split(" -m ")[1].split()[-2:] == ["tiny", "cuda"]
+    assert counters(case, config, None) == counters(case, KernelsConfig(), speed) == {}
+    ncu.write_text("#!/bin/sh\necho '==ERROR== ERR_NVGPUCTRPERM' >&2; exit 1\n")
+    assert counters(case, config, speed) == {"ncu_error": "==ERROR== ERR_NVGPUCTRPERM"}
+
+
+@pytest.mark.parametrize(("after_s", "code"), [(0.85, 0), (0.95, 1), (None, 2)])
+def test_kernels_are_to_beat_earlier_ones(after_s, code, tmp_path, monkeypatch, capsys) -> None:
+    """By 10 %: 15 % less time is enough, 5 % is not, and two samples are no comparison."""
+    same = {"kind": "kernel", "case": "planted", "unit": "s", "shape": "tiny", "device": "gpu"}
+
+    def write(name: str, samples: list[float]) -> Path:
+        path = tmp_path / name / "results.jsonl"
+        path.parent.mkdir()
+        reference = {**same, "case": "planted, reference", "kind": "reference", "samples": [9.0]}
+        path.write_text(json.dumps({**same, "samples": samples}) + "\n" + json.dumps(reference))
+        return path.parent
+
+    after = write("after", [1.0, 1.0] if after_s is None else [after_s, after_s, after_s + 1e-3])
+    report = module.KernelsReport(after, [], RATES, "", [])
+    monkeypatch.setattr(module, "run_kernels", lambda config, out: report)
+    config = KernelsConfig(beat=write("before", [1.0, 1.001, 0.999]), by="10%")
+    with pytest.raises(SystemExit) as ended:
+        kernels(config=config)
+    verdict = ("faster", "not faster by 10%", "not comparable")[code]
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert ended.value.code == code and said["verdict"] == verdict and len(said["cases"]) == 1
+    assert KernelsConfig(by="0.2").gain == 0.2 and KernelsConfig(by="12.5%").gain == 0.125
+    with pytest.raises(ValidationError):
+        KernelsConfig(by="100%")
+    with pytest.raises(ComparisonError):
+        kernels(config=KernelsConfig(beat=tmp_path / "none"))
 
 
 def spins(inputs: Inputs, size: Size) -> Outputs:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from qat.backend.device import on
 from qat.errors import BenchError, ConfigError
 from qat.extensions.lab.config import ARCHITECTURES, TargetsConfig
 from qat.extensions.lab.kernels import targets as module
-from qat.extensions.lab.kernels.described import GPUS, STAND_IN, Compiled, Gpu, standing_in
+from qat.extensions.lab.kernels.described import GPUS, STAND_IN, Gpu, standing_in
+from qat.extensions.lab.kernels.resources import Compiled
 from qat.extensions.lab.kernels.targets import FALLBACKS, TargetsReport, run_targets
 
 pytest.importorskip("triton")
@@ -26,8 +28,8 @@ REACHED, LEFT_OUT = "kernels.glu._forward_kernel", "kernels.attention._forward_k
 
 def report(*, failures: list[str] | None = None, kernels: tuple[str, ...] = ()) -> TargetsReport:
     """Two GPUs; on the T4 one kernel is left to its fallback."""
-    small, large = Compiled(REACHED, 4, 32, 0, 2048), Compiled(REACHED, 8, 28, 16, 512)
-    tile = Compiled(LEFT_OUT, 4, 255, 8, 49_152)
+    small, large = Compiled(REACHED, 4, 32, 0, 2048, 75), Compiled(REACHED, 8, 28, 0, 512, 90)
+    tile = Compiled(LEFT_OUT, 4, 255, 0, 49_152, 90)
     return TargetsReport(
         (T4, H100),
         (LEFT_OUT, REACHED, *kernels),
@@ -40,18 +42,21 @@ def test_a_row_holds_the_most_that_a_kernel_takes() -> None:
     of_attention, of_glu = report().rows()
     assert of_attention == {
         "case": LEFT_OUT,
-        "sm_90": "255 / 8 / 48",
+        "sm_90": "255 / 0 / 48",
         "fallback": "PyTorch's attention",
     }
-    assert of_glu == {"case": REACHED, "sm_75": "32 / 0 / 2", "sm_90": "32 / 16 / 2"}
+    assert of_glu == {"case": REACHED, "sm_75": "32 / 0 / 2", "sm_90": "32 / 0 / 2"}
     *_, line = report().page().splitlines()
-    assert line == f"| `{REACHED}` | 32 / 0 / 2 | 32 / 16 / 2 |  |"
+    assert line == f"| `{REACHED}` | 32 / 0 / 2 | 32 / 0 / 2 |  |"
 
 
 def test_gpus_count_without_failures_and_unreached_kernels() -> None:
     whole, failed = report(), report(failures=["slots, 256: out of resource"])
     unreached = report(kernels=("kernels.new._kernel",))
     assert [each.figures()[0]["value"] for each in (whole, failed, unreached)] == [2, 1, 0]
+    spills = {T4: [Compiled(REACHED, 4, 255, 8, 0, 75)]}
+    spilling = replace(whole, compiled={**whole.compiled, **spills})
+    assert spilling.figures()[0]["value"] == 1 and REACHED in spilling.problems(T4)[0]
     whole.check()
     with pytest.raises(BenchError, match="sm_75.*slots, 256: out of resource"):
         failed.check()
@@ -117,7 +122,7 @@ for room in (1024, GPUS[4].shared_bytes):
             except (NotCompiledError, triton.OutOfResources) as error:
                 print(type(error).__name__, error)
 for each in found:
-    print(each.kernel, each.warps, each.registers > 0, each.shared > 1024)
+    print(each.kernel, each.warps, each.registers > 0, each.shared > 1024, each.target)
 """
 
 
@@ -127,7 +132,7 @@ def test_what_does_not_compile_or_fit_is_noticed() -> None:
     broken, large, again, fitting = compiled("-c", PLANTED).stdout.splitlines()
     assert broken == again and broken.startswith("NotCompiledError broken_kernel._kernel")
     assert large.startswith("OutOfResources") and "shared memory of large_kernel._kernel" in large
-    assert fitting == "large_kernel._kernel 4 True True"
+    assert fitting == "large_kernel._kernel 4 True True 90"
 
 
 @pytest.mark.slow  # minutes: all kernels for all GPUs

@@ -6,9 +6,6 @@ facts of the described GPU. Each launch compiles its kernel instead of running i
 and ptxas, which it brings along, need no GPU.
 """
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -23,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from qat.backend.base import GIB
+from qat.extensions.lab.kernels.resources import OURS, Compiled, name_of, taking
 from qat.kernels import tuned
 from qat.kernels.dispatch import triton
 
@@ -32,11 +30,6 @@ LANES = 32
 TENSOR_COLUMNS = 512
 """Columns of a multiprocessor's tensor memory on Blackwell."""
 STAND_IN, META = torch.device("cuda:0"), torch.device("meta")
-OURS = "qat"
-"""The namespace of the package's custom operators, and its name."""
-RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
-"""A thread's registers and bytes of local memory in the output of `cuobjdump
---dump-resource-usage`."""
 
 
 class Gpu(NamedTuple):
@@ -77,19 +70,6 @@ class NotCompiledError(Exception):
     """A kernel is launched on a GPU that it does not compile for."""
 
 
-class Compiled(NamedTuple):
-    """The registers and the memory that a compiled kernel needs on a GPU."""
-
-    kernel: str
-    """Module and function, as in `kernels.head._merge_kernel`."""
-    warps: int
-    registers: int
-    spilled: int
-    """Bytes of a thread's values in memory, because registers do not suffice."""
-    shared: int
-    """Shared memory of a program."""
-
-
 @contextmanager
 def standing_in(gpu: Gpu, take: Callable[[Compiled], None]) -> Iterator[None]:
     """Let tensors on `cuda` be on a described GPU inside the block.
@@ -113,13 +93,14 @@ def standing_in(gpu: Gpu, take: Callable[[Compiled], None]) -> Iterator[None]:
         "is_current_stream_capturing": lambda: False,
         "device_of": lambda tensor: nullcontext(),
     }
-    launcher = _Launcher(gpu, take)
+    launcher = _Launcher(gpu)
     tuned.forget_tables()
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(patch.object(torch.cuda, name, answer))
         stack.enter_context(patch.object(triton.runtime.jit.JITFunction, "run", launcher.method()))
         stack.enter_context(patch.object(triton.runtime.driver, "_active", launcher))
+        stack.enter_context(taking(take))
         stack.enter_context(_OnMeta())
         stack.enter_context(_Bodies())
         yield
@@ -157,9 +138,8 @@ class _Bodies(TorchDispatchMode):
 class _Launcher:
     """A driver of Triton for one described GPU, which compiles a kernel where it is launched."""
 
-    def __init__(self, gpu: Gpu, take: Callable[[Compiled], None]) -> None:
-        self.gpu, self.take = gpu, take
-        self._taken: set[int] = set()
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
 
     def get_current_device(self) -> int:
         """Return the index of the device, by which Triton keeps compiled kernels apart."""
@@ -177,7 +157,7 @@ class _Launcher:
         """Return a function in place of `JITFunction.run` that compiles and does not launch."""
         run = triton.runtime.jit.JITFunction.run
 
-        def compiled(kernel: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
+        def compiled(kernel: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> Any:
             name = name_of(kernel)
             try:
                 found = run(kernel, *args, grid=grid, warmup=True, **kwargs)
@@ -190,10 +170,7 @@ class _Launcher:
             ):
                 if needed > room:  # as a launch does
                     raise triton.OutOfResources(needed, room, f"{kind} of {name}")
-            if id(found) not in self._taken:
-                self._taken.add(id(found))
-                taken = _resources(found.asm["cubin"])
-                self.take(Compiled(name, found.metadata.num_warps, *taken, shared))
+            return found
 
         return compiled
 
@@ -202,20 +179,3 @@ def _reason(error: Exception) -> str:
     """Return the one line of a compiler's error that names the cause; ptxas repeats its input."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return next((line for line in lines if "error" in line and ":" in line), lines[0])
-
-
-def name_of(kernel: Any) -> str:
-    """Return a kernel's module below `qat` and its function's name."""
-    module = kernel.fn.__module__.removeprefix(f"{OURS}.").removeprefix("extensions.")
-    return f"{module}.{kernel.fn.__name__}"
-
-
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Return the registers of a thread, and the bytes that it spills."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = zip(*RESOURCES.findall(text), strict=True)  # of each function
-    return max(map(int, registers)), max(map(int, stack))

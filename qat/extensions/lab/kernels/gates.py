@@ -1,4 +1,7 @@
-"""The gates of a kernel, in order: compile, correct, fast. A failed gate skips the rest."""
+"""The gates of a kernel, in order: compile, correct, resources, fast.
+
+A failed gate skips the rest.
+"""
 
 import gc
 import statistics
@@ -14,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qat.backend.base import Backend
 from qat.extensions.bench.measure import SPREAD_BYTES, Clock, Roofline, Row, times
+from qat.extensions.lab.kernels.resources import Compiled, most, taking
 from qat.extensions.lab.stats import compare
 from qat.kernels.dispatch import HAS_TRITON, computing_by
 from qat.kernels.tuned import Key
@@ -181,7 +185,7 @@ MESSAGE = 300
 class Refusal:
     """A failed gate, and how the kernel failed it."""
 
-    gate: Literal["compile", "correct", "fast"]
+    gate: Literal["compile", "correct", "resources", "fast"]
     difference: str
 
 
@@ -293,6 +297,8 @@ class Speed:
     calls: int
     num_bytes: int  # bytes per call
     flops: float
+    compiled: tuple[Compiled, ...] = ()
+    """What the launched kernels need; empty if none is compiled."""
 
 
 def measure(case: KernelCase, size: Size, seeds: Seeds, clock: Clock) -> Speed:
@@ -307,8 +313,10 @@ def measure(case: KernelCase, size: Size, seeds: Seeds, clock: Clock) -> Speed:
         few = inputs[:REFERENCE_CALLS]
         runs = [lambda: [case.reference(each, size) for each in few]]
         runs[0]()
+        compiled: list[Compiled] = []
         if backend.records:
-            runs.append(recorded(case, size, inputs, backend))
+            with taking(compiled.append):
+                runs.append(recorded(case, size, inputs, backend))
         reference, *kernel = clock.turns(runs)
     return Speed(
         [seconds / len(inputs) for seconds in kernel[0]] if kernel else [],
@@ -316,6 +324,7 @@ def measure(case: KernelCase, size: Size, seeds: Seeds, clock: Clock) -> Speed:
         len(inputs),
         moved,
         case.flops(size),
+        tuple(compiled),
     )
 
 
@@ -344,6 +353,12 @@ def recorded(
     return replay
 
 
+def is_lean(speed: Speed) -> Refusal | None:
+    """Refuse a kernel that spills more bytes than it may."""
+    excess = next((each.excess for each in speed.compiled if each.excess), "")
+    return Refusal("resources", excess) if excess else None
+
+
 def is_fast(speed: Speed) -> Refusal | None:
     """Refuse a kernel that is slower than its reference."""
     if not speed.kernel_s:
@@ -369,6 +384,9 @@ def numbers(speed: Speed, rates: Roofline) -> Row:
     by_memory, by_matmul = speed.num_bytes / rates.copy_bytes, speed.flops / rates.matmul_flops
     return {
         **common,
+        **most(speed.compiled),
+        "compiled": [each._asdict() for each in speed.compiled],
+        "rounds": len(speed.kernel_s),
         **times(speed.kernel_s),
         "over_reference": reference / median,
         "gb": speed.num_bytes / 1e9,

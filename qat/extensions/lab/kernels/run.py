@@ -6,12 +6,14 @@ import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from qat.backend.base import Backend
 from qat.backend.device import select
 from qat.errors import BenchError, ConfigError
 from qat.extensions.bench.measure import Clock, Roofline, Row, kernel_dtype, measure_roofline, times
 from qat.extensions.bench.results import Results, environment
 from qat.extensions.lab.config import KernelsConfig
 from qat.extensions.lab.kernels.cases import cases_named, work_of
+from qat.extensions.lab.kernels.counters import counters, program
 from qat.extensions.lab.kernels.gates import (
     KernelCase,
     Seeds,
@@ -19,6 +21,7 @@ from qat.extensions.lab.kernels.gates import (
     compiles,
     is_correct,
     is_fast,
+    is_lean,
     measure,
     numbers,
 )
@@ -115,7 +118,7 @@ def judge(
     backend.free_memory()
     speed = measure(case, size, seeds, clock)
     row |= numbers(speed, rates)
-    refusal = is_fast(speed)
+    refusal = is_lean(speed) or is_fast(speed)
     if refusal:
         return {**row, "status": "FAILED", **asdict(refusal)}, speed
     return {**row, "status": "OK" if runs_kernels else "REFERENCE"}, speed
@@ -128,6 +131,15 @@ def interprets() -> bool:
     from triton import knobs
 
     return knobs.runtime.interpret
+
+
+def note_on(backend: Backend, config: KernelsConfig) -> str:
+    """Return what could not be measured here, "" if all was."""
+    how = "were interpreted" if interprets() else "did not run"
+    alone = f"no GPU: kernels {how}, and the times are their references' alone"
+    absent = "ncu is not installed: there are no counters, fractions are of the roofline"
+    is_absent = config.ncu and program() is None
+    return "; ".join([alone] * (not backend.records) + [absent] * is_absent)
 
 
 def run_kernels(
@@ -157,6 +169,7 @@ def run_kernels(
         for case in cases:
             tuned.forget_used()
             row, speed = judge(case, config, seeds, clock, rates=rates)
+            row |= counters(case.name, config, speed)
             row["configurations"] = tuned.used()
             results.add(**row)
             if speed:  # the samples of the reference, as a case of its own
@@ -175,10 +188,7 @@ def run_kernels(
         results.finish(
             copy_gb_per_s=rates.copy_bytes / 1e9, matmul_tflops=rates.matmul_flops / 1e12
         )
-    how = "were interpreted" if interprets() else "did not run"
-    alone = f"no GPU: kernels {how}, and the times are their references' alone"
-    note = "" if backend.records else alone
-    report = KernelsReport(results.path, rows, rates, note, found)
+    report = KernelsReport(results.path, rows, rates, note_on(backend, config), found)
     if config.figures is not None:
         record_figures(config.figures, report.figures(), results.environment)
     if found:

@@ -3,7 +3,7 @@
 import logging
 import multiprocessing
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,14 +19,13 @@ from qat.extensions.lab.kernels.described import (
     GPUS,
     KIB,
     STAND_IN,
-    Compiled,
     Gpu,
     NotCompiledError,
-    name_of,
     standing_in,
 )
 from qat.extensions.lab.kernels.gates import InputMaker
 from qat.extensions.lab.kernels.launches import all_calls
+from qat.extensions.lab.kernels.resources import Compiled, most, name_of
 from qat.extensions.lab.kernels.run import interprets, record_figures
 from qat.files import write_atomically
 from qat.kernels.dispatch import HAS_TRITON, triton
@@ -71,12 +70,13 @@ class TargetsReport:
         return [{"figure": "kernels_compiled_targets", "value": count, "unit": unit, "goal": goal}]
 
     def problems(self, gpu: Gpu) -> list[str]:
-        """Return the failures on a GPU, and kernels that no call reached although nothing computes
-        in their place."""
+        """Return the failures on a GPU, kernels that spill more than they may, and those that no
+        call reached although nothing computes in their place."""
         reached = {each.kernel for each in self.compiled[gpu]}
         missed = [name for name in self.kernels if name not in reached | FALLBACKS.keys()]
         unreached = [f"{name} is launched by no call of launches.py" for name in missed]
-        return self.failures[gpu] + unreached
+        spilled = [each.excess for each in self.compiled[gpu] if each.excess]
+        return self.failures[gpu] + spilled + unreached
 
     def check(self) -> None:
         """Raise BenchError if a kernel cannot run where the package chooses it.
@@ -116,10 +116,9 @@ class TargetsReport:
         return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def _cell(launches: Iterable[Compiled]) -> str:
+def _cell(launches: Sequence[Compiled]) -> str:
     """Return the most that launches of a kernel take: registers / spilled bytes / shared KiB."""
-    _, _, *taken = zip(*launches, strict=True)
-    registers, spilled, shared = map(max, taken)
+    registers, spilled, shared = most(launches).values()
     return f"{registers} / {spilled} / {shared / KIB:.0f}"
 
 
