@@ -4,7 +4,7 @@ transformers converts some formats itself (`OWN`). It opens GPTQ and AWQ only wi
 which need a GPU, so their few lines of arithmetic are here: `w = scale * (q - zero)` per group of
 inputs. Adapters are merged by peft.
 
-Shapes: O out_features, I in_features, G groups of inputs, N numbers in one int32.
+Shapes: O out_features, I in_features, G groups of inputs.
 """
 
 import warnings
@@ -28,6 +28,7 @@ from qat.models.directory import ADAPTER
 from qat.models.hf_quantizer import read_headers
 from qat.models.opening import read_table
 from qat.patterns import pattern_fault
+from qat.quant.weight import unpack
 
 OWN: dict[str, Callable[[], Any]] = {
     "mxfp4": lambda: Mxfp4Config(dequantize=True),
@@ -55,6 +56,8 @@ NO_CHANGE_OF_WEIGHTS = {
 HARMLESS = {"megatron_config": None, "megatron_core": "megatron.core"}
 """Settings of an adapter that name modules to import, and the values that import nothing."""
 PACKED = ("qweight", "qzeros", "scales", "g_idx")
+WORD = 32
+"""Bits of a word of GPTQ or AWQ."""
 
 
 def method_of(config: PreTrainedConfig) -> str | None:
@@ -104,15 +107,17 @@ def float_state(directory: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
     """
     method, bits = settings["quant_method"], settings.get("bits", settings.get("w_bit"))
     is_gemm = str(settings.get("version", "gemm")).lower() == "gemm"
-    allowed = {"awq": (4,) if is_gemm else (), "gptq": (2, 4, 8)}[method]
+    allowed = {"awq": (4,) if is_gemm else (), "gptq": (2, 3, 4, 8)}[method]
     if type(bits) is not int or bits not in allowed:
         version = settings.get("version", settings.get("checkpoint_format"))
         raise CheckpointError(
             f"{directory} holds {method} weights of {bits!r:.40} bits (version {version!s:.40}), "
-            "expected GPTQ of 2, 4 or 8 bits or AWQ of 4 in its gemm order; start from the float "
-            "model"
+            "expected GPTQ of 2, 3, 4 or 8 bits or AWQ of 4 in its gemm order; start from the "
+            "float model"
         )
     state: dict[str, Tensor] = {}
+    is_mixed = bool(settings.get("dynamic"))  # weights have bits and groups of their own
+    group_size = -1 if is_mixed else settings.get("group_size", -1)
     for file in sorted(directory.glob("*.safetensors")):
         state |= load_file(file)
     for key in [key for key in state if key.endswith(".qweight")]:
@@ -123,24 +128,26 @@ def float_state(directory: Path, settings: dict[str, Any]) -> dict[str, Tensor]:
                 f"{directory}: {name} lacks its qzeros or scales, expected both beside qweight; "
                 "copy the checkpoint anew"
             )
-        if fault := _part_fault(parts, method, bits, settings.get("group_size", -1)):
+        if is_mixed:
+            sizes = [max(1, parts[part].shape[-1:].numel()) for part in ("qzeros", "scales")]
+            bits = min(allowed, key=lambda each: abs(each - WORD * sizes[0] / sizes[1]))
+        if fault := _part_fault(parts, method, bits, group_size):
             raise CheckpointError(
                 f"{directory}: the parts of {name} do not fit each other ({fault}); copy the "
                 "checkpoint anew"
             )
         offset = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
-        weight = _awq(parts) if method == "awq" else _gptq(parts, bits, offset)
-        state[f"{name}.weight"] = weight
+        state[f"{name}.weight"] = _weight(parts, method, bits, offset)
     return state
 
 
 def _part_fault(parts: dict[str, Any], method: str, bits: int, group_size: object) -> str | None:
     """Describe what does not fit among the parts of a packed weight; None if all do."""
-    N = 32 // bits
     rows, columns = (parts["qweight"].shape + (0, 0))[:2]
-    I, O = (rows, columns * N) if method == "awq" else (rows * N, columns)
+    is_awq = method == "awq"
+    I, O = (rows, columns * WORD // bits) if is_awq else (rows * WORD // bits, columns)
     G = len(parts["scales"]) if parts["scales"].ndim else 0
-    whole, zero_shape = (torch.int32,), (G, O // N)
+    whole, zero_shape = (torch.int32,), (G, O * bits // WORD)
     expected = {
         "qweight": (whole, (rows, columns)),
         "qzeros": (whole, zero_shape),
@@ -153,7 +160,7 @@ def _part_fault(parts: dict[str, Any], method: str, bits: int, group_size: objec
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             found = f"{str(part.dtype).removeprefix('torch.')} {tuple(part.shape)}"
             return f"{name} is {found}, expected {names} {shape}"
-    if not (I and O and G) or O % N:
+    if not (I and O and G) or O * bits % WORD or rows % (1 if is_awq else bits):
         return f"a weight of {O} x {I} in {G} groups"
     groups = parts["g_idx"]
     if groups is None and I % G:
@@ -166,14 +173,21 @@ def _part_fault(parts: dict[str, Any], method: str, bits: int, group_size: objec
     return None
 
 
-def _gptq(parts: dict[str, Any], bits: int, offset: int) -> Tensor:
-    """Return the `(O, I)` weight of GPTQ, which packs inputs along rows.
+def _weight(parts: dict[str, Any], method: str, bits: int, offset: int) -> Tensor:
+    """Return the `(O, I)` weight whose codes lie in words as `qat.quant.weight.pack` packs them.
 
-    `qweight` is `(I / N, O)`, `qzeros` `(G, O / N)`. The first version of the format stores each
-    zero minus one.
+    GPTQ packs codes along inputs, so `qweight` is `(I * bits / 32, O)`, and the first version of
+    the format stores each zero less one (`offset`). AWQ packs them along outputs, `(I, O / 8)`, in
+    an order of its own.
     """
-    q = _unpack(parts["qweight"].T.contiguous(), bits).T  # (I, O)
-    zeros = _unpack(parts["qzeros"], bits) + offset
+    q, zeros = parts["qweight"], _codes(parts["qzeros"], bits)  # (I, O), (G, O)
+    if method == "awq":
+        each = (-1, len(AWQ_ORDER))
+        q, zeros = (
+            t.unflatten(1, each)[..., AWQ_ORDER].flatten(1) for t in (_codes(q, bits), zeros)
+        )
+    else:
+        q, zeros = _codes(q.T, bits).T, zeros + offset
     scales, groups = parts["scales"], parts["g_idx"]
     if groups is None:
         groups = torch.arange(len(q)) // (len(q) // len(scales))
@@ -181,26 +195,10 @@ def _gptq(parts: dict[str, Any], bits: int, offset: int) -> Tensor:
     return ((q - zeros[groups]).to(scales.dtype) * scales[groups]).T.contiguous()
 
 
-def _awq(parts: dict[str, Any]) -> Tensor:
-    """Return the `(O, I)` weight of AWQ, which packs outputs in an order of its own.
-
-    `qweight` is `(I, O / N)`.
-    """
-    order = torch.tensor(AWQ_ORDER)
-
-    def numbers(packed: Tensor) -> Tensor:
-        return _unpack(packed, 4).view(len(packed), -1, 8)[:, :, order].reshape(len(packed), -1)
-
-    q, zeros, scales = numbers(parts["qweight"]), numbers(parts["qzeros"]), parts["scales"]
-    groups = torch.arange(len(q)) // (len(q) // len(scales))
-    return ((q - zeros[groups]).to(scales.dtype) * scales[groups]).T.contiguous()
-
-
-def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """Unpack the numbers in each int32, lowest bits first: `(R, C)` to `(R, C * N)`."""
-    shifts = torch.arange(0, 32, bits)
-    numbers = (packed.long()[:, :, None] >> shifts) & (2**bits - 1)
-    return numbers.view(len(packed), -1)
+def _codes(words: Tensor, bits: int) -> Tensor:
+    """Return the codes `(R, C * 32 / bits)` of words `(R, C)`."""
+    octets = words.contiguous().view(torch.uint8)
+    return unpack(octets, bits, words.shape[1] * WORD // bits).int()
 
 
 def with_adapter(model: PreTrainedModel, directory: Path) -> PreTrainedModel:

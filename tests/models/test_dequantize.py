@@ -189,7 +189,7 @@ def test_our_own_compressed_tensors_are_read_as_floats(preset: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"quant_method": "gptq", "bits": 3}, "gptq weights of 3 bits"),
+        ({"quant_method": "gptq", "bits": 5}, "gptq weights of 5 bits"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq weights of 4 bits .version g"),
         ({"quant_method": "eetq"}, "weights quantized by eetq, expected floats or weights of"),
     ],

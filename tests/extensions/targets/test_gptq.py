@@ -22,9 +22,10 @@ from qat.export.model import check_equal, export_model
 from qat.export.parts import DtypeError
 from qat.extensions.targets import gptq
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
+from qat.models.dequantize import float_state
 from qat.models.language_model import LanguageModel
 from qat.nn.quant_linear import quant_linears
-from qat.quant.spec import LutSpec, PlanRule, QuantPlan
+from qat.quant.spec import PlanRule, QuantPlan
 
 TO = Shipping({"gptq": gptq})
 HELD = [
@@ -58,34 +59,31 @@ def codes(words: Tensor, bits: int) -> Tensor:
     return (stream.unflatten(0, (-1, bits)) << torch.arange(bits)[None, :, None]).sum(1)
 
 
-@pytest.mark.parametrize(("spec", "bits"), HELD)
-def test_words_are_those_of_the_layout(spec: LutSpec, bits: int) -> None:
-    linear = frozen_linear(32, 192, spec)
-    assert gptq.lost(spec, (32, 192)) is None and gptq.stored_bits(spec) == bits
-    stored = gptq.packed("it", linear)
-    found = codes(stored["qweight"], bits)
-    zeros = codes(stored["qzeros"].T, bits).T + 1  # the first version of the layout
-    groups = stored["g_idx"].long()
-    assert found.shape == (192, 32) and (zeros == 2 ** (bits - 1)).all()
-    weight = stored["scales"].double()[groups] * (found - zeros[groups])
-    assert torch.equal(weight.T, linear.quantized_weight(torch.float64))
+def test_words_are_those_of_the_layout() -> None:
+    for spec, bits in HELD:
+        linear = frozen_linear(32, 192, spec)
+        assert gptq.lost(spec, (32, 192)) is None and gptq.stored_bits(spec) == bits
+        stored = gptq.packed("it", linear)
+        found = codes(stored["qweight"], bits)
+        zeros = codes(stored["qzeros"].T, bits).T + 1  # the first version of the layout
+        groups = stored["g_idx"].long()
+        assert found.shape == (192, 32) and (zeros == 2 ** (bits - 1)).all()
+        weight = stored["scales"].double()[groups] * (found - zeros[groups])
+        assert torch.equal(weight.T, linear.quantized_weight(torch.float64))
 
 
-@pytest.mark.parametrize(
-    ("spec", "shape"),
-    [
+def test_what_it_cannot_hold_is_bent_or_refused() -> None:
+    for spec, shape in (
         (SPECS["lut2"], (32, 192)),
         (even("seq", 2), (32, 192)),
         (even("int", 4, 96), (32, 192)),
         (even("int", 4), (40, 192)),
-    ],
-)
-def test_what_it_cannot_hold_is_bent_or_refused(spec: LutSpec, shape: tuple[int, int]) -> None:
-    assert gptq.lost(spec, shape) is not None
-    bent = gptq.scheme(spec, shape)
-    assert bent.bits == spec.bits and gptq.lost(bent, (32, 192)) is None
-    with pytest.raises(ExportError, match="2 bits"):
-        gptq.scheme(even("seq", 1), shape)
+    ):
+        assert gptq.lost(spec, shape) is not None
+        bent = gptq.scheme(spec, shape)
+        assert bent.bits == spec.bits and gptq.lost(bent, (32, 192)) is None
+        with pytest.raises(ExportError, match="2 bits"):
+            gptq.scheme(even("seq", 1), shape)
 
 
 def test_the_configuration_names_what_differs(tmp_path: Path) -> None:
@@ -102,6 +100,9 @@ def test_the_configuration_names_what_differs(tmp_path: Path) -> None:
     for name, form in forms.items():
         said = named.get("+:^" + name.replace(".", r"\.") + "$")
         assert form == (usual if said is None else (said["bits"], said["group_size"]))
+    found = float_state(tmp_path, config)  # by the rule with which GPTQ checkpoints are opened
+    for name, module in quant_linears(model).items():
+        assert torch.equal(found[f"{name}.weight"], module.quantized_weight(torch.float16))
     left = {
         name for name, _ in model.named_modules() if name.endswith(("k_proj", "v_proj", "o_proj"))
     }
