@@ -19,6 +19,7 @@ TargetName = Literal[
     "onnx",
     "openvino",
     "gptq",
+    "awq",
     "anemll",
 ]
 """The forms that a student can be exported to; `qat.export.targets` lists their modules."""
@@ -33,6 +34,7 @@ LIBRARIES: dict[TargetName, tuple[str, str]] = {
     "onnx": ("onnxruntime", "onnx"),
     "openvino": ("openvino", "openvino"),
     "gptq": ("auto_round", "gptq"),
+    "awq": ("gptqmodel", "awq"),
 }
 """The library that writes and reads back the files of a target, and the extra that installs it."""
 

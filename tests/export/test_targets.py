@@ -56,7 +56,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 32, "max_positi
 EVEN = ("mlx", "compressed-tensors", "gguf", "torchao", "coreml")
 """Targets that hold evenly spaced levels of 4 bits."""
 SHIPPED = (*EVEN, "nvfp4", "modelopt")
-PROGRAMS = ("executorch", "onnx", "openvino", "gptq")
+PROGRAMS = ("executorch", "onnx", "openvino", "gptq", "awq")
 
 
 def mixed(to: TargetName, architecture: str = "qwen3", **overrides: object) -> PreTrainedModel:
@@ -627,6 +627,7 @@ def test_a_checkpoint_says_where_it_goes_without_its_weights(students, tmp_path)
         "executorch": lut,
         "onnx": lut,
         "gptq": lut,
+        "awq": lut,
         "nvfp4": lut,
         "modelopt": lut,
     }

@@ -84,15 +84,20 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
     return LutSpec(bits=spec.bits, codebook=codebook, group_size=size, scale_bits=8)
 
 
-def write(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
-) -> None:
-    """Write config.json, model.safetensors and the tokenizer."""
+def refuse_float32(model: PreTrainedModel) -> None:
+    """Refuse a model in float32."""
     if embedding_dtype(model) == torch.float32:
         raise DtypeError(
             "readers of this layout multiply in 16 bits, not in fp32, expected float16 or "
             "bfloat16; export with --dtype fp16 or bf16"
         )
+
+
+def write(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
+) -> None:
+    """Write config.json, model.safetensors and the tokenizer."""
+    refuse_float32(model)
     tensors, modules = narrow_state(model), quantized_modules(model)
     for name, module in modules.items():
         tensors |= {f"{name}.{part}": value for part, value in packed(name, module).items()}
