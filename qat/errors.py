@@ -29,7 +29,7 @@ def how_to_install(extra: str) -> str:
     # not find_spec: after it setuptools does not replace distutils, and the compiler fails
     if not [*distributions(name="pip")]:  # environments made by uv have no pip
         pip = ["uv", "pip", "install", "--python", sys.executable]
-    what = ["-e", f"{HOME}[{extra}]"] if _is_clone() else _packages(extra)
+    what = ["-e", f"{HOME}[{extra}]"] if _is_clone() else packages(extra)
     return shlex.join([*pip, *what])
 
 
@@ -47,14 +47,14 @@ def _is_clone() -> bool:
     return project.is_file() and f'name = "{DISTRIBUTION}"' in project.read_text(encoding="utf-8")
 
 
-def _packages(extra: str) -> list[str]:
+def packages(extra: str, of: str = DISTRIBUTION) -> list[str]:
     """Return an extra's requirements on this platform for pip: `["compressed-tensors>=0.12"]`."""
     from importlib.metadata import requires
 
     from packaging.requirements import Requirement
 
     found = []
-    for requirement in map(Requirement, requires(DISTRIBUTION) or []):
+    for requirement in map(Requirement, requires(of) or []):
         if requirement.marker is not None and requirement.marker.evaluate({"extra": extra}):
             requirement.marker = None
             found.append(str(requirement))

@@ -75,6 +75,11 @@ VERBS = {  # in the order of a student's life
     ),
     "hub": Verb("hub:hub_app", "Fetch, share, pack and unpack caches and checkpoints."),
     "bench": Verb(None, "Measure the training step of a student."),
+    "env": Verb(
+        None,
+        "Say which versions, devices and memory are here, and what each extra would add.",
+        "qat env",
+    ),
     "run": Verb(
         "run:run",
         "Take MODEL to a student: cache its words on a text, quantize, train, judge, export.",

@@ -96,7 +96,7 @@ def origin() -> dict[str, object]:
         "branch": _git("rev-parse", "--abbrev-ref", "HEAD"),
         "dirty": has_changes(),
         "run": uuid.uuid4().hex[:12],
-        **{name: _version(name) for name in PACKAGES},
+        **{name: installed_version(name) for name in PACKAGES},
         "qat": qat.__version__,
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
@@ -145,7 +145,8 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Return the version of a package in this Python; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
