@@ -10,12 +10,13 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from qat.cli.run import Pipeline
-from qat.errors import ConfigError
+from qat.errors import HOME, ConfigError
 from qat.files import held
 
-TINY_TEACHER = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny-qwen3"
+IN_WHEEL = Path(__file__).resolve().parents[1] / "data" / "tiny-qwen3"  # setup.py puts it there
+TINY_TEACHER = IN_WHEEL if IN_WHEEL.exists() else HOME / "checkpoints" / "tiny-qwen3"
 PROMPT = "Return the number of"
-SEQUENCES, TOKENS, BATCH = 3000, 64, 16  # 300 steps read the sequences 1.6 times
+TOKENS, BATCH = 64, 16  # by default 300 steps read the sequences 1.6 times
 GROUP = 64  # 2.13 bits a weight, coarse enough that rounding does damage
 ROWS = ("hidden_size", "intermediate_size", "head_dim")  # config keys of what divides rows
 
@@ -25,6 +26,7 @@ def demo(
     out: Path = Path("demo"),
     teacher: Path = TINY_TEACHER,
     steps: Annotated[int, Parameter(validator=Number(gt=0))] = 300,
+    sequences: Annotated[int, Parameter(validator=Number(gt=0))] = 3000,
 ) -> dict:
     """Take a small teacher to a 2-bit student: up to nine minutes on two CPU cores.
 
@@ -34,19 +36,19 @@ def demo(
         out: Directory for everything that is made.
         teacher: The float model to start from.
         steps: Training steps of the student.
+        sequences: Rows of text that the teacher reads and the student learns from.
     """
     if not (teacher / "config.json").exists():
         raise ConfigError(
-            f"teacher={teacher} holds no model; expected a model directory; run from a clone of "
-            "the repository or give --teacher"
+            f"teacher={teacher} holds no model; expected a model directory; give another --teacher"
         )
     began = time.perf_counter()
     with held(out):
         pipeline = Pipeline("demo", out)
-        settings = {"teacher": str(teacher), "steps": steps}
+        settings = {"teacher": str(teacher), "steps": steps, "sequences": sequences}
         pipeline.check_same("demo", settings, pipeline.recorded.get("demo", settings))
         pipeline.record({"demo": settings})
-        page = _stages(pipeline, teacher, steps)
+        page = _stages(pipeline, teacher, steps, sequences)
     pipeline.show()
     seconds = time.perf_counter() - began
     pipeline.say(f"{seconds:.0f} s in all. Open {page}")
@@ -57,10 +59,10 @@ def demo(
     }
 
 
-def _stages(pipeline: Pipeline, teacher: Path, steps: int) -> Path:
+def _stages(pipeline: Pipeline, teacher: Path, steps: int, sequences: int) -> Path:
     cache = pipeline.make(
         "cache", "cache", "--teacher", teacher, "--data", "stdlib",
-        "--num-sequences", SEQUENCES, "--sequence-length", TOKENS, "--batch-size", 32,
+        "--num-sequences", sequences, "--sequence-length", TOKENS, "--batch-size", 32,
     )  # fmt: skip
     shape = json.loads((teacher / "config.json").read_text(encoding="utf-8"))
     group = math.gcd(GROUP, *(shape[key] for key in ROWS if shape.get(key)))
@@ -69,7 +71,7 @@ def _stages(pipeline: Pipeline, teacher: Path, steps: int) -> Path:
     )
     trained = pipeline.make(
         "trained", "train", converted, "--cache-dir", cache, "--max-steps", steps,
-        "--batch-size", BATCH, "--eval-every", 100, "--eval-sequences", SEQUENCES,
+        "--batch-size", BATCH, "--eval-every", 100, "--eval-sequences", sequences,
     )  # fmt: skip
     models = {"teacher": teacher, "converted": converted, "trained": trained}
     for name in ("converted", "trained"):

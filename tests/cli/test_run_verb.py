@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 from contextlib import redirect_stdout
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -364,16 +365,13 @@ def test_killed_at_any_moment_it_goes_on(finished: Path, place: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_the_demo_goes_on_and_says_what_its_page_says(place: Path, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(import_module("qat.cli.demo"), "SEQUENCES", 200)
-    found = demo(out=tmp_path / "demo", teacher=place / "model", steps=4)
+def test_the_demo_goes_on_and_says_what_its_page_says(place: Path, tmp_path) -> None:
+    short = partial(demo, out=tmp_path / "demo", teacher=place / "model", sequences=200)
+    found = short(steps=4)
     assert [*found["kl_nats"]] == ["teacher", "converted", "trained"]
     page = found["report"].read_text()
     for name, kl in found["kl_nats"].items():
         assert f"<td>{name}</td>" in page and f"<td>{kl:.4f}</td>" in page
-    assert (
-        demo(out=tmp_path / "demo", teacher=place / "model", steps=4)["kl_nats"]
-        == (found["kl_nats"])
-    )
+    assert short(steps=4)["kl_nats"] == found["kl_nats"]
     with pytest.raises(ConfigError, match=r"\[demo\] steps=5, but that stage is done"):
-        demo(out=tmp_path / "demo", teacher=place / "model", steps=5)
+        short(steps=5)
