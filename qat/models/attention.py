@@ -86,8 +86,8 @@ class SparseAttention(Protocol):
     def mean_keys(self, config: PreTrainedConfig, length: int) -> float:
         """Return how many keys a query of those layers reads on average in rows of `length`."""
 
-    def choose_backend(self, model: PreTrainedModel, length: int, device: torch.device) -> None:
-        """Choose and log the implementation for rows of `length`, which compiled layers cannot.
+    def choose_backend(self, model: PreTrainedModel, length: int, device: torch.device) -> str:
+        """Choose, log and return the implementation for rows of `length`: compiled layers cannot.
 
         Raises:
             ConfigError: the requested implementation does not support them.
@@ -102,8 +102,8 @@ class SparseAttention(Protocol):
     def measure(self, student: Any, batch: Any) -> dict[str, object]:
         """Return measures of every layer on a batch, under names that start with `nsa_`."""
 
-    def checks(self, run: Any, layers: list[dict[str, Any]]) -> Iterable[Any]:
-        """Return health checks of a `qat.observe.runs.TrainingRun` whose layers measure so."""
+    def checks(self, layers: list[dict[str, Any]]) -> Iterable[Any]:
+        """Return health checks of a run whose layers measure so."""
 
     def table(self, layers: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         """Return titles and cells of a report's table about these measures of layers."""

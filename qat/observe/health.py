@@ -246,7 +246,7 @@ def _temperature(beats: list[dict]) -> Check | None:
 
 def _sparse(run: TrainingRun) -> Iterable[Check]:
     layers = run.evals[-1].get("nsa_layers") if run.evals else None
-    return load_sparse_attention().checks(run, layers) if layers else ()
+    return load_sparse_attention().checks(layers) if layers else ()
 
 
 def _at(steps: Sequence[int]) -> str:

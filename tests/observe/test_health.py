@@ -81,7 +81,7 @@ def with_layers(run: TrainingRun, **changes: object) -> TrainingRun:
     gates = {"compressed_frac": 0.1, "selected_frac": 0.7, "window_frac": 0.2}
     gates |= {"gate_entropy_frac": 0.7, "gate_largest_frac": 0.7, "collapse_frac": 0.0}
     plain = {"layer": 0, "route": "flex", "is_fallback": False, "recall_frac": 0.98, **gates}
-    plain |= {"limit_frac": 0.5}
+    plain |= {"limit_frac": 0.5, "blocks_read": 7.5, "blocks_predicted": 7.5, "full_frac": 0.5}
     layers = [plain, {**plain, "layer": 1, **changes}]
     evals = [*run.evals[:-1], run.evals[-1] | {"nsa_layers": layers}]
     return TrainingRun(**{**vars(run), "evals": evals})
@@ -95,6 +95,18 @@ def test_sparse_attention_is_asked_about(calm: TrainingRun) -> None:
         ("selected branch", {"selected_frac": 0.01}, "look", "1 % in layer 1"),
         ("collapsed gates", {}, "ok", "0 % in layer 0"),
         ("collapsed gates", {"collapse_frac": 0.91}, "look", "91 % in layer 1"),
+        ("gate entropy", {"gate_entropy_frac": 0.4}, "look", "40 % in layer 1"),
+        ("largest gate", {"gate_largest_frac": 0.95}, "look", "95 % in layer 1"),
+        ("window branch", {"window_frac": 0.01}, "look", "1 % in layer 1"),
+        ("blocks read", {}, "ok", "7.50 blocks a query in layer 0"),
+        ("blocks read", {"blocks_read": 7.6}, "bad", "7.60 blocks a query in layer 1"),
+        ("selections at the limit", {"full_frac": 0.6}, "ok", "60 % of queries in layer 1"),
+        (
+            "selections at the limit",
+            {"full_frac": 0.6, "recall_frac": 0.8},
+            "look",
+            "60 % of queries in layer 1",
+        ),
         ("attention fallbacks", {}, "ok", "none"),
         (
             "attention fallbacks",
@@ -103,14 +115,12 @@ def test_sparse_attention_is_asked_about(calm: TrainingRun) -> None:
             "layers 1: reference",
         ),
     ):
-        learning = TrainingRun(**{**vars(calm), "recipe": '[train]\nlearn = "scales,gates"\n'})
-        check = answer(with_layers(learning, **changes), name)
+        check = answer(with_layers(calm, **changes), name)
         assert (check.state, check.found) == (state, found)
-
-
-def test_gates_that_do_not_learn_stay_where_they_began(calm: TrainingRun) -> None:
-    check = answer(with_layers(calm, collapse_frac=1.0), "collapsed gates")
-    assert (check.state, check.found) == ("ok", "100 % in layer 1, where they began")
+    began = with_layers(calm, collapse_frac=1.0, gate_entropy_frac=0.0, gates_learn=False)
+    for name, found in (("collapsed gates", "100 %"), ("gate entropy", "0 %")):
+        check = answer(began, name)
+        assert (check.state, check.found) == ("ok", f"{found} in layer 1, where they began")
 
 
 def test_a_loss_that_no_longer_moves(calm: TrainingRun) -> None:

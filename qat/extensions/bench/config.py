@@ -130,6 +130,9 @@ class AttentionConfig(Settings):
     """Kinds of sparse attention, as in 'qat convert --attention', joined by commas."""
     passes: str = "forward,train,decode"
     """Kinds of calls, joined by commas: prefill, prefill with backward, decoding one position."""
+    tune: bool = False
+    """Write the lengths up to which dense attention and FlexAttention are fastest into the device's
+    table, by which backend = "auto" then chooses."""
     device: str = "auto"
     """Device to measure on: auto, cpu, cuda, cuda:1."""
     repeats: int = Field(20, ge=1)

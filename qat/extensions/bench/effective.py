@@ -15,6 +15,7 @@ from qat.data.packing import Batch
 from qat.errors import TrainingError
 from qat.extensions.bench.student import Subject
 from qat.kernels.dispatch import ways_taken
+from qat.models.attention import SPARSE, sparse_attention
 from qat.models.language_model import LanguageModel
 from qat.models.regions import compile_facts, recomputed_layers
 from qat.train.config import StepConfig
@@ -104,10 +105,17 @@ def operator_facts(events: Sequence) -> Facts:
 
 
 def what_ran(
-    config: StepConfig, student: LanguageModel, effective: Facts, backend: Backend
+    config: StepConfig, student: LanguageModel, effective: Facts, backend: Backend, *, length: int
 ) -> Facts:
-    """Return the columns of a row that state what was requested and what ran instead."""
+    """Return the columns of a row that state what was requested and what ran instead.
+
+    `effective` gets the route of sparse attention in rows of `length`.
+    """
     requested = requested_settings(config, student.config._attn_implementation)
+    sparse = sparse_attention(student.model)
+    if sparse is not None:
+        requested["attention"] = SPARSE
+        effective["route"] = sparse.choose_backend(student.model, length, backend.device)
     return {"requested": requested, "fallbacks": fallbacks(requested, effective, backend)}
 
 
@@ -137,6 +145,8 @@ def fallbacks(requested: Facts, effective: Facts, backend: Backend) -> list[str]
         found.append(f"the compiler gave up at {effective['graph_breaks']} places")
     if backend.device.type == "cuda" and MATH in effective.get("attention", ()):
         found.append("attention ran as separate products, no fused kernel took it")
+    if backend.device.type == "cuda" and effective.get("route") == "reference":
+        found.append("sparse attention ran as its reference on the GPU")
     for way, count in effective["kernels"].items():
         if way.endswith("/pytorch/cuda"):
             kernel = way.partition("/")[0]

@@ -76,7 +76,8 @@ def time_like(config: BenchConfig, run: Path, out: Path | None) -> BenchReport:
         numbered = [(step, trainer.step_batches(step)) for step in steps]
         load_s = time.perf_counter() - began
         timing = setting.time(trainer.take_step, numbered)
-        ran = what_ran(config, model, timing.compiler["effective"], backend)
+        effective = timing.compiler["effective"]
+        ran = what_ran(config, model, effective, backend, length=made.sequence_length)
         row = setting.row("like", f"step of {logged.label}", config.batch_size)
         results.add(**row, **setting.numbers(timing), **ran, **_beside(logged, timing), status="OK")
         results.finish(load_s=load_s)

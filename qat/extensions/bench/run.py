@@ -461,7 +461,8 @@ class _Bench:
             return
         self.timings.append(timing)
         effective = timing.compiler["effective"]
-        ran = what_ran(setting.config, self.ours.student, effective, setting.backend)
+        own, length = self.ours.student, setting.data.seq_len
+        ran = what_ran(setting.config, own, effective, setting.backend, length=length)
         logger.info(
             "batch %d: %.4g s a step, %.0f tokens/s", size, timing.step_s, timing.tokens_per_s
         )

@@ -4,6 +4,7 @@ Shapes: B rows, H query heads, K key-value heads, S positions, D head width.
 """
 
 import logging
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -24,6 +25,7 @@ from qat.extensions.bench.config import AttentionConfig, parse_sizes
 from qat.extensions.bench.measure import Clock, Row, kernel_dtype, times
 from qat.extensions.bench.results import Results, environment
 from qat.extensions.nsa.kernels.config import PRESETS
+from qat.extensions.nsa.kernels.router import TABLE, Threshold, threshold_key
 from qat.extensions.nsa.variants import (
     Attend,
     Layer,
@@ -33,6 +35,7 @@ from qat.extensions.nsa.variants import (
     layer_of,
     sparse_variants,
 )
+from qat.kernels import tuned
 from qat.process import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -127,6 +130,8 @@ def run_attention(config: AttentionConfig, out: Path | None) -> tuple[Path, list
                 rows.append(row)
         found = crossovers(rows)
         results.finish(crossovers=found)
+        if config.tune:
+            write_thresholds(rows, backend, results.environment)
     return results.path, rows, found
 
 
@@ -210,6 +215,43 @@ def crossovers(rows: Sequence[Row]) -> list[Row]:
         paying = takewhile(lambda row: (row["over_dense"] or 0) > 1, longest_first)
         length = min((row["length"] for row in paying), default=None)
         found.append({**dict(zip(names, kind, strict=True)), "length": length})
+    return found
+
+
+def write_thresholds(rows: Sequence[Row], backend: Backend, facts: Row) -> None:
+    """Write what `thresholds` finds into the device's table.
+
+    Raises:
+        ConfigError: no sparse kernel ran.
+    """
+    from qat.extensions.lab.kernels.run import TABLE_FACTS
+    from qat.extensions.lab.kernels.tune import write_entries
+
+    found = thresholds(rows)
+    if not found:
+        raise ConfigError(
+            f"tune=True on {backend.name()}, where no sparse kernel ran with passes of train, "
+            "expected a GPU; leave --tune out"
+        )
+    table = tuned.table_path(backend.name())
+    write_entries(table, found, {name: facts[name] for name in TABLE_FACTS})
+
+
+def thresholds(rows: Sequence[Row]) -> dict[tuple[str, tuned.Key], Threshold]:
+    """Return by kernel and key up to which lengths dense attention, and `flex`, train fastest."""
+    speeds: dict[tuned.Key, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        preset, _, way = row["way"].partition(" ")
+        if way in {"flex", "gather"} and row["status"] == "OK" and row["pass"] == "train":
+            key = threshold_key(PRESETS[preset], row["heads"] // row["key_heads"], row["width"])
+            # without a dense kernel that runs, nothing is faster
+            speeds[key][row["length"]][way] = row["over_dense"] or math.inf
+    found = {}
+    for key, by_length in speeds.items():
+        dense = [length for length, ways in by_length.items() if max(ways.values()) <= 1]
+        gathers = [n for n, way in by_length.items() if way.get("flex", 0) < way.get("gather", 0)]
+        flex = [length for length in by_length if length < min(gathers, default=math.inf)]
+        found[TABLE, key] = Threshold(max(dense, default=0), max(flex, default=0))
     return found
 
 

@@ -182,6 +182,12 @@ class SelectionHealth(NamedTuple):
     """Fraction of queries, by group, that do not read every block of their past."""
     recall_frac: float
     """The mean dense attention mass inside the blocks that those queries read; 1 without any."""
+    blocks_read: float
+    """The mean number of blocks in a selection."""
+    blocks_predicted: float
+    """The mean number by the definition: those of a document so far, at most `num_selected`."""
+    full_frac: float
+    """Fraction of selections with `num_selected` blocks."""
 
 
 class LayerHealth(NamedTuple):
@@ -193,13 +199,15 @@ class LayerHealth(NamedTuple):
     """True if a slower or different function runs than the sizes and the device would allow."""
     gates: GateHealth | None
     """Gate statistics; None if branches are merged."""
+    gates_learn: bool
     selection: SelectionHealth
 
     def values(self) -> dict[str, int | str | bool | float]:
         """Return all fields by name."""
         gates = {} if self.gates is None else self.gates._asdict()
         route = {"route": self.route.backend, "is_fallback": self.is_fallback}
-        return {"layer": self.layer, **route, **self.selection._asdict(), **gates}
+        learn = {"gates_learn": self.gates_learn} if gates else {}
+        return {"layer": self.layer, **route, **self.selection._asdict(), **gates, **learn}
 
 
 def attention_health(model: LanguageModel, batch: TokenBatch) -> list[LayerHealth]:
@@ -223,6 +231,7 @@ def attention_health(model: LanguageModel, batch: TokenBatch) -> list[LayerHealt
                 route=route,
                 is_fallback=is_other or (is_slow and route.requested == "auto"),
                 gates=None if call.gates is None else gate_health(call.gates),
+                gates_learn=call.gates is not None and module.nsa.gates.weight.requires_grad,
                 selection=selection_health(inputs, selection, config),
             )
         )
@@ -236,7 +245,7 @@ def attention_health(model: LanguageModel, batch: TokenBatch) -> list[LayerHealt
 def health_numbers(layers: list[LayerHealth]) -> dict[str, object]:
     """Return means over layers, the lowest recall, and all layers, with names starting `nsa_`."""
     values = [layer.values() for layer in layers]
-    names = [name for name in values[0] if name.endswith("_frac")]
+    names = [name for name in values[0] if name.endswith(("_frac", "_read", "_predicted"))]
     means = {f"nsa_{name}": sum(each[name] for each in values) / len(values) for name in names}
     lowest = min(layer.selection.recall_frac for layer in layers)
     fallbacks = sum(layer.is_fallback for layer in layers)
@@ -272,7 +281,21 @@ def selection_health(inputs: Inputs, selection: Tensor, config: NSAConfig) -> Se
         counts += torch.stack([misses.sum(), heads.sum(), (mass * heads).sum()]).double()
     queries, heads, mass = counts.tolist()
     recall = mass / heads if heads else 1.0
-    return SelectionHealth(queries / (B * inputs.key.shape[1] * S), recall)
+    limit_frac = queries / (B * inputs.key.shape[1] * S)
+    return SelectionHealth(limit_frac, recall, *block_counts(inputs, selection, config))
+
+
+def block_counts(
+    inputs: Inputs, selection: Tensor, config: NSAConfig
+) -> tuple[float, float, float]:
+    """Return `blocks_read`, `blocks_predicted` and `full_frac` of a selection `(B, K, T, N)`."""
+    read = selection.sum(-1).float()
+    leaders = torch.arange(0, inputs.length, config.select_tile, device=selection.device)
+    first = inputs.document_starts()[:, leaders] // config.select_block
+    past = leaders // config.select_block + config.tile_blocks - first  # (B, T)
+    predicted = past.clamp(max=config.num_selected).float()
+    is_full = (read >= config.num_selected).float()
+    return (read.mean().item(), predicted.mean().item(), is_full.mean().item())
 
 
 def _kept_mass(

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from qat.extensions.bench.config import AttentionConfig
     from qat.models.language_model import LanguageModel
     from qat.observe.health import Check
-    from qat.observe.runs import TrainingRun
     from qat.train.preflight import RunFinding
 
 
@@ -94,11 +93,11 @@ def mean_keys(config: PreTrainedConfig, length: int) -> float:
     return selected + mean_within(sparse.window, length) + compressed
 
 
-def choose_backend(model: PreTrainedModel, length: int, device: torch.device) -> None:
-    """Choose and log the backend for rows of `length`."""
+def choose_backend(model: PreTrainedModel, length: int, device: torch.device) -> str:
+    """Choose, log and return the backend for rows of `length`."""
     from qat.extensions.nsa.swap import log_route
 
-    log_route(model, length, device)
+    return log_route(model, length, device)
 
 
 def fit(student: LanguageModel, batches: Sequence[TokenBatch], *, steps: int) -> list[LayerFit]:
@@ -117,16 +116,19 @@ def natural_size(name: str, parameter: Tensor) -> float:
 
 def measure(student: LanguageModel, batch: TokenBatch) -> dict[str, object]:
     """Return the health of every layer on a batch."""
+    from qat.extensions.nsa.checks import warn
     from qat.extensions.nsa.fit import attention_health, health_numbers
 
-    return health_numbers(attention_health(student, batch))
+    numbers = health_numbers(attention_health(student, batch))
+    warn(student.model, numbers["nsa_layers"])
+    return numbers
 
 
-def checks(run: TrainingRun, layers: list[dict[str, Any]]) -> Iterable[Check]:
+def checks(layers: list[dict[str, Any]]) -> Iterable[Check]:
     """Return the health checks of a run's layers, as `measure` left them."""
     from qat.extensions.nsa.checks import checks
 
-    return checks(run, layers)
+    return checks(layers)
 
 
 def table(layers: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from transformers import PreTrainedConfig
 
 from qat.backend.base import Backend
-from qat.extensions.nsa.kernels.router import Route, choose
+from qat.extensions.nsa.kernels.router import UNMEASURED, Route, choose, measured, threshold_key
 from qat.extensions.nsa.swap import nsa_config
 from qat.nn.swap import head_dim
 from qat.train.preflight import RunFinding
@@ -22,6 +22,8 @@ class SparsePlan(NamedTuple):
     route: Route
     device: str
     """The device's name; `cpu` for any CPU."""
+    dense_until: int = 0
+    """The longest sequence that dense attention was measured to train as fast; 0: unmeasured."""
 
 
 def plan_of(student: PreTrainedConfig, length: int, backend: Backend) -> SparsePlan:
@@ -32,14 +34,12 @@ def plan_of(student: PreTrainedConfig, length: int, backend: Backend) -> SparseP
     """
     config = nsa_config(student)
     settings = student.get_text_config()
-    route = choose(
-        config,
-        length=length,
-        group=settings.num_attention_heads // settings.num_key_value_heads,
-        head_dim=head_dim(settings),
-        device=backend.device,
-    )
-    return SparsePlan(length, config.reach, config.mode != "merged", route, backend.name())
+    group, width = settings.num_attention_heads // settings.num_key_value_heads, head_dim(settings)
+    device = backend.device
+    route = choose(config, length=length, group=group, head_dim=width, device=device)
+    limits = measured(threshold_key(config, group, width), device)
+    until = 0 if limits == UNMEASURED else limits.dense
+    return SparsePlan(length, config.reach, config.mode != "merged", route, backend.name(), until)
 
 
 def findings(learn: str, plan: SparsePlan) -> Iterator[RunFinding]:
@@ -52,6 +52,15 @@ def findings(learn: str, plan: SparsePlan) -> Iterator[RunFinding]:
             f"{plan.reach} whole",
             "its choice of blocks never acts and the student does not learn to live with it",
             "build a cache of longer sequences, or convert to fewer or smaller blocks",
+        )
+    elif plan.sequence_length <= plan.dense_until:
+        yield RunFinding(
+            "nsa_slow",
+            "note",
+            f"sequences of {plan.sequence_length} tokens, up to {plan.dense_until} of which dense "
+            f"attention was measured to be as fast on {plan.device}",
+            "sparse attention saves no time in this training",
+            "train on longer sequences, or with dense attention and swap later",
         )
     if plan.has_gates and "gates" not in learn.split(","):
         found = f"learn={learn} leaves the gates of sparse attention as they are"

@@ -96,16 +96,15 @@ def nsa_config(model: PreTrainedModel | PreTrainedConfig) -> NSAConfig | None:
         raise CheckpointError(f"{error}; convert the model anew") from None
 
 
-def log_route(model: PreTrainedModel, length: int, device: torch.device) -> None:
-    """Choose and log the backend for rows of `length`, which compiled layers cannot do themselves.
+def log_route(model: PreTrainedModel, length: int, device: torch.device) -> str:
+    """Choose, log and return the backend for rows of `length`: compiled layers log nothing.
 
     Raises:
         ConfigError: the requested backend does not support them.
     """
     layers = (getattr(layer, "self_attn", None) for layer in decoder_layers(model))
     sparse = next((module for module in layers if isinstance(module, NSAAttention)), None)
-    if sparse is not None:
-        sparse.route(length, device)
+    return "dense" if sparse is None else sparse.route(length, device).backend
 
 
 def _attention_of(model: PreTrainedModel, layer: nn.Module) -> nn.Module:

@@ -75,6 +75,10 @@ def test_every_bench_row_says_what_ran(tmp_path) -> None:
     assert found["kernels"]["head/pytorch/cpu"] > 0 and not found["compiled"]
     assert len(found["attention"]) == 1 and found["graph_breaks"] == 0
     assert row["requested"]["gradient_checkpointing"] and row["fallbacks"] == []
+    assert "route" not in found
+    sparse = config.model_copy(update={"attention": "nsa", "gradient_checkpointing": False})
+    (row,) = run_bench(sparse, "tiny", tmp_path / "sparse").rows
+    assert row["effective"]["route"] == "reference" and row["requested"]["attention"] == "nsa"
 
 
 def test_strict_fails_a_bench_in_which_something_else_ran(tmp_path, monkeypatch) -> None:
@@ -117,6 +121,9 @@ def test_a_kernel_that_fell_back_on_a_gpu_is_named() -> None:
     math = ["aten::_scaled_dot_product_attention_math"]
     found = fallbacks(wished(), facts(kernels={"glu/pytorch/cuda": 7}, attention=math), gpu)
     assert "kernel glu ran as plain PyTorch on the GPU, 7 times" in found and len(found) == 2
+    (slow,) = fallbacks(wished(), facts(route="reference"), gpu)
+    assert "reference" in slow and fallbacks(wished(), facts(route="gather"), gpu) == []
+    assert fallbacks(wished(), facts(route="reference"), CPU) == []
 
 
 def test_kernels_count_the_way_they_take() -> None:

@@ -9,7 +9,7 @@ from qat.extensions.lab.pages import markdown_table
 from qat.extensions.lab.sweep import telemetry
 from qat.extensions.lab.sweep.manifest import settings_table
 from qat.extensions.lab.sweep.plan import SweepRun
-from qat.extensions.lab.sweep.run import cells, spreads, summarise
+from qat.extensions.lab.sweep.run import cells, routes_taken, spreads, summarise
 from qat.extensions.lab.sweep.telemetry import (
     COLUMNS,
     machine_warnings,
@@ -123,6 +123,8 @@ def test_the_slowest_step_of_all_repeats_is_named() -> None:
     headings, (body,) = cells([line])
     shown = dict(zip(headings, body, strict=True))
     assert (shown["p99 s"], shown["max s"], shown["at"]) == ("1.5", "2.5", "repeat 1, step 3")
+    sparse = [{**each, "effective": {"route": "gather"}} for each in repeats]
+    assert routes_taken([*sparse, *rows()]) == ["gather (a)"]
 
 
 def test_settings_of_groups_are_shared_or_stand_in_a_table(tmp_path: Path) -> None:

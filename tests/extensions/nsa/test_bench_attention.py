@@ -11,10 +11,18 @@ from nsa_case import small
 from qat.backend.device import on
 from qat.errors import ConfigError
 from qat.extensions.bench.config import AttentionConfig
-from qat.extensions.nsa.bench import call_of, crossovers, ready, run_attention, variants_of
+from qat.extensions.nsa.bench import (
+    call_of,
+    crossovers,
+    ready,
+    run_attention,
+    thresholds,
+    variants_of,
+    write_thresholds,
+)
 from qat.extensions.nsa.kernels import reference
-from qat.extensions.nsa.kernels.config import NSAConfig
-from qat.extensions.nsa.kernels.router import Route, attend
+from qat.extensions.nsa.kernels.config import PRESETS, NSAConfig
+from qat.extensions.nsa.kernels.router import Route, Threshold, attend, threshold_key
 from qat.extensions.nsa.variants import Attend, Layer, Variant, Work, inputs_of, layer_of, problem
 
 TINY = dict(lengths="96", groups="2", key_heads=1, head_dim=16, device="cpu", repeats=2)
@@ -50,6 +58,14 @@ def test_sparse_pays_from_where_it_always_does() -> None:
     rows += [row(512, 0.5, heads=32), row(1024, None, heads=64), row(99, 9.0, status="OOM")]
     found = {found["heads"]: found["length"] for found in crossovers(rows)}
     assert found == {16: 2048, 32: None, 64: None}
+    timed = [
+        row(length, over, way=f"nsa {way}", width=128)
+        for way, overs in {"flex": (0.5, 1.1, 1.5), "gather": (0.4, 0.9, 2.0)}.items()
+        for length, over in zip((512, 1024, 4096), overs, strict=True)
+    ]
+    timed += [row(9, 0.1, way="nsa flex", **{"pass": "decode"}), row(9, 0.1, way="nsa reference")]
+    limits = {("nsa_route", threshold_key(PRESETS["nsa"], 2, 128)): Threshold(512, 1024)}
+    assert thresholds(timed) == limits and thresholds(timed[-2:]) == {}
 
 
 @pytest.mark.parametrize("which", ["forward", "decode"])
@@ -125,3 +141,5 @@ def test_settings_that_mean_nothing(changes: dict, message: str) -> None:
 def test_a_kind_of_attention_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ConfigError, match="'linear' is unknown; use any of nsa,.*,nsa-paper"):
         run_attention(AttentionConfig(**TINY, attention="nsa,linear"), None)
+    with pytest.raises(ConfigError, match="tune=True on"):
+        write_thresholds([], on(torch.device("cpu")), {})

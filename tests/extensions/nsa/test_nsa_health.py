@@ -13,6 +13,7 @@ from torch import Tensor
 from qat.convert.calibrate import TokenBatch
 from qat.extensions.nsa import fit as nsa_health
 from qat.extensions.nsa.fit import attention_health, gate_health, health_numbers, selection_health
+from qat.extensions.nsa.hook import measure
 from qat.extensions.nsa.kernels.select import Inputs, select
 from qat.extensions.nsa.swap import nsa_modules
 from qat.models.language_model import LanguageModel
@@ -47,6 +48,13 @@ def test_recall_is_the_dense_mass_inside_the_selected_blocks(tile: int, is_packe
     limit, recall = by_loops(inputs, selection, config.select_block, tile)
     assert found.limit_frac == pytest.approx(limit)
     assert found.recall_frac == pytest.approx(recall, abs=1e-5)
+    read = selection.sum(-1).float()
+    assert found.blocks_read == pytest.approx(read.mean().item())
+    assert found.blocks_predicted == pytest.approx(found.blocks_read)
+    assert found.full_frac == pytest.approx((read == config.num_selected).float().mean().item())
+    selection[0, 0, -1] = False  # a tile that reads less than it may
+    fewer = selection_health(inputs, selection, config)
+    assert fewer.blocks_read < fewer.blocks_predicted == found.blocks_predicted
 
 
 def test_recall_does_not_depend_on_how_many_queries_are_looked_at_together(monkeypatch) -> None:
@@ -72,7 +80,7 @@ def test_a_choice_of_everything_misses_nothing() -> None:
     config = small()
     inputs = nsa_inputs(config, 64)
     found = selection_health(inputs, select(inputs, config), config)
-    assert found == (0.0, 1.0)
+    assert found[:2] == (0.0, 1.0) and found.blocks_read == found.blocks_predicted
 
 
 def test_gates_count_by_their_size_whatever_their_sign() -> None:
@@ -105,6 +113,23 @@ def test_a_model_is_looked_at_layer_by_layer_and_stays_as_it_is() -> None:
     recalls = [layer["recall_frac"] for layer in numbers["nsa_layers"]]
     assert numbers["nsa_recall_least_frac"] == min(recalls)
     assert numbers["nsa_recall_frac"] == pytest.approx(sum(recalls) / 2)
+    assert numbers["nsa_blocks_read"] == numbers["nsa_blocks_predicted"] > 1
+
+
+def test_a_check_that_fails_is_warned_of_once_but_not_where_it_began(caplog) -> None:
+    model = LanguageModel(sparse_model())
+    for module in nsa_modules(model.model).values():
+        module.nsa.gates.requires_grad_(True)
+
+    def warned() -> int:
+        caplog.clear()
+        measure(model, batch(2 * SMALL.reach))
+        return sum("gate entropy" in record.message for record in caplog.records)
+
+    assert [warned() for _ in range(3)] == [0, 1, 0]
+    for module in nsa_modules(model.model).values():
+        module.nsa.gates.requires_grad_(False)
+    assert warned() == 0
 
 
 def test_merged_layers_have_no_gates_and_dense_models_no_layers() -> None:

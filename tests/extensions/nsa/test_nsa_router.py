@@ -1,6 +1,7 @@
 """The choice of a backend, its messages, and the agreement of all routes."""
 
 import logging
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 from nsa_case import nsa_inputs, small
 
 from qat.errors import ConfigError
+from qat.extensions.lab.kernels.tune import write_entries
 from qat.extensions.nsa.kernels import fla, flex, gather, router
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.select import Inputs, select
+from qat.kernels import tuned
 
 CPU = torch.device("cpu")
 
@@ -61,6 +64,28 @@ def test_a_route_and_its_reason(cuda: torch.device) -> None:
         assert found[: len(route)] == route, values
 
 
+def test_auto_follows_what_was_measured_on_the_device(
+    cuda: torch.device, monkeypatch, tmp_path
+) -> None:
+    merged, each = small(mode="merged"), NSAConfig(select_tile=1)
+    chosen = {
+        router.threshold_key(merged, 2, 16): router.Threshold(dense=32, flex=0),
+        router.threshold_key(each, 2, 16): router.Threshold(dense=0, flex=100),
+    }
+    monkeypatch.setattr(tuned, "FOLDER", tmp_path)
+    entries = {(router.TABLE, key): limits for key, limits in chosen.items()}
+    write_entries(tuned.table_path("some device"), entries, {})
+    found = [choose(merged, length).backend for length in (32, 33, merged.reach)]
+    assert found == ["dense", "reference", "reference"]
+    found = [choose(each, length, cuda).backend for length in (100, 101)]
+    assert found == ["flex", "gather"]
+    compiled = torch.compile(
+        lambda x: x + len(choose(merged, x.shape[0]).backend), backend="eager", fullgraph=True
+    )
+    assert [compiled(torch.zeros(n)).max().item() for n in (32, 40)] == [5, 9]
+    tuned.forget_tables()
+
+
 def test_a_block_that_gather_cannot_hold_is_refused(cuda: torch.device) -> None:
     config = NSAConfig(select_tile=1, select_block=256, backend="gather")
     with pytest.raises(ConfigError, match="select_block=256 is no power of two from 16 to 128"):
@@ -93,6 +118,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(fla, "IS_INSTALLED", True)
     monkeypatch.setattr(gather, "on", lambda device: Gpu(160 * 1024))
     monkeypatch.setattr(flex, "check", lambda device: None)
+    monkeypatch.setattr(tuned, "on", lambda device: SimpleNamespace(name=lambda: "some device"))
     return torch.device("cuda")
 
 

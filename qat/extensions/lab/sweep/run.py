@@ -393,6 +393,8 @@ def page(report: SweepReport, about: Row) -> str:
             "is larger."
         )
     words += [f"{line.group}: {word}." for line in lines for word in line.warnings]
+    if routes := routes_taken(report.rows):
+        words.append(f"Sparse attention ran as {', '.join(routes)}.")
     for name in ("commit", "device", "host", "torch", "triton"):
         values = sorted({str(row[name]) for row in report.rows if row.get(name) is not None})
         if len(values) > 1:
@@ -405,6 +407,12 @@ def page(report: SweepReport, about: Row) -> str:
     words += ["## Files", manifest.files_table(about["runs"])]
     words.append(f"All rows: [{TABLE}]({TABLE}), [{ROWS}]({ROWS}); [{MANIFEST}]({MANIFEST}).")
     return "\n\n".join(words) + "\n"
+
+
+def routes_taken(rows: Sequence[Row]) -> list[str]:
+    """Return the implementation of sparse attention that each group ran, `gather (GROUP)`."""
+    ran = ((row.get("effective", {}).get("route"), row["group"]) for row in rows)
+    return sorted({f"{route} ({group})" for route, group in ran if route})
 
 
 def chart(lines: Sequence[SweepLine], unit: str) -> bytes | None:

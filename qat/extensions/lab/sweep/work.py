@@ -101,7 +101,8 @@ def _time_ranks(run: SweepRun, config: StepsConfig, ranks: Ranks) -> Facts | Non
     # for steps of one shape the median, which ignores outliers; for several shapes the sum
     is_one = len(set(valid)) == 1
     cost_s = timing.step_s / valid[0] if is_one else sum(timing.steps_s) / sum(valid)
-    ran = what_ran(config, model, numbers["effective"], setting.backend)
+    length, effective = setting.data.seq_len, numbers["effective"]
+    ran = what_ran(config, model, effective, setting.backend, length=length)
     ran["fallbacks"] += other_attention(config.attention_kernel, numbers["effective"])
     if run.strict:
         check_strictly(ran["fallbacks"])

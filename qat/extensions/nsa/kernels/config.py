@@ -45,7 +45,7 @@ class NSAConfig(Settings):
     single needle raises; values between interpolate."""
     backend: BackendName = "auto"
     """The implementation; auto: on CUDA `gather` if fewer than 128 queries share a selection, else
-    `flex`, if they support the sizes; otherwise `reference`."""
+    `flex`, or by lengths in the table of the device; `reference` if neither supports the sizes."""
     min_len: int = Field(0, ge=0)
     """Shorter sequences use dense attention, which differs beyond `num_selected` blocks."""
     layers: tuple[int, ...] | None = None

@@ -13,6 +13,7 @@ from qat.errors import ConfigError
 from qat.extensions.nsa.kernels import reference
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.select import Inputs, select
+from qat.kernels import tuned
 from qat.kernels.dispatch import HAS_TRITON
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,36 @@ class Route(NamedTuple):
     """The reason for the choice."""
 
 
+class Threshold(NamedTuple):
+    """Lengths at which `auto` changes what computes, as 'qat bench attention --tune' measured."""
+
+    dense: int
+    """Longest rows on which dense attention is at least as fast as any sparse kernel."""
+    flex: int
+    """Longest rows on which FlexAttention is faster than `gather`."""
+
+
+TABLE = "nsa_route"
+"""The name of the thresholds in a device's table of tuned configurations."""
+UNMEASURED = Threshold(dense=2**31 - 1, flex=0)
 _logged: set[Route] = set()
+_measured: dict[tuple[tuned.Key, torch.device], Threshold] = {}
+
+
+def threshold_key(config: NSAConfig, group: int, head_dim: int) -> tuned.Key:
+    """Return what the speed of a row depends on besides its length."""
+    return group, head_dim, config.select_tile, config.selected_keys, int(config.mode == "merged")
+
+
+@torch.compiler.assume_constant_result
+def measured(key: tuned.Key, device: torch.device) -> Threshold:
+    """Return the device's thresholds, `UNMEASURED` if its table has none.
+
+    Inside a graph that PyTorch compiles, it is what the last call outside found.
+    """
+    if not torch.compiler.is_compiling():
+        _measured[key, device] = tuned.chosen(TABLE, key, UNMEASURED, device)
+    return _measured.get((key, device), UNMEASURED)
 
 
 def choose(
@@ -38,8 +68,8 @@ def choose(
 ) -> Route:
     """Return the backend for rows of `length` positions.
 
-    Dense attention is chosen if it is the same function (branches merged, every block selected),
-    or if `min_len` requires it.
+    Dense attention is chosen if it is the same function (branches merged, every block selected)
+    and not measured to be slower, or if `min_len` requires it.
 
     Raises:
         ConfigError: the requested backend does not support this configuration.
@@ -47,7 +77,9 @@ def choose(
     asked = config.backend
     if length < config.min_len:
         return _log_once(Route(asked, "dense", f"min_len is {config.min_len}"))
-    if asked == "auto" and config.mode == "merged" and length <= config.reach:
+    limits = measured(threshold_key(config, group, head_dim), device)
+    same = config.reach if config.mode == "merged" else 0
+    if asked == "auto" and length <= min(same, limits.dense):
         reason = f"every key is selected up to {config.reach} positions"
         return _log_once(Route(asked, "dense", reason))
     if asked == "reference":
@@ -56,6 +88,7 @@ def choose(
     names = [asked]
     if asked == "auto":
         names = ["gather", "flex"] if config.select_tile < SHARED else ["flex"]
+        names = names[::-1] if length <= limits.flex else names
     refusals = []
     for name in names:
         refusal = _refusal(name, config, **facts)
