@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 # without a GPU, Triton's kernels run in its interpreter; it looks at this when it is imported
 if shutil.which("nvidia-smi") is None:
@@ -69,6 +70,14 @@ def is_kernel(request: pytest.FixtureRequest) -> bool:
         if torch.cuda.is_available():
             pytest.skip("tests/gpu runs the kernel itself")
     return request.param == "kernel"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache and a student of one layer, which no test changes."""
+    from train_case import make_place  # not where tests are only handed out to workers
+
+    return make_place(tmp_path_factory.mktemp("place"), layers=1)
 
 
 @pytest.fixture

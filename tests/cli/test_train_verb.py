@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from cli_case import call, said
-from train_case import config, flags, make_place
+from train_case import config, flags
 
 from qat.cli.train import _next, show_findings, show_health
 from qat.data.reader import TeacherCache
@@ -16,11 +16,6 @@ from qat.models.hf_quantizer import FORMAT
 from qat.observe.health import Check
 from qat.train.preflight import LESS_MEMORY, Checked, RunFinding
 from qat.train.start import train_student
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("train-verb"), layers=1)
 
 
 def test_a_run_by_flags_equals_one_by_its_own_recipe(place, tmp_path, monkeypatch, capsys) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from cache_case import build
-from train_case import make_place
 
 from qat.backend import device as backend
 from qat.data.reader import TeacherCache
@@ -15,11 +14,6 @@ from qat.extensions.bench.config import BenchConfig
 from qat.extensions.bench.student import open_student
 
 CPU = backend.select("cpu")
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("place"), layers=1)
 
 
 def config(**values: object) -> BenchConfig:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from cli_case import call
-from train_case import make_place
 
 from qat.backend import device as backend
 from qat.errors import ConfigError
@@ -19,11 +18,6 @@ from qat.extensions.bench.verb import _student
 from qat.logs import read_json_lines
 
 QUICK = ["--device", "cpu", "--steps", "2", "--warmup", "1"]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("place"), layers=1)
 
 
 def test_a_table_a_fit_and_predictions(tmp_path: Path, monkeypatch, capsys) -> None:

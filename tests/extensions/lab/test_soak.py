@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from cli_case import call
 from observe.synthetic import write_lines, write_run
-from train_case import config, flags, make_place
+from train_case import config, flags
 
 from qat.errors import ConfigError
 from qat.extensions.lab.soak import judge
@@ -88,11 +88,6 @@ def test_stalls_few_steps_and_a_loss_that_stays_fail(calm: Path) -> None:
 def test_bounds_without_steps_are_refused() -> None:
     with pytest.raises(ConfigError, match="soak_reserved_gib=40, .*without soak, expected its st"):
         LaunchConfig.parse({"soak_reserved_gib": 40}, "flags")
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("soak"), layers=1)
 
 
 def test_a_soaked_run_goes_on_to_the_end_of_an_unbroken_one(

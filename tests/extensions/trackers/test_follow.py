@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cli_case import call
 from run_case import begin, cut, loss, write_steps
-from train_case import flags, make_place
+from train_case import flags
 
 from qat.errors import ConfigError
 from qat.extensions.trackers import curves, follow
@@ -166,11 +166,6 @@ def test_only_numbers_are_curves() -> None:
     (event,) = events([line])
     assert event.numbers == {"device/a_nats": 0.5, "device/graphs": 2} and event.step == 3
     assert json.dumps(event.numbers)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("train-followed"), layers=1)
 
 
 def test_followers_are_no_part_of_the_recipe(place: Path, tmp_path, monkeypatch, capsys) -> None:

@@ -9,7 +9,7 @@ import pytest
 from crash import stopped_at
 from run_case import begin, write_steps
 from test_upload import save
-from train_case import assert_same_end, config, make_place
+from train_case import assert_same_end, config
 
 from qat.errors import ConfigError, HubError
 from qat.extensions.trackers import upload
@@ -20,11 +20,6 @@ from qat.observe.config import TrackConfig
 from qat.train.optim import Optimizer
 from qat.train.run import RunDirectory
 from qat.train.start import TrainReport, train_student
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("restore"), layers=1)
 
 
 def run(place: Path, out: Path, *, resume: bool = False) -> TrainReport:
