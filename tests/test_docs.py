@@ -68,13 +68,15 @@ def test_promises_name_tests_that_there_are() -> None:
         assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), test
 
 
+@pytest.mark.slow  # asks git for scripts that are gone, and counts a model's work
 def test_results_are_what_the_command_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python speedrun/results.py` makes the page from the records, and marks every miss."""
+    """`python speedrun/results.py` makes both pages from the records, and marks every miss."""
     monkeypatch.syspath_prepend(str(ROOT / "speedrun"))
     import results
 
     page = (RECORDS / "results.md").read_text(encoding="utf-8")
     assert page == results.page(RECORDS)
+    assert (RECORDS / "cards.md").read_text(encoding="utf-8") == results.cards(RECORDS)
     newest = {(e.figure.figure, e.figure.device): e.figure for e in ENTRIES}.values()
     assert page.count("](2") == len(newest)
     assert page.count("**missed**") == sum(figure.is_met is False for figure in newest)
