@@ -10,10 +10,11 @@ from qat.extensions.lab.leaderboard import read_records
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md")]
 EXTENSIONS = sorted((ROOT / "qat" / "extensions").glob("*/README.md"))
 PAGES = [
     *FRONT,
+    ROOT / "llms.txt",
     *DOCS,
     *EXTENSIONS,
     *(ROOT / d / "README.md" for d in ("caches", "notebooks", "speedrun/records")),
@@ -45,6 +46,9 @@ def test_the_index_has_every_page() -> None:
     linked = set(re.findall(r"\]\((\w+\.md)", index))
     assert linked == {page.name for page in DOCS} - {"README.md"}
     assert all(f"(../{page.relative_to(ROOT).as_posix()})" in index for page in EXTENSIONS)
+    for_programs = (ROOT / "llms.txt").read_text(encoding="utf-8")
+    every = [*FRONT, *DOCS, *EXTENSIONS]
+    assert all(f"({page.relative_to(ROOT).as_posix()})" in for_programs for page in every)
     assert "(docs/README.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
