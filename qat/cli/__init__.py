@@ -23,6 +23,10 @@ from qat.process import GAPS, gaps_gib, is_out_of_memory
 __all__ = ["VERBS", "app", "main", "run_verb"]
 
 
+UNREACHABLE = ("DistNetworkError", "DistStoreError")
+"""Names of torch's errors of its network, which is loaded by a verb alone; gloo has none."""
+
+
 class Verb(NamedTuple):
     """A verb whose module is imported when it is called or asked for its help."""
 
@@ -164,6 +168,7 @@ def main() -> None:
         _fail(f"{error.filename}: {error.strerror}; check the path and who may write there")
     except (RuntimeError, MemoryError, ImportError) as error:
         _fail_if_out_of_memory(error)
+        _fail_if_unreachable(error)
         raise
     except KeyboardInterrupt:
         _fail("stopped by the keyboard", code=130)
@@ -188,6 +193,17 @@ def _fail_if_out_of_memory(error: Exception) -> None:
             f"memory ran out{room}; lower --batch-size, in training with more --grad-accum-steps "
             "or --gradient-checkpointing, where the verb has them; else end other programs, or "
             "raise the limit of this one"
+        )
+
+
+def _fail_if_unreachable(error: Exception) -> None:
+    """Exit with one line if `error` says that another rank is gone or cannot be reached."""
+    kind, said = type(error).__name__, str(error).partition("\n")[0]
+    if kind in UNREACHABLE or "gloo/transport" in said:
+        _fail(
+            f"another rank is gone or cannot be reached ({said}), expected all hosts to run and "
+            "to see each other; look at what the others printed, or name the network between "
+            "them in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         )
 
 
