@@ -90,7 +90,7 @@ class Launch:
     world: int = 1
     """Number of processes."""
     attempt: int = 0
-    """Number of times that the launcher has restarted the processes."""
+    """Number of times that the launcher has restarted the processes that share a store."""
 
 
 def launched() -> Launch:
@@ -98,7 +98,9 @@ def launched() -> Launch:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     if not all(name in os.environ for name in (*names, "MASTER_ADDR", "MASTER_PORT")):
         return Launch()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # each host counts by itself, so the count serves for a store that the launcher keeps alone
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_kept else "0"
     return Launch(*(int(os.environ[name]) for name in names), int(attempt))
 
 

@@ -14,7 +14,6 @@ from typing import Protocol
 from qat.errors import ConfigError, how_to_install, is_installed
 from qat.extensions.trackers.curves import (
     Curves,
-    Mlflow,
     TensorBoard,
     Tracker,
     TrackerStart,
@@ -35,7 +34,6 @@ TRACKERS: dict[str, Callable[[TrackerStart], Tracker]] = {
     "wandb": Wandb,
     "tensorboard": TensorBoard,
     "trackio": Trackio,
-    "mlflow": Mlflow,
 }
 
 
