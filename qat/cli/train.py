@@ -66,7 +66,7 @@ def train(
     from qat.cli.inputs import check_inputs, with_fitting_loss
 
     followers: Any = None if tracking == UNTRACKED else extension("qat.followers", "trackers")
-    soak = _soak(launch, config)
+    soak = _soak(launch, config.max_steps)
     parse_losses(config.loss)
     _warn_of_idle(config.idle())
     check_inputs(models=[student, config.teacher], caches=[config.cache_dir], out=out)
@@ -121,16 +121,16 @@ def train(
     return found
 
 
-def _soak(launch: LaunchConfig, config: TrainConfig) -> Any:  # noqa: ANN401
+def _soak(launch: LaunchConfig, max_steps: int) -> Any:  # noqa: ANN401
     """Return what judges a soak; None without one.
 
     Raises:
         ConfigError: the soak is longer than the run.
     """
-    if launch.soak > config.max_steps:
+    if launch.soak > max_steps:
         raise ConfigError(
-            f"soak={launch.soak} is more than max_steps={config.max_steps}, expected a soak within "
-            "the run; lower --soak or raise --max-steps"
+            f"soak={launch.soak} is more than max_steps={max_steps}, expected a soak within the "
+            "run; lower --soak or raise --max-steps"
         )
     return extension("qat.soaks", "lab") if launch.soak else None
 
