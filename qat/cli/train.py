@@ -122,7 +122,7 @@ def train(
 
 
 def _soak(launch: LaunchConfig, max_steps: int) -> Any:  # noqa: ANN401
-    """Return what judges a soak of `steps`; None without one.
+    """Return what judges a soak; None without one.
 
     Raises:
         ConfigError: the soak is longer than the run.
@@ -132,7 +132,7 @@ def _soak(launch: LaunchConfig, max_steps: int) -> Any:  # noqa: ANN401
             f"soak={launch.soak} is more than max_steps={max_steps}, expected a soak within the "
             "run; lower --soak or raise --max-steps"
         )
-    return extension("qat.soaks", "lab") if steps else None
+    return extension("qat.soaks", "lab") if launch.soak else None
 
 
 def _trained(run: "AbstractContextManager[Trainer]", soak: int) -> "TrainReport | None":
