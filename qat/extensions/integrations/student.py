@@ -132,24 +132,27 @@ def _loop_class(own: Any) -> type[LoopModel]:
 
 @torch.compiler.disable
 def _with_head(language: LanguageModel, hidden: Tensor, dtype: torch.dtype) -> StudentOutput:
-    """Return the head in `dtype` with the hidden states that it reads.
+    """Return the head in `dtype`, over `language.num_words`, with the hidden states that it reads.
 
     The gradient of a table that learns is pulled back in float32, as a run does: the loss leaves it
     in a list, from which the backward of `hidden` takes it. Autograd would round it to `dtype`.
     """
     head: Any = language.head
+    take = None
     if not isinstance(head, TableHead):
-        return StudentOutput(hidden, Head(head.weight.to(dtype), head.bias, language.softcap))
-    table, left = head.table, []
-    if not (table.learns() and torch.is_grad_enabled()):
-        return StudentOutput(hidden, Head(formed(table, dtype), head.bias, language.softcap))
-    with torch.no_grad():
-        W = formed(table, dtype)
-    parts = parts_of(table)
-    known = Numbers.of(table), [*parts]
-    hidden = _TakesTableGradient.apply(hidden, left, known, *parts.values())
-    W.requires_grad_()
-    return StudentOutput(hidden, Head(W, head.bias, language.softcap, left.append))
+        W = head.weight.to(dtype)
+    elif not (head.table.learns() and torch.is_grad_enabled()):
+        W = formed(head.table, dtype)
+    else:
+        with torch.no_grad():
+            W = formed(head.table, dtype)
+        left, parts = [], parts_of(head.table)
+        known = Numbers.of(head.table), [*parts]
+        hidden = _TakesTableGradient.apply(hidden, left, known, *parts.values())
+        W.requires_grad_()
+        take = left.append
+    whole = Head(W, head.bias, language.softcap, take)
+    return StudentOutput(hidden, whole.words(0, language.num_words))
 
 
 class _TakesTableGradient(torch.autograd.Function):

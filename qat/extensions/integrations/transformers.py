@@ -181,6 +181,28 @@ class QatTrainer(StudentMixin, Trainer):
         self.teacher = None
         if teacher is not None:
             self.teacher = as_teacher(teacher.to(args.device), dtype=student.prepared.dtype)
+        self._cut_to_common_words()
+
+    def _cut_to_common_words(self) -> None:
+        """Compute losses over the words that student, teacher and caches all have.
+
+        Models of a family may pad their heads to different numbers of words.
+        """
+        languages = [unwrapped(self.model).prepared.language]
+        if self.teacher is not None:
+            languages.append(self.teacher.prepared.language)
+        held_out = (
+            self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        )
+        caches = [
+            data.cache
+            for data in (self.train_dataset, *held_out.values())
+            if isinstance(data, CacheDataset)
+        ]
+        words = [language.config.vocab_size for language in languages]
+        words += [cache.manifest.teacher.vocab_size for cache in caches]
+        for each in (*languages, *caches):
+            each.num_words = min(words)
 
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from cache_case import TOKENIZER
+from loop_case import RATES as OPTIMIZER
 from loop_case import assert_same, optimizer_of, prepared, values_of, with_tables
+from padded_case import SIZES, make_pair
 from quantized import SPECS, tiny_quantized
 from tiny import IDS, tiny_model
 from torch.utils.data import Dataset
@@ -158,6 +160,34 @@ def test_texts_are_learned_from_a_teacher(place: Path, tmp_path: Path, side: str
         ce = torch.nn.functional.nll_loss(log_q, ids[0, 1:], reduction="sum")
         total, count = total + (kl + 0.5 * ce).item(), count + len(ids[0]) - 1
     assert losses_of(trainer) == pytest.approx([total / count], rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["tail:1,sampled:1", "kl:1,hard_ce:0.5"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_padded_heads_are_cut_as_in_a_run(
+    tmp_path: Path, sizes: tuple[int, int], loss: str
+) -> None:
+    pair, teacher = make_pair(tmp_path, sizes), None
+    settings = {"loss": loss, "schedule": "constant", "warmup_steps": 0}
+    if "kl" in loss:
+        settings["teacher"] = str(tmp_path / "teacher")
+        teacher = pair.teacher().model
+    run = pair.trainer(tmp_path / "run", **settings)
+    for step in range(2):
+        run.take_step([run.cache.batch([*range(4 * step, 4 * step + 4)])], step)
+    run.take_step.close()
+    short = {"max_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    student = student_of(tmp_path)
+    trainer = QatTrainer(
+        student,
+        arguments(tmp_path / "out", **short, max_grad_norm=run.config.clip_grad_norm),
+        teacher=teacher,
+        train_dataset=qat.CacheDataset(tmp_path / "cache"),
+        rates={name: getattr(run.config, name) for name in OPTIMIZER},
+        loss=loss,
+    )
+    trainer.train()
+    assert_same(values_of(student), values_of(run.student.model))
 
 
 def test_mistakes(place: Path, tmp_path: Path) -> None:
