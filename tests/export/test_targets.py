@@ -493,7 +493,7 @@ def plan(spec: LutSpec, pattern: str = "*") -> QuantPlan:
 @pytest.mark.parametrize(
     ("to", "spec", "shape", "reason"),
     [
-        ("mlx", LutSpec(bits=1), {}, "mlx cannot hold .*q_proj: .* bits=1"),
+        ("mlx", LutSpec(bits=7), {}, "mlx cannot hold .*q_proj: .* bits=7"),
         ("gguf", LutSpec(bits=4), {"hidden_size": 48}, "rows of 48 .* groups of 32"),
         ("coreml", SPECS["lut2_r4"], {}, "low rank"),
         ("compressed-tensors", LutSpec(bits=1), {}, "2 bits"),

@@ -34,7 +34,7 @@ COMPARED = "sums"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = True
 HOLDS_ACTIVATIONS = (None,)
-BITS = (2, 3, 4, 5, 6, 8)
+BITS = (1, 2, 3, 4, 5, 6, 8)
 """Bits per weight that MLX supports."""
 GROUP_SIZES = (32, 64, 128)
 """Group sizes that MLX supports."""
@@ -53,7 +53,7 @@ mlx_lm.generate --model DIR --prompt "Once upon a time"
 def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
     """Return why a weight would lose something; None if not.
 
-    Even levels of 2 to 8 bits (not 7) in groups of 32, 64 or 128 lose nothing.
+    Even levels of 1 to 8 bits (not 7) in groups of 32, 64 or 128 lose nothing.
     """
     reason = lost_by_grid(spec, EVEN_GRIDS)
     if reason is None and spec.bits not in BITS:
