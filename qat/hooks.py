@@ -3,6 +3,7 @@
 | group            | what an entry point names                                      |
 |------------------|----------------------------------------------------------------|
 | `qat.verbs`      | a verb of `qat`, or a function that adds verbs to `qat bench`  |
+| `qat.cache`      | a verb of `qat cache`                                          |
 | `qat.decoding`   | a module that continues texts from packed weights              |
 | `qat.attention`  | a module that computes attention from a part of the past       |
 | `qat.plans`      | a module that compiles a training step for absent devices      |

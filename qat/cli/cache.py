@@ -11,6 +11,7 @@ from qat.config import Required
 from qat.data.config import CacheConfig, ImportConfig
 from qat.errors import CacheError, CheckpointError, ConfigError, HubError, QatError
 from qat.files import described
+from qat.hooks import hooks
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,7 +77,7 @@ def cache(
             batch_size=config.batch_size,
             ranks=ranks,
         )
-    return dict(out=out, **_numbers(out, manifest)) if ranks.is_first else {}
+    return dict(out=out, **cache_numbers(out, manifest)) if ranks.is_first else {}
 
 
 @cache_app.command(
@@ -108,7 +109,7 @@ def import_(
     from qat.convert.importing import load_importer
 
     manifest = load_importer("anemll").import_cache(source, config, out)
-    return dict(out=out, has_tail=manifest.has_tail, **_numbers(out, manifest))
+    return dict(out=out, has_tail=manifest.has_tail, **cache_numbers(out, manifest))
 
 
 @cache_app.command(help_epilogue="Example: qat cache info caches/mine")
@@ -121,7 +122,7 @@ def info(directory: Required[Path]) -> dict[str, object]:
     from qat.logs import Terminal
 
     opened = TeacherCache.open(directory)
-    numbers = _numbers(directory, opened.manifest)
+    numbers = cache_numbers(directory, opened.manifest)
     console = Terminal()
     console.print(_info_table(opened.manifest, numbers))
     sample = _sample_text(opened)
@@ -159,7 +160,8 @@ def suggested_name(config: CacheConfig, source: "DataSource") -> str:
     )
 
 
-def _numbers(directory: Path, manifest: "Manifest") -> dict[str, float | int | str | None]:
+def cache_numbers(directory: Path, manifest: "Manifest") -> dict[str, float | int | str | None]:
+    """Return what a cache holds, in numbers."""
     num_bytes = sum(path.stat().st_size for path in directory.iterdir())
     tokens, ppl = manifest.total("tokens"), manifest.teacher_ppl
     return {
@@ -225,3 +227,7 @@ def _sample_text(opened: "TeacherCache") -> str | None:
         return f"no text is shown: {name} has tokenizer {found} now"
     ids = opened.batch([0]).input_ids[0, :SAMPLE_TOKENS]
     return f"first sequence: {tokenizer.decode(ids)!r}"
+
+
+for _verb in hooks("qat.cache").values():
+    cache_app.command(_verb.load())
