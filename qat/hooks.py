@@ -17,7 +17,7 @@
 | `qat.flags`      | a module with `FLAGS` of another system, and their `PAGE`      |
 | `qat.corpora`    | a function that reads rows which are still being sampled       |
 | `qat.runs`       | a class like `Run` of `qat run`, for runs of another course    |
-| `qat.caches`     | a function that opens a cache at an address, or as it arrives  |
+| `qat.caches`     | a function that opens a cache elsewhere, or in another order   |
 | `qat.rows`       | a module that reads data sets of a hub, and Parquet files      |
 | `qat.chats`      | a module that reads chats with tools, and checks how they read |
 | `qat.mixtures`   | a module that reads several texts in turns, by their shares    |

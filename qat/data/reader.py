@@ -223,6 +223,10 @@ class TeacherCache:
             sample_counts=sample_counts,
         )
 
+    def micro_batches(self, parts: np.ndarray, targets: Collection[str]) -> list[Batch]:
+        """Return the training sequences of each of `parts`, the micro-batches of a step."""
+        return [self.batch(part, targets=targets) for part in parts]
+
     def log_sum_exp(self, indices: Sequence[int] | np.ndarray, split: Split = "train") -> Tensor:
         """Return the teacher's log-sum-exp, `(B, S)` float32: logit = log-prob + log-sum-exp."""
         rows, _ = self._read(indices, split, ["log_sum_exp"])

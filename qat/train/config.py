@@ -166,6 +166,9 @@ class DataConfig(Settings):
     order: Steps[OneOrder[Literal["shuffled", "arrival"]]] = "shuffled"
     """Order of the sequences; arrival is for a cache that 'qat cache' may still be writing: the
     first pass goes through its shards as they come."""
+    bucket_lengths: Steps[OneOrder[str]] = Field("", pattern=r"^(auto|\d+(,\d+)*)?$")
+    """Lengths such as 128,256,512, up to that of the cache's sequences: a step has sequences that
+    end in one of them and is cut to it. auto: an eighth, a quarter, a half and all."""
     teacher: Loss[Comparable[str | None]] = None
     """The cache's teacher, directory or hub id, to run during training: losses then compare all
     words, at the cost of its forward; the cache gives the text and the evaluation."""
@@ -304,6 +307,11 @@ class TrainConfig(SaveConfig, EvalConfig, OptimConfig, RolloutConfig, DataConfig
 
     @model_validator(mode="after")
     def _check_on_policy(self) -> Self:
+        if self.bucket_lengths and (self.on_policy or self.order == "arrival"):
+            raise ValueError(
+                f"bucket_lengths={self.bucket_lengths} with on_policy={self.on_policy}, "
+                f"order={self.order}: they need rows of one length, in their own order; drop one"
+            )
         if not self.on_policy:
             return self
         if self.teacher is None:

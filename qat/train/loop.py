@@ -266,7 +266,7 @@ class Trainer:
         pinned = self.backend.pinned
         parts = rank_indices(self._step_config, step, self.cache.indices, self.ranks)
         parts = parts if self.rollouts is None else parts[:, self.rollouts.order]
-        batches = (self.cache.batch(part, targets=self._targets) for part in parts)
+        batches = self.cache.micro_batches(parts, self._targets)
         return [Batch(*map(pinned, batch)) for batch in batches]
 
     def step_batches(self, step: int) -> list[Batch]:

@@ -529,7 +529,8 @@ def examine(
         ConfigError, CacheError, CheckpointError: cache, student or device are missing.
     """
     resolved = check_dtype(config.divided(world))
-    cache = training_cache(config.cache_dir, config.order, config.eval_sequences)
+    buckets, order = config.bucket_lengths, config.order
+    cache = training_cache(config.cache_dir, order, config.eval_sequences, buckets)
     tokenizer, settings = load_tokenizer(student), load_config(student)
     model = settings.get_text_config()
     problems = _messages(

@@ -229,7 +229,8 @@ def _open(
     loaded: Loaded | None,
 ) -> _Opened:
     divided = config.divided(ranks.size)
-    cache = training_cache(config.cache_dir, config.order, config.eval_sequences)
+    buckets, order = config.bucket_lengths, config.order
+    cache = training_cache(config.cache_dir, order, config.eval_sequences, buckets)
     check_losses(config.losses, cache, with_teacher=not config.reads_cache)
     check_rollouts(config.on_policy, config.rollout_tokens, cache, config.device)
     check_batch(config.batch_size, cache)
@@ -416,16 +417,22 @@ def check_dtype(config: StepSettings) -> StepSettings:
     return config.model_copy(update={"dtype": backend.dtype_name(config.dtype)})
 
 
-def training_cache(directory: str, order: str, eval_sequences: int) -> TeacherCache:
+def training_cache(
+    directory: str, order: str, eval_sequences: int, bucket_lengths: str
+) -> TeacherCache:
     """Open the cache of a run, in the order that the settings name.
 
     Raises:
-        ConfigError, CacheError: see `qat.data.opening.open_cache`.
+        ConfigError, CacheError: see `qat.data.opening.open_cache`, or the buckets do not fit.
     """
-    if order == "shuffled":
-        return open_cache(directory)
-    opener: Any = extension("qat.caches", "arrival")
-    return opener(directory, eval_sequences)
+    if order == "arrival":
+        opener: Any = extension("qat.caches", "arrival")
+        return opener(directory, eval_sequences)
+    cache = open_cache(directory)
+    if not bucket_lengths:
+        return cache
+    buckets: Any = extension("qat.caches", "buckets")
+    return buckets(cache, bucket_lengths)
 
 
 def check_batch(size: int, cache: TeacherCache) -> None:

@@ -14,10 +14,10 @@ from qat.errors import ConfigError
 from qat.extensions.bench.batches import BatchSource
 from qat.extensions.bench.measure import Timing
 from qat.extensions.bench.run import prepare
+from qat.extensions.lab.buckets import default_buckets
 from qat.extensions.lab.sweep.layouts import (
     STEPS,
     bucketed_batches,
-    default_buckets,
     document_lengths,
     packed_batches,
 )
@@ -85,7 +85,7 @@ def test_more_buckets_waste_less() -> None:
     masks = [[batch.mask.flatten() for batch in bucketed(each)] for each in BOUNDARIES]
     four, two, one = (torch.cat(each).float().mean() for each in masks)
     assert one < 0.45 < two < four and four > 0.6
-    assert default_buckets(64) == [8, 16, 32, 64] and default_buckets(6) == [3, 6]
+    assert default_buckets(64) == (8, 16, 32, 64) and default_buckets(6) == (3, 6)
 
 
 def test_boundaries_are_a_setting_and_end_with_a_row() -> None:

@@ -5,7 +5,7 @@ Buckets measure the gain from packing.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle, islice, pairwise
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor
@@ -14,13 +14,12 @@ from torch.nn.functional import pad
 from qat.backend.base import Backend
 from qat.data.packing import NO_LABEL, Batch
 from qat.extensions.bench.batches import BatchSource, random_batch
+from qat.extensions.lab.buckets import SHORTEST, WINDOW, bucket_of, interleaved
 
 # the median length as a fraction of a row, and the standard deviation of the logarithm: lengths are
 # log-normal, as those of text are approximately
 MEDIAN_SHARE, LOG_SPREAD = 1 / 4, 0.8
-SHORTEST = 2
-BUCKETS = (8, 4, 2, 1)  # divisors of a row's length that give the default lengths of the buckets
-STEPS = 16  # steps before the batches repeat: enough for each bucket to get its share
+STEPS = WINDOW  # steps before the batches repeat
 
 
 def packed_batches(source: BatchSource, batch_size: int, backend: Backend) -> list[Batch]:
@@ -47,11 +46,6 @@ def bucketed_batches(
     return [batch.to(torch.device("cpu")) for batch in made]
 
 
-def default_buckets(S: int) -> list[int]:
-    """Return those of an eighth, a quarter, a half and all of a row that are whole and not tiny."""
-    return [S // part for part in BUCKETS if S % part == 0 and S // part >= SHORTEST]
-
-
 def document_lengths(number: int, S: int, generator: torch.Generator) -> Tensor:
     """Return `(number,)` int64 lengths, log-normal with median `S / 4`, at least two tokens."""
     spread = torch.randn(number, generator=generator, device=generator.device) * LOG_SPREAD
@@ -60,16 +54,13 @@ def document_lengths(number: int, S: int, generator: torch.Generator) -> Tensor:
 
 def _rows(lengths: Tensor, buckets: Sequence[int], positions: int) -> Iterator[tuple[Tensor, int]]:
     """Yield for each of `STEPS` steps the document lengths of its rows and their padded length."""
-    pools = {
-        bucket: lengths[(lengths > below) & (lengths <= bucket)]
-        for below, bucket in pairwise([0, *buckets])
-    }
+    places = bucket_of(lengths, buckets)
+    pools = {bucket: lengths[places == place] for place, bucket in enumerate(buckets)}
     padded = torch.tensor([float(len(pool) * bucket) for bucket, pool in pools.items()])
     counts = (padded / padded.sum() * STEPS).round().int().tolist()
     order = [bucket for bucket, times in zip(buckets, counts, strict=True) for _ in range(times)]
-    order = order[::3] + order[1::3] + order[2::3]  # interleave the sizes, as shuffled buckets do
     begun = dict.fromkeys(buckets, 0)
-    for bucket in islice(cycle(order), STEPS):
+    for bucket in islice(cycle(interleaved(order)), STEPS):
         count = max(1, positions // bucket)
         places = torch.arange(begun[bucket], begun[bucket] + count, device=lengths.device)
         begun[bucket] += count

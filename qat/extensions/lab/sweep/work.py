@@ -20,7 +20,8 @@ from qat.extensions.bench.results import IN_EVERY_ROW, environment
 from qat.extensions.bench.run import Setting, prepare
 from qat.extensions.bench.stats import percentiles, slowest
 from qat.extensions.bench.student import Ours, Subject
-from qat.extensions.lab.sweep.layouts import bucketed_batches, default_buckets, packed_batches
+from qat.extensions.lab.buckets import default_buckets
+from qat.extensions.lab.sweep.layouts import bucketed_batches, packed_batches
 from qat.extensions.lab.sweep.leak import FIRST_LOOK, leak_found_after, memory_trend
 from qat.extensions.lab.sweep.plan import StepsConfig, SweepRun
 from qat.extensions.lab.sweep.telemetry import rank_facts
