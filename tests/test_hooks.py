@@ -23,7 +23,8 @@ from qat.evaluate.config import EvalConfig
 from qat.export.targets import load_target, target_names
 from qat.models.attention import read_attention, sparse_attention
 from qat.observe.config import TrackConfig
-from qat.train.config import LaunchConfig, TrainConfig
+from qat.train.config import TrainConfig
+from qat.train.launch import LaunchConfig
 from qat.train.start import check_rollouts
 
 RUN, TRACKED = TrainConfig(cache_dir="cache"), TrackConfig(tensorboard=True)

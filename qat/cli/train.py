@@ -20,7 +20,8 @@ from qat.hooks import extension
 from qat.logs import RECIPE, Terminal
 from qat.losses.config import parse_losses
 from qat.observe.config import TrackConfig
-from qat.train.config import LaunchConfig, TrainConfig, refuse_begun
+from qat.train.config import TrainConfig, refuse_begun
+from qat.train.launch import LaunchConfig
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from qat.observe.health import Check, State, health
 from qat.observe.runs import TrainingRun, read_directory
-from qat.train.config import LaunchConfig
+from qat.train.launch import LaunchConfig
 
 LEFT_OUT = (
     *("speed", "device memory", "host memory", "waiting for data", "slowest rank", "loss"),

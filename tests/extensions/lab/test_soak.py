@@ -12,7 +12,7 @@ from qat.errors import ConfigError
 from qat.extensions.lab.soak import judge
 from qat.logs import read_json_lines
 from qat.observe.health import Check
-from qat.train.config import LaunchConfig
+from qat.train.launch import LaunchConfig
 from qat.train.start import train_student
 
 
