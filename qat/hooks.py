@@ -25,11 +25,11 @@
 | `qat.keepers`    | a function that makes a student of a model's own levels        |
 | `qat.teachers`   | a module whose `ServedTeacher` asks a teacher on a server      |
 | `qat.targets`    | a module that writes an export target                          |
+| `qat.publish`    | model cards; repositories of a hub, pulled and pushed to       |
 | `qat.python`     | a function of `import qat`: `qat.prepare`                      |
 | `qat.followers`  | a module that sends runs to trackers and folders               |
 
-An extension of this repository lies in `qat/extensions/NAME` and has its entry points in
-`pyproject.toml`; another distribution may declare entry points of the same groups.
+An extension lies in `qat/extensions/NAME`; another distribution may declare entry points too.
 """
 
 from functools import cache

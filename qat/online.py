@@ -40,6 +40,18 @@ def is_online(name: str, kind: Literal["model", "dataset"] = "model") -> bool:
     )
 
 
+def snapshot(name: str, *, local_only: bool) -> Path:
+    """Return the directory of the hub's model `name`, downloaded unless `local_only`.
+
+    Raises:
+        OSError: it is not on this disk, or cannot be downloaded.
+        ValueError: no model of a hub can have that name.
+    """
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, local_files_only=local_only))
+
+
 def _hub_error(name: str, kind: str) -> str | None:
     """Return why the hub does not respond; None if it does."""
     import httpx2

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from cyclopts import App
 from figures import commit, device, record
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from qat.files import parse_json, write_atomically
 from qat.logs import HEARTBEAT, duration, read_json_lines
@@ -259,15 +258,17 @@ def facts_of(flagship: Flagship, size: str, jobs: list[Job]) -> dict[str, Any]:
 
 def card_of(flagship: Flagship, name: str) -> str:
     """Return the model card."""
+    from qat.extensions.publish.card import metadata_of, render  # slow: costs need none
+
     chosen, results = best_of(flagship.jobs), flagship.out / "results"
     made = sorted(results.glob("*.command"), key=lambda path: path.stat().st_mtime_ns)
     best = map(best_of, flagship.sizes.values())
     files = [results / f"export-{job.size}-{job.seed}.json" for job in best]
-    loader = FileSystemLoader(TEMPLATE.parent)
-    environment = Environment(loader=loader, undefined=StrictUndefined)  # noqa: S701 - no HTML
-    text = environment.get_template(TEMPLATE.name).render(
+    text = render(
+        TEMPLATE,
+        metadata=metadata_of(flagship.settings["MODEL"], "packed", data=None, bits=[]),
+        title=f"{name}: students of {flagship.settings['MODEL']}",
         flagship=flagship,
-        name=name,
         command=COMMAND,
         commit=commit(),
         device=device(),

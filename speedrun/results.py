@@ -1,4 +1,4 @@
-"""Write speedrun/records/results.md: every measured figure of the records, in plain words.
+"""Write speedrun/records/results.md, every measured figure of the records, and cards.md beside it.
 
     python speedrun/results.py
 
@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WORDS = Path(__file__).with_name("results.toml")
 RECORDS = ROOT / "speedrun" / "records"
 PAGE = RECORDS / "results.md"
+CARDS = WORDS.with_name("cards.toml")
 INTRO = """\
 # What was measured
 
@@ -42,8 +43,17 @@ app = App(help=__doc__)
 
 @app.default
 def main(*, out: Path = PAGE) -> None:
-    """Write the page about all records to OUT."""
+    """Write the page about all records to OUT, and that of cards to `cards.md` beside it."""
     write_atomically(out, page(RECORDS))
+    write_atomically(out.with_name("cards.md"), cards(RECORDS))
+
+
+def cards(records: Path) -> str:
+    """Return the page of cards in Markdown."""
+    from qat.extensions.lab.cards import page as page_of_cards  # imports a model's shape
+
+    newest = newest_of(read_records(records)).values()
+    return page_of_cards(records, CARDS, [entry for entries in newest for entry in entries])
 
 
 def page(records: Path) -> str:

@@ -10,10 +10,11 @@ from qat.extensions.lab.leaderboard import read_records
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md")]
 EXTENSIONS = sorted((ROOT / "qat" / "extensions").glob("*/README.md"))
 PAGES = [
     *FRONT,
+    ROOT / "llms.txt",
     *DOCS,
     *EXTENSIONS,
     *(ROOT / d / "README.md" for d in ("caches", "notebooks", "speedrun/records")),
@@ -45,6 +46,9 @@ def test_the_index_has_every_page() -> None:
     linked = set(re.findall(r"\]\((\w+\.md)", index))
     assert linked == {page.name for page in DOCS} - {"README.md"}
     assert all(f"(../{page.relative_to(ROOT).as_posix()})" in index for page in EXTENSIONS)
+    for_programs = (ROOT / "llms.txt").read_text(encoding="utf-8")
+    every = [*FRONT, *DOCS, *EXTENSIONS]
+    assert all(f"({page.relative_to(ROOT).as_posix()})" in for_programs for page in every)
     assert "(docs/README.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -68,13 +72,15 @@ def test_promises_name_tests_that_there_are() -> None:
         assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), test
 
 
+@pytest.mark.slow  # asks git for scripts that are gone, and counts a model's work
 def test_results_are_what_the_command_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python speedrun/results.py` makes the page from the records, and marks every miss."""
+    """`python speedrun/results.py` makes both pages from the records, and marks every miss."""
     monkeypatch.syspath_prepend(str(ROOT / "speedrun"))
     import results
 
     page = (RECORDS / "results.md").read_text(encoding="utf-8")
     assert page == results.page(RECORDS)
+    assert (RECORDS / "cards.md").read_text(encoding="utf-8") == results.cards(RECORDS)
     newest = {(e.figure.figure, e.figure.device): e.figure for e in ENTRIES}.values()
     assert page.count("](2") == len(newest)
     assert page.count("**missed**") == sum(figure.is_met is False for figure in newest)

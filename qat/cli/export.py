@@ -4,16 +4,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from qat.config import Required
 from qat.errors import ExportError
 from qat.export.config import ExportConfig, TargetName, check_installed
 from qat.files import check_free
+from qat.hooks import extension
 
 if TYPE_CHECKING:
     from qat.export.model import ExportReport
     from qat.export.targets import Lack
+
+HUB = Parameter(group=Group.create_ordered("Repository of a hub"))
 
 
 def export(
@@ -21,6 +24,8 @@ def export(
     *,
     config: Annotated[ExportConfig, Parameter(name="*")],
     out: Required[Path],
+    push: Annotated[str | None, HUB] = None,
+    private: Annotated[bool, HUB, Parameter(negative=())] = False,
 ) -> dict[str, object]:
     """Write MODEL in a deployable form, read it back and compare its logits with MODEL's.
 
@@ -28,8 +33,13 @@ def export(
         model: Directory of a packed checkpoint, or of a run.
         config: Settings.
         out: Directory to make.
+        push: OWNER/NAME of a repository of the Hugging Face hub, to push OUT to.
+        private: Make that repository private if it is new.
     """
     from qat.cli.inputs import check_inputs
+    from qat.hub.files import REPOSITORY
+
+    push = push and push.removeprefix(REPOSITORY)
     from qat.models.directory import stored_config
 
     check_installed(config.to)
@@ -40,12 +50,17 @@ def export(
         raise ExportError(
             f"{model} is not a packed checkpoint, expected one; make one with 'qat convert'"
         )
+    if push:
+        extension("qat.publish", "repository").check_push(push, private=private)
     from qat.export.model import export_model
 
-    report = export_model(model, config, out)
+    report = export_model(model, config, out, repository=push)
     _show(report, config, out)
     is_equal = report.logits_max_diff == 0
-    return dict(out=out, to=config.to, logits_equal=is_equal, **report._asdict())
+    done = dict(out=out, to=config.to, logits_equal=is_equal, **report._asdict())
+    if push:
+        done["pushed"] = extension("qat.publish", "push").publish(out, push, private=private).url
+    return done
 
 
 def _show(report: "ExportReport", config: ExportConfig, out: Path) -> None:

@@ -10,6 +10,7 @@ from qat.cli.parser import OTHERS
 from qat.config import Required
 from qat.errors import HubError
 from qat.files import described, inside, is_real
+from qat.hooks import extension
 from qat.hub.registry import HubEntry
 from qat.logs import METRICS, SUMMARY
 from qat.secrets import scrubbed
@@ -41,22 +42,26 @@ def pull(
     """Fetch the cache or checkpoint NAME once; what is there already is not fetched again.
 
     Args:
-        name: One of `qat hub list`.
+        name: One of `qat hub list`, or hf://OWNER/NAME[@REVISION].
         out: Directory to make; by default caches/NAME or checkpoints/NAME.
         drive: Where a Google Drive is mounted, or gs://BUCKET with its files, for mirrors on it.
         force: Fetch it even if it is there, and replace what 'qat hub' brought; other files stay,
             and one that is in the way is left and named.
         own: TOML file with your own entries; by default ~/.config/qat/hub.toml.
     """
+    from qat.hub.files import REPOSITORY
     from qat.hub.mirrors import in_bucket
     from qat.hub.pull import pull as fetch
     from qat.hub.registry import find, learn_tree, user_file
 
-    entry = find(_registry(own), name)
+    if name.startswith(REPOSITORY):
+        entry = HubEntry(kind="checkpoint", mirrors=(name,))
+    else:
+        entry = find(_registry(own), name)
     if drive is not None and drive.startswith("gs://"):
         entry = entry.model_copy(update={"mirrors": in_bucket(entry.mirrors, drive)})
         drive = None
-    out = out or DEFAULT_PLACES[entry.kind] / name
+    out = out or DEFAULT_PLACES[entry.kind] / name.partition("@")[0].rpartition("/")[2]
     pulled = fetch(name, entry, out, drive=drive and Path(drive), replace=force)
     if pulled.is_new:
         learn_tree(own or user_file(), name, pulled.sha256, pulled.tree_sha256)
@@ -176,24 +181,34 @@ def push(
     *,
     drive: Path | None = None,
     with_trainer: Annotated[bool, Parameter(negative=())] = False,
+    private: Annotated[bool, Parameter(negative=())] = False,
     force: Annotated[bool, Parameter(negative=())] = False,
 ) -> dict[str, object]:
     """Pack the directory PATH, copy it to the folder or gs:// path TO, and say how to register it.
 
     Of a run its final student is packed, or its best checkpoint where it has not ended, under the
-    name of the run.
+    name of the run. To a repository hf://OWNER/NAME a model's files go as they are, with a card.
 
     Args:
-        path: A cache, a checkpoint or a run.
-        to: A folder (a mounted Drive, say) or gs://BUCKET/PATH.
+        path: A cache, a checkpoint, a run, or for hf:// an export too.
+        to: A folder (a mounted Drive, say), gs://BUCKET/PATH or hf://OWNER/NAME.
         drive: Where a Google Drive is mounted, if TO lies on it: the mirror is named below it.
         with_trainer: Pack all that is in PATH: logs, checkpoints and the state of the optimizer.
-        force: Replace another archive of that name.
+        private: Make a new repository private.
+        force: Replace another archive of that name, or all that the repository holds.
     """
+    from qat.hub.files import REPOSITORY
     from qat.hub.push import push as put
     from qat.logs import Terminal
 
     source, name = path if with_trainer else _student(path), path.resolve().name
+    if to.startswith(REPOSITORY):
+        how = dict(with_trainer=with_trainer, private=private, replace=force)
+        pusher = extension("qat.publish", "push")
+        sent = pusher.publish(source, to.removeprefix(REPOSITORY), **how)
+        line = f"qat hub pull {to}@{sent.commit}"
+        Terminal().print(line, highlight=False, soft_wrap=True)
+        return dict(pull=line, packed=source, **sent._asdict())
     pushed = put(source, to, name=name, with_trainer=with_trainer, replace=force)
     line = pushed.add_line(name, _mirror(pushed.to, drive))
     Terminal().print(line, highlight=False, soft_wrap=True)

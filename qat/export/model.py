@@ -1,17 +1,14 @@
 """Export of a model to a deployable form, which must give equal logits when it is read back."""
 
 import logging
-from collections import Counter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from jinja2 import Environment, StrictUndefined
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import qat
 from qat.backend.base import DTYPES
 from qat.convert.config import REPORT_NAME
 from qat.errors import CheckpointError, ExportError
@@ -27,7 +24,9 @@ from qat.export.parts import (
 )
 from qat.export.targets import check_library, check_model, load_target
 from qat.files import check_free, parse_json, parse_toml
-from qat.logs import FACTS, METRICS, RECIPE, SUMMARY, read_json_lines
+from qat.hooks import hooks
+from qat.hub.files import WEIGHTS
+from qat.logs import FACTS, RECIPE
 from qat.models.attention import kv_spec
 from qat.models.checkpoint import is_packed, load_checkpoint, load_skeleton
 from qat.models.cost import linear_bits, parameter_count, quantized_parameter_count
@@ -36,7 +35,7 @@ from qat.models.document_attention import set_kv
 from qat.models.gguf_layout import gguf_sizes
 from qat.models.load import load_tokenizer
 from qat.models.noise import disturbed
-from qat.models.opening import auto_class, is_of_files, read_table
+from qat.models.opening import is_of_files, read_table
 from qat.models.sizes import (
     MEGABYTE,
     Sizes,
@@ -48,12 +47,9 @@ from qat.models.stored_state import activation_counts, quantized_modules
 from qat.nn.lut_embedding import QuantTable
 from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import embedding_dtype, table_names, weight_shape
-from qat.quant.spec import LutSpec
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = {".safetensors", ".gguf", ".bin", ".pt", ".pte", ".data"}
-"""Suffixes of files that hold weights."""
 UNREADABLE = (OSError, ValueError, RuntimeError, LookupError, SafetensorError)
 """Errors that libraries raise for files that they cannot read."""
 SUM_NOISE = 64 * torch.finfo(torch.float32).eps
@@ -68,53 +64,9 @@ NOISE_DRAWS = 8
 all."""
 FALLBACK_DTYPES = {torch.bfloat16: (torch.float16, torch.float32), torch.float16: (torch.float32,)}
 """Dtypes to try, in order, if a target cannot hold a model in the dtype of its checkpoint."""
+CARD = "README.md"
 IMPORT = "import_report.json"
 """Report of an import of the reference's checkpoint, stored with its tensors."""
-CARD = "README.md"
-MEASURES = {
-    "kl_tail_nats": "KL to the teacher, tail included (nats a token)",
-    "kd_nats": "distillation loss (nats a token)",
-    "top1_frac": "agrees with the teacher's first choice (fraction)",
-    "ppl": "perplexity",
-}
-"""Rows of the model card, by key of the metrics."""
-TEMPLATE = """\
-<!-- The licence follows from those of the base model and of the data: state it here. -->
-# {{ title }}
-
-A {{ architecture }} of {{ "%.1f"|format(parameters / 1e6) }}M parameters, quantized with qat \
-{{ version }} and written in the form `{{ target }}`.
-
-| | |
-|---|---|
-| base model | {{ base }} |
-{% if plan %}| recipe | {{ plan }} |
-{% endif %}\
-| size | {{ "%.1f"|format(sizes.megabytes) }} MB\
-{% if sizes.source_megabytes %}, from {{ "%.1f"|format(sizes.source_megabytes) }} MB{% endif %} |
-| bits per weight | {{ "%.3f"|format(sizes.bits_per_weight) }} over all weights of these files, \
-{{ "%.3f"|format(sizes.linear_bits) }} of linears |
-| numbers that are not quantized | {{ dtype }} |
-| largest difference of a logit from the checkpoint | {{ "%.2g"|format(difference) }} |
-{% if step is not none %}| trained | {{ step or "not: no step of its run made it better" }}\
-{% if step %} steps{% if data %} on {{ data }}{% endif %}{% endif %} |
-{% endif %}{% if commit %}| code | commit {{ commit }} |
-{% endif %}
-## Formats
-
-| modules | bits | levels | scale |
-|---|---|---|---|
-{% for row in formats %}| {{ row }} |
-{% endfor %}{% if measures %}
-## Measured on held-out text
-
-| measure | value |
-|---|---|
-{% for measure, value in measures %}| {{ measure }} | {{ "%.4f"|format(value) }} |
-{% endfor %}{% endif %}
-## How to load
-
-{{ how_to_load }}"""
 
 
 class ExportReport(NamedTuple):
@@ -147,8 +99,12 @@ class ExportReport(NamedTuple):
         return Sizes(self.source_megabytes, megabytes, self.bits_per_weight, self.linear_bits)
 
 
-def export_model(source: str, config: ExportConfig, out: Path) -> ExportReport:
+def export_model(
+    source: str, config: ExportConfig, out: Path, *, repository: str | None = None
+) -> ExportReport:
     """Write the packed checkpoint or run `source` in the form of `config` to `out`, atomically.
+
+    The card says how to load it from `out`, or from `repository` of a hub.
 
     Raises:
         ConfigError: `out` is not empty.
@@ -183,7 +139,7 @@ def export_model(source: str, config: ExportConfig, out: Path) -> ExportReport:
     others = FALLBACK_DTYPES.get(saved, ()) if config.dtype == "auto" else ()
     for dtype in (*others, None):
         try:
-            report = _write(config.to, model, path, out, saved=saved)
+            report = _write(config.to, model, path, out, saved=saved, repository=repository)
             break
         except DtypeError as error:
             if dtype is None:
@@ -212,7 +168,13 @@ def _load(name: TargetName, path: Path, dtype: torch.dtype | Literal["auto"]) ->
 
 
 def _write(
-    name: TargetName, model: PreTrainedModel, source: Path, out: Path, *, saved: torch.dtype
+    name: TargetName,
+    model: PreTrainedModel,
+    source: Path,
+    out: Path,
+    *,
+    saved: torch.dtype,
+    repository: str | None,
 ) -> ExportReport:
     has_tokenizer = (source / "tokenizer_config.json").is_file()
     tokenizer = load_tokenizer(str(source)) if has_tokenizer else None
@@ -239,7 +201,18 @@ def _write(
             quantized_weights=quantized_parameter_count(model),
             logits_max_diff=check_equal(name, model, partial),
         )
-        _write_card(partial, name=out.name, source=source, model=model, target=name, report=report)
+        if card := hooks("qat.publish").get("card"):
+            text = card.load()(
+                model,
+                name,
+                report.sizes(),
+                dtype=report.dtype,
+                difference=report.logits_max_diff,
+                source=source,
+                name=out.name,
+                repository=repository,
+            )
+            (partial / CARD).write_text(text, encoding="utf-8")
     return report
 
 
@@ -316,102 +289,8 @@ def _largest_difference(found: Tensor, expected: Tensor) -> float:
     return (found.float() - expected.float()).abs().max().item()
 
 
-def _write_card(
-    directory: Path,
-    *,
-    name: str,
-    target: TargetName,
-    source: Path,
-    model: PreTrainedModel,
-    report: ExportReport,
-) -> None:
-    """Write README.md about the export `name` of the checkpoint `source`.
-
-    The run and the conversion of the checkpoint are read if they exist.
-
-    Raises:
-        CheckpointError: a file of the run is damaged.
-    """
-    specs = Counter(module.spec for module in quantized_modules(model).values())
-    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)  # noqa: S701
-    how_to_load = load_target(target).HOW_TO_LOAD.replace("DIR", name)
-    history = _history(source)
-    parts = (_short(str(history["base"])), history["plan"], target)
-    text = environment.from_string(TEMPLATE).render(
-        title=", ".join(str(part) for part in parts if part),
-        target=target,
-        how_to_load=how_to_load.replace("AutoModelForCausalLM", auto_class(model.config).__name__),
-        architecture=type(model).__name__,
-        parameters=parameter_count(model),
-        version=qat.__version__,
-        formats=[
-            f"{count} | {spec.index_bits:g} | {spec.described_codebook()} | {_scale(spec)}"
-            for spec, count in specs.items()
-        ],
-        sizes=report.sizes(),
-        dtype=report.dtype,
-        difference=report.logits_max_diff,
-        **history,
-    )
-    (directory / CARD).write_text(text, encoding="utf-8")
-
-
-def _scale(spec: LutSpec) -> str:
-    if spec.scale == "low_rank":
-        return f"rank {spec.rank}"
-    return f"one of {spec.scale_bits} bits for {spec.group_size} weights of a row"
-
-
-def _history(checkpoint: Path) -> dict[str, object]:
-    """Return the origin of a checkpoint, and its evaluation at its step."""
-    checkpoint = checkpoint.resolve()
-    is_final = (checkpoint.parent / SUMMARY).is_file()
-    run = checkpoint.parent if is_final else checkpoint.parent.parent
-    found = {"step": None, "data": None, "commit": None, "measures": []}
-    student = checkpoint
-    if (run / FACTS).is_file() and (run / METRICS).is_file():
-        try:
-            facts = parse_json((run / FACTS).read_text(encoding="utf-8"))
-            recipe = parse_toml((run / RECIPE).read_text(encoding="utf-8"))
-            student = Path(recipe["train"]["student"])
-            if is_final:
-                step = parse_json((run / SUMMARY).read_text(encoding="utf-8")).get("best_step")
-            else:
-                step = int(checkpoint.name.rpartition("-")[2])
-            rows = [row for row in read_json_lines(run / METRICS) if row["kind"] == "eval"]
-            judged = next((row for row in rows if row["step"] == step), {})
-            data = facts.get("cache_settings", {}).get("data")
-            measured = {text: judged.get(key) for key, text in MEASURES.items()}
-            found = {
-                "step": step,
-                "data": _short(data) if data else None,
-                "commit": facts.get("commit"),
-                "measures": [(text, v) for text, v in measured.items() if v is not None],
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _damaged(checkpoint, error) from None
-    base = Path(float_base(student))
-    # for a local directory only its name: a card shows no paths of its author's disk
-    found["base"] = base.name if base.is_absolute() else str(base)
-    return found | {"plan": _plan(student)}
-
-
-def _plan(checkpoint: Path) -> str | None:
-    """Return the plan that a checkpoint was converted by; None if it was not converted."""
-    report = checkpoint / REPORT_NAME
-    if not report.is_file():
-        return None
-    try:
-        return parse_json(report.read_text(encoding="utf-8")).get("plan")
-    except (ValueError, AttributeError) as error:
-        raise _damaged(checkpoint, error) from None
-
-
-def _short(source: str) -> str:
-    return Path(source).name or source
-
-
-def _damaged(checkpoint: str | Path, error: Exception) -> CheckpointError:
+def damaged(checkpoint: str | Path, error: Exception) -> CheckpointError:
+    """Return the error about a file that the run or the conversion of `checkpoint` wrote."""
     return CheckpointError(
         f"{checkpoint}: what its run or its conversion wrote is damaged ({error}), expected JSON; "
         "restore it, or copy the checkpoint to a directory of its own"
@@ -430,7 +309,7 @@ def float_base(checkpoint: str | Path) -> str:
         try:
             found = _made_from(Path(found)) or found
         except (ValueError, KeyError, TypeError) as error:
-            raise _damaged(found, error) from None
+            raise damaged(found, error) from None
     return found
 
 

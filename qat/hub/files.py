@@ -24,6 +24,10 @@ MIB = 2**20
 MEND = "remove it, choose another --out, or replace it with --force"
 RECEIPT = ".qat-hub.json"
 """File that `qat hub` writes into a directory it fetched; it is not part of the content."""
+REPOSITORY = "hf://"
+"""The beginning of the address of a model repository, `hf://owner/name`."""
+WEIGHTS = {".safetensors", ".gguf", ".bin", ".pt", ".pte", ".data"}
+"""Suffixes of files that hold weights."""
 SUFFIXES = (".tar.lz4", ".tgz", ".tar.gz")
 """Suffixes of archives, in a reader's order of preference: lz4 packs twenty times faster than
 gzip."""
@@ -176,9 +180,9 @@ def format_of(directory: Path, kind: Kind) -> Format:
         raise HubError(_nothing(directory, f"manifest.json, or meta.json of {ANEMLL_CACHE}"))
     if has_pickles:
         return "anemll"
-    if any(directory.rglob("*.safetensors")):
+    if any(path.suffix in WEIGHTS for path in directory.rglob("*")):
         return "qat"
-    raise HubError(_nothing(directory, "*.safetensors or *.pt"))
+    raise HubError(_nothing(directory, f"weights ({', '.join(sorted(WEIGHTS))})"))
 
 
 def kind_of(directory: Path) -> Kind:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from qat.config import fingerprint
 from qat.errors import HubError, QatError, how_to_install
 from qat.files import inside
+from qat.hooks import extension
 from qat.hub.files import MIB, SUFFIXES, copy_file, is_archive, mebibytes
 from qat.hub.web import TIMEOUT_S, download
 from qat.logs import progress
@@ -222,19 +223,12 @@ def _drive_reason(message: str) -> str:
     return f"{words[:160]}; is it shared with anyone who has the link?"
 
 
-def _model_hub(address: str, _: FetchPlaces) -> Arrival:
-    import httpx2
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    name, _, revision = address.partition("@")
-    try:
-        path = snapshot_download(name, revision=revision or None)
-    except (LocalEntryNotFoundError, httpx2.ConnectError):
-        raise HubError(f"hf:{address}: the model hub cannot be reached from here") from None
-    except (HfHubHTTPError, HFValidationError, httpx2.HTTPError, OSError) as error:
-        raise HubError(f"hf:{address}: {' '.join(str(error).split())[:160]}") from None
-    return Arrival(Path(path), name.rpartition("/")[2], is_ours=False)
+def _model_hub(address: str, places: FetchPlaces) -> Arrival:
+    address = address.removeprefix("//")
+    directory = _part(places, f"hf:{address}", "repository")
+    extension("qat.publish", "repository").download(address, directory)
+    name = address.partition("@")[0].rpartition("/")[2]
+    return Arrival(directory, name, is_ours=True)
 
 
 def _part(places: FetchPlaces, mirror: str, name: str) -> Path:

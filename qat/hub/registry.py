@@ -33,7 +33,7 @@ class HubEntry(Settings):
         min_length=1
     )
     """Mirrors, tried in order: drive:PATH (below --drive), gdrive:FILE_ID, https://, gs://,
-    hf:owner/name[@revision], or a local path."""
+    hf://owner/name[@revision], or a local path."""
     size: int | None = Field(default=None, gt=0)
     """Size of the archive in bytes, if known."""
     sha256: str | None = Field(default=None, pattern=SHA256)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import (
     AutoTokenizer,
@@ -50,6 +49,7 @@ from qat.models.opening import Opening, auto_class, read_config, read_part
 from qat.models.split_check import check_layers, check_split
 from qat.models.stored_state import packed_state_dict
 from qat.models.streamed import ON_DISK, StreamedModel, map_weights
+from qat.online import snapshot
 from qat.patterns import pattern_fault
 from qat.process import uncounted
 
@@ -275,7 +275,7 @@ def _by_hand(source: str, config: PreTrainedConfig, how: _How) -> tuple[type, No
     if method in BY_HAND:
         directory = Path(source)
         if not directory.is_dir():
-            directory = Path(snapshot_download(source, local_files_only=needs_no_hub(source)))
+            directory = snapshot(source, local_only=needs_no_hub(source))
         state = float_state(directory, config.quantization_config)
     else:
         packed, info = auto_class(config).from_pretrained(

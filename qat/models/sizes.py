@@ -7,7 +7,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 
 from qat.errors import QatError
@@ -15,6 +14,7 @@ from qat.models.checkpoint import load_skeleton
 from qat.models.cost import linear_bits, parameter_count, quantized_parameter_count
 from qat.models.directory import adapted, resolve
 from qat.nn.quant_linear import quant_linears
+from qat.online import snapshot
 
 
 def model_bytes(path: Path) -> int:
@@ -99,7 +99,7 @@ def source_megabytes(source: str) -> float | None:
     """Return the size of the model's weights in 10**6 bytes; None if they are not on this disk."""
     try:
         if not Path(source).exists():  # local files only: a report may name a deleted path
-            source = snapshot_download(source, local_files_only=True)
+            source = str(snapshot(source, local_only=True))
         path = Path(adapted(source) or resolve(source))
     except (QatError, OSError, ValueError):
         return None

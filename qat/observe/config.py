@@ -20,6 +20,8 @@ class TrackConfig(Settings):
     """Write TensorBoard event files to OUT/tracking/tensorboard."""
     trackio: Trackers[bool] = False
     """Write the run to trackio's local database, as project qat."""
+    mlflow: Trackers[bool] = False
+    """Log the run to MLflow's server or database, as experiment qat."""
     gdrive_dir: Trackers[Path | None] = None
     """Folder (of a mounted Drive, say) that gets the best checkpoint, the logs and the --resume
     state while the run trains, in a folder with the name of the run directory."""

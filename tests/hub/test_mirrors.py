@@ -5,10 +5,8 @@ from pathlib import Path
 
 import fsspec
 import gdown
-import huggingface_hub
 import pytest
 from hub_case import Bucket, checkpoint
-from huggingface_hub.errors import LocalEntryNotFoundError
 
 from qat.cli import run_verb
 from qat.errors import HubError
@@ -56,10 +54,9 @@ def test_a_drive_has_to_be_there(places: FetchPlaces) -> None:
     fail("drive:runs/q2", places, "runs/q2 is not there")
 
 
-@pytest.mark.parametrize("path", ["../private", "/etc/passwd", "a/../../private"])
-def test_a_drive_is_not_left(places: FetchPlaces, path: str) -> None:
-    with pytest.raises(HubError, match="expected a name inside"):
-        fetch(f"drive:{path}", places)
+def test_a_drive_is_not_left(places: FetchPlaces) -> None:
+    for path in ("../private", "/etc/passwd", "a/../../private"):
+        fail(f"drive:{path}", places, "expected a name inside")
 
 
 def test_a_drive_that_goes_away(places: FetchPlaces, monkeypatch) -> None:
@@ -84,43 +81,14 @@ def test_google_drive_by_id(places: FetchPlaces, monkeypatch) -> None:
     assert arrival.name == "cache.tgz" and arrival.path.read_bytes() == b"packed"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_google_drive_says_no(places: FetchPlaces, monkeypatch) -> None:
+    for words, message in (
         ("Failed:\n\n\tToo many users have viewed or downloaded this file", "quota of downloads"),
         ("Cannot retrieve the public link of the file.\n You may need to", "who has the link"),
-    ],
-)
-def test_google_drive_says_no(words: str, message: str, places: FetchPlaces, monkeypatch) -> None:
-    def refuse(**_: object) -> str:
-        raise gdown.exceptions.FileURLRetrievalError(words)
-
-    monkeypatch.setattr(gdown, "download", refuse)
-    fail("gdrive:ID1", places, message)
-
-
-def test_a_model_hub(places: FetchPlaces, monkeypatch, tmp_path: Path) -> None:
-    asked = []
-
-    def snapshot(name: str, revision: str | None) -> str:
-        asked.append((name, revision))
-        return str(checkpoint(tmp_path / "snapshot"))
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    assert fetch("hf:owner/name@v1", places).path == tmp_path / "snapshot"
-    assert asked == [("owner/name", "v1")]
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [(LocalEntryNotFoundError, "the model hub cannot be reached"), (OSError, "cannot reach it")],
-)
-def test_a_model_hub_out_of_reach(error, said, places, monkeypatch) -> None:
-    def refuse(*_: object, **__: object) -> str:
-        raise error("cannot\nreach it")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    fail("hf:owner/name", places, f"hf:owner/name: {said}")
+    ):
+        no = gdown.exceptions.FileURLRetrievalError(words)
+        monkeypatch.setattr(gdown, "download", partial(refuse, no))
+        fail("gdrive:ID1", places, message)
 
 
 def test_storage(places: FetchPlaces, bucket: Path) -> None:
@@ -139,11 +107,11 @@ def test_storage_needs_what_reads_it(places: FetchPlaces, bucket: Path, monkeypa
     fail("gs://bucket/a.tgz", places, r"cannot be read .Install gcsfs.*install.*\[remote\]")
 
 
-@pytest.mark.parametrize("error", [PermissionError("Forbidden:\n no"), RuntimeError("no no")])
-def test_a_store_that_says_no(error: Exception, places: FetchPlaces, bucket, monkeypatch) -> None:
+def test_a_store_that_says_no(places: FetchPlaces, bucket, monkeypatch) -> None:
     (bucket / "a.tgz").write_bytes(b"packed")
-    monkeypatch.setattr(Bucket, "get_file", partial(refuse, error))
-    fail("gs://bucket/a.tgz", places, "^gs://bucket/a.tgz: .*no")
+    for error in (PermissionError("Forbidden:\n no"), RuntimeError("no no")):
+        monkeypatch.setattr(Bucket, "get_file", partial(refuse, error))
+        fail("gs://bucket/a.tgz", places, "^gs://bucket/a.tgz: .*no")
 
 
 def refuse(error: Exception, *_: object, **__: object) -> None:

@@ -234,7 +234,7 @@ def test_a_wrong_kind(out: Path, archive: Path, tmp_path: Path) -> None:
     fail(out, "holds no manifest.json, or meta.json of qwen_kd_topk", archive, kind="cache")
     legacy_cache(tmp_path / "legacy")
     (tmp_path / "legacy" / "shard_00000.pt").unlink()
-    fail(out, r"holds no \*.safetensors or \*.pt", tmp_path / "legacy")
+    fail(out, "holds no weights", tmp_path / "legacy")
 
 
 def test_the_reference_systems_files(tmp_path: Path) -> None:

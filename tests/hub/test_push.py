@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -88,20 +89,21 @@ def test_of_a_run_nothing_outside_is_sent(tmp_path: Path, folder: Path) -> None:
         assert os.listdir(folder) == []
 
 
-@pytest.mark.parametrize("name", ["student", "checkpoints", "checkpoints/step-000012"])
-def test_a_link_in_a_run_sends_nothing(tmp_path: Path, folder: Path, name: str) -> None:
-    run, private = tmp_path / "run", checkpoint(tmp_path / "private" / "step-000012").parent
-    run.mkdir()
-    (run / "metrics.jsonl").write_text("")
-    (run / "best").write_text("checkpoints/step-000012\n")
-    if name == "student":
-        (run / "metrics.json").write_text(json.dumps({"final": name}))
-    (run / name).parent.mkdir(exist_ok=True)
-    (run / name).symlink_to(private if name == "checkpoints" else private / "step-000012")
-    for with_trainer in (False, True):
-        with pytest.raises((HubError, CheckpointError), match="symbolic link|no checkpoint of"):
-            push_verb(run, str(folder), with_trainer=with_trainer)
-        assert os.listdir(folder) == []
+def test_a_link_in_a_run_sends_nothing(tmp_path: Path, folder: Path) -> None:
+    private = checkpoint(tmp_path / "private" / "step-000012").parent
+    for number, name in enumerate(("student", "checkpoints", "checkpoints/step-000012")):
+        run = tmp_path / str(number)
+        run.mkdir()
+        (run / "metrics.jsonl").write_text("")
+        (run / "best").write_text("checkpoints/step-000012\n")
+        if name == "student":
+            (run / "metrics.json").write_text(json.dumps({"final": name}))
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).symlink_to(private if name == "checkpoints" else private / "step-000012")
+        for to, with_trainer in product((str(folder), "hf://me/q2"), (False, True)):
+            with pytest.raises((HubError, CheckpointError), match="symbolic link|no checkpoint of"):
+                push_verb(run, to, with_trainer=with_trainer)
+            assert os.listdir(folder) == []
 
 
 def test_a_link_in_a_checkpoint_sends_nothing(tmp_path: Path, folder: Path) -> None:

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +28,7 @@ PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 BADGE = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]("
 LINE = re.compile(
     r"!qat |!bash speedrun/setup\.sh|!python3? -m pip (--python \S+ )?install |%env \w+=|%cd |"
-    r"path = %env PATH$|root = !for place in |assert root|!python3 -m venv |"
+    r"path = %env PATH$|root = !for |assert root|!python3 -m venv |"
     r"!\(trap \"\" HUP; \"\$VLLM/vllm\" serve |!curl |!kill "
 )
 
@@ -117,7 +118,7 @@ def test_the_first_cell_reuses_the_clone_of_an_earlier_session(elsewhere: Path) 
     assert (elsewhere / "qat" / "mine.txt").exists()
 
 
-def test_the_first_cell_stops_without_an_address(elsewhere: Path) -> None:
+def test_the_first_cell_without_an_address_takes_an_uploaded_zip_or_stops(elsewhere: Path) -> None:
     cell = first_cell("")
     assert cell.startswith("%env QAT_REPOSITORY=ADDRESS\n")
     ran = notebook_shell().run_cell(cell)
@@ -125,6 +126,17 @@ def test_the_first_cell_stops_without_an_address(elsewhere: Path) -> None:
     said = str(ran.error_in_exec)
     assert "ADDRESS" in said and said.endswith("none was made; mend QAT_REPOSITORY above")
     assert Path.cwd() == elsewhere and not (elsewhere / "qat").exists()
+    for name, file in (("data", "rows.jsonl"), ("name-main", "name-main/speedrun/setup.sh")):
+        with zipfile.ZipFile(elsewhere / f"{name}.zip", "w") as archive:
+            archive.writestr(file, "")
+    for _ in range(2):  # the session is restarted
+        os.chdir(elsewhere)
+        assert notebook_shell().run_cell(cell).success
+        assert Path.cwd() == elsewhere / "qat" / "name-main"
+    assert not (elsewhere / "qat" / "rows.jsonl").exists()
+    Path("notebooks").mkdir()
+    os.chdir("notebooks")  # opened where the zip was unpacked by hand
+    assert notebook_shell().run_cell(cell).success and Path.cwd() == elsewhere / "qat" / "name-main"
 
 
 @each_notebook

@@ -18,6 +18,7 @@ from qat.nn.lut_embedding import (
 from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
 from qat.nn.quant_weight import QuantWeight, quant_weights
 from qat.nn.swap import ascending, replace_module
+from qat.python import with_push
 
 PACKED: dict[type[QuantWeight], type[QuantWeight]] = {
     QuantLinear: FrozenLutLinear,
@@ -45,7 +46,8 @@ def check_whole(model: nn.Module) -> None:
 def finish(student: nn.Module) -> PreTrainedModel:
     """Return the packed model of a prepared student, which is changed in place and used up.
 
-    Save it by `qat.save`. Its weights are those that the student's forward computed with.
+    Save it by `qat.save`, or push it by its `push_to_hub`. Its weights are those that the student's
+    forward computed with.
 
     Raises:
         ConfigError: `student` was not prepared, or `fully_shard` divides it over ranks.
@@ -71,7 +73,7 @@ def finish(student: nn.Module) -> PreTrainedModel:
     model.__class__ = model.own_class
     model.requires_grad_(False)
     read_packed(nn.Module.float(model.eval()))
-    return model
+    return with_push(model)
 
 
 def _retie(model: nn.Module, old: QuantWeight, new: QuantWeight) -> None:

@@ -10,6 +10,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from accelerate import tracking
+from accelerate.tracking import GeneralTracker
+
 from qat.files import parse_json, write_atomically
 from qat.logs import FACTS, HEARTBEAT, METRICS, RECIPE, Tail
 from qat.secrets import scrubbed_in
@@ -80,63 +83,78 @@ def events(lines: Iterable[Mapping[str, Any]]) -> list[Event]:
     return found
 
 
-# TensorBoard event files.
+class Accelerated:
+    """A tracker of accelerate, which calls the library as its own users do."""
+
+    def __init__(self, tracker: GeneralTracker, run_id: str = "") -> None:
+        # its logger and its main process want the state of accelerate's launcher, and making one
+        # would set the process's device and threads; followers run in one process anyway
+        vars(tracking)["logger"] = logger
+        tracker.main_process_only = False
+        tracker.start()
+        self.id = run_id
+        self._tracker = tracker
+
+    def log(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """Add one point to each curve."""
+        self._tracker.log(dict(numbers), step=step)
+
+    def samples(self, rows: list[Sample]) -> None:
+        """Log the table of the latest samples."""
+        data = [list(row) for row in rows]
+        table = import_module(self._tracker.name).Table(columns=[*Sample._fields], data=data)
+        self.log(rows[-1].step, {"eval/samples": table})
+
+    def flush(self) -> None:
+        """Do nothing: the tracker or a thread of the library writes."""
+
+    def close(self, *, failed: bool) -> None:  # noqa: ARG002
+        """Write out the rest."""
+        self._tracker.finish()
 
 
-class TensorBoard:
+class TensorBoard(Accelerated):
     """Writes scalars and texts to `tracking/tensorboard`."""
 
-    id = "tensorboard"
-
     def __init__(self, start: TrackerStart) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(start.directory / "tensorboard")
+        tracker = tracking.TensorBoardTracker("tensorboard", start.directory)
+        super().__init__(tracker, "tensorboard")
         if start.id is None:
             rows = "".join(f"| {key} | {value} |\n" for key, value in start.config.items())
-            self._writer.add_text("config", f"| key | value |\n|---|---|\n{rows}")
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Add one point to each curve."""
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+            tracker.log({"config": f"| key | value |\n|---|---|\n{rows}"})
 
     def samples(self, rows: list[Sample]) -> None:
         """Add the newest sample as a text of its step."""
         step, prompt, text = rows[-1]
-        self._writer.add_text("eval/sample", f"**{prompt}**{text}", step)
-
-    def flush(self) -> None:
-        """Write the events out."""
-        self._writer.flush()
-
-    def close(self, *, failed: bool) -> None:  # noqa: ARG002
-        """Close the file."""
-        self._writer.close()
+        self.log(step, {"eval/sample": f"**{prompt}**{text}"})
 
 
-class Logging:
-    """A tracker of a library with wandb's calls, which writes by itself what was logged."""
+class Mlflow(Accelerated):
+    """Logs to the server or database of MLFLOW_TRACKING_URI, or to MLflow's own default."""
 
-    def __init__(self, run: Any, run_id: str, table: type) -> None:
-        self.id = run_id
-        self._run, self._table = run, table
+    def __init__(self, start: TrackerStart) -> None:
+        import mlflow
 
-    def log(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Add one point to each curve."""
-        self._run.log(dict(numbers), step=step)
+        # it would write the run's address to stdout, which belongs to the verb
+        mlflow.environment_variables.MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT.set(True)
+        tracker = tracking.MLflowTracker(start.project, run_id=start.id, run_name=start.name)
+        super().__init__(tracker)
+        self.id = tracker.tracker.info.run_id
+        if start.id is None:
+            tracker.store_init_configuration(start.config)
 
     def samples(self, rows: list[Sample]) -> None:
-        """Log the table of the latest samples."""
-        table = self._table(columns=[*Sample._fields], data=[list(row) for row in rows])
-        self.log(rows[-1].step, {"eval/samples": table})
+        """Keep the newest sample as a file of the run."""
+        import mlflow
 
-    def flush(self) -> None:
-        """Do nothing: a thread or process of the library writes."""
+        step, prompt, text = rows[-1]
+        mlflow.log_text(prompt + text, f"samples/{step:07d}.txt")
 
-    def close(self, *, failed: bool) -> None:  # noqa: ARG002
-        """Write out the rest."""
-        self._run.finish()
+    def close(self, *, failed: bool) -> None:
+        """End the run with its state."""
+        import mlflow
+
+        mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
 # Trackio's local database (`trackio show --project qat`).
@@ -144,22 +162,18 @@ class Logging:
 TALKATIVE = ("trackio", "trackio.run", "trackio.utils")  # they print; there is no option
 
 
-class Trackio(Logging):
+class Trackio(Accelerated):
     """Logs to the trackio run of this name; a run that was followed before is continued."""
 
     def __init__(self, start: TrackerStart) -> None:
-        import trackio
-
         for module in TALKATIVE:  # stdout belongs to the verb, and other threads write to it
             vars(import_module(module))["print"] = _log
-        run = trackio.init(
-            project=start.project,
-            name=start.name,
-            config=start.config,
-            resume="never" if start.id is None else "allow",
-            embed=False,
+        resume = "never" if start.id is None else "allow"
+        tracker = tracking.TrackioTracker(
+            start.project, name=start.name, config=start.config, resume=resume, embed=False
         )
-        super().__init__(run, run.name, trackio.Table)
+        super().__init__(tracker)
+        self.id = tracker.tracker.name
 
 
 def _log(*words: object, **_: object) -> None:
@@ -172,65 +186,61 @@ INIT_TIMEOUT_S = 30
 OFFLINE = "wandb: %s: the run is kept here; send it later with 'wandb sync %s'"
 
 
-class Wandb(Logging):
-    """Logs the optimizer step as its own metric, so that calls may come in any order."""
+class Wandb(Accelerated):
+    """Logs the optimizer step as its own metric, so that calls may come in any order.
+
+    The run is online with a login and a reachable server, else offline with one warning.
+    """
 
     def __init__(self, start: TrackerStart) -> None:
         import wandb
 
-        run_id = start.id or secrets.token_hex(4)
-        super().__init__(_open(start, run_id), run_id, wandb.Table)
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
+        run_id, reason = start.id or secrets.token_hex(4), "not logged in"
+        # an explicit WANDB_MODE (offline, disabled, ...) is kept: wandb handles it
+        mode = wandb.setup().settings.mode
+        is_open = False
+        if mode != "online" or wandb.login(prompt=False, verify=False):
+            try:
+                super().__init__(_tracker(start, run_id, None), run_id)
+                is_open = True
+            except wandb.errors.CommError as error:
+                reason = f"no answer from the server ({str(error).splitlines()[0]})"
+                wandb.teardown()  # else the run ID would stay in use
+        if not is_open:
+            super().__init__(_tracker(start, run_id, "offline"), run_id)
+        run = self._tracker.tracker
+        if is_open:
+            logger.info("wandb: %s", run.url if mode == "online" else mode)
+        else:
+            logger.warning(OFFLINE, reason, run.settings.sync_dir)
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
 
     def log(self, step: int, numbers: Mapping[str, Any]) -> None:
         """Add one point to each curve."""
-        self._run.log({"step": step, **numbers})
+        self._tracker.log({"step": step, **numbers})
 
     def close(self, *, failed: bool) -> None:
         """Upload the rest."""
-        self._run.finish(exit_code=int(failed))
+        self._tracker.tracker.finish(exit_code=int(failed))
 
 
-def _open(start: TrackerStart, run_id: str) -> Any:
-    """Open the run online with a login and a reachable server, else offline with one warning."""
+def _tracker(start: TrackerStart, run_id: str, mode: str | None) -> GeneralTracker:
     import wandb
 
-    def init(mode: str | None) -> Any:
-        return wandb.init(
-            project=start.project,
-            name=start.name,
-            id=run_id,
-            resume="allow",
-            config=start.config,
-            dir=start.directory,
-            mode=mode,
-            settings=wandb.Settings(
-                silent=True,
-                console="off",
-                init_timeout=INIT_TIMEOUT_S,
-                # metadata would upload the command line and the git remote's URL with their
-                # secrets; the useful part is among the run's facts
-                x_disable_meta=True,
-                disable_git=True,
-            ),
-        )
-
-    reason = "not logged in"
-    # an explicit WANDB_MODE (offline, disabled, ...) is kept: wandb handles it
-    mode = wandb.setup().settings.mode
-    if mode != "online" or wandb.login(prompt=False, verify=False):
-        try:
-            run = init(None)
-        except wandb.errors.CommError as error:
-            reason = f"no answer from the server ({str(error).splitlines()[0]})"
-            wandb.teardown()  # else the run ID would stay in use
-        else:
-            logger.info("wandb: %s", run.url if mode == "online" else mode)
-            return run
-    run = init("offline")
-    logger.warning(OFFLINE, reason, run.settings.sync_dir)
-    return run
+    settings = wandb.Settings(
+        silent=True,
+        console="off",
+        init_timeout=INIT_TIMEOUT_S,
+        # metadata would upload the command line and the git remote's URL with their secrets; the
+        # useful part is among the run's facts
+        x_disable_meta=True,
+        disable_git=True,
+    )
+    return tracking.WandBTracker(
+        start.project, name=start.name, id=run_id, resume="allow", config=start.config,
+        dir=start.directory, mode=mode, settings=settings,
+    )  # fmt: skip
 
 
 FOLDER = "tracking"  # the folder of trackers' files in a run directory

@@ -14,6 +14,7 @@ from typing import Protocol
 from qat.errors import ConfigError, how_to_install, is_installed
 from qat.extensions.trackers.curves import (
     Curves,
+    Mlflow,
     TensorBoard,
     Tracker,
     TrackerStart,
@@ -34,6 +35,7 @@ TRACKERS: dict[str, Callable[[TrackerStart], Tracker]] = {
     "wandb": Wandb,
     "tensorboard": TensorBoard,
     "trackio": Trackio,
+    "mlflow": Mlflow,
 }
 
 

@@ -1,14 +1,19 @@
-"""The real libraries, offline: what is read back from their own files is what the run wrote."""
+"""The real libraries, offline: what is read back from their own files is what the run wrote.
+
+MLflow, which developers do not install, is a mock.
+"""
 
 import json
 import logging
 import sqlite3
 import struct
+import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from run_case import begin, cut, loss, write_steps
@@ -108,6 +113,44 @@ def test_a_server_that_does_not_answer_is_the_same_as_no_login(
         "wandb: no answer from the server (deadline exceeded): the run is kept here; send it later "
         "with 'wandb sync there'"
     ]
+
+
+def test_mlflow_continues_its_run_and_ends_it_with_its_state(tmp_path: Path, monkeypatch) -> None:
+    library = MagicMock(__spec__=SimpleNamespace(origin="mlflow"))
+    library.search_experiments.return_value = [SimpleNamespace(experiment_id="e")]
+    library.start_run.return_value.info.run_id = "r"
+    library.utils.validation.MAX_PARAM_VAL_LENGTH = 100
+    library.utils.validation.MAX_PARAMS_TAGS_PER_BATCH = 2
+    monkeypatch.setitem(sys.modules, "mlflow", library)
+    monkeypatch.setattr(follow, "POLL_S", 0.02)
+    run, config = tmp_path / "my_run", TrackConfig(mlflow=True)
+    with pytest.raises(RuntimeError, match="power"), follow.follow(run, config):
+        begin(run)
+        write_steps(run, 1, 3)
+        raise RuntimeError("power")
+    with follow.follow(run, config):
+        cut(run, 2)
+        begin(run)
+        write_steps(run, 3, 4)
+    opened = [call.kwargs for call in library.start_run.call_args_list]
+    assert [(call["run_id"], call["run_name"]) for call in opened] == [
+        (None, "my_run"),
+        ("r", "my_run"),
+    ]
+    told = [(call.kwargs["step"], call.args[0]) for call in library.log_metrics.call_args_list]
+    losses = [
+        (step, numbers["train/loss_nats"]) for step, numbers in told if "train/loss_nats" in numbers
+    ]
+    assert losses == [(step, loss(step)) for step in range(1, 5)]
+    settings = {
+        key: value
+        for call in library.log_params.call_args_list
+        for key, value in call.args[0].items()
+    }
+    assert settings["train.lr"] == 0.01 and settings["run.device"] == "cpu"
+    texts = [call.args for call in library.log_text.call_args_list]
+    assert texts[-1] == ("Thetext of 4", "samples/0000004.txt")
+    assert [call.args for call in library.end_run.call_args_list] == [("FAILED",), ("FINISHED",)]
 
 
 @pytest.mark.slow
