@@ -52,6 +52,18 @@ def snapshot(name: str, *, local_only: bool) -> Path:
     return Path(snapshot_download(name, local_files_only=local_only))
 
 
+def hub_file(name: str, file: str, *, local_only: bool) -> Path:
+    """Return a file of the hub's model `name`, in a directory that is called after its commit.
+
+    Raises:
+        OSError: it is not on this disk, or cannot be downloaded.
+        ValueError: no model of a hub can have that name.
+    """
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(name, file, local_files_only=local_only))
+
+
 def _hub_error(name: str, kind: str) -> str | None:
     """Return why the hub does not respond; None if it does."""
     import httpx2

@@ -28,7 +28,7 @@ from qat.hooks import hooks
 from qat.hub.files import WEIGHTS
 from qat.logs import FACTS, RECIPE
 from qat.models.attention import kv_spec
-from qat.models.checkpoint import is_packed, load_checkpoint, load_skeleton
+from qat.models.checkpoint import how_to_get, is_packed, load_checkpoint, load_skeleton
 from qat.models.cost import linear_bits, parameter_count, quantized_parameter_count
 from qat.models.directory import GGUF, atomic_directory, resolve
 from qat.models.document_attention import set_kv
@@ -116,8 +116,7 @@ def export_model(
     path = Path(resolve(source))
     if not is_packed(path):
         raise ExportError(
-            f"{source} is not a packed checkpoint on this disk, expected one; make one with "
-            "'qat convert'"
+            f"{source} is not a packed checkpoint on this disk, expected one; {how_to_get(path)}"
         )
     model = _load(config.to, path, DTYPES.get(config.dtype, "auto"))
     if not quantized_modules(model):

@@ -17,6 +17,7 @@ from transformers.utils import logging as hf_logging
 
 from qat.errors import CheckpointError, ConfigError
 from qat.files import lies_inside
+from qat.hub.files import REPOSITORY
 from qat.models.attention import attends_sparsely, kv_spec
 from qat.models.directory import GGUF, atomic_directory, save_tokenizer, write_checksums
 from qat.models.hf_quantizer import NEEDS_QAT, QUANT_METHOD, QatConfig, QatHfQuantizer
@@ -226,8 +227,14 @@ def _check_packed(path: Path) -> None:
     if not is_packed(path):
         raise CheckpointError(
             f"{path} is not a packed checkpoint (no quantization_config of method "
-            f"{QUANT_METHOD!r} in its config.json); make one with 'qat convert'"
+            f"{QUANT_METHOD!r} in its config.json on this disk); {how_to_get(path)}"
         )
+
+
+def how_to_get(path: Path) -> str:
+    """Return what to do about a `path` that is no packed checkpoint here, maybe a hub id."""
+    is_here = path.exists()
+    return "make one with 'qat convert'" if is_here else f"run: qat hub pull {REPOSITORY}{path}"
 
 
 def is_packed(path: Path) -> bool:

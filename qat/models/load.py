@@ -49,7 +49,7 @@ from qat.models.opening import Opening, auto_class, read_config, read_part
 from qat.models.split_check import check_layers, check_split
 from qat.models.stored_state import packed_state_dict
 from qat.models.streamed import ON_DISK, StreamedModel, map_weights
-from qat.online import snapshot
+from qat.online import hub_file, snapshot
 from qat.patterns import pattern_fault
 from qat.process import uncounted
 
@@ -178,13 +178,8 @@ def model_identity(source: str, *, trust_remote_code: bool = False) -> str:
     """
     source = resolve(source)
     if not Path(source).exists():
-        commit = load_config(source, trust_remote_code=trust_remote_code)._commit_hash
-        if commit is None:
-            raise CheckpointError(
-                f"{source}: the hub does not say which revision it gave; download the model and "
-                "name its directory"
-            )
-        return commit
+        load_config(source, trust_remote_code=trust_remote_code)
+        return hub_file(source, "config.json", local_only=True).parent.name
     digest = xxhash.xxh3_128()
     weights = (*Path(source).glob("*.safetensors"), *Path(source).glob("*.bin"))
     files = [Path(source, "config.json"), *sorted(weights)]

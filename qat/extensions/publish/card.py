@@ -18,6 +18,7 @@ from qat.export.model import CARD, damaged, float_base
 from qat.export.targets import load_target
 from qat.files import parse_json, parse_toml
 from qat.hooks import hooks
+from qat.hub.registry import read_receipt
 from qat.logs import FACTS, METRICS, RECIPE, SUMMARY, read_json_lines
 from qat.models.cost import parameter_count
 from qat.models.directory import GGUF, resolve
@@ -25,7 +26,7 @@ from qat.models.gguf_header import read_metadata
 from qat.models.opening import auto_class, read_table
 from qat.models.sizes import Sizes
 from qat.models.stored_state import quantized_modules
-from qat.online import snapshot
+from qat.online import hub_file
 from qat.quant.spec import LutSpec
 
 TEMPLATE = Path(__file__).with_suffix(".jinja")
@@ -58,7 +59,8 @@ LICENSES = ("license", "license_name", "license_link")
 GGUF_PAGE = "general.base_model.0.repo_url"
 """The key in a GGUF file of the page of the model that it was made from."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-MODEL_PAGE = re.compile(rf"https://[^/]+/({HUB_ID.pattern})/?")
+MODEL_PAGE = re.compile(rf"(?:https://huggingface\.co/|hf:(?://)?)({HUB_ID.pattern})(?:/|@.*)?")
+"""The page of a model on a hub, or the mirror that it was pulled from."""
 DATA_ID = re.compile(rf"({HUB_ID.pattern})(:[^@]*)?(@.*)?")
 """A data set of a hub with its configuration and split."""
 
@@ -107,9 +109,8 @@ def card_of(
         rows = [[text, f"{value:.4f}"] for text, value in history.measures]
         tables.append(Table("Measured on held-out text", ("measure", "value"), rows))
     base = history.base
-    metadata = metadata_of(
-        base, target, data=history.data, bits=[spec.index_bits for spec in specs]
-    )
+    bits, is_local = [spec.index_bits for spec in specs], repository is None
+    metadata = metadata_of(base, target, data=history.data, bits=bits, local_only=is_local)
     # for a local directory only its name: a card shows no paths of its author's disk
     shown = Path(base).name if Path(base).is_absolute() else base
     whole = sizes.source_megabytes
@@ -148,7 +149,7 @@ def render(template: Path, **values: object) -> str:
 
 
 def metadata_of(
-    base: str, target: TargetName, *, data: str | None, bits: list[float]
+    base: str, target: TargetName, *, data: str | None, bits: list[float], local_only: bool = True
 ) -> dict[str, object]:
     """Return the metadata for a hub: base model, licence, library, tags and data set.
 
@@ -156,8 +157,9 @@ def metadata_of(
         base: path or hub id of the float model.
         data: the texts that it learned from, as `--data` names them.
         bits: those of an index, for tags.
+        local_only: do not ask a hub for the card of `base`.
     """
-    licence, origin = _origin(base)
+    licence, origin = _origin(base, local_only)
     found: dict[str, object] = dict(licence)
     if origin is not None:
         found |= {"base_model": origin, "base_model_relation": "quantized"}
@@ -172,13 +174,13 @@ def metadata_of(
     return found | ({"datasets": [named[1]]} if named else {})
 
 
-def _origin(base: str) -> tuple[dict[str, str], str | None]:
+def _origin(base: str, local_only: bool) -> tuple[dict[str, str], str | None]:
     """Return the licence that a model's own card, file or configuration states, and its hub id."""
     place, is_id = Path(base), False
     try:
         if not place.exists():
             is_id = HUB_ID.fullmatch(base) is not None
-            place = snapshot(base, local_only=True)
+            place = hub_file(base, CARD, local_only=local_only).parent
         stated = _stated(place)
     except (QatError, OSError, ValueError):  # it is not on this disk, or damaged
         stated = {}
@@ -196,11 +198,12 @@ def _stated(place: Path) -> dict[str, object]:
         keys = {key: f"general.{key.replace('_', '.')}" for key in LICENSES} | {"page": GGUF_PAGE}
         fields = read_metadata(path)
         return {key: fields[k].parts[0].decode() for key, k in keys.items() if k in fields}
-    config = place / "config.json"
+    config, receipt = place / "config.json", read_receipt(place)
     words = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     header = HEADER.match(words)
     lines = LINE.findall(header[1]) if header else []
-    return {**(read_table(config) if config.is_file() else {}), **dict(lines)}
+    page = {"page": receipt.mirror} if receipt else {}
+    return {**(read_table(config) if config.is_file() else {}), **dict(lines), **page}
 
 
 class _History(NamedTuple):

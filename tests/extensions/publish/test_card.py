@@ -12,6 +12,7 @@ from qat.errors import CheckpointError
 from qat.export.config import ExportConfig
 from qat.export.model import CARD, IMPORT, export_model, float_base
 from qat.extensions.publish.card import metadata_of
+from qat.hub.files import RECEIPT
 from qat.models.checkpoint import save_checkpoint
 
 
@@ -91,6 +92,10 @@ def test_licence_and_base_are_what_the_teacher_says(tmp_path: Path, monkeypatch)
     assert told(place) == ("mit", None)
     (place / CARD).write_text("---\nlicense: 'apache-2.0' \ntags:\n- license\n---\nlicense: no\n")
     assert told(place) == ("apache-2.0", None)
+    receipt = {"name": "x", "mirror": "hf://owner/base@v1", "sha256": None, "files": {}}
+    (place / RECEIPT).write_text(json.dumps(receipt))  # of `qat hub pull`
+    assert told(place) == ("apache-2.0", "owner/base")
+    (place / RECEIPT).unlink()
     (place / CARD).write_text("# license: mit\n")
     (place / "config.json").write_text("{")
     assert told(place) == told(tmp_path / "nowhere" / "to" / "be") == (None, None)

@@ -19,6 +19,7 @@ from qat.extensions.publish.push import publish
 from qat.hub.pull import pull
 from qat.hub.registry import HubEntry
 from qat.models.checkpoint import save_checkpoint
+from qat.models.load import model_identity
 from qat.python import with_push
 from qat.quant.spec import LutSpec
 
@@ -61,6 +62,9 @@ def test_pushed_is_pulled_and_opened(hub: Hub, packed: Path, tmp_path, monkeypat
         assert torch.equal(load_file(there / "model.safetensors")[name], tensor)
     assert cli_case.call(monkeypatch, "hub", "verify", there) == 0
     assert torch.equal(logits(qat.load("me/q2")), logits(qat.load(packed)))
+    assert model_identity("me/q2") == sent["commit"]
+    assert cli_case.call(monkeypatch, "export", "me/q2", "--to", "dense", "--out", "new") == 1
+    assert "run: qat hub pull hf://me/q2\n" in capsys.readouterr().err
 
 
 def test_a_repository_is_replaced_as_a_whole_and_only_if_told(hub: Hub, tmp_path: Path) -> None:
@@ -147,12 +151,15 @@ def test_what_cannot_be_pushed_asks_for_no_repository(
 def test_a_student_in_memory_pushes_itself(hub: Hub, tmp_path: Path) -> None:
     save_tiny(tmp_path / "teacher", num_hidden_layers=1)
     (tmp_path / "teacher" / CARD).write_text("---\nlicense: apache-2.0\ntags: [a]\n---\n# It\n")
+    hub.add("ours/teacher", contents(tmp_path / "teacher"))
+    hub.private["ours/teacher"] = False
     student = with_push(tiny_quantized("qwen3", SPECS["lut2"], num_hidden_layers=1))
-    student.name_or_path = str(tmp_path / "teacher")
+    student.name_or_path = "ours/teacher"
     assert student.push_to_hub("me/own", private=True, commit_message="mine") == f"{hub.url}/me/own"
     assert hub.messages == ["mine"]
     assert hub.private["me/own"] and "tokenizer.json" in hub.files("me/own")
-    assert header(hub.files("me/own")[CARD].decode())["license"] == "apache-2.0"
+    told = header(hub.files("me/own")[CARD].decode())
+    assert told["license"] == "apache-2.0" and told["base_model"] == "ours/teacher"
     again = qat.load("me/own")
     assert torch.equal(logits(again), logits(student))
     with pytest.raises(HubError, match="holds .* files"):
