@@ -183,8 +183,7 @@ def quantize_model(
     check_experts(plan, model)
     specs = plan.assign(linear_names(model), tables)
     _warn_of_other_roles(plan, [name for name in specs if name not in tables])
-    for name, spec in specs.items():
-        spec.check_shape(name, *weight_shape(model.get_submodule(name)))
+    _check_specs(model, specs, tables)
     activations = inputs_to_quantize(model, plan, specs)
     if base is None:
         level_products(student, activations, calibration)
@@ -298,6 +297,17 @@ def check_experts(plan: QuantPlan, model: PreTrainedModel) -> None:
                     f"linears: plan {plan.name} cannot quantize them yet; choose a model without "
                     'experts, or a plan file with role = "attention" alone'
                 )
+
+
+def _check_specs(model: PreTrainedModel, specs: dict[str, LutSpec], tables: list[str]) -> None:
+    for name, spec in specs.items():
+        spec.check_shape(name, *weight_shape(model.get_submodule(name)))
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if spec.table_rows and (name in tables or isinstance(owner, Owner)):
+            raise ConfigError(
+                f"{name}: table_rows={spec.table_rows}, but it is no single linear, expected one "
+                "codebook for all rows; leave table_rows out of its rule"
+            )
 
 
 def _warn_of_other_roles(plan: QuantPlan, linears: list[str]) -> None:

@@ -78,16 +78,16 @@ def choose(
     *,
     out: PackedIndices | None = None,
 ) -> PackedIndices | Tensor:
-    """Return a source that forms the same weight without a search: a latent's codeword indices.
+    """Return a source that forms the same weight without a search: indices of a latent weight.
 
     Indices take one or two bytes per vector, and are written into `out` if its shape and device
     match. Other sources are returned unchanged, as they need no preparation: the level of a latent
-    weight is found while it is read.
+    weight with one codebook is found while it is read.
     """
     if isinstance(source, PackedIndices) or codebook.dim() == 1:
         return source
     O, I = source.shape
-    C, d = codebook.shape
+    C, d = codebook.shape[-2:]
     dtype = index_dtype(C)
     if out is None or (out.shape, out.octets.device) != (source.shape, source.device):
         octets = torch.empty(O, I // d, dtype=dtype, device=source.device).view(torch.uint8)
@@ -167,8 +167,8 @@ def pull_back(
 
 
 def _by_kernel(codebook: Tensor) -> bool:
-    """Return whether a Triton kernel supports this codebook; scalar codebooks must be small."""
-    is_known = codebook.dim() > 1 or codebook.numel() <= MOST_LEVELS
+    """Return whether a Triton kernel supports this codebook: vectors, or one of few levels."""
+    is_known = codebook.dim() == 2 or codebook.dim() == 1 and len(codebook) <= MOST_LEVELS
     return use_triton(codebook, __name__) and is_known
 
 
@@ -187,12 +187,14 @@ def _reduce(
     if wants_codebook:
         # in float64, where no order of summation, not even that of atomics, changes the float32
         # result by more than its last bit
-        C, d = len(codebook), vector_size(codebook)
+        T = len(codebook) if codebook.dim() == 3 else 1
+        _, C, d = codebook.view(T, -1, vector_size(codebook)).shape
         indices, parts = weight.indices.long(), (dW * S).double().view(len(dW), -1, d)
         sums = dW.new_zeros(d, len(dW), C, dtype=torch.float64)
         for place, part in zip(sums, parts.unbind(-1), strict=True):
             place.scatter_add_(1, indices, part)
-        d_codebook = sums.sum(1).T.float().view(codebook.shape)
+        by_table = sums.view(d, T, -1, C).sum(2).permute(1, 2, 0)
+        d_codebook = by_table.float().reshape(codebook.shape)
     if wants_scales:
         dS = dW * chosen_levels(weight)
         if scales.scales is not None:

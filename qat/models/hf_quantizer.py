@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -56,9 +56,9 @@ if TYPE_CHECKING:  # this file is imported while transformers itself still is
 QUANT_METHOD = "qat"
 FORMAT = 13
 """Number of the checkpoint format, whose `features` say what a reader must support."""
-FEATURES = ("activations", "kv", "lora", "nsa", "vectors")
+FEATURES = ("activations", "kv", "lora", "nsa", "tables", "vectors")
 """Features that a checkpoint may list: quantized inputs, quantized keys and values, adapters,
-sparse attention (config.json defines it under `nsa`), and codebooks of vectors."""
+sparse attention (config.json defines it under `nsa`), a codebook for some rows, and of vectors."""
 LEGACY_CODEBOOKS = ((), ("vectors",), ("trellis",))
 """Codebook feature by its number in formats 1 to 12; trellises are no longer read."""
 Headers = dict[str, tuple[tuple[int, ...], str]]
@@ -502,7 +502,7 @@ def set_empty_adapter(name: str, linear: nn.Module, rank: int) -> None:
 
 
 def _features(
-    modules: dict[str, dict], specs: Iterable[LutSpec], is_sparse: bool, has_kv: bool
+    modules: dict[str, dict], specs: Collection[LutSpec], is_sparse: bool, has_kv: bool
 ) -> list[str]:
     """Return the features of a checkpoint in order."""
     has = {
@@ -510,7 +510,8 @@ def _features(
         "kv": has_kv,
         "lora": any(LORA_RANK in entry for entry in modules.values()),
         "nsa": is_sparse,
-        "vectors": any(spec.lost_as_levels for spec in specs),
+        "tables": any(spec.table_rows for spec in specs),
+        "vectors": any(spec.vector_size > 1 for spec in specs),
     }
     return [feature for feature in FEATURES if has[feature]]
 

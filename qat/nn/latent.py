@@ -57,7 +57,9 @@ def to_latent(
 
     Raises:
         CheckpointError: two levels of a codebook are too close to choose between.
+        ConfigError: some rows have a codebook of their own, and there are several ranks.
     """
+    _check_codebooks(model, names, ranks)
     rooms: list[Tensor] = []
     if is_hosted:
         shapes = [torch.Size(weight_shape(model.get_submodule(name))) for name in names]
@@ -91,6 +93,16 @@ def to_latent(
                 if isinstance(head, TiedLutHead) and head.table is frozen:
                     head.tie(latent)
         replace_module(model, name, latent.train(frozen.training))
+
+
+def _check_codebooks(model: nn.Module, names: list[str], ranks: Ranks) -> None:
+    rows = max(cast(QuantWeight, model.get_submodule(name)).spec.table_rows for name in names)
+    if rows and ranks.size > 1:
+        raise ConfigError(
+            f"some weights have a codebook for each {rows} rows, and {ranks.size} processes divide "
+            "latent rows elsewhere, expected one process; train in one, or leave the weights out "
+            "of --learn"
+        )
 
 
 def add_adapters(model: nn.Module, names: list[str], rank: int, seed: int) -> None:

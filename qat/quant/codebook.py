@@ -88,12 +88,28 @@ def latent_indices(weight: Tensor, S: Tensor, codebook: Tensor) -> Tensor:
     """Return what `nearest_indices` does, for levels in any order.
 
     Training may move one level past another. Levels are sorted for the search, and the indices are
-    mapped back to the order of `codebook`. For a codebook of vectors see `nearest_codewords`.
+    mapped back to the order of `codebook`. For a codebook of vectors see `nearest_codewords`. Each
+    of several codebooks serves the rows that it has an equal share of.
     """
+    if codebook.dim() == 3:
+        return _indices_by_table(weight, S, codebook[..., 0])
     if codebook.dim() > 1:
         return nearest_codewords(weight, S, codebook)
     levels, order = codebook.sort(stable=True)
     return order.to(torch.uint8)[nearest_indices(weight, S, levels).int()]
+
+
+def _indices_by_table(weight: Tensor, S: Tensor, codebooks: Tensor) -> Tensor:
+    levels, order = codebooks.sort(stable=True)
+    scaled = torch.where(S == 0, 0.0, weight / S).view(len(codebooks), -1)
+    middles = (levels[:, 1:] + levels[:, :-1]) / 2
+    if codebooks.shape[1] > FEW:
+        indices = torch.searchsorted(middles, scaled)
+    else:  # comparing with each is faster
+        indices = torch.zeros_like(scaled, dtype=torch.int64)
+        for middle in middles.split(1, dim=1):
+            indices += scaled > middle
+    return order.gather(1, indices).to(torch.uint8).view(weight.shape)
 
 
 def nearest_codewords(weight: Tensor, S: Tensor, codebook: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ columns of a block.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,7 +25,7 @@ from qat.backend.device import on
 from qat.errors import ConfigError
 from qat.quant.codebook import best_codewords, nearest_level
 from qat.quant.fit import fit_weight, normalize, sample_rows
-from qat.quant.spec import LutSpec
+from qat.quant.spec import LutSpec, TableSpec
 from qat.quant.vectors import (
     Nearest,
     descent_of_blocks,
@@ -42,6 +42,7 @@ from qat.quant.weight import (
     chosen_levels,
     dequantize,
     expand_scales,
+    joined,
     round_as_stored,
     round_scales,
 )
@@ -278,6 +279,7 @@ text: on a model of 15 M weights and 512 x 64 tokens one half was better than a 
 whole."""
 SWEEPS = 4  # sweeps of coordinate descent after the feedback
 LEVEL_SAMPLE = 2**18  # weights that the levels are solved from
+STARTS_AT_ONCE = 8  # weights whose levels start from k-means side by side
 
 
 FEWEST_INPUTS = 64  # the fewest inputs of an expert for which it is fitted to them
@@ -289,6 +291,7 @@ class InputFit(NamedTuple):
     quantized: QuantizedWeight
     output_error: float  # `norm(x (W - W_q)^T) / norm(x W^T)`, x behind the damped Hessian
     damping: float = DAMPING  # of the mean diagonal, added to the Hessian; the most over experts
+    energy: float = 0.0  # `norm(x W^T)^2`, mean over the inputs; 0 for experts
 
 
 def fit_all_to_inputs(
@@ -304,6 +307,11 @@ def fit_all_to_inputs(
     The inputs are those behind `hessian` `(I, I)`. By that measure no result is worse than rounding
     every weight alone (`fit_weight`). `mass` `(O,)` says how much each row counts for codewords.
     """
+    if isinstance(spec, TableSpec):  # rows with a codebook of their own are a weight of their own
+        parts = [weight.split(spec.table_rows) for weight in weights]
+        together = [*chain.from_iterable(parts)]
+        fitted = iter(_fit_together(together, spec.of_one_table, hessian, ops, mass=None))
+        return [_as_one([*islice(fitted, len(own))]) for own in parts]
     if not spec.rows_share_codebook:
         return _fit_together(weights, spec, hessian, ops, mass=mass)
 
@@ -330,7 +338,7 @@ def _fit_together(
         return fit_weight(weight, spec, importance, nearest=ops.nearest, mass=mass)
 
     # the k-means of levels runs on the host, even where the weights are on a GPU
-    with side_by_side(len(weights)) as map_:
+    with side_by_side(min(len(weights), STARTS_AT_ONCE)) as map_:
         starts = [*map_(start, weights)]
     columns = stack(weights, starts)
     sizes = [len(weight) for weight in weights]
@@ -348,9 +356,18 @@ def _fit_together(
             quantized=end if after < before else start,
             output_error=(min(before, after) / max(whole, TINY)) ** 0.5,
             damping=damping,
+            energy=whole,
         )
         for start, end, (whole, before, after) in zip(starts, ends, energies, strict=True)
     ]
+
+
+def _as_one(parts: Sequence[InputFit]) -> InputFit:
+    """Return the fit of the weight whose rows are those of `parts`."""
+    whole = sum(part.energy for part in parts)
+    lost = sum(part.output_error**2 * part.energy for part in parts)
+    quantized = joined([part.quantized for part in parts])
+    return InputFit(quantized, (lost / max(whole, TINY)) ** 0.5, parts[0].damping, whole)
 
 
 def fit_stack_to_inputs(

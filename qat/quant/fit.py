@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qat.backend.base import undivided
 from qat.quant.codebook import fixed_grid, nearest_level, weighted_kmeans
-from qat.quant.spec import LutSpec, VectorSpec
+from qat.quant.spec import LutSpec, TableSpec, VectorSpec
 from qat.quant.vectors import Nearest, nearest_vectors, start_codewords
 from qat.quant.weight import (
     QuantizedWeight,
@@ -26,6 +26,7 @@ from qat.quant.weight import (
     chosen_levels,
     dequantize,
     expand_scales,
+    joined,
     round_scales,
 )
 
@@ -133,6 +134,9 @@ def fit_weight(
     weight = weight.detach().float()
     h = weight.new_ones(()) if importance is None else importance.to(weight.device).float()
     h = h.expand_as(weight)
+    if isinstance(spec, TableSpec):
+        parts = zip(weight.split(spec.table_rows), h.split(spec.table_rows), strict=True)
+        return joined([fit_weight(part, spec.of_one_table, own) for part, own in parts])
     if isinstance(spec, VectorSpec):
         with undivided():
             return _fit_codewords(weight, h, spec, nearest=nearest, mass=mass)

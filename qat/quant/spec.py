@@ -65,6 +65,8 @@ class LutSpec(Settings):
     """Bits per index; the codebook has `2**bits` entries (three when ternary, 15 when e2m1)."""
     vector_size: Literal[1, 2, 4, 8] = Field(default=1, exclude=True)
     """Weights per index; files of levels leave it out, so that older versions read them."""
+    table_rows: int = Field(default=0, exclude=True)
+    """Rows that share a codebook, or 0 if all do; files of one codebook leave it out."""
     codebook: CodebookKind = "lut"
     """lut: k-means levels that may learn; seq, int, ternary, e2m1: fixed grids."""
     scale: Literal["group", "low_rank"] = "group"  # form of the scale
@@ -84,11 +86,13 @@ class LutSpec(Settings):
     """True if all rows of a sweep share one codebook, so a sweep takes one weight at a time."""
 
     def __new__(cls, **values: Any) -> "LutSpec":
-        """Make a `VectorSpec` if the values have its sizes, so that files need no other name."""
+        """Make a `VectorSpec` or `TableSpec` if the values have its sizes: files need no name."""
         return super().__new__(cls._kind(values))
 
     @classmethod
     def _kind(cls, values: dict[str, Any]) -> type["LutSpec"]:
+        if values.get("table_rows"):
+            return TableSpec
         return VectorSpec if values.get("vector_size") in get_args(VectorSize) else cls
 
     @model_validator(mode="wrap")
@@ -139,6 +143,11 @@ class LutSpec(Settings):
         return None
 
     @property
+    def of_one_table(self) -> "LutSpec":
+        """The format of rows that share a codebook."""
+        return self
+
+    @property
     def index_bits(self) -> float:
         """Bits per weight of the indices alone, without scales and codebook; an `int` if whole."""
         whole, rest = divmod(self.bits, self.vector_size)
@@ -147,7 +156,7 @@ class LutSpec(Settings):
     def described(self) -> str:
         """Return the format for `print(model)`: `bits=2, codebook=lut, group_size=16, ...`."""
         scale = {"rank"} if self.scale == "low_rank" else {"group_size", "scale_bits"}
-        values = self.model_dump(include={"bits", "vector_size", "codebook", *scale})
+        values = self.model_dump(include={"bits", "vector_size", "table_rows", "codebook", *scale})
         return ", ".join(f"{name}={value}" for name, value in values.items())
 
     def described_codebook(self) -> str:
@@ -234,6 +243,53 @@ class VectorSpec(LutSpec):
                 f"{name}: bits={self.bits} make {self.num_levels} codewords, more than the "
                 f"{vectors} vectors of {self.vector_size} in its {out_features} x {in_features} "
                 "weight; choose fewer bits"
+            )
+        super().check_shape(name, out_features, in_features)
+
+
+class TableSpec(LutSpec):
+    """A format of levels with a codebook of its own for each `table_rows` rows.
+
+    The Neural Engine looks such weights up as they are. It has no scales within a row: there
+    `group_size` is that of the whole row, a factor of the output.
+    """
+
+    table_rows: Literal[8, 16, 32]
+    vector_size: Literal[1] = Field(default=1, exclude=True)
+    level_bits: Literal[32, 16, 8] = 16
+
+    def _check_index(self) -> None:
+        if (self.codebook, self.scale, self.level_bits) != ("lut", "group", 16):
+            raise ValueError(
+                f"table_rows={self.table_rows} needs codebook=lut, scale=group and level_bits=16, "
+                f"got {self.codebook}, {self.scale} and {self.level_bits}"
+            )
+        super()._check_index()
+
+    def stored_bits(self, part: str) -> int:
+        """See `LutSpec`."""
+        return self.level_bits if part == "codebook" else self.scale_bits
+
+    @property
+    def lost_as_levels(self) -> str | None:
+        """See `LutSpec`."""
+        return f"it has a codebook for each {self.table_rows} rows, expected one"
+
+    @property
+    def of_one_table(self) -> LutSpec:
+        """See `LutSpec`."""
+        return LutSpec(**self.model_dump(exclude={"table_rows"}))
+
+    def described_codebook(self) -> str:
+        """See `LutSpec`."""
+        return f"{self.codebook}, one for each {self.table_rows} rows"
+
+    def check_shape(self, name: str, out_features: int, in_features: int) -> None:
+        """See `LutSpec`; the codebooks must fill the rows too."""
+        if out_features % self.table_rows:
+            raise ConfigError(
+                f"{name}: table_rows={self.table_rows} does not divide its {out_features} rows; "
+                "choose 8, 16 or 32 that does, or leave table_rows out"
             )
         super().check_shape(name, out_features, in_features)
 

@@ -2,11 +2,12 @@
 
 An entry of the codebook is one level, or a codeword of d neighbouring weights of a row.
 
-Shapes: O out_features, I in_features, G groups per row, C codebook entries, R rank, d weights that
-an index names.
+Shapes: O out_features, I in_features, G groups per row, C codebook entries, T codebooks, R rank, d
+weights that an index names.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -124,7 +125,9 @@ class QuantizedWeight(NamedTuple):
     """A weight as indices, levels or codewords, and scales."""
 
     indices: Tensor  # `(O, I / d)`, in the dtype that `index_dtype` returns
-    codebook: Tensor  # `(C,)` float32, ascending; or `(C, d)`, codewords in any order
+    codebook: Tensor
+    """`(C,)` float32, ascending; `(C, d)`, codewords in any order; or `(T, C, 1)`, levels in any
+    order, of T codebooks for O / T rows each."""
     scales: Scales
 
     @property
@@ -136,7 +139,7 @@ class QuantizedWeight(NamedTuple):
 
 def vector_size(codebook: Tensor) -> int:
     """Return d, the number of weights that an entry of the codebook covers."""
-    return 1 if codebook.dim() == 1 else codebook.shape[1]
+    return 1 if codebook.dim() == 1 else codebook.shape[-1]
 
 
 def index_dtype(num_levels: int) -> torch.dtype:
@@ -173,8 +176,22 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
 
 def chosen_levels(weight: QuantizedWeight) -> Tensor:
     """Return `codebook[indices]`, `(O, I)`."""
-    flat = weight.indices.flatten().int()
-    return weight.codebook.index_select(0, flat).view(weight.shape)
+    indices, codebook = weight.indices.int(), weight.codebook
+    if codebook.dim() == 3:
+        T, C, _ = codebook.shape
+        first = torch.arange(0, T * C, C, dtype=torch.int32, device=indices.device)
+        indices, codebook = indices.view(T, -1) + first[:, None], codebook.flatten()
+    return codebook.index_select(0, indices.flatten()).view(weight.shape)
+
+
+def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return the weight whose rows are those of `parts`, with a codebook of levels for each."""
+    scales = torch.cat([part.scales.by_group() for part in parts])
+    return QuantizedWeight(
+        torch.cat([part.indices for part in parts]),
+        torch.stack([part.codebook for part in parts])[..., None],
+        parts[0].scales._replace(scales=scales),
+    )
 
 
 def dtype_as_stored(name: str, bits: int | None = None) -> torch.dtype:
@@ -347,4 +364,6 @@ def empty_weight(spec: LutSpec, out_features: int, in_features: int) -> Quantize
     else:
         scales = Scales(torch.empty(O, I // spec.group_size), bits=spec.scale_bits)
     indices = torch.empty(O, I // spec.vector_size, dtype=index_dtype(spec.num_levels))
-    return QuantizedWeight(indices, torch.empty(spec.codebook_shape), scales)
+    rows = spec.table_rows
+    shape = (O // rows, spec.num_levels, 1) if rows else spec.codebook_shape
+    return QuantizedWeight(indices, torch.empty(shape), scales)

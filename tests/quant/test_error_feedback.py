@@ -244,7 +244,7 @@ def test_codewords_serve_the_rows_that_count() -> None:
 def test_never_worse_than_rounding_alone(name: str) -> None:
     spec, weight = SPECS[name], torch.randn(O, 32)
     H = moment(inputs(32))
-    ((fitted, output_error, _),) = ef.fit_all_to_inputs([weight], spec, H)
+    ((fitted, output_error, *_),) = ef.fit_all_to_inputs([weight], spec, H)
     alone = fit_weight(weight, spec, ef.damped(H).diagonal())
     H = ef.damped(H)
     error, before = (ef.output_error(weight, each, H) for each in (fitted, alone))

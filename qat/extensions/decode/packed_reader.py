@@ -22,6 +22,7 @@ class PackedReader:
             x.dtype in (torch.bfloat16, torch.float16)
             and not linear.lora_rank
             and spec.scale == "group"
+            and not spec.table_rows
             and is_format(spec.bits, spec.vector_size, spec.group_size, linear.in_features)
             and use_triton(x, __name__)
         )

@@ -246,6 +246,12 @@ def read_config(values: dict) -> tuple[dict[str, Stored], KvSpec | None]:
             "compute, expected dense attention; run it with 'qat generate', or make it dense with "
             "'qat convert --attention dense'"
         )
+    if "tables" in config.features:
+        raise CheckpointError(
+            "the checkpoint has a codebook for some rows each (feature 'tables'), which the engine "
+            "does not look up, expected one for all rows; run it with 'qat generate', or export "
+            "--to dense"
+        )
     ranks, activations, owners = config.lora_ranks(), config.activations(), config.scale_owners()
     places = {name: place for place, name in enumerate(config.modules, start=1)}
     modules = {}

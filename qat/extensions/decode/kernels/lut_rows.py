@@ -124,8 +124,8 @@ Rows = LutRows | Tensor
 
 
 def reads(spec: LutSpec) -> bool:
-    """Return whether packed weights of this format can be read: group scales of whole units."""
-    is_whole = spec.scale == "group" and spec.group_size % UNIT == 0
+    """Return whether packed weights of this format can be read: one codebook, and group scales."""
+    is_whole = spec.scale == "group" and spec.group_size % UNIT == 0 and not spec.table_rows
     return is_whole and spec.bits / spec.vector_size in KERNEL_BITS
 
 
