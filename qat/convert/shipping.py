@@ -55,8 +55,8 @@ KEEPS_ATTENTION = "packed"
 """The only target that holds sparse attention: the checkpoint itself."""
 KEEP_SITES = ("packed", "dense")
 """Targets that hold quantized weights outside of linears."""
-COMPUTES_IN_HALF = "coreml"
-"""The only target whose programs may compute in float16 with static scales of inputs."""
+COMPUTE_IN_HALF = ("coreml", "ane")
+"""Targets whose programs may compute in float16 with static scales of inputs."""
 
 
 def check_architecture(name: str, model: PreTrainedModel) -> None:
@@ -222,6 +222,7 @@ class Shipping(NamedTuple):
         self._check_tables([name for name in specs if name in tables])
         self._check_others(model, set(specs))
         held = {n: self.bend(n, s, weight_shape(model.get_submodule(n))) for n, s in specs.items()}
+        held |= {name: held[name].of_one_table for name in tables if name in held}
         if asked is not None and asked.group_size is not None:
             self._say_groups({n: s for n, s in held.items() if n not in tables}, asked.group_size)
         if asked is not None and asked.bits_budget is None:  # which has chosen by sizes
@@ -270,7 +271,7 @@ class Shipping(NamedTuple):
                     f"{name} cannot hold plan {plan.name}: {reason}; convert with --activations of "
                     "that kind, without where it is floating point, or for another target"
                 )
-        return plan.with_short_scales() if COMPUTES_IN_HALF in self.targets else plan
+        return plan if self.targets.keys().isdisjoint(COMPUTE_IN_HALF) else plan.with_short_scales()
 
     def _check_tables(self, tables: list[str]) -> None:
         for name, target in self.targets.items():

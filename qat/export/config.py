@@ -9,6 +9,7 @@ TargetName = Literal[
     "packed",
     "dense",
     "coreml",
+    "ane",
     "mlx",
     "compressed-tensors",
     "nvfp4",
@@ -25,7 +26,7 @@ TargetName = Literal[
 """The forms that a student can be exported to; `qat.export.targets` lists their modules."""
 
 LIBRARIES: dict[TargetName, tuple[str, str]] = {
-    "coreml": ("coremltools", "coreml"),
+    **dict.fromkeys(("coreml", "ane"), ("coremltools", "coreml")),
     "mlx": ("mlx_lm", "mlx"),
     **dict.fromkeys(("compressed-tensors", "nvfp4", "modelopt"), ("compressed_tensors", "ship")),
     "gguf": ("gguf", "ship"),

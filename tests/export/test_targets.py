@@ -55,7 +55,9 @@ WIDE = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 32, "max_positi
 EVEN = ("mlx", "compressed-tensors", "gguf", "torchao", "coreml")
 """Targets that hold evenly spaced levels of 4 bits."""
 SHIPPED = (*EVEN, "nvfp4", "modelopt")
-PROGRAMS = ("executorch", "onnx", "openvino", "gptq", "awq")
+PROGRAMS = ("executorch", "onnx", "openvino", "gptq", "awq", "ane")
+GROUPED = tuple(name for name in target_names() if name != "ane")
+"""Targets that hold scales within a row."""
 
 
 def mixed(to: TargetName, architecture: str = "qwen3", **overrides: object) -> PreTrainedModel:
@@ -559,8 +561,8 @@ def test_a_plan_takes_the_type_of_ggml_that_fits_its_rows() -> None:
     ("preset", "names"),
     [
         ("q2a4", ("gguf", "mlx")),
-        ("q2a4", tuple(n for n in target_names() if n not in ("nvfp4", "modelopt", "executorch"))),
-        ("q2a2", target_names()),
+        ("q2a4", tuple(n for n in GROUPED if n not in ("nvfp4", "modelopt", "executorch"))),
+        ("q2a2", GROUPED),
         ("q2a4", ("executorch", "torchao", "compressed-tensors", "packed")),
     ],
 )
@@ -619,6 +621,7 @@ def test_a_checkpoint_says_where_it_goes_without_its_weights(students, tmp_path)
     save_checkpoint(tiny_quantized("qwen3", SPECS["lut2"]), None, tmp_path / "lut")
     lut = "its codebook is lut"
     assert lacking(tmp_path / "lut") == {
+        "ane": "it has a scale for each 16 features of a row",
         "mlx": lut,
         "compressed-tensors": lut,
         "gguf": lut,

@@ -1,8 +1,9 @@
 """Target `coreml`: an .mlpackage for iOS 18 and macOS 15 with weights as look-up tables.
 
-A weight is a `constexpr_lut_to_dense`, one table of 1 to 8 bits for the whole tensor, under a
-`constexpr_blockwise_shift_scale`, one scale per group: `W = lut[indices] * scale`. An entry of the
-table is a level, or a codeword of neighbouring weights of a row.
+A weight is a `constexpr_lut_to_dense`, one table of 1 to 8 bits for the whole tensor or for some
+rows, under a `constexpr_blockwise_shift_scale`, one scale per group: `W = lut[indices] * scale`. An
+entry of a table is a level, or a codeword of neighbouring weights of a row. A scale of a whole row
+multiplies the output instead: the Neural Engine computes scales within a weight wrongly.
 """
 
 import math
@@ -78,7 +79,8 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
 def file_bits(spec: LutSpec, shape: tuple[int, int]) -> int:
     """Return the bits of an `(O, I)` weight in a program in float16, with 16-bit scales."""
     index = next(bits for bits in INDEX_BITS if bits >= spec.bits)
-    table = 16 * spec.num_levels * spec.vector_size
+    tables = shape[0] // spec.table_rows if spec.table_rows else 1
+    table = 16 * spec.num_levels * spec.vector_size * tables
     weights = math.prod(shape)
     return weights // spec.vector_size * index + weights // spec.group_size * 16 + table
 
@@ -170,8 +172,9 @@ def _lookup(name: str, module: QuantWeight, dtype: torch.dtype) -> object:
     if (module.spec.codebook, module.spec.bits) == ("int", 8):
         integers = weight.indices.int() + int(weight.codebook[0])
         return Lookup(integers.to(torch.int8).numpy(), None, scale)
-    size = next(2**bits for bits in INDEX_BITS if 2**bits >= len(weight.codebook))
+    num_levels = module.spec.num_levels
+    size = next(2**bits for bits in INDEX_BITS if 2**bits >= num_levels)
     levels = exact(f"{name}.codebook", weight.codebook.double(), dtype)
-    entries = levels.view(len(levels), -1)
-    lut = torch.nn.functional.pad(entries, (0, 0, 0, size - len(levels)))
+    entries = levels.view(-1, num_levels, module.spec.vector_size)
+    lut = torch.nn.functional.pad(entries, (0, 0, 0, size - num_levels))
     return Lookup(weight.indices.numpy(), lut.detach().numpy(), scale)

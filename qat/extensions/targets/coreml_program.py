@@ -19,20 +19,31 @@ from qat.extensions.targets.decoder import Decoder
 from qat.nn.swap import head_dim
 
 OPSET = target.iOS18
+SCALE, READ_SCALE = ".scale", "_scale"
+"""What follows a weight's name in that of its scale: as written, and as coremltools reads it."""
 MASKED = -30000.0
 """Added to masked scores: below every real score, but within the range of float16."""
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """A weight in Core ML: `lut[indices] * scale`, with a scale per block of a row."""
+    """A weight in Core ML: `lut[indices] * scale`, with a scale per block of a row.
+
+    A scale of the whole row multiplies what is computed with the table.
+    """
 
     indices: np.ndarray
     """`(O, I / d)` uint8; int8 if they are the levels themselves."""
     lut: np.ndarray | None
-    """`(2**bits, d)`, float: an index names d neighbours of a row. None for `indices * scale`."""
+    """`(T, 2**bits, d)`, float, T tables for O / T rows each: an index names d neighbours of a row.
+    None for `indices * scale`."""
     scale: np.ndarray
     """One scale per block, `(O, G)`, float."""
+
+    @property
+    def is_scaled_after(self) -> bool:
+        """True if the scale is a factor of a row's product, or of a row that is looked up."""
+        return self.lut is not None and self.scale.shape[1] == 1
 
 
 Weights = dict[str, Lookup | np.ndarray]
@@ -64,7 +75,7 @@ def decoder(
     @mb.program(input_specs=[spec], opset_version=OPSET)
     def program(input_ids: Var) -> Var:
         graph = _Graph(config, weights, rotary, dtype, scales=scales)
-        hidden = mb.gather(x=graph.weight("model.embed_tokens.weight"), indices=input_ids, axis=0)
+        hidden = graph.embedded(input_ids, "model.embed_tokens.weight")
         hidden = graph.blocks(hidden, config.num_hidden_layers)
         head = "lm_head" if "lm_head.weight" in weights else "model.embed_tokens"
         logits = graph.linear(hidden, head)
@@ -94,21 +105,38 @@ class _Graph(Decoder[Var]):
         self.head_dim = head_dim(config)
 
     def weight(self, name: str) -> Var:
-        """Return a constant or a look-up table, created once."""
+        """Return a constant, a scale or a look-up table, created once."""
         if name not in self.made:
             value = self.weights[name]
             is_lookup = isinstance(value, Lookup)
             self.made[name] = lookup(value, name) if is_lookup else mb.const(val=value, name=name)
         return self.made[name]
 
+    def embedded(self, ids: Var, name: str) -> Var:
+        """Return the rows `ids` of the weight called `name`."""
+        rows = mb.gather(x=self.weight(name), indices=ids, axis=0)
+        scale = self.scale_after(name)
+        return rows if scale is None else mb.mul(x=rows, y=mb.gather(x=scale, indices=ids, axis=0))
+
+    def scale_after(self, name: str) -> Var | None:
+        """Return the scales `(O, 1)` of the rows of a weight that are no part of it, or None."""
+        value, key = self.weights[name], name + SCALE
+        if not (isinstance(value, Lookup) and value.is_scaled_after):
+            return None
+        if key not in self.made:
+            self.made[key] = mb.const(val=value.scale, name=key)
+        return self.made[key]
+
     def linear(self, x: Var, name: str) -> Var:
         """Return `read(x) @ W.T + b`."""
-        bias = f"{name}.bias"
-        has_bias = bias in self.weights
-        given = {"bias": self.weight(bias)} if has_bias else {}
-        return mb.linear(
-            x=self.quantized_input(x, name), weight=self.weight(f"{name}.weight"), **given
-        )
+        x, weight, bias = self.quantized_input(x, name), f"{name}.weight", f"{name}.bias"
+        scale, has_bias = self.scale_after(weight), bias in self.weights
+        given = {"bias": self.weight(bias)} if has_bias and scale is None else {}
+        y = mb.linear(x=x, weight=self.weight(weight), **given)
+        if scale is None:
+            return y
+        y = mb.mul(x=y, y=mb.reshape(x=scale, shape=[-1]))
+        return mb.add(x=y, y=self.weight(bias)) if has_bias else y
 
     def quantized_input(self, x: Var, name: str) -> Var:
         """Return `clip(round(x / scale), -128, 127) * scale`, shared for equal `x` and scale."""
@@ -182,17 +210,20 @@ class _Graph(Decoder[Var]):
 
 
 def lookup(weight: Lookup, name: str) -> Var:
-    """Return a look-up table of the whole tensor, or integers, under a scale per block."""
+    """Return look-up tables or integers under a scale per block, or tables alone."""
     if weight.lut is None:
         data = weight.indices
         return mb.constexpr_blockwise_shift_scale(data=data, scale=weight.scale, name=name)
-    bits = int(np.log2(len(weight.lut)))
+    bits = int(np.log2(weight.lut.shape[1]))
     index_type = types.nptype_from_builtin(types.string_to_builtin(f"uint{bits}"))
     levels = mb.constexpr_lut_to_dense(
         indices=weight.indices.astype(index_type),
-        lut=weight.lut[None, None],
-        **({"vector_axis": np.int32(1)} if weight.lut.shape[1] > 1 else {}),
+        lut=weight.lut[:, None],
+        **({"vector_axis": np.int32(1)} if weight.lut.shape[2] > 1 else {}),
+        **({"name": name} if weight.is_scaled_after else {}),
     )
+    if weight.is_scaled_after:
+        return levels
     return mb.constexpr_blockwise_shift_scale(data=levels, scale=weight.scale, name=name)
 
 
@@ -203,8 +234,15 @@ def lookup(weight: Lookup, name: str) -> Var:
 def read_weights(program: Program) -> dict[str, np.ndarray]:
     """Return the quantized weights that coremltools decompresses, by the name written."""
     (main,) = program.functions.values()
-    found = [op for op in main.operations if op.op_type == "constexpr_blockwise_shift_scale"]
-    return {op.name: op.materialized_val_inference() for op in found}
+    scales = {op.name: op.val.val for op in main.operations if op.name.endswith(READ_SCALE)}
+    scaled = [op for op in main.operations if op.op_type == "constexpr_blockwise_shift_scale"]
+    found = {op.name: op.materialized_val_inference() for op in scaled}
+    inside = {op.data.op for op in scaled}
+    for op in main.operations:
+        if op.op_type == "constexpr_lut_to_dense" and op not in inside:
+            levels, scale = op.materialized_val_inference(), scales[op.name + READ_SCALE]
+            found[op.name] = (np.float32(levels) * np.float32(scale)).astype(levels.dtype)
+    return found
 
 
 def read_scales(program: Program) -> dict[str, set[float]]:
