@@ -16,13 +16,12 @@ from qat.convert.config import ConvertConfig
 from qat.convert.convert import convert_model
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
-from qat.hooks import extension
 from qat.models.checkpoint import save_checkpoint
 from qat.models.decoding import read_packed
+from qat.models.hf_quantizer import let_push
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.split_check import check_split
-from qat.models.stored_state import quantized_modules
 from qat.ranks import joined
 from qat.train.config import TrainConfig
 from qat.train.start import Loaded, TrainReport, train_student
@@ -48,7 +47,7 @@ def load(
         ConfigError: the device is not there or cannot compute in `dtype`.
     """
     how = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
-    return with_push(load_model(str(source), **how).model)
+    return load_model(str(source), **how).model
 
 
 def save(
@@ -114,16 +113,7 @@ def quantize(
     base = None if base is None else _in_memory(base)
     convert_model(student, config, base=base, calibration=batches)
     read_packed(model)
-    return with_push(model)
-
-
-def with_push(model: PreTrainedModel) -> PreTrainedModel:
-    """Return `model`, whose `push_to_hub` knows packed models from now on.
-
-    `student.push_to_hub("me/name", private=True)` pushes a packed checkpoint with its tokenizer and
-    a card. transformers' own, which pushes all other models, makes the repository and then fails.
-    """
-    PreTrainedModel.push_to_hub = _push_to_hub
+    let_push()
     return model
 
 
@@ -179,24 +169,6 @@ def distill(
         return train_student(
             config, str(student), Path(out), resume=resume, ranks=ranks, loaded=loaded
         )
-
-
-_push_others = PreTrainedModel.push_to_hub
-
-
-def _push_to_hub(model: PreTrainedModel, repo_id: str, **how: object) -> str:
-    """Push a model to the repository `repo_id` of the hub, and return its address.
-
-    Of a packed model the keywords are `commit_message`, `private`, and `replace`, for a repository
-    that holds files already.
-
-    Raises:
-        HubError: it cannot be pushed.
-    """
-    if not quantized_modules(model):
-        return _push_others(model, repo_id, **how)
-    pusher = extension("qat.publish", "push")
-    return pusher.push_student(model, repo_id, tokenizer=_tokenizer_of(model), **how).url
 
 
 def _in_memory(model: PreTrainedModel) -> LanguageModel:

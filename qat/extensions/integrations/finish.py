@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from qat.errors import ConfigError
 from qat.extensions.integrations.modules import take_out
 from qat.extensions.integrations.student import has_adapter, unwrapped
+from qat.extensions.publish.student import let_push
 from qat.models.decoding import read_packed
 from qat.nn.lut_embedding import (
     FrozenLutEmbedding,
@@ -18,7 +19,6 @@ from qat.nn.lut_embedding import (
 from qat.nn.quant_linear import FrozenLutLinear, QuantLinear
 from qat.nn.quant_weight import QuantWeight, quant_weights
 from qat.nn.swap import ascending, replace_module
-from qat.python import with_push
 
 PACKED: dict[type[QuantWeight], type[QuantWeight]] = {
     QuantLinear: FrozenLutLinear,
@@ -73,7 +73,8 @@ def finish(student: nn.Module) -> PreTrainedModel:
     model.__class__ = model.own_class
     model.requires_grad_(False)
     read_packed(nn.Module.float(model.eval()))
-    return with_push(model)
+    let_push()
+    return model
 
 
 def _retie(model: nn.Module, old: QuantWeight, new: QuantWeight) -> None:

@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from qat.errors import VERSION, HubError
 from qat.export.model import CARD, float_base
@@ -13,6 +13,7 @@ from qat.files import described
 from qat.hub.files import REPOSITORY, format_of, innermost_directory, kind_of, regular_files
 from qat.hub.push import TRAINER
 from qat.models.checkpoint import is_packed, load_skeleton, write_checkpoint
+from qat.models.load import load_tokenizer
 from qat.models.sizes import checkpoint_sizes
 from qat.nn.swap import embedding_dtype
 
@@ -62,18 +63,20 @@ def push_student(
     model: PreTrainedModel,
     name: str,
     *,
-    tokenizer: PreTrainedTokenizerBase | None,
     commit_message: str | None = None,
     private: bool = False,
     replace: bool = False,
 ) -> Pushed:
-    """Push a quantized model in memory as a packed checkpoint, with the history of its directory.
+    """Push a quantized model in memory as a packed checkpoint.
+
+    Its tokenizer, and what a run says of it, are those of the directory that it was loaded from.
 
     Raises:
         HubError: it cannot be pushed.
         CheckpointError: nothing of `model` is quantized, or it cannot be written.
     """
     check_push(name, private=private, replace=replace)  # before anything is written
+    tokenizer = load_tokenizer(model.name_or_path) if model.name_or_path else None
     with tempfile.TemporaryDirectory(prefix="qat-push-") as place:
         write_checkpoint(model, tokenizer, Path(place))
         return publish(

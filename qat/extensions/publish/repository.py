@@ -4,6 +4,7 @@ Only this file moves files by `huggingface_hub`, whose own login is used: no tok
 """
 
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,9 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.hf_api import ModelInfo
+from huggingface_hub.utils import are_progress_bars_disabled as has_no_bars
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars, validate_repo_id
 from huggingface_hub.utils import logging as hf_logging
-from huggingface_hub.utils import validate_repo_id
 
 from qat.errors import HubError
 from qat.hub.files import REPOSITORY
@@ -160,10 +162,13 @@ def _names(found: ModelInfo) -> set[str]:
 def _one_line(name: str) -> Iterator[None]:
     """Turn what `huggingface_hub` raises inside the block into a `HubError`.
 
-    Its own log is quiet meanwhile: it shows whole addresses, which may be signed.
+    Its log is quiet meanwhile, as it shows whole addresses, which may be signed, and so are its
+    bars where no terminal shows them.
     """
-    verbosity = hf_logging.get_verbosity()
+    verbosity, hides = hf_logging.get_verbosity(), not (has_no_bars() or sys.stderr.isatty())
     hf_logging.set_verbosity_error()
+    if hides:
+        disable_progress_bars()
     try:
         yield
     except HFValidationError as error:
@@ -176,6 +181,8 @@ def _one_line(name: str) -> Iterator[None]:
         raise HubError(f"{REPOSITORY}{name}: {_reason(error)}") from None
     finally:
         hf_logging.set_verbosity(verbosity)
+        if hides:
+            enable_progress_bars()
 
 
 def _reason(error: BaseException) -> str:
