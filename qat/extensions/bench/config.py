@@ -239,6 +239,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         **MIXTURE, **_sizes(2048, 6144, 48, (32, 4, 128), tied=False),
         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     },
+    # the runbook of Native Sparse Attention: 12 heads over 2 groups of keys, 125M with its words
+    "nsa-125m": {**LLAMA, **_sizes(768, 2528, 12, (12, 2, 64)), "vocab_size": 50257},
     "llama-3.2-1b": {**LLAMA, **_sizes(2048, 8192, 16, (32, 8, 64))},
     "llama-3.2-3b": {**LLAMA, **_sizes(3072, 8192, 28, (24, 8, 128))},
     "llama-3.3-70b": {**LLAMA, **_sizes(8192, 28672, 80, (64, 8, 128), tied=False)},

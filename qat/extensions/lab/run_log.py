@@ -9,7 +9,7 @@ from typing import Any
 
 from qat.config import fingerprint
 from qat.errors import CheckpointError, ConfigError
-from qat.files import parse_toml, write_atomically
+from qat.files import parse_json, parse_toml, write_atomically
 from qat.logs import METRICS, RECIPE
 from qat.observe.page import number
 from qat.observe.runs import (
@@ -173,4 +173,7 @@ def _paragraph(name: str, text: str) -> str:
 def _files(path: Path, mark: str) -> str:
     finals = sorted(p.parent for p in path.glob("[!.]*/config.json"))
     names = [f"`{path}` (run {mark})", *(f"`{final}`" for final in finals)]
+    for state in sorted(path.glob("tracking/*.json")):
+        told = parse_json(state.read_text(encoding="utf-8"))
+        names.append(f"{state.stem} {told.get('url') or told['id']}")
     return ", ".join(names) + "; no record."

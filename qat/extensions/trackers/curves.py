@@ -43,6 +43,7 @@ class Tracker(Protocol):
     """One run in one tracking library."""
 
     id: str  # the library's ID of the run
+    url: str  # its page, "" if it has none
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers of one step; their names contain the units."""
@@ -93,6 +94,7 @@ class Accelerated:
         tracker.main_process_only = False
         tracker.start()
         self.id = run_id
+        self.url = ""
         self._tracker = tracker
 
     def log(self, step: int, numbers: Mapping[str, Any]) -> None:
@@ -209,6 +211,7 @@ class Wandb(Accelerated):
         if not is_open:
             super().__init__(_tracker(start, run_id, "offline"), run_id)
         run = self._tracker.tracker
+        self.url = run.url or ""
         if is_open:
             logger.info("wandb: %s", run.url if mode == "online" else mode)
         else:
@@ -311,7 +314,7 @@ class Curves:
         self._told[event.kind] = event.step
 
     def _save(self) -> None:
-        state = {"id": self._tracker.id, "told": self._told}
+        state = {"id": self._tracker.id, "url": self._tracker.url, "told": self._told}
         write_atomically(self._state, json.dumps(state) + "\n")
 
 

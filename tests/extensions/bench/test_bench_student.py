@@ -38,11 +38,17 @@ PUBLISHED = {  # parameters, a tied head once
 
 
 def test_shapes_have_the_published_number_of_parameters() -> None:
-    assert set(PUBLISHED) == set(SHAPES) - {"tiny", "tiny-moe"}
+    assert set(PUBLISHED) == set(SHAPES) - {"tiny", "tiny-moe", "nsa-125m"}
     for name, published in PUBLISHED.items():
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape_called(name)))
         assert sum(p.numel() for p in model.parameters()) == published, name
+    runbook = SHAPES["nsa-125m"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**runbook))
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == 125
+    sizes = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    assert [runbook[name] for name in sizes] == [12, 12, 2]
 
 
 @pytest.mark.parametrize("preset", ["q2a4", "q2a4_r32", "v2a2"])

@@ -43,6 +43,9 @@ def run(tmp_path: Path) -> Path:
     (path / "run.json").write_text(json.dumps(facts))
     beats = read_json_lines(path / "heartbeat-rank0.jsonl")
     write_lines(path / "heartbeat-rank0.jsonl", [{**beat, "mfu_frac": 0.4} for beat in beats])
+    (path / "tracking").mkdir()
+    (path / "tracking" / "trackio.json").write_text('{"id": "t1"}')
+    (path / "tracking" / "wandb.json").write_text('{"id": "r1", "url": "w.example/r1"}')
     (path / "q2a4_mlp_0.20_bf16").mkdir()
     (path / "q2a4_mlp_0.20_bf16" / "config.json").write_text("{}")
     return path
@@ -72,7 +75,7 @@ def test_an_entry_is_whole_and_above_the_older_ones(run: Path, log: Path) -> Non
         "| before | 1.76 | 1.10 | 36.0 | - | - | - | - | - |",
         "| after, best step | 0.438 | 0.274 | 15.8 | 0.0212 | 687,314 | 9,0",
         "| 0.400 | 1.50 |",
-        "q2a4_mlp_0.20_bf16`; no record.",
+        "q2a4_mlp_0.20_bf16`, trackio t1, wandb w.example/r1; no record.",
         "Best at step 200 of 200.",
     ):
         assert part in words, part

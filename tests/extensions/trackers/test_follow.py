@@ -24,7 +24,7 @@ class Memory:
     """A tracker that remembers, and fails where it is told to."""
 
     def __init__(self, start: TrackerStart, fail_at: int = -1) -> None:
-        self.id = start.id or "first"
+        self.id, self.url = start.id or "first", ""
         self.start = start
         self.points: list[tuple[int, dict]] = []
         self.tables: list[list[Sample]] = []

@@ -100,7 +100,7 @@ def test_a_server_that_does_not_answer_is_the_same_as_no_login(
         if mode is None:
             raise wandb.errors.CommError("deadline exceeded\nwhile retrying")
         settings = SimpleNamespace(sync_dir="there")
-        return SimpleNamespace(settings=settings, define_metric=lambda *_, **__: None)
+        return SimpleNamespace(settings=settings, url=None, define_metric=lambda *_, **__: None)
 
     online = SimpleNamespace(settings=SimpleNamespace(mode="online"))
     monkeypatch.setattr(wandb, "setup", lambda: online)
@@ -108,7 +108,11 @@ def test_a_server_that_does_not_answer_is_the_same_as_no_login(
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setattr(wandb, "teardown", lambda: calls.append("teardown"))
     tracker = Wandb(TrackerStart("run", "qat", tmp_path, {}, id="abc"))
-    assert tracker.id == "abc" and calls == [(None, "abc"), "teardown", ("offline", "abc")]
+    assert (tracker.id, tracker.url) == ("abc", "") and calls == [
+        (None, "abc"),
+        "teardown",
+        ("offline", "abc"),
+    ]
     assert [record.getMessage() for record in caplog.records] == [
         "wandb: no answer from the server (deadline exceeded): the run is kept here; send it later "
         "with 'wandb sync there'"
