@@ -138,16 +138,19 @@ def _with_head(language: LanguageModel, hidden: Tensor, dtype: torch.dtype) -> S
     in a list, from which the backward of `hidden` takes it. Autograd would round it to `dtype`.
     """
     head: Any = language.head
+    table = head.table if isinstance(head, TableHead) else head
+    if hasattr(table, "unshard"):  # fully_shard divides it alone, and its forward is not called
+        table.unshard()
     take = None
     if not isinstance(head, TableHead):
         W = head.weight.to(dtype)
-    elif not (head.table.learns() and torch.is_grad_enabled()):
-        W = formed(head.table, dtype)
+    elif not (table.learns() and torch.is_grad_enabled()):
+        W = formed(table, dtype)
     else:
         with torch.no_grad():
-            W = formed(head.table, dtype)
-        left, parts = [], parts_of(head.table)
-        known = Numbers.of(head.table), [*parts]
+            W = formed(table, dtype)
+        left, parts = [], parts_of(table)
+        known = Numbers.of(table), [*parts]
         hidden = _TakesTableGradient.apply(hidden, left, known, *parts.values())
         W.requires_grad_()
         take = left.append

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import default_collate
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.utils import SAFE_WEIGHTS_NAME
@@ -47,6 +48,17 @@ class StudentMixin:
         self.rates = rates or {}
         """Flags of 'qat train': `lr`, `lr_scales`, `lr_codebook`, `beta2`, `weight_decay`, ..."""
         super().__init__(*args, **named)
+        self._whole = None
+        """A copy of the student to save from, on the first rank if FSDP divides it over ranks."""
+        if self.is_fsdp_enabled and not has_adapter(self.model):
+            version = self.accelerator.state.fsdp_plugin.fsdp_version
+            if version != 2:
+                raise ConfigError(
+                    f"fsdp_version={version} in the configuration of accelerate would flatten the "
+                    "parameters of a student, expected 2; set fsdp_version: 2"
+                )
+            if self.is_world_process_zero():
+                self._whole = copy.deepcopy(unwrapped(self.model))
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Return AdamW with the groups of `qat.param_groups`; the schedule is the arguments'.
@@ -75,11 +87,18 @@ class StudentMixin:
         if _internal_call:  # a checkpoint to resume from
             super().save_model(output_dir, _internal_call=True)
             return
-        model = unwrapped(self.model)
-        check_whole(model)
+        model, saves = unwrapped(self.model), self.args.should_save
+        if self.is_fsdp_enabled and not has_adapter(self.model):
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            state = get_model_state_dict(self.model, options=options)  # all ranks exchange it
+            model, saves = self._whole, self._whole is not None
+            if saves:
+                model.load_state_dict(state)
+        else:
+            check_whole(model)
         if has_adapter(self.model):
             model = finish(copy.deepcopy(self.model))
-        if self.args.should_save:
+        if saves:
             directory = Path(output_dir or self.args.output_dir)
             directory.mkdir(parents=True, exist_ok=True)
             write_checkpoint(model, self.processing_class, directory)

@@ -55,22 +55,59 @@ def test_an_example_runs(
     assert torch.isfinite(opened(torch.arange(8)[None]).logits).all()
 
 
-@pytest.mark.slow
-def test_accelerate_launches_the_trainer_on_two_ranks(cache: str, tmp_path: Path) -> None:
+DRIVER = """
+import runpy, sys
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+
+own = PartialState.__init__
+
+def init(self, *args, **named):
+    is_first = not PartialState._shared_state
+    own(self, *args, **named)
+    if is_first:
+        self.distributed_type = DistributedType.MULTI_GPU
+
+PartialState.__init__ = init
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a program whose processes accelerate takes for those of GPUs: it divides models over these
+alone, and on CPUs would leave them whole."""
+
+
+def launch(place: Path, cache: str, *flags: str, driver: str | None = None) -> tuple[Path, dict]:
+    """Run the trainer's example on two ranks; return the student and the state of its run."""
     example = ROOT / "examples" / "trainer.py"
-    # its launcher of several processes without mpirun is that of several GPUs
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-    command += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
-    command += ["--dynamo_backend", "no", str(example)]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
+    if driver is not None:
+        (place / "driver.py").write_text(driver)
+        command += [str(place / "driver.py")]
     ran = subprocess.run(
-        [*command, *arguments_of(example, cache, tmp_path / "q2")],
+        [*command, str(example), *arguments_of(example, cache, place / "q2")],
         capture_output=True,
         text=True,
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert (tmp_path / "q2" / "model.safetensors").exists()
-    rows = len(qat.CacheDataset(cache))
-    (state,) = (tmp_path / "q2-run").glob("checkpoint-*/trainer_state.json")
+    (state,) = (place / "q2-run").glob("checkpoint-*/trainer_state.json")
+    return place / "q2", json.loads(state.read_text())
+
+
+@pytest.mark.slow
+def test_accelerate_launches_the_trainer_on_two_ranks(cache: str, tmp_path: Path) -> None:
+    places = [tmp_path / name for name in ("ddp", "fsdp2")]
+    for place in places:
+        place.mkdir()
+    # its launcher of several processes without mpirun is that of several GPUs
+    flags = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    flags += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    whole, state = launch(places[0], cache, *flags)
     # two epochs, and twice the rows of one process in a step
-    assert json.loads(state.read_text())["global_step"] == 2 * math.ceil(rows / (2 * 8))
+    assert state["global_step"] == 2 * math.ceil(len(qat.CacheDataset(cache)) / (2 * 8))
+    configuration = ("--config_file", str(ROOT / "examples" / "fsdp2.yaml"))
+    divided, other = launch(places[1], cache, *configuration, driver=DRIVER)
+    assert other["global_step"] == state["global_step"]
+    assert [*(places[1] / "q2-run").glob("checkpoint-*/pytorch_model_fsdp.bin")]  # it was divided
+    files = [each / "model.safetensors" for each in (whole, divided)]
+    assert files[0].read_bytes() == files[1].read_bytes()
