@@ -291,6 +291,9 @@ class TrainConfig(SaveConfig, EvalConfig, OptimConfig, RolloutConfig, DataConfig
     ranks: Speed[Free[Literal["fast", "safe"]]] = "fast"
     """Exchanges between processes: fast overlaps them with other work and replays recorded steps;
     safe does neither, to tell a bad network from a fault of that."""
+    batches_ahead: Speed[Free[int]] = Field(-1, ge=-1)
+    """Steps whose batches are read ahead, each on a thread of its own; -1 for the device's number,
+    4 on a GPU and 0 on a CPU."""
     price_per_hour: Careful[Free[float]] = Field(0.0, ge=0)
     """Price of one device per hour, for the prediction of costs."""
     stall_s: Careful[Free[float]] = Field(600.0, gt=0)

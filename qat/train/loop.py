@@ -119,7 +119,9 @@ class Trainer:
             flops_share=self._flops_share(),
         )
         steps = range(self.step, self.config.max_steps)
-        stream = computed_ahead(self.micro_batches, steps, self.backend.batches_ahead)
+        ahead = self.config.batches_ahead
+        ahead = self.backend.batches_ahead if ahead < 0 else ahead
+        stream = computed_ahead(self.micro_batches, steps, ahead)
         try:
             with (
                 progress("training", self.config.max_steps, "steps", done=self.step) as ticker,

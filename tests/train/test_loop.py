@@ -207,8 +207,13 @@ def test_metrics_say_when_and_in_what_unit(shallow: Path, tmp_path: Path) -> Non
 
 
 def test_slow_steps_leave_heartbeats_between_logged_ones(shallow: Path, tmp_path: Path) -> None:
-    trainer = trainer_of(shallow, tmp_path, log_every=4, max_steps=6, beat_s=1e-9)
+    trainer = trainer_of(shallow, tmp_path, log_every=4, max_steps=6, beat_s=1e-9, batches_ahead=2)
+    read, made = [], trainer.micro_batches
+    trainer.micro_batches = lambda step: read.append((step, trainer.step)) or made(step)
     trainer.train()
+    # two steps wait for each one that is taken; the device's own number is 0
+    assert [step for step, _ in sorted(read)] == [0, 1, 2, 3, 4, 5]
+    assert max(step - taken for step, taken in read) >= 2
     assert [m["step"] for m in metrics(trainer, "train")] == [4, 6]
     beats = read_json_lines(tmp_path / "heartbeat-rank0.jsonl")
     assert [beat["step"] for beat in beats] == [1, 2, 3, 4, 5, 6]
