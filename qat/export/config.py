@@ -21,6 +21,7 @@ TargetName = Literal[
     "openvino",
     "gptq",
     "awq",
+    "litert",
     "anemll",
 ]
 """The forms that a student can be exported to; `qat.export.targets` lists their modules."""
@@ -36,6 +37,7 @@ LIBRARIES: dict[TargetName, tuple[str, str]] = {
     "openvino": ("openvino", "openvino"),
     "gptq": ("auto_round", "gptq"),
     "awq": ("gptqmodel", "awq"),
+    "litert": ("litert_torch", "litert"),
 }
 """The library that writes and reads back the files of a target, and the extra that installs it."""
 

@@ -55,7 +55,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 32, "max_positi
 EVEN = ("mlx", "compressed-tensors", "gguf", "torchao", "coreml")
 """Targets that hold evenly spaced levels of 4 bits."""
 SHIPPED = (*EVEN, "nvfp4", "modelopt")
-PROGRAMS = ("executorch", "onnx", "openvino", "gptq", "awq", "ane")
+PROGRAMS = ("executorch", "onnx", "openvino", "gptq", "awq", "litert", "ane")
 GROUPED = tuple(name for name in target_names() if name != "ane")
 """Targets that hold scales within a row."""
 
@@ -630,6 +630,7 @@ def test_a_checkpoint_says_where_it_goes_without_its_weights(students, tmp_path)
         "onnx": lut,
         "gptq": lut,
         "awq": lut,
+        "litert": lut,
         "nvfp4": lut,
         "modelopt": lut,
     }

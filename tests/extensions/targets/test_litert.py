@@ -1,0 +1,52 @@
+"""Target litert: which weights its integers hold, and a program that computes our logits.
+
+What runs a program needs litert-torch: `.ci/engine litert` installs it and runs these.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from coded import MIXED, SHAPE, even, mixed
+from quantized import SPECS
+from tiny import tiny_model
+
+from qat.errors import ExportError
+from qat.export.config import ExportConfig
+from qat.export.model import check_equal, export_model
+from qat.export.parts import DtypeError
+from qat.extensions.targets import litert
+from qat.nn.quant_linear import quant_linears
+
+needs_litert = pytest.mark.skipif(
+    find_spec("litert_torch") is None, reason="needs litert-torch: bash .ci/engine litert"
+)
+
+
+def test_what_it_cannot_hold_is_bent_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for spec in (SPECS["lut2"], even("seq", 8), even("int", 4, 24)):
+        bent = litert.scheme(spec, (8, 192))
+        assert litert.lost(spec, (8, 192)) is not None and litert.lost(bent, (8, 192)) is None
+        assert bent.bits == spec.bits
+    for spec, bits in ((even("int", 2), 2 + 1), (even("seq", 2), 4 + 1), (even("int", 5), 8 + 1)):
+        assert litert.file_bits(spec, (8, 192)) == bits * 8 * 192  # of 32 for each of 32 weights
+    model = tiny_model("llama", **SHAPE)
+    monkeypatch.setattr(litert, "MOST_BYTES", 1000)
+    with pytest.raises(ExportError, match="GB of float weights"):
+        litert.write(model, None, Path("nowhere"))
+    with pytest.raises(DtypeError, match="fp16"):
+        litert.write(model.half(), None, Path("nowhere"))
+
+
+@needs_litert
+@pytest.mark.filterwarnings("ignore")  # what its modules do as they are imported
+def test_a_program_computes_our_logits(tmp_path: Path) -> None:
+    student, out = mixed(tmp_path / "student", MIXED, None), tmp_path / "out"
+    report = export_model(str(tmp_path / "student"), ExportConfig(to="litert"), out)
+    assert report.logits_max_diff < 1e-4 and report.dtype == "float32"
+    assert report.bytes < 4 * sum(p.numel() for p in student.parameters())
+    with torch.no_grad():
+        next(iter(quant_linears(student).values())).scales *= 1.25
+    with pytest.raises(ExportError, match="gives other logits"):
+        check_equal("litert", student, out)
