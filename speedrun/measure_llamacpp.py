@@ -189,10 +189,15 @@ def to_8_bits(x: Tensor, size: int) -> Tensor:
 
 def compare(path: Path, ids: Tensor, ours: Tensor, *, is_exact: bool = False) -> Compared:
     """Logits of a GGUF file in llama.cpp against `ours` `(B, S, V)`."""
+    return compared(ours, read_gguf(path, ids, is_exact=is_exact))
+
+
+def read_gguf(path: Path, ids: Tensor, *, is_exact: bool = False) -> Tensor:
+    """Return the logits `(B, S, V)` of a GGUF file in llama.cpp."""
     engine = LlamaCpp(path, ids.shape[1], is_exact=is_exact)
     theirs = torch.stack([engine.logits(row.tolist()).clone() for row in ids])
     engine.close()
-    return compared(ours, theirs)
+    return theirs
 
 
 def compared(ours: Tensor, theirs: Tensor) -> Compared:
