@@ -15,7 +15,7 @@ from pathlib import Path
 from qat.cli.parser import parsed
 from qat.errors import ConfigError
 
-SCRIPT = re.compile(r"(?!/)[\w./-]+\.(?:py|sh)")  # no absolute paths
+SCRIPT = re.compile(r"(?!/)[\w./-]+\.(?:py|sh)|\.ci/\w+")  # no absolute paths
 LOG = ("log", "--format=%h", "--abbrev=8", "--diff-filter=AMR", "--")
 """Commits that added or changed a file, newest first."""
 
@@ -47,7 +47,9 @@ def current(command: str, root: Path) -> tuple[str, str]:
 
 
 def reads(source: str, words: Sequence[str]) -> bool:
-    """True if a script's `source` has the verb and the flags of `words`."""
+    """True if a script's `source` has the verb and the flags of `words`, or is the shell's."""
+    if source.startswith("#!/usr/bin/env bash"):
+        return True
     verbs, names = _declared(source)
     flags = {word[2:].partition("=")[0].replace("-", "_") for word in words if word[:2] == "--"}
     is_named = not verbs or None in verbs or (bool(words) and words[0] in verbs)

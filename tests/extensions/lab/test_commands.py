@@ -33,12 +33,15 @@ def test_a_command_is_found_where_its_flags_are(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     first = commit(tmp_path, tools__gone=OLD, tools__less=OLD, tools__moved=ARGUMENTS)
     less = OLD.replace(", fast: bool = False", "")
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci" / "wheel").write_text("#!/usr/bin/env bash\n")
     commit(tmp_path, tools__gone=None, tools__less=less, tools__moved=None, other__moved=ARGUMENTS)
     for command, now, at in (
         ("python tools/gone.py speed --steps 3", "tools/gone.py", first),
         ("python tools/less.py speed --steps=3", "tools/less.py", ""),
         ("A=1 python tools/less.py speed --no-fast", "tools/less.py", first),
         ("torchrun -n 2 tools/moved.py --kill-after 2", "other/moved.py", ""),
+        (".ci/wheel FILE", "", ""),
         ("qat bench kernels --only top-k", "", ""),
     ):
         assert current(command, tmp_path) == (command.replace("tools/moved.py", now), at)
@@ -47,6 +50,7 @@ def test_a_command_is_found_where_its_flags_are(tmp_path: Path) -> None:
         "python tools/less.py speed --slow",
         "python tools/none.py",
         "make speed",
+        ".ci/sheel FILE",
         "qat bench kernels --onyl top-k",
     ):
         with pytest.raises(ConfigError):
