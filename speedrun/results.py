@@ -1,14 +1,18 @@
 """Write speedrun/records/results.md, every measured figure of the records, and cards.md beside it.
 
     python speedrun/results.py
+    python speedrun/results.py wishes    # how many wishes of other projects' users are served
 
 `results.toml` beside this script says in words what each figure is, and in which order.
 """
 
+import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 from cyclopts import App
+from figures import record
 
 from qat.extensions.lab.commands import current
 from qat.extensions.lab.leaderboard import RecordEntry, by_device, by_figure, read_records
@@ -54,6 +58,24 @@ def cards(records: Path) -> str:
 
     newest = newest_of(read_records(records)).values()
     return page_of_cards(records, CARDS, [entry for entries in newest for entry in entries])
+
+
+@app.command
+def wishes(
+    table: Path = RECORDS / "2026-11-29_release" / "wishes.md", *, figures: Path | None = None
+) -> None:
+    """Count the rows of TABLE that are served in full; what they name as a proof must be there."""
+    served = Counter()
+    for line in table.read_text(encoding="utf-8").splitlines():
+        if (found := re.match(r"\| (\d+) \| .* \| (full|partly|no) \| (.*) \|$", line)) is None:
+            continue
+        served[found[2]] += 1
+        named = re.findall(r"`((?:tests|docs|speedrun)/[\w/.-]+)(?:::(\w+))?`", found[3])
+        assert named or found[2] != "full", f"wish {found[1]} names nothing that shows it"
+        for file, test in named:
+            assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8") or not test, test
+    print(dict(served))
+    record(figures, "ecosystem_wishes_served", served["full"], "wishes", ">= 36")
 
 
 def page(records: Path) -> str:

@@ -80,6 +80,7 @@ def test_results_are_what_the_command_writes(monkeypatch: pytest.MonkeyPatch) ->
 
     page = (RECORDS / "results.md").read_text(encoding="utf-8")
     assert page == results.page(RECORDS)
+    results.wishes()  # every proof that the table names is there
     assert (RECORDS / "cards.md").read_text(encoding="utf-8") == results.cards(RECORDS)
     newest = {(e.figure.figure, e.figure.device): e.figure for e in ENTRIES}.values()
     assert page.count("](2") == len(newest)

@@ -29,6 +29,7 @@ from qat.models.load import load_model, load_tokenizer
 from qat.models.sizes import tensor_sizes
 from qat.models.stored_state import quantized_modules
 from qat.nn.lut_embedding import QuantTable, quant_tables
+from qat.nn.quant_linear import quant_linears
 from qat.nn.swap import linear_names, table_names
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
 from qat.quant.weight import dequantize as form
@@ -114,6 +115,11 @@ def test_a_kept_student_learns_and_goes_out_in_the_same_types(tmp_path: Path) ->
     assert {name for name in moved if name.startswith("blk.") and "norm" not in name} == {
         name for name in values[0] if name.startswith("blk.") and "norm" not in name
     }
+    lora = config(tmp_path, learn="lora", lora_rank=2, lr_lora=1e-2, max_steps=2)
+    adapted = train_student(lora, str(tmp_path / "kept"), tmp_path / "adapted", resume=False)
+    kept = quant_linears(load_checkpoint(tmp_path / "kept"))
+    for name, linear in quant_linears(load_checkpoint(adapted.final)).items():
+        assert torch.equal(linear.packed, kept[name].packed) and linear.lora_out.abs().max() > 0
 
 
 @pytest.mark.parametrize("kind", LEVELS)
