@@ -10,7 +10,8 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from qat.train.config import LaunchConfig, TrainConfig
+from qat.train.config import TrainConfig
+from qat.train.launch import LaunchConfig
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = ROOT / "examples" / "cluster"
