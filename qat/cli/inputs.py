@@ -12,7 +12,7 @@ from qat.errors import ConfigError, DataError
 from qat.files import KINDS, described, real
 from qat.losses.config import fitting_loss
 from qat.models.directory import resolve, stored_config
-from qat.train.config import StepConfig
+from qat.train.step_config import StepConfig
 
 MODEL, CACHE = KINDS["config.json"], KINDS["manifest.json"]
 NO_TEXTS = set(KINDS.values()) - {CACHE}  # directories of files, but none to learn from

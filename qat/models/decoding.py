@@ -22,7 +22,8 @@ if TYPE_CHECKING:  # rooms above this one, and what loads transformers, which lo
     from qat.data.reader import TeacherCache
     from qat.generate.sampling import Sampling
     from qat.models.language_model import LanguageModel
-    from qat.train.config import RolloutConfig, StepConfig
+    from qat.train.config import RolloutConfig
+    from qat.train.step_config import StepConfig
 
 GROUP, NAME = "qat.decoding", "decode"
 ROLLOUTS = "rollout."

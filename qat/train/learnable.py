@@ -14,7 +14,7 @@ from qat.nn.sites import routers
 from qat.nn.swap import FEW_BITS
 from qat.quant.spec import role_of
 from qat.quant.weight import rms
-from qat.train.config import KINDS
+from qat.train.step_config import KINDS
 
 WHY_NONE = {
     "gates": "the student's attention has no gates (it is dense, or its branches are merged): "

@@ -25,7 +25,7 @@ from qat.nn.lut_embedding import quant_tables
 from qat.nn.step import form_weights
 from qat.observe.runs import score
 from qat.ranks import ALONE, Ranks
-from qat.train.config import RolloutConfig, StepConfig, TrainConfig
+from qat.train.config import RolloutConfig, TrainConfig
 from qat.train.finite import not_finite
 from qat.train.judge import CodeWatch, Judge
 from qat.train.learnable import weights_in_scope
@@ -36,6 +36,7 @@ from qat.train.resume import EXIT_CODES, HALT, SOAK, Stops
 from qat.train.run import RunDirectory
 from qat.train.saver import HasState, Saver, check_alike
 from qat.train.step import OwnRows, StepResult, TrainingStep, rank_indices
+from qat.train.step_config import StepConfig
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from qat.nn.sharded import ShardedWeight
 from qat.ranks import ALONE, Ranks
 from qat.train.adamw import MOMENTS, Learner, Mover, StochasticAdamW, TorchAdamW
 from qat.train.adamw8bit import EightBitAdamW
-from qat.train.config import OptimConfig
 from qat.train.learnable import natural_sizes
 from qat.train.loss_scale import LossScale
+from qat.train.step_config import OptimConfig
 
 FORGOTTEN, LATE = 2.0**-24, 2**24
 """Relative size below which float32 loses an addend; a step count at which bias corrections are

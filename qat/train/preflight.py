@@ -29,7 +29,7 @@ from qat.nn.step import form_weights
 from qat.nn.swap import linear_names
 from qat.process import GIB, is_out_of_memory
 from qat.ranks import ALONE, Ranks, SimulatedRanks
-from qat.train.config import OptimConfig, TrainConfig, rate_of
+from qat.train.config import TrainConfig
 from qat.train.judge import Judge
 from qat.train.learnable import weights_in_scope
 from qat.train.loop import Trainer
@@ -44,6 +44,7 @@ from qat.train.start import (
     training_cache,
 )
 from qat.train.step import EAGER_STEPS, StepResult
+from qat.train.step_config import OptimConfig, rate_of
 
 # A prediction of a run's time, memory and disk space from two measured steps. All objects used are
 # discarded: a run that follows has the same results, bit for bit.

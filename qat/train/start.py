@@ -37,7 +37,7 @@ from qat.process import available_gib
 from qat.quant.spec import SUFFIX_OF, role_of
 from qat.quant.weight import pack
 from qat.ranks import ALONE, Ranks
-from qat.train.config import MOST_WARM_UP, OptimConfig, StepConfig, TrainConfig
+from qat.train.config import TrainConfig
 from qat.train.finite import not_finite
 from qat.train.judge import CODES_PREFIX, Judge
 from qat.train.learnable import learnable, weights_in_scope
@@ -57,6 +57,7 @@ from qat.train.resume import (
 )
 from qat.train.run import RunDirectory, git_commit, resolved, step_of, versions
 from qat.train.saver import digest
+from qat.train.step_config import MOST_WARM_UP, OptimConfig, StepConfig
 
 logger = logging.getLogger(__name__)
 StepSettings = TypeVar("StepSettings", bound=StepConfig)

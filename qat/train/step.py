@@ -37,10 +37,10 @@ from qat.models.step_memory import step_bytes
 from qat.nn.lut_embedding import TableHead
 from qat.nn.step import form_moved_weights, release_weights
 from qat.ranks import Ranks
-from qat.train.config import StepConfig
 from qat.train.finite import nan_if_not_finite
 from qat.train.learnable import weights_in_scope
 from qat.train.optim import Optimizer
+from qat.train.step_config import StepConfig
 from qat.train.step_graph import StepGraph
 
 logger = logging.getLogger(__name__)

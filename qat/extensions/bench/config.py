@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from qat.config import Formats, Measured, Settings, Text
 from qat.errors import ConfigError
 from qat.models.devices import devices_named
-from qat.train.config import StepConfig
+from qat.train.step_config import StepConfig
 
 PASSES = ("forward", "train", "decode")  # the kinds of calls that `qat bench attention` measures
 DEFAULT_SHAPE, CPU_SHAPE = "qwen3-0.6b", "tiny"  # measured by default, on a GPU and on a CPU

@@ -18,8 +18,8 @@ from qat.kernels.dispatch import ways_taken
 from qat.models.attention import SPARSE, sparse_attention
 from qat.models.language_model import LanguageModel
 from qat.models.regions import compile_facts, recomputed_layers
-from qat.train.config import StepConfig
 from qat.train.step import StepResult
+from qat.train.step_config import StepConfig
 
 DTYPES = {"float": "fp32", "double": "fp64", "c10::BFloat16": "bf16", "c10::Half": "fp16"}
 SHOWN_AS = {"tf32": "fp32"}

@@ -16,10 +16,11 @@ from qat.files import described
 from qat.logs import RECIPE
 from qat.models.cost import parameter_count
 from qat.observe.runs import TrainingRun, read_directory, step_seconds, wall_seconds
-from qat.train.config import StepConfig, TrainConfig
+from qat.train.config import TrainConfig
 from qat.train.run import RunDirectory
 from qat.train.start import check_dtype, reopened
 from qat.train.step import EAGER_STEPS
+from qat.train.step_config import StepConfig
 
 PLACES = {"cache_dir", *DeviceSettings.model_fields}
 """Settings whose paths or indices may differ from the run's: the cache is compared by its content,

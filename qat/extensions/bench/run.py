@@ -46,10 +46,10 @@ from qat.models.devices import Device, device_called, devices_named
 from qat.models.flops import TokenFlops, token_flops
 from qat.models.language_model import LanguageModel
 from qat.models.step_memory import step_bytes
-from qat.train.config import StepConfig
 from qat.train.learnable import weights_in_scope
 from qat.train.start import check_dtype
 from qat.train.step import EAGER_STEPS, GRAPH_TOKENS
+from qat.train.step_config import StepConfig
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from qat.quant.codebook import fixed_grid
 from qat.quant.spec import QuantPlan
 from qat.quant.weight import round_levels
 from qat.ranks import ALONE, Ranks
-from qat.train.config import KINDS, OptimConfig, StepConfig, rate_of
 from qat.train.start import make_trainable
 from qat.train.step import StepResult, TrainingStep
+from qat.train.step_config import KINDS, OptimConfig, StepConfig, rate_of
 
 WEIGHT_RMS = 0.02  # root mean square of the random weights, as in these models' initialization
 INPUT_RANGE = 4.0

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from qat.extensions.decode.packed_reader import PackedReader
     from qat.extensions.decode.rollout import Rollouts
     from qat.models.language_model import LanguageModel
-    from qat.train.config import RolloutConfig, StepConfig
+    from qat.train.config import RolloutConfig
+    from qat.train.step_config import StepConfig
 
 
 def reader() -> PackedReader:

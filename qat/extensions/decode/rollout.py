@@ -41,8 +41,9 @@ from qat.nn.quant_linear import quant_linears
 from qat.nn.quant_weight import QuantWeight
 from qat.nn.step import form_moved_weights
 from qat.ranks import ALONE, Ranks
-from qat.train.config import ALMOST_WHOLE, RolloutConfig, StepConfig
+from qat.train.config import ALMOST_WHOLE, RolloutConfig
 from qat.train.step import rank_indices
+from qat.train.step_config import StepConfig
 
 logger = logging.getLogger(__name__)
 

@@ -38,10 +38,10 @@ from qat.nn.lut_embedding import (
     TableHead,
 )
 from qat.train.adamw import BETA1, EPS
-from qat.train.config import OptimConfig
 from qat.train.learnable import learnable, weights_in_scope
 from qat.train.start import check_dtype, make_trainable
 from qat.train.step import has_documents
+from qat.train.step_config import OptimConfig
 
 WHAT_LEARNS = ("learn", "mlp_only", "attention_only", "e2e", "lora_rank", "dtype", "seed")
 """Flags of 'qat train' that `prepare` takes."""

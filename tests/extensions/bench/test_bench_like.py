@@ -13,10 +13,10 @@ from qat.extensions.bench.config import BenchConfig
 from qat.extensions.bench.like import time_like
 from qat.models.flops import forward_flops
 from qat.observe.runs import read_directory
-from qat.train.config import StepConfig
 from qat.train.run import RunDirectory
 from qat.train.start import reopened, train_student
 from qat.train.step import TrainingStep
+from qat.train.step_config import StepConfig
 
 QUICK = BenchConfig(device="cpu", warmup=2, steps=3)
 SETTINGS = {"grad_accum_steps": 2, "learn": "scales,codebook", "seed": 5, "temperature": 2.0}

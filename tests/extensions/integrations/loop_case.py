@@ -17,8 +17,8 @@ from qat.data.packing import Batch
 from qat.data.reader import TeacherCache
 from qat.models.language_model import LanguageModel
 from qat.ranks import Ranks
-from qat.train.config import OptimConfig
 from qat.train.optim import lr_share
+from qat.train.step_config import OptimConfig
 
 STEPS = 3
 LEARN = ("learn", "mlp_only", "attention_only", "lora_rank", "dtype")

@@ -27,9 +27,10 @@ from qat.extensions.lab.sweep.plan import StepsConfig, SweepRun
 from qat.extensions.lab.sweep.telemetry import rank_facts
 from qat.logs import HEARTBEAT, read_json_lines
 from qat.ranks import ALONE, Ranks, joined
-from qat.train.config import StepConfig, TrainConfig
+from qat.train.config import TrainConfig
 from qat.train.start import check_dtype, train_student
 from qat.train.step import StepResult
+from qat.train.step_config import StepConfig
 
 SDPA = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
