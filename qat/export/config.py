@@ -10,6 +10,7 @@ TargetName = Literal[
     "dense",
     "coreml",
     "ane",
+    "coreai",
     "mlx",
     "compressed-tensors",
     "nvfp4",
@@ -28,6 +29,7 @@ TargetName = Literal[
 
 LIBRARIES: dict[TargetName, tuple[str, str]] = {
     **dict.fromkeys(("coreml", "ane"), ("coremltools", "coreml")),
+    "coreai": ("coreai_torch", "coreai"),
     "mlx": ("mlx_lm", "mlx"),
     **dict.fromkeys(("compressed-tensors", "nvfp4", "modelopt"), ("compressed_tensors", "ship")),
     "gguf": ("gguf", "ship"),

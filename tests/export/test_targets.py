@@ -55,8 +55,8 @@ WIDE = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 32, "max_positi
 EVEN = ("mlx", "compressed-tensors", "gguf", "torchao", "coreml")
 """Targets that hold evenly spaced levels of 4 bits."""
 SHIPPED = (*EVEN, "nvfp4", "modelopt")
-PROGRAMS = ("executorch", "onnx", "openvino", "gptq", "awq", "litert", "ane")
-GROUPED = tuple(name for name in target_names() if name != "ane")
+PROGRAMS = ("executorch", "onnx", "openvino", "gptq", "awq", "litert", "ane", "coreai")
+GROUPED = tuple(name for name in target_names() if name not in ("ane", "coreai"))
 """Targets that hold scales within a row."""
 
 
@@ -622,6 +622,7 @@ def test_a_checkpoint_says_where_it_goes_without_its_weights(students, tmp_path)
     lut = "its codebook is lut"
     assert lacking(tmp_path / "lut") == {
         "ane": "it has a scale for each 16 features of a row",
+        "coreai": "it has a scale for each 16 features of a row",
         "mlx": lut,
         "compressed-tensors": lut,
         "gguf": lut,

@@ -8,6 +8,7 @@ multiplies the output instead: the Neural Engine computes scales within a weight
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -111,7 +112,7 @@ def write(
         if has_input_scale(module):
             scale = module.activation.stored_scale().double()
             scales[name] = exact(f"{name}.{INPUT_SCALE}", scale, dtype).numpy()[()]
-    places = torch.arange(_length(model))[None]
+    places = torch.arange(length_of(model))[None]
     with torch.no_grad():  # cosines and sines of the positions, as the model computes them
         cos, sin = model.model.rotary_emb(torch.zeros(1), places)
     angles = cos[0], sin[0]
@@ -153,28 +154,45 @@ def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
     ours = {name: {activation.stored_scale().item()} for name, activation in statics.items()}
     if read_scales(program) != ours:
         raise ValueError("what linears read is rounded by other scales")
-    padded = torch.zeros(1, _length(model), dtype=ids.dtype)
+    padded = torch.zeros(1, length_of(model), dtype=ids.dtype)
     padded[:, : ids.shape[1]] = ids
     return torch.from_numpy(evaluate(program, padded.numpy()))[:, : ids.shape[1]]
 
 
-def _length(model: PreTrainedModel) -> int:
+def length_of(model: PreTrainedModel) -> int:
+    """Return the number of positions that a program of `model` reads."""
     return min(LENGTH, model.config.max_position_embeddings)
 
 
-def _lookup(name: str, module: QuantWeight, dtype: torch.dtype) -> object:
-    """Return the table of a module, padded with zeros to a size that Core ML supports."""
-    from qat.extensions.targets.coreml_program import Lookup
+class Palette(NamedTuple):
+    """A weight as Apple's programs hold it: `lut[indices] * scale`."""
 
-    weight = module.quantized()
-    scale = exact(f"{name}.scales", weight.scales.scales.double(), dtype).detach().numpy()
-    # no table: with inputs of 8 bits Core ML may multiply such a weight as integers
-    if (module.spec.codebook, module.spec.bits) == ("int", 8):
-        integers = weight.indices.int() + int(weight.codebook[0])
-        return Lookup(integers.to(torch.int8).numpy(), None, scale)
-    num_levels = module.spec.num_levels
+    indices: Tensor
+    """`(O, I / d)`."""
+    lut: Tensor
+    """`(T, 2**bits, d)`: T tables for O / T rows each, padded with zeros to supported bits."""
+    scale: Tensor
+    """`(O, G)`."""
+
+
+def palette(name: str, module: QuantWeight, dtype: torch.dtype) -> Palette:
+    """Return the tables of a module in `dtype`, which must change nothing."""
+    weight, num_levels = module.quantized(), module.spec.num_levels
+    scale = exact(f"{name}.scales", weight.scales.by_group().double(), dtype).detach()
     size = next(2**bits for bits in INDEX_BITS if 2**bits >= num_levels)
     levels = exact(f"{name}.codebook", weight.codebook.double(), dtype)
     entries = levels.view(-1, num_levels, module.spec.vector_size)
     lut = torch.nn.functional.pad(entries, (0, 0, 0, size - num_levels))
-    return Lookup(weight.indices.numpy(), lut.detach().numpy(), scale)
+    return Palette(weight.indices, lut.detach(), scale)
+
+
+def _lookup(name: str, module: QuantWeight, dtype: torch.dtype) -> object:
+    """Return the tables of a module, or integers."""
+    from qat.extensions.targets.coreml_program import Lookup
+
+    indices, lut, scale = palette(name, module, dtype)
+    # no table: with inputs of 8 bits Core ML may multiply such a weight as integers
+    if (module.spec.codebook, module.spec.bits) == ("int", 8):
+        integers = indices.int() + int(module.levels()[0])
+        return Lookup(integers.to(torch.int8).numpy(), None, scale.numpy())
+    return Lookup(indices.numpy(), lut.numpy(), scale.numpy())
