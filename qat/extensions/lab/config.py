@@ -130,7 +130,7 @@ class KernelsConfig(Settings):
     def _check_by(cls, text: str) -> str:
         found = GAIN.fullmatch(text)
         if found is None or not 0 < gain_of(text) < 1:
-            raise ValueError(f"by={text!r} is no gain, expected above 0% and below 100%, as in 10%")
+            raise ValueError("no gain, expected above 0% and below 100%; write 10% or 0.1")
         return text
 
     @property
