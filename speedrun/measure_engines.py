@@ -23,7 +23,7 @@ from cyclopts import App
 from figures import record
 from measure_llamacpp import compared, logits, read_gguf, tokens, widen
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoRoundConfig, PreTrainedModel
 
 from qat.cli import run_verb
 from qat.export.parts import logits_of, reloaded
@@ -35,6 +35,7 @@ from qat.models.load import load_tokenizer
 
 TOP1, KL = 0.995, 0.001
 RUNS, TOKENS, PROMPT = 7, 64, 16
+AUTOROUND = AutoRoundConfig(backend="torch")
 DTYPES = {"gptq": "bf16", "awq": "bf16"}
 Engine = Callable[[PreTrainedModel, Path, Tensor], Tensor]
 app = App(help=__doc__)
@@ -113,7 +114,7 @@ ENGINES: dict[str, tuple[str, Engine, Engine | None]] = {
     "torchao": ("torchao", by_export("torchao"), None),
     "compressed-tensors": ("compressed-tensors", by_export("compressed-tensors"), None),
     "llamacpp": ("gguf", llamacpp_wide, llamacpp),
-    "autoround": ("gptq", by_export("gptq"), in_dtype(None)),
+    "autoround": ("gptq", by_export("gptq"), in_dtype(None, quantization_config=AUTOROUND)),
     "gptqmodel": ("awq", in_dtype(torch.float32), in_dtype(None)),
     "vllm": ("packed", vllm, None),
 }

@@ -38,6 +38,8 @@ yours. A commit stands behind a command whose script or flags are gone: `git sho
 prints the script.
 {met} of the {bound} goals that are bounds are met.
 """
+ENGINE = ("exact_top1", "exact_kl", "default_top1", "default_kl")
+"""Figures of an engine, after `engine_NAME_`: as exact as it computes, then by default."""
 COLUMNS = ("figure", "value", "unit", "goal", "", "device", "record", "command")
 BAR = "\\|"  # a bar inside a cell of Markdown
 MET = {True: "met", False: "**missed**", None: ""}
@@ -81,13 +83,33 @@ def wishes(
 def page(records: Path) -> str:
     """The page in Markdown."""
     newest = newest_of(read_records(records))
-    topics = tomllib.loads(WORDS.read_text(encoding="utf-8"))["topics"]
+    words = tomllib.loads(WORDS.read_text(encoding="utf-8"))
+    topics = words["topics"]
     named = {name for topic in topics for name in topic["figures"]}
+    named |= {f"engine_{name}_{part}" for name in words["engines"]["rows"] for part in ENGINE}
     unnamed = {name: f"`{name}`" for name in newest if name not in named}
     others = {"title": "Others", "about": "Figures without a description.", "figures": unnamed}
     judged = [entry.figure.is_met for entries in newest.values() for entry in entries]
     intro = INTRO.format(met=judged.count(True), bound=len(judged) - judged.count(None))
-    return "\n".join([intro, *(text for t in [*topics, others] if (text := section(t, newest)))])
+    texts = [section(topic, newest) for topic in topics]
+    texts += [engines(words["engines"], newest), section(others, newest)]
+    return "\n".join([intro, *filter(None, texts)])
+
+
+def engines(topic: dict, newest: dict[str, list[RecordEntry]]) -> str:
+    """Heading, sentences and table of the engines that ran a student, a row each."""
+    lines = []
+    for name, words in topic["rows"].items():
+        entries = [newest.get(f"engine_{name}_{part}", [])[-1:] for part in ENGINE]
+        values = [" ".join(digits(each.figure.value) for each in found) for found in entries]
+        judged = [each for found in entries[:2] for each in found]
+        if judged:
+            met = MET[all(each.figure.is_met for each in judged)]
+            record = f"{judged[0].day}_{judged[0].record}"
+            cells = words, *values, met, f"[{judged[0].record}]({record})"
+            lines.append(f"| {' | '.join(cells)} |")
+    head = [topic["columns"], f"|---{'|---:' * len(ENGINE)}|---|---|"]
+    return "\n".join([f"## {topic['title']}\n", topic["about"].strip(), "", *head, *lines, ""])
 
 
 def newest_of(entries: list[RecordEntry]) -> dict[str, list[RecordEntry]]:
