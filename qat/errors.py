@@ -37,7 +37,10 @@ def is_installed(library: str) -> bool:
     """Return whether Python finds a library, and not just a folder of that name."""
     from importlib.util import find_spec
 
-    found = find_spec(library)
+    try:
+        found = find_spec(library)
+    except ModuleNotFoundError:  # what the library is a part of
+        return False
     return found is not None and found.origin is not None
 
 

@@ -51,10 +51,9 @@ def check_installed(name: TargetName) -> None:
         ExportError: the library is missing; the message has the command that installs it.
     """
     library, extra = LIBRARIES.get(name, ("", ""))
-    package = library.partition(".")[0]
-    if package and not is_installed(package):
+    if library and not is_installed(library):  # ExecuTorch as a whole is just a folder
         raise ExportError(
-            f"to={name}, but the library {package} is not installed, expected it to write and "
+            f"to={name}, but the library {library} is not installed, expected it to write and "
             f"check the files; run: {how_to_install(extra)}"
         )
 
