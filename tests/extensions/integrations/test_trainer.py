@@ -1,6 +1,7 @@
 """The trainer of transformers takes the steps of a loop of one's own, and resumes them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -188,6 +189,20 @@ def test_padded_heads_are_cut_as_in_a_run(
     )
     trainer.train()
     assert_same(values_of(student), values_of(run.student.model))
+
+
+def test_fsdp1_is_refused(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = QatTrainer.create_accelerator_and_postprocess
+
+    def divided(trainer: QatTrainer) -> None:
+        own(trainer)
+        trainer.is_fsdp_enabled = True
+        plugin = SimpleNamespace(fsdp_version=1)
+        monkeypatch.setitem(vars(trainer.accelerator.state), "fsdp_plugin", plugin)
+
+    monkeypatch.setattr(QatTrainer, "create_accelerator_and_postprocess", divided)
+    with pytest.raises(ConfigError, match="fsdp_version=1"):
+        QatTrainer(student_of(place), arguments(tmp_path))
 
 
 def test_mistakes(place: Path, tmp_path: Path) -> None:
