@@ -60,4 +60,21 @@ def extension(group: str, name: str) -> object:
             f"the extension {name!r} is not installed ({group} has "
             f"{', '.join(sorted(hooks(group))) or 'none'}); {HOW_TO_INSTALL}"
         )
-    return found.load()
+    return load(found)
+
+
+def load(point: EntryPoint) -> object:
+    """Import and return what `point` names.
+
+    Raises:
+        ConfigError: its module is gone, as after a checkout of another version.
+    """
+    try:
+        return point.load()
+    except ModuleNotFoundError as error:
+        if not f"{point.module}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(
+            f"{point.group} names {point.module}, which this version does not have, expected what "
+            f"was installed and these files to be of one version; {HOW_TO_INSTALL}"
+        ) from None

@@ -28,7 +28,7 @@ from qat.train.launch import LaunchConfig
 from qat.train.start import check_rollouts
 
 RUN, TRACKED = TrainConfig(cache_dir="cache"), TrackConfig(tensorboard=True)
-SOAKED = LaunchConfig(soak=1)
+SOAKED = LaunchConfig(soak=40)
 
 
 @pytest.mark.usefixtures("no_extensions")
@@ -84,3 +84,15 @@ def test_the_projects_entry_points_lead_somewhere() -> None:
     for group in (each for each in groups if each.startswith("qat.")):
         for name, value in groups[group].items():
             assert EntryPoint(name, value, group).load() is not None
+
+
+def test_entry_points_of_another_version_are_one_line(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "whole_extension.py").write_text("import a_library_that_is_not_here\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("qat.extensions.gone", "qat.gone.verb"):
+        point = EntryPoint("gone", module, "qat.targets")
+        monkeypatch.setattr(hooks, "hooks", lambda group, point=point: {point.name: point})
+        with pytest.raises(ConfigError, match=f"{module}, .*expected .*pip install"):
+            load_target("gone")
+    with pytest.raises(ModuleNotFoundError, match="a_library_that_is_not_here"):
+        hooks.load(EntryPoint("whole", "whole_extension", "qat.targets"))

@@ -11,7 +11,7 @@ from qat.config import Required
 from qat.data.config import CacheConfig, ImportConfig
 from qat.errors import CacheError, CheckpointError, ConfigError, HubError, QatError
 from qat.files import described
-from qat.hooks import hooks
+from qat.hooks import hooks, load
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -230,4 +230,4 @@ def _sample_text(opened: "TeacherCache") -> str | None:
 
 
 for _verb in hooks("qat.cache").values():
-    cache_app.command(_verb.load())
+    cache_app.command(load(_verb))

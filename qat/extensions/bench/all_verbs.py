@@ -2,9 +2,9 @@
 
 from qat.cli import VERBS
 from qat.extensions.bench.verb import bench_app
-from qat.hooks import hooks
+from qat.hooks import hooks, load
 
 __all__ = ["bench_app"]
 for _name, _extension in hooks("qat.verbs").items():
     if _name not in VERBS:
-        _extension.load()(bench_app)
+        load(_extension)(bench_app)
