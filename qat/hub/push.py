@@ -14,6 +14,7 @@ import lz4.frame
 from qat.errors import HubError
 from qat.files import described, sha256_file
 from qat.hub.files import (
+    REPOSITORY,
     SUFFIXES,
     Kind,
     atomic_file,
@@ -145,8 +146,8 @@ def push(
     is_remote = to.startswith("gs://")
     if not is_remote and not Path(to).is_dir():
         raise HubError(
-            f"{to} {described(Path(to))}, expected a folder (is the Drive mounted?) or gs://...; "
-            "check the path"
+            f"{to} {described(Path(to))}, expected a folder (is the Drive mounted?), gs://... or "
+            f"{REPOSITORY}OWNER/NAME; check the path"
         )
     target = f"{to.rstrip('/')}/{name}"
     with tempfile.TemporaryDirectory(prefix=".qat-push-", dir=directory.resolve().parent) as place:

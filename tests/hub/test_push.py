@@ -54,7 +54,9 @@ def test_the_same_again_is_fine_and_another_is_not(tmp_path: Path, folder: Path)
 
 def test_no_folder(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "model")
-    with pytest.raises(HubError, match="expected a folder .is the Drive mounted.. or gs://"):
+    with pytest.raises(
+        HubError, match="expected a folder .is the Drive mounted.., gs://.* hf://OWNER"
+    ):
         push(source, str(tmp_path / "nowhere"))
     assert os.listdir(tmp_path) == ["model"]
 
