@@ -21,7 +21,7 @@ from qat.logs import RECIPE, Terminal
 from qat.losses.config import parse_losses
 from qat.observe.config import TrackConfig
 from qat.train.config import TrainConfig, refuse_begun
-from qat.train.launch import LaunchConfig
+from qat.train.launch import LEAST_LOSSES, LaunchConfig
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -67,7 +67,7 @@ def train(
     from qat.cli.inputs import check_inputs, with_fitting_loss
 
     followers: Any = None if tracking == UNTRACKED else extension("qat.followers", "trackers")
-    soak = _soak(launch, config.max_steps)
+    soak = _soak(launch, config)
     parse_losses(config.loss)
     _warn_of_idle(config.idle())
     check_inputs(models=[student, config.teacher], caches=[config.cache_dir], out=out)
@@ -122,18 +122,25 @@ def train(
     return found
 
 
-def _soak(launch: LaunchConfig, max_steps: int) -> Any:  # noqa: ANN401
+def _soak(launch: LaunchConfig, config: TrainConfig) -> Any:  # noqa: ANN401
     """Return what judges a soak; None without one.
 
     Raises:
-        ConfigError: the soak is longer than the run.
+        ConfigError: the soak is longer than the run, or logs too few losses to judge.
     """
-    if launch.soak > max_steps:
+    if not launch.soak:
+        return None
+    if launch.soak > config.max_steps:
         raise ConfigError(
-            f"soak={launch.soak} is more than max_steps={max_steps}, expected a soak within the "
-            "run; lower --soak or raise --max-steps"
+            f"soak={launch.soak} is more than max_steps={config.max_steps}, expected a soak within "
+            "the run; lower --soak or raise --max-steps"
         )
-    return extension("qat.soaks", "lab") if launch.soak else None
+    if (losses := launch.soak // config.log_every) < LEAST_LOSSES:
+        raise ConfigError(
+            f"soak={launch.soak} logs {losses} losses with log_every={config.log_every}, expected "
+            f"{LEAST_LOSSES} or more to see them fall; raise --soak or lower --log-every"
+        )
+    return extension("qat.soaks", "lab")
 
 
 def _trained(run: "AbstractContextManager[Trainer]", soak: int) -> "TrainReport | None":

@@ -7,6 +7,8 @@ from pydantic import Field, model_validator
 
 from qat.config import Careful, Settings
 
+LEAST_LOSSES = 4
+"""Fewest logged losses of a soak, so that the first and the last quarter have one each."""
 Switch = Annotated[bool, Parameter(negative=())]
 
 

@@ -6,14 +6,13 @@ from pathlib import Path
 
 from qat.observe.health import Check, State, health
 from qat.observe.runs import TrainingRun, read_directory
-from qat.train.launch import LaunchConfig
+from qat.train.launch import LEAST_LOSSES, LaunchConfig
 
 LEFT_OUT = (
     *("speed", "device memory", "host memory", "waiting for data", "slowest rank", "loss"),
     *("over-fitting", "GPU, hottest", "resumed", "forced"),
 )
 """Health checks that need a long run, or that no bound is about; all others must be ok."""
-LEAST_LOSSES = 4  # logged losses, so that the first and the last quarter have one each
 
 
 def judge(path: Path, launch: LaunchConfig) -> list[Check]:

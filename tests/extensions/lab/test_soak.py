@@ -118,6 +118,7 @@ def test_a_broken_bound_is_one_line_and_keeps_the_checkpoint(
     assert line.startswith("qat: ") and "expected at least 1e+12: mend it" in line
     assert json.loads(shown.out.splitlines()[-1]) == {"run": str(out)}
     assert (out / "latest").read_text() == "checkpoints/step-000004\n"
-    assert call(monkeypatch, *words[:-1], tmp_path / "none", "--soak", 7) == 1
-    assert "soak=7 is more than max_steps=6" in capsys.readouterr().err
+    for soak, found in ((7, "is more than max_steps=6"), (3, "logs 3 losses with log_every=1")):
+        assert call(monkeypatch, *words[:-1], tmp_path / "none", "--soak", soak) == 1
+        assert f"soak={soak} {found}, expected" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
