@@ -1,8 +1,8 @@
 """Bits per byte of one student that learns from its own teacher, or from one with other tokens.
 
     qat sample coder.gguf --prompts prompts.jsonl --out answers.jsonl
-    python speedrun/records/2026-11-29_vocab/measure_vocab.py WORK --own smollm2.gguf --other coder.gguf \
-        --answers answers.jsonl
+    python speedrun/records/2026-11-29_vocab/measure_vocab.py WORK --own smollm2.gguf \
+        --other coder.gguf --answers answers.jsonl
 
 writes texts, both caches, the re-aligned one, the students and what is measured of them into WORK,
 and goes on where it stopped. Without `--answers` the text is code of this repository. `--arms gold`
