@@ -99,9 +99,12 @@ class _Graph(Decoder[Var]):
         self.config, self.weights, self.scales, self.dtype = config, weights, scales, dtype
         self.made: dict[str, Var] = {}
         self.rounded: dict[tuple[Var, np.floating], Var] = {}
-        self.cos, self.sin = (part.numpy().astype(dtype)[None, None] for part in rotary)
+        # constants of the program: an array would be stored again by each layer that reads it
+        self.cos, self.sin = (
+            mb.const(val=part.numpy().astype(dtype)[None, None]) for part in rotary
+        )
         length = rotary[0].shape[0]
-        self.mask = np.triu(np.full((length, length), MASKED, dtype), 1)[None, None]
+        self.mask = mb.const(val=np.triu(np.full((length, length), MASKED, dtype), 1)[None, None])
         self.head_dim = head_dim(config)
 
     def weight(self, name: str) -> Var:

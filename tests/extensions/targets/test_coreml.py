@@ -198,11 +198,13 @@ def test_what_is_not_rounded_is_read_as_it_is(tmp_path: Path) -> None:
     linears = quant_linears(model)
     linears["model.layers.0.self_attn.q_proj"].activation = None
     coreml.write(model, None, tmp_path)
-    kinds = {
-        op.weight.op.name: op.x.op.op_type for op in operations(tmp_path) if "linear" in op.op_type
-    }
+    found = operations(tmp_path)
+    kinds = {op.weight.op.name: op.x.op.op_type for op in found if "linear" in op.op_type}
     plain = {name for name, kind in kinds.items() if kind != "dequantize"}
     assert plain == {"model_layers_0_self_attn_q_proj_weight"}
+    stored = [np.shape(op.val.val)[:3] for op in found if op.op_type == "const"]
+    # cosines, sines and the mask, which all layers share
+    assert stored.count((1, 1, coreml.length_of(model))) == 3
     check_equal("coreml", model, tmp_path)
 
 
