@@ -12,6 +12,8 @@ from qat.models.load import load_tokenizer
 from qat.models.opening import read_table
 
 ONNX = ".onnx"
+PROGRAMS = (".mlpackage", ".aimodel", ".pte", ".tflite", ".xml")
+"""Suffixes of what other targets write, which their own libraries alone open."""
 
 
 def located(source: str) -> Path:
@@ -46,7 +48,16 @@ def open_side(source: str, device: str = "cpu") -> Side:
         return with_model(open_gguf(place), device)
     if (place / "config.json").is_file() and MLX in read_table(place / "config.json"):
         return with_model(open_mlx(place), device)
-    return open_any(source, place, device)
+    try:
+        return open_any(source, place, device)
+    except CheckpointError:
+        program = next((each.name for each in place.glob("*") if each.suffix in PROGRAMS), None)
+        if program is None:
+            raise
+        raise CheckpointError(
+            f"{source} holds {program}, a program whose weights are not read, expected GGUF, MLX, "
+            "ONNX or a model of transformers; 'qat export' compared it when it was written"
+        ) from None
 
 
 def open_reference(source: str, device: str = "cpu") -> Side:

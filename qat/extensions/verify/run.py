@@ -132,7 +132,7 @@ def read_contexts(ours: Side, config: VerifyConfig) -> Sequence[Context]:
         DataError: the text is too short.
     """
     length = min(config.context, ours.model.longest)
-    tokens = ours.tokenizer(_text(config), add_special_tokens=False).input_ids
+    tokens = ours.tokenizer(_text(config), add_special_tokens=False, verbose=False).input_ids
     found = list(text_contexts(tokens, ours.tokens.begin, length))[: config.contexts]
     if not found:
         raise DataError(

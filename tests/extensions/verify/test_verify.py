@@ -199,6 +199,8 @@ def test_few_tokens_of_the_usual_text_are_enough(student: Path, file: Path) -> N
 def test_other_inputs_take_one_line(file: Path, student: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "bad.gguf").write_text("hello")
+    (tmp_path / "program" / "model.mlpackage").mkdir(parents=True)
+    (tmp_path / "program" / "config.json").write_text("{}")
     save_tiny(tmp_path / "words", "llama", vocab_size=512, **SHAPE)
     save_tiny(tmp_path / "deep", "llama", num_hidden_layers=3, **SHAPE)
     save_tiny(tmp_path / "gemma", "gemma3", **SHAPE)
@@ -206,6 +208,7 @@ def test_other_inputs_take_one_line(file: Path, student: Path, tmp_path: Path) -
         (tmp_path / "nowhere", CheckpointError, "nowhere"),
         (tmp_path / "notes.txt", CheckpointError, "notes.txt"),
         (tmp_path / "bad.gguf", CheckpointError, "bad.gguf"),
+        (tmp_path / "program", CheckpointError, "model.mlpackage, a program"),
         (tmp_path / "words", ConfigError, "vocabulary of 512 words"),
         (tmp_path / "deep", ConfigError, "3 layers"),
         (tmp_path / "gemma", ConfigError, "gemma3_text"),
