@@ -174,7 +174,8 @@ class TeacherCache:
         if tokenizer_hash != self.manifest.tokenizer:
             raise CacheError(
                 f"{self.directory} was tokenised with tokenizer {self.manifest.tokenizer}, the "
-                f"student has {tokenizer_hash}; rebuild the cache with the student's tokenizer"
+                f"student has {tokenizer_hash}, expected one; write its cache: qat cache realign "
+                f"{self.directory} --tokenizer STUDENT"
             )
         if max_positions is not None and self.sequence_length > max_positions:
             raise CacheError(

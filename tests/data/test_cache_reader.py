@@ -110,7 +110,7 @@ def test_students_that_do_not_fit_are_refused(built: Path) -> None:
     tokenizer = cache.manifest.tokenizer
     assert cache.check_student(tokenizer, 320, 16) == cache.check_student(tokenizer, 328, None)
     assert cache.check_student(tokenizer, 312, None) == cache.num_words == 312
-    with pytest.raises(CacheError, match="the student has 0123"):
+    with pytest.raises(CacheError, match="the student has 0123, .*qat cache realign"):
         cache.check_student("0123", 320, 128)
     with pytest.raises(CacheError, match="sequences of 16 tokens, the student reads at most 15"):
         cache.check_student(tokenizer, 320, 15)
