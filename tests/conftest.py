@@ -1,6 +1,7 @@
 """Tiny models, made in the test: nothing here reaches a network or a downloaded file."""
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -132,6 +133,13 @@ def _seeded(pytestconfig: pytest.Config) -> None:
     seed(0)
     # on small weights a second thread costs more than it gives, and sums in another order
     torch.set_num_threads(pytestconfig.getoption("threads"))
+
+
+@pytest.fixture(autouse=True)
+def _own_log_level() -> Iterator[None]:
+    yield
+    # a command line, or a rank that is not the first, chooses a level for its whole process
+    logging.getLogger("qat").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)
