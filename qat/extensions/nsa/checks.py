@@ -53,7 +53,7 @@ def warn(model: object, layers: list[dict]) -> None:
     _warned[model] = set() if before is None else set(failed)
     for name, check in failed.items() if before is not None else ():
         if name not in before:
-            logger.warning("%s: %s, expected %s", name, check.found, check.limit)
+            logger.warning("nsa: %s: %s, expected %s", name, check.found, check.limit)
 
 
 def checks(layers: list[dict]) -> Iterator[Check]:

@@ -124,7 +124,7 @@ def test_a_check_that_fails_is_warned_of_once_but_not_where_it_began(caplog) -> 
     def warned() -> int:
         caplog.clear()
         measure(model, batch(2 * SMALL.reach))
-        return sum("gate entropy" in record.message for record in caplog.records)
+        return sum("nsa: gate entropy" in record.message for record in caplog.records)
 
     assert [warned() for _ in range(3)] == [0, 1, 0]
     for module in nsa_modules(model.model).values():
