@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Group, Parameter
 
 from qat.config import Required
-from qat.errors import ExportError
+from qat.errors import ConfigError, ExportError
 from qat.export.config import ExportConfig, TargetName, check_installed
 from qat.files import check_free
 from qat.hooks import extension
@@ -40,6 +40,10 @@ def export(
     from qat.hub.files import REPOSITORY
 
     push = push and push.removeprefix(REPOSITORY)
+    if private and not push:
+        raise ConfigError(
+            "private=True without push, expected a repository; add --push OWNER/NAME or drop it"
+        )
     from qat.models.directory import stored_config
 
     check_installed(config.to)

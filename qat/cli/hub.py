@@ -8,7 +8,7 @@ from cyclopts import App, Parameter
 
 from qat.cli.parser import OTHERS
 from qat.config import Required
-from qat.errors import HubError
+from qat.errors import ConfigError, HubError
 from qat.files import described, inside, is_real
 from qat.hooks import extension
 from qat.hub.registry import HubEntry
@@ -209,6 +209,11 @@ def push(
         line = f"qat hub pull {to}@{sent.commit}"
         Terminal().print(line, highlight=False, soft_wrap=True)
         return dict(pull=line, packed=source, **sent._asdict())
+    if private:
+        raise ConfigError(
+            f"private=True of {to}, expected {REPOSITORY}OWNER/NAME: a folder is as private as its "
+            "owner made it; drop --private"
+        )
     pushed = put(source, to, name=name, with_trainer=with_trainer, replace=force)
     line = pushed.add_line(name, _mirror(pushed.to, drive))
     Terminal().print(line, highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ import pytest
 from hub_case import checkpoint, contents, legacy_cache
 
 from qat.cli.hub import push as push_verb
-from qat.errors import CheckpointError, HubError
+from qat.errors import CheckpointError, ConfigError, HubError
 from qat.files import sha256_file
 from qat.hub import push as pushing
 from qat.hub.files import sha256_tree
@@ -58,6 +58,8 @@ def test_no_folder(tmp_path: Path) -> None:
         HubError, match="expected a folder .is the Drive mounted.., gs://.* hf://OWNER"
     ):
         push(source, str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="private=True of .*, expected hf://OWNER"):
+        push_verb(source, str(tmp_path), private=True)
     assert os.listdir(tmp_path) == ["model"]
 
 

@@ -2,8 +2,9 @@
 
 import re
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from qat.config import Measured, Settings
 from qat.extensions.bench.config import MeasureConfig
@@ -132,6 +133,14 @@ class KernelsConfig(Settings):
         if found is None or not 0 < gain_of(text) < 1:
             raise ValueError("no gain, expected above 0% and below 100%; write 10% or 0.1")
         return text
+
+    @model_validator(mode="after")
+    def _check_beat(self) -> Self:
+        if self.beat is None and "by" in self.model_fields_set:
+            raise ValueError(
+                f"by={self.by} without beat, expected the run to compare with; add --beat DIR"
+            )
+        return self
 
     @property
     def gain(self) -> float:

@@ -291,9 +291,12 @@ def test_kernels_are_to_beat_earlier_ones(after_s, code, tmp_path, monkeypatch, 
     verdict = ("faster", "not faster by 10%", "not comparable")[code]
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert ended.value.code == code and said["verdict"] == verdict and len(said["cases"]) == 1
-    assert KernelsConfig(by="0.2").gain == 0.2 and KernelsConfig(by="12.5%").gain == 0.125
-    with pytest.raises(ValidationError):
-        KernelsConfig(by="100%")
+    gains = [KernelsConfig(beat=tmp_path, by=by).gain for by in ("0.2", "12.5%")]
+    assert gains == [0.2, 0.125]
+    with pytest.raises(ValidationError, match="expected above 0%"):
+        KernelsConfig(beat=tmp_path, by="100%")
+    with pytest.raises(ValidationError, match="by=10% without beat, expected"):
+        KernelsConfig(by="10%")
     with pytest.raises(ComparisonError):
         kernels(config=KernelsConfig(beat=tmp_path / "none"))
 

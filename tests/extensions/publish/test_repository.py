@@ -185,7 +185,10 @@ def test_an_export_is_pushed_once_the_hub_agreed(hub: Hub, tmp_path, monkeypatch
     words = ("export", "q4", "--to", "gguf", "--out", "files", "--push")
     assert cli_case.call(monkeypatch, *words, "google/q4") == 1
     error = capsys.readouterr().err.strip()
-    assert "belongs to google" in error and "\n" not in error and not (tmp_path / "files").exists()
+    assert "belongs to google" in error and "\n" not in error
+    assert cli_case.call(monkeypatch, *words[:-1], "--private") == 1
+    assert "private=True without push" in capsys.readouterr().err
+    assert not (tmp_path / "files").exists()
     assert cli_case.call(monkeypatch, *words, "ours/q4", "--private") == 0
     assert said(capsys)["pushed"] == f"{hub.url}/ours/q4" and hub.private["ours/q4"]
     assert hub.files("ours/q4") == contents(tmp_path / "files")
