@@ -123,8 +123,10 @@ def explained(out: Path, raised: type[QatError], *causes: type[Exception]) -> It
     try:
         yield
     except (OSError, *causes) as error:
+        # a copy of a directory lists every file; one is enough to show the cause
+        cause = error.args[0][0][2] if isinstance(error, shutil.Error) else error
         raise raised(
-            f"{out}: writing stopped ({error}); nothing new was left there: free some space, or "
+            f"{out}: writing stopped ({cause}); nothing new was left there: free some space, or "
             "choose a place that you may write to"
         ) from error
 

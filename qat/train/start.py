@@ -197,10 +197,7 @@ def finished(trainer: Trainer) -> TrainReport:
         best_step = step_of(best)
         with atomic_directory(final, replace=True) as partial:
             ignore = shutil.ignore_patterns("trainer")
-            try:
-                shutil.copytree(best, partial, ignore=ignore, dirs_exist_ok=True)
-            except shutil.Error as error:  # it lists every file; one is enough to show the cause
-                raise OSError(error.args[0][0][2]) from error
+            shutil.copytree(best, partial, ignore=ignore, dirs_exist_ok=True)
         write_summary(out, final=final, best=trainer.best, best_step=best_step)
     return TrainReport(final, trainer.step, trainer.best, best_step)
 
