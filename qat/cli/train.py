@@ -67,7 +67,7 @@ def train(
     from qat.cli.inputs import check_inputs, with_fitting_loss
 
     followers: Any = None if tracking == UNTRACKED else extension("qat.followers", "trackers")
-    soak = _soak(launch, config)
+    soak = _soak(launch.soak, max_steps=config.max_steps, log_every=config.log_every)
     parse_losses(config.loss)
     _warn_of_idle(config.idle())
     check_inputs(models=[student, config.teacher], caches=[config.cache_dir], out=out)
@@ -122,22 +122,22 @@ def train(
     return found
 
 
-def _soak(launch: LaunchConfig, config: TrainConfig) -> Any:  # noqa: ANN401
-    """Return what judges a soak; None without one.
+def _soak(steps: int, *, max_steps: int, log_every: int) -> Any:  # noqa: ANN401
+    """Return what judges a soak of `steps`; None for 0.
 
     Raises:
         ConfigError: the soak is longer than the run, or logs too few losses to judge.
     """
-    if not launch.soak:
+    if not steps:
         return None
-    if launch.soak > config.max_steps:
+    if steps > max_steps:
         raise ConfigError(
-            f"soak={launch.soak} is more than max_steps={config.max_steps}, expected a soak within "
+            f"soak={steps} is more than max_steps={max_steps}, expected a soak within "
             "the run; lower --soak or raise --max-steps"
         )
-    if (losses := launch.soak // config.log_every) < LEAST_LOSSES:
+    if (losses := steps // log_every) < LEAST_LOSSES:
         raise ConfigError(
-            f"soak={launch.soak} logs {losses} losses with log_every={config.log_every}, expected "
+            f"soak={steps} logs {losses} losses with log_every={log_every}, expected "
             f"{LEAST_LOSSES} or more to see them fall; raise --soak or lower --log-every"
         )
     return extension("qat.soaks", "lab")
