@@ -1,4 +1,4 @@
-"""`qat env`: what this machine and its Python have, and what each extra would add."""
+"""The command `qat env`, which lists what is installed and what each extra would add."""
 
 import platform
 import shutil

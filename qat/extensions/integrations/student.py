@@ -58,7 +58,7 @@ class StudentOutput(NamedTuple):
 
 @dataclass
 class Prepared:
-    """The settings and facts of a prepared model beside its parameters."""
+    """The settings and facts of a prepared model that are not parameters."""
 
     language: LanguageModel
     dtype: torch.dtype

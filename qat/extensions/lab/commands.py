@@ -1,4 +1,4 @@
-"""Where a recorded command still exists: its script or verb, and each of its flags.
+"""A search for the script or verb of a recorded command, and for each of its flags.
 
 The flags of a script are names of arguments and fields in its source (cyclopts), or strings
 (argparse). Reading the source instead of running it works for every commit.

@@ -44,7 +44,7 @@ _warned: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
 
 
 def warn(model: object, layers: list[dict]) -> None:
-    """Warn of each check of a model that is not ok, once until it is ok again.
+    """Warn of each check of a model that fails, and again only after it passed in between.
 
     The first call says nothing: gates are collapsed where they begin.
     """

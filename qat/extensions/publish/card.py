@@ -48,7 +48,7 @@ LIBRARIES: dict[str, str] = {
     "openvino": "openvino",
     "executorch": "executorch",
 }
-"""What a hub calls the library of a target; transformers or one like it reads the others."""
+"""The name of a target's library on a hub; transformers, or a library like it, reads the others."""
 BY_NAME = {"qat", "transformers", "mlx"}
 """Libraries that read a repository by its name; for the others it is downloaded first."""
 HEADER = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)

@@ -41,7 +41,7 @@ ANSWERS = {
         "look what is there, and call again or choose another name",
     ),
 }
-"""What a status of the hub means, and what to do."""
+"""The meaning of each HTTP status of the hub, and what the user can do."""
 LONGEST_REASON = 200
 
 

@@ -1,4 +1,4 @@
-"""`push_to_hub` of models of transformers, which pushes packed ones with a card.
+"""The method `push_to_hub` of models of transformers, which pushes packed ones with a card.
 
 transformers' own makes a repository first, and then cannot save a packed model.
 """

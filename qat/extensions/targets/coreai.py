@@ -120,7 +120,7 @@ def with_palettes(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class _Lookup(nn.Module):
-    """`lut[indices]`, `(O, I)`, beside the scale of each row."""
+    """A weight `(O, I)` as a table lookup, `lut[indices]`, and the scale of each row."""
 
     def __init__(self, weight: Palette) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from qat.nn.swap import head_dim
 
 OPSET = target.iOS18
 SCALE, READ_SCALE = ".scale", "_scale"
-"""What follows a weight's name in that of its scale: as written, and as coremltools reads it."""
+"""The suffixes of a scale's name: as it is written, and as coremltools reads it."""
 MASKED = -30000.0
 """Added to masked scores: below every real score, but within the range of float16."""
 

@@ -1,4 +1,4 @@
-"""The facts about a model on disk, in whatever form it is stored."""
+"""The facts about a model on disk, whatever its file format."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

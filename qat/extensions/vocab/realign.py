@@ -48,7 +48,7 @@ from qat.logs import progress
 from qat.models.load import load_tokenizer
 
 COUNTS = "alignment.json"
-"""What became of each shard's positions and masses (`Aligner.counts`)."""
+"""The counts of each shard's positions and masses, by their fate (`Aligner.counts`)."""
 ROWS_AT_ONCE = 64
 NEARLY_ALL = 1 - 1e-6
 """The most mass that a tail is given: a cache leaves something to its top K."""

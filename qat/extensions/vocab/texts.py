@@ -14,7 +14,7 @@ from qat.extensions.vocab.tokens import Vocabulary
 
 
 class Places(NamedTuple):
-    """Where the tokens of a document lie in its bytes, `(T,)` each."""
+    """The places of a document's tokens in its bytes, `(T,)` each."""
 
     begins: np.ndarray
     ends: np.ndarray
@@ -38,7 +38,7 @@ class Pair(NamedTuple):
 
 class _Reading(NamedTuple):
     text: str
-    """What the teacher read, without the space that its tokenizer puts before a text."""
+    """The text that the teacher read, without the space that its tokenizer puts before it."""
     places: Places
     dummy: int
     """1 if that space is there, and counted in the places; else 0."""

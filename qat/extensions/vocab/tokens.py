@@ -11,7 +11,7 @@ from qat.data.text import begin_token, end_token, special_tokens
 from qat.errors import ConfigError
 
 SPACE = "▁"
-"""How SentencePiece writes a space."""
+"""The character that SentencePiece writes for a space."""
 ALPHABET = bytes_to_unicode()
 OF_BYTE = {character: bytes([byte]) for byte, character in ALPHABET.items()}
 """The byte of each character in which byte-level tokenizers write their tokens."""

@@ -1,4 +1,4 @@
-"""`qat cache realign`: a teacher's cache for students with another tokenizer."""
+"""The command `qat cache realign`, which serves students with another tokenizer."""
 
 from pathlib import Path
 

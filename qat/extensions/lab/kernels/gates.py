@@ -298,7 +298,7 @@ class Speed:
     num_bytes: int  # bytes per call
     flops: float
     compiled: tuple[Compiled, ...] = ()
-    """What the launched kernels need; empty if none is compiled."""
+    """The resources that the launched kernels need; empty if none is compiled."""
 
 
 def measure(case: KernelCase, size: Size, seeds: Seeds, clock: Clock) -> Speed:

@@ -46,7 +46,7 @@ class Compiled(NamedTuple):
 
     @property
     def excess(self) -> str:
-        """What is wrong with the spilled bytes, "" if the kernel may spill as many."""
+        """The complaint about the spilled bytes; "" if the kernel may spill as many."""
         allowed = SPILLS.get(self.kernel, {}).get(self.target, 0)
         if self.spilled <= allowed:
             return ""
