@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qat.extensions.targets.shared import EVEN_GRIDS, affine, exact
+from qat.extensions.targets.shared import EVEN_GRIDS, affine, exact, lost_by_grid
 from qat.nn.quant_weight import QuantWeight
 from qat.quant.spec import LutSpec
 from qat.quant.weight import pack
@@ -72,6 +72,20 @@ def is_coded(spec: LutSpec) -> bool:
 def block_size(spec: LutSpec) -> int:
     """Return the largest block that divides the groups of a weight."""
     return math.gcd(spec.group_size, BLOCK_SIZES[-1])
+
+
+def lost_by_blocks(spec: LutSpec, bits: int | None, smallest: int) -> str | None:
+    """Return why codes of `bits` cannot hold a weight in blocks of `smallest` or more; None if not.
+
+    `bits` is None for a weight that needs more than 8.
+    """
+    reason = lost_by_grid(spec, EVEN_GRIDS)
+    if reason is None and (bits is None or block_size(spec) < smallest):
+        reason = (
+            f"{spec.codebook} of {spec.bits} bits in groups of {spec.group_size}, expected at most "
+            f"8 bits (7 of seq) in groups of a multiple of {smallest}"
+        )
+    return reason
 
 
 def blocks_bits(shape: tuple[int, int], bits: int, block: int) -> int:

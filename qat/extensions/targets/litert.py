@@ -23,12 +23,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from qat.errors import ExportError
 from qat.export.dense import dense_state_dict
 from qat.export.parts import float_model
-from qat.extensions.targets.codes import Codes, block_size, blocks_bits, stored_bits, to_codes
+from qat.extensions.targets.codes import (
+    Codes,
+    block_size,
+    blocks_bits,
+    lost_by_blocks,
+    stored_bits,
+    to_codes,
+)
 from qat.extensions.targets.shared import (
-    EVEN_GRIDS,
     even_levels,
     group_size_near,
-    lost_by_grid,
     plain_decoder,
     refuse_all_but_float32,
     refuse_all_but_groups,
@@ -79,13 +84,7 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
     Even levels that integers of 8 bits hold lose nothing.
     """
-    reason = lost_by_grid(spec, EVEN_GRIDS)
-    if reason is None and (code_bits(spec) is None or block_size(spec) < GROUP_SIZES[0]):
-        reason = (
-            f"{spec.codebook} of {spec.bits} bits in groups of {spec.group_size}, expected "
-            f"integers of at most 8 bits in groups of a multiple of {GROUP_SIZES[0]}"
-        )
-    return reason
+    return lost_by_blocks(spec, code_bits(spec), GROUP_SIZES[0])
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:

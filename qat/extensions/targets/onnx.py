@@ -24,14 +24,13 @@ from qat.extensions.targets.codes import (
     Codes,
     block_size,
     blocks_bits,
+    lost_by_blocks,
     stored_bits,
     to_codes,
 )
 from qat.extensions.targets.shared import (
-    EVEN_GRIDS,
     even_levels,
     group_size_near,
-    lost_by_grid,
     plain_decoder,
     refuse_all_but_float32,
     refuse_all_but_groups,
@@ -93,13 +92,7 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
     Even levels in codes of up to 8 bits, in groups of a multiple of 16, lose nothing.
     """
-    reason = lost_by_grid(spec, EVEN_GRIDS)
-    if reason is None and (code_bits(spec) is None or block_size(spec) < BLOCK_SIZES[0]):
-        reason = (
-            f"{spec.codebook} of {spec.bits} bits in groups of {spec.group_size}, expected at most "
-            f"8 bits (7 of seq) in groups of a multiple of {BLOCK_SIZES[0]}"
-        )
-    return reason
+    return lost_by_blocks(spec, code_bits(spec), BLOCK_SIZES[0])
 
 
 def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
