@@ -149,12 +149,17 @@ def _stored_parts(
 
 
 def narrowed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert float32 tensors to 16 bits where that is exact; tied tensors stay tied.
+    """Convert tensors to 16 bits where that is exact; tied tensors stay tied.
 
     All become bfloat16 or all float16 if one of these holds all, else each gets the one that holds
-    it. Synchronizes a few times, not once per tensor.
+    it. Tensors that are mixed in 16 and 32 bits are judged by their values alone, as a reader has
+    all of them in one dtype. Synchronizes a few times, not once per tensor.
     """
-    wide = {t.data_ptr(): t for t in state.values() if t.dtype == torch.float32 and t.numel()}
+    floats = (torch.float32, torch.float16, torch.bfloat16)
+    wide = {t.data_ptr(): t for t in state.values() if t.dtype in floats and t.numel()}
+    dtypes = {t.dtype for t in wide.values()}
+    if len(dtypes) == 1 and torch.float32 not in dtypes:
+        return state
     brain = _held(wide, wide, torch.bfloat16)
     half = _held(wide, wide.keys() - brain, torch.float16)
     if half and len(half | brain) == len(wide):

@@ -71,5 +71,7 @@ def test_float32_is_stored_in_the_16_bits_that_lose_nothing() -> None:
         found = narrowed({"one": one, "other": both})
         assert {t.dtype for t in found.values()} == {expected}  # one dtype where it holds all
         assert torch.equal(found["one"].float(), one)
+        mixed = narrowed({"one": one, "other": both.bfloat16()})  # a source of two dtypes
+        assert {t.dtype for t in mixed.values()} == {expected}  # as where it is read back
     tied = narrowed({"one": half, "tied": half})
     assert tied["one"] is tied["tied"]
