@@ -43,17 +43,20 @@ def facts() -> dict:
     from qat.extensions.bench.results import origin
     from qat.process import available_gib
 
-    backend, gpu, memory_gib = select(), nvidia.present(), available_gib()
+    backend, gpu = select(), nvidia.present()
+    device_gib, memory_gib = (
+        gib and round(gib, 1) for gib in (backend.memory_gib(), available_gib())
+    )
     extras = metadata(DISTRIBUTION).get_all("Provides-Extra", ())
     return {
         **{name: value for name, value in origin().items() if name != "run"},
         "place": HOME,
         "platform": platform.platform(),
         "device": backend.name(),
-        "device_gib": backend.memory_gib(),
+        "device_gib": device_gib,
         "capabilities": [".".join(map(str, each)) for each in gpu.capabilities] if gpu else None,
         "device_unused": idle_device(),
-        "free_memory_gib": memory_gib and round(memory_gib, 1),
+        "free_memory_gib": memory_gib,
         "free_disk_gib": round(shutil.disk_usage(Path.cwd()).free / 2**30, 1),
         "extras": {extra: lacking(extra) for extra in sorted(extras)},
     }

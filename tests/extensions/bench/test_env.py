@@ -39,6 +39,7 @@ def test_the_page_and_the_line_say_the_same(monkeypatch, capsys) -> None:
     assert call(monkeypatch, "env", "--json") == 0
     found = said(capsys)
     assert found["qat"] == qat.__version__ and found["free_disk_gib"] > 0
+    assert found["device_gib"] is None or len(str(found["device_gib"]).partition(".")[2]) == 1
     assert found["place"] == str(Path(qat.__file__).parents[1]) and "tensorboard" in found["extras"]
     assert call(monkeypatch, "env") == 0
     page = capsys.readouterr().out
