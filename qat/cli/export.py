@@ -8,7 +8,7 @@ from cyclopts import Group, Parameter
 
 from qat.config import Required
 from qat.errors import ConfigError, ExportError
-from qat.export.config import ExportConfig, TargetName, check_installed
+from qat.export.config import ExportConfig, TargetName
 from qat.files import check_free
 from qat.hooks import extension
 
@@ -46,7 +46,6 @@ def export(
         )
     from qat.models.directory import stored_config
 
-    check_installed(config.to)
     check_inputs(models=[model], out=out)
     check_free(out)
     found = stored_config(model)

@@ -3,7 +3,6 @@
 from typing import Literal
 
 from qat.config import Required, Settings
-from qat.errors import ExportError, how_to_install, is_installed
 
 TargetName = Literal[
     "packed",
@@ -42,20 +41,6 @@ LIBRARIES: dict[TargetName, tuple[str, str]] = {
     "litert": ("litert_torch", "litert"),
 }
 """The library that writes and reads back the files of a target, and the extra that installs it."""
-
-
-def check_installed(name: TargetName) -> None:
-    """Refuse the target called `name` if its library is not installed; nothing is imported.
-
-    Raises:
-        ExportError: the library is missing; the message has the command that installs it.
-    """
-    library, extra = LIBRARIES.get(name, ("", ""))
-    if library and not is_installed(library):  # ExecuTorch as a whole is just a folder
-        raise ExportError(
-            f"to={name}, but the library {library} is not installed, expected it to write and "
-            f"check the files; run: {how_to_install(extra)}"
-        )
 
 
 class ExportConfig(Settings):

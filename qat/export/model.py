@@ -118,15 +118,15 @@ def export_model(
         raise ExportError(
             f"{source} is not a packed checkpoint on this disk, expected one; {how_to_get(path)}"
         )
-    model = _load(config.to, path, DTYPES.get(config.dtype, "auto"))
-    if not quantized_modules(model):
+    skeleton = load_skeleton(path)
+    if not quantized_modules(skeleton):
         raise ExportError(
             f"{source} holds no quantized weight, expected some; quantize it with 'qat convert "
             "--to', or make it an ordinary directory with 'qat convert --attention dense'"
         )
-    check_model(config.to, model)
+    check_model(config.to, skeleton)  # a library is of no use to a student that does not fit
     check_library(config.to)
-    skeleton = load_skeleton(path)
+    model = _load(config.to, path, DTYPES.get(config.dtype, "auto"))
     saved, kv = embedding_dtype(skeleton), kv_spec(skeleton.config)
     if kv is not None and config.to != "packed":
         logger.warning(

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_case import call
 
 from qat.cli.inputs import check_inputs
 from qat.errors import ConfigError
@@ -126,10 +125,3 @@ def test_an_out_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch) 
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(ConfigError, match=f"{tmp_path} may not be written by you; expected"):
         check_inputs(out=tmp_path / "a" / "b")
-
-
-def test_a_missing_library_is_named_before_the_model_is_opened(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("qat.export.config.is_installed", lambda _: False)
-    assert call(monkeypatch, "export", "none", "--to", "gguf", "--out", "x") == 1
-    said = capsys.readouterr().err
-    assert "the library gguf is not installed" in said and "[ship]" in said

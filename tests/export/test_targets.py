@@ -834,6 +834,9 @@ def test_a_missing_library_is_named_with_its_extra(students, tmp_path, monkeypat
             patch.setitem(sys.modules, library, None)
             with pytest.raises(ExportError, match=rf"^{library} .*run: .*\[{extra}\]"):
                 export_model(str(students[to]), ExportConfig(to=to, dtype="fp32"), tmp_path / "out")
+            if to == "awq":  # a library would not help a student that does not fit
+                with pytest.raises(ExportError, match="^awq cannot hold"):
+                    export_model(str(students["ane"]), ExportConfig(to=to), tmp_path / "out")
         assert list(tmp_path.iterdir()) == []
 
 
