@@ -9,7 +9,7 @@ import qat
 from qat.integrations.peft import prepare_lora
 from qat.integrations.transformers import CacheDataset, QatTrainer
 
-model_name, cache_dir, out = sys.argv[1:4]
+model_name, cache_dir, out = sys.argv[1:] if len(sys.argv) == 4 else sys.exit(__doc__)
 tokenizer = AutoTokenizer.from_pretrained(model_name)
 model = AutoModelForCausalLM.from_pretrained(model_name)
 qat.quantize(model, "q2a4", calibration=cache_dir, tokenizer=tokenizer, group_size=64)

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 import qat
 from qat.integrations.transformers import QatTrainer
 
-model_name, out = sys.argv[1:3]
+model_name, out = sys.argv[1:] if len(sys.argv) == 3 else sys.exit(__doc__)
 tokenizer = AutoTokenizer.from_pretrained(model_name)
 texts = ["Return the number of items.", "Raise ValueError if the key is not there."] * 16
 rows = [dict(tokenizer(text, padding="max_length", max_length=24)) for text in texts]

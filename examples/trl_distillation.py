@@ -9,7 +9,7 @@ from trl import DistillationConfig
 import qat
 from qat.integrations.trl import QatDistillationTrainer
 
-model_name, out = sys.argv[1:3]
+model_name, out = sys.argv[1:] if len(sys.argv) == 3 else sys.exit(__doc__)
 tokenizer = AutoTokenizer.from_pretrained(model_name)
 teacher, model = (AutoModelForCausalLM.from_pretrained(model_name) for _ in range(2))
 student = qat.prepare(model, "q2a4", embedding_bits=16, group_size=64)  # trl reads a float head

@@ -49,6 +49,9 @@ def test_an_example_runs(
 ) -> None:
     pytest.importorskip(NEEDS.get(example.stem, "torch"))
     assert len(example.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    with pytest.raises(SystemExit, match=f"python examples/{example.name} MODEL"):
+        runpy.run_path(str(example), run_name="__main__")
     monkeypatch.setattr(sys, "argv", [str(example), *arguments_of(example, cache, tmp_path / "q2")])
     runpy.run_path(str(example), run_name="__main__")
     opened = qat.load(tmp_path / "q2", device="cpu")
