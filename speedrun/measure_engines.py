@@ -117,6 +117,7 @@ ENGINES: dict[str, tuple[str, Engine, Engine | None]] = {
     "autoround": ("gptq", by_export("gptq"), in_dtype(None, quantization_config=AUTOROUND)),
     "gptqmodel": ("awq", in_dtype(torch.float32), in_dtype(None)),
     "vllm": ("packed", vllm, None),
+    "coreai": ("coreai", by_export("coreai"), None),
 }
 """The target of each engine, and what runs its files: exactly, and by default."""
 
@@ -129,9 +130,13 @@ def agree(
     text: Path,
     sequences: int = 4,
     length: int = 128,
+    of: str = "",
     figures: Path | None = None,
 ) -> None:
-    """Export STUDENT for ENGINE, run it there, and record where the likeliest token is ours."""
+    """Export STUDENT for ENGINE, run it there, and record where the likeliest token is ours.
+
+    `of` stands in the figures' names: which model it is a student of, if not of SmolLM2.
+    """
     torch.set_num_threads(1)
     target, *ways = ENGINES[engine]
     model, tokenizer = load_checkpoint(student, torch.float32), load_tokenizer(str(student))
@@ -146,7 +151,7 @@ def agree(
                 continue
             found = compared(ours, run(model, out, ids))
             print(f"{engine} {way}: {found}", flush=True)
-            named = engine.replace("-", "_")
+            named = "_".join(filter(None, (of, engine.replace("-", "_"))))
             for figure, value, unit, goal in (
                 ("top1", found.agrees, "share of places", f">= {TOP1}"),
                 ("kl", found.kl, "nats", f"<= {KL}"),

@@ -38,8 +38,13 @@ yours. A commit stands behind a command whose script or flags are gone: `git sho
 prints the script.
 {met} of the {bound} goals that are bounds are met.
 """
-ENGINE = ("exact_top1", "exact_kl", "default_top1", "default_kl")
-"""Figures of an engine, after `engine_NAME_`: as exact as it computes, then by default."""
+ENGINE = [
+    f"engine_{model}{{}}_{way}_{figure}"
+    for model in ("", "coder_")
+    for way in ("exact", "default")
+    for figure in ("top1", "kl")
+]
+"""Figures of an engine, whose name fills the gap: as exact as it computes, then by default."""
 COLUMNS = ("figure", "value", "unit", "goal", "", "device", "record", "command")
 BAR = "\\|"  # a bar inside a cell of Markdown
 MET = {True: "met", False: "**missed**", None: ""}
@@ -86,7 +91,7 @@ def page(records: Path) -> str:
     words = tomllib.loads(WORDS.read_text(encoding="utf-8"))
     topics = words["topics"]
     named = {name for topic in topics for name in topic["figures"]}
-    named |= {f"engine_{name}_{part}" for name in words["engines"]["rows"] for part in ENGINE}
+    named |= {part.format(name) for name in words["engines"]["rows"] for part in ENGINE}
     unnamed = {name: f"`{name}`" for name in newest if name not in named}
     others = {"title": "Others", "about": "Figures without a description.", "figures": unnamed}
     judged = [entry.figure.is_met for entries in newest.values() for entry in entries]
@@ -100,9 +105,9 @@ def engines(topic: dict, newest: dict[str, list[RecordEntry]]) -> str:
     """Heading, sentences and table of the engines that ran a student, a row each."""
     lines = []
     for name, words in topic["rows"].items():
-        entries = [newest.get(f"engine_{name}_{part}", [])[-1:] for part in ENGINE]
+        entries = [newest.get(part.format(name), [])[-1:] for part in ENGINE]
         values = [" ".join(digits(each.figure.value) for each in found) for found in entries]
-        judged = [each for found in entries[:2] for each in found]
+        judged = [each for found in entries for each in found if each.figure.goal]
         if judged:
             met = MET[all(each.figure.is_met for each in judged)]
             record = f"{judged[0].day}_{judged[0].record}"
