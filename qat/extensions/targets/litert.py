@@ -3,7 +3,9 @@
 A weight is integers of 2, 4 or 8 bits with zero points of 0, in a row for each group: `W =
 RESHAPE(DEQUANTIZE(codes_RW))`, since LiteRT has one scale per row of a tensor and its scales for
 blocks are for rounded inputs alone. The interpreter forms each weight once, when it first runs, and
-rounds nothing. Only this file imports LiteRT.
+rounds nothing. Where a student rounds the input of a linear to 8 bits with a static scale, the
+product reads `DEQUANTIZE(QUANTIZE(x))` with that scale; a product of the integers themselves would
+round its output to 8 bits too, which no student has learned.
 
 Shapes: O out_features, I in_features, R = O * I / W groups, W weights of a group, S positions.
 """
@@ -12,7 +14,7 @@ import hashlib
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,13 +42,13 @@ from qat.extensions.targets.shared import (
     write_config,
 )
 from qat.models.checkpoint import quiet_transformers
-from qat.models.stored_state import quantized_modules
+from qat.models.stored_state import has_input_scale, quantized_modules
 from qat.quant.spec import LutSpec
 
 COMPARED = "sums"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = False
-HOLDS_ACTIVATIONS = (None,)
+HOLDS_ACTIVATIONS = (None, "int8-static")
 FILE_NAME = "model.tflite"
 LENGTH = 256
 """The largest number of positions that the program reads at a time."""
@@ -127,7 +129,8 @@ def write(
     weights = {}
     for name, module in quantized_modules(model).items():
         key = _digest(made.get_submodule(name).weight.detach().numpy())
-        weights[key] = to_codes(name, module, is_half=False)
+        step = module.activation.stored_scale().item() if has_input_scale(module) else None
+        weights[key] = _Weight(to_codes(name, module, is_half=False), step)
     _code(program, weights)
     (directory / FILE_NAME).write_bytes(convert_object_to_bytearray(program))
     write_config(model, tokenizer, directory)
@@ -144,6 +147,15 @@ def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
     padded[:, : ids.shape[1]] = ids
     found = [next(iter(forward(**{name: row[None]}).values())) for row in padded]
     return torch.from_numpy(np.concatenate(found))[:, : ids.shape[1]]
+
+
+class _Weight(NamedTuple):
+    """A weight of the program."""
+
+    codes: Codes
+    """The codes, from which it is formed."""
+    step: float | None
+    """The static scale of what is multiplied by it; None if that is not rounded."""
 
 
 class _Program(nn.Module):
@@ -192,60 +204,98 @@ def _converted(program: _Program) -> Any:
             return convert_bytearray_to_object(Path(place, "floats").read_bytes())
 
 
-def _code(program: Any, weights: dict[bytes, Codes]) -> None:
-    """Let each float weight be formed of its codes, before anything else is computed.
+def _code(program: Any, weights: dict[bytes, _Weight]) -> None:
+    """Let each float weight, known by its digest, be formed of its codes before anything else.
 
     Raises:
         ExportError: a weight is not in the program as it is.
     """
-    from ai_edge_litert import schema_py_generated as schema
-
-    (graph,), kinds = program.subgraphs, schema.BuiltinOperator
-    types = {2: schema.TensorType.INT2, 4: schema.TensorType.INT4, 8: schema.TensorType.INT8}
-
-    def operator(kind: int, inputs: list[int], output: int) -> Any:
-        codes = [each.builtinCode for each in program.operatorCodes]
-        if kind not in codes:
-            made = schema.OperatorCodeT(deprecatedBuiltinCode=kind, builtinCode=kind)
-            program.operatorCodes.append(made)
-            return operator(kind, inputs, output)
-        return schema.OperatorT(opcodeIndex=codes.index(kind), inputs=inputs, outputs=[output])
-
-    def tensor(shape: list[int], kind: int, data: np.ndarray | None = None, **more: Any) -> int:
-        if data is not None:
-            program.buffers.append(schema.BufferT(data=data.reshape(-1).view(np.uint8)))
-        place = 0 if data is None else len(program.buffers) - 1
-        named = {"name": f"weight_{len(graph.tensors)}", "hasRank": True}
-        graph.tensors.append(schema.TensorT(shape=shape, type=kind, buffer=place, **named, **more))
-        return len(graph.tensors) - 1
-
-    formed, found = [], set()
-    for number, each in enumerate(graph.tensors[:]):
-        data = program.buffers[each.buffer].data
-        key = None if data is None else _digest(np.asarray(data))
-        if key not in weights:
-            continue
-        codes = weights[key]
-        rows = [codes.scales.numel(), codes.block]
-        scales = schema.QuantizationParametersT(
-            scale=codes.scales.flatten().numpy(), zeroPoint=np.zeros(rows[0], np.int64)
-        )
-        packed = _signed(codes)
-        held = tensor(rows, types[codes.bits], packed, quantization=scales)
-        floats = tensor(rows, schema.TensorType.FLOAT32)
-        shape = np.array(each.shape, np.int32)
-        whole = tensor([len(shape)], schema.TensorType.INT32, shape)
-        formed.append(operator(kinds.DEQUANTIZE, [held], floats))
-        formed.append(operator(kinds.RESHAPE, [floats, whole], number))
-        program.buffers[each.buffer].data = None
-        each.buffer = 0
-        found.add(key)
-    if found != weights.keys():
+    coded: dict[int, _Weight] = {}
+    for number, buffer in enumerate(program.buffers):
+        key = None if buffer.data is None else _digest(np.asarray(buffer.data))
+        if key in weights:
+            coded[number] = weights[key]
+            buffer.data = _signed(weights[key].codes).reshape(-1)
+    if len({*map(id, coded.values())}) < len(weights):
         raise ExportError(
-            f"LiteRT's converter kept {len(found)} of {len(weights)} weights as they are, expected "
+            f"LiteRT's converter kept {len(coded)} of {len(weights)} weights as they are, expected "
             "all; export --to executorch, and report this"
         )
-    graph.operators = formed + graph.operators
+    for graph in program.subgraphs:
+        _Graph(program, graph).code(coded)
+
+
+class _Graph:
+    """A subgraph of a program, whose weights become codes."""
+
+    def __init__(self, program: Any, graph: Any) -> None:
+        from ai_edge_litert import schema_py_generated as schema
+
+        self.schema, self.program, self.graph = schema, program, graph
+        self.operators: list[Any] = []
+
+    def code(self, coded: dict[int, _Weight]) -> None:
+        """Form weights, whose codes are in buffers by number; round what is multiplied by them."""
+        found = {n: t for n, t in enumerate(self.graph.tensors) if t.buffer in coded}
+        inputs = {number: coded[tensor.buffer].step for number, tensor in found.items()}
+        for number, tensor in found.items():
+            self.form(number, tensor, coded[tensor.buffer].codes)
+        rounded: dict[tuple[int, float], int] = {}  # queries, keys and values read the same
+        for each in self.graph.operators:
+            read, weight = (*each.inputs[:2], -1)[:2]
+            step = inputs.get(weight)
+            if step is not None:
+                if (read, step) not in rounded:
+                    rounded[read, step] = self.round(read, step)
+                each.inputs = [rounded[read, step], *each.inputs[1:]]
+            self.operators.append(each)
+        self.graph.operators = self.operators
+
+    def form(self, number: int, weight: Any, codes: Codes) -> None:
+        """Let the weight with that number be formed of the codes in its buffer."""
+        types = self.schema.TensorType
+        rows = [codes.scales.numel(), codes.block]
+        stored = {2: types.INT2, 4: types.INT4, 8: types.INT8}[codes.bits]
+        held = self.tensor(rows, stored, weight.buffer, codes.scales.flatten().numpy())
+        weight.buffer = 0
+        self.program.buffers.append(
+            self.schema.BufferT(data=np.array(weight.shape, np.int32).view(np.uint8))
+        )
+        whole = self.tensor([len(weight.shape)], types.INT32, len(self.program.buffers) - 1)
+        floats = self.tensor(rows, types.FLOAT32)
+        self.add("DEQUANTIZE", [held], floats)
+        self.add("RESHAPE", [floats, whole], number)
+
+    def round(self, read: int, step: float) -> int:
+        """Round a tensor to 8 bits; return the number of the result."""
+        shape, types = self.graph.tensors[read].shape, self.schema.TensorType
+        levels = self.tensor(shape, types.INT8, scales=np.array([step], np.float32))
+        values = self.tensor(shape, types.FLOAT32)
+        self.add("QUANTIZE", [read], levels)
+        self.add("DEQUANTIZE", [levels], values)
+        return values
+
+    def tensor(
+        self, shape: list[int], kind: int, buffer: int = 0, scales: np.ndarray | None = None
+    ) -> int:
+        """Add a tensor, with scales for its rows or one for all; return its number."""
+        name = f"qat_{len(self.graph.tensors)}"
+        made = self.schema.TensorT(shape=shape, type=kind, buffer=buffer, name=name, hasRank=True)
+        if scales is not None:
+            zeros = np.zeros(len(scales), np.int64)
+            made.quantization = self.schema.QuantizationParametersT(scale=scales, zeroPoint=zeros)
+        self.graph.tensors.append(made)
+        return len(self.graph.tensors) - 1
+
+    def add(self, name: str, inputs: list[int], output: int) -> None:
+        """Add an operator behind those that are there."""
+        kind, listed = getattr(self.schema.BuiltinOperator, name), self.program.operatorCodes
+        codes = [each.builtinCode for each in listed]
+        if kind not in codes:
+            listed.append(self.schema.OperatorCodeT(deprecatedBuiltinCode=kind, builtinCode=kind))
+            codes.append(kind)
+        made = self.schema.OperatorT(opcodeIndex=codes.index(kind), inputs=inputs, outputs=[output])
+        self.operators.append(made)
 
 
 def _signed(codes: Codes) -> np.ndarray:

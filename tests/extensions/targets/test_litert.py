@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from coded import MIXED, SHAPE, even, mixed
-from quantized import SPECS
+from quantized import SPECS, with_rounded_inputs
 from tiny import tiny_model
 
 from qat.errors import ExportError
@@ -17,6 +17,7 @@ from qat.export.config import ExportConfig
 from qat.export.model import check_equal, export_model
 from qat.export.parts import DtypeError
 from qat.extensions.targets import litert
+from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.nn.quant_linear import quant_linears
 
 needs_litert = pytest.mark.skipif(
@@ -42,11 +43,18 @@ def test_what_it_cannot_hold_is_bent_or_refused(monkeypatch: pytest.MonkeyPatch)
 @needs_litert
 @pytest.mark.filterwarnings("ignore")  # what its modules do as they are imported
 def test_a_program_computes_our_logits(tmp_path: Path) -> None:
-    student, out = mixed(tmp_path / "student", MIXED, None), tmp_path / "out"
-    report = export_model(str(tmp_path / "student"), ExportConfig(to="litert"), out)
-    assert report.logits_max_diff < 1e-4 and report.dtype == "float32"
-    assert report.bytes < 4 * sum(p.numel() for p in student.parameters())
-    with torch.no_grad():
-        next(iter(quant_linears(student).values())).scales *= 1.25
-    with pytest.raises(ExportError, match="gives other logits"):
-        check_equal("litert", student, out)
+    model = mixed(tmp_path / "floats", MIXED, None)
+    save_checkpoint(with_rounded_inputs(model, "int8-static"), None, tmp_path / "rounded")
+    for name in ("floats", "rounded"):
+        report = export_model(
+            str(tmp_path / name), ExportConfig(to="litert"), tmp_path / f"to_{name}"
+        )
+        assert report.logits_max_diff < 1e-4 and report.dtype == "float32"
+        assert 0 < report.bytes < 4 * (report.quantized_weights + litert.LENGTH**2)  # the mask
+        student = load_checkpoint(tmp_path / name, torch.float32)
+        with torch.no_grad():
+            read = next(iter(quant_linears(student).values()))
+            changed = read.scales if name == "floats" else read.activation.scale
+            changed *= 1.25
+        with pytest.raises(ExportError, match="gives other logits"):
+            check_equal("litert", student, tmp_path / f"to_{name}")
