@@ -31,7 +31,7 @@ from qat.data.text import (
 from qat.errors import DataError, QatError
 from qat.process import cores
 
-# The held-out split: near-identical documents go to the same side.
+# The held-out split: near-identical documents and answers to one prompt go to the same side.
 
 WORD = re.compile(r"[a-z0-9]+|\w")
 """A Latin word, or a single letter of other scripts, many of which are written without spaces."""
@@ -55,9 +55,10 @@ def divided(documents: Iterable[Document | Sourced], settings: CacheSettings) ->
 
     Of a mixture each source must have documents in both splits.
 
-    A near-duplicate of an earlier document goes to the same split, any other is assigned by
-    `split_of`. Near-duplicates are found by MinHash over shingles of three words (Broder, SEQUENCES
-    1997), which takes 430 bytes of memory per document.
+    A near-duplicate of an earlier document goes to the same split, and so does another answer to
+    the turns of an earlier chat; any other is assigned by `split_of`. Near-duplicates are found by
+    MinHash over shingles of three words (Broder, SEQUENCES 1997), which takes 430 bytes of memory
+    per document.
 
     Raises:
         DataError: the held-out split gets no document, or all of them.
@@ -98,7 +99,7 @@ def _part(row: Sourced) -> str:
 def _assigned(rows: Iterable[Sourced], settings: CacheSettings) -> Iterator[Assigned]:
     known: dict[int, Split] = {}
     for row in rows:
-        keys = _minhash_keys(_whole_text(row.document))
+        keys = _keys(row.document)
         found = (known[key] for key in keys if key in known)
         side = next(found, None) or split_of(row.document, settings.seed, settings.held_out)
         for key in keys:
@@ -110,6 +111,16 @@ def _uniform_hash(document: Document, seed: int) -> float:
     """Hash the document to a number in [0, 1); it is held out if that is below `held_out`."""
     content = json.dumps([seed, document], sort_keys=True).encode()
     return xxhash.xxh3_64_intdigest(content) / 2**64
+
+
+def _keys(document: Document) -> list[int]:
+    """Return hash keys, one of which documents share that belong on the same side."""
+    keys = _minhash_keys(_whole_text(document))
+    # else a teacher's samples of one prompt are learned from and judged on
+    if not isinstance(document, str) and document[-1]["role"] == "assistant" and document[1:]:
+        asked = json.dumps(document[:-1], sort_keys=True).encode()
+        keys.append(xxhash.xxh3_64_intdigest(asked))
+    return keys
 
 
 def _whole_text(document: Document) -> str:
@@ -140,7 +151,7 @@ def _one_sided(
     data = f"{part} in data={settings.data}" if part else f"data={settings.data}"
     firsts, known = [], set()
     for document in documents:
-        keys = set(_minhash_keys(_whole_text(document)))
+        keys = set(_keys(document))
         if known.isdisjoint(keys):
             firsts.append(document)
         known |= keys
@@ -148,7 +159,7 @@ def _one_sided(
         found = (
             "one document"
             if count == 1
-            else f"{count} near-identical documents, which count as one"
+            else f"{count} documents of one prompt or nearly one text, which count as one"
         )
         return DataError(
             f"{data} is {found}, and {held_out} keeps whole documents away from training, "
@@ -165,8 +176,9 @@ def _one_sided(
     )
     return DataError(
         f"{held_out} keeps none of the {count} documents of {data} away from training, expected "
-        f"one or more to judge by (near-identical ones stay together, so they count as "
-        f"{len(firsts)}); --held-out {enough:g} is enough for one, or give more documents"
+        f"one or more to judge by (near-identical ones and answers to one prompt stay together, so "
+        f"they count as {len(firsts)}); --held-out {enough:g} is enough for one, or give more "
+        "documents"
     )
 
 

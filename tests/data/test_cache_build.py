@@ -283,7 +283,7 @@ def test_an_empty_split_is_refused_before_the_teacher_is_asked(
 
 @pytest.mark.parametrize("held_out", [0.01, 0.99])
 def test_copies_are_one_document_which_no_share_divides(tmp_path: Path, held_out: float) -> None:
-    with pytest.raises(DataError, match="is 5 near-identical documents, which count as one"):
+    with pytest.raises(DataError, match="is 5 documents of one prompt or nearly one text"):
         build(tmp_path / "c", documents=texts(1) * 5, held_out=held_out, teacher=FailingTeacher(1))
 
 
@@ -317,6 +317,18 @@ def test_near_identical_documents_never_straddle_the_split() -> None:
     assert [sides[text] for text in originals] == [split_of(text, 0, 0.3) for text in originals]
     assert 80 < sum(sides[text] == "held_out" for text in originals) < 160
     assert [sides[text] for text in originals] != [split_of(text, 1, 0.3) for text in originals]
+
+
+def test_answers_to_one_prompt_are_held_out_together() -> None:
+    answers = [
+        [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n} {n * k}"}]
+        for n in range(100)
+        for k in range(1, 4)
+    ]
+    sides = [side for _, side in divided(answers, settings(held_out=0.3))]
+    assert sides[::3] == sides[1::3] == sides[2::3]
+    assert sides[::3] == [split_of(first, 0, 0.3) for first in answers[::3]]
+    assert 15 < sides[::3].count("held_out") < 45
 
 
 def test_settings_keep_something_and_leave_the_device_out() -> None:
