@@ -48,7 +48,7 @@ from qat.extensions.decode.kernels.lut_gemm import (
 from qat.extensions.decode.kernels.lut_wgmma import STAGES
 from qat.extensions.lab.kernels.tune import compiling_only, write_entries
 from qat.kernels.tuned import forcing, named, table_path, used
-from qat.quant.weight import encode, packed_width, round_to_e5m3
+from qat.quant.weight import encode, packed_width, round_to_byte
 
 SQUARE = (8192, 8192)
 SHAPES = {
@@ -157,7 +157,7 @@ def random_part(O: int, I: int) -> Part:
     octets = torch.randint(0, 256, (O, packed_width(I, BITS)), dtype=torch.uint8, device="cuda")
     scales = 0.01 + 0.03 * torch.rand(O, I // GROUP, device="cuda")
     codebook = torch.sort(torch.randn(2**BITS, device="cuda")).values
-    return Part(octets, encode(round_to_e5m3(scales)), codebook, BITS)
+    return Part(octets, encode(round_to_byte(scales)), codebook, BITS)
 
 
 def candidates(O: int, I: int, width: int) -> list[GemmTile]:

@@ -50,12 +50,18 @@ def e5m3_values() -> Tensor:
     return torch.tensor(subnormal + normal, dtype=torch.float64)
 
 
-def nearest_e5m3(scales: Tensor) -> Tensor:
-    """The finite value nearest to each scale's float16, the one of even mantissa for a tie."""
-    values = e5m3_values().to(scales.device)
+def nearest_e5m3(scales: Tensor, bits: int = 8) -> Tensor:
+    """The finite value nearest to each scale's float16, the one of even mantissa for a tie.
+
+    With 5 bits it is a power of two, the larger one for a tie, or zero.
+    """
+    values = e5m3_values().to(scales.device)[:: 1 if bits == 8 else 8]
     distance = (scales.half().double()[..., None] - values).abs()
     near = (distance == distance.amin(-1, keepdim=True)).double()
-    near[..., ::2] *= 2
+    if bits == 8:
+        near[..., ::2] *= 2
+    else:
+        near[..., 1:] *= torch.arange(1, len(values), device=values.device) / 1.5
     return values[near.argmax(-1)].float()
 
 

@@ -358,7 +358,7 @@ def _kinds(modules: "Sequence[ModuleReport]") -> "dict[tuple[str, str], list[Mod
     kinds: dict[tuple[str, str], list[ModuleReport]] = {}
     for module in modules:
         scale = f"g{module.group_size}" if module.scale == "group" else f"r{module.rank}"
-        scale += " s8" if module.scale_bits == 8 else ""
+        scale += f" s{module.scale_bits}" if module.scale_bits <= 8 else ""
         kind = (name_in_layer(module.name), f"{module.codebook}{_bits(module)} {scale}")
         kinds.setdefault(kind, []).append(module)
     return kinds

@@ -53,8 +53,8 @@ class Holder(Protocol):
 
 KEEPS_ATTENTION = "packed"
 """The only target that holds sparse attention: the checkpoint itself."""
-KEEP_SITES = ("packed", "dense")
-"""Targets that hold quantized weights outside of linears."""
+KEEP_SITES = ("packed", "dense", "mxfp4")
+"""Targets that hold quantized weights outside of linears; `mxfp4` checks which itself."""
 COMPUTE_IN_HALF = ("coreml", "ane")
 """Targets whose programs may compute in float16 with static scales of inputs."""
 

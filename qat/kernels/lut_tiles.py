@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qat.kernels.dispatch import tl, triton
-from qat.quant.weight import LARGEST, SCALE_NAMES, Scales
+from qat.quant.weight import INFINITY, SCALE_NAMES, Scales
 
 WARPS = 4
 
@@ -84,8 +84,8 @@ def scale_operands(scales: Scales) -> tuple[Tensor | None, ...]:
     return tuple(parts[name].contiguous() if name in parts else None for name in SCALE_NAMES)
 
 
-LARGEST_E5M3 = tl.constexpr(LARGEST)
-"""The bits of the largest E5M3 number, as a float16."""
+NO_NUMBER = tl.constexpr(INFINITY)
+"""The bits of float16's infinity; all above are NaN."""
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def low_rank_scale(
 
 @triton.jit
 def as_stored(scale, SCALE_BITS: tl.constexpr):
-    """Round float32 to what a checkpoint stores (float32, float16 or E5M3) and convert it back."""
+    """Round float32 to what a checkpoint stores (`round_as_stored`) and convert it back."""
     if SCALE_BITS == 32:
         return scale
     elif SCALE_BITS == 16:
@@ -141,8 +141,11 @@ def as_stored(scale, SCALE_BITS: tl.constexpr):
     else:
         half = tl.where(scale < 0, 0.0, scale).to(tl.float16)
         bits = half.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
-        # round off the seven bits that E5M3 does not have, ties to even
-        cut = tl.minimum((bits + 63 + ((bits >> 7) & 1)) >> 7 << 7, LARGEST_E5M3)
+        # round off the bits that E5M3 or E5M0 does not have, ties to even, or to the larger power
+        CUT: tl.constexpr = 15 - SCALE_BITS
+        odd = (bits >> CUT) & 1 if SCALE_BITS > 5 else tl.minimum(bits >> CUT, 1)
+        cut = (bits + ((1 << (CUT - 1)) - 1) + odd) >> CUT << CUT
+        cut = tl.minimum(cut, NO_NUMBER - (1 << CUT))
         # infinity and NaN are kept
-        kept = tl.where(bits < 0x7C00, cut, bits).to(tl.int16).to(tl.float16, bitcast=True)
+        kept = tl.where(bits < NO_NUMBER, cut, bits).to(tl.int16).to(tl.float16, bitcast=True)
         return kept.to(tl.float32)

@@ -38,6 +38,7 @@ LLOYD_STEPS = 15  # of k-means for vectors before the scales move: there is no e
 VECTORS_EACH = 32  # the least number of vectors per codeword in the sample that k-means starts from
 ROUNDS_OF_ALL_ROWS = 3  # of scales and indices, under levels learned from a sample
 SAMPLE = 2**17  # weights that the levels are learned from
+POWERS = 5  # the `scale_bits` of scales that are powers of two
 PIECE_IN_CACHE, PIECE = 2**19, 2**24  # weights at a time, on a CPU and on other devices
 
 
@@ -141,7 +142,7 @@ def fit_weight(
         with undivided():
             return _fit_codewords(weight, h, spec, nearest=nearest, mass=mass)
     rows = sample_rows(weight, SAMPLE)
-    if spec.scale == "low_rank" or len(rows) == len(weight):
+    if spec.scale == "low_rank" or (len(rows) == len(weight) and spec.scale_bits != POWERS):
         return _alternate(weight, h, spec, rows)
     sample = _alternate(weight[rows], h[rows], spec, None)
     # start from absmax scales times the ratio of fitted to absmax scales in the sample
@@ -154,11 +155,11 @@ def with_zero_groups(weight: Tensor, quantized: QuantizedWeight) -> QuantizedWei
     """Return `quantized` with a scale of zero for each group of `weight` `(O, I)` that is all zero.
 
     A fit gives such a group the smallest scale instead, and its values are tiny but not zero. In
-    the row of a padding token that difference grows with each RMSNorm. Scales of 8 bits, which hold
+    the row of a padding token that difference grows with each RMSNorm. Scales of a byte, which hold
     no zero, and scales of low rank stay as they are.
     """
     scales = quantized.scales
-    if scales.scales is None or scales.bits == 8:
+    if scales.scales is None or scales.bits <= 8:
         return quantized
     is_zero_OG = ~weight.reshape(*scales.scales.shape, -1).any(-1)
     kept = scales._replace(scales=scales.scales.masked_fill(is_zero_OG, 0.0))
@@ -305,10 +306,28 @@ def _follow(weight: Tensor, h: Tensor, levels: Tensor, start: Scales) -> Quantiz
         for _ in range(ROUNDS_OF_ALL_ROWS):
             chosen = _nearest(weight[piece], expand_scales(own, I), levels)
             own = refit_scales(weight[piece], levels[chosen.int()], h[piece], own)
+        if start.bits == POWERS:
+            own = _best_powers(weight[piece], h[piece], levels, own)
         own = round_scales(above_zero(own))
         scales[piece] = own.by_group()
         indices[piece] = _nearest(weight[piece], expand_scales(own, I), levels)
     return QuantizedWeight(indices, levels, start._replace(scales=scales))
+
+
+def _best_powers(weight: Tensor, h: Tensor, levels: Tensor, near: Scales) -> Scales:
+    """Return the power of two of least error for each group: the nearest one, its half or double.
+
+    Under other scales weights have other levels, so the nearest one is often not the best.
+    """
+    nearest = round_scales(above_zero(near)).by_group()
+    tried = torch.stack([nearest / 2, nearest, nearest * 2]).clamp_max(2.0**15)
+    errors = []
+    for each in tried:
+        S = expand_scales(round_scales(near._replace(scales=each)), weight.shape[1])
+        left = weight - levels[_nearest(weight, S, levels).int()] * S
+        errors.append((h * left**2).view(*each.shape, -1).sum(-1))
+    best = torch.stack(errors).argmin(0, keepdim=True)
+    return near._replace(scales=tried.gather(0, best)[0])
 
 
 def _nearest(weight: Tensor, S: Tensor, levels: Tensor) -> Tensor:

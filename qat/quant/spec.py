@@ -74,9 +74,10 @@ class LutSpec(Settings):
     """Input features that share a scale; with a low-rank scale, the groups that its fit starts
     from."""
     rank: int = Field(default=0, ge=0, le=MOST_FEATURES)  # of a low-rank scale; 0 with group scales
-    scale_bits: Literal[32, 16, 8] = 16
+    scale_bits: Literal[32, 16, 8, 5] = 16
     """Bits of a stored scale: a float32, a float16, or, for group scales only, the upper byte of a
-    float16 (5 exponent, 3 mantissa bits). 32 is for imported weights that float16 would change."""
+    float16 (5 exponent, 3 mantissa bits), or that byte without its mantissa, a power of two as MX
+    formats have. 32 is for imported weights that float16 would change."""
     level_bits: Literal[32, 16, 8] = 32
     """Bits of a learned level: those of float32, or of float16 for programs that compute in it."""
     letter: ClassVar[str] = "q"  # the first letter of a run's name, before the bits
@@ -114,8 +115,10 @@ class LutSpec(Settings):
             raise ValueError("codebook=int needs bits >= 2; use codebook=seq for one bit")
         if (self.scale == "low_rank") != (self.rank > 0):
             raise ValueError(f"scale={self.scale} does not go with rank={self.rank}")
-        if self.scale == "low_rank" and self.scale_bits == 8:
-            raise ValueError("scale=low_rank is stored in scale_bits=16 or 32, got scale_bits=8")
+        if self.scale == "low_rank" and self.scale_bits < 16:
+            raise ValueError(
+                f"scale=low_rank is stored in scale_bits=16 or 32, got scale_bits={self.scale_bits}"
+            )
         return self
 
     def _check_index(self) -> None:

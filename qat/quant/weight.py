@@ -19,45 +19,48 @@ from qat.quant.spec import LutSpec
 # E5M3: non-negative floats of 5 exponent and 3 mantissa bits, the upper byte of a float16.
 #
 # Without its sign a float16 has 15 bits; a byte holds the upper 8 of them, from 2**-17 (subnormal
-# below 2**-14) to 61440.
+# below 2**-14) to 61440. Of powers of two (E5M0), 2**-14 to 2**15, the lower 3 bits are zeros.
 
-SMALLEST = 2.0**-17  # the smallest positive value
-LARGEST_VALUE = 61440.0  # the largest finite value
-LARGEST = 0x7B80  # the float16 bits of `LARGEST_VALUE`
+SMALLEST = 2.0**-17  # the smallest positive value of E5M3
+INFINITY = 0x7C00  # the bits of a float16 infinity
 CUT = 7  # bits of a float16 that a byte does not hold
 
 
-def round_to_e5m3(value: Tensor) -> Tensor:
-    """Return `value` in float32, rounded to float16 and then to E5M3, both to nearest even.
+def round_to_byte(value: Tensor, bits: int = 8) -> Tensor:
+    """Return `value` in float32, rounded to float16 and then to E5M3, or to E5M0 if `bits` is 5.
 
-    Negative values become 0. A finite float16 above 61440 becomes 61440. Infinity, values that
-    float16 rounds to infinity (from 65520 on) and NaN are returned as infinity and NaN; they have
-    no byte. Values that are already rounded do not change.
+    Both round to nearest even, E5M0 at a tie between two powers to the larger one. Negative values
+    become 0. Finite float16 values above the largest (61440 or 32768) become that. Infinity, values
+    that float16 rounds to infinity (from 65520 on) and NaN are returned as infinity and NaN; they
+    have no byte. Values that are already rounded do not change.
     """
-    half = value.clamp_min(0).half()
+    half, cut = value.clamp_min(0).half(), 15 - bits
     if on(value.device).is_traced:
-        return torch.where(half.isfinite(), _rounded_by_comparing(half.float()), half.float())
-    bits = half.view(torch.int16).int() & 0x7FFF  # clear the sign of a negative zero
-    bits = (bits + (2 ** (CUT - 1) - 1) + (bits >> CUT & 1)) >> CUT << CUT
-    rounded = bits.clamp_max(LARGEST).to(torch.int16).view(torch.float16)
+        rounded = _rounded_by_comparing(half.float(), mantissa=bits - 5)
+        return torch.where(half.isfinite(), rounded, half.float())
+    pattern = half.view(torch.int16).int() & 0x7FFF  # clear the sign of a negative zero
+    odd = pattern >> cut & 1 if bits > 5 else (pattern >> cut).clamp_max(1)
+    pattern = (pattern + (2 ** (cut - 1) - 1) + odd) >> cut << cut
+    rounded = pattern.clamp_max(INFINITY - 2**cut).to(torch.int16).view(torch.float16)
     return torch.where(half.isfinite(), rounded, half).float()
 
 
-def _rounded_by_comparing(value: Tensor) -> Tensor:
-    """Do what `round_to_e5m3` does for float16 values in float32, without access to their bits.
+def _rounded_by_comparing(value: Tensor, mantissa: int) -> Tensor:
+    """Do what `round_to_byte` does for float16 values in float32, without access to their bits.
 
-    Divides by powers of two, which is exact, until a mantissa in eighths is left.
+    Divides by powers of two, which is exact, until so many bits of `mantissa` are left.
     """
-    units, unit = value * (1 / SMALLEST), torch.full_like(value, SMALLEST)
+    smallest, largest = SMALLEST * 2.0 ** (3 - mantissa), 2.0**16 - 2.0 ** (15 - mantissa)
+    units, unit = value * (1 / smallest), torch.full_like(value, smallest)
     for octaves in (16, 8, 4, 2, 1):
-        is_above = units >= 2.0 ** (3 + octaves)
+        is_above = units >= 2.0 ** (mantissa + octaves)
         units = torch.where(is_above, units * 2.0**-octaves, units)
         unit = torch.where(is_above, unit * 2.0**octaves, unit)
-    return (units.round() * unit).clamp(0.0, LARGEST_VALUE).abs()
+    return (units.round() * unit).clamp(0.0, largest).abs()
 
 
 def encode(value: Tensor) -> Tensor:
-    """Return the bytes (uint8) of finite values that `round_to_e5m3` has rounded."""
+    """Return the bytes (uint8) of finite values that `round_to_byte` has rounded."""
     return (value.half().view(torch.int16) >> CUT).to(torch.uint8)
 
 
@@ -77,7 +80,7 @@ STORED_DTYPES = {
 }
 """The dtype of each tensor in a checkpoint; training computes with the same rounded values.
 
-Group scales of 8 bits are bytes instead, and scales of 32 bits are float32.
+Group scales of 8 and 5 bits are bytes instead, and scales of 32 bits are float32.
 """
 
 WIDE = 32  # the `scale_bits` of float32 scales
@@ -93,7 +96,7 @@ class Scales(NamedTuple):
     scale_out: Tensor | None = None  # `A` of the low-rank form, `(O, R)`
     rank_gain: Tensor | None = None  # `g` of the low-rank form, `(R,)`
     scale_in: Tensor | None = None  # `B` of the low-rank form, `(R, I)`
-    bits: int = 16  # bits of a stored scale: 32, 16, or, for group scales only, 8
+    bits: int = 16  # bits of a stored scale: 32, 16, or, for group scales only, 8 or 5
 
     def present(self) -> dict[str, Tensor]:
         """Return the tensors of the form in use, by name."""
@@ -211,8 +214,8 @@ def dtype_as_stored(name: str, bits: int | None = None) -> torch.dtype:
 
 def round_as_stored(name: str, value: Tensor, bits: int | None = None) -> Tensor:
     """Return `value` in float32 after rounding to the dtype that a checkpoint stores `name` in."""
-    if _is_byte(name, bits):
-        return round_to_e5m3(value)
+    if bits is not None and _is_byte(name, bits):
+        return round_to_byte(value, bits)
     if name == "codebook" and bits is not None:
         return round_levels(value, bits)
     return value.to(dtype_as_stored(name, bits)).float()
@@ -241,7 +244,7 @@ def from_stored(name: str, stored: Tensor, bits: int | None = None) -> Tensor:
 
 
 def _is_byte(name: str, bits: int | None) -> bool:
-    return name == "scales" and bits == 8
+    return name == "scales" and bits in (8, 5)
 
 
 def round_scales(scales: Scales) -> Scales:
@@ -256,10 +259,10 @@ def rms(tensor: Tensor) -> float:
 
 
 def above_zero(scales: Scales) -> Scales:
-    """Raise 8-bit group scales, which must be positive, so that none rounds to zero."""
-    if scales.bits != 8:
+    """Raise group scales of a byte, which must be positive, so that none rounds to zero."""
+    if scales.bits > 8:
         return scales
-    return scales._replace(scales=scales.by_group().clamp_min(SMALLEST))
+    return scales._replace(scales=scales.by_group().clamp_min(SMALLEST * 2.0 ** (8 - scales.bits)))
 
 
 def as_stored(weight: QuantizedWeight) -> QuantizedWeight:

@@ -11,7 +11,7 @@ from torch import Tensor
 from qat.kernels.lut_weight import choose, form, pull_back
 from qat.quant.codebook import nearest_codewords
 from qat.quant.spec import LutSpec
-from qat.quant.weight import PackedIndices, Scales, expand_scales, round_scales, round_to_e5m3
+from qat.quant.weight import PackedIndices, Scales, expand_scales, round_scales, round_to_byte
 
 pytestmark = pytest.mark.gpu
 
@@ -77,15 +77,17 @@ def test_training_shapes(spec: LutSpec, source: str) -> None:
         check(random_parts(*shape, spec, source), torch.bfloat16)
 
 
+@pytest.mark.parametrize("bits", [8, 5])
 @pytest.mark.parametrize("source", ["packed", "float32"])
-def test_every_scale_of_8_bits_is_rounded_as_on_the_cpu(source: str) -> None:
+def test_every_scale_of_a_byte_is_rounded_as_on_the_cpu(source: str, bits: int) -> None:
     halves = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).float()
     others = torch.tensor([-0.0, -1e-9, -2.0, -torch.inf, 1e-30, 65519.0])
-    scales = Scales(torch.cat([halves, halves * 1.0003, others])[:, None], bits=8)
+    scales = Scales(torch.cat([halves, halves * 1.0003, others])[:, None], bits=bits)
     scales = scales._replace(scales=scales.scales.clamp_max(65519.0))
     there = scales.scales.cuda()
-    assert torch.equal(round_to_e5m3(there).cpu(), round_to_e5m3(scales.scales))
-    assert torch.equal(round_to_e5m3(there).cpu(), nearest_e5m3(scales.scales.clamp_min(0)))
+    found = round_to_byte(there, bits).cpu()
+    assert torch.equal(found, round_to_byte(scales.scales, bits))
+    assert torch.equal(found, nearest_e5m3(scales.scales.clamp_min(0), bits))
     O = len(there)
     packed = PackedIndices(torch.randint(256, (O, 1), dtype=torch.uint8), 1, 8)
     parts = packed if source == "packed" else torch.randn(O, 8), torch.tensor([-1.0, 1.0]), scales

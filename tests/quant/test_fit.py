@@ -141,6 +141,18 @@ def test_a_scale_of_8_bits_never_becomes_zero(size: float, name: str) -> None:
     assert (fitted.scales.scales > 0).all() and same_bits(fitted, as_stored(fitted))
 
 
+def test_powers_of_two_err_less_than_by_the_rule_of_mx_formats() -> None:
+    spec = LutSpec(bits=4, codebook="e2m1", group_size=32, scale_bits=5)
+    weight = torch.randn(64, 256) * 0.02
+    fitted = fit_weight(weight, spec)
+    scales, levels = fitted.scales.by_group(), fixed_grid(spec)
+    assert torch.equal(scales, torch.exp2(scales.log2().round()))
+    largest = weight.view(64, 8, 32).abs().amax(-1)
+    S = torch.exp2(largest.log2().floor() - 2).repeat_interleave(32, 1)  # 4 is the last power
+    theirs = levels[nearest_indices(weight, S, levels).int()] * S
+    assert (weight - dequantize(fitted)).norm() < 0.99 * (weight - theirs).norm()
+
+
 def test_dtypes_and_gradients_of_the_weight_do_not_matter() -> None:
     weight = torch.randn(8, 32).bfloat16()
     parameter = torch.nn.Parameter(weight)

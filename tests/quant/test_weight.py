@@ -15,7 +15,7 @@ from qat.quant.weight import (
     packed_width,
     round_as_stored,
     round_levels,
-    round_to_e5m3,
+    round_to_byte,
     to_stored,
     unpack,
 )
@@ -39,6 +39,8 @@ def test_levels_of_8_bits_are_64ths_between_minus_127_and_127() -> None:
 @pytest.mark.parametrize("bits", [8, 16, 32])
 def test_what_is_rounded_is_stored_to_the_bit(bits: int) -> None:
     levels = torch.randn(64, 2) * 2
+    powers = round_as_stored("scales", levels.abs(), 5)
+    assert torch.equal(from_stored("scales", to_stored("scales", powers, 5), 5), powers)
     for name, value in {"codebook": levels, "scales": levels.abs()}.items():
         rounded = round_as_stored(name, value, bits)
         stored = to_stored(name, rounded, bits)
@@ -72,10 +74,11 @@ HALVES = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16).float()
 
 
 def test_every_float16_and_any_float32_goes_to_the_nearest_value_and_ties_to_even() -> None:
-    assert round_to_e5m3(HALVES).dtype == torch.float32
+    assert round_to_byte(HALVES).dtype == torch.float32
     values = torch.cat([torch.logspace(-8, 4.8, 10_001), torch.rand(10_001)])
     for each in (HALVES, values, torch.rand(6, 10).T[::2], e5m3_values().float()):
-        assert torch.equal(round_to_e5m3(each), nearest_e5m3(each))
+        for bits in (8, 5):
+            assert torch.equal(round_to_byte(each, bits), nearest_e5m3(each, bits))
 
 
 def test_edges() -> None:
@@ -96,7 +99,7 @@ def test_edges() -> None:
         (torch.inf, torch.inf),
         (torch.nan, torch.nan),
     ]:
-        found = round_to_e5m3(torch.tensor([value]))
+        found = round_to_byte(torch.tensor([value]))
         assert torch.equal(found, torch.tensor([rounded])) or (
             found.isnan().all() and value != value
         ), value
@@ -113,9 +116,10 @@ def test_all_finite_bytes_come_back_and_ascend() -> None:
 
 def test_comparing_finds_what_bits_say(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.cat([HALVES, HALVES * 1.0001, -HALVES, torch.tensor([65520.0, torch.inf])])
-    expected = round_to_e5m3(values)
+    expected = {bits: round_to_byte(values, bits) for bits in (8, 5)}
     monkeypatch.setattr(Backend, "is_traced", True)
-    found = round_to_e5m3(values)
-    assert torch.equal(found, expected)
-    assert not found.signbit().any()
-    assert round_to_e5m3(torch.tensor(torch.nan)).isnan()
+    for bits, each in expected.items():
+        found = round_to_byte(values, bits)
+        assert torch.equal(found, each)
+        assert not found.signbit().any()
+    assert round_to_byte(torch.tensor(torch.nan)).isnan()
