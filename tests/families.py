@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from tiny import VOCAB, tiny_tokenizer
+from tiny import VOCAB, edited, tiny_tokenizer
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
@@ -307,6 +308,31 @@ def saved(family: str, out: Path, config: PreTrainedConfig | None = None) -> Non
     """Write such a model and a tokenizer to `out`."""
     build(family, config=config).save_pretrained(out)
     tiny_tokenizer().save_pretrained(out)
+
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Values of the four bits of MXFP4 (OCP Microscaling Formats v1.0, E2M1)."""
+
+
+def saved_in_mxfp4(out: Path) -> dict[str, Tensor]:
+    """Write a gpt-oss with random experts as its own files have them; return their weights.
+
+    They are `(E, O, I)`, by name.
+    """
+    saved("GptOssForCausalLM", out)
+    wished, ends = {}, ("experts.gate_up_proj", "experts.down_proj")
+    with edited(out, "model.safetensors") as state:
+        for name in [name for name in state if name.endswith(ends)]:
+            E, I, O = state.pop(name).shape
+            codes = torch.randint(16, (E, O, I // 32, 32))
+            exponents = torch.randint(118, 124, (E, O, I // 32))
+            scales = torch.exp2(exponents.float() - 127)
+            wished[name] = (torch.tensor(FP4)[codes] * scales[..., None]).flatten(2)
+            state[f"{name}_blocks"] = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+            state[f"{name}_scales"] = exponents.to(torch.uint8)
+    with edited(out) as config:
+        config["quantization_config"] = {"quant_method": "mxfp4"}
+    return wished
 
 
 NOT_BUILT = {

@@ -192,7 +192,7 @@ class Shipping(NamedTuple):
         """Adapt `spec` to each target in turn; None if the result is not held by all."""
         try:
             for target in [self.targets[name] for name in (*order, *order)]:
-                is_fixed = spec.scale_bits == 8 and spec.codebook != "lut"
+                is_fixed = spec.scale_bits <= 8 and spec.codebook != "lut"
                 is_fixed &= not shape[1] % spec.group_size
                 if not is_fixed or target.lost(spec, shape) is not None:
                     spec = target.scheme(spec, shape)

@@ -23,6 +23,7 @@ USES = {  # the command that uses an exported directory, for targets that have a
     "mlx": 'mlx_lm.generate --model {path} --prompt "..."',
     "compressed-tensors": "vllm serve {path}",
     "nvfp4": "vllm serve {path}",
+    "mxfp4": "vllm serve {path}",
 }
 
 

@@ -54,8 +54,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up:ResourceW
 WIDE = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 32}
 EVEN = ("mlx", "compressed-tensors", "gguf", "torchao", "coreml")
 """Targets that hold evenly spaced levels of 4 bits."""
-SHIPPED = (*EVEN, "nvfp4", "modelopt")
+SHIPPED = (*EVEN, "nvfp4", "mxfp4", "modelopt")
 PROGRAMS = ("executorch", "onnx", "openvino", "gptq", "awq", "litert", "ane", "coreai")
+FP4 = ("nvfp4", "mxfp4", "modelopt")
 GROUPED = tuple(name for name in target_names() if name not in ("ane", "coreai"))
 """Targets that hold scales within a row."""
 
@@ -142,7 +143,7 @@ def test_tables_that_learned_are_exported_as_they_are(to, form, is_tied, tmp_pat
     assert report.logits_max_diff <= (1e-4 if sums else 0)
 
 
-@pytest.mark.parametrize("to", ["compressed-tensors", "nvfp4", "modelopt", "torchao"])
+@pytest.mark.parametrize("to", ["compressed-tensors", "nvfp4", "mxfp4", "modelopt", "torchao"])
 def test_each_linear_is_listed_as_quantized_or_as_left(to: TargetName, tmp_path: Path) -> None:
     library(to)
     model = tiny_model(num_hidden_layers=1, **WIDE)
@@ -155,7 +156,7 @@ def test_each_linear_is_listed_as_quantized_or_as_left(to: TargetName, tmp_path:
     found = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     left = found["modules_to_not_convert"] if to == "torchao" else found["ignore"]
     assert {*left} == {name for name in linears if "mlp" not in name}
-    if to in ("compressed-tensors", "nvfp4"):
+    if to in ("compressed-tensors", "nvfp4", "mxfp4"):
         (group,) = found["config_groups"].values()
         assert {*group["targets"], *left} == linears
 
@@ -450,6 +451,7 @@ def test_all_chat_templates_and_only_tokens_of_the_table_go_into_a_gguf() -> Non
         ("nvfp4", LutSpec(bits=4, codebook="int"), "int of 4 bits"),
         ("nvfp4", SPECS["int3"], "groups of 8"),
         ("nvfp4", SPECS["seq2"], "16 bits"),
+        ("mxfp4", LutSpec(bits=4, codebook="e2m1", scale_bits=8), "8 bits"),
         ("gguf", SPECS["int3"], "groups of 8"),
         ("torchao", SPECS["lut2"], "codebook is lut"),
         ("coreml", SPECS["lut2_r4"], "low rank"),
@@ -523,7 +525,7 @@ def test_a_plan_is_bent_to_its_target() -> None:
     for to in SHIPPED:
         rules = Shipping({to: load_target(to)}).plan(PRESETS["q2a4"], model).rules
         specs = {rule.pattern.rsplit(".", 1)[1]: rule.spec for rule in rules}
-        assert {spec.scale_bits for spec in specs.values()} == {8}
+        assert {spec.scale_bits for spec in specs.values()} == {5 if to == "mxfp4" else 8}
         assert (specs["up_proj"].bits, specs["q_proj"].bits) == (2, 4)
         bent[to] = {n: (specs[n].codebook, specs[n].group_size) for n in ("up_proj", "down_proj")}
     assert bent == {
@@ -533,6 +535,7 @@ def test_a_plan_is_bent_to_its_target() -> None:
         "torchao": {"up_proj": ("seq", 16), "down_proj": ("seq", 16)},
         "coreml": {"up_proj": ("lut", 16), "down_proj": ("lut", 16)},
         "nvfp4": {"up_proj": ("seq", 16), "down_proj": ("seq", 16)},
+        "mxfp4": {"up_proj": ("seq", 32), "down_proj": ("seq", 32)},
         "modelopt": {"up_proj": ("seq", 16), "down_proj": ("seq", 16)},
     }
 
@@ -561,8 +564,8 @@ def test_a_plan_takes_the_type_of_ggml_that_fits_its_rows() -> None:
     ("preset", "names"),
     [
         ("q2a4", ("gguf", "mlx")),
-        ("q2a4", tuple(n for n in GROUPED if n not in ("nvfp4", "modelopt", "executorch"))),
-        ("q2a2", GROUPED),
+        ("q2a4", tuple(n for n in GROUPED if n not in (*FP4, "executorch"))),
+        ("q2a2", tuple(n for n in GROUPED if n != "mxfp4")),
         ("q2a4", ("executorch", "torchao", "compressed-tensors", "packed")),
     ],
 )
@@ -632,8 +635,7 @@ def test_a_checkpoint_says_where_it_goes_without_its_weights(students, tmp_path)
         "gptq": lut,
         "awq": lut,
         "litert": lut,
-        "nvfp4": lut,
-        "modelopt": lut,
+        **dict.fromkeys(FP4, lut),
     }
     assert "holds no adapters" in lacking(tmp_path / "lut", adapters=True).values()
     copied = shutil.copytree(students["mlx"], tmp_path / "mlx")

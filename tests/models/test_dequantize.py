@@ -111,10 +111,6 @@ def test_awq_is_read_as_floats_and_can_be_converted(tmp_path: Path, caplog) -> N
     assert len(linear_names(again.model)) == 14
 
 
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Values of the four bits of MXFP4 (OCP Microscaling Formats v1.0, E2M1)."""
-
-
 def quantized_as(settings: dict[str, object], out: Path) -> str:
     """Say in its configuration how the checkpoint in `out` is quantized."""
     with edited(out) as config:
@@ -123,19 +119,8 @@ def quantized_as(settings: dict[str, object], out: Path) -> str:
 
 
 def test_experts_in_mxfp4_are_read_as_floats(tmp_path: Path) -> None:
-    families.saved("GptOssForCausalLM", tmp_path)
-    wished, ends = {}, ("experts.gate_up_proj", "experts.down_proj")
-    with edited(tmp_path, "model.safetensors") as state:
-        for name in [name for name in state if name.endswith(ends)]:
-            E, I, O = state.pop(name).shape
-            codes = torch.randint(16, (E, O, I // 32, 32))
-            exponents = torch.randint(118, 124, (E, O, I // 32))
-            scales = torch.exp2(exponents.float() - 127)
-            wished[name] = (torch.tensor(FP4)[codes] * scales[..., None]).flatten(2)
-            state[f"{name}_blocks"] = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
-            state[f"{name}_scales"] = exponents.to(torch.uint8)
-    source = quantized_as({"quant_method": "mxfp4"}, tmp_path)
-    found = load_model(source, device="cpu", dtype="fp32")
+    wished = families.saved_in_mxfp4(tmp_path)
+    found = load_model(str(tmp_path), device="cpu", dtype="fp32")
     assert len(wished) == 8
     for name, weight in wished.items():
         assert torch.equal(found.model.get_submodule(name).weight, weight.flatten(0, 1))

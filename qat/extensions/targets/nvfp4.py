@@ -73,29 +73,42 @@ def lost(spec: LutSpec, shape: tuple[int, int]) -> str | None:
 
     Grids of E2M1 values in groups of a multiple of 16, with 8-bit scales, lose nothing.
     """
+    return lost_as_e2m1(spec, GROUP_SIZE, scale_bits=8)
+
+
+def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
+    """Return the E2M1 grid of as many bits, or the plan's own if it is one, in groups of 16."""
+    return e2m1_scheme(spec, shape, GROUP_SIZE).model_copy(update={"scale_bits": 8})
+
+
+def lost_as_e2m1(spec: LutSpec, group_size: int, scale_bits: int) -> str | None:
+    """Return why a weight is no E2M1 under scales of so many bits, each for `group_size` weights.
+
+    None if it is.
+    """
     reason = lost_by_grid(spec, GRIDS)
     if reason is None and not _is_e2m1(spec):
         reason = (
             f"its codebook is {spec.codebook} of {spec.bits} bits, expected levels that are E2M1 "
             "values: e2m1, ternary, int of 2 or 3 bits, seq of 1 or 2"
         )
-    if reason is None and spec.group_size % GROUP_SIZE:
-        reason = f"NVFP4 has no groups of {spec.group_size}, expected a multiple of {GROUP_SIZE}"
-    if reason is None and spec.scale_bits != 8:
-        reason = f"its scales have {spec.scale_bits} bits, expected 8, which E4M3 holds"
+    if reason is None and spec.group_size % group_size:
+        reason = f"FP4 has no groups of {spec.group_size}, expected a multiple of {group_size}"
+    if reason is None and spec.scale_bits != scale_bits:
+        reason = f"its scales have {spec.scale_bits} bits, expected {scale_bits}"
     return reason
 
 
-def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
-    """Return the E2M1 grid of as many bits, or the plan's own if it is one, in groups of 16."""
+def e2m1_scheme(spec: LutSpec, shape: tuple[int, int], group_size: int) -> LutSpec:
+    """Return the E2M1 grid of as many bits, or the plan's own if it is one, in groups of a size."""
     refuse_all_but_groups(spec)
     if spec.bits > MOST_BITS:
         raise ExportError(
-            f"NVFP4 has no weights of {spec.bits} bits; name a plan of at most {MOST_BITS} bits"
+            f"FP4 has no weights of {spec.bits} bits; name a plan of at most {MOST_BITS} bits"
         )
     codebook = spec.codebook if _is_e2m1(spec) else CODEBOOKS[spec.bits]
-    size = group_size_near(GROUP_SIZE, (GROUP_SIZE,), shape[1])
-    return LutSpec(bits=spec.bits, codebook=codebook, group_size=size, scale_bits=8)
+    size = group_size_near(group_size, (group_size,), shape[1])
+    return LutSpec(bits=spec.bits, codebook=codebook, group_size=size)
 
 
 def write(
@@ -138,16 +151,26 @@ def quantized_weights(model: PreTrainedModel) -> tuple[dict[str, tuple[Tensor, T
         ExportError: the scales span too wide a range.
     """
     modules = quantized_modules(model)
-    scales = {name: _scales(module) for name, module in modules.items()}
+    scales = {name: e2m1_scales(module, GROUP_SIZE) for name, module in modules.items()}
     largest = torch.stack([scale.max() for scale in scales.values()]).max().clamp_min(SMALLEST)
     # a power of two, so exact, that scales the largest into E4M3's range
     factor = 2.0 ** (LARGEST / largest).log2().floor()
     weights = {}
     for name, module in modules.items():
-        codes, _ = _nibbles(module.levels())
-        values = pack(codes[module.indices().int()], 4)
-        weights[name] = values, _e4m3(name, scales[name], factor)
+        weights[name] = pack(e2m1_codes(module), 4), _e4m3(name, scales[name], factor)
     return weights, factor
+
+
+def e2m1_codes(module: QuantLinear) -> Tensor:
+    """Return the 4 bits of each weight, `(O, I)` uint8."""
+    codes, _ = _nibbles(module.levels())
+    return codes[module.indices().int()]
+
+
+def e2m1_scales(module: QuantLinear, group_size: int) -> Tensor:
+    """Return the multipliers of E2M1 values, `(O, I / group_size)` float32."""
+    scales, levels = module.scales_as_stored().by_group(), module.levels().detach()
+    return (scales * _unit(levels)).repeat_interleave(module.spec.group_size // group_size, 1)
 
 
 def _unit(levels: Tensor) -> Tensor:
@@ -166,12 +189,6 @@ def _nibbles(levels: Tensor) -> tuple[Tensor, bool]:
 def _is_e2m1(spec: LutSpec) -> bool:
     levels = fixed_grid(spec)
     return levels is not None and _nibbles(levels)[1]
-
-
-def _scales(module: QuantLinear) -> Tensor:
-    """Return the multipliers of E2M1 values, `(O, I / 16)` float32."""
-    scales, levels = module.scales_as_stored().by_group(), module.levels().detach()
-    return (scales * _unit(levels)).repeat_interleave(module.spec.group_size // GROUP_SIZE, 1)
 
 
 def _e4m3(name: str, scales: Tensor, factor: Tensor) -> Tensor:

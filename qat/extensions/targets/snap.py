@@ -9,6 +9,7 @@ Shapes: O rows, I columns, N groups of W weights, C levels.
 import logging
 import math
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -28,7 +29,7 @@ from qat.nn.quant_weight import quant_weights
 from qat.nn.swap import linear_names, put_quantized, table_names
 from qat.quant.codebook import fixed_grid, nearest_level
 from qat.quant.spec import LutSpec, PlanRule, QuantPlan
-from qat.quant.weight import QuantizedWeight, Scales, index_dtype
+from qat.quant.weight import QuantizedWeight, Scales, index_dtype, round_as_stored
 
 logger = logging.getLogger(__name__)
 
@@ -173,8 +174,8 @@ def _on_grid(weight: Tensor, spec: LutSpec, dtype: torch.dtype) -> Snapped | Non
             return None
         parts.append(found)
     indices, scales = map(torch.cat, zip(*parts, strict=True))
-    is_half = torch.equal(scales.half().float(), scales)
-    spec = spec.model_copy(update={"scale_bits": 16 if is_half else 32})
+    bits = next(b for b in (5, 16, 32) if torch.equal(round_as_stored("scales", scales, b), scales))
+    spec = spec.model_copy(update={"scale_bits": bits})
     indices = indices.view(O, I).to(index_dtype(spec.num_levels))
     scales = Scales(scales.view(O, -1), bits=spec.scale_bits)
     return Snapped(spec, QuantizedWeight(indices, levels, scales))
@@ -187,13 +188,17 @@ def _fit(groups: Tensor, levels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     indices = torch.zeros(groups.shape, dtype=torch.long)
     scales = torch.zeros(len(groups))
     left = extreme.nonzero()[:, 0]  # a group of zeros has a scale of zero
-    for level in _levels_of_extreme(levels):
-        if not len(left):
-            break
-        chosen, scale = _with_scale_near(groups[left], extreme[left] / level, levels, dtype)
+    tried = _levels_of_extreme(levels)
+    for level, of_power in [*product(tried, (True,)), *product(tried, (False,))]:
+        near = extreme[left] / level
+        # few weights may fit several scales: then that of MX formats, a power of two, is meant
+        asked = left[near.frexp().mantissa == 0.5] if of_power else left
+        if not len(asked):
+            continue
+        chosen, scale = _with_scale_near(groups[asked], extreme[asked] / level, levels, dtype)
         fits = scale != 0
-        indices[left[fits]], scales[left[fits]] = chosen[fits], scale[fits]
-        left = left[~fits]
+        indices[asked[fits]], scales[asked[fits]] = chosen[fits], scale[fits]
+        left = left[scales[left] == 0]
     return None if len(left) else (indices, scales)
 
 
