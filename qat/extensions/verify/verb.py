@@ -1,5 +1,7 @@
 """`qat verify-export`: does a file compute what the model computes that it was made from?"""
 
+import re
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -10,6 +12,7 @@ from qat.config import Required
 from qat.extensions.verify.config import VerifyConfig
 
 if TYPE_CHECKING:
+    from qat.extensions.verify.facts import Finding
     from qat.extensions.verify.run import Verdict
 
 WIDTH = 160
@@ -67,10 +70,23 @@ def _show(verdict: "Verdict", config: VerifyConfig) -> None:
     console = wide_console(WIDTH)
     if verdict.distance is not None:
         console.print(row_table(DISTANCE, [verdict.distance._asdict()]))
-    worst = [each._asdict() for each in verdict.tensors[: config.worst]]
-    console.print(row_table(TENSORS, worst))
+    worst = [each._asdict() for each in verdict.tensors[: config.worst] if each.error]
+    if worst:
+        console.print(row_table(TENSORS, worst))
+    elif verdict.tensors:
+        console.print(f"all {len(verdict.tensors)} tensors are equal", highlight=False)
     if verdict.findings:
-        console.print(row_table(FINDINGS, [f._asdict() for f in verdict.findings], justify="left"))
+        console.print(row_table(FINDINGS, [*rows_of(verdict.findings)], justify="left"))
+
+
+def rows_of(findings: "Iterable[Finding]") -> "Iterator[dict[str, str]]":
+    """Yield a row for all findings of a kind whose places differ in numbers alone, by the first."""
+    alike: dict[tuple[str, str], list[Finding]] = {}
+    for each in findings:
+        alike.setdefault((each.kind, re.sub(r"\d+", "", each.place)), []).append(each)
+    for first, *others in alike.values():
+        place = f"{first.place} and {len(others)} like it" if others else first.place
+        yield first._replace(place=place)._asdict()
 
 
 def _told(verdict: "Verdict", reference: str, file: str, config: VerifyConfig) -> dict[str, object]:

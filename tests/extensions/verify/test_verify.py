@@ -24,7 +24,9 @@ from verify_case import (
 
 from qat.errors import CheckpointError, ConfigError, DataError
 from qat.extensions.verify.config import VerifyConfig
+from qat.extensions.verify.facts import Finding
 from qat.extensions.verify.run import Verdict, verify
+from qat.extensions.verify.verb import rows_of
 
 pytest.importorskip("gguf")
 LIBRARIES = {"mlx": "mlx_lm", "compressed-tensors": "compressed_tensors", "onnx": "onnxruntime"}
@@ -230,6 +232,11 @@ def test_the_verb_ends_with_json_and_code_1_for_a_fault(
         assert found["passes"] == (code == 0) and found["form"] == "gguf"
         assert {"kl_nats", "top1_frac", "flips_frac", "reference_ppl"} <= found.keys()
         assert len(found["worst"]) == 8
+    many = [Finding("tensor", f"layers.{layer}.k", f"off by {layer}") for layer in range(3)]
+    assert [*rows_of([*many, Finding("rope", "theta", "10")])] == [
+        {"kind": "tensor", "place": "layers.0.k and 2 like it", "words": "off by 0"},
+        {"kind": "rope", "place": "theta", "words": "10"},
+    ]
     kinds = {each["kind"] for each in found["findings"]}
     assert kinds == {"swapped", "distance"}
     assert call(monkeypatch, "verify-export", student, tmp_path / "nowhere") == 1
