@@ -19,7 +19,7 @@ class VerifyConfig(Settings):
     """The first contexts of the text that are compared."""
     max_kl: Judged[float] = Field(1e-3, ge=0)
     """Nats per token that FILE may be away from REFERENCE. The default is for exports that lose
-    nothing; a float model and its 4-bit file are 0.01 to 0.1 apart."""
+    nothing; a float model and its 4-bit file are 0.01 to 0.4 apart."""
     min_top1: Judged[float] = Field(0.995, ge=0, le=1)
     """Fraction of tokens on whose likeliest successor both must agree."""
     worst: Judged[int] = Field(8, ge=1)
