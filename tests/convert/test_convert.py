@@ -264,7 +264,7 @@ def test_plan_files_that_are_wrong(place: Path, tmp_path: Path) -> None:
         ),
         (
             b'name = "x"\n[[rules]]\npattern = "*"\nspec = { bits = 2, scale_bits = 12 }\n',
-            "rules.0.spec.scale_bits=12: Input should be 32, 16 or 8$",
+            "rules.0.spec.scale_bits=12: Input should be 32, 16, 8 or 5$",
         ),
         (b'name = "x"\n[[rules]]\npattern = "*.moe.*"\n', r"pattern '\*.moe.\*' matches none"),
     ):

@@ -43,7 +43,7 @@ def test_formats_that_cannot_be() -> None:
         ({"bits": 1, "codebook": "int"}, "codebook=int needs bits >= 2; use codebook=seq"),
         ({"bits": 2, "scale": "low_rank"}, "scale=low_rank does not go with rank=0"),
         ({"bits": 2, "rank": 4}, "scale=group does not go with rank=4"),
-        ({"bits": 2, "scale_bits": 12}, r"scale_bits=12: Input should be 32, 16 or 8$"),
+        ({"bits": 2, "scale_bits": 12}, r"scale_bits=12: Input should be 32, 16, 8 or 5$"),
         (
             {"bits": 2, "scale": "low_rank", "rank": 4, "scale_bits": 8},
             "scale=low_rank is stored in scale_bits=16 or 32, got scale_bits=8",
