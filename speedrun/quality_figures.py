@@ -5,6 +5,7 @@
     python speedrun/quality_figures.py equal-time runs/minimind2 --figures figures.jsonl
     python speedrun/quality_figures.py over-baselines runs/smollm2 --figure NAME --figures FILE
     python speedrun/quality_figures.py whole runs/smollm2 --most 2.5 --figure NAME --figures FILE
+    python speedrun/quality_figures.py suite runs/coder suite.json --name N --bits B --figures FILE
     python speedrun/quality_figures.py own-words runs/onpolicy_smollm2 --figures FILE
     python speedrun/quality_figures.py activations runs/stories15m runs/smollm2 --figures FILE
 
@@ -210,11 +211,29 @@ def whole(directory: Path, *, most: float, figure: str, goal: str, figures: Path
     best = min(names, key=results.kl)
     row, runs = ours[best], len(results.of(best))
     print(f"{figure}: {best}, {row['bits_per_weight']:.3f} bits, {row['megabytes']:.1f} MB")
-    measured = {key: row[key] for key in ("commit", "device")}
+    measured = {"commit": row["commit"][:12], "device": row["device"]}
     spread = round(results.spread(best), 4) if runs > 1 else None
     value = round(results.kl(best), 4)
     record(figures, figure, value, "nats/token", goal, measured=measured, runs=runs,
            spread=spread)  # fmt: skip
+
+
+@app.command
+def suite(directory: Path, file: Path, *, name: str, bits: str, figures: Path) -> None:
+    """Append what a student in DIRECTORY keeps of each task of a suite, and how long that took."""
+    judged = json.loads(file.read_text(encoding="utf-8"))
+    row = read(directory / "results.jsonl")[-1]
+    here = {"commit": row["commit"][:12], "device": row["device"]}
+    goals = {"humaneval": {"2.5": ">= 0.80", "3.25": ">= 0.92"}.get(bits, "stated")}
+    for task, found in judged["tasks"].items():
+        scores = {model: round(found[model]["value"], 4) for model in ("teacher", "student")}
+        kept = {key: round(value, 4) for key, value in found["retention"].items()}
+        measured = {**here, **scores, "stderr": kept["stderr"]}
+        record(figures, f"{name}_{task}_retention_{bits}", kept["value"], "fraction",
+               goals.get(task, "stated"), measured=measured)  # fmt: skip
+    seconds = judged["seconds"]
+    minutes = round(sum(seconds.values()) / 60, 2)
+    record(figures, "suite_minutes", minutes, "minutes", "<= 3", measured={**here, **seconds})
 
 
 @app.command
