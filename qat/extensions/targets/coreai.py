@@ -2,8 +2,9 @@
 
 A weight is a `lut_to_dense`, with a table for some rows or for all, and the scale of a row
 multiplies the product: what the Neural Engine computes right (see `ane`). The rest is the model of
-transformers as torch exports it, in float32: on a CPU Core AI rounds each step of a float16
-program, which is more than the check believes. Only this file imports coreai and coreai_torch.
+transformers as torch exports it. On a CPU Core AI rounds each term and each partial sum of a
+float16 product to float16, so products and attention of a float16 program are in float32. Only this
+file imports coreai and coreai_torch.
 
 Shapes: O out_features, I in_features, T tables, d weights of an index, S positions, V words.
 """
@@ -13,23 +14,28 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph, Node
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.export.dense import dense_state_dict
-from qat.export.parts import float_model
+from qat.export.parts import DtypeError, float_model
 from qat.extensions.targets import ane
 from qat.extensions.targets.coreml import Palette, length_of, palette
-from qat.extensions.targets.shared import plain_decoder, refuse_all_but_float32, write_config
+from qat.extensions.targets.shared import DTYPE_NAMES, plain_decoder, write_config
 from qat.models.stored_state import quantized_modules
 from qat.nn.lut_embedding import TiedLutHead
 from qat.nn.swap import embedding_dtype, replace_module
 
-COMPARED = "sums"
+COMPARED = "constants"
 HOLDS_ADAPTERS = False
 HOLDS_TABLES = True
 HOLDS_ACTIVATIONS = (None,)
 FILE_NAME = "model.aimodel"
+DTYPES = (torch.float16, torch.float32)
+"""Dtypes in which a program is written."""
+SUMS = ("mm", "addmm", "bmm", "scaled_dot_product_attention")
+"""Operators of a traced model that add up products."""
 lost, scheme, file_bits = ane.lost, ane.scheme, ane.file_bits
 HOW_TO_LOAD = """\
 ```python
@@ -69,14 +75,20 @@ def check(model: PreTrainedModel) -> None:
 def write(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, directory: Path
 ) -> None:
-    """Write model.aimodel, config.json and the tokenizer, in float32."""
-    refuse_all_but_float32(model, "Core AI, as it is checked here,")
+    """Write model.aimodel, config.json and the tokenizer, in float16 or float32."""
+    dtype = embedding_dtype(model)
+    if dtype not in DTYPES:
+        raise DtypeError(
+            f"Core AI programs are not written in {DTYPE_NAMES[dtype]}, expected float16 or "
+            "float32; export with --dtype fp16 or fp32"
+        )
     import coreai_torch
 
     ids = torch.zeros(1, length_of(model), dtype=torch.int32)
     with torch.no_grad():
         exported = torch.export.export(_Logits(with_palettes(model)), (ids,))
         exported = exported.run_decompositions(coreai_torch.get_decomp_table())
+    sum_in_float32(exported.graph)
     converter = coreai_torch.TorchConverter()
     converter.add_exported_program(exported, output_names=["logits"])
     converter.to_coreai().save_asset(directory / FILE_NAME)
@@ -117,6 +129,33 @@ def with_palettes(model: PreTrainedModel) -> PreTrainedModel:
         own = _Rows(made[id(module)]) if is_embedding else _Product(made[id(module)], old.bias)
         replace_module(dense, name, own)
     return dense
+
+
+def sum_in_float32(graph: Graph) -> None:
+    """Cast what the sums of a traced model read to float32, and their results back.
+
+    With 1,536 terms a float16 sum of Core AI on a CPU is off by 28 roundings of the result.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target.__name__.split(".")[0] not in SUMS:
+            continue
+        result = node.meta["val"]
+        if result.dtype != torch.float16:
+            continue
+        for read in [n for n in node.all_input_nodes if n.meta["val"].dtype == torch.float16]:
+            with graph.inserting_before(node):
+                node.replace_input_with(read, _cast(graph, read, torch.float32))
+        users, node.meta["val"] = list(node.users), result.float()
+        with graph.inserting_after(node):
+            rounded = _cast(graph, node, torch.float16)
+        for user in users:
+            user.replace_input_with(node, rounded)
+
+
+def _cast(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
+    copy = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
+    copy.meta["val"] = node.meta["val"].to(dtype)
+    return copy
 
 
 class _Lookup(nn.Module):

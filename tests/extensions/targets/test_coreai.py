@@ -32,6 +32,9 @@ def test_core_ai_computes_our_logits_from_tables(tmp_path: Path) -> None:
         config = ExportConfig(to="coreai", dtype="fp32")
         report = export_model(str(tmp_path / plan), config, tmp_path / f"{plan}_out")
         assert report.logits_max_diff < 1e-5 and report.bytes > 0
-        with pytest.raises(ExportError, match="float32"):
-            half = ExportConfig(to="coreai", dtype="fp16")
-            export_model(str(tmp_path / plan), half, tmp_path / "half")
+        half = ExportConfig(to="coreai", dtype="fp16")
+        short = export_model(str(tmp_path / plan), half, tmp_path / f"{plan}_half")
+        assert 0 < short.logits_max_diff and short.bytes < report.bytes
+        with pytest.raises(ExportError, match="bf16"):
+            bf16 = ExportConfig(to="coreai", dtype="bf16")
+            export_model(str(tmp_path / plan), bf16, tmp_path / "bf16")
