@@ -23,15 +23,27 @@ class Sampling:
         """Draw token ids `(B,)` from logits `(B, V)` with torch's generator of their device."""
         if self.temperature == 0:
             return logits.argmax(-1)
+        return draw_from(self.probs(logits))
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """Return the probabilities `(B, V)` float32 of what `draw` returns."""
+        if self.temperature == 0:
+            best = logits.argmax(-1, keepdim=True)
+            return torch.zeros_like(logits, dtype=torch.float32).scatter(-1, best, 1.0)
         scaled = logits.float() / self.temperature
         if self.top_p < 1:
             ordered, order = scaled.sort(-1)
             rare = ordered.softmax(-1).cumsum(-1) <= 1 - self.top_p
             rare[:, -1] = False
             scaled = scaled.masked_fill(rare.scatter(-1, order, rare), -torch.inf)
-        # exponential race: token i with rate p_i is first with probability p_i
-        times = torch.empty_like(scaled).exponential_()
-        return (scaled.softmax(-1) / times).argmax(-1)
+        return scaled.softmax(-1)
+
+
+def draw_from(weights: Tensor) -> Tensor:
+    """Draw token ids `(B,)` in proportion to `weights` `(B, V)`."""
+    # exponential race: token i with rate p_i is first with probability p_i
+    times = torch.empty_like(weights).exponential_()
+    return (weights / times).argmax(-1)
 
 
 def until_end(ids: list[int], ends: Collection[int]) -> list[int]:

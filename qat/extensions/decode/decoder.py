@@ -3,7 +3,7 @@
 Shapes: B sequences, S tokens of a prompt, V words.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -104,16 +104,9 @@ class Generation:
         self.said[:, 0] = first
 
     def record(self, backend: Backend) -> None:
-        """Capture one step as a graph and replay it from now on.
-
-        A warm-up step runs first; its effect on the state is undone.
-        """
+        """Capture one step as a graph and replay it from now on."""
         state = (self._token, self._position, self._count, self.said)
-        kept = [tensor.clone() for tensor in state]
-        self._advance()
-        for tensor, old in zip(state, kept, strict=True):
-            tensor.copy_(old)
-        self.advance, _ = backend.record(self._advance)
+        self.advance = recorded(self._advance, state, backend)
 
     @torch.no_grad()
     def _advance(self) -> None:
@@ -123,3 +116,18 @@ class Generation:
         self.said.index_copy_(1, self._count, self._token[:, None])
         self._position += 1
         self._count += 1
+
+
+def recorded(
+    advance: Callable[[], None], state: Sequence[Tensor], backend: Backend
+) -> Callable[[], None]:
+    """Capture `advance`, which changes `state` in place, as a graph; return its replay.
+
+    A warm-up runs first; its effect on the state is undone.
+    """
+    kept = [tensor.clone() for tensor in state]
+    advance()
+    for tensor, old in zip(state, kept, strict=True):
+        tensor.copy_(old)
+    replay, _ = backend.record(advance)
+    return replay

@@ -8,7 +8,7 @@ Shapes: B sequences, N positions of the cache, V words, D model width, O out_fea
 in_features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple, Self
 
@@ -264,12 +264,18 @@ class DecodeStep:
 
     @torch.no_grad()
     def logits(
-        self, ids: Tensor, position: Tensor, caches: Sequence[Cache], angles: Angles
+        self,
+        ids: Tensor,
+        position: Tensor,
+        caches: Sequence[Cache],
+        angles: Angles,
+        *,
+        attend: Callable[..., Tensor] = decode_attention,
     ) -> Tensor:
         """Return logits `(B, V)` float32 after the tokens `ids` `(B,)` at `position` `(1,)`.
 
         Writes keys and values into `caches`. Does not synchronize with a GPU, so that it can be
-        captured.
+        captured. Another `attend` may read the tokens as other than one of each sequence.
         """
         embedded = self.embedding(ids[:, None])[:, 0]
         flow = stream(embedded, self.blocks[0].before, self.blocks[0].qkv.order)
@@ -278,9 +284,7 @@ class DecodeStep:
             self.blocks, caches, (*following, (self.last_gain, self.head.order)), strict=True
         ):
             qkv = block.qkv(flow.scaled, Norm(flow.squares, self.eps))
-            said = decode_attention(
-                qkv, cache, position, angles, block.heads, order=block.out.order
-            )
+            said = attend(qkv, cache, position, angles, block.heads, order=block.out.order)
             flow = block.out.add(said, flow.residual, block.between, order=block.gate_up.order)
             gated = block.gate_up(
                 flow.scaled, Norm(flow.squares, self.eps), is_gated=True, order=block.down.order
