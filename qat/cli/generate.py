@@ -24,12 +24,15 @@ def generate(
     """
     from qat.cli.inputs import check_inputs
 
-    check_inputs(models=[model])
+    check_inputs(models=[model, config.draft])
     from qat.backend.device import seeded, select
     from qat.generate.text import generate_text, open_generator
+    from qat.models.decoding import load_decoding
 
     with select(config.device).session(config.xla_cache_dir):
         generator, tokenizer = open_generator(model, device=config.device, dtype=config.dtype)
+        if config.draft is not None:
+            generator = load_decoding().drafted(generator, tokenizer, config)
         if config.raw or not tokenizer.chat_template:
             _write(config.prompt)
         start = time.perf_counter()
@@ -46,8 +49,10 @@ def generate(
             )
         seconds = time.perf_counter() - start
         _write("\n")
-    tokens_per_s = round(said.num_tokens / seconds, 1)
-    return dict(model=model, prompt=config.prompt, **said._asdict(), tokens_per_s=tokens_per_s)
+    found = dict(**said._asdict(), tokens_per_s=round(said.num_tokens / seconds, 1))
+    if config.draft is not None:
+        found |= dict(draft=config.draft, accepted_length=generator.accepted_length)
+    return dict(model=model, prompt=config.prompt, **found)
 
 
 def _write(piece: str) -> None:

@@ -126,5 +126,10 @@ class GenerateConfig(DeviceSettings):
     """Seed of the sampling."""
     raw: Sampling[bool] = False
     """Continue the prompt as it is, without the tokenizer's chat template."""
+    draft: Speed[str | None] = None
+    """Student with MODEL's tokenizer that drafts tokens, which MODEL checks several at a time; its
+    text or its distribution stays the same."""
+    draft_tokens: Speed[int] = Field(4, ge=1, le=7)
+    """Number of tokens that the student drafts for each pass of MODEL, from 1 to 7."""
     dtype: Speed[Literal["auto", "fp32", "bf16", "fp16"]] = "auto"
     """Compute dtype; auto is bf16 where it is native."""

@@ -17,9 +17,11 @@ from qat.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:  # rooms above this one, and what loads transformers, which loads hf_quantizer
     import numpy as np
+    from transformers import PreTrainedTokenizerBase
 
     from qat.data.packing import Batch
     from qat.data.reader import TeacherCache
+    from qat.evaluate.config import GenerateConfig
     from qat.generate.sampling import Sampling
     from qat.models.language_model import LanguageModel
     from qat.train.config import RolloutConfig
@@ -48,6 +50,13 @@ class Decoder(Protocol):
 
         `seen` receives the tokens since its last call, every few steps.
         """
+
+
+class Drafted(Decoder, Protocol):
+    """A teacher whose tokens a student drafts."""
+
+    accepted_length: float | None
+    """Mean number of tokens per pass of the teacher in the latest text; None without a pass."""
 
 
 class Rollouts(Protocol):
@@ -82,6 +91,14 @@ class Decoding(Protocol):
 
     def decoder(self, model: LanguageModel) -> Decoder | None:
         """Return the model, whose linears are replaced, as a decoder; None if unsupported."""
+
+    def drafted(
+        self,
+        teacher: LanguageModel | Decoder,
+        tokenizer: PreTrainedTokenizerBase,
+        config: GenerateConfig,
+    ) -> Drafted:
+        """Return the teacher as a decoder whose tokens the student of `config` drafts."""
 
     def rollouts(
         self,

@@ -13,12 +13,14 @@ from torch.nn import functional as F
 
 from qat.backend.device import on, seeded
 from qat.extensions.decode.decoder import Decoder
+from qat.extensions.decode.draft import Drafted
 from qat.extensions.decode.kernels.cache import EVERY, Angles, Cache, Scoring
 from qat.extensions.decode.kernels.decode_attention import decode_attention
 from qat.extensions.decode.kernels.launch import one_after_the_other
 from qat.extensions.decode.kernels.lut_matvec import Norm, matvec, matvec_add, stream
 from qat.extensions.decode.kernels.lut_rows import SPLIT, gathered, order_of, spread, stack
 from qat.extensions.decode.kernels.lut_sums import SumsTile
+from qat.extensions.decode.rewind import rewindable
 from qat.extensions.decode.step import DecodeStep
 from qat.generate.sampling import Sampling
 from qat.kernels.tuned import forcing
@@ -317,6 +319,21 @@ def test_bfloat16_logits_are_as_near_as_the_models(spec: LutSpec) -> None:
     found = step.logits(ids[:, 32], place, caches, step.angles(256))
     slack = 0.01 * exact.abs().max().item()
     assert_no_worse_than_eager(found, eager, exact.double(), slack)
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_drafted_tokens_are_those_of_the_teacher_alone(build: object) -> None:
+    """Rounds are recorded, and both models read several tokens of one sequence at once."""
+    ids = torch.randint(320, (1, 5))
+    teacher = Decoder(LanguageModel(build().cuda()))
+    expected = teacher.generate(ids, Sampling(0.0), max_new_tokens=40)
+    other = tiny_model("qwen3", seed=1, initializer_range=0.3)
+    for student in (build(), other):
+        drafted = Drafted(
+            rewindable(teacher), rewindable(Decoder(LanguageModel(student.cuda()))), 4
+        )
+        assert drafted.generate(ids, Sampling(0.0), max_new_tokens=40) == expected
+        assert 1 <= drafted.accepted_length <= 5
 
 
 def test_recorded_draws_follow_the_seed() -> None:

@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING
 from qat.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from qat.data.reader import TeacherCache
+    from qat.evaluate.config import GenerateConfig
     from qat.extensions.decode.decoder import Decoder
+    from qat.extensions.decode.draft import Drafted
     from qat.extensions.decode.packed_reader import PackedReader
     from qat.extensions.decode.rollout import Rollouts
     from qat.models.language_model import LanguageModel
@@ -31,6 +35,15 @@ def decoder(model: LanguageModel) -> Decoder | None:
     from qat.extensions.decode.decoder import Decoder
 
     return Decoder(model) if Decoder.fits(model) else None
+
+
+def drafted(
+    teacher: LanguageModel | Decoder, tokenizer: PreTrainedTokenizerBase, config: GenerateConfig
+) -> Drafted:
+    """Return the teacher as a decoder whose tokens a student drafts."""
+    from qat.extensions.decode.draft import open_drafted
+
+    return open_drafted(teacher, tokenizer, config)
 
 
 def rollouts(
