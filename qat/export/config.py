@@ -23,6 +23,7 @@ TargetName = Literal[
     "gptq",
     "awq",
     "litert",
+    "litertlm",
     "anemll",
 ]
 """The forms that a student can be exported to; `qat.export.targets` lists their modules."""
@@ -40,7 +41,7 @@ LIBRARIES: dict[TargetName, tuple[str, str]] = {
     "openvino": ("openvino", "openvino"),
     "gptq": ("auto_round", "gptq"),
     "awq": ("gptqmodel", "awq"),
-    "litert": ("litert_torch", "litert"),
+    **dict.fromkeys(("litert", "litertlm"), ("litert_torch", "litert")),
 }
 """The library that writes and reads back the files of a target, and the extra that installs it."""
 

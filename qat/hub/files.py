@@ -26,17 +26,8 @@ RECEIPT = ".qat-hub.json"
 """File that `qat hub` writes into a directory it fetched; it is not part of the content."""
 REPOSITORY = "hf://"
 """The beginning of the address of a model repository, `hf://owner/name`."""
-WEIGHTS = {
-    ".safetensors",
-    ".gguf",
-    ".bin",
-    ".pt",
-    ".pte",
-    ".data",
-    ".mlirb",
-    ".tflite",
-    ".litertlm",
-}
+WEIGHTS = {".safetensors", ".gguf", ".bin", ".pt", ".pte", ".data", ".mlirb"}
+WEIGHTS |= {".tflite", ".litertlm"}
 """Suffixes of files that hold weights."""
 SUFFIXES = (".tar.lz4", ".tgz", ".tar.gz")
 """Suffixes of archives, in a reader's order of preference: lz4 packs twenty times faster than

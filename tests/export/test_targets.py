@@ -55,7 +55,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 32, "max_positi
 EVEN = ("mlx", "compressed-tensors", "gguf", "torchao", "coreml")
 """Targets that hold evenly spaced levels of 4 bits."""
 SHIPPED = (*EVEN, "nvfp4", "mxfp4", "modelopt")
-PROGRAMS = ("executorch", "onnx", "openvino", "gptq", "awq", "litert", "ane", "coreai")
+PROGRAMS = ("executorch", "onnx", "openvino", "gptq", "awq", "litert", "litertlm", "ane", "coreai")
 FP4 = ("nvfp4", "mxfp4", "modelopt")
 GROUPED = tuple(name for name in target_names() if name not in ("ane", "coreai"))
 """Targets that hold scales within a row."""
@@ -635,6 +635,7 @@ def test_a_checkpoint_says_where_it_goes_without_its_weights(students, tmp_path)
         "gptq": lut,
         "awq": lut,
         "litert": lut,
+        "litertlm": lut,
         **dict.fromkeys(FP4, lut),
     }
     assert "holds no adapters" in lacking(tmp_path / "lut", adapters=True).values()

@@ -11,8 +11,10 @@ Shapes: O out_features, I in_features, R = O * I / W groups, W weights of a grou
 """
 
 import hashlib
+import math
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +30,6 @@ from qat.export.parts import float_model
 from qat.extensions.targets.codes import (
     Codes,
     block_size,
-    blocks_bits,
     lost_by_blocks,
     stored_bits,
     to_codes,
@@ -53,6 +54,8 @@ FILE_NAME = "model.tflite"
 LENGTH = 256
 """The largest number of positions that the program reads at a time."""
 GROUP_SIZES = (16, 32, 64, 128, 256)
+SCALE_BITS = 32 + 64
+"""A scale, and its zero point, which LiteRT wants for each."""
 MOST_BYTES = 2**31
 """A program is made with float weights first, and LiteRT's files end here."""
 HOW_TO_LOAD = """\
@@ -97,9 +100,9 @@ def scheme(spec: LutSpec, shape: tuple[int, int]) -> LutSpec:
 
 
 def file_bits(spec: LutSpec, shape: tuple[int, int]) -> int:
-    """Return the bits of an `(O, I)` weight in the files, with 32-bit scales."""
+    """Return the bits of an `(O, I)` weight in the files."""
     block = block_size(spec)
-    return blocks_bits(shape, code_bits(spec), block) + blocks_bits(shape, 0, block)
+    return math.prod(shape) * (code_bits(spec) * block + SCALE_BITS) // block
 
 
 def check(model: PreTrainedModel) -> None:
@@ -115,6 +118,17 @@ def write(
     Raises:
         ExportError: the float weights are larger than LiteRT's files may be.
     """
+    program = coded_program(model, lambda made: _converted(_Program(made, _length(made))))
+    (directory / FILE_NAME).write_bytes(program)
+    write_config(model, tokenizer, directory)
+
+
+def coded_program(model: PreTrainedModel, convert: Callable[[PreTrainedModel], Any]) -> bytes:
+    """Return the file of the program that `convert` makes of a float model, with codes as weights.
+
+    Raises:
+        ExportError: the float weights are larger than LiteRT's files may be.
+    """
     refuse_all_but_float32(model, "LiteRT")
     made = float_model(model, dense_state_dict(model, torch.float32), torch.float32)
     size = sum(parameter.nbytes for parameter in made.parameters())
@@ -123,17 +137,28 @@ def write(
             f"the model has {size / 1e9:.1f} GB of float weights, expected less than "
             f"{MOST_BYTES / 1e9:.1f}, where LiteRT's files end; export --to executorch"
         )
-    from ai_edge_litert.tools.flatbuffer_utils import convert_object_to_bytearray
+    from ai_edge_litert.tools import flatbuffer_utils
 
-    program = _converted(_Program(made, _length(model)))
+    with (
+        warnings.catch_warnings(),
+        quiet_transformers(),
+        torch.no_grad(),
+        tempfile.TemporaryDirectory() as place,
+    ):
+        warnings.simplefilter("ignore")  # libraries warn about each other
+        import litert_torch
+
+        litert_torch.config.show_progress = False
+        floats = Path(place, "floats")
+        convert(made.eval()).export(str(floats))
+        program = flatbuffer_utils.convert_bytearray_to_object(floats.read_bytes())
     weights = {}
     for name, module in quantized_modules(model).items():
         key = _digest(made.get_submodule(name).weight.detach().numpy())
         step = module.activation.stored_scale().item() if has_input_scale(module) else None
         weights[key] = _Weight(to_codes(name, module, is_half=False), step)
     _code(program, weights)
-    (directory / FILE_NAME).write_bytes(convert_object_to_bytearray(program))
-    write_config(model, tokenizer, directory)
+    return flatbuffer_utils.convert_object_to_bytearray(program)
 
 
 def read_logits(model: PreTrainedModel, directory: Path, ids: Tensor) -> Tensor:
@@ -188,20 +213,11 @@ def _grouped(  # noqa: PLR0917 - what transformers calls
     return (weights.view(B, K, H // K * S, -1) @ value).view(B, H, S, D).transpose(1, 2), None
 
 
-@torch.no_grad()
 def _converted(program: _Program) -> Any:
-    """Return LiteRT's tree of the program, with float weights."""
-    with warnings.catch_warnings(), quiet_transformers():
-        warnings.simplefilter("ignore")  # libraries warn about each other
-        import litert_torch
-        from ai_edge_litert.tools.flatbuffer_utils import convert_bytearray_to_object
+    import litert_torch
 
-        litert_torch.config.show_progress = False
-        tokens = torch.zeros(1, program.mask.shape[-1], dtype=torch.int32)
-        made = litert_torch.convert(program.eval(), (tokens,))
-        with tempfile.TemporaryDirectory() as place:
-            made.export(f"{place}/floats")
-            return convert_bytearray_to_object(Path(place, "floats").read_bytes())
+    tokens = torch.zeros(1, program.mask.shape[-1], dtype=torch.int32)
+    return litert_torch.convert(program.eval(), (tokens,))
 
 
 def _code(program: Any, weights: dict[bytes, _Weight]) -> None:

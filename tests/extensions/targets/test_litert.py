@@ -16,7 +16,7 @@ from qat.errors import ExportError
 from qat.export.config import ExportConfig
 from qat.export.model import check_equal, export_model
 from qat.export.parts import DtypeError
-from qat.extensions.targets import litert
+from qat.extensions.targets import litert, litertlm
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.nn.quant_linear import quant_linears
 
@@ -30,8 +30,10 @@ def test_what_it_cannot_hold_is_bent_or_refused(monkeypatch: pytest.MonkeyPatch)
         bent = litert.scheme(spec, (8, 192))
         assert litert.lost(spec, (8, 192)) is not None and litert.lost(bent, (8, 192)) is None
         assert bent.bits == spec.bits
-    for spec, bits in ((even("int", 2), 2 + 1), (even("seq", 2), 4 + 1), (even("int", 5), 8 + 1)):
-        assert litert.file_bits(spec, (8, 192)) == bits * 8 * 192  # of 32 for each of 32 weights
+    for spec, bits in ((even("int", 2), 2), (even("seq", 2), 4), (even("int", 5), 8)):
+        # a scale and its zero point for each of 32 weights, in each graph of a program
+        assert litert.file_bits(spec, (8, 192)) == (bits + 3) * 8 * 192
+        assert litertlm.file_bits(spec, (8, 192)) == (bits + 6) * 8 * 192
     model = tiny_model("llama", **SHAPE)
     monkeypatch.setattr(litert, "MOST_BYTES", 1000)
     with pytest.raises(ExportError, match="GB of float weights"):
