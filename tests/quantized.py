@@ -35,6 +35,7 @@ SPECS = {
     "ternary_r2": LutSpec(bits=2, codebook="ternary", scale="low_rank", rank=2, group_size=8),
     "pairs6": LutSpec(bits=6, vector_size=2, group_size=16),
     "fours8_s8": LutSpec(bits=8, vector_size=4, group_size=16, scale_bits=8),
+    "sparse": LutSpec(bits=5, vector_size=4, codebook="ternary", group_size=16, scale_bits=8),
     "eights3": LutSpec(bits=3, vector_size=8, group_size=8),
     "fours10_r2": LutSpec(bits=10, vector_size=4, scale="low_rank", rank=2, group_size=8),
 }
@@ -67,7 +68,7 @@ def nearest_e5m3(scales: Tensor, bits: int = 8) -> Tensor:
 
 def random_codebook(spec: LutSpec) -> Tensor:
     """Ascending levels of the spec's kind, or codewords."""
-    if spec.vector_size > 1:
+    if spec.vector_size > 1 and spec.codebook == "lut":
         return torch.randn(spec.codebook_shape)
     if spec.codebook == "lut":
         return torch.randn(spec.num_levels).sort().values

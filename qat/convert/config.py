@@ -39,9 +39,10 @@ class ConvertConfig(Settings):
     to: Formats[Annotated[str | None, Knows((*PRESETS, "float"))]] = None
     """A preset (q4a4, q2a4, q2a2, q4a4_r4, q4a4_r32, q2a4_r32; with codebooks of vectors, for 2 or
     3 bits that stay packed, become dense or go to Core ML: v2a4, v2a2, v3a3; for llama.cpp's Q2_0
-    and Q1_0: ternary, b1) or a TOML file with a plan. The suffix _kv8 or _kv4 of a preset means
-    --kv int8 or int4: q2a4_kv4, q2a4_a8kv8. float quantizes nothing: it makes a directory of a
-    GGUF file, with one table where that holds two roundings of one."""
+    and Q1_0: ternary, b1; ternary with one zero in four, as Sherry: sherry) or a TOML file with a
+    plan. The suffix _kv8 or _kv4 of a preset means --kv int8 or int4: q2a4_kv4, q2a4_a8kv8. float
+    quantizes nothing: it makes a directory of a GGUF file, with one table where that holds two
+    roundings of one."""
     activations: Formats[ActivationKind | None] = None
     """Quantize the inputs of the quantized linears (and of a quantized head): int8 or fp8 (E4M3)
     with a scale per token, int8-asymmetric with a zero point too, or int8-static with one learned

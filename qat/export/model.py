@@ -22,7 +22,7 @@ from qat.export.parts import (
     probe_ids,
     quantize_inputs,
 )
-from qat.export.targets import check_library, check_model, load_target
+from qat.export.targets import check_library, check_model, held_as, load_target
 from qat.files import check_free, parse_json, parse_toml
 from qat.hooks import hooks
 from qat.hub.files import WEIGHTS
@@ -46,7 +46,8 @@ from qat.models.sizes import (
 from qat.models.stored_state import activation_counts, quantized_modules
 from qat.nn.lut_embedding import QuantTable
 from qat.nn.quant_linear import quant_linears
-from qat.nn.swap import embedding_dtype, table_names, weight_shape
+from qat.nn.swap import embedding_dtype, put_quantized, table_names, weight_shape
+from qat.quant.weight import ternary_levels
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,12 @@ def weight_bytes(directory: Path) -> int:
 
 def _load(name: TargetName, path: Path, dtype: torch.dtype | Literal["auto"]) -> PreTrainedModel:
     """Load the model at `path` for that target: only packed keeps the format of keys and values."""
-    model = load_checkpoint(path, dtype)
+    model, target = load_checkpoint(path, dtype), load_target(name)
+    for place, module in quantized_modules(model).items():
+        spec = held_as(target, module)
+        if spec != module.spec:
+            put_quantized(model, place, ternary_levels(module.quantized()), spec)
+            model.get_submodule(place).activation = module.activation
     if name != "packed" and kv_spec(model.config) is not None:
         set_kv(model, None)
     return model

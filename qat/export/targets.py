@@ -190,6 +190,12 @@ def _losses(target: Target, model: PreTrainedModel) -> Iterator[tuple[str, str, 
             yield name, *loss
 
 
+def held_as(target: Target, module: QuantWeight) -> LutSpec:
+    """Return the format of a weight in files of a target: levels instead of vectors, if exact."""
+    spec, shape = module.spec, weight_shape(module)
+    return spec if target.lost(spec, shape) is None else spec.as_levels
+
+
 def _lost(target: Target, module: QuantWeight) -> tuple[str, str] | None:
     if isinstance(module, QuantTable) and not target.HOLDS_TABLES:
         reason = "a quantized table, expected one in floating point"
@@ -197,7 +203,7 @@ def _lost(target: Target, module: QuantWeight) -> tuple[str, str] | None:
     if isinstance(module, QuantLinear) and module.lora_rank and not target.HOLDS_ADAPTERS:
         return "its adapter is part of its weight", "export --to dense or packed"
     activation = module.activation and module.activation.spec
-    reason = target.lost(module.spec, weight_shape(module))
+    reason = target.lost(held_as(target, module), weight_shape(module))
     if reason is None and activation is not None:
         remedy = "convert the model with inputs as expected, or keep the packed checkpoint"
     else:

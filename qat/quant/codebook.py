@@ -41,6 +41,9 @@ Array = NDArray[Any]
 def fixed_grid(spec: LutSpec) -> Tensor | None:
     """Return the ascending levels of a fixed grid, float32 `(C,)`; None for a learned LUT.
 
+    Of vectors they are codewords `(32, 4)`: any three signs around one zero (Sherry's 3:4 sparsity,
+    arXiv:2601.07892).
+
     seq: evenly spaced, symmetric, no zero (ParetoQ, arXiv:2502.02631): `(2c + 1 - C) / C`.
     int: `-2**(bits-1) ... 2**(bits-1) - 1`. ternary: `-1, 0, 1`. e2m1: floats of that name, with
     both signs and one zero.
@@ -48,6 +51,9 @@ def fixed_grid(spec: LutSpec) -> Tensor | None:
     C = spec.num_levels
     if spec.codebook == "lut":
         return None
+    if spec.vector_size > 1:
+        signs, zero = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 3), torch.zeros(8, 1)
+        return torch.cat([torch.cat([signs[:, :p], zero, signs[:, p:]], 1) for p in range(4)])
     if spec.codebook == "seq":
         return (2 * torch.arange(C) + 1 - C) / C
     if spec.codebook == "int":

@@ -278,14 +278,18 @@ def _fit_codewords(
 
     scales = _start_scales(weight, spec)
     S = expand_scales(scales, I)
-    rows = sample_rows(weight, max(SAMPLE, VECTORS_EACH * d * spec.num_levels), mass)
-    codebook = _start_codewords(weight[rows], S[rows], h[rows], spec=spec, nearest=nearest)
+    codebook = fixed_grid(spec)
+    if codebook is None:
+        rows = sample_rows(weight, max(SAMPLE, VECTORS_EACH * d * spec.num_levels), mass)
+        codebook = _start_codewords(weight[rows], S[rows], h[rows], spec=spec, nearest=nearest)
+    codebook = codebook.to(weight.device)
     h = h if mass is None else h * mass.to(h.device)[:, None]
     best = now = settle(weight, scales, codebook, spec, nearest=weighted)
     least = weighted_error(weight, best, h)
     for _ in range(ROUNDS_OF_VECTORS):
         S = expand_scales(now.scales, I)
-        codebook = refit_levels(weight, S, h, now.indices, old=now.codebook)
+        if spec.codebook == "lut":
+            codebook = refit_levels(weight, S, h, now.indices, old=now.codebook)
         chosen = chosen_levels(now._replace(codebook=codebook))
         scales = refit_scales(weight, chosen, h, now.scales)
         now = settle(weight, scales, codebook, spec, nearest=weighted)
@@ -338,7 +342,7 @@ def _start_scales(weight: Tensor, spec: LutSpec) -> Scales:
     groups = absmax_scales(weight, spec.group_size)
     levels = fixed_grid(spec)
     if levels is not None and spec.codebook != "seq":  # the levels of seq lie within -1 ... 1
-        groups = groups / -float(levels[0])
+        groups = groups / levels.abs().max().item()
     if spec.scale == "group":
         return Scales(scales=groups, bits=spec.scale_bits)
     S = groups.repeat_interleave(spec.group_size, dim=1)

@@ -68,7 +68,8 @@ class LutSpec(Settings):
     table_rows: int = Field(default=0, exclude=True)
     """Rows that share a codebook, or 0 if all do; files of one codebook leave it out."""
     codebook: CodebookKind = "lut"
-    """lut: k-means levels that may learn; seq, int, ternary, e2m1: fixed grids."""
+    """lut: k-means levels that may learn; seq, int, ternary, e2m1: fixed grids. Of vectors: lut, or
+    ternary with three of four weights that are not zero."""
     scale: Literal["group", "low_rank"] = "group"  # form of the scale
     group_size: int = Field(default=32, gt=0, le=MOST_FEATURES)
     """Input features that share a scale; with a low-rank scale, the groups that its fit starts
@@ -107,8 +108,6 @@ class LutSpec(Settings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_index()
-        if self.codebook == "ternary" and self.bits != 2:
-            raise ValueError(f"a ternary codebook is stored in bits=2, got bits={self.bits}")
         if self.codebook == "e2m1" and self.bits != 4:
             raise ValueError(f"an e2m1 codebook is stored in bits=4, got bits={self.bits}")
         if self.codebook == "int" and self.bits == 1:
@@ -122,6 +121,8 @@ class LutSpec(Settings):
         return self
 
     def _check_index(self) -> None:
+        if self.codebook == "ternary" and self.bits != 2:
+            raise ValueError(f"a ternary codebook is stored in bits=2, got bits={self.bits}")
         if self.bits > 8:
             raise ValueError(
                 f"bits={self.bits}, expected at most 8 of an index that names one weight; give "
@@ -148,6 +149,11 @@ class LutSpec(Settings):
     @property
     def of_one_table(self) -> "LutSpec":
         """The format of rows that share a codebook."""
+        return self
+
+    @property
+    def as_levels(self) -> "LutSpec":
+        """The format of the same weight with one index per weight, if it has one; else this."""
         return self
 
     @property
@@ -204,8 +210,12 @@ class VectorSpec(LutSpec):
 
     def _check_index(self) -> None:
         d = self.vector_size
-        if self.codebook != "lut":
-            raise ValueError(f"codebook={self.codebook} has vector_size=1, got vector_size={d}")
+        is_sparse = (self.codebook, self.bits, d) == ("ternary", 5, 4)
+        if self.codebook != "lut" and not is_sparse:
+            raise ValueError(
+                f"codebook={self.codebook} of bits={self.bits} has vector_size=1, got "
+                f"vector_size={d}; vectors have lut, or ternary of 5 bits with vector_size=4"
+            )
         if self.bits not in VECTOR_BITS:
             raise ValueError(
                 f"bits={self.bits}, expected one of {VECTOR_BITS} with vector_size={d}"
@@ -214,6 +224,11 @@ class VectorSpec(LutSpec):
             raise ValueError(f"group_size={self.group_size} is no multiple of vector_size={d}")
         if self.level_bits == 32:
             raise ValueError(f"vector_size={d} needs level_bits=8 or 16, got level_bits=32")
+
+    @property
+    def num_levels(self) -> int:
+        """See `LutSpec`."""
+        return 2**self.bits
 
     @property
     def codebook_shape(self) -> tuple[int, ...]:
@@ -228,6 +243,12 @@ class VectorSpec(LutSpec):
     def lost_as_levels(self) -> str | None:
         """See `LutSpec`."""
         return f"an index names {self.vector_size} weights, expected one"
+
+    @property
+    def as_levels(self) -> LutSpec:
+        """See `LutSpec`; only codewords of -1, 0 and 1 have so few levels."""
+        parts = self.model_dump(include={"codebook", "scale", "group_size", "rank", "scale_bits"})
+        return LutSpec(bits=2, **parts) if self.codebook == "ternary" else self
 
     def described_codebook(self) -> str:
         """See `LutSpec`."""
@@ -514,6 +535,8 @@ def vectors(bits: int, vector_size: Literal[2, 4]) -> LutSpec:
     return VectorSpec(bits=bits, vector_size=vector_size, group_size=64, scale_bits=8)
 
 
+SPARSE = VectorSpec(bits=5, vector_size=4, codebook="ternary", group_size=64, scale_bits=8)
+"""Sherry's format: of four weights three are -1 or 1 and one is 0, in 1.25 bits per weight."""
 BINARY = LutSpec(bits=1, codebook="seq", group_size=128, scale_bits=8)
 TERNARY = LutSpec(bits=2, codebook="ternary", group_size=64, scale_bits=8)
 """The formats of llama.cpp's Q1_0 and Q2_0.
@@ -540,6 +563,7 @@ PRESETS = {
         _preset("v2a2", vectors(8, 4), vectors(8, 4)),
         _preset("v3a3", vectors(6, 2), vectors(6, 2)),
         _preset("ternary", TERNARY, TERNARY),
+        _preset("sherry", SPARSE, SPARSE),
         _preset("b1", BINARY, BINARY),
     )
 }

@@ -187,6 +187,12 @@ def chosen_levels(weight: QuantizedWeight) -> Tensor:
     return codebook.index_select(0, indices.flatten()).view(weight.shape)
 
 
+def ternary_levels(weight: QuantizedWeight) -> QuantizedWeight:
+    """Return a weight of codewords of -1, 0 and 1 with an index of one of these for each weight."""
+    indices = (chosen_levels(weight) + 1).to(torch.uint8)
+    return weight._replace(indices=indices, codebook=weight.codebook.new_tensor([-1.0, 0.0, 1.0]))
+
+
 def joined(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Return the weight whose rows are those of `parts`, with a codebook of levels for each."""
     scales = torch.cat([part.scales.by_group() for part in parts])

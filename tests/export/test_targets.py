@@ -38,7 +38,7 @@ from qat.export.targets import LIBRARIES, check_model, load_target, ships_to, ta
 from qat.extensions.targets import coreml, gguf, mlx, nvfp4, shared
 from qat.models.checkpoint import load_checkpoint, save_checkpoint
 from qat.models.gguf import dequantize
-from qat.models.gguf_header import read_metadata
+from qat.models.gguf_header import read_header, read_metadata
 from qat.models.language_model import LanguageModel
 from qat.models.load import load_model, load_tokenizer
 from qat.models.stored_state import quantized_modules
@@ -466,6 +466,23 @@ def test_what_would_lose_is_refused(to: TargetName, spec: LutSpec, reason: str) 
     how = f"qat convert{' --to q2a4' if spec.vector_size > 1 else ''} --for {to}'"
     with pytest.raises(ExportError, match=f"cannot hold model.*{reason}.*{how}"):
         check_model(to, model)
+
+
+@pytest.mark.parametrize("to", ["gguf", "compressed-tensors", "onnx"])
+def test_ternary_codewords_go_out_as_levels(to: TargetName, tmp_path: Path) -> None:
+    library(to)
+    spec = LutSpec(bits=5, vector_size=4, codebook="ternary", group_size=64, scale_bits=8)
+    model = tiny_quantized("qwen3", spec, **WIDE)
+    save_checkpoint(model, tiny_tokenizer(), tmp_path / "student")
+    report = export_model(
+        str(tmp_path / "student"), ExportConfig(to=to, dtype="fp32"), tmp_path / to
+    )
+    assert report.logits_max_diff <= (1e-4 if to == "onnx" else 0)
+    if to == "gguf":
+        header = read_header(tmp_path / to / "model.gguf")
+        assert {header[f"blk.0.{name}.weight"].type for name in ("ffn_up", "attn_q")} == {"Q2_0"}
+    packed = load_model(str(tmp_path / "student"), device="cpu").model
+    assert quant_linears(packed)["model.layers.0.mlp.up_proj"].spec == spec
 
 
 def test_adapters_are_refused() -> None:

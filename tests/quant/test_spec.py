@@ -12,6 +12,7 @@ from qat.errors import ConfigError
 from qat.quant.codebook import fixed_grid
 from qat.quant.spec import (
     PRESETS,
+    SPARSE,
     LutSpec,
     PlanRule,
     QuantPlan,
@@ -51,7 +52,8 @@ def test_formats_that_cannot_be() -> None:
         ({"bits": 8, "vector_size": 3}, "vector_size=3: Input should be 1, 2, 4 or 8"),
         ({"bits": 9, "vector_size": 4}, r"bits=9, expected one of \(1, 2, .* 10, 12\) with vector"),
         ({"bits": 8, "vector_size": 4, "group_size": 6}, "group_size=6 is no multiple of vector_s"),
-        ({"bits": 4, "vector_size": 2, "codebook": "int"}, "codebook=int has vector_size=1, got"),
+        ({"bits": 4, "vector_size": 2, "codebook": "int"}, "codebook=int of bits=4 has vector_s"),
+        ({"bits": 8, "vector_size": 4, "codebook": "ternary"}, "ternary of 5 bits with vector_s"),
         ({"bits": 8, "vector_size": 4, "level_bits": 32}, "vector_size=4 needs level_bits=8 or 16"),
     ]:
         with pytest.raises(ConfigError, match="^here: .*" + message):
@@ -74,6 +76,9 @@ def test_fixed_grids() -> None:
         grid = fixed_grid(spec)
         assert grid.dtype == torch.float32 and grid.tolist() == levels
         assert spec.num_levels == len(levels)
+    sparse = fixed_grid(SPARSE)
+    assert sparse.shape == SPARSE.codebook_shape == (32, 4) and len(sparse.unique(dim=0)) == 32
+    assert ((sparse == 0).sum(1) == 1).all() and {*sparse.unique().tolist()} == {-1, 0, 1}
     assert fixed_grid(FOUR) is None and FOUR.num_levels == 16  # a learned one
 
 
@@ -164,7 +169,8 @@ def test_presets() -> None:
         found = LutSpec(bits=bits, codebook=codebook, group_size=group_size, scale_bits=8)
         assert {rule.spec for rule in PRESETS[name].rules} == {found}
         assert preset_called(f"{name}_a8") == PRESETS[name].with_activation("int8")
-    assert len(PRESETS) == 11
+    assert {rule.spec for rule in PRESETS["sherry"].rules} == {SPARSE}
+    assert SPARSE.bits / SPARSE.vector_size == 1.25 and len(PRESETS) == 12
     assert all(PRESETS[name].spec_for("a.mlp.up_proj").scale_bits == 8 for name in ("v2a4", "v3a3"))
 
 

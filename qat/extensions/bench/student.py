@@ -141,7 +141,7 @@ def fill_at_random_(module: PackedWeight) -> None:
     O, I, spec = module.out_features, module.in_features, module.spec
     grid = fixed_grid(spec)
     levels = torch.linspace(-1, 1, spec.num_levels) if grid is None else grid
-    if spec.vector_size > 1:  # codewords `(C, vector_size)`
+    if spec.vector_size > 1 and grid is None:  # codewords `(C, vector_size)`
         levels = torch.empty(spec.codebook_shape).uniform_(-1, 1)
     levels = round_levels(levels.to(module.codebook), spec.level_bits)
     scale = WEIGHT_RMS / levels.pow(2).mean().sqrt()
