@@ -56,7 +56,7 @@ class Drafted:
 
     def __init__(self, teacher: Rewindable, draft: Rewindable, num_tokens: int) -> None:
         self.model = teacher.model
-        self._teacher, self._draft, self._num_tokens = teacher, draft, num_tokens
+        self.teacher, self.draft, self._num_tokens = teacher, draft, num_tokens
         self.accepted_length: float | None = None
         """Mean number of tokens per pass of the teacher in the latest text, the prompt's pass left
         out; from 1, nothing drafted was taken, to N + 1. None without another pass."""
@@ -98,12 +98,12 @@ class Drafted:
         ids = ids.to(self.model.device)
         # the last round may begin one token before the end
         num_positions = ids.shape[1] + max_new_tokens + self._num_tokens
-        logits = self._teacher.begin(ids, num_positions)
-        draft = Draft(self._draft, logits.shape[1])
+        logits = self.teacher.begin(ids, num_positions)
+        draft = Draft(self.draft, logits.shape[1])
         draft.begin(ids, num_positions)
-        run = Rounds(self._teacher, draft, self._num_tokens, sampling)
+        run = Rounds(self.teacher, draft, self._num_tokens, sampling)
         run.start(ids[0], sampling.draw(logits), num_positions)
-        if max_new_tokens > 1 and self._teacher.records and self._draft.records:
+        if max_new_tokens > 1 and self.teacher.records and self.draft.records:
             run.record()
         return run
 
