@@ -36,7 +36,7 @@ from qat.models.load import load_tokenizer
 TOP1, KL = 0.995, 0.001
 RUNS, TOKENS, PROMPT = 7, 64, 16
 AUTOROUND = AutoRoundConfig(backend="torch")
-DTYPES = {"gptq": "bf16", "awq": "bf16"}
+DTYPES = dict.fromkeys(("gptq", "awq"), "auto")
 Engine = Callable[[PreTrainedModel, Path, Tensor], Tensor]
 app = App(help=__doc__)
 
