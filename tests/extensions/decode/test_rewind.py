@@ -11,7 +11,6 @@ from qat.errors import ConfigError
 from qat.extensions.decode.decoder import Decoder
 from qat.extensions.decode.rewind import RewindableModel, RewindableStep, rewindable
 from qat.extensions.decode.step import DecodeStep
-from qat.kernels.dispatch import computing_by
 from qat.models.language_model import LanguageModel
 from qat.quant.spec import LutSpec
 
@@ -46,21 +45,6 @@ def test_logits_are_those_of_whole_forwards(name: str) -> None:
             each(ids[0, start - 1 : start], torch.tensor([start - 1]))
             found = each(ids[0, start:end], torch.tensor([start]))
             torch.testing.assert_close(found, whole[start:end], **slack)
-
-
-@pytest.mark.slow
-def test_kernels_read_several_tokens_of_one_sequence() -> None:
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("tests/gpu runs the kernels themselves")
-    ids, position = torch.randint(1, 320, (1, 8)), torch.tensor([5])
-    found = []
-    for is_kernel in (False, True):
-        step = RewindableStep(DecodeStep(LanguageModel(MODELS["packed, biases"]())))
-        step.begin(ids[:, :5], 8)
-        with computing_by(kernel=is_kernel):
-            found.append(step(ids[0, 5:], position))
-    torch.testing.assert_close(*found, rtol=0, atol=1e-4 * found[0].abs().max().item())
 
 
 def test_what_cannot_go_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,25 @@ def decode_attention(
     if not use_triton(qkv, __name__) or isinstance(cache.keys, PackedHeads):
         query = place_heads(qkv, cache, None, position, angles, scoring)
         return slot_attention(query, cache, position, scoring.scaling, order=order)
-    B, J, N, D = cache.shape
+    return split_attention(qkv, cache, position, angles, scoring, order=order)
+
+
+def split_attention(
+    qkv: Tensor,
+    cache: Cache,
+    position: Tensor,
+    angles: Angles,
+    scoring: Scoring,
+    *,
+    order: int,
+    is_row: bool = False,
+) -> Tensor:
+    """Do what `decode_attention` does by the kernels, over a cache of numbers.
+
+    If `is_row`, the B queries are consecutive positions of one sequence, the first at `position`,
+    and `place_heads` has written their keys and values.
+    """
+    B, (_, J, N, D) = len(qkv), cache.shape
     H = qkv.shape[1] // D - 2 * J
     splits = max(1, min(triton.next_power_of_2(PROGRAMS // (B * J)), triton.cdiv(N, TILE)))
     parts, peaks, sums = empty_parts(B * H, splits, D, qkv.device)
@@ -50,7 +68,7 @@ def decode_attention(
         parts, peaks, sums, qkv, *cache, position, *angles, scoring.q_norm, scoring.k_norm, N,
         scoring.eps, scoring.scaling,
         H=H, J=J, D=D, HALF=max(D // 2, LEAST), ROWS=max(triton.next_power_of_2(H // J + 1), LEAST),
-        TILE=TILE, SPLITS=splits, num_warps=4, **overlapping(qkv.device),
+        TILE=TILE, SPLITS=splits, IS_ROW=is_row, num_warps=4, **overlapping(qkv.device),
     )  # fmt: skip
     return merge(out, parts, peaks, sums, order=order)
 
@@ -59,7 +77,7 @@ def decode_attention(
 def _split_kernel(
     parts, peaks, sums, qkv, keys, values, position, cos, sin, q_norm, k_norm, N, eps, scaling,
     H: tl.constexpr, J: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, IS_ROW: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Compute one split for all query heads of a key head, which are rows of one small matrix."""
     if OVERLAP:
@@ -73,7 +91,11 @@ def _split_kernel(
     new = qkv + b * (H + 2 * J) * D
     row, half, whole = tl.arange(0, ROWS), tl.arange(0, HALF), tl.arange(0, 2 * HALF)
     is_half, is_whole = half < D // 2, whole < D
-    of_head = tl.program_id(0).to(tl.int64) * N * D
+    of_head = tl.program_id(0).to(tl.int64)
+    if IS_ROW:  # query b is b positions later, over the one sequence of the cache
+        at += b
+        of_head = j.to(tl.int64)
+    of_head *= N * D
     keys, values = keys + of_head, values + of_head
     # the queries, then the key
     head = tl.where(row < GROUP, j * GROUP + row, H + j)
@@ -96,10 +118,11 @@ def _split_kernel(
     key2 = tl.sum(tl.where(is_key, turned2, 0.0), axis=0).to(keys.dtype.element_ty)
     new += (H + J + j) * D
     value = tl.load(new + whole, mask=is_whole, other=0.0).to(keys.dtype.element_ty)
-    if is_first:
-        tl.store(keys + at * D + half, key1, mask=is_half)
-        tl.store(keys + at * D + D // 2 + half, key2, mask=is_half)
-        tl.store(values + at * D + whole, value, mask=is_whole)
+    if not IS_ROW:
+        if is_first:
+            tl.store(keys + at * D + half, key1, mask=is_half)
+            tl.store(keys + at * D + D // 2 + half, key2, mask=is_half)
+            tl.store(values + at * D + whole, value, mask=is_whole)
     query1, query2 = turned1 * scaling, turned2 * scaling
     own = query1 * key1.to(tl.float32)[None, :] + query2 * key2.to(tl.float32)[None, :]
     peak = tl.where(is_first, tl.sum(own, axis=1), float("-inf"))

@@ -1,7 +1,9 @@
 """Attention of several consecutive new tokens of one sequence, over a cache of fixed size.
 
-It is for the few tokens that a draft proposes. The products are PyTorch's, over the whole cache:
-its part behind the tokens is masked, so that nothing depends on the host.
+It is for the few tokens that a draft proposes. Their keys and values are placed first; then the
+kernels of `decode_attention` take each token as a sequence of its own over the same cache. Packed
+caches, and devices without Triton, use PyTorch's products over the whole cache, whose part behind
+a token is masked. Nothing depends on the host.
 
 Shapes: T new tokens, H query heads, J key heads, N positions of the cache, D width of a head.
 """
@@ -11,8 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qat.extensions.decode.kernels.cache import EVERY, Angles, Cache, Scoring
+from qat.extensions.decode.kernels.decode_attention import split_attention
 from qat.extensions.decode.kernels.lut_rows import spread
 from qat.extensions.decode.kernels.slot_attention import place_heads
+from qat.kernels.dispatch import use_triton
+from qat.quant.kv import PackedHeads
 
 
 def row_attention(
@@ -27,6 +32,9 @@ def row_attention(
     places = torch.arange(N, device=qkv.device)
     positions = position + places[:T]
     query = place_heads(qkv, cache, torch.zeros_like(positions), positions, angles, scoring)
+    if use_triton(qkv, __name__) and not isinstance(cache.keys, PackedHeads):
+        facts = position, angles, scoring
+        return split_attention(qkv, cache, *facts, order=order, is_row=True)
     keys, values = (part.to(query.dtype) for part in cache.at(EVERY, EVERY, EVERY))
     # the query heads of a key head are rows beside each other: (T, H, D) to (J, H / J, T, D)
     rows = query.unflatten(1, (J, -1)).permute(1, 2, 0, 3)

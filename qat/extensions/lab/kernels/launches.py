@@ -21,6 +21,7 @@ from qat.extensions.decode.kernels.draw_next import draw_next
 from qat.extensions.decode.kernels.lut_gemm import Part, lut_gemm
 from qat.extensions.decode.kernels.lut_matvec import matvec
 from qat.extensions.decode.kernels.lut_rows import LutRows, order_of, spread
+from qat.extensions.decode.kernels.row_attention import row_attention
 from qat.extensions.decode.kernels.slot_attention import place_heads, slot_attention
 from qat.extensions.lab.kernels.cases import EPS, GROUP, all_cases, work_of
 from qat.extensions.lab.kernels.gates import InputMaker
@@ -131,6 +132,7 @@ def learning_head(maker: InputMaker, dtype: torch.dtype) -> None:
 def decoding_calls(maker: InputMaker) -> Iterator[tuple[str, Call]]:
     """Yield the calls of decoding that are no products: attention over caches, norms and draws."""
     yield f"decode attention, {WIDEST}", partial(one_position, maker, WIDEST)
+    yield f"attention of a row, {WIDEST}", partial(row, maker, WIDEST)
     for B, D, dtype, bits in (
         (SLOTS, WIDTHS[-1], maker.dtype, None), (SLOTS, WIDEST, maker.dtype, None),
         (SLOTS, WIDEST, torch.float32, None), (1, WIDTHS[0], maker.dtype, 8),
@@ -151,6 +153,14 @@ def one_position(maker: InputMaker, D: int) -> None:
     cache = Cache.empty((1, KEYS, CONTEXT, D), maker.dtype, maker.device)
     qkv = maker.normal(1, (HEADS + 2 * KEYS) * D, dtype=torch.float32)
     decode_attention(qkv, cache, maker.integers(CONTEXT, 1), angles, scoring)
+
+
+def row(maker: InputMaker, D: int) -> None:
+    """Attend with several new positions of one sequence, as drafts are read."""
+    angles, scoring = _angles(maker, D), Scoring(D**-0.5, maker.uniform(D), maker.uniform(D), EPS)
+    cache = Cache.empty((1, KEYS, CONTEXT, D), maker.dtype, maker.device)
+    qkv = maker.normal(5, (HEADS + 2 * KEYS) * D, dtype=torch.float32)
+    row_attention(qkv, cache, maker.integers(CONTEXT - 5, 1), angles, scoring)
 
 
 def slots(
