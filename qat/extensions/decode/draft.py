@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from qat.backend.device import on
-from qat.data.text import tokenizer_hash
 from qat.errors import ConfigError
 from qat.evaluate.config import GenerateConfig
 from qat.extensions.decode.decoder import Seen, recorded
@@ -42,13 +41,21 @@ def open_drafted(
     """
     behind = rewindable(teacher)
     student, own = open_generator(config.draft, device=config.device, dtype=config.dtype)
-    known, found = tokenizer_hash(tokenizer), tokenizer_hash(own)
-    if known != found:
+    words, others = named_tokens(tokenizer), named_tokens(own)
+    if words != others:
+        first = min(number for number, _ in words.items() ^ others.items())
         raise ConfigError(
-            f"draft={config.draft} has tokenizer {found}, but the model has {known}, expected the "
-            "same; choose a student of this model, or leave out --draft"
+            f"draft={config.draft} calls token {first} {others.get(first)!r}, but the model calls "
+            f"it {words.get(first)!r}, expected the same tokenizer; choose a student of this "
+            "model, or leave out --draft"
         )
     return Drafted(behind, rewindable(student), config.draft_tokens)
+
+
+def named_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Return the tokens by id, without those that fill a GGUF file's table: `[PAD151665]`."""
+    known = tokenizer.get_vocab().items()
+    return {number: token for token, number in known if token != f"[PAD{number}]"}
 
 
 class Drafted:

@@ -118,6 +118,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drafts")
     save_tiny(folder / "teacher", **RANGE)
     save_tiny(folder / "student", **RANGE, num_hidden_layers=1)
+    filled = tiny_tokenizer()
+    filled.add_tokens(f"[PAD{len(filled)}]")  # as in a GGUF file with a larger table
+    filled.save_pretrained(folder / "student")
     save_tiny(folder / "window", "gemma3")
     save_tiny(folder / "other")
     tiny_tokenizer(262).save_pretrained(folder / "other")
@@ -140,7 +143,7 @@ def test_the_verb_says_the_accepted_length(folders: Path, monkeypatch, capsys) -
 def test_mistakes_are_one_line(folders: Path, monkeypatch, capsys) -> None:
     teacher, student = folders / "teacher", folders / "student"
     for model, words, message in (
-        (teacher, (folders / "other",), f"draft={folders / 'other'} has tokenizer"),
+        (teacher, (folders / "other",), f"draft={folders / 'other'} calls token 262 None"),
         (teacher, (folders / "nowhere",), "nowhere"),
         (teacher, (student, "--draft-tokens", 0), "draft_tokens='0': Input should be greater"),
         (teacher, (folders / "window",), "Gemma3ForCausalLM keeps DynamicSlidingWindowLayer"),
