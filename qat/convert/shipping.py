@@ -175,18 +175,22 @@ class Shipping(NamedTuple):
 
         None if there is none. Which one is found depends on the target that adapts `spec` first,
         and integers of few bits are often all that targets have in common, so all are tried.
+        Learned levels are kept where all targets hold them: they fit far better than integers,
+        which save a table.
         """
         names, specs = sorted(self.targets), [spec]
         if len(names) > 1 and spec.codebook == "lut" and spec.vector_size == 1:
             specs.append(spec.model_copy(update={"codebook": "int"}))
         orders = [[*names[n:], *names[:n]] for n in range(len(names))]
         adapted = [self._adapted(each, shape, order) for each in specs for order in orders]
+        held = [each for each in adapted if each is not None]
+        learned = [each for each in held if each.codebook == "lut"]
 
-        def cost(held: LutSpec) -> tuple[int, int, int, bool]:
-            total = sum(self._bits_by_file(held, shape))
-            return self.stored_bits(held, shape), total, held.group_size, held.codebook == "int"
+        def cost(spec: LutSpec) -> tuple[int, int, int, bool]:
+            total = sum(self._bits_by_file(spec, shape))
+            return self.stored_bits(spec, shape), total, spec.group_size, spec.codebook == "int"
 
-        return min((held for held in adapted if held is not None), key=cost, default=None)
+        return min(learned or held, key=cost, default=None)
 
     def _adapted(self, spec: LutSpec, shape: tuple[int, int], order: list[str]) -> LutSpec | None:
         """Adapt `spec` to each target in turn; None if the result is not held by all."""

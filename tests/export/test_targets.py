@@ -598,8 +598,12 @@ def test_a_plan_is_bent_to_what_all_its_targets_hold(preset, names) -> None:
     assert {m.spec.bits for m in quantized_modules(model).values()} == wished
 
 
-def test_vectors_stay_vectors_where_a_target_holds_them() -> None:
+def test_learned_levels_and_vectors_stay_where_all_targets_hold_them() -> None:
     model = tiny_model(**WIDE)
+    for names, rows in ((("ane", "coreai"), 16), (("packed", "coreml"), 0)):
+        several = Shipping({name: load_target(name) for name in names})
+        for rule in several.plan(PRESETS["q2a2"], model).rules:
+            assert (rule.spec.codebook, rule.spec.table_rows) == ("lut", rows)
     given = {name: spec for name, spec in PRESETS["v2a4"].assign(linear_names(model)).items()}
     targets = {name: load_target(name) for name in ("packed", "dense", "coreml")}
     bent = Shipping(targets).plan(PRESETS["v2a4"], model)
