@@ -10,6 +10,7 @@ Shapes: O out_features, I in_features, T tables, d weights of an index, S positi
 """
 
 import asyncio
+import warnings
 from pathlib import Path
 
 import torch
@@ -54,7 +55,7 @@ ids = tokenizer("Once upon a time").input_ids
 async def logits():
     async with asset.executable() as model:
         function = model.load_function("main")
-        length = 256  # or max_position_embeddings of config.json, if that is less
+        length = function.desc.input_descriptor("input_ids").shape[1]
         padded = np.array([ids + [0] * (length - len(ids))], np.int32)  # what follows is not seen
         found = await function({"input_ids": NDArray(padded)})
         return found["logits"].numpy()[0, len(ids) - 1]
@@ -82,16 +83,17 @@ def write(
             f"Core AI programs are not written in {DTYPE_NAMES[dtype]}, expected float16 or "
             "float32; export with --dtype fp16 or fp32"
         )
-    import coreai_torch
-
     ids = torch.zeros(1, length_of(model), dtype=torch.int32)
-    with torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # libraries warn about each other
+        import coreai_torch
+
         exported = torch.export.export(_Logits(with_palettes(model)), (ids,))
         exported = exported.run_decompositions(coreai_torch.get_decomp_table())
-    sum_in_float32(exported.graph)
-    converter = coreai_torch.TorchConverter()
-    converter.add_exported_program(exported, output_names=["logits"])
-    converter.to_coreai().save_asset(directory / FILE_NAME)
+        sum_in_float32(exported.graph)
+        converter = coreai_torch.TorchConverter()
+        converter.add_exported_program(exported, output_names=["logits"])
+        converter.to_coreai().save_asset(directory / FILE_NAME)
     write_config(model, tokenizer, directory)
 
 

@@ -17,9 +17,6 @@ from qat.models.language_model import LanguageModel
 from qat.nn.swap import with_tables
 from qat.quant.spec import PRESETS
 
-# of torch about its own pickles, as it exports a program
-pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")
-
 
 def test_core_ai_computes_our_logits_from_tables(tmp_path: Path) -> None:
     pytest.importorskip("coreai_torch")
