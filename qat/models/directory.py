@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from safetensors import SafetensorError
 
@@ -30,6 +30,8 @@ from qat.process import cores
 
 if TYPE_CHECKING:  # nothing here needs transformers
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 # Resolution of a source: a directory, a run, or a hub id.
 
@@ -307,19 +309,24 @@ def _of_all(digest: Callable[[Path], str], files: Sequence[Path]) -> list[str]:
 
 
 def settled_sha256(file: Path) -> str:
-    """Return the SHA-256 of a file, cached until its size, inode or change time differ.
+    """Return the SHA-256 of a file, cached as `settled` does."""
+    return settled(sha256_file, file)
+
+
+def settled(read: Callable[[Path], T], file: Path) -> T:
+    """Return `read(file)`, cached until the file's size, inode or change time differ.
 
     Files changed a moment ago could change again within one clock tick, so they are always read.
     """
     found = file.stat()
     if abs(time.time() - found.st_ctime) < SETTLED_S:
-        return sha256_file(file)
-    return _sha256_of(file.absolute(), found.st_ino, found.st_size, found.st_ctime_ns)
+        return read(file)
+    return _read_of(read, file.absolute(), found.st_ino, found.st_size, found.st_ctime_ns)
 
 
 @lru_cache(maxsize=1024)
-def _sha256_of(file: Path, _inode: int, _size: int, _changed_ns: int) -> str:
-    return sha256_file(file)
+def _read_of(read: Callable[[Path], T], file: Path, _inode: int, _size: int, _changed_ns: int) -> T:
+    return read(file)
 
 
 @contextmanager

@@ -8,15 +8,16 @@ So files are parsed here. Layout: https://github.com/ggml-org/ggml/blob/master/d
 import math
 import mmap
 import struct
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from qat.errors import CheckpointError
+from qat.models.directory import settled
 
-T = TypeVar("T")
 SCALARS = dict(enumerate(map(np.dtype, ("u1", "i1", "u2", "i2", "u4", "i4", "f4", "?"))))
 SCALARS |= {10: np.dtype("u8"), 11: np.dtype("i8"), 12: np.dtype("f8")}
 """Dtypes of scalars by their numbers in GGUF, as in `gguf.GGUFValueType`."""
@@ -76,7 +77,7 @@ def check_gguf(path: Path) -> None:
     Raises:
         CheckpointError: it does not, or something is named twice.
     """
-    _parsed(path, _header)
+    _header(path)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -88,7 +89,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     import gguf
 
     size, found = path.stat().st_size, {}
-    for name, (shape, number, place) in _parsed(path, _header).tensors.items():
+    for name, (shape, number, place) in _header(path).tensors.items():
         type_ = next((kind for kind, newer in NEWER.items() if newer[0] == number), None)
         if type_ is None:
             try:
@@ -125,11 +126,9 @@ def read_metadata(path: Path) -> dict[str, Field]:
     Raises:
         CheckpointError: see `check_gguf`.
     """
-
-    def fields(data: mmap.mmap) -> dict[str, Field]:
-        return {key: _field(data, *value) for key, value in _header(data).values.items()}
-
-    return _parsed(path, fields)
+    values = _header(path).values
+    with _whole(path), _mapped(path) as data:
+        return {key: _field(data, *value) for key, value in values.items()}
 
 
 class _Header(NamedTuple):
@@ -139,11 +138,17 @@ class _Header(NamedTuple):
     """Shape, type number, and offset of the first byte of each tensor."""
 
 
-def _parsed(path: Path, parse: Callable[[mmap.mmap], T]) -> T:
-    """Return what `parse` makes of the file; its errors become one line."""
+def _header(path: Path) -> _Header:
+    """Return the header; one opening of a model asks for it up to eight times."""
+    with _whole(path):
+        return settled(_parsed, path)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Turn errors of the block into one line about the file."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return parse(data)
+        yield
     except (ValueError, struct.error) as error:
         fault = "its header is cut" if isinstance(error, struct.error) else error
         raise CheckpointError(
@@ -151,7 +156,18 @@ def _parsed(path: Path, parse: Callable[[mmap.mmap], T]) -> T:
         ) from None
 
 
-def _header(data: mmap.mmap) -> _Header:
+@contextmanager
+def _mapped(path: Path) -> Iterator[mmap.mmap]:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        yield data
+
+
+def _parsed(path: Path) -> _Header:
+    with _mapped(path) as data:
+        return _header_in(data)
+
+
+def _header_in(data: mmap.mmap) -> _Header:
     if data[:4] != b"GGUF":
         raise ValueError("it does not begin with GGUF")
     version, num_tensors, num_values = struct.unpack_from("<IQQ", data, 4)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from qat.errors import CheckpointError
+from qat.models import directory, gguf_header
 from qat.models.gguf import read_rows
 from qat.models.gguf_header import read_header
 
@@ -41,6 +42,22 @@ def test_the_header_is_that_of_the_library(file: Path) -> None:
         assert list(found.shape) == tensor.shape[::-1].tolist()
         assert (found.type, found.place) == (tensor.tensor_type.name, tensor.data_offset)
     assert header["token_embd.weight"].bits == 8.5
+
+
+def test_the_header_is_parsed_once_until_the_file_changes(file: Path, monkeypatch) -> None:
+    monkeypatch.setattr(directory, "SETTLED_S", 0.0)
+    parsed, parse = [], gguf_header._header_in
+    monkeypatch.setattr(
+        gguf_header, "_header_in", lambda data: (parsed.append(len(data)), parse(data))[1]
+    )
+    for _ in range(2):
+        gguf_header.check_gguf(file)
+        assert read_header(file).keys() and gguf_header.read_metadata(file)
+    assert len(parsed) == 1
+    file.write_bytes(file.read_bytes()[:90])
+    with pytest.raises(CheckpointError, match=r"model\.gguf is no whole GGUF file"):
+        read_header(file)
+    assert parsed[1:] == [90]
 
 
 def test_rows_are_those_of_the_library(file: Path) -> None:
