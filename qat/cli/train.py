@@ -94,12 +94,13 @@ def train(
         if resume is not None and tracking.gdrive_dir is not None:
             folder = tracking.gdrive_dir
             ranks.sync_errors(lambda: followers.restore(out, folder) if ranks.is_first else None)
-        forced = []
+        forced, checked = [], None
         if not (out / RECIPE).exists():  # what goes on has been looked at, or is refused
             said = student if says_targets else None
             adapters = "lora" in config.kinds
+            checked = ranks.sync_errors(examined)
             forced = ranks.sync_errors(
-                lambda: _preflight(examined(), said, adapters=adapters, force=launch.force)
+                lambda: _preflight(checked, said, adapters=adapters, force=launch.force)
             )
         is_followed = ranks.is_first and followers is not None
         with followers.follow(out, tracking) if is_followed else nullcontext():
@@ -111,6 +112,7 @@ def train(
                 begins_anew=resume == "auto",
                 forced=forced,
                 ranks=ranks,
+                loaded=checked and checked.loaded,
             )
             report = _trained(run, launch.soak)
             if tracking.gdrive_dir is not None and ranks.is_first:

@@ -35,6 +35,7 @@ from qat.train.learnable import weights_in_scope
 from qat.train.loop import Trainer
 from qat.train.run import RunDirectory
 from qat.train.start import (
+    Loaded,
     check_batch,
     check_dtype,
     check_losses,
@@ -512,6 +513,8 @@ class Checked(NamedTuple):
     """Predicted hours of the whole run; None if no steps were taken."""
     disk_bytes: int | None = None
     """Predicted most bytes of its checkpoints."""
+    loaded: Loaded | None = None
+    """The student's tokenizer for the run that follows: to read it takes a second or two."""
 
     def errors(self) -> list[RunFinding]:
         """Return the findings that stop a run."""
@@ -574,8 +577,10 @@ def examine(
             backend.free_memory()  # not above: the error references what had been loaded
     run = Preflight(resolved, plan)
     if plan.prediction is None:
-        return Checked(run.findings(), None, is_long(resolved.max_steps, guess))
-    return Checked(run.findings(), plan.prediction, run.is_long, run.hours, run.disk_bytes)
+        found = Checked(run.findings(), None, is_long(resolved.max_steps, guess))
+    else:
+        found = Checked(run.findings(), plan.prediction, run.is_long, run.hours, run.disk_bytes)
+    return found._replace(loaded=Loaded(None, tokenizer))
 
 
 def codes_forced(findings: Sequence[RunFinding], *, force: bool) -> list[str]:

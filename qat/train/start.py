@@ -78,9 +78,9 @@ class TrainReport:
 
 
 class Loaded(NamedTuple):
-    """A quantized model in memory, in float32 and on the settings' device."""
+    """What is in memory of a student: its model in float32 on the settings' device, or not yet."""
 
-    model: LanguageModel
+    model: LanguageModel | None
     tokenizer: PreTrainedTokenizerBase
 
 
@@ -117,7 +117,8 @@ def opened(
     """Open the run in `out` to train `student`, a packed checkpoint; lock it during the block.
 
     If a model is `loaded`, that is trained instead, in place, and `student` is only its name; a
-    resumed run reads its checkpoint all the same.
+    tokenizer alone spares reading the student's again. A resumed run reads its checkpoint all the
+    same.
 
     With `resume` a stopped run continues from its latest checkpoint, bit for bit on a CPU. One that
     took steps but has no checkpoint is refused; with `begins_anew` it starts again. `forced` are
@@ -241,10 +242,7 @@ def _open(
     source = str(choice.checkpoint or student)
     begins_with = loaded if choice.checkpoint is None else None
     tokenizer = begins_with.tokenizer if begins_with else load_tokenizer(source)
-    # changes with the student; None for a resumed run whose student no longer exists
-    now = state_identity(loaded.model.model) if loaded else None
-    if loaded is None and (choice.checkpoint is None or Path(student).is_dir()):
-        now = model_identity(student)
+    now = _identity(student, loaded, choice)
     identity: dict[str, Any] = {
         "cache_content": fingerprint([shard.sha256 for shard in cache.manifest.shards]),
         "student_fingerprint": now,
@@ -263,9 +261,8 @@ def _open(
     judges = ranks.is_first or config.shard_latents
     judged = same_judged(cache, config.eval_sequences, run) if judges else None
     # latent weights are loaded in float32; the compute dtype is that of autocast and formed weights
-    model = (
-        begins_with.model if begins_with else load_model(source, device=config.device, dtype="fp32")
-    )
+    model = begins_with.model if begins_with else None
+    model = model or load_model(source, device=config.device, dtype="fp32")
     if not tokenizer(config.sample_prompt)["input_ids"]:
         raise ConfigError(
             f"sample_prompt={config.sample_prompt!r} holds no token; expected something to "
@@ -304,6 +301,14 @@ def _open(
         )
     judge = Judge(model, tokenizer, cache, config, judged=judged)
     return _Opened(optimizer, judge, teacher, config, choice, identity, remembered)
+
+
+def _identity(student: str, loaded: Loaded | None, choice: Choice) -> str | None:
+    """Return what changes with the student; None where a resumed run's no longer exists."""
+    if loaded is not None and loaded.model is not None:
+        return state_identity(loaded.model.model)
+    is_there = choice.checkpoint is None or Path(student).is_dir()
+    return model_identity(student) if is_there else None
 
 
 def _state_of(choice: Choice) -> tuple[dict[str, Tensor], Choice]:

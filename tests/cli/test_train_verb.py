@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from cli_case import call, said
 from train_case import config, flags
+from transformers import AutoTokenizer
 
 from qat.cli.train import _next, show_findings, show_health
 from qat.data.reader import TeacherCache
@@ -21,7 +22,15 @@ from qat.train.start import train_student
 def test_a_run_by_flags_equals_one_by_its_own_recipe(place, tmp_path, monkeypatch, capsys) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     words = flags(place, max_steps=3, mlp_only=True)
-    assert call(monkeypatch, "train", place / "student", *words, "--out", first) == 0
+    read, load = [], AutoTokenizer.from_pretrained
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            AutoTokenizer,
+            "from_pretrained",
+            lambda path, **how: (read.append(path), load(path, **how))[1],
+        )
+        assert call(patch, "train", place / "student", *words, "--out", first) == 0
+    assert read == [str(place / "student")]  # the check before the run hands it on
     shown = capsys.readouterr().out
     others = "".join(line for line in shown.splitlines() if line.startswith("not to "))
     if "gguf" in target_names():  # .ci/core runs this file without extensions
