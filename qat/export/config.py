@@ -41,7 +41,8 @@ LIBRARIES: dict[TargetName, tuple[str, str]] = {
     "openvino": ("openvino", "openvino"),
     "gptq": ("auto_round", "gptq"),
     "awq": ("gptqmodel", "awq"),
-    **dict.fromkeys(("litert", "litertlm"), ("litert_torch", "litert")),
+    "litert": ("litert_torch", "litert"),
+    "litertlm": ("litert_lm_builder", "litert"),
 }
 """The library that writes and reads back the files of a target, and the extra that installs it."""
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qat.data.text import begin_token
 from qat.errors import ExportError
+from qat.export.targets import check_library
 from qat.extensions.targets import litert
 from qat.extensions.targets.codes import block_size
 from qat.extensions.targets.shared import plain_decoder, steps, write_config
@@ -86,8 +87,8 @@ def write(
     """Write model.litertlm, config.json and the tokenizer, in float32 alone.
 
     Raises:
-        ExportError: there is no tokenizer, or it has no tokenizer.json; or the float weights are
-            larger than LiteRT's files may be.
+        ExportError: there is no tokenizer, or it has no tokenizer.json; the library that makes the
+            program is missing; or the float weights are larger than LiteRT's files may be.
     """
     if tokenizer is None or not tokenizer.is_fast:
         found = "no tokenizer" if tokenizer is None else "a tokenizer without tokenizer.json"
@@ -95,6 +96,7 @@ def write(
             f"the checkpoint has {found}, expected one that a bundle can hold; copy its "
             "tokenizer.json and tokenizer_config.json into it, or export --to litert"
         )
+    check_library("litert")
     program = litert.coded_program(model, _converted)
     write_config(model, tokenizer, directory)
     from litert_lm_builder import DType, LitertLmFileBuilder, Metadata, TfLiteModelType

@@ -3,6 +3,7 @@
 What makes a bundle needs litert-torch: `.ci/engine litert` installs it and runs these.
 """
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,9 +24,13 @@ needs_litert = pytest.mark.skipif(
 WORDS = 16
 
 
-def test_a_bundle_needs_a_tokenizer() -> None:
+def test_a_bundle_needs_a_tokenizer_and_both_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", **SHAPE)
     with pytest.raises(ExportError, match="no tokenizer, expected"):
-        litertlm.write(tiny_model("llama", **SHAPE), None, Path("nowhere"))
+        litertlm.write(model, None, Path("nowhere"))
+    monkeypatch.setitem(sys.modules, "litert_torch", None)
+    with pytest.raises(ExportError, match="^litert_torch "):
+        litertlm.write(model, tiny_tokenizer(), Path("nowhere"))
 
 
 @needs_litert
