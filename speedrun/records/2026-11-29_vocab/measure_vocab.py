@@ -4,24 +4,30 @@
     python speedrun/records/2026-11-29_vocab/measure_vocab.py WORK --own smollm2.gguf \
         --other coder.gguf --answers answers.jsonl
 
-writes texts, both caches, the re-aligned one, the students and what is measured of them into WORK,
-and goes on where it stopped. Without `--answers` the text is code of this repository. `--arms gold`
-needs trl.
+writes texts, caches, students and what is measured of them into WORK, and goes on where it
+stopped. Without `--answers` the text is code of Python's standard library. Arms:
+
+- `own` and `other`: what the student's own teacher says, and what the other one says, realigned.
+- `exact`: of the latter only the positions that need no chain rule.
+- `both`: the rows of `own` and `other` in one cache, of which a run of as many steps reads a half.
+- `gold`: TRL's GOLD, with the other teacher beside the student; it needs trl.
 """
 
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import sysconfig
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path.insert(0, str(ROOT / "speedrun"))
 
-PIECE = 320  # bytes of a document: whole lines, which fit a row of 128 tokens of either tokenizer
+PIECE = 640  # bytes of a document: whole lines, which fit a row of 256 tokens of either tokenizer
 LONGEST = 1300  # bytes of a line with a chat
 
 
@@ -41,8 +47,9 @@ def pieces(files: list[Path]) -> Iterator[str]:
 def write_texts(work: Path, options: argparse.Namespace) -> None:
     """Write documents to learn from and others to judge by: a teacher's answers, or code."""
     if options.answers is None:
-        parts = {"learned": "qat/**/*.py", "judged": "tests/**/*.py"}
-        found = {name: [*pieces(sorted(ROOT.glob(each)))] for name, each in parts.items()}
+        library = Path(sysconfig.get_path("stdlib"))
+        parts = {"learned": "[a-m]*.py", "judged": "[n-z]*.py"}
+        found = {name: [*pieces(sorted(library.glob(each)))] for name, each in parts.items()}
         rows = {
             name: [json.dumps({"text": each}) for each in texts if len(each.encode()) <= PIECE + 20]
             for name, texts in found.items()
@@ -61,14 +68,22 @@ def write_texts(work: Path, options: argparse.Namespace) -> None:
             (work / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
+def once(path: Path, measure: Callable[[], dict]) -> dict:
+    """Return the numbers kept in a file, which are measured if it is missing."""
+    if not path.exists():
+        path.write_text(json.dumps(measure()), encoding="utf-8")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def qat(work: Path, log: str, *words: object) -> dict:
     """Return the numbers of a verb, which are kept in WORK/LOG.json."""
-    kept = work / f"{log}.json"
-    if not kept.exists():
+
+    def run() -> dict:
         call = [sys.executable, "-m", "qat", *map(str, words)]
         done = subprocess.run(call, cwd=work, stdout=subprocess.PIPE, text=True, check=True)
-        kept.write_text(done.stdout.splitlines()[-1], encoding="utf-8")
-    return json.loads(kept.read_text(encoding="utf-8"))
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return once(work / f"{log}.json", run)
 
 
 def train_gold(work: Path, other: Path, options: argparse.Namespace) -> None:
@@ -126,6 +141,38 @@ def train_gold(work: Path, other: Path, options: argparse.Namespace) -> None:
     trainer.save_model(str(work / "gold"))
 
 
+def exact_positions(work: Path, own: Path) -> dict:
+    """Re-align the other teacher's cache without the chain rule: what needs it is dropped."""
+    from qat.extensions.vocab import align, realign
+
+    class Exact(align.Aligner):
+        """Fills in the positions whose tokens begin together and end with the teacher's."""
+
+        def _chain(self, *_: object) -> None:
+            """Leave the position out."""
+
+    realign.Aligner = Exact
+    found = realign.realign(work / "coder", work / "exact", tokenizer=str(own))
+    return realign.summary(found.counts)
+
+
+def both_teachers(work: Path) -> dict:
+    """Put the rows of `own` and `other` into one cache."""
+    from qat.data.cache import MANIFEST, read_manifest, write_atomic
+    from qat.data.shard import in_order
+
+    shutil.copytree(work / "own", work / "both")
+    manifest, shards = read_manifest(work / "own"), []
+    added = read_manifest(work / "other").of_split("train")
+    for n, shard in enumerate(added, len(manifest.of_split("train"))):
+        shards.append(shard.model_copy(update={"file": f"train-{n:05}.safetensors"}))
+        shutil.copy(work / "other" / shard.file, work / "both" / shards[-1].file)
+    shards = in_order([*manifest.shards, *shards])
+    whole = manifest.model_copy(update={"shards": shards})
+    write_atomic(work / "both" / MANIFEST, whole.to_bytes())
+    return {"sequences": sum(shard.sequences for shard in shards)}
+
+
 def arguments() -> argparse.Namespace:
     """Return what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -142,21 +189,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--figures", type=Path)
+    parser.add_argument("--label", default="vocab", help="first words of the figures' names")
     return parser.parse_args()
 
 
 def train(work: Path, arm: str, options: argparse.Namespace) -> str:
-    """Train the student of an arm, `own`, `other+hard_ce` or `gold`; return where it is."""
+    """Train the student of an arm, that of a cache or `gold`; return where it is."""
     if arm == "gold":
         if not (work / "gold").exists():
             train_gold(work, options.other.resolve(), options)
         return "gold"
-    cache, _, loss = arm.partition("+")
-    words = ["train", "start", "--cache-dir", cache, "--out", f"run_{arm}", "--dtype", "bf16"]
+    words = ["train", "start", "--cache-dir", arm, "--out", f"run_{arm}", "--dtype", "bf16"]
     words += ["--max-steps", options.steps, "--batch-size", options.rows, "--lr", options.lr]
-    words += ["--loss", f"tail:1,{loss}:1" if loss else "tail", "--skip-first-eval"]
-    words += ["--eval-every", options.steps, "--eval-sequences", 2]
-    qat(work, f"train_{arm}", *words)
+    words += ["--skip-first-eval", "--eval-every", options.steps, "--eval-sequences", 2]
+    qat(work, f"train_run_{arm}", *words)
     return f"run_{arm}"
 
 
@@ -175,6 +221,9 @@ def main() -> None:
         caches[name] = qat(work, f"cache_{name}", *words)
     words = ("cache", "realign", "coder", "--tokenizer", own, "--out", "other")
     caches["other"] = qat(work, "cache_other", *words)
+    makers = {"exact": lambda: exact_positions(work, own), "both": lambda: both_teachers(work)}
+    for name in {*options.arms.split(",")} & makers.keys():
+        caches[name] = once(work / f"cache_{name}.json", makers[name])
     qat(work, "convert", "convert", own, "--to", options.plan, "--out", "start")
     models = {"start": "start", "own_teacher": own, "other_teacher": other}
     models |= {arm: train(work, arm, options) for arm in options.arms.split(",")}
@@ -185,23 +234,28 @@ def main() -> None:
         for name, model in models.items()
     }
     print(json.dumps({"bits_per_byte": bits, "caches": caches}, indent=1))
-    write_figures(options.figures, bits, caches)
+    write_figures(options, bits, caches)
 
 
-def write_figures(path: Path | None, bits: dict[str, float], caches: dict[str, dict]) -> None:
+def write_figures(
+    options: argparse.Namespace, bits: dict[str, float], caches: dict[str, dict]
+) -> None:
     """Write what was measured to a record's figures.jsonl."""
     from figures import record
 
+    path, label = options.figures, options.label
     for name, value in bits.items():
-        record(path, f"vocab_bits_per_byte_{name}", round(value, 4), "bits", "stated")
-    aligned = caches["other"]
+        record(path, f"{label}_bits_per_byte_{name}", round(value, 4), "bits", "stated")
     for name in ("chained_frac", "dropped_frac", "split_mass_frac", "lost_mass_frac"):
-        record(path, f"vocab_{name}", round(aligned[name], 5), "fraction", "stated")
+        record(path, f"{label}_{name}", round(caches["other"][name], 5), "fraction", "stated")
     for name in ("own", "other"):
         counted = caches[name]["counted_tokens"]
-        record(path, f"vocab_counted_tokens_{name}", counted, "tokens", "stated")
-    gain = 100 * (1 - bits["other"] / bits["own"])
-    record(path, "cross_vocab_gain", round(gain, 2), "%", ">= 3")
+        record(path, f"{label}_counted_tokens_{name}", counted, "tokens", "stated")
+    for arm in options.arms.split(",")[1:]:
+        gain = round(100 * (1 - bits[arm] / bits["own"]), 2)
+        record(path, f"{label}_gain_{arm}", gain, "%", "stated")
+        if (label, arm) == ("vocab", "other"):
+            record(path, "cross_vocab_gain", gain, "%", ">= 3")
 
 
 if __name__ == "__main__":
