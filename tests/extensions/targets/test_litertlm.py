@@ -52,6 +52,10 @@ def test_a_bundle_speaks_as_our_student(tmp_path: Path) -> None:
         session.run_prefill([prompt])
         (said,) = session.run_decode().texts
     assert said == tokenizer.decode(ours).removesuffix(tokenizer.eos_token)
+    with engine.create_conversation() as chat:  # with the template in the bundle
+        turn = [{"role": "user", "content": "the dog"}]
+        rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        assert chat.render_message_to_string("the dog").startswith(rendered)
     template = (
         "{{ bos_token }}{% for m in messages %}{{ m['role'] + ': ' + m.content }}\n{% endfor %}"
     )
