@@ -104,7 +104,7 @@ def _beside(logged: TrainingRun, timing: Timing) -> dict[str, object]:
         "like": logged.label,
         "run_commit": logged.info.get("commit"),
         "run_tokens_per_s": speed,
-        "run_over_bench": speed / timing.tokens_per_s,
+        "real_run_over_bench": speed / timing.tokens_per_s,
         "run_peak_gib": logged.peak_gib(),
         **{f"run_{name}": logged.median(name) for name in MEDIANS},
         # evaluations, saves and what else is no step

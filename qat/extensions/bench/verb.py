@@ -35,7 +35,7 @@ SUMMARY = (
     *("batch_size", "step_s", "tokens_per_s", "mfu_frac", "mfu_of_matmul_frac", "peak_gib"),
     "peak_reserved_gib",
 )
-LIKE_SUMMARY = ("run_tokens_per_s", "run_over_bench")
+LIKE_SUMMARY = ("run_tokens_per_s", "run_mfu_frac", "real_run_over_bench")
 LIKE_PARTS = (  # where the seconds of a step of the run went
     ("run_step_s", "in all"),
     ("run_step_s_p50", "in the median"),
@@ -241,8 +241,9 @@ def _findings(report: "BenchReport") -> list[str]:
             known = [(row[name], what) for name, what in LIKE_PARTS if row[name] is not None]
             parts = ", ".join(f"{seconds:.4g} s {what}" for seconds, what in known)
             speed, outside = f"{row['run_tokens_per_s']:,.0f} t/s", f"{row['run_outside_frac']:.1%}"
+            mfu, ratio = _cell(row["run_mfu_frac"], "{:.3f}"), row["real_run_over_bench"]
             lines += [
-                f"{row['like']} logged {speed}, {row['run_over_bench']:.3f} of that",
+                f"{row['like']} logged {speed} (MFU {mfu}), {ratio:.3f} of that",
                 f"a step took it {parts}; evaluations and saves took {outside} of its time",
             ]
     if report.fit:

@@ -87,7 +87,7 @@ def test_what_the_run_logged_lies_beside(ran: Ran, tmp_path: Path) -> None:
     (row,) = time_like(QUICK, ran.path, tmp_path / "out").rows
     logged = read_directory(ran.path)
     assert row["run_tokens_per_s"] == logged.tokens_per_s() > 0
-    assert row["run_over_bench"] == row["run_tokens_per_s"] / row["tokens_per_s"]
+    assert row["real_run_over_bench"] == row["run_tokens_per_s"] / row["tokens_per_s"]
     assert row["run_step_s"] == logged.median("step_s")
     assert row["run_data_wait_s"] == logged.median("data_wait_s")
     assert row["run_peak_gib"] == logged.peak_gib()
@@ -110,7 +110,7 @@ def test_a_run_whose_student_is_gone_goes_on_from_its_newest_checkpoint(
     assert trainer.step == 0
     ahead = {step: [batch.input_ids for batch in trainer.step_batches(step)] for step in seen}
     assert_same_tokens(seen, ahead)
-    assert row["status"] == "OK" and row["run_over_bench"] > 0
+    assert row["status"] == "OK" and row["real_run_over_bench"] > 0
 
 
 def test_a_cache_that_has_moved_may_be_named(ran: Ran, tmp_path: Path, monkeypatch) -> None:
