@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import MethodType
 from typing import NamedTuple
 
@@ -171,6 +171,14 @@ def warn_uncompiled(error: Exception) -> str:
     return reason
 
 
+@cache
+def _say_where_kept() -> None:
+    """Log once where the compiler keeps what later runs need not compile again."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # only where layers are compiled
+
+    logger.info("compiled layers are kept for later runs in %s", cache_dir())
+
+
 @dataclass(frozen=True)
 class CompileFacts:
     """Statistics of the compiler in this process."""
@@ -179,6 +187,8 @@ class CompileFacts:
     recompiles: int
     breaks: int
     """Graph breaks, where the interpreter continued."""
+    kept: int
+    """Graphs that an earlier process had compiled and kept."""
 
 
 class Regions:
@@ -205,6 +215,7 @@ class Regions:
         if self.is_compiled:
             # training, evaluation, the first layer and a few batch shapes each compile a graph
             torch._dynamo.config.recompile_limit = MOST_GRAPHS
+            _say_where_kept()
             join_projections(self._model)
         if self._forms_by_layer:
             self._end_forming = form_by_layer(decoder_layers(self._model))
@@ -337,12 +348,13 @@ class BatchSlice(NamedTuple):
 def compile_facts() -> CompileFacts:
     """Return the graphs, recompilations and graph breaks of this process."""
     if "torch._dynamo" not in sys.modules:
-        return CompileFacts(graphs=0, recompiles=0, breaks=0)
+        return CompileFacts(graphs=0, recompiles=0, breaks=0, kept=0)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     metrics = torch._dynamo.utils.get_compilation_metrics()
     recompiles = sum((metric.cache_size or 0) > 0 for metric in metrics)
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-    return CompileFacts(graphs=graphs, recompiles=recompiles, breaks=breaks)
+    kept = torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+    return CompileFacts(graphs=graphs, recompiles=recompiles, breaks=breaks, kept=kept)
 
 
 def recomputed_layers() -> int:

@@ -365,6 +365,7 @@ class TrainingStep:
         return {
             "compiled": self._is_compiled,
             "graphs": found.graphs - self._before.graphs + self._compiles.compiled,
+            "kept_graphs": found.kept - self._before.kept,
             "recompiles": found.recompiles - self._before.recompiles + self._compiles.anew,
             "cuda_graph": self._graph is not None,
             "forms_by_layer": self.forms_by_layer,

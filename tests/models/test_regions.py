@@ -91,6 +91,28 @@ def test_what_the_compiler_refuses_is_judged_as_it_is_written(monkeypatch, caplo
     way.remove()
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about itself
+def test_graphs_that_were_kept_are_counted_and_their_place_is_said(
+    tmp_path, monkeypatch, caplog
+) -> None:
+    caplog.set_level("INFO", logger="qat")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    regions._say_where_kept.cache_clear()
+    found = [compile_facts().kept]
+    for _ in range(2):
+        torch.compiler.reset()  # as in a process of its own
+        model = LanguageModel(tiny_model())
+        way = Regions(model.model, is_compiled=True, recompute_every=None)
+        way.install()
+        with torch.no_grad():
+            model.hidden(IDS, POSITIONS)
+        way.remove()
+        found.append(compile_facts().kept)
+    assert found[1] == found[0] and found[2] == found[1] + 2  # a layer and the last norm
+    assert [str(tmp_path) in each for each in caplog.messages] == [True]
+
+
 def test_removed_regions_leave_nothing_behind() -> None:
     model = LanguageModel(tiny_model())
     way = Regions(model.model, is_compiled=True, recompute_every=1)
