@@ -321,8 +321,8 @@ class Pulse:
         if share is not None and self._ranks.is_first:  # the speed is that of all ranks
             self.event("throughput_drop", tokens_per_s=tokens_per_s, share=share)
             logger.warning(
-                "%.0f tokens/s, %.0f %% of what was usual; see data_wait_s, gpu_temp_c and "
-                "exchange_s in the heartbeat",
+                "%.0f tokens/s, %.0f %% of what was usual; see data_wait_s in the heartbeat, "
+                "gpu_temp_c on a GPU, exchange_s on several",
                 tokens_per_s,
                 100 * share,
             )
