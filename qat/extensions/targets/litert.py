@@ -151,7 +151,12 @@ def coded_program(model: PreTrainedModel, convert: Callable[[PreTrainedModel], A
         litert_torch.config.show_progress = False
         floats = Path(place, "floats")
         convert(made.eval()).export(str(floats))
-        program = flatbuffer_utils.convert_bytearray_to_object(floats.read_bytes())
+        content = floats.read_bytes()
+        program = flatbuffer_utils.convert_bytearray_to_object(content)
+    for buffer in program.buffers:  # files of nearly 2 GB have their weights behind the tables
+        if buffer.offset:
+            buffer.data = np.frombuffer(content, np.uint8, buffer.size, buffer.offset)
+            buffer.offset = buffer.size = 0
     weights = {}
     for name, module in quantized_modules(model).items():
         key = _digest(made.get_submodule(name).weight.detach().numpy())

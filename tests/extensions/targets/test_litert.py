@@ -60,3 +60,40 @@ def test_a_program_computes_our_logits(tmp_path: Path) -> None:
             changed *= 1.25
         with pytest.raises(ExportError, match="gives other logits"):
             check_equal("litert", student, tmp_path / f"to_{name}")
+
+
+def move_weights_behind(path: Path) -> None:
+    """Write a program again as LiteRT does with large ones: buffers by their place in the file."""
+    from ai_edge_litert.tools import flatbuffer_utils
+
+    program = flatbuffer_utils.convert_bytearray_to_object(path.read_bytes())
+    moved = [buffer for buffer in program.buffers if buffer.data is not None and len(buffer.data)]
+    data = [bytes(buffer.data) for buffer in moved]
+    for buffer, kept in zip(moved, data, strict=True):
+        buffer.data, buffer.offset, buffer.size = None, 2, len(kept)
+    place = len(flatbuffer_utils.convert_object_to_bytearray(program))
+    for buffer in moved:
+        buffer.offset, place = place, place + buffer.size
+    path.write_bytes(flatbuffer_utils.convert_object_to_bytearray(program) + b"".join(data))
+
+
+@needs_litert
+@pytest.mark.filterwarnings("ignore")
+def test_weights_behind_the_tables_of_a_large_program_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Large:
+        def __init__(self, program: object) -> None:
+            self.program = convert(program)
+
+        def export(self, path: str) -> None:
+            self.program.export(path)
+            move_weights_behind(Path(path))
+
+    model, convert = mixed(tmp_path / "student", MIXED, None), litert._converted
+    for place, how in (("small", convert), ("large", Large)):
+        monkeypatch.setattr(litert, "_converted", how)
+        (tmp_path / place).mkdir()
+        litert.write(model, None, tmp_path / place)
+    found = [(tmp_path / place / litert.FILE_NAME).read_bytes() for place in ("small", "large")]
+    assert found[0] == found[1]
