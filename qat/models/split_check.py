@@ -9,15 +9,39 @@ from qat.errors import CheckpointError
 from qat.models.language_model import LanguageModel
 from qat.models.noise import TF32_EPS, distance, disturbed, hooked, signs
 from qat.models.streamed import StreamedModel
+from qat.nn.quant_linear import quant_linears
+from qat.nn.step import form_weights, release_weights
 from qat.nn.swap import body_of
+from qat.process import GIB, available_gib
 
 MOST_OF_NOISE = 2.0
 """Largest allowed difference of two ways through the body, as a multiple of what a rounding in
 every layer changes."""
+SHARE_OF_ROOM = 1 / 4
+"""Share of the host's free memory that weights formed for the check may take."""
+
+
+def check_split(model: LanguageModel) -> None:
+    """Check that `model` can be run as a body and a head; see `_check_split` for errors.
+
+    On a host with room its packed weights are formed once, for all forwards of the check.
+    """
+    weights = sum(
+        each.out_features * each.in_features for each in quant_linears(model.model).values()
+    )
+    room = available_gib() if model.device.type == "cpu" else None
+    if room is None or weights * model.dtype.itemsize > SHARE_OF_ROOM * room * GIB:
+        _check_split(model)
+        return
+    form_weights(model.model, model.dtype)
+    try:
+        _check_split(model)
+    finally:
+        release_weights(model.model)
 
 
 @torch.no_grad()
-def check_split(model: LanguageModel) -> None:
+def _check_split(model: LanguageModel) -> None:
     """Compare head and body, each run separately, with the whole model on four tokens.
 
     Also compare the body's earlier outputs when the last token is another one.

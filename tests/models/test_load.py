@@ -22,6 +22,7 @@ from qat.models.directory import resolve
 from qat.models.language_model import LanguageModel, most_positions
 from qat.models.load import load_model, load_teacher, load_tokenizer, model_identity
 from qat.models.split_check import check_split
+from qat.nn.quant_linear import QuantLinear, quant_linears
 
 IDS = torch.arange(12).view(2, 6)
 
@@ -368,3 +369,21 @@ def test_a_snapshot_of_the_hub_is_made_of_links(float_dir: Path, tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"preprocessor_config\.json is a link"):
         copy_processors(found, tmp_path / "copies")
     assert not (tmp_path / "copies/preprocessor_config.json").exists()
+
+
+@pytest.mark.parametrize(("room_gib", "times"), [(1.0, 1), (0.0, 3)])
+def test_the_check_forms_a_packed_weight_once_where_there_is_room(
+    room_gib: float, times: int, monkeypatch
+) -> None:
+    monkeypatch.setattr("qat.models.split_check.available_gib", lambda: room_gib)
+    model = LanguageModel(tiny_quantized("qwen3", SPECS["lut2"]))
+    formed, form = [], QuantLinear.quantized_weight
+    monkeypatch.setattr(
+        QuantLinear,
+        "quantized_weight",
+        lambda self, *given, **how: (formed.append(self), form(self, *given, **how))[1],
+    )
+    check_split(model)
+    linears = [*quant_linears(model.model).values()]
+    assert len(formed) == times * len(linears) and {*formed} == {*linears}
+    assert all(linear.formed is None for linear in linears)
