@@ -132,7 +132,8 @@ def _chat_text(
     if mode == "none":
         return "\n\n".join(map(whole_turn, messages)), False
     text = _template(messages, tokenizer, mode)
-    is_answered = messages[-1]["role"] == "assistant"
+    # an answer to nothing has no prompt: templates render one turn or more
+    is_answered = messages[-1]["role"] == "assistant" and len(messages) > 1
     if mode == "true" or not is_answered or "think" not in str(tokenizer.chat_template):
         return text, False
     prompt = _template(messages[:-1], tokenizer, mode, is_prompt=True)

@@ -120,6 +120,12 @@ def test_an_empty_answer_is_its_end() -> None:
     assert targets_of(tiny_tokenizer(), "false", turns) == ["<|end|>"]
 
 
+def test_an_answer_to_nothing_counts_where_a_template_prompts_for_no_thoughts() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATES["prompts alone for no thoughts"]
+    assert targets_of(tokenizer, "false", TURNS[3:]) == [LAST]
+
+
 def test_a_chat_whose_answers_cannot_be_found_is_refused() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = LOOP + "{{ m.content | upper }}{% endfor %}"
