@@ -161,10 +161,15 @@ def _one_sided(
             if count == 1
             else f"{count} documents of one prompt or nearly one text, which count as one"
         )
+        is_chat = not isinstance(firsts[0], str)
+        remedy = (
+            "give answers to other prompts too"
+            if is_chat
+            else "separate its documents by blank lines or <|endoftext|>, or give more files"
+        )
         return DataError(
             f"{data} is {found}, and {held_out} keeps whole documents away from training, "
-            "expected two or more; separate its documents by blank lines or <|endoftext|>, or "
-            "give more files"
+            f"expected two or more; {remedy}"
         )
     if side == "held_out":
         return DataError(

@@ -328,6 +328,8 @@ def test_answers_to_one_prompt_are_held_out_together() -> None:
     sides = [side for _, side in divided(answers, settings(held_out=0.3))]
     assert sides[::3] == sides[1::3] == sides[2::3]
     assert sides[::3] == [split_of(first, 0, 0.3) for first in answers[::3]]
+    with pytest.raises(DataError, match="is 3 documents of one prompt .* to other prompts too"):
+        list(divided(answers[:3], settings(held_out=0.3)))
     assert 15 < sides[::3].count("held_out") < 45
 
 
