@@ -483,6 +483,8 @@ def test_ternary_codewords_go_out_as_levels(to: TargetName, tmp_path: Path) -> N
         assert {header[f"blk.0.{name}.weight"].type for name in ("ffn_up", "attn_q")} == {"Q2_0"}
     packed = load_model(str(tmp_path / "student"), device="cpu").model
     assert quant_linears(packed)["model.layers.0.mlp.up_proj"].spec == spec
+    with pytest.raises(ExportError, match="drop --for and take --embedding-bits 16"):
+        load_target(to).scheme(spec, (64, 64))
 
 
 def test_adapters_are_refused() -> None:

@@ -28,6 +28,8 @@ DECODERS = ("llama", "qwen2", "qwen3")
 ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles do not depend on the length of the text."""
 OF_LEVELS, WITH_GROUPS = "of levels, such as q2a4", "with groups"
+OF_TERNARY = "of levels, or drop --for and take --embedding-bits 16: export writes its levels"
+"""What to name instead of codewords of -1, 0 and 1, which need no other format."""
 
 
 class Affine(NamedTuple):
@@ -124,7 +126,7 @@ def refuse(lost: str | None, plan: str) -> None:
 
 def refuse_all_but_groups(spec: LutSpec) -> None:
     """Refuse a codebook of vectors and a low-rank scale."""
-    refuse(spec.lost_as_levels, OF_LEVELS)
+    refuse(spec.lost_as_levels, OF_LEVELS if spec.as_levels is spec else OF_TERNARY)
     refuse(lost_by_rank(spec), WITH_GROUPS)
 
 
