@@ -140,17 +140,22 @@ def test_greedy_tokens_are_ours_where_inputs_or_caches_are_rounded(
     model = load_checkpoint(path, torch.float32)
     said, found = theirs(path)
     assert said == [ours(model, prompt) for prompt in PROMPTS]
-    # a number between two codes may take either, by the last bit of what it was computed from
-    error = (found - logprobs(model, said)).abs().mean()
-    assert error < 1e-4
+
+    # a number between two codes may take either, by the last bit of what it was computed from, and
+    # moves the rest of its prompt, which a median over four prompts does not see
+    def apart() -> float:
+        return (found - logprobs(model, said)).abs().median().item()
+
+    noise = apart()
+    assert noise < 1e-5
     if kind is not None:
         for module in quantized_modules(model).values():
             module.activation = None
-        assert (found - logprobs(model, said)).abs().mean() > 10 * error
+        assert apart() > 100 * max(noise, 1e-6)
     if kv is not None:
         model = load_checkpoint(path, torch.float32)
         set_kv(model, None)
-        assert (found - logprobs(model, said)).abs().mean() > 10 * error
+        assert apart() > 100 * max(noise, 1e-6)
 
 
 def check_refused(path: Path, message: str, **settings: object) -> None:
