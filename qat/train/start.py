@@ -78,7 +78,7 @@ class TrainReport:
 
 
 class Loaded(NamedTuple):
-    """What is in memory of a student: its model in float32 on the settings' device, or not yet."""
+    """A student's model in float32 on the chosen device (None before it is read), and tokenizer."""
 
     model: LanguageModel | None
     tokenizer: PreTrainedTokenizerBase

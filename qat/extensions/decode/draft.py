@@ -1,4 +1,4 @@
-"""Speculative decoding: a student drafts tokens, and its teacher reads all of them in one pass.
+"""Decode speculatively: a student drafts tokens, which its teacher reads in a single pass.
 
 A drafted token x is taken with probability `min(1, p(x) / q(x))`, of its probabilities p by the
 teacher and q by the draft. The first that is not taken is replaced by a draw from the normalised

@@ -27,7 +27,7 @@ class Rewindable(Protocol):
 
     model: LanguageModel
     records: bool
-    """Whether calls can be captured in a graph: positions are read on the device then."""
+    """True if calls can be captured in a CUDA graph, since they read positions on the device."""
 
     def begin(self, ids: Tensor, num_positions: int) -> Tensor:
         """Read a prompt `ids` `(1, S)` into a new cache; return the logits `(1, V)` after it."""

@@ -44,7 +44,7 @@ _warned: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
 
 
 def warn(model: object, layers: list[dict]) -> None:
-    """Warn of each check of a model that fails, and again only after it passed in between.
+    """Log a warning for each failing check of a model, and repeat it only after a pass in between.
 
     The first call says nothing: gates are collapsed where they begin.
     """

@@ -38,7 +38,7 @@ LENGTH = 1024
 PREFILL = 128
 """The number of tokens of a prompt that the program reads at a time."""
 HIDDEN = -1e9
-"""What is added to the scores of places that are not seen."""
+"""The number that is added to the attention scores of masked positions."""
 AS_TEXT = """\
 {%- set flat = namespace(messages=[]) -%}
 {%- for message in messages -%}
@@ -52,7 +52,7 @@ AS_TEXT = """\
 {%- endfor -%}
 {%- set messages = flat.messages -%}
 """
-"""What stands before a chat template: LiteRT-LM gives it messages in parts, most expect a text."""
+"""Lines that are put before a chat template, to join the text parts that LiteRT-LM passes."""
 HOW_TO_LOAD = """\
 ```python
 # pip install litert-lm-api

@@ -40,7 +40,7 @@ IN_FLOATS = [
     "model.embed_tokens",
     "lm_head",
 ]
-"""What a gpt-oss has in floating point, in the words of its own configuration."""
+"""The modules that a gpt-oss keeps in floating point, as its configuration names them."""
 BIAS = 127
 """The byte of a scale of 1: E8M0 holds an exponent and this."""
 FORM = "mxfp4-pack-quantized"

@@ -29,7 +29,7 @@ ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles do not depend on the length of the text."""
 OF_LEVELS, WITH_GROUPS = "of levels, such as q2a4", "with groups"
 OF_TERNARY = "of levels, or drop --for and take --embedding-bits 16: export writes its levels"
-"""What to name instead of codewords of -1, 0 and 1, which need no other format."""
+"""The advice for vectors of -1, 0 and 1, which an export can write as ternary levels."""
 
 
 class Affine(NamedTuple):

@@ -1,4 +1,4 @@
-"""The facts about a model on disk, whatever its file format."""
+"""Read what is known of a model on disk, in any of the file formats."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

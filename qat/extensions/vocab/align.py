@@ -1,4 +1,4 @@
-"""A teacher's probabilities, divided anew over the tokens of another tokenizer by their bytes.
+"""Map a teacher's probabilities to the tokens of another tokenizer by their bytes.
 
 A student's token covers bytes p to q of a text, and the teacher's token that holds byte p begins at
 byte a. The teacher's next token there is u with probability P(u); x are the bytes from a to p.

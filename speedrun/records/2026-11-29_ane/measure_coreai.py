@@ -1,4 +1,4 @@
-"""Find what Core AI rounds on a CPU in float16, and what that costs a student.
+"""Measure the rounding of Core AI in float16 on a CPU, and its cost to a student.
 
 python measure_coreai.py STUDENT TEXT --figures figures.jsonl
 
