@@ -9,6 +9,8 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
@@ -40,32 +42,34 @@ from qat.train.run import FORMAT, MANIFEST, STATE, RunDirectory, read_state
 
 NEEDED = ("config.json", STATE, STATE_TENSORS)
 """Files that every checkpoint of a run has, besides those of its weights."""
+PIECE_BYTES = 2**20
+"""Bytes read at a time to be compared, few enough to stay in a core's cache."""
 
 
 def prove(directory: Path, *written: dict[str, Tensor]) -> None:
     """Compare each tensor file in `directory` with the tensors in memory, then list all hashes.
 
-    The files are read back from the disk, not from the page cache.
+    They are compared as read back from the disk, not from the page cache.
 
     Raises:
         CheckpointError: a file holds something else, or a tensor holds NaN or infinity.
     """
     meant = {name: tensor for tensors in written for name, tensor in tensors.items()}
-    if which := not_finite(meant):
-        raise CheckpointError(
-            f"{which}, expected numbers to save; lower --lr and its kin, or --clip-grad-norm, and "
-            "go on from an older checkpoint"
-        )
-    of_tensors = list(directory.rglob("*.safetensors"))
-    for path in of_tensors:
-        _forget_pages(path)
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    # a file is compared and hashed at the same time, so that the disk reads it once
-    with ThreadPoolExecutor(2 * max(1, len(of_tensors))) as threads:
-        comparisons = [threads.submit(_compare, path, meant) for path in of_tensors]
-        hashes = list(threads.map(sha256_file, files))
-        for comparison in comparisons:
-            comparison.result()
+    of_tensors = [path for path in files if path.suffix == ".safetensors"]
+    # a hash takes longest, so it is taken of the page cache while the disk still writes; that the
+    # disk holds the same is what the comparison shows
+    with ThreadPoolExecutor(len(files) + 1) as threads:
+        hashes = threads.map(sha256_file, files)
+        if which := not_finite(meant):
+            raise CheckpointError(
+                f"{which}, expected numbers to save; lower --lr and its kin, or --clip-grad-norm, "
+                "and go on from an older checkpoint"
+            )
+        for path in of_tensors:
+            _forget_pages(path)
+        for _ in threads.map(partial(_compare, meant=meant), of_tensors):
+            pass
     listed = {
         path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
         for path, digest in zip(files, hashes, strict=True)
@@ -146,10 +150,11 @@ def _compare(path: Path, meant: dict[str, Tensor]) -> None:
             header = parse_json(file.read(header_bytes))
         except ValueError:
             raise _reads_otherwise(path, "its header") from None
-        for name in header.keys() & meant.keys():
+        for name in sorted(header.keys() & meant.keys(), key=lambda n: header[n]["data_offsets"]):
             begin, end = header[name]["data_offsets"]
             file.seek(8 + header_bytes + begin)
-            if not _is_same(file.read(end - begin), header[name]["shape"], meant[name]):
+            is_alike = header[name]["shape"] == [*meant[name].shape]
+            if not (is_alike and end - begin == meant[name].nbytes and _reads(file, meant[name])):
                 raise _reads_otherwise(path, name)
 
 
@@ -160,10 +165,15 @@ def _reads_otherwise(path: Path, what: str) -> CheckpointError:
     )
 
 
-def _is_same(read: bytes, shape: list[int], tensor: Tensor) -> bool:
-    """Return whether shape and bytes equal the tensor's; NaN compare by their bits."""
+def _reads(file: BufferedReader, tensor: Tensor) -> bool:
+    """Return whether the file goes on with the tensor's bytes; NaN compare by their bits."""
     octets = tensor.detach().flatten().view(torch.uint8).numpy()
-    return shape == [*tensor.shape] and np.array_equal(np.frombuffer(read, np.uint8), octets)
+    room = np.empty(PIECE_BYTES, np.uint8)
+    for own in (octets[first : first + len(room)] for first in range(0, len(octets), len(room))):
+        read = room[: len(own)]
+        if file.readinto(read) != len(own) or not np.array_equal(read, own):
+            return False
+    return True
 
 
 MODEL = "model."
