@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qat.kernels.head
+from qat.backend.base import Backend
 from qat.kernels.head import Head
 from qat.losses import from_hidden, from_teacher
 from qat.losses.config import ON_CACHE, WITH_TEACHER
@@ -181,7 +182,8 @@ class Shapes(TorchDispatchMode):
         ("cache", {"candidates": 1.0}, False, 0),
         ("cache", {"candidates": 1.0}, True, 4),
         ("teacher", {"kl": 1.0}, False, 8),
-        ("teacher", {"kl": 1.0}, True, 8),
+        ("teacher", {"kl": 1.0}, True, 12),
+        ("teacher", {"kl": 1.0, "hard_ce": 1.0}, True, 8),
     ],
 )
 def test_all_logits_never_exist(
@@ -194,6 +196,8 @@ def test_all_logits_never_exist(
     head.weight.requires_grad_(learns)
     monkeypatch.setattr(qat.kernels.head, "BLOCK_TOKENS", 4)
     monkeypatch.setattr(from_teacher, "CHUNK_LOGITS", 8 * V)
+    room = 12 * from_teacher.LEARNING_PART * V  # of a device with much memory
+    monkeypatch.setattr(Backend, "logits_at_once", lambda self: room)
     with Shapes() as shapes:
         WAYS[way].loss(hidden, head, targets, terms)["loss"].backward()
     rows = [s[0] for s in shapes.seen if len(s) == 2 and s[1] >= V and s[0] not in (D, E)]
