@@ -168,10 +168,12 @@ def _reads_otherwise(path: Path, what: str) -> CheckpointError:
 def _reads(file: BufferedReader, tensor: Tensor) -> bool:
     """Return whether the file goes on with the tensor's bytes; NaN compare by their bits."""
     octets = tensor.detach().flatten().view(torch.uint8).numpy()
-    room = np.empty(PIECE_BYTES, np.uint8)
+    room = memoryview(bytearray(PIECE_BYTES))
     for own in (octets[first : first + len(room)] for first in range(0, len(octets), len(room))):
         read = room[: len(own)]
-        if file.readinto(read) != len(own) or not np.array_equal(read, own):
+        if file.readinto(read) != len(own) or not np.array_equal(
+            np.frombuffer(read, np.uint8), own
+        ):
             return False
     return True
 
