@@ -87,7 +87,9 @@ class LoopModel(PreTrainedModel):
         """
         language, dtype = self.prepared.language, self.prepared.dtype
         is_packed = has_documents(position_ids)
-        hidden = language.hidden(input_ids, position_ids, is_packed=is_packed)
+        with autocast(language.device, dtype):
+            hidden = language.hidden(input_ids, position_ids, is_packed=is_packed)
+        # last of all: a compiler would compile what follows a break, for each step's head anew
         return _with_head(language, hidden.to(dtype), dtype)
 
 
@@ -117,14 +119,13 @@ def _loop_class(own: Any) -> type[LoopModel]:
         with_logits: bool = True,
         **named: Any,
     ) -> Any:
-        language, dtype = self.prepared.language, self.prepared.dtype
-        with autocast(language.device, dtype):
-            if with_logits:
-                # a cache, which transformers makes unasked, hides from it where documents begin
-                named.setdefault("use_cache", False)
-                return own.forward(self, input_ids, *args, **named)
+        if not with_logits:
             given = {name: value for name, value in named.items() if value is not None}
             return self.read(input_ids, **given)  # peft names every parameter
+        # a cache, which transformers makes unasked, hides from it where documents begin
+        named.setdefault("use_cache", False)
+        with autocast(self.prepared.language.device, self.prepared.dtype):
+            return own.forward(self, input_ids, *args, **named)
 
     members = {"__doc__": own.__doc__, "__module__": own.__module__, "own_class": own}
     return type(own.__name__, (LoopModel, own), {**members, "forward": forward})
@@ -269,7 +270,8 @@ def param_groups(student: nn.Module, **settings: Any) -> list[dict[str, Any]]:
         optimizer = torch.optim.AdamW(qat.param_groups(student, lr=5e-3))
 
     A learning rate is relative: it is multiplied by the size that the tensor had when it was
-    prepared. Call it after `fully_shard`, which exchanges parameters.
+    prepared. So nearly every tensor is a group of its own, and on a GPU the groups ask for AdamW's
+    fused kernel. Call it after `fully_shard`, which exchanges parameters.
 
     Args:
         student: a prepared model, wrapped or not.
@@ -281,6 +283,8 @@ def param_groups(student: nn.Module, **settings: Any) -> list[dict[str, Any]]:
     config = OptimConfig.parse(settings, "qat.param_groups")
     model = unwrapped(student)
     parameters, groups = dict(model.named_parameters()), {}
+    # without it each group would take about ten kernels, that pass over its tensors one by one
+    kernel = {"fused": True} if model.prepared.language.device.type == "cuda" else {}
     for name, kind in model.prepared.kinds.items():
         size = model.prepared.sizes[name]
         # AdamW multiplies the decay by the learning rate, which includes the size here
@@ -293,6 +297,7 @@ def param_groups(student: nn.Module, **settings: Any) -> list[dict[str, Any]]:
             "weight_decay": decay,
             "betas": (BETA1, config.beta2),
             "eps": EPS,
+            **kernel,
         }
         for (lr, decay), each in groups.items()
     ]

@@ -78,8 +78,7 @@ class StudentMixin:
                         "5e-3, ...} of the trainer"
                     )
             groups = param_groups(self.model if model is None else model, **self.rates)
-            is_fused = self.args.device.type == "cuda"
-            self.optimizer = torch.optim.AdamW(groups, fused=is_fused)
+            self.optimizer = torch.optim.AdamW(groups)
         return self.optimizer
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

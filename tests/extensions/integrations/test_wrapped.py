@@ -6,14 +6,23 @@ from pathlib import Path
 import pytest
 import torch
 from cache_case import TOKENIZER, build
-from loop_case import assert_same, prepared, steps_of_loop, steps_of_rank, values_of, with_tables
+from loop_case import (
+    assert_same,
+    batches_of,
+    prepared,
+    steps_of_loop,
+    steps_of_rank,
+    values_of,
+    with_tables,
+)
 from quantized import SPECS, tiny_quantized
 from ranks_case import run_ranks
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from train_case import config, make_place
+from train_case import config
 
 import qat
 from qat.data.reader import TeacherCache
@@ -25,27 +34,22 @@ from qat.ranks import Ranks
 WORLD = 2
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_place(tmp_path_factory.mktemp("wrapped"))
-
-
-@pytest.fixture(scope="module")
-def cache(place: Path) -> TeacherCache:
-    return TeacherCache.open(place / "cache")
-
-
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_fits")
 @pytest.mark.parametrize("with_logits", [False, True])
-def test_a_compiled_student_takes_the_same_steps(
-    place: Path, cache: TeacherCache, with_logits: bool
-) -> None:
-    course = config(place)
-    plain, compiled = prepared(place, course), prepared(place, course)
+def test_a_compiled_student_takes_the_same_steps(tmp_path: Path, with_logits: bool) -> None:
+    build(tmp_path / "cache")
+    save_checkpoint(with_tables(), TOKENIZER, tmp_path / "student")
+    cache, course = TeacherCache.open(tmp_path / "cache"), config(tmp_path, dtype="bf16")
+    plain, compiled = prepared(tmp_path, course), prepared(tmp_path, course)
     expected = steps_of_loop(plain, cache, course, with_logits=with_logits)
     # without logits the graph ends before the head, whose losses have kernels of their own
     run = torch.compile(compiled, backend="aot_eager", fullgraph=with_logits)
+    (batch,) = batches_of(cache, 0, 1)
+    run(batch.input_ids, position_ids=batch.position_ids, with_logits=with_logits)
+    seen = counters["frames"]["total"]
     losses = steps_of_loop(run, cache, course, with_logits=with_logits)
+    assert counters["frames"]["total"] == seen > 0  # no step compiles anything
     assert all(map(torch.equal, losses, expected))
     assert_same(values_of(compiled), values_of(plain))
 
