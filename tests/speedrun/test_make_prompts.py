@@ -6,6 +6,7 @@ from pathlib import Path
 import make_prompts
 import pytest
 
+from qat.errors import DataError
 from qat.extensions.suite.rows import HELD_OUT, load
 
 CODE = '''
@@ -59,7 +60,9 @@ def test_code_in_a_question_is_a_function_with_its_docstring(tmp_path: Path) -> 
     (tmp_path / "a.py").write_text(CODE)
     blocks = [
         text.split("```python\n")[-1].split("```")[0]
-        for text in make_prompts.functions_asked([tmp_path])
+        for (text,) in make_prompts.functions_asked(
+            make_prompts.functions_of(tmp_path), make_prompts.CODE_WORDS
+        )
         if "Complete" in text
     ]
     assert len(blocks) == 4
@@ -99,3 +102,63 @@ def test_instructions_of_three_shapes_are_read(tmp_path: Path) -> None:
     foreign = write_rows(tmp_path / "c.jsonl", [{"text": "Rain."}])
     with pytest.raises(SystemExit, match=r"c\.jsonl .*text"):
         make_prompts.main(out=tmp_path, instructions=(foreign,), code=())
+
+
+def exercise(name: str, about: str, rest: str = "") -> str:
+    return (
+        f'```python\nimport re\n\n\ndef {name}(words: List[str]) -> int:\n    """{about}\n\n'
+        f'    >>> {name}(["a"])\n    1\n    >>> {name}([])\n    0\n    """\n{rest}'
+    )
+
+
+def test_each_exercise_asked_for_is_another_one_after_a_worked_one(tmp_path: Path) -> None:
+    make_prompts.main(out=tmp_path, code=(), ask_exercises=40)
+    lines = (tmp_path / "exercises_asked.jsonl").read_text().splitlines()
+    assert len({*lines}) == 40
+    for line in lines:
+        asked, shown, again = json.loads(line)["messages"]
+        assert [each["role"] for each in (asked, shown, again)] == ["user", "assistant", "user"]
+        assert asked["content"] != again["content"]
+        compile(shown["content"].removeprefix("```python").removesuffix("```"), "shown", "exec")
+
+
+def test_exercises_come_from_answers_but_not_from_a_suite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = "Count the words of a list that begin with a vowel and end with another one."
+    known = "Return how many of the given words hold each letter of the alphabet at most twice."
+    shown = make_prompts.EXERCISES["shown"][0]
+    answers = [
+        exercise("count_open", about, "    return len(words\n"),  # cut off
+        exercise("count_vowels", about.upper()),
+        exercise("other", f"Say it so: {known}"),
+        exercise(
+            "rare_words", "Tell how many words of the list are rare, by any measure of yours."
+        ),
+        f"```python\n{shown['code']}```",
+        exercise("count", "Count some words."),
+        exercise("_own", about.replace("vowel", "digit")),
+        f'```python\ndef count_all(words):\n    """{about.replace("vowel", "digit")}"""\n```',
+        "I would rather not. ```python\n(((\n```",
+    ]
+    rows = [{"messages": [{"role": "assistant", "content": each}]} for each in answers]
+    problems = [
+        {"entry_point": "rare", "prompt": f'def rare(words):\n    """{known}"""'},
+        {"entry_point": "rare_words", "prompt": "Tell how many words are rare by a measure."},
+    ]
+    make_prompts.write_exercises(
+        write_rows(tmp_path / "answers.jsonl", rows),
+        out=tmp_path,
+        humaneval=str(write_rows(tmp_path / "problems.jsonl", problems)),
+    )
+    (found,) = asked(tmp_path / "exercises.jsonl")
+    block = found.partition("```python\n")[2].rpartition("```")[0]
+    compile(block, "asked", "exec")
+    assert "from typing import List\n" in block and about in block and "import re" not in block
+    said = capsys.readouterr().out
+    for number in ("9 answers", "2 close", "2 repeated", "1 too short", "1 without"):
+        assert number in said
+    with pytest.raises(DataError, match=r"none\.jsonl"):
+        make_prompts.write_exercises(
+            tmp_path / "answers.jsonl", out=tmp_path, humaneval=str(tmp_path / "none.jsonl")
+        )

@@ -27,7 +27,7 @@ MEMORY_BYTES = 2**30
 FILE_BYTES = 2**20
 """Limit of a file that a program writes."""
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
-"""The first fenced block of an answer; one that was cut off has no end."""
+"""A fenced block of an answer; one that was cut off has no end."""
 
 CHILD = r"""
 import ctypes, json, os, resource, sys

