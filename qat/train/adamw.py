@@ -1,18 +1,15 @@
-"""AdamW in three forms behind one interface, `Mover`.
+"""AdamW in three forms behind one interface, `Mover`; `qat.train.optim` chooses.
 
-PyTorch's own; one for weights and moments kept in bfloat16; and torchao's with 8-bit moments
-(`qat.train.adamw8bit`). `qat.train.optim` chooses.
+Here is PyTorch's own. Weights and moments in bfloat16 have
+theirs in `qat.train.adamw16bit`, moments in 8 bits torchao's in `qat.train.adamw8bit`.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from qat.backend.device import on
-from qat.kernels.adamw import Moving, Noise, Rates, stochastic_adamw_
-from qat.nn.hosted import HostedWeight
 
 BETA1, EPS = 0.9, 1e-12
 """AdamW's beta1 and epsilon. PyTorch's epsilon of 1e-8 would shorten the steps of tensors whose
@@ -107,77 +104,32 @@ class TorchAdamW:
             self._adamw.state[p] = {"step": step, **moments}
 
 
-class StochasticAdamW:
-    """AdamW for weights and moments in bfloat16: six bytes a weight instead of twelve.
+class Counted:
+    """What updates of tensors with moments of their own share: one count of steps for all."""
 
-    All three are rounded stochastically: with `beta2 = 0.999` a second moment rounded to nearest
-    never decays (after gradients shrink tenfold it stays 22 times too large; rounded stochastically
-    it is right on average with a spread of 10 %).
-
-    Args:
-        part: the rank's number where each has rows of its own, which selects separate noise.
-        is_offloaded: keep the moments in pinned host memory, two bytes a weight on the device.
-        hosted: owners of the weights that are on the host too.
-    """
-
-    def __init__(
-        self,
-        learners: dict[str, Learner],
-        beta2: float,
-        *,
-        seed: int,
-        part: int = 0,
-        is_offloaded: bool = False,
-        hosted: Mapping[str, HostedWeight] | None = None,
-    ) -> None:
-        self._learners = learners
-        self._hosted = [(hosted or {}).get(name) for name in learners]
-        self._seed = seed
-        self._first = part * len(learners)  # the noise's number of the first tensor
+    def __init__(self, device: torch.device, beta2: float) -> None:
         self._betas = BETA1, beta2
-        parameters = [learner.parameter for learner in learners.values()]
-        device = parameters[0].device
         self._count = torch.zeros((), device=device)
         self._logs = torch.tensor(self._betas, dtype=torch.float64).log().float().to(device)
-        self._backend = on(device)
-        both = [p for p in parameters for _ in MOMENTS]
-        if is_offloaded:
-            zeros = self._backend.pinned_zeros([p.shape for p in both], both[0].dtype)
-        else:
-            zeros = [torch.zeros_like(p) for p in both]
-        self._moments = [*zip(zeros[::2], zeros[1::2], strict=True)]
+        self._moments: Mapping[str, tuple[Tensor, Tensor]] = {}
+        """The two moments by name of parameter."""
 
-    def move(self, step: int, share: float, factor: Tensor) -> None:
-        """See `Mover`."""
+    def _advance(self, factor: Tensor) -> Tensor:
+        """Count a step, unless its `factor` is not finite; return the `shared` of the kernels."""
         self._count += factor.isfinite()
         bias1, bias2 = (-torch.expm1(self._count * self._logs)).unbind()
-        shared = torch.stack([factor, bias1, bias2.sqrt()])
-        every = zip(self._learners.values(), self._hosted, self._moments, strict=True)
-        moved = [each for each in enumerate(every) if each[1][0].parameter.grad is not None]
-        visitors = [
-            moments if linear is None else (*moments, linear.latent)
-            for _, (_, linear, moments) in moved
-        ]
-        visiting = self._backend.visiting(visitors)  # on the device, one tensor after the other
-        for (index, ((p, lr, decay), linear, _)), here in zip(moved, visiting, strict=True):
-            rates = Rates(lr * share, lr * share * decay, *self._betas, EPS)
-            weight = p.detach() if linear is None else here[2]
-            moving = Moving(weight, cast(Tensor, p.grad), *here[:2])
-            # noise from seed, step and tensor alone: a resumed run repeats an uninterrupted one
-            stochastic_adamw_(moving, shared, rates, Noise(self._seed, step, self._first + index))
-            if linear is not None:
-                linear.follow_(weight)  # update its codes before the weight is copied back
+        return torch.stack([factor, bias1, bias2.sqrt()])
 
     def state(self) -> dict[str, Tensor]:
         """See `Mover`."""
-        found = {f"step.{name}": self._count.clone() for name in self._learners}
-        for name, both in zip(self._learners, self._moments, strict=True):
+        found = {f"step.{name}": self._count.clone() for name in self._moments}
+        for name, both in self._moments.items():
             found |= {f"{key}.{name}": t for key, t in zip(MOMENTS, both, strict=True)}
         return found
 
     def load(self, state: dict[str, Tensor]) -> None:
         """See `Mover`."""
-        for name, both in zip(self._learners, self._moments, strict=True):
+        for name, both in self._moments.items():
             self._count.copy_(state[f"step.{name}"])
             for key, tensor in zip(MOMENTS, both, strict=True):
                 tensor.copy_(state[f"{key}.{name}"])

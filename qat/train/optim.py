@@ -16,8 +16,9 @@ from qat.nn.hosted import HostedWeight
 from qat.nn.lut_embedding import QuantTable
 from qat.nn.sharded import ShardedWeight
 from qat.ranks import ALONE, Ranks
-from qat.train.adamw import MOMENTS, Learner, Mover, StochasticAdamW, TorchAdamW
+from qat.train.adamw import MOMENTS, Learner, Mover, TorchAdamW
 from qat.train.adamw8bit import EightBitAdamW
+from qat.train.adamw16bit import StochasticAdamW
 from qat.train.learnable import natural_sizes
 from qat.train.loss_scale import LossScale
 from qat.train.step_config import OptimConfig

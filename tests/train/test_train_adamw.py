@@ -9,7 +9,8 @@ from torch import nn
 from train_case import visiting
 
 from qat.backend.base import Backend
-from qat.train.adamw import Learner, StochasticAdamW, TorchAdamW
+from qat.train.adamw import Learner, TorchAdamW
+from qat.train.adamw16bit import StochasticAdamW
 
 
 @pytest.mark.parametrize("is_fused", [True, False])
