@@ -1,10 +1,15 @@
-"""AdamW on bfloat16 tensors: computed in float32, rounded stochastically.
+"""AdamW on many float32 tensors at once, and on bfloat16 tensors with stochastic rounding.
+
+A model has hundreds of tensors that learn, each at its own rate. A kernel for each costs a GPU more
+than the arithmetic: most are too small to fill it, and the host launches them one by one. One
+kernel finds the tensor of each of its programs in a table.
 
 A bfloat16 weight has 8 significant bits: with rounding to nearest, a step below 2**-9 of the weight
 is lost every time. Rounded up with the probability of the cut-off part, it is kept on average
 (arXiv:2010.06192). The moments, also in bfloat16, are rounded in the same way.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +20,8 @@ from qat.kernels.dispatch import tl, triton, use_triton
 
 BLOCK = 1024
 """Counters per program, for two elements each: 16 elements per thread of four warps."""
+MANY_BLOCK = 1024
+"""Elements per program where one kernel updates many tensors."""
 ROUNDS = tl.constexpr(7)
 """Philox rounds: the fewest that pass all Crush batteries (Salmon et al. 2011)."""
 
@@ -72,6 +79,69 @@ def stochastic_adamw_(moving: Moving, shared: Tensor, rates: Rates, noise: Noise
             noise.seed & (2**31 - 1), noise.step, noise.index,
             BLOCK=BLOCK,
         )  # fmt: skip
+
+
+class ManyTensors:
+    """Float32 tensors on one device that one kernel updates, each with its own rates.
+
+    Args:
+        tensors: of each its parameter, first and second moment, contiguous and of one shape; they
+            keep their memory.
+        rates: of each the peak learning rate, and that times the weight decay.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[tuple[Tensor, Tensor, Tensor]],
+        rates: Sequence[tuple[float, float]],
+    ) -> None:
+        device = tensors[0][0].device
+        counts = torch.tensor([parameter.numel() for parameter, *_ in tensors])
+        blocks = -(-counts // MANY_BLOCK)
+        places = [[tensor.data_ptr() for tensor in each] for each in tensors]
+        self._addresses = _on_device(places, device)
+        self._is_aligned = _are_aligned(sum(places, [])) and not (counts % 4).any()
+        self._counts, self._rates = counts.to(device), torch.tensor(rates).to(device)
+        self._first = (blocks.cumsum(0) - blocks).int().to(device)
+        """The first program of each tensor."""
+        self._owners = torch.arange(len(counts)).repeat_interleave(blocks).int().to(device)
+        """The tensor of each program."""
+        self._gradients: list[int] = []
+        self._table = self._counts  # the addresses of the gradients, which the first step brings
+
+    def step_(
+        self,
+        gradients: Sequence[Tensor | None],
+        shared: Tensor,
+        share: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        """Apply one step of `torch.optim.AdamW` at `share` of the peak rates, in place.
+
+        `shared` is as in `stochastic_adamw_`. A tensor without a gradient stays as it is.
+        """
+        found = [None if g is None else g.float().contiguous() for g in gradients]
+        addresses = [0 if g is None else g.data_ptr() for g in found]
+        if addresses != self._gradients:  # a recorded step always leaves them in the same place
+            self._gradients, self._table = addresses, _on_device(addresses, self._counts.device)
+        with torch.cuda.device_of(shared):
+            _step_many[(len(self._owners),)](
+                self._addresses, self._table, self._counts, self._rates, self._first, self._owners,
+                shared, share, 1 - betas[0], 1 - betas[1], eps,
+                ALIGNED=self._is_aligned and _are_aligned(addresses), BLOCK=MANY_BLOCK,
+            )  # fmt: skip
+
+
+def _are_aligned(addresses: Sequence[int]) -> bool:
+    """Return whether a thread can load four numbers at once from each of these addresses."""
+    return all(address % 16 == 0 for address in addresses)
+
+
+def _on_device(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    # from pinned memory the host does not wait for the copy
+    table = torch.tensor(numbers, pin_memory=torch.cuda.is_available())
+    return table.to(device, non_blocking=True)
 
 
 def round_stochastically(exact: Tensor, generator: torch.Generator) -> Tensor:
@@ -138,3 +208,46 @@ def _step(
             tl.store(parameter_ptr + at, _rounded(p, low), mask=inside)
             tl.store(exp_avg_ptr + at, _rounded(m, low >> 16), mask=inside)
             tl.store(exp_avg_sq_ptr + at, _rounded(v, high), mask=inside)
+
+
+@triton.jit
+def _numbers(address, start, ALIGNED: tl.constexpr):
+    pointer = address.to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer + start
+
+
+@triton.jit
+def _step_many(
+    addresses, gradients, counts, rates, first, owners, shared_ptr, share, weight1, weight2, eps,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    owner = tl.load(owners + tl.program_id(0))
+    gradient = tl.load(gradients + owner)
+    factor = tl.load(shared_ptr)
+    if (gradient != 0) & (tl.abs(factor) < float("inf")):  # false for NaN too
+        bias1 = tl.load(shared_ptr + 1)
+        root_bias2 = tl.load(shared_ptr + 2)
+        lr = tl.load(rates + 2 * owner) * share
+        decay = tl.load(rates + 2 * owner + 1) * share
+        start = (tl.program_id(0) - tl.load(first + owner)).to(tl.int64) * BLOCK
+        at = tl.arange(0, BLOCK)
+        room = tl.load(counts + owner) - start
+        if ALIGNED:
+            room = tl.multiple_of(room, 4)
+        inside = at < room
+        gradient_ptr = _numbers(gradient, start, ALIGNED) + at
+        parameter_ptr = _numbers(tl.load(addresses + 3 * owner), start, ALIGNED) + at
+        exp_avg_ptr = _numbers(tl.load(addresses + 3 * owner + 1), start, ALIGNED) + at
+        exp_avg_sq_ptr = _numbers(tl.load(addresses + 3 * owner + 2), start, ALIGNED) + at
+        p = tl.load(parameter_ptr, mask=inside, other=0.0)
+        g = tl.load(gradient_ptr, mask=inside, other=0.0) * factor
+        m = tl.load(exp_avg_ptr, mask=inside, other=0.0)
+        v = tl.load(exp_avg_sq_ptr, mask=inside, other=0.0)
+        m += weight1 * (g - m)
+        v += weight2 * (g * g - v)
+        change = (m / bias1) / (tl.sqrt(v) / root_bias2 + eps)
+        tl.store(parameter_ptr, p - decay * p - lr * change, mask=inside)
+        tl.store(exp_avg_ptr, m, mask=inside)
+        tl.store(exp_avg_sq_ptr, v, mask=inside)

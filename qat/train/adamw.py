@@ -1,6 +1,6 @@
-"""AdamW in three forms behind one interface, `Mover`; `qat.train.optim` chooses.
+"""AdamW in four forms behind one interface, `Mover`; `qat.train.optim` chooses.
 
-Here is PyTorch's own. Weights and moments in bfloat16 have
+Here are PyTorch's own and one kernel for all tensors of a GPU. Weights and moments in bfloat16 have
 theirs in `qat.train.adamw16bit`, moments in 8 bits torchao's in `qat.train.adamw8bit`.
 """
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from qat.kernels.adamw import ManyTensors
 
 BETA1, EPS = 0.9, 1e-12
 """AdamW's beta1 and epsilon. PyTorch's epsilon of 1e-8 would shorten the steps of tensors whose
@@ -133,6 +134,27 @@ class Counted:
             self._count.copy_(state[f"step.{name}"])
             for key, tensor in zip(MOMENTS, both, strict=True):
                 tensor.copy_(state[f"{key}.{name}"])
+
+
+class KernelAdamW(Counted):
+    """AdamW for float32 tensors of a GPU, all updated by one kernel."""
+
+    def __init__(self, learners: dict[str, Learner], beta2: float) -> None:
+        parameters = {name: each.parameter.detach() for name, each in learners.items()}
+        super().__init__(next(iter(parameters.values())).device, beta2)
+        self._learners = learners
+        self._moments = {
+            name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in parameters.items()
+        }
+        self._tensors = ManyTensors(
+            [(p, *self._moments[name]) for name, p in parameters.items()],
+            [(each.lr, each.lr * each.weight_decay) for each in learners.values()],
+        )
+
+    def move(self, step: int, share: float, factor: Tensor) -> None:
+        """See `Mover`."""
+        gradients = [each.parameter.grad for each in self._learners.values()]
+        self._tensors.step_(gradients, self._advance(factor), share, self._betas, EPS)
 
 
 def scale_gradients_(learners: dict[str, Learner], factor: Tensor) -> None:

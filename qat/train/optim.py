@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from qat.backend import device as backend
 from qat.backend.copies import Copying
+from qat.kernels import adamw as kernels
+from qat.kernels.dispatch import use_triton
 from qat.models.stored_state import quantized_modules
 from qat.nn.hosted import HostedWeight
 from qat.nn.lut_embedding import QuantTable
 from qat.nn.sharded import ShardedWeight
 from qat.ranks import ALONE, Ranks
-from qat.train.adamw import MOMENTS, Learner, Mover, TorchAdamW
+from qat.train.adamw import MOMENTS, KernelAdamW, Learner, Mover, TorchAdamW
 from qat.train.adamw8bit import EightBitAdamW
 from qat.train.adamw16bit import StochasticAdamW
 from qat.train.learnable import natural_sizes
@@ -127,9 +129,16 @@ class Optimizer:
             )
             rest = {name: each for name, each in rest.items() if name not in latents}
         if rest:
-            is_fused = self._device.type == "cuda" or has_scale
+            parameters = [each.parameter for each in rest.values()]
+            is_plain = all(p.dtype == torch.float32 and p.is_contiguous() for p in parameters)
+            mover: Mover
+            if is_plain and use_triton(parameters[0], kernels.__name__):
+                mover = KernelAdamW(rest, config.beta2)
+            else:
+                is_fused = self._device.type == "cuda" or has_scale
+                mover = TorchAdamW(rest, config.beta2, is_fused=is_fused)
             # before the latent weights, whose nearest codes depend on codebooks and scales
-            movers.insert(0, TorchAdamW(rest, config.beta2, is_fused=is_fused))
+            movers.insert(0, mover)
         return movers
 
     def scale_loss(self, loss: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from adamw_case import RATES, assert_rounded, copy, kept, moved, moving, neighbours, shared
 from torch import Tensor
 
-from qat.kernels.adamw import Moving, Noise, round_stochastically, stochastic_adamw_
+from qat.kernels.adamw import ManyTensors, Moving, Noise, round_stochastically, stochastic_adamw_
 from qat.kernels.dispatch import computing_by
 
 SPECIAL = [0.0, -0.0, 1.0, -2.5, float("inf"), -float("inf")]
@@ -104,3 +104,36 @@ def test_nothing_moves_without_a_rate_or_with_a_factor_that_is_no_number(step_: 
         after = copy(before)
         step_(after, shared(factor), RATES, Noise(0, 0, 0))
         assert all(torch.equal(a, b) for a, b in zip(kept(after), kept(before), strict=True))
+
+
+@pytest.mark.parametrize("odd", [0, 1])  # four numbers at once, or one by one
+def test_one_kernel_moves_many_tensors_as_adamw_does(odd: int) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("tests/gpu runs the kernel itself")
+    sizes = [(4 + odd,), (36 + odd, 112 + odd), (2500,), (8,)]
+    rates = [(1e-2, 1e-1), (3e-3, 0.0), (1e-1, 1.0), (1.0, 0.0)]
+    torch.manual_seed(0)
+    first = [torch.randn(size) for size in sizes]
+    theirs = [torch.nn.Parameter(tensor.double()) for tensor in first]
+    groups = [
+        {"params": [p], "lr": lr / 2, "weight_decay": decay}
+        for p, (lr, decay) in zip(theirs, rates, strict=True)
+    ]
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-12)
+    ours = [(tensor, torch.zeros_like(tensor), torch.zeros_like(tensor)) for tensor in first]
+    many = ManyTensors(ours, [(lr, lr * decay) for lr, decay in rates])
+    for step in (1, 2, 3):
+        gradients = [torch.randn(size) for size in sizes]
+        for p, g in zip(theirs, gradients, strict=True):
+            p.grad = g.double() / 2  # the factor of `shared`
+        gradients[1] = gradients[1].t().contiguous().t()  # as a product may leave it
+        given, theirs[3].grad = [*gradients[:3], None], None
+        for factor in (0.5, float("nan")):  # the second moves nothing
+            many.step_(given, shared(factor, step), 0.5, (0.9, 0.95), 1e-12)
+        adamw.step()
+    assert torch.equal(ours[3][0], theirs[3].float())  # it got no gradient
+    for (p, m, v), wanted in zip(ours[:3], theirs, strict=False):
+        state = adamw.state[wanted]
+        for found, exact in ((p, wanted), (m, state["exp_avg"]), (v, state["exp_avg_sq"])):
+            torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=1e-6)

@@ -29,6 +29,7 @@ from qat.extensions.nsa.kernels import decode as nsa_decode
 from qat.extensions.nsa.kernels import gather
 from qat.extensions.nsa.kernels.config import NSAConfig
 from qat.extensions.nsa.kernels.select import Inputs, pool
+from qat.kernels.adamw import ManyTensors
 from qat.kernels.attention import fits_tile, has_room, tile_attention, tile_bytes
 from qat.kernels.column_sweep import nearest_vectors, refit_scale, settle_columns
 from qat.kernels.head import Head, HeadSums, LogitGradients, add_gradients, other_words
@@ -68,6 +69,16 @@ def all_calls(maker: InputMaker) -> Iterator[tuple[str, Call]]:
     for dtype in (maker.dtype, torch.float32):
         yield f"a head that learns, {dtype}", partial(learning_head, maker, dtype)
     yield "columns of vectors", partial(columns_of_vectors, maker)
+    yield "AdamW on many tensors", partial(many_tensors, maker)
+
+
+def many_tensors(maker: InputMaker) -> None:
+    """Move a matrix and a vector in one launch."""
+    sizes = (3, 4096), (4096,)
+    moved = [tuple(maker.normal(*size, dtype=torch.float32) for _ in range(4)) for size in sizes]
+    many = ManyTensors([(p, m, v) for p, m, v, _ in moved], [(1e-2, 1e-3), (1e-3, 0.0)])
+    shared = maker.normal(3, dtype=torch.float32)
+    many.step_([g for *_, g in moved], shared, 1.0, (0.9, 0.95), EPS)
 
 
 def tile_calls(maker: InputMaker) -> Iterator[tuple[str, Call]]:
