@@ -15,6 +15,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -35,6 +36,7 @@ from qat.models.precision import compute_in
 from qat.models.regions import Regions, compile_facts, refusals, warn_uncompiled
 from qat.models.step_memory import step_bytes
 from qat.nn.lut_embedding import TableHead
+from qat.nn.quant_weight import quant_weights
 from qat.nn.step import form_moved_weights, release_weights
 from qat.ranks import Ranks
 from qat.train.finite import nan_if_not_finite
@@ -148,6 +150,8 @@ class TrainingStep:
         self.is_stop_agreed = False
         """True if all ranks stop after this step; all ranks agree on it."""
         self._graph: StepGraph | None = None
+        self._forming: Callable[[], None] | None = None
+        """Replays the forming of all weights as a graph; None until it is captured."""
         self._ran: set[tuple[torch.Size, bool]] = set()
         """Shapes of micro-batches, and whether rows were packed, that the compiler has seen."""
         self._waits: list[str] | None = None
@@ -209,7 +213,7 @@ class TrainingStep:
                 self.is_stop_agreed = stop is not None
             self._note_words(batches)
             with self.backend.matmul_precision(self.config.dtype):
-                self._regions[0].form(self.dtype)
+                self._form()
                 sums = self._micro_steps(batches, valid.clamp(min=1), is_packed)
             norm = self.optimizer.step(step)
             self._taken += 1
@@ -219,6 +223,18 @@ class TrainingStep:
             self.backend.step_end()
             positions = ranks.size * sum(batch.mask.numel() for batch in batches)
             return StepResult(by_name, norm, valid, positions)
+
+    def _form(self) -> None:
+        """Form the weights that moved; from the second recorded step on as a recorded graph."""
+        if self._forming is not None:
+            return self._forming()
+        form, weights = self._regions[0].form, quant_weights(self.student.model).values()
+        form(self.dtype)
+        is_anew = not (self.forms_by_layer or self.optimizer.hosted)
+        # the recorded step reads weights at the addresses that every forming writes to
+        if self._graph is not None and is_anew and any(weight.learns() for weight in weights):
+            self._forming, _ = self.backend.record(partial(form, self.dtype))
+        return None
 
     def _note_words(self, batches: list[Batch]) -> None:
         """Note the words that batches of all ranks name, if a table learns from them alone."""
@@ -375,7 +391,7 @@ class TrainingStep:
 
     def close(self) -> None:
         """Drop the captured graph and the formed weights; restore uncompiled layers."""
-        self._graph = None
+        self._graph = self._forming = None
         for regions in self._regions:
             regions.remove()
         self._end_precision()
