@@ -13,6 +13,7 @@ Shapes: O rows, I in_features, N vectors, d weights of a vector, C codewords, B 
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -66,15 +67,13 @@ def seeds_in_rounds(pool: Tensor, weights: Tensor, num_seeds: int) -> Tensor:
     while (drawn := sum(sizes)) < num_seeds:
         sizes.append(min(max(1, drawn // SEED_SHARE), num_seeds - drawn))
     count = len(pool)
-    luck = torch.empty(len(sizes), count, dtype=torch.float64)
-    luck.exponential_(generator=torch.Generator().manual_seed(0))
     squares = pool.square().sum(1, keepdim=True)
     one = torch.ones_like(squares)
     # a row of `here` times a row of `there` is the squared distance of two vectors
     here, there = torch.cat([pool, squares, one], 1), torch.cat([-2 * pool, one, squares], 1)
     left = (4 * squares.max()).expand_as(squares)  # an upper bound on every squared distance
     near, seeds = weights, []
-    for size, lot in zip(sizes, luck.to(pool.device), strict=True):
+    for size, lot in zip(sizes, _luck(len(sizes), count, pool.device), strict=True):
         # sampling without replacement: the top-k of weights over exponential noise
         tried = (near / lot).topk(min(SEED_TRIALS * size, count)).indices
         left_by_each = torch.minimum(here @ there[tried].T, left)
@@ -83,6 +82,13 @@ def seeds_in_rounds(pool: Tensor, weights: Tensor, num_seeds: int) -> Tensor:
         near = weights * left[:, 0]
         seeds.append(tried[kept])
     return pool[torch.cat(seeds)]
+
+
+@lru_cache(maxsize=8)
+def _luck(rounds: int, count: int, device: torch.device) -> Tensor:
+    """Return the noise of all rounds, `(rounds, N)`, drawn on the host once for a format."""
+    noise = torch.empty(rounds, count, dtype=torch.float64)
+    return noise.exponential_(generator=torch.Generator().manual_seed(0)).to(device)
 
 
 Nearest = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # `nearest_vectors`, or a kernel
