@@ -45,6 +45,7 @@ def cache(
     from qat.cli.inputs import check_inputs, check_positions
     from qat.data.cache import check_place
     from qat.data.sources import check_source
+    from qat.data.template import start_rendering
 
     try:
         check_inputs(models=[config.described_by], out=out or CACHES)
@@ -57,7 +58,9 @@ def cache(
         ) from None
     if out is not None:
         check_place(out)
-    check_source(config.data, config.format, config.text_field)
+    found = check_source(config.data, config.format, config.text_field)
+    if found != "plain" and config.thinking != "none":
+        start_rendering()
     if not config.is_served:
         check_positions(config.sequence_length, [config.teacher], setting="sequence_length")
     from qat.backend.device import select

@@ -338,8 +338,11 @@ def check_source(
     text_field: str = "text",
     *,
     setting: str = "data",
-) -> None:
+) -> DataFormat:
     """Raise the errors of `open_source`, without downloading rows of a `datasets` id.
+
+    Returns:
+        The documents' format; `data_format` where rows were not read.
 
     Raises:
         DataError, HubError: see their messages.
@@ -349,13 +352,13 @@ def check_source(
     if (mixtures := mixtures_in(data)) is not None:
         for part in mixtures.parts_of(data, setting=setting):
             check_source(part.place, data_format, text_field, setting=setting)
-        return
+        return data_format
     if (found := described(Path(data))) in (KINDS["config.json"], KINDS["manifest.json"]):
         raise DataError(f"{setting}={data} {found}, expected text to read; name its file or folder")
     if data == "stdlib" or Path(data).exists() or os.path.isdir(sampled_parts(Path(data))):
-        open_source(data, data_format, text_field, setting=setting)
-    else:
-        _hub(data, setting).hub_name(data, setting)
+        return open_source(data, data_format, text_field, setting=setting).format
+    _hub(data, setting).hub_name(data, setting)
+    return data_format
 
 
 def sampled_parts(out: Path) -> Path:

@@ -62,8 +62,13 @@ def templated(
     return _RENDERER.render({"template": template, "messages": messages, "values": values})
 
 
+def start_rendering() -> None:
+    """Start the child process, so that it imports while the caller does, before the first chat."""
+    _RENDERER.start()
+
+
 class _Renderer:
-    """The child process that renders, started for the first chat."""
+    """The child process that renders, started for the first chat if not before."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
@@ -100,6 +105,11 @@ class _Renderer:
             f"the chat template {found['error']}, expected one that renders chats; mend the chat, "
             "or do without the template (--thinking none; --raw of 'qat generate')"
         )
+
+    def start(self) -> None:
+        """Start the process without waiting for it."""
+        with self._lock:
+            self._started()
 
     def stop(self) -> None:
         """Kill the process if this process started it (after a fork it belongs to the parent)."""

@@ -166,6 +166,14 @@ def test_a_template_that_never_ends_is_one_line(monkeypatch: pytest.MonkeyPatch)
         render(CHAT, tokenizer, "false")
 
 
+def test_what_renders_may_start_early() -> None:
+    template._RENDERER.stop()
+    template.start_rendering()
+    early = template._RENDERER._process.pid
+    render(CHAT, tiny_tokenizer(), "false")
+    assert template._RENDERER._process.pid == early
+
+
 def test_templates_have_the_special_tokens_and_come_by_name() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = {"default": "{{ eos_token }}{{ messages | length }}", "x": "no"}

@@ -208,7 +208,7 @@ def test_an_empty_name_is_not_the_working_directory() -> None:
 
 def test_stdlib_is_the_same_text_on_every_python() -> None:
     source = open_source("stdlib", "alpaca", "no such field")
-    assert (source.name, source.format) == ("stdlib", "plain")
+    assert (source.name, source.format) == ("stdlib", "plain") and check_source("stdlib") == "plain"
     texts = list(source.documents)
     assert len(texts) == len(set(texts)) > 4000 and min(map(len, texts)) >= 80
     assert xxhash.xxh3_64_hexdigest("\0".join(texts).encode()) == FROZEN

@@ -27,6 +27,7 @@ def sample(
     """
     from qat.cli.inputs import check_inputs
     from qat.data.sources import check_source
+    from qat.data.template import start_rendering
 
     config.check_asked()
     if out.suffix != ".jsonl" or out.is_dir():
@@ -36,6 +37,8 @@ def sample(
     check_inputs(models=[model], out=out.absolute().parent)
     if config.prompts is not None:
         check_source(config.prompts, config.format, config.text_field, setting="prompts")
+        if not config.raw:
+            start_rendering()
     from qat.backend.device import select
     from qat.extensions.decode.corpus import open_corpus, write_corpus
     from qat.ranks import joined
