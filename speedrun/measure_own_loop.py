@@ -65,7 +65,8 @@ def courses(  # noqa: PLR0917
         words += ["--device", device, "--out", str(place / "cache")]
         run_verb(["cache", "--teacher", model, "--data", "stdlib", *words])
         tokenizer = AutoTokenizer.from_pretrained(model)
-        student = qat.quantize(AutoModelForCausalLM.from_pretrained(model), "q2a4", group_size=64)
+        whole = AutoModelForCausalLM.from_pretrained(model).to(select(device).device)
+        student = qat.quantize(whole, "q2a4", group_size=64)
         qat.save(student, place / "student", tokenizer)
         given = {"max_steps": steps, "batch_size": batch_size, "device": device}
         equal, ratios = [], []
