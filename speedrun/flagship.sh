@@ -18,7 +18,8 @@
 #   GSM8K           none: its train.jsonl; the last 500 rows are the suite's, the others prompts
 #   INSTRUCTIONS    none: files of instructions, with spaces between
 #   CODE            the standard library: directories of Python files whose docstrings are prompts
-#   SHARES          functions:2,sums:1,instructions:1: rows of each source of prompts
+#   EXERCISES       none: exercises that the teacher is asked to invent, say 12000 (8 of 10 answers are one)
+#   SHARES          functions:2,exercises:2,sums:1,instructions:1: rows of each source of prompts
 #   ROWS, MAX_NEW_TOKENS, TEMPERATURE, TOP_P, SAMPLE_BATCH   24000, 448, 0.8, 0.95, 1536: own answers
 #   SAMPLE_SHARD    2 * SAMPLE_BATCH: rows that reach the cache together, and that an interruption
 #                   repeats at most on a GPU
@@ -60,7 +61,7 @@ set -m # what runs side by side is a process group of its own, which a signal re
 
 MODEL=${MODEL:-Qwen/Qwen2.5-Coder-0.5B-Instruct} NAME=${NAME:-coder}
 OUT=${OUT:-runs/flagship-$NAME} GSM8K=${GSM8K:-} INSTRUCTIONS=${INSTRUCTIONS:-} CODE=${CODE:-}
-SHARES=${SHARES:-functions:2${GSM8K:+,sums:1}${INSTRUCTIONS:+,instructions:1}}
+EXERCISES=${EXERCISES:-} SHARES=${SHARES:-functions:2${EXERCISES:+,exercises:2}${GSM8K:+,sums:1}${INSTRUCTIONS:+,instructions:1}}
 ROWS=${ROWS:-24000} MAX_NEW_TOKENS=${MAX_NEW_TOKENS:-448} TEMPERATURE=${TEMPERATURE:-0.8}
 TOP_P=${TOP_P:-0.95} SAMPLE_BATCH=${SAMPLE_BATCH:-1536} SAMPLE_SHARD=${SAMPLE_SHARD:-$((2 * SAMPLE_BATCH))}
 SEQUENCE_LENGTH=${SEQUENCE_LENGTH:-512} HELD_OUT=${HELD_OUT:-0.05}
@@ -78,7 +79,7 @@ ALLOW_CODE_EXECUTION=${ALLOW_CODE_EXECUTION:-0} COSTS=${COSTS:-$OUT}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 # what decides the bytes of OUT, with all FORMATS; students and seeds may be added
-DECIDE=(MODEL NAME GSM8K INSTRUCTIONS CODE SHARES ROWS MAX_NEW_TOKENS TEMPERATURE TOP_P SAMPLE_BATCH
+DECIDE=(MODEL NAME GSM8K INSTRUCTIONS CODE EXERCISES SHARES ROWS MAX_NEW_TOKENS TEMPERATURE TOP_P SAMPLE_BATCH
     SAMPLE_SHARD SEQUENCE_LENGTH HELD_OUT CACHE_FLAGS BATCH STEPS TRAIN_FLAGS SUITE LIMIT KL_SEQUENCES)
 
 fail() { echo "$*" >&2 && exit 1; }
@@ -169,9 +170,9 @@ each() { # KIND ITEM...: what is left of the items side by side, each on its sha
     wait
 }
 
-begin() { # the teacher, and beside it what it is asked
+begin() { # the teacher, and beside it what it is asked; then exercises of its own
     keep teacher "${gpus[0]}" convert "$MODEL" --to float --out "$OUT/teacher" &
-    prompts && wait $!
+    prompts && wait $! && invent
 }
 
 prompts() {
@@ -180,8 +181,18 @@ prompts() {
     [ -z "$GSM8K" ] || words+=(--gsm8k "$GSM8K")
     [ -z "$INSTRUCTIONS" ] || words+=(--instructions $INSTRUCTIONS)
     [ -z "$CODE" ] || words+=(--code $CODE)
+    [ -z "$EXERCISES" ] || words+=(--ask-exercises "$EXERCISES")
     python speedrun/make_prompts.py "${words[@]}" > "$OUT/results/prompts.part" 2>> "$OUT/logs/prompts.log" &&
         mv "$OUT/results/prompts.part" "$OUT/results/prompts.txt"
+}
+
+invent() { # more prompts: exercises that the teacher writes, at the temperature of its own text
+    [ -z "$EXERCISES" ] || [ -e "$OUT/prompts/exercises.jsonl" ] && return
+    keep exercises "$all" sample "$OUT/teacher" --prompts "$OUT/prompts/exercises_asked.jsonl" \
+        --max-new-tokens "$MAX_NEW_TOKENS" --top-p "$TOP_P" --batch-size "$SAMPLE_BATCH" \
+        --shard-size "$SAMPLE_SHARD" --out "$OUT/exercises.jsonl" &&
+        python speedrun/make_prompts.py exercises "$OUT/exercises.jsonl" --out "$OUT/prompts" \
+            ${HUMANEVAL:+--humaneval "$HUMANEVAL"} >> "$OUT/results/prompts.txt" 2>> "$OUT/logs/prompts.log"
 }
 
 feed() { # the teacher's answers, and the cache of those that are there
@@ -288,7 +299,7 @@ main() {
     began=$EPOCHSECONDS
     echo "$began ${#gpus[@]}" > "$OUT/begun"
     echo "$settings" > "$OUT/settings.sh"
-    python speedrun/flagship_card.py costs "$COSTS" teacher=1 "texts=$ROWS" "cache=$ROWS" "convert=${#students[@]}" \
+    python speedrun/flagship_card.py costs "$COSTS" teacher=1 ${EXERCISES:+exercises=1} "texts=$ROWS" "cache=$ROWS" "convert=${#students[@]}" \
         "train=$((STEPS * ${#jobs[@]}))" "kl=${#jobs[@]}" "suite=$((${#jobs[@]} + 1))" \
         "call=$((STEPS * ${#jobs[@]}))" --gpus "${#gpus[@]}"
     work

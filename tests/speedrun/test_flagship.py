@@ -29,6 +29,8 @@ SIZES = {
     "SAVE_EVERY": "2",
     "LIMIT": "2",
     "CODE": "qat/quant",
+    "EXERCISES": "4",
+    "SHARES": "functions:1",
     "STUDENTS": "5.5",
     "FORMATS_5_5": "--to q4a4 --for gguf --calibration-sequences 4",
 }
@@ -117,6 +119,7 @@ def finished(settings: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
 def test_from_a_model_to_its_card(finished: Path, settings: dict[str, str]) -> None:
     out = finished
     card = (out / "README.md").read_text()
+    assert "prompts/exercises.jsonl" in card and "4 answers" in card
     assert "| 5.5, q4a4_gguf |" in card and (out / "exports/5.5-0/model.gguf").is_file()
     found = {row["figure"]: row["value"] for row in read_json_lines(out / "figures.jsonl")}
     assert {"tiny_kl_5.5", "suite_minutes"} <= found.keys() and 0 < found["training_share"] < 1
