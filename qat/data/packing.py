@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qat.backend.device import on
+
 # The batch that training and evaluation read from a cache.
 #
 # Shapes: B sequences, S positions, K teacher tokens kept, D distinct draws (padded).
@@ -45,7 +47,9 @@ class Batch(NamedTuple):
     """Number of times each token was drawn, `(B, S, D)` float32; 0 for padding."""
 
     def to(self, device: torch.device) -> "Batch":
-        """Return a copy of the batch on `device`."""
+        """Return a copy of the batch on `device`; the host does not wait for the device."""
+        if self.mask.device.type == "cpu":
+            return Batch(*map(on(torch.device(device)).to_device, self))
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in self))
 
     def filled(self, sequences: int, length: int) -> "Batch":

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cache_case import build
 
+from qat.backend.cpu import CpuBackend
 from qat.data.cache import MANIFEST, read_manifest
 from qat.data.reader import TeacherCache
 from qat.data.shard_file import check_shards, raise_if_any_damaged
@@ -39,6 +40,15 @@ def test_labels_follow_the_tokens(built: Path) -> None:
     known = batch.labels[:, :-1] >= 0
     assert torch.equal(batch.labels[:, :-1][known], batch.input_ids[:, 1:][known])
     assert batch.position_ids[:, 0].tolist() == [0, 0]
+
+
+def test_a_batch_goes_to_a_device_through_pinned_memory(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, here = TeacherCache.open(built).batch([0, 1]), torch.device("cpu")
+    monkeypatch.setattr(CpuBackend, "pinned", lambda _, tensor: tensor.clone())
+    for old, new in zip(batch, batch.to(here), strict=True):
+        assert new is not old and torch.equal(new, old)
 
 
 def test_indices_outside_the_split_are_refused(built: Path) -> None:
