@@ -1,16 +1,18 @@
 """Environment variables that must be set before torch loads; this module does not import torch.
 
-They set the number of threads, and keep libtpu from querying the metadata server: libtpu loads with
-torch wherever torch_xla or torch_tpu is installed, even without a TPU.
+They set the number of threads, keep bytecode, and keep libtpu from querying the metadata server:
+libtpu loads with torch wherever torch_xla or torch_tpu is installed, even without a TPU.
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 from qat.process import cores
 
+BYTECODE = "~/.cache/qat/bytecode"
 PCI = Path("/sys/bus/pci/devices")
 GOOGLE = "0x1ae0"
 """PCI vendor id of Google, which also makes network cards and disks."""
@@ -68,3 +70,20 @@ def keep_to_own_cores() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if cores() < (os.cpu_count() or 1):
         os.environ.setdefault("OMP_NUM_THREADS", str(cores()))
+
+
+def keep_bytecode() -> None:
+    """Keep bytecode in `BYTECODE` where every process would compile torch's sources again.
+
+    That is so where the installer compiled none, and Python is told to write none, as containers
+    do, or may not write beside the sources: some 3,400 modules then take 10 seconds a command.
+    Processes that this one starts, such as those that compile kernels, keep it too.
+    """
+    torch, place = find_spec("torch"), os.path.expanduser(BYTECODE)
+    if torch is None or torch.cached is None or Path(torch.cached).exists() or sys.pycache_prefix:
+        return
+    is_kept = not sys.dont_write_bytecode and os.access(Path(torch.cached).parents[1], os.W_OK)
+    if not is_kept and os.path.isabs(place):  # some users have no home
+        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = place
+        sys.dont_write_bytecode = False
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple
 
 from cyclopts import CycloptsError, Parameter
 
-from qat.backend.before_torch import before_torch, keep_to_own_cores
+from qat.backend.before_torch import before_torch, keep_bytecode, keep_to_own_cores
 from qat.cli.parser import EVERY_VERB, app, mistake, parsed, print_result, run_verb
 from qat.errors import QatError
 from qat.hooks import hooks
@@ -140,6 +140,7 @@ def main() -> None:
     # a notebook sets it to a module of its own, without which matplotlib cannot even be imported
     os.environ.pop("MPLBACKEND", None)  # noqa: TID251
     _open_closed_outputs()
+    keep_bytecode()
     before_torch()
     keep_to_own_cores()
     try:

@@ -1,7 +1,9 @@
 """The set-up before torch is imported: threads as the process has cores, and no TPU look-up."""
 
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli_case import call
@@ -62,10 +64,36 @@ def test_torch_tpu_does_not_load_and_libtpu_asks_only_where_a_tpu_is(
 
 def test_the_command_looks_before_torch_is_loaded(monkeypatch, capsys) -> None:
     looks: list[str] = []
-    for name in ("keep_to_own_cores", "before_torch"):
+    names = ["before_torch", "keep_bytecode", "keep_to_own_cores"]
+    for name in names:
         monkeypatch.setattr(f"qat.cli.{name}", lambda name=name: looks.append(name))
     assert call(monkeypatch, "--version") == 0
-    assert sorted(looks) == ["before_torch", "keep_to_own_cores"]
+    assert sorted(looks) == names
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_told", [False, True])
+def test_bytecode_is_kept_where_python_would_keep_none(
+    tmp_path: Path, monkeypatch, is_told: bool, is_compiled: bool
+) -> None:
+    cached = tmp_path / "torch" / "__pycache__" / "torch.pyc"
+    cached.parent.mkdir(parents=True)
+    if is_compiled:
+        cached.touch()
+    spec = SimpleNamespace(cached=str(cached))
+    monkeypatch.setattr(before_torch, "find_spec", lambda _: spec)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", "set, so that it is put back")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(sys, "dont_write_bytecode", is_told)
+    before_torch.keep_bytecode()
+    place = "/home/somebody/.cache/qat/bytecode"
+    is_ours = is_told and not is_compiled
+    assert sys.pycache_prefix == (place if is_ours else None)
+    assert sys.dont_write_bytecode is (is_told and not is_ours)
+    assert (os.environ["PYTHONPYCACHEPREFIX"] == place) is is_ours
+    assert ("PYTHONDONTWRITEBYTECODE" in os.environ) is not is_ours
 
 
 THREADS, WAITING = "OMP_NUM_THREADS", "OMP_WAIT_POLICY"
