@@ -70,8 +70,8 @@ def settle_columns(columns: Columns, target: Tensor, coupling: Tensor) -> None:
         target, columns.weight, columns.residual, columns.chosen, columns.scales, columns.levels,
         indices, metric, coupling, O, target.stride(0), columns.weight.stride(0),
         columns.residual.stride(0), columns.chosen.stride(0), columns.scales.stride(0),
-        indices.stride(0), coupling.stride(0),
-        GROUP=columns.group_size, C=C, E=d, CHUNK=min(C, CODEWORDS), B=B,
+        indices.stride(0), coupling.stride(0), columns.group_size,
+        SHARED=columns.group_size >= d, C=C, E=d, CHUNK=min(C, CODEWORDS), B=B,
         BLOCK=triton.next_power_of_2(B), TILE=VECTOR_ROWS, num_warps=1,
     )  # fmt: skip
 
@@ -216,12 +216,13 @@ def _settle_kernel(
         target += passed_on[:, None] * (new - residual)[None, :]
 
 
-@triton.jit
+# one kernel for both sweeps: in feedback each vector has a scale of its own, in descent a group
+@triton.jit(do_not_specialize=["group"])
 def _settle_vectors_kernel(
     target_ptr, weight_ptr, residual_ptr, chosen_ptr, scales_ptr, codebook_ptr, indices_ptr,
     metric_ptr, coupling_ptr, O, target_stride, weight_stride, residual_stride, chosen_stride,
-    scales_stride, indices_stride, coupling_stride,
-    GROUP: tl.constexpr, C: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, B: tl.constexpr,
+    scales_stride, indices_stride, coupling_stride, group,
+    SHARED: tl.constexpr, C: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, B: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -234,9 +235,9 @@ def _settle_vectors_kernel(
     for first in range(0, B, E):
         metric = metric_ptr + first * E
         S, pulls = _pulls(
-            target, block, metric, scales_ptr + rows, is_row, first, scales_stride, GROUP, E
+            target, block, metric, scales_ptr + rows, is_row, first, scales_stride, group, SHARED, E
         )
-        index = _best_codewords(codebook_ptr, metric, S, pulls, GROUP, C, E, CHUNK, TILE)
+        index = _best_codewords(codebook_ptr, metric, S, pulls, SHARED, C, E, CHUNK, TILE)
         place = indices_ptr + first // E * indices_stride + rows
         tl.store(place, index.to(indices_ptr.dtype.element_ty), mask=is_row)
         for k in tl.static_range(E):
@@ -254,14 +255,14 @@ def _settle_vectors_kernel(
 
 @triton.jit
 def _pulls(
-    target, block, metric_ptr, scales_ptr, is_row, first, scales_stride,
-    GROUP: tl.constexpr, E: tl.constexpr,
+    target, block, metric_ptr, scales_ptr, is_row, first, scales_stride, group,
+    SHARED: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Return scales of a vector's columns, and its target times its metric, tuples of d `(T,)`."""
     S, pulls = (), ()
     for k in tl.static_range(E):
-        row = scales_ptr + (first + k) // GROUP * scales_stride
-        S = S + (tl.load(row, mask=is_row, other=1.0),)
+        row = first // group if SHARED else (first + k) // group
+        S = S + (tl.load(scales_ptr + row * scales_stride, mask=is_row, other=1.0),)
         # the metric is symmetric, so a row is read in place of a column
         is_own = (block >= first) & (block < first + E)
         own = tl.load(metric_ptr + k * E + block - first, mask=is_own, other=0.0)
@@ -272,7 +273,7 @@ def _pulls(
 @triton.jit
 def _best_codewords(
     codebook_ptr, metric_ptr, S, pulls,
-    GROUP: tl.constexpr, C: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    SHARED: tl.constexpr, C: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Return the c of largest `(S G t) . c - (S c)^T G (S c) / 2`, `(T,)`; ties: the lowest.
 
@@ -283,19 +284,19 @@ def _best_codewords(
     word = tl.zeros((TILE, CHUNK), tl.int32)
     for start in range(0, C, CHUNK):
         words = start + tl.arange(0, CHUNK)
-        energy = tl.zeros((1, CHUNK) if GROUP >= E else (TILE, CHUNK), tl.float32)
+        energy = tl.zeros((1, CHUNK) if SHARED else (TILE, CHUNK), tl.float32)
         scores = tl.zeros((TILE, CHUNK), tl.float32)
         scaled = ()
         for k in tl.static_range(E):
             code = tl.load(codebook_ptr + words * E + k)[None, :]
-            scaled = scaled + (code if GROUP >= E else code * S[k][:, None],)
+            scaled = scaled + (code if SHARED else code * S[k][:, None],)
             scores += pulls[k][:, None] * scaled[k]
         for k in tl.static_range(E):
             felt = scaled[k] * tl.load(metric_ptr + k * E + k)
             for j in tl.static_range(k):
                 felt += scaled[j] * (2.0 * tl.load(metric_ptr + k * E + j))
             energy += scaled[k] * felt
-        scores -= energy * (S[0][:, None] * 0.5 if GROUP >= E else 0.5)
+        scores -= energy * (S[0][:, None] * 0.5 if SHARED else 0.5)
         is_better = scores > best
         best = tl.where(is_better, scores, best)
         word = tl.where(is_better, words[None, :], word)

@@ -332,7 +332,7 @@ def _fit_together(
     exact = damped(hessian.double(), damping)
     H = exact.float()
     weights = [weight.detach().float() for weight in weights]
-    importance = H.diagonal()
+    importance = H.diagonal().contiguous()  # a view's stride would compile kernels once more
 
     def start(weight: Tensor) -> QuantizedWeight:
         return fit_weight(weight, spec, importance, nearest=ops.nearest, mass=mass)
