@@ -31,6 +31,7 @@ from qat.kernels.lut_tiles import (
 from qat.kernels.tuned import chosen
 from qat.quant.weight import CODEWORD_STEPS, PackedIndices, Scales
 
+SPREAD = 792  # programs of `choose` for a small weight: six for each multiprocessor of a large GPU
 HELD = 4096
 """The most sums of a codebook for which four warps have registers; more take eight."""
 
@@ -47,6 +48,12 @@ class ChooseTile(NamedTuple):
     tiles: int = 8
     """Tiles per program, which spreads the cost of preparing the codebook."""
     warps: int = 4
+
+    @classmethod
+    def of(cls, num_vectors: int) -> Self:
+        """Return the default: fewer tiles per program if a weight has too few for a large GPU."""
+        # 28 programs took 86 us for 128 x 896 weights, 1,064 took 447 for 4,864 x 896 (one H200)
+        return cls(tiles=min(cls().tiles, triton.cdiv(num_vectors, SPREAD * cls().vectors)))
 
 
 class ReduceTile(NamedTuple):
@@ -69,7 +76,8 @@ def choose(latent: Tensor, codebook: Tensor, scales: Scales, out: Tensor) -> Non
     bit.
     """
     C, d = codebook.shape
-    cut = chosen("vectors_choose", (*latent.shape, C, d), ChooseTile(), out.device)
+    key = (*latent.shape, C, d)
+    cut = chosen("vectors_choose", key, ChooseTile.of(out.numel()), out.device)
     tiling = Tiling.of(latent.shape, scales, cut.vectors * d, d, cuts=True)
     parts = max(4 if tiling.rank == 0 else 8, 16 // d)
     chunk = min(max(C, 16), cut.chunk)

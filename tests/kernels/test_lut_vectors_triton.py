@@ -72,6 +72,7 @@ def test_programs_that_share_many_tiles(spec: LutSpec, monkeypatch) -> None:
     expected, pulled = indices(*parts), lut_weight.pull_back(dW, *parts, wanted=wanted)
     monkeypatch.setattr(lut_weight, "use_triton", lambda *_: True)
     key = 19, 64, *parts[1].shape
+    assert [ChooseTile.of(O * 896 // 4).tiles for O in (128, 896, 4864)] == [1, 2, 8]
     with forcing("vectors_choose", key, ChooseTile(tiles=2)):
         source = lut_weight.choose(*parts)
     assert torch.equal(source.indices(), expected)
