@@ -21,6 +21,7 @@ from qat.kernels.dispatch import tl, triton, use_triton
 
 MAX_TILE = 128
 """The longest sequence of one tile; backward uses up to 197 kB of shared memory (`tile_bytes`)."""
+BLOCK = 64  # positions of a tile of `qat.kernels.block_attention`, which takes longer sequences
 
 
 def fits_tile(query: Tensor, value: Tensor) -> bool:
@@ -42,12 +43,12 @@ def tile_bytes(length: int, width: int) -> int:
 
 
 def has_room(length: int, width: int, device: torch.device) -> bool:
-    """Return whether a tile of this length and head width fits in the device's memories.
+    """Return whether a tile, or a block of longer rows, fits in the device's memories.
 
     Before Ampere, Triton (3.7) has no products on tensor cores and widens their factors in shared
     memory: on a T4, backward at 64 x 64 would take twice `tile_bytes`, and spill 3 KB a thread.
     """
-    gpu = on(device)
+    gpu, length = on(device), length if length <= MAX_TILE else BLOCK
     is_held = gpu.has_bf16() and tile_bytes(length, width) <= gpu.shared_memory_bytes()
     # the largest tile would take 704 of the 512 columns of a B200's tensor memory
     return is_held and (min(length, width) <= MAX_TILE // 2 or not gpu.has_tensor_memory())
@@ -137,7 +138,8 @@ def tile(base, offset_s, offset_d, stride_s, S):
 
 
 @triton.jit
-def _store(base, value, offset_s, offset_d, stride_s, S):
+def store(base, value, offset_s, offset_d, stride_s, S):
+    """Store `(S, D)` of one head."""
     places = base + offset_s[:, None] * stride_s + offset_d[None, :]
     tl.store(places, value.to(base.dtype.element_ty), mask=offset_s[:, None] < S)
 
@@ -176,7 +178,7 @@ def _forward_kernel(
         q = tile(query + b * q_b + head * q_h, s, d, q_s, S)
         p = _softmax(tl.dot(q, tl.trans(k)), allowed, scale)
         o = tl.dot(p.to(v.dtype), v)
-        _store(out + (b * S * HEADS + head) * D, o, s, d, HEADS * D, S)
+        store(out + (b * S * HEADS + head) * D, o, s, d, HEADS * D, S)
 
 
 @triton.jit
@@ -205,9 +207,9 @@ def _backward_kernel(
         ds = p * (dp - tl.sum(p * dp, 1)[:, None]) * scale
         ds = ds.to(q.dtype)
         dk += tl.dot(tl.trans(ds), q)
-        _store(d_query + b * dq_b + head * dq_h, tl.dot(ds, k), s, d, dq_s, S)
-    _store(d_key + b * dk_b + h * dk_h, dk, s, d, dk_s, S)
-    _store(d_value + b * dv_b + h * dv_h, dv, s, d, dv_s, S)
+        store(d_query + b * dq_b + head * dq_h, tl.dot(ds, k), s, d, dq_s, S)
+    store(d_key + b * dk_b + h * dk_h, dk, s, d, dk_s, S)
+    store(d_value + b * dv_b + h * dv_h, dv, s, d, dv_s, S)
 
 
 def attention_forward(
@@ -220,7 +222,7 @@ def attention_forward(
     with torch.cuda.device_of(query):
         _forward_kernel[(B, key.shape[1])](
             *tensors, positions.contiguous(), out, scale, S,
-            *_strides(tensors), **_constants(query, key),
+            *strides(tensors), **_constants(query, key),
         )  # fmt: skip
     return out
 
@@ -245,7 +247,7 @@ def attention_backward(
     with torch.cuda.device_of(query):
         _backward_kernel[(query.shape[0], key.shape[1])](
             grad, *tensors, positions.contiguous(), *out, scale, query.shape[2],
-            *_strides(tensors), *_strides(out), **_constants(query, key),
+            *strides(tensors), *strides(out), **_constants(query, key),
         )  # fmt: skip
     return tuple(out)
 
@@ -254,7 +256,8 @@ def _dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
-def _strides(tensors: Sequence[Tensor]) -> list[int]:
+def strides(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the strides of all tensors but that of the last dimension, which is 1."""
     return [stride for tensor in tensors for stride in tensor.stride()[:3]]
 
 

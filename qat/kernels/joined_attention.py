@@ -8,11 +8,13 @@ This is everything between the two matmuls of an attention block; some families 
 gradient of all three inputs is joined too, as the matmul before them expects it. On a GPU norms and
 rotary embedding are a kernel of their own, bound by memory (0.99 of the copy bandwidth of an H200):
 fused into the attention kernels they spill registers, 1.03 ms per layer instead of 0.45 + 0.32.
+Rows longer than one tile are attended to block by block (`qat.kernels.block_attention`).
 
 Shapes: B sequences, S positions, T = B*S, H query heads, K key-value heads, D head width.
 """
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -29,6 +31,11 @@ from qat.kernels.dispatch import tl, triton, use_triton
 
 TILE_SIZE = 2048
 """Elements per tile of a head: 16 bytes of each half for each of 128 threads."""
+MAX_ROW, MAX_WIDTH = 1024, 64
+"""The longest row that is attended to block by block, and its widest head.
+
+Backward reads all positions of its row, and would spill registers with wider heads.
+"""
 MAX_HEADS = 4
 """The most heads that a program rotates, either all queries or all keys.
 
@@ -38,9 +45,10 @@ They share one load of the angles, and one row of the norm's gradient.
 
 def joined_fits_tile(qkv: Tensor, head_dim: int) -> bool:
     """Return whether `joined_tile_attention` supports this tensor; the reference takes any."""
+    longest = MAX_ROW if head_dim <= MAX_WIDTH else MAX_TILE
     is_half = qkv.dtype in (torch.bfloat16, torch.float16)
     is_head = 32 <= head_dim <= 128 and head_dim & (head_dim - 1) == 0
-    return use_triton(qkv, __name__) and is_half and is_head and qkv.shape[1] <= MAX_TILE
+    return use_triton(qkv, __name__) and is_half and is_head and qkv.shape[1] <= longest
 
 
 def joined_attention(
@@ -110,11 +118,11 @@ def joined_tile_operator(
     scale: float,
     eps: float,
     heads: int,
-) -> tuple[Tensor, Tensor]:
-    """Return `joined_tile_attention`, and for its backward the rotated heads.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `joined_tile_attention`, and for its backward the rotated heads and `lse`.
 
-    These are queries and keys after norm and rotary embedding, `(B, S, (H + K) * D)`, without a
-    gradient of their own.
+    These are queries and keys after norm and rotary embedding, `(B, S, (H + K) * D)`, and what
+    `block_forward` returns, empty for rows of one tile; none has a gradient of its own.
     """
     qkv, D = qkv.contiguous(), cos.shape[-1]
     shape = _shape(qkv, cos, heads)
@@ -124,20 +132,33 @@ def joined_tile_operator(
             qkv, *_expanded(qkv, cos, sin), query_norm, key_norm, turned, eps,
             qkv.shape[:2].numel(), **shape, HAS_NORM=query_norm is not None,
         )  # fmt: skip
-    query, key, value = _parts(turned, qkv, heads, D)
-    return attention_forward(query, key, value, positions, scale), turned
+    parts = _parts(turned, qkv, heads, D)
+    if qkv.shape[1] > MAX_TILE:
+        from qat.kernels.block_attention import block_forward  # only where rows are long
+
+        out, lse = block_forward(parts, positions.contiguous(), scale)
+        return out, turned, lse
+    return attention_forward(*parts, positions, scale), turned, _empty_lse(qkv, heads)
 
 
 @joined_tile_operator.register_fake
-def _(qkv: Tensor, cos: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+def _(qkv: Tensor, cos: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
     (B, S, width), D, heads = qkv.shape, cos.shape[-1], rest[-1]
-    return qkv.new_empty(B, S, heads, D), qkv.new_empty(B, S, (width + heads * D) // 2)
+    turned = qkv.new_empty(B, S, (width + heads * D) // 2)
+    return qkv.new_empty(B, S, heads, D), turned, _empty_lse(qkv, heads)
+
+
+def _empty_lse(qkv: Tensor, heads: int) -> Tensor:
+    B, S = qkv.shape[:2]
+    return qkv.new_empty(B, heads, S if S > MAX_TILE else 0, dtype=torch.float32)
 
 
 @torch.library.custom_op("qat::joined_tile_attention_backward", mutates_args=())
 def _joined_tile_attention_backward(
     grad: Tensor,
+    out: Tensor | None,
     turned: Tensor,
+    lse: Tensor,
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -148,13 +169,22 @@ def _joined_tile_attention_backward(
     eps: float,
     want_norms: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of qkv, contiguous, and of both norms, `(2, D)` float32 or empty."""
+    """Return the gradients of qkv, contiguous, and of both norms, `(2, D)` float32 or empty.
+
+    `out` and `lse` are those of the forward pass; rows of one tile need no `out`.
+    """
     H, D = grad.shape[2:]
     qkv = qkv.contiguous()
     d_qkv = torch.empty_like(qkv)
     # gradients of rotated heads are written to the memory of d_qkv, then rotated back in place
     parts, d_parts = _parts(turned, qkv, H, D), _parts(d_qkv, d_qkv, H, D)
-    attention_backward(grad.contiguous(), *parts, positions, scale, out=d_parts)
+    grad, positions = grad.contiguous(), positions.contiguous()
+    if lse.numel():
+        from qat.kernels.block_attention import block_backward  # only where rows are long
+
+        block_backward(grad, parts, positions, (cast(Tensor, out), lse), scale, d_parts)
+    else:
+        attention_backward(grad, *parts, positions, scale, out=d_parts)
     shape = _shape(qkv, cos, H)
     (programs,) = grid = _grid(qkv, shape)
     # one row per program, summed afterwards
@@ -173,29 +203,30 @@ def _joined_tile_attention_backward(
 
 @_joined_tile_attention_backward.register_fake
 def _(
-    grad: Tensor, turned: Tensor, qkv: Tensor, cos: Tensor, *rest: object
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, out: Tensor | None, turned: Tensor, lse: Tensor, qkv: Tensor, cos: Tensor,
+    *rest: object,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     norms = qkv.new_empty(2 if rest[-1] else 0, cos.shape[-1], dtype=torch.float32)
     return qkv.new_empty(qkv.shape), norms
 
 
 def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
     *tensors, ctx.scale, ctx.eps, _ = inputs
-    turned = output[1]
-    ctx.mark_non_differentiable(turned)
+    out, *inner = output
+    ctx.mark_non_differentiable(*inner)
     ctx.set_materialize_grads(False)  # otherwise `turned` would get a gradient of zeros
-    ctx.save_for_backward(turned, *tensors)
+    ctx.save_for_backward(out if out.shape[1] > MAX_TILE else None, *inner, *tensors)
 
 
-def _gradients(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: None) -> tuple:
+def _gradients(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, *_: None) -> tuple:
     wanted = ctx.needs_input_grad[3:5]
-    turned, *tensors = ctx.saved_tensors
+    tensors = ctx.saved_tensors
     d_qkv, d_norms = _joined_tile_attention_backward(
-        grad, turned, *tensors, ctx.scale, ctx.eps, any(wanted)
+        grad, *tensors, ctx.scale, ctx.eps, any(wanted)
     )
     found = (
         d_norms[row].to(norm.dtype) if is_wanted else None
-        for row, (norm, is_wanted) in enumerate(zip(tensors[3:5], wanted, strict=True))
+        for row, (norm, is_wanted) in enumerate(zip(tensors[6:8], wanted, strict=True))
     )
     return d_qkv, None, None, *found, None, None, None, None
 

@@ -52,7 +52,6 @@ class ChooseTile(NamedTuple):
     @classmethod
     def of(cls, num_vectors: int) -> Self:
         """Return the default: fewer tiles per program if a weight has too few for a large GPU."""
-        # 28 programs took 86 us for 128 x 896 weights, 1,064 took 447 for 4,864 x 896 (one H200)
         return cls(tiles=min(cls().tiles, triton.cdiv(num_vectors, SPREAD * cls().vectors)))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qat.kernels.attention import document_mask, fits_tile, has_room
+from qat.kernels.attention import document_mask, has_room
 from qat.kernels.head import Head
 from qat.models.attention import is_all_sparse, sparse_attention
 from qat.models.document_attention import use_packed_attention
@@ -149,24 +149,10 @@ class LanguageModel:
             "tile_fits": self._tile_fits(position_ids),
         }
 
-    def attention(self, length: int, dtype: torch.dtype) -> str:
-        """Return how packed sequences of `length` attend in `dtype`.
-
-        `nsa` if every layer is sparse; else `tile`, our kernel, or `sdpa`.
-        """
-        if is_all_sparse(self.model.config):
-            return "nsa"
-        positions = torch.arange(length, device=self.device)[None]
-        heads = torch.empty(1, 1, length, self._head_width(), dtype=dtype, device=self.device)
-        is_tile = self._is_plain and self._tile_fits(positions) and fits_tile(heads, heads)
-        return "tile" if is_tile else "sdpa"
-
     def _tile_fits(self, position_ids: Tensor) -> bool:
         """Return whether the tile of such sequences fits in the device's memories."""
-        return has_room(position_ids.shape[1], self._head_width(), position_ids.device)
-
-    def _head_width(self) -> int:
-        return head_dim(layer_config(self.config, 0))
+        width = head_dim(layer_config(self.config, 0))
+        return has_room(position_ids.shape[1], width, position_ids.device)
 
     @property
     def softcap(self) -> float | None:

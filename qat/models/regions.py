@@ -26,10 +26,12 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP
 
 from qat.backend.device import on
+from qat.kernels.attention import fits_tile, has_room
 from qat.kernels.glu import silu_mul
 from qat.kernels.joined_attention import joined_fits_tile, joined_tile_attention
-from qat.models.attention import kv_spec
-from qat.models.document_attention import attend
+from qat.models.attention import is_all_sparse, kv_spec
+from qat.models.document_attention import attend, use_packed_attention
+from qat.models.language_model import LanguageModel
 from qat.nn.by_layer import GatherPrefetch, form_by_layer
 from qat.nn.step import (
     form_moved_weights,
@@ -37,7 +39,7 @@ from qat.nn.step import (
     join_linears,
     part_linears,
 )
-from qat.nn.swap import CACHE, decoder_layers
+from qat.nn.swap import CACHE, decoder_layers, head_dim, layer_config
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,27 @@ def _attention(
     else:
         out = _unfused(module, qkv, position_embeddings, attention_mask, **kwargs)
     return module.o_proj(out.flatten(2)), None
+
+
+def attention_kernel(
+    model: LanguageModel, length: int, dtype: torch.dtype, *, is_compiled: bool
+) -> str:
+    """Return how packed rows of `length` attend in `dtype`.
+
+    `nsa` if every layer is sparse; else `tile` or `blocks`, our kernels, or `sdpa`.
+    """
+    config = model.model.config
+    if is_all_sparse(config):
+        return "nsa"
+    width = head_dim(layer_config(model.config, 0))
+    heads = torch.empty(1, 1, length, width, dtype=dtype, device=model.device)
+    if not (use_packed_attention(model.model) and has_room(length, width, model.device)):
+        return "sdpa"
+    if fits_tile(heads, heads):
+        return "tile"
+    is_joined = is_compiled and any(type(module) in ATTENTIONS for module in model.model.modules())
+    is_fused = is_joined and kv_spec(config) is None and joined_fits_tile(heads[0], width)
+    return "blocks" if is_fused else "sdpa"
 
 
 def _fused(

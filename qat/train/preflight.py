@@ -23,6 +23,7 @@ from qat.models.flops import token_flops
 from qat.models.language_model import LanguageModel, most_positions
 from qat.models.load import load_config, load_model, load_tokenizer
 from qat.models.opening import auto_class
+from qat.models.regions import attention_kernel
 from qat.models.step_memory import step_bytes
 from qat.models.stored_state import packed_state_dict
 from qat.nn.step import form_weights
@@ -73,8 +74,8 @@ class RunPrediction(NamedTuple):
     final_bytes: int
     """Bytes of the packed model alone."""
     attention: str
-    """`tile`, our kernel for packed documents, or `sdpa`; empty on devices that compile each
-    shape."""
+    """`tile` or `blocks`, our kernels for packed documents, or `sdpa`; empty on devices that
+    compile each shape."""
     fallback: str | None
     """Reason why layers that should be compiled run uncompiled; None if there is none."""
 
@@ -137,6 +138,9 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
         peak_gib = backend.memory_use().peak_gib
     finally:
         trainer.take_step.close()
+    is_compiled = bool(trainer.take_step.compile_facts()["compiled"])
+    length = cache.sequence_length
+    attention = attention_kernel(model, length, dtype, is_compiled=is_compiled)
     beside = Path(resolve(student))  # a local student's tokenizer and configuration are there
     files = [path for path in beside.iterdir() if path.is_file()] if beside.is_dir() else []
     final_bytes += sum(path.stat().st_size for path in files if path.suffix != ".safetensors")
@@ -149,7 +153,7 @@ def _measure(config: TrainConfig, student: str, cache: TeacherCache, ranks: Rank
         pinned_gib=step_bytes(model.model, learning, config, dtype).pinned / GIB,
         checkpoint_bytes=final_bytes + optimizer.state_bytes() + codes_bytes,
         final_bytes=final_bytes,
-        attention="" if backend.is_traced else model.attention(cache.sequence_length, dtype),
+        attention="" if backend.is_traced else attention,
         fallback=trainer.take_step.fallback,
     )
 
@@ -452,7 +456,7 @@ def _eval_cost(run: Preflight) -> Findings:
 
 def _attention(run: Preflight) -> Findings:
     if run.measured.attention == "sdpa" and run.plan.device != "cpu":
-        reason = "the kernel for packed documents does not take this model, length or dtype"
+        reason = "the kernels for packed documents do not take this model, length or dtype"
         mend = "nothing, or a cache of sequences up to 128 tokens"
         yield "warning", "attention=sdpa", reason, mend
 

@@ -19,6 +19,8 @@ from qat.nn.step import form_weights
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(512, 64, 16, 8, 128), (7, 61, 16, 8, 128), (5, 128, 32, 8, 64), (3, 100, 4, 4, 32)]
+BLOCKS = [(9, 512, 14, 2, 64), (3, 1000, 4, 4, 32), (2, 129, 6, 6, 64)]
+"""Shapes of rows that are attended to block by block."""
 
 
 def value_and_gradient(unit, joined: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +51,7 @@ def test_silu_mul_errs_no_more_than_eager(tokens, width, dtype) -> None:
 
 
 @pytest.mark.parametrize("has_norms", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES + BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_joined_attention_errs_no_more_than_eager(shape, has_norms, dtype) -> None:
     case = joined_case(*shape, has_norms=has_norms, dtype=dtype).in_(dtype, "cuda")
@@ -63,9 +65,10 @@ def test_joined_attention_errs_no_more_than_eager(shape, has_norms, dtype) -> No
         assert_no_worse_than_eager(one, plain, truth, slack=slack)
 
 
-def test_the_same_input_gives_the_same_gradient() -> None:
+@pytest.mark.parametrize("shape", [SHAPES[0], BLOCKS[0]])
+def test_the_same_input_gives_the_same_gradient(shape) -> None:
     # backward turns gradients in place: a race would show
-    case = joined_case(*SHAPES[0], has_norms=True, dtype=torch.bfloat16).in_(torch.bfloat16, "cuda")
+    case = joined_case(*shape, has_norms=True, dtype=torch.bfloat16).in_(torch.bfloat16, "cuda")
     first = case.value_and_gradients(joined_tile_attention)
     for _ in range(5):
         again = case.value_and_gradients(joined_tile_attention)

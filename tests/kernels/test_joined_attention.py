@@ -9,6 +9,7 @@ from tiny import tiny_model
 from torch.nn import functional as F
 
 from qat.kernels.attention import document_mask
+from qat.kernels.dispatch import computing_by
 from qat.kernels.joined_attention import (
     joined_attention,
     joined_fits_tile,
@@ -22,6 +23,8 @@ SHAPES = [
     (2, 100, 2, 2, 32),
     (3, 1, 2, 1, 128),
     (1, 3, 12, 6, 32),
+    (2, 130, 4, 1, 32),  # block by block
+    (1, 200, 6, 2, 64),
 ]
 
 
@@ -70,10 +73,33 @@ def test_norms_that_do_not_learn_cost_nothing() -> None:
 @pytest.mark.slow
 def test_operator_keeps_its_promises_to_the_compiler() -> None:
     pytest.importorskip("triton")
-    for has_norms in (True, False):
-        qkv, *rest = joined_case(1, 5, 2, 1, 32, has_norms=has_norms)[:-1]
+    for has_norms, length in ((True, 5), (False, 5), (True, 130)):
+        qkv, *rest = joined_case(1, length, 2, 1, 32, has_norms=has_norms)[:-1]
         torch.library.opcheck(joined_tile_operator, (qkv.requires_grad_(), *rest))
 
 
-def test_only_half_precision_on_a_gpu_fits() -> None:
-    assert not joined_fits_tile(torch.zeros(1, 4, 4 * 32, dtype=torch.float16), 32)
+def test_blocks_of_other_documents_count_for_nothing() -> None:
+    pytest.importorskip("triton")
+    case = joined_case(1, 300, 2, 1, 32, has_norms=False)
+    starts = torch.tensor([0, 70, 256])  # inside a block, and at its beginning
+    places = torch.arange(300)
+    first = starts[torch.bucketize(places, starts, right=True) - 1]
+    case = case._replace(positions=(places - first)[None])
+    found, d_qkv = case.value_and_gradients(joined_tile_attention)
+    for start, stop in ((0, 70), (70, 256), (256, 300)):
+        part = slice(start, stop)
+        named = ("qkv", "cos", "sin", "positions", "grad")
+        alone = case._replace(**{name: getattr(case, name)[:, part] for name in named})
+        by_itself = alone.value_and_gradients(joined_attention)
+        for whole, one in zip((found, d_qkv), by_itself, strict=True):
+            torch.testing.assert_close(whole[:, part], one, rtol=1e-2, atol=1e-2)
+
+
+def test_only_half_precision_and_rows_that_kernels_take_fit_on_a_gpu() -> None:
+    qkv = torch.zeros(1, 1025, 4 * 128, dtype=torch.float16)
+    assert not joined_fits_tile(qkv[:, :4], 128)
+    with computing_by(True):
+        assert not joined_fits_tile(qkv[:, :4].float(), 128)
+        lengths = [(S, D) for S in (128, 129, 1024, 1025) for D in (64, 128)
+                   if joined_fits_tile(qkv[:, :S], D)]  # fmt: skip
+    assert lengths == [(128, 64), (128, 128), (129, 64), (1024, 64)]

@@ -3,14 +3,18 @@
 import pytest
 import torch
 from quantized import SPECS, gradients, tiny_adapted, tiny_quantized
+from tiny import tiny_model
 
 from qat.kernels import glu
+from qat.kernels.dispatch import computing_by
 from qat.models import regions as projections
+from qat.models.document_attention import set_kv
 from qat.models.language_model import LanguageModel
-from qat.models.regions import join_projections, part_projections
+from qat.models.regions import attention_kernel, join_projections, part_projections
 from qat.nn.quant_linear import quant_linears
 from qat.nn.step import JoinedLinears, form_weights, release_weights
 from qat.nn.swap import decoder_layers
+from qat.quant.spec import KvSpec
 
 IDS = torch.arange(2 * 7).view(2, 7)
 POSITIONS = (torch.arange(7) % 4).expand(2, 7)
@@ -110,3 +114,27 @@ def test_a_second_forming_writes_in_place() -> None:
     rows = unit.linears[0].out_features
     assert torch.equal(unit.formed[rows:], before[1][rows:])
     assert not torch.equal(unit.formed[:rows], before[1][:rows])
+
+
+def test_the_kernel_of_attention_depends_on_the_row_and_on_joined_layers(monkeypatch) -> None:
+    monkeypatch.setattr(projections, "has_room", lambda *_: True)
+
+    def found(
+        model: LanguageModel, length: int, dtype: torch.dtype = torch.float16, compiled: bool = True
+    ) -> str:
+        return attention_kernel(model, length, dtype, is_compiled=compiled)
+
+    narrow, wide, other = (
+        LanguageModel(tiny_model(architecture, head_dim=width))
+        for architecture, width in (("llama", 32), ("llama", 128), ("gemma3", 32))
+    )
+    lengths = 128, 129, 1024, 1025
+    with computing_by(True):
+        assert [found(narrow, S) for S in lengths] == ["tile", "blocks", "blocks", "sdpa"]
+        assert [found(wide, S) for S in lengths[:2]] == ["tile", "sdpa"]
+        assert {
+            found(other, 512), found(narrow, 512, compiled=False), found(narrow, 512, torch.float32)
+        } == {"sdpa"}  # fmt: skip
+        set_kv(narrow.model, KvSpec(bits=8))
+        assert found(narrow, 512) == "sdpa"
+    assert found(wide, 128) == "sdpa"

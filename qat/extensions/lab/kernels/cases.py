@@ -165,6 +165,9 @@ def attention_cases() -> Iterator[KernelCase]:
 def joined_cases() -> Iterator[KernelCase]:
     """Yield the cases of norms, rotary embedding and attention with concatenated heads."""
 
+    long = {"B": 3, "S": 300, "H": 14, "J": 2, "D": 64}  # block by block
+    sizes = ATTENTION | {"wide": (*ATTENTION["wide"], long)}
+
     def inputs(maker: InputMaker, size: Size) -> Inputs:
         B, S, H, J, D = (size[name] for name in "BSHJD")
         angle = maker.uniform(B, S, D // 2, high=6.0).repeat(1, 1, 2)
@@ -181,10 +184,10 @@ def joined_cases() -> Iterator[KernelCase]:
         return i["cos"], i["sin"], *i["norms"], i["p"], _scale(s), EPS, s["H"]
 
     def backward(i: Inputs, s: Size) -> Outputs:
-        if "turned" not in i:  # saved by the forward pass: computed once, outside the clock
-            i["turned"] = joined_tile_operator(i["qkv"], *rest(i, s))[1]
+        if "saved" not in i:  # by the forward pass: computed once, outside the clock
+            i["saved"] = joined_tile_operator(i["qkv"], *rest(i, s))
         operator = torch.ops.qat.joined_tile_attention_backward
-        return {"d_qkv": operator(i["grad"], i["turned"], i["qkv"], *rest(i, s)[:-1], False)[0]}
+        return {"d_qkv": operator(i["grad"], *i["saved"], i["qkv"], *rest(i, s)[:-1], False)[0]}
 
     def plain_backward(i: Inputs, s: Size) -> Outputs:
         found = gradients(lambda qkv: joined_attention(qkv, *rest(i, s)), i["grad"], i["qkv"])
@@ -197,7 +200,7 @@ def joined_cases() -> Iterator[KernelCase]:
         reference=lambda i, s: {"out": joined_attention(i["qkv"], *rest(i, s))},
         moved=lambda i, o, s: num_bytes(i, o) - num_bytes(i["grad"]),
         flops=lambda s: 2 * product_flops(s),
-        **ATTENTION,
+        **sizes,
     )
     yield KernelCase(
         "joined attention, backward",
@@ -205,7 +208,7 @@ def joined_cases() -> Iterator[KernelCase]:
         kernel=backward,
         reference=plain_backward,
         flops=lambda s: 5 * product_flops(s),
-        **ATTENTION,
+        **sizes,
     )
 
 

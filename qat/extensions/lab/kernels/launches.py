@@ -33,7 +33,7 @@ from qat.kernels.adamw import ManyTensors
 from qat.kernels.attention import fits_tile, has_room, tile_attention, tile_bytes
 from qat.kernels.column_sweep import nearest_vectors, refit_scale, settle_columns
 from qat.kernels.head import Head, HeadSums, LogitGradients, add_gradients, other_words
-from qat.kernels.joined_attention import joined_fits_tile, joined_tile_attention
+from qat.kernels.joined_attention import MAX_WIDTH, joined_fits_tile, joined_tile_attention
 from qat.kernels.lut_weight import form, levels_as_stored, pull_back
 from qat.quant.error_feedback import Columns
 from qat.quant.weight import PackedIndices, Scales, index_dtype, packed_width
@@ -45,6 +45,8 @@ IN_TILES = ("attention, ", "joined attention, ")
 """The cases of attention in tiles; here `tile_calls` asks first whether the device has room."""
 LENGTHS, WIDTHS = (64, 128), (64, 128)
 """Tokens of a training row, and widths of a head, of which one tile is made."""
+LONG_ROW = 512
+"""Tokens of a training row that is attended to block by block."""
 HEADS, KEYS = 16, 8
 """Query heads and key-value heads of a layer."""
 WIDEST = 256
@@ -82,7 +84,11 @@ def many_tensors(maker: InputMaker) -> None:
 
 
 def tile_calls(maker: InputMaker) -> Iterator[tuple[str, Call]]:
-    """Yield attention with its gradient in the largest tile that the device has room for."""
+    """Yield attention with its gradient in blocks, and in the largest tile that has room."""
+    qkv = maker.normal(2, LONG_ROW, (HEADS + 2 * KEYS) * MAX_WIDTH)
+    if has_room(LONG_ROW, MAX_WIDTH, maker.device) and joined_fits_tile(qkv, MAX_WIDTH):
+        name = f"joined attention in blocks, {LONG_ROW} x {MAX_WIDTH}"
+        yield name, partial(joined_and_gradient, maker, qkv, MAX_WIDTH)
     sizes = [(S, D) for S in LENGTHS for D in WIDTHS if has_room(S, D, maker.device)]
     for S, D in sorted(sizes, key=lambda size: tile_bytes(*size))[-1:]:
         query = maker.normal(2, S, HEADS, D).transpose(1, 2)
