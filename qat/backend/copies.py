@@ -1,6 +1,6 @@
 """Copies of tensors to the host while the device keeps computing, and pinned memory for them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -28,10 +28,12 @@ class Copying:
         if stream is not None:  # the joined tensors must exist before the copies begin
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         self.copies = list(tensors)
+        sizes = [source.nbytes for source in self._sources if source.is_cuda]
+        rooms = iter(pinned_rooms(sizes))
         with beside:
             for group, source in zip(groups, self._sources, strict=True):
                 is_new = len(group) > 1 and source.device.type == "cpu"
-                copy = source if is_new else _on_host(source)
+                copy = source if is_new else _on_host(source, rooms)
                 parts = copy.split([tensors[place].numel() for place in group])
                 for place, part in zip(group, parts, strict=True):
                     self.copies[place] = part.view(tensors[place].shape)
@@ -105,16 +107,25 @@ def _joined(tensors: list[Tensor]) -> Tensor:
     return torch.cat(flat) if len(flat) > 1 else flat[0]
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor.clone()
-    return tensor.to("cpu", non_blocking=tensor.is_cuda)
+def _on_host(tensor: Tensor, rooms: Iterator[Tensor]) -> Tensor:
+    """Return a copy of a tensor; one of a GPU's is only begun, in the next of the `rooms`."""
+    if tensor.is_cuda:
+        return next(rooms).view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu")
 
 
 PIECE_BYTES = 2**30
 """Bytes of one piece of pinned memory, which holds many tensors."""
 ALIGNED = 256
 """Alignment in bytes of each tensor in a piece."""
+
+
+def pinned_rooms(sizes: Sequence[int]) -> list[Tensor]:
+    """Return pinned memory of these many bytes each, in a few allocations: pinning takes long."""
+    places, pieces = placed(sizes)
+    whole = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in pieces]
+    found = zip(places, sizes, strict=True)
+    return [whole[piece][begin : begin + size] for (piece, begin), size in found]
 
 
 def placed(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:

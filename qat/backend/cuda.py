@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qat.backend.base import GIB, VISITORS, Backend, MemoryUse
-from qat.backend.copies import placed
+from qat.backend.copies import pinned_rooms
 from qat.backend.nvidia import gpu_health
 from qat.errors import ConfigError
 
@@ -88,12 +88,8 @@ class CudaBackend(Backend):
     def pinned_zeros(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor]:
         """See `Backend`: packed into a few allocations."""
         sizes = [shape.numel() * dtype.itemsize for shape in shapes]
-        places, pieces = placed(sizes)
-        rooms = [torch.zeros(size, dtype=torch.uint8, pin_memory=True) for size in pieces]
-        return [
-            rooms[piece][begin : begin + size].view(dtype).view(shape)
-            for (piece, begin), size, shape in zip(places, sizes, shapes, strict=True)
-        ]
+        rooms = zip(pinned_rooms(sizes), shapes, strict=True)
+        return [room.zero_().view(dtype).view(shape) for room, shape in rooms]
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """See `Backend`; the host does not wait."""

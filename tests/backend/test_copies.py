@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+import torch
 
 from qat.backend import copies
 
@@ -23,3 +24,22 @@ def test_blocks_lie_side_by_side_in_powers_of_two(seed: int, monkeypatch) -> Non
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
     alone = sum(2 ** (size - 1).bit_length() for size in sizes)
     assert sum(pieces) < 0.85 * alone and copies.placed([]) == ([], [])
+
+
+def test_rooms_are_apart_and_few(monkeypatch) -> None:
+    made, empty = [], torch.empty
+    monkeypatch.setattr(
+        torch,
+        "empty",
+        lambda size, *, dtype, pin_memory: made.append(size) or empty(size, dtype=dtype),
+    )
+    rooms = copies.pinned_rooms([4, 0, 12, 8])
+    for number, room in enumerate(rooms):
+        room.view(torch.float32).fill_(number)
+    assert [room.view(torch.float32).tolist() for room in rooms] == [
+        [0.0],
+        [],
+        [2.0] * 3,
+        [3.0] * 2,
+    ]
+    assert made == [1024]
