@@ -7,6 +7,7 @@ from tiny import tiny_model
 
 from qat.kernels import glu
 from qat.kernels.dispatch import computing_by
+from qat.kernels.joined_attention import joined_tile_attention
 from qat.models import regions as projections
 from qat.models.document_attention import set_kv
 from qat.models.language_model import LanguageModel
@@ -114,6 +115,30 @@ def test_a_second_forming_writes_in_place() -> None:
     rows = unit.linears[0].out_features
     assert torch.equal(unit.formed[rows:], before[1][rows:])
     assert not torch.equal(unit.formed[:rows], before[1][:rows])
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_heads_of_a_float_model_are_joined_for_long_rows(architecture, monkeypatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(LanguageModel, "_tile_fits", lambda *_: True)
+    monkeypatch.setattr(glu, "use_triton", lambda *_: False)
+    model = LanguageModel(tiny_model(architecture, head_dim=32).half())
+    ids = torch.arange(130)[None] % 99
+    positions = torch.arange(130)[None] % 80
+    with torch.no_grad():
+        expected = model.hidden(ids, positions)
+        join_projections(model.model)
+        ran = []
+        monkeypatch.setattr(
+            projections,
+            "joined_tile_attention",
+            lambda *a: ran.append(a[0].shape) or joined_tile_attention(*a),
+        )
+        with computing_by(True):
+            found = model.hidden(ids, positions)
+    width = 32 * (model.config.num_attention_heads + 2 * model.config.num_key_value_heads)
+    assert ran == 2 * [(1, 130, width)]
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_the_kernel_of_attention_depends_on_the_row_and_on_joined_layers(monkeypatch) -> None:
