@@ -106,22 +106,23 @@ def _backward_kernel(
     stop = tl.sum(is_seeing.to(tl.int32), 0)
     dk = tl.zeros((BLOCK, D), tl.float32)
     dv = tl.zeros((BLOCK, D), tl.float32)
-    for g in range(GROUP):  # the query heads that share k and v
-        head = h * GROUP + g
-        for start in range(block * BLOCK, stop, BLOCK):
-            i = start + one
-            first = _first_keys(positions, b, i, S)
-            q = tile(query + b * q_b + head * q_h, i, d, q_s, S)
-            do = tile(grad + (b * S * HEADS + head) * D, i, d, HEADS * D, S)
-            peak = tl.load(lse + (b * HEADS + head) * S + i, mask=i < S, other=0.0)
-            sums = tl.load(delta + (b * HEADS + head) * S + i, mask=i < S, other=0.0)
-            # transposed, so that the weights are a product's left factor from registers
-            scores = tl.dot(k, tl.trans(q)) * rate - peak[None, :]
-            allowed = _allowed(first[None, :], i[None, :], s[:, None])
-            p = tl.exp2(tl.where(allowed, scores, -1e30))
-            dv = tl.dot(p.to(do.dtype), do, dv)
-            ds = p * (tl.dot(v, tl.trans(do)) - sums[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk)
+    # one loop over the query heads that share k and v, so that loads run ahead across heads
+    count = tl.cdiv(stop - block * BLOCK, BLOCK)
+    for step in range(GROUP * count):
+        head = h * GROUP + step // count
+        i = (block + step % count) * BLOCK + one
+        first = _first_keys(positions, b, i, S)
+        q = tile(query + b * q_b + head * q_h, i, d, q_s, S)
+        do = tile(grad + (b * S * HEADS + head) * D, i, d, HEADS * D, S)
+        peak = tl.load(lse + (b * HEADS + head) * S + i, mask=i < S, other=0.0)
+        sums = tl.load(delta + (b * HEADS + head) * S + i, mask=i < S, other=0.0)
+        # transposed, so that the weights are a product's left factor from registers
+        scores = tl.dot(k, tl.trans(q)) * rate - peak[None, :]
+        allowed = _allowed(first[None, :], i[None, :], s[:, None])
+        p = tl.exp2(tl.where(allowed, scores, -1e30))
+        dv = tl.dot(p.to(do.dtype), do, dv)
+        ds = p * (tl.dot(v, tl.trans(do)) - sums[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk)
     store(d_key + b * dk_b + h * dk_h, dk * scale, s, d, dk_s, S)
     store(d_value + b * dv_b + h * dv_h, dv, s, d, dv_s, S)
 

@@ -19,7 +19,7 @@ SPILLS = {
     "decode.kernels.decode_attention._split_kernel": {75: 8712},
     "decode.kernels.slot_attention._attend_kernel": {75: 240, 100: 5864},
     "kernels.attention._backward_kernel": {80: 16, 86: 56, 89: 56, 90: 616, 120: 144},
-    "kernels.block_attention._backward_kernel": {80: 8, 86: 8, 89: 8, 100: 104, 120: 96},
+    "kernels.block_attention._backward_kernel": {80: 16, 86: 24, 89: 24, 100: 112, 120: 96},
     "kernels.block_attention._forward_kernel": {120: 8},
     "kernels.head._gather_dot_kernel": {120: 8},
     "kernels.lut_vectors._choose_kernel": {75: 3344, 80: 8},
