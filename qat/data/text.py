@@ -324,7 +324,7 @@ def encode(renderings: list[Rendering], tokenizer: PreTrainedTokenizerBase) -> l
             count.
     """
     renderings = [_trimmed(each, tokenizer) if each.is_templated else each for each in renderings]
-    encoded: dict[int, Tokens] = {}
+    tokens: dict[int, Tokens] = {}
     for is_templated, has_spans in product((False, True), repeat=2):
         kind = is_templated, has_spans
         own = {
@@ -332,10 +332,10 @@ def encode(renderings: list[Rendering], tokenizer: PreTrainedTokenizerBase) -> l
             for i, each in enumerate(renderings)
             if (each.is_templated, each.target_spans is not None) == kind
         }
-        encoded |= zip(own, _encoded([*own.values()], tokenizer, *kind), strict=True)
+        tokens |= zip(own, encoded([*own.values()], tokenizer, *kind), strict=True)
     end, begin = end_token(tokenizer), begin_token(tokenizer)
     return [
-        _with_end(encoded[i] if rendering.is_templated else _with_begin(encoded[i], begin), end)
+        _with_end(tokens[i] if rendering.is_templated else _with_begin(tokens[i], begin), end)
         for i, rendering in enumerate(renderings)
     ]
 
@@ -361,13 +361,13 @@ def _with_end(tokens: Tokens, end: int) -> Tokens:
     return tokens if ids[-1:] == [end] else Tokens([*ids, end], None)
 
 
-def _encoded(
+def encoded(
     renderings: list[Rendering],
     tokenizer: PreTrainedTokenizerBase,
     is_templated: bool,
     has_spans: bool,
 ) -> list[Tokens]:
-    """Return the tokens of texts of one kind.
+    """Return the tokens of texts of one kind as the tokenizer gives them, in parallel.
 
     With spans `is_target` has one more flag, for the token after the text.
     """

@@ -11,7 +11,15 @@ from transformers import PreTrainedTokenizerBase
 
 from qat.data.documents import Document, Message
 from qat.data.sources import Sourced, mixtures_in, open_source
-from qat.data.text import MODES, begin_token, check_vocabulary, render_prompt, text_ids
+from qat.data.text import (
+    MODES,
+    Rendering,
+    begin_token,
+    check_vocabulary,
+    encoded,
+    render_prompt,
+    text_ids,
+)
 from qat.errors import ConfigError, DataError
 from qat.extensions.decode.config import SampleSettings
 from qat.models.language_model import LanguageModel
@@ -80,11 +88,14 @@ def _first(
 ) -> list[Prompt]:
     """Return the prompts for the first `most` rows to sample, or all."""
     found = (
-        prompt._replace(source=row.source)
+        (prompt._replace(source=row.source), text)
         for row in rows
-        for prompt in _prompts_of(row.document, settings, tokenizer)
+        for prompt, text in _prompts_of(row.document, settings, tokenizer)
     )
-    return list(islice(found, None if most is None else -(-most // settings.samples)))
+    asked = list(islice(found, None if most is None else -(-most // settings.samples)))
+    texts = [text for _, text in asked if text is not None]
+    found = iter(encoded(texts, tokenizer, is_templated=True, has_spans=False))
+    return [each if text is None else each._replace(ids=next(found).ids) for each, text in asked]
 
 
 def _mixed(
@@ -173,8 +184,11 @@ def _from_nothing(model: LanguageModel, tokenizer: PreTrainedTokenizerBase) -> P
 
 def _prompts_of(
     document: Document, settings: SampleSettings, tokenizer: PreTrainedTokenizerBase
-) -> list[Prompt]:
-    """Return a document's prompts, one per thinking mode."""
+) -> list[tuple[Prompt, Rendering | None]]:
+    """Return a document's prompts, one per thinking mode.
+
+    One that a template wrote has no tokens yet; its text comes with it.
+    """
     if isinstance(document, str):
         if settings.raw or not tokenizer.chat_template:
             ids = text_ids(document, tokenizer)
@@ -183,7 +197,7 @@ def _prompts_of(
                     "a prompt holds no token, expected something to continue; leave it out, or "
                     "begin from nothing with --rows N and no --prompts"
                 )
-            return [Prompt(ids, document, "none")]
+            return [(Prompt(ids, document, "none"), None)]
         document = [{"role": "user", "content": document}]
     while document and document[-1]["role"] == "assistant":
         document = document[:-1]
@@ -193,11 +207,8 @@ def _prompts_of(
         )
     prompts = []
     for mode in MODES[settings.thinking]:
-        text, is_templated, _ = render_prompt(document, tokenizer, mode)
-        if is_templated:
-            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        else:
-            ids = text_ids(text, tokenizer)
-        opening = "<think>\n" if OPEN_THOUGHT.search(text) else ""
-        prompts.append(Prompt(ids, document, mode, opening))
+        text = render_prompt(document, tokenizer, mode)
+        opening = "<think>\n" if OPEN_THOUGHT.search(text.text) else ""
+        ids = [] if text.is_templated else text_ids(text.text, tokenizer)
+        prompts.append((Prompt(ids, document, mode, opening), text if text.is_templated else None))
     return prompts
