@@ -8,7 +8,7 @@ import torch
 
 from qat.backend import device as backend
 from qat.extensions.bench.config import BenchConfig
-from qat.extensions.bench.find_max import OutOfMemory, unless_out_of_memory
+from qat.extensions.bench.find_max import TOLERANCE, OutOfMemory, unless_out_of_memory
 from qat.extensions.bench.run import run_bench
 from qat.extensions.lab.baselines.run import run_baselines
 from qat.extensions.lab.config import BaselinesConfig
@@ -70,14 +70,17 @@ def searched(out: Path, limit_gib: float, device: str, checkpointing: bool) -> t
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_largest_batch_within_a_limit_is_exact(tmp_path: Path, checkpointing: bool) -> None:
+def test_the_largest_batch_within_a_limit_is_known_within_a_hundredth(
+    tmp_path: Path, checkpointing: bool
+) -> None:
     # a process of its own: what tests before it left in the allocator's pools is not free, and no
     # prediction knows of it
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         found = pool.apply(searched, (tmp_path / "out", 1.5, "cuda", checkpointing))
     fits, largest, predicted, status = found
     assert status == "MAX"
-    assert fits[max(size for size, fit in fits.items() if fit) + 1] is False
+    failing = min(size for size, fit in fits.items() if not fit)
+    assert failing - max(size for size, fit in fits.items() if fit) <= max(1, TOLERANCE * largest)
     assert predicted == pytest.approx(largest, rel=0.3)
 
 

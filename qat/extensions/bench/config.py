@@ -44,7 +44,7 @@ class MeasureConfig(StepConfig):
     top_k: Text[int | None] = Field(None, ge=1)
     """Teacher tokens per position; by default the cache's, or 64."""
     steps: Measured[int] = Field(20, ge=1)
-    """Timed optimizer steps."""
+    """Timed optimizer steps; --find-max-batch takes fewer where they are long."""
     warmup: Measured[int] = Field(3, ge=1)
     """Steps before the clock starts; the first one compiles."""
     memory_limit: Measured[str] = ""

@@ -30,8 +30,8 @@ class OutOfMemory(NamedTuple):
 def unless_out_of_memory(run: Callable[[], T], backend: Backend) -> T | OutOfMemory:
     """Return the result of `run`, or the reason if memory runs out; other errors propagate.
 
-    Cached memory is freed before and after. If `run` fails it must drop what it made (`try ...
-    finally`); its stack frames are cleared here.
+    Cached memory is freed before, and after a failure. If `run` fails it must drop what it made
+    (`try ... finally`); its stack frames are cleared here.
 
     Raises:
         AssertionError: a failed `run` left memory allocated, which is our bug.
@@ -39,7 +39,7 @@ def unless_out_of_memory(run: Callable[[], T], backend: Backend) -> T | OutOfMem
     backend.free_memory()
     before = backend.memory_use().held_gib
     try:
-        result = run()
+        return run()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -49,21 +49,27 @@ def unless_out_of_memory(run: Callable[[], T], backend: Backend) -> T | OutOfMem
             traceback.clear_frames(error.__traceback__)
             error = error.__context__
     backend.free_memory()
-    if isinstance(result, OutOfMemory) and before is not None:
+    if before is not None:
         left = backend.memory_use().held_gib - before
         assert left <= SLACK_GIB, f"running out of memory left {left:.3f} GiB behind"
     return result
 
 
-FIRST_STRIDES = 128  # the first stride is the guess over this
+TOLERANCE = 0.01
+"""Differences that a search leaves alone: of the largest batch, and of speeds of short trials."""
 GROWTH = 4
 """Factor between strides: a guess may be far off, and fixed strides would then take most trials."""
 
 
 def largest_that_fits(
-    fits: Callable[[int], bool], guess: int, most: int | None = None, *, least: int = 0
+    fits: Callable[[int], bool],
+    guess: int,
+    most: int | None = None,
+    *,
+    least: int = 0,
+    tolerance: float = 0.0,
 ) -> int:
-    """Return the largest `n >= 1` for which `fits(n)`, exactly; 0 if not even 1 fits.
+    """Return the largest `n >= 1` for which `fits(n)`; 0 if not even 1 fits.
 
     `fits` must be true up to some size and false above. From `guess` the search moves in strides
     that grow fourfold until a size that fits and one that does not enclose the answer, then it
@@ -75,13 +81,15 @@ def largest_that_fits(
         guess: the first size to try; any whole number.
         most: the largest size to consider; None for no limit.
         least: a size that is known to fit; 0 for none.
+        tolerance: the share of the answer by which a larger size might fit too.
     """
     guess = max(1, guess if most is None else min(guess, most))
     is_beyond = guess > least
-    size, stride = (guess, max(1, guess // FIRST_STRIDES)) if is_beyond else (2 * least, least)
+    stride = max(1, int(TOLERANCE * guess))
+    size, stride = (guess, stride) if is_beyond else (2 * least, least)
     fitting, failing = least, None if most is None else most + 1
     is_enclosed = False
-    while failing is None or failing - fitting > 1:
+    while failing is None or failing - fitting > max(1, tolerance * fitting):
         if fits(size):
             fitting = size
         else:
@@ -105,9 +113,7 @@ REACH, FARTHEST = 2, 3
 prediction is over `FARTHEST` times the largest trial."""
 
 
-SPEED_TRIALS = 3  # trials that look for a faster batch after the search for the largest
-CHOICES = 32
-"""Number of smaller sizes to choose from if the largest batch does not survive all steps."""
+SPEED_TRIALS = 3  # most trials that look for a faster batch after the search for the largest
 
 
 @dataclass(frozen=True)
@@ -183,7 +189,8 @@ class Trials:
     def look_for_faster(self, choices: Sequence[int]) -> None:
         """Try sizes a quarter of the way from the fastest towards its farther neighbour.
 
-        `choices` are all sizes that may be tried, ascending up to the largest that fits.
+        It ends with the first that gains no more than `TOLERANCE`. `choices` are all sizes that may
+        be tried, ascending up to the largest that fits.
         """
         for _ in range(SPEED_TRIALS):
             best = self.fastest(choices)
@@ -194,9 +201,16 @@ class Trials:
                 for low, high in pairwise([0, *tried][at : at + 3])
             ]
             gap = max(gaps[0][::-1], *gaps[1:], (), key=len)
-            if not gap:
+            if not gap or not self.is_faster(gap[len(gap) // 4], best):
                 return
-            self.fits(gap[len(gap) // 4])
+
+    def is_faster(self, batch_size: int, other: int) -> bool:
+        """Return whether `batch_size` has more tokens/s than `other`, by more than `TOLERANCE`.
+
+        False if one of them does not fit.
+        """
+        speeds = [self.done[n].tokens_per_s for n in (batch_size, other) if self.fits(n)]
+        return len(speeds) == 2 and speeds[0] > (1 + TOLERANCE) * speeds[1]
 
     def memory_model(self, seq_len: int, sizes: Sequence[int] = ()) -> MemoryModel | None:
         """Return the line through two small batches' peaks; None if they do not fit or grow.
@@ -229,7 +243,7 @@ class Trials:
         The peak of a step may have one cause for small batches (a recomputed layer's buffers for a
         slice of the batch) and another for large ones, with a higher cost per sequence.
         """
-        reached = 0
+        reached = max(n for n, trial in self.done.items() if trial.fits)
         while (size := model.largest(memory_gib)) > FARTHEST * reached:
             while (size := size // REACH) > reached and not self.fits(size):
                 pass
@@ -245,9 +259,9 @@ class Search:
     """The result of a search."""
 
     largest: int
-    fastest: int  # the size with the most tokens/s, which is not always the largest
+    fastest: int  # the size with the most tokens/s; the largest if none is `TOLERANCE` faster
     confirmed: dict[int, float | None]
-    """Tokens/s of each size that was run for all timed steps; None for out of memory."""
+    """Tokens/s of each size that was compiled and run anew; None for out of memory."""
     memory_gib: float | None
     model: MemoryModel | None
     """The fitted model; None if two sequences do not fit, or if memory is not counted."""
@@ -266,14 +280,14 @@ def find_max_batch(
     """Fit a memory model on two small trials, search around its prediction, then confirm.
 
     Unless `sizes` are given, larger trials correct the model; otherwise, if the two small ones are
-    not among them, the model is fitted after the search. The largest batch then runs all timed
-    steps. If it survives, a few more trials look for a faster one; else a bisection of about
-    `CHOICES` smaller sizes finds one that does. Finally the fastest size tried runs all timed steps
-    too.
+    not among them, the model is fitted after the search. A few more trials look for a faster batch
+    while the code compiled for trials is at hand. Then the largest batch is confirmed, or the
+    largest below that can be, and the fastest if its trial was faster by more than `TOLERANCE`.
+    Of all sizes, the largest is found within `TOLERANCE`; of `sizes`, exactly.
 
     Args:
         trials: tries a size.
-        confirm: runs all timed steps of a size and returns its tokens/s; None for out of memory.
+        confirm: compiles a size anew, runs it and returns its tokens/s; None for out of memory.
         memory_gib: memory that may be used.
         seq_len: positions per sequence.
         sizes: the only sizes to consider, ascending; all if empty.
@@ -292,22 +306,22 @@ def find_max_batch(
         count = largest_that_fits(lambda n: trials.fits(sizes[n - 1]), place, len(sizes))
     else:
         least = max((size for size, trial in trials.done.items() if trial.fits), default=0)
-        count = largest_that_fits(trials.fits, guess, least=least)
+        count = largest_that_fits(trials.fits, guess, least=least, tolerance=TOLERANCE)
     choices = (sizes or range(1, count + 1))[:count]
+    if choices:
+        trials.look_for_faster(choices)
     confirmed: dict[int, float | None] = {}
 
     def survives(size: int) -> bool:
         confirmed[size] = confirm(size)
+        if confirmed[size] is None:
+            logger.warning("batch %d took a few steps but not all; looking below", size)
         return confirmed[size] is not None
 
-    if choices and survives(choices[-1]):
-        trials.look_for_faster(choices)
-    elif choices:
-        logger.warning("batch %d took a few steps but not all; looking below", choices[-1])
-        strided = choices[-2 :: -max(1, len(choices) // CHOICES)]
-        below = sorted({*strided, *choices[:-1][:1]})
-        count = bisect_left(below, True, key=lambda size: not survives(size))
-        choices = choices[: bisect_right(choices, below[count - 1]) if count else 0]
+    count = largest_that_fits(
+        lambda n: survives(choices[n - 1]), count, count, tolerance=0.0 if sizes else TOLERANCE
+    )
+    choices = choices[:count]
     if not choices:
         limit = "memory" if memory_gib is None else f"{memory_gib:.4g} GiB"
         raise ConfigError(
@@ -315,7 +329,7 @@ def find_max_batch(
             "--gradient-checkpointing, lower --seq-len or raise --memory-limit"
         )
     promising = trials.fastest(choices)
-    if promising not in confirmed:
+    if promising not in confirmed and trials.is_faster(promising, choices[-1]):
         survives(promising)
     speeds = {size: speed for size, speed in confirmed.items() if speed is not None}
     fastest = max(speeds, key=speeds.__getitem__)

@@ -28,6 +28,7 @@ from qat.extensions.bench.find_max import (
     unless_out_of_memory,
 )
 from qat.extensions.bench.measure import (
+    LEAST_ROUNDS,
     CostFit,
     NumberedBatches,
     Roofline,
@@ -149,6 +150,8 @@ FACTS = (
 TRIAL_STEPS = 2
 """Timed steps of a trial: enough to rank sizes, and the second step needs as much memory as all
 later ones."""
+CONFIRM_S = 2.0
+"""Seconds of timed steps that confirm a batch found by a search, but at least `LEAST_ROUNDS`."""
 SAFE_SHARE = 0.9  # fraction of memory that a search or a plan may use on a machine that overcommits
 
 
@@ -401,7 +404,9 @@ class _Bench:
         limit = limit or setting.backend.memory_gib()
 
         def confirm(size: int) -> float | None:
-            timings[size] = timing = self._time(size)
+            step_s = max(trial.step_s for trial in self._trials.done.values() if trial.fits)
+            steps = min(setting.config.steps, max(LEAST_ROUNDS, int(CONFIRM_S / step_s)))
+            timings[size] = timing = self._time(size, (setting.config.warmup, steps))
             return None if isinstance(timing, OutOfMemory) else timing.tokens_per_s
 
         search = find_max_batch(self._trials, confirm, limit, setting.data.seq_len, sizes=sizes)
@@ -428,11 +433,11 @@ class _Bench:
             recomputes=bool(fastest.compiler["effective"]["recomputed_layers"]),
         )  # fmt: skip
 
-    def _time(self, batch_size: int) -> Timing | OutOfMemory:
+    def _time(self, batch_size: int, clock: tuple[int, int] | None = None) -> Timing | OutOfMemory:
         """Time a step, freshly compiled for this size."""
         compile_anew()
         return unless_out_of_memory(
-            lambda: self._steps(self.setting, batch_size), self.setting.backend
+            lambda: self._steps(self.setting, batch_size, clock), self.setting.backend
         )
 
     def _try(self, batch_size: int) -> Timing:

@@ -262,14 +262,14 @@ def _findings(report: "BenchReport") -> list[str]:
         speeds = search.confirmed
         gain = speeds[search.fastest] / speeds[search.largest] - 1
         told = "the largest" if search.fastest == search.largest else f"{gain:.1%} faster"
-        # what a trial of two steps ranks first may be slower than the largest over all steps
+        # what a trial of two steps ranks first may be slower than the largest over more steps
         full = (
             f"{size} {'out of memory' if speed is None else f'at {speed:,.0f} t/s'}"
             for size, speed in search.confirmed.items()
         )
         lines.append(
             f"fastest batch: {search.fastest} ({told}); {len(search.trials)} sizes tried, "
-            f"{len(search.confirmed)} timed in full: {', '.join(full)}"
+            f"{len(search.confirmed)} timed again: {', '.join(full)}"
         )
     return lines
 

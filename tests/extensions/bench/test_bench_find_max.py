@@ -13,6 +13,7 @@ from qat.backend.base import Backend, MemoryUse
 from qat.errors import ConfigError
 from qat.extensions.bench.find_max import (
     LONGEST_ERROR,
+    TOLERANCE,
     OutOfMemory,
     Search,
     Trials,
@@ -24,8 +25,8 @@ from qat.extensions.bench.measure import Timing
 
 
 def speed(batch_size: int) -> float:
-    """Tokens a second, most of them at a batch of 200."""
-    return 1000 - abs(batch_size - 200)
+    """Tokens a second, most of them at a batch of 200 and far fewer beyond."""
+    return 1000 - (200 - batch_size if batch_size < 200 else 10 * (batch_size - 200))
 
 
 def searched(card: "Card", memory: float, *, survives: int = 10**9, **more: object) -> Search:
@@ -81,7 +82,7 @@ def test_a_peak_of_another_kind_for_large_batches_is_predicted(memory: float) ->
 
     card = Card(memory, peak)
     found = searched(card, memory)
-    assert found.largest == int(memory / 0.05)
+    assert 0 <= memory / 0.05 - found.largest <= TOLERANCE * found.largest
     assert found.predicted == pytest.approx(found.largest, rel=0.3)
     assert len(card.facts["steps"]) <= 2 * log2(found.largest) + 6
 
@@ -115,18 +116,25 @@ def test_a_trial_keeps_its_loss_or_the_allocators_words() -> None:
 
 def test_the_fastest_batch_is_not_the_largest() -> None:
     found = searched(Card(2 + 208 / 4), 2 + 208 / 4)
-    assert found.largest == 208 and 196 <= found.fastest <= 204
+    assert found.largest == 208 and 130 <= found.fastest <= 200
     assert list(found.confirmed) == [208, found.fastest]
     by_size = {trial.batch_size: trial for trial in found.trials}
-    assert by_size[208].tokens_per_s == pytest.approx(992) and by_size[208].peak_gib == 54
-    assert by_size[208].peak_reserved_gib == 55 and by_size[209].tokens_per_s is None
+    assert by_size[208].tokens_per_s == pytest.approx(920) and by_size[208].peak_gib == 54
+    assert by_size[208].peak_reserved_gib == 55 and by_size[210].tokens_per_s is None
+
+
+def test_a_look_ends_and_nothing_is_confirmed_for_a_hundredth_more_tokens() -> None:
+    found = searched(Card(2 + 201 / 4), 2 + 201 / 4)
+    assert found.largest == found.fastest == 201 and list(found.confirmed) == [201]
+    # one to correct the memory model, one to look
+    assert sum(10 < trial.batch_size < 201 for trial in found.trials) == 2
 
 
 @pytest.mark.parametrize("survives", [1, 5, 90, 170, 207])
 def test_confirmations_bisect_too(survives: int) -> None:
     found = searched(Card(2 + 208 / 4), 2 + 208 / 4, survives=survives)
-    assert survives - 208 / 32 < found.largest <= survives and found.largest >= 1
-    assert found.fastest <= found.largest and len(found.confirmed) <= 8
+    assert 0 <= survives - found.largest <= TOLERANCE * survives
+    assert found.fastest <= found.largest and len(found.confirmed) <= 13
 
 
 def test_not_even_one_sequence_is_a_mistake_of_the_user() -> None:
@@ -195,19 +203,22 @@ class Threshold:
     guess=SIZES,
     most=st.one_of(st.none(), st.integers(1, 10**6)),
     share=st.floats(0, 1),
+    tolerance=st.sampled_from([0.0, TOLERANCE]),
 )
 def test_any_threshold_is_found_in_few_trials(
-    largest: int, guess: int, most: int | None, share: float
+    largest: int, guess: int, most: int | None, share: float, tolerance: float
 ) -> None:
     fits = Threshold(largest)
     if most is not None:  # nothing beyond it is tried
-        assert largest_that_fits(fits, guess, most) == min(largest, most)
+        found = largest_that_fits(fits, guess, most, tolerance=tolerance)
+        largest = min(largest, most)
         assert max(fits.asked) <= most
     else:  # what is known to fit is not asked again
         least = int(share * largest)
-        assert largest_that_fits(fits, guess, least=least) == largest
+        found = largest_that_fits(fits, guess, least=least, tolerance=tolerance)
         assert least not in fits.asked or least == 0
         assert len(fits.asked) <= 2 * log2(max(guess, largest, 1)) + 6
+    assert 0 <= largest - found <= tolerance * found
     assert len(fits.asked) == len(set(fits.asked))
 
 
@@ -215,3 +226,6 @@ def test_a_good_guess_costs_few_trials() -> None:
     fits = Threshold(24_600)
     assert largest_that_fits(fits, 24_576) == 24_600
     assert len(fits.asked) <= 10
+    fits = Threshold(24_600)
+    assert largest_that_fits(fits, 24_576, tolerance=TOLERANCE) == 24_576
+    assert len(fits.asked) == 2
