@@ -94,12 +94,15 @@ class JoinedLinears(nn.Module):
         """Map `(..., I)` to `(..., O)`: the concatenated results of the linears."""
         if self.formed is None:
             return torch.cat([linear(x) for linear in self.linears], dim=-1)
-        x = read(self.linears[0], x)
+        return self.product(read(self.linears[0], x), self.formed)
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the result for an already quantized input and all weights, `(O, I)`."""
         biases = [linear.bias for linear in self.linears]
         bias = None
         if biases[0] is not None:
             bias = torch.cat(cast(list[Tensor], biases)).to(x.dtype)
-        return F.linear(x, self.formed, bias)
+        return F.linear(x, weight, bias)
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
         """Split the result of `forward` into one `(..., O_i)` per linear."""

@@ -1,7 +1,8 @@
 """The modules of a prepared student: each forms its weight where it reads it.
 
 `put_in_loop` changes the class of a model's quantized modules, and `take_out` changes it back;
-parameters and their names stay what they are.
+parameters and their names stay what they are. `join` lets projections of the same input be one
+product, as `qat train` does where it compiles.
 """
 
 from functools import cache
@@ -9,12 +10,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from qat.errors import ConfigError
 from qat.extensions.integrations.operator import formed
+from qat.models.regions import join_projections, part_projections
+from qat.nn.activation import read
 from qat.nn.lut_embedding import QuantEmbedding, QuantHead
 from qat.nn.quant_linear import QuantLinear
 from qat.nn.quant_weight import QuantWeight, quant_weights
+from qat.nn.step import JoinedLinears
 
 
 class LoopWeight(QuantWeight):
@@ -52,6 +57,15 @@ class LoopLinear(LoopWeight, QuantLinear):
         return QuantLinear.product(self, x)
 
 
+class LoopJoined(JoinedLinears):
+    """Linears of a prepared student that are one product; each still forms its own weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `(..., I)` to `(..., O)`: the concatenated results of the linears."""
+        x = read(self.linears[0], x)
+        return self.product(x, torch.cat([each.weight_in(x.dtype) for each in self.linears]))
+
+
 class LoopEmbedding(LoopWeight, QuantEmbedding):
     """An embedding of a prepared student."""
 
@@ -74,8 +88,17 @@ def put_in_loop(model: nn.Module) -> None:
         weight.__class__ = _loop_class(type(weight))
 
 
-def take_out(model: nn.Module) -> None:
-    """Undo `put_in_loop`."""
+def join(model: PreTrainedModel) -> None:
+    """Run the layers of `model`, which is in a loop, by the products and kernels of a GPU's run."""
+    join_projections(model)
+    for module in model.modules():
+        if isinstance(module, JoinedLinears):
+            module.__class__ = LoopJoined
+
+
+def take_out(model: PreTrainedModel) -> None:
+    """Undo `put_in_loop` and `join`."""
+    part_projections(model)
     for weight in quant_weights(model).values():
         if isinstance(weight, LoopWeight):
             weight.__class__ = weight.own_class

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from qat import python
 from qat.backend import device as backends
 from qat.errors import ConfigError
-from qat.extensions.integrations.modules import put_in_loop
+from qat.extensions.integrations.modules import join, put_in_loop
 from qat.extensions.integrations.operator import Made, Numbers, formed, parts_of, whole_pulled_back
 from qat.kernels.head import Head
 from qat.models.language_model import LanguageModel
@@ -236,7 +236,10 @@ def prepare(
         sizes=optimizer.sizes,
         end_precision=compute_in(model, dtype),
     )
-    return in_loop(model.train(), prepared)
+    in_loop(model.train(), prepared)
+    if backend.compiles:  # the device where 'qat train' joins them too
+        join(model)
+    return model
 
 
 def has_adapter(student: nn.Module) -> bool:

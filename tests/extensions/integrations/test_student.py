@@ -24,13 +24,15 @@ from train_case import config, make_place
 from transformers import PreTrainedModel
 
 import qat
+from qat.backend.cpu import CpuBackend
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
-from qat.extensions.integrations.modules import LoopWeight
+from qat.extensions.integrations.modules import LoopJoined, LoopWeight
 from qat.models.checkpoint import save_checkpoint
 from qat.models.language_model import LanguageModel
 from qat.models.stored_state import packed_state_dict
 from qat.nn.quant_weight import quant_weights
+from qat.nn.step import JoinedLinears
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +108,24 @@ def test_every_format_takes_the_steps_of_a_run(tmp_path: Path, kind: str, dtype:
     opened = qat.load(tmp_path / "finished", device="cpu", dtype="fp32")
     with torch.no_grad():
         assert torch.equal(opened(IDS).logits, finished(IDS).logits)
+
+
+def test_joined_layers_take_the_steps_of_separate_ones(
+    place: Path, cache: TeacherCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    course = config(place, dtype="bf16")
+    separate = prepared(place, course)
+    monkeypatch.setattr(CpuBackend, "compiles", True)  # as on a GPU
+    joined = copy.deepcopy(prepared(place, course))
+    assert sum(isinstance(module, LoopJoined) for module in joined.modules()) == 4
+    losses = [steps_of_loop(student, cache, course) for student in (joined, separate)]
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=0.0)
+    for name, value in values_of(joined).items():
+        torch.testing.assert_close(value, values_of(separate)[name], rtol=0.0, atol=2e-2)
+    logits = joined.eval()(IDS).logits
+    finished = qat.finish(joined)
+    assert not any(isinstance(module, JoinedLinears) for module in finished.modules())
+    torch.testing.assert_close(finished(IDS).logits, logits.float(), rtol=0.0, atol=5e-2)
 
 
 @pytest.mark.usefixtures("short_fits")

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from train_case import config
 
 import qat
+from qat.backend.cpu import CpuBackend
 from qat.data.reader import TeacherCache
 from qat.errors import ConfigError
 from qat.models.checkpoint import save_checkpoint
@@ -37,7 +38,10 @@ WORLD = 2
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_fits")
 @pytest.mark.parametrize("with_logits", [False, True])
-def test_a_compiled_student_takes_the_same_steps(tmp_path: Path, with_logits: bool) -> None:
+def test_a_compiled_student_takes_the_same_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_logits: bool
+) -> None:
+    monkeypatch.setattr(CpuBackend, "compiles", True)  # joined layers, as on a GPU
     build(tmp_path / "cache")
     save_checkpoint(with_tables(), TOKENIZER, tmp_path / "student")
     cache, course = TeacherCache.open(tmp_path / "cache"), config(tmp_path, dtype="bf16")
