@@ -14,11 +14,12 @@ import torch
 
 from qat.backend import nvidia
 from qat.backend.base import Backend, launched
-from qat.backend.before_torch import tpu_name
 from qat.backend.cpu import CpuBackend, MpsBackend
 from qat.backend.cuda import CudaBackend
+from qat.backend.tpu import tpu_name
 from qat.errors import ConfigError
 from qat.hooks import extension, hooks
+from qat.process import collect_as_usual
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ def select(device: str = "auto") -> Backend:
     Raises:
         ConfigError: the device does not exist here.
     """
+    collect_as_usual()  # a verb that computes has imported what it needs
     if device == "auto":
         device = "cuda" if _has_cuda() else "cpu"
         if device == "cpu" and launched().rank == 0:

@@ -18,7 +18,7 @@ from qat.backend.before_torch import before_torch, keep_bytecode, keep_to_own_co
 from qat.cli.parser import EVERY_VERB, app, mistake, parsed, print_result, run_verb
 from qat.errors import QatError
 from qat.hooks import hooks
-from qat.process import GAPS, gaps_gib, is_out_of_memory
+from qat.process import GAPS, collect_rarely, gaps_gib, is_out_of_memory
 
 __all__ = ["VERBS", "app", "main", "run_verb"]
 
@@ -140,6 +140,7 @@ def main() -> None:
     # a notebook sets it to a module of its own, without which matplotlib cannot even be imported
     os.environ.pop("MPLBACKEND", None)  # noqa: TID251
     _open_closed_outputs()
+    collect_rarely()
     keep_bytecode()
     before_torch()
     keep_to_own_cores()

@@ -1,5 +1,6 @@
 """The set-up before torch is imported: threads as the process has cores, and no TPU look-up."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -9,8 +10,9 @@ import pytest
 from cli_case import call
 
 from qat import process
-from qat.backend import before_torch
+from qat.backend import before_torch, tpu
 from qat.backend.before_torch import keep_to_own_cores
+from qat.backend.device import select
 
 AUTOLOAD, ASKING = "TORCH_DEVICE_BACKEND_AUTOLOAD", "TPU_SKIP_MDS_QUERY"
 
@@ -24,7 +26,7 @@ def put(bus: Path, slot: str, vendor: str, device: str) -> None:
 @pytest.fixture
 def bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A PCI bus of this machine, with a network card that Google made."""
-    monkeypatch.setattr(before_torch, "PCI", tmp_path)
+    monkeypatch.setattr(tpu, "PCI", tmp_path)
     for name in (AUTOLOAD, ASKING, "PJRT_DEVICE"):
         monkeypatch.setenv(name, "set, so that it is put back")
         monkeypatch.delenv(name)
@@ -33,11 +35,11 @@ def bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_tpu_is_told_from_google_s_other_devices(bus: Path) -> None:
-    assert before_torch.tpu_name() is None
+    assert tpu.tpu_name() is None
     put(bus, "1", "0x10de", "0x006f")
-    assert before_torch.tpu_name() is None
+    assert tpu.tpu_name() is None
     put(bus, "2", "0x1ae0", "0x006f")
-    assert before_torch.tpu_name() == "TPU v6 lite"
+    assert tpu.tpu_name() == "TPU v6 lite"
 
 
 @pytest.mark.parametrize(
@@ -64,11 +66,23 @@ def test_torch_tpu_does_not_load_and_libtpu_asks_only_where_a_tpu_is(
 
 def test_the_command_looks_before_torch_is_loaded(monkeypatch, capsys) -> None:
     looks: list[str] = []
-    names = ["before_torch", "keep_bytecode", "keep_to_own_cores"]
+    names = ["before_torch", "collect_rarely", "keep_bytecode", "keep_to_own_cores"]
     for name in names:
         monkeypatch.setattr(f"qat.cli.{name}", lambda name=name: looks.append(name))
     assert call(monkeypatch, "--version") == 0
     assert sorted(looks) == names
+
+
+def test_what_was_imported_is_no_garbage(monkeypatch) -> None:
+    monkeypatch.setattr(process.gc, "freeze", lambda: frozen.append(gc.get_threshold()))
+    usual, frozen = gc.get_threshold(), []
+    monkeypatch.setattr(process, "USUAL", usual)
+    select("cpu")
+    assert not frozen
+    process.collect_rarely()
+    assert min(gc.get_threshold()) > max(usual[1:])
+    select("cpu")
+    assert frozen == [process.RARE] and gc.get_threshold() == usual
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

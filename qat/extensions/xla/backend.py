@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from qat.backend.base import GIB, Backend, MemoryUse, launched
-from qat.backend.before_torch import skip_tpu_metadata, tpu_name
+from qat.backend.before_torch import skip_tpu_metadata
 from qat.backend.copies import Copying
 from qat.backend.cpu import CpuBackend
+from qat.backend.tpu import tpu_name
 from qat.backend.tracing import Tracing
 from qat.errors import ConfigError, how_to_install, is_installed
 from qat.extensions.xla.tracing import COMPILE_LOG, XlaTracing, synchronize
