@@ -215,13 +215,14 @@ class Trials:
     def memory_model(self, seq_len: int, sizes: Sequence[int] = ()) -> MemoryModel | None:
         """Return the line through two small batches' peaks; None if they do not fit or grow.
 
-        They are among `sizes`, unless that is empty.
+        The second has twice the sequences of the first, or was tried before. They are among
+        `sizes`, unless that is empty.
         """
         tokens = self._backend.tokens_at_once
         for small in dict.fromkeys((*(max(1, tokens // part // seq_len) for part in PROBES), 1)):
             if sizes and not {small, 2 * small} <= {*sizes}:
                 continue
-            if self.fits(small) and self.fits(2 * small):
+            if self.fits(small) and (self.line() or self.fits(2 * small)):
                 return self.line()
         return None
 

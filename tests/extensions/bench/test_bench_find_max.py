@@ -87,6 +87,12 @@ def test_a_peak_of_another_kind_for_large_batches_is_predicted(memory: float) ->
     assert len(card.facts["steps"]) <= 2 * log2(found.largest) + 6
 
 
+def test_a_trial_that_fits_is_a_point_of_the_line_where_twice_its_size_does_not() -> None:
+    card = Card(12.0)  # 40 sequences
+    model = Trials(card.step, card).memory_model(seq_len=64)
+    assert card.facts["steps"] == [32, 64, 4] and model.fixed_gib == pytest.approx(2)
+
+
 def test_a_wrong_prediction_is_overruled_by_trials() -> None:
     card = Card(10.0)
     found = searched(card, 500.0)
