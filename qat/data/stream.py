@@ -6,9 +6,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,9 @@ from qat.data.text import (
 )
 from qat.errors import DataError, QatError
 from qat.process import cores
+
+if TYPE_CHECKING:
+    from datasketch import MinHash
 
 # The held-out split: near-identical documents and answers to one prompt go to the same side.
 
@@ -134,14 +137,20 @@ def _minhash_keys(text: str) -> list[int]:
     words = WORD.findall(text.lower())[:MOST_WORDS]
     if not words:
         return [xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))]
-    from datasketch import MinHash  # imports scipy, which takes half a second
-
-    width = min(3, len(words))
-    shingles = {" ".join(words[i : i + width]) for i in range(len(words) - width + 1)}
-    signature = MinHash(BANDS * ROWS, hashfunc=xxhash.xxh32_intdigest)
-    signature.update_batch(shingle.encode() for shingle in shingles)
+    begun_at = (words[first:] for first in range(min(3, len(words))))
+    shingles = set(map(" ".join, zip(*begun_at, strict=False)))
+    signature = _no_signature().copy()
+    signature.update_batch(map(str.encode, shingles))
     bands = signature.hashvalues.reshape(BANDS, ROWS)
     return [xxhash.xxh3_64_intdigest(bytes([i]) + band.tobytes()) for i, band in enumerate(bands)]
+
+
+@cache
+def _no_signature() -> "MinHash":
+    """Return the signature of no text, whose permutations all others share."""
+    from datasketch import MinHash  # imports scipy, which takes half a second
+
+    return MinHash(BANDS * ROWS, hashfunc=xxhash.xxh32_intdigest)
 
 
 def _one_sided(
