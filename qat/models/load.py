@@ -55,8 +55,8 @@ from qat.process import uncounted
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 2**24
-"""Bytes hashed at a time."""
+CHUNK_BYTES = 2**20
+"""Bytes hashed at a time, few enough to stay in a core's cache."""
 MOST_IDS = 2**24
 """The largest token id that is accepted."""
 MOST_WEIGHTS, FEW_WEIGHTS = 8, 2**26
