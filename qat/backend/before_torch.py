@@ -47,16 +47,18 @@ def keep_to_own_cores() -> None:
 
 
 def keep_bytecode() -> None:
-    """Keep bytecode in `BYTECODE` where every process would compile torch's sources again.
+    """Keep bytecode in `BYTECODE` where every process would compile large packages again.
 
     That is so where the installer compiled none, and Python is told to write none, as containers
     do, or may not write beside the sources: some 3,400 modules then take 10 seconds a command.
     Processes that this one starts, such as those that compile kernels, keep it too.
     """
-    torch, place = find_spec("torch"), os.path.expanduser(BYTECODE)
-    if torch is None or torch.cached is None or Path(torch.cached).exists() or sys.pycache_prefix:
+    found, place = map(find_spec, ("torch", "transformers")), os.path.expanduser(BYTECODE)
+    kept = [Path(package.cached) for package in found if package and package.cached]
+    missing = [path for path in kept if not path.exists()]
+    if not missing or sys.pycache_prefix:
         return
-    is_kept = not sys.dont_write_bytecode and os.access(Path(torch.cached).parents[1], os.W_OK)
+    is_kept = not sys.dont_write_bytecode and os.access(missing[0].parents[1], os.W_OK)
     if not is_kept and os.path.isabs(place):  # some users have no home
         sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = place
         sys.dont_write_bytecode = False
