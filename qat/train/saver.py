@@ -302,11 +302,15 @@ class Saver:
         for name, tensor in copy.tensors.items():
             (raw if name.startswith(MODEL) else state)[name.removeprefix(MODEL)] = tensor
         packed = stored_state(self._student.model, raw)  # indices and scales of latent weights
-        with atomic_directory(copy.path, replace=True) as partial:
-            write_checkpoint(self._student.model, self._tokenizer, partial, packed)
+        with (
+            atomic_directory(copy.path, replace=True) as partial,
+            ThreadPoolExecutor(1) as thread,
+        ):
             (partial / STATE).parent.mkdir()
-            safetensors.torch.save_file(state, partial / STATE_TENSORS)
+            large = thread.submit(safetensors.torch.save_file, state, partial / STATE_TENSORS)
+            write_checkpoint(self._student.model, self._tokenizer, partial, packed)
             (partial / STATE).write_text(json.dumps(copy.facts) + "\n", encoding="utf-8")
+            large.result()
             prove(partial, packed, state)
         metrics = self._run.path / METRICS
         if metrics.exists():  # metrics up to this step must survive a crash after it
