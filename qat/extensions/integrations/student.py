@@ -78,13 +78,17 @@ class LoopModel(PreTrainedModel):
     """The class that the model had before."""
     prepared: Prepared
 
-    def read(self, input_ids: Tensor, position_ids: Tensor) -> StudentOutput:
+    def read(self, input_ids: Tensor, position_ids: Tensor | None = None) -> StudentOutput:
         """Return hidden states of packed rows, and the head.
 
         Args:
             input_ids: token ids, `(B, S)`.
-            position_ids: positions, `(B, S)`; where they restart another document begins.
+            position_ids: positions, `(B, S)`; where they restart another document begins. By
+                default each row is one.
         """
+        if position_ids is None:
+            row = torch.arange(input_ids.shape[1], device=input_ids.device)
+            position_ids = row.expand_as(input_ids)
         language, dtype = self.prepared.language, self.prepared.dtype
         is_packed = has_documents(position_ids)
         with autocast(language.device, dtype):

@@ -277,6 +277,15 @@ def test_prepare_draws_no_random_number_and_quantizes(place: Path) -> None:
     assert_same(packed_state_dict(qat.finish(student)), packed_state_dict(plain))
 
 
+def test_rows_without_positions_are_a_document_each(place: Path, cache: TeacherCache) -> None:
+    (batch,) = batches_of(cache, 0, 1)
+    student = prepared(place, config(place))
+    whole = torch.arange(batch.input_ids.shape[1]).expand_as(batch.input_ids)
+    given = student(batch.input_ids, position_ids=whole, with_logits=False)
+    assert torch.equal(student(batch.input_ids, with_logits=False).hidden, given.hidden)
+    assert not torch.equal(whole, batch.position_ids)
+
+
 def test_mistakes(place: Path, cache: TeacherCache) -> None:
     (batch,) = batches_of(cache, 0, 1)
     student = prepared(place, config(place))
