@@ -97,9 +97,9 @@ class TorchAdamW:
 
     def load(self, state: dict[str, Tensor]) -> None:
         """See `Mover`."""
-        if not any(f"step.{name}" in state for name in self._learners):
-            return  # saved before the first step, which creates the moments
         for name, (p, *_) in self._learners.items():
+            if f"step.{name}" not in state:
+                continue  # saved before its first gradient, which creates the moments
             step = state[f"step.{name}"].to(p.device if self._is_fused else "cpu")
             moments = {moment: state[f"{moment}.{name}"].to(p.device) for moment in MOMENTS}
             self._adamw.state[p] = {"step": step, **moments}
@@ -129,9 +129,12 @@ class Counted:
         return found
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """See `Mover`."""
+        """See `Mover`; of `TorchAdamW`'s counts, one for each parameter, the largest is taken."""
         for name, both in self._moments.items():
-            self._count.copy_(state[f"step.{name}"])
+            if f"step.{name}" not in state:
+                continue  # `TorchAdamW` saved it before its first gradient
+            count = state[f"step.{name}"].to(self._count.device)
+            self._count.copy_(torch.maximum(self._count, count))
             for key, tensor in zip(MOMENTS, both, strict=True):
                 tensor.copy_(state[f"{key}.{name}"])
 

@@ -9,7 +9,7 @@ from torch import nn
 from train_case import visiting
 
 from qat.backend.base import Backend
-from qat.train.adamw import Learner, TorchAdamW
+from qat.train.adamw import KernelAdamW, Learner, TorchAdamW
 from qat.train.adamw16bit import StochasticAdamW
 
 
@@ -22,6 +22,26 @@ def test_the_factor_of_the_gradients_is_in_the_moments(tmp_path, is_fused: bool)
     mover.move(0, 1.0, torch.tensor(0.25))
     moment = mover.state()["exp_avg.weight"]
     torch.testing.assert_close(moment, 0.1 * 0.25 * gradient)
+
+
+def test_a_run_goes_on_with_another_adamw() -> None:
+    learners = {name: Learner(nn.Parameter(torch.randn(8)), 0.1, 0.0) for name in ("a", "b", "c")}
+    before = TorchAdamW(learners, 0.99, is_fused=False)
+    for given in ("", "a", "ab", "a"):  # b gets a gradient once, c never
+        for name, (p, *_) in learners.items():
+            p.grad = torch.randn(8) if name in given else None
+        if given:
+            before.move(0, 1.0, torch.tensor(1.0))
+        state = before.state()
+        movers = KernelAdamW(learners, 0.99), TorchAdamW(learners, 0.99, is_fused=False)
+        for mover in movers:
+            mover.load(state)
+        for name in learners:
+            mine, theirs = (mover.state() for mover in movers)
+            assert mine[f"step.{name}"] == state.get("step.a", 0)
+            moment = state.get(f"exp_avg.{name}", torch.zeros(8))
+            assert torch.equal(mine[f"exp_avg.{name}"], moment)
+            assert torch.equal(theirs.get(f"exp_avg.{name}", torch.zeros(8)), moment)
 
 
 def test_moments_on_the_host_move_weights_to_the_same_bits(
