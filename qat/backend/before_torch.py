@@ -59,7 +59,17 @@ def keep_bytecode() -> None:
     if not missing or sys.pycache_prefix:
         return
     is_kept = not sys.dont_write_bytecode and os.access(missing[0].parents[1], os.W_OK)
-    if not is_kept and os.path.isabs(place):  # some users have no home
+    if not is_kept and os.path.isabs(place) and _is_own(place):  # some users have no home
         sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = place
         sys.dont_write_bytecode = False
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def _is_own(place: str) -> bool:
+    """Return whether this user can write there and nobody else made it: what it holds is run."""
+    try:
+        os.makedirs(place, mode=0o700, exist_ok=True)
+    except OSError:
+        return False
+    user = os.geteuid() if hasattr(os, "geteuid") else 0
+    return os.access(place, os.W_OK) and os.stat(place).st_uid == user

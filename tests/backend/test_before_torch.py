@@ -102,14 +102,18 @@ def test_bytecode_is_kept_where_python_would_keep_none(
         cached.touch()
     spec = SimpleNamespace(cached=str(cached))
     monkeypatch.setattr(before_torch, "find_spec", lambda _: spec)
-    monkeypatch.setenv("HOME", "/home/somebody")
+    if home == "other's":
+        monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    if home == "none":
+        (tmp_path / ".cache").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", "set, so that it is put back")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setattr(sys, "pycache_prefix", None)
     monkeypatch.setattr(sys, "dont_write_bytecode", is_told)
     before_torch.keep_bytecode()
-    place = "/home/somebody/.cache/qat/bytecode"
-    is_ours = is_told and not is_compiled
+    place = f"{tmp_path}/.cache/qat/bytecode"
+    is_ours = is_told and not is_compiled and home == "own"
     assert sys.pycache_prefix == (place if is_ours else None)
     assert sys.dont_write_bytecode is (is_told and not is_ours)
     assert (os.environ["PYTHONPYCACHEPREFIX"] == place) is is_ours
