@@ -66,9 +66,10 @@ def prove(directory: Path, *written: dict[str, Tensor]) -> None:
                 f"{which}, expected numbers to save; lower --lr and its kin, or --clip-grad-norm, "
                 "and go on from an older checkpoint"
             )
+        headers = [_header(path) for path in of_tensors]
         for path in of_tensors:
             _forget_pages(path)
-        for _ in threads.map(partial(_compare, meant=meant), of_tensors):
+        for _ in threads.map(partial(_compare, meant=meant), of_tensors, headers):
             pass
     listed = {
         path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
@@ -141,18 +142,22 @@ def _forget_pages(path: Path) -> None:
             os.close(descriptor)
 
 
-def _compare(path: Path, meant: dict[str, Tensor]) -> None:
+def _header(path: Path) -> bytes:
+    """Return what stands before a file's tensors: 8 bytes of length, and JSON with their places."""
+    with path.open("rb") as file:
+        length = file.read(8)
+        return length + file.read(int.from_bytes(length, "little"))
+
+
+def _compare(path: Path, written: bytes, meant: dict[str, Tensor]) -> None:
     # not by safe_open: safetensors 0.8.0 leaks 64 bytes per tensor read
     with path.open("rb") as file:
-        # 8 bytes: the header's length; the header: JSON with each tensor's place behind it
-        header_bytes = int.from_bytes(file.read(8), "little")
-        try:
-            header = parse_json(file.read(header_bytes))
-        except ValueError:
-            raise _reads_otherwise(path, "its header") from None
+        if file.read(len(written)) != written:
+            raise _reads_otherwise(path, "its header")
+        header = parse_json(written[8:])
         for name in sorted(header.keys() & meant.keys(), key=lambda n: header[n]["data_offsets"]):
             begin, end = header[name]["data_offsets"]
-            file.seek(8 + header_bytes + begin)
+            file.seek(len(written) + begin)
             is_alike = header[name]["shape"] == [*meant[name].shape]
             if not (is_alike and end - begin == meant[name].nbytes and _reads(file, meant[name])):
                 raise _reads_otherwise(path, name)

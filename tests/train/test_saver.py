@@ -68,7 +68,7 @@ def test_what_changes_after_a_save_is_not_in_it(trainer: Trainer, monkeypatch) -
     assert problem(path) is None and load_checkpoint(path).hf_quantizer.packed is None
 
 
-def test_a_file_that_reads_otherwise_than_written_is_found(tmp_path: Path) -> None:
+def test_a_file_that_reads_otherwise_than_written_is_found(tmp_path: Path, monkeypatch) -> None:
     written = {"a": torch.tensor([1.0, 3.0]), "b": torch.zeros(0)}
     safetensors.torch.save_file(written, tmp_path / "x.safetensors")
     (tmp_path / "trainer").mkdir()
@@ -82,6 +82,13 @@ def test_a_file_that_reads_otherwise_than_written_is_found(tmp_path: Path) -> No
         prove(tmp_path, {"a": written["a"][:, None]})
     with pytest.raises(CheckpointError, match="b reads otherwise"):
         prove(tmp_path, {"b": torch.zeros(0, 3)})
+
+    def damage(path: Path) -> None:
+        path.write_bytes(path.read_bytes().replace(b"F32", b"F33"))
+
+    monkeypatch.setattr(saving, "_forget_pages", damage)
+    with pytest.raises(CheckpointError, match="header reads otherwise"):
+        prove(tmp_path, written)
 
 
 def test_copies_on_the_host_keep_ties() -> None:
