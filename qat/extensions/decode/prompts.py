@@ -67,7 +67,12 @@ def open_prompts(
         prompts = _first(source.rows, settings.rows or None, settings, tokenizer)
         rows = range(min(settings.rows or sys.maxsize, len(prompts) * settings.samples))
         order = [row // settings.samples for row in rows]
-    largest = max(max(prompt.ids, default=0) for prompt in prompts)
+    if not all(prompt.ids for prompt in prompts):
+        raise DataError(
+            "a prompt holds no token, expected something to continue; leave it out, mend the chat "
+            "template that writes nothing, or begin from nothing with --rows N and no --prompts"
+        )
+    largest = max(max(prompt.ids) for prompt in prompts)
     check_vocabulary(largest, model.config.vocab_size)
     long = [n for n, prompt in enumerate(prompts) if len(prompt.ids) >= model.longest]
     if long:
@@ -191,13 +196,7 @@ def _prompts_of(
     """
     if isinstance(document, str):
         if settings.raw or not tokenizer.chat_template:
-            ids = text_ids(document, tokenizer)
-            if not ids:
-                raise DataError(
-                    "a prompt holds no token, expected something to continue; leave it out, or "
-                    "begin from nothing with --rows N and no --prompts"
-                )
-            return [(Prompt(ids, document, "none"), None)]
+            return [(Prompt(text_ids(document, tokenizer), document, "none"), None)]
         document = [{"role": "user", "content": document}]
     while document and document[-1]["role"] == "assistant":
         document = document[:-1]

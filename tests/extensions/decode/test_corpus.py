@@ -340,6 +340,9 @@ def test_chats_want_a_template_and_a_question(teacher: Path, chats: Path, tmp_pa
     settings = SampleConfig(prompts=str(chats)).settings()
     with pytest.raises(ConfigError, match="needs a chat template, but the tokenizer has none"):
         module.open_prompts(settings, model, corpus.tokenizer)
+    corpus.tokenizer.chat_template = '{{ "" }}'
+    with pytest.raises(DataError, match="holds no token"):
+        module.open_prompts(settings, model, corpus.tokenizer)
     chats.write_text(json.dumps({"messages": [answer("sat")]}) + "\n")
     with pytest.raises(DataError, match="holds answers alone"):
         opened(teacher, prompts=str(chats))
