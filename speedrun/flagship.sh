@@ -91,6 +91,7 @@ esac
 for file in $GSM8K $INSTRUCTIONS $HUMANEVAL; do
     [ -f "$file" ] || fail "$file is not there, expected a file of questions; check GSM8K, INSTRUCTIONS and HUMANEVAL"
 done
+[[ $EXERCISES =~ ^([1-9][0-9]*)?$ ]] || fail "EXERCISES=$EXERCISES, expected how many; say EXERCISES=12000 or nothing"
 for student in $STUDENTS; do
     formats=FORMATS_${student//./_}
     [ -n "${!formats:-}" ] || fail "STUDENTS=$STUDENTS has $student without flags of 'qat convert'," \

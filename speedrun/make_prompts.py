@@ -157,12 +157,23 @@ def exercises_asked(count: int) -> Iterator[Question]:
 def exercises_in(
     path: Path, problems: list[tuple[str, str]], count: Counter[str]
 ) -> Iterator[Function]:
-    """Yield the exercises of a teacher's answers; count what there was and why it was left out."""
+    """Yield the exercises of a teacher's answers; count what there was and why it was left out.
+
+    Raises:
+        SystemExit: a row is no chat.
+    """
     shown = Overlap((each["name"], each["code"]) for each in EXERCISES["shown"])
     suite, seen = Overlap(problems), set()
     for row in read_rows(path):
         count["answers"] += 1
-        for block in BLOCK.findall(row["messages"][-1]["content"]):
+        try:
+            blocks = BLOCK.findall(row["messages"][-1]["content"])
+        except (KeyError, IndexError, TypeError):
+            raise SystemExit(
+                f"{path} has a row of {', '.join(row)}, expected messages with a text at the end; "
+                "give what 'qat sample' made of exercises_asked.jsonl"
+            ) from None
+        for block in blocks:
             for function in documented(beginning(block)):
                 name = function.signature.partition("(")[0]
                 about = " ".join(function.doc.partition(f"{name}(")[0].lower().split())
@@ -201,7 +212,7 @@ def functions_asked(functions: Iterable[Function], ways: Iterable[str]) -> Itera
     for signature, doc in functions:
         names = sorted({*re.findall(r"\w+", signature)} & {*typing.__all__})
         header = f"from typing import {', '.join(names)}\n\n\n" if names else ""
-        end = "\n" if "\n" in doc else ""
+        end = "\n" if "\n" in doc or doc.endswith('"') else ""
         code = f"{header}def {signature}:\n" + indent(f'"""{doc}{end}"""', "    ")
         yield from ((way.format(code=code, signature=signature, doc=doc),) for way in ways)
 

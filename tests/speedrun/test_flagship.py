@@ -91,10 +91,15 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "settings.sh").exists()
 
 
-def test_a_student_without_formats_is_named(tmp_path: Path) -> None:
-    found = flagship(tmp_path / "out", SUITE="cloze=x", STUDENTS="2.5 9.9")
-    assert found.returncode == 1 and "FORMATS_9_9" in found.stderr
-    assert not (tmp_path / "out").exists()
+def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
+    for settings, named in (
+        ({"STUDENTS": "2.5 9.9"}, "FORMATS_9_9"),
+        ({"EXERCISES": "0"}, "EXERCISES=0"),
+        ({"EXERCISES": "some"}, "EXERCISES=some"),
+    ):
+        found = flagship(tmp_path / "out", SUITE="cloze=x", **settings)
+        assert found.returncode == 1 and named in found.stderr
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ class Shelf:
 def short():
     """Say little."""
 '''
+QUOTED = "def last(words):\n    '''Return the last of some words: last([\"a\", \"b\"]) is \"b\"'''"
 
 
 def asked(path: Path) -> list[str]:
@@ -57,7 +58,7 @@ def test_documented_public_functions_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_code_in_a_question_is_a_function_with_its_docstring(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text(CODE)
+    (tmp_path / "a.py").write_text(CODE + QUOTED)
     blocks = [
         text.split("```python\n")[-1].split("```")[0]
         for (text,) in make_prompts.functions_asked(
@@ -65,7 +66,7 @@ def test_code_in_a_question_is_a_function_with_its_docstring(tmp_path: Path) -> 
         )
         if "Complete" in text
     ]
-    assert len(blocks) == 4
+    assert len(blocks) == 6
     for block in blocks:
         compile(block, "asked", "exec")
 
@@ -162,3 +163,7 @@ def test_exercises_come_from_answers_but_not_from_a_suite(
         make_prompts.write_exercises(
             tmp_path / "answers.jsonl", out=tmp_path, humaneval=str(tmp_path / "none.jsonl")
         )
+    for row in ({"text": "a"}, {"messages": []}, {"messages": [{"content": None}]}):
+        file = write_rows(tmp_path / "answers.jsonl", [row])
+        with pytest.raises(SystemExit, match=rf"answers\.jsonl .* {next(iter(row))}, expected"):
+            make_prompts.write_exercises(file, out=tmp_path)
