@@ -5,6 +5,7 @@ libtpu loads with torch wherever torch_xla or torch_tpu is installed, even witho
 """
 
 import os
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,9 @@ from qat.backend.tpu import tpu_name
 from qat.process import cores
 
 BYTECODE = "~/.cache/qat/bytecode"
+ROOM_BYTES = 2**30
+"""Free bytes to keep bytecode, which takes a tenth. On a full disk Python before 3.12.8 leaves half
+of a file (cpython issue 126606), and no later command can import it."""
 
 
 def skip_tpu_metadata() -> None:
@@ -59,17 +63,18 @@ def keep_bytecode() -> None:
     if not missing or sys.pycache_prefix:
         return
     is_kept = not sys.dont_write_bytecode and os.access(missing[0].parents[1], os.W_OK)
-    if not is_kept and os.path.isabs(place) and _is_own(place):  # some users have no home
+    if not is_kept and os.path.isabs(place) and _is_fit(place):  # some users have no home
         sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = place
         sys.dont_write_bytecode = False
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
-def _is_own(place: str) -> bool:
-    """Return whether this user can write there and nobody else made it: what it holds is run."""
+def _is_fit(place: str) -> bool:
+    """Return whether `place` has room and is this user's, because what it holds is run."""
     try:
         os.makedirs(place, mode=0o700, exist_ok=True)
     except OSError:
         return False
     user = os.geteuid() if hasattr(os, "geteuid") else 0
-    return os.access(place, os.W_OK) and os.stat(place).st_uid == user
+    is_own = os.access(place, os.W_OK) and os.stat(place).st_uid == user
+    return is_own and shutil.disk_usage(place).free > ROOM_BYTES

@@ -91,7 +91,7 @@ def test_what_was_imported_is_no_garbage(monkeypatch, has_third: bool) -> None:
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize(
-    ("is_told", "home"), [(False, "own"), (True, "own"), (True, "other's"), (True, "none")]
+    ("is_told", "home"), [(False, "own"), *((True, h) for h in ("own", "other's", "none", "full"))]
 )
 def test_bytecode_is_kept_where_python_would_keep_none(
     tmp_path: Path, monkeypatch, is_told: bool, home: str, is_compiled: bool
@@ -106,6 +106,8 @@ def test_bytecode_is_kept_where_python_would_keep_none(
         monkeypatch.setattr(os, "geteuid", lambda: 4242)
     if home == "none":
         (tmp_path / ".cache").touch()
+    if home == "full":
+        monkeypatch.setattr(before_torch, "ROOM_BYTES", 2**80)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", "set, so that it is put back")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
