@@ -35,7 +35,9 @@ logger = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[3]
 FALLBACKS = dict.fromkeys(
     ("kernels.attention._forward_kernel", "kernels.attention._backward_kernel",
-     "kernels.joined_attention._turn_kernel", "kernels.joined_attention._turn_back_kernel"),
+     "kernels.joined_attention._turn_kernel", "kernels.joined_attention._turn_back_kernel",
+     "kernels.block_attention._forward_kernel", "kernels.block_attention._backward_kernel",
+     "kernels.block_attention._delta_kernel"),
     "PyTorch's attention",
 ) | dict.fromkeys(
     (f"nsa.kernels.gather.{name}_kernel" for name in
