@@ -19,6 +19,7 @@ import ast
 import json
 import random
 import re
+import sys
 import sysconfig
 import tomllib
 import typing
@@ -32,7 +33,7 @@ from typing import Annotated, NamedTuple
 
 from cyclopts import App, Parameter
 
-from qat.errors import DataError
+from qat.errors import DataError, QatError
 from qat.extensions.suite.overlap import Overlap, humaneval_problems
 from qat.extensions.suite.programs import BLOCK
 from qat.extensions.suite.rows import HELD_OUT, read_rows
@@ -280,5 +281,13 @@ def instructions_asked(paths: Iterable[Path]) -> Iterator[Question]:
                 yield (question,)
 
 
+def run(words: list[str] | None = None) -> None:
+    """Run the command line; a mistake of the user ends it with one line."""
+    try:
+        app(words)
+    except QatError as error:
+        sys.exit(f"make_prompts: {error}")
+
+
 if __name__ == "__main__":
-    app()
+    run()

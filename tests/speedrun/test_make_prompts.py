@@ -167,3 +167,11 @@ def test_exercises_come_from_answers_but_not_from_a_suite(
         file = write_rows(tmp_path / "answers.jsonl", [row])
         with pytest.raises(SystemExit, match=rf"answers\.jsonl .* {next(iter(row))}, expected"):
             make_prompts.write_exercises(file, out=tmp_path)
+
+
+def test_a_file_that_is_missing_is_one_line(tmp_path: Path) -> None:
+    missing, out = str(tmp_path / "answers.jsonl"), tmp_path / "out"
+    with pytest.raises(SystemExit) as ended:
+        make_prompts.run(["exercises", missing, "--out", str(out)])
+    assert missing in str(ended.value) and "\n" not in str(ended.value)
+    assert not out.exists()
