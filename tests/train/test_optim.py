@@ -15,11 +15,13 @@ from transformers import PreTrainedModel
 
 from qat.backend.base import DTYPES
 from qat.errors import ConfigError
+from qat.kernels.dispatch import computing_by
 from qat.nn.latent import to_latent
 from qat.nn.sites import open_sites
 from qat.nn.swap import linear_names, put_table, replace_module, table_names, table_spec
 from qat.quant.fit import fit_weight
 from qat.ranks import Ranks
+from qat.train.adamw import KernelAdamW, TorchAdamW
 from qat.train.config import TrainConfig
 from qat.train.learnable import learnable, natural_sizes, weights_in_scope
 from qat.train.optim import Optimizer
@@ -52,6 +54,19 @@ def wide_student(kept: TrainConfig | None = None) -> PreTrainedModel:
 def optimizer_of(model: PreTrainedModel, config: TrainConfig, kinds: tuple = ALL) -> Optimizer:
     names = weights_in_scope(model, config.scope)
     return Optimizer(model, learnable(model, names, kinds), config)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mover"),
+    [("Qwen3ForCausalLM", KernelAdamW), ("Qwen3MoeForCausalLM", TorchAdamW)],
+)
+def test_experts_are_counted_one_by_one(tmp_path, architecture: str, mover: type) -> None:
+    pytest.importorskip("triton")
+    model = build(architecture)
+    names = [name for name, _ in model.named_parameters() if "norm" not in name]
+    with computing_by(True):
+        chosen = Optimizer(model, {"scales": names}, settings(tmp_path))
+    assert [type(each) for each in chosen._movers] == [mover]
 
 
 def rms(tensor: Tensor) -> float:
