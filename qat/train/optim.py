@@ -131,7 +131,7 @@ class Optimizer:
         if rest:
             parameters = [each.parameter for each in rest.values()]
             is_plain = all(p.dtype == torch.float32 and p.is_contiguous() for p in parameters)
-            # an expert's first gradient may come late; one count of steps would double its step
+            # an expert's gradients may begin late; by one count its first step would be longer
             is_plain &= not any("experts" in name.split(".") for name in rest)
             mover: Mover
             if is_plain and use_triton(parameters[0], kernels.__name__):
