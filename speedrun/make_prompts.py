@@ -149,6 +149,11 @@ def exercises_asked(count: int) -> Iterator[Question]:
     """Yield chats that show a worked exercise and ask for another one of a drawn kind."""
     lists = (EXERCISES["levels"], *(EXERCISES[name].split() for name in ("activities", "subjects")))
     kinds = [*product(*lists, EXERCISES["arguments"], EXERCISES["shown"])]
+    if not 0 <= count <= len(kinds):
+        raise DataError(
+            f"ask_exercises={count}, expected 0 to {len(kinds)}, as many as there are kinds; ask "
+            "for fewer, and take several answers to each (qat sample --samples)"
+        )
     for level, activity, subject, argument, shown in random.Random(SEED).sample(kinds, count):
         asked = (shown["asked"], f"{level} about {activity} {subject}, for {argument}")
         first, second = (EXERCISES["ask"].format(asked=each) for each in asked)

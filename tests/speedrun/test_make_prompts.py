@@ -169,9 +169,11 @@ def test_exercises_come_from_answers_but_not_from_a_suite(
             make_prompts.write_exercises(file, out=tmp_path)
 
 
-def test_a_file_that_is_missing_is_one_line(tmp_path: Path) -> None:
+def test_a_mistake_is_one_line(tmp_path: Path) -> None:
     missing, out = str(tmp_path / "answers.jsonl"), tmp_path / "out"
-    with pytest.raises(SystemExit) as ended:
-        make_prompts.run(["exercises", missing, "--out", str(out)])
-    assert missing in str(ended.value) and "\n" not in str(ended.value)
-    assert not out.exists()
+    asked = "--code", str(tmp_path), "--out", str(out), "--ask-exercises=-1"
+    for words, named in ((["exercises", missing, "--out", str(out)], missing), ([*asked], "=-1,")):
+        with pytest.raises(SystemExit) as ended:
+            make_prompts.run(words)
+        assert named in str(ended.value) and "\n" not in str(ended.value)
+    assert not (out / "exercises_asked.jsonl").exists() and not (out / "exercises.jsonl").exists()
