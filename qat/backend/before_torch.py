@@ -51,10 +51,11 @@ def keep_to_own_cores() -> None:
 
 
 def keep_bytecode() -> None:
-    """Keep bytecode in `BYTECODE` where every process would compile large packages again.
+    """Store Python's bytecode in `BYTECODE` if nothing else would store it.
 
-    That is so where the installer compiled none, and Python is told to write none, as containers
-    do, or may not write beside the sources: some 3,400 modules then take 10 seconds a command.
+    That is the case if the installer compiled none, and Python either is told to write none, as in
+    containers, or may not write beside the sources. Each command then compiles some 3,400 modules,
+    which takes 10 seconds.
     Processes that this one starts, such as those that compile kernels, keep it too.
     """
     found, place = map(find_spec, ("torch", "transformers")), os.path.expanduser(BYTECODE)

@@ -1,4 +1,4 @@
-"""Whether this machine has a TPU, as its PCI bus says; nothing is loaded to ask."""
+"""Detection of a TPU by the device ids on the PCI bus, without loading a library."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -106,7 +106,7 @@ class TorchAdamW:
 
 
 class Counted:
-    """What updates of tensors with moments of their own share: one count of steps for all."""
+    """A base class of optimizers with one step count for all tensors, and moments for each."""
 
     def __init__(self, device: torch.device, beta2: float) -> None:
         self._betas = BETA1, beta2

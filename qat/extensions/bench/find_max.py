@@ -262,7 +262,8 @@ class Search:
     largest: int
     fastest: int  # the size with the most tokens/s; the largest if none is `TOLERANCE` faster
     confirmed: dict[int, float | None]
-    """Tokens/s of each size that was compiled and run anew; None for out of memory."""
+    """The tokens/s of each batch size that was timed again with a fresh compilation; None if memory
+    ran out."""
     memory_gib: float | None
     model: MemoryModel | None
     """The fitted model; None if two sequences do not fit, or if memory is not counted."""

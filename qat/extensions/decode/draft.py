@@ -1,4 +1,4 @@
-"""Decode speculatively: a student drafts tokens, which its teacher reads in a single pass.
+"""Speculative decoding: a student drafts tokens, and its teacher checks them in one pass.
 
 A drafted token x is taken with probability `min(1, p(x) / q(x))`, of its probabilities p by the
 teacher and q by the draft. The first that is not taken is replaced by a draw from the normalised

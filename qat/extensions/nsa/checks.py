@@ -44,7 +44,7 @@ _warned: WeakKeyDictionary[object, set[str]] = WeakKeyDictionary()
 
 
 def warn(model: object, layers: list[dict]) -> None:
-    """Log a warning for each failing check of a model, and repeat it only after a pass in between.
+    """Log a warning for each check of a model that fails now and did not fail in the last call.
 
     The first call says nothing: gates are collapsed where they begin.
     """

@@ -1,4 +1,4 @@
-"""Measure the rounding of Core AI in float16 on a CPU, and its cost to a student.
+"""Measure how Core AI rounds in float16 on a CPU, and how much KL that costs a student.
 
 python measure_coreai.py STUDENT TEXT --figures figures.jsonl
 
