@@ -111,7 +111,7 @@ def measure(
     for turn in range(rounds + 1):
         for case in cases:
             began = time.perf_counter()
-            case.sampler.sample(case.requests)
+            list(case.sampler.sample(case.requests))
             case.seconds.append(time.perf_counter() - began)
         tell("warm" if turn == 0 else f"round {turn} of {rounds}")
     cases = [replace(case, seconds=case.seconds[1:]) for case in cases]

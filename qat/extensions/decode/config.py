@@ -45,8 +45,8 @@ class SampleSettings(Settings):
     batch_size: Speed[int] = Field(256, ge=1)
     """Rows in flight at once; a finished row is replaced by the next."""
     shard_size: Speed[int] = Field(4096, ge=1)
-    """Rows per shard. A shard is the unit of work of a rank, and an interrupted run repeats at most
-    one shard per rank."""
+    """Rows per shard. A shard is the unit of work of a rank and is written when all its rows have
+    ended; an interrupted run repeats the unfinished shards."""
 
     def check_asked(self) -> None:
         """Refuse settings without anything to sample, or with samples per prompt but no prompts.

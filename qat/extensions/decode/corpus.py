@@ -1,8 +1,10 @@
 """Sample a corpus from a model: prompts -> shards of rows -> one file of JSON lines.
 
-Shards are independent: each is sampled starting with an empty batch and written atomically. A run
-that was killed at any point therefore resumes after its last shard and ends with the same bytes,
-and several ranks can take shards in turn.
+The rows of all shards are sampled as one stream, so that a batch is full until the last rows. A
+shard is written atomically when all its rows have ended. A run that was killed at any point
+therefore repeats the rows of the shards that it had begun and not finished, and several ranks can
+take shards in turn. A row that is sampled again has its own random numbers again, but other rows
+beside it, which may change the last bits of its logits.
 """
 
 import hashlib
@@ -10,7 +12,8 @@ import json
 import logging
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -79,9 +82,9 @@ class Corpus(NamedTuple):
     def batch(self) -> Batch:
         """Return the batch size and the maximum lengths of a batch."""
         settings, rows = self.settings, map(self.request, range(self.num_rows))
-        lengths = [(len(request.ids) + request.limit, request.limit) for request in rows]
+        lengths = {(len(request.ids) + request.limit, request.limit) for request in rows}
         num_positions, max_new_tokens = (max(each) for each in zip(*lengths, strict=True))
-        size = min(settings.batch_size, settings.shard_size, self.num_rows)
+        size = min(settings.batch_size, self.num_rows)
         sampling = Sampling(settings.temperature, settings.top_p)
         return Batch(size, num_positions, max_new_tokens, sampling, self.ends)
 
@@ -235,30 +238,39 @@ def _differences(old: dict[str, object], new: dict[str, object]) -> str:
 def _sample_shards(
     model: LanguageModel, corpus: Corpus, parts: Path, *, run: str, ranks: Ranks
 ) -> float | None:
-    """Sample this rank's missing shards; return new tokens per second, None without any."""
+    """Sample this rank's missing shards; return new tokens per second, None without any.
+
+    The seconds are those of the sampling, from the first request to the end of the last row.
+    """
     mine = list(enumerate(corpus.shards()))[ranks.rank :: ranks.size]
     missing = [(number, rows) for number, rows in mine if rows_in(parts, number, run) is None]
     if not missing:
         return None
     sampler = open_sampler(model, corpus.batch())
     done = sum(len(rows) for _, rows in mine) - sum(len(rows) for _, rows in missing)
-    num_tokens, seconds = 0, 0.0
+    num_tokens = 0
     with (
         progress("sampling", corpus.num_rows, "rows", done=done * ranks.size) as ticker,
         ThreadPoolExecutor(1) as writer,
     ):
-        # a background thread decodes and writes a shard while the next one is sampled
+        # a background thread decodes and writes a shard while the next ones are sampled
         written: Future[None] = Future()
         written.set_result(None)
-        for number, rows in missing:
-            began = time.perf_counter()
-            requests = [corpus.request(row) for row in rows]
-            said = sampler.sample(requests, lambda count: ticker.advance(ranks.size * count))
-            seconds += time.perf_counter() - began
-            num_tokens += sum(map(len, said))
-            written.result()
-            path = _shard(parts, number)
-            written = writer.submit(_write_shard, corpus, rows, said, path=path, run=run)
+        unfinished: defaultdict[int, dict[int, list[int]]] = defaultdict(dict)
+        began = time.perf_counter()
+        requests = (corpus.request(row) for _, rows in missing for row in rows)
+        for place, ids in sampler.sample(requests):
+            num_tokens += len(ids)
+            ticker.advance(ranks.size)
+            # all shards but a last one have this size
+            index, within = divmod(place, corpus.settings.shard_size)
+            number, rows = missing[index]
+            unfinished[number][rows[within]] = ids
+            if len(unfinished[number]) == len(rows):
+                written.result()
+                said, path = unfinished.pop(number), _shard(parts, number)
+                written = writer.submit(_write_shard, corpus, said, path=path, run=run)
+        seconds = time.perf_counter() - began
         written.result()
     return round(num_tokens / seconds, 1)
 
@@ -267,12 +279,9 @@ def _shard(parts: Path, number: int) -> Path:
     return parts / f"{number:06d}.jsonl"
 
 
-def _write_shard(
-    corpus: Corpus, rows: Sequence[int], said: Sequence[list[int]], *, path: Path, run: str
-) -> None:
-    lines = (
-        json.dumps(row, ensure_ascii=False) + "\n" for row in _written_rows(corpus, rows, said, run)
-    )
+def _write_shard(corpus: Corpus, said: Mapping[int, list[int]], *, path: Path, run: str) -> None:
+    """Write a shard of these rows, given as the new tokens of each row number."""
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in _written_rows(corpus, said, run))
     content = "".join(lines).encode()
     write_atomically(path, _head(path, run, content) + content)
 
@@ -296,11 +305,11 @@ def rows_in(parts: Path, number: int, run: str) -> bytes | None:
 
 
 def _written_rows(
-    corpus: Corpus, rows: Sequence[int], said: Sequence[list[int]], run: str
+    corpus: Corpus, said: Mapping[int, list[int]], run: str
 ) -> Iterator[dict[str, object]]:
-    """Yield the rows as they are written, without those that are dropped."""
+    """Yield the rows as they are written, in their order, without those that are dropped."""
     settings = corpus.settings.model_dump(mode="json", include={*TOLD})
-    for number, ids in zip(rows, said, strict=True):
+    for number, ids in sorted(said.items()):
         prompt, is_ended = corpus.prompt(number), ids[-1] in corpus.ends
         row, answer = row_text(prompt, ids[:-1] if is_ended else ids, corpus.tokenizer)
         if not answer.strip() or variety(answer) < corpus.settings.least_variety:

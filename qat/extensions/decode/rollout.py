@@ -24,7 +24,7 @@ from qat.backend import device as backends
 from qat.data.packing import NO_LABEL, Batch
 from qat.data.reader import TeacherCache
 from qat.extensions.decode.slots import Batch as Slotted
-from qat.extensions.decode.slots import Request, Sampler, Slots, SlotStep, Waves
+from qat.extensions.decode.slots import Request, Sampler, Slots, SlotStep, Waves, in_order
 from qat.extensions.decode.step import DecodeStep, dense_linear
 from qat.generate.sampling import Sampling
 from qat.generate.text import closing_tokens, repeated_frac
@@ -297,7 +297,7 @@ class RolloutSampler:
                 form_moved_weights(self._student.model, self._dtype)
             for copied, parameter in self._learning:
                 copied.copy_(parameter)
-            return self._sampler.sample(requests)
+            return in_order(self._sampler.sample(requests))
 
 
 def dense_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

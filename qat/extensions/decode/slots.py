@@ -6,15 +6,17 @@ the host checks for finished rows every few steps. Models with unsupported layer
 own loop instead, with prompts of equal length batched together.
 
 A row's draws depend only on its own random stream. Its logits may differ in their last bits with
-the batch that they are computed in, so equal requests give equal tokens on the same device only in
-the same order and with the same number of slots.
+the rows that are computed beside it, so equal requests give equal tokens on the same device only as
+the same list, from its first row on, and with the same number of slots.
 
 Shapes: B slots, T tokens of prompts, N positions of a slot, M new tokens of a row, V words.
 """
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
@@ -42,6 +44,8 @@ LOOK_EVERY = 4
 """Number of steps between two checks for finished rows."""
 PREFILL_TOKENS = 2**14
 """Maximum number of prompt tokens in one prefill."""
+ROWS_AHEAD = 2**12
+"""Number of waiting rows among which `Waves` looks for rows of equal lengths."""
 UNIT = 16
 """Prompt lengths of one prefill are padded to a multiple of this."""
 LEAST_WEIGHTS, WEIGHTS_A_SLOT, MOST_SLOTS = 2**23, 5 * 2**17, 48
@@ -91,10 +95,16 @@ class Batch:
 class Sampler(Protocol):
     """The protocol of samplers, which continue prompts."""
 
-    def sample(
-        self, requests: Sequence[Request], seen: Callable[[int], None] = lambda count: None
-    ) -> list[list[int]]:
-        """Return each row's new tokens with its end token; `seen` receives counts of ended rows."""
+    def sample(self, requests: Iterable[Request]) -> Iterator[tuple[int, list[int]]]:
+        """Yield the rows as they end, each as its place in `requests` and its new tokens.
+
+        The token that ends a row is one of them. `requests` is read as slots become free.
+        """
+
+
+def in_order(rows: Iterable[tuple[int, list[int]]]) -> list[list[int]]:
+    """Return the new tokens of all rows that a sampler yields, in the order of their requests."""
+    return [ids for _, ids in sorted(rows)]
 
 
 def open_sampler(model: LanguageModel, batch: Batch) -> Sampler:
@@ -269,12 +279,11 @@ class SlotSnapshot(NamedTuple):
     """A snapshot of the slots on the host, taken after a round of steps."""
 
     turn: int
-    facts: Tensor
-    """Remaining and drawn number of new tokens in each slot, `(2, B)`."""
-    said: Tensor
-    """New tokens, `(B, M + 1)`."""
+    state: Tensor
+    """Of each slot the remaining and the drawn number of new tokens, and the last `LOOK_EVERY` new
+    tokens, `(B, 2 + LOOK_EVERY)`; a row of fewer repeats its first one in front."""
     wait: Callable[[], None]
-    """Waits for the copies; call it before reading the tensors."""
+    """Waits for the copy; call it before reading `state`."""
 
 
 class Slots:
@@ -296,53 +305,55 @@ class Slots:
         # column M absorbs the writes of idle slots
         self._said = self._token.new_zeros(B, M + 1)
         self._uniforms = torch.zeros(B, M + 1, device=device)
+        self._latest = torch.arange(-LOOK_EVERY, 0, device=device)
         self._advance: Callable[[], None] = self._step_all
         if on(device).records:
             self._step_all()  # a warm-up while all slots are idle
             self._advance, _ = on(device).record(self._step_all)
 
-    def sample(
-        self, requests: Sequence[Request], seen: Callable[[int], None] = lambda count: None
-    ) -> list[list[int]]:
+    def sample(self, requests: Iterable[Request]) -> Iterator[tuple[int, list[int]]]:
         """Sample rows in order, each in the first free slot; see `Sampler`."""
-        said: list[list[int]] = [[] for _ in requests]
-        waiting = deque(enumerate(requests))
-        free = list(range(self._batch.num_slots))
-        # by slot: row number, and the round in which it began
-        busy: dict[int, tuple[int, int]] = {}
+        B, M = self._batch.num_slots, self._batch.max_new_tokens
+        waiting = enumerate(requests)
+        # of each slot: the number of its row, -1 if it is free, and the round in which it began
+        numbers, begins = np.full(B, -1), np.zeros(B, dtype=np.int64)
+        # token n of a row stands in column LOOK_EVERY + n
+        said = np.zeros((B, LOOK_EVERY + M), dtype=np.int32)
+        columns = np.arange(LOOK_EVERY)
         snapshots: deque[SlotSnapshot] = deque()
-        turn = 0
-        while waiting or busy:
-            begun = [(slot, *waiting.popleft()) for slot in free[: len(waiting)]]
-            free = free[len(begun) :]
+        for turn in itertools.count():
+            free = np.flatnonzero(numbers < 0)
+            begun = list(islice(waiting, len(free)))
             if begun:
-                self._begin([slot for slot, _, _ in begun], [request for _, _, request in begun])
-                busy |= {slot: (number, turn) for slot, number, _ in begun}
+                slots = free[: len(begun)]
+                numbers[slots], begins[slots] = [number for number, _ in begun], turn
+                self._begin(slots, [request for _, request in begun])
+            elif len(free) == B:
+                return
             for _ in range(LOOK_EVERY):
                 self._advance()
             snapshots.append(self._snapshot(turn))
-            turn += 1
             if len(snapshots) <= self._lag:
                 continue
             snapshot = snapshots.popleft()
+            snapshot.wait()
+            state = snapshot.state.numpy()
+            left, counts = state[:, 0], state[:, 1]
+            np.put_along_axis(said, counts[:, None] + columns, state[:, 2:], axis=1)
             # skip rows that began after this snapshot of their slot
-            seen_slots = [slot for slot, (_, begin) in busy.items() if begin <= snapshot.turn]
-            ended = _ended(snapshot, sorted(seen_slots))
-            for slot, row in ended:
-                number, _ = busy.pop(slot)
-                said[number] = row
-            free = sorted([*free, *(slot for slot, _ in ended)])
-            seen(len(ended))
-        return said
+            ended = np.flatnonzero((left == 0) & (numbers >= 0) & (begins <= snapshot.turn))
+            rows, numbers[ended] = numbers[ended].tolist(), -1
+            for number, slot in zip(rows, ended, strict=True):
+                yield number, said[slot, LOOK_EVERY : LOOK_EVERY + counts[slot]].tolist()
 
-    def _begin(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
+    def _begin(self, slots: np.ndarray, requests: Sequence[Request]) -> None:
         """Start rows in idle slots, without a GPU sync."""
         to_device = on(self._step.device).to_device
         uniforms = torch.zeros(len(slots), self._uniforms.shape[1])
         for row, request in zip(uniforms, requests, strict=True):
             row[: request.limit] = torch.from_numpy(request.uniforms())
         facts = [(r.ids[-1], len(r.ids) - 1, 0, r.limit) for r in requests]
-        places, values = to_device(torch.tensor(slots)), to_device(torch.tensor(facts))
+        places, values = to_device(torch.from_numpy(slots)), to_device(torch.tensor(facts))
         self._uniforms[places] = to_device(uniforms)
         state = (self._token, self._position, self._count, self._left)
         for tensor, value in zip(state, values.unbind(1), strict=True):
@@ -374,18 +385,10 @@ class Slots:
     def _snapshot(self, turn: int) -> SlotSnapshot:
         """Start copying the state of the slots to the host, without a GPU sync."""
         backend = on(self._step.device)
-        facts = backend.to_host(torch.stack([self._left, self._count]))
-        said = backend.to_host(self._said)
-        return SlotSnapshot(turn, facts, said, backend.finished())
-
-
-def _ended(snapshot: SlotSnapshot, slots: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """Return the slots, among those given, whose rows have ended, with their tokens."""
-    snapshot.wait()
-    left, counts = snapshot.facts.tolist()
-    return [
-        (slot, snapshot.said[slot, : counts[slot]].tolist()) for slot in slots if not left[slot]
-    ]
+        latest = (self._count[:, None] + self._latest).clamp_min(0)
+        counts = torch.stack([self._left, self._count], 1)
+        state = torch.cat([counts, self._said.gather(1, latest)], 1)
+        return SlotSnapshot(turn, backend.to_host(state), backend.finished())
 
 
 class Waves:
@@ -398,22 +401,17 @@ class Waves:
     def __init__(self, model: LanguageModel, batch: Batch) -> None:
         self._model, self._batch = model, batch
 
-    def sample(
-        self, requests: Sequence[Request], seen: Callable[[int], None] = lambda count: None
-    ) -> list[list[int]]:
-        """Sample rows grouped by length; see `Sampler`."""
-        said: list[list[int]] = [[] for _ in requests]
-        alike: dict[tuple[int, int], list[int]] = {}
-        for number, request in enumerate(requests):
-            alike.setdefault((len(request.ids), request.limit), []).append(number)
-        for (_, limit), numbers in alike.items():
-            for start in range(0, len(numbers), self._batch.num_slots):
-                wave = numbers[start : start + self._batch.num_slots]
-                rows = self._wave([requests[number] for number in wave], limit)
-                for number, row in zip(wave, rows, strict=True):
-                    said[number] = row
-                seen(len(wave))
-        return said
+    def sample(self, requests: Iterable[Request]) -> Iterator[tuple[int, list[int]]]:
+        """Sample the oldest of the waiting rows together with those like it; see `Sampler`."""
+        numbered = enumerate(requests)
+        waiting = list(islice(numbered, ROWS_AHEAD))
+        while waiting:
+            shape = _lengths(waiting[0][1])
+            like = [row for row in waiting if _lengths(row[1]) == shape]
+            wave = dict(like[: self._batch.num_slots])
+            yield from zip(wave, self._wave([*wave.values()], shape[1]), strict=True)
+            waiting = [row for row in waiting if row[0] not in wave]
+            waiting += islice(numbered, ROWS_AHEAD - len(waiting))
 
     def _wave(self, requests: Sequence[Request], limit: int) -> list[list[int]]:
         ids = torch.tensor([request.ids for request in requests])
@@ -422,6 +420,11 @@ class Waves:
         config = generation_config(sorted(self._batch.ends), limit, temperature=0, top_p=1)
         drawing = _Drawing(uniforms, ids.shape[1], self._batch.sampling, self._model.num_words)
         return continue_rows(self._model, ids, config, processor=drawing)
+
+
+def _lengths(request: Request) -> tuple[int, int]:
+    """Return the lengths that are equal in all rows of a wave."""
+    return len(request.ids), request.limit
 
 
 class _Drawing(LogitsProcessor):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,7 @@ class VllmSampler:
     def __init__(self, source: str, dtype: str, batch: Batch) -> None:
         from vllm import LLM
 
-        self._ends = sorted(batch.ends)
+        self._ends, self._num_slots = sorted(batch.ends), batch.num_slots
         self._llm = LLM(
             model=resolve(source),
             dtype=dtype,
@@ -51,25 +52,24 @@ class VllmSampler:
             **MEMORY,
         )
 
-    def sample(
-        self, requests: Sequence[Request], seen: Callable[[int], None] = lambda count: None
-    ) -> list[list[int]]:
-        """Continue all rows at once; see `Sampler`."""
+    def sample(self, requests: Iterable[Request]) -> Iterator[tuple[int, list[int]]]:
+        """Continue as many rows at once as the engine takes; see `Sampler`."""
         from vllm import SamplingParams
 
-        how = [
-            SamplingParams(
-                temperature=0.0,
-                max_tokens=request.limit,
-                stop_token_ids=self._ends,
-                detokenize=False,
-            )
-            for request in requests
-        ]
-        prompts = [{"prompt_token_ids": request.ids} for request in requests]
-        found = self._llm.generate(prompts, how, use_tqdm=False)
-        seen(len(found))
-        return [[*each.outputs[0].token_ids] for each in found]
+        waiting = enumerate(requests)
+        while part := dict(islice(waiting, self._num_slots)):
+            how = [
+                SamplingParams(
+                    temperature=0.0,
+                    max_tokens=request.limit,
+                    stop_token_ids=self._ends,
+                    detokenize=False,
+                )
+                for request in part.values()
+            ]
+            prompts = [{"prompt_token_ids": request.ids} for request in part.values()]
+            found = self._llm.generate(prompts, how, use_tqdm=False)
+            yield from zip(part, ([*each.outputs[0].token_ids] for each in found), strict=True)
 
     def close(self) -> None:
         """End the engine's processes."""

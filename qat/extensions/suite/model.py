@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -95,18 +95,17 @@ class Model:
             self._sampler = open_sampler(self._model, batch)
         return asked
 
-    def generate(
-        self, asked: Sequence[Asked], hashes: Sequence[str], seen: Callable[[int], None]
-    ) -> list[Answer]:
-        """Return the most likely answers, token by token, of requests that were prepared.
+    def generate(self, asked: Mapping[str, Asked]) -> Iterator[Answer]:
+        """Yield the most likely answers, token by token, of prepared requests as they end.
 
-        `seen` receives counts of answers that ended.
+        `asked` holds the requests by their hashes.
         """
         assert self._sampler is not None, "prepare comes first"
+        names = list(asked)
         # greedy: the random streams are drawn from but decide nothing
-        rows = [Request(each.ids, each.limit, (0, 0)) for each in asked]
-        found = self._sampler.sample(rows, seen)
-        return [self._answer(*each) for each in zip(hashes, asked, found, strict=True)]
+        rows = (Request(each.ids, each.limit, (0, 0)) for each in asked.values())
+        for place, ids in self._sampler.sample(rows):
+            yield self._answer(names[place], asked[names[place]], ids)
 
     def _asked(self, request: Instance) -> Asked:
         from lm_eval.models.utils import normalize_gen_kwargs

@@ -90,9 +90,11 @@ def _generate(
     prompts = iter(model.prepare([request for rows in missing.values() for _, request in rows]))
     for label, rows in missing.items():
         with progress(names[label], len(rows), "answers") as ticker:
-            for part in _parts([name for name, _ in rows], model.width):
-                some = [*islice(prompts, len(part))]
-                files[label].add(model.generate(some, part, ticker.advance))
+            hashes = [name for name, _ in rows]
+            asked = dict(zip(hashes, islice(prompts, len(rows)), strict=True))
+            for answer in model.generate(asked):
+                files[label].add([answer])
+                ticker.advance()
 
 
 def _parts(rows: Sequence[T], size: int) -> Iterator[Sequence[T]]:

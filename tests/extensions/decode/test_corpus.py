@@ -1,10 +1,14 @@
-"""A corpus is the same bytes however often it was stopped and by how many ranks it was sampled."""
+"""A corpus is the same bytes however often it was stopped and by how many ranks it was sampled.
+
+That holds in float32 on a CPU: the last bits of a row's logits, which change with its neighbours,
+hardly ever decide a draw.
+"""
 
 import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,8 @@ from qat.errors import ConfigError, DataError
 from qat.extensions.decode import corpus as module
 from qat.extensions.decode.config import SampleConfig
 from qat.extensions.decode.corpus import Corpus, Sampled, open_corpus, variety, write_corpus
+from qat.extensions.decode.slots import Request, SlotStep
+from qat.logs import Ticker
 from qat.models.language_model import LanguageModel
 from qat.ranks import ALONE, Ranks
 
@@ -109,6 +115,77 @@ def test_a_corpus_that_was_stopped_goes_on(whole: bytes, teacher, tmp_path, call
     assert sample(teacher, out, **NOTHING).tokens_per_s is None
     assert out.read_bytes() == whole
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c.jsonl"]
+
+
+def patch_sampling(monkeypatch: pytest.MonkeyPatch, change: Callable) -> None:
+    """Let samplers of corpora sample by `change(sample)`."""
+    real = module.open_sampler
+
+    def opened_sampler(*given: object) -> object:
+        sampler = real(*given)
+        sampler.sample = change(sampler.sample)
+        return sampler
+
+    monkeypatch.setattr(module, "open_sampler", opened_sampler)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of the rows that a sampler is asked for, added when it reads them."""
+    found = []
+
+    def noted(requests: Iterable[Request]) -> Iterator[Request]:
+        for request in requests:
+            found.append(request.key[1])
+            yield request
+
+    patch_sampling(monkeypatch, lambda sample: lambda requests: sample(noted(requests)))
+    return found
+
+
+def sample_endless(teacher: Path, out: Path) -> Sampled:
+    """Sample rows of 12 tokens each."""
+    model, corpus = opened(teacher, **NOTHING)
+    return write_corpus(model, corpus._replace(ends=frozenset()), out)
+
+
+def test_a_batch_is_full_until_the_last_rows(teacher, tmp_path, asked, monkeypatch) -> None:
+    read, real = [], SlotStep.logits
+    monkeypatch.setattr(SlotStep, "logits", lambda *given: read.append(len(asked)) or real(*given))
+    found = sample_endless(teacher, tmp_path / "c.jsonl")
+    assert found.tokens == 22 * 12 and found.tokens_per_s > 0
+    # 3 slots; shards of 4 rows, each sampled to its end, would take 132 steps
+    assert len(read) == 8 * 12 and asked == [*range(22)]
+    assert read[::12] == [3, 6, 9, 12, 15, 18, 21, 22]  # no row is prepared before it begins
+
+
+def test_a_stop_costs_the_unfinished_shards(teacher: Path, tmp_path: Path, asked: list) -> None:
+    """The run stops in the second of six shards, when the first is written."""
+    out = tmp_path / "c.jsonl"
+    with stopped_at(Ticker, "advance", 6):
+        sample_endless(teacher, out)
+    assert asked == [*range(9)] and not out.exists()
+    (kept,) = tmp_path.glob(".c.jsonl.shards/0*")
+    assert kept.name == "000000.jsonl" and len(kept.read_bytes().splitlines()) == 1 + 4
+    asked.clear()
+    sample_endless(teacher, out)
+    assert asked == [*range(4, 22)]
+    sample_endless(teacher, tmp_path / "whole.jsonl")
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_shards_may_end_in_any_order(whole, teacher, tmp_path, monkeypatch) -> None:
+    written, real = [], module._write_shard
+
+    def write(*given: object, path: Path, run: str) -> None:
+        written.append(path.stem)
+        real(*given, path=path, run=run)
+
+    patch_sampling(monkeypatch, lambda sample: lambda requests: reversed([*sample(requests)]))
+    monkeypatch.setattr(module, "_write_shard", write)
+    sample(teacher, tmp_path / "c.jsonl", **NOTHING)
+    assert written == [f"{number:06d}" for number in reversed(range(6))]
+    assert (tmp_path / "c.jsonl").read_bytes() == whole
 
 
 def test_ranks_write_the_bytes_of_one_process(whole: bytes, teacher: Path, tmp_path: Path) -> None:
