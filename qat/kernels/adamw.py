@@ -101,13 +101,18 @@ class ManyTensors:
         places = [[tensor.data_ptr() for tensor in each] for each in tensors]
         self._addresses = _on_device(places, device)
         self._is_aligned = _are_aligned(sum(places, [])) and not (counts % 4).any()
-        self._counts, self._rates = counts.to(device), torch.tensor(rates).to(device)
+        self._counts = counts.to(device)
+        self.set_rates(rates)
         self._first = (blocks.cumsum(0) - blocks).int().to(device)
         """The first program of each tensor."""
         self._owners = torch.arange(len(counts)).repeat_interleave(blocks).int().to(device)
         """The tensor of each program."""
         self._gradients: list[int] = []
         self._table = self._counts  # the addresses of the gradients, which the first step brings
+
+    def set_rates(self, rates: Sequence[tuple[float, float]]) -> None:
+        """Take these rates from now on; the host does not wait."""
+        self._rates = _on_device(rates, self._counts.device).float()
 
     def step_(
         self,
@@ -119,7 +124,8 @@ class ManyTensors:
     ) -> None:
         """Apply one step of `torch.optim.AdamW` at `share` of the peak rates, in place.
 
-        `shared` is as in `stochastic_adamw_`. A tensor without a gradient stays as it is.
+        `shared` is as in `stochastic_adamw_`, or has a row of these for each tensor: `(N, 3)`. A
+        tensor without a gradient stays as it is.
         """
         found = [None if g is None else g.float().contiguous() for g in gradients]
         addresses = [0 if g is None else g.data_ptr() for g in found]
@@ -128,7 +134,8 @@ class ManyTensors:
         with torch.cuda.device_of(shared):
             _step_many[(len(self._owners),)](
                 self._addresses, self._table, self._counts, self._rates, self._first, self._owners,
-                shared, share, 1 - betas[0], 1 - betas[1], eps,
+                shared, shared.stride(0) if shared.dim() == 2 else 0,
+                share, 1 - betas[0], 1 - betas[1], eps,
                 ALIGNED=self._is_aligned and _are_aligned(addresses), BLOCK=MANY_BLOCK,
             )  # fmt: skip
 
@@ -138,7 +145,7 @@ def _are_aligned(addresses: Sequence[int]) -> bool:
     return all(address % 16 == 0 for address in addresses)
 
 
-def _on_device(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+def _on_device(numbers: Sequence[int] | Sequence[Sequence[float]], device: torch.device) -> Tensor:
     # from pinned memory the host does not wait for the copy
     table = torch.tensor(numbers, pin_memory=torch.cuda.is_available())
     return table.to(device, non_blocking=True)
@@ -220,11 +227,13 @@ def _numbers(address, start, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _step_many(
-    addresses, gradients, counts, rates, first, owners, shared_ptr, share, weight1, weight2, eps,
+    addresses, gradients, counts, rates, first, owners, shared_ptr, row, share, weight1, weight2,
+    eps,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     owner = tl.load(owners + tl.program_id(0))
     gradient = tl.load(gradients + owner)
+    shared_ptr += row * owner
     factor = tl.load(shared_ptr)
     if (gradient != 0) & (tl.abs(factor) < float("inf")):  # false for NaN too
         bias1 = tl.load(shared_ptr + 1)
